@@ -1,0 +1,99 @@
+"""The contract every attention mechanism meets.
+
+Shape letters used throughout: B images, (H, W) token grid, N = H*W tokens in raster order n = y*W + x, C channels (dim),
+h heads, d = C/h channels per head, g windows, w tokens per window, e tokens of an exact set, c landmarks or groups,
+t tokens per group, s random samples.
+"""
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+
+from attention.options import OptionError
+
+Grid = tuple[int, int]
+"""Rows and columns (H, W) of the token grid."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Site:
+    """The place of an attention layer in a network: what the model knows and a mechanism may need.
+
+    Attributes:
+        dim: channels C; num_heads: heads h, a divisor of C.
+        grid: the (H, W) the layer is built for; it sizes parameters and is checked before any work starts.
+        num_prefix_tokens: class and register tokens that precede the grid tokens.
+        layer, depth: index of the layer and number of layers of the network.
+        reduction: spatial reduction R that a pyramid assigns to this stage (PVT-v2: 8, 4, 2, 1).
+        qkv_bias: whether the query/key/value projection has a bias. proj_drop: dropout rate of the output.
+    """
+
+    dim: int
+    num_heads: int
+    grid: Grid
+    num_prefix_tokens: int = 0
+    layer: int = 0
+    depth: int = 1
+    reduction: int = 1
+    qkv_bias: bool = True
+    proj_drop: float = 0.0
+
+    def __post_init__(self):
+        if self.num_heads < 1 or self.dim % self.num_heads:
+            raise OptionError("num_heads", f" = {self.num_heads} does not divide dim = {self.dim}")
+
+
+class Attention(nn.Module):
+    """Base of all mechanisms: owns the projections, with timm's parameter names; a mechanism writes `attend`.
+
+    A mechanism derives from this class, nests its options as `Config`, and stands in `attention.ATTENTION`.
+    """
+
+    Config: ClassVar[type]
+    order_free: ClassVar[bool] = False
+    """Whether the mechanism ignores token order, so that prefix tokens are ordinary tokens to it."""
+
+    def __init__(self, site: Site, config: Any):
+        super().__init__()
+        self.config = config
+        self.num_heads = site.num_heads
+        self.head_dim = site.dim // site.num_heads
+        if site.num_prefix_tokens and not self.order_free:
+            self.refuse("class_token", True, "prefix tokens need an order-free mechanism; set class_token: false")
+        self.qkv = nn.Linear(site.dim, 3 * site.dim, bias=site.qkv_bias)
+        self.proj = nn.Linear(site.dim, site.dim)
+        self.proj_drop = nn.Dropout(site.proj_drop)
+
+    @classmethod
+    def refuse(cls, name: str, value: Any, problem: str) -> None:
+        """Raises the OptionError for option `name` of this mechanism."""
+        mechanism = cls.__module__.rpartition(".")[2]
+        raise OptionError(f"attention({mechanism}).{name}", f" = {value}: {problem}")
+
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, N, C) -> queries, keys and values, each (B, h, N, d)."""
+        return split_heads(self.qkv(x), 3, self.num_heads)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        """Queries, keys and values (B, h, N, d) -> mixed values (B, h, N, d)."""
+        raise NotImplementedError(f"{type(self).__name__} does not define attend")
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        """(B, N, C) tokens of an (H, W) grid -> (B, N, C). The grid may differ from the one given at construction."""
+        y = self.attend(*self.project(x, grid), grid)
+        return self.proj_drop(self.proj(merge_heads(y)))
+
+    def extra_repr(self) -> str:
+        return f"{self.config}"
+
+
+def split_heads(x: Tensor, parts: int, num_heads: int) -> tuple[Tensor, ...]:
+    """(B, N, parts*C) -> `parts` tensors (B, h, N, d)."""
+    B, N, width = x.shape
+    return x.view(B, N, parts, num_heads, width // (parts * num_heads)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def merge_heads(y: Tensor) -> Tensor:
+    """(B, h, N, d) -> (B, N, C)."""
+    return y.transpose(1, 2).flatten(2)

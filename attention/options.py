@@ -1,0 +1,128 @@
+"""Plain options (YAML, keyword arguments) -> frozen dataclasses, strictly.
+
+Every mechanism, model family and section of a run states its options as a dataclass whose fields are made with `option`:
+name, type, default, meaning and range stand in one place, and `parse_options` refuses whatever does not fit them.
+"""
+
+import dataclasses
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal
+
+
+class OptionError(ValueError):
+    """An option that cannot be honoured. The message is one line: the key, the value and the remedy.
+
+    Attributes:
+        key: dotted path of the offending option, e.g. ``"attention(eva).window_size"``.
+    """
+
+    def __init__(self, key: str, problem: str):
+        super().__init__(f"{key}{problem}" if problem.startswith(" ") else f"{key}: {problem}")
+        self.key = key
+
+
+def option(
+    default: Any, meaning: str, *, low: float | None = None, high: float | None = None, above: float | None = None
+):
+    """A dataclass field: its default, what it means (with its unit), and its range ``low <= value <= high``, ``value > above``."""
+    return dataclasses.field(default=default, metadata={"meaning": meaning, "low": low, "high": high, "above": above})
+
+
+def nearest(word: str, choices) -> str:
+    """``"; did you mean 'window_size'?"`` for the choice spelled most alike, or the list of all choices."""
+    choices = sorted(map(str, choices))
+    match = difflib.get_close_matches(str(word), choices, n=1)
+    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(choices)}"
+
+
+def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:
+    """Builds the dataclass `cls` from plain `options`.
+
+    Args:
+        cls: dataclass type; fields typed bool, int, float, str, ``Literal``, ``tuple[...]``, ``X | None`` or a dataclass.
+        options: option name -> plain value. Lists stand for tuples; an int may stand for a float, nothing else is converted.
+        path: dotted path of this mapping in the user's configuration, to begin error messages with.
+    Raises:
+        OptionError: unknown name, missing required option, wrong type, value outside its choices or range.
+    """
+    if not isinstance(options, Mapping):
+        raise OptionError(path, f"expected a mapping of options, got {options!r}")
+    fields = {field.name: field for field in dataclasses.fields(cls)}
+    types_of = typing.get_type_hints(cls)
+    values = {}
+    for name, value in options.items():
+        key = f"{path}.{name}" if path else str(name)
+        if name not in fields:
+            raise OptionError(key, f"unknown option{nearest(name, fields)}")
+        values[name] = _check(types_of[name], value, key)
+        _check_range(values[name], fields[name].metadata, key)
+    for name, field in fields.items():
+        if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            raise OptionError(f"{path}.{name}" if path else name, "required, but not given")
+    return cls(**values)
+
+
+def _check(kind: Any, value: Any, key: str) -> Any:
+    """`value` as the type `kind`, or an OptionError."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        if value in arguments and type(value) in map(type, arguments):
+            return value
+        raise OptionError(key, f"{value!r} is not a choice{nearest(value, arguments)}")
+    if origin in (types.UnionType, typing.Union):
+        if value is None and type(None) in arguments:
+            return None
+        kinds = [argument for argument in arguments if argument is not type(None)]
+        for index, argument in enumerate(kinds):
+            try:
+                return _check(argument, value, key)
+            except OptionError:
+                if index == len(kinds) - 1:
+                    raise
+    if origin is tuple:
+        if not isinstance(value, list | tuple):
+            raise OptionError(key, f"expected a list, got {value!r}")
+        variadic = len(arguments) == 2 and arguments[1] is Ellipsis
+        if not variadic and len(value) != len(arguments):
+            raise OptionError(key, f"expected {len(arguments)} values, got {value!r}")
+        kinds = [arguments[0]] * len(value) if variadic else arguments
+        return tuple(_check(kind, item, f"{key}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value, strict=True)))
+    if dataclasses.is_dataclass(kind):
+        return parse_options(kind, value, key)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if kind is Any or (
+        isinstance(value, kind := origin or kind) and not (isinstance(value, bool) and kind is not bool)
+    ):
+        if isinstance(value, float) and not math.isfinite(value):
+            raise OptionError(key, f"{value} is not a finite number")
+        return value
+    raise OptionError(key, f"expected {kind.__name__}, got {value!r}{_spelling(kind, value)}")
+
+
+def _spelling(kind: type, value: Any) -> str:
+    """How to write the number that YAML 1.1 took for text."""
+    if kind is float and isinstance(value, str):
+        try:
+            number = repr(float(value))
+        except ValueError:
+            return ""
+        return f", text to YAML; write {number if '.' in number else number.replace('e', '.0e')}"
+    return ""
+
+
+def _check_range(value: Any, limits: Mapping[str, Any], key: str) -> None:
+    for item in value if isinstance(value, tuple) else (value,):
+        if isinstance(item, bool) or not isinstance(item, int | float):
+            continue
+        low, high, above = limits.get("low"), limits.get("high"), limits.get("above")
+        if low is not None and item < low:
+            raise OptionError(key, f" = {item} is below the least valid value {low}")
+        if high is not None and item > high:
+            raise OptionError(key, f" = {item} is above the largest valid value {high}")
+        if above is not None and item <= above:
+            raise OptionError(key, f" = {item} must be greater than {above}")

@@ -1,0 +1,108 @@
+"""Every option of a run: name, type, default, meaning, unit and range. A configuration file is one `Run`.
+
+`model` and `attention` are open mappings here: their options are those of the model family and of the mechanism
+(`models.MODELS[name]`, `attention.ATTENTION[name].Config`), checked with the same strictness when a file is read.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from attention.options import option
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Where the images are and how a validation image is prepared."""
+
+    dataset: Literal["folder", "tar", "digits"] = option(
+        "folder", "class folders, tar files of them, or the embedded digits"
+    )
+    root: str | None = option(None, "directory that holds the two splits; digits need none")
+    train_split: str = option("train", "folder (tar: NAME.tar) of training images below root")
+    val_split: str = option("val", "folder (tar: NAME.tar) of validation images below root")
+    workers: int = option(8, "loader processes per rank", low=0)
+    crop_pct: float = option(0.875, "validation: share of the resized image kept by the centre crop", above=0, high=1)
+    interpolation: Literal["bicubic", "bilinear", "nearest"] = option("bicubic", "validation resize")
+    mean: tuple[float, float, float] = option((0.485, 0.456, 0.406), "channel means subtracted from images in [0, 1]")
+    std: tuple[float, float, float] = option((0.229, 0.224, 0.225), "channel deviations images are divided by", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augment:
+    """Training augmentation, in timm's vocabulary. Defaults: DeiT without repeated augmentation."""
+
+    scale: tuple[float, float] = option((0.08, 1.0), "random resized crop: range of the area kept", above=0, high=1)
+    ratio: tuple[float, float] = option((0.75, 4 / 3), "random resized crop: range of the aspect ratio", above=0)
+    hflip: float = option(0.5, "probability of a horizontal flip", low=0, high=1)
+    color_jitter: float = option(0.4, "colour jitter factor; acts where auto_augment is none, as in timm", low=0)
+    auto_augment: str | None = option(
+        "rand-m9-mstd0.5-inc1", "timm's RandAugment / AutoAugment policy string; null: none"
+    )
+    interpolation: Literal["bicubic", "bilinear", "random"] = option("bicubic", "training resize")
+    reprob: float = option(0.25, "probability of random erasing", low=0, high=1)
+    remode: Literal["pixel", "const", "rand"] = option("pixel", "filling of erased areas")
+    mixup: float = option(0.8, "mixup alpha; 0: off", low=0)
+    cutmix: float = option(1.0, "cutmix alpha; 0: off", low=0)
+    mixup_switch_prob: float = option(0.5, "probability of cutmix where both are on", low=0, high=1)
+    smoothing: float = option(0.1, "label smoothing", low=0, high=1)
+    repeats: int = option(0, "repeated augmentation: views of an image per epoch; 0: off", low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    """Optimiser, made by timm."""
+
+    opt: str = option("adamw", "timm optimiser name")
+    lr: float = option(
+        5e-4, "learning rate at a total batch of lr_base_size; scaled linearly to the total batch", above=0
+    )
+    lr_base_size: int = option(512, "total batch for which lr is stated, images", low=1)
+    betas: tuple[float, float] = option((0.9, 0.999), "Adam's averaging coefficients", low=0, high=1)
+    eps: float = option(1e-8, "Adam's epsilon", above=0)
+    weight_decay: float = option(0.05, "decoupled weight decay; matrices only", low=0)
+    clip_grad: float | None = option(5.0, "largest gradient norm; null: no clipping", above=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Learning rate over time, made by timm, updated after every optimiser step."""
+
+    sched: Literal["cosine", "linear", "constant"] = option("cosine", "shape after the warm-up")
+    epochs: int = option(300, "epochs in all, warm-up included", low=1)
+    warmup_epochs: int = option(10, "epochs of linear warm-up", low=0)
+    warmup_lr: float = option(1e-6, "learning rate of the first step", low=0)
+    min_lr: float = option(1e-5, "learning rate at the end", low=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How the loop runs."""
+
+    total_batch_size: int = option(1024, "images per optimiser step, over all ranks and accumulation steps", low=1)
+    grad_accum_steps: int = option(1, "backward passes per optimiser step", low=1)
+    device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda where there is one")
+    amp: Literal["off", "bf16", "fp16"] = option("bf16", "automatic mixed precision")
+    compile: bool = option(False, "torch.compile the model")
+    grad_checkpointing: bool = option(
+        False, "recompute block activations in the backward pass; random state is restored"
+    )
+    channels_last: bool = option(False, "NHWC memory format (PVT)")
+    deterministic: bool = option(False, "deterministic algorithms only, at some cost in speed")
+    seed: int = option(0, "seed of weights, order and augmentation", low=0)
+    ema_decay: float | None = option(None, "decay of the weight average per step; null: none", above=0, high=1)
+    eval_every: int = option(1, "epochs between evaluations; the last epoch is always evaluated", low=1)
+    keep_checkpoints: int = option(3, "how many of the best epoch checkpoints stay, beside the last", low=1)
+    log_every: int = option(50, "optimiser steps between log lines", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run."""
+
+    model: dict[str, Any]
+    attention: Any
+    data: Data = field(default_factory=Data)
+    augment: Augment = field(default_factory=Augment)
+    optim: Optim = field(default_factory=Optim)
+    schedule: Schedule = field(default_factory=Schedule)
+    train: Train = field(default_factory=Train)
