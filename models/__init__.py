@@ -1,0 +1,146 @@
+"""DeiT and PVT-v2, which receive attention as a factory and never learn a mechanism's name.
+
+model = create_model("deit_tiny_p8", attention={"name": "eva", "window_size": 7, "num_landmarks": 49}, num_classes=1000)
+
+`MODELS` maps names to (family, size options). To check options without building a model: `parse_model(name, options)`
+gives the family's `Config`, and `resolve_attention(name, attention)` the attention as it will be used: one mapping, for
+PVT-v2 a list of four. All names are registered with timm: `timm.create_model(name, attention=..., **options)` does the
+same.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from torch import nn
+
+from attention import AttentionFactory, OptionError
+from attention.options import nearest, parse_options
+from models.base import Backbone
+from models.convert import resample_pos_embed
+from models.deit import Deit
+from models.pvt import Pvt
+
+_DEIT_WIDTHS = {
+    "tiny": {"embed_dim": 192, "num_heads": 3},
+    "small": {"embed_dim": 384, "num_heads": 6},
+    "base": {"embed_dim": 768, "num_heads": 12},
+}
+_PVT_SIZES = {
+    "b0": {"embed_dims": (32, 64, 160, 256), "depths": (2, 2, 2, 2)},
+    "b1": {"depths": (2, 2, 2, 2)},
+    "b2": {"depths": (3, 4, 6, 3)},
+    "b3": {"depths": (3, 4, 18, 3)},
+    "b4": {"depths": (3, 8, 27, 3)},
+    "b5": {"depths": (3, 6, 40, 3), "mlp_ratios": (4, 4, 4, 4)},
+}
+
+MODELS: dict[str, tuple[type[Backbone], dict[str, Any]]] = {
+    "deit": (Deit, {}),
+    **{f"deit_{size}_p{p}": (Deit, {"patch_size": p, **o}) for size, o in _DEIT_WIDTHS.items() for p in (16, 8, 4)},
+    **{f"pvtv2_{size}": (Pvt, o) for size, o in _PVT_SIZES.items()},
+    **{f"pvtv2_{size}_2xheads": (Pvt, {"num_heads": (2, 4, 10, 16), **o}) for size, o in _PVT_SIZES.items()},
+}
+
+Mechanism = str | Mapping[str, Any]
+"""A mechanism's name, or a mapping with its name and options."""
+
+
+def create_model(name: str, attention: Mechanism | Sequence[Mechanism] = "softmax", **options: Any) -> nn.Module:
+    """Builds a model.
+
+    Args:
+        name: key of `MODELS`.
+        attention: a mechanism; for PVT-v2 one for all stages but the last, which keeps softmax, or a list of four.
+        options: fields of the family's `Config`, in place of the size's; and those of `timm.create_model`.
+    Raises:
+        OptionError: unknown model, mechanism or option, wrong type or value, or a geometry that cannot be honoured.
+    """
+    family_of(name)
+    return _entrypoint(name)(attention=attention, **options)
+
+
+def parse_model(name: str, options: Mapping[str, Any]) -> Any:
+    """The family's `Config` for model `name`, with `options` in place of its size's.
+
+    Raises:
+        OptionError: unknown model or option, wrong type or value; keys begin with ``model.``.
+    """
+    return parse_options(family_of(name).Config, {**MODELS[name][1], **options}, "model")
+
+
+def resolve_attention(name: str, attention: Mechanism | Sequence[Mechanism]) -> dict[str, Any] | list[dict[str, Any]]:
+    """The attention that model `name` uses, written out: one mapping, or for a pyramid a list of one per stage.
+
+    A single mechanism given to a pyramid serves all stages but the last, which keeps softmax, as in the papers.
+
+    Raises:
+        OptionError: unknown mechanism or option, wrong type or value, or a list of the wrong length.
+    """
+    count = family_of(name).num_stages
+    if isinstance(attention, str | Mapping):
+        one = _written_out(attention, "attention")
+        return one if count == 1 else [*[one] * (count - 1), {"name": "softmax"}]
+    if count == 1 or not isinstance(attention, Sequence) or len(attention) != count:
+        takes = "one mechanism" if count == 1 else f"one mechanism or a list of {count}"
+        raise OptionError("attention", f"{name} takes {takes}, got {attention!r}")
+    return [_written_out(stage, f"attention[{s}]") for s, stage in enumerate(attention)]
+
+
+def family_of(name: str) -> type[Backbone]:
+    """The family of model `name`.
+
+    Raises:
+        OptionError: unknown model.
+    """
+    if name not in MODELS:
+        raise OptionError("model.name", f"unknown model {name!r}{nearest(name, MODELS)}")
+    return MODELS[name][0]
+
+
+def _written_out(mechanism: Mechanism, path: str) -> dict[str, Any]:
+    AttentionFactory.from_options(mechanism, path)
+    return {"name": mechanism} if isinstance(mechanism, str) else dict(mechanism)
+
+
+def _build(name: str, attention: Mechanism | Sequence[Mechanism] = "softmax", **options: Any) -> Backbone:
+    resolved = resolve_attention(name, attention)
+    factories = map(AttentionFactory.from_options, resolved if isinstance(resolved, list) else [resolved])
+    return family_of(name)(parse_model(name, options), *factories)
+
+
+def _entrypoint(name: str):
+    """timm's constructor of model `name`."""
+
+    def construct(pretrained: bool = False, **options: Any) -> nn.Module:
+        return build_model_with_cfg(
+            partial(_build, name),
+            name,
+            pretrained,
+            pretrained_filter_fn=resample_pos_embed,
+            feature_cfg={"out_indices": family_of(name).feature_indices, "feature_cls": "getter"},
+            **options,
+        )
+
+    construct.__name__ = name
+    return construct
+
+
+default_cfgs = generate_default_cfgs(
+    {
+        name: {
+            "input_size": (3, 224, 224),
+            "fixed_input_size": family is Deit,
+            "crop_pct": 0.875,
+            "interpolation": "bicubic",
+            "first_conv": "patch_embed.proj",
+            "classifier": "head",
+        }
+        for name, (family, _) in MODELS.items()
+    }
+)
+for _name in MODELS:
+    register_model(_entrypoint(_name))
+
+__all__ = ["MODELS", "create_model", "parse_model", "resolve_attention"]

@@ -1,0 +1,116 @@
+"""What the model families share: the transformer block, and the parts of timm's model contract common to them."""
+
+from typing import Any, ClassVar
+
+from timm.layers import DropPath, LayerNorm, register_notrace_module, trunc_normal_
+from timm.models import checkpoint
+from torch import Tensor, nn
+
+from attention import Attention, Grid, OptionError
+
+# fx tracing cannot follow the geometry that mechanisms compute from a grid: attention layers are leaves of its graphs.
+register_notrace_module(Attention)
+
+
+class Block(nn.Module):
+    """Pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
+
+    Args:
+        dim: channels C. drop_path: rate of stochastic depth, for both branches.
+        attn, mlp: modules (B, N, C), grid -> (B, N, C); N counts prefix tokens, where there are any.
+    """
+
+    def __init__(self, dim: int, attn: Attention, mlp: nn.Module, drop_path: float):
+        super().__init__()
+        self.norm1 = LayerNorm(dim)
+        self.attn = attn
+        self.drop_path1 = DropPath(drop_path)
+        self.norm2 = LayerNorm(dim)
+        self.mlp = mlp
+        self.drop_path2 = DropPath(drop_path)
+        self.grad_checkpointing = False
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        return checkpoint(self._layers, x, grid) if self.grad_checkpointing else self._layers(x, grid)
+
+    def _layers(self, x: Tensor, grid: Grid) -> Tensor:
+        x = x + self.drop_path1(self.attn(self.norm1(x), grid))
+        return x + self.drop_path2(self.mlp(self.norm2(x), grid))
+
+
+class Backbone(nn.Module):
+    """Base of the model families; a family writes `Config`, `forward_intermediates`, `forward_features` and `pool`.
+
+    Attributes:
+        config: the family's options.
+        num_features, head_hidden_size: channels of the features, and of the classifier's input.
+        feature_info: channels and reduction of every intermediate feature, for timm's feature extraction.
+    """
+
+    Config: ClassVar[type]
+    num_stages: ClassVar[int] = 1
+    """How many attention factories the family takes."""
+    feature_indices: ClassVar[int | tuple[int, ...]]
+    """Which intermediate features timm's `features_only` gives by default; an int: the last n."""
+    poolings: ClassVar[tuple[str, ...]]
+    """Valid values of `global_pool`; the empty string leaves features unpooled."""
+
+    def __init__(self, config: Any, num_features: int, global_pool: str):
+        super().__init__()
+        self.config = config
+        self.in_chans = config.in_chans
+        self.num_classes = config.num_classes
+        self.global_pool = global_pool
+        self.num_features = self.head_hidden_size = num_features
+        self.head_drop = nn.Dropout(config.drop_rate)
+        self.head = _classifier(num_features, config.num_classes)
+
+    def no_weight_decay(self) -> set[str]:
+        """Patterns of the parameters without weight decay, beside biases and vectors: embeddings and bias tables."""
+        return {"pos_embed", "cls_token", "*.position_bias.table"}
+
+    def set_grad_checkpointing(self, enable: bool = True) -> None:
+        """Recompute the activations of blocks in the backward pass, under the random state of the forward pass."""
+        for module in self.modules():
+            if isinstance(module, Block):
+                module.grad_checkpointing = enable
+
+    def get_classifier(self) -> nn.Module:
+        return self.head
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Gives the model a new classifier (0 classes: none), and another pooling where one is named."""
+        if global_pool is not None:
+            if global_pool not in self.poolings:
+                raise OptionError("global_pool", f" = {global_pool!r} is not one of {self.poolings}")
+            self.global_pool = global_pool
+        self.num_classes = num_classes
+        self.head = _classifier(self.num_features, num_classes).to(next(self.parameters()))
+        self.head.apply(init_linear)
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+        """Features of `forward_features` -> logits (B, num_classes), or the classifier's input (B, C)."""
+        x = self.head_drop(self.pool(x))
+        return x if pre_logits else self.head(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Images (B, in_chans, height, width) -> logits (B, num_classes)."""
+        return self.forward_head(self.forward_features(x))
+
+
+def init_linear(module: nn.Module) -> None:
+    """Initialises linear layers as timm does: truncated normal weights of deviation 0.02, no bias."""
+    if isinstance(module, nn.Linear):
+        trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
+
+
+def check_heads(dim: int, num_heads: int) -> None:
+    """Raises an OptionError for heads that do not divide the channels."""
+    if dim % num_heads:
+        raise OptionError("model.num_heads", f" = {num_heads} does not divide the width {dim}")
+
+
+def _classifier(num_features: int, num_classes: int) -> nn.Module:
+    return nn.Linear(num_features, num_classes) if num_classes else nn.Identity()

@@ -1,0 +1,49 @@
+"""State dicts of other sizes and other codes -> state dicts that our models load strictly."""
+
+import math
+
+import torch
+from timm.layers import resample_abs_pos_embed
+from torch import Tensor, nn
+
+from attention import Grid, OptionError
+
+StateDict = dict[str, Tensor]
+
+
+def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | None = None) -> StateDict:
+    """Adapts a state dict's position embeddings, where it has any, to the image size of a DeiT.
+
+    Args:
+        state_dict: of the same model built for another image size. model: to load it into.
+        grid: (H, W) of the state dict's position embeddings; where not given they are taken for a square's.
+    Raises:
+        OptionError: no grid is given and the number of position embeddings is no square.
+    """
+    pos_embed = state_dict.get("pos_embed")
+    if pos_embed is None:
+        return state_dict
+    if grid is None:
+        tokens = pos_embed.shape[1] - model.num_prefix_tokens
+        side = math.isqrt(tokens)
+        if tokens == model.grid[0] * model.grid[1]:
+            return state_dict
+        if side * side != tokens:
+            raise OptionError("grid", f"{tokens} position embeddings are no square; name their (H, W)")
+        grid = side, side
+    pos_embed = resample_abs_pos_embed(pos_embed, model.grid, grid, model.num_prefix_tokens)
+    return {**state_dict, "pos_embed": pos_embed}
+
+
+def from_timm_pvt(state_dict: StateDict) -> StateDict:
+    """timm's PyramidVisionTransformerV2 -> ours: the projections `q` and `kv` become the rows of one, `qkv`.
+
+    All other names are the same; `sr` and `norm` of an attention layer belong to spatial reduction attention.
+    """
+    converted = {}
+    for key, value in state_dict.items():
+        if ".attn.q." in key:
+            converted[key.replace(".q.", ".qkv.")] = torch.cat([value, state_dict[key.replace(".q.", ".kv.")]])
+        elif ".attn.kv." not in key:
+            converted[key] = value
+    return converted

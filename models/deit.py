@@ -1,0 +1,218 @@
+"""DeiT (Touvron et al., 2021): a plain vision transformer over one grid of patches.
+
+By default as in the papers of EVA and LARA: no class token, and the mean over tokens after the final LayerNorm.
+`class_token: true` gives stock DeiT. Parameter names are those of timm's VisionTransformer.
+"""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from timm.layers import (
+    LayerNorm,
+    Mlp,
+    PatchEmbed,
+    calculate_drop_path_rates,
+    global_pool_nlc,
+    resample_abs_pos_embed,
+    to_2tuple,
+    trunc_normal_,
+)
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from attention import AttentionFactory, Grid, OptionError
+from attention.options import option
+from models.base import Backbone, Block, check_heads, init_linear
+
+
+class TokenMlp(Mlp):
+    """timm's Mlp, which has no use for the grid."""
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        return super().forward(x)
+
+
+def conv_stem(in_chans: int, dim: int, patch_size: int) -> nn.Sequential:
+    """Convolutional patch embedding (B, in_chans, height, width) -> (B, dim, height / patch_size, width / patch_size).
+
+    [3x3 convolution of stride 2, BatchNorm, GELU] until the grid is reached: twice for patch 4, three times for 8, four
+    times for 16; widths double up to dim; then a 1x1 convolution. After Xiao et al., 2021, "Early convolutions help
+    transformers see better".
+    """
+    halvings = int(math.log2(patch_size))
+    widths = [in_chans, *(dim >> i for i in reversed(range(halvings)))]
+    layers = []
+    for before, after in itertools.pairwise(widths):
+        layers += [nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(after), nn.GELU()]
+    return nn.Sequential(*layers, nn.Conv2d(dim, dim, 1))
+
+
+class Deit(Backbone):
+    """DeiT; `attention` builds the attention layer of every block."""
+
+    feature_indices = 3
+    poolings = ("", "avg", "token")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        img_size: int | tuple[int, int] = option(224, "image side, or height and width; pixels", low=1)
+        patch_size: int = option(16, "side of a patch, pixels", low=1)
+        in_chans: int = option(3, "image channels", low=1)
+        num_classes: int = option(1000, "classes; 0: no classifier", low=0)
+        embed_dim: int = option(192, "channels of a token", low=1)
+        depth: int = option(12, "blocks", low=1)
+        num_heads: int = option(3, "attention heads of a block", low=1)
+        mlp_ratio: float = option(4.0, "width of the MLP over that of a token", above=0)
+        qkv_bias: bool = option(True, "bias of the query, key and value projections")
+        stem: Literal["linear", "conv"] = option("linear", "patch embedding: linear, or strided convolutions")
+        class_token: bool = option(False, "a class token before the patches")
+        global_pool: Literal["avg", "token", ""] | None = option(
+            None, "classifier's input; null: the class token where there is one, else the mean; '': all tokens"
+        )
+        dynamic_img_size: bool = option(
+            False, "accept images of any size, a multiple of the patch: position embeddings are resampled for each"
+        )
+        drop_rate: float = option(0.0, "dropout rate before the classifier", low=0, high=1)
+        proj_drop_rate: float = option(0.0, "dropout rate after attention and MLP layers", low=0, high=1)
+        drop_path_rate: float = option(0.0, "stochastic depth: rate of the last block, linear from 0", low=0, high=1)
+
+        def __post_init__(self):
+            check_heads(self.embed_dim, self.num_heads)
+            for side in to_2tuple(self.img_size):
+                if side % self.patch_size:
+                    valid = max(1, round(side / self.patch_size)) * self.patch_size
+                    raise OptionError(
+                        "model.img_size",
+                        f" = {side} is not a multiple of patch_size = {self.patch_size}; nearest: {valid}",
+                    )
+            if self.global_pool == "token" and not self.class_token:
+                raise OptionError("model.global_pool", " = token needs class_token: true")
+            if self.stem == "conv":
+                if self.patch_size not in (4, 8, 16):
+                    raise OptionError("model.patch_size", f" = {self.patch_size}: the conv stem takes 4, 8 or 16")
+                if self.embed_dim % (self.patch_size // 2):
+                    raise OptionError(
+                        "model.embed_dim",
+                        f" = {self.embed_dim}: the conv stem needs a multiple of {self.patch_size // 2}",
+                    )
+
+    def __init__(self, config: Config, attention: AttentionFactory):
+        default_pool = "token" if config.class_token else "avg"
+        super().__init__(config, config.embed_dim, default_pool if config.global_pool is None else config.global_pool)
+        dim = config.embed_dim
+        self.patch_embed = PatchEmbed(
+            config.img_size,
+            config.patch_size,
+            config.in_chans,
+            dim,
+            output_fmt="NHWC",
+            strict_img_size=not config.dynamic_img_size,
+        )
+        if config.stem == "conv":
+            self.patch_embed.proj = conv_stem(config.in_chans, dim, config.patch_size)
+        self.grid: Grid = self.patch_embed.grid_size
+        self.num_prefix_tokens = int(config.class_token)
+        self.cls_token = nn.Parameter(torch.empty(1, 1, dim)) if config.class_token else None
+        self.pos_embed = nn.Parameter(torch.empty(1, self.num_prefix_tokens + self.patch_embed.num_patches, dim))
+        self.blocks = nn.ModuleList(
+            Block(
+                dim,
+                attention(
+                    dim=dim,
+                    num_heads=config.num_heads,
+                    grid=self.grid,
+                    layer=layer,
+                    depth=config.depth,
+                    num_prefix_tokens=self.num_prefix_tokens,
+                    qkv_bias=config.qkv_bias,
+                    proj_drop=config.proj_drop_rate,
+                ),
+                TokenMlp(dim, int(dim * config.mlp_ratio), drop=config.proj_drop_rate),
+                drop_path,
+            )
+            for layer, drop_path in enumerate(calculate_drop_path_rates(config.drop_path_rate, config.depth))
+        )
+        self.norm = LayerNorm(dim)
+        self.feature_info = [
+            {"module": f"blocks.{layer}", "num_chs": dim, "reduction": config.patch_size}
+            for layer in range(config.depth)
+        ]
+        self.apply(init_linear)
+        trunc_normal_(self.pos_embed, std=0.02)
+        if self.cls_token is not None:
+            nn.init.normal_(self.cls_token, std=1e-6)
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Patterns that group parameters by depth, for timm's layer-wise learning rates."""
+        return {
+            "stem": r"^cls_token|pos_embed|patch_embed",
+            "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
+        }
+
+    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+        """Images -> tokens (B, prefix + N, C) with position embeddings, and the grid of the N."""
+        x = self.patch_embed(x)
+        _, H, W, _ = x.shape
+        pos_embed = self.pos_embed
+        if self.config.dynamic_img_size:
+            pos_embed = resample_abs_pos_embed(pos_embed, (H, W), self.grid, self.num_prefix_tokens)
+        x = x.flatten(1, 2)
+        if self.cls_token is not None:
+            x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
+        return x + pos_embed, (H, W)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images -> normalised tokens (B, prefix + N, C)."""
+        x, grid = self.embed(x)
+        for block in self.blocks:
+            x = block(x, grid)
+        return self.norm(x)
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        return_prefix_tokens: bool = False,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: Literal["NCHW", "NLC"] = "NCHW",
+        intermediates_only: bool = False,
+    ) -> Any:
+        """Outputs of the blocks `indices` (the last n for an int, all for None), as in timm's VisionTransformer.
+
+        Returns:
+            The list of intermediates alone if `intermediates_only`, else (final features, list). An intermediate is
+            (B, C, H, W) or (B, N, C), in a pair with its prefix tokens if `return_prefix_tokens` and there are any.
+        """
+        taken, last = feature_take_indices(len(self.blocks), indices)
+        intermediates = []
+        x, (H, W) = self.embed(x)
+        for layer, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
+            x = block(x, (H, W))
+            if layer in taken:
+                y = self.norm(x) if norm else x
+                prefix, y = y[:, : self.num_prefix_tokens], y[:, self.num_prefix_tokens :]
+                if output_fmt == "NCHW":
+                    y = y.mT.unflatten(2, (H, W)).contiguous()
+                intermediates.append((y, prefix) if return_prefix_tokens and self.num_prefix_tokens else y)
+        return intermediates if intermediates_only else (self.norm(x), intermediates)
+
+    def prune_intermediate_layers(
+        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Removes what the intermediates `indices` do not need; returns their absolute indices."""
+        taken, last = feature_take_indices(len(self.blocks), indices)
+        self.blocks = self.blocks[: last + 1]
+        if prune_norm:
+            self.norm = nn.Identity()
+        if prune_head:
+            self.reset_classifier(0, "")
+        return taken
+
+    def pool(self, x: Tensor) -> Tensor:
+        """Tokens -> (B, C), or all tokens where nothing is pooled."""
+        return global_pool_nlc(x, self.global_pool, self.num_prefix_tokens)

@@ -1,0 +1,198 @@
+"""PVT-v2 (Wang et al., 2022): a pyramid of four stages with overlapping patch embeddings and convolution in MLPs.
+
+Every stage has attention of its own; the spatial reduction R = 8, 4, 2, 1 that PVT-v2 assigns to the stages reaches the
+mechanism as a property of its site. Parameter names are those of timm's PyramidVisionTransformerV2, but for the joint
+`qkv` projection (see `models.convert.from_timm_pvt`).
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from timm.layers import LayerNorm, calculate_drop_path_rates, to_2tuple
+from timm.models._features import feature_take_indices
+from torch import Tensor, nn
+
+from attention import AttentionFactory, Grid
+from attention.options import option
+from models.base import Backbone, Block, check_heads, init_linear
+
+
+class OverlapPatchEmbed(nn.Module):
+    """Overlapping patches: (B, in_chans, height, width) -> (B, ceil(height / stride), ceil(width / stride), dim)."""
+
+    def __init__(self, in_chans: int, dim: int, patch_size: int, stride: int):
+        super().__init__()
+        self.proj = _conv(in_chans, dim, patch_size, stride)
+        self.norm = nn.LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.proj(x).permute(0, 2, 3, 1))
+
+
+class ConvMlp(nn.Module):
+    """MLP with a depthwise 3x3 convolution over the grid before its nonlinearity."""
+
+    def __init__(self, dim: int, hidden_dim: int, drop: float):
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden_dim)
+        self.dwconv = _conv(hidden_dim, hidden_dim, 3, groups=hidden_dim)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(hidden_dim, dim)
+        self.drop = nn.Dropout(drop)
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        x = self.dwconv(self.fc1(x).mT.unflatten(2, grid))
+        return self.drop(self.fc2(self.drop(self.act(x.flatten(2).mT))))
+
+
+class Stage(nn.Module):
+    """Patch embedding to half the resolution (all stages but the first), blocks, and LayerNorm."""
+
+    def __init__(self, downsample: nn.Module, blocks: Sequence[Block], dim: int):
+        super().__init__()
+        self.downsample = downsample
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = LayerNorm(dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The stage before (B, C, H, W), or the embedded image (B, H, W, C) -> this stage (B, C, H, W)."""
+        x = self.downsample(x)
+        _, H, W, _ = x.shape
+        x = x.flatten(1, 2)
+        for block in self.blocks:
+            x = block(x, (H, W))
+        return self.norm(x).mT.unflatten(2, (H, W))
+
+
+class Pvt(Backbone):
+    """PVT-v2; `attention` has one factory for each of the four stages."""
+
+    num_stages = 4
+    feature_indices = (0, 1, 2, 3)
+    poolings = ("", "avg")
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        img_size: int | tuple[int, int] = option(
+            224, "image side, or height and width, that attention is built for; pixels. Others are accepted", low=1
+        )
+        in_chans: int = option(3, "image channels", low=1)
+        num_classes: int = option(1000, "classes; 0: no classifier", low=0)
+        embed_dims: tuple[int, int, int, int] = option((64, 128, 320, 512), "channels of a token, per stage", low=1)
+        depths: tuple[int, int, int, int] = option((3, 4, 6, 3), "blocks per stage", low=1)
+        num_heads: tuple[int, int, int, int] = option((1, 2, 5, 8), "attention heads of a block, per stage", low=1)
+        mlp_ratios: tuple[float, float, float, float] = option(
+            (8.0, 8.0, 4.0, 4.0), "width of the MLP over that of a token, per stage", above=0
+        )
+        reductions: tuple[int, int, int, int] = option(
+            (8, 4, 2, 1), "spatial reduction R offered to the mechanism, per stage", low=1
+        )
+        qkv_bias: bool = option(True, "bias of the query, key and value projections")
+        global_pool: Literal["avg", ""] = option("avg", "classifier's input: mean over the grid, or '': the grid")
+        drop_rate: float = option(0.0, "dropout rate before the classifier", low=0, high=1)
+        proj_drop_rate: float = option(0.0, "dropout rate after attention and MLP layers", low=0, high=1)
+        drop_path_rate: float = option(0.0, "stochastic depth: rate of the last block, linear from 0", low=0, high=1)
+
+        def __post_init__(self):
+            for dim, num_heads in zip(self.embed_dims, self.num_heads, strict=True):
+                check_heads(dim, num_heads)
+
+    def __init__(self, config: Config, *attention: AttentionFactory):
+        super().__init__(config, config.embed_dims[-1], config.global_pool)
+        dims, depths = config.embed_dims, config.depths
+        self.patch_embed = OverlapPatchEmbed(config.in_chans, dims[0], patch_size=7, stride=4)
+        drop_path_rates = calculate_drop_path_rates(config.drop_path_rate, sum(depths))
+        stages = []
+        for s in range(self.num_stages):
+            reduction = 4 * 2**s
+            first = sum(depths[:s])
+            blocks = [
+                Block(
+                    dims[s],
+                    attention[s](
+                        dim=dims[s],
+                        num_heads=config.num_heads[s],
+                        grid=tuple(math.ceil(side / reduction) for side in to_2tuple(config.img_size)),
+                        layer=layer,
+                        depth=sum(depths),
+                        reduction=config.reductions[s],
+                        qkv_bias=config.qkv_bias,
+                        proj_drop=config.proj_drop_rate,
+                    ),
+                    ConvMlp(dims[s], int(dims[s] * config.mlp_ratios[s]), config.proj_drop_rate),
+                    drop_path_rates[layer],
+                )
+                for layer in range(first, first + depths[s])
+            ]
+            downsample = OverlapPatchEmbed(dims[s - 1], dims[s], patch_size=3, stride=2) if s else nn.Identity()
+            stages.append(Stage(downsample, blocks, dims[s]))
+        self.stages = nn.ModuleList(stages)
+        self.feature_info = [
+            {"module": f"stages.{s}", "num_chs": dim, "reduction": 4 * 2**s} for s, dim in enumerate(dims)
+        ]
+        self.apply(init_linear)
+
+    def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
+        """Patterns that group parameters by depth, for timm's layer-wise learning rates."""
+        fine = [
+            (r"^stages\.(\d+)\.downsample", (0,)),
+            (r"^stages\.(\d+)\.blocks\.(\d+)", None),
+            (r"^stages\.(\d+)\.norm", (99999,)),
+        ]
+        return {"stem": r"^patch_embed", "blocks": r"^stages\.(\d+)" if coarse else fine}
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images -> the last stage's normalised grid (B, C, H, W)."""
+        x = self.patch_embed(x)
+        for stage in self.stages:
+            x = stage(x)
+        return x
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: Literal["NCHW"] = "NCHW",
+        intermediates_only: bool = False,
+    ) -> Any:
+        """Grids (B, C, H, W) after the stages `indices` (the last n for an int, all for None), always normalised.
+
+        Returns:
+            The list of intermediates alone if `intermediates_only`, else (final features, list).
+        """
+        assert output_fmt == "NCHW", "the features of a pyramid are grids"
+        taken, last = feature_take_indices(len(self.stages), indices)
+        intermediates = []
+        x = self.patch_embed(x)
+        for s, stage in enumerate(self.stages[: last + 1] if stop_early else self.stages):
+            x = stage(x)
+            if s in taken:
+                intermediates.append(x)
+        return intermediates if intermediates_only else (x, intermediates)
+
+    def prune_intermediate_layers(
+        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Removes what the intermediates `indices` do not need; returns their absolute indices."""
+        taken, last = feature_take_indices(len(self.stages), indices)
+        self.stages = self.stages[: last + 1]
+        self.num_features = self.head_hidden_size = self.feature_info[last]["num_chs"]
+        if prune_head or last + 1 < self.num_stages:
+            self.reset_classifier(0, "")
+        return taken
+
+    def pool(self, x: Tensor) -> Tensor:
+        """Grid -> (B, C), or the grid where nothing is pooled."""
+        return x.mean((2, 3)) if self.global_pool else x
+
+
+def _conv(in_chans: int, dim: int, kernel_size: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
+    """Padded convolution, initialised as PVT's: normal by its fan-out, no bias."""
+    conv = nn.Conv2d(in_chans, dim, kernel_size, stride, kernel_size // 2, groups=groups)
+    nn.init.normal_(conv.weight, std=(2 * groups / (kernel_size**2 * dim)) ** 0.5)
+    nn.init.zeros_(conv.bias)
+    return conv
