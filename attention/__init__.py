@@ -9,11 +9,17 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from attention.base import Attention, Grid, Site
+from attention.eva import Eva
+from attention.local import Local
 from attention.options import OptionError, nearest, parse_options
 from attention.softmax import Softmax
+from attention.sra import Sra
 
 ATTENTION: dict[str, type[Attention]] = {
     "softmax": Softmax,
+    "local": Local,
+    "eva": Eva,
+    "sra": Sra,
 }
 
 __all__ = ["ATTENTION", "Attention", "AttentionFactory", "Grid", "OptionError", "Site", "create_attention"]
@@ -56,7 +62,8 @@ class AttentionFactory:
 
 
 def create_attention(name: str, **options: Any) -> Attention:
-    """Builds one attention layer: keywords are the fields of `Site` (dim, num_heads, grid, ...) and the mechanism's options.
+    """Builds one attention layer: keywords are the fields of `Site` (dim, num_heads, grid, ...) and the mechanism's
+    options.
 
     Raises:
         OptionError: unknown mechanism or option, wrong type or value, or a geometry that cannot be honoured.

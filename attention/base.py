@@ -1,8 +1,8 @@
 """The contract every attention mechanism meets.
 
-Shape letters used throughout: B images, (H, W) token grid, N = H*W tokens in raster order n = y*W + x, C channels (dim),
-h heads, d = C/h channels per head, g windows, w tokens per window, e tokens of an exact set, c landmarks or groups,
-t tokens per group, s random samples.
+Shape letters used throughout: B images, (H, W) token grid, N = H*W tokens in raster order n = y*W + x, C channels
+(dim), h heads, d = C/h channels per head, g windows, w tokens per window, e tokens of an exact set, c landmarks or
+groups, t tokens per group, s random samples.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class Site:
         grid: the (H, W) the layer is built for; it sizes parameters and is checked before any work starts.
         num_prefix_tokens: class and register tokens that precede the grid tokens.
         layer, depth: index of the layer and number of layers of the network.
-        reduction: spatial reduction R that a pyramid assigns to this stage (PVT-v2: 8, 4, 2, 1).
+        reduction: spatial reduction R that a pyramid assigns to this stage (PVT-v2: 8, 4, 2, 1); None elsewhere.
         qkv_bias: whether the query/key/value projection has a bias. proj_drop: dropout rate of the output.
     """
 
@@ -35,7 +35,7 @@ class Site:
     num_prefix_tokens: int = 0
     layer: int = 0
     depth: int = 1
-    reduction: int = 1
+    reduction: int | None = None
     qkv_bias: bool = True
     proj_drop: float = 0.0
 

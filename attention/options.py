@@ -1,7 +1,8 @@
 """Plain options (YAML, keyword arguments) -> frozen dataclasses, strictly.
 
-Every mechanism, model family and section of a run states its options as a dataclass whose fields are made with `option`:
-name, type, default, meaning and range stand in one place, and `parse_options` refuses whatever does not fit them.
+Every mechanism, model family and section of a run states its options as a dataclass whose fields are made with
+`option`: name, type, default, meaning and range stand in one place, and `parse_options` refuses whatever does not fit
+them.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ class OptionError(ValueError):
 def option(
     default: Any, meaning: str, *, low: float | None = None, high: float | None = None, above: float | None = None
 ):
-    """A dataclass field: its default, what it means (with its unit), and its range ``low <= value <= high``, ``value > above``."""
+    """A dataclass field: default, meaning (with its unit) and range, ``low <= value <= high`` and ``value > above``."""
     return dataclasses.field(default=default, metadata={"meaning": meaning, "low": low, "high": high, "above": above})
 
 
@@ -43,8 +44,8 @@ def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:
     """Builds the dataclass `cls` from plain `options`.
 
     Args:
-        cls: dataclass type; fields typed bool, int, float, str, ``Literal``, ``tuple[...]``, ``X | None`` or a dataclass.
-        options: option name -> plain value. Lists stand for tuples; an int may stand for a float, nothing else is converted.
+        cls: dataclass type; fields typed bool, int, float, str, ``Literal``, ``tuple``, ``X | None`` or a dataclass.
+        options: option name -> plain value. A list stands for a tuple, an int for a float; nothing else is converted.
         path: dotted path of this mapping in the user's configuration, to begin error messages with.
     Raises:
         OptionError: unknown name, missing required option, wrong type, value outside its choices or range.

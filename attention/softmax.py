@@ -1,4 +1,5 @@
-"""Softmax attention (Vaswani et al., 2017): y_n = sum_m softmax_m(q_n . k_m / sqrt(d)) v_m, through the fused kernels of torch.
+"""Softmax attention (Vaswani et al., 2017): y_n = sum_m softmax_m(q_n . k_m / sqrt(d)) v_m, through the fused kernels
+of torch.
 
 Exact; the reference of every limit. Cost: 2 N^2 C multiply-accumulates.
 """

@@ -1,0 +1,98 @@
+"""One line per (mechanism, options, grid): what the uniform tests of `test_attention.py` run over.
+
+Sizes are all different and no grid is square, so that a transposed axis cannot pass.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from attention import Attention, create_attention
+from attention.base import Grid
+
+B, HEADS, HEAD_DIM = 2, 3, 4
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mechanism with options on a grid.
+
+    Attributes:
+        op: the pure function that the mechanism calls, where it is not named after the mechanism.
+        stochastic: whether training draws noise.
+        mixes_values: whether the output is a weighted mean of values (weights sum to one).
+    """
+
+    name: str
+    grid: Grid
+    options: dict[str, Any] = field(default_factory=dict)
+    op: str | None = None
+    stochastic: bool = False
+    mixes_values: bool = True
+
+    def __str__(self) -> str:
+        return "-".join([self.name, *(f"{k}={v}" for k, v in self.options.items()), "x".join(map(str, self.grid))])
+
+    def build(self, dtype: torch.dtype = torch.float64, seed: int = 0, **site: Any) -> Attention:
+        """The layer with `seed`ed weights; position biases and norms are moved off their trivial start."""
+        torch.manual_seed(seed)
+        attn = create_attention(
+            self.name, dim=HEADS * HEAD_DIM, num_heads=HEADS, grid=self.grid, **(self.options | site)
+        ).to(dtype)
+        with torch.no_grad():
+            for parameter in attn.parameters():
+                parameter.add_(0.3 * torch.randn_like(parameter))
+        return attn
+
+    def tokens(self, dtype: torch.dtype = torch.float64, seed: int = 1, batch: int = B) -> torch.Tensor:
+        """Random tokens (B, N, C)."""
+        generator = torch.Generator().manual_seed(seed)
+        shape = (batch, self.grid[0] * self.grid[1], HEADS * HEAD_DIM)
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def local(grid: Grid, **options: Any) -> Case:
+    return Case("local", grid, options)
+
+
+def eva(grid: Grid, **options: Any) -> Case:
+    return Case("eva", grid, options, stochastic=True)
+
+
+SMALL = {"window_size": 3, "num_landmarks": 6}
+
+CASES = [
+    Case("softmax", (5, 7)),
+    local((5, 7), window_size=3),
+    local((6, 8), window_size=2, position_bias="none"),
+    local((5, 7), window_size=4, overlap=2),
+    local((5, 7), window_size=3, overlap=1, position_bias="t5"),
+    local((5, 7), window_size=3, overlap=1, position_bias="table_released"),
+    local((5, 7), window_size=3, overlap=1, position_bias="t5_released"),
+    local((5, 7), layout="1d", window_size=8, overlap=3),
+    local((5, 7), layout="1d", window_size=8, overlap=3, position_bias="t5"),
+    local((5, 7), layout="1d", window_size=8, overlap=3, position_bias="table_released"),
+    eva((5, 7), **SMALL),
+    eva((6, 8), window_size=2, num_landmarks=12, position_bias="none"),
+    eva((5, 7), **SMALL, overlap=1, position_bias="t5"),
+    eva((5, 7), **SMALL, layout="1d"),
+    eva((5, 7), **SMALL, partition="all_1d"),
+    eva((5, 7), **SMALL, partition="complement"),
+    eva((5, 7), **SMALL, partition="complement", overlap=1, num_samples=2),
+    eva((5, 7), **SMALL, partition="mask"),
+    eva((5, 7), **SMALL, partition="mask", overlap=1, num_samples=2),
+    eva((5, 7), **SMALL, num_samples=3),
+    eva((5, 7), **SMALL, num_samples=3, mu="zero"),
+    eva((5, 7), **SMALL, mu="q"),
+    eva((5, 7), **SMALL, mu="trainable"),
+    eva((5, 7), **SMALL, mu_scale=0.5, noise="released", position_bias="table_released"),
+    eva((5, 7), **SMALL, landmark_transform="linear"),
+    eva((5, 7), **SMALL, landmark_transform="identity"),
+    eva((5, 7), **SMALL, log_count=True),
+    eva((5, 7), **SMALL, overlap=1, released_overlap_groups=True),
+    eva((5, 7), window_size=0, num_landmarks=6),
+    Case("eva", (5, 7), {"window_size": 3, "num_landmarks": 0}, op="local"),
+    Case("sra", (6, 8), {"reduction": 2}, mixes_values=False),
+    Case("sra", (5, 7), {"reduction": 3}, mixes_values=False),
+]

@@ -1,0 +1,235 @@
+"""The uniform suite: what holds for every mechanism, over every case of `cases.py`."""
+
+import dataclasses
+import importlib
+import sys
+
+import pytest
+import torch
+from cases import B, CASES, HEAD_DIM, HEADS, Case
+from torch import Tensor
+
+from attention import ATTENTION, Attention, OptionError, create_attention
+
+FP64, FP64_GRADIENT, FP32_RMS, BF16_RMS = 1e-9, 1e-8, 1e-5, 1e-2
+
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+stochastic_case = pytest.mark.parametrize("case", [case for case in CASES if case.stochastic], ids=str)
+
+
+def capture_op(case: Case, attn: Attention, x: Tensor, monkeypatch) -> tuple:
+    """(op, positional arguments, keyword arguments) of the call that the mechanism makes for `x`."""
+    module, name = importlib.import_module(f"attention.{case.name}"), case.op or case.name
+    op, calls = getattr(module, name), []
+
+    def spy(*args, **kwargs):
+        calls.append((args, kwargs))
+        return op(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, spy)
+    attn(x, case.grid)
+    monkeypatch.undo()
+    assert len(calls) == 1
+    return op, *calls[0]
+
+
+def leaves(args: tuple) -> list:
+    """Arguments as fresh leaves that require gradients where they can."""
+    return [
+        a.detach().clone().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args
+    ]
+
+
+def rms_ratio(a: Tensor, b: Tensor) -> float:
+    return ((a - b).square().mean().sqrt() / b.square().mean().sqrt()).item()
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@every_case
+def test_op_equals_its_literal_twin_in_value_and_all_gradients(case, training, monkeypatch):
+    op, args, options = capture_op(case, case.build().train(training), case.tokens(), monkeypatch)
+    twin = getattr(sys.modules[op.__module__], f"{op.__name__}_reference")
+    results = []
+    for function in (op, twin):
+        inputs = leaves(args)
+        y = function(*inputs, **options)
+        probe = torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=y.dtype)
+        (y * probe).sum().backward()
+        results.append((y, [x.grad for x in inputs if isinstance(x, Tensor) and x.requires_grad]))
+    (y, gradients), (y_twin, gradients_twin) = results
+    torch.testing.assert_close(y, y_twin, rtol=FP64, atol=FP64)
+    for gradient, expected in zip(gradients, gradients_twin, strict=True):
+        gradient, expected = (torch.zeros(()) if g is None else g for g in (gradient, expected))
+        torch.testing.assert_close(
+            *torch.broadcast_tensors(gradient.double(), expected.double()), rtol=FP64_GRADIENT, atol=FP64_GRADIENT
+        )
+
+
+@every_case
+def test_shape_dtype_and_gradient_of_every_parameter(case):
+    attn, x = case.build(torch.float32), case.tokens(torch.float32).requires_grad_()
+    y = attn(x, case.grid)
+    assert y.shape == x.shape
+    assert y.dtype == x.dtype
+    (y * torch.randn_like(y)).sum().backward()
+    for name, parameter in [("x", x), *attn.named_parameters()]:
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+@every_case
+def test_every_position_bias_row_receives_a_gradient(case):
+    attn = case.build(torch.float32)
+    table = getattr(getattr(attn, "position_bias", None), "table", None)
+    if table is None:
+        return
+    y = attn(case.tokens(torch.float32), case.grid)
+    (y * torch.randn_like(y)).sum().backward()
+    used = torch.zeros(table.shape[:2], dtype=torch.bool)
+    for axis, index in enumerate(attn.position_bias.index):
+        used[axis, index.unique()] = True
+    assert ((table.grad.abs().sum(-1) > 0) == used).all()
+
+
+@every_case
+def test_other_grid_than_at_construction(case):
+    attn, (H, W) = case.build().eval(), (case.grid[0] + 3, case.grid[1] - 1)
+    x = torch.randn(B, H * W, HEADS * HEAD_DIM, dtype=torch.float64)
+    assert attn(x, (H, W)).isfinite().all()
+
+
+@every_case
+def test_batch_independence(case):
+    attn, x = case.build().eval(), case.tokens()
+    torch.testing.assert_close(attn(x, case.grid)[1:], attn(x[1:], case.grid), rtol=FP64, atol=FP64)
+
+
+@every_case
+def test_evaluation_is_deterministic_and_survives_a_state_dict(case):
+    attn, x = case.build().eval(), case.tokens()
+    y = attn(x, case.grid)
+    assert torch.equal(y, attn(x, case.grid))
+    other = case.build(seed=5).eval()
+    assert not torch.equal(y, other(x, case.grid))
+    other.load_state_dict(attn.state_dict(), strict=True)
+    assert torch.equal(y, other(x, case.grid))
+
+
+@stochastic_case
+def test_training_draws_anew(case):
+    attn, x = case.build().train(), case.tokens()
+    first, second = attn(x, case.grid), attn(x, case.grid)
+    assert not torch.equal(first, second)
+    torch.manual_seed(3)
+    third = attn(x, case.grid)
+    torch.manual_seed(3)
+    assert torch.equal(third, attn(x, case.grid))
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case.stochastic], ids=str)
+def test_training_equals_evaluation_without_noise(case):
+    attn, x = case.build(), case.tokens()
+    assert torch.equal(attn.train()(x, case.grid), attn.eval()(x, case.grid))
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@every_case
+def test_half_precision_is_finite_on_large_inputs(case, dtype, training):
+    x = 30 * case.tokens(torch.float32)
+    attn = case.build(torch.float32).train(training)
+    with torch.autocast("cpu", dtype):
+        y = attn(x, case.grid)
+    assert y.dtype == dtype
+    assert y.isfinite().all()
+    y.float().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in attn.parameters())
+    y = attn.to(dtype)(x.to(dtype), case.grid)
+    assert y.dtype == dtype
+    assert y.isfinite().all()
+
+
+@every_case
+def test_lower_precision_stays_close(case):
+    x = case.tokens()
+    expected = case.build().eval()(x, case.grid)
+    attn = case.build(torch.float64).float().eval()
+    assert rms_ratio(attn(x.float(), case.grid).double(), expected) < FP32_RMS
+    with torch.autocast("cpu", torch.bfloat16):
+        y = attn(x.float(), case.grid)
+    assert rms_ratio(y.double(), expected) < BF16_RMS
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@every_case
+def test_compiles_into_one_graph(case, training):
+    torch.compiler.reset()
+    attn, x = case.build(torch.float32).train(training), case.tokens(torch.float32)
+    compiled = torch.compile(attn, fullgraph=True, dynamic=False, backend="eager")
+    torch.manual_seed(4)
+    expected = attn(x, case.grid)
+    torch.manual_seed(4)
+    torch.testing.assert_close(compiled(x, case.grid), expected)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.mixes_values], ids=str)
+def test_constant_values_stay_constant(case, monkeypatch):
+    op, args, options = capture_op(case, case.build(), case.tokens(), monkeypatch)
+    q, k, v, *rest = args
+    constant = torch.randn_like(v[:, :, :1]).expand_as(v)
+    torch.testing.assert_close(op(q, k, constant, *rest, **options), constant, rtol=FP64, atol=FP64)
+
+
+def test_every_mechanism_has_a_case():
+    assert {case.name for case in CASES} == set(ATTENTION)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_stock_projections(name):
+    """timm's names for the projections, so that published softmax weights load into any mechanism."""
+    state = create_attention(name, dim=192, num_heads=3, grid=(14, 14)).state_dict()
+    shapes = {"qkv.weight": (576, 192), "qkv.bias": (576,), "proj.weight": (192, 192), "proj.bias": (192,)}
+    assert {key: tuple(state[key].shape) for key in shapes} == shapes
+    assert "qkv.bias" not in create_attention(name, dim=192, num_heads=3, grid=(14, 14), qkv_bias=False).state_dict()
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_defaults_suit_the_grids_of_deit_and_pvt(name):
+    for side in (14, 28, 56):
+        attn = create_attention(name, dim=8, num_heads=2, grid=(side, side))
+        assert attn(torch.randn(1, side * side, 8), (side, side)).shape == (1, side * side, 8)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_options_are_documented_frozen_dataclasses(name):
+    config = ATTENTION[name].Config()
+    for field in dataclasses.fields(config):
+        assert field.metadata["meaning"], field.name
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            setattr(config, field.name, None)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("sofmax", {}, r"attention.name: unknown mechanism 'sofmax'; did you mean 'softmax'\?"),
+        ("eva", {"windw_size": 7}, r"attention\(eva\).windw_size: unknown option; did you mean 'window_size'\?"),
+        ("eva", {"window_size": "7"}, r"attention\(eva\).window_size: expected int, got '7'"),
+        ("eva", {"num_landmarks": 47}, r"attention\(eva\).num_landmarks = 47 .* 14x14 .* nearest valid: 48"),
+        ("eva", {"num_landmarks": 197}, r"attention\(eva\).num_landmarks = 197 .* 14x14 .* nearest valid: 196"),
+        ("eva", {"window_size": 15}, r"attention\(eva\).window_size = 15: larger than the 14x14 grid; at most 14"),
+        ("eva", {"num_landmarks": 148, "partition": "complement"}, r"num_landmarks = 148: .* at most 147"),
+        ("eva", {"window_size": 0, "num_landmarks": 0}, r"attention\(eva\).window_size = 0: .* give one of them"),
+        ("eva", {"window_size": 0, "partition": "mask"}, r"attention\(eva\).partition = mask: needs window_size"),
+        ("eva", {"released_overlap_groups": True}, r"released_overlap_groups = True: needs overlap above 0"),
+        ("local", {"window_size": 15}, r"attention\(local\).window_size = 15: larger than the 14x14 grid; at most 14"),
+        ("local", {"window_size": -1}, r"attention\(local\).window_size = -1 is below the least valid value 1"),
+        ("sra", {"reduction": 15}, r"attention\(sra\).reduction = 15: larger than the 14x14 grid; at most 14"),
+        ("softmax", {"num_heads": 3}, r"num_heads = 3 does not divide dim = 16"),
+        ("local", {"num_prefix_tokens": 1}, r"attention\(local\).class_token = True: .* set class_token: false"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(name, options, message):
+    with pytest.raises(OptionError, match=message):
+        create_attention(name, **({"dim": 16, "num_heads": 2, "grid": (14, 14)} | options))

@@ -1,0 +1,73 @@
+"""Stock timm weights load strictly and give the same logits: DeiT with softmax attention, PVT-v2 with spatial reduction."""
+
+import pytest
+import timm
+import torch
+
+from models import create_model
+from models.convert import from_timm_pvt, resample_pos_embed
+
+
+def stock_model(name, **options):
+    """A timm model with no parameter left at a value such as 0 or 1 that could hide a missing one."""
+    torch.manual_seed(0)
+    model = timm.create_model(name, **options).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+    return model
+
+
+def assert_same_logits(stock, ours, images):
+    with torch.no_grad():
+        expected = stock(images)
+        torch.testing.assert_close(ours.eval()(images), expected, rtol=0, atol=1e-5)
+    assert expected.std() > 0.1  # so that 1e-5 means something
+
+
+WITHOUT_CLASS_TOKEN = {"class_token": False, "global_pool": "avg", "fc_norm": False}
+
+
+@pytest.mark.parametrize(
+    ("stock_name", "name"),
+    [
+        ("vit_tiny_patch16_224", "deit_tiny_p16"),
+        ("deit_small_patch16_224", "deit_small_p16"),
+        ("vit_small_patch8_224", "deit_small_p8"),
+        ("vit_base_patch16_224", "deit_base_p16"),
+    ],
+)
+@pytest.mark.parametrize("class_token", [False, True])
+def test_deit(stock_name, name, class_token):
+    stock = stock_model(stock_name, **({} if class_token else WITHOUT_CLASS_TOKEN))
+    model = create_model(name, class_token=class_token)
+    model.load_state_dict(stock.state_dict(), strict=True)
+    assert list(model.state_dict()) == list(stock.state_dict())
+    assert_same_logits(stock, model, torch.randn(1, 3, 224, 224))
+
+
+@pytest.mark.parametrize("size", ["b0", "b1", "b2", "b3", "b4", "b5"])
+def test_pvt(size):
+    stock = stock_model(f"pvt_v2_{size}")
+    model = create_model(f"pvtv2_{size}", attention="sra")
+    model.load_state_dict(from_timm_pvt(stock.state_dict()), strict=True)
+    assert_same_logits(stock, model, torch.randn(1, 3, 224, 224))
+
+
+def test_pvt_on_another_image_size():
+    stock = stock_model("pvt_v2_b0")
+    model = create_model("pvtv2_b0", attention="sra", img_size=(128, 64))
+    model.load_state_dict(from_timm_pvt(stock.state_dict()), strict=True)
+    assert_same_logits(stock, model, torch.randn(1, 3, 64, 96))
+
+
+@pytest.mark.parametrize("class_token", [False, True])
+def test_position_embeddings_are_resampled_as_timm_does(class_token):
+    stock = stock_model("vit_tiny_patch16_224", **({} if class_token else WITHOUT_CLASS_TOKEN))
+    model = create_model("deit_tiny_p16", class_token=class_token, img_size=(96, 160))
+    state_dict = stock.state_dict()
+    model.load_state_dict(resample_pos_embed(state_dict, model), strict=True)
+    stock.set_input_size((96, 160))
+    images = torch.randn(2, 3, 96, 160)
+    assert_same_logits(stock, model, images)
+    assert state_dict["pos_embed"].shape[1] == 196 + class_token  # the argument is left alone
