@@ -1,0 +1,267 @@
+"""Images -> batches: class folders, tar files and the embedded digits, on one path of timm's readers and transforms.
+
+The embedded digits (`digits.npz`) are the 1,797 images of scikit-learn's `load_digits`, 8x8 grey levels 0..16: the test
+part of "Optical Recognition of Handwritten Digits", E. Alpaydin and C. Kaynak, UCI Machine Learning Repository (1998),
+doi:10.24432/C50P49, CC BY 4.0. The file was made once, from images and labels as uint8, by scikit-learn 1.9's
+`train_test_split(images, labels, test_size=360, stratify=labels, random_state=0)` (1,437 images to train, 360 to
+validate) and `numpy.savez_compressed`; nothing else was changed.
+"""
+
+import io
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import timm.data
+import torch
+from PIL import Image
+from timm.data import ImageDataset, Mixup, auto_augment
+from timm.data.loader import PrefetchLoader, fast_collate
+from timm.data.readers.reader import Reader
+from torch import nn
+from torch.utils.data import DataLoader, Sampler
+
+from attention.options import OptionError
+from engine.distributed import World, mix_seeds
+from engine.schema import Augment, Data, Run
+
+Loader = DataLoader | PrefetchLoader
+
+DIGITS = Path(__file__).with_name("digits.npz")
+
+
+def posterize(image: Image.Image, bits_to_keep: int, **kwargs: Any) -> Image.Image:
+    """timm's posterize, where keeping no bits gives black.
+
+    timm's increasing policies ask for 0 bits at magnitude 10 (below 0 with `mmax` above 10), which rand-m9-mstd0.5-inc1
+    reaches for one image in 656. Pillow used to return black for that; since 13 it raises "bits must be between or
+    equal to 1 and 8".
+    """
+    if bits_to_keep < 1:
+        return image.point(lambda _: 0)
+    return auto_augment.posterize(image, bits_to_keep, **kwargs)
+
+
+# timm looks its operations up by name in this table when a policy is built, so its entries are all that changes.
+auto_augment.NAME_TO_OP.update(
+    {name: posterize for name, op in auto_augment.NAME_TO_OP.items() if op is auto_augment.posterize}
+)
+
+
+class DigitsReader(Reader):
+    """timm reader of one split of the embedded digits; an image is handed over as a PGM file in memory."""
+
+    def __init__(self, split: str):
+        super().__init__()
+        with np.load(DIGITS) as arrays:
+            self.images, self.labels = arrays[f"{split}_images"], arrays[f"{split}_labels"]
+        self.class_to_idx = {str(digit): digit for digit in range(10)}
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[io.BytesIO, int]:
+        return io.BytesIO(b"P5 8 8 16\n" + self.images[index].tobytes()), int(self.labels[index])
+
+    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        return f"{self.labels[index]}/{index}.pgm"
+
+
+class EpochSampler(Sampler[int]):
+    """One rank's share of a global order that depends on (seed, epoch) only.
+
+    Rank r of R takes every R-th index, so that the ranks' batches of a step together are the batch that one process
+    would take, at any R. An epoch holds whole total batches; what does not fill one is left out. With `repeats` every
+    image comes that many times in a row, so to different ranks, and the epoch is as long as without (repeated
+    augmentation, Hoffer et al. 2020; the order of DeiT's and timm's samplers, which round down to 256 images instead).
+    """
+
+    def __init__(self, num_images: int, total_batch_size: int, world: World, seed: int, repeats: int = 0):
+        self.num_images, self.repeats, self.world, self.seed = num_images, max(1, repeats), world, seed
+        self.images_per_epoch = num_images // total_batch_size * total_batch_size
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Chooses the order of epoch `epoch`; to be called before iterating."""
+        self.order_seed = mix_seeds(self.seed, epoch)
+
+    def __len__(self) -> int:
+        return self.images_per_epoch // self.world.size
+
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(self.num_images, generator=torch.Generator().manual_seed(self.order_seed))
+        order = order.repeat_interleave(self.repeats)[: self.images_per_epoch]
+        return iter(order[self.world.rank :: self.world.size].tolist())
+
+
+def create_loaders(
+    run: Run, world: World, *, img_size: int | tuple[int, int], num_classes: int
+) -> tuple[Loader, Loader, Mixup | None]:
+    """Training loader, validation loader and mixup function (None: off) of a run.
+
+    The loaders yield images (b, 3, H, W) fp32 and class indices (b,) int64; on CUDA they are there already. Before each
+    epoch call ``train_loader.sampler.set_epoch(epoch)``. Workers draw their seeds from torch's generator when the epoch
+    begins. The training loader gives micro batches, `grad_accum_steps` of them to an optimiser step.
+
+    Raises:
+        OptionError: missing or wrong folders, an empty split, classes that differ between the splits or from the
+            model's, or fewer training images than one total batch.
+    """
+    batch_size, rest = divmod(run.train.total_batch_size, world.size * run.train.grad_accum_steps)
+    assert not rest, "check_run refuses a total batch that cannot be divided"
+    train, val = _open_split(run.data, "train_split"), _open_split(run.data, "val_split")
+    if _classes(train) != _classes(val):
+        difference = _difference(set(_classes(train)), set(_classes(val)))
+        raise OptionError("data.val_split", f"classes differ from training: {difference}")
+    _check_num_classes(train, num_classes)
+    if len(train) < run.train.total_batch_size:
+        raise OptionError(
+            "train.total_batch_size",
+            f" = {run.train.total_batch_size} exceeds the {len(train)} training images; lower it",
+        )
+    sampler = EpochSampler(len(train), run.train.total_batch_size, world, run.train.seed, run.augment.repeats)
+    return (
+        _create_loader(train, sampler, batch_size, run, world, img_size, is_training=True),
+        _create_loader(val, _share(val, world), batch_size, run, world, img_size, is_training=False),
+        create_mixup(run.augment, num_classes),
+    )
+
+
+def create_val_loader(
+    run: Run, world: World, *, img_size: int | tuple[int, int], num_classes: int, batch_size: int
+) -> Loader:
+    """Validation loader alone, `batch_size` images per rank; every image comes once over all ranks.
+
+    Raises:
+        OptionError: missing or wrong folder, an empty split, or a number of classes other than the model's.
+    """
+    val = _open_split(run.data, "val_split")
+    _check_num_classes(val, num_classes)
+    return _create_loader(val, _share(val, world), batch_size, run, world, img_size, is_training=False)
+
+
+def create_mixup(augment: Augment, num_classes: int) -> Mixup | None:
+    """timm's batch-wise mixup and cutmix, either or both; None where both are off."""
+    if not augment.mixup and not augment.cutmix:
+        return None
+    return Mixup(
+        mixup_alpha=augment.mixup,
+        cutmix_alpha=augment.cutmix,
+        switch_prob=augment.mixup_switch_prob,
+        label_smoothing=augment.smoothing,
+        num_classes=num_classes,
+    )
+
+
+def create_loss(augment: Augment) -> nn.Module:
+    """Cross-entropy over class indices, or over the soft targets of mixup, which smooths them itself."""
+    return nn.CrossEntropyLoss(label_smoothing=0.0 if augment.mixup or augment.cutmix else augment.smoothing)
+
+
+def _open_split(data: Data, option: str) -> ImageDataset:
+    """The dataset of the split that the option `option` (train_split, val_split) names."""
+    split = getattr(data, option)
+    key = f"data.{option}"
+    if data.dataset == "digits":
+        if data.root is not None:
+            raise OptionError("data.root", f"{data.root!r} given, but the digits need none; set data.dataset")
+        if split not in ("train", "val"):
+            raise OptionError(key, f"{split!r} is no split of the digits; known: train, val")
+        return ImageDataset(None, reader=DigitsReader(split))
+
+    if data.root is None:
+        raise OptionError("data.root", f"required for data.dataset={data.dataset}: the directory that holds the splits")
+    root = Path(data.root)
+    if not root.is_dir():
+        raise OptionError("data.root", f"no directory {data.root!r}")
+    path = root / (f"{split}.tar" if data.dataset == "tar" else split)
+    if not (path.is_file() if data.dataset == "tar" else path.is_dir()):
+        found = sorted(entry.name for entry in root.iterdir() if entry.is_dir() or entry.suffix == ".tar")
+        raise OptionError(key, f"no {path.name!r} in {data.root!r}; found there: {', '.join(found[:20]) or 'nothing'}")
+    try:
+        return timm.data.create_dataset("", root=str(path), search_split=False)
+    except tarfile.TarError as error:
+        raise OptionError(key, f"{str(path)!r} is not a readable tar file ({error})") from error
+    except (RuntimeError, ValueError) as error:  # timm's two readers on a split without a single image
+        raise OptionError(key, f"no .png, .jpg or .jpeg images in {str(path)!r}") from error
+
+
+def _classes(dataset: ImageDataset) -> list[str]:
+    """Class names in the order of their indices."""
+    reader = dataset.reader
+    index = reader.class_name_to_idx if hasattr(reader, "class_name_to_idx") else reader.class_to_idx
+    return sorted(index, key=index.get)
+
+
+def _difference(train: set[str], val: set[str]) -> str:
+    """Names of the classes that only one of the splits has, ten of each at most."""
+    only = {"training": sorted(train - val), "validation": sorted(val - train)}
+    return "; ".join(
+        f"only in {split}: {', '.join(names[:10])}{', ...' if names[10:] else ''} ({len(names)})"
+        for split, names in only.items()
+        if names
+    )
+
+
+def _check_num_classes(dataset: ImageDataset, num_classes: int) -> None:
+    found = len(_classes(dataset))
+    if found != num_classes:
+        raise OptionError("model.num_classes", f" = {num_classes}, but the images have {found} classes; set it to that")
+
+
+def _share(dataset: ImageDataset, world: World) -> range:
+    """Indices this rank evaluates. Not padded, unlike timm's OrderedDistributedSampler: no image is counted twice."""
+    return range(world.rank, len(dataset), world.size)
+
+
+def _create_loader(
+    dataset: ImageDataset,
+    sampler: Sampler[int] | range,
+    batch_size: int,
+    run: Run,
+    world: World,
+    img_size: int | tuple[int, int],
+    is_training: bool,
+) -> Loader:
+    """What timm's `create_loader` does, but with a sampler of our own, which it does not take.
+
+    On CUDA, timm's prefetcher normalises and erases on the device; images travel as uint8, beside the computation.
+    Workers live for one epoch: living on, their random state would be lost on resuming.
+    """
+    data, augment = run.data, run.augment
+    dataset.transform = timm.data.create_transform(
+        img_size,
+        is_training=is_training,
+        scale=augment.scale,
+        ratio=augment.ratio,
+        hflip=augment.hflip,
+        color_jitter=augment.color_jitter,
+        auto_augment=augment.auto_augment,
+        interpolation=augment.interpolation if is_training else data.interpolation,
+        re_prob=augment.reprob,
+        re_mode=augment.remode,
+        mean=data.mean,
+        std=data.std,
+        crop_pct=data.crop_pct,
+        use_prefetcher=world.on_cuda,
+    )
+    loader = DataLoader(
+        dataset,
+        batch_size,
+        sampler=sampler,
+        num_workers=data.workers,
+        collate_fn=fast_collate if world.on_cuda else None,
+        pin_memory=world.on_cuda,
+    )
+    if not world.on_cuda:
+        return loader
+    return PrefetchLoader(
+        loader,
+        mean=data.mean,
+        std=data.std,
+        device=world.device,
+        re_prob=augment.reprob if is_training else 0.0,
+        re_mode=augment.remode,
+    )

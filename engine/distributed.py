@@ -1,0 +1,90 @@
+"""The processes of a run: their ranks and devices, and the precision, determinism and random seeds set in each."""
+
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from timm.utils import random_seed
+from timm.utils.distributed import init_distributed_device_so
+
+from attention.options import OptionError
+
+AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all that work on the run.
+
+    Attributes:
+        device: where this process computes. rank, size: its number, and how many processes there are.
+    """
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether this process writes files and speaks to the user."""
+        return self.rank == 0
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor` summed over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        if self.size > 1:
+            dist.barrier(device_ids=[self.device.index] if self.on_cuda else None)
+
+    def leave(self) -> None:
+        """Takes the process group down."""
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+def join(device: Literal["auto", "cuda", "cpu"]) -> World:
+    """Enters the process group that torchrun's environment describes (nccl on cuda, gloo on cpu); alone without one.
+
+    Raises:
+        OptionError: cuda asked for where there is none.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise OptionError("train.device", "cuda is not available here; use auto or cpu")
+    joined = init_distributed_device_so(device)
+    return World(torch.device(joined["device"]), joined["global_rank"], joined["world_size"])
+
+
+def autocast(amp: Literal["bf16", "fp16"] | None, device: torch.device) -> torch.autocast:
+    """Automatic mixed precision for the forward pass; does nothing for None."""
+    return torch.autocast(device.type, AMP_DTYPE.get(amp), enabled=amp is not None)
+
+
+def set_deterministic(deterministic: bool) -> None:
+    """Deterministic algorithms only (an operation without one raises), or the fastest. Call before CUDA is used."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = not deterministic
+
+
+def mix_seeds(*key: int) -> int:
+    """One 32-bit seed for the integers `key`, e.g. (seed, epoch, rank); neighbouring keys give unrelated seeds."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+def seed_everything(*key: int) -> None:
+    """Seeds Python, NumPy and torch on all devices from the integers `key`; loader workers started later inherit it."""
+    random_seed(mix_seeds(*key))

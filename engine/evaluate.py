@@ -1,0 +1,44 @@
+"""Exact evaluation: every image counts once, at any number of processes and any batch size."""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine.data import Loader
+from engine.distributed import World, autocast
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, loader: Loader, world: World, amp: Literal["bf16", "fp16"] | None) -> dict[str, float]:
+    """Accuracy and loss of `model`, which may be a plain or an averaged one, over all ranks' images.
+
+    Args:
+        model: images (b, 3, H, W) -> logits (b, classes); not wrapped for distributed training, as ranks may hold
+            different numbers of batches. Its training mode is restored.
+        loader: this rank's share of the validation images, from `engine.data`.
+        amp: precision of the forward pass; None: fp32.
+    Returns:
+        top1, top5: percent of images whose class has the highest / one of the five highest logits (of all, where there
+        are fewer than five). loss: mean cross-entropy, nats. images: how many were counted.
+    """
+    was_training = model.training
+    model.eval()
+    counts = torch.zeros(3, dtype=torch.int64, device=world.device)  # top-1, top-5, images
+    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    for images, targets in loader:
+        images, targets = images.to(world.device, non_blocking=True), targets.to(world.device, non_blocking=True)
+        with autocast(amp, world.device):
+            logits = model(images)
+        hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
+        counts += torch.stack([hits[:, 0].sum(), hits.sum(), counts.new_tensor(len(targets))])
+        loss += F.cross_entropy(logits.float(), targets, reduction="none").double().sum()
+    model.train(was_training)
+    top1, top5, images = world.sum(counts).tolist()
+    return {
+        "top1": 100 * top1 / images,
+        "top5": 100 * top5 / images,
+        "loss": world.sum(loss).item() / images,
+        "images": images,
+    }
