@@ -7,7 +7,10 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from attention.options import option
+from timm.data import create_transform
+from timm.optim import list_optimizers
+
+from attention.options import OptionError, nearest, option
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +84,7 @@ class Train:
     total_batch_size: int = option(1024, "images per optimiser step, over all ranks and accumulation steps", low=1)
     grad_accum_steps: int = option(1, "backward passes per optimiser step", low=1)
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda where there is one")
-    amp: Literal["off", "bf16", "fp16"] = option("bf16", "automatic mixed precision")
+    amp: Literal["bf16", "fp16"] | None = option("bf16", "automatic mixed precision; null: off")
     compile: bool = option(False, "torch.compile the model")
     grad_checkpointing: bool = option(
         False, "recompute block activations in the backward pass; random state is restored"
@@ -106,3 +109,62 @@ class Run:
     optim: Optim = field(default_factory=Optim)
     schedule: Schedule = field(default_factory=Schedule)
     train: Train = field(default_factory=Train)
+
+
+def check_run(run: Run, world_size: int = 1) -> None:
+    """Refuses options that are valid each on its own but not together.
+
+    Args:
+        world_size: ranks the run is to be trained with.
+    Raises:
+        OptionError: the first contradiction; its key is the option to change.
+    """
+    augment, optim, schedule, train = run.augment, run.optim, run.schedule, run.train
+    share = world_size * train.grad_accum_steps
+    batch_size, rest = divmod(train.total_batch_size, share)
+    peak_lr = optim.lr * train.total_batch_size / optim.lr_base_size
+    total = f" = {train.total_batch_size}"
+    scaled = f"the peak learning rate {peak_lr:g} (lr {optim.lr:g} scaled from {optim.lr_base_size} images)"
+    contradictions = [
+        (
+            rest or not batch_size,
+            "train.total_batch_size",
+            f"{total} is not divisible by {world_size} ranks x {train.grad_accum_steps} accumulation steps"
+            f"; nearest: {max(1, round(train.total_batch_size / share)) * share}",
+        ),
+        (
+            (augment.mixup or augment.cutmix) and batch_size % 2,
+            "train.total_batch_size",
+            f"{total} leaves {batch_size} images per rank and step, but mixup and cutmix pair images: make it even",
+        ),
+        (
+            schedule.warmup_epochs > schedule.epochs,
+            "schedule.warmup_epochs",
+            f" = {schedule.warmup_epochs} is above schedule.epochs = {schedule.epochs}",
+        ),
+        (
+            schedule.warmup_epochs and schedule.warmup_lr > peak_lr,
+            "schedule.warmup_lr",
+            f" = {schedule.warmup_lr:g} is above {scaled}",
+        ),
+        (
+            schedule.sched != "constant" and schedule.min_lr > peak_lr,
+            "schedule.min_lr",
+            f" = {schedule.min_lr:g} is above {scaled}",
+        ),
+        (augment.scale[0] > augment.scale[1], "augment.scale", f" = {list(augment.scale)} is not in ascending order"),
+        (augment.ratio[0] > augment.ratio[1], "augment.ratio", f" = {list(augment.ratio)} is not in ascending order"),
+        (max(optim.betas) == 1, "optim.betas", f" = {list(optim.betas)}: both must be below 1"),
+        (
+            optim.opt not in (known := list_optimizers()),
+            "optim.opt",
+            f" = {optim.opt!r} is not an optimiser of timm{nearest(optim.opt, known)}",
+        ),
+    ]
+    for contradicts, key, problem in contradictions:
+        if contradicts:
+            raise OptionError(key, problem)
+    try:
+        create_transform(32, is_training=True, auto_augment=augment.auto_augment)
+    except (AssertionError, ValueError) as error:
+        raise OptionError("augment.auto_augment", f" = {augment.auto_augment!r}: timm says {str(error)!r}") from None

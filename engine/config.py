@@ -1,0 +1,270 @@
+"""Configuration files: YAML and command-line overrides -> a checked `Run`, and back.
+
+A run has been checked completely before a script touches data or weights: every option, the contradictions between
+options, and the geometry of the model, which is built once without memory on the meta device. Whatever does not fit is
+one line: the file and line (or the override), the dotted path, the value and the remedy.
+"""
+
+import dataclasses
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from attention import AttentionFactory
+from attention.options import OptionError, parse_options
+from engine.schema import Run, check_run
+from models import create_model, parse_model, resolve_attention
+
+_MAX_NODES = 10_000
+"""Values in a file, aliases written out: nested aliases would otherwise grow without bound."""
+
+Keys = tuple[str, ...]
+"""Keys that lead to a value: ``("attention", "0", "window_size")``."""
+
+
+class ConfigError(Exception):
+    """A configuration that cannot be honoured. The message is one line that names the place."""
+
+
+@contextmanager
+def refuse_bad_input() -> Iterator[None]:
+    """Scripts run inside it: a refused configuration is one line on stderr (of the first rank) and exit status 2."""
+    try:
+        yield
+    except (ConfigError, OptionError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+@dataclasses.dataclass
+class Tree:
+    """Plain options and where each of them was written.
+
+    Attributes:
+        values: nested dicts and lists. origins: path of keys -> ``"FILE:LINE"`` or ``"override 'KEY=VALUE'"``.
+    """
+
+    values: Any
+    origins: dict[Keys, str]
+
+    def origin(self, key: str) -> str:
+        """Where the option was written that an OptionError's `key` names, or the nearest mapping above it."""
+        names = re.sub(r"\(\w+\)", "", key).replace("[", ".").replace("]", "").split(".")
+        return next(self.origins[path] for n in range(len(names), -1, -1) if (path := tuple(names[:n])) in self.origins)
+
+
+def load_run(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -> Run:
+    """Reads and checks a configuration file.
+
+    Args:
+        path: YAML file with the sections of `Run`, and optionally ``base: FILE`` (relative to this file), whose options
+            hold where this file gives none. `attention` is taken as a whole from one of the two.
+        overrides: ``"key.path=value"``, the value in YAML; items of a list by their index. The last one wins.
+        world_size: ranks the run is to be trained with.
+    Returns:
+        The run with every option of model and attention written out.
+    Raises:
+        ConfigError: anything that cannot be honoured.
+    """
+    tree = read_config(path)
+    for text in overrides:
+        override(tree, text)
+    return _parse(tree, world_size)
+
+
+def parse_run(options: Mapping[str, Any], source: str) -> Run:
+    """The checked `Run` of plain `options`, as `dump_run` made them; `source` names their place, e.g. a checkpoint.
+
+    Raises:
+        ConfigError: anything that cannot be honoured.
+    """
+    return _parse(Tree(options, {(): source}), world_size=1)
+
+
+def dump_run(run: Run) -> dict[str, Any]:
+    """`run` in plain types (dict, list, str, numbers), for YAML files and checkpoints; `parse_run` inverts it."""
+    return _plain(dataclasses.asdict(run))
+
+
+def read_config(path: str | Path) -> Tree:
+    """A YAML file of options with its `base` merged in, unchecked.
+
+    Raises:
+        ConfigError: unreadable file, YAML error, duplicate key, anything but a mapping, or a base with a base.
+    """
+    tree = read_yaml(path)
+    if "base" not in tree.values:
+        return tree
+    name, origin = tree.values.pop("base"), tree.origins.pop(("base",))
+    if not isinstance(name, str):
+        raise ConfigError(f"{origin}: base: expected the name of a file, got {name!r}")
+    try:
+        base = read_yaml(Path(path).parent / name)
+    except ConfigError as error:
+        raise ConfigError(f"{origin}: base: {error}") from None
+    if "base" in base.values:
+        raise ConfigError(f"{origin}: base: {name!r} has a base itself; only one level is followed")
+    for section, options in tree.values.items():
+        inherited = base.values.get(section)
+        if section != "attention" and isinstance(options, dict) and isinstance(inherited, dict):
+            for option in options:
+                _forget(base.origins, (section, option))
+            base.values[section] = inherited | options
+        else:
+            _forget(base.origins, (section,))
+            base.values[section] = options
+    return Tree(base.values, base.origins | tree.origins)
+
+
+def read_yaml(path: str | Path) -> Tree:
+    """A YAML file that holds a mapping, with the line of every value.
+
+    Raises:
+        ConfigError: unreadable file, YAML error, duplicate key, or anything but a mapping.
+    """
+    try:
+        content = Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from None
+    try:
+        text = content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise ConfigError(f"{path}:{line}: not UTF-8 text ({error.reason})") from None
+    tree = _parse_yaml(text, lambda line: f"{path}:{line}")
+    if not isinstance(tree.values, dict):
+        found = "an empty file" if tree.values is None else type(tree.values).__name__
+        raise ConfigError(f"{path}: expected a mapping of options, got {found}")
+    return tree
+
+
+def override(tree: Tree, text: str) -> None:
+    """Puts the value of ``"key.path=value"`` in place of what `tree` holds there.
+
+    Raises:
+        ConfigError: a path through something that is no mapping or list, or a value that is not YAML.
+    """
+    origin = f"override {text!r}"
+    key, equals, value = text.partition("=")
+    path = tuple(key.split("."))
+    if not equals or not all(path):
+        raise ConfigError(f"{origin}: expected key.path=value")
+    new = _parse_yaml(value, lambda line: origin)
+    container = tree.values
+    for depth, name in enumerate(path):
+        where = ".".join(path[:depth])
+        if isinstance(container, list):
+            if not name.isdecimal() or int(name) >= len(container):
+                raise ConfigError(f"{origin}: {where} is a list; expected an index from 0 to {len(container) - 1}")
+            name = int(name)
+        elif not isinstance(container, dict):
+            raise ConfigError(f"{origin}: {where} is {container!r}, not a mapping; give {where} as a whole")
+        if depth < len(path) - 1:
+            container = container.setdefault(name, {}) if isinstance(container, dict) else container[name]
+        else:
+            container[name] = new.values
+    _forget(tree.origins, path)
+    tree.origins.update({path + below: origin for below in new.origins})
+
+
+def _parse(tree: Tree, world_size: int) -> Run:
+    try:
+        run = parse_options(Run, tree.values)
+        options = dict(run.model)
+        name = options.pop("name", None)
+        if not isinstance(name, str):
+            raise OptionError("model.name", f"expected the name of a model, got {name!r}")
+        config = parse_model(name, options)
+        attention = resolve_attention(name, run.attention)
+        with torch.device("meta"):
+            create_model(name, attention=attention, **options)
+        run = dataclasses.replace(
+            run, model={"name": name, **_plain(dataclasses.asdict(config))}, attention=_written_out(attention)
+        )
+        check_run(run, world_size)
+    except OptionError as error:
+        raise ConfigError(f"{tree.origin(error.key)}: {error}") from None
+    return run
+
+
+def _written_out(attention: Any) -> Any:
+    """`attention` with the defaults of its mechanism, or of the mechanism of every stage."""
+    if isinstance(attention, list):
+        return [_written_out(stage) for stage in attention]
+    factory = AttentionFactory.from_options(attention)
+    return {"name": factory.name, **_plain(dataclasses.asdict(factory.config))}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _forget(origins: dict[Keys, str], path: Keys) -> None:
+    """Removes the origins of a value that is replaced, and of everything inside it."""
+    for known in [known for known in origins if known[: len(path)] == path]:
+        del origins[known]
+
+
+def _parse_yaml(text: str, place: Callable[[int], str]) -> Tree:
+    """YAML `text` as safe_load reads it, but without duplicate keys; `place(line)` names a line of it."""
+    try:
+        reader = _Reader(text, place)
+        node = reader.get_single_node()
+        return Tree(None if node is None else reader.plain(node, (), ()), reader.origins)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ConfigError(f"{place(mark.line + 1)}: {error.problem}") from None
+    except yaml.reader.ReaderError as error:
+        line = text.count("\n", 0, error.position) + 1
+        raise ConfigError(f"{place(line)}: the character {chr(error.character)!r} is not allowed") from None
+    except RecursionError:
+        raise ConfigError(f"{place(1)}: nested too deeply") from None
+
+
+class _Reader(yaml.SafeLoader):
+    """PyYAML's safe loader, which notes the place of every value in `origins` and refuses duplicate keys."""
+
+    def __init__(self, text: str, place: Callable[[int], str]):
+        super().__init__(text)
+        self.place = place
+        self.origins = {(): place(1)}
+
+    def plain(self, node: yaml.Node, path: Keys, parents: tuple[yaml.Node, ...]) -> Any:
+        """The plain value of `node`, which `path` leads to through the nodes `parents`."""
+        here, name = self.place(node.start_mark.line + 1), ".".join(path)
+        self.origins[path] = here
+        if len(self.origins) > _MAX_NODES:
+            raise ConfigError(f"{here}: more than {_MAX_NODES} values")
+        if any(node is parent for parent in parents):
+            raise ConfigError(f"{here}: {name} contains itself")
+        parents = (*parents, node)
+        if node.tag == "tag:yaml.org,2002:seq":
+            return [self.plain(item, (*path, str(i)), parents) for i, item in enumerate(node.value)]
+        if node.tag == "tag:yaml.org,2002:map":
+            values = {}
+            for key_node, value_node in node.value:
+                line = self.place(key_node.start_mark.line + 1)
+                key = self.construct_object(key_node) if isinstance(key_node, yaml.ScalarNode) else None
+                if not isinstance(key, str):
+                    raise ConfigError(f"{line}: {name}: expected text as a key, got {key_node.value!r}")
+                if key in values:
+                    raise ConfigError(f"{line}: {'.'.join((*path, key))}: duplicate key")
+                values[key] = self.plain(value_node, (*path, key), parents)
+                self.origins[*path, key] = line
+            return values
+        if not isinstance(node, yaml.ScalarNode):
+            raise ConfigError(f"{here}: {name}: the tag {node.tag!r} has no use here")
+        try:
+            return self.construct_object(node)
+        except ValueError as error:  # looks like a date or a number to YAML, but is none
+            raise ConfigError(f"{here}: {name}: {error}") from None
