@@ -39,7 +39,10 @@ class Block(nn.Module):
 
 
 class Backbone(nn.Module):
-    """Base of the model families; a family writes `Config`, `forward_intermediates`, `forward_features` and `pool`.
+    """Base of the model families.
+
+    A family writes `Config`, `forward_features`, `forward_intermediates` and `pool`, and ends its construction with
+    `reset_classifier`.
 
     Attributes:
         config: the family's options.
@@ -59,11 +62,9 @@ class Backbone(nn.Module):
         super().__init__()
         self.config = config
         self.in_chans = config.in_chans
-        self.num_classes = config.num_classes
         self.global_pool = global_pool
         self.num_features = self.head_hidden_size = num_features
         self.head_drop = nn.Dropout(config.drop_rate)
-        self.head = _classifier(num_features, config.num_classes)
 
     def no_weight_decay(self) -> set[str]:
         """Patterns of the parameters without weight decay, beside biases and vectors: embeddings and bias tables."""
@@ -85,8 +86,13 @@ class Backbone(nn.Module):
                 raise OptionError("global_pool", f" = {global_pool!r} is not one of {self.poolings}")
             self.global_pool = global_pool
         self.num_classes = num_classes
-        self.head = _classifier(self.num_features, num_classes).to(next(self.parameters()))
-        self.head.apply(init_linear)
+        like = next(self.parameters())
+        self.head = (
+            nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
+            if num_classes
+            else nn.Identity()
+        )
+        init_linear(self.head)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Features of `forward_features` -> logits (B, num_classes), or the classifier's input (B, C)."""
@@ -110,7 +116,3 @@ def check_heads(dim: int, num_heads: int) -> None:
     """Raises an OptionError for heads that do not divide the channels."""
     if dim % num_heads:
         raise OptionError("model.num_heads", f" = {num_heads} does not divide the width {dim}")
-
-
-def _classifier(num_features: int, num_classes: int) -> nn.Module:
-    return nn.Linear(num_features, num_classes) if num_classes else nn.Identity()

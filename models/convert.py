@@ -1,6 +1,7 @@
 """State dicts of other sizes and other codes -> state dicts that our models load strictly."""
 
 import math
+import re
 
 import torch
 from timm.layers import resample_abs_pos_embed
@@ -47,3 +48,38 @@ def from_timm_pvt(state_dict: StateDict) -> StateDict:
         elif ".attn.kv." not in key:
             converted[key] = value
     return converted
+
+
+def from_released(state_dict: StateDict) -> StateDict:
+    """The published code of EVA and LARA (its `model` entry of a checkpoint) -> ours, for its DeiT and its PVT-v2.
+
+    The bias tables load with `position_bias: table_released` (`t5_released`); the bias's index, which is computed here,
+    is left out. Numbers agree under the mechanism's options for the released code's deviations.
+    """
+    converted = {}
+    for key, value in state_dict.items():
+        for pattern, replacement in _RELEASED_NAMES:
+            key = re.sub(pattern, replacement, key)
+        if key == "pos_embed":
+            value = value.flatten(1, 2)  # (1, H, W, C)
+        elif key.endswith("position_bias.table"):
+            value = value[None]  # (rows, h): one table
+        if not key.endswith(".relative_position_index"):
+            converted[key] = value
+    return converted
+
+
+_RELEASED_NAMES = [
+    (r"^norm_before_pooling\.", "norm."),
+    (r"\.attn\.attn_fn\.", ".attn."),
+    (r"\.local_relative_position_bias_table$", ".position_bias.table"),
+    (r"\.adaptive_mu_([qk])\.0\.", r".landmark_\1.linear."),
+    (r"\.adaptive_mu_([qk])\.1\.", r".landmark_\1.norm."),
+    (r"\.([qk])_bar_gen\.2\.", r".landmark_\1.linear."),
+    (r"\.([qk])_bar_gen\.3\.", r".landmark_\1.norm."),
+    (r"^patch_embed1\.", "patch_embed."),
+    (r"\.dwconv\.dwconv\.", ".dwconv."),
+    *[(rf"^patch_embed{s + 1}\.", f"stages.{s}.downsample.") for s in (1, 2, 3)],
+    *[(rf"^block{s + 1}\.", f"stages.{s}.blocks.") for s in range(4)],
+    *[(rf"^norm{s + 1}\.", f"stages.{s}.norm.") for s in range(4)],
+]

@@ -142,6 +142,7 @@ class Deit(Backbone):
             for layer in range(config.depth)
         ]
         self.apply(init_linear)
+        self.reset_classifier(config.num_classes)
         trunc_normal_(self.pos_embed, std=0.02)
         if self.cls_token is not None:
             nn.init.normal_(self.cls_token, std=1e-6)

@@ -133,6 +133,7 @@ class Pvt(Backbone):
             {"module": f"stages.{s}", "num_chs": dim, "reduction": 4 * 2**s} for s, dim in enumerate(dims)
         ]
         self.apply(init_linear)
+        self.reset_classifier(config.num_classes)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that group parameters by depth, for timm's layer-wise learning rates."""

@@ -1,4 +1,4 @@
-"""Stock timm weights load strictly and give the same logits: DeiT with softmax attention, PVT-v2 with spatial reduction."""
+"""Stock timm weights load strictly and give the same logits: DeiT with softmax, PVT-v2 with spatial reduction."""
 
 import pytest
 import timm
@@ -11,10 +11,10 @@ from models.convert import from_timm_pvt, resample_pos_embed
 def stock_model(name, **options):
     """A timm model with no parameter left at a value such as 0 or 1 that could hide a missing one."""
     torch.manual_seed(0)
-    model = timm.create_model(name, **options).eval()
+    model = timm.create_model(name, num_classes=1000, **options).eval()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter), alpha=0.02)
+            parameter.add_(torch.randn_like(parameter), alpha=0.03)
     return model
 
 
