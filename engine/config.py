@@ -168,6 +168,7 @@ def override(tree: Tree, text: str) -> None:
         elif not isinstance(container, dict):
             raise ConfigError(f"{origin}: {where} is {container!r}, not a mapping; give {where} as a whole")
         if depth < len(path) - 1:
+            tree.origins.setdefault(path[: depth + 1], origin)
             container = container.setdefault(name, {}) if isinstance(container, dict) else container[name]
         else:
             container[name] = new.values

@@ -1,0 +1,310 @@
+"""Configuration files: what is written is read, and what is wrong is refused in one line that names its place."""
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from attention import OptionError
+from engine.config import ConfigError, dump_run, load_run, parse_run, refuse_bad_input
+from engine.schema import Augment, Optim, Run
+
+VALID = """\
+model:
+  name: deit_tiny_p16
+attention:
+  name: local
+  window_size: 7
+optim:
+  lr: 5.0e-4
+"""
+
+
+def write(folder: Path, text: str | bytes, name: str = "run.yaml") -> Path:
+    path = folder / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    return path
+
+
+def refusal(path: Path, *overrides: str) -> str:
+    """The one-line message `load_run` refuses with, file names without their folder."""
+    with pytest.raises(ConfigError) as caught:
+        load_run(path, overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message.replace(f"{path.parent}/", "")
+
+
+def test_options_not_given_have_the_defaults_of_their_dataclass(tmp_path):
+    run = load_run(write(tmp_path, VALID))
+    assert (run.augment, run.optim) == (Augment(), Optim())
+    assert run.model["num_heads"] == 3
+    assert run.attention == {"name": "local", "window_size": 7} | run.attention
+    assert len(run.attention) > 2
+
+
+def test_a_pyramid_is_written_out_as_one_mechanism_per_stage(tmp_path):
+    run = load_run(write(tmp_path, VALID), ["model.name=pvtv2_b0_2xheads"])
+    assert [stage["name"] for stage in run.attention] == ["local", "local", "local", "softmax"]
+    assert run.model["num_heads"] == [2, 4, 10, 16]
+
+
+@pytest.mark.parametrize("model", ["deit_tiny_p16", "pvtv2_b0"])
+def test_dump_and_parse_are_inverse_also_through_yaml(tmp_path, model):
+    run = load_run(write(tmp_path, VALID), [f"model.name={model}", "augment.ratio=[0.5, 2]", "optim.clip_grad=null"])
+    plain = yaml.safe_load(yaml.safe_dump(dump_run(run), sort_keys=False))
+    assert parse_run(plain, "checkpoint") == run
+    assert load_run(write(tmp_path, yaml.safe_dump(dump_run(run)), "again.yaml")) == run
+
+
+def test_parse_run_names_its_source():
+    with pytest.raises(ConfigError, match=r"^last\.pt: optim\.lr_: unknown option; did you mean 'lr'\?$"):
+        parse_run({"model": {"name": "deit_tiny_p16"}, "attention": "softmax", "optim": {"lr_": 1.0}}, "last.pt")
+
+
+def test_base_holds_where_the_file_gives_nothing_and_attention_is_taken_as_a_whole(tmp_path):
+    write(tmp_path, VALID + "augment:\n  mixup: 0.0\n  hflip: 0.25\n", "base.yaml")
+    (tmp_path / "below").mkdir()
+    run = load_run(write(tmp_path, "base: ../base.yaml\nattention: softmax\naugment: {hflip: 0}\n", "below/run.yaml"))
+    assert (run.augment.mixup, run.augment.hflip, run.optim.lr) == (0.0, 0.0, 5e-4)
+    assert run.attention["name"] == "softmax"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["optim.lr=1.0e-3"], {"optim": {"lr": 1e-3}}),
+        (["optim.betas.1=0.95"], None),
+        (["optim.betas=[0.9, 0.95]", "optim.betas.1=0.99"], {"optim": {"betas": (0.9, 0.99)}}),
+        (["train.seed=1", "train.seed=2"], {"train": {"seed": 2}}),
+        (["data.root=/data/a=b"], {"data": {"root": "/data/a=b"}}),
+        (["optim.clip_grad=null"], {"optim": {"clip_grad": None}}),
+        (["optim={lr: 1.0}"], {"optim": {"lr": 1.0}}),
+    ],
+)
+def test_overrides(tmp_path, overrides, expected):
+    path = write(tmp_path, VALID)
+    if expected is None:
+        assert refusal(path, *overrides).startswith(f"override '{overrides[-1]}': ")
+        return
+    run = load_run(path, overrides)
+    for section, options in expected.items():
+        assert getattr(run, section) == dataclasses.replace(getattr(load_run(path), section), **options)
+
+
+def test_override_reaches_into_model_attention_and_a_list_of_stages(tmp_path):
+    run = load_run(write(tmp_path, VALID), ["attention.window_size=5", "model.depth=2"])
+    assert (run.attention["window_size"], run.model["depth"]) == (5, 2)
+    stages = "model: {name: pvtv2_b0}\nattention: [{name: local}, {name: local}, softmax, softmax]\n"
+    run = load_run(write(tmp_path, stages, "pvt.yaml"), ["attention.1.window_size=4", "attention.2=local"])
+    assert [stage.get("window_size") for stage in run.attention] == [7, 4, 7, None]
+
+
+REFUSED = {  # name: (text in place of one in VALID, or of all; the whole message)
+    "unknown section": (VALID + "optimizer: {}\n", "run.yaml:8: optimizer: unknown option; did you mean 'optim'?"),
+    "unknown option": (
+        VALID.replace("lr:", "learning_rate:"),
+        "run.yaml:7: optim.learning_rate: unknown option; known: betas, clip_grad,",
+    ),
+    "unknown option of a mechanism": (
+        VALID.replace("window_size", "windw"),
+        "run.yaml:5: attention(local).windw: unknown option; did you mean 'window_size'?",
+    ),
+    "unknown option of a model": (
+        VALID.replace("name: deit_tiny_p16", "{name: deit_tiny_p16, patchsize: 8}"),
+        "run.yaml:2: model.patchsize: unknown option; did you mean 'patch_size'?",
+    ),
+    "unknown mechanism": (
+        VALID.replace("name: local", "name: locale"),
+        "run.yaml:4: attention.name: unknown mechanism 'locale'; did you mean 'local'?",
+    ),
+    "unknown model": (
+        VALID.replace("deit_tiny_p16", "deit_tiny_p61"),
+        "run.yaml:2: model.name: unknown model 'deit_tiny_p61'; did you mean 'deit_tiny_p16'?",
+    ),
+    "model without a name": (
+        VALID.replace("name: deit_tiny_p16", "depth: 3"),
+        "run.yaml:1: model.name: expected the name of a model, got None",
+    ),
+    "name of a model of a wrong type": (
+        VALID.replace("deit_tiny_p16", "[deit_tiny_p16]"),
+        "run.yaml:2: model.name: expected the name of a model, got ['deit_tiny_p16']",
+    ),
+    "missing section": (VALID.replace("model:\n  name: deit_tiny_p16\n", ""), "run.yaml:1: model: required"),
+    "empty section": (
+        VALID.replace("  lr: 5.0e-4\n", ""),
+        "run.yaml:6: optim: expected a mapping of options, got None",
+    ),
+    "text for a number": (
+        VALID.replace("5.0e-4", "5e-4"),
+        "run.yaml:7: optim.lr: expected float, got '5e-4', text to YAML; write 0.0005",
+    ),
+    "wrong type": (VALID.replace("7", "seven"), "run.yaml:5: attention(local).window_size: expected int, got 'seven'"),
+    "boolean for a number": (VALID.replace("5.0e-4", "true"), "run.yaml:7: optim.lr: expected float, got True"),
+    "not finite": (VALID.replace("5.0e-4", ".nan"), "run.yaml:7: optim.lr: nan is not a finite number"),
+    "out of range": (VALID.replace("5.0e-4", "0.0"), "run.yaml:7: optim.lr = 0.0 must be greater than 0"),
+    "item out of range": (
+        VALID + "data:\n  std: [1, 1, 0]\n",
+        "run.yaml:9: data.std = 0.0 must be greater than 0",
+    ),
+    "no such choice": (
+        VALID + "train: {amp: fp61}\n",
+        "run.yaml:8: train.amp: 'fp61' is not a choice; did you mean 'fp16'?",
+    ),
+    "duplicate key": (VALID + "  lr: 1.0\n", "run.yaml:8: optim.lr: duplicate key"),
+    "duplicate section": (VALID + "optim: {}\n", "run.yaml:8: optim: duplicate key"),
+    "key that is no text": (VALID + "  on: 1.0\n", "run.yaml:8: optim: expected text as a key, got 'on'"),
+    "key that is a list": (VALID + "? [a]\n: 1\n", "run.yaml:8: "),
+    "tag": (VALID + "data: !!set {a}\n", "run.yaml:8: data: the tag 'tag:yaml.org,2002:set' has no use here"),
+    "object tag": (VALID + "data: !!python/name:os.system\n", "run.yaml:8: could not determine a constructor"),
+    "no such date": (VALID + "data: 2020-13-45\n", "run.yaml:8: data: month must be in 1..12"),
+    "YAML error": (VALID + "data: [1\n", "run.yaml:9: expected ',' or ']'"),
+    "tab": (VALID + "\tdata: 1\n", "run.yaml:8: found character '\\t' that cannot start any token"),
+    "two documents": (VALID + "---\na: 1\n", "run.yaml:8: but found another document"),
+    "empty": ("", "run.yaml: expected a mapping of options, got an empty file"),
+    "comments only": ("# nothing\n", "run.yaml: expected a mapping of options, got an empty file"),
+    "list": ("- 1\n", "run.yaml: expected a mapping of options, got list"),
+    "text": ("hello", "run.yaml: expected a mapping of options, got str"),
+    "not UTF-8": (b"a: 1\nb: \xff\n", "run.yaml:2: not UTF-8 text"),
+    "control character": (VALID + "# \x07\n", "run.yaml:8: the character '\\x07' is not allowed"),
+    "nested too deeply": ("a: " + "[" * 5000, "run.yaml:1: nested too deeply"),
+    "contains itself": (VALID + "data: &a\n  root: *a\n", "run.yaml:8: data.root contains itself"),
+    "aliases that grow": (
+        "a0: &a0 [0, 0, 0, 0, 0, 0, 0, 0, 0, 0]\n"
+        + "".join(f"a{i + 1}: &a{i + 1} [{', '.join([f'*a{i}'] * 10)}]\n" for i in range(9)),
+        "run.yaml:1: more than 10000 values",
+    ),
+    "heads": (
+        VALID.replace("name: deit_tiny_p16", "{name: deit_tiny_p16, num_heads: 5}"),
+        "run.yaml:2: model.num_heads = 5 does not divide",
+    ),
+    "patch against image": (
+        VALID.replace("name: deit_tiny_p16", "{name: deit_tiny_p16, img_size: 225}"),
+        "run.yaml:2: model.img_size = 225 is not a multiple of patch_size = 16",
+    ),
+    "wrong number of stages": (
+        VALID.replace("name: local\n  window_size: 7", "[softmax, softmax]"),
+        "run.yaml:3: attention: deit_tiny_p16 takes one mechanism",
+    ),
+    "landmarks": (
+        VALID.replace("name: local\n  window_size: 7", "name: eva\n  num_landmarks: 197"),
+        "run.yaml:5: attention(eva).num_landmarks = 197 cannot part the 14x14 grid",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(tmp_path, case):
+    text, expected = REFUSED[case]
+    assert refusal(write(tmp_path, text)).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("optim.lr=1e-3", "optim.lr: expected float, got '1e-3', text to YAML; write 0.001"),
+        ("optim.lr_=1", "optim.lr_: unknown option; did you mean 'lr'?"),
+        ("optm.lr=1", "optm: unknown option; did you mean 'optim'?"),
+        ("base=other.yaml", "base: unknown option"),
+        ("attention.name=softmax", "attention(softmax).window_size: unknown option"),
+        ("attention={name: eva, num_landmarks: 0.5}", "attention(eva).num_landmarks: expected int, got 0.5"),
+        ("model.name.x=1", "model.name is 'deit_tiny_p16', not a mapping"),
+        ("optim.lr", "expected key.path=value"),
+        ("=1", "expected key.path=value"),
+        ("optim..lr=1", "expected key.path=value"),
+        ("optim={lr: 1, lr: 2}", "lr: duplicate key"),
+        ("optim.lr=[", "expected the node content"),
+    ],
+)
+def test_a_refused_override_is_named(tmp_path, override, expected):
+    message = refusal(write(tmp_path, VALID), override)
+    # attention.name=softmax is refused for the option that the file gives to another mechanism
+    place = "run.yaml:5" if override == "attention.name=softmax" else f"override {override!r}"
+    assert message.startswith(f"{place}: {expected}")
+
+
+def test_index_outside_a_list_is_refused(tmp_path):
+    path = write(tmp_path, "model: {name: pvtv2_b0}\nattention: [softmax, softmax, softmax, softmax]\n")
+    for index in ("4", "-1", "x"):
+        expected = f"override 'attention.{index}=sra': attention is a list; expected an index from 0 to 3"
+        assert refusal(path, f"attention.{index}=sra") == expected
+
+
+CONTRADICTIONS = {
+    "train.total_batch_size=1024 train.grad_accum_steps=3": "train.total_batch_size = 1024 is not divisible by "
+    "1 ranks x 3 accumulation steps; nearest: 1023",
+    "train.total_batch_size=2 train.grad_accum_steps=3": "train.total_batch_size = 2 is not divisible by "
+    "1 ranks x 3 accumulation steps; nearest: 3",
+    "train.total_batch_size=9": "train.total_batch_size = 9 leaves 9 images per rank and step",
+    "schedule.epochs=5": "schedule.warmup_epochs = 10 is above schedule.epochs = 5",
+    "schedule.warmup_lr=0.1": "schedule.warmup_lr = 0.1 is above the peak learning rate 0.001",
+    "schedule.min_lr=0.1": "schedule.min_lr = 0.1 is above the peak learning rate 0.001 (lr 0.0005 scaled from 512",
+    "augment.scale=[0.5,0.2]": "augment.scale = [0.5, 0.2] is not in ascending order",
+    "augment.ratio=[2,1]": "augment.ratio = [2.0, 1.0] is not in ascending order",
+    "optim.betas=[0.9,1]": "optim.betas = [0.9, 1.0]: both must be below 1",
+    "optim.opt=adamv": "optim.opt = 'adamv' is not an optimiser of timm; did you mean 'adam",
+    "augment.auto_augment=rand-x9": "augment.auto_augment = 'rand-x9': timm says 'Unknown RandAugment config section'",
+}
+
+
+@pytest.mark.parametrize("overrides", CONTRADICTIONS)
+def test_contradictions_are_refused(tmp_path, overrides):
+    assert f": {CONTRADICTIONS[overrides]}" in refusal(write(tmp_path, VALID), *overrides.split())
+
+
+def test_batch_must_divide_by_the_ranks(tmp_path):
+    path = write(tmp_path, VALID + "train: {total_batch_size: 64}\n")
+    assert load_run(path, world_size=8).train.total_batch_size == 64
+    with pytest.raises(ConfigError, match=r"run\.yaml:8: train\.total_batch_size = 64 is not divisible by 3 ranks"):
+        load_run(path, world_size=3)
+    with pytest.raises(ConfigError, match=r"leaves 1 images per rank and step"):
+        load_run(path, world_size=64)
+
+
+def test_unreadable_files_are_refused(tmp_path):
+    assert refusal(tmp_path / "absent.yaml") == "absent.yaml: No such file or directory"
+    (tmp_path / "folder").mkdir()
+    assert refusal(tmp_path / "folder") == "folder: Is a directory"
+
+
+@pytest.mark.parametrize(
+    ("base", "text", "expected"),
+    [
+        (None, "base: absent.yaml\n", "run.yaml:1: base: absent.yaml: No such file or directory"),
+        ("base: other.yaml\n", "base: base.yaml\n", "run.yaml:1: base: 'base.yaml' has a base itself"),
+        (VALID, "base: [base.yaml]\n", "run.yaml:1: base: expected the name of a file, got ['base.yaml']"),
+        (VALID.replace("5.0e-4", "-1.0"), "base: base.yaml\n", "base.yaml:7: optim.lr = -1.0 must be greater than 0"),
+        (VALID, "base: base.yaml\noptim:\n  lr: -1.0\n", "run.yaml:3: optim.lr = -1.0 must be greater than 0"),
+        (VALID + "optim: 1\n", "base: base.yaml\n", "run.yaml:1: base: base.yaml:8: optim: duplicate key"),
+    ],
+)
+def test_refused_with_a_base(tmp_path, base, text, expected):
+    if base is not None:
+        write(tmp_path, base, "base.yaml")
+    assert refusal(write(tmp_path, text)).startswith(expected)
+
+
+def test_bad_input_ends_a_script_with_status_2_one_line_and_no_traceback(tmp_path):
+    code = "from engine.config import *\nimport sys\nwith refuse_bad_input(): load_run(sys.argv[1])"
+    path = write(tmp_path, VALID.replace("local", "locale"))
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {path}:4: attention.name: unknown mechanism 'locale'; did you mean 'local'?\n"
+
+
+def test_only_the_first_rank_reports(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "1")
+    with pytest.raises(SystemExit) as ended, refuse_bad_input():
+        raise OptionError("model.name", "unknown")
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == ""
+
+
+def test_every_option_of_a_run_says_what_it_means():
+    sections = [field.default_factory for field in dataclasses.fields(Run) if field.name not in ("model", "attention")]
+    assert len(sections) == 5
+    for section in sections:
+        assert all(field.metadata["meaning"] for field in dataclasses.fields(section))
