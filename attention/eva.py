@@ -109,7 +109,7 @@ def group_logits(
     """
     logits = q * q.shape[-1] ** -0.5 @ k_tilde.mT
     if log_count:
-        logits = logits + groups.count().log()[:, None]
+        logits = logits + groups.count().to(logits.dtype).log()[:, None]
     logits = logits.masked_fill(groups.count()[:, None] == 0, -torch.inf)
     if omega.shape[-2] == 1:
         return logits

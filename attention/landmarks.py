@@ -81,8 +81,8 @@ def tokens_outside(grid: Grid, window: Grid, overlap: Grid) -> tuple[int, int]:
         [min(start + side + over, size) - max(start - over, 0) for start in range(0, size, side)]
         for size, side, over in zip(grid, window, overlap, strict=True)
     ]
-    N = math.prod(grid)
-    return N - math.prod(map(max, cells)), N - math.prod(map(min, cells))
+    (y, x), N = cells, grid[0] * grid[1]
+    return N - max(y) * max(x), N - min(y) * min(x)
 
 
 def _chunks(total: Tensor, most: int, count: int, margin: int = 0) -> tuple[Tensor, Tensor]:
