@@ -231,6 +231,8 @@ def _create_loader(
     Workers live for one epoch: living on, their random state would be lost on resuming.
     """
     data, augment = run.data, run.augment
+    if not is_training:
+        dataset._max_retries = 1  # an unreadable image stops the evaluation; timm would count its neighbour twice
     dataset.transform = timm.data.create_transform(
         img_size,
         is_training=is_training,

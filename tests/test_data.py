@@ -1,0 +1,314 @@
+"""Datasets, loaders, samplers and losses: one path for folders, tar files and digits, one order at any world size."""
+
+import dataclasses
+import hashlib
+import logging
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.data.distributed_sampler import RepeatAugSampler
+from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
+from torch.utils.data import DistributedSampler
+
+from attention.options import OptionError
+from engine import data
+from engine.data import EpochSampler, create_loaders, create_loss, create_mixup, create_val_loader
+from engine.distributed import World, seed_everything
+from engine.schema import Augment, Data, Run, Train
+
+# timm's readers leave it to the garbage collector to close image and tar files.
+pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
+
+CPU = World(torch.device("cpu"))
+PLAIN = Augment(
+    scale=(1.0, 1.0),
+    ratio=(1.0, 1.0),
+    hflip=0.0,
+    color_jitter=0.0,
+    auto_augment=None,
+    reprob=0.0,
+    mixup=0.0,
+    cutmix=0.0,
+)
+CLASSES = ("n02", "n10", "n100")
+
+
+def make_run(augment: Augment = PLAIN, total_batch_size: int = 16, grad_accum_steps: int = 1, **options) -> Run:
+    return Run(
+        model={},
+        attention="softmax",
+        data=Data(**{"dataset": "digits", "workers": 0} | options),
+        augment=augment,
+        train=Train(total_batch_size=total_batch_size, grad_accum_steps=grad_accum_steps),
+    )
+
+
+def make_loaders(run: Run, world: World = CPU, num_classes: int = 10, img_size: int = 8):
+    return create_loaders(run, world, img_size=img_size, num_classes=num_classes)
+
+
+def read_epoch(run: Run, epoch: int, world: World = CPU, loader=None) -> torch.Tensor:
+    """All training images of an epoch as a training script gets them."""
+    loader = loader or make_loaders(run, world)[0]
+    loader.sampler.set_epoch(epoch)
+    seed_everything(run.train.seed, epoch, world.rank)
+    return torch.cat([images for images, _ in loader])
+
+
+@pytest.fixture(scope="module")
+def image_root(tmp_path_factory):
+    """Class folders of noise, 9 training and 6 validation images, PNG and JPEG, and tar files of the same."""
+    root = tmp_path_factory.mktemp("images")
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 3), ("val", 2)):
+        for name in CLASSES:
+            (root / split / name).mkdir(parents=True)
+            for i in range(count):
+                pixels = rng.integers(0, 256, (20, 30, 3), dtype=np.uint8)
+                Image.fromarray(pixels).save(root / split / name / f"{i}.{('png', 'jpg', 'JPEG')[i]}")
+        with tarfile.open(root / f"{split}.tar", "w") as tar:
+            tar.add(root / split, arcname=split)
+    return root
+
+
+def test_digits_are_the_published_ones():
+    digest = hashlib.sha256()
+    with np.load(data.DIGITS) as arrays:
+        for name in sorted(arrays):
+            digest.update(name.encode() + arrays[name].tobytes())
+        train, val = np.bincount(arrays["train_labels"]), np.bincount(arrays["val_labels"])
+        val_images = arrays["val_images"]
+    assert digest.hexdigest() == "889315dd0cb0eb3cd7e9b84d96c4e659eb6b1c8bcc09a5d6fe42c40161dd29ea"
+    assert (train.sum(), val.sum()) == (1437, 360)
+    assert (train + val).tolist() == [178, 182, 177, 183, 181, 182, 181, 179, 174, 180]  # UCI's test part, by class
+    assert np.abs(val - (train + val) * 360 / 1797).max() < 1
+    assert val_images.max() == 16
+
+
+def test_digits_reach_the_model_unchanged():
+    run = dataclasses.replace(make_run(), data=Data(dataset="digits", workers=0, crop_pct=1.0))
+    images, labels = zip(*make_loaders(run)[1], strict=True)
+    grey = torch.cat(images) * torch.tensor(run.data.std).view(3, 1, 1) + torch.tensor(run.data.mean).view(3, 1, 1)
+    with np.load(data.DIGITS) as arrays:
+        expected = torch.from_numpy(arrays["val_images"] / 16.0)[:, None].expand(-1, 3, -1, -1)
+        assert torch.cat(labels).tolist() == arrays["val_labels"].tolist()
+    assert (grey - expected).abs().max() <= 0.5 / 255 + 1e-6  # rounding to 8 bits
+
+
+@pytest.mark.parametrize("augment", [PLAIN, Augment()], ids=["plain", "augmented"])
+def test_folder_and_tar_give_the_same_batches(image_root, augment):
+    epochs = {}
+    for kind in ("folder", "tar"):
+        run = make_run(augment, 6, dataset=kind, root=str(image_root))
+        train, val, _ = make_loaders(run, num_classes=3, img_size=32)
+        seed_everything(0)
+        epochs[kind] = [*train, *val]
+    for loader in (train, val):
+        loader.dataset.reader.tar_state.tf.close()
+    assert len(epochs["folder"]) == 1 + 1
+    for (images, labels), (tar_images, tar_labels) in zip(*epochs.values(), strict=True):
+        assert images.shape == (6, 3, 32, 32)
+        assert torch.equal(images, tar_images)
+        assert torch.equal(labels, tar_labels)
+    assert epochs["folder"][1][1].tolist() == [0, 0, 1, 1, 2, 2]
+    assert train.dataset.reader.class_name_to_idx == {name: index for index, name in enumerate(CLASSES)}
+
+
+def test_validation_crop_is_the_papers(image_root):
+    """Resize the short side to img_size / 0.875, bicubic, and crop the centre."""
+    val = make_loaders(
+        make_run(total_batch_size=6, dataset="folder", root=str(image_root)), num_classes=3, img_size=14
+    )[1]
+    image = Image.open(image_root / "val" / CLASSES[0] / "0.png").resize((24, 16), Image.Resampling.BICUBIC)
+    pixels = torch.from_numpy(np.array(image.crop((5, 1, 19, 15)))).permute(2, 0, 1) / 255
+    expected = (pixels - torch.tensor(Data.mean).view(3, 1, 1)) / torch.tensor(Data.std).view(3, 1, 1)
+    torch.testing.assert_close(next(iter(val))[0][0], expected)
+
+
+@pytest.mark.parametrize("repeats", [0, 3])
+@pytest.mark.parametrize(("size", "num_images"), [(2, 31), (4, 103), (8, 257)])
+def test_ranks_share_the_batches_of_one_process(size, num_images, repeats):
+    total = 16
+    alone = list(EpochSampler(num_images, total, CPU, 5, repeats))
+    ranks = [EpochSampler(num_images, total, World(CPU.device, rank, size), 5, repeats) for rank in range(size)]
+    shares = [list(rank) for rank in ranks]
+    assert len(alone) == num_images // total * total
+    assert {len(share) for share in shares} == {len(rank) for rank in ranks} == {len(alone) // size}
+    for step in range(len(alone) // total):
+        union = [index for share in shares for index in share[step * total // size :][: total // size]]
+        assert sorted(union) == sorted(alone[step * total :][:total])
+    if not repeats:
+        assert len(set(alone)) == len(alone)
+
+
+def test_order_depends_on_seed_and_epoch_only():
+    def order(seed, epoch):
+        sampler = EpochSampler(100, 10, CPU, seed)
+        sampler.set_epoch(epoch)
+        return list(sampler)
+
+    assert order(0, 1) == order(0, 1)
+    assert len({tuple(order(seed, epoch)) for seed in range(3) for epoch in range(3)}) == 9
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_order_is_that_of_torch_and_timm(rank):
+    """The samplers of the published recipes, given the same permutation (their seed is the epoch's number)."""
+    size, epoch, num_images = 4, 7, 1300
+    images = range(num_images)
+    for repeats, published in (
+        (0, DistributedSampler(images, num_replicas=size, rank=rank, drop_last=True)),
+        (3, RepeatAugSampler(images, num_replicas=size, rank=rank, num_repeats=3)),
+    ):
+        sampler = EpochSampler(num_images, 256, World(CPU.device, rank, size), 0, repeats)
+        sampler.order_seed = epoch
+        published.set_epoch(epoch)
+        assert list(sampler) == list(published)[: len(sampler)]
+        assert len(sampler) == 1280 // size == len(published) // 64 * 64
+
+
+def test_micro_batches_fill_optimiser_steps():
+    run = make_run(total_batch_size=48, grad_accum_steps=3)
+    train = make_loaders(run, World(CPU.device, 1, 2))[0]
+    sizes = [len(images) for images, _ in train]
+    assert sizes == [8] * (1437 // 48 * 3) == [8] * len(train)
+
+
+# Python 3.12 warns of fork, Linux's way to start workers there, where the operating system counts torch's idle threads.
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_epoch_is_bit_identical(workers, monkeypatch):
+    with np.load(data.DIGITS) as arrays:
+        few = {name: arrays[name][:64] for name in arrays}
+    monkeypatch.setattr(
+        data.DigitsReader,
+        "__init__",
+        lambda self, split: self.__dict__.update(
+            images=few[f"{split}_images"], labels=few[f"{split}_labels"], class_to_idx={str(d): d for d in range(10)}
+        ),
+    )
+    run = make_run(Augment(reprob=0.5), workers=workers)
+    loader = make_loaders(run)[0]
+    first, second = (read_epoch(run, epoch, loader=loader) for epoch in (0, 1))
+    assert torch.equal(read_epoch(run, 1), second)
+    assert not torch.equal(first, second)
+    assert not torch.equal(read_epoch(run, 1, World(CPU.device, 1, 2)), read_epoch(run, 1, World(CPU.device, 0, 2)))
+
+
+def test_repeated_views_differ_between_ranks():
+    run = make_run(dataclasses.replace(Augment(), repeats=2))
+    views = [read_epoch(run, 0, World(CPU.device, rank, 2)) for rank in range(2)]
+    indices = [list(make_loaders(run, World(CPU.device, rank, 2))[0].sampler) for rank in range(2)]
+    assert indices[0] == indices[1]
+    same = (views[0] == views[1]).flatten(1).all(1)
+    assert same.float().mean() < 0.1
+
+
+def test_random_erasing_acts():
+    erased = read_epoch(make_run(dataclasses.replace(PLAIN, reprob=1.0, remode="const")), 0)
+    whole = read_epoch(make_run(), 0)
+    assert ((erased == 0).flatten(1).any(1)).all()  # 0 is the fill after normalisation, and no grey level gives it
+    assert (whole != 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_prefetched_batches_equal_plain_ones():
+    cuda = World(torch.device("cuda:0"))
+    torch.testing.assert_close(read_epoch(make_run(), 0, cuda).cpu(), read_epoch(make_run(), 0), rtol=1e-5, atol=1e-5)
+    run = make_run(dataclasses.replace(PLAIN, reprob=1.0, remode="const"))
+    assert ((read_epoch(run, 0, cuda) == 0).flatten(1).any(1)).all()
+    assert next(iter(make_loaders(run, cuda)[1]))[1].is_cuda
+
+
+@pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
+def test_mixup_and_cutmix_work_alone_and_together(mixup, cutmix):
+    mix = create_mixup(Augment(mixup=mixup, cutmix=cutmix), num_classes=10)
+    seed_everything(0)
+    images, labels = torch.rand(16, 3, 8, 8), torch.arange(16) % 10
+    before, changed, kinds = images.clone(), 0, set()
+    for _ in range(20):
+        mixed, targets = mix(images.clone(), labels)
+        torch.testing.assert_close(targets.sum(1), torch.ones(16))
+        assert targets.min() >= 0.01 - 1e-6  # label smoothing 0.1 over 10 classes
+        changed += not torch.equal(mixed, before)
+        pasted = torch.isclose(mixed, before) | torch.isclose(mixed, before.flip(0))
+        kinds.add("cutmix" if pasted.all() else "mixup")
+    assert changed >= 15
+    assert kinds == {name for name, alpha in (("mixup", mixup), ("cutmix", cutmix)) if alpha}
+
+
+def test_without_mixup_there_is_none():
+    assert create_mixup(PLAIN, 10) is None
+    assert make_loaders(make_run())[2] is None
+
+
+def test_losses_are_timms():
+    logits, labels = torch.randn(16, 10, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 10
+    plain = create_loss(dataclasses.replace(PLAIN, smoothing=0.1))(logits, labels)
+    torch.testing.assert_close(plain, LabelSmoothingCrossEntropy(0.1)(logits, labels))
+    soft = torch.softmax(logits.flip(0), 1)
+    for augment in (Augment(cutmix=0.0), Augment(mixup=0.0)):
+        torch.testing.assert_close(create_loss(augment)(logits, soft), SoftTargetCrossEntropy()(logits, soft))
+
+
+@pytest.mark.parametrize(
+    ("change", "key", "problem"),
+    [
+        ({"root": None}, "data.root", "required for data.dataset=folder"),
+        ({"root": "{root}/nowhere"}, "data.root", "no directory"),
+        (
+            {"train_split": "training"},
+            "data.train_split",
+            "no 'training' in .*; found there: .*train, train.tar, val, val",
+        ),
+        ({"val_split": "test"}, "data.val_split", "no 'test' in"),
+        ({"dataset": "tar", "val_split": "test"}, "data.val_split", "no 'test.tar' in"),
+        ({"val_split": "empty"}, "data.val_split", "no .png, .jpg or .jpeg images in"),
+        ({"dataset": "tar", "train_split": "empty"}, "data.train_split", "no .png, .jpg or .jpeg images in"),
+        ({"dataset": "tar", "train_split": "broken"}, "data.train_split", "not a readable tar file"),
+        ({"val_split": "other"}, "data.val_split", r"only in training: n10 \(1\); only in validation: cat, dog \(2\)"),
+        ({"dataset": "digits", "root": "/data"}, "data.root", "the digits need none"),
+        ({"dataset": "digits", "root": None, "val_split": "test"}, "data.val_split", "known: train, val"),
+        ({"num_classes": 5}, "model.num_classes", " = 5, but the images have 3 classes"),
+        ({"total_batch_size": 10}, "train.total_batch_size", " = 10 exceeds the 9 training images"),
+    ],
+)
+def test_bad_data_is_named(image_root, tmp_path, change, key, problem):
+    for path in image_root.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / "empty").mkdir()
+    tarfile.open(tmp_path / "empty.tar", "w").close()
+    (tmp_path / "broken.tar").write_bytes(b"no tar")
+    for name in ("n02", "n100", "cat", "dog"):
+        (tmp_path / "other" / name).mkdir(parents=True)
+        (tmp_path / "other" / name / "0.png").symlink_to(image_root / "val" / CLASSES[0] / "0.png")
+    options = {"dataset": "folder", "root": "{root}", "num_classes": 3, "total_batch_size": 6} | change
+    num_classes, root = options.pop("num_classes"), options.pop("root")
+    run = make_run(root=root and root.format(root=tmp_path), **options)
+    with pytest.raises(OptionError, match=problem) as caught:
+        make_loaders(run, num_classes=num_classes)
+    assert caught.value.key == key
+    assert "\n" not in str(caught.value)
+
+
+def test_validation_alone_checks_its_split(image_root):
+    run = make_run(dataset="folder", root=str(image_root))
+    assert [len(labels) for _, labels in create_val_loader(run, CPU, img_size=8, num_classes=3, batch_size=4)] == [4, 2]
+    with pytest.raises(OptionError, match="the images have 3 classes"):
+        create_val_loader(run, CPU, img_size=8, num_classes=4, batch_size=4)
+
+
+def test_an_unreadable_validation_image_is_not_replaced(image_root, tmp_path, caplog):
+    """timm would count its neighbour twice."""
+    for name in CLASSES:
+        (tmp_path / "val" / name).mkdir(parents=True)
+        (tmp_path / "val" / name / "0.png").write_bytes((image_root / "val" / name / "0.png").read_bytes()[:200])
+    loader = create_val_loader(
+        make_run(dataset="folder", root=str(tmp_path)), CPU, img_size=8, num_classes=3, batch_size=1
+    )
+    with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="Failed to load 1"):
+        next(iter(loader))
