@@ -84,7 +84,7 @@ def test_two_processes_count_every_image_once(expected, tmp_path):
 
 @pytest.mark.parametrize(("num_classes", "top5"), [(3, 100.0), (8, 75.0)])
 def test_by_hand(num_classes, top5):
-    """Classes 0, 1, 2 and the last, where logits fall with the class: one hit at the top, the last of 8 outside five."""
+    """Classes 0, 1, 2 and the last, where logits fall with the class: one hit at the top, the last of 8 not in five."""
     logits = -torch.arange(float(num_classes)).repeat(4, 1)
     targets = torch.tensor([0, 1, 2, num_classes - 1])
     result = evaluate(nn.Identity(), [(logits[:3], targets[:3]), (logits[3:], targets[3:])], CPU, None)
