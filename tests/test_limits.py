@@ -129,7 +129,7 @@ def test_released_table_confuses_offsets():
 
 
 def test_t5_buckets():
-    """16 buckets, distance 7: 0..3 exact, then 4 + floor(4 ln(a/4) / ln(7/4)), at most 7; a key after the query adds 8."""
+    """16 buckets, distance 7: 0..3 exact, then 4 + floor(4 ln(a/4) / ln(7/4)), at most 7; a later key adds 8."""
     offset = torch.tensor([0, 1, 2, 3, 4, 5, 6, 7, 40, -1, -4, -5, -40])
     assert t5_bucket(offset, 16, 7).tolist() == [0, 1, 2, 3, 4, 5, 6, 7, 7, 9, 12, 13, 15]
 
@@ -243,7 +243,7 @@ def test_e5_no_groups_is_local(grid):
 
 @every_grid
 def test_e6_random_feature_weight_of_the_complement_is_scatterbrain(grid):
-    """Exact logits beside g(q', w_s) + L_s - log S of the complement, in one softmax: the row-normalised dense matrix."""
+    """Exact logits beside g(q', w_s) + L_s - log S of the complement, in one softmax."""
     q, k, v = tokens(grid)
     window, S = (2, 2), 5
     omega = draw(S, d, seed=5)
