@@ -15,9 +15,14 @@ from torch import Tensor
 Draws = Literal["iid", "orthogonal", "orthogonal_sqrt_d"]
 
 
+def full_type(x: Tensor) -> torch.dtype:
+    """The type to compute with: float32 for half types, else that of `x`."""
+    return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+
+
 def upcast(x: Tensor) -> Tensor:
     """`x` in float32 at least: half types become float32, float64 stays."""
-    return x.to(torch.promote_types(x.dtype, torch.float32)) if x.is_floating_point() else x
+    return x.to(full_type(x))
 
 
 def full_precision(function):
@@ -79,13 +84,13 @@ def random_feature_attention(
     return mix_features(q @ omega.mT + log_weight, log_features(k, omega).mT, v)
 
 
-def gaussian(draws: Draws, shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Samples of N(0, I), shape (h, s, d).
+def gaussian(draws: Draws, shape: tuple[int, int, int], like: Tensor) -> Tensor:
+    """Samples of N(0, I), shape (h, s, d), on the device of `like` and in its full type.
 
     "iid": independent rows. "orthogonal": blocks of d rows that are orthogonal directions, uniform over rotations, with
     independent chi_d norms, so that each row alone is still N(0, I). "orthogonal_sqrt_d": the same with norms sqrt(d).
     """
-    normal = functools.partial(torch.randn, device=device, dtype=torch.promote_types(dtype, torch.float32))
+    normal = functools.partial(torch.randn, device=like.device, dtype=full_type(like))
     if draws == "iid":
         return normal(shape)
     h, s, d = shape
@@ -94,6 +99,24 @@ def gaussian(draws: Draws, shape: tuple[int, int, int], device: torch.device, dt
     basis = basis * triangle.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
     rows = basis.mT.flatten(1, 2)[:, :s]
     return rows * (d**0.5 if draws == "orthogonal_sqrt_d" else normal(shape).norm(dim=-1, keepdim=True))
+
+
+def mixture_draws(shape: tuple[int, ...], like: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What samples of Gaussian mixtures are made of: standard normals (*shape, d) and uniforms of `shape`.
+
+    Args:
+        like: queries (..., d), whose device and full type the draws take.
+        seed: None draws from the device's generator; an int64 pair makes the draws a function of it and of position.
+    """
+    shape_normal, kind = (*shape, like.shape[-1]), {"device": like.device, "dtype": full_type(like)}
+    if seed is None:
+        return torch.randn(shape_normal, **kind), torch.rand(shape, **kind)
+    return counter_normal(seed[0], shape_normal).to(**kind), counter_uniform(seed[1], shape).to(**kind)
+
+
+def random_seed() -> Tensor:
+    """An int64 pair for `mixture_draws`, to be kept as a buffer."""
+    return torch.randint(2**32, (2,))
 
 
 def counter_uniform(seed: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -127,4 +150,4 @@ def sample_indices(probabilities: Tensor, uniform: Tensor) -> Tensor:
     with torch.no_grad():
         cumulative = probabilities.cumsum(-1)
         place = uniform.expand(*cumulative.shape[:-1], -1).to(cumulative.dtype) * cumulative[..., -1:]
-        return torch.searchsorted(cumulative, place, right=True).clamp(max=cumulative.shape[-1] - 1)
+        return torch.searchsorted(cumulative, place.contiguous(), right=True).clamp(max=cumulative.shape[-1] - 1)
