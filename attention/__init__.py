@@ -10,14 +10,20 @@ from typing import Any
 
 from attention.base import Attention, Grid, Site
 from attention.eva import Eva
+from attention.lara import Lara
 from attention.local import Local
 from attention.options import OptionError, nearest, parse_options
+from attention.performer import Performer
+from attention.ra import Ra
 from attention.softmax import Softmax
 from attention.sra import Sra
 
 ATTENTION: dict[str, type[Attention]] = {
     "softmax": Softmax,
     "local": Local,
+    "performer": Performer,
+    "ra": Ra,
+    "lara": Lara,
     "eva": Eva,
     "sra": Sra,
 }
