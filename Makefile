@@ -1,0 +1,21 @@
+# Two commands: `make train` and `make test`. Each sets up .venv by itself; a second call reuses it.
+PYTHON ?= python3
+CONFIG ?= configs/quickstart.yaml
+OUTPUT ?= runs/$(basename $(notdir $(CONFIG)))-$(shell date +%Y%m%d-%H%M%S)
+
+.PHONY: train test
+.DELETE_ON_ERROR:
+
+train: .venv/ready
+	.venv/bin/python train.py $(CONFIG) --output $(OUTPUT)
+
+test: .venv/ready
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/python -m pytest
+
+.venv/ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; name it: make PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install --quiet --editable '.[test]'
+	touch $@
