@@ -94,6 +94,18 @@ def dump_run(run: Run) -> dict[str, Any]:
     return _plain(dataclasses.asdict(run))
 
 
+def flatten(options: Any, path: str = "") -> dict[str, Any]:
+    """Nested mappings and lists of mappings -> dotted path -> value: ``{"attention.0.name": "eva", ...}``."""
+    if isinstance(options, list) and any(isinstance(item, Mapping) for item in options):
+        options = dict(enumerate(options))
+    if not isinstance(options, Mapping):
+        return {path: options}
+    flat = {}
+    for key, value in options.items():
+        flat |= flatten(value, f"{path}.{key}" if path else str(key))
+    return flat
+
+
 def read_config(path: str | Path) -> Tree:
     """A YAML file of options with its `base` merged in, unchecked.
 

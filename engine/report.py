@@ -1,0 +1,205 @@
+"""What a run says of itself: console, `metrics.jsonl` and TensorBoard, told by the primary rank only.
+
+`metrics.jsonl` holds one JSON object a line, with its kind, the epoch and step it was made at, and values:
+
+start   every start and resumption: command, git revision, package versions, device, processes, parameters, macs
+train   every `log_every` updates: loss, lr, grad_norm, images_per_second, step_seconds, memory_mb
+eval    every evaluation: top1, top5, loss; with a weight average ema_top1, ema_top5, ema_loss
+final   the end: the last evaluation; best_top1, parameters, macs, images_per_second, step_seconds (median), memory_mb
+"""
+
+import json
+import math
+import platform
+import resource
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from timm.layers import to_2tuple
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.tensorboard import SummaryWriter
+from torch.utils.tensorboard.summary import hparams
+from torchvision.utils import make_grid
+from tqdm import tqdm
+
+from engine.config import dump_run, flatten
+from engine.schema import Run
+
+PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow")
+
+CONSOLE = {
+    "top1": "top-1 {:.2f} %",
+    "top5": "top-5 {:.2f} %",
+    "loss": "loss {:.4f}",
+    "ema_top1": "EMA top-1 {:.2f} %",
+    "ema_top5": "EMA top-5 {:.2f} %",
+    "ema_loss": "EMA loss {:.4f}",
+    "best_top1": "best top-1 {:.2f} %",
+    "lr": "lr {:.2e}",
+    "grad_norm": "gradient {:.2f}",
+    "parameters": "{:,} parameters",
+    "macs": "{:,} MACs",
+    "images_per_second": "{:.0f} images/s",
+    "memory_mb": "{:.0f} MB",
+}
+"""How the console shows the values it shows."""
+
+
+class Report:
+    """The voice of a run.
+
+    Args:
+        directory: of the run; None: stay silent (ranks other than the primary).
+        step: finished updates; what an interrupted run has recorded beyond them is dropped, since it will be repeated.
+        total_steps: updates of the whole run. device: whose peak memory is recorded.
+    """
+
+    def __init__(self, directory: Path | None, run: Run, step: int, total_steps: int, device: torch.device):
+        self.directory, self.run, self.step, self.total_steps, self.device = directory, run, step, total_steps, device
+        self.step_seconds: list[float] = []
+        self.num_recorded = 0
+        if directory is not None:
+            self.metrics = directory / "metrics.jsonl"
+            if self.metrics.exists():
+                lines = self.metrics.read_text().splitlines(keepends=True)
+                self.metrics.write_text("".join(line for line in lines if _is_until(step, line)))
+            self.tensorboard = SummaryWriter(directory, purge_step=step + 1)
+            # disable=None: no bar unless stderr is a terminal.
+            self.bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, disable=None)
+
+    def start(self, epoch: int, **facts: Any) -> None:
+        """Records what the run starts, or after `epoch` epochs resumes, with."""
+        self._record("start", epoch, {**facts, **provenance(self.device)})
+        if self.directory is not None:
+            text = yaml.safe_dump(dump_run(self.run), sort_keys=False)
+            self.tensorboard.add_text("config", f"```yaml\n{text}```", self.step)
+
+    def images(self, images: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
+        """Shows up to 64 training images (B, 3, H, W) as the model gets them, but not normalised by `mean`, `std`."""
+        if self.directory is not None:
+            images = images[:64].float().cpu() * torch.tensor(std)[:, None, None] + torch.tensor(mean)[:, None, None]
+            self.tensorboard.add_image("train/images", make_grid(images.clamp(0, 1)), self.step)
+
+    def begin_epoch(self) -> None:
+        """The next step begins now, so that evaluation and checkpoints are no part of its time."""
+        self.step_began = time.perf_counter()
+
+    def end_step(self) -> None:
+        """One more update is done."""
+        now = time.perf_counter()
+        self.step_seconds.append(now - self.step_began)
+        self.step_began = now
+        self.step += 1
+        if self.directory is not None:
+            self.bar.update()
+
+    def train(self, epoch: int, **values: float) -> None:
+        """Records `values` of the training since the last such record, and its speed; `epoch` counts from 1."""
+        step_seconds = statistics.fmean(self.step_seconds[self.num_recorded :])
+        self.num_recorded = len(self.step_seconds)
+        self._record("train", epoch, {**values, **self._speed(step_seconds)})
+
+    def eval(self, epoch: int, metrics: Mapping[str, float]) -> None:
+        """Records an evaluation after `epoch` epochs."""
+        self._record("eval", epoch, metrics)
+
+    def final(self, **values: float) -> None:
+        """Records the end of the run, and its median speed since it was started or resumed."""
+        values |= self._speed(statistics.median(self.step_seconds))
+        self._record("final", self.run.schedule.epochs, values)
+        if self.directory is not None:
+            options = {key: str(value) for key, value in flatten(dump_run(self.run)).items()}
+            for summary in hparams(options, {f"final/{name}": value for name, value in values.items()}):
+                self.tensorboard.file_writer.add_summary(summary, self.step)
+
+    def close(self) -> None:
+        """Closes the files; the run may end anywhere."""
+        if self.directory is not None:
+            self.tensorboard.close()
+            self.bar.close()
+
+    def _speed(self, step_seconds: float) -> dict[str, float]:
+        return {
+            "images_per_second": self.run.train.total_batch_size / step_seconds,
+            "step_seconds": step_seconds,
+            "memory_mb": peak_memory_mb(self.device),
+        }
+
+    def _record(self, kind: str, epoch: int, values: Mapping[str, Any]) -> None:
+        if self.directory is None:
+            return
+        record = {"kind": kind, "epoch": epoch, "step": self.step, **values}
+        with self.metrics.open("a") as file:
+            file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
+        for name, value in values.items():
+            if isinstance(value, int | float):
+                self.tensorboard.add_scalar(f"{kind}/{name}", value, self.step)
+        text = "  ".join(form.format(values[name]) for name, form in CONSOLE.items() if name in values)
+        if kind == "train" and not self.bar.disable:
+            self.bar.set_postfix_str(text)
+            return
+        if kind == "train":
+            seconds = (self.total_steps - self.step) * values["step_seconds"]
+            text += f"  ETA {timedelta(seconds=round(seconds))}"
+        self.bar.write(
+            f"{kind:5}  epoch {epoch}/{self.run.schedule.epochs}  step {self.step}/{self.total_steps}  {text}"
+        )
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """The most memory (MB) this process has had: allocated by torch on a CUDA device, else resident in main memory."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    kilobyte = 2**10 if sys.platform != "darwin" else 1  # the unit of ru_maxrss is the system's
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte / 2**20
+
+
+def model_size(model: nn.Module) -> dict[str, int]:
+    """Parameters, and multiply-accumulates of one image in evaluation: convolutions, linear layers, matrix products."""
+    device = next(model.parameters()).device
+    image = torch.zeros(1, model.in_chans, *to_2tuple(model.config.img_size), device=device)
+    model.eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model(image)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return {"parameters": parameters, "macs": counter.get_total_flops() // 2}
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """What a run is made with: command, git revision of this code (None outside a repository), device, versions."""
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        revision = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        revision = None
+    return {
+        "command": shlex.join(sys.argv),
+        "git": revision,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "python": platform.python_version(),
+        **{package: version(package) for package in PACKAGES},
+    }
+
+
+def _is_until(step: int, line: str) -> bool:
+    """Whether the record `line` is whole, and was made until `step`."""
+    try:
+        return json.loads(line)["step"] <= step
+    except json.JSONDecodeError:
+        return False
+
+
+def _finite(value: Any) -> Any:
+    """JSON knows no infinity and no NaN (the gradient norm of an update that loss scaling skips)."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
