@@ -77,6 +77,7 @@ _RELEASED_NAMES = [
     (r"\.adaptive_mu_([qk])\.1\.", r".landmark_\1.norm."),
     (r"\.([qk])_bar_gen\.2\.", r".landmark_\1.linear."),
     (r"\.([qk])_bar_gen\.3\.", r".landmark_\1.norm."),
+    (r"\.eval_proj$", ".omega"),
     (r"^patch_embed1\.", "patch_embed."),
     (r"\.dwconv\.dwconv\.", ".dwconv."),
     *[(rf"^patch_embed{s + 1}\.", f"stages.{s}.downsample.") for s in (1, 2, 3)],

@@ -19,6 +19,7 @@ RELEASED = Path(__file__).parent / "data" / "released" / "attention"
 CASES = json.loads((RELEASED / "cases.json").read_text())
 
 EVA = {"name": "eva", "mu_scale": 0.5, "position_bias": "table_released", "noise": "released"}
+LARA = {"name": "lara", "noise": "released"}
 LAYERS = {
     "softmax_2d": {"name": "softmax"},
     "local_2d_rpe": {"name": "local", "position_bias": "table_released"},
@@ -26,6 +27,11 @@ LAYERS = {
     "eva_2d_rpe": EVA,
     "eva_2d_norpe": {**EVA, "position_bias": "none"},
     "train_eva_2d_rpe": EVA,
+    "performer_favorp_64": {"name": "performer", "features": "favorp", "num_samples": 64},
+    "ra_biased_m1": {"name": "ra", "proposal": "biased"},
+    "lara_poolmixed_light_opt": LARA,
+    "lara_poolmixed_dense_opt": {**LARA, "landmark_transform": "dense"},
+    "train_lara_poolmixed_opt": {**LARA, "num_landmarks": 16},
 }
 
 
