@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import logging
 import tarfile
 
 import numpy as np
@@ -214,14 +213,26 @@ def test_random_erasing_acts():
     assert (whole != 0).all()
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class OnCuda(World):
+    """Takes the path for CUDA, timm's prefetcher, on any device."""
+
+    on_cuda = True
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # there is nothing to pin it for without CUDA
 def test_prefetched_batches_equal_plain_ones():
-    cuda = World(torch.device("cuda:0"))
-    torch.testing.assert_close(read_epoch(make_run(), 0, cuda).cpu(), read_epoch(make_run(), 0), rtol=1e-5, atol=1e-5)
-    run = make_run(dataclasses.replace(PLAIN, reprob=1.0, remode="const"))
-    assert ((read_epoch(run, 0, cuda) == 0).flatten(1).any(1)).all()
-    assert next(iter(make_loaders(run, cuda)[1]))[1].is_cuda
+    prefetching = OnCuda(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
+    images = read_epoch(make_run(), 0, prefetching)
+    assert images.device == prefetching.device
+    torch.testing.assert_close(images.cpu(), read_epoch(make_run(), 0), rtol=1e-5, atol=1e-5)
+    erased = read_epoch(make_run(dataclasses.replace(PLAIN, reprob=1.0, remode="const")), 0, prefetching)
+    assert ((erased == 0).flatten(1).any(1)).all()
+    erasing = make_run(dataclasses.replace(PLAIN, reprob=1.0))
+    for (images, labels), (plain_images, plain_labels) in zip(
+        make_loaders(erasing, prefetching)[1], make_loaders(erasing)[1], strict=True
+    ):
+        torch.testing.assert_close(images.cpu(), plain_images, rtol=1e-5, atol=1e-5)
+        assert labels.tolist() == plain_labels.tolist()
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
@@ -306,9 +317,11 @@ def test_an_unreadable_validation_image_is_not_replaced(image_root, tmp_path, ca
     """timm would count its neighbour twice."""
     for name in CLASSES:
         (tmp_path / "val" / name).mkdir(parents=True)
-        (tmp_path / "val" / name / "0.png").write_bytes((image_root / "val" / name / "0.png").read_bytes()[:200])
-    loader = create_val_loader(
-        make_run(dataset="folder", root=str(tmp_path)), CPU, img_size=8, num_classes=3, batch_size=1
-    )
-    with caplog.at_level(logging.WARNING), pytest.raises(RuntimeError, match="Failed to load 1"):
-        next(iter(loader))
+        content = (image_root / "val" / name / "0.png").read_bytes()
+        (tmp_path / "val" / name / "0.png").write_bytes(content[:200] if name == CLASSES[1] else content)
+    run = make_run(dataset="folder", root=str(tmp_path))
+    batches = iter(create_val_loader(run, CPU, img_size=8, num_classes=3, batch_size=1))
+    assert next(batches)[1].tolist() == [0]
+    with pytest.raises(RuntimeError, match="Failed to load 1 consecutive samples"):
+        next(batches)
+    assert "Skipped sample (index 1)" in caplog.text
