@@ -222,9 +222,10 @@ class OnCuda(World):
 @pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")  # there is nothing to pin it for without CUDA
 def test_prefetched_batches_equal_plain_ones():
     prefetching = OnCuda(torch.device("cuda:0" if torch.cuda.is_available() else "cpu"))
-    images = read_epoch(make_run(), 0, prefetching)
+    run = make_run(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+    images = read_epoch(run, 0, prefetching)
     assert images.device == prefetching.device
-    torch.testing.assert_close(images.cpu(), read_epoch(make_run(), 0), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(images.cpu(), read_epoch(run, 0), rtol=1e-5, atol=1e-5)
     erased = read_epoch(make_run(dataclasses.replace(PLAIN, reprob=1.0, remode="const")), 0, prefetching)
     assert ((erased == 0).flatten(1).any(1)).all()
     erasing = make_run(dataclasses.replace(PLAIN, reprob=1.0))
