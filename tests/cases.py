@@ -22,6 +22,8 @@ class Case:
         op: the pure function that the mechanism calls, where it is not named after the mechanism.
         stochastic: whether training draws noise.
         mixes_values: whether the output is a weighted mean of values (weights sum to one).
+        well_conditioned: whether rounding queries and keys changes little; not so where a key is drawn, which may flip,
+            or a normaliser can vanish.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Case:
     op: str | None = None
     stochastic: bool = False
     mixes_values: bool = True
+    well_conditioned: bool = True
 
     def __str__(self) -> str:
         return "-".join([self.name, *(f"{k}={v}" for k, v in self.options.items()), "x".join(map(str, self.grid))])
@@ -58,6 +61,22 @@ def local(grid: Grid, **options: Any) -> Case:
 
 def eva(grid: Grid, **options: Any) -> Case:
     return Case("eva", grid, options, stochastic=True)
+
+
+def performer(grid: Grid, sampling: str = "redraw", **options: Any) -> Case:
+    mixes_values = options.get("features") != "favorp"  # its normaliser has a floor
+    options = {"num_samples": 10, "sampling": sampling, **options}
+    well_conditioned = options.get("features") != "trigonometric"
+    return Case("performer", grid, options, None, sampling == "redraw", mixes_values, well_conditioned)
+
+
+def ra(grid: Grid, **options: Any) -> Case:
+    return Case("ra", grid, options, stochastic=True, well_conditioned="proposal" in options)
+
+
+def lara(grid: Grid, **options: Any) -> Case:
+    well_conditioned = options.get("proposal") != "single"
+    return Case("lara", grid, {"num_landmarks": 6, **options}, stochastic=True, well_conditioned=well_conditioned)
 
 
 SMALL = {"window_size": 3, "num_landmarks": 6}
@@ -93,6 +112,31 @@ CASES = [
     eva((5, 7), **SMALL, overlap=1, released_overlap_groups=True),
     eva((5, 7), window_size=0, num_landmarks=6),
     Case("eva", (5, 7), {"window_size": 3, "num_landmarks": 0}, op="local"),
+    performer((5, 7)),
+    performer((5, 7), draws="orthogonal"),
+    performer((5, 7), eval_draws="orthogonal_sqrt_d"),
+    performer((5, 7), redraw_every=2),
+    performer((5, 7), "fixed", features="hyperbolic"),
+    performer((5, 7), "learnable"),
+    performer((5, 7), features="trigonometric", num_samples=200),
+    performer((5, 7), features="relu"),
+    performer((5, 7), features="favorp"),
+    ra((3, 5)),
+    ra((3, 5), num_samples=2, num_eval_samples=3),
+    ra((3, 5), hyperbolic=True, noise="released"),
+    ra((3, 5), eval_noise=False),
+    ra((3, 5), proposal="biased"),
+    ra((3, 5), proposal="biased", eval_noise=True),
+    ra((3, 5), proposal="mean_key", num_samples=2, hyperbolic=True),
+    lara((5, 7)),
+    lara((5, 7), landmark_transform="dense", beta=1.0),
+    lara((5, 7), landmark_transform="none", noise="released"),
+    lara((5, 7), proposal="pool", weighting="balance"),
+    lara((5, 7), proposal="attended_keys", weighting="coupled"),
+    lara((5, 7), proposal="mixture", weighting="coupled_density"),
+    lara((5, 7), proposal="mixture", samples_per_proposal=2),
+    lara((5, 7), samples_per_proposal=2, antithetic=True),
+    lara((5, 7), proposal="single", weighting="balance", landmark_transform="none"),
     Case("sra", (6, 8), {"reduction": 2}, mixes_values=False),
     Case("sra", (5, 7), {"reduction": 3}, mixes_values=False),
 ]

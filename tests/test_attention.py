@@ -102,13 +102,13 @@ def test_evaluation_is_deterministic_and_survives_a_state_dict(case):
 
 @stochastic_case
 def test_training_draws_anew(case):
-    attn, x = case.build().train(), case.tokens()
-    first, second = attn(x, case.grid), attn(x, case.grid)
-    assert not torch.equal(first, second)
-    torch.manual_seed(3)
-    third = attn(x, case.grid)
-    torch.manual_seed(3)
-    assert torch.equal(third, attn(x, case.grid))
+    x, runs = case.tokens(), []
+    for _ in range(2):
+        attn = case.build().train()
+        torch.manual_seed(3)
+        runs.append([attn(x, case.grid) for _ in range(3)])
+    assert not torch.equal(runs[0][0], runs[0][2])
+    assert all(torch.equal(y, same) for y, same in zip(*runs, strict=True))
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.stochastic], ids=str)
@@ -135,14 +135,21 @@ def test_half_precision_is_finite_on_large_inputs(case, dtype, training):
 
 
 @every_case
-def test_lower_precision_stays_close(case):
+def test_lower_precision_stays_close(case, monkeypatch):
     x = case.tokens()
     expected = case.build().eval()(x, case.grid)
     attn = case.build(torch.float64).float().eval()
     assert rms_ratio(attn(x.float(), case.grid).double(), expected) < FP32_RMS
-    with torch.autocast("cpu", torch.bfloat16):
-        y = attn(x.float(), case.grid)
-    assert rms_ratio(y.double(), expected) < BF16_RMS
+    if case.well_conditioned:
+        with torch.autocast("cpu", torch.bfloat16):
+            y = attn(x.float(), case.grid)
+        assert rms_ratio(y.double(), expected) < BF16_RMS
+    else:  # no precision is lost beyond the rounding of what comes in
+        op, args, options = capture_op(case, attn, x.float(), monkeypatch)
+        rounded = [a.bfloat16() for a in args[:3]]
+        with torch.autocast("cpu", torch.bfloat16):
+            y = op(*rounded, *args[3:], **options)
+        assert rms_ratio(y, op(*(a.float() for a in rounded), *args[3:], **options)) < FP32_RMS
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
