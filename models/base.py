@@ -67,8 +67,9 @@ class Backbone(nn.Module):
         self.head_drop = nn.Dropout(config.drop_rate)
 
     def no_weight_decay(self) -> set[str]:
-        """Patterns of the parameters without weight decay, beside biases and vectors: embeddings and bias tables."""
-        return {"pos_embed", "cls_token", "*.position_bias.table"}
+        """Names of the parameters without weight decay, beside biases and vectors: embeddings and bias tables."""
+        suffixes = "pos_embed", "cls_token", "position_bias.table"
+        return {name for name, _ in self.named_parameters() if name.endswith(suffixes)}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the activations of blocks in the backward pass, under the random state of the forward pass."""

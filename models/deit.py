@@ -161,7 +161,7 @@ class Deit(Backbone):
         pos_embed = self.pos_embed
         if self.config.dynamic_img_size:
             pos_embed = resample_abs_pos_embed(pos_embed, (H, W), self.grid, self.num_prefix_tokens)
-        x = x.flatten(1, 2)
+        x = x.flatten(1, 2).contiguous()  # else all blocks inherit the convolution's channel-first strides
         if self.cls_token is not None:
             x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
         return x + pos_embed, (H, W)

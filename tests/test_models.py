@@ -1,0 +1,406 @@
+"""The model families: every registered size, timm's contract, geometry, and what they hand to attention."""
+
+import copy
+import dataclasses
+
+import pytest
+import timm
+import torch
+from timm.models._manipulate import group_parameters
+from timm.optim import create_optimizer_v2
+from timm.optim._param_groups import param_groups_weight_decay
+from torch import nn
+
+import models
+from attention import OptionError, create_attention
+from attention.options import parse_options
+from models import MODELS, create_model, parse_model, resolve_attention
+from models.convert import resample_pos_embed
+from models.deit import Deit
+from models.pvt import Pvt
+
+EVA = {"name": "eva", "window_size": 3, "num_landmarks": 6}
+TINY = {
+    "deit": {"img_size": (48, 40), "patch_size": 8, "embed_dim": 24, "depth": 3, "num_heads": 3, "num_classes": 5},
+    "pvtv2_b0": {
+        "img_size": (64, 96),
+        "embed_dims": (8, 12, 16, 24),
+        "depths": (1, 2, 1, 1),
+        "num_heads": (1, 3, 2, 4),
+        "num_classes": 5,
+    },
+}
+FEATURES = {  # shapes of all intermediate features and of the final ones, for a batch of 2
+    "deit": ([(2, 24, 6, 5)] * 3, (2, 30, 24)),
+    "pvtv2_b0": ([(2, 8, 16, 24), (2, 12, 8, 12), (2, 16, 4, 6), (2, 24, 2, 3)], (2, 24, 2, 3)),
+}
+families = pytest.mark.parametrize("name", TINY)
+
+
+def tiny_model(name, attention=EVA, **options):
+    torch.manual_seed(0)
+    return create_model(name, attention, **(TINY[name] | options))
+
+
+def tiny_images(name, seed=1):
+    return torch.randn(2, 3, *TINY[name]["img_size"], generator=torch.Generator().manual_seed(seed))
+
+
+PARAMETERS_M = {  # with softmax: specification section 9, and timm's counts less class token for what it leaves out
+    "deit_tiny_p16": 5.717, "deit_tiny_p8": 5.719, "deit_small_p16": 22.050, "deit_base_p16": 86.566,
+    "pvtv2_b3": 36.011, "pvtv2_b3_2xheads": 36.011,
+}  # fmt: skip
+SRA_PARAMETERS_M = {"b0": 3.67, "b1": 14.01, "b2": 25.36, "b3": 45.24, "b4": 62.56, "b5": 81.96}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_size_builds(name):
+    family, _ = MODELS[name]
+    with torch.device("meta"):
+        model = create_model(name)
+        assert model(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
+    assert isinstance(model, family)
+    assert dataclasses.replace(model.config, img_size=224) == parse_model(name, {})
+    count = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    if name in PARAMETERS_M:
+        assert round(count, 3) == PARAMETERS_M[name]
+
+
+@pytest.mark.parametrize("size", SRA_PARAMETERS_M)
+def test_parameters_with_spatial_reduction(size):
+    with torch.device("meta"):
+        model, doubled = (create_model(f"pvtv2_{size}{heads}", "sra") for heads in ("", "_2xheads"))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    assert round(count / 1e6, 2) == SRA_PARAMETERS_M[size]
+    assert count == sum(parameter.numel() for parameter in doubled.parameters())
+    assert [2 * heads for heads in model.config.num_heads] == list(doubled.config.num_heads)
+
+
+def test_timm_builds_the_same():
+    for name in TINY:
+        torch.manual_seed(0)
+        model = timm.create_model(name, attention=EVA, drop_path_rate=0.1, **TINY[name])
+        ours = tiny_model(name, drop_path_rate=0.1)
+        assert model.pretrained_cfg == ours.pretrained_cfg
+        torch.testing.assert_close(model.state_dict(), ours.state_dict(), rtol=0, atol=0)
+
+
+def test_no_name_of_timm_is_taken():
+    assert set(timm.list_models(module="models")) == set(MODELS)
+    for name in MODELS:
+        assert not callable(getattr(timm.models, name, None))
+        assert timm.models.model_entrypoint(name).__module__ == models.__name__
+
+
+@families
+def test_contract(name):
+    model = tiny_model(name).eval()
+    images = tiny_images(name)
+    intermediate, final = FEATURES[name]
+    width = model.num_features
+    features = model.forward_features(images)
+    assert features.shape == final
+    assert model.forward_head(features, pre_logits=True).shape == (2, model.head_hidden_size) == (2, width)
+    torch.testing.assert_close(model.forward_head(features), model(images), rtol=0, atol=0)
+    pooled = features.mean(1) if features.ndim == 3 else features.mean((2, 3))
+    torch.testing.assert_close(model(images), model.get_classifier()(pooled))
+    assert dict(model.named_modules())[model.pretrained_cfg["classifier"]] is model.get_classifier()
+    assert model.default_cfg["first_conv"] + ".weight" in model.state_dict()
+    assert [(info["num_chs"], info["reduction"]) for info in model.feature_info] == [
+        (shape[1], -(-images.shape[3] // shape[3])) for shape in intermediate
+    ]
+
+    model.reset_classifier(7)
+    assert model.num_classes == 7
+    assert model(images).shape == (2, 7)
+    assert model.head.weight.std().item() == pytest.approx(0.02, rel=0.3)
+    model.reset_classifier(0)
+    torch.testing.assert_close(model(images), pooled)
+    model.reset_classifier(0, "")
+    torch.testing.assert_close(model(images), features)
+    with pytest.raises(OptionError, match="global_pool"):
+        model.reset_classifier(0, "max")
+    assert tiny_model(name, num_classes=0, global_pool="")(images).shape == final
+
+
+def test_class_token():
+    options = TINY["deit"] | {"class_token": True}
+    model = create_model("deit", **options).eval()
+    images = tiny_images("deit")
+    features = model.forward_features(images)
+    assert features.shape == (2, 1 + 30, 24)
+    torch.testing.assert_close(model(images), model.head(features[:, 0]))
+    model.reset_classifier(5, "avg")
+    torch.testing.assert_close(model(images), model.head(features[:, 1:].mean(1)))
+    ((patches, token),) = model.forward_intermediates(
+        images, [2], return_prefix_tokens=True, norm=True, output_fmt="NLC", intermediates_only=True
+    )
+    torch.testing.assert_close(torch.cat([token, patches], 1), features)
+    with pytest.raises(OptionError, match="class_token"):
+        create_model("deit", "eva", **options)
+    with pytest.raises(OptionError, match="class_token"):
+        parse_model("deit", {"global_pool": "token"})
+
+
+@families
+def test_intermediate_features(name):
+    model = tiny_model(name).eval()
+    images = tiny_images(name)
+    shapes, _ = FEATURES[name]
+    final, intermediates = model.forward_intermediates(images)
+    torch.testing.assert_close(final, model.forward_features(images), rtol=0, atol=0)
+    assert [tuple(y.shape) for y in intermediates] == shapes
+    early = model.forward_intermediates(images, [0, -2], stop_early=True, intermediates_only=True)
+    torch.testing.assert_close(early, [intermediates[0], intermediates[-2]], rtol=0, atol=0)
+    (last,) = model.forward_intermediates(images, 1, norm=True, intermediates_only=True)
+    torch.testing.assert_close(last, final.mT.unflatten(2, (6, 5)) if name == "deit" else final)
+
+
+@families
+@pytest.mark.parametrize("feature_cls", ["getter", "fx"])
+def test_features_only(name, feature_cls):
+    model = tiny_model(name).eval()
+    images = tiny_images(name)
+    torch.manual_seed(0)
+    extractor = timm.create_model(
+        name, attention=EVA, features_only=True, feature_cls=feature_cls, out_indices=(0, 2), **TINY[name]
+    ).eval()
+    shapes, _ = FEATURES[name]
+    assert extractor.feature_info.channels() == [shapes[0][1], shapes[2][1]]
+    expected = model.forward_intermediates(images, [0, 2], output_fmt="NCHW", intermediates_only=True)
+    if (name, feature_cls) == ("deit", "fx"):  # the graph's outputs are the blocks' own
+        expected = [y.flatten(2).mT for y in expected]
+    torch.testing.assert_close(extractor(images), expected)
+    assert model.prune_intermediate_layers([0, -2]) == [0, {"deit": 1, "pvtv2_b0": 2}[name]]
+    assert len(model.blocks if name == "deit" else model.stages) == {"deit": 2, "pvtv2_b0": 3}[name]
+    assert model(images).shape == {"deit": (2, 30, 24), "pvtv2_b0": (2, 16, 4, 6)}[name]
+
+
+@families
+def test_every_parameter_gets_a_gradient(name):
+    model = tiny_model(name, stem="conv") if name == "deit" else tiny_model(name)
+    model(tiny_images(name)).square().sum().backward()
+    assert [key for key, parameter in model.named_parameters() if not parameter.grad.any()] == []
+
+
+@families
+def test_gradient_checkpointing_restores_the_random_state(name):
+    """Dropout, stochastic depth and the mechanism's noise are drawn again as in the forward pass."""
+    model = tiny_model(name, proj_drop_rate=0.2, drop_path_rate=0.3).train()
+    plain = copy.deepcopy(model)
+    model.set_grad_checkpointing()
+    saved = []
+    for net in (plain, model):
+        torch.manual_seed(5)
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved[-1].append(x.numel()) or x, lambda x: x):
+            saved.append([])
+            loss = net(tiny_images(name)).square().sum()
+        loss.backward()
+    assert sum(saved[1]) < sum(saved[0]) / 2
+    gradients, recomputed = ({key: p.grad for key, p in net.named_parameters()} for net in (plain, model))
+    torch.testing.assert_close(recomputed, gradients, rtol=0, atol=0)
+    model.set_grad_checkpointing(False)
+    assert not any(getattr(module, "grad_checkpointing", False) for module in model.modules())
+
+
+@families
+def test_compile_traces_in_one_graph(name):
+    model = tiny_model(name).eval()
+    images = tiny_images(name)
+    compiled = torch.compile(model, backend="eager", fullgraph=True, dynamic=False)
+    torch.testing.assert_close(compiled(images), model(images))
+
+
+@families
+def test_export(name):
+    model = tiny_model(name).eval()
+    batch = {"x": {0: torch.export.Dim.DYNAMIC}}
+    exported = torch.export.export(model, (tiny_images(name),), dynamic_shapes=batch).module()
+    images = torch.cat([tiny_images(name, seed) for seed in (2, 3)])
+    torch.testing.assert_close(exported(images), model(images))
+
+
+@families
+def test_weight_decay_acts_on_matrices_only(name):
+    attention = {**EVA, "position_bias": "t5"} if name == "deit" else EVA
+    model = tiny_model(name, attention)
+    optimizer = create_optimizer_v2(model, opt="adamw", lr=1e-3, weight_decay=0.05)
+    decay = {id(p): group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    undecayed = ("pos_embed", "position_bias.table")
+    for key, parameter in model.named_parameters():
+        assert decay[id(parameter)] == (0.05 if parameter.ndim > 1 and not key.endswith(undecayed) else 0), key
+    token = tiny_model("deit", "softmax", class_token=True)
+    _, decayed = param_groups_weight_decay(token, 0.05, no_weight_decay_list=token.no_weight_decay())
+    assert not any(parameter is token.cls_token for parameter in decayed["params"])
+
+
+@families
+def test_groups_follow_depth(name):
+    model = tiny_model(name)
+    groups = group_parameters(model, model.group_matcher())
+    assert sum(map(len, groups.values())) == len(list(model.parameters()))
+    group_of = {key: group for group, keys in groups.items() for key in keys}
+    order = {
+        "deit": ["pos_embed", "blocks.0.norm1.weight", "blocks.1.mlp.fc1.bias", "blocks.2.attn.qkv.weight"],
+        "pvtv2_b0": [
+            "patch_embed.proj.weight",
+            "stages.0.blocks.0.norm1.weight",
+            "stages.1.downsample.proj.weight",
+            "stages.1.blocks.1.attn.proj.bias",
+            "stages.3.blocks.0.mlp.dwconv.weight",
+        ],
+    }[name]
+    indices = [group_of[key] for key in [*order, "head.weight"]]
+    assert indices == sorted(set(indices))
+    assert group_of["norm.weight" if name == "deit" else "stages.3.norm.weight"] >= indices[-2]
+
+
+def recorder(sites):
+    """A factory of attention that keeps the sites it is called for."""
+
+    def build(**site):
+        sites.append(site)
+        return create_attention("softmax", **site)
+
+    return build
+
+
+def test_sites_of_deit():
+    sites = []
+    options = TINY["deit"] | {"class_token": True, "qkv_bias": False, "proj_drop_rate": 0.3}
+    Deit(parse_options(Deit.Config, options), recorder(sites))
+    common = {"dim": 24, "num_heads": 3, "grid": (6, 5), "depth": 3, "num_prefix_tokens": 1}
+    assert sites == [{**common, "layer": layer, "qkv_bias": False, "proj_drop": 0.3} for layer in range(3)]
+
+
+def test_sites_of_pvt():
+    sites = []
+    config = parse_model("pvtv2_b0", TINY["pvtv2_b0"] | {"img_size": (65, 96)})
+    Pvt(config, *[recorder(sites)] * 4)
+    common = {"depth": 5, "qkv_bias": True, "proj_drop": 0.0}
+    assert sites == [
+        {"dim": 8, "num_heads": 1, "grid": (17, 24), "layer": 0, "reduction": 8, **common},
+        {"dim": 12, "num_heads": 3, "grid": (9, 12), "layer": 1, "reduction": 4, **common},
+        {"dim": 12, "num_heads": 3, "grid": (9, 12), "layer": 2, "reduction": 4, **common},
+        {"dim": 16, "num_heads": 2, "grid": (5, 6), "layer": 3, "reduction": 2, **common},
+        {"dim": 24, "num_heads": 4, "grid": (3, 3), "layer": 4, "reduction": 1, **common},
+    ]
+
+
+@families
+def test_drop_path_grows_with_depth(name):
+    model = tiny_model(name, drop_path_rate=0.4)
+    blocks = [module for module in model.modules() if isinstance(module, models.base.Block)]
+    rates = [[block.drop_path1.drop_prob, block.drop_path2.drop_prob] for block in blocks]
+    expected = torch.linspace(0, 0.4, len(blocks))
+    torch.testing.assert_close(torch.tensor(rates), expected[:, None].expand(-1, 2))
+
+
+@families
+def test_initialisation(name):
+    sizes = {"embed_dim": 96} if name == "deit" else {"embed_dims": (64, 72, 80, 96)}
+    model = tiny_model(name, "softmax", **sizes)
+    for key, module in model.named_modules():
+        if isinstance(module, nn.Linear):
+            assert module.weight.std().item() == pytest.approx(0.02, rel=0.1), key
+        if isinstance(module, nn.Conv2d) and name != "deit":
+            fan_out = module.weight[0, 0].numel() * module.out_channels / module.groups
+            assert module.weight.std().item() == pytest.approx((2 / fan_out) ** 0.5, rel=0.1), key
+        if isinstance(module, nn.Linear | nn.Conv2d) and not key.startswith("patch_embed"):
+            assert not module.bias.any(), key
+    if name == "deit":
+        assert model.pos_embed.std().item() == pytest.approx(0.02, rel=0.1)
+
+
+@pytest.mark.parametrize("patch_size", [4, 8, 16])
+def test_conv_stem(patch_size):
+    model = create_model(
+        "deit", stem="conv", img_size=(64, 96), patch_size=patch_size, embed_dim=48, depth=1, num_heads=3
+    )
+    images = torch.randn(2, 3, 64, 96)
+    stem = model.patch_embed.proj
+    assert [type(layer) for layer in stem] == [nn.Conv2d, nn.BatchNorm2d, nn.GELU] * {4: 2, 8: 3, 16: 4}[patch_size] + [
+        nn.Conv2d
+    ]
+    assert stem(images).shape == (2, 48, 64 // patch_size, 96 // patch_size)
+    assert model(images).shape == (2, 1000)
+
+
+@families
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_blocks_work_on_contiguous_tokens(name, memory_format):
+    model = tiny_model(name).eval()
+    images = tiny_images(name)
+    expected = model(images)
+    strides = []
+    for module in model.modules():
+        if isinstance(module, models.base.Block):
+            module.register_forward_pre_hook(lambda _, inputs: strides.append(inputs[0].is_contiguous()))
+    model.to(memory_format=memory_format)
+    torch.testing.assert_close(model(images.to(memory_format=memory_format)), expected)
+    assert strides
+    assert all(strides)
+
+
+def test_other_image_sizes():
+    model = tiny_model("deit", dynamic_img_size=True).eval()
+    fixed = tiny_model("deit").eval()
+    torch.testing.assert_close(model(tiny_images("deit")), fixed(tiny_images("deit")))
+    larger = tiny_model("deit", img_size=(72, 56)).eval()
+    larger.load_state_dict(resample_pos_embed(fixed.state_dict(), larger, grid=(6, 5)))
+    images = torch.randn(2, 3, 72, 56)
+    torch.testing.assert_close(model(images), larger(images))
+    with pytest.raises(AssertionError, match=r"Input height .72. doesn't match model .48."):
+        fixed(images)
+    pyramid = tiny_model("pvtv2_b0").eval()
+    assert [tuple(y.shape[2:]) for y in pyramid.forward_intermediates(torch.randn(2, 3, 70, 99))[1]] == [
+        (18, 25), (9, 13), (5, 7), (3, 4)
+    ]  # fmt: skip
+
+
+def test_resampling_needs_a_known_grid():
+    model = tiny_model("deit", img_size=(72, 56))
+    with pytest.raises(OptionError, match=r"grid: 30 position embeddings are no square"):
+        resample_pos_embed(tiny_model("deit").state_dict(), model)
+    same = tiny_model("deit")
+    assert resample_pos_embed(same.state_dict(), same)["pos_embed"].data_ptr() == same.pos_embed.data_ptr()
+    state_dict = tiny_model("pvtv2_b0").state_dict()
+    assert resample_pos_embed(state_dict, tiny_model("pvtv2_b0")) is state_dict
+
+
+def test_attention_is_written_out():
+    assert resolve_attention("deit_tiny_p8", "eva") == {"name": "eva"}
+    assert resolve_attention("deit", EVA) == EVA
+    assert resolve_attention("pvtv2_b2", EVA) == [EVA, EVA, EVA, {"name": "softmax"}]
+    assert resolve_attention("pvtv2_b2", ["sra", EVA, "sra", EVA]) == [{"name": "sra"}, EVA, {"name": "sra"}, EVA]
+    model = tiny_model("pvtv2_b0", ["sra", "local", EVA, "softmax"])
+    names = [type(stage.blocks[0].attn).__name__ for stage in model.stages]
+    assert names == ["Sra", "Local", "Eva", "Softmax"]
+    torch.manual_seed(0)
+    one = create_model("pvtv2_b0", resolve_attention("pvtv2_b0", EVA), **TINY["pvtv2_b0"])
+    torch.testing.assert_close(one.state_dict(), tiny_model("pvtv2_b0", EVA).state_dict(), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "attention", "options", "message"),
+    [
+        ("deit_tiny_p9", "softmax", {}, "model.name: unknown model 'deit_tiny_p9'; did you mean 'deit_tiny_p8'?"),
+        ("deit", "sofmax", {}, "attention.name: unknown mechanism 'sofmax'; did you mean 'softmax'?"),
+        ("deit", "softmax", {"patch_sise": 8}, "model.patch_sise: unknown option; did you mean 'patch_size'?"),
+        ("deit", "softmax", {"depth": "12"}, "model.depth: expected int, got '12'"),
+        ("deit", "eva", {"img_size": 100}, "model.img_size = 100 is not a multiple of patch_size = 16; nearest: 96"),
+        ("deit", "eva", {"img_size": [64, 7]}, "model.img_size = 7 is not a multiple of patch_size = 16; nearest: 16"),
+        ("deit", "softmax", {"num_heads": 5}, "model.num_heads = 5 does not divide the width 192"),
+        ("deit", "eva", {"stem": "conv", "patch_size": 14}, "model.patch_size = 14: the conv stem takes 4, 8 or 16"),
+        ("deit", "eva", {"stem": "conv", "embed_dim": 90}, "model.embed_dim = 90: the conv stem needs a multiple of 8"),
+        ("deit", ["softmax"], {}, "attention: deit takes one mechanism, got ['softmax']"),
+        ("pvtv2_b0", ["sra", "sra"], {}, "attention: pvtv2_b0 takes one mechanism or a list of 4, got ['sra', 'sra']"),
+        ("pvtv2_b0", ["sra", "sra", "sr", "sra"], {}, "attention[2].name: unknown mechanism 'sr'; did you mean 'sra'?"),
+        ("pvtv2_b0", "sra", {"num_heads": (1, 2, 3, 4)}, "model.num_heads = 3 does not divide the width 160"),
+        ("pvtv2_b0", "sra", {"global_pool": "token"}, "model.global_pool: 'token' is not a choice; known: , avg"),
+    ],
+)  # fmt: skip
+def test_errors_name_key_value_and_remedy(name, attention, options, message):
+    with pytest.raises(OptionError) as error:
+        create_model(name, attention, **options)
+    assert str(error.value) == message
