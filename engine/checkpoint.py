@@ -2,11 +2,12 @@
 
 A checkpoint is a dict: `config` (the resolved configuration, plain), `epoch` and `step` (finished epochs and updates;
 the schedule follows from them), `metrics` (of the last evaluation), `ranking` ([top-1, epoch] of the best epochs, best
-first), and the state dicts `model`, `optimizer`, `scaler` and, where a weight average is kept, `ema`. Random state is no
-part of it: every epoch begins from seeds of its own, made of the run's seed, the epoch and the rank.
+first), and the state dicts `model`, `optimizer`, `scaler` and, where a weight average is kept, `ema`. Random state is
+no part of it: every epoch begins from seeds of its own, made of the run's seed, the epoch and the rank.
 """
 
 import os
+import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -29,11 +30,17 @@ def load(path: Path) -> dict[str, Any]:
     """Reads the checkpoint at `path` into main memory.
 
     Raises:
-        OptionError: there is no such file.
+        OptionError: there is no such file, or it is no checkpoint of a run.
     """
     if not path.is_file():
         raise OptionError(str(path), "no checkpoint there")
-    return torch.load(path, map_location="cpu", weights_only=True)
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise OptionError(str(path), "damaged, or no checkpoint that can be loaded safely") from error
+    if not isinstance(checkpoint, dict) or "config" not in checkpoint:
+        raise OptionError(str(path), "no checkpoint of train.py: it holds no configuration")
+    return checkpoint
 
 
 def find_last(directory: Path, config: Mapping[str, Any], world: World) -> dict[str, Any] | None:

@@ -5,6 +5,7 @@ options, and the geometry of the model, which is built once without memory on th
 one line: the file and line (or the override), the dotted path, the value and the remedy.
 """
 
+import copy
 import dataclasses
 import os
 import re
@@ -80,13 +81,16 @@ def load_run(path: str | Path, overrides: Sequence[str] = (), world_size: int = 
     return _parse(tree, world_size)
 
 
-def parse_run(options: Mapping[str, Any], source: str) -> Run:
+def parse_run(options: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> Run:
     """The checked `Run` of plain `options`, as `dump_run` made them; `source` names their place, e.g. a checkpoint.
 
     Raises:
         ConfigError: anything that cannot be honoured.
     """
-    return _parse(Tree(options, {(): source}), world_size=1)
+    tree = Tree(copy.deepcopy(options), {(): source})
+    for text in overrides:
+        override(tree, text)
+    return _parse(tree, world_size=1)
 
 
 def dump_run(run: Run) -> dict[str, Any]:
