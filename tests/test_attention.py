@@ -26,9 +26,9 @@ def capture_op(case: Case, attn: Attention, x: Tensor, monkeypatch) -> tuple:
         calls.append((args, kwargs))
         return op(*args, **kwargs)
 
-    monkeypatch.setattr(module, name, spy)
-    attn(x, case.grid)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, spy)
+        attn(x, case.grid)
     assert len(calls) == 1
     return op, *calls[0]
 
