@@ -63,6 +63,8 @@ def join(device: Literal["auto", "cuda", "cpu"]) -> World:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
         raise OptionError("train.device", "cuda is not available here; use auto or cpu")
+    if "WORLD_SIZE" not in os.environ:  # timm would take any SLURM allocation of several tasks for a launch
+        return World(torch.device(device))
     joined = init_distributed_device_so(device)
     return World(torch.device(joined["device"]), joined["global_rank"], joined["world_size"])
 

@@ -32,7 +32,9 @@ def evaluate(model: nn.Module, loader: Loader, world: World, amp: Literal["bf16"
         with autocast(amp, world.device):
             logits = model(images)
         hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
-        counts += torch.stack([hits[:, 0].sum(), hits.sum(), counts.new_tensor(len(targets))])
+        counts[0] += hits[:, 0].sum()
+        counts[1] += hits.sum()
+        counts[2] += len(targets)
         loss += F.cross_entropy(logits.float(), targets, reduction="none").double().sum()
     model.train(was_training)
     top1, top5, images = world.sum(counts).tolist()

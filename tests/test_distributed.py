@@ -1,0 +1,67 @@
+"""Processes, devices and seeds. Several processes at work: test_evaluate.py, test_train.py."""
+
+import os
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from attention.options import OptionError
+from engine.distributed import World, join, mix_seeds, seed_everything, set_deterministic
+
+
+@pytest.mark.parametrize("allocation", [{}, {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}], ids=["alone", "in SLURM"])
+def test_without_torchrun_a_process_is_alone(monkeypatch, allocation):
+    for name, value in allocation.items():
+        monkeypatch.setenv(name, value)
+    world = join("cpu")
+    assert world == World(torch.device("cpu"), rank=0, size=1)
+    assert world.is_primary
+    assert world.sum(torch.tensor(3)) == 3
+
+
+def test_auto_takes_what_is_there(monkeypatch):
+    for available, device in ((False, "cpu"), (True, "cuda")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
+        assert join("auto").device.type == device
+
+
+def test_cuda_is_refused_where_there_is_none(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(OptionError, match="use auto or cpu") as caught:
+        join("cuda")
+    assert caught.value.key == "train.device"
+
+
+def test_neighbouring_keys_give_unrelated_seeds():
+    seeds = {mix_seeds(seed, epoch, rank) for seed in range(5) for epoch in range(5) for rank in range(5)}
+    assert len(seeds) == 125
+    assert 0 <= min(seeds) < max(seeds) < 2**32
+    assert len({seed % 2 for seed in seeds}) == 2
+
+
+def test_every_library_is_seeded():
+    def draw(*key):
+        seed_everything(*key)
+        return random.random(), np.random.random(), torch.rand(()).item()  # noqa: NPY002 timm draws from the global one
+
+    first, again, other = draw(1, 2), draw(1, 2), draw(1, 3)
+    assert first == again
+    assert all(a != b for a, b in zip(first, other, strict=True))
+
+
+def test_the_deterministic_switch(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # and put back what was
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    set_deterministic(False)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.backends.cudnn.benchmark
+    try:
+        set_deterministic(True)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert not torch.backends.cudnn.benchmark
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"  # cuBLAS is deterministic only with it
+    finally:
+        torch.use_deterministic_algorithms(False)
