@@ -107,7 +107,7 @@ def _exact_sets(grid: Grid, window: Grid, overlap: Grid, device: torch.device) -
 
 def gather_groups(x: Tensor, groups: Groups) -> Tensor:
     """Tokens (B, h, N, d) -> members of groups (B, h, G, c, t, d)."""
-    return x[:, :, groups.index]
+    return x.index_select(2, groups.index.flatten()).unflatten(2, groups.index.shape)
 
 
 def group_mean(x: Tensor, groups: Groups) -> Tensor:
