@@ -81,7 +81,7 @@ def resolve_attention(name: str, attention: Mechanism | Sequence[Mechanism]) -> 
     count = family_of(name).num_stages
     if isinstance(attention, str | Mapping):
         one = _written_out(attention, "attention")
-        return one if count == 1 else [*[one] * (count - 1), {"name": "softmax"}]
+        return one if count == 1 else [*(dict(one) for _ in range(count - 1)), {"name": "softmax"}]
     if count == 1 or not isinstance(attention, Sequence) or len(attention) != count:
         takes = "one mechanism" if count == 1 else f"one mechanism or a list of {count}"
         raise OptionError("attention", f"{name} takes {takes}, got {attention!r}")

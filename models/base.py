@@ -47,6 +47,7 @@ class Backbone(nn.Module):
     Attributes:
         config: the family's options.
         num_features, head_hidden_size: channels of the features, and of the classifier's input.
+        poolings: valid values of `global_pool`, the default first; the empty string leaves features unpooled.
         feature_info: channels and reduction of every intermediate feature, for timm's feature extraction.
     """
 
@@ -55,14 +56,13 @@ class Backbone(nn.Module):
     """How many attention factories the family takes."""
     feature_indices: ClassVar[int | tuple[int, ...]]
     """Which intermediate features timm's `features_only` gives by default; an int: the last n."""
-    poolings: ClassVar[tuple[str, ...]]
-    """Valid values of `global_pool`; the empty string leaves features unpooled."""
 
-    def __init__(self, config: Any, num_features: int, global_pool: str):
+    def __init__(self, config: Any, num_features: int, poolings: tuple[str, ...]):
         super().__init__()
         self.config = config
         self.in_chans = config.in_chans
-        self.global_pool = global_pool
+        self.poolings = poolings
+        self.global_pool = poolings[0] if config.global_pool is None else config.global_pool
         self.num_features = self.head_hidden_size = num_features
         self.head_drop = nn.Dropout(config.drop_rate)
 
@@ -106,7 +106,7 @@ class Backbone(nn.Module):
 
 
 def init_linear(module: nn.Module) -> None:
-    """Initialises linear layers as timm does: truncated normal weights of deviation 0.02, no bias."""
+    """Initialises linear layers, attention's too, as timm does: truncated normal of deviation 0.02, bias 0."""
     if isinstance(module, nn.Linear):
         trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:

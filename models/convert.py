@@ -17,7 +17,8 @@ def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | Non
 
     Args:
         state_dict: of the same model built for another image size. model: to load it into.
-        grid: (H, W) of the state dict's position embeddings; where not given they are taken for a square's.
+        grid: (H, W) of the state dict's position embeddings; where not given they are taken for the model's own grid if
+            their number is the same, and for a square otherwise.
     Raises:
         OptionError: no grid is given and the number of position embeddings is no square.
     """
@@ -53,8 +54,8 @@ def from_timm_pvt(state_dict: StateDict) -> StateDict:
 def from_released(state_dict: StateDict) -> StateDict:
     """The published code of EVA and LARA (its `model` entry of a checkpoint) -> ours, for its DeiT and its PVT-v2.
 
-    The bias tables load with `position_bias: table_released` (`t5_released`); the bias's index, which is computed here,
-    is left out. Numbers agree under the mechanism's options for the released code's deviations.
+    Bias tables load with `position_bias: table_released`; their index, which is computed here, is left out. Numbers
+    agree under the mechanism's options for the released code's deviations.
     """
     converted = {}
     for key, value in state_dict.items():

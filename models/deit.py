@@ -55,7 +55,6 @@ class Deit(Backbone):
     """DeiT; `attention` builds the attention layer of every block."""
 
     feature_indices = 3
-    poolings = ("", "avg", "token")
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -101,8 +100,7 @@ class Deit(Backbone):
                     )
 
     def __init__(self, config: Config, attention: AttentionFactory):
-        default_pool = "token" if config.class_token else "avg"
-        super().__init__(config, config.embed_dim, default_pool if config.global_pool is None else config.global_pool)
+        super().__init__(config, config.embed_dim, ("token", "avg", "") if config.class_token else ("avg", ""))
         dim = config.embed_dim
         self.patch_embed = PatchEmbed(
             config.img_size,

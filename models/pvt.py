@@ -71,7 +71,6 @@ class Pvt(Backbone):
 
     num_stages = 4
     feature_indices = (0, 1, 2, 3)
-    poolings = ("", "avg")
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -100,13 +99,13 @@ class Pvt(Backbone):
                 check_heads(dim, num_heads)
 
     def __init__(self, config: Config, *attention: AttentionFactory):
-        super().__init__(config, config.embed_dims[-1], config.global_pool)
+        super().__init__(config, config.embed_dims[-1], ("avg", ""))
         dims, depths = config.embed_dims, config.depths
         self.patch_embed = OverlapPatchEmbed(config.in_chans, dims[0], patch_size=7, stride=4)
         drop_path_rates = calculate_drop_path_rates(config.drop_path_rate, sum(depths))
         stages = []
         for s in range(self.num_stages):
-            reduction = 4 * 2**s
+            stride = 4 * 2**s
             first = sum(depths[:s])
             blocks = [
                 Block(
@@ -114,7 +113,7 @@ class Pvt(Backbone):
                     attention[s](
                         dim=dims[s],
                         num_heads=config.num_heads[s],
-                        grid=tuple(math.ceil(side / reduction) for side in to_2tuple(config.img_size)),
+                        grid=tuple(math.ceil(side / stride) for side in to_2tuple(config.img_size)),
                         layer=layer,
                         depth=sum(depths),
                         reduction=config.reductions[s],
