@@ -1,0 +1,118 @@
+"""Randomized attention: unbiased where the paper says so, and the limits of its variants.
+
+Monte-Carlo comparisons allow four standard errors, with fixed seeds.
+"""
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import OptionError, create_attention
+from attention.features import random_feature_attention, scale
+from attention.ra import ra
+from attention.softmax import softmax
+from monte_carlo import assert_mean, deviation, draw
+
+N, D = 5, 4
+Q, K, V = (1.5 * draw(1, 1, N, D, seed=seed) for seed in range(3))
+
+
+def estimates(noise_std: float = 1.0, **options) -> Tensor:
+    """2000 independent estimates of 100 samples each, (2000, N, D): 200,000 draws."""
+    shape = (2000, 1, N, 100)
+    uniform = torch.rand(shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    q, k, v = (x.expand(shape[0], -1, -1, -1) for x in (Q, K, V))
+    return ra(q, k, v, noise_std * draw(*shape, D, seed=4), uniform, **options)[:, 0]
+
+
+@pytest.mark.parametrize("hyperbolic", [False, True], ids=["positive", "hyperbolic"])
+def test_the_mean_is_softmax_attention(hyperbolic):
+    assert_mean(estimates(hyperbolic=hyperbolic), softmax(Q, K, V)[0, 0])
+
+
+@pytest.mark.parametrize(
+    "options", [{"noise_std": D**-0.25}, {"noise_std": 0.0}, {"proposal": "biased"}, {"proposal": "mean_key"}], ids=str
+)
+def test_the_mean_is_not_softmax_attention_with(options):
+    """The released noise, evaluation without noise, and samples about a mean key are biased."""
+    assert deviation(estimates(**options), softmax(Q, K, V)[0, 0]).max() > 20
+
+
+@pytest.mark.parametrize("hyperbolic", [False, True], ids=["positive", "hyperbolic"])
+def test_all_proposals_agree_where_all_keys_coincide(hyperbolic):
+    k, noise, uniform = K[:, :, :1].expand_as(K), draw(1, 1, N, 3, D), torch.rand(1, 1, N, 3)
+    drawn, by_attention, mean = (
+        ra(Q, k, V, noise, uniform, proposal=proposal, hyperbolic=hyperbolic)
+        for proposal in ("unbiased", "biased", "mean_key")
+    )
+    torch.testing.assert_close(drawn, by_attention, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(drawn, mean, rtol=1e-10, atol=1e-10)
+
+
+def test_biased_equals_unbiased_where_attention_is_one_hot():
+    q, noise, uniform = 1e4 * Q, draw(1, 1, N, 3, D), torch.rand(1, 1, N, 3)
+    assert softmax(q, K, torch.eye(N).double()[None, None]).amax(-1).min() == 1
+    biased = ra(q, K, V, noise, proposal="biased")
+    torch.testing.assert_close(ra(q, K, V, noise, uniform), biased, rtol=1e-10, atol=1e-10)
+
+
+def test_one_sample_shared_by_all_queries_is_random_feature_attention():
+    omega = draw(1, 1, 1, 1, D, seed=6)
+    noise = omega - (scale(Q) + scale(K).mean(2, keepdim=True))[:, :, :, None]
+    expected = random_feature_attention(scale(Q), scale(K), V, omega[:, :, 0])
+    torch.testing.assert_close(ra(Q, K, V, noise, proposal="mean_key"), expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("proposal", ["biased", "mean_key"])
+def test_permutation_equivariance(proposal):
+    noise, order = draw(1, 1, N, 3, D), torch.tensor([3, 1, 4, 0, 2])
+    y = ra(Q, K, V, noise, proposal=proposal)[:, :, order]
+    shuffled = ra(*(x[:, :, order] for x in (Q, K, V, noise)), proposal=proposal)
+    torch.testing.assert_close(shuffled, y, rtol=1e-10, atol=1e-10)
+
+
+def test_evaluation_depends_neither_on_the_batch_nor_on_the_generator():
+    attn = create_attention("ra", dim=8, num_heads=2, grid=(3, 5), num_eval_samples=2).eval()
+    x = torch.randn(1, 15, 8).expand(3, -1, -1)
+    y = attn(x, (3, 5))
+    torch.testing.assert_close(y, y[:1].expand_as(y))
+    torch.manual_seed(8)
+    assert torch.equal(attn(x, (3, 5)), y)
+
+
+def test_training_draws_for_each_image_apart():
+    attn = create_attention("ra", dim=8, num_heads=2, grid=(3, 5))
+    y = attn(torch.randn(1, 15, 8).expand(2, -1, -1), (3, 5))
+    assert (y[0] - y[1]).abs().max() > 1e-3
+
+
+def test_noise_and_samples_follow_the_options():
+    q = torch.zeros(2, 3, 40, 16)
+
+    def draws(training=True, **options):
+        attn = create_attention("ra", dim=48, num_heads=3, grid=(5, 8), num_samples=7, **options)
+        return attn.train(training).draws(q)
+
+    noise, uniform = draws()
+    assert (noise.shape, uniform.shape) == ((2, 3, 40, 7, 16), (2, 3, 40, 7))
+    assert noise.std().item() == pytest.approx(1, abs=0.02)
+    assert draws(noise="released")[0].std().item() == pytest.approx(16**-0.25, abs=0.01)
+    noise, uniform = draws(training=False, num_eval_samples=4)
+    assert (noise.shape, uniform.shape) == ((3, 40, 4, 16), (3, 40, 4))
+    assert noise.std().item() == pytest.approx(1, abs=0.03)
+    noise, uniform = draws(training=False, eval_noise=False)
+    assert not noise.any()
+    assert uniform.unique().numel() > 100
+    noise, uniform = draws(training=False, proposal="biased")
+    assert not noise.any()
+    assert uniform is None
+    assert draws(training=False, proposal="biased", eval_noise=True)[0].any()
+
+
+def test_only_random_evaluation_has_a_seed():
+    stored = {"qkv.weight", "qkv.bias", "proj.weight", "proj.bias"}
+    site = {"dim": 8, "num_heads": 2, "grid": (3, 5)}
+    assert set(create_attention("ra", **site).state_dict()) == {*stored, "eval_seed"}
+    assert set(create_attention("ra", **site, proposal="biased").state_dict()) == stored
+    with pytest.raises(OptionError, match=r"attention\(ra\).num_eval_samples = 2: .* set eval_noise: true"):
+        create_attention("ra", **site, proposal="biased", num_eval_samples=2)
