@@ -1,0 +1,201 @@
+"""Runs an ablation: a YAML grid -> runs -> one table.
+
+    python ablate.py configs/ablation/quickstart.yaml --output runs/ablation_quickstart
+    python ablate.py configs/ablation/eva_table6.yaml data.root=/data/imagenet --output runs/eva_table6 \\
+        --launcher "torchrun --nproc_per_node=8"
+
+Every run is an ordinary run directory below --output, made by train.py: called again, finished runs are skipped and
+unfinished ones resume. table.md, table.csv and table.png are written anew after every run.
+"""
+
+import argparse
+import csv
+import itertools
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from matplotlib.figure import Figure
+
+from attention.options import OptionError, option, parse_options
+from engine.config import ConfigError, dump_run, load_run, read_yaml, refuse_bad_input
+from engine.costs import Costs, count_costs
+from engine.schema import Run
+
+TRAIN = str(Path(__file__).with_name("train.py"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablation:
+    """An ablation file. Its runs are those of `grid` and those of `runs`."""
+
+    base: str = option("", "configuration that all runs start from, relative to this file")
+    caption: str = option("", "title of the table")
+    grid: dict[str, Any] = option(None, "option key.path -> list of values; one run per combination")
+    runs: tuple[dict[str, Any], ...] = option(
+        (), "options key.path -> value of each run; `paper`: its top-1 in a paper"
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of an ablation.
+
+    Attributes:
+        changes: option -> YAML text of its value. paper: top-1 that a paper reports, percent. command: that trains it.
+    """
+
+    changes: dict[str, str]
+    paper: float | None
+    run: Run
+    costs: Costs
+    directory: Path
+    command: list[str]
+
+    def result(self) -> dict[str, Any] | None:
+        """What train.py recorded at the end of this run; None before."""
+        try:
+            config = yaml.safe_load((self.directory / "config.yaml").read_text())
+            records = map(json.loads, (self.directory / "metrics.jsonl").read_text().splitlines())
+            finals = [record for record in records if record["kind"] == "final"]
+        except (FileNotFoundError, json.JSONDecodeError):  # the last line of an interrupted run may be cut off
+            return None
+        return finals[-1] if finals and config == dump_run(self.run) else None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Run an ablation: a YAML grid -> runs -> one table.")
+    parser.add_argument("config", type=Path, help="YAML file, see configs/ablation/")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options of every run")
+    parser.add_argument("--output", type=Path, required=True, help="directory of the runs and the table")
+    parser.add_argument("--launcher", default="", help='what starts train.py, e.g. "torchrun --nproc_per_node=8"')
+    parser.add_argument("--dry-run", action="store_true", help="check all runs, show table and commands, and end")
+    args = parser.parse_intermixed_args(arguments)
+    with refuse_bad_input():
+        launcher = shlex.split(args.launcher) or [sys.executable]
+        if shutil.which(launcher[0]) is None:
+            raise ConfigError(f"--launcher: {launcher[0]!r} is not a command here")
+        ablation, cases = read_ablation(args.config, args.overrides, args.output, launcher)
+
+    if args.dry_run:
+        print(markdown(ablation.caption, tabulate(cases)))
+        for case in cases:
+            print(shlex.join(case.command))
+        return
+    args.output.mkdir(parents=True, exist_ok=True)
+    failed = []
+    for number, case in enumerate(cases, start=1):
+        print(f"run {number}/{len(cases)}: {case.directory}", "(finished)" * bool(case.result()), flush=True)
+        if not case.result() and (subprocess.run(case.command).returncode or not case.result()):
+            failed.append(str(case.directory))
+            print(f"run {number}/{len(cases)} failed: {shlex.join(case.command)}", file=sys.stderr, flush=True)
+        write_tables(ablation.caption, cases, args.output)
+    print(markdown(ablation.caption, tabulate(cases)))
+    if failed:
+        sys.exit(f"error: {len(failed)} of {len(cases)} runs failed: {', '.join(failed)}")
+
+
+def read_ablation(
+    path: Path, overrides: Sequence[str], output: Path, launcher: Sequence[str]
+) -> tuple[Ablation, list[Case]]:
+    """The ablation file `path` and its runs, all of them checked; nothing is written.
+
+    Raises:
+        ConfigError: anything that cannot be honoured, in the file or in a run.
+    """
+    tree, cases = read_yaml(path), {}
+    try:
+        ablation = parse_options(Ablation, tree.values)
+        grid = ablation.grid or {}
+        for key, values in grid.items():
+            if not isinstance(values, list) or not values:
+                raise OptionError(f"grid.{key}", f"expected a list of values, got {values!r}")
+        product = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if values]
+        if not product and not ablation.runs:
+            raise OptionError("runs", "no runs; give grid or runs")
+    except OptionError as error:
+        raise ConfigError(f"{tree.origin(error.key)}: {error}") from None
+
+    base = path.parent / ablation.base
+    keys = ["grid"] * len(product) + [f"runs.{i}" for i in range(len(ablation.runs))]
+    for key, options in zip(keys, [*product, *ablation.runs], strict=True):
+        changes = {option: to_text(value) for option, value in options.items() if option != "paper"}
+        settings = [f"{option}={text}" for option, text in changes.items()]
+        name = re.sub(r"[^\w.=,]+", "-", re.sub(r"[{}\s]", "", ",".join(settings)).replace(":", "=")) or "base"
+        paper = options.get("paper")
+        try:
+            if name in cases:
+                raise ConfigError(f"a second run with {name}")
+            if not isinstance(paper, float | int | None):
+                raise ConfigError(f"paper: expected a number, got {paper!r}")
+            run = load_run(base, [*overrides, *settings])
+        except ConfigError as error:
+            raise ConfigError(f"{tree.origin(key)}: {key}: {error}") from None
+        command = [*launcher, TRAIN, str(base), *overrides, *settings, "--output", str(output / name)]
+        cases[name] = Case(changes, paper, run, count_costs(run.model, run.attention), output / name, command)
+    return ablation, list(cases.values())
+
+
+def to_text(value: Any) -> str:
+    """`value` as YAML on one line."""
+    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf"), allow_unicode=True)
+    return text.removesuffix("...\n").strip()
+
+
+def tabulate(cases: Sequence[Case]) -> list[dict[str, str]]:
+    """One row of texts per run; what is not known yet is empty."""
+    changed = dict.fromkeys(option for case in cases for option in case.changes)
+    rows = []
+    for case in cases:
+        result = case.result() or {}
+        numbers = {
+            "parameters (M)": (case.costs.parameters / 1e6, ".3f"),
+            "MACs (G)": (case.costs.macs / 1e9, ".3f"),
+            "step (s)": (result.get("step_seconds"), ".3f"),
+            "peak memory (MB)": (result.get("memory_mb"), ".0f"),
+            "top-1 (%)": (result.get("top1"), ".2f"),
+            "paper (%)": (case.paper, ".2f"),
+        }
+        texts = {name: "" if number is None else f"{number:{form}}" for name, (number, form) in numbers.items()}
+        rows.append({option: case.changes.get(option, "") for option in changed} | texts)
+    return rows
+
+
+def markdown(caption: str, rows: Sequence[dict[str, str]]) -> str:
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    return f"{caption}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def write_tables(caption: str, cases: Sequence[Case], output: Path) -> None:
+    """Writes table.md, table.csv and table.png into `output`."""
+    rows = tabulate(cases)
+    (output / "table.md").write_text(markdown(caption, rows))
+    with (output / "table.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, rows[0])
+        writer.writeheader()
+        writer.writerows(rows)
+
+    figure = Figure(figsize=(9, 1.5 + 0.35 * len(cases)), layout="constrained")
+    axes = figure.add_subplot(title=caption, xlabel="top-1 (%)")
+    names = [case.directory.name for case in cases]
+    for label, column, marker in (("measured", "top-1 (%)", "o"), ("paper", "paper (%)", "x")):
+        points = [(float(row[column]), name) for row, name in zip(rows, names, strict=True) if row[column]]
+        if points:
+            axes.scatter(*zip(*points, strict=True), marker=marker, label=label)
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.grid(axis="x")
+    axes.legend()
+    figure.savefig(output / "table.png", dpi=150)
+
+
+if __name__ == "__main__":
+    main()
