@@ -64,6 +64,8 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(site.dim, 3 * site.dim, bias=site.qkv_bias)
         self.proj = nn.Linear(site.dim, site.dim)
         self.proj_drop = nn.Dropout(site.proj_drop)
+        for linear in (self.qkv, self.proj):
+            init_linear(linear)
 
     @classmethod
     def refuse(cls, name: str, value: Any, problem: str) -> None:
@@ -86,6 +88,13 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.config}"
+
+
+def init_linear(linear: nn.Linear) -> None:
+    """Truncated normal of deviation 0.02, bias 0."""
+    nn.init.trunc_normal_(linear.weight, std=0.02)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
 
 
 def split_heads(x: Tensor, parts: int, num_heads: int) -> tuple[Tensor, ...]:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from attention.base import Grid
+from attention.base import Grid, init_linear
 from attention.options import OptionError
 from attention.windows import window_indices
 
@@ -125,8 +125,7 @@ class LandmarkTransform(nn.Module):
         super().__init__()
         self.linear = nn.Linear(width, width)
         self.norm = nn.LayerNorm(width, eps=1e-5) if norm else nn.Identity()
-        nn.init.trunc_normal_(self.linear.weight, std=0.02)
-        nn.init.zeros_(self.linear.bias)
+        init_linear(self.linear)
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., width) -> (..., width)."""

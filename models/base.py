@@ -2,8 +2,9 @@
 
 from typing import Any, ClassVar
 
-from timm.layers import DropPath, LayerNorm, register_notrace_module, trunc_normal_
+from timm.layers import DropPath, LayerNorm, register_notrace_module
 from timm.models import checkpoint
+from timm.models.vision_transformer import init_weights_vit_timm
 from torch import Tensor, nn
 
 from attention import Attention, Grid, OptionError
@@ -26,7 +27,7 @@ class Block(nn.Module):
         self.attn = attn
         self.drop_path1 = DropPath(drop_path)
         self.norm2 = LayerNorm(dim)
-        self.mlp = mlp
+        self.mlp = mlp.apply(init_weights_vit_timm)
         self.drop_path2 = DropPath(drop_path)
         self.grad_checkpointing = False
 
@@ -93,7 +94,7 @@ class Backbone(nn.Module):
             if num_classes
             else nn.Identity()
         )
-        init_linear(self.head)
+        init_weights_vit_timm(self.head)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Features of `forward_features` -> logits (B, num_classes), or the classifier's input (B, C)."""
@@ -103,14 +104,6 @@ class Backbone(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, height, width) -> logits (B, num_classes)."""
         return self.forward_head(self.forward_features(x))
-
-
-def init_linear(module: nn.Module) -> None:
-    """Initialises linear layers, attention's too, as timm does: truncated normal of deviation 0.02, bias 0."""
-    if isinstance(module, nn.Linear):
-        trunc_normal_(module.weight, std=0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
 
 
 def check_heads(dim: int, num_heads: int) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from attention import AttentionFactory, Grid, OptionError
 from attention.options import option
-from models.base import Backbone, Block, check_heads, init_linear
+from models.base import Backbone, Block, check_heads
 
 
 class TokenMlp(Mlp):
@@ -139,7 +139,6 @@ class Deit(Backbone):
             {"module": f"blocks.{layer}", "num_chs": dim, "reduction": config.patch_size}
             for layer in range(config.depth)
         ]
-        self.apply(init_linear)
         self.reset_classifier(config.num_classes)
         trunc_normal_(self.pos_embed, std=0.02)
         if self.cls_token is not None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from attention import AttentionFactory, Grid
 from attention.options import option
-from models.base import Backbone, Block, check_heads, init_linear
+from models.base import Backbone, Block, check_heads
 
 
 class OverlapPatchEmbed(nn.Module):
@@ -131,7 +131,6 @@ class Pvt(Backbone):
         self.feature_info = [
             {"module": f"stages.{s}", "num_chs": dim, "reduction": 4 * 2**s} for s, dim in enumerate(dims)
         ]
-        self.apply(init_linear)
         self.reset_classifier(config.num_classes)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
