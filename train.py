@@ -25,10 +25,11 @@ from torch.optim import Optimizer
 
 from engine.checkpoint import find_last, rank_epoch, save_epoch
 from engine.config import dump_run, load_run, refuse_bad_input
+from engine.costs import count_costs
 from engine.data import Loader, create_loaders, create_loss
 from engine.distributed import World, autocast, join, seed_everything, set_deterministic
 from engine.evaluate import evaluate
-from engine.report import Report, model_size
+from engine.report import Report
 from engine.schema import Optim, Run, Schedule
 from models import create_model
 
@@ -63,11 +64,11 @@ def train(run: Run, world: World, output: Path) -> None:
             print(f"{output} is finished: {done['epoch']} epochs, top-1 {done['metrics']['top1']:.2f} %")
         return
 
+    costs = count_costs(run.model, run.attention)._asdict()
     seed_everything(options.seed)  # without the rank: every rank makes the same initial weights
     layout = torch.channels_last if options.channels_last else torch.contiguous_format
     model = create_model(attention=run.attention, **run.model).to(world.device, memory_format=layout)
     model.set_grad_checkpointing(options.grad_checkpointing)
-    size = model_size(model)
     train_loader, val_loader, mixup = create_loaders(
         run, world, img_size=model.config.img_size, num_classes=model.num_classes
     )
@@ -92,7 +93,7 @@ def train(run: Run, world: World, output: Path) -> None:
         (output / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     total_steps = run.schedule.epochs * updates_per_epoch
     report = Report(output if world.is_primary else None, run, step, total_steps, world.device)
-    report.start(first_epoch, processes=world.size, **size)
+    report.start(first_epoch, processes=world.size, **costs)
 
     for epoch in range(first_epoch, run.schedule.epochs):
         seed_everything(options.seed, epoch, world.rank)  # an epoch's random numbers depend on nothing before it
@@ -127,7 +128,7 @@ def train(run: Run, world: World, output: Path) -> None:
             if ema:
                 ema.update(model, step)
             report.end_step()
-            if step % options.log_every == 0 or update == updates_per_epoch:
+            if update % options.log_every == 0 or update == updates_per_epoch:
                 report.train(
                     epoch + 1,
                     loss=world.sum(loss_sum).item() / (num_summed * world.size),
@@ -142,7 +143,7 @@ def train(run: Run, world: World, output: Path) -> None:
             ranking = rank_epoch(ranking, epoch + 1, metrics["top1"], options.keep_checkpoints)
             report.eval(epoch + 1, metrics)
         if is_last:
-            report.final(**metrics, best_top1=ranking[0][0], **size)
+            report.final(**metrics, best_top1=ranking[0][0], **costs)
         if world.is_primary:
             progress = {"config": config, "epoch": epoch + 1, "step": step, "metrics": metrics, "ranking": ranking}
             save_epoch(output, progress | {name: part.state_dict() for name, part in states.items()})

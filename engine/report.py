@@ -25,9 +25,6 @@ from typing import Any
 
 import torch
 import yaml
-from timm.layers import to_2tuple
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from torchvision.utils import make_grid
@@ -124,7 +121,7 @@ class Report:
                 self.tensorboard.file_writer.add_summary(summary, self.step)
 
     def close(self) -> None:
-        """Closes the files; the run may end anywhere."""
+        """Closes files and progress bar."""
         if self.directory is not None:
             self.tensorboard.close()
             self.bar.close()
@@ -143,8 +140,9 @@ class Report:
         with self.metrics.open("a") as file:
             file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
         for name, value in values.items():
-            if isinstance(value, int | float):
+            if kind != "start":
                 self.tensorboard.add_scalar(f"{kind}/{name}", value, self.step)
+        self.tensorboard.flush()  # a run may end at any time
         text = "  ".join(form.format(values[name]) for name, form in CONSOLE.items() if name in values)
         if kind == "train" and not self.bar.disable:
             self.bar.set_postfix_str(text)
@@ -163,17 +161,6 @@ def peak_memory_mb(device: torch.device) -> float:
         return torch.cuda.max_memory_allocated(device) / 2**20
     kilobyte = 2**10 if sys.platform != "darwin" else 1  # the unit of ru_maxrss is the system's
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte / 2**20
-
-
-def model_size(model: nn.Module) -> dict[str, int]:
-    """Parameters, and multiply-accumulates of one image in evaluation: convolutions, linear layers, matrix products."""
-    device = next(model.parameters()).device
-    image = torch.zeros(1, model.in_chans, *to_2tuple(model.config.img_size), device=device)
-    model.eval()
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        model(image)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    return {"parameters": parameters, "macs": counter.get_total_flops() // 2}
 
 
 def provenance(device: torch.device) -> dict[str, Any]:

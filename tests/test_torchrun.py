@@ -1,0 +1,108 @@
+"""Two processes of torchrun (gloo) against one: the same training, and one failure that stops both."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import train
+from engine.checkpoint import load
+
+ROOT = Path(train.__file__).parent
+
+RUN = {
+    # A linear stem: BatchNorm of a convolutional one takes its statistics over one process.
+    "model": {
+        "name": "deit",
+        "img_size": 28,
+        "patch_size": 4,
+        "embed_dim": 12,
+        "depth": 2,
+        "num_heads": 3,
+        "num_classes": 10,
+    },
+    "attention": "softmax",
+    "data": {"dataset": "digits", "workers": 0},
+    "augment": {
+        "scale": [1.0, 1.0],
+        "ratio": [1.0, 1.0],
+        "hflip": 0.0,
+        "color_jitter": 0.0,
+        "auto_augment": None,
+        "reprob": 0.0,
+        "mixup": 0.0,
+        "cutmix": 0.0,
+    },
+    # Not Adam: it would enlarge the rounding errors of gradients that are zero in exact arithmetic (key biases).
+    "optim": {"opt": "sgd", "lr": 0.1, "lr_base_size": 70},
+    "schedule": {"epochs": 1, "warmup_epochs": 0},
+    "train": {"total_batch_size": 70, "device": "cpu", "amp": None, "ema_decay": 0.9},
+}
+"""A run of 20 updates of 70 digits."""
+
+
+def torchrun(*command: str) -> subprocess.CompletedProcess:
+    """Runs a script in two processes."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    return subprocess.run([*launcher, *command], cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+def test_two_processes_train_as_one(tmp_path: Path):
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(RUN))
+    train.main([str(config), "--output", str(tmp_path / "one")])
+    done = torchrun("train.py", str(config), "train.grad_accum_steps=5", "--output", str(tmp_path / "two"))
+    assert done.returncode == 0, done.stderr
+
+    one, two = (load(tmp_path / run / "last.pt") for run in ("one", "two"))
+    assert one["step"] == two["step"] == 20
+    for part in ("model", "ema"):
+        difference = sum((two[part][name] - value).double().square().sum() for name, value in one[part].items())
+        assert difference.sqrt() < 1e-5 * sum(v.double().square().sum() for v in one[part].values()).sqrt()
+    assert one["metrics"]["images"] == two["metrics"]["images"] == 360
+    assert one["metrics"]["loss"] == pytest.approx(two["metrics"]["loss"], rel=1e-5)
+    assert one["metrics"]["top1"] == two["metrics"]["top1"]
+
+    texts = [(tmp_path / run / "metrics.jsonl").read_text() for run in ("one", "two")]
+    said = [[json.loads(line) for line in text.splitlines()] for text in texts]
+    assert [line["kind"] for line in said[1]] == ["start", "train", "eval", "final"]  # one process writes
+    assert said[1][0]["processes"] == 2
+    assert said[0][1]["loss"] == pytest.approx(said[1][1]["loss"], rel=1e-5)  # the mean over both
+
+
+def test_a_loss_that_fails_on_one_rank_stops_all(tmp_path: Path):
+    script = tmp_path / "fail.py"
+    script.write_text(
+        "import sys, torch\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "import train\n"
+        "world = train.join('cpu')\n"
+        "train.stop_unless_finite(torch.tensor(1.0), 6, world)\n"
+        "try:\n"
+        "    train.stop_unless_finite(torch.tensor(float('nan') if world.rank == 1 else 1.0), 7, world)\n"
+        "except FloatingPointError as error:\n"
+        "    sys.stdout.write(f'{world.rank} stopped: {error}\\n')\n"
+        "world.leave()\n"
+    )
+    done = torchrun(str(script))
+    assert done.returncode == 0, done.stderr
+    stopped = "stopped: step 7: the loss is not finite on rank 1; stopped before the update"
+    assert sorted(done.stdout.splitlines()) == [f"0 {stopped}", f"1 {stopped}"]
+
+
+def test_a_batch_that_cannot_be_divided_is_refused_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(RUN))
+    for rank, lines in (("0", 1), ("1", 0)):  # each process meets the environment that torchrun makes; the first speaks
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        monkeypatch.setenv("RANK", rank)
+        with pytest.raises(SystemExit) as caught:
+            train.main([str(config), "train.total_batch_size=71", "--output", str(tmp_path / "run")])
+        assert caught.value.code == 2
+        assert capsys.readouterr().err.count("train.total_batch_size = 71") == lines
+    assert not (tmp_path / "run").exists()

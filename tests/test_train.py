@@ -1,0 +1,237 @@
+"""The training script: optimiser, schedule, precision, the loop's switches, and what it refuses."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from timm.utils import ModelEmaV3
+from torch import nn
+
+import train
+from attention import ATTENTION
+from engine.checkpoint import load
+from engine.distributed import World
+from engine.schema import Optim, Schedule
+from models import create_model
+
+RUN = {
+    "model": {
+        "name": "deit",
+        "img_size": 28,
+        "patch_size": 4,
+        "embed_dim": 12,
+        "depth": 2,
+        "num_heads": 3,
+        "num_classes": 10,
+    },
+    "attention": "softmax",
+    "data": {"dataset": "digits", "workers": 0},
+    "augment": {"auto_augment": None, "color_jitter": 0.0, "reprob": 0.0, "mixup": 0.0, "cutmix": 0.0},
+    "optim": {"lr": 0.002, "lr_base_size": 240},
+    "schedule": {"epochs": 1, "warmup_epochs": 0},
+    "train": {"total_batch_size": 240, "device": "cpu", "amp": None, "log_every": 2},
+}
+"""A run of five updates of 240 digits."""
+
+
+def start(directory: Path, *overrides: str) -> dict:
+    """Trains RUN below `directory`; its last checkpoint."""
+    config = directory / "run.yaml"
+    config.write_text(yaml.safe_dump(RUN))
+    train.main([str(config), *overrides, "--output", str(directory / "run")])
+    return load(directory / "run" / "last.pt")
+
+
+def relative_rms(state: dict, expected: dict) -> float:
+    """RMS of the difference of two state dicts over the RMS of the second."""
+    assert state.keys() == expected.keys()
+    difference = sum((state[name].double() - expected[name].double()).square().sum() for name in expected)
+    return (difference / sum(value.double().square().sum() for value in expected.values())).sqrt().item()
+
+
+def test_the_script_fits_on_250_lines():
+    assert len(Path(train.__file__).read_text().splitlines()) <= 250
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_only_matrices_decay(name: str):
+    model = create_model("deit", attention=name, img_size=56, patch_size=4, embed_dim=12, depth=1)
+    optimizer = train.create_optimizer(model, Optim(weight_decay=0.05), 512)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    decays = {names[id(p)]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert decays.keys() == set(names.values())
+    for name, parameter in model.named_parameters():
+        is_matrix = parameter.ndim > 1 and not any(word in name for word in ("pos_embed", "table", "position"))
+        assert decays[name] == (0.05 if is_matrix else 0.0), name
+
+
+@pytest.mark.parametrize(("total_batch_size", "peak"), [(1024, 1e-3), (256, 2.5e-4)])
+def test_learning_rate_of_the_papers(total_batch_size: int, peak: float):
+    """300 epochs of which 10 warm up from 1e-6: every step of the recipe, in closed form."""
+    updates = 7
+    optimizer = train.create_optimizer(nn.Linear(2, 2), Optim(), total_batch_size)
+    schedule = train.create_schedule(optimizer, Schedule(), updates)
+    warmup, total = 10 * updates, 300 * updates
+    rates = []
+    for step in range(total):
+        schedule.step_update(step)
+        assert len({group["lr"] for group in optimizer.param_groups}) == 1
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates[0] == 1e-6
+    assert rates[:warmup] == pytest.approx([1e-6 + (peak - 1e-6) * t / warmup for t in range(warmup)], rel=1e-12)
+    cosine = [1e-5 + (peak - 1e-5) * (1 + math.cos(math.pi * t / total)) / 2 for t in range(warmup, total)]
+    assert rates[warmup:] == pytest.approx(cosine, rel=1e-12)
+    assert max(rates) == rates[warmup] == pytest.approx(peak, rel=3e-3)  # the cosine has fallen that far by then
+    assert rates[-1] == pytest.approx(1e-5, rel=1e-3)
+
+
+@pytest.mark.parametrize(("sched", "middle"), [("linear", (1e-3 + 1e-5) / 2), ("constant", 1e-3)])
+def test_other_schedules(sched: str, middle: float):
+    optimizer = train.create_optimizer(nn.Linear(2, 2), Optim(lr=1e-3), 512)
+    schedule = train.create_schedule(optimizer, Schedule(sched=sched, epochs=400, warmup_epochs=1), updates_per_epoch=3)
+    rates = []
+    for step in (0, 600, 1200):
+        schedule.step_update(step)
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == pytest.approx([1e-6, middle, 1e-5 if sched == "linear" else 1e-3])
+
+
+@pytest.mark.parametrize("amp", ["bf16", "fp16"])
+def test_mixed_precision_trains_like_fp32(amp: str, tmp_path: Path):
+    (tmp_path / "fp32").mkdir()
+    expected = start(tmp_path / "fp32", "optim.opt=sgd")
+    mixed = start(tmp_path, "optim.opt=sgd", f"train.amp={amp}")
+    assert 0 < relative_rms(mixed["model"], expected["model"]) < 1e-2
+    assert mixed["scaler"].keys() == (
+        {"scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"} if amp == "fp16" else set()
+    )
+    assert mixed["metrics"]["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [("train.grad_accum_steps=4",), ("train.grad_checkpointing=true",), ("train.channels_last=true",)],
+    ids=" ".join,
+)
+def test_switches_that_change_no_result(overrides: tuple[str, ...], tmp_path: Path):
+    """With SGD: Adam would enlarge rounding errors of gradients that are zero in exact arithmetic (key biases)."""
+    (tmp_path / "plain").mkdir()
+    plain = ("optim.opt=sgd", "augment.scale=[1, 1]", "augment.ratio=[1, 1]", "augment.hflip=0", "model.stem=linear")
+    expected = start(tmp_path / "plain", *plain)
+    assert relative_rms(start(tmp_path, *plain, *overrides)["model"], expected["model"]) < 1e-5
+
+
+def test_checkpointed_blocks_restore_random_state(tmp_path: Path):
+    """Stochastic depth and dropout: recomputed activations must be those of the forward pass, bit for bit."""
+    (tmp_path / "plain").mkdir()
+    random = ("model.drop_path_rate=0.5", "model.proj_drop_rate=0.2", "attention={name: softmax, attn_drop: 0.2}")
+    expected = start(tmp_path / "plain", *random)
+    again = start(tmp_path, *random, "train.grad_checkpointing=true")
+    assert all(torch.equal(again["model"][name], value) for name, value in expected["model"].items())
+
+
+def test_compiled_model_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Through dynamo; without the code generator, whose compiler alone takes longer than all these tests."""
+    compiled = []
+
+    def compile_eagerly(self: nn.Module) -> None:
+        compiled.append(self)
+        self._compiled_call_impl = torch.compile(self._call_impl, backend="eager")
+
+    (tmp_path / "plain").mkdir()
+    expected = start(tmp_path / "plain", "optim.opt=sgd")
+    monkeypatch.setattr(nn.Module, "compile", compile_eagerly)
+    again = start(tmp_path, "optim.opt=sgd", "train.compile=true")
+    assert len(compiled) == 1
+    assert relative_rms(again["model"], expected["model"]) < 1e-5
+
+
+def test_deterministic_switch(tmp_path: Path):
+    try:
+        start(tmp_path, "train.deterministic=true")
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_weight_average(tmp_path: Path):
+    """Evaluated and reported apart from the weights, saved, and an average of the weights."""
+    last = start(tmp_path, "train.ema_decay=0.5")
+    assert {"top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss"} <= last["metrics"].keys()
+    assert last["metrics"]["ema_loss"] != last["metrics"]["loss"]
+    assert 1e-4 < relative_rms(last["ema"], last["model"]) < 1
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_weight_average_leaves_fixed_buffers_exact(name: str):
+    """Integer buffers and fixed random draws are equal to the model's after any number of updates."""
+    torch.manual_seed(0)
+    model = create_model("deit", attention=name, img_size=56, patch_size=4, embed_dim=12, depth=1, stem="conv")
+    ema = ModelEmaV3(model, decay=0.9999)
+    for step in range(1, 20):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1)
+        model.get_buffer("patch_embed.proj.1.num_batches_tracked").add_(1)
+        ema.update(model, step)
+    averages = dict(ema.module.named_buffers())
+    for buffer, value in model.named_buffers():
+        assert torch.equal(averages[buffer], value), buffer
+
+
+def test_a_loss_that_is_not_finite_stops_before_the_update(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    updates = []
+    real = torch.optim.AdamW.step
+
+    def step(self, *args, **kwargs):
+        result = real(self, *args, **kwargs)
+        updates.append(len(updates))
+        if len(updates) == 3:
+            self.param_groups[0]["params"][0].data.fill_(math.nan)
+        return result
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+    with pytest.raises(FloatingPointError, match="step 3: the loss is not finite on rank 0"):
+        start(tmp_path)
+    assert len(updates) == 3
+    assert not (tmp_path / "run" / "last.pt").exists()
+
+
+def test_a_finite_loss_goes_on():
+    train.stop_unless_finite(torch.tensor(1e30), 0, World(torch.device("cpu")))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("train.epochs=3", "train.epochs: unknown option"),
+        ("optim.lr=fast", "optim.lr: expected float, got 'fast'"),
+        ("attention.name=evva", "attention.name: unknown mechanism 'evva'; did you mean 'eva'?"),
+        ("model.patch_size=5", "model.img_size = 28 is not a multiple of patch_size = 5; nearest: 30"),
+        ("data.val_split=test", "data.val_split: 'test' is no split of the digits"),
+        ("train.total_batch_size=2000", "exceeds the 1437 training images"),
+    ],
+)
+def test_bad_input_is_one_line_and_writes_nothing(
+    override: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    with pytest.raises(SystemExit) as caught:
+        start(tmp_path, "attention={name: softmax}", override)
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert message in error
+    assert error.count("\n") == 1
+    assert not (tmp_path / "run").exists()
+
+
+def test_soft_targets_and_label_smoothing_train(tmp_path: Path):
+    mixed = start(tmp_path, "augment.mixup=0.8", "augment.cutmix=1.0", "augment.smoothing=0.1")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [line["loss"] for line in lines if line["kind"] == "train"]
+    assert len(losses) == 3  # after 2, 4 and, the epoch's last, 5 updates
+    assert all(1.5 < loss < 3.5 for loss in losses)
+    assert mixed["metrics"]["images"] == 360
