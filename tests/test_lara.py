@@ -29,7 +29,10 @@ def assert_equal(a: Tensor, b: Tensor):
 
 def layer(grid=(4, 6), **options):
     torch.manual_seed(0)
-    return create_attention("lara", dim=8, num_heads=2, grid=grid, **{"num_landmarks": 4, **options})
+    attn = create_attention("lara", dim=8, num_heads=2, grid=grid, **{"num_landmarks": 4, **options})
+    torch.nn.init.normal_(attn.qkv.weight, std=0.5)  # queries and keys that attend to something
+    torch.nn.init.normal_(attn.proj.weight, std=0.5)
+    return attn
 
 
 # Limits
