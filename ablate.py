@@ -35,14 +35,12 @@ TRAIN = str(Path(__file__).with_name("train.py"))
 
 @dataclass(frozen=True, kw_only=True)
 class Ablation:
-    """An ablation file. Its runs are those of `grid` and those of `runs`."""
+    """An ablation file: the runs of `grid`, then those of `runs`. `base` is relative to the file."""
 
-    base: str = option("", "configuration that all runs start from, relative to this file")
+    base: str
     caption: str = option("", "title of the table")
-    grid: dict[str, Any] = option(None, "option key.path -> list of values; one run per combination")
-    runs: tuple[dict[str, Any], ...] = option(
-        (), "options key.path -> value of each run; `paper`: its top-1 in a paper"
-    )
+    grid: dict[str, Any] | None = option(None, "option key.path -> list of values; one run per combination")
+    runs: tuple[dict[str, Any], ...] = option((), "options key.path -> value of each run; paper: its top-1 in a paper")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,197 @@
+"""Ablations: all runs are checked before the first starts; finished ones are skipped, a failed one stops no other."""
+
+import csv
+import json
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+import ablate
+from engine.config import dump_run
+
+BASE = """\
+model: {name: deit, img_size: 32, patch_size: 8, embed_dim: 12, depth: 1, num_heads: 2, num_classes: 10}
+attention: {name: local, window_size: 2}
+data: {dataset: digits, workers: 0}
+augment: {auto_augment: null, mixup: 0.0, cutmix: 0.0}
+schedule: {epochs: 1, warmup_epochs: 0}
+train: {total_batch_size: 64, amp: null, device: cpu}
+"""
+ABLATION = """\
+caption: Windows
+base: base.yaml
+grid:
+  attention.window_size: [1, 2]
+  attention.position_bias: [table]
+runs:
+  - {attention: {name: softmax}, paper: 77.16}
+"""
+NAMES = [
+    "attention.window_size=1,attention.position_bias=table",
+    "attention.window_size=2,attention.position_bias=table",
+    "attention=name=softmax",
+]
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    (tmp_path / "base.yaml").write_text(BASE)
+    path = tmp_path / "windows.yaml"
+    path.write_text(ABLATION)
+    return path
+
+
+@pytest.fixture
+def launcher(tmp_path) -> str:
+    """Stands for train.py: notes the run, and finishes it with the configuration that `announce` wrote."""
+    path = tmp_path / "launcher.py"
+    path.write_text(
+        "import json, sys\n"
+        "from pathlib import Path\n"
+        "script, config, *overrides, flag, output = sys.argv[1:]\n"
+        "assert Path(script).name == 'train.py' and flag == '--output'\n"
+        "output, folder = Path(output), Path(config).parent\n"
+        "with open(folder / 'log', 'a') as log: log.write(output.name + '\\n')\n"
+        "if (folder / 'fail').exists() and 'window_size=1' in output.name: sys.exit(3)\n"
+        "output.mkdir(parents=True, exist_ok=True)\n"
+        "run = json.loads((folder / 'announced').read_text())[output.name]\n"
+        "(output / 'config.yaml').write_text(run)\n"
+        "final = {'kind': 'final', 'top1': 97.5, 'step_seconds': 0.0123, 'memory_mb': 321.4}\n"
+        "(output / 'metrics.jsonl').write_text('{\"kind\": \"eval\", \"top1\": 1.0}\\n' + json.dumps(final) + '\\n')\n"
+    )
+    return shlex.join([sys.executable, str(path)])
+
+
+def announce(config: Path, *overrides: str) -> None:
+    """Tells the launcher what train.py would make of the configuration."""
+    _, cases = ablate.read_ablation(config, overrides, config.parent, [])
+    dumped = {case.directory.name: yaml.safe_dump(dump_run(case.run)) for case in cases}
+    (config.parent / "announced").write_text(json.dumps(dumped))
+
+
+def rows(output: Path) -> list[dict[str, str]]:
+    with (output / "table.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_runs_are_trained_tabulated_and_skipped_once_finished(config, launcher, capfd):
+    output, log = config.parent / "out", config.parent / "log"
+    announce(config, "train.seed=3")
+    arguments = [str(config), "train.seed=3", "--output", str(output), "--launcher", launcher]
+    ablate.main(arguments)
+    assert log.read_text().split() == NAMES
+    assert [yaml.safe_load((output / name / "config.yaml").read_text())["train"]["seed"] for name in NAMES] == [3] * 3
+    table = rows(output)
+    assert [row["attention.window_size"] for row in table] == ["1", "2", ""]
+    assert [row["attention"] for row in table] == ["", "", "{name: softmax}"]
+    assert [row["paper (%)"] for row in table] == ["", "", "77.16"]
+    # 16 tokens, 1 layer; MACs by hand: patches + projections + attention + MLP + head
+    patches, linear, head = 16 * 12 * 192, 12 * 16 * 12 * 12, 120
+    macs = [patches + linear + 2 * 16 * keys * 12 + head for keys in (1, 4, 16)]
+    assert [row["MACs (G)"] for row in table] == [f"{count / 1e9:.3f}" for count in macs]
+    for row in table:
+        assert (row["step (s)"], row["peak memory (MB)"], row["top-1 (%)"]) == ("0.012", "321", "97.50")
+    markdown = (output / "table.md").read_text()
+    assert markdown.startswith("Windows\n\n| attention.window_size |")
+    assert markdown in capfd.readouterr().out
+    assert (output / "table.png").read_bytes().startswith(b"\x89PNG")
+
+    ablate.main(arguments)
+    assert log.read_text().split() == NAMES
+    (output / NAMES[1] / "metrics.jsonl").write_text('{"kind": "final", "top')  # interrupted while it was written
+    ablate.main(arguments)
+    assert log.read_text().split() == [*NAMES, NAMES[1]]
+
+
+def test_a_run_made_with_other_options_is_not_taken_for_finished(config, launcher, capfd):
+    output = config.parent / "out"
+    announce(config)
+    arguments = [str(config), "--output", str(output), "--launcher", launcher]
+    ablate.main(arguments)
+    with pytest.raises(SystemExit) as ended:
+        ablate.main([*arguments, "train.seed=1"])
+    assert ended.value.code.startswith("error: 3 of 3 runs failed")
+
+
+def test_a_failed_run_is_reported_and_the_others_go_on(config, launcher, capfd):
+    output = config.parent / "out"
+    (config.parent / "fail").touch()
+    announce(config)
+    arguments = [str(config), "--output", str(output), "--launcher", launcher]
+    with pytest.raises(SystemExit) as ended:
+        ablate.main(arguments)
+    assert ended.value.code == f"error: 1 of 3 runs failed: {output / NAMES[0]}"
+    assert "run 1/3 failed: " in capfd.readouterr().err
+    assert [row["top-1 (%)"] for row in rows(output)] == ["", "97.50", "97.50"]
+    (config.parent / "fail").unlink()
+    ablate.main(arguments)
+    assert [row["top-1 (%)"] for row in rows(output)] == ["97.50"] * 3
+    assert (config.parent / "log").read_text().split() == [*NAMES, NAMES[0]]
+
+
+def test_dry_run_shows_everything_and_writes_nothing(config, capsys):
+    before = sorted(config.parent.rglob("*"))
+    ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
+    out = capsys.readouterr().out
+    for name in NAMES:
+        assert f"--output {config.parent / 'out' / name}\n" in out
+    assert "attention.position_bias=table --output" in out
+    assert sorted(config.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("caption", "captoin", "windows.yaml:1: captoin: unknown option; did you mean 'caption'?"),
+        ("base: base.yaml\n", "", "windows.yaml:1: base: required, but not given"),
+        ("base.yaml", "absent.yaml", "windows.yaml:3: grid: absent.yaml: No such file or directory"),
+        ("[1, 2]", "1", "windows.yaml:3: grid.attention.window_size: expected a list of values, got 1"),
+        ("[1, 2]", "[]", "windows.yaml:3: grid.attention.window_size: expected a list of values, got []"),
+        ("[1, 2]", "[1, 1]", "windows.yaml:3: grid: a second run with attention.window_size=1"),
+        (
+            "[1, 2]",
+            "[1, -2]",
+            "windows.yaml:3: grid: override 'attention.window_size=-2': attention(local).window_size",
+        ),
+        (
+            "softmax}, ",
+            "softmacks}, ",
+            "windows.yaml:7: runs.0: override 'attention={name: softmacks}': attention.name",
+        ),
+        ("77.16", "high", "windows.yaml:7: runs.0: paper: expected a number, got 'high'"),
+        (ABLATION, "base: base.yaml\n", "windows.yaml:1: runs: no runs; give grid or runs"),
+    ],
+)
+def test_all_runs_are_checked_before_the_first_starts(config, launcher, capsys, old, new, expected):
+    config.write_text(ABLATION.replace(old, new))
+    before = sorted(config.parent.rglob("*"))
+    with pytest.raises(SystemExit) as ended:
+        ablate.main([str(config), "--output", str(config.parent / "out"), "--launcher", launcher])
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert error.replace(f"{config.parent}/", "").startswith(f"error: {expected}")
+    assert error.count("\n") == 1
+    assert sorted(config.parent.rglob("*")) == before
+
+
+def test_an_absent_launcher_is_refused(config, capsys):
+    with pytest.raises(SystemExit) as ended:
+        ablate.main([str(config), "--output", str(config.parent / "out"), "--launcher", "torchrum --nnodes 2"])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == "error: --launcher: 'torchrum' is not a command here\n"
+
+
+def test_a_run_is_trained_for_real(config):
+    output = config.parent / "out"
+    config.write_text("base: base.yaml\nruns:\n  - {}\n")
+    ablate.main([str(config), "--output", str(output)])
+    (row,) = rows(output)
+    final = json.loads((output / "base" / "metrics.jsonl").read_text().splitlines()[-1])
+    assert final["kind"] == "final"
+    assert row["top-1 (%)"] == f"{final['top1']:.2f}"
+    assert row["step (s)"] == f"{final['step_seconds']:.3f}"
+    assert float(row["peak memory (MB)"]) > 10
+    assert row["parameters (M)"] == f"{final['parameters'] / 1e6:.3f}"
