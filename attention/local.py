@@ -20,7 +20,7 @@ from attention.windows import from_windows, to_windows, window_mask
 
 
 def exact_logits(q: Tensor, k: Tensor, bias: Tensor | None, grid: Grid, window: Grid, overlap: Grid) -> Tensor:
-    """Logits q . k / sqrt(d) + bias of every window's queries on its exact set: (B, h, g, w, e), fp32, -inf at padding."""
+    """Logits q . k / sqrt(d) + bias of each window on its exact set: (B, h, g, w, e), fp32, -inf at padding."""
     logits = to_windows(q * q.shape[-1] ** -0.5, grid, window) @ to_windows(k, grid, window, overlap).mT
     logits = upcast(logits) if bias is None else upcast(logits) + bias[:, None]
     mask = window_mask(grid, window, overlap, q.device)

@@ -35,7 +35,7 @@ def performer(
 
     Args:
         q, k, v: (B, h, N, d). omega: samples (h, s, d).
-        num_clamped: int64 scalar; the number of normalisers raised to their floor is added to it.
+        num_clamped: int64 scalar; the number of normalisers below their floor, or negative, is added to it.
         features: positive, hyperbolic: paper 001 appendix C. trigonometric: sines and cosines; a normaliser can be
             negative, its magnitude is kept above 1e-6. relu: ReLU(s^(-1/2) omega . x) + 1e-3, no estimate of softmax.
             favorp: positive features as the papers' released code has them, with 1e-4 added and normalisers above 1e-2.
@@ -150,7 +150,7 @@ class Performer(Attention):
             self.register_buffer("train_omega", omega.clone())
             self.register_buffer("last_draw", torch.full_like(omega[0, 0, 0], torch.nan))
             self.register_buffer("num_passes", torch.zeros_like(omega[0, 0, 0], dtype=torch.int64))
-        # Normalisers that had to be raised, since construction: to be read at log time.
+        # Normalisers below their floor since construction: to be read at log time.
         floored = FEATURE_MAPS.get(config.features, (None, 0.0))[1] > 0
         self.register_buffer("num_clamped", torch.zeros((), dtype=torch.int64) if floored else None, persistent=False)
 
@@ -159,16 +159,18 @@ class Performer(Attention):
         return gaussian(draws, (self.num_heads, self.config.num_samples, self.head_dim), like)
 
     def redraw(self, like: Tensor) -> Tensor:
-        """The samples of this training pass: fresh ones, or with `redraw_every` those of an earlier pass."""
+        """The samples of this training pass: fresh ones, or with `redraw_every` those of an earlier pass.
+
+        Fresh ones are drawn, if not used, in every pass: to branch on the count would need the device's answer.
+        """
         fresh = self.draw(self.config.draws, like)
         if self.config.redraw_every == 1:
             return fresh
         # Activation checkpointing restores the generator, so an equal draw means the last pass again: not counted.
-        first = fresh[0, 0, 0].to(self.last_draw.dtype)
-        counted = first != self.last_draw
+        counted = fresh[0, 0, 0] != self.last_draw
         due = counted & (self.num_passes % self.config.redraw_every == 0)
-        self.train_omega = torch.where(due, fresh, self.train_omega).to(self.train_omega.dtype)
-        self.num_passes, self.last_draw = self.num_passes + counted, first
+        self.train_omega = torch.where(due, fresh, self.train_omega)
+        self.num_passes, self.last_draw = self.num_passes + counted, fresh[0, 0, 0].clone()
         return self.train_omega
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:

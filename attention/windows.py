@@ -12,7 +12,7 @@ from attention.base import Grid
 
 
 def to_windows(x: Tensor, grid: Grid, window: Grid, overlap: Grid = (0, 0)) -> Tensor:
-    """Cuts tokens (B, h, N, d) into windows (B, h, g, e, d), each grown by `overlap` cells on every side; zeros outside."""
+    """Cuts tokens (B, h, N, d) into windows (B, h, g, e, d), grown by `overlap` cells on every side; zeros outside."""
     (H, W), (rows, columns), (above, beside) = grid, window, overlap
     x = x.unflatten(2, grid)
     if H % rows or W % columns or above or beside:

@@ -2,9 +2,8 @@
 
 from typing import Any, ClassVar
 
-from timm.layers import DropPath, LayerNorm, register_notrace_module
+from timm.layers import DropPath, LayerNorm, register_notrace_module, trunc_normal_
 from timm.models import checkpoint
-from timm.models.vision_transformer import init_weights_vit_timm
 from torch import Tensor, nn
 
 from attention import Attention, Grid, OptionError
@@ -27,7 +26,7 @@ class Block(nn.Module):
         self.attn = attn
         self.drop_path1 = DropPath(drop_path)
         self.norm2 = LayerNorm(dim)
-        self.mlp = mlp.apply(init_weights_vit_timm)
+        self.mlp = mlp.apply(init_linear)
         self.drop_path2 = DropPath(drop_path)
         self.grad_checkpointing = False
 
@@ -94,7 +93,7 @@ class Backbone(nn.Module):
             if num_classes
             else nn.Identity()
         )
-        init_weights_vit_timm(self.head)
+        init_linear(self.head)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Features of `forward_features` -> logits (B, num_classes), or the classifier's input (B, C)."""
@@ -104,6 +103,14 @@ class Backbone(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, in_chans, height, width) -> logits (B, num_classes)."""
         return self.forward_head(self.forward_features(x))
+
+
+def init_linear(module: nn.Module) -> None:
+    """Initialises a linear layer: truncated normal of deviation 0.02, bias 0. Other layers stay as they are."""
+    if isinstance(module, nn.Linear):
+        trunc_normal_(module.weight, std=0.02)
+        if module.bias is not None:
+            nn.init.zeros_(module.bias)
 
 
 def check_heads(dim: int, num_heads: int) -> None:
