@@ -45,7 +45,7 @@ class Case:
         ).to(dtype)
         with torch.no_grad():
             for parameter in attn.parameters():
-                parameter.add_(0.3 * torch.randn_like(parameter))
+                parameter.add_(0.25 * torch.randn_like(parameter))
         return attn
 
     def tokens(self, dtype: torch.dtype = torch.float64, seed: int = 1, batch: int = B) -> torch.Tensor:
