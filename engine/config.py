@@ -150,6 +150,8 @@ def read_yaml(path: str | Path) -> Tree:
         content = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
+    except ValueError as error:  # a null character
+        raise ConfigError(f"{str(path)!r}: {error}") from None
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -271,9 +273,10 @@ class _Reader(yaml.SafeLoader):
             values = {}
             for key_node, value_node in node.value:
                 line = self.place(key_node.start_mark.line + 1)
-                key = self.construct_object(key_node) if isinstance(key_node, yaml.ScalarNode) else None
-                if not isinstance(key, str):
-                    raise ConfigError(f"{line}: {name}: expected text as a key, got {key_node.value!r}")
+                if key_node.tag != "tag:yaml.org,2002:str":
+                    got = repr(key_node.value) if isinstance(key_node, yaml.ScalarNode) else f"a {key_node.id}"
+                    raise ConfigError(f"{line}: {name or 'the file'}: expected text as a key, got {got}")
+                key = key_node.value
                 if key in values:
                     raise ConfigError(f"{line}: {'.'.join((*path, key))}: duplicate key")
                 values[key] = self.plain(value_node, (*path, key), parents)

@@ -157,7 +157,8 @@ REFUSED = {  # name: (text in place of one in VALID, or of all; the whole messag
     "duplicate key": (VALID + "  lr: 1.0\n", "run.yaml:8: optim.lr: duplicate key"),
     "duplicate section": (VALID + "optim: {}\n", "run.yaml:8: optim: duplicate key"),
     "key that is no text": (VALID + "  on: 1.0\n", "run.yaml:8: optim: expected text as a key, got 'on'"),
-    "key that is a list": (VALID + "? [a]\n: 1\n", "run.yaml:8: "),
+    "key that is a list": (VALID + "? [a]\n: 1\n", "run.yaml:8: the file: expected text as a key, got a sequence"),
+    "merge key": (VALID + "  <<: {eps: 1.0}\n", "run.yaml:8: optim: expected text as a key, got '<<'"),
     "tag": (VALID + "data: !!set {a}\n", "run.yaml:8: data: the tag 'tag:yaml.org,2002:set' has no use here"),
     "object tag": (VALID + "data: !!python/name:os.system\n", "run.yaml:8: could not determine a constructor"),
     "no such date": (VALID + "data: 2020-13-45\n", "run.yaml:8: data: month must be in 1..12"),
@@ -274,6 +275,7 @@ def test_unreadable_files_are_refused(tmp_path):
     ("base", "text", "expected"),
     [
         (None, "base: absent.yaml\n", "run.yaml:1: base: absent.yaml: No such file or directory"),
+        (None, 'base: "a\\0b"\n', "run.yaml:1: base: 'a\\x00b': embedded null byte"),
         ("base: other.yaml\n", "base: base.yaml\n", "run.yaml:1: base: 'base.yaml' has a base itself"),
         (VALID, "base: [base.yaml]\n", "run.yaml:1: base: expected the name of a file, got ['base.yaml']"),
         (VALID.replace("5.0e-4", "-1.0"), "base: base.yaml\n", "base.yaml:7: optim.lr = -1.0 must be greater than 0"),
