@@ -78,6 +78,9 @@ class Deit(Backbone):
         drop_rate: float = option(0.0, "dropout rate before the classifier", low=0, high=1)
         proj_drop_rate: float = option(0.0, "dropout rate after attention and MLP layers", low=0, high=1)
         drop_path_rate: float = option(0.0, "stochastic depth: rate of the last block, linear from 0", low=0, high=1)
+        init_std: float = option(
+            0.02, "deviation of the initial weights of linear layers; layers narrower than DeiT's need more", above=0
+        )
 
         def __post_init__(self):
             check_heads(self.embed_dim, self.num_heads)
@@ -140,6 +143,10 @@ class Deit(Backbone):
             for layer in range(config.depth)
         ]
         self.reset_classifier(config.num_classes)
+        with torch.no_grad():
+            for module in self.modules():
+                if isinstance(module, nn.Linear):
+                    module.weight *= config.init_std / 0.02
         trunc_normal_(self.pos_embed, std=0.02)
         if self.cls_token is not None:
             nn.init.normal_(self.cls_token, std=1e-6)

@@ -56,6 +56,13 @@ def test_the_script_fits_on_250_lines():
     assert len(Path(train.__file__).read_text().splitlines()) <= 250
 
 
+def test_initial_deviation_is_that_of_all_linear_layers():
+    model = create_model("deit", attention="eva", img_size=56, patch_size=4, embed_dim=48, depth=1, init_std=0.1)
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module.weight.numel() > 1000]
+    assert len(linears) == 5
+    assert all(linear.weight.std().item() == pytest.approx(0.1, rel=0.05) for linear in linears)
+
+
 @pytest.mark.parametrize("name", ATTENTION)
 def test_only_matrices_decay(name: str):
     model = create_model("deit", attention=name, img_size=56, patch_size=4, embed_dim=12, depth=1)
