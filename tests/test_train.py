@@ -118,6 +118,20 @@ def test_mixed_precision_trains_like_fp32(amp: str, tmp_path: Path):
     assert mixed["metrics"]["loss"] == pytest.approx(expected["metrics"]["loss"], rel=1e-2)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize(
+    "overrides",
+    [("train.amp=null",), ("train.amp=bf16", "train.channels_last=true"), ("train.amp=fp16", "train.compile=true")],
+    ids=" ".join,
+)
+def test_cuda_trains_like_the_cpu(overrides: tuple[str, ...], tmp_path: Path):
+    (tmp_path / "cpu").mkdir()
+    expected = start(tmp_path / "cpu", "optim.opt=sgd")
+    again = start(tmp_path, "optim.opt=sgd", "train.device=cuda", *overrides)
+    assert relative_rms(again["model"], expected["model"]) < 1e-2
+
+
 @pytest.mark.parametrize(
     "overrides",
     [("train.grad_accum_steps=4",), ("train.grad_checkpointing=true",), ("train.channels_last=true",)],
