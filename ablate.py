@@ -188,10 +188,10 @@ def write_tables(caption: str, cases: Sequence[Case], output: Path) -> None:
         points = [(float(row[column]), name) for row, name in zip(rows, names, strict=True) if row[column]]
         if points:
             axes.scatter(*zip(*points, strict=True), marker=marker, label=label)
+            axes.legend()
     axes.set_yticks(range(len(names)), names)
     axes.invert_yaxis()
     axes.grid(axis="x")
-    axes.legend()
     figure.savefig(output / "table.png", dpi=150)
 
 
