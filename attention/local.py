@@ -71,10 +71,10 @@ def window_geometry(mechanism: type[Attention], config: Any, site: Site) -> tupl
     """(window, overlap) along (y, x), in cells, of the options window_size, overlap and layout; a window beyond the
     grid is refused.
     """
-    longest = max(raster(site.grid, config.layout))
-    if config.window_size > longest:
-        H, W = site.grid
-        mechanism.refuse("window_size", config.window_size, f"larger than the {H}x{W} grid; at most {longest}")
+    (H, W), longest = site.grid, max(raster(site.grid, config.layout))
+    for name in ("window_size", "overlap"):
+        if getattr(config, name) > longest:
+            mechanism.refuse(name, getattr(config, name), f"larger than the {H}x{W} grid; at most {longest}")
     if config.window_size == 0:
         return (0, 0), (0, 0)
     if config.layout == "1d":

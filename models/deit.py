@@ -63,7 +63,7 @@ class Deit(Backbone):
         in_chans: int = option(3, "image channels", low=1)
         num_classes: int = option(1000, "classes; 0: no classifier", low=0)
         embed_dim: int = option(192, "channels of a token", low=1)
-        depth: int = option(12, "blocks", low=1)
+        depth: int = option(12, "blocks", low=1, high=1000)
         num_heads: int = option(3, "attention heads of a block", low=1)
         mlp_ratio: float = option(4.0, "width of the MLP over that of a token", above=0)
         qkv_bias: bool = option(True, "bias of the query, key and value projections")

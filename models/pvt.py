@@ -80,7 +80,7 @@ class Pvt(Backbone):
         in_chans: int = option(3, "image channels", low=1)
         num_classes: int = option(1000, "classes; 0: no classifier", low=0)
         embed_dims: tuple[int, int, int, int] = option((64, 128, 320, 512), "channels of a token, per stage", low=1)
-        depths: tuple[int, int, int, int] = option((3, 4, 6, 3), "blocks per stage", low=1)
+        depths: tuple[int, int, int, int] = option((3, 4, 6, 3), "blocks per stage", low=1, high=1000)
         num_heads: tuple[int, int, int, int] = option((1, 2, 5, 8), "attention heads of a block, per stage", low=1)
         mlp_ratios: tuple[float, float, float, float] = option(
             (8.0, 8.0, 4.0, 4.0), "width of the MLP over that of a token, per stage", above=0

@@ -214,6 +214,7 @@ def test_options_are_documented_frozen_dataclasses(name):
         ("eva", {"window_size": 0, "num_landmarks": 0}, r"attention\(eva\).window_size = 0: .* give one of them"),
         ("eva", {"window_size": 0, "partition": "mask"}, r"attention\(eva\).partition = mask: needs window_size"),
         ("eva", {"released_overlap_groups": True}, r"released_overlap_groups = True: needs overlap above 0"),
+        ("local", {"overlap": 10**12}, r"attention\(local\).overlap = 1000000000000: larger than .*; at most 14"),
         ("local", {"window_size": 15}, r"attention\(local\).window_size = 15: larger than the 14x14 grid; at most 14"),
         ("local", {"window_size": -1}, r"attention\(local\).window_size = -1 is below the least valid value 1"),
         ("sra", {"reduction": 15}, r"attention\(sra\).reduction = 15: larger than the 14x14 grid; at most 14"),
