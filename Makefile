@@ -3,6 +3,9 @@ PYTHON ?= python3
 CONFIG ?= configs/quickstart.yaml
 OUTPUT ?= runs/$(basename $(notdir $(CONFIG)))-$(shell date +%Y%m%d-%H%M%S)
 
+# As torchrun has it: one thread per process. The models here are small, and loader workers take the other cores.
+export OMP_NUM_THREADS ?= 1
+
 .PHONY: train test
 .DELETE_ON_ERROR:
 
