@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from attention.base import Attention, Grid, Site
+from attention.combiner import Combiner
 from attention.eva import Eva
 from attention.lara import Lara
 from attention.local import Local
@@ -26,6 +27,7 @@ ATTENTION: dict[str, type[Attention]] = {
     "lara": Lara,
     "eva": Eva,
     "sra": Sra,
+    "combiner": Combiner,
 }
 
 __all__ = ["ATTENTION", "Attention", "AttentionFactory", "Grid", "OptionError", "Site", "create_attention"]

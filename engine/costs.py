@@ -60,6 +60,7 @@ PAPER_COSTS = [
     PaperRow("deit_tiny_p8/eva.yaml", 5.8, 4.6, EVA_2),
     PaperRow("deit_tiny_p8/eva.yaml", overrides=("attention.num_samples=49",)),
     PaperRow("deit_tiny_p8/eva.yaml", overrides=("attention.num_landmarks=1", "attention.num_samples=49")),
+    PaperRow("deit_tiny_p8/combiner.yaml", 5.7, 4.7, EVA_2),
     PaperRow("deit_tiny_p8/softmax.yaml", overrides=("attention=sra",)),
     PaperRow("deit_tiny_p16/softmax.yaml", 5.7, 1.3, EVA_1),
     PaperRow("deit_tiny_p16/local.yaml", 5.7, 1.1, EVA_1),

@@ -79,6 +79,10 @@ def lara(grid: Grid, **options: Any) -> Case:
     return Case("lara", grid, {"num_landmarks": 6, **options}, stochastic=True, well_conditioned=well_conditioned)
 
 
+def combiner(grid: Grid, **options: Any) -> Case:
+    return Case("combiner", grid, {"window_size": 3, **options})
+
+
 SMALL = {"window_size": 3, "num_landmarks": 6}
 
 CASES = [
@@ -139,4 +143,8 @@ CASES = [
     lara((5, 7), proposal="single", weighting="balance", landmark_transform="none"),
     Case("sra", (6, 8), {"reduction": 2}, mixes_values=False),
     Case("sra", (5, 7), {"reduction": 3}, mixes_values=False),
+    combiner((5, 7)),
+    combiner((6, 8), window_size=2, position_bias="none"),
+    combiner((5, 7), layout="1d", window_size=8, summary="relu"),
+    combiner((5, 7), summary="identity", pool="mean"),
 ]

@@ -14,6 +14,7 @@ from cases import Case
 GRID = (5, 7)
 EVA = {"window_size": 3, "num_landmarks": 6}
 LARA = {"num_landmarks": 6}
+WINDOW = {"window_size": 3}
 
 EFFECTS = {
     "softmax": {"attn_drop": ({}, 0.5)},
@@ -66,6 +67,14 @@ EFFECTS = {
         "samples_per_proposal": (LARA, 2),
         "antithetic": ({**LARA, "samples_per_proposal": 2}, True),
         "noise": (LARA, "released"),
+    },
+    "combiner": {
+        "window_size": (WINDOW, 2),
+        "layout": (WINDOW, "1d"),
+        "summary": (WINDOW, "identity"),
+        "pool": (WINDOW, "mean"),
+        "position_bias": (WINDOW, "none"),
+        "attn_drop": (WINDOW, 0.5),
     },
 }
 """Mechanism -> option -> (options that give it its context, a value other than there)."""

@@ -46,7 +46,7 @@ def ours(released: dict) -> dict:
 def test_numbers(file, dtype, monkeypatch):
     case, tensors = CASES[file], load_file(RELEASED / f"{file}.safetensors")
     released = {key.removeprefix("weight."): value for key, value in tensors.items() if key.startswith("weight.")}
-    B, H, W, C = tensors["x"].shape
+    _, H, W, C = tensors["x"].shape
     attn = create_attention(**LAYERS[file], dim=C, num_heads=2, grid=(H, W)).to(dtype).train("noise" in tensors)
     attn.load_state_dict({key: value.to(dtype) for key, value in ours(released).items()}, strict=True)
     if "noise" in tensors:  # the released draw, in place of ours
