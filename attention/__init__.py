@@ -16,8 +16,10 @@ from attention.local import Local
 from attention.options import OptionError, nearest, parse_options
 from attention.performer import Performer
 from attention.ra import Ra
+from attention.smyrf import Smyrf
 from attention.softmax import Softmax
 from attention.sra import Sra
+from attention.transformer_ls import TransformerLs
 
 ATTENTION: dict[str, type[Attention]] = {
     "softmax": Softmax,
@@ -28,6 +30,8 @@ ATTENTION: dict[str, type[Attention]] = {
     "eva": Eva,
     "sra": Sra,
     "combiner": Combiner,
+    "transformer_ls": TransformerLs,
+    "smyrf": Smyrf,
 }
 
 __all__ = ["ATTENTION", "Attention", "AttentionFactory", "Grid", "OptionError", "Site", "create_attention"]

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.base import Attention, Grid, Site
-from attention.features import full_precision, log_features, scale, upcast
+from attention.features import full_precision, log_features, scale
 from attention.landmarks import (
     Groups,
     LandmarkTransform,

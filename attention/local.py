@@ -97,8 +97,8 @@ def exact_set(n: int, grid: Grid, window: Grid, overlap: Grid) -> tuple[list[int
 
 
 def window_geometry(mechanism: type[Attention], config: Any, site: Site) -> tuple[Grid, Grid]:
-    """(window, overlap) along (y, x), in cells, of the options window_size, layout and, if any, overlap; a window beyond the
-    grid is refused.
+    """(window, overlap) along (y, x), in cells, of the options window_size, layout and, if any, overlap; a window
+    beyond the grid is refused.
     """
     longest = max(raster(site.grid, config.layout))
     if config.window_size > longest:

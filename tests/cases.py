@@ -83,6 +83,16 @@ def combiner(grid: Grid, **options: Any) -> Case:
     return Case("combiner", grid, {"window_size": 3, **options})
 
 
+def transformer_ls(grid: Grid, **options: Any) -> Case:
+    options = {"num_landmarks": 6, "window_size": 3, **options}
+    op = None if options["num_landmarks"] else "local"
+    return Case("transformer_ls", grid, options, op, mixes_values=op == "local" or not options.get("dual_norm", True))
+
+
+def smyrf(grid: Grid, **options: Any) -> Case:
+    return Case("smyrf", grid, options, stochastic=True, well_conditioned=False)
+
+
 SMALL = {"window_size": 3, "num_landmarks": 6}
 
 CASES = [
@@ -147,4 +157,12 @@ CASES = [
     combiner((6, 8), window_size=2, position_bias="none"),
     combiner((5, 7), layout="1d", window_size=8, summary="relu"),
     combiner((5, 7), summary="identity", pool="mean"),
+    transformer_ls((5, 7)),
+    transformer_ls((6, 8), window_size=2, position_bias="none", dual_norm=False),
+    transformer_ls((5, 7), overlap=1),
+    transformer_ls((5, 7), layout="1d", window_size=8, overlap=3),
+    transformer_ls((5, 7), window_size=0),
+    transformer_ls((5, 7), num_landmarks=0),
+    smyrf((5, 7), cluster_size=7),
+    smyrf((5, 7), cluster_size=8, num_rounds=3),
 ]

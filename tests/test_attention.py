@@ -218,6 +218,8 @@ def test_options_are_documented_frozen_dataclasses(name):
         ("local", {"window_size": -1}, r"attention\(local\).window_size = -1 is below the least valid value 1"),
         ("sra", {"reduction": 15}, r"attention\(sra\).reduction = 15: larger than the 14x14 grid; at most 14"),
         ("combiner", {"window_size": 15}, r"attention\(combiner\).window_size = 15: .* at most 14"),
+        ("transformer_ls", {"window_size": 0, "num_landmarks": 0}, r"window_size = 0: .* give one of them"),
+        ("smyrf", {"cluster_size": 197}, r"attention\(smyrf\).cluster_size = 197: .* at most 196"),
         ("softmax", {"num_heads": 3}, r"num_heads = 3 does not divide dim = 16"),
         ("local", {"num_prefix_tokens": 1}, r"attention\(local\).class_token = True: .* set class_token: false"),
     ],

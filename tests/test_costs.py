@@ -30,6 +30,9 @@ MACS = {  # mechanism: MACs in addition to the projections
     "eva 49 samples": lambda N, C, h: eva_macs(N, C, h, groups=L, samples=49),
     "eva 1 group, 49 samples": lambda N, C, h: eva_macs(N, C, h, groups=1, samples=49),
     "combiner": lambda N, C, h: 2 * N * W * C + 2 * N * (N // W) * C + 2 * N * C + 2 * N * C * (C // h),
+    "transformer_ls": lambda N, C, h, r=49: 2 * N * W * C + (4 + h) * N * r * C,
+    "transformer_ls 16": lambda N, C, h: MACS["transformer_ls"](N, C, h, r=16),
+    "smyrf": lambda N, C, h, rounds=2: rounds * (2 * N * 49 * C + 2 * N * (C + 2 * h)),
     # a convolution of stride R to 49 tokens, and keys and values of these alone
     "sra": lambda N, C, h: N * C * C - 2 * (N - 49) * C * C + 2 * N * 49 * C,
 }
@@ -42,6 +45,8 @@ PARAMETERS = {  # mechanism: parameters in addition to the projections
     "eva 49 samples": lambda N, C, h: 2 * ((C // h) ** 2 + 3 * (C // h)) + h * TABLE,
     "eva 1 group, 49 samples": lambda N, C, h: 2 * ((C // h) ** 2 + 3 * (C // h)) + h * TABLE,
     "combiner": lambda N, C, h: 2 * (C // h) ** 2 + h * TABLE,
+    "transformer_ls": lambda N, C, h, r=49: (C + 1) * h * r + 4 * C + h * TABLE,
+    "transformer_ls 16": lambda N, C, h: PARAMETERS["transformer_ls"](N, C, h, r=16),
     "sra": lambda N, C, h: N // 49 * C * C + 3 * C,
 }
 
@@ -108,6 +113,9 @@ ROWS = [  # configuration, overrides, (parameters, MACs) by formula, MACs in G w
         4.724,
     ),
     ("deit_tiny_p8/combiner", (), deit(*TINY_784, "combiner"), 4.661),
+    ("deit_tiny_p8/transformer_ls", (), deit(*TINY_784, "transformer_ls"), 4.987),
+    ("deit_tiny_p8/transformer_ls", ("attention.num_landmarks=16",), deit(*TINY_784, "transformer_ls 16"), 4.570),
+    ("deit_tiny_p8/smyrf", (), deit(*TINY_784, "smyrf"), 4.552),
     ("deit_tiny_p8/softmax", ("attention=sra",), deit(*TINY_784, "sra"), 4.064),
     ("deit_tiny_p16/softmax", (), deit(*TINY, "softmax"), 1.247),
     ("deit_tiny_p16/lara", (), deit(*TINY, "lara light"), 1.211),

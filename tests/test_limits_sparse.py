@@ -8,7 +8,18 @@ from torch import Tensor
 
 from attention import create_attention
 from attention.combiner import combiner
+from attention.hashing import (
+    asymmetric_transform,
+    cluster_ids,
+    cluster_mask,
+    equal_clusters,
+    from_clusters,
+    hash_clusters,
+    to_clusters,
+)
+from attention.smyrf import smyrf
 from attention.softmax import softmax
+from attention.transformer_ls import normalise, transformer_ls
 from monte_carlo import draw
 
 B, h, d = 2, 2, 8
@@ -84,18 +95,133 @@ def test_combiner_pools_the_tokens_of_the_grid_alone(pool):
     assert_equal(attn.pool(x, (5, 7)), expected)
 
 
+# Transformer-LS (spec 4.4)
+
+
+@every_grid
+def test_transformer_ls_without_averages_is_local_and_softmax(grid):
+    options = {"window_size": 2, "overlap": 1}
+    attn = layer("transformer_ls", grid, num_landmarks=0, dual_norm=False, **options)
+    expected, x = layer("local", grid, **options), draw(B, grid[0] * grid[1], h * d)
+    expected.load_state_dict(attn.state_dict(), strict=True)
+    assert_equal(attn(x, grid), expected(x, grid))
+    attn = layer("transformer_ls", grid, num_landmarks=0, dual_norm=False, window_size=max(grid), position_bias="none")
+    assert_equal(attn(x, grid), layer("softmax", grid)(x, grid))
+
+
+@every_grid
+def test_transformer_ls_with_one_average_per_token_is_softmax(grid):
+    q, k, v = tokens(grid)
+    slots = torch.eye(q.shape[2], dtype=torch.float64).log().clamp(min=-1e3).expand(B, h, -1, -1)
+    assert_equal(transformer_ls(q, k, v, slots, grid=grid, window=(0, 0)), softmax(q, k, v))
+
+
+@every_grid
+def test_dual_norm_makes_keys_and_values_as_large_as_their_averages(grid):
+    attn, x = layer("transformer_ls", grid, num_landmarks=5, window_size=2), draw(B, grid[0] * grid[1], h * d)
+    _, k, v, slots = attn.project(x, grid)
+    assert slots.shape == (B, h, 5, x.shape[1])
+    averages = normalise(slots.softmax(-1) @ k, attn.norm_slots.weight, attn.norm_slots.bias)
+    for y in (k, v, averages):
+        all_heads = y.transpose(1, 2).flatten(2)
+        assert_equal(all_heads.mean(-1), torch.zeros_like(all_heads[..., 0]))
+        torch.testing.assert_close(
+            all_heads.var(-1, correction=0), torch.ones_like(all_heads[..., 0]), rtol=0, atol=1e-2
+        )
+
+
+# SMYRF and its hash (spec 4.2)
+
+
+@every_grid
+def test_asymmetric_transform_turns_products_into_distances_on_a_sphere(grid):
+    q, k, _ = tokens(grid)
+    on_q, on_k = asymmetric_transform(q, k)
+    M2 = q.square().sum(-1).amax(-1) + k.square().sum(-1).amax(-1)
+    for x in (on_q, on_k):
+        assert_equal(x.square().sum(-1), M2[..., None].expand(x.shape[:-1]))
+    distance = (on_q[..., :, None, :] - on_k[..., None, :, :]).square().sum(-1)
+    assert_equal(distance, 2 * (M2[..., None, None] - q @ k.mT))
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 24])
+def test_clusters_hold_every_token_once_in_order_of_its_hash(size):
+    order, x = draw(B, h, 2, 24), draw(B, h, 24, d)
+    clusters = equal_clusters(order, size)
+    valid = cluster_mask(24, size, CPU)
+    assert valid.sum() == 24
+    for index, of in zip(clusters.flatten(0, 2), order.flatten(0, 2), strict=True):
+        assert torch.equal(index[valid], of.argsort())
+    assert torch.equal(from_clusters(to_clusters(x, clusters), clusters, 24), x[:, :, None].expand(-1, -1, 2, -1, -1))
+
+
+@every_grid
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_smyrf_with_one_cluster_is_softmax(grid, rounds):
+    q, k, v = tokens(grid)
+    directions = draw(h, rounds, d + 2, seed=3)
+    assert_equal(smyrf(q, k, v, directions, cluster_size=q.shape[2]), softmax(q, k, v))
+
+
+@every_grid
+@pytest.mark.parametrize("size", [4, 5])
+def test_smyrf_is_softmax_under_the_masks_of_its_clusters_weighed_by_their_mass(grid, size):
+    q, k, v = tokens(grid)
+    directions = draw(h, 2, d + 2, seed=3)
+    of_q, of_k = (cluster_ids(c, q.shape[2]) for c in hash_clusters(q, k, directions, size))
+    logits = (q @ k.mT * d**-0.5)[:, :, None].masked_fill(of_q[..., None] != of_k[..., None, :], -torch.inf)
+    expected = (logits.logsumexp(-1, keepdim=True).softmax(2) * (logits.softmax(-1) @ v[:, :, None])).sum(2)
+    assert_equal(smyrf(q, k, v, directions, cluster_size=size), expected)
+
+
+@every_grid
+def test_rounds_of_smyrf_with_one_direction_are_one_round(grid):
+    q, k, v = tokens(grid)
+    direction = draw(h, 1, d + 2, seed=3)
+    once, thrice = (smyrf(q, k, v, x, cluster_size=4) for x in (direction, direction.expand(-1, 3, -1)))
+    assert_equal(thrice, once)
+
+
+def test_smyrf_clusters_near_tokens():
+    """Pairs with large products meet more often than by chance (1 in 8)."""
+    q = draw(B, h, 64, d)
+    k = q[:, :, torch.randperm(64, generator=torch.Generator().manual_seed(0))]
+    of_q, of_k = (cluster_ids(c, 64) for c in hash_clusters(q, k, draw(h, 50, d + 2, seed=3), 8))
+    meet = (of_q[..., None] == of_k[..., None, :]).double().mean(2)
+    best = (q @ k.mT).argmax(-1, keepdim=True)
+    assert_equal(meet.mean(-1), torch.full_like(meet[..., 0], 1 / 8))
+    assert meet.gather(-1, best).mean() > 2 / 8
+
+
 # Symmetries (spec 10)
 
 
 @every_grid
-@pytest.mark.parametrize(("name", "options"), [("combiner", {"window_size": 2}), ("combiner", {"window_size": 3})])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("combiner", {"window_size": 2}),
+        ("combiner", {"window_size": 3}),
+        ("transformer_ls", {"window_size": 3, "overlap": 1}),
+    ],
+)
 def test_transposing_the_grid_commutes(name, options, grid):
     x, options = draw(B, grid[0] * grid[1], h * d), {**options, "position_bias": "none"}
     y = layer(name, grid, **options)(transposed(x, grid), grid[::-1])
     assert_equal(y, transposed(layer(name, grid, **options)(x, grid), grid))
 
 
-@pytest.mark.parametrize(("name", "options"), [("combiner", {})])
+@every_grid
+@pytest.mark.parametrize(
+    ("name", "options"), [("transformer_ls", {"window_size": 0}), ("smyrf", {"cluster_size": 4, "num_rounds": 3})]
+)
+def test_permutations_commute(name, options, grid):
+    attn, x = layer(name, grid, **options), draw(B, grid[0] * grid[1], h * d)
+    order = torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(0))
+    assert_equal(attn(x[:, order], grid), attn(x, grid)[:, order])
+
+
+@pytest.mark.parametrize(("name", "options"), [("combiner", {}), ("transformer_ls", {})])
 def test_permutations_within_and_of_windows_commute(name, options):
     grid, x = (6, 4), draw(B, 24, h * d)
     within, between = torch.arange(24), torch.arange(24).view(3, 2, 2, 2)

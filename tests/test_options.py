@@ -15,6 +15,7 @@ GRID = (5, 7)
 EVA = {"window_size": 3, "num_landmarks": 6}
 LARA = {"num_landmarks": 6}
 WINDOW = {"window_size": 3}
+CLUSTERS = {"cluster_size": 7}
 
 EFFECTS = {
     "softmax": {"attn_drop": ({}, 0.5)},
@@ -75,6 +76,20 @@ EFFECTS = {
         "pool": (WINDOW, "mean"),
         "position_bias": (WINDOW, "none"),
         "attn_drop": (WINDOW, 0.5),
+    },
+    "transformer_ls": {
+        "num_landmarks": (WINDOW, 4),
+        "window_size": (WINDOW, 2),
+        "layout": (WINDOW, "1d"),
+        "overlap": (WINDOW, 1),
+        "dual_norm": (WINDOW, False),
+        "position_bias": (WINDOW, "none"),
+        "attn_drop": (WINDOW, 0.5),
+    },
+    "smyrf": {
+        "cluster_size": (CLUSTERS, 8),
+        "num_rounds": (CLUSTERS, 1),
+        "attn_drop": (CLUSTERS, 0.5),
     },
 }
 """Mechanism -> option -> (options that give it its context, a value other than there)."""
