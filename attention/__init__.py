@@ -16,6 +16,7 @@ from attention.local import Local
 from attention.options import OptionError, nearest, parse_options
 from attention.performer import Performer
 from attention.ra import Ra
+from attention.scatterbrain import Scatterbrain
 from attention.smyrf import Smyrf
 from attention.softmax import Softmax
 from attention.sra import Sra
@@ -32,6 +33,7 @@ ATTENTION: dict[str, type[Attention]] = {
     "combiner": Combiner,
     "transformer_ls": TransformerLs,
     "smyrf": Smyrf,
+    "scatterbrain": Scatterbrain,
 }
 
 __all__ = ["ATTENTION", "Attention", "AttentionFactory", "Grid", "OptionError", "Site", "create_attention"]

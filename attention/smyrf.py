@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, Grid, Site
-from attention.features import full_precision, full_type
+from attention.features import full_precision, gaussian
 from attention.hashing import cluster_mask, from_clusters, hash_clusters, to_clusters
 from attention.options import option
 
@@ -32,9 +32,9 @@ def smyrf(q: Tensor, k: Tensor, v: Tensor, directions: Tensor, *, cluster_size: 
     Returns:
         (B, h, N, d), float32 at least: a rounded key may fall in another cluster.
     """
-    N, d = q.shape[2:]
+    N, d = v.shape[2:]
     of_q, of_k = hash_clusters(q, k, directions, cluster_size)
-    logits = to_clusters(q * d**-0.5, of_q) @ to_clusters(k, of_k).mT  # (B, h, r, g, c, c)
+    logits = to_clusters(q * q.shape[-1] ** -0.5, of_q) @ to_clusters(k, of_k).mT  # (B, h, r, g, c, c)
     logits = logits.masked_fill(~cluster_mask(N, cluster_size, q.device)[:, None], -torch.inf)
     y = F.dropout(logits.softmax(-1), attn_drop) @ to_clusters(v, of_k)
     y, log_mass = from_clusters(torch.cat([y, logits.logsumexp(-1, keepdim=True)], -1), of_q, N).split([d, 1], -1)
@@ -82,9 +82,8 @@ class Smyrf(Attention):
         self.register_buffer("directions", self.draw(self.qkv.weight))
 
     def draw(self, like: Tensor) -> Tensor:
-        """Directions (h, r, d + 2) of the hash, on the device of `like`."""
-        shape = (self.num_heads, self.config.num_rounds, self.head_dim + 2)
-        return torch.randn(shape, dtype=full_type(like), device=like.device)
+        """Directions (h, r, d + 2) of the hash, on the device of `like`, in its full type."""
+        return gaussian("iid", (self.num_heads, self.config.num_rounds, self.head_dim + 2), like)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         directions = self.draw(q) if self.training else self.directions

@@ -93,6 +93,19 @@ def smyrf(grid: Grid, **options: Any) -> Case:
     return Case("smyrf", grid, options, stochastic=True, well_conditioned=False)
 
 
+def scatterbrain(grid: Grid, **options: Any) -> Case:
+    lsh = options.get("support") == "lsh"
+    return Case(
+        "scatterbrain",
+        grid,
+        {"num_samples": 10, "window_size": 3, **options},
+        "scatterbrain_lsh" if lsh else None,
+        stochastic=lsh or options.get("sampling") != "fixed",
+        mixes_values=options.get("complement") != "released",  # where its floors act
+        well_conditioned=not lsh,
+    )
+
+
 SMALL = {"window_size": 3, "num_landmarks": 6}
 
 CASES = [
@@ -165,4 +178,11 @@ CASES = [
     transformer_ls((5, 7), num_landmarks=0),
     smyrf((5, 7), cluster_size=7),
     smyrf((5, 7), cluster_size=8, num_rounds=3),
+    scatterbrain((5, 7)),
+    scatterbrain((6, 8), window_size=2, position_bias="none", features="hyperbolic", sampling="fixed"),
+    scatterbrain((5, 7), layout="1d", window_size=8, draws="orthogonal"),
+    scatterbrain((5, 7), complement="subtract", overlap=1),
+    scatterbrain((5, 7), complement="released"),
+    scatterbrain((5, 7), support="lsh", position_bias="none", num_rounds=1),
+    scatterbrain((5, 7), support="lsh", position_bias="none", layout="1d", window_size=8, num_rounds=3),
 ]

@@ -33,6 +33,9 @@ MACS = {  # mechanism: MACs in addition to the projections
     "transformer_ls": lambda N, C, h, r=49: 2 * N * W * C + (4 + h) * N * r * C,
     "transformer_ls 16": lambda N, C, h: MACS["transformer_ls"](N, C, h, r=16),
     "smyrf": lambda N, C, h, rounds=2: rounds * (2 * N * 49 * C + 2 * N * (C + 2 * h)),
+    "scatterbrain": lambda N, C, h, S=96: 4 * N * S * C + 2 * N * W * C,
+    "scatterbrain subtracting": lambda N, C, h, S=96: 5 * N * S * C + 2 * N * W * C,
+    "scatterbrain lsh": lambda N, C, h, S=96: 4 * N * S * C + 2 * N * W * S * h + MACS["smyrf"](N, C, h),
     # a convolution of stride R to 49 tokens, and keys and values of these alone
     "sra": lambda N, C, h: N * C * C - 2 * (N - 49) * C * C + 2 * N * 49 * C,
 }
@@ -47,6 +50,8 @@ PARAMETERS = {  # mechanism: parameters in addition to the projections
     "combiner": lambda N, C, h: 2 * (C // h) ** 2 + h * TABLE,
     "transformer_ls": lambda N, C, h, r=49: (C + 1) * h * r + 4 * C + h * TABLE,
     "transformer_ls 16": lambda N, C, h: PARAMETERS["transformer_ls"](N, C, h, r=16),
+    "scatterbrain": lambda N, C, h: h * TABLE,
+    "scatterbrain subtracting": lambda N, C, h: h * TABLE,
     "sra": lambda N, C, h: N // 49 * C * C + 3 * C,
 }
 
@@ -116,6 +121,19 @@ ROWS = [  # configuration, overrides, (parameters, MACs) by formula, MACs in G w
     ("deit_tiny_p8/transformer_ls", (), deit(*TINY_784, "transformer_ls"), 4.987),
     ("deit_tiny_p8/transformer_ls", ("attention.num_landmarks=16",), deit(*TINY_784, "transformer_ls 16"), 4.570),
     ("deit_tiny_p8/smyrf", (), deit(*TINY_784, "smyrf"), 4.552),
+    ("deit_tiny_p8/scatterbrain", (), deit(*TINY_784, "scatterbrain"), 5.072),
+    (
+        "deit_tiny_p8/scatterbrain",
+        ("attention.complement=released",),
+        deit(*TINY_784, "scatterbrain subtracting"),
+        5.235,
+    ),
+    (
+        "deit_tiny_p8/scatterbrain",
+        ("attention.support=lsh", "attention.position_bias=none"),
+        deit(*TINY_784, "scatterbrain lsh"),
+        None,
+    ),
     ("deit_tiny_p8/softmax", ("attention=sra",), deit(*TINY_784, "sra"), 4.064),
     ("deit_tiny_p16/softmax", (), deit(*TINY, "softmax"), 1.247),
     ("deit_tiny_p16/lara", (), deit(*TINY, "lara light"), 1.211),

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attention import create_attention
 from attention.combiner import combiner
+from attention.features import log_features, random_feature_attention, scale
 from attention.hashing import (
     asymmetric_transform,
     cluster_ids,
@@ -17,10 +18,13 @@ from attention.hashing import (
     hash_clusters,
     to_clusters,
 )
+from attention.local import exact_set
+from attention.scatterbrain import merge_others, scatterbrain, scatterbrain_lsh
 from attention.smyrf import smyrf
 from attention.softmax import softmax
 from attention.transformer_ls import normalise, transformer_ls
-from monte_carlo import draw
+from attention.windows import window_indices
+from monte_carlo import assert_mean, deviation, draw
 
 B, h, d = 2, 2, 8
 CPU = torch.device("cpu")
@@ -193,6 +197,133 @@ def test_smyrf_clusters_near_tokens():
     assert meet.gather(-1, best).mean() > 2 / 8
 
 
+# Scatterbrain (spec 4.1, 4.2)
+
+S = 5
+
+
+def features(x: Tensor, omega: Tensor) -> Tensor:
+    """phi(x), such that phi(q) . phi(k) estimates exp(q . k / sqrt(d))."""
+    return log_features(scale(x), omega).exp() / S**0.5
+
+
+@every_grid
+def test_scatterbrain_with_everything_in_the_support_is_softmax(grid):
+    q, k, v = tokens(grid)
+    omega, expected = draw(h, S, d, seed=3), softmax(q, k, v)
+    for complement in ("merge", "subtract"):
+        assert_equal(scatterbrain(q, k, v, omega, grid=grid, window=grid, complement=complement), expected)
+    everything = {"window": (2, 2), "overlap": grid, "complement": "subtract"}
+    assert_equal(scatterbrain(q, k, v, omega, grid=grid, **everything), expected)
+    directions = draw(h, 2, d + 2, seed=4)
+    assert_equal(scatterbrain_lsh(q, k, v, omega, directions, cluster_size=q.shape[2]), expected)
+
+
+@every_grid
+@pytest.mark.parametrize("complement", ["merge", "subtract"])
+def test_scatterbrain_with_nothing_in_the_support_is_random_feature_attention(grid, complement):
+    """A bias takes the exact part away; the first window's keys are so long that their features vanish."""
+    q, k, v = tokens(grid)
+    omega, nothing = draw(h, S, d, seed=3), torch.full((h, 4, 4), -1e6, dtype=torch.float64)
+    first = window_indices(grid, (2, 2), (0, 0), CPU)[0]
+    k[:, :, first] *= 1e3
+    y = scatterbrain(q, k, v, omega, nothing, grid=grid, window=(2, 2), complement=complement)
+    expected = random_feature_attention(scale(q), scale(k), v, omega)
+    assert_equal(y[:, :, first], expected[:, :, first])
+
+
+@every_grid
+@pytest.mark.parametrize(
+    ("window", "overlap", "complement"),
+    [
+        ((2, 2), (0, 0), "merge"),
+        ((3, 2), (0, 0), "merge"),
+        ((2, 2), (0, 0), "subtract"),
+        ((3, 3), (1, 1), "subtract"),
+    ],
+)
+def test_scatterbrain_corrects_the_estimate_on_the_support(grid, window, overlap, complement):
+    """(phi phi^T v + (A - phi phi^T)_E v) / row sums."""
+    q, k, v = tokens(grid)
+    omega, N = draw(h, S, d, seed=3), q.shape[2]
+    estimate = features(q, omega) @ features(k, omega).mT
+    support = torch.zeros(N, N, dtype=torch.bool)
+    for n in range(N):
+        support[n, exact_set(n, grid, window, overlap)[0]] = True
+    correction = torch.where(support, (q @ k.mT * d**-0.5).exp() - estimate, 0)
+    row_sums = estimate.sum(-1, keepdim=True) + correction.sum(-1, keepdim=True)
+    options = {"grid": grid, "window": window, "overlap": overlap, "complement": complement}
+    assert_equal(scatterbrain(q, k, v, omega, **options), (estimate @ v + correction @ v) / row_sums)
+
+
+def rows(y: Tensor, logits: Tensor, support: Tensor) -> Tensor:
+    """Unnormalised rows A from rows that sum to one, by an entry of the support each, which is exact."""
+    anchor = support.double().argmax(-1, keepdim=True).expand(*y.shape[:-1], 1)
+    return y / y.gather(-1, anchor) * logits.gather(-1, anchor).exp()
+
+
+def test_scatterbrain_is_exact_on_its_support_and_unbiased_off_it_before_normalisation():
+    """Values one-hot make the output the matrix; samples are drawn in the place of heads."""
+    grid, draws = (4, 4), 4000
+    q, k = (0.5 * draw(1, 1, 16, d, seed=seed) for seed in (0, 1))
+    logits, omega = (q @ k.mT * d**-0.5).expand(1, draws, -1, -1), draw(draws, 2, d, seed=2)
+    q, k, v = (x.expand(1, draws, -1, -1) for x in (q, k, torch.eye(16, dtype=torch.float64)))
+    windows = torch.arange(16).view(4, 4) // 8 * 2 + torch.arange(4) // 2
+    local = windows.flatten()[:, None] == windows.flatten()
+    directions = draw(1, 2, d + 2, seed=3)
+    of_q, of_k = (cluster_ids(c, 16)[0, 0] for c in hash_clusters(q[:, :1], k[:, :1], directions, 4))
+    hashed = (of_q[:, :, None] == of_k[:, None]).any(0)
+    cases = [
+        (scatterbrain(q, k, v, omega, grid=grid, window=(2, 2)), local),
+        (scatterbrain_lsh(q, k, v, omega, directions.expand(draws, -1, -1), cluster_size=4), hashed),
+    ]
+    for y, support in cases:
+        A = rows(y, logits, support)[0]
+        assert_equal(A[:, support], logits[0, :, support].exp())
+        assert_mean(A[:, ~support], logits[0, 0, ~support].exp())
+        expected = logits[0, 0].softmax(-1)
+        assert deviation(y[0], expected).max() > 10  # normalised, it is biased
+
+
+@pytest.mark.parametrize("parts", range(1, 8))
+def test_merging_the_others_sums_all_parts_but_one(parts):
+    log_mass, mean = 3 * draw(B, parts, S), draw(B, parts, S, d, seed=1)
+    log_others, others = merge_others(log_mass, mean)
+    if parts == 1:
+        assert (log_others.exp() == 0).all()
+        return
+    for g in range(parts):
+        rest = [i for i in range(parts) if i != g]
+        assert_equal(log_others[:, g], log_mass[:, rest].logsumexp(1))
+        assert_equal(others[:, g], (log_mass[:, rest].softmax(1)[..., None] * mean[:, rest]).sum(1))
+
+
+def test_merging_keeps_the_digits_that_subtraction_loses():
+    """A window that holds nearly all of the samples' mass, in float32: what is left is less than rounding."""
+    grid, omega = (6, 4), 3 * draw(h, S, d, seed=3)
+    q, k, v = tokens(grid)
+    k[:, :, window_indices(grid, (2, 2), (0, 0), CPU)[0]] += omega.mean(1)[:, None] * d**0.25
+    expected = scatterbrain(q, k, v, omega, grid=grid, window=(2, 2))
+    single, errors = [x.float() for x in (q, k, v, omega)], {}
+    for complement in ("merge", "subtract", "released"):
+        y = scatterbrain(*single, grid=grid, window=(2, 2), complement=complement)
+        errors[complement] = (y - expected).abs().max()
+    assert errors["merge"] < 1e-5
+    assert min(errors["subtract"], errors["released"]) > 1e-2
+
+
+@every_grid
+def test_rounds_of_scatterbrain_with_one_direction_are_one_round(grid):
+    """A pair that meets in every round counts once."""
+    q, k, v = tokens(grid)
+    omega, direction = draw(h, S, d, seed=3), draw(h, 1, d + 2, seed=4)
+    once, thrice = (
+        scatterbrain_lsh(q, k, v, omega, directions, cluster_size=5)
+        for directions in (direction, direction.expand(-1, 3, -1))
+    )
+    assert_equal(thrice, once)
+
+
 # Symmetries (spec 10)
 
 
@@ -203,6 +334,8 @@ def test_smyrf_clusters_near_tokens():
         ("combiner", {"window_size": 2}),
         ("combiner", {"window_size": 3}),
         ("transformer_ls", {"window_size": 3, "overlap": 1}),
+        ("scatterbrain", {"window_size": 3}),
+        ("scatterbrain", {"window_size": 2, "overlap": 1, "complement": "subtract"}),
     ],
 )
 def test_transposing_the_grid_commutes(name, options, grid):
@@ -213,7 +346,12 @@ def test_transposing_the_grid_commutes(name, options, grid):
 
 @every_grid
 @pytest.mark.parametrize(
-    ("name", "options"), [("transformer_ls", {"window_size": 0}), ("smyrf", {"cluster_size": 4, "num_rounds": 3})]
+    ("name", "options"),
+    [
+        ("transformer_ls", {"window_size": 0}),
+        ("smyrf", {"cluster_size": 4, "num_rounds": 3}),
+        ("scatterbrain", {"support": "lsh", "window_size": 2, "position_bias": "none"}),
+    ],
 )
 def test_permutations_commute(name, options, grid):
     attn, x = layer(name, grid, **options), draw(B, grid[0] * grid[1], h * d)
@@ -221,7 +359,7 @@ def test_permutations_commute(name, options, grid):
     assert_equal(attn(x[:, order], grid), attn(x, grid)[:, order])
 
 
-@pytest.mark.parametrize(("name", "options"), [("combiner", {}), ("transformer_ls", {})])
+@pytest.mark.parametrize(("name", "options"), [("combiner", {}), ("transformer_ls", {}), ("scatterbrain", {})])
 def test_permutations_within_and_of_windows_commute(name, options):
     grid, x = (6, 4), draw(B, 24, h * d)
     within, between = torch.arange(24), torch.arange(24).view(3, 2, 2, 2)

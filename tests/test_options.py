@@ -91,6 +91,19 @@ EFFECTS = {
         "num_rounds": (CLUSTERS, 1),
         "attn_drop": (CLUSTERS, 0.5),
     },
+    "scatterbrain": {
+        "num_samples": (WINDOW, 10),
+        "support": ({**WINDOW, "position_bias": "none"}, "lsh"),
+        "window_size": (WINDOW, 2),
+        "layout": (WINDOW, "1d"),
+        "overlap": ({**WINDOW, "complement": "subtract"}, 1),
+        "position_bias": (WINDOW, "none"),
+        "complement": (WINDOW, "released"),
+        "num_rounds": ({**WINDOW, "support": "lsh", "position_bias": "none"}, 1),
+        "features": (WINDOW, "hyperbolic"),
+        "draws": (WINDOW, "orthogonal"),
+        "sampling": (WINDOW, "fixed"),
+    },
 }
 """Mechanism -> option -> (options that give it its context, a value other than there)."""
 
