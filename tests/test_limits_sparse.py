@@ -266,7 +266,7 @@ def test_scatterbrain_is_exact_on_its_support_and_unbiased_off_it_before_normali
     """Values one-hot make the output the matrix; samples are drawn in the place of heads."""
     grid, draws = (4, 4), 4000
     q, k = (0.5 * draw(1, 1, 16, d, seed=seed) for seed in (0, 1))
-    logits, omega = (q @ k.mT * d**-0.5).expand(1, draws, -1, -1), draw(draws, 2, d, seed=2)
+    logits, omega = (q @ k.mT * d**-0.5).expand(1, draws, -1, -1), draw(draws, 4, d, seed=4)
     q, k, v = (x.expand(1, draws, -1, -1) for x in (q, k, torch.eye(16, dtype=torch.float64)))
     windows = torch.arange(16).view(4, 4) // 8 * 2 + torch.arange(4) // 2
     local = windows.flatten()[:, None] == windows.flatten()
