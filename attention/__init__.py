@@ -9,14 +9,18 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from attention.base import Attention, Grid, Site
+from attention.combiner import Combiner
 from attention.eva import Eva
 from attention.lara import Lara
 from attention.local import Local
 from attention.options import OptionError, nearest, parse_options
 from attention.performer import Performer
 from attention.ra import Ra
+from attention.scatterbrain import Scatterbrain
+from attention.smyrf import Smyrf
 from attention.softmax import Softmax
 from attention.sra import Sra
+from attention.transformer_ls import TransformerLs
 
 ATTENTION: dict[str, type[Attention]] = {
     "softmax": Softmax,
@@ -26,6 +30,10 @@ ATTENTION: dict[str, type[Attention]] = {
     "lara": Lara,
     "eva": Eva,
     "sra": Sra,
+    "combiner": Combiner,
+    "transformer_ls": TransformerLs,
+    "smyrf": Smyrf,
+    "scatterbrain": Scatterbrain,
 }
 
 __all__ = ["ATTENTION", "Attention", "AttentionFactory", "Grid", "OptionError", "Site", "create_attention"]

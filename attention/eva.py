@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.base import Attention, Grid, Site
-from attention.features import full_precision, log_features, scale, upcast
+from attention.features import full_precision, log_features, scale
 from attention.landmarks import (
     Groups,
     LandmarkTransform,
@@ -33,10 +33,10 @@ from attention.landmarks import (
     group_mean,
     tokens_outside,
 )
-from attention.local import exact_logits, exact_set, local, raster, window_geometry
+from attention.local import exact_part, exact_set, local, mix_with_exact, raster, window_geometry
 from attention.options import option
 from attention.position import BiasKind, PositionBias
-from attention.windows import from_windows, to_windows
+from attention.windows import from_windows
 
 
 def eva(
@@ -66,21 +66,13 @@ def eva(
     Returns:
         (B, h, N, d).
     """
-    if window == (0, 0):  # one window of all queries, with an empty exact set
-        queries, values, exact = q[:, :, None], v[:, :, None, :0], upcast(q[:, :, None] @ k[:, :, None, :0].mT)
-    else:
-        queries, values = to_windows(q, grid, window), to_windows(v, grid, window, overlap)
-        exact = exact_logits(q, k, bias, grid, window, overlap)
+    queries, values, exact = exact_part(q, k, v, bias, grid, window, overlap)
     beta, log_mass = group_values(k, v, omega, groups)
     shared = queries.reshape(
         *queries.shape[:2], k_tilde.shape[2], -1, queries.shape[-1]
     )  # queries of one set of groups
     logits = group_logits(shared, k_tilde, mu, omega, log_mass, groups, log_count).reshape(*queries.shape[:4], -1)
-    weights = F.dropout(torch.cat([exact, logits], -1).softmax(-1), attn_drop).to(v.dtype)
-    on_exact, on_groups = weights.split([exact.shape[-1], logits.shape[-1]], -1)
-    y = on_exact @ values
-    y = y + (on_groups.reshape(*shared.shape[:4], -1) @ beta.to(v.dtype)).view_as(y)
-    return y[:, :, 0] if window == (0, 0) else from_windows(y, grid, window)
+    return from_windows(mix_with_exact(exact, values, logits, beta, attn_drop), grid, window)
 
 
 @full_precision

@@ -27,6 +27,35 @@ def exact_logits(q: Tensor, k: Tensor, bias: Tensor | None, grid: Grid, window: 
     return logits if mask is None else logits.masked_fill(~mask[:, None], -torch.inf)
 
 
+def exact_part(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, grid: Grid, window: Grid, overlap: Grid
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (B, h, g, w, d) of each window, values (B, h, g, e, d) and logits (B, h, g, w, e) of its exact set.
+
+    The window (0, 0) is one window of all queries, with an empty exact set.
+    """
+    if window == (0, 0):
+        return q[:, :, None], v[:, :, None, :0], upcast(q[:, :, None] @ k[:, :, None, :0].mT)
+    queries, values = to_windows(q, grid, window), to_windows(v, grid, window, overlap)
+    return queries, values, exact_logits(q, k, bias, grid, window, overlap)
+
+
+def mix_with_exact(exact: Tensor, values: Tensor, logits: Tensor, others: Tensor, attn_drop: float = 0.0) -> Tensor:
+    """Values under one softmax over each window's exact set and what stands for the tokens outside it.
+
+    Args:
+        exact: logits (B, h, g, w, e) of the exact sets; values: of their tokens, (B, h, g, e, d).
+        logits: (B, h, g, w, c) of the others; others: their values (B, h, G, c, d), G = 1 or g windows.
+        attn_drop: dropout rate of the weights.
+    Returns:
+        (B, h, g, w, d).
+    """
+    weights = F.dropout(torch.cat([exact, logits], -1).softmax(-1), attn_drop).to(values.dtype)
+    on_exact, on_others = weights.split([exact.shape[-1], logits.shape[-1]], -1)
+    shared = on_others.reshape(*on_others.shape[:2], others.shape[2], -1, others.shape[3])
+    return on_exact @ values + (shared @ others.to(values.dtype)).reshape(*weights.shape[:4], -1)
+
+
 def local(
     q: Tensor,
     k: Tensor,
@@ -68,18 +97,19 @@ def exact_set(n: int, grid: Grid, window: Grid, overlap: Grid) -> tuple[list[int
 
 
 def window_geometry(mechanism: type[Attention], config: Any, site: Site) -> tuple[Grid, Grid]:
-    """(window, overlap) along (y, x), in cells, of the options window_size, overlap and layout; a window beyond the
-    grid is refused.
+    """(window, overlap) along (y, x), in cells, of the options window_size, layout and, if any, overlap; a window
+    beyond the grid is refused.
     """
     (H, W), longest = site.grid, max(raster(site.grid, config.layout))
-    for name in ("window_size", "overlap"):
-        if getattr(config, name) > longest:
-            mechanism.refuse(name, getattr(config, name), f"larger than the {H}x{W} grid; at most {longest}")
+    overlap = getattr(config, "overlap", 0)
+    for name, cells in (("window_size", config.window_size), ("overlap", overlap)):
+        if cells > longest:
+            mechanism.refuse(name, cells, f"larger than the {H}x{W} grid; at most {longest}")
     if config.window_size == 0:
         return (0, 0), (0, 0)
     if config.layout == "1d":
-        return (1, config.window_size), (0, config.overlap)
-    return (config.window_size, config.window_size), (config.overlap, config.overlap)
+        return (1, config.window_size), (0, overlap)
+    return (config.window_size, config.window_size), (overlap, overlap)
 
 
 def raster(grid: Grid, layout: Literal["1d", "2d"]) -> Grid:

@@ -22,7 +22,11 @@ def to_windows(x: Tensor, grid: Grid, window: Grid, overlap: Grid = (0, 0)) -> T
 
 
 def from_windows(y: Tensor, grid: Grid, window: Grid) -> Tensor:
-    """Puts windows (B, h, g, w, d) back in raster order (B, h, N, d), dropping padded cells."""
+    """Puts windows (B, h, g, w, d) back in raster order (B, h, N, d), dropping padded cells; window (0, 0): the whole
+    grid is one, in raster order.
+    """
+    if window == (0, 0):
+        return y[:, :, 0]
     (H, W), (rows, columns) = grid, window
     y = y.unflatten(3, window).unflatten(2, (-(-H // rows), -(-W // columns)))  # (B, h, g_y, g_x, rows, columns, d)
     return y.transpose(3, 4).flatten(4, 5).flatten(2, 3)[:, :, :H, :W].flatten(2, 3)

@@ -79,6 +79,33 @@ def lara(grid: Grid, **options: Any) -> Case:
     return Case("lara", grid, {"num_landmarks": 6, **options}, stochastic=True, well_conditioned=well_conditioned)
 
 
+def combiner(grid: Grid, **options: Any) -> Case:
+    return Case("combiner", grid, {"window_size": 3, **options})
+
+
+def transformer_ls(grid: Grid, **options: Any) -> Case:
+    options = {"num_landmarks": 6, "window_size": 3, **options}
+    op = None if options["num_landmarks"] else "local"
+    return Case("transformer_ls", grid, options, op, mixes_values=op == "local" or not options.get("dual_norm", True))
+
+
+def smyrf(grid: Grid, **options: Any) -> Case:
+    return Case("smyrf", grid, options, stochastic=True, well_conditioned=False)
+
+
+def scatterbrain(grid: Grid, **options: Any) -> Case:
+    lsh = options.get("support") == "lsh"
+    return Case(
+        "scatterbrain",
+        grid,
+        {"num_samples": 10, "window_size": 3, **options},
+        "scatterbrain_lsh" if lsh else None,
+        stochastic=lsh or options.get("sampling") != "fixed",
+        mixes_values=options.get("complement") != "released",  # where its floors act
+        well_conditioned=not lsh,
+    )
+
+
 SMALL = {"window_size": 3, "num_landmarks": 6}
 
 CASES = [
@@ -139,4 +166,23 @@ CASES = [
     lara((5, 7), proposal="single", weighting="balance", landmark_transform="none"),
     Case("sra", (6, 8), {"reduction": 2}, mixes_values=False),
     Case("sra", (5, 7), {"reduction": 3}, mixes_values=False),
+    combiner((5, 7)),
+    combiner((6, 8), window_size=2, position_bias="none"),
+    combiner((5, 7), layout="1d", window_size=8, summary="relu"),
+    combiner((5, 7), summary="identity", pool="mean"),
+    transformer_ls((5, 7)),
+    transformer_ls((6, 8), window_size=2, position_bias="none", dual_norm=False),
+    transformer_ls((5, 7), overlap=1),
+    transformer_ls((5, 7), layout="1d", window_size=8, overlap=3),
+    transformer_ls((5, 7), window_size=0),
+    transformer_ls((5, 7), num_landmarks=0),
+    smyrf((5, 7), cluster_size=7),
+    smyrf((5, 7), cluster_size=8, num_rounds=3),
+    scatterbrain((5, 7)),
+    scatterbrain((6, 8), window_size=2, position_bias="none", features="hyperbolic", sampling="fixed"),
+    scatterbrain((5, 7), layout="1d", window_size=8, draws="orthogonal"),
+    scatterbrain((5, 7), complement="subtract", overlap=1),
+    scatterbrain((5, 7), complement="released"),
+    scatterbrain((5, 7), support="lsh", position_bias="none", num_rounds=1),
+    scatterbrain((5, 7), support="lsh", position_bias="none", layout="1d", window_size=8, num_rounds=3),
 ]

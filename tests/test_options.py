@@ -14,6 +14,8 @@ from cases import Case
 GRID = (5, 7)
 EVA = {"window_size": 3, "num_landmarks": 6}
 LARA = {"num_landmarks": 6}
+WINDOW = {"window_size": 3}
+CLUSTERS = {"cluster_size": 7}
 
 EFFECTS = {
     "softmax": {"attn_drop": ({}, 0.5)},
@@ -66,6 +68,41 @@ EFFECTS = {
         "samples_per_proposal": (LARA, 2),
         "antithetic": ({**LARA, "samples_per_proposal": 2}, True),
         "noise": (LARA, "released"),
+    },
+    "combiner": {
+        "window_size": (WINDOW, 2),
+        "layout": (WINDOW, "1d"),
+        "summary": (WINDOW, "identity"),
+        "pool": (WINDOW, "mean"),
+        "position_bias": (WINDOW, "none"),
+        "attn_drop": (WINDOW, 0.5),
+    },
+    "transformer_ls": {
+        "num_landmarks": (WINDOW, 4),
+        "window_size": (WINDOW, 2),
+        "layout": (WINDOW, "1d"),
+        "overlap": (WINDOW, 1),
+        "dual_norm": (WINDOW, False),
+        "position_bias": (WINDOW, "none"),
+        "attn_drop": (WINDOW, 0.5),
+    },
+    "smyrf": {
+        "cluster_size": (CLUSTERS, 8),
+        "num_rounds": (CLUSTERS, 1),
+        "attn_drop": (CLUSTERS, 0.5),
+    },
+    "scatterbrain": {
+        "num_samples": (WINDOW, 10),
+        "support": ({**WINDOW, "position_bias": "none"}, "lsh"),
+        "window_size": (WINDOW, 2),
+        "layout": (WINDOW, "1d"),
+        "overlap": ({**WINDOW, "complement": "subtract"}, 1),
+        "position_bias": (WINDOW, "none"),
+        "complement": (WINDOW, "released"),
+        "num_rounds": ({**WINDOW, "support": "lsh", "position_bias": "none"}, 1),
+        "features": (WINDOW, "hyperbolic"),
+        "draws": (WINDOW, "orthogonal"),
+        "sampling": (WINDOW, "fixed"),
     },
 }
 """Mechanism -> option -> (options that give it its context, a value other than there)."""

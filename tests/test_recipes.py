@@ -22,7 +22,16 @@ TABLES = {  # every row of these tables that the mechanisms here cover: model ->
         "pvtv2_b3_2xheads": {"local": 83.34, "performer": 82.40, "lara": 83.47, "eva": 83.71, "sra": 83.14},
     },
     "EVA Table 2": {
-        "deit_tiny_p8": {"performer": 67.19, "local": 70.62, "lara": 75.02, "eva": 76.67, "softmax": 77.16}
+        "deit_tiny_p8": {
+            "performer": 67.19,
+            "local": 70.62,
+            "scatterbrain": 73.50,
+            "lara": 75.02,
+            "combiner": 75.56,
+            "transformer_ls": 76.41,
+            "eva": 76.67,
+            "softmax": 77.16,
+        }
     },
     "LARA Table 1": {
         "deit_tiny_p16": {"performer": 65.92, "lara": 71.48, "ra": 71.86, "softmax": 72.20},
@@ -70,7 +79,8 @@ def test_a_configuration_is_read_and_its_model_built(path):
         assert (run.data.dataset, run.model["num_classes"]) == ("digits", 10)
     if path.parent != CONFIGS:
         stages = run.attention if isinstance(run.attention, list) else [run.attention]
-        assert {stage["name"] for stage in stages[:3]} == {path.stem.split("_")[0]}
+        (mechanism,) = {stage["name"] for stage in stages[:3]}
+        assert f"{path.stem}_".startswith(f"{mechanism}_")
         assert [stage["name"] for stage in stages[3:]] in ([], ["softmax"])
 
 

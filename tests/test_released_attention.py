@@ -31,6 +31,12 @@ LAYERS = {
     "ra_biased_m1": {"name": "ra", "proposal": "biased"},
     "lara_poolmixed_light_opt": LARA,
     "lara_poolmixed_dense_opt": {**LARA, "landmark_transform": "dense"},
+    "scatterbrain_2d_norpe_64": {
+        "name": "scatterbrain",
+        "num_samples": 64,
+        "complement": "released",
+        "position_bias": "none",
+    },
     "train_lara_poolmixed_opt": {**LARA, "num_landmarks": 16},
 }
 

@@ -1,0 +1,125 @@
+"""Combiner (Ren et al., 2021), the variant Fixed with DeepSets-Max: full attention factorised over spans of tokens.
+
+A query attends to the tokens of its own span, and to every other span as a whole: through a summary key k_bar_g that
+stands for the span in the softmax, and a span value v_bar_g that the span's summary query q_bar_g attends to
+
+    y_n = [sum_own exp(l_nm) v_m + sum_{g != own} exp(q_n . k_bar_g / sqrt(d)) v_bar_g] / [the same without values]
+    v_bar_g = sum_{m in g} softmax_m(q_bar_g . k_m / sqrt(d)) v_m,   q_bar_g = max_{m in g} ReLU(U q_m), likewise k_bar
+
+Its published code for both directions keeps the own span's summary beside its tokens; here nothing counts twice.
+Cost with spans of u tokens: 2 N u C + 2 N (N/u) C + 2 N C + 2 N C d multiply-accumulates; N^1.5 at u = sqrt(N).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention.base import Attention, Grid, Site, init_linear
+from attention.features import upcast
+from attention.local import exact_logits, exact_set, mix_with_exact, raster, window_geometry
+from attention.options import option
+from attention.position import BiasKind, PositionBias
+from attention.windows import from_windows, to_windows, window_indices, window_mask
+
+
+def combiner(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_bar: Tensor,
+    k_bar: Tensor,
+    bias: Tensor | None = None,
+    *,
+    grid: Grid,
+    window: Grid,
+    attn_drop: float = 0.0,
+) -> Tensor:
+    """One softmax over the own span's tokens and the other spans' summaries.
+
+    Args:
+        q, k, v: (B, h, N, d). q_bar, k_bar: summaries of the g spans, (B, h, g, d). bias: of the own span, (h, w, w).
+        window: rows and columns of a span. attn_drop: dropout rate of the weights.
+    Returns:
+        (B, h, N, d).
+    """
+    scale = q.shape[-1] ** -0.5
+    queries, keys, values = (to_windows(x, grid, window) for x in (q * scale, k, v))
+    inside = upcast((q_bar * scale)[:, :, :, None] @ keys.mT)  # (B, h, g, 1, w)
+    mask = window_mask(grid, window, (0, 0), q.device)
+    if mask is not None:
+        inside = inside.masked_fill(~mask[:, None], -torch.inf)
+    v_bar = (inside.softmax(-1).to(v.dtype) @ values)[:, :, None, :, 0]  # (B, h, 1, g, d)
+    spans = upcast(queries.flatten(2, 3) @ k_bar.mT).view(*queries.shape[:4], -1)  # (B, h, g, w, g)
+    own = torch.eye(spans.shape[2], dtype=torch.bool, device=q.device)[:, None]
+    exact = exact_logits(q, k, bias, grid, window, (0, 0))
+    y = mix_with_exact(exact, values, spans.masked_fill(own, -torch.inf), v_bar, attn_drop)
+    return from_windows(y, grid, window)
+
+
+def combiner_reference(q, k, v, q_bar, k_bar, bias=None, *, grid, window, attn_drop=0.0):
+    """`combiner`, query by query."""
+    scale, y = q.shape[-1] ** -0.5, torch.zeros_like(q)
+    spans = [index[index >= 0] for index in window_indices(grid, window, (0, 0), q.device)]
+    summaries = []
+    for g, span in enumerate(spans):
+        inside = (scale * q_bar[:, :, g, None] @ k[:, :, span].mT).softmax(-1)
+        summaries.append((inside @ v[:, :, span])[:, :, 0])
+    for n in range(q.shape[2]):
+        cells, places, row = exact_set(n, grid, window, (0, 0))
+        logits = [scale * (q[:, :, n, None] @ k[:, :, cells].mT)[:, :, 0]]
+        if bias is not None:
+            logits[0] = logits[0] + bias[:, row, places]
+        values = [v[:, :, cells]]
+        for g, span in enumerate(spans):
+            if n not in span:
+                logits.append(scale * (q[:, :, n] * k_bar[:, :, g]).sum(-1, keepdim=True))
+                values.append(summaries[g][:, :, None])
+        weights = F.dropout(torch.cat(logits, -1).softmax(-1), attn_drop)
+        y[:, :, n] = (weights[:, :, None] @ torch.cat(values, 2))[:, :, 0]
+    return y
+
+
+class Combiner(Attention):
+    """Own span exactly, other spans by summaries. Papers: 000 Tables 2, 3, 15 'Combiner'."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        window_size: int = option(7, "side of a span in cells; its length in tokens where layout is 1d", low=1)
+        layout: Literal["2d", "1d"] = option("2d", "square spans of the grid, or spans of the raster order")
+        summary: Literal["deepsets", "relu", "identity"] = option(
+            "deepsets", "what is pooled: ReLU(U x), one U for queries and one for keys of all heads; ReLU(x); x"
+        )
+        pool: Literal["max", "mean"] = option("max", "how a span's tokens are pooled")
+        position_bias: BiasKind = option("table", "relative position bias inside the own span")
+        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+
+    def __init__(self, site: Site, config: Config):
+        super().__init__(site, config)
+        self.window, _ = window_geometry(type(self), config, site)
+        self.position_bias = PositionBias(config.position_bias, self.num_heads, self.head_dim, self.window)
+        self.summary_q, self.summary_k = self.make_summary(), self.make_summary()
+
+    def make_summary(self) -> nn.Module:
+        if self.config.summary != "deepsets":
+            return nn.ReLU() if self.config.summary == "relu" else nn.Identity()
+        linear = nn.Linear(self.head_dim, self.head_dim, bias=False)
+        init_linear(linear)
+        return nn.Sequential(linear, nn.ReLU())
+
+    def pool(self, x: Tensor, grid: Grid) -> Tensor:
+        """Maximum or mean of tokens (B, h, N, d) over each span: (B, h, g, d)."""
+        spans = to_windows(x, grid, self.window)
+        mask = window_mask(grid, self.window, (0, 0), x.device)
+        if self.config.pool == "max":
+            return (spans if mask is None else spans.masked_fill(~mask[..., None], -torch.inf)).amax(-2)
+        return spans.mean(-2) if mask is None else spans.sum(-2) / mask.sum(-1, keepdim=True)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        spans = raster(grid, self.config.layout)
+        q_bar, k_bar = self.pool(self.summary_q(q), spans), self.pool(self.summary_k(k), spans)
+        attn_drop = self.config.attn_drop if self.training else 0.0
+        options = {"grid": spans, "window": self.window, "attn_drop": attn_drop}
+        return combiner(q, k, v, q_bar, k_bar, self.position_bias(), **options)
