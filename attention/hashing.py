@@ -11,7 +11,6 @@ from torch import Tensor
 from attention.features import full_precision
 
 
-@full_precision
 def asymmetric_transform(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys (..., N, d) on one sphere (..., N, d + 2), where their distances follow their products.
 
@@ -25,6 +24,7 @@ def asymmetric_transform(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
+@full_precision
 def hash_clusters(q: Tensor, k: Tensor, directions: Tensor, size: int) -> tuple[Tensor, Tensor]:
     """Clusters of queries and of keys by their ranks along random directions; those of equal number belong together.
 
@@ -33,13 +33,7 @@ def hash_clusters(q: Tensor, k: Tensor, directions: Tensor, size: int) -> tuple[
     Returns:
         Two clusterings (B, h, r, g, c). No gradient.
     """
-    return tuple(equal_clusters(project(x, directions).mT, size) for x in asymmetric_transform(q, k))
-
-
-@full_precision
-def project(x: Tensor, directions: Tensor) -> Tensor:
-    """Coordinates (..., N, r) of x (..., N, d) along directions (..., r, d)."""
-    return x @ directions.mT
+    return tuple(equal_clusters((x @ directions.mT).mT, size) for x in asymmetric_transform(q, k))
 
 
 def equal_clusters(order: Tensor, size: int) -> Tensor:

@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, Grid, Site
+from attention.eva import xi
 from attention.features import Draws, full_precision, gaussian, log_features, scale
 from attention.hashing import cluster_ids, cluster_mask, from_clusters, hash_clusters, to_clusters
-from attention.local import exact_part, exact_set, mix_with_exact, raster, window_geometry
+from attention.local import exact_logits, exact_set, mix_with_exact, raster, window_geometry
 from attention.options import option
 from attention.position import BiasKind, PositionBias
 from attention.smyrf import same_cluster
@@ -53,7 +54,7 @@ def scatterbrain(
     Returns:
         (B, h, N, d), float32 at least.
     """
-    _, values, exact = exact_part(q, k, v, bias, grid, window, overlap)
+    exact, values = exact_logits(q, k, bias, grid, window, overlap), to_windows(v, grid, window, overlap)
     log_k = log_features(scale(k), omega)  # (B, h, N, s)
     log_own = to_windows(log_k, grid, window, overlap).mT  # (B, h, g, s, e)
     mask = window_mask(grid, window, overlap, q.device)
@@ -114,7 +115,7 @@ def subtract(log_k: Tensor, v: Tensor, log_own: Tensor, own: Tensor, released: b
 def scatterbrain_reference(q, k, v, omega, bias=None, *, grid, window, overlap=(0, 0), complement="merge"):
     """`scatterbrain`, query by query: eq. 30."""
     N, d, S = *q.shape[2:], omega.shape[-2]
-    phi_q, phi_k, y = features(q, omega), features(k, omega), torch.zeros_like(v)
+    phi_q, phi_k, y = phi(q, omega), phi(k, omega), torch.zeros_like(v)
     for n in range(N):
         cells, places, row = exact_set(n, grid, window, overlap)
         outside = [m for m in range(N) if m not in cells]
@@ -132,10 +133,9 @@ def scatterbrain_reference(q, k, v, omega, bias=None, *, grid, window, overlap=(
     return y
 
 
-def features(x: Tensor, omega: Tensor) -> Tensor:
-    """xi(x', omega) of tokens (B, h, N, d) and samples (h, s, d), x' = d^(-1/4) x: (B, h, N, s)."""
-    x = x * x.shape[-1] ** -0.25
-    return torch.exp(x @ omega.mT - (x**2).sum(-1, keepdim=True) / 2)
+def phi(x: Tensor, omega: Tensor) -> Tensor:
+    """Random features of tokens (B, h, N, d) at samples (h, s, d): (B, h, N, s)."""
+    return xi(scale(x)[..., None, :], omega[:, None])
 
 
 @full_precision
@@ -174,7 +174,7 @@ def scatterbrain_lsh(
 
 def scatterbrain_lsh_reference(q, k, v, omega, directions, *, cluster_size):
     """`scatterbrain_lsh` by the dense matrix A."""
-    estimate = features(q, omega) @ features(k, omega).mT / omega.shape[-2]
+    estimate = phi(q, omega) @ phi(k, omega).mT / omega.shape[-2]
     exact = (q @ k.mT * q.shape[-1] ** -0.5).exp()
     support = sum(same_cluster(q, k, direction, cluster_size) for direction in directions.unbind(1)) > 0
     A = torch.where(support, exact, estimate)
