@@ -79,6 +79,11 @@ def lara(grid: Grid, **options: Any) -> Case:
     return Case("lara", grid, {"num_landmarks": 6, **options}, stochastic=True, well_conditioned=well_conditioned)
 
 
+def sparse_kernel(name: str, **options: Any) -> Case:
+    """Rectified features: a query may find no weight at all, and then gives 0, or find one by rounding."""
+    return Case(name, (5, 7), options, mixes_values=False, well_conditioned=False)
+
+
 SMALL = {"window_size": 3, "num_landmarks": 6}
 
 CASES = [
@@ -139,4 +144,16 @@ CASES = [
     lara((5, 7), proposal="single", weighting="balance", landmark_transform="none"),
     Case("sra", (6, 8), {"reduction": 2}, mixes_values=False),
     Case("sra", (5, 7), {"reduction": 3}, mixes_values=False),
+    Case("linear", (5, 7)),
+    Case("xca", (5, 7), mixes_values=False),
+    sparse_kernel("cosformer"),
+    sparse_kernel("cosformer", layout="2d"),
+    Case("transnormer", (5, 7), mixes_values=False),
+    Case("transnormer", (5, 7), {"variant": "t1", "norm": "heads"}, mixes_values=False),
+    Case("transnormer", (5, 7), {"depth": 2, "window_size": 3}, op="local"),
+    Case("transnormer", (5, 7), {"depth": 2, "window_size": 3, "variant": "t1"}, op="rela", mixes_values=False),
+    sparse_kernel("t2r", num_features=6),
+    Case("rfa", (5, 7), {"num_samples": 10}, stochastic=True, well_conditioned=False),
+    sparse_kernel("dpfp"),
+    sparse_kernel("dpfp", nu=2),
 ]
