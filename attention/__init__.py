@@ -10,17 +10,24 @@ from typing import Any
 
 from attention.base import Attention, Grid, Site
 from attention.combiner import Combiner
+from attention.cosformer import Cosformer
+from attention.dpfp import Dpfp
 from attention.eva import Eva
 from attention.lara import Lara
+from attention.linear import Linear
 from attention.local import Local
 from attention.options import OptionError, nearest, parse_options
 from attention.performer import Performer
 from attention.ra import Ra
+from attention.rfa import Rfa
 from attention.scatterbrain import Scatterbrain
 from attention.smyrf import Smyrf
 from attention.softmax import Softmax
 from attention.sra import Sra
+from attention.t2r import T2r
 from attention.transformer_ls import TransformerLs
+from attention.transnormer import Transnormer
+from attention.xca import Xca
 
 ATTENTION: dict[str, type[Attention]] = {
     "softmax": Softmax,
@@ -34,6 +41,13 @@ ATTENTION: dict[str, type[Attention]] = {
     "transformer_ls": TransformerLs,
     "smyrf": Smyrf,
     "scatterbrain": Scatterbrain,
+    "linear": Linear,
+    "xca": Xca,
+    "cosformer": Cosformer,
+    "transnormer": Transnormer,
+    "t2r": T2r,
+    "rfa": Rfa,
+    "dpfp": Dpfp,
 }
 
 __all__ = ["ATTENTION", "Attention", "AttentionFactory", "Grid", "OptionError", "Site", "create_attention"]

@@ -37,7 +37,7 @@ def nearest(word: str, choices) -> str:
     """``"; did you mean 'window_size'?"`` for the choice spelled most alike, or the list of all choices."""
     choices = sorted(map(str, choices))
     match = difflib.get_close_matches(str(word), choices, n=1)
-    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(choices)}"
+    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(choices) or 'none'}"
 
 
 def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:

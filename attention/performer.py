@@ -15,7 +15,15 @@ import torch
 from torch import Tensor, nn
 
 from attention.base import Attention, Grid, Site
-from attention.features import Draws, full_precision, gaussian, mix_features, random_feature_attention, scale
+from attention.features import (
+    Draws,
+    full_precision,
+    gaussian,
+    linear_attention,
+    mix_features,
+    random_feature_attention,
+    scale,
+)
 from attention.options import option
 
 Features = Literal["positive", "hyperbolic", "trigonometric", "relu", "favorp"]
@@ -49,11 +57,7 @@ def performer(
         log_q, log_k, half = q @ omega.mT, omega @ k.mT, k.square().sum(-1)[..., None, :] / 2
         return mix_features(torch.cat([log_q, -log_q], -1), torch.cat([log_k, -log_k], -2) - half, v)
     feature_map, floor = FEATURE_MAPS[features]
-    phi_q, phi_k = feature_map(q, k, omega)
-    normaliser = phi_q @ phi_k.sum(-2)[..., None]
-    if num_clamped is not None:
-        num_clamped.add_((normaliser < floor).sum())
-    return phi_q @ (phi_k.mT @ v) / normaliser.abs().clamp(min=floor).copysign(normaliser)
+    return linear_attention(*feature_map(q, k, omega), v, floor, num_clamped)
 
 
 def trigonometric(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:

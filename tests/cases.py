@@ -106,6 +106,11 @@ def scatterbrain(grid: Grid, **options: Any) -> Case:
     )
 
 
+def sparse_kernel(name: str, **options: Any) -> Case:
+    """Rectified features: a query may find no weight at all, and then gives 0, or find one by rounding."""
+    return Case(name, (5, 7), options, mixes_values=False, well_conditioned=False)
+
+
 SMALL = {"window_size": 3, "num_landmarks": 6}
 
 CASES = [
@@ -185,4 +190,16 @@ CASES = [
     scatterbrain((5, 7), complement="released"),
     scatterbrain((5, 7), support="lsh", position_bias="none", num_rounds=1),
     scatterbrain((5, 7), support="lsh", position_bias="none", layout="1d", window_size=8, num_rounds=3),
+    Case("linear", (5, 7)),
+    Case("xca", (5, 7), mixes_values=False),
+    sparse_kernel("cosformer"),
+    sparse_kernel("cosformer", layout="2d"),
+    Case("transnormer", (5, 7), mixes_values=False),
+    Case("transnormer", (5, 7), {"variant": "t1", "norm": "heads"}, mixes_values=False),
+    Case("transnormer", (5, 7), {"depth": 2, "window_size": 3}, op="local"),
+    Case("transnormer", (5, 7), {"depth": 2, "window_size": 3, "variant": "t1"}, op="rela", mixes_values=False),
+    sparse_kernel("t2r", num_features=6),
+    Case("rfa", (5, 7), {"num_samples": 10}, stochastic=True, well_conditioned=False),
+    sparse_kernel("dpfp"),
+    sparse_kernel("dpfp", nu=2),
 ]

@@ -38,6 +38,13 @@ MACS = {  # mechanism: MACs in addition to the projections
     "scatterbrain lsh": lambda N, C, h, S=96: 4 * N * S * C + 2 * N * W * S * h + MACS["smyrf"](N, C, h),
     # a convolution of stride R to 49 tokens, and keys and values of these alone
     "sra": lambda N, C, h: N * C * C - 2 * (N - 49) * C * C + 2 * N * 49 * C,
+    **dict.fromkeys(("linear", "xca"), lambda N, C, h: 2 * (C // h) * N * C),
+    "cosformer": lambda N, C, h: 4 * (C // h) * N * C,
+    "cosformer 2d": lambda N, C, h: 8 * (C // h) * N * C,
+    "transnormer": lambda N, C, h: N * W * C + N * (C // h) * C,  # half the layers each
+    "t2r": lambda N, C, h: 4 * N * 32 * C,
+    "rfa": lambda N, C, h: 6 * N * 64 * C,
+    "dpfp": lambda N, C, h: 4 * (C // h) * N * C,
 }
 PARAMETERS = {  # mechanism: parameters in addition to the projections
     "local": lambda N, C, h: h * TABLE,
@@ -53,6 +60,10 @@ PARAMETERS = {  # mechanism: parameters in addition to the projections
     "scatterbrain": lambda N, C, h: h * TABLE,
     "scatterbrain subtracting": lambda N, C, h: h * TABLE,
     "sra": lambda N, C, h: N // 49 * C * C + 3 * C,
+    "xca": lambda N, C, h: h,
+    "transnormer": lambda N, C, h: C // 2,  # of half the layers
+    "t2r": lambda N, C, h: 32 * C + 32 * h,
+    "rfa": lambda N, C, h: h,
 }
 
 
@@ -135,6 +146,14 @@ ROWS = [  # configuration, overrides, (parameters, MACs) by formula, MACs in G w
         None,
     ),
     ("deit_tiny_p8/softmax", ("attention=sra",), deit(*TINY_784, "sra"), 4.064),
+    ("deit_tiny_p8/linear", (), deit(*TINY_784, "linear"), 4.422),
+    ("deit_tiny_p8/xca", (), deit(*TINY_784, "xca"), 4.422),
+    ("deit_tiny_p8/cosformer", (), deit(*TINY_784, "cosformer"), 4.653),
+    ("deit_tiny_p8/cosformer", ("attention.layout=2d",), deit(*TINY_784, "cosformer 2d"), None),
+    ("deit_tiny_p8/transnormer", (), deit(*TINY_784, "transnormer"), None),
+    ("deit_tiny_p8/t2r", (), deit(*TINY_784, "t2r"), None),
+    ("deit_tiny_p8/rfa", (), deit(*TINY_784, "rfa"), None),
+    ("deit_tiny_p8/dpfp", (), deit(*TINY_784, "dpfp"), None),
     ("deit_tiny_p16/softmax", (), deit(*TINY, "softmax"), 1.247),
     ("deit_tiny_p16/lara", (), deit(*TINY, "lara light"), 1.211),
     ("deit_tiny_p16/eva", (), deit(*TINY, "eva"), 1.173),

@@ -104,6 +104,17 @@ EFFECTS = {
         "draws": (WINDOW, "orthogonal"),
         "sampling": (WINDOW, "fixed"),
     },
+    "linear": {},
+    "xca": {"attn_drop": ({}, 0.5)},
+    "cosformer": {"layout": ({}, "2d")},
+    "transnormer": {
+        "variant": ({}, "t1"),
+        "window_size": ({"depth": 2, "window_size": 3}, 2),
+        "norm": ({}, "heads"),
+    },
+    "t2r": {"num_features": ({}, 6)},
+    "rfa": {"num_samples": ({}, 10)},
+    "dpfp": {"nu": ({}, 2)},
 }
 """Mechanism -> option -> (options that give it its context, a value other than there)."""
 

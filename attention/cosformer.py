@@ -1,0 +1,62 @@
+"""cosFormer (Qin et al., 2022): ReLU features, with weights that fall with distance,
+
+    w_nm = ReLU(q_n) . ReLU(k_m) cos(pi (n - m) / 2N),
+
+which stay non-negative and, the cosine of a difference being cos cos + sin sin, are a kernel of twice as many features.
+On the grid (2d) the factor is cos(pi dy / 2H) cos(pi dx / 2W), of four times as many.
+Cost: 4 N d C multiply-accumulates, 8 N d C on the grid; linear in N.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attention.base import Attention, Grid
+from attention.features import full_precision, linear_attention
+from attention.local import raster
+from attention.options import option
+
+
+@full_precision
+def cosformer(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid) -> Tensor:
+    """Attention re-weighted by distance along both axes of the grid; (1, N) for the raster order.
+
+    Args:
+        q, k, v: (B, h, N, d).
+    Returns:
+        (B, h, N, d), float32 at least; 0 for a query without positive weights.
+    """
+    return linear_attention(reweight(q.relu(), grid), reweight(k.relu(), grid), v)
+
+
+def reweight(x: Tensor, grid: Grid) -> Tensor:
+    """[x cos(theta), x sin(theta)], theta = pi i / (2 side), along each axis of more than one cell."""
+    places = torch.meshgrid(*(torch.arange(side, device=x.device) for side in grid), indexing="ij")
+    for place, side in zip(places, grid, strict=True):
+        if side > 1:
+            theta = place.reshape(-1, 1).to(x.dtype) * (math.pi / 2 / side)
+            x = torch.cat([x * theta.cos(), x * theta.sin()], -1)
+    return x
+
+
+def cosformer_reference(q, k, v, *, grid):
+    """`cosformer` as a dense matrix of weights."""
+    (H, W), n = grid, torch.arange(q.shape[2], dtype=q.dtype)
+    y, x = n // W, n % W
+    decay_y, decay_x = (torch.cos(math.pi * (a[:, None] - a) / (2 * side)) for a, side in ((y, H), (x, W)))
+    kernel = q.relu() @ k.relu().mT * decay_y * decay_x
+    return kernel @ v / kernel.sum(-1, keepdim=True).clamp(min=1e-6)
+
+
+class Cosformer(Attention):
+    """Kernel attention with ReLU features and a cosine of distance."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        layout: Literal["1d", "2d"] = option("1d", "distance in raster order, or along both axes of the grid")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        return cosformer(q, k, v, grid=raster(grid, self.config.layout)).to(v.dtype)

@@ -1,0 +1,40 @@
+"""Linear attention (Katharopoulos et al., 2020; paper 000 Table 5, 'ELU'): a kernel of finite features, phi = elu + 1,
+
+    y_n = sum_m phi(q_n) . phi(k_m) v_m / sum_m phi(q_n) . phi(k_m),
+
+so that the sums over keys are taken once. Queries and keys are not scaled.
+Cost: 2 N d C multiply-accumulates; linear in N.
+"""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.base import Attention, Grid
+from attention.features import elu_plus_one, full_precision, linear_attention
+
+
+@full_precision
+def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least."""
+    return linear_attention(elu_plus_one(q), elu_plus_one(k), v)
+
+
+def linear_reference(q, k, v):
+    """`linear` as a dense matrix of weights."""
+    kernel = (F.elu(q) + 1) @ (F.elu(k) + 1).mT
+    return kernel / kernel.sum(-1, keepdim=True) @ v
+
+
+class Linear(Attention):
+    """Kernel attention with the features elu + 1. Papers: 000 Table 5 'ELU' (language)."""
+
+    order_free = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        pass
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        return linear(q, k, v).to(v.dtype)
