@@ -8,15 +8,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from attention.abc import Abc
 from attention.base import Attention, Grid, Site
 from attention.eva import Eva
 from attention.lara import Lara
+from attention.linear_sra import LinearSra
+from attention.linformer import Linformer
 from attention.local import Local
+from attention.nystrom import Nystrom
 from attention.options import OptionError, nearest, parse_options
+from attention.orthoformer import Orthoformer
 from attention.performer import Performer
 from attention.ra import Ra
 from attention.softmax import Softmax
 from attention.sra import Sra
+from attention.synthesizer import Synthesizer
 
 ATTENTION: dict[str, type[Attention]] = {
     "softmax": Softmax,
@@ -26,6 +32,12 @@ ATTENTION: dict[str, type[Attention]] = {
     "lara": Lara,
     "eva": Eva,
     "sra": Sra,
+    "linear_sra": LinearSra,
+    "nystrom": Nystrom,
+    "linformer": Linformer,
+    "abc": Abc,
+    "synthesizer": Synthesizer,
+    "orthoformer": Orthoformer,
 }
 
 __all__ = ["ATTENTION", "Attention", "AttentionFactory", "Grid", "OptionError", "Site", "create_attention"]

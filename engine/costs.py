@@ -60,7 +60,12 @@ PAPER_COSTS = [
     PaperRow("deit_tiny_p8/eva.yaml", 5.8, 4.6, EVA_2),
     PaperRow("deit_tiny_p8/eva.yaml", overrides=("attention.num_samples=49",)),
     PaperRow("deit_tiny_p8/eva.yaml", overrides=("attention.num_landmarks=1", "attention.num_samples=49")),
+    PaperRow("deit_tiny_p8/nystrom.yaml", 5.7, 4.8, EVA_2),
     PaperRow("deit_tiny_p8/softmax.yaml", overrides=("attention=sra",)),
+    *(
+        PaperRow(f"deit_tiny_p8/{name}.yaml")
+        for name in ("linear_sra", "linformer", "abc", "synthesizer", "orthoformer")
+    ),
     PaperRow("deit_tiny_p16/softmax.yaml", 5.7, 1.3, EVA_1),
     PaperRow("deit_tiny_p16/local.yaml", 5.7, 1.1, EVA_1),
     PaperRow("deit_tiny_p16/performer.yaml", 5.7, 1.2, EVA_1),

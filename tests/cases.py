@@ -22,8 +22,8 @@ class Case:
         op: the pure function that the mechanism calls, where it is not named after the mechanism.
         stochastic: whether training draws noise.
         mixes_values: whether the output is a weighted mean of values (weights sum to one).
-        well_conditioned: whether rounding queries and keys changes little; not so where a key is drawn, which may flip,
-            or a normaliser can vanish.
+        well_conditioned: whether rounding queries and keys changes little; not so where a key is drawn or chosen, which
+            may flip, a normaliser can vanish, or a matrix is inverted.
     """
 
     name: str
@@ -77,6 +77,11 @@ def ra(grid: Grid, **options: Any) -> Case:
 def lara(grid: Grid, **options: Any) -> Case:
     well_conditioned = options.get("proposal") != "single"
     return Case("lara", grid, {"num_landmarks": 6, **options}, stochastic=True, well_conditioned=well_conditioned)
+
+
+def nystrom(grid: Grid, **options: Any) -> Case:
+    options = {"num_landmarks": 6, "conv_size": 3, **options}
+    return Case("nystrom", grid, options, mixes_values=False, well_conditioned=False)
 
 
 SMALL = {"window_size": 3, "num_landmarks": 6}
@@ -139,4 +144,16 @@ CASES = [
     lara((5, 7), proposal="single", weighting="balance", landmark_transform="none"),
     Case("sra", (6, 8), {"reduction": 2}, mixes_values=False),
     Case("sra", (5, 7), {"reduction": 3}, mixes_values=False),
+    Case("linear_sra", (5, 7), {"pool_size": 3}, mixes_values=False),
+    nystrom((5, 7)),
+    nystrom((5, 7), segments="1d", pinv_iterations=4),
+    nystrom((5, 7), conv="2d"),
+    nystrom((5, 7), conv="none", conv_size=33),
+    Case("linformer", (5, 7), {"num_landmarks": 6}, mixes_values=False),
+    Case("linformer", (5, 7), {"num_landmarks": 6, "sharing": "kv"}, mixes_values=False),
+    Case("linformer", (5, 7), {"num_landmarks": 6, "sharing": "none"}, mixes_values=False),
+    Case("linformer", (5, 7), {"num_landmarks": 6, "sharing": "layers"}, mixes_values=False),
+    Case("abc", (5, 7), {"num_landmarks": 6}),
+    Case("synthesizer", (5, 7), {"rank": 2}),
+    Case("orthoformer", (5, 7), {"num_landmarks": 6}, well_conditioned=False),
 ]

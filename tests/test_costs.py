@@ -31,6 +31,13 @@ MACS = {  # mechanism: MACs in addition to the projections
     "eva 1 group, 49 samples": lambda N, C, h: eva_macs(N, C, h, groups=1, samples=49),
     # a convolution of stride R to 49 tokens, and keys and values of these alone
     "sra": lambda N, C, h: N * C * C - 2 * (N - 49) * C * C + 2 * N * 49 * C,
+    "linear_sra": lambda N, C, h: 49 * C * C - 2 * (N - 49) * C * C + 2 * N * 49 * C,
+    "nystrom": lambda N, C, h: 4 * N * L * C + h * L * L * N + L * L * C + 24 * h * L**3 + 33 * N * C,
+    "nystrom without conv": lambda N, C, h: 4 * N * L * C + h * L * L * N + L * L * C + 24 * h * L**3,
+    "linformer": lambda N, C, h: 4 * N * L * C,
+    "abc": lambda N, C, h: 4 * N * L * C + h * L * N * C,
+    "synthesizer": lambda N, C, h: 8 * h * N * N + N * N * C - 2 * N * C * C,
+    "orthoformer": lambda N, C, h: 5 * N * L * C,
 }
 PARAMETERS = {  # mechanism: parameters in addition to the projections
     "local": lambda N, C, h: h * TABLE,
@@ -41,6 +48,11 @@ PARAMETERS = {  # mechanism: parameters in addition to the projections
     "eva 49 samples": lambda N, C, h: 2 * ((C // h) ** 2 + 3 * (C // h)) + h * TABLE,
     "eva 1 group, 49 samples": lambda N, C, h: 2 * ((C // h) ** 2 + 3 * (C // h)) + h * TABLE,
     "sra": lambda N, C, h: N // 49 * C * C + 3 * C,
+    "linear_sra": lambda N, C, h: C * C + 3 * C,
+    "nystrom": lambda N, C, h: 33 * h,
+    "linformer": lambda N, C, h: 2 * N * L,
+    "abc": lambda N, C, h: C * h * L + h * L,
+    "synthesizer": lambda N, C, h: 2 * h * N * 8 - 2 * (C * C + C),
 }
 
 
@@ -106,6 +118,13 @@ ROWS = [  # configuration, overrides, (parameters, MACs) by formula, MACs in G w
         4.724,
     ),
     ("deit_tiny_p8/softmax", ("attention=sra",), deit(*TINY_784, "sra"), 4.064),
+    ("deit_tiny_p8/linear_sra", (), deit(*TINY_784, "linear_sra"), 3.739),
+    ("deit_tiny_p8/nystrom", (), deit(*TINY_784, "nystrom"), 4.779),
+    ("deit_tiny_p8/nystrom", ("attention.conv=none",), deit(*TINY_784, "nystrom without conv"), 4.72),
+    ("deit_tiny_p8/linformer", (), deit(*TINY_784, "linformer"), 4.545),
+    ("deit_tiny_p8/abc", (), deit(*TINY_784, "abc"), 4.810),
+    ("deit_tiny_p8/synthesizer", (), deit(*TINY_784, "synthesizer"), 5.090),
+    ("deit_tiny_p8/orthoformer", (), deit(*TINY_784, "orthoformer"), None),
     ("deit_tiny_p16/softmax", (), deit(*TINY, "softmax"), 1.247),
     ("deit_tiny_p16/lara", (), deit(*TINY, "lara light"), 1.211),
     ("deit_tiny_p16/eva", (), deit(*TINY, "eva"), 1.173),

@@ -22,7 +22,14 @@ TABLES = {  # every row of these tables that the mechanisms here cover: model ->
         "pvtv2_b3_2xheads": {"local": 83.34, "performer": 82.40, "lara": 83.47, "eva": 83.71, "sra": 83.14},
     },
     "EVA Table 2": {
-        "deit_tiny_p8": {"performer": 67.19, "local": 70.62, "lara": 75.02, "eva": 76.67, "softmax": 77.16}
+        "deit_tiny_p8": {
+            "performer": 67.19,
+            "local": 70.62,
+            "nystrom": 74.20,
+            "lara": 75.02,
+            "eva": 76.67,
+            "softmax": 77.16,
+        }
     },
     "LARA Table 1": {
         "deit_tiny_p16": {"performer": 65.92, "lara": 71.48, "ra": 71.86, "softmax": 72.20},
@@ -36,6 +43,7 @@ TABLES = {  # every row of these tables that the mechanisms here cover: model ->
         "pvtv2_b3_2xheads": {"sra": 83.3, "performer": 82.4, "lara": 83.6},
         "pvtv2_b4_2xheads": {"sra": 83.6, "performer": 82.7, "lara": 84.0},
     },
+    "LARA Table 8": {"deit_small_p16": {"sra": 74.4, "linformer": 76.0, "nystrom": 79.3}},
     "LARA Table 5": {
         "deit_tiny_p16": {"ra": 71.86, "ra_biased": 72.98},
         "deit_small_p16": {"ra": 80.04, "ra_biased": 80.49},
@@ -70,7 +78,8 @@ def test_a_configuration_is_read_and_its_model_built(path):
         assert (run.data.dataset, run.model["num_classes"]) == ("digits", 10)
     if path.parent != CONFIGS:
         stages = run.attention if isinstance(run.attention, list) else [run.attention]
-        assert {stage["name"] for stage in stages[:3]} == {path.stem.split("_")[0]}
+        (mechanism,) = {stage["name"] for stage in stages[:3]}
+        assert f"{path.stem}_".startswith(f"{mechanism}_")
         assert [stage["name"] for stage in stages[3:]] in ([], ["softmax"])
 
 
