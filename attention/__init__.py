@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from attention.abc import Abc
 from attention.base import Attention, Grid, Site
 from attention.combiner import Combiner
 from attention.cosformer import Cosformer
@@ -15,8 +16,12 @@ from attention.dpfp import Dpfp
 from attention.eva import Eva
 from attention.lara import Lara
 from attention.linear import Linear
+from attention.linear_sra import LinearSra
+from attention.linformer import Linformer
 from attention.local import Local
+from attention.nystrom import Nystrom
 from attention.options import OptionError, nearest, parse_options
+from attention.orthoformer import Orthoformer
 from attention.performer import Performer
 from attention.ra import Ra
 from attention.rfa import Rfa
@@ -24,6 +29,7 @@ from attention.scatterbrain import Scatterbrain
 from attention.smyrf import Smyrf
 from attention.softmax import Softmax
 from attention.sra import Sra
+from attention.synthesizer import Synthesizer
 from attention.t2r import T2r
 from attention.transformer_ls import TransformerLs
 from attention.transnormer import Transnormer
@@ -48,6 +54,12 @@ ATTENTION: dict[str, type[Attention]] = {
     "t2r": T2r,
     "rfa": Rfa,
     "dpfp": Dpfp,
+    "linear_sra": LinearSra,
+    "nystrom": Nystrom,
+    "linformer": Linformer,
+    "abc": Abc,
+    "synthesizer": Synthesizer,
+    "orthoformer": Orthoformer,
 }
 
 __all__ = ["ATTENTION", "Attention", "AttentionFactory", "Grid", "OptionError", "Site", "create_attention"]

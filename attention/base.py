@@ -5,7 +5,7 @@ Shape letters used throughout: B images, (H, W) token grid, N = H*W tokens in ra
 groups, t tokens per group, s random samples.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ class Site:
         layer, depth: index of the layer and number of layers of the network.
         reduction: spatial reduction R that a pyramid assigns to this stage (PVT-v2: 8, 4, 2, 1); None elsewhere.
         qkv_bias: whether the query/key/value projection has a bias. proj_drop: dropout rate of the output.
+        shared: what layers of the network share, under keys of the mechanism's choice; the network makes one dict.
     """
 
     dim: int
@@ -38,6 +39,7 @@ class Site:
     reduction: int | None = None
     qkv_bias: bool = True
     proj_drop: float = 0.0
+    shared: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self):
         if self.num_heads < 1 or self.dim % self.num_heads:
@@ -53,6 +55,8 @@ class Attention(nn.Module):
     Config: ClassVar[type]
     order_free: ClassVar[bool] = False
     """Whether the mechanism ignores token order, so that prefix tokens are ordinary tokens to it."""
+    num_projections: ClassVar[int] = 3
+    """How many of queries, keys and values `qkv` makes: 1 where there are only values."""
 
     def __init__(self, site: Site, config: Any):
         super().__init__()
@@ -61,7 +65,7 @@ class Attention(nn.Module):
         self.head_dim = site.dim // site.num_heads
         if site.num_prefix_tokens and not self.order_free:
             self.refuse("class_token", True, "prefix tokens need an order-free mechanism; set class_token: false")
-        self.qkv = nn.Linear(site.dim, 3 * site.dim, bias=site.qkv_bias)
+        self.qkv = nn.Linear(site.dim, self.num_projections * site.dim, bias=site.qkv_bias)
         self.proj = nn.Linear(site.dim, site.dim)
         self.proj_drop = nn.Dropout(site.proj_drop)
         for linear in (self.qkv, self.proj):
@@ -73,9 +77,9 @@ class Attention(nn.Module):
         mechanism = cls.__module__.rpartition(".")[2]
         raise OptionError(f"attention({mechanism}).{name}", f" = {value}: {problem}")
 
-    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         """(B, N, C) -> queries, keys and values, each (B, h, N, d)."""
-        return split_heads(self.qkv(x), 3, self.num_heads)
+        return split_heads(self.qkv(x), self.num_projections, self.num_heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         """Queries, keys and values (B, h, N, d) -> mixed values (B, h, N, d)."""

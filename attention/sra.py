@@ -36,6 +36,14 @@ def sra_reference(x, weight, bias, *, grid):
     return torch.stack(reduced, 1)
 
 
+def project_reduced(qkv: nn.Linear, x: Tensor, reduced: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of tokens x (B, N, C), keys and values of `reduced` tokens (B, M, C), by the joint projection `qkv`."""
+    C = x.shape[-1]
+    bias = qkv.bias if qkv.bias is not None else qkv.weight.new_zeros(3 * C)
+    (q,) = split_heads(F.linear(x, qkv.weight[:C], bias[:C]), 1, num_heads)
+    return q, *split_heads(F.linear(reduced, qkv.weight[C:], bias[C:]), 2, num_heads)
+
+
 class Sra(Attention):
     """Softmax over a grid reduced by a strided convolution. Papers: 000 Table 1, 001 Tables 2 and 8 'SRA'."""
 
@@ -63,10 +71,7 @@ class Sra(Attention):
         if self.sr is None:
             return super().project(x, grid)
         reduced = self.norm(sra(x, self.sr.weight, self.sr.bias, grid=grid))
-        C = x.shape[-1]
-        bias = self.qkv.bias if self.qkv.bias is not None else self.qkv.weight.new_zeros(3 * C)
-        (q,) = split_heads(F.linear(x, self.qkv.weight[:C], bias[:C]), 1, self.num_heads)
-        return q, *split_heads(F.linear(reduced, self.qkv.weight[C:], bias[C:]), 2, self.num_heads)
+        return project_reduced(self.qkv, x, reduced, self.num_heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return softmax(q, k, v, self.config.attn_drop if self.training else 0.0)

@@ -67,10 +67,24 @@ PAPER_COSTS = [
     PaperRow("deit_tiny_p8/scatterbrain.yaml", 5.7, 5.2, EVA_2, ("attention.complement=released",)),
     PaperRow("deit_tiny_p8/scatterbrain.yaml"),
     PaperRow("deit_tiny_p8/scatterbrain.yaml", overrides=("attention.support=lsh", "attention.position_bias=none")),
+    PaperRow("deit_tiny_p8/nystrom.yaml", 5.7, 4.8, EVA_2),
     PaperRow("deit_tiny_p8/softmax.yaml", overrides=("attention=sra",)),
     *(
         PaperRow(f"deit_tiny_p8/{name}.yaml")
-        for name in ("linear", "xca", "cosformer", "transnormer", "t2r", "rfa", "dpfp")
+        for name in (
+            "linear_sra",
+            "linformer",
+            "abc",
+            "synthesizer",
+            "orthoformer",
+            "linear",
+            "xca",
+            "cosformer",
+            "transnormer",
+            "t2r",
+            "rfa",
+            "dpfp",
+        )
     ),
     PaperRow("deit_tiny_p16/softmax.yaml", 5.7, 1.3, EVA_1),
     PaperRow("deit_tiny_p16/local.yaml", 5.7, 1.1, EVA_1),

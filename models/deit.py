@@ -119,6 +119,7 @@ class Deit(Backbone):
         self.num_prefix_tokens = int(config.class_token)
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim)) if config.class_token else None
         self.pos_embed = nn.Parameter(torch.empty(1, self.num_prefix_tokens + self.patch_embed.num_patches, dim))
+        shared = {}
         self.blocks = nn.ModuleList(
             Block(
                 dim,
@@ -131,6 +132,7 @@ class Deit(Backbone):
                     num_prefix_tokens=self.num_prefix_tokens,
                     qkv_bias=config.qkv_bias,
                     proj_drop=config.proj_drop_rate,
+                    shared=shared,
                 ),
                 TokenMlp(dim, int(dim * config.mlp_ratio), drop=config.proj_drop_rate),
                 drop_path,

@@ -32,18 +32,19 @@ class OverlapPatchEmbed(nn.Module):
 
 
 class ConvMlp(nn.Module):
-    """MLP with a depthwise 3x3 convolution over the grid before its nonlinearity."""
+    """MLP with a depthwise 3x3 convolution over the grid before its nonlinearity, and `relu` before that."""
 
-    def __init__(self, dim: int, hidden_dim: int, drop: float):
+    def __init__(self, dim: int, hidden_dim: int, drop: float, relu: bool):
         super().__init__()
         self.fc1 = nn.Linear(dim, hidden_dim)
+        self.relu = nn.ReLU() if relu else nn.Identity()
         self.dwconv = _conv(hidden_dim, hidden_dim, 3, groups=hidden_dim)
         self.act = nn.GELU()
         self.fc2 = nn.Linear(hidden_dim, dim)
         self.drop = nn.Dropout(drop)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        x = self.dwconv(self.fc1(x).mT.unflatten(2, grid))
+        x = self.dwconv(self.relu(self.fc1(x)).mT.unflatten(2, grid))
         return self.drop(self.fc2(self.drop(self.act(x.flatten(2).mT))))
 
 
@@ -85,6 +86,7 @@ class Pvt(Backbone):
         mlp_ratios: tuple[float, float, float, float] = option(
             (8.0, 8.0, 4.0, 4.0), "width of the MLP over that of a token, per stage", above=0
         )
+        mlp_relu: bool = option(False, "ReLU before an MLP's convolution, as in PVT-v2-Li (with attention linear_sra)")
         reductions: tuple[int, int, int, int] = option(
             (8, 4, 2, 1), "spatial reduction R offered to the mechanism, per stage", low=1
         )
@@ -103,7 +105,7 @@ class Pvt(Backbone):
         dims, depths = config.embed_dims, config.depths
         self.patch_embed = OverlapPatchEmbed(config.in_chans, dims[0], patch_size=7, stride=4)
         drop_path_rates = calculate_drop_path_rates(config.drop_path_rate, sum(depths))
-        stages = []
+        stages, shared = [], {}
         for s in range(self.num_stages):
             stride = 4 * 2**s
             first = sum(depths[:s])
@@ -119,8 +121,9 @@ class Pvt(Backbone):
                         reduction=config.reductions[s],
                         qkv_bias=config.qkv_bias,
                         proj_drop=config.proj_drop_rate,
+                        shared=shared,
                     ),
-                    ConvMlp(dims[s], int(dims[s] * config.mlp_ratios[s]), config.proj_drop_rate),
+                    ConvMlp(dims[s], int(dims[s] * config.mlp_ratios[s]), config.proj_drop_rate, config.mlp_relu),
                     drop_path_rates[layer],
                 )
                 for layer in range(first, first + depths[s])

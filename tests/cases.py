@@ -22,8 +22,8 @@ class Case:
         op: the pure function that the mechanism calls, where it is not named after the mechanism.
         stochastic: whether training draws noise.
         mixes_values: whether the output is a weighted mean of values (weights sum to one).
-        well_conditioned: whether rounding queries and keys changes little; not so where a key is drawn, which may flip,
-            or a normaliser can vanish.
+        well_conditioned: whether rounding queries and keys changes little; not so where a key is drawn or chosen, which
+            may flip, a normaliser can vanish, or a matrix is inverted.
     """
 
     name: str
@@ -109,6 +109,11 @@ def scatterbrain(grid: Grid, **options: Any) -> Case:
 def sparse_kernel(name: str, **options: Any) -> Case:
     """Rectified features: a query may find no weight at all, and then gives 0, or find one by rounding."""
     return Case(name, (5, 7), options, mixes_values=False, well_conditioned=False)
+
+
+def nystrom(grid: Grid, **options: Any) -> Case:
+    options = {"num_landmarks": 6, "conv_size": 3, **options}
+    return Case("nystrom", grid, options, mixes_values=False, well_conditioned=False)
 
 
 SMALL = {"window_size": 3, "num_landmarks": 6}
@@ -202,4 +207,16 @@ CASES = [
     Case("rfa", (5, 7), {"num_samples": 10}, stochastic=True, well_conditioned=False),
     sparse_kernel("dpfp"),
     sparse_kernel("dpfp", nu=2),
+    Case("linear_sra", (5, 7), {"pool_size": 3}, mixes_values=False),
+    nystrom((5, 7)),
+    nystrom((5, 7), segments="1d", pinv_iterations=4),
+    nystrom((5, 7), conv="2d"),
+    nystrom((5, 7), conv="none", conv_size=33),
+    Case("linformer", (5, 7), {"num_landmarks": 6}, mixes_values=False),
+    Case("linformer", (5, 7), {"num_landmarks": 6, "sharing": "kv"}, mixes_values=False),
+    Case("linformer", (5, 7), {"num_landmarks": 6, "sharing": "none"}, mixes_values=False),
+    Case("linformer", (5, 7), {"num_landmarks": 6, "sharing": "layers"}, mixes_values=False),
+    Case("abc", (5, 7), {"num_landmarks": 6}),
+    Case("synthesizer", (5, 7), {"rank": 2}),
+    Case("orthoformer", (5, 7), {"num_landmarks": 6}, well_conditioned=False),
 ]

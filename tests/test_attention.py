@@ -179,8 +179,9 @@ def test_every_mechanism_has_a_case():
 @pytest.mark.parametrize("name", ATTENTION)
 def test_stock_projections(name):
     """timm's names for the projections, so that published softmax weights load into any mechanism."""
-    state = create_attention(name, dim=192, num_heads=3, grid=(14, 14)).state_dict()
-    shapes = {"qkv.weight": (576, 192), "qkv.bias": (576,), "proj.weight": (192, 192), "proj.bias": (192,)}
+    attn = create_attention(name, dim=192, num_heads=3, grid=(14, 14))
+    state, rows = attn.state_dict(), 192 * attn.num_projections
+    shapes = {"qkv.weight": (rows, 192), "qkv.bias": (rows,), "proj.weight": (192, 192), "proj.bias": (192,)}
     assert {key: tuple(state[key].shape) for key in shapes} == shapes
     assert "qkv.bias" not in create_attention(name, dim=192, num_heads=3, grid=(14, 14), qkv_bias=False).state_dict()
 
@@ -224,6 +225,10 @@ def test_options_are_documented_frozen_dataclasses(name):
         ("scatterbrain", {"overlap": 1}, r"scatterbrain\).overlap = 1: .* set complement: subtract"),
         ("scatterbrain", {"num_rounds": 3}, r"scatterbrain\).num_rounds = 3: .* leave it out"),
         ("scatterbrain", {"support": "lsh"}, r"position_bias = table: .* set position_bias: none"),
+        ("nystrom", {"num_landmarks": 47}, r"attention\(nystrom\).num_landmarks = 47 .* nearest valid: 48"),
+        ("nystrom", {"conv_size": 4}, r"attention\(nystrom\).conv_size = 4: must be odd; nearest valid: 3"),
+        ("nystrom", {"conv": "none", "conv_size": 3}, r"attention\(nystrom\).conv_size = 3: does not act with"),
+        ("orthoformer", {"num_landmarks": 197}, r"attention\(orthoformer\).num_landmarks = 197: .* at most 196"),
         ("softmax", {"num_heads": 3}, r"num_heads = 3 does not divide dim = 16"),
         ("local", {"num_prefix_tokens": 1}, r"attention\(local\).class_token = True: .* set class_token: false"),
     ],

@@ -45,6 +45,13 @@ MACS = {  # mechanism: MACs in addition to the projections
     "t2r": lambda N, C, h: 4 * N * 32 * C,
     "rfa": lambda N, C, h: 6 * N * 64 * C,
     "dpfp": lambda N, C, h: 4 * (C // h) * N * C,
+    "linear_sra": lambda N, C, h: 49 * C * C - 2 * (N - 49) * C * C + 2 * N * 49 * C,
+    "nystrom": lambda N, C, h: 4 * N * L * C + h * L * L * N + L * L * C + 24 * h * L**3 + 33 * N * C,
+    "nystrom without conv": lambda N, C, h: 4 * N * L * C + h * L * L * N + L * L * C + 24 * h * L**3,
+    "linformer": lambda N, C, h: 4 * N * L * C,
+    "abc": lambda N, C, h: 4 * N * L * C + h * L * N * C,
+    "synthesizer": lambda N, C, h: 8 * h * N * N + N * N * C - 2 * N * C * C,
+    "orthoformer": lambda N, C, h: 5 * N * L * C,
 }
 PARAMETERS = {  # mechanism: parameters in addition to the projections
     "local": lambda N, C, h: h * TABLE,
@@ -64,6 +71,11 @@ PARAMETERS = {  # mechanism: parameters in addition to the projections
     "transnormer": lambda N, C, h: C // 2,  # of half the layers
     "t2r": lambda N, C, h: 32 * C + 32 * h,
     "rfa": lambda N, C, h: h,
+    "linear_sra": lambda N, C, h: C * C + 3 * C,
+    "nystrom": lambda N, C, h: 33 * h,
+    "linformer": lambda N, C, h: 2 * N * L,
+    "abc": lambda N, C, h: C * h * L + h * L,
+    "synthesizer": lambda N, C, h: 2 * h * N * 8 - 2 * (C * C + C),
 }
 
 
@@ -154,6 +166,13 @@ ROWS = [  # configuration, overrides, (parameters, MACs) by formula, MACs in G w
     ("deit_tiny_p8/t2r", (), deit(*TINY_784, "t2r"), None),
     ("deit_tiny_p8/rfa", (), deit(*TINY_784, "rfa"), None),
     ("deit_tiny_p8/dpfp", (), deit(*TINY_784, "dpfp"), None),
+    ("deit_tiny_p8/linear_sra", (), deit(*TINY_784, "linear_sra"), 3.739),
+    ("deit_tiny_p8/nystrom", (), deit(*TINY_784, "nystrom"), 4.779),
+    ("deit_tiny_p8/nystrom", ("attention.conv=none",), deit(*TINY_784, "nystrom without conv"), 4.72),
+    ("deit_tiny_p8/linformer", (), deit(*TINY_784, "linformer"), 4.545),
+    ("deit_tiny_p8/abc", (), deit(*TINY_784, "abc"), 4.810),
+    ("deit_tiny_p8/synthesizer", (), deit(*TINY_784, "synthesizer"), 5.090),
+    ("deit_tiny_p8/orthoformer", (), deit(*TINY_784, "orthoformer"), None),
     ("deit_tiny_p16/softmax", (), deit(*TINY, "softmax"), 1.247),
     ("deit_tiny_p16/lara", (), deit(*TINY, "lara light"), 1.211),
     ("deit_tiny_p16/eva", (), deit(*TINY, "eva"), 1.173),

@@ -16,6 +16,7 @@ EVA = {"window_size": 3, "num_landmarks": 6}
 LARA = {"num_landmarks": 6}
 WINDOW = {"window_size": 3}
 CLUSTERS = {"cluster_size": 7}
+NYSTROM = {"num_landmarks": 6, "conv_size": 3}
 
 EFFECTS = {
     "softmax": {"attn_drop": ({}, 0.5)},
@@ -43,6 +44,18 @@ EFFECTS = {
         "attn_drop": (EVA, 0.5),
     },
     "sra": {"reduction": ({"reduction": 2}, 3), "attn_drop": ({"reduction": 2}, 0.5)},
+    "linear_sra": {"pool_size": ({}, 3), "attn_drop": ({}, 0.5)},
+    "nystrom": {
+        "num_landmarks": (NYSTROM, 4),
+        "segments": (NYSTROM, "1d"),
+        "pinv_iterations": (NYSTROM, 5),
+        "conv": (NYSTROM, "2d"),
+        "conv_size": (NYSTROM, 5),
+    },
+    "linformer": {"num_landmarks": ({}, 6), "sharing": ({}, "kv"), "attn_drop": ({}, 0.5)},
+    "abc": {"num_landmarks": ({}, 6), "attn_drop": ({}, 0.5)},
+    "synthesizer": {"rank": ({}, 2), "attn_drop": ({}, 0.5)},
+    "orthoformer": {"num_landmarks": ({"num_landmarks": 6}, 4)},
     "performer": {
         "num_samples": ({}, 10),
         "features": ({}, "hyperbolic"),

@@ -1,0 +1,58 @@
+"""ABC, attention with bounded-memory control (Peng et al., 2022; paper 001 Table 4), its learned MLP control.
+
+Keys and values are written into p slots, softmax attention reads them: with control weights Pi = softmax over tokens of
+a linear map of the input, p per head,
+
+    k_hat = Pi k,   v_hat = Pi v,   y_n = softmax(q_n . k_hat / sqrt(d)) v_hat.
+
+Any number of tokens in any order. Cost: 4 N p C multiply-accumulates, and h p N C for the control.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from attention.base import Attention, Grid, Site, init_linear, split_heads
+from attention.features import upcast
+from attention.options import option
+from attention.softmax import softmax, softmax_reference
+
+
+def abc(q: Tensor, k: Tensor, v: Tensor, control: Tensor, attn_drop: float = 0.0) -> Tensor:
+    """Queries, keys, values (B, h, N, d) and logits of the control (B, h, N, p) -> (B, h, N, d)."""
+    weights = upcast(control).softmax(-2).to(v.dtype).mT
+    return softmax(q, weights @ k, weights @ v, attn_drop)
+
+
+def abc_reference(q, k, v, control, attn_drop=0.0):
+    """`abc`, slot by slot."""
+    written = []
+    for slot in control.unbind(-1):
+        weights = (slot.exp() / slot.exp().sum(-1, keepdim=True))[..., None]
+        written.append([(weights * x).sum(-2) for x in (k, v)])
+    k_hat, v_hat = (torch.stack(x, -2) for x in zip(*written, strict=True))
+    return softmax_reference(q, k_hat, v_hat, attn_drop)
+
+
+class Abc(Attention):
+    """Softmax over learned slots. Papers: 001 Table 4 'ABC'."""
+
+    order_free = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        num_landmarks: int = option(49, "slots p per head", low=1)
+        attn_drop: float = option(0.0, "dropout rate of the attention weights over slots", low=0, high=1)
+
+    def __init__(self, site: Site, config: Config):
+        super().__init__(site, config)
+        self.control = nn.Linear(site.dim, site.num_heads * config.num_landmarks)
+        init_linear(self.control)
+
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
+        """(B, N, C) -> queries, keys and values (B, h, N, d), logits of the control (B, h, N, p)."""
+        return *super().project(x, grid), *split_heads(self.control(x), 1, self.num_heads)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, control: Tensor, grid: Grid) -> Tensor:
+        return abc(q, k, v, control, self.config.attn_drop if self.training else 0.0)

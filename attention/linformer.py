@@ -1,0 +1,73 @@
+"""Linformer (Wang et al., 2020): keys and values are projected from N tokens to p by learned matrices.
+
+    k_hat = P_1 k,   v_hat = P_2 v,   y_n = softmax(q_n . k_hat / sqrt(d)) v_hat,   P_1, P_2: p x N.
+
+The matrices belong to one grid; on another their columns, which are images, are resampled.
+Cost: 4 N p C multiply-accumulates; 2 N p parameters per layer, N p or h times as many as they are shared.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from attention.base import Attention, Grid, Site
+from attention.options import option
+from attention.resampling import resample
+from attention.softmax import softmax, softmax_reference
+
+MATRICES = {"heads": (2, 1), "kv": (1, 1), "none": (2, None), "layers": (1, 1)}
+"""Sharing -> how many projections of keys and values, and of how many heads (None: all), a layer has."""
+
+
+def linformer(q: Tensor, k: Tensor, v: Tensor, projection: Tensor, attn_drop: float = 0.0) -> Tensor:
+    """Queries, keys and values (B, h, N, d) -> (B, h, N, d).
+
+    Args:
+        projection: (1 or 2, 1 or h, p, N): of keys and values, of heads.
+    """
+    projection = projection.to(v.dtype).expand(2, v.shape[1], -1, -1)
+    k, v = (torch.einsum("hpn,bhnd->bhpd", p, x) for p, x in zip(projection, (k, v), strict=True))
+    return softmax(q, k, v, attn_drop)
+
+
+def linformer_reference(q, k, v, projection, attn_drop=0.0):
+    """`linformer`, head by head."""
+    y = []
+    for head in range(q.shape[1]):
+        of_head = projection[:, head if projection.shape[1] > 1 else 0]
+        k_hat, v_hat = of_head[0] @ k[:, head], of_head[-1] @ v[:, head]
+        y.append(softmax_reference(q[:, head], k_hat, v_hat, attn_drop))
+    return torch.stack(y, 1)
+
+
+class Linformer(Attention):
+    """Softmax over learned linear combinations of tokens. Papers: 000 Table 3, 001 Table 8 'Linformer'."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        num_landmarks: int = option(49, "rows p of the projections", low=1)
+        sharing: Literal["heads", "kv", "none", "layers"] = option(
+            "heads", "one projection for all heads; for keys and values too; none; for all layers of a grid too"
+        )
+        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+
+    def __init__(self, site: Site, config: Config):
+        super().__init__(site, config)
+        self.grid, owner = site.grid, self
+        if config.sharing == "layers":
+            owner = site.shared.setdefault(("linformer", config.num_landmarks, site.grid), self)
+        # A tuple, so that the parameter is the owner's alone: once in the state dict and in a weight average.
+        self.owner = (owner,)
+        if owner is self:
+            parts, heads = MATRICES[config.sharing]
+            N = site.grid[0] * site.grid[1]
+            self.projection = nn.Parameter(torch.empty(parts, heads or self.num_heads, config.num_landmarks, N))
+            nn.init.normal_(self.projection, std=config.num_landmarks**-0.5)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        # More columns, smaller entries: the sums over tokens stay as they are.
+        (owner,), cells = self.owner, self.grid[0] * self.grid[1]
+        projection = resample(owner.projection, self.grid, grid) * (cells / (grid[0] * grid[1]))
+        return linformer(q, k, v, projection, self.config.attn_drop if self.training else 0.0)
