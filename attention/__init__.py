@@ -9,13 +9,18 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from attention.base import Attention, Grid, Site
+from attention.bigbird import BigBird
+from attention.clustered import Clustered
 from attention.eva import Eva
 from attention.lara import Lara
 from attention.local import Local
+from attention.longformer import Longformer
 from attention.options import OptionError, nearest, parse_options
 from attention.performer import Performer
 from attention.ra import Ra
+from attention.reformer import Reformer
 from attention.softmax import Softmax
+from attention.sparse_transformer import SparseTransformer
 from attention.sra import Sra
 
 ATTENTION: dict[str, type[Attention]] = {
@@ -26,6 +31,11 @@ ATTENTION: dict[str, type[Attention]] = {
     "lara": Lara,
     "eva": Eva,
     "sra": Sra,
+    "longformer": Longformer,
+    "sparse_transformer": SparseTransformer,
+    "bigbird": BigBird,
+    "clustered": Clustered,
+    "reformer": Reformer,
 }
 
 __all__ = ["ATTENTION", "Attention", "AttentionFactory", "Grid", "OptionError", "Site", "create_attention"]

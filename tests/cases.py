@@ -79,6 +79,15 @@ def lara(grid: Grid, **options: Any) -> Case:
     return Case("lara", grid, {"num_landmarks": 6, **options}, stochastic=True, well_conditioned=well_conditioned)
 
 
+def reformer(grid: Grid, **options: Any) -> Case:
+    return Case("reformer", grid, {"chunk_size": 8, **options}, stochastic=True, well_conditioned=False)
+
+
+def clustered(grid: Grid, **options: Any) -> Case:
+    options = {"num_clusters": 5, "num_top_keys": 6, **options}
+    return Case("clustered", grid, options, stochastic=True, well_conditioned=False)
+
+
 SMALL = {"window_size": 3, "num_landmarks": 6}
 
 CASES = [
@@ -139,4 +148,15 @@ CASES = [
     lara((5, 7), proposal="single", weighting="balance", landmark_transform="none"),
     Case("sra", (6, 8), {"reduction": 2}, mixes_values=False),
     Case("sra", (5, 7), {"reduction": 3}, mixes_values=False),
+    Case("longformer", (5, 7), {"radius": 4, "num_global": 2}),
+    Case("longformer", (5, 7), {"radius": 2, "num_global": 0, "layout": "2d"}),
+    Case("longformer", (5, 7), {"radius": 1, "layout": "2d", "separate_global": True}, mixes_values=False),
+    Case("sparse_transformer", (5, 7), {"num_summary": 2}),
+    Case("sparse_transformer", (5, 7), {"block_size": 8, "num_summary": 3}),
+    Case("bigbird", (5, 7), {"block_size": 3, "num_random": 2}),
+    Case("bigbird", (5, 7), {"block_size": 2, "layout": "2d", "num_window": 1, "num_global": 1}),
+    clustered((5, 7)),
+    clustered((5, 7), num_top_keys=0),
+    reformer((5, 7)),
+    reformer((5, 7), chunk_size=4, same_bucket=True, num_rounds=2),
 ]

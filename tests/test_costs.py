@@ -31,6 +31,14 @@ MACS = {  # mechanism: MACs in addition to the projections
     "eva 1 group, 49 samples": lambda N, C, h: eva_macs(N, C, h, groups=1, samples=49),
     # a convolution of stride R to 49 tokens, and keys and values of these alone
     "sra": lambda N, C, h: N * C * C - 2 * (N - 49) * C * C + 2 * N * 49 * C,
+    # a band in tiles of 24 queries and 72 keys, where 49 are within reach; a global column and a global row
+    "longformer": lambda N, C, h: 2 * N * (72 + 2) * C,
+    "sparse_transformer": lambda N, C, h: 2 * N * (28 + N // 28 - 1) * C,
+    # published analyses leave out the global rows: 2 blocks of 16 queries
+    "bigbird": lambda N, C, h: 2 * N * (3 + 2 + 3 + 2) * 16 * C,
+    "clustered, 32 bits": lambda N, C, h: N * 32 * C + 2 * N * L * C,
+    "clustered improved, 32 bits": lambda N, C, h: N * 32 * C + 2 * N * (L + 32) * C,
+    "reformer": lambda N, C, h: 4 * (2 * N // 49 * N * C // 2 + 4 * N * 49 * C) - N * C * C,
 }
 PARAMETERS = {  # mechanism: parameters in addition to the projections
     "local": lambda N, C, h: h * TABLE,
@@ -41,6 +49,7 @@ PARAMETERS = {  # mechanism: parameters in addition to the projections
     "eva 49 samples": lambda N, C, h: 2 * ((C // h) ** 2 + 3 * (C // h)) + h * TABLE,
     "eva 1 group, 49 samples": lambda N, C, h: 2 * ((C // h) ** 2 + 3 * (C // h)) + h * TABLE,
     "sra": lambda N, C, h: N // 49 * C * C + 3 * C,
+    "reformer": lambda N, C, h: -C * C - C,
 }
 
 
@@ -106,6 +115,17 @@ ROWS = [  # configuration, overrides, (parameters, MACs) by formula, MACs in G w
         4.724,
     ),
     ("deit_tiny_p8/softmax", ("attention=sra",), deit(*TINY_784, "sra"), 4.064),
+    ("deit_tiny_p8/longformer", (), deit(*TINY_784, "longformer"), None),
+    ("deit_tiny_p8/sparse_transformer", (), deit(*TINY_784, "sparse_transformer"), 4.390),
+    ("deit_tiny_p8/bigbird", (), deit(*TINY_784, "bigbird"), 4.653 + 12 * 2 * 784 * 2 * 16 * 192 / 1e9),
+    (
+        "deit_tiny_p8/clustered",
+        ("attention.num_bits=32", "attention.num_top_keys=0"),
+        deit(*TINY_784, "clustered, 32 bits"),
+        4.426,
+    ),
+    ("deit_tiny_p8/clustered", ("attention.num_bits=32",), deit(*TINY_784, "clustered improved, 32 bits"), 4.541),
+    ("deit_tiny_p8/reformer", (), deit(*TINY_784, "reformer"), 5.376),
     ("deit_tiny_p16/softmax", (), deit(*TINY, "softmax"), 1.247),
     ("deit_tiny_p16/lara", (), deit(*TINY, "lara light"), 1.211),
     ("deit_tiny_p16/eva", (), deit(*TINY, "eva"), 1.173),
