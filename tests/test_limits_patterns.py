@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import create_attention
+from attention import OptionError, create_attention
 from attention.bigbird import bigbird, choose_blocks, global_blocks
 from attention.clustered import clustered, hamming_clusters, hash_bits, pack, popcount
 from attention.longformer import longformer
@@ -325,7 +325,7 @@ def saved_bytes(name: str, side: int) -> int:
     saved = {}
 
     def keep(x: Tensor) -> Tensor:
-        saved[id(x.untyped_storage())] = x.untyped_storage()
+        saved[x.untyped_storage()._cdata] = x.untyped_storage()
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
@@ -343,4 +343,27 @@ def test_memory_grows_as_it_should(name, order):
     slopes = [math.log(after / before, 4) for before, after in itertools.pairwise(sizes)]
     assert max(slopes) < order + 0.15
     assert min(slopes) > 0.85  # terms linear in N dominate at first
-    assert name != "sparse_transformer" or slopes[1] > slopes[0] > 1.1
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("longformer", {"num_global": 47}, r"attention\(longformer\).num_global = 47 .* nearest valid: 48"),
+        (
+            "longformer",
+            {"num_global": 0, "separate_global": True},
+            r"separate_global = True: .* set num_global above 0",
+        ),
+        ("sparse_transformer", {"block_size": 197}, r"block_size = 197: larger than the 196 tokens .*; at most 196"),
+        ("sparse_transformer", {"num_summary": 15}, r"num_summary = 15: a block has 14 tokens; at most 14"),
+        ("bigbird", {"block_size": 197}, r"block_size = 197: larger than the 14x14 grid; at most 196"),
+        ("bigbird", {"block_size": 15, "layout": "2d"}, r"block_size = 15: larger than the 14x14 grid; at most 14"),
+        ("bigbird", {"num_window": 4}, r"num_window = 4: .* odd; nearest valid: 3"),
+        ("clustered", {"num_clusters": 197}, r"num_clusters = 197: more than the tokens .*; at most 196"),
+        ("clustered", {"num_top_keys": 197}, r"num_top_keys = 197: more than the tokens .*; at most 196"),
+        ("clustered", {"num_bits": 64}, r"num_bits = 64 is above the largest valid value 63"),
+    ],
+)
+def test_what_cannot_be_honoured_is_refused(name, options, message):
+    with pytest.raises(OptionError, match=message):
+        create_attention(name, dim=16, num_heads=2, grid=(14, 14), **options)
