@@ -10,6 +10,8 @@ from typing import Any
 
 from attention.abc import Abc
 from attention.base import Attention, Grid, Site
+from attention.bigbird import BigBird
+from attention.clustered import Clustered
 from attention.combiner import Combiner
 from attention.cosformer import Cosformer
 from attention.dpfp import Dpfp
@@ -19,15 +21,18 @@ from attention.linear import Linear
 from attention.linear_sra import LinearSra
 from attention.linformer import Linformer
 from attention.local import Local
+from attention.longformer import Longformer
 from attention.nystrom import Nystrom
 from attention.options import OptionError, nearest, parse_options
 from attention.orthoformer import Orthoformer
 from attention.performer import Performer
 from attention.ra import Ra
+from attention.reformer import Reformer
 from attention.rfa import Rfa
 from attention.scatterbrain import Scatterbrain
 from attention.smyrf import Smyrf
 from attention.softmax import Softmax
+from attention.sparse_transformer import SparseTransformer
 from attention.sra import Sra
 from attention.synthesizer import Synthesizer
 from attention.t2r import T2r
@@ -60,6 +65,11 @@ ATTENTION: dict[str, type[Attention]] = {
     "abc": Abc,
     "synthesizer": Synthesizer,
     "orthoformer": Orthoformer,
+    "longformer": Longformer,
+    "sparse_transformer": SparseTransformer,
+    "bigbird": BigBird,
+    "clustered": Clustered,
+    "reformer": Reformer,
 }
 
 __all__ = ["ATTENTION", "Attention", "AttentionFactory", "Grid", "OptionError", "Site", "create_attention"]

@@ -86,6 +86,12 @@ PAPER_COSTS = [
             "dpfp",
         )
     ),
+    PaperRow("deit_tiny_p8/longformer.yaml"),
+    PaperRow("deit_tiny_p8/sparse_transformer.yaml"),
+    PaperRow("deit_tiny_p8/bigbird.yaml"),
+    PaperRow("deit_tiny_p8/clustered.yaml", overrides=("attention.num_top_keys=0",)),
+    PaperRow("deit_tiny_p8/clustered.yaml"),
+    PaperRow("deit_tiny_p8/reformer.yaml"),
     PaperRow("deit_tiny_p16/softmax.yaml", 5.7, 1.3, EVA_1),
     PaperRow("deit_tiny_p16/local.yaml", 5.7, 1.1, EVA_1),
     PaperRow("deit_tiny_p16/performer.yaml", 5.7, 1.2, EVA_1),

@@ -116,6 +116,15 @@ def nystrom(grid: Grid, **options: Any) -> Case:
     return Case("nystrom", grid, options, mixes_values=False, well_conditioned=False)
 
 
+def reformer(grid: Grid, **options: Any) -> Case:
+    return Case("reformer", grid, {"chunk_size": 8, **options}, stochastic=True, well_conditioned=False)
+
+
+def clustered(grid: Grid, **options: Any) -> Case:
+    options = {"num_clusters": 5, "num_top_keys": 6, **options}
+    return Case("clustered", grid, options, stochastic=True, well_conditioned=False)
+
+
 SMALL = {"window_size": 3, "num_landmarks": 6}
 
 CASES = [
@@ -219,4 +228,15 @@ CASES = [
     Case("abc", (5, 7), {"num_landmarks": 6}),
     Case("synthesizer", (5, 7), {"rank": 2}),
     Case("orthoformer", (5, 7), {"num_landmarks": 6}, well_conditioned=False),
+    Case("longformer", (5, 7), {"radius": 4, "num_global": 2}),
+    Case("longformer", (5, 7), {"radius": 2, "num_global": 0, "layout": "2d"}),
+    Case("longformer", (5, 7), {"radius": 1, "layout": "2d", "separate_global": True}, mixes_values=False),
+    Case("sparse_transformer", (5, 7), {"num_summary": 2}),
+    Case("sparse_transformer", (5, 7), {"block_size": 8, "num_summary": 3}),
+    Case("bigbird", (5, 7), {"block_size": 3, "num_random": 2}),
+    Case("bigbird", (5, 7), {"block_size": 2, "layout": "2d", "num_window": 1, "num_global": 1}),
+    clustered((5, 7)),
+    clustered((5, 7), num_top_keys=0),
+    reformer((5, 7)),
+    reformer((5, 7), chunk_size=4, same_bucket=True, num_rounds=2),
 ]

@@ -52,6 +52,14 @@ MACS = {  # mechanism: MACs in addition to the projections
     "abc": lambda N, C, h: 4 * N * L * C + h * L * N * C,
     "synthesizer": lambda N, C, h: 8 * h * N * N + N * N * C - 2 * N * C * C,
     "orthoformer": lambda N, C, h: 5 * N * L * C,
+    # a band in tiles of 24 queries and 72 keys, where 49 are within reach; a global column and a global row
+    "longformer": lambda N, C, h: 2 * N * (72 + 2) * C,
+    "sparse_transformer": lambda N, C, h: 2 * N * (28 + N // 28 - 1) * C,
+    # published analyses leave out the global rows: 2 blocks of 16 queries
+    "bigbird": lambda N, C, h: 2 * N * (3 + 2 + 3 + 2) * 16 * C,
+    "clustered, 32 bits": lambda N, C, h: N * 32 * C + 2 * N * L * C,
+    "clustered improved, 32 bits": lambda N, C, h: N * 32 * C + 2 * N * (L + 32) * C,
+    "reformer": lambda N, C, h: 4 * (2 * N // 49 * N * C // 2 + 4 * N * 49 * C) - N * C * C,
 }
 PARAMETERS = {  # mechanism: parameters in addition to the projections
     "local": lambda N, C, h: h * TABLE,
@@ -76,6 +84,7 @@ PARAMETERS = {  # mechanism: parameters in addition to the projections
     "linformer": lambda N, C, h: 2 * N * L,
     "abc": lambda N, C, h: C * h * L + h * L,
     "synthesizer": lambda N, C, h: 2 * h * N * 8 - 2 * (C * C + C),
+    "reformer": lambda N, C, h: -C * C - C,
 }
 
 
@@ -173,6 +182,17 @@ ROWS = [  # configuration, overrides, (parameters, MACs) by formula, MACs in G w
     ("deit_tiny_p8/abc", (), deit(*TINY_784, "abc"), 4.810),
     ("deit_tiny_p8/synthesizer", (), deit(*TINY_784, "synthesizer"), 5.090),
     ("deit_tiny_p8/orthoformer", (), deit(*TINY_784, "orthoformer"), None),
+    ("deit_tiny_p8/longformer", (), deit(*TINY_784, "longformer"), None),
+    ("deit_tiny_p8/sparse_transformer", (), deit(*TINY_784, "sparse_transformer"), 4.390),
+    ("deit_tiny_p8/bigbird", (), deit(*TINY_784, "bigbird"), 4.653 + 12 * 2 * 784 * 2 * 16 * 192 / 1e9),
+    (
+        "deit_tiny_p8/clustered",
+        ("attention.num_bits=32", "attention.num_top_keys=0"),
+        deit(*TINY_784, "clustered, 32 bits"),
+        4.426,
+    ),
+    ("deit_tiny_p8/clustered", ("attention.num_bits=32",), deit(*TINY_784, "clustered improved, 32 bits"), 4.541),
+    ("deit_tiny_p8/reformer", (), deit(*TINY_784, "reformer"), 5.376),
     ("deit_tiny_p16/softmax", (), deit(*TINY, "softmax"), 1.247),
     ("deit_tiny_p16/lara", (), deit(*TINY, "lara light"), 1.211),
     ("deit_tiny_p16/eva", (), deit(*TINY, "eva"), 1.173),

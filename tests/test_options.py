@@ -17,6 +17,10 @@ LARA = {"num_landmarks": 6}
 WINDOW = {"window_size": 3}
 CLUSTERS = {"cluster_size": 7}
 NYSTROM = {"num_landmarks": 6, "conv_size": 3}
+LONGFORMER = {"radius": 3}
+BIGBIRD = {"block_size": 3}
+CLUSTERED = {"num_clusters": 5, "num_top_keys": 3, "num_iterations": 2}
+REFORMER = {"chunk_size": 8}
 
 EFFECTS = {
     "softmax": {"attn_drop": ({}, 0.5)},
@@ -128,6 +132,33 @@ EFFECTS = {
     "t2r": {"num_features": ({}, 6)},
     "rfa": {"num_samples": ({}, 10)},
     "dpfp": {"nu": ({}, 2)},
+    "longformer": {
+        "radius": (LONGFORMER, 2),
+        "layout": (LONGFORMER, "2d"),
+        "num_global": (LONGFORMER, 2),
+        "separate_global": (LONGFORMER, True),
+        "attn_drop": (LONGFORMER, 0.5),
+    },
+    "sparse_transformer": {"block_size": ({}, 5), "num_summary": ({}, 2), "attn_drop": ({}, 0.5)},
+    "bigbird": {
+        "block_size": (BIGBIRD, 4),
+        "layout": (BIGBIRD, "2d"),
+        "num_window": (BIGBIRD, 1),
+        "num_global": (BIGBIRD, 1),
+        "num_random": (BIGBIRD, 1),
+        "attn_drop": (BIGBIRD, 0.5),
+    },
+    "clustered": {
+        "num_clusters": (CLUSTERED, 4),
+        "num_top_keys": (CLUSTERED, 0),
+        "num_bits": (CLUSTERED, 8),
+        "num_iterations": (CLUSTERED, 0),
+    },
+    "reformer": {
+        "chunk_size": (REFORMER, 6),
+        "num_rounds": (REFORMER, 1),
+        "same_bucket": (REFORMER, True),
+    },
 }
 """Mechanism -> option -> (options that give it its context, a value other than there)."""
 

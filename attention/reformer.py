@@ -1,0 +1,136 @@
+"""Reformer (Kitaev, Kaiser, Levskaya, 2020): attention among tokens that fall into the same bucket of a hash.
+
+Queries and keys share one projection, k_n = q_n / |q_n|. Each of l rounds hashes them by random rotations, sorts tokens
+by bucket and cuts the order into chunks of c; a chunk attends to itself and to the chunk before it, the first to the
+last. The rounds together are one softmax over the union of their pairs: a pair that r rounds hold weighs 1/r in each. A
+token attends to itself only where nothing else is visible.
+Cost: 4 l c N C multiply-accumulates, l N^2 C / c for the hash up to N = c^2, a sort, and N C^2 less in the
+projections. Linear in N, but for the sort and the hash.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention.base import Attention, Grid, Site, init_linear, split_heads
+from attention.features import counter_normal, full_precision, full_type
+from attention.options import option
+from attention.ra import gather_keys
+
+SELF_LOGIT = -5e4
+
+
+@full_precision
+def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int, same_bucket: bool = False) -> Tensor:
+    """One softmax over the pairs of all rounds.
+
+    Args:
+        q, k, v: (B, h, N, d). bucket: of every token in every round, (B, h, l, N) int64.
+        chunk_size: tokens c; N or more make one chunk. same_bucket: pairs must share a bucket, not only their chunks.
+    Returns:
+        (B, h, N, d), float32 at least.
+    """
+    (*_, num_rounds, N), c = bucket.shape, min(chunk_size, q.shape[2])
+    n = -(-N // c)
+    bucket = F.pad(bucket, (0, n * c - N), value=2**31)  # padding sorts last
+    q, k, v = (F.pad(x, (0, 0, 0, n * c - N)) for x in (q, k, v))
+    order = bucket.argsort(dim=-1, stable=True)
+    place = order.argsort(-1)  # (B, h, l, n*c)
+    own = order.unflatten(-1, (n, c))
+    seen = torch.cat([own.roll(1, 3), own], -1) if n > 1 else own  # (B, h, l, n, 2c)
+    met = []  # in round r, the pairs of all rounds: l times (B, h, l, n, c, 2c)
+    for r in range(num_rounds):
+        met += [((differences(place[:, :, r] // c, own, seen) % n) <= 1) & (seen < N)[..., None, :]]
+        if same_bucket:
+            met[r] &= differences(bucket[:, :, r], own, seen) == 0
+    logits = q.shape[-1] ** -0.5 * gather_keys(q, own) @ gather_keys(k, seen).mT
+    logits = logits - torch.stack(met).sum(0).to(logits.dtype).log()
+    logits = logits.masked_fill(~torch.stack([met[r][:, :, r] for r in range(num_rounds)], 2), -torch.inf)
+    logits = logits.masked_fill(own[..., None] == seen[..., None, :], SELF_LOGIT)
+    y = (logits.softmax(-1) @ gather_keys(v, seen)).flatten(3, 4)
+    place = place[..., :N]
+    share = logits.logsumexp(-1).flatten(3).gather(3, place).softmax(2)[..., None]
+    return (share * y.gather(3, place[..., None].expand(*place.shape, y.shape[-1]))).sum(2)
+
+
+def differences(code: Tensor, own: Tensor, seen: Tensor) -> Tensor:
+    """code[own] - code[seen] of all pairs: code (B, h, M), own (..., c), seen (..., e) -> (..., c, e)."""
+    a, b = (code.gather(2, index.flatten(2)).view_as(index) for index in (own, seen))
+    return a[..., None] - b[..., None, :]
+
+
+@full_precision
+def hash_buckets(q: Tensor, *rotations: Tensor) -> Tensor:
+    """argmax [q R; -q R] in every round: q (B, h, N, d), rotations R (h, l, d, s/2) -> (B, h, l, N) int64 below s.
+
+    With several sets of rotations a bucket is the tuple of theirs, as one number below the product of their s.
+    """
+    bucket = 0
+    with torch.no_grad():
+        for R in rotations:
+            projected = q[:, :, None] @ R
+            bucket = bucket * 2 * R.shape[-1] + torch.cat([projected, -projected], -1).argmax(-1)
+    return bucket
+
+
+def rotation_counts(num_chunks: int, chunk_size: int) -> tuple[int, ...]:
+    """s/2 of each set of rotations for about s = 2 n buckets, n chunks of c tokens (paper 003: one set up to n = c)."""
+    if num_chunks <= chunk_size:
+        return (num_chunks,)
+    first = math.ceil((num_chunks / 2) ** 0.5)
+    return first, math.ceil(num_chunks / (2 * first))
+
+
+def reformer_reference(q, k, v, bucket, *, chunk_size, same_bucket=False):
+    """`reformer` as softmax under the dense mask of all pairs that meet in some round."""
+    (B, h, num_rounds, N), c = bucket.shape, min(chunk_size, q.shape[2])
+    visible = torch.zeros(B, h, N, N, dtype=torch.bool)
+    for b, head, r in ((b, head, r) for b in range(B) for head in range(h) for r in range(num_rounds)):
+        buckets = bucket[b, head, r].tolist()
+        order = sorted(range(N), key=lambda m: (buckets[m], m))
+        chunk = {m: i // c for i, m in enumerate(order)}
+        for n in range(N):
+            for m in range(N):
+                before = (chunk[n] - 1) % -(-N // c)
+                meet = chunk[m] in (chunk[n], before) and (buckets[n] == buckets[m] or not same_bucket)
+                visible[b, head, n, m] |= meet
+    logits = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
+    return logits.masked_fill(torch.eye(N, dtype=torch.bool), SELF_LOGIT).softmax(-1) @ v
+
+
+class Reformer(Attention):
+    """Attention by rounds of hashing. Papers: 000 Table 3, 001 Table 9, 002 Table 2, 003 'Reformer'."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        chunk_size: int = option(49, "tokens c of a chunk, which sees 2c keys; N / c chunks, 2N / c buckets", low=1)
+        num_rounds: int = option(4, "rounds l of hashing", low=1)
+        same_bucket: bool = option(False, "attend within a bucket alone, not to all of a chunk and the one before")
+
+    def __init__(self, site: Site, config: Config):
+        super().__init__(site, config)
+        del self.qkv
+        self.qv = nn.Linear(site.dim, 2 * site.dim, bias=site.qkv_bias)
+        init_linear(self.qv)
+        self.register_buffer("eval_seed", torch.randint(2**32, ()))
+
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, N, C) -> queries, the same as unit keys, and values, each (B, h, N, d)."""
+        q, v = split_heads(self.qv(x), 2, self.num_heads)
+        return q, F.normalize(q, dim=-1, eps=1e-6), v
+
+    def rotations(self, q: Tensor) -> list[Tensor]:
+        """Sets R (h, l, d, s/2), standard normal: drawn in training, a function of `eval_seed` in evaluation."""
+        c = min(self.config.chunk_size, q.shape[2])
+        counts, kind = rotation_counts(-(-q.shape[2] // c), c), {"dtype": full_type(q)}
+        shape = (self.num_heads, self.config.num_rounds, self.head_dim, sum(counts))
+        draws = torch.randn(shape, device=q.device, **kind) if self.training else counter_normal(self.eval_seed, shape)
+        return draws.to(**kind).split(counts, -1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        chunk_size, same_bucket = self.config.chunk_size, self.config.same_bucket
+        bucket = hash_buckets(q, *self.rotations(q))
+        return reformer(q, k, v, bucket, chunk_size=chunk_size, same_bucket=same_bucket).to(v.dtype)

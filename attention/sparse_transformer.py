@@ -1,0 +1,82 @@
+"""Sparse Transformer, fixed pattern (Child, Gray, Radford, Sutskever, 2019), for both directions.
+
+Tokens in raster order form blocks of b; the last c positions of a block, n mod b >= b - c, summarise it. A query
+attends, in one softmax, to its own block and to the summary positions of every other block. Child et al. split the two
+sets over heads or layers and mask the future; this is their union.
+Cost: 2 (b + (N/b - 1) c) N C multiply-accumulates: N^2 / b at fixed b, N^1.5 where b is a row of the grid.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.base import Attention, Grid, Site
+from attention.features import upcast
+from attention.options import option
+from attention.windows import from_windows, to_windows, window_mask
+
+
+def sparse_transformer(
+    q: Tensor, k: Tensor, v: Tensor, *, block_size: int, num_summary: int, attn_drop: float = 0.0
+) -> Tensor:
+    """Softmax over a query's block and all summaries.
+
+    Args:
+        q, k, v: (B, h, N, d). block_size: tokens b. num_summary: last positions c of a block that all queries see.
+        attn_drop: dropout rate of the weights.
+    Returns:
+        (B, h, N, d). A last block of fewer than b tokens has only those summaries that its positions reach.
+    """
+    line, block = (1, q.shape[2]), (1, block_size)
+    cut = [block_size - num_summary, num_summary]  # of a block, so that no key comes twice
+    queries = to_windows(q * q.shape[-1] ** -0.5, line, block)  # (B, h, g, b, d)
+    (own_k, shared_k), (own_v, shared_v) = (to_windows(x, line, block).split(cut, 3) for x in (k, v))
+    own = upcast(queries @ own_k.mT)
+    shared = upcast(queries.flatten(2, 3) @ shared_k.flatten(2, 3).mT).view(*own.shape[:4], -1)
+    valid = window_mask(line, block, (0, 0), q.device)
+    if valid is not None:
+        valid_own, valid_shared = valid.split(cut, 1)
+        own = own.masked_fill(~valid_own[:, None], -torch.inf)
+        shared = shared.masked_fill(~valid_shared.flatten(), -torch.inf)
+    weights = F.dropout(torch.cat([own, shared], -1).softmax(-1), attn_drop).to(v.dtype)
+    on_own, on_shared = weights.split([own.shape[-1], shared.shape[-1]], -1)
+    y = on_own @ own_v + (on_shared.flatten(2, 3) @ shared_v.flatten(2, 3)).view_as(queries)
+    return from_windows(y, line, block)
+
+
+def sparse_transformer_reference(q, k, v, *, block_size, num_summary, attn_drop=0.0):
+    """`sparse_transformer` as softmax under a dense mask."""
+    N, b, c = q.shape[2], block_size, num_summary
+    visible = torch.tensor([[m // b == n // b or m % b >= b - c for m in range(N)] for n in range(N)])
+    weights = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf).softmax(-1)
+    return F.dropout(weights, attn_drop) @ v
+
+
+class SparseTransformer(Attention):
+    """A query's own block and the last tokens of every block. Paper: 003 'SparseTrans'."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        block_size: int | None = option(None, "tokens b of a block, in raster order; null: a row of the grid", low=1)
+        num_summary: int = option(1, "last positions c of every block that all queries attend to", low=1)
+        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+
+    def __init__(self, site: Site, config: Config):
+        super().__init__(site, config)
+        (H, W), block = site.grid, config.block_size or site.grid[1]
+        if block > H * W:
+            self.refuse("block_size", block, f"larger than the {H * W} tokens of the {H}x{W} grid; at most {H * W}")
+        if config.num_summary > block:
+            self.refuse("num_summary", config.num_summary, f"a block has {block} tokens; at most {block}")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        return sparse_transformer(
+            q,
+            k,
+            v,
+            block_size=self.config.block_size or grid[1],
+            num_summary=self.config.num_summary,
+            attn_drop=self.config.attn_drop if self.training else 0.0,
+        )
