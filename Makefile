@@ -1,6 +1,7 @@
 # Two commands: `make train` and `make test`. Each sets up .venv by itself; a second call reuses it.
 PYTHON ?= python3
 CONFIG ?= configs/quickstart.yaml
+JOBS ?= 2
 OUTPUT ?= runs/$(basename $(notdir $(CONFIG)))-$(shell date +%Y%m%d-%H%M%S)
 
 # As torchrun has it: one thread per process. The models here are small, and loader workers take the other cores.
@@ -15,7 +16,7 @@ train: .venv/ready
 test: .venv/ready
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest -n $(JOBS)
 
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; name it: make PYTHON=python3.12")'
