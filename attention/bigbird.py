@@ -18,7 +18,7 @@ from attention.features import counter_uniform, upcast
 from attention.local import raster
 from attention.options import option
 from attention.softmax import softmax
-from attention.windows import count_windows, from_windows, to_windows, window_indices, window_mask
+from attention.windows import count_windows, from_windows, to_windows, window_mask
 
 
 def bigbird(
@@ -41,31 +41,25 @@ def bigbird(
     Returns:
         (B, h, N, d).
     """
-    queries, keys, values = (to_windows(x, grid, block) for x in (q * q.shape[-1] ** -0.5, k, v))  # (B, h, n, b, d)
-    (h, n, _), cells = blocks.shape, keys.shape[3]
+    queries, keys, values = (to_windows(x, grid, block) for x in (q, k, v))  # (B, h, n, b, d)
+    (h, n, _), (*_, cells, d) = blocks.shape, keys.shape
     index = blocks.clamp(max=n - 1)  # padding points at some block
     inside = window_mask(grid, block, (0, 0), q.device)
     valid = (blocks < n)[..., None].expand(-1, -1, -1, cells)
     valid = valid if inside is None else valid & inside[index]
     head = torch.arange(h, device=q.device)[:, None, None]
-    logits = upcast(queries @ keys[:, head, index].flatten(3, 4).mT)  # (B, h, n, b, m*b)
+    logits = upcast(d**-0.5 * queries @ keys[:, head, index].flatten(3, 4).mT)  # (B, h, n, b, m*b)
     logits = logits.masked_fill(~valid.flatten(2)[:, :, None], -torch.inf)
     weights = F.dropout(logits.softmax(-1), attn_drop).to(v.dtype)
-    y = from_windows(weights @ values[:, head, index].flatten(3, 4), grid, block)
-    rows = global_tokens(grid, block, num_global, q.device)
-    return y.index_copy(2, rows, softmax(q.index_select(2, rows), k, v, attn_drop).to(y.dtype))
+    y = weights @ values[:, head, index].flatten(3, 4)
+    rows = torch.tensor(global_blocks(n, num_global), dtype=torch.int64, device=q.device)
+    on_all = softmax(queries.index_select(2, rows).flatten(2, 3), k, v, attn_drop).unflatten(2, (len(rows), cells))
+    return from_windows(y.index_copy(2, rows, on_all.to(y.dtype)), grid, block)
 
 
 def global_blocks(n: int, num_global: int) -> list[int]:
     """The first and last of n blocks in turns: 0, n - 1, 1, n - 2, ..."""
     return [i // 2 if i % 2 == 0 else n - 1 - i // 2 for i in range(min(num_global, n))]
-
-
-def global_tokens(grid: Grid, block: Grid, num_global: int, device: torch.device) -> Tensor:
-    """Raster indices of the tokens of global blocks, int64."""
-    index = window_indices(grid, block, (0, 0), torch.device("cpu"))
-    index = index[global_blocks(len(index), num_global)]
-    return index[index >= 0].to(device)
 
 
 def choose_blocks(num_window: int, num_global: int, uniform: Tensor) -> Tensor:

@@ -29,17 +29,17 @@ def clustered(q: Tensor, k: Tensor, v: Tensor, cluster: Tensor, *, num_clusters:
     Returns:
         (B, h, N, d), float32 at least.
     """
-    members, mean_scale = cluster[..., None], q.shape[-1] ** -0.5
+    members, s = cluster[..., None], q.shape[-1] ** -0.5
     wide = members.expand_as(q)
     sums = q.new_zeros(*q.shape[:2], num_clusters, q.shape[-1]).scatter_add(2, wide, q)
     count = q.new_zeros(*q.shape[:2], num_clusters, 1).scatter_add(2, members, torch.ones_like(q[..., :1]))
-    attn = (mean_scale * (sums / count.clamp(min=1)) @ k.mT).softmax(-1)  # (B, h, J, N)
+    attn = (s * (sums / count.clamp(min=1)) @ k.mT).softmax(-1)  # (B, h, J, N)
     if not num_top_keys:
         return (attn @ v).gather(2, wide)
     mass, top = attn.topk(min(num_top_keys, k.shape[2]), -1)
     rest = (attn.scatter(-1, top, 0.0) @ v).gather(2, wide)
     top = top.gather(2, members.expand(-1, -1, -1, top.shape[-1]))  # (B, h, N, k)
-    weights = (mean_scale * q[..., None, :] @ gather_keys(k, top).mT).softmax(-1)
+    weights = (s * q[..., None, :] @ gather_keys(k, top).mT).softmax(-1)
     on_top = (weights @ gather_keys(v, top))[..., 0, :]
     return mass.sum(-1, keepdim=True).gather(2, members) * on_top + rest
 
