@@ -172,6 +172,16 @@ def markdown(caption: str, rows: Sequence[dict[str, str]]) -> str:
     return f"{caption}\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
+def short_names(cases: Sequence[Case]) -> list[str]:
+    """Each run by the last words of the options in which the runs differ: "window_size=7, num_landmarks=49"."""
+    changed = dict.fromkeys(option for case in cases for option in case.changes)
+    varied = [option for option in changed if len({case.changes.get(option) for case in cases}) > 1]
+    return [
+        ", ".join(f"{o.rpartition('.')[2]}={case.changes[o]}" for o in varied if o in case.changes) or "base"
+        for case in cases
+    ]
+
+
 def write_tables(caption: str, cases: Sequence[Case], output: Path) -> None:
     """Writes table.md, table.csv and table.png into `output`."""
     rows = tabulate(cases)
@@ -183,7 +193,7 @@ def write_tables(caption: str, cases: Sequence[Case], output: Path) -> None:
 
     figure = Figure(figsize=(9, 1.5 + 0.35 * len(cases)), layout="constrained")
     axes = figure.add_subplot(title=caption, xlabel="top-1 (%)")
-    names = [case.directory.name for case in cases]
+    names = short_names(cases)
     for label, column, marker in (("measured", "top-1 (%)", "o"), ("paper", "paper (%)", "x")):
         points = [(float(row[column]), name) for row, name in zip(rows, names, strict=True) if row[column]]
         if points:

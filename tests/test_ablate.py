@@ -196,3 +196,12 @@ def test_a_run_is_trained_for_real(config):
     assert row["step (s)"] == f"{final['step_seconds']:.3f}"
     assert float(row["peak memory (MB)"]) > 10
     assert row["parameters (M)"] == f"{final['parameters'] / 1e6:.3f}"
+
+
+def test_short_names_tell_runs_apart_by_what_varies(tmp_path):
+    _, cases = ablate.read_ablation(
+        Path(ablate.__file__).parent / "configs/ablation/quickstart.yaml", [], tmp_path, ["python"]
+    )
+    names = ablate.short_names(cases)
+    assert names[0] == "window_size=2, num_landmarks=1"
+    assert len(set(names)) == len(cases) == 9
