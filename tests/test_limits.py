@@ -17,22 +17,7 @@ from attention.local import exact_logits, exact_set, local
 from attention.position import PositionBias, t5_bucket
 from attention.softmax import softmax
 from attention.windows import from_windows, to_windows, window_indices
-
-B, h, d = 2, 2, 8
-CPU = torch.device("cpu")
-every_grid = pytest.mark.parametrize("grid", [(4, 4), (6, 4), (8, 8)], ids=str)
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def tokens(grid, count: int = 3) -> list[Tensor]:
-    return [draw(B, h, grid[0] * grid[1], d, seed=seed) for seed in range(count)]
-
-
-def assert_equal(y: Tensor, expected: Tensor):
-    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
+from identities import CPU, B, assert_equal, d, draw, every_grid, h, tokens
 
 
 def eva_of(q, k, v, groups, grid, window, *, omega=None, samples: int = 1, mu=None, transform=0.3, **options) -> Tensor:

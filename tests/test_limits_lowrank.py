@@ -19,24 +19,9 @@ from attention.resampling import resample
 from attention.softmax import softmax
 from attention.sra import sra
 from attention.synthesizer import synthesizer
+from identities import CPU, B, assert_equal, d, draw, every_grid, h, tokens
 from models import create_model
 from models.convert import from_timm_pvt
-
-B, h, d = 2, 2, 8
-CPU = torch.device("cpu")
-every_grid = pytest.mark.parametrize("grid", [(4, 4), (6, 4), (8, 8)], ids=str)
-
-
-def draw(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def tokens(grid, count: int = 3) -> list[Tensor]:
-    return [draw(B, h, grid[0] * grid[1], d, seed=seed) for seed in range(count)]
-
-
-def assert_equal(y: Tensor, expected: Tensor):
-    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
 
 
 def layer(name: str, grid, **options) -> nn.Module:
