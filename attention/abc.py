@@ -38,7 +38,7 @@ def abc_reference(q, k, v, control, attn_drop=0.0):
 class Abc(Attention):
     """Softmax over learned slots. Papers: 001 Table 4 'ABC'."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -55,4 +55,4 @@ class Abc(Attention):
         return *super().project(x, grid), *split_heads(self.control(x), 1, self.num_heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, control: Tensor, grid: Grid) -> Tensor:
-        return abc(q, k, v, control, self.config.attn_drop if self.training else 0.0)
+        return abc(q, k, v, control, self.attn_drop)

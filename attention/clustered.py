@@ -98,7 +98,7 @@ def popcount(x: Tensor) -> Tensor:
 class Clustered(Attention):
     """Clusters of queries attend at once; improved on their likeliest keys. Paper: 003 'ClusterAttn'."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -43,7 +43,7 @@ def dpfp_reference(q, k, v, *, nu):
 class Dpfp(Attention):
     """Kernel attention with products of rectified coordinates."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -55,6 +55,16 @@ def log_features(x: Tensor, omega: Tensor) -> Tensor:
     return x @ omega.mT - x.square().sum(-1, keepdim=True) / 2
 
 
+def xi(x: Tensor, omega: Tensor) -> Tensor:
+    """The positive random feature exp(omega . x - |x|^2 / 2)."""
+    return ((omega * x).sum(-1) - x.square().sum(-1) / 2).exp()
+
+
+def phi(x: Tensor, omega: Tensor) -> Tensor:
+    """Random features of tokens (B, h, N, d) at samples (h, s, d): (B, h, N, s)."""
+    return xi(scale(x)[..., None, :], omega[:, None])
+
+
 @full_precision
 def mix_features(log_q: Tensor, log_k: Tensor, v: Tensor) -> Tensor:
     """Ratio of sums sum_sm exp(log_q_ns + log_k_sm) v_m / sum_sm exp(log_q_ns + log_k_sm), as two nested softmaxes.

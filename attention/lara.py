@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attention.base import Attention, Grid, Site, merge_heads, split_heads
+from attention.base import Attention, Grid, Site, merge_heads, split_heads, split_prefix
 from attention.features import (
     full_precision,
     log_features,
@@ -246,7 +246,7 @@ class Lara(Attention):
         config = self.config
         single = config.proposal == "single"
         q_bar = q.mean(2, keepdim=True) if single else self.landmarks(q, "landmark_q", grid)
-        k_bar = self.landmarks(k, "landmark_k", grid) if config.proposal in ("pool", "pool_mixed") else None
+        k_bar = self.landmarks(split_prefix(k, q.shape[2])[1], "landmark_k", grid) if config.proposal in ("pool", "pool_mixed") else None
         noise, uniform = self.draws(q, q_bar.shape[2])
         proposal = "mixture" if single else config.proposal
         options = {"proposal": proposal, "weighting": config.weighting, "beta": config.beta}

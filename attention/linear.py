@@ -30,7 +30,7 @@ def linear_reference(q, k, v):
 class Linear(Attention):
     """Kernel attention with the features elu + 1. Papers: 000 Table 5 'ELU' (language)."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

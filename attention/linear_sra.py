@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Grid, Site
+from attention.base import Attention, Grid, Site, split_prefix
 from attention.options import option
 from attention.softmax import softmax
 from attention.sra import project_reduced
@@ -53,9 +53,10 @@ class LinearSra(Attention):
         nn.init.zeros_(self.sr.bias)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, N, C) -> queries (B, h, N, d); keys and values (B, h, pool_size^2, d)."""
-        reduced = linear_sra(x, self.sr.weight, self.sr.bias, grid=grid, pool_size=self.config.pool_size)
-        return project_reduced(self.qkv, x, F.gelu(self.norm(reduced)), self.num_heads)
+        """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + pool_size^2, d)."""
+        prefix, cells = split_prefix(x, grid[0] * grid[1])
+        reduced = linear_sra(cells, self.sr.weight, self.sr.bias, grid=grid, pool_size=self.config.pool_size)
+        return project_reduced(self.qkv, x, torch.cat([prefix, F.gelu(self.norm(reduced))], 1), self.num_heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        return softmax(q, k, v, self.config.attn_drop if self.training else 0.0)
+        return softmax(q, k, v, self.attn_drop)

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from attention.base import Attention, Grid, Site
+from attention.base import Attention, Grid, Site, split_prefix
 from attention.options import option
 from attention.resampling import resample
 from attention.softmax import softmax, softmax_reference
@@ -22,22 +22,26 @@ MATRICES = {"heads": (2, 1), "kv": (1, 1), "none": (2, None), "layers": (1, 1)}
 
 
 def linformer(q: Tensor, k: Tensor, v: Tensor, projection: Tensor, attn_drop: float = 0.0) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d).
+    """Queries (B, h, N, d), keys and values (B, h, P + N, d), prefix tokens as they are -> (B, h, N, d).
 
     Args:
         projection: (1 or 2, 1 or h, p, N): of keys and values, of heads.
     """
-    projection = projection.to(v.dtype).expand(2, v.shape[1], -1, -1)
-    k, v = (torch.einsum("hpn,bhnd->bhpd", p, x) for p, x in zip(projection, (k, v), strict=True))
-    return softmax(q, k, v, attn_drop)
+    projection, projected = projection.to(v.dtype).expand(2, v.shape[1], -1, -1), []
+    for p, x in zip(projection, (k, v), strict=True):
+        prefix, cells = split_prefix(x, q.shape[2])
+        projected.append(torch.cat([prefix, torch.einsum("hpn,bhnd->bhpd", p, cells)], 2))
+    return softmax(q, *projected, attn_drop)
 
 
 def linformer_reference(q, k, v, projection, attn_drop=0.0):
     """`linformer`, head by head."""
-    y = []
+    y, P = [], k.shape[2] - q.shape[2]
     for head in range(q.shape[1]):
         of_head = projection[:, head if projection.shape[1] > 1 else 0]
-        k_hat, v_hat = of_head[0] @ k[:, head], of_head[-1] @ v[:, head]
+        k_hat, v_hat = (
+            torch.cat([x[:, head, :P], p @ x[:, head, P:]], 1) for p, x in ((of_head[0], k), (of_head[-1], v))
+        )
         y.append(softmax_reference(q[:, head], k_hat, v_hat, attn_drop))
     return torch.stack(y, 1)
 
@@ -70,4 +74,4 @@ class Linformer(Attention):
         # More columns, smaller entries: the sums over tokens stay as they are.
         (owner,), cells = self.owner, self.grid[0] * self.grid[1]
         projection = resample(owner.projection, self.grid, grid) * (cells / (grid[0] * grid[1]))
-        return linformer(q, k, v, projection, self.config.attn_drop if self.training else 0.0)
+        return linformer(q, k, v, projection, self.attn_drop)

@@ -57,7 +57,7 @@ def orthoformer_reference(q, k, v, *, num_landmarks):
 class Orthoformer(Attention):
     """Attention through orthogonal queries. Paper: 001 Table 3 'Orthoformer' (video)."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

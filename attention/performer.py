@@ -119,7 +119,7 @@ def performer_reference(q, k, v, omega, num_clamped=None, *, features="positive"
 class Performer(Attention):
     """Random feature attention over all tokens. Papers: 000, 001 'Performer', 'RFA'."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

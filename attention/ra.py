@@ -92,7 +92,7 @@ def ra_reference(q, k, v, noise, uniform=None, *, proposal="unbiased", hyperboli
 class Ra(Attention):
     """Randomized attention over all tokens. Paper: 001 'RA'."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

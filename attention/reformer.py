@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Grid, Site, init_linear, split_heads
+from attention.base import Attention, Grid, Site, init_linear, split_heads, split_prefix
 from attention.features import counter_normal, full_precision, full_type
 from attention.options import option
 from attention.ra import gather_keys
@@ -28,7 +28,8 @@ def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int
     """One softmax over the pairs of all rounds.
 
     Args:
-        q, k, v: (B, h, N, d). bucket: of every token in every round, (B, h, l, N) int64.
+        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries see prefix tokens.
+        bucket: of every token of the grid in every round, (B, h, l, N) int64.
         chunk_size: tokens c; N or more make one chunk. same_bucket: pairs must share a bucket, not only their chunks.
     Returns:
         (B, h, N, d), float32 at least.
@@ -36,6 +37,8 @@ def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int
     (*_, num_rounds, N), c = bucket.shape, min(chunk_size, q.shape[2])
     n = -(-N // c)
     bucket = F.pad(bucket, (0, n * c - N), value=2**31)  # padding sorts last
+    (k_prefix, k), (v_prefix, v) = split_prefix(k, N), split_prefix(v, N)
+    on_prefix = q.shape[-1] ** -0.5 * q @ k_prefix.mT
     q, k, v = (F.pad(x, (0, 0, 0, n * c - N)) for x in (q, k, v))
     order = bucket.argsort(dim=-1, stable=True)
     place = order.argsort(-1)  # (B, h, l, n*c)
@@ -52,8 +55,10 @@ def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int
     logits = logits.masked_fill(own[..., None] == seen[..., None, :], SELF_LOGIT)
     y = (logits.softmax(-1) @ gather_keys(v, seen)).flatten(3, 4)
     place = place[..., :N]
-    share = logits.logsumexp(-1).flatten(3).gather(3, place).softmax(2)[..., None]
-    return (share * y.gather(3, place[..., None].expand(*place.shape, y.shape[-1]))).sum(2)
+    log_mass = logits.logsumexp(-1).flatten(3).gather(3, place).mT  # (B, h, N, l)
+    of_round, of_prefix = torch.cat([log_mass, on_prefix], -1).softmax(-1).split([num_rounds, on_prefix.shape[-1]], -1)
+    y = y.gather(3, place[..., None].expand(*place.shape, y.shape[-1]))
+    return (of_round.mT[..., None] * y).sum(2) + of_prefix @ v_prefix
 
 
 def differences(code: Tensor, own: Tensor, seen: Tensor) -> Tensor:
@@ -97,8 +102,9 @@ def reformer_reference(q, k, v, bucket, *, chunk_size, same_bucket=False):
                 before = (chunk[n] - 1) % -(-N // c)
                 meet = chunk[m] in (chunk[n], before) and (buckets[n] == buckets[m] or not same_bucket)
                 visible[b, head, n, m] |= meet
-    logits = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
-    return logits.masked_fill(torch.eye(N, dtype=torch.bool), SELF_LOGIT).softmax(-1) @ v
+    P = k.shape[2] - N
+    logits = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~F.pad(visible, (P, 0), value=True), -torch.inf)
+    return logits.masked_fill(F.pad(torch.eye(N, dtype=torch.bool), (P, 0)), SELF_LOGIT).softmax(-1) @ v
 
 
 class Reformer(Attention):

@@ -45,7 +45,7 @@ def rfa_reference(q, k, v, omega, sigma):
 class Rfa(Attention):
     """Random features of unit queries and keys. Papers: 000 Table 5 'RFA' (language)."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -66,7 +66,7 @@ def same_cluster(q: Tensor, k: Tensor, direction: Tensor, size: int) -> Tensor:
 class Smyrf(Attention):
     """Attention within hashed clusters. Paper: 002 Table 1 'SMYRF'."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -87,5 +87,4 @@ class Smyrf(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         directions = self.draw(q) if self.training else self.directions
-        attn_drop = self.config.attn_drop if self.training else 0.0
-        return smyrf(q, k, v, directions, cluster_size=self.config.cluster_size, attn_drop=attn_drop).to(v.dtype)
+        return smyrf(q, k, v, directions, cluster_size=self.config.cluster_size, attn_drop=self.attn_drop).to(v.dtype)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Grid, Site, split_heads
+from attention.base import Attention, Grid, Site, split_heads, split_prefix
 from attention.options import option
 from attention.softmax import softmax
 
@@ -67,11 +67,12 @@ class Sra(Attention):
             nn.init.zeros_(self.sr.bias)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, N, C) -> queries (B, h, N, d); keys and values (B, h, N/R^2, d)."""
+        """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + N/R^2, d)."""
         if self.sr is None:
             return super().project(x, grid)
-        reduced = self.norm(sra(x, self.sr.weight, self.sr.bias, grid=grid))
-        return project_reduced(self.qkv, x, reduced, self.num_heads)
+        prefix, cells = split_prefix(x, grid[0] * grid[1])
+        reduced = self.norm(sra(cells, self.sr.weight, self.sr.bias, grid=grid))
+        return project_reduced(self.qkv, x, torch.cat([prefix, reduced], 1), self.num_heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        return softmax(q, k, v, self.config.attn_drop if self.training else 0.0)
+        return softmax(q, k, v, self.attn_drop)

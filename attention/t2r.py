@@ -41,7 +41,7 @@ def t2r_reference(q, k, v, weight, bias):
 class T2r(Attention):
     """Kernel attention with learned ReLU features. Papers: 000 Table 5 'T2R' (language)."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -38,7 +38,7 @@ def xca_reference(q, k, v, temperature, attn_drop=0.0):
 class Xca(Attention):
     """Softmax over channels. Papers: 001 Table 8 'XCIT'."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -49,4 +49,4 @@ class Xca(Attention):
         self.temperature = nn.Parameter(torch.ones(site.num_heads))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        return xca(q, k, v, self.temperature, self.config.attn_drop if self.training else 0.0).to(v.dtype)
+        return xca(q, k, v, self.temperature, self.attn_drop).to(v.dtype)
