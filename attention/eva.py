@@ -166,13 +166,13 @@ class Eva(Attention):
         groups = bins(area, bin_counts(c, area, "attention(eva).num_landmarks"), device, margin)
         return bins_outside(groups, cells, self.window, self.overlap) if partition == "mask" else groups
 
-    def proposal_mean(self, q: Tensor, k_tilde: Tensor, groups: Groups) -> Tensor:
+    def proposal_mean(self, q: Tensor, k_tilde: Tensor, groups: Groups, first: int) -> Tensor:
         """mu (B, h, G, c, d) in the scale of the features (eq. 28 and Table 8)."""
         kind = self.config.mu
         if kind == "zero":
             return torch.zeros_like(k_tilde)
         if kind == "trainable":
-            return scale(self.mu[:, None].expand_as(k_tilde))
+            return scale(self.mu[:, None, first : first + k_tilde.shape[3]].expand_as(k_tilde))
         q_tilde = self.landmark_q(group_mean(q, groups))
         return scale(self.config.mu_scale * (q_tilde + k_tilde if kind == "qk" else q_tilde))
 
@@ -187,10 +187,12 @@ class Eva(Attention):
             noise = mu.new_zeros(shape)
         return noise * (self.head_dim**-0.25 if self.config.noise == "released" else 1.0)
 
-    def landmarks(self, q: Tensor, k: Tensor, groups: Groups) -> tuple[Tensor, Tensor, Tensor]:
-        """k_tilde, mu (B, h, G, c, d) and samples omega (B, h, G, c, s, d) of groups of grid tokens (B, h, N, d)."""
+    def landmarks(self, q: Tensor, k: Tensor, groups: Groups, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """k_tilde, mu (B, h, G, c, d) and samples omega (B, h, G, c, s, d) of groups of grid tokens (B, h, N, d), the
+        `first` of which is that of the layer's groups.
+        """
         k_tilde = self.landmark_k(group_mean(k, groups))
-        mu = self.proposal_mean(q, k_tilde, groups)
+        mu = self.proposal_mean(q, k_tilde, groups, first)
         return k_tilde, mu, mu[..., None, :] + self.noise(mu)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:

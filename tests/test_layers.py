@@ -12,6 +12,7 @@ MECHANISM_HELPERS = {
     "base",
     "complement",
     "control_variates",
+    "decoding",
     "exact",
     "features",
     "hashing",
