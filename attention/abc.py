@@ -1,11 +1,12 @@
-"""ABC, attention with bounded-memory control (Peng et al., 2022; paper 001 Table 4), its learned MLP control.
+"""ABC (Peng et al. 2022, arXiv:2110.02488): keys and values written into c slots by a learned softmax.
 
-Keys and values are written into p slots, softmax attention reads them: with control weights Pi = softmax over tokens of
-a linear map of the input, p per head,
+Attention with bounded-memory control, its learned MLP control: softmax attention reads the slots, which control weights
+fill, Pi = softmax over tokens of a linear map of the input, c per head,
 
     k_hat = Pi k,   v_hat = Pi v,   y_n = softmax(q_n . k_hat / sqrt(d)) v_hat.
 
-Any number of tokens in any order. Cost: 4 N p C multiply-accumulates, and h p N C for the control.
+Any number of tokens in any order.
+Cost: (4 + h) N c C multiply-accumulates, h N c C of them for the control.
 """
 
 from dataclasses import dataclass

@@ -1,9 +1,9 @@
-"""Linformer (Wang et al., 2020): keys and values are projected from N tokens to p by learned matrices.
+"""Linformer (Wang et al. 2020, arXiv:2006.04768): keys and values projected from N tokens to c by learned matrices.
 
-    k_hat = P_1 k,   v_hat = P_2 v,   y_n = softmax(q_n . k_hat / sqrt(d)) v_hat,   P_1, P_2: p x N.
+    k_hat = P_1 k,   v_hat = P_2 v,   y_n = softmax(q_n . k_hat / sqrt(d)) v_hat,   P_1, P_2: c x N.
 
 The matrices belong to one grid; on another their columns, which are images, are resampled.
-Cost: 4 N p C multiply-accumulates; 2 N p parameters per layer, N p or h times as many as they are shared.
+Cost: 4 N c C multiply-accumulates; 2 N c parameters per layer, N c or h times as many as they are shared.
 """
 
 from dataclasses import dataclass

@@ -1,11 +1,12 @@
-"""Nystromformer (Xiong et al., 2021; papers 000 Table 2, 001 Table 8): attention by p landmarks and Nystrom's method.
+"""Nystromformer (Xiong et al. 2021, arXiv:2102.03902): c landmarks, a pseudo-inverse, a convolution of values.
 
-Landmarks q_bar, k_bar are means of p segments. With s = 1/sqrt(d),
+Landmarks q_bar, k_bar are means of c segments. Nystrom's method takes attention through them: with s = 1/sqrt(d),
 
     y = softmax(s q k_bar^T) A^+ softmax(s q_bar k^T) v + conv(v),   A = softmax(s q_bar k_bar^T),
 
 where A^+ comes from a few iterations that approach the inverse, and conv is a depthwise convolution over tokens, one
-filter per head. Cost: 4 N p C + h p^2 N multiply-accumulates, p^2 C + 4 h p^3 per iteration, and N C per filter tap.
+filter per head.
+Cost: 4 N c C + h N c^2 multiply-accumulates, c^2 C + 4 h c^3 per iteration, and N C per filter tap.
 """
 
 from dataclasses import dataclass
