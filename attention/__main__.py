@@ -18,7 +18,7 @@ DOCSTRING = re.compile(
 
 
 def table() -> str:
-    """One row per mechanism of `ATTENTION`: name, paper, idea, cost, and a configuration for ImageNet if there is one.
+    """One row per mechanism of `ATTENTION`: name, paper, idea, cost, and a configuration if there is one.
 
     Raises:
         ValueError: a mechanism's file does not begin as it should.

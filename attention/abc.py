@@ -21,7 +21,7 @@ from attention.softmax import softmax, softmax_reference
 
 
 def abc(q: Tensor, k: Tensor, v: Tensor, control: Tensor, attn_drop: float = 0.0) -> Tensor:
-    """Queries, keys, values (B, h, N, d) and logits of the control (B, h, N, p) -> (B, h, N, d)."""
+    """Queries, keys, values (B, h, N, d) and logits of the control (B, h, N, c) -> (B, h, N, d)."""
     weights = upcast(control).softmax(-2).to(v.dtype).mT
     return softmax(q, weights @ k, weights @ v, attn_drop)
 
@@ -43,7 +43,7 @@ class Abc(Attention):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_landmarks: int = option(49, "slots p per head", low=1)
+        num_landmarks: int = option(49, "slots c per head", low=1)
         attn_drop: float = option(0.0, "dropout rate of the attention weights over slots", low=0, high=1)
 
     def __init__(self, site: Site, config: Config):
@@ -52,7 +52,7 @@ class Abc(Attention):
         init_linear(self.control)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
-        """(B, N, C) -> queries, keys and values (B, h, N, d), logits of the control (B, h, N, p)."""
+        """(B, N, C) -> queries, keys and values (B, h, N, d), logits of the control (B, h, N, c)."""
         return *super().project(x, grid), *split_heads(self.control(x), 1, self.num_heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, control: Tensor, grid: Grid) -> Tensor:

@@ -25,10 +25,10 @@ def linformer(q: Tensor, k: Tensor, v: Tensor, projection: Tensor, attn_drop: fl
     """Queries, keys and values (B, h, N, d) -> (B, h, N, d).
 
     Args:
-        projection: (1 or 2, 1 or h, p, N): of keys and values, of heads.
+        projection: (1 or 2, 1 or h, c, N): of keys and values, of heads.
     """
     projection = projection.to(v.dtype).expand(2, v.shape[1], -1, -1)
-    k, v = (torch.einsum("hpn,bhnd->bhpd", p, x) for p, x in zip(projection, (k, v), strict=True))
+    k, v = (torch.einsum("hcn,bhnd->bhcd", p, x) for p, x in zip(projection, (k, v), strict=True))
     return softmax(q, k, v, attn_drop)
 
 
@@ -47,7 +47,7 @@ class Linformer(Attention):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_landmarks: int = option(49, "rows p of the projections", low=1)
+        num_landmarks: int = option(49, "rows c of the projections", low=1)
         sharing: Literal["heads", "kv", "none", "layers"] = option(
             "heads", "one projection for all heads; for keys and values too; none; for all layers of a grid too"
         )

@@ -40,7 +40,7 @@ def nystrom(
     """
     q_bar, k_bar = (group_mean(x, groups)[:, :, 0] for x in (q, k))
     inverse = pseudo_inverse((scale(q_bar) @ scale(k_bar).mT).softmax(-1), iterations)
-    # In the paper's order; (A^+ (softmax v)) would cost p^2 C in place of h p^2 N.
+    # In the paper's order; (A^+ (softmax v)) would cost c^2 C in place of h N c^2.
     y = ((scale(q) @ scale(k_bar).mT).softmax(-1) @ inverse) @ softmax(q_bar, k, v)
     if filters is None:
         return y
@@ -50,7 +50,7 @@ def nystrom(
 
 
 def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
-    """Approaches the inverse of square matrices (..., p, p) from their transpose, each scaled by its own norms."""
+    """Approaches the inverse of square matrices (..., c, c) from their transpose, each scaled by its own norms."""
     z = a.mT / (a.abs().sum(-1).amax(-1) * a.abs().sum(-2).amax(-1))[..., None, None]
     identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     for _ in range(iterations):
@@ -87,7 +87,7 @@ class Nystrom(Attention):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_landmarks: int = option(49, "segments p, one landmark each", low=1)
+        num_landmarks: int = option(49, "segments c, one landmark each", low=1)
         segments: Layout = option("2d", "rectangles of the grid, or chunks of the raster order")
         pinv_iterations: int = option(6, "iterations of the pseudo-inverse", low=1)
         conv: Literal["1d", "2d", "none"] = option("1d", "convolution of values: of the raster order, the grid, none")

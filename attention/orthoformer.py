@@ -61,7 +61,7 @@ class Orthoformer(Attention):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_landmarks: int = option(49, "queries p that are landmarks", low=1)
+        num_landmarks: int = option(49, "queries c that are landmarks", low=1)
 
     def __init__(self, site: Site, config: Config):
         super().__init__(site, config)
