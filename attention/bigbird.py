@@ -1,9 +1,9 @@
-"""BigBird (Zaheer et al., 2020): attention between blocks of tokens, in a sliding, a global and a random pattern.
+"""BigBird (Zaheer et al. 2020, arXiv:2007.14062): w sliding, g global and r random blocks of b tokens.
 
 Tokens form n blocks of b. A query block attends, in one softmax, to w neighbours in block order (itself among them), to
 g global blocks (the first and the last) and to r others, drawn once for every layer and head; global blocks attend to
 everything. Every key counts once.
-Cost: 2 (w + g + r) b N C multiply-accumulates, and 2 g b N C for the global rows. Linear in N.
+Cost: 2 N (w + 2 g + r) b C multiply-accumulates, 2 g b N C of them for the global rows. Linear in N.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Clustered attention (Vyas, Katharopoulos, Fleuret, 2020), plain and improved.
+"""Clustered attention (Vyas et al. 2020, arXiv:2007.04825): J clusters of queries attend at once, then on k top keys.
 
 Queries are clustered by the Hamming distance of their hash bits, and every cluster attends once, with the mean q_hat_j
 of its queries: A_j = softmax(q_hat_j . k / sqrt(d)). The improved form (i-clustered) lets each query redistribute the
@@ -6,7 +6,7 @@ mass m_hat_j that its cluster gives to its k likeliest keys T_j by weights of it
 
     y_n = m_hat_j sum_{T_j} softmax_{T_j}(q_n . k_m / sqrt(d)) v_m + sum_{m not in T_j} A_jm v_m,   j = cluster(n)
 
-Cost: bits N C for the hash, 2 J N C for J clusters, and 2 k N C improved; linear in N. The clustering counts bits.
+Cost: 2 N (J + k) C + bits N C multiply-accumulates, the last for the hash; linear in N. The clustering counts bits.
 """
 
 from dataclasses import dataclass

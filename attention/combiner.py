@@ -1,13 +1,14 @@
-"""Combiner (Ren et al., 2021), the variant Fixed with DeepSets-Max: full attention factorised over spans of tokens.
+"""Combiner (Ren et al. 2021, arXiv:2107.05768): own span of u tokens exactly, every other span by one summary.
 
-A query attends to the tokens of its own span, and to every other span as a whole: through a summary key k_bar_g that
-stands for the span in the softmax, and a span value v_bar_g that the span's summary query q_bar_g attends to
+The variant Fixed with DeepSets-Max: full attention factorised over spans of tokens. A query attends to the tokens of
+its own span, and to every other span as a whole: through a summary key k_bar_g that stands for the span in the softmax,
+and a span value v_bar_g that the span's summary query q_bar_g attends to
 
     y_n = [sum_own exp(l_nm) v_m + sum_{g != own} exp(q_n . k_bar_g / sqrt(d)) v_bar_g] / [the same without values]
     v_bar_g = sum_{m in g} softmax_m(q_bar_g . k_m / sqrt(d)) v_m,   q_bar_g = max_{m in g} ReLU(U q_m), likewise k_bar
 
 Its published code for both directions keeps the own span's summary beside its tokens; here nothing counts twice.
-Cost with spans of u tokens: 2 N u C + 2 N (N/u) C + 2 N C + 2 N C d multiply-accumulates; N^1.5 at u = sqrt(N).
+Cost: 2 N (u + N/u) C multiply-accumulates, and 2 N (1 + d) C for the summaries; N^1.5 at u = sqrt(N).
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""cosFormer (Qin et al., 2022): ReLU features, with weights that fall with distance,
+"""cosFormer (Qin et al. 2022, arXiv:2202.08791): ReLU features, with weights that fall with distance as a cosine.
 
     w_nm = ReLU(q_n) . ReLU(k_m) cos(pi (n - m) / 2N),
 

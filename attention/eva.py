@@ -1,6 +1,6 @@
-"""EVA: randomized attention with control variates (Zheng, Yuan, Wang, Kong, ICLR 2023; paper 000).
+"""EVA (Zheng et al. 2023, arXiv:2302.04542): a window exactly, and c groups of tokens by control variates.
 
-A query attends exactly to its local window E, and to C groups of tokens P_c through one summary each: a key k_tilde_c
+A query attends exactly to its local window E, and to c groups of tokens P_c through one summary each: a key k_tilde_c
 that stands for the group in the softmax, and a random-feature estimate beta_c of the group's average value (eq. 16,
 Algorithm 1):
 
@@ -9,9 +9,9 @@ Algorithm 1):
     beta_c = sum_{P_c} xi(k_m, omega_c) v_m / sum_{P_c} xi(k_m, omega_c)
     omega_c ~ N(mu_c, I),   mu_c = q_tilde_c + k_tilde_c
 
-With S > 1 samples beta depends on the query, by self-normalised importance weights over the samples. In causal
+With s > 1 samples beta depends on the query, by self-normalised importance weights over the samples. In causal
 attention (Algorithm 2) a query sees the earlier tokens of its block and the groups before it.
-Cost with S = 1: 2 N |E| D + 2 N C D + 2 N D + 2 C D d multiply-accumulates at D channels: linear in N.
+Cost: 2 N (|E| + c) C multiply-accumulates with s = 1, 2 N C more for beta and 2 c C d for the landmarks; linear in N.
 """
 
 from dataclasses import dataclass

@@ -1,13 +1,13 @@
-"""LARA, linear randomized attention (Zheng, Wang, Kong, ICML 2022; paper 001 section 4, appendix G.3, Algorithm 3).
+"""LARA (Zheng, Wang, Kong 2022, arXiv:2204.04667): randomized attention from c proposals that all queries share.
 
-Randomized attention needs samples of each query's own distribution. LARA draws omega_c from c proposals q_c that all
-queries share, each centred on one segment of the grid, and combines them for each query by self-normalised multiple
-importance sampling (eq. 10):
+Randomized attention needs samples of each query's own distribution. Linear randomized attention draws omega_c from c
+proposals q_c, each centred on one segment of the grid, and combines them for each query by self-normalised multiple
+importance sampling (section 4, eq. 10; appendix G.3, Algorithm 3):
 
     y_n = sum_c a'_nc xi(q_n, omega_c) sum_m xi(k_m, omega_c) v_m / the same without v_m,
     a'_nc = alpha_nc(omega_c) N(omega_c; 0, I) / q_c(omega_c),   sum_c alpha_nc = 1.
 
-Cost: 4 N c C multiply-accumulates, N c C more for query-specific alpha, and c^2 C for the densities; linear in N.
+Cost: 5 N c C multiply-accumulates, N c C of them for query-specific alpha, and c^2 C for the densities; linear in N.
 """
 
 import math

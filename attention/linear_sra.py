@@ -1,8 +1,9 @@
-"""Linear spatial-reduction attention (PVT-v2-Li, Wang et al., 2022): keys and values come from a grid of fixed size.
+"""Linear spatial-reduction attention (Wang et al. 2022, arXiv:2106.13797): keys and values from a grid of M bins.
 
 The grid is averaged to 7 x 7 bins, whatever its size; then a convolution 1 x 1, LayerNorm, GELU and softmax over the 49
 bins, in every stage of PVT-v2-Li (whose MLPs have a further ReLU: the model's `mlp_relu`).
-Cost: M C^2 for the convolution, 2 N M C for the softmax, less 2 (N - M) C^2 in the key/value projection; M = 49.
+Cost: M C^2 + 2 N M C multiply-accumulates, M = 49, the first for the convolution, less 2 (N - M) C^2 in the key/value
+projection.
 """
 
 from dataclasses import dataclass

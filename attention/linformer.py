@@ -1,9 +1,9 @@
-"""Linformer (Wang et al., 2020): keys and values are projected from N tokens to p by learned matrices.
+"""Linformer (Wang et al. 2020, arXiv:2006.04768): keys and values projected from N tokens to c by learned matrices.
 
-    k_hat = P_1 k,   v_hat = P_2 v,   y_n = softmax(q_n . k_hat / sqrt(d)) v_hat,   P_1, P_2: p x N.
+    k_hat = P_1 k,   v_hat = P_2 v,   y_n = softmax(q_n . k_hat / sqrt(d)) v_hat,   P_1, P_2: c x N.
 
 The matrices belong to one grid; on another their columns, which are images, are resampled.
-Cost: 4 N p C multiply-accumulates; 2 N p parameters per layer, N p or h times as many as they are shared.
+Cost: 4 N c C multiply-accumulates; 2 N c parameters per layer, N c or h times as many as they are shared.
 """
 
 from dataclasses import dataclass
@@ -25,12 +25,12 @@ def linformer(q: Tensor, k: Tensor, v: Tensor, projection: Tensor, attn_drop: fl
     """Queries (B, h, N, d), keys and values (B, h, P + N, d), prefix tokens as they are -> (B, h, N, d).
 
     Args:
-        projection: (1 or 2, 1 or h, p, N): of keys and values, of heads.
+        projection: (1 or 2, 1 or h, c, N): of keys and values, of heads.
     """
     projection, projected = projection.to(v.dtype).expand(2, v.shape[1], -1, -1), []
     for p, x in zip(projection, (k, v), strict=True):
         prefix, cells = split_prefix(x, q.shape[2])
-        projected.append(torch.cat([prefix, torch.einsum("hpn,bhnd->bhpd", p, cells)], 2))
+        projected.append(torch.cat([prefix, torch.einsum("hcn,bhnd->bhcd", p, cells)], 2))
     return softmax(q, *projected, attn_drop)
 
 
@@ -51,7 +51,7 @@ class Linformer(Attention):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_landmarks: int = option(49, "rows p of the projections", low=1)
+        num_landmarks: int = option(49, "rows c of the projections", low=1)
         sharing: Literal["heads", "kv", "none", "layers"] = option(
             "heads", "one projection for all heads; for keys and values too; none; for all layers of a grid too"
         )

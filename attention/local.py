@@ -1,7 +1,8 @@
-"""Local attention (Child et al., 2019; paper 000 appendix E.1): each query attends to the keys of its own window.
+"""Local attention (Child et al. 2019, arXiv:1904.10509): softmax within windows, with a relative position bias.
 
 Windows are w x w cells (or 1-D blocks of w tokens in raster order), not overlapping by default; with `overlap` e a
-window's keys reach e cells beyond it on every side: |E| = (w + 2e)^2. Exact within the window, blind beyond.
+window's keys reach e cells beyond it on every side: |E| = (w + 2e)^2. Exact within the window, blind beyond. The
+baseline 'Local' of EVA (appendix E.1).
 Cost: 2 N |E| C multiply-accumulates.
 """
 

@@ -1,10 +1,10 @@
-"""Longformer (Beltagy, Peters, Cohan, 2020): a sliding band of keys, and a few global tokens.
+"""Longformer (Beltagy et al. 2020, arXiv:2004.05150): a sliding band of w keys, and g global tokens.
 
 A query attends, in one softmax, to the tokens within rho of it (in raster order, or in rows and columns: the window of
-Vision Longformer, Zhang et al., 2021) and to g global tokens, which themselves attend to everything. The global tokens
+Vision Longformer, Zhang et al. 2021) and to g global tokens, which themselves attend to everything. The global tokens
 are the central cells of g equal parts of the grid.
-Cost: 2 (w + g) N C multiply-accumulates by definition, w = 2 rho + 1 keys (w^2 in two dimensions), and 2 g N C for the
-global rows. The band is computed in tiles of rho queries a side, so that w becomes 3 rho. Linear in N.
+Cost: 2 N (w + 2 g) C multiply-accumulates by definition, w = 2 rho + 1 keys (w^2 in two dimensions), 2 N g C of them
+for the global rows. The band is computed in tiles of rho queries a side, so that w becomes 3 rho. Linear in N.
 """
 
 import copy

@@ -1,11 +1,12 @@
-"""Nystromformer (Xiong et al., 2021; papers 000 Table 2, 001 Table 8): attention by p landmarks and Nystrom's method.
+"""Nystromformer (Xiong et al. 2021, arXiv:2102.03902): c landmarks, a pseudo-inverse, a convolution of values.
 
-Landmarks q_bar, k_bar are means of p segments. With s = 1/sqrt(d),
+Landmarks q_bar, k_bar are means of c segments. Nystrom's method takes attention through them: with s = 1/sqrt(d),
 
     y = softmax(s q k_bar^T) A^+ softmax(s q_bar k^T) v + conv(v),   A = softmax(s q_bar k_bar^T),
 
 where A^+ comes from a few iterations that approach the inverse, and conv is a depthwise convolution over tokens, one
-filter per head. Cost: 4 N p C + h p^2 N multiply-accumulates, p^2 C + 4 h p^3 per iteration, and N C per filter tap.
+filter per head.
+Cost: 4 N c C + h N c^2 multiply-accumulates, c^2 C + 4 h c^3 per iteration, and N C per filter tap.
 """
 
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ def nystrom(
     (_, k_grid), (_, v_grid) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     q_bar, k_bar = (group_mean(x, groups)[:, :, 0] for x in (q, k_grid))
     inverse = pseudo_inverse((scale(q_bar) @ scale(k_bar).mT).softmax(-1), iterations)
-    # In the paper's order; (A^+ (softmax v)) would cost p^2 C in place of h p^2 N.
+    # In the paper's order; (A^+ (softmax v)) would cost c^2 C in place of h N c^2.
     y = ((scale(q) @ scale(k_bar).mT).softmax(-1) @ inverse) @ softmax(q_bar, k, v)
     if filters is None:
         return y
@@ -51,7 +52,7 @@ def nystrom(
 
 
 def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
-    """Approaches the inverse of square matrices (..., p, p) from their transpose, each scaled by its own norms."""
+    """Approaches the inverse of square matrices (..., c, c) from their transpose, each scaled by its own norms."""
     z = a.mT / (a.abs().sum(-1).amax(-1) * a.abs().sum(-2).amax(-1))[..., None, None]
     identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     for _ in range(iterations):
@@ -89,7 +90,7 @@ class Nystrom(Attention):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_landmarks: int = option(49, "segments p, one landmark each", low=1)
+        num_landmarks: int = option(49, "segments c, one landmark each", low=1)
         segments: Layout = option("2d", "rectangles of the grid, or chunks of the raster order")
         pinv_iterations: int = option(6, "iterations of the pseudo-inverse", low=1)
         conv: Literal["1d", "2d", "none"] = option("1d", "convolution of values: of the raster order, the grid, none")

@@ -1,10 +1,11 @@
-"""Random feature attention, or Performer (Choromanski et al., 2021; Peng et al., 2021; papers 000 and 001, 'RFA').
+"""Performer (Choromanski et al. 2021, arXiv:2009.14794): s random features of the exponential kernel.
 
-The exponential kernel is estimated at samples omega_s ~ N(0, I) that all queries share,
+Also called random feature attention, 'RFA' in EVA and LARA (after Peng et al. 2021, whose own features are `rfa`). The
+kernel is estimated at samples omega_s ~ N(0, I) that all queries share,
 
     exp(q . k) = E xi(q, omega) xi(k, omega),   xi(x, omega) = exp(omega . x - ||x||^2 / 2),
 
-so that sums over keys are taken once (paper 001 eq. 2). Unbiased for the kernel; biased, but consistent, for attention.
+so that sums over keys are taken once (LARA eq. 2). Unbiased for the kernel; biased, but consistent, for attention.
 Cost: 4 N s C multiply-accumulates (hyperbolic and trigonometric features: 6 N s C); linear in N.
 """
 

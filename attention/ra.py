@@ -1,11 +1,10 @@
-"""Randomized attention (Zheng, Wang, Kong, ICML 2022; paper 001 section 3, Algorithm 1).
+"""Randomized attention (Zheng, Wang, Kong 2022, arXiv:2204.04667): an unbiased estimate, from s samples for each query.
 
 Softmax attention is the mean of a random-feature average of values, y_n = E f_n(omega), with omega drawn for each query
 from a mixture of Gaussians p_n = sum_m pi_nm N(q_n + k_m, I), pi_n = softmax(q_n . k): sampling it gives an unbiased
-estimate of the whole of softmax attention, not only of its kernel. The biased variant replaces the random key by its
-mean (eq. 31).
-
-Cost at s samples: (2 + s) N^2 C multiply-accumulates unbiased, (3 + s) N^2 C biased, (1 + s) N^2 C with the mean key.
+estimate of the whole of softmax attention, not only of its kernel (section 3, Algorithm 1). The biased variant replaces
+the random key by its mean (eq. 31).
+Cost: (2 + s) N^2 C multiply-accumulates unbiased, (3 + s) N^2 C biased, (1 + s) N^2 C with the mean key.
 """
 
 from dataclasses import dataclass

@@ -1,10 +1,10 @@
-"""Reformer (Kitaev, Kaiser, Levskaya, 2020): attention among tokens that fall into the same bucket of a hash.
+"""Reformer (Kitaev et al. 2020, arXiv:2001.04451): chunks of c tokens sorted by hash, l rounds, queries being keys.
 
 Queries and keys share one projection, k_n = q_n / |q_n|. Each of l rounds hashes them by random rotations, sorts tokens
 by bucket and cuts the order into chunks of c; a chunk attends to itself and to the chunk before it, the first to the
 last. The rounds together are one softmax over the union of their pairs: a pair that r rounds hold weighs 1/r in each. A
 token attends to itself only where nothing else is visible.
-Cost: 4 l c N C multiply-accumulates, l N^2 C / c for the hash up to N = c^2, a sort, and N C^2 less in the
+Cost: 4 l N c C multiply-accumulates, l N^2 C / c for the hash up to N = c^2, a sort, and N C^2 less in the
 projections. Linear in N, but for the sort and the hash.
 """
 

@@ -1,14 +1,13 @@
-"""Scatterbrain (Chen et al., 2021; paper 002, paper 000 appendix G, eq. 30): exact on a sparse support, random features
-elsewhere.
+"""Scatterbrain (Chen et al. 2021, arXiv:2110.15343): exact on a sparse support, s random features elsewhere.
 
     y_n = sum_m A_nm v_m / sum_m A_nm,   A_nm = exp(q_n . k_m / sqrt(d)) on the support, phi(q_n) . phi(k_m) off it
 
-The support is a query's window, or the clusters that SMYRF's hash finds for it. The matrix A is unbiased, its rows'
-normalisation is not. With windows that do not overlap, the sums off the support are merged from those of the other
-windows, so that nothing cancels; otherwise the support's part is subtracted from the sums over all tokens.
-
-Cost at s samples: 4 N s C + 2 N |E| C multiply-accumulates, N s C more with subtraction; with r rounds of clusters of c
-tokens 4 N s C + 2 r N c C + r N c s h + 2 r N (d + 2) h. Linear in N.
+The support is a query's window (EVA appendix G, eq. 30), or the clusters that SMYRF's hash finds for it. The matrix A
+is unbiased, its rows' normalisation is not. With windows that do not overlap, the sums off the support are merged from
+those of the other windows, so that nothing cancels; otherwise the support's part is subtracted from the sums over all
+tokens.
+Cost: 4 N s C + 2 N |E| C multiply-accumulates, N s C more with subtraction; with r rounds of clusters of c tokens
+4 N s C + 2 r N c C + r N c s h + 2 r N (d + 2) h. Linear in N.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""SMYRF (Daras et al., 2020): softmax attention within clusters that an asymmetric locality-sensitive hash finds.
+"""SMYRF (Daras et al. 2020, arXiv:2010.05315): softmax within clusters of c tokens that hashing finds, in r rounds.
 
 Queries and keys are put on one sphere where near means a large product, projected on a random direction, sorted, and
 cut into clusters of equal size; the i-th cluster of queries attends to the i-th of keys. Rounds with other directions
@@ -6,8 +6,8 @@ are weighed by their normalisers Lambda:
 
     y_n = sum_r softmax_r(Lambda_nr) o_nr,   o_nr = softmax over the keys of n's cluster in round r.
 
-A pair that meets in two rounds counts twice. Cost with clusters of c tokens: 2 r N c C + 2 r N (d + 2) h
-multiply-accumulates, and a sort.
+A pair that meets in two rounds counts twice.
+Cost: 2 r N c C multiply-accumulates, 2 r N (d + 2) h for the hash, and a sort.
 """
 
 from dataclasses import dataclass

@@ -1,7 +1,9 @@
-"""Softmax attention (Vaswani et al., 2017): y_n = sum_m softmax_m(q_n . k_m / sqrt(d)) v_m, through the fused kernels
-of torch.
+"""Softmax attention (Vaswani et al. 2017, arXiv:1706.03762): every query attends to every key, exactly.
 
-Exact; the reference of every limit. Cost: 2 N^2 C multiply-accumulates.
+    y_n = sum_m softmax_m(q_n . k_m / sqrt(d)) v_m,
+
+through the fused kernels of torch. The reference of every limit.
+Cost: 2 N^2 C multiply-accumulates.
 """
 
 from dataclasses import dataclass

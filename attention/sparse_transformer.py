@@ -1,9 +1,9 @@
-"""Sparse Transformer, fixed pattern (Child, Gray, Radford, Sutskever, 2019), for both directions.
+"""Sparse Transformer (Child et al. 2019, arXiv:1904.10509): own block of b tokens, and the last c of every other.
 
-Tokens in raster order form blocks of b; the last c positions of a block, n mod b >= b - c, summarise it. A query
-attends, in one softmax, to its own block and to the summary positions of every other block. Child et al. split the two
-sets over heads or layers and mask the future; this is their union.
-Cost: 2 (b + (N/b - 1) c) N C multiply-accumulates: N^2 / b at fixed b, N^1.5 where b is a row of the grid.
+The fixed pattern, for both directions. Tokens in raster order form blocks of b; the last c positions of a block,
+n mod b >= b - c, summarise it. A query attends, in one softmax, to its own block and to the summary positions of every
+other block. Child et al. split the two sets over heads or layers and mask the future; this is their union.
+Cost: 2 N (b + (N/b - 1) c) C multiply-accumulates: N^2 / b at fixed b, N^1.5 where b is a row of the grid.
 """
 
 from dataclasses import dataclass

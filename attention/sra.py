@@ -1,8 +1,9 @@
-"""Spatial-reduction attention (PVT-v2, Wang et al., 2021): keys and values come from a grid shrunk R times.
+"""Spatial-reduction attention (Wang et al. 2022, arXiv:2106.13797): keys and values from a grid shrunk R times.
 
-The reduction is a convolution R x R of stride R followed by LayerNorm; then softmax over N / R^2 keys. The
-convolutional baseline of papers 000 and 001 (49 keys: R = 8, 4, 2 in PVT-v2's first three stages at 224 pixels).
-Cost: N C^2 for the convolution, 2 N^2 C / R^2 for the softmax, less 2 (N - N/R^2) C^2 in the key/value projection.
+The reduction of PVT-v2 is a convolution R x R of stride R followed by LayerNorm; then softmax over N / R^2 keys. The
+convolutional baseline of EVA and LARA (49 keys: R = 8, 4, 2 in PVT-v2's first three stages at 224 pixels).
+Cost: N C^2 + 2 N^2 C / R^2 multiply-accumulates, the first for the convolution, less 2 (N - N/R^2) C^2 in the key/value
+projection.
 """
 
 from dataclasses import dataclass

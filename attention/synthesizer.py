@@ -1,10 +1,12 @@
-"""Synthesizer, factorised random (Tay et al., 2021; paper 003): attention weights that no input changes.
+"""Synthesizer (Tay et al. 2021, arXiv:2005.00743): learned attention weights that no input changes.
+
+The factorised random variant,
 
     y = softmax(R_1 R_2^T) v,   R_1, R_2: N x p for every head, learned.
 
 There are no queries and keys, and no projections of them. The factors belong to one grid, and to prefix tokens, which
 have places of their own; on another grid their rows are resampled.
-Cost: N^2 C + h p N^2 multiply-accumulates, the second once per batch, less 2 N C^2 of the projections.
+Cost: N^2 C multiply-accumulates, and h p N^2 once per batch, less 2 N C^2 of the projections.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""T2R (Kasai et al., 2021, "Finetuning pretrained transformers into RNNs"; paper 000 Table 5): learned kernel features,
+"""T2R (Kasai et al. 2021, arXiv:2103.13076): m learned ReLU features, for a pretrained transformer made linear.
 
     phi(x) = ReLU(W x + b),   W: d -> m,
 

@@ -1,13 +1,14 @@
-"""Transformer-LS, or Long-Short (Zhu et al., 2021): a window exactly, and all tokens through r learned averages.
+"""Transformer-LS (Zhu et al. 2021, arXiv:2107.02192): a window exactly, and all tokens by r learned averages.
 
 Each head compresses its keys and values by r weightings of the tokens that depend on the input; a query attends to
-these and to its window under one softmax:
+these (long) and to its window (short) under one softmax:
 
     k_bar = Pi k, v_bar = Pi v,   Pi = softmax over tokens of Linear(x)
     y_n = [sum_window exp(l_nm) v_m + sum_j exp(q_n . k_bar_j / sqrt(d)) v_bar_j] / [the same without values]
 
 Both kinds of keys and values are normalised over all channels, by a LayerNorm for each kind (DualLN): their sizes
-differ otherwise. Cost: r h N C + 4 r N C + 2 N |E| C multiply-accumulates, linear in N.
+differ otherwise.
+Cost: 2 N |E| C + (4 + h) N r C multiply-accumulates, h N r C of them for Linear; linear in N.
 """
 
 from dataclasses import dataclass

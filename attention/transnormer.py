@@ -1,13 +1,12 @@
-"""TransNormer (Qin et al., 2022, "The devil in linear transformer"; paper 003): local attention, then linear attention
-without a normaliser.
+"""TransNormer (Qin et al. 2022, arXiv:2210.10340): windows, in later layers linear attention without a normaliser.
 
 The first half of the layers, DiagAttention, attends within windows: softmax (t2), or ReLU weights and RMSNorm (t1,
-Zhang et al., 2021). The second half, NormAttention, is
+Zhang et al. 2021). The second half, NormAttention, is
 
     y = RMSNorm(phi(q) (phi(k)^T v)),   phi = elu + 1 (t2) or elu (t1),
 
 without the scale and without the sum of weights, by which linear attention divides and its gradients grow unbounded.
-Cost: 2 N |E| C multiply-accumulates in a Diag layer, 2 N d C in a Norm layer; linear in N. C parameters per RMSNorm.
+Cost: 2 N |E| C or 2 N d C multiply-accumulates, in a Diag or a Norm layer; linear in N. C parameters per RMSNorm.
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Cross-covariance attention of XCiT (El-Nouby et al., 2021; paper 001 Table 8, 'XCIT'): channels attend to channels.
+"""Cross-covariance attention (El-Nouby et al. 2021, arXiv:2106.09681): channels attend to channels.
 
 Each channel of queries and keys is a unit vector over the N tokens; their d x d products, times a learned temperature
 per head, pass a softmax and mix the channels of every token's values. No weight depends on a pair of tokens, so there
