@@ -14,7 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, Grid, Site
-from attention.features import counter_uniform, upcast
+from attention.draws import counter_uniform
+from attention.features import upcast
 from attention.local import raster
 from attention.options import option
 from attention.softmax import softmax

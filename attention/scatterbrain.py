@@ -20,8 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, Grid, Site
+from attention.draws import Draws, gaussian
 from attention.eva import xi
-from attention.features import Draws, full_precision, gaussian, log_features, scale
+from attention.features import full_precision, log_features, scale
 from attention.hashing import cluster_ids, cluster_mask, from_clusters, hash_clusters, to_clusters
 from attention.local import exact_logits, exact_set, mix_with_exact, raster, window_geometry
 from attention.options import option

@@ -8,7 +8,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {path.stem for path in ROOT.glob("*.py")}
-MECHANISM_HELPERS = {"base", "features", "hashing", "landmarks", "options", "position", "resampling", "windows"}
+MECHANISM_HELPERS = {
+    *("base", "draws", "features", "hashing", "landmarks", "options", "position", "proposals", "resampling", "windows"),
+}
 MODELS_MAY_TAKE = {"Attention", "AttentionFactory", "Grid", "OptionError", "Site", "option", "nearest", "parse_options"}
 ALLOWED = {
     "attention": {"torch", "attention"},
