@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, Grid, Site, split_prefix
+from attention.draws import counter_uniform
 from attention.exact import mix, prefix_part, raster
-from attention.features import counter_uniform, upcast
+from attention.features import upcast
 from attention.options import option
 from attention.softmax import softmax
 from attention.windows import count_windows, from_windows, to_windows, window_mask

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from attention.base import Attention, Grid, Site
 from attention.features import full_precision, full_type, scale
+from attention.landmarks import gather_tokens
 from attention.options import option
-from attention.ra import gather_keys
 
 
 @full_precision
@@ -39,8 +39,8 @@ def clustered(q: Tensor, k: Tensor, v: Tensor, cluster: Tensor, *, num_clusters:
     mass, top = attn.topk(min(num_top_keys, k.shape[2]), -1)
     rest = (attn.scatter(-1, top, 0.0) @ v).gather(2, wide)
     top = top.gather(2, members.expand(-1, -1, -1, top.shape[-1]))  # (B, h, N, k)
-    weights = (s * q[..., None, :] @ gather_keys(k, top).mT).softmax(-1)
-    on_top = (weights @ gather_keys(v, top))[..., 0, :]
+    weights = (s * q[..., None, :] @ gather_tokens(k, top).mT).softmax(-1)
+    on_top = (weights @ gather_tokens(v, top))[..., 0, :]
     return mass.sum(-1, keepdim=True).gather(2, members) * on_top + rest
 
 

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.base import Attention, Grid, Site, init_linear, split_heads, split_prefix
-from attention.features import counter_normal, full_precision, full_type
+from attention.draws import counter_normal
+from attention.features import full_precision, full_type
+from attention.landmarks import gather_tokens
 from attention.options import option
-from attention.ra import gather_keys
 
 SELF_LOGIT = -5e4
 
@@ -49,11 +50,11 @@ def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int
         met += [((differences(place[:, :, r] // c, own, seen) % n) <= 1) & (seen < N)[..., None, :]]
         if same_bucket:
             met[r] &= differences(bucket[:, :, r], own, seen) == 0
-    logits = q.shape[-1] ** -0.5 * gather_keys(q, own) @ gather_keys(k, seen).mT
+    logits = q.shape[-1] ** -0.5 * gather_tokens(q, own) @ gather_tokens(k, seen).mT
     logits = logits - torch.stack(met).sum(0).to(logits.dtype).log()
     logits = logits.masked_fill(~torch.stack([met[r][:, :, r] for r in range(num_rounds)], 2), -torch.inf)
     logits = logits.masked_fill(own[..., None] == seen[..., None, :], SELF_LOGIT)
-    y = (logits.softmax(-1) @ gather_keys(v, seen)).flatten(3, 4)
+    y = (logits.softmax(-1) @ gather_tokens(v, seen)).flatten(3, 4)
     place = place[..., :N]
     log_mass = logits.logsumexp(-1).flatten(3).gather(3, place).mT  # (B, h, N, l)
     of_round, of_prefix = torch.cat([log_mass, on_prefix], -1).softmax(-1).split([num_rounds, on_prefix.shape[-1]], -1)

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.base import Attention, Grid, Site
-from attention.features import full_precision, gaussian, linear_attention
+from attention.draws import gaussian
+from attention.features import full_precision, linear_attention, trigonometric
 from attention.options import option
-from attention.performer import trigonometric
 
 
 @full_precision

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from attention.base import Attention, Grid, Site, split_prefix
 from attention.complement import Complement, merge_others, subtract
+from attention.draws import Draws, gaussian
 from attention.exact import exact_set, exact_window, joint_softmax, seen_exactly, window_options
-from attention.features import Draws, full_precision, gaussian, log_features, phi, scale
+from attention.features import full_precision, log_features, phi, scale
 from attention.options import option
 from attention.position import BiasKind
 from attention.scatterbrain_lsh import scatterbrain_lsh

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, Grid, Site
-from attention.features import full_precision, gaussian
+from attention.draws import gaussian
+from attention.features import full_precision
 from attention.hashing import cluster_mask, from_clusters, hash_clusters, to_clusters
 from attention.options import option
 

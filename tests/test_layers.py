@@ -9,18 +9,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {path.stem for path in ROOT.glob("*.py")}
 MECHANISM_HELPERS = {
-    "base",
-    "complement",
-    "control_variates",
-    "decoding",
-    "exact",
-    "features",
-    "hashing",
-    "landmarks",
-    "options",
-    "position",
-    "resampling",
-    "windows",
+    *("base", "complement", "control_variates", "decoding", "draws", "exact", "features", "hashing", "landmarks"),
+    *("options", "position", "proposals", "resampling", "windows"),
 }
 MODELS_MAY_TAKE = {"Attention", "AttentionFactory", "Grid", "OptionError", "Site", "option", "nearest", "parse_options"}
 ALLOWED = {
