@@ -56,7 +56,7 @@ class Attention(nn.Module):
     order_free: ClassVar[bool] = False
     """Whether the mechanism ignores token order, so that prefix tokens are ordinary tokens to it."""
     num_projections: ClassVar[int] = 3
-    """How many of queries, keys and values `qkv` makes: 1 where there are only values."""
+    """How many of queries, keys and values `qkv` makes: 2 where keys are queries, 1 where there are only values."""
 
     def __init__(self, site: Site, config: Any):
         super().__init__()

@@ -11,7 +11,6 @@ from torch import Tensor
 from attention import ATTENTION, Attention, OptionError, create_attention
 from cases import CASES, HEAD_DIM, HEADS, B, Case
 
-OWN_PROJECTIONS = {"reformer"}  # one projection for queries and keys
 FP64, FP64_GRADIENT, FP32_RMS, BF16_RMS = 1e-9, 1e-8, 1e-5, 1e-2
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -177,7 +176,7 @@ def test_every_mechanism_has_a_case():
     assert {case.name for case in CASES} == set(ATTENTION)
 
 
-@pytest.mark.parametrize("name", sorted(set(ATTENTION) - OWN_PROJECTIONS))
+@pytest.mark.parametrize("name", ATTENTION)
 def test_stock_projections(name):
     """timm's names for the projections, so that published softmax weights load into any mechanism."""
     attn = create_attention(name, dim=192, num_heads=3, grid=(14, 14))
