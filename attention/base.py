@@ -60,7 +60,7 @@ class Attention(nn.Module):
     to all tokens by softmax, every token of the grid sees them, and windows, landmarks and places are the grid's alone.
     """
     num_projections: ClassVar[int] = 3
-    """How many of queries, keys and values `qkv` makes: 1 where there are only values."""
+    """How many of queries, keys and values `qkv` makes: 2 where keys are queries, 1 where there are only values."""
 
     def __init__(self, site: Site, config: Any):
         super().__init__()

@@ -21,7 +21,7 @@ from attention.sra import project_reduced
 def linear_sra(x: Tensor, weight: Tensor, bias: Tensor, *, grid: Grid, pool_size: int) -> Tensor:
     """Averages tokens (B, N, C) over bins, then convolves by `weight` (C, C, 1, 1): (B, pool_size^2, C).
 
-    Bins have the edges floor(i*H/pool_size), ceil((i+1)*H/pool_size): all of one size, overlapping where need be.
+    Bins have the edges floor(i*H/pool_size), ceil((i+1)*H/pool_size): where these are no integers, bins overlap.
     """
     image = F.adaptive_avg_pool2d(x.mT.unflatten(2, grid), pool_size)
     return F.conv2d(image, weight, bias).flatten(2).mT

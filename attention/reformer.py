@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from attention.base import Attention, Grid, Site, init_linear, split_heads, split_prefix
+from attention.base import Attention, Grid, Site, split_prefix
 from attention.draws import counter_normal
 from attention.features import full_precision, full_type
 from attention.landmarks import gather_tokens
@@ -111,6 +111,8 @@ def reformer_reference(q, k, v, bucket, *, chunk_size, same_bucket=False):
 class Reformer(Attention):
     """Attention by rounds of hashing. Papers: 000 Table 3, 001 Table 9, 002 Table 2, 003 'Reformer'."""
 
+    num_projections = 2
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         chunk_size: int = option(49, "tokens c of a chunk, which sees 2c keys; N / c chunks, 2N / c buckets", low=1)
@@ -119,14 +121,11 @@ class Reformer(Attention):
 
     def __init__(self, site: Site, config: Config):
         super().__init__(site, config)
-        del self.qkv
-        self.qv = nn.Linear(site.dim, 2 * site.dim, bias=site.qkv_bias)
-        init_linear(self.qv)
         self.register_buffer("eval_seed", torch.randint(2**32, ()))
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
         """(B, N, C) -> queries, the same as unit keys, and values, each (B, h, N, d)."""
-        q, v = split_heads(self.qv(x), 2, self.num_heads)
+        q, v = super().project(x, grid)
         return q, F.normalize(q, dim=-1, eps=1e-6), v
 
     def rotations(self, q: Tensor) -> list[Tensor]:

@@ -67,18 +67,23 @@ class SparseTransformer(Attention):
 
     def __init__(self, site: Site, config: Config):
         super().__init__(site, config)
-        (H, W), block = site.grid, config.block_size or site.grid[1]
+        (H, W), block = site.grid, self.block_size(site.grid)
         if block > H * W:
             self.refuse("block_size", block, f"larger than the {H * W} tokens of the {H}x{W} grid; at most {H * W}")
-        if config.num_summary > block:
-            self.refuse("num_summary", config.num_summary, f"a block has {block} tokens; at most {block}")
+
+    def block_size(self, grid: Grid) -> int:
+        """Tokens b of a block on this grid; refuses one of fewer than its summary positions."""
+        block, num_summary = self.config.block_size or grid[1], self.config.num_summary
+        if num_summary > block:
+            self.refuse("num_summary", num_summary, f"a block has {block} tokens; at most {block}")
+        return block
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return sparse_transformer(
             q,
             k,
             v,
-            block_size=self.config.block_size or grid[1],
+            block_size=self.block_size(grid),
             num_summary=self.config.num_summary,
             attn_drop=self.attn_drop,
         )

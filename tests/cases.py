@@ -40,9 +40,8 @@ class Case:
     def build(self, dtype: torch.dtype = torch.float64, seed: int = 0, **site: Any) -> Attention:
         """The layer with `seed`ed weights; position biases and norms are moved off their trivial start."""
         torch.manual_seed(seed)
-        attn = create_attention(
-            self.name, dim=HEADS * HEAD_DIM, num_heads=HEADS, grid=self.grid, **(self.options | site)
-        ).to(dtype)
+        place = {"dim": HEADS * HEAD_DIM, "num_heads": HEADS, "grid": self.grid}
+        attn = create_attention(self.name, **(place | self.options | site)).to(dtype)
         with torch.no_grad():
             for parameter in attn.parameters():
                 parameter.add_(0.25 * torch.randn_like(parameter))
