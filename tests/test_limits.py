@@ -317,7 +317,7 @@ def test_empty_groups_are_ignored():
     assert_equal(eva_of(q, k, v, groups, grid, (2, 2), mu=mu, omega=omega), expected)
 
 
-# Symmetries (spec 10)
+# Symmetries (spec 10; permutations: test_symmetry.py)
 
 
 def layer(name: str, grid, **options):
@@ -341,27 +341,6 @@ def test_transposing_the_grid_commutes(name, options, grid):
     flip = x.view(B, H, W, -1).transpose(1, 2).flatten(1, 2)
     y_flip = layer(name, (W, H), **options)(flip, (W, H))
     assert_equal(y_flip.view(B, W, H, -1).transpose(1, 2).flatten(1, 2), y)
-
-
-@every_grid
-def test_permutation_equivariance_of_softmax(grid):
-    attn, x = layer("softmax", grid), draw(B, grid[0] * grid[1], h * d)
-    order = torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(0))
-    assert_equal(attn(x[:, order], grid), attn(x, grid)[:, order])
-
-
-@pytest.mark.parametrize("name", ["local", "eva"])
-def test_permutations_within_window_and_group_commute(name):
-    """Window = group = 2x2: tokens may be exchanged inside a window; with position bias they may not."""
-    grid, options = (6, 4), {"num_landmarks": 6} if name == "eva" else {}
-    x = draw(B, 24, h * d)
-    order = torch.arange(24)
-    order[[0, 1, 4, 5]] = torch.tensor([5, 0, 1, 4])
-    for bias, commutes in (("none", True), ("table", False)):
-        attn = layer(name, grid, window_size=2, position_bias=bias, **options)
-        if bias == "table":
-            torch.nn.init.normal_(attn.position_bias.table)
-        assert torch.allclose(attn(x[:, order], grid), attn(x, grid)[:, order], atol=1e-10) == commutes
 
 
 def test_activation_checkpointing_replays_the_noise():
