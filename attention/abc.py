@@ -37,7 +37,7 @@ def abc_reference(q, k, v, control, attn_drop=0.0):
 
 
 class Abc(Attention):
-    """Softmax over learned slots. Papers: 001 Table 4 'ABC'."""
+    """Softmax over learned slots. Papers: LARA Table 4 'ABC'."""
 
     plain_prefix = True
 

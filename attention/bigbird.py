@@ -103,7 +103,7 @@ def bigbird_reference(q, k, v, blocks, *, grid, block, num_global, attn_drop=0.0
 
 
 class BigBird(Attention):
-    """Sliding, global and random blocks of keys. Papers: 001 Table 9, 003 'BigBird'."""
+    """Sliding, global and random blocks of keys. Papers: LARA Table 9."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

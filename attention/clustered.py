@@ -96,7 +96,7 @@ def popcount(x: Tensor) -> Tensor:
 
 
 class Clustered(Attention):
-    """Clusters of queries attend at once; improved on their likeliest keys. Paper: 003 'ClusterAttn'."""
+    """Clusters of queries attend at once; improved on their likeliest keys."""
 
     plain_prefix = True
 

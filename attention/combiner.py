@@ -81,7 +81,7 @@ def combiner_reference(q, k, v, q_bar, k_bar, bias=None, *, attn_drop=0.0, **win
 
 
 class Combiner(Attention):
-    """Own span exactly, other spans by summaries. Papers: 000 Tables 2, 3, 15 'Combiner'."""
+    """Own span exactly, other spans by summaries. Papers: EVA Tables 2, 3, 15 'Combiner'."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -1,5 +1,5 @@
 """Groups of tokens that queries see through one summary each: a landmark in the softmax, and a random-feature estimate
-of the group's average value (EVA; paper 000 eq. 16, appendix C).
+of the group's average value (EVA, Zheng et al., 2023, eq. 16, appendix C).
 """
 
 import math

@@ -92,7 +92,7 @@ def eva_reference(
 
 
 class Eva(Attention):
-    """Exact window plus control variates for groups. Papers: 000 Tables 1-3, 6 (|E| and C), 8 (all other options)."""
+    """Exact window plus control variates for groups. Papers: EVA Tables 1-3, 6 (|E| and C), 8 (all other options)."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

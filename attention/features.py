@@ -1,7 +1,7 @@
 """Features of kernels, and the attention that they make linear in the number of tokens.
 
 Random features of the exponential kernel are kept as logarithms. With xi(x, omega) = exp(omega . x - ||x||^2 / 2) and
-omega ~ N(0, I), E[xi(x, omega) xi(y, omega)] = exp(x . y) (Choromanski et al., 2021; papers 000 and 001, eq. 1).
+omega ~ N(0, I), E[xi(x, omega) xi(y, omega)] = exp(x . y) (Choromanski et al., 2021; EVA's and LARA's papers, eq. 1).
 Queries and keys come to them scaled by d^(-1/4) each (`scale`): the variance of the estimate depends on ||q + k||, so
 that the softmax scale cannot be put on one side only.
 """
@@ -66,7 +66,7 @@ def phi(x: Tensor, omega: Tensor) -> Tensor:
 def mix_features(log_q: Tensor, log_k: Tensor, v: Tensor) -> Tensor:
     """Ratio of sums sum_sm exp(log_q_ns + log_k_sm) v_m / sum_sm exp(log_q_ns + log_k_sm), as two nested softmaxes.
 
-    It equals paper 001 eq. 2 and 10 exactly, needs no epsilon and cannot overflow.
+    It equals LARA paper eq. 2 and 10 exactly, needs no epsilon and cannot overflow.
 
     Args:
         log_q: (..., N, s), up to a constant per query. log_k: (..., s, M). v: (..., M, d).
@@ -80,7 +80,7 @@ def mix_features(log_q: Tensor, log_k: Tensor, v: Tensor) -> Tensor:
 def random_feature_attention(
     q: Tensor, k: Tensor, v: Tensor, omega: Tensor, log_weight: Tensor | float = 0.0
 ) -> Tensor:
-    """Self-normalised estimate of attention from samples that all queries share (paper 001 eq. 2; with weights eq. 10).
+    """Self-normalised estimate of attention from samples that all queries share (LARA paper eq. 2, eq. 10).
 
     Args:
         q, k: scaled queries (..., N, d) and keys (..., M, d). v: (..., M, d). omega: (..., s, d).

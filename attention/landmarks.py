@@ -122,8 +122,8 @@ def group_mean(x: Tensor, groups: Groups) -> Tensor:
 
 
 class LandmarkTransform(nn.Module):
-    """Trainable map of group means to landmarks: LayerNorm(Linear(x)), or Linear alone (paper 000 eq. 26; paper 001
-    app. H). Its width is that of a head, which all heads share, or of all heads' channels together.
+    """Trainable map of group means to landmarks: LayerNorm(Linear(x)), or Linear alone (EVA paper eq. 26; LARA
+    paper app. H). Its width is that of a head, which all heads share, or of all heads' channels together.
     """
 
     def __init__(self, width: int, norm: bool = True):

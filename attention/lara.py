@@ -41,7 +41,7 @@ def lara(
     weighting: Weighting = "decoupled",
     beta: float = 2.0,
 ) -> Tensor:
-    """Self-normalised multiple importance sampling with shared proposals (paper 001 eq. 10).
+    """Self-normalised multiple importance sampling with shared proposals (LARA paper eq. 10).
 
     Args:
         q, k, v: (B, h, N, d). q_bar, k_bar: landmarks (B, h, c, d); k_bar acts with the pool proposals.
@@ -63,7 +63,7 @@ def lara(
 def lara_reference(
     q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mixed", weighting="decoupled", beta=2.0
 ):
-    """`lara` by paper 001, Algorithm 3: densities and ratios of sums, one sample at a time."""
+    """`lara` by the paper's Algorithm 3: densities and ratios of sums, one sample at a time."""
     q, k, q_bar = (x * x.shape[-1] ** -0.25 for x in (q, k, q_bar))
     B, h, C, d = q_bar.shape
     if proposal in POOLED:
@@ -98,7 +98,7 @@ def lara_reference(
 
 
 class Lara(Attention):
-    """Linear randomized attention over segments of the grid. Paper: 001 'LARA'."""
+    """Linear randomized attention over segments of the grid."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

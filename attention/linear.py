@@ -28,7 +28,7 @@ def linear_reference(q, k, v):
 
 
 class Linear(Attention):
-    """Kernel attention with the features elu + 1. Papers: 000 Table 5 'ELU' (language)."""
+    """Kernel attention with the features elu + 1. Papers: EVA Table 5 'ELU' (language)."""
 
     plain_prefix = True
 

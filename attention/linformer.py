@@ -47,7 +47,7 @@ def linformer_reference(q, k, v, projection, attn_drop=0.0):
 
 
 class Linformer(Attention):
-    """Softmax over learned linear combinations of tokens. Papers: 000 Table 3, 001 Table 8 'Linformer'."""
+    """Softmax over learned linear combinations of tokens. Papers: EVA Table 3, LARA Table 8 'Linformer'."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -37,7 +37,7 @@ def local_reference(q, k, v, bias=None, *, attn_drop=0.0, **windows):
 
 
 class Local(Attention):
-    """Attention within windows, with a learned relative position bias. Papers: 000 Tables 1-3 'Local'."""
+    """Attention within windows, with a learned relative position bias. Papers: EVA Tables 1-3 'Local'."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -92,7 +92,7 @@ def longformer_reference(q, k, v, q_global=None, k_global=None, v_global=None, *
 
 
 class Longformer(Attention):
-    """A band of keys and global cells. Paper: 003 'Longformer'."""
+    """A band of keys and global cells."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

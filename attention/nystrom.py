@@ -86,7 +86,7 @@ def nystrom_reference(q, k, v, filters=None, *, groups, grid, iterations):
 
 
 class Nystrom(Attention):
-    """Attention through segment means. Papers: 000 Table 2, 001 Table 8 'Nystromformer'."""
+    """Attention through segment means. Papers: EVA Table 2, LARA Table 8 'Nystromformer'."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

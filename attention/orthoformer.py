@@ -55,7 +55,7 @@ def orthoformer_reference(q, k, v, *, num_landmarks):
 
 
 class Orthoformer(Attention):
-    """Attention through orthogonal queries. Paper: 001 Table 3 'Orthoformer' (video)."""
+    """Attention through orthogonal queries. Paper: LARA Table 3 'Orthoformer' (video)."""
 
     plain_prefix = True
 

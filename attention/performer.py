@@ -45,7 +45,7 @@ def performer(
     Args:
         q, k, v: (B, h, N, d). omega: samples (h, s, d).
         num_clamped: int64 scalar; the number of normalisers below their floor, or negative, is added to it.
-        features: positive, hyperbolic: paper 001 appendix C. trigonometric: sines and cosines; a normaliser can be
+        features: positive, hyperbolic: LARA paper appendix C. trigonometric: sines and cosines; a normaliser can be
             negative, its magnitude is kept above 1e-6. relu: ReLU(s^(-1/2) omega . x) + 1e-3, no estimate of softmax.
             favorp: positive features as the papers' released code has them, with 1e-4 added and normalisers above 1e-2.
     Returns:
@@ -90,7 +90,7 @@ def performer_reference(q, k, v, omega, num_clamped=None, *, features="positive"
 
 
 class Performer(Attention):
-    """Random feature attention over all tokens. Papers: 000, 001 'Performer', 'RFA'."""
+    """Random feature attention over all tokens. Papers: EVA and LARA 'Performer', 'RFA'."""
 
     plain_prefix = True
 

@@ -1,4 +1,4 @@
-"""Proposal distributions of randomized attention, and what samples of several of them weigh (paper 001 sections 3, 4).
+"""Proposal distributions of randomized attention, and what samples of several of them weigh (LARA paper sections 3, 4).
 
 A proposal q_c lies about q_bar_c and the keys that q_bar_c attends to. Queries and keys come here scaled, as to
 `attention.features`.

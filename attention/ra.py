@@ -34,7 +34,7 @@ def ra(
     proposal: Proposal = "unbiased",
     hyperbolic: bool = False,
 ) -> Tensor:
-    """Mean over samples of f_n(omega) (paper 001 eq. 6), omega = q'_n + key + noise.
+    """Mean over samples of f_n(omega) (LARA paper eq. 6), omega = q'_n + key + noise.
 
     Args:
         q, k, v: (B, h, N, d). noise: Gaussian part of omega, broadcast to (B, h, N, s, d).
@@ -60,7 +60,7 @@ def ra(
 
 
 def ra_reference(q, k, v, noise, uniform=None, *, proposal="unbiased", hyperbolic=False):
-    """`ra` by paper 001, Algorithm 1."""
+    """`ra` by the paper's Algorithm 1."""
     (B, h, N, d), y = q.shape, []
     q, k = q * d**-0.25, k * d**-0.25
     noise = noise.expand(B, h, N, -1, d)
@@ -85,7 +85,7 @@ def ra_reference(q, k, v, noise, uniform=None, *, proposal="unbiased", hyperboli
 
 
 class Ra(Attention):
-    """Randomized attention over all tokens. Paper: 001 'RA'."""
+    """Randomized attention over all tokens."""
 
     plain_prefix = True
 

@@ -83,7 +83,7 @@ def hash_buckets(q: Tensor, *rotations: Tensor) -> Tensor:
 
 
 def rotation_counts(num_chunks: int, chunk_size: int) -> tuple[int, ...]:
-    """s/2 of each set of rotations for about s = 2 n buckets, n chunks of c tokens (paper 003: one set up to n = c)."""
+    """s/2 of each set of rotations for about s = 2 n buckets, n chunks of c tokens (one set up to n = c)."""
     if num_chunks <= chunk_size:
         return (num_chunks,)
     first = math.ceil((num_chunks / 2) ** 0.5)
@@ -109,7 +109,7 @@ def reformer_reference(q, k, v, bucket, *, chunk_size, same_bucket=False):
 
 
 class Reformer(Attention):
-    """Attention by rounds of hashing. Papers: 000 Table 3, 001 Table 9, 002 Table 2, 003 'Reformer'."""
+    """Attention by rounds of hashing. Papers: EVA Table 3, LARA Table 9, Scatterbrain Table 2."""
 
     num_projections = 2
 

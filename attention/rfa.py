@@ -44,7 +44,7 @@ def rfa_reference(q, k, v, omega, sigma):
 
 
 class Rfa(Attention):
-    """Random features of unit queries and keys. Papers: 000 Table 5 'RFA' (language)."""
+    """Random features of unit queries and keys. Papers: EVA Table 5 'RFA' (language)."""
 
     plain_prefix = True
 

@@ -84,7 +84,7 @@ def scatterbrain_reference(q, k, v, omega, bias=None, *, complement="merge", **w
 
 
 class Scatterbrain(Attention):
-    """Sparse exact attention over random features. Papers: 002; 000 Tables 2, 15 'Scatterbrain' (windows)."""
+    """Sparse exact attention over random features. Papers: EVA Tables 2, 15 'Scatterbrain' (windows)."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

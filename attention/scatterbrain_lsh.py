@@ -1,4 +1,4 @@
-"""Scatterbrain with a support that hashing finds (Chen et al., 2021; paper 002): SMYRF's clusters exactly, random
+"""Scatterbrain with a support that hashing finds (Chen et al., 2021): SMYRF's clusters exactly, random
 features elsewhere. The option `support: lsh` of `scatterbrain`.
 
 A pair that meets in several rounds counts once, so that the support is the union of all rounds' clusters. Its part of

@@ -65,7 +65,7 @@ def same_cluster(q: Tensor, k: Tensor, direction: Tensor, size: int) -> Tensor:
 
 
 class Smyrf(Attention):
-    """Attention within hashed clusters. Paper: 002 Table 1 'SMYRF'."""
+    """Attention within hashed clusters. Paper: Scatterbrain Table 1 'SMYRF'."""
 
     plain_prefix = True
 

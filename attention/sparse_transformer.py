@@ -57,7 +57,7 @@ def sparse_transformer_reference(q, k, v, *, block_size, num_summary, attn_drop=
 
 
 class SparseTransformer(Attention):
-    """A query's own block and the last tokens of every block. Paper: 003 'SparseTrans'."""
+    """A query's own block and the last tokens of every block."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -46,7 +46,7 @@ def project_reduced(qkv: nn.Linear, x: Tensor, reduced: Tensor, num_heads: int) 
 
 
 class Sra(Attention):
-    """Softmax over a grid reduced by a strided convolution. Papers: 000 Table 1, 001 Tables 2 and 8 'SRA'."""
+    """Softmax over a grid reduced by a strided convolution. Papers: EVA Table 1, LARA Tables 2 and 8 'SRA'."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -38,7 +38,7 @@ def synthesizer_reference(r_1, r_2, v, attn_drop=0.0):
 
 
 class Synthesizer(Attention):
-    """Learned weights between places, the same for every image. Paper: 003 'Synthesizer'."""
+    """Learned weights between places, the same for every image."""
 
     plain_prefix = True
     num_projections = 1

@@ -39,7 +39,7 @@ def t2r_reference(q, k, v, weight, bias):
 
 
 class T2r(Attention):
-    """Kernel attention with learned ReLU features. Papers: 000 Table 5 'T2R' (language)."""
+    """Kernel attention with learned ReLU features. Papers: EVA Table 5 'T2R' (language)."""
 
     plain_prefix = True
 

@@ -84,7 +84,7 @@ def transformer_ls_reference(q, k, v, slots, norm_weight=None, norm_bias=None, b
 
 
 class TransformerLs(Attention):
-    """A window and dynamic projections of all tokens. Papers: 000 Tables 2, 3, 15 'Long-Short', 'Transformer-LS'."""
+    """A window and dynamic projections of all tokens. Papers: EVA Tables 2, 3, 15 'Long-Short', 'Transformer-LS'."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -92,7 +92,7 @@ class TransformerLs(Attention):
         window_size: int = option(7, "side of the window in cells; block length where layout is 1d; 0: none", low=0)
         layout: Literal["2d", "1d"] = option("2d", "square windows of the grid, or blocks of the raster order")
         overlap: int = option(
-            0, "cells by which a window's keys reach beyond it; w // 2 in Zhu et al., 0 in paper 000", low=0
+            0, "cells by which a window's keys reach beyond it; w // 2 in Zhu et al., 0 in EVA's paper", low=0
         )
         dual_norm: bool = option(True, "LayerNorm of keys and values, and another one of their averages")
         position_bias: BiasKind = option("table", "relative position bias inside the window")

@@ -72,7 +72,7 @@ def rms_norm_reference(y, gain, norm):
 
 
 class Transnormer(Attention):
-    """Windows in the first half of the layers, linear attention in the second. Papers: 003 'TransNormer'."""
+    """Windows in the first half of the layers, linear attention in the second."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

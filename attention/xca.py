@@ -36,7 +36,7 @@ def xca_reference(q, k, v, temperature, attn_drop=0.0):
 
 
 class Xca(Attention):
-    """Softmax over channels. Papers: 001 Table 8 'XCIT'."""
+    """Softmax over channels. Papers: LARA Table 8 'XCIT'."""
 
     plain_prefix = True
 

@@ -75,7 +75,7 @@ def test_one_proposal_per_query_without_normalisation_is_randomized_attention():
 
 
 def test_a_single_proposal_compares_queries_with_their_mean():
-    """Paper 001, Table 10: y_n = sum_s softmax_s(omega_s . (q_n - q_bar)) F_s."""
+    """LARA paper, Table 10: y_n = sum_s softmax_s(omega_s . (q_n - q_bar)) F_s."""
     q_bar, noise, uniform = Q.mean(2, keepdim=True), draw(2, 2, 1, 5, D, seed=8), torch.rand(2, 2, 1, 5).double()
     pi = (scale(q_bar) @ scale(K).mT).softmax(-1)
     z = (pi.cumsum(-1) <= uniform.mT).sum(-1)
