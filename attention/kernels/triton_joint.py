@@ -1,0 +1,520 @@
+"""The joint softmax of exact windows and landmarks that all queries share, fused into Triton kernels. Experimental.
+
+Queries, keys and values are read where the projection left them: a program finds the tokens of its window by index
+arithmetic, adds the position bias, and keeps a running softmax (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et
+al. 2022, arXiv:2205.14135) over the exact keys and then the landmarks. Saved for the backward pass: the output and one
+log-sum-exp per query; the weights are computed again from them.
+
+Four kernels make the gradients, each summing in registers what it owns, so that they are deterministic: dq by windows
+of queries, dk and dv by windows of keys (over the neighbours whose extended windows reach them), those of the landmarks
+by landmark over all queries, that of the bias by pair of cells over all images and windows. The last two split their
+sums into as many parts as keep a GPU busy.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.base import Grid, split_prefix
+from attention.exact import seen_exactly
+from attention.windows import count_windows
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+PROGRAMS = 1024
+"""How many programs sums over images are parted into: a few for every multiprocessor."""
+
+
+class Sizes(NamedTuple):
+    """What a kernel is compiled for: head width, window and overlap along (y, x), block lengths, precision of fp32."""
+
+    d: int
+    block_d: int
+    rows: int
+    columns: int
+    above: int
+    beside: int
+    block_q: int
+    block_k: int
+    block_c: int
+    precision: str
+
+
+@triton.jit
+def _dot(a, b, S: tl.constexpr):
+    """a @ b summed in fp32. Triton's interpreter holds bf16 as integers, which must not be multiplied."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision=S.precision)
+
+
+@triton.jit
+def _tile(x, batch, head, index, valid, S: tl.constexpr):
+    """Pointers and mask of tokens `index` of x = (pointer, strides of B, h and N): (t, block_d)."""
+    column = tl.arange(0, S.block_d)
+    start = x[0] + batch.to(tl.int64) * x[1] + head.to(tl.int64) * x[2]
+    return start + index[:, None].to(tl.int64) * x[3] + column, valid[:, None] & (column < S.d)
+
+
+@triton.jit
+def _load(x, batch, head, index, valid, dtype, S: tl.constexpr):
+    pointers, mask = _tile(x, batch, head, index, valid, S)
+    return tl.load(pointers, mask, other=0.0).to(dtype)
+
+
+@triton.jit
+def _store(x, batch, head, index, valid, value, S: tl.constexpr):
+    pointers, mask = _tile(x, batch, head, index, valid, S)
+    tl.store(pointers, value.to(x[0].dtype.element_ty), mask)
+
+
+@triton.jit
+def _window_program(blocks, h, H, W, S: tl.constexpr):
+    """(block, head, window (y, x), batch) of a program; programs of near tokens are neighbours."""
+    program, down, across = tl.program_id(0), tl.cdiv(H, S.rows), tl.cdiv(W, S.columns)
+    window = program // blocks // h % (down * across)
+    place = program % blocks, program // blocks % h, (window // across, window % across)
+    return *place, program // blocks // h // (down * across)
+
+
+@triton.jit
+def _cells(place, window, H, W, above: tl.constexpr, beside: tl.constexpr, S: tl.constexpr):
+    """Row and column on the grid of places in window (y, x) grown by (above, beside), and which lie in the grid."""
+    width: tl.constexpr = S.columns + 2 * beside
+    y = window[0] * S.rows - above + place // width
+    x = window[1] * S.columns - beside + place % width
+    inside = (place < (S.rows + 2 * above) * width) & (y >= 0) & (y < H) & (x >= 0) & (x < W)
+    return y, x, inside
+
+
+@triton.jit
+def _bias(bias, head, query, key, valid, S: tl.constexpr):
+    """Bias (h, w, e) of head at places of queries and keys, broadcast to (q, k)."""
+    w: tl.constexpr = S.rows * S.columns
+    e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
+    return tl.load(bias + (head * w + query) * e + key, valid & (query < w), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _accumulate(state, logits, values, S: tl.constexpr):
+    """Running softmax: state (largest logit, sum of weights, sum of weighted values) of queries."""
+    largest, total, y = state
+    new = tl.maximum(largest, tl.max(logits, 1))
+    shift = tl.where(new == float("-inf"), 0.0, new)  # nothing seen yet
+    weight, decay = tl.exp(logits - shift[:, None]), tl.exp(largest - shift)
+    y = y * decay[:, None] + _dot(weight.to(values.dtype), values, S)
+    return new, total * decay + tl.sum(weight, 1), y
+
+
+@triton.jit
+def _exact_logits(q, k, bias, head, query, key, seen, scale, S: tl.constexpr):
+    """Logits of queries on exact keys, at these places of the window; -inf where not seen: (q, k)."""
+    logits = _dot(q, tl.trans(k), S) * scale
+    if bias is not None:
+        logits += _bias(bias, head, query[:, None], key, seen, S)
+    return tl.where(seen, logits, float("-inf"))
+
+
+@triton.jit
+def _landmark_logits(q, k_tilde, log_count, landmark, num_landmarks, scale, S: tl.constexpr):
+    """Logits of queries on landmarks, -inf beyond their number: (q, c)."""
+    logits, seen = _dot(q, tl.trans(k_tilde), S) * scale, landmark < num_landmarks
+    if log_count is not None:
+        logits += tl.load(log_count + landmark, seen, other=0.0)
+    return tl.where(seen, logits, float("-inf"))
+
+
+@triton.jit
+def _gradient(logits, values, dy, lse, delta, S: tl.constexpr):
+    """Weights, and the gradient of the logits."""
+    weight = tl.exp(logits - lse[:, None])
+    return weight, weight * (_dot(dy, tl.trans(values), S) - delta[:, None])
+
+
+@triton.jit
+def _per_query(x, batch, head, index, valid, h, N, other):
+    """Numbers of queries from x (B, h, N); `other` where not valid."""
+    return tl.load(x + (batch.to(tl.int64) * h + head) * N + index, valid, other=other)
+
+
+@triton.jit
+def _forward(q, k, v, bias, k_tilde, beta, log_count, y, lse, h, H, W, num_landmarks, scale, S: tl.constexpr):
+    """A block of one window's queries: their output y and log-sum-exp lse."""
+    e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
+    blocks: tl.constexpr = (S.rows * S.columns + S.block_q - 1) // S.block_q
+    block, head, window, batch = _window_program(blocks, h, H, W, S)
+    dtype = q[0].dtype.element_ty
+
+    query = block * S.block_q + tl.arange(0, S.block_q)
+    row, column, valid = _cells(query, window, H, W, 0, 0, S)
+    index = row * W + column
+    queries = _load(q, batch, head, index, valid, dtype, S)
+    largest = tl.full([S.block_q], float("-inf"), tl.float32)
+    state = (largest, tl.zeros_like(largest), tl.zeros([S.block_q, S.block_d], tl.float32))
+    for start in range(0, e, S.block_k):
+        place = start + tl.arange(0, S.block_k)
+        row, column, seen = _cells(place, window, H, W, S.above, S.beside, S)
+        keys = _load(k, batch, head, row * W + column, seen, dtype, S)
+        logits = _exact_logits(queries, keys, bias, head, query, place, seen[None], scale, S)
+        state = _accumulate(state, logits, _load(v, batch, head, row * W + column, seen, dtype, S), S)
+    if k_tilde is not None:
+        for start in range(0, num_landmarks, S.block_c):
+            landmark = start + tl.arange(0, S.block_c)
+            keys = _load(k_tilde, batch, head, landmark, landmark < num_landmarks, dtype, S)
+            logits = _landmark_logits(queries, keys, log_count, landmark, num_landmarks, scale, S)
+            values = _load(beta, batch, head, landmark, landmark < num_landmarks, dtype, S)
+            state = _accumulate(state, logits, values, S)
+    largest, total, output = state
+    _store(y, batch, head, index, valid, output / total[:, None], S)
+    tl.store(lse + (batch.to(tl.int64) * h + head) * H * W + index, largest + tl.log(total), valid)
+
+
+@triton.jit
+def _query_gradient(
+    q, k, v, bias, k_tilde, beta, log_count, y, dy, lse, delta, dq, h, H, W, num_landmarks, scale, S: tl.constexpr
+):
+    """A block of one window's queries: their gradient dq, and delta = y . dy, which the other kernels need."""
+    e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
+    blocks: tl.constexpr = (S.rows * S.columns + S.block_q - 1) // S.block_q
+    block, head, window, batch = _window_program(blocks, h, H, W, S)
+    dtype = q[0].dtype.element_ty
+
+    query = block * S.block_q + tl.arange(0, S.block_q)
+    row, column, valid = _cells(query, window, H, W, 0, 0, S)
+    index = row * W + column
+    queries = _load(q, batch, head, index, valid, dtype, S)
+    gradient = _load(dy, batch, head, index, valid, dtype, S)
+    output = _load(y, batch, head, index, valid, tl.float32, S)
+    normaliser = _per_query(lse, batch, head, index, valid, h, H * W, float("inf"))
+    shift = tl.sum(output * gradient.to(tl.float32), 1)
+    tl.store(delta + (batch.to(tl.int64) * h + head) * H * W + index, shift, valid)
+    total = tl.zeros([S.block_q, S.block_d], tl.float32)
+    for start in range(0, e, S.block_k):
+        place = start + tl.arange(0, S.block_k)
+        row, column, seen = _cells(place, window, H, W, S.above, S.beside, S)
+        keys = _load(k, batch, head, row * W + column, seen, dtype, S)
+        values = _load(v, batch, head, row * W + column, seen, dtype, S)
+        logits = _exact_logits(queries, keys, bias, head, query, place, seen[None], scale, S)
+        _, d_logits = _gradient(logits, values, gradient, normaliser, shift, S)
+        total += _dot(d_logits.to(dtype), keys, S)
+    if k_tilde is not None:
+        for start in range(0, num_landmarks, S.block_c):
+            landmark = start + tl.arange(0, S.block_c)
+            keys = _load(k_tilde, batch, head, landmark, landmark < num_landmarks, dtype, S)
+            values = _load(beta, batch, head, landmark, landmark < num_landmarks, dtype, S)
+            logits = _landmark_logits(queries, keys, log_count, landmark, num_landmarks, scale, S)
+            _, d_logits = _gradient(logits, values, gradient, normaliser, shift, S)
+            total += _dot(d_logits.to(dtype), keys, S)
+    _store(dq, batch, head, index, valid, total * scale, S)
+
+
+@triton.jit
+def _key_gradient(q, k, v, bias, dy, lse, delta, dk, dv, h, H, W, scale, S: tl.constexpr):
+    """A block of one window's keys: dk and dv, over the queries of all windows that see them."""
+    w: tl.constexpr = S.rows * S.columns
+    blocks: tl.constexpr = (w + S.block_k - 1) // S.block_k
+    far_y: tl.constexpr = (S.above + S.rows - 1) // S.rows
+    far_x: tl.constexpr = (S.beside + S.columns - 1) // S.columns
+    block, head, window, batch = _window_program(blocks, h, H, W, S)
+    dtype = q[0].dtype.element_ty
+
+    place = block * S.block_k + tl.arange(0, S.block_k)
+    row, column, valid = _cells(place, window, H, W, 0, 0, S)
+    keys = _load(k, batch, head, row * W + column, valid, dtype, S)
+    values = _load(v, batch, head, row * W + column, valid, dtype, S)
+    d_keys = tl.zeros([S.block_k, S.block_d], tl.float32)
+    d_values = tl.zeros([S.block_k, S.block_d], tl.float32)
+    for neighbour in range((2 * far_y + 1) * (2 * far_x + 1)):
+        window_y = window[0] + neighbour // (2 * far_x + 1) - far_y
+        window_x = window[1] + neighbour % (2 * far_x + 1) - far_x
+        # The keys' places in the neighbour, grown by the overlap.
+        y, x = row - window_y * S.rows + S.above, column - window_x * S.columns + S.beside
+        seen = valid & (y >= 0) & (y < S.rows + 2 * S.above) & (x >= 0) & (x < S.columns + 2 * S.beside)
+        for start in range(0, w, S.block_q):
+            query = start + tl.arange(0, S.block_q)
+            query_row, query_column, there = _cells(query, (window_y, window_x), H, W, 0, 0, S)
+            index = query_row * W + query_column
+            queries = _load(q, batch, head, index, there, dtype, S)
+            gradient = _load(dy, batch, head, index, there, dtype, S)
+            normaliser = _per_query(lse, batch, head, index, there, h, H * W, float("inf"))
+            shift = _per_query(delta, batch, head, index, there, h, H * W, 0.0)
+            key = y * (S.columns + 2 * S.beside) + x
+            logits = _exact_logits(queries, keys, bias, head, query, key, seen[None], scale, S)
+            weight, d_logits = _gradient(logits, values, gradient, normaliser, shift, S)
+            d_keys += _dot(tl.trans(d_logits.to(dtype)), queries, S)
+            d_values += _dot(tl.trans(weight.to(dtype)), gradient, S)
+    _store(dk, batch, head, row * W + column, valid, d_keys * scale, S)
+    _store(dv, batch, head, row * W + column, valid, d_values, S)
+
+
+@triton.jit
+def _landmark_gradient(
+    q, k_tilde, beta, log_count, dy, lse, delta, dk_tilde, dbeta, h, N, num_landmarks, scale, S: tl.constexpr
+):
+    """A block of landmarks and every `parts`-th block of queries: their share of dk_tilde and dbeta."""
+    blocks, dtype = tl.cdiv(num_landmarks, S.block_c), q[0].dtype.element_ty
+    program, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    block, head, batch = program % blocks, program // blocks % h, program // blocks // h
+
+    landmark = block * S.block_c + tl.arange(0, S.block_c)
+    real = landmark < num_landmarks
+    keys = _load(k_tilde, batch, head, landmark, real, dtype, S)
+    values = _load(beta, batch, head, landmark, real, dtype, S)
+    d_keys = tl.zeros([S.block_c, S.block_d], tl.float32)
+    d_values = tl.zeros([S.block_c, S.block_d], tl.float32)
+    for start in range(part * S.block_q, N, parts * S.block_q):
+        index = start + tl.arange(0, S.block_q)
+        valid = index < N
+        queries = _load(q, batch, head, index, valid, dtype, S)
+        gradient = _load(dy, batch, head, index, valid, dtype, S)
+        normaliser = _per_query(lse, batch, head, index, valid, h, N, float("inf"))
+        shift = _per_query(delta, batch, head, index, valid, h, N, 0.0)
+        logits = _landmark_logits(queries, keys, log_count, landmark, num_landmarks, scale, S)
+        weight, d_logits = _gradient(logits, values, gradient, normaliser, shift, S)
+        d_keys += _dot(tl.trans(d_logits.to(dtype)), queries, S)
+        d_values += _dot(tl.trans(weight.to(dtype)), gradient, S)
+    row = part * num_landmarks + landmark
+    _store(dk_tilde, batch, head, row, real, d_keys * scale, S)
+    _store(dbeta, batch, head, row, real, d_values, S)
+
+
+@triton.jit
+def _bias_gradient(q, k, v, bias, dy, lse, delta, dbias, batches, h, H, W, scale, S: tl.constexpr):
+    """A block of pairs of cells and every `parts`-th window of all images: their share of dbias."""
+    w: tl.constexpr = S.rows * S.columns
+    e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
+    blocks: tl.constexpr = (w + S.block_q - 1) // S.block_q
+    program, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    down, across, dtype = tl.cdiv(H, S.rows), tl.cdiv(W, S.columns), q[0].dtype.element_ty
+    head = program % h
+
+    query = program // h % blocks * S.block_q + tl.arange(0, S.block_q)
+    place = program // h // blocks * S.block_k + tl.arange(0, S.block_k)
+    total = tl.zeros([S.block_q, S.block_k], tl.float32)
+    for i in range(part, batches * down * across, parts):
+        batch, window = i // (down * across), (i // across % down, i % across)
+        row, column, valid = _cells(query, window, H, W, 0, 0, S)
+        index = row * W + column
+        queries = _load(q, batch, head, index, valid, dtype, S)
+        gradient = _load(dy, batch, head, index, valid, dtype, S)
+        normaliser = _per_query(lse, batch, head, index, valid, h, H * W, float("inf"))
+        shift = _per_query(delta, batch, head, index, valid, h, H * W, 0.0)
+        row, column, seen = _cells(place, window, H, W, S.above, S.beside, S)
+        keys = _load(k, batch, head, row * W + column, seen, dtype, S)
+        values = _load(v, batch, head, row * W + column, seen, dtype, S)
+        logits = _exact_logits(queries, keys, bias, head, query, place, seen[None], scale, S)
+        total += _gradient(logits, values, gradient, normaliser, shift, S)[1]
+    pointers = dbias + ((part * h + head) * w + query[:, None]) * e + place
+    tl.store(pointers, total, (query < w)[:, None] & (place < e))
+
+
+def _view(x: Tensor | None) -> tuple[Tensor, int, int, int] | None:
+    """(..., B, h, N, d) as a kernel takes it: pointer, strides of B, h and N."""
+    return None if x is None else (x, *x.stride()[-4:-1])
+
+
+def _dense(x: Tensor | None) -> Tensor | None:
+    """`x` with contiguous channels."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def _like_tokens(q: Tensor) -> Tensor:
+    """Empty (B, h, N, d) that lies in memory as (B, N, h, d): merging the heads copies nothing."""
+    B, h, N, d = q.shape
+    return q.new_empty(B, N, h, d).transpose(1, 2)
+
+
+def _sizes(q: Tensor, k_tilde: Tensor | None, window: list[int], overlap: list[int]) -> Sizes:
+    def block(length: int, most: int = 64) -> int:
+        return min(max(triton.next_power_of_2(length), 16), most)
+
+    d = q.shape[-1]
+    extended = (window[0] + 2 * overlap[0]) * (window[1] + 2 * overlap[1])
+    blocks = block(window[0] * window[1]), block(extended), block(1 if k_tilde is None else k_tilde.shape[2])
+    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return Sizes(d, block(d, 128), *window, *overlap, *blocks, precision)
+
+
+def _scalars(q: Tensor, grid: list[int], k_tilde: Tensor | None) -> tuple[int, int, int, int, float]:
+    """Heads, rows and columns of the grid, landmarks, and the scale of logits."""
+    return q.shape[1], *grid, 0 if k_tilde is None else k_tilde.shape[2], q.shape[-1] ** -0.5
+
+
+def _launch(kernel, programs: tuple[int, ...], *arguments) -> None:
+    """Runs a kernel; the interpreter knows these options too."""
+    warps = 8 if arguments[-1].block_d > 64 else 4
+    kernel[programs](*arguments, num_warps=warps, num_stages=2, enable_fp_fusion=True)
+
+
+@torch.library.custom_op("attention::joint_softmax", mutates_args=())
+def _joint_softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    k_tilde: Tensor | None,
+    beta: Tensor | None,
+    log_count: Tensor | None,
+    grid: list[int],
+    window: list[int],
+    overlap: list[int],
+) -> tuple[Tensor, Tensor]:
+    """Output (B, h, N, d) and log-sum-exp (B, h, N)."""
+    S = _sizes(q, k_tilde, window, overlap)
+    y, lse = _like_tokens(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    inputs = *map(_view, (q, k, v)), bias, *map(_view, (k_tilde, beta)), log_count
+    blocks = triton.cdiv(window[0] * window[1], S.block_q)
+    programs = q.shape[0] * q.shape[1] * count_windows(grid, window) * blocks
+    _launch(_forward, (programs,), *inputs, _view(y), lse, *_scalars(q, grid, k_tilde), S)
+    return y, lse
+
+
+@_joint_softmax.register_fake
+def _(q, k, v, bias, k_tilde, beta, log_count, grid, window, overlap):
+    return _like_tokens(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("attention::joint_softmax_backward", mutates_args=())
+def _joint_softmax_backward(
+    dy: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    k_tilde: Tensor | None,
+    beta: Tensor | None,
+    log_count: Tensor | None,
+    grid: list[int],
+    window: list[int],
+    overlap: list[int],
+) -> list[Tensor]:
+    """Gradients of q, k, v, and of the bias, landmarks and their values where there are any."""
+    (B, h, N, d), (H, W), S, delta = q.shape, grid, _sizes(q, k_tilde, window, overlap), torch.empty_like(lse)
+    dq, dk, dv = gradients = [_like_tokens(x) for x in (q, k, v)]
+    on_grid = *map(_view, (q, k, v)), bias
+    on_landmarks = *map(_view, (k_tilde, beta)), log_count
+    saved = _view(dy), lse, delta
+    _, _, _, num_landmarks, scale = scalars = _scalars(q, grid, k_tilde)
+    w, windows = window[0] * window[1], B * h * count_windows(grid, window)
+    programs = windows * triton.cdiv(w, S.block_q)
+    _launch(_query_gradient, (programs,), *on_grid, *on_landmarks, _view(y), *saved, _view(dq), *scalars, S)
+    programs = windows * triton.cdiv(w, S.block_k)
+    _launch(_key_gradient, (programs,), *on_grid, *saved, _view(dk), _view(dv), h, H, W, scale, S)
+    if bias is not None:
+        blocks = h * triton.cdiv(w, S.block_q) * triton.cdiv(bias.shape[2], S.block_k)
+        parts = min(windows // h, triton.cdiv(PROGRAMS, blocks))
+        dbias = lse.new_empty(parts, *bias.shape)
+        _launch(_bias_gradient, (blocks, parts), *on_grid, *saved, dbias, B, h, H, W, scale, S)
+        gradients.append(dbias.sum(0).to(bias.dtype))
+    if k_tilde is not None:
+        blocks = B * h * triton.cdiv(num_landmarks, S.block_c)
+        parts = min(triton.cdiv(N, S.block_q), triton.cdiv(PROGRAMS, blocks))
+        sums = [lse.new_empty(B, h, parts * num_landmarks, d) for _ in range(2)]
+        arguments = _view(q), *on_landmarks, *saved, *map(_view, sums)
+        _launch(_landmark_gradient, (blocks, parts), *arguments, h, N, num_landmarks, scale, S)
+        gradients += [
+            x.unflatten(2, (parts, num_landmarks)).sum(2).to(like.dtype)
+            for x, like in zip(sums, (k_tilde, beta), strict=True)
+        ]
+    return gradients
+
+
+@_joint_softmax_backward.register_fake
+def _(dy, y, lse, q, k, v, bias, k_tilde, beta, log_count, grid, window, overlap):
+    return [
+        *(_like_tokens(x) for x in (q, k, v)),
+        *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (bias, k_tilde, beta) if x is not None),
+    ]
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.grid, ctx.window, ctx.overlap = inputs
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _backward(ctx, dy, _):
+    y, lse, *tensors = ctx.saved_tensors
+    gradients = iter(_joint_softmax_backward(_dense(dy), y, lse, *tensors, ctx.grid, ctx.window, ctx.overlap))
+    return *(None if x is None else next(gradients) for x in tensors[:6]), None, None, None, None
+
+
+_joint_softmax.register_autograd(_backward, setup_context=_save)
+
+
+def refusal(
+    q: Tensor,
+    beta: Tensor | None = None,
+    *,
+    window: Grid,
+    causal: bool = False,
+    attn_drop: float = 0.0,
+    **_: Any,
+) -> str | None:
+    """Why the kernels cannot compute a joint softmax, whose arguments these are; None where they can.
+
+    Args:
+        q: (B, h, N, d). beta: values of the landmarks, (B, h, G, c, d); the keywords are those of `joint_softmax`.
+    """
+    reasons = {
+        "no CUDA device": not (q.is_cuda or INTERPRETED),
+        f"{q.dtype}": q.dtype not in (torch.float32, torch.float16, torch.bfloat16),
+        f"head dimension {q.shape[-1]} above 128": q.shape[-1] > 128,
+        "no exact window": window == (0, 0),
+        "causal": causal,
+        "attn_drop above 0": attn_drop > 0,
+        "landmarks of every window's own": beta is not None and beta.shape[2] > 1,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def triton_joint_softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    k_tilde: Tensor | None = None,
+    beta: Tensor | None = None,
+    log_count: Tensor | None = None,
+    *,
+    grid: Grid,
+    window: Grid,
+    overlap: Grid = (0, 0),
+) -> Tensor:
+    """`attention.exact.joint_softmax` where the others are landmarks that all queries share.
+
+    Args:
+        q: (B, h, N, d). k, v: (B, h, P + N, d), of one type. bias: position bias of the exact set, (h, w, e).
+        k_tilde: landmarks, their values beta: (B, h, c, d). log_count: added to their logits, (c); no gradient.
+        grid, window, overlap: see `joint_softmax`; see `refusal` for what is not covered.
+    Returns:
+        (B, h, N, d), in memory (B, N, h, d).
+    """
+    (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
+    if k_prefix.shape[2]:  # a prefix token is a landmark of its own
+        if log_count is not None:
+            log_count = F.pad(log_count, (k_prefix.shape[2], 0))
+        k_tilde = k_prefix if k_tilde is None else torch.cat([k_prefix, k_tilde.to(k.dtype)], 2)
+        beta = v_prefix if beta is None else torch.cat([v_prefix, beta.to(v.dtype)], 2)
+    q, k, v, bias, k_tilde, beta = map(_dense, (q, k, v, bias, k_tilde, beta))
+    bias, log_count = (x if x is None else x.contiguous() for x in (bias, log_count))
+    return _joint_softmax(q, k, v, bias, k_tilde, beta, log_count, list(grid), list(window), list(overlap))[0]
+
+
+def triton_joint_softmax_reference(
+    q, k, v, bias=None, k_tilde=None, beta=None, log_count=None, *, grid, window, overlap=(0, 0)
+):
+    """`triton_joint_softmax`, query by query."""
+    y = torch.zeros_like(q)
+    for n in range(q.shape[2]):
+        logits, values = seen_exactly(n, q, k, v, bias, grid=grid, window=window, overlap=overlap)
+        if k_tilde is not None:
+            shared = (q[:, :, n, None] @ k_tilde.mT)[:, :, 0] / q.shape[-1] ** 0.5
+            shared = shared if log_count is None else shared + log_count
+            logits, values = torch.cat([logits, shared], -1), torch.cat([values, beta], 2)
+        y[:, :, n] = (logits.softmax(-1)[:, :, None] @ values)[:, :, 0]
+    return y
