@@ -75,9 +75,9 @@ def _store(x, batch, head, index, valid, value, S: tl.constexpr):
 def _window_program(blocks, h, H, W, S: tl.constexpr):
     """(block, head, window (y, x), batch) of a program; programs of near tokens are neighbours."""
     program, down, across = tl.program_id(0), tl.cdiv(H, S.rows), tl.cdiv(W, S.columns)
-    window = program // blocks // h % (down * across)
-    place = program % blocks, program // blocks % h, (window // across, window % across)
-    return *place, program // blocks // h // (down * across)
+    block, head, window = program % blocks, program // blocks % h, program // blocks // h
+    batch, window_y, window_x = window // (down * across), window // across % down, window % across
+    return block, head, (window_y, window_x), batch
 
 
 @triton.jit
@@ -255,8 +255,9 @@ def _landmark_gradient(
     q, k_tilde, beta, log_count, dy, lse, delta, dk_tilde, dbeta, h, N, num_landmarks, scale, S: tl.constexpr
 ):
     """A block of landmarks and every `parts`-th block of queries: their share of dk_tilde and dbeta."""
-    blocks, dtype = tl.cdiv(num_landmarks, S.block_c), q[0].dtype.element_ty
     program, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    blocks = tl.cdiv(num_landmarks, S.block_c)
+    dtype = q[0].dtype.element_ty
     block, head, batch = program % blocks, program // blocks % h, program // blocks // h
 
     landmark = block * S.block_c + tl.arange(0, S.block_c)
@@ -288,8 +289,8 @@ def _bias_gradient(q, k, v, bias, dy, lse, delta, dbias, batches, h, H, W, scale
     e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
     blocks: tl.constexpr = (w + S.block_q - 1) // S.block_q
     program, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    down, across, dtype = tl.cdiv(H, S.rows), tl.cdiv(W, S.columns), q[0].dtype.element_ty
-    head = program % h
+    down, across, head = tl.cdiv(H, S.rows), tl.cdiv(W, S.columns), program % h
+    dtype = q[0].dtype.element_ty
 
     query = program // h % blocks * S.block_q + tl.arange(0, S.block_q)
     place = program // h // blocks * S.block_k + tl.arange(0, S.block_k)
