@@ -44,6 +44,15 @@ class Sizes(NamedTuple):
 
 
 @triton.jit
+def _cast(x, dtype: tl.constexpr):
+    """`x` in `dtype`, rounded to nearest. Triton's interpreter would cut bf16 off: it adds half a place first."""
+    if INTERPRETED and dtype == tl.bfloat16 and x.dtype == tl.float32:
+        bits = x.to(tl.uint32, bitcast=True)
+        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
 def _dot(a, b, S: tl.constexpr):
     """a @ b summed in fp32. Triton's interpreter holds bf16 as integers, which must not be multiplied."""
     if INTERPRETED:
@@ -62,13 +71,13 @@ def _tile(x, batch, head, index, valid, S: tl.constexpr):
 @triton.jit
 def _load(x, batch, head, index, valid, dtype, S: tl.constexpr):
     pointers, mask = _tile(x, batch, head, index, valid, S)
-    return tl.load(pointers, mask, other=0.0).to(dtype)
+    return _cast(tl.load(pointers, mask, other=0.0), dtype)
 
 
 @triton.jit
 def _store(x, batch, head, index, valid, value, S: tl.constexpr):
     pointers, mask = _tile(x, batch, head, index, valid, S)
-    tl.store(pointers, value.to(x[0].dtype.element_ty), mask)
+    tl.store(pointers, _cast(value, x[0].dtype.element_ty), mask)
 
 
 @triton.jit
@@ -105,7 +114,7 @@ def _accumulate(state, logits, values, S: tl.constexpr):
     new = tl.maximum(largest, tl.max(logits, 1))
     shift = tl.where(new == float("-inf"), 0.0, new)  # nothing seen yet
     weight, decay = tl.exp(logits - shift[:, None]), tl.exp(largest - shift)
-    y = y * decay[:, None] + _dot(weight.to(values.dtype), values, S)
+    y = y * decay[:, None] + _dot(_cast(weight, values.dtype), values, S)
     return new, total * decay + tl.sum(weight, 1), y
 
 
@@ -173,6 +182,77 @@ def _forward(q, k, v, bias, k_tilde, beta, log_count, y, lse, h, H, W, num_landm
 
 
 @triton.jit
+def _gradients(
+    q,
+    k,
+    v,
+    bias,
+    k_tilde,
+    beta,
+    log_count,
+    y,
+    dy,
+    lse,
+    dq,
+    dk,
+    dv,
+    dbias,
+    dk_tilde,
+    dbeta,
+    h,
+    H,
+    W,
+    num_landmarks,
+    scale,
+    S: tl.constexpr,
+):
+    """All gradients of every `parts`-th window of one image and head, where windows and landmarks are a block each."""
+    w: tl.constexpr = S.rows * S.columns
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    batch, head, down, across = tl.program_id(0) // h, tl.program_id(0) % h, tl.cdiv(H, S.rows), tl.cdiv(W, S.columns)
+    dtype = q[0].dtype.element_ty
+
+    place, landmark = tl.arange(0, S.block_q), tl.arange(0, S.block_c)
+    real = landmark < num_landmarks
+    d_bias = tl.zeros([S.block_q, S.block_q], tl.float32)
+    d_shared_keys = tl.zeros([S.block_c, S.block_d], tl.float32)
+    d_shared_values = tl.zeros([S.block_c, S.block_d], tl.float32)
+    if k_tilde is not None:
+        shared_keys = _load(k_tilde, batch, head, landmark, real, dtype, S)
+        shared_values = _load(beta, batch, head, landmark, real, dtype, S)
+    for i in range(part, down * across, parts):
+        row, column, valid = _cells(place, (i // across, i % across), H, W, 0, 0, S)
+        index = row * W + column
+        queries = _load(q, batch, head, index, valid, dtype, S)
+        keys = _load(k, batch, head, index, valid, dtype, S)
+        values = _load(v, batch, head, index, valid, dtype, S)
+        gradient = _load(dy, batch, head, index, valid, dtype, S)
+        output = _load(y, batch, head, index, valid, tl.float32, S)
+        normaliser = _per_query(lse, batch, head, index, valid, h, H * W, float("inf"))
+        shift = tl.sum(output * gradient.to(tl.float32), 1)
+        logits = _exact_logits(queries, keys, bias, head, place, place, valid[None], scale, S)
+        weight, d_logits = _gradient(logits, values, gradient, normaliser, shift, S)
+        if bias is not None:
+            d_bias += d_logits
+        d_queries = _dot(_cast(d_logits, dtype), keys, S)
+        _store(dk, batch, head, index, valid, _dot(tl.trans(_cast(d_logits, dtype)), queries, S) * scale, S)
+        _store(dv, batch, head, index, valid, _dot(tl.trans(_cast(weight, dtype)), gradient, S), S)
+        if k_tilde is not None:
+            logits = _landmark_logits(queries, shared_keys, log_count, landmark, num_landmarks, scale, S)
+            weight, d_logits = _gradient(logits, shared_values, gradient, normaliser, shift, S)
+            d_queries += _dot(_cast(d_logits, dtype), shared_keys, S)
+            d_shared_keys += _dot(tl.trans(_cast(d_logits, dtype)), queries, S)
+            d_shared_values += _dot(tl.trans(_cast(weight, dtype)), gradient, S)
+        _store(dq, batch, head, index, valid, d_queries * scale, S)
+    if k_tilde is not None:
+        _store(dk_tilde, batch, head, part * num_landmarks + landmark, real, d_shared_keys * scale, S)
+        _store(dbeta, batch, head, part * num_landmarks + landmark, real, d_shared_values, S)
+    if bias is not None:
+        pointers = dbias + (((batch * parts + part) * h + head) * w + place[:, None]) * w + place
+        tl.store(pointers, d_bias, (place < w)[:, None] & (place < w))
+
+
+@triton.jit
 def _query_gradient(
     q, k, v, bias, k_tilde, beta, log_count, y, dy, lse, delta, dq, h, H, W, num_landmarks, scale, S: tl.constexpr
 ):
@@ -199,7 +279,7 @@ def _query_gradient(
         values = _load(v, batch, head, row * W + column, seen, dtype, S)
         logits = _exact_logits(queries, keys, bias, head, query, place, seen[None], scale, S)
         _, d_logits = _gradient(logits, values, gradient, normaliser, shift, S)
-        total += _dot(d_logits.to(dtype), keys, S)
+        total += _dot(_cast(d_logits, dtype), keys, S)
     if k_tilde is not None:
         for start in range(0, num_landmarks, S.block_c):
             landmark = start + tl.arange(0, S.block_c)
@@ -207,7 +287,7 @@ def _query_gradient(
             values = _load(beta, batch, head, landmark, landmark < num_landmarks, dtype, S)
             logits = _landmark_logits(queries, keys, log_count, landmark, num_landmarks, scale, S)
             _, d_logits = _gradient(logits, values, gradient, normaliser, shift, S)
-            total += _dot(d_logits.to(dtype), keys, S)
+            total += _dot(_cast(d_logits, dtype), keys, S)
     _store(dq, batch, head, index, valid, total * scale, S)
 
 
@@ -244,8 +324,8 @@ def _key_gradient(q, k, v, bias, dy, lse, delta, dk, dv, h, H, W, scale, S: tl.c
             key = y * (S.columns + 2 * S.beside) + x
             logits = _exact_logits(queries, keys, bias, head, query, key, seen[None], scale, S)
             weight, d_logits = _gradient(logits, values, gradient, normaliser, shift, S)
-            d_keys += _dot(tl.trans(d_logits.to(dtype)), queries, S)
-            d_values += _dot(tl.trans(weight.to(dtype)), gradient, S)
+            d_keys += _dot(tl.trans(_cast(d_logits, dtype)), queries, S)
+            d_values += _dot(tl.trans(_cast(weight, dtype)), gradient, S)
     _store(dk, batch, head, row * W + column, valid, d_keys * scale, S)
     _store(dv, batch, head, row * W + column, valid, d_values, S)
 
@@ -275,8 +355,8 @@ def _landmark_gradient(
         shift = _per_query(delta, batch, head, index, valid, h, N, 0.0)
         logits = _landmark_logits(queries, keys, log_count, landmark, num_landmarks, scale, S)
         weight, d_logits = _gradient(logits, values, gradient, normaliser, shift, S)
-        d_keys += _dot(tl.trans(d_logits.to(dtype)), queries, S)
-        d_values += _dot(tl.trans(weight.to(dtype)), gradient, S)
+        d_keys += _dot(tl.trans(_cast(d_logits, dtype)), queries, S)
+        d_values += _dot(tl.trans(_cast(weight, dtype)), gradient, S)
     row = part * num_landmarks + landmark
     _store(dk_tilde, batch, head, row, real, d_keys * scale, S)
     _store(dbeta, batch, head, row, real, d_values, S)
@@ -328,13 +408,21 @@ def _like_tokens(q: Tensor) -> Tensor:
     return q.new_empty(B, N, h, d).transpose(1, 2)
 
 
+def _extended(window: list[int], overlap: list[int]) -> int:
+    """Cells e of a window grown by the overlap."""
+    return (window[0] + 2 * overlap[0]) * (window[1] + 2 * overlap[1])
+
+
 def _sizes(q: Tensor, k_tilde: Tensor | None, window: list[int], overlap: list[int]) -> Sizes:
     def block(length: int, most: int = 64) -> int:
         return min(max(triton.next_power_of_2(length), 16), most)
 
     d = q.shape[-1]
-    extended = (window[0] + 2 * overlap[0]) * (window[1] + 2 * overlap[1])
-    blocks = block(window[0] * window[1]), block(extended), block(1 if k_tilde is None else k_tilde.shape[2])
+    blocks = (
+        block(window[0] * window[1]),
+        block(_extended(window, overlap)),
+        block(1 if k_tilde is None else k_tilde.shape[2]),
+    )
     precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
     return Sizes(d, block(d, 128), *window, *overlap, *blocks, precision)
 
@@ -395,33 +483,47 @@ def _joint_softmax_backward(
     overlap: list[int],
 ) -> list[Tensor]:
     """Gradients of q, k, v, and of the bias, landmarks and their values where there are any."""
-    (B, h, N, d), (H, W), S, delta = q.shape, grid, _sizes(q, k_tilde, window, overlap), torch.empty_like(lse)
-    dq, dk, dv = gradients = [_like_tokens(x) for x in (q, k, v)]
-    on_grid = *map(_view, (q, k, v)), bias
-    on_landmarks = *map(_view, (k_tilde, beta)), log_count
-    saved = _view(dy), lse, delta
-    _, _, _, num_landmarks, scale = scalars = _scalars(q, grid, k_tilde)
-    w, windows = window[0] * window[1], B * h * count_windows(grid, window)
-    programs = windows * triton.cdiv(w, S.block_q)
-    _launch(_query_gradient, (programs,), *on_grid, *on_landmarks, _view(y), *saved, _view(dq), *scalars, S)
-    programs = windows * triton.cdiv(w, S.block_k)
-    _launch(_key_gradient, (programs,), *on_grid, *saved, _view(dk), _view(dv), h, H, W, scale, S)
+    (B, h, N, _), (H, W), S, e = q.shape, grid, _sizes(q, k_tilde, window, overlap), _extended(window, overlap)
+    _, _, _, c, scale = scalars = _scalars(q, grid, k_tilde)
+    w, windows = window[0] * window[1], count_windows(grid, window)
+    one_block = e == w <= S.block_q and c <= S.block_c
+    if one_block:
+        landmark_parts = min(windows, triton.cdiv(PROGRAMS, B * h))
+        bias_parts = B * landmark_parts
+    else:
+        landmark_blocks, bias_blocks = (
+            B * h * triton.cdiv(c, S.block_c),
+            h * triton.cdiv(w, S.block_q) * triton.cdiv(e, S.block_k),
+        )
+        landmark_parts = min(triton.cdiv(N, S.block_q), triton.cdiv(PROGRAMS, max(landmark_blocks, 1)))
+        bias_parts = min(B * windows, triton.cdiv(PROGRAMS, bias_blocks))
+
+    gradients = [_like_tokens(x) for x in (q, k, v)]
+    dq, dk, dv = map(_view, gradients)
+    dbias = None if bias is None else lse.new_empty(bias_parts, *bias.shape)
+    d_landmarks = [x if x is None else lse.new_empty(B, h, landmark_parts * c, x.shape[3]) for x in (k_tilde, beta)]
+    on_grid, on_landmarks = (*map(_view, (q, k, v)), bias), (*map(_view, (k_tilde, beta)), log_count)
+    if one_block:
+        saved, sums = (_view(y), _view(dy), lse), (dbias, *map(_view, d_landmarks))
+        _launch(_gradients, (B * h, landmark_parts), *on_grid, *on_landmarks, *saved, dq, dk, dv, *sums, *scalars, S)
+    else:
+        delta = torch.empty_like(lse)
+        saved = _view(dy), lse, delta
+        programs = B * h * windows * triton.cdiv(w, S.block_q)
+        _launch(_query_gradient, (programs,), *on_grid, *on_landmarks, _view(y), *saved, dq, *scalars, S)
+        programs = B * h * windows * triton.cdiv(w, S.block_k)
+        _launch(_key_gradient, (programs,), *on_grid, *saved, dk, dv, h, H, W, scale, S)
+        if bias is not None:
+            programs = bias_blocks, bias_parts
+            _launch(_bias_gradient, programs, *on_grid, *saved, dbias, B, h, H, W, scale, S)
+        if k_tilde is not None:
+            programs, sums = (landmark_blocks, landmark_parts), map(_view, d_landmarks)
+            _launch(_landmark_gradient, programs, _view(q), *on_landmarks, *saved, *sums, h, N, c, scale, S)
     if bias is not None:
-        blocks = h * triton.cdiv(w, S.block_q) * triton.cdiv(bias.shape[2], S.block_k)
-        parts = min(windows // h, triton.cdiv(PROGRAMS, blocks))
-        dbias = lse.new_empty(parts, *bias.shape)
-        _launch(_bias_gradient, (blocks, parts), *on_grid, *saved, dbias, B, h, H, W, scale, S)
         gradients.append(dbias.sum(0).to(bias.dtype))
     if k_tilde is not None:
-        blocks = B * h * triton.cdiv(num_landmarks, S.block_c)
-        parts = min(triton.cdiv(N, S.block_q), triton.cdiv(PROGRAMS, blocks))
-        sums = [lse.new_empty(B, h, parts * num_landmarks, d) for _ in range(2)]
-        arguments = _view(q), *on_landmarks, *saved, *map(_view, sums)
-        _launch(_landmark_gradient, (blocks, parts), *arguments, h, N, num_landmarks, scale, S)
-        gradients += [
-            x.unflatten(2, (parts, num_landmarks)).sum(2).to(like.dtype)
-            for x, like in zip(sums, (k_tilde, beta), strict=True)
-        ]
+        shares = [x.unflatten(2, (landmark_parts, c)).sum(2) for x in d_landmarks]
+        gradients += [share.to(x.dtype) for share, x in zip(shares, (k_tilde, beta), strict=True)]
     return gradients
 
 
