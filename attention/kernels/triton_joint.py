@@ -119,28 +119,28 @@ def _accumulate(state, logits, values, S: tl.constexpr):
 
 
 @triton.jit
-def _exact_logits(q, k, bias, head, query, key, seen, scale, S: tl.constexpr):
-    """Logits of queries on exact keys, at these places of the window; -inf where not seen: (q, k)."""
-    logits = _dot(q, tl.trans(k), S) * scale
+def _exact_logits(a, b, bias, head, query, key, seen, scale, S: tl.constexpr):
+    """Logits a @ b.T of queries on exact keys, or of keys on queries, at these places; -inf where not seen."""
+    logits = _dot(a, tl.trans(b), S) * scale
     if bias is not None:
-        logits += _bias(bias, head, query[:, None], key, seen, S)
+        logits += _bias(bias, head, query, key, seen, S)
     return tl.where(seen, logits, float("-inf"))
 
 
 @triton.jit
-def _landmark_logits(q, k_tilde, log_count, landmark, num_landmarks, scale, S: tl.constexpr):
-    """Logits of queries on landmarks, -inf beyond their number: (q, c)."""
-    logits, seen = _dot(q, tl.trans(k_tilde), S) * scale, landmark < num_landmarks
+def _landmark_logits(a, b, log_count, landmark, num_landmarks, scale, S: tl.constexpr):
+    """Logits a @ b.T of queries on landmarks, or of landmarks on queries; -inf beyond their number."""
+    logits, seen = _dot(a, tl.trans(b), S) * scale, landmark < num_landmarks
     if log_count is not None:
         logits += tl.load(log_count + landmark, seen, other=0.0)
     return tl.where(seen, logits, float("-inf"))
 
 
 @triton.jit
-def _gradient(logits, values, dy, lse, delta, S: tl.constexpr):
-    """Weights, and the gradient of the logits."""
-    weight = tl.exp(logits - lse[:, None])
-    return weight, weight * (_dot(dy, tl.trans(values), S) - delta[:, None])
+def _gradient(logits, a, b, lse, delta, S: tl.constexpr):
+    """Weights, and the gradient of the logits; a @ b.T is that of the weights: dy and values, or values and dy."""
+    weight = tl.exp(logits - lse)
+    return weight, weight * (_dot(a, tl.trans(b), S) - delta)
 
 
 @triton.jit
@@ -167,7 +167,7 @@ def _forward(q, k, v, bias, k_tilde, beta, log_count, y, lse, h, H, W, num_landm
         place = start + tl.arange(0, S.block_k)
         row, column, seen = _cells(place, window, H, W, S.above, S.beside, S)
         keys = _load(k, batch, head, row * W + column, seen, dtype, S)
-        logits = _exact_logits(queries, keys, bias, head, query, place, seen[None], scale, S)
+        logits = _exact_logits(queries, keys, bias, head, query[:, None], place, seen[None], scale, S)
         state = _accumulate(state, logits, _load(v, batch, head, row * W + column, seen, dtype, S), S)
     if k_tilde is not None:
         for start in range(0, num_landmarks, S.block_c):
@@ -182,7 +182,7 @@ def _forward(q, k, v, bias, k_tilde, beta, log_count, y, lse, h, H, W, num_landm
 
 
 @triton.jit
-def _gradients(
+def _query_gradient(
     q,
     k,
     v,
@@ -193,12 +193,12 @@ def _gradients(
     y,
     dy,
     lse,
+    delta,
     dq,
     dk,
     dv,
     dbias,
-    dk_tilde,
-    dbeta,
+    batches,
     h,
     H,
     W,
@@ -206,89 +206,56 @@ def _gradients(
     scale,
     S: tl.constexpr,
 ):
-    """All gradients of every `parts`-th window of one image and head, where windows and landmarks are a block each."""
+    """Every `parts`-th block of one head's queries: dq, and delta = y . dy, which the other kernels need.
+
+    Where a window is one block and no other sees its keys, dk and dv too, and this program's share of dbias.
+    """
     w: tl.constexpr = S.rows * S.columns
-    part, parts = tl.program_id(1), tl.num_programs(1)
-    batch, head, down, across = tl.program_id(0) // h, tl.program_id(0) % h, tl.cdiv(H, S.rows), tl.cdiv(W, S.columns)
+    e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
+    blocks: tl.constexpr = (w + S.block_q - 1) // S.block_q
+    head, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    down, across = tl.cdiv(H, S.rows), tl.cdiv(W, S.columns)
     dtype = q[0].dtype.element_ty
 
-    place, landmark = tl.arange(0, S.block_q), tl.arange(0, S.block_c)
-    real = landmark < num_landmarks
-    d_bias = tl.zeros([S.block_q, S.block_q], tl.float32)
-    d_shared_keys = tl.zeros([S.block_c, S.block_d], tl.float32)
-    d_shared_values = tl.zeros([S.block_c, S.block_d], tl.float32)
-    if k_tilde is not None:
-        shared_keys = _load(k_tilde, batch, head, landmark, real, dtype, S)
-        shared_values = _load(beta, batch, head, landmark, real, dtype, S)
-    for i in range(part, down * across, parts):
-        row, column, valid = _cells(place, (i // across, i % across), H, W, 0, 0, S)
+    d_bias = tl.zeros([S.block_q, S.block_k], tl.float32)
+    for i in range(part, batches * down * across * blocks, parts):
+        batch, window = i // blocks // (down * across), (i // blocks // across % down, i // blocks % across)
+        query = i % blocks * S.block_q + tl.arange(0, S.block_q)
+        row, column, valid = _cells(query, window, H, W, 0, 0, S)
         index = row * W + column
         queries = _load(q, batch, head, index, valid, dtype, S)
-        keys = _load(k, batch, head, index, valid, dtype, S)
-        values = _load(v, batch, head, index, valid, dtype, S)
         gradient = _load(dy, batch, head, index, valid, dtype, S)
         output = _load(y, batch, head, index, valid, tl.float32, S)
         normaliser = _per_query(lse, batch, head, index, valid, h, H * W, float("inf"))
         shift = tl.sum(output * gradient.to(tl.float32), 1)
-        logits = _exact_logits(queries, keys, bias, head, place, place, valid[None], scale, S)
-        weight, d_logits = _gradient(logits, values, gradient, normaliser, shift, S)
-        if bias is not None:
-            d_bias += d_logits
-        d_queries = _dot(_cast(d_logits, dtype), keys, S)
-        _store(dk, batch, head, index, valid, _dot(tl.trans(_cast(d_logits, dtype)), queries, S) * scale, S)
-        _store(dv, batch, head, index, valid, _dot(tl.trans(_cast(weight, dtype)), gradient, S), S)
+        tl.store(delta + (batch.to(tl.int64) * h + head) * H * W + index, shift, valid)
+        d_queries = tl.zeros([S.block_q, S.block_d], tl.float32)
+        for start in range(0, e, S.block_k):
+            place = start + tl.arange(0, S.block_k)
+            row, column, seen = _cells(place, window, H, W, S.above, S.beside, S)
+            keys = _load(k, batch, head, row * W + column, seen, dtype, S)
+            values = _load(v, batch, head, row * W + column, seen, dtype, S)
+            logits = _exact_logits(queries, keys, bias, head, query[:, None], place, seen[None], scale, S)
+            weight, d_logits = _gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)
+            d_queries += _dot(_cast(d_logits, dtype), keys, S)
+            if dk is not None:
+                d_keys = _dot(tl.trans(_cast(d_logits, dtype)), queries, S)
+                _store(dk, batch, head, row * W + column, seen, d_keys * scale, S)
+                _store(dv, batch, head, row * W + column, seen, _dot(tl.trans(_cast(weight, dtype)), gradient, S), S)
+            if dbias is not None:
+                d_bias += d_logits
         if k_tilde is not None:
-            logits = _landmark_logits(queries, shared_keys, log_count, landmark, num_landmarks, scale, S)
-            weight, d_logits = _gradient(logits, shared_values, gradient, normaliser, shift, S)
-            d_queries += _dot(_cast(d_logits, dtype), shared_keys, S)
-            d_shared_keys += _dot(tl.trans(_cast(d_logits, dtype)), queries, S)
-            d_shared_values += _dot(tl.trans(_cast(weight, dtype)), gradient, S)
+            for start in range(0, num_landmarks, S.block_c):
+                landmark = start + tl.arange(0, S.block_c)
+                keys = _load(k_tilde, batch, head, landmark, landmark < num_landmarks, dtype, S)
+                values = _load(beta, batch, head, landmark, landmark < num_landmarks, dtype, S)
+                logits = _landmark_logits(queries, keys, log_count, landmark, num_landmarks, scale, S)
+                _, d_logits = _gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)
+                d_queries += _dot(_cast(d_logits, dtype), keys, S)
         _store(dq, batch, head, index, valid, d_queries * scale, S)
-    if k_tilde is not None:
-        _store(dk_tilde, batch, head, part * num_landmarks + landmark, real, d_shared_keys * scale, S)
-        _store(dbeta, batch, head, part * num_landmarks + landmark, real, d_shared_values, S)
-    if bias is not None:
-        pointers = dbias + (((batch * parts + part) * h + head) * w + place[:, None]) * w + place
-        tl.store(pointers, d_bias, (place < w)[:, None] & (place < w))
-
-
-@triton.jit
-def _query_gradient(
-    q, k, v, bias, k_tilde, beta, log_count, y, dy, lse, delta, dq, h, H, W, num_landmarks, scale, S: tl.constexpr
-):
-    """A block of one window's queries: their gradient dq, and delta = y . dy, which the other kernels need."""
-    e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
-    blocks: tl.constexpr = (S.rows * S.columns + S.block_q - 1) // S.block_q
-    block, head, window, batch = _window_program(blocks, h, H, W, S)
-    dtype = q[0].dtype.element_ty
-
-    query = block * S.block_q + tl.arange(0, S.block_q)
-    row, column, valid = _cells(query, window, H, W, 0, 0, S)
-    index = row * W + column
-    queries = _load(q, batch, head, index, valid, dtype, S)
-    gradient = _load(dy, batch, head, index, valid, dtype, S)
-    output = _load(y, batch, head, index, valid, tl.float32, S)
-    normaliser = _per_query(lse, batch, head, index, valid, h, H * W, float("inf"))
-    shift = tl.sum(output * gradient.to(tl.float32), 1)
-    tl.store(delta + (batch.to(tl.int64) * h + head) * H * W + index, shift, valid)
-    total = tl.zeros([S.block_q, S.block_d], tl.float32)
-    for start in range(0, e, S.block_k):
-        place = start + tl.arange(0, S.block_k)
-        row, column, seen = _cells(place, window, H, W, S.above, S.beside, S)
-        keys = _load(k, batch, head, row * W + column, seen, dtype, S)
-        values = _load(v, batch, head, row * W + column, seen, dtype, S)
-        logits = _exact_logits(queries, keys, bias, head, query, place, seen[None], scale, S)
-        _, d_logits = _gradient(logits, values, gradient, normaliser, shift, S)
-        total += _dot(_cast(d_logits, dtype), keys, S)
-    if k_tilde is not None:
-        for start in range(0, num_landmarks, S.block_c):
-            landmark = start + tl.arange(0, S.block_c)
-            keys = _load(k_tilde, batch, head, landmark, landmark < num_landmarks, dtype, S)
-            values = _load(beta, batch, head, landmark, landmark < num_landmarks, dtype, S)
-            logits = _landmark_logits(queries, keys, log_count, landmark, num_landmarks, scale, S)
-            _, d_logits = _gradient(logits, values, gradient, normaliser, shift, S)
-            total += _dot(_cast(d_logits, dtype), keys, S)
-    _store(dq, batch, head, index, valid, total * scale, S)
+    if dbias is not None:
+        query, key = tl.arange(0, S.block_q)[:, None], tl.arange(0, S.block_k)
+        tl.store(dbias + ((part * h + head) * w + query) * e + key, d_bias, (query < w) & (key < e))
 
 
 @triton.jit
@@ -322,10 +289,10 @@ def _key_gradient(q, k, v, bias, dy, lse, delta, dk, dv, h, H, W, scale, S: tl.c
             normaliser = _per_query(lse, batch, head, index, there, h, H * W, float("inf"))
             shift = _per_query(delta, batch, head, index, there, h, H * W, 0.0)
             key = y * (S.columns + 2 * S.beside) + x
-            logits = _exact_logits(queries, keys, bias, head, query, key, seen[None], scale, S)
+            logits = _exact_logits(keys, queries, bias, head, query, key[:, None], seen[:, None], scale, S)
             weight, d_logits = _gradient(logits, values, gradient, normaliser, shift, S)
-            d_keys += _dot(tl.trans(_cast(d_logits, dtype)), queries, S)
-            d_values += _dot(tl.trans(_cast(weight, dtype)), gradient, S)
+            d_keys += _dot(_cast(d_logits, dtype), queries, S)
+            d_values += _dot(_cast(weight, dtype), gradient, S)
     _store(dk, batch, head, row * W + column, valid, d_keys * scale, S)
     _store(dv, batch, head, row * W + column, valid, d_values, S)
 
@@ -353,10 +320,10 @@ def _landmark_gradient(
         gradient = _load(dy, batch, head, index, valid, dtype, S)
         normaliser = _per_query(lse, batch, head, index, valid, h, N, float("inf"))
         shift = _per_query(delta, batch, head, index, valid, h, N, 0.0)
-        logits = _landmark_logits(queries, keys, log_count, landmark, num_landmarks, scale, S)
+        logits = _landmark_logits(keys, queries, log_count, landmark[:, None], num_landmarks, scale, S)
         weight, d_logits = _gradient(logits, values, gradient, normaliser, shift, S)
-        d_keys += _dot(tl.trans(_cast(d_logits, dtype)), queries, S)
-        d_values += _dot(tl.trans(_cast(weight, dtype)), gradient, S)
+        d_keys += _dot(_cast(d_logits, dtype), queries, S)
+        d_values += _dot(_cast(weight, dtype), gradient, S)
     row = part * num_landmarks + landmark
     _store(dk_tilde, batch, head, row, real, d_keys * scale, S)
     _store(dbeta, batch, head, row, real, d_values, S)
@@ -386,8 +353,8 @@ def _bias_gradient(q, k, v, bias, dy, lse, delta, dbias, batches, h, H, W, scale
         row, column, seen = _cells(place, window, H, W, S.above, S.beside, S)
         keys = _load(k, batch, head, row * W + column, seen, dtype, S)
         values = _load(v, batch, head, row * W + column, seen, dtype, S)
-        logits = _exact_logits(queries, keys, bias, head, query, place, seen[None], scale, S)
-        total += _gradient(logits, values, gradient, normaliser, shift, S)[1]
+        logits = _exact_logits(queries, keys, bias, head, query[:, None], place, seen[None], scale, S)
+        total += _gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)[1]
     pointers = dbias + ((part * h + head) * w + query[:, None]) * e + place
     tl.store(pointers, total, (query < w)[:, None] & (place < e))
 
@@ -418,13 +385,9 @@ def _sizes(q: Tensor, k_tilde: Tensor | None, window: list[int], overlap: list[i
         return min(max(triton.next_power_of_2(length), 16), most)
 
     d = q.shape[-1]
-    blocks = (
-        block(window[0] * window[1]),
-        block(_extended(window, overlap)),
-        block(1 if k_tilde is None else k_tilde.shape[2]),
-    )
+    lengths = window[0] * window[1], _extended(window, overlap), 1 if k_tilde is None else k_tilde.shape[2]
     precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    return Sizes(d, block(d, 128), *window, *overlap, *blocks, precision)
+    return Sizes(d, block(d, 128), *window, *overlap, *map(block, lengths), precision)
 
 
 def _scalars(q: Tensor, grid: list[int], k_tilde: Tensor | None) -> tuple[int, int, int, int, float]:
@@ -486,44 +449,37 @@ def _joint_softmax_backward(
     (B, h, N, _), (H, W), S, e = q.shape, grid, _sizes(q, k_tilde, window, overlap), _extended(window, overlap)
     _, _, _, c, scale = scalars = _scalars(q, grid, k_tilde)
     w, windows = window[0] * window[1], count_windows(grid, window)
-    one_block = e == w <= S.block_q and c <= S.block_c
-    if one_block:
-        landmark_parts = min(windows, triton.cdiv(PROGRAMS, B * h))
-        bias_parts = B * landmark_parts
-    else:
-        landmark_blocks, bias_blocks = (
-            B * h * triton.cdiv(c, S.block_c),
-            h * triton.cdiv(w, S.block_q) * triton.cdiv(e, S.block_k),
-        )
-        landmark_parts = min(triton.cdiv(N, S.block_q), triton.cdiv(PROGRAMS, max(landmark_blocks, 1)))
-        bias_parts = min(B * windows, triton.cdiv(PROGRAMS, bias_blocks))
+    query_blocks, key_blocks = triton.cdiv(w, S.block_q), triton.cdiv(e, S.block_k)
+    own_keys = e == w and key_blocks == 1  # every window is one block, whose keys no other sees
 
+    def parts(length: int, programs: int) -> int:
+        return min(length, triton.cdiv(PROGRAMS, programs))
+
+    bias_parts = parts(B * windows, h * query_blocks * key_blocks)
     gradients = [_like_tokens(x) for x in (q, k, v)]
     dq, dk, dv = map(_view, gradients)
     dbias = None if bias is None else lse.new_empty(bias_parts, *bias.shape)
-    d_landmarks = [x if x is None else lse.new_empty(B, h, landmark_parts * c, x.shape[3]) for x in (k_tilde, beta)]
+    saved = _view(dy), lse, torch.empty_like(lse)
     on_grid, on_landmarks = (*map(_view, (q, k, v)), bias), (*map(_view, (k_tilde, beta)), log_count)
-    if one_block:
-        saved, sums = (_view(y), _view(dy), lse), (dbias, *map(_view, d_landmarks))
-        _launch(_gradients, (B * h, landmark_parts), *on_grid, *on_landmarks, *saved, dq, dk, dv, *sums, *scalars, S)
-    else:
-        delta = torch.empty_like(lse)
-        saved = _view(dy), lse, delta
-        programs = B * h * windows * triton.cdiv(w, S.block_q)
-        _launch(_query_gradient, (programs,), *on_grid, *on_landmarks, _view(y), *saved, dq, *scalars, S)
+    with_keys, programs = ((dk, dv, dbias), bias_parts) if own_keys else ((None,) * 3, B * windows * query_blocks)
+    arguments = *on_grid, *on_landmarks, _view(y), *saved, dq, *with_keys
+    _launch(_query_gradient, (h, programs), *arguments, B, *scalars, S)
+    if not own_keys:
         programs = B * h * windows * triton.cdiv(w, S.block_k)
         _launch(_key_gradient, (programs,), *on_grid, *saved, dk, dv, h, H, W, scale, S)
         if bias is not None:
-            programs = bias_blocks, bias_parts
+            programs = h * query_blocks * key_blocks, bias_parts
             _launch(_bias_gradient, programs, *on_grid, *saved, dbias, B, h, H, W, scale, S)
-        if k_tilde is not None:
-            programs, sums = (landmark_blocks, landmark_parts), map(_view, d_landmarks)
-            _launch(_landmark_gradient, programs, _view(q), *on_landmarks, *saved, *sums, h, N, c, scale, S)
     if bias is not None:
         gradients.append(dbias.sum(0).to(bias.dtype))
     if k_tilde is not None:
-        shares = [x.unflatten(2, (landmark_parts, c)).sum(2) for x in d_landmarks]
-        gradients += [share.to(x.dtype) for share, x in zip(shares, (k_tilde, beta), strict=True)]
+        blocks = B * h * triton.cdiv(c, S.block_c)
+        landmark_parts = parts(triton.cdiv(N, S.block_q), blocks)
+        shares = [lse.new_empty(B, h, landmark_parts * c, x.shape[3]) for x in (k_tilde, beta)]
+        arguments = _view(q), *on_landmarks, *saved, *map(_view, shares)
+        _launch(_landmark_gradient, (blocks, landmark_parts), *arguments, h, N, c, scale, S)
+        sums = [share.unflatten(2, (landmark_parts, c)).sum(2) for share in shares]
+        gradients += [x.to(like.dtype) for x, like in zip(sums, (k_tilde, beta), strict=True)]
     return gradients
 
 
