@@ -171,7 +171,7 @@ def timings(case: Case, device: torch.device, per_ms: float) -> list[str]:
         floor = moved * dy.nbytes / per_ms
         N, B = dy.shape[2], dy.shape[0]
         cells = [N, B, mode, *(f"{t:.3f}" for t in times), f"{sdpa / fast:.2f}", f"{slow / fast:.2f}"]
-        rows.append(cells + [f"{floor / fast:.0%}", *(f"{x:.1f}" for x in saved)])
+        rows.append([*cells, f"{floor / fast:.0%}", *(f"{x:.1f}" for x in saved)])
     return [f"| {' | '.join(map(str, cells))} |" for cells in rows]
 
 
