@@ -117,9 +117,8 @@ class Scatterbrain(Attention):
         self.register_buffer("omega", self.draw_samples(self.qkv.weight))
 
     def check_lsh(self, site: Site) -> None:
-        for name, neutral in (("overlap", 0), ("position_bias", "none"), ("complement", "merge")):
-            if getattr(self.config, name) != neutral:
-                self.refuse(name, getattr(self.config, name), f"does not act with support lsh; set {name}: {neutral}")
+        neutral = {"overlap": 0, "position_bias": "none", "complement": "merge"}
+        self.refuse_unused(neutral, "does not act with support lsh")
         (H, W), size = site.grid, math.prod(self.window)
         if size > H * W:
             self.refuse("window_size", self.config.window_size, f"clusters of {size} tokens; the {H}x{W} grid has less")
