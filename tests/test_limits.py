@@ -15,6 +15,7 @@ from attention.features import log_features, random_feature_attention, scale
 from attention.landmarks import Groups, bins, bins_outside, chunks_outside, gather_groups, group_mean
 from attention.local import exact_logits, exact_set, local
 from attention.position import PositionBias, t5_bucket
+from attention.scatterbrain import scatterbrain
 from attention.softmax import softmax
 from attention.windows import from_windows, to_windows, window_indices
 from identities import CPU, B, assert_equal, d, draw, every_grid, h, layer, tokens, under_mask
@@ -234,14 +235,7 @@ def test_e6_random_feature_weight_of_the_complement_is_scatterbrain(grid):
     logits = log_features(scale(queries), omega) + log_mass - torch.tensor(S).double().log()
     weights = torch.cat([exact_logits(q, k, None, grid, window, (0, 0)), logits], -1).softmax(-1)
     y = from_windows(weights[..., :4] @ to_windows(v, grid, window) + weights[..., 4:] @ beta, grid, window)
-
-    features = [log_features(scale(x), omega).exp() / S**0.5 for x in (q, k)]
-    dense = features[0] @ features[1].mT
-    exact = (q @ k.mT * d**-0.5).exp()
-    for n in range(grid[0] * grid[1]):
-        cells = exact_set(n, grid, window, (0, 0))[0]
-        dense[:, :, n, cells] = exact[:, :, n, cells]
-    expected = dense @ v / dense.sum(-1, keepdim=True)
+    expected = scatterbrain(q, k, v, omega.expand(h, S, d), grid=grid, window=window)
     assert_equal(y, expected)
     # Equation 16's group weight exp(t) is another one.
     zero = torch.zeros(1, dtype=torch.float64)
