@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention import ATTENTION, Attention, OptionError, create_attention
-from cases import CASES, HEAD_DIM, HEADS, B, Case
+from cases import CASES, CAUSAL, HEAD_DIM, HEADS, B, Case
 from identities import assert_mean
 
 FP64, FP64_GRADIENT, FP32_RMS, BF16_RMS = 1e-9, 1e-8, 1e-5, 1e-2
@@ -96,7 +96,7 @@ def test_shape_dtype_and_gradient_of_every_parameter(case):
 @every_case
 def test_other_grid_than_at_construction(case):
     attn, (H, W) = case.build().eval(), (case.grid[0] + 3, case.grid[1] - 1)
-    x = torch.randn(B, H * W, HEADS * HEAD_DIM, dtype=torch.float64)
+    x = torch.randn(B, case.num_tokens((H, W)), HEADS * HEAD_DIM, dtype=torch.float64)
     assert attn(x, (H, W)).isfinite().all()
 
 
@@ -186,7 +186,8 @@ def test_constant_values_stay_constant(case, monkeypatch):
     op, args, options = capture_op(case, case.build(), case.tokens(), monkeypatch)
     q, k, v, *rest = args
     constant = torch.randn_like(v[:, :, :1]).expand_as(v)
-    torch.testing.assert_close(op(q, k, constant, *rest, **options), constant, rtol=FP64, atol=FP64)
+    y = op(q, k, constant, *rest, **options)
+    torch.testing.assert_close(y, constant[:, :, :1].expand_as(y), rtol=FP64, atol=FP64)
 
 
 @torch.no_grad()
@@ -261,7 +262,11 @@ def test_options_are_documented_frozen_dataclasses(name):
         ("nystrom", {"conv": "none", "conv_size": 3}, r"attention\(nystrom\).conv_size = 3: does not act with"),
         ("orthoformer", {"num_landmarks": 197}, r"attention\(orthoformer\).num_landmarks = 197: .* at most 196"),
         ("softmax", {"num_heads": 3}, r"num_heads = 3 does not divide dim = 16"),
-        ("local", {"num_prefix_tokens": 1}, r"attention\(local\).class_token = True: .* set class_token: false"),
+        ("local", {"causal": True}, r"attention\(local\).layout = 2d: causal .* set layout: 1d"),
+        ("eva", {**CAUSAL, "position_bias": "t5_released"}, r"position_bias = t5_released: .* one of none, table, t5"),
+        ("eva", {**CAUSAL, "partition": "mask"}, r"attention\(eva\).causal = True: needs .* partition all"),
+        ("eva", {"visibility": "released"}, r"attention\(eva\).visibility = released: acts with causal; leave it out"),
+        ("softmax", {"causal": True, "num_prefix_tokens": 1}, r"causal = True: prefix tokens see every token"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(name, options, message):

@@ -9,16 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.features import (
-    counter_normal,
-    counter_uniform,
-    gaussian,
-    log_features,
-    mixture_draws,
-    random_feature_attention,
-    sample_indices,
-)
-from attention.performer import trigonometric
+from attention.draws import counter_normal, counter_uniform, gaussian, mixture_draws, sample_indices
+from attention.features import log_features, random_feature_attention, trigonometric
 from attention.softmax import softmax
 from identities import assert_equal, assert_mean, draw
 

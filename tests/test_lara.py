@@ -9,7 +9,8 @@ from torch import Tensor
 
 from attention import OptionError, create_attention
 from attention.features import log_features, random_feature_attention, scale
-from attention.lara import lara, query_weights
+from attention.lara import lara
+from attention.proposals import query_weights
 from attention.ra import ra
 from identities import assert_equal, assert_mean, deviation, draw
 

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from attention import create_attention
 from attention.eva import eva, group_values
+from attention.exact import exact_logits, exact_set
 from attention.features import log_features, random_feature_attention, scale
 from attention.landmarks import Groups, bins, bins_outside, chunks_outside, gather_groups, group_mean
-from attention.local import exact_logits, exact_set, local
+from attention.local import local
 from attention.position import PositionBias, t5_bucket
 from attention.scatterbrain import scatterbrain
 from attention.softmax import softmax

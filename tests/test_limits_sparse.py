@@ -8,6 +8,7 @@ from torch import Tensor
 
 from attention.base import merge_heads
 from attention.combiner import combiner
+from attention.exact import exact_set
 from attention.features import log_features, random_feature_attention, scale
 from attention.hashing import (
     asymmetric_transform,
@@ -18,7 +19,6 @@ from attention.hashing import (
     hash_clusters,
     to_clusters,
 )
-from attention.local import exact_set
 from attention.scatterbrain import merge_others, scatterbrain, scatterbrain_lsh
 from attention.smyrf import smyrf
 from attention.softmax import softmax

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import OptionError, create_attention
-from attention.features import random_feature_attention, scale
-from attention.performer import FEATURE_MAPS, performer
+from attention.features import FEATURE_MAPS, random_feature_attention, scale
+from attention.performer import performer
 from identities import assert_equal, draw
 
 GRID = (3, 5)
