@@ -210,7 +210,7 @@ def test_every_mechanism_has_a_case():
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_stock_projections(name):
-    """timm's names for the projections, so that published softmax weights load into any mechanism."""
+    """timm's names for the projections, so that published softmax weights load wherever there are all three."""
     attn = create_attention(name, dim=192, num_heads=3, grid=(14, 14))
     state, rows = attn.state_dict(), 192 * attn.num_projections
     shapes = {"qkv.weight": (rows, 192), "qkv.bias": (rows,), "proj.weight": (192, 192), "proj.bias": (192,)}
