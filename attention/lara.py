@@ -24,10 +24,7 @@ from attention.draws import mixture_draws, random_seed
 from attention.features import full_precision, log_features, mix_features, scale
 from attention.landmarks import Groups, LandmarkTransform, bin_counts, bins, group_mean
 from attention.options import option
-from attention.proposals import Weighting, attended_keys, log_weights, query_weights_reference
-
-POOLED = ("pool", "pool_mixed")
-"""Proposals about landmarks of keys."""
+from attention.proposals import POOLED, Proposal, Weighting, log_weights, propose, query_weights_reference
 
 
 @full_precision
@@ -40,7 +37,7 @@ def lara(
     noise: Tensor,
     uniform: Tensor | None = None,
     *,
-    proposal: Literal["mixture", "attended_keys", "pool", "pool_mixed"] = "pool_mixed",
+    proposal: Proposal = "pool_mixed",
     weighting: Weighting = "decoupled",
     beta: float = 2.0,
 ) -> Tensor:
@@ -50,28 +47,15 @@ def lara(
         q, k, v: (B, h, N, d). q_bar, k_bar: landmarks (B, h, c, d); k_bar acts with the pool proposals.
         noise: Gaussian part of omega in the features' scale, s samples of each proposal, broadcast to (B, h, c, s, d).
         uniform: in (0, 1), (..., c, s); chooses the mixture's component, whose mean stands in without it.
-        proposal: q_c is centred on q_bar_c plus: a key drawn by attention (eq. 32), the mean key by attention (33),
-            k_bar_c (34), or k_bar mixed by self-attention among landmarks (35).
-        weighting, beta: alpha, see `query_weights`; "balance" is eq. 36.
+        proposal: of q_c, see `propose`. weighting, beta: of alpha, see `query_weights`; "balance" is eq. 36.
     Returns:
         (B, h, N, d), float32 at least.
     """
     q, k, q_bar = scale(q), scale(k), scale(q_bar)
-    if proposal in POOLED:
-        k_bar = scale(k_bar)
-        key = (k_bar if proposal == "pool" else (k_bar @ k_bar.mT).softmax(-1) @ k_bar)[:, :, :, None]
-    else:
-        affinity = q_bar @ k.mT
-        key = attended_keys(affinity.softmax(-1), k, uniform)
-    mean = q_bar[:, :, :, None] + key
-    omega = (mean + noise).flatten(2, 3)  # (B, h, c s, d)
+    proposals = propose(q_bar, k, None if k_bar is None else scale(k_bar), uniform, proposal)
+    omega = (proposals.mean + noise).flatten(2, 3)  # (B, h, c s, d)
     log_k = log_features(k, omega).mT  # (B, h, c s, M)
-    # log q_c'(omega) / N(omega; 0, I) of every sample under every proposal, (B, h, c s, c').
-    if proposal == "mixture":
-        mass = log_k.logsumexp(-1, keepdim=True)
-        log_ratio = log_features(q_bar, omega).mT + mass - affinity.logsumexp(-1)[:, :, None]
-    else:
-        log_ratio = log_features(mean[:, :, :, 0], omega).mT
+    log_ratio = proposals.log_ratio(omega, log_k)
     log_weight = log_weights(q, q_bar, omega, log_ratio, weighting, beta)
     return mix_features(q @ omega.mT + log_weight, log_k, v)
 

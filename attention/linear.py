@@ -17,14 +17,14 @@ from attention.features import elu_plus_one, full_precision, linear_attention
 
 @full_precision
 def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least."""
+    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least; 0 for a query whose weights vanish."""
     return linear_attention(elu_plus_one(q), elu_plus_one(k), v)
 
 
 def linear_reference(q, k, v):
     """`linear` as a dense matrix of weights."""
     kernel = (F.elu(q) + 1) @ (F.elu(k) + 1).mT
-    return kernel / kernel.sum(-1, keepdim=True) @ v
+    return kernel @ v / kernel.sum(-1, keepdim=True).clamp(min=1e-6)
 
 
 class Linear(Attention):

@@ -5,16 +5,61 @@ A proposal q_c lies about q_bar_c and the keys that q_bar_c attends to. Queries 
 """
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from attention.draws import sample_indices
+from attention.features import log_features
 from attention.landmarks import gather_tokens
 
+Proposal = Literal["mixture", "attended_keys", "pool", "pool_mixed"]
+POOLED = ("pool", "pool_mixed")
+"""Proposals about landmarks of keys."""
 Weighting = Literal["balance", "coupled", "coupled_density", "decoupled"]
 MIN_ALPHA = 1e-8
 """Floor of query-specific weights alpha, which can turn negative (released code)."""
+
+
+class Proposals(NamedTuple):
+    """c distributions q_c: unit Gaussians, or mixtures of unit Gaussians about q_bar_c + k_m.
+
+    Attributes:
+        mean: of the Gaussian that each of s samples is drawn from, (B, h, c, s, d).
+        q_bar, log_total: of mixtures, (B, h, c, d) and log sum_m exp(q_bar_c . k_m), (B, h, c); None otherwise.
+    """
+
+    mean: Tensor
+    q_bar: Tensor | None = None
+    log_total: Tensor | None = None
+
+    def log_ratio(self, omega: Tensor, log_k: Tensor) -> Tensor:
+        """log q_c'(omega) / N(omega; 0, I) of every sample under every proposal, (B, h, c s, c').
+
+        Args:
+            omega: (B, h, c s, d). log_k: log features of keys there, (B, h, c s, M).
+        """
+        if self.log_total is None:
+            return log_features(self.mean[:, :, :, 0], omega).mT
+        mass = log_k.logsumexp(-1, keepdim=True)
+        return log_features(self.q_bar, omega).mT + mass - self.log_total[:, :, None]
+
+
+def propose(q_bar: Tensor, k: Tensor, k_bar: Tensor | None, uniform: Tensor | None, proposal: Proposal) -> Proposals:
+    """Proposals about landmarks of queries and a key each.
+
+    Args:
+        q_bar, k_bar: landmarks (B, h, c, d). k: (B, h, M, d).
+        uniform: in (0, 1), (..., c, s); chooses the mixture's component, whose mean stands in without it.
+        proposal: the key is drawn by attention (eq. 32), their mean by attention (33), k_bar_c (34), or k_bar mixed by
+            self-attention among landmarks (35).
+    """
+    if proposal in POOLED:
+        key = k_bar if proposal == "pool" else (k_bar @ k_bar.mT).softmax(-1) @ k_bar
+        return Proposals((q_bar + key)[:, :, :, None])
+    affinity = q_bar @ k.mT
+    mean = q_bar[:, :, :, None] + attended_keys(affinity.softmax(-1), k, uniform)
+    return Proposals(mean, q_bar, affinity.logsumexp(-1)) if proposal == "mixture" else Proposals(mean)
 
 
 def attended_keys(pi: Tensor, k: Tensor, uniform: Tensor | None) -> Tensor:

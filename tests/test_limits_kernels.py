@@ -13,7 +13,7 @@ from attention import OptionError
 from attention.cosformer import cosformer, reweight
 from attention.dpfp import dpfp, projection
 from attention.features import elu_plus_one
-from attention.linear import linear
+from attention.linear import linear, linear_reference
 from attention.performer import performer
 from attention.rfa import rfa
 from attention.softmax import softmax
@@ -76,6 +76,11 @@ def test_sums_of_linear_attention_leave_the_range_of_half_precision():
     q, k, v = (30 * draw(1, 1, 4000, 4, seed=seed).half().abs() for seed in range(3))
     assert elu_plus_one(k.double()).sum(-2).max() > torch.finfo(torch.float16).max
     torch.testing.assert_close(linear(q, k, v), linear(q.float(), k.float(), v.float()))
+
+
+def test_linear_attention_of_a_query_whose_weights_vanish_is_zero():
+    for function in (linear, linear_reference):
+        assert_equal(function(Q - 60, K, V), torch.zeros_like(V))
 
 
 def test_linear_attention_has_no_options():
@@ -229,6 +234,11 @@ def test_dpfp_of_opposite_vectors_is_orthogonal_and_the_last_roll_completes_all_
 def test_xca_is_softmax_attention_between_channels():
     q, k = (F.normalize(x, dim=2).mT for x in (Q, K))  # (B, h, d, N): channels as tokens
     assert_equal(xca(Q, K, V, SIGMA), softmax(q * SIGMA[:, None, None] * N**0.5, k, V.mT).mT)
+
+
+def test_xca_ignores_the_length_of_every_channel():
+    a, b = draw(d, seed=7).exp(), draw(d, seed=8).exp()
+    assert_equal(xca(Q * a, K * b, V, SIGMA), xca(Q, K, V, SIGMA))
 
 
 def test_xca_averages_channels_when_cold_and_picks_them_when_hot():

@@ -63,6 +63,17 @@ def test_one_sample_shared_by_all_queries_is_random_feature_attention():
     assert_equal(ra(Q, K, V, noise, proposal="mean_key"), expected)
 
 
+def test_permutation_equivariance_in_law_of_drawn_keys():
+    """The same keys drawn, whose probabilities permute with them, give the same outputs."""
+    pi, noise, order = (scale(Q) @ scale(K).mT).softmax(-1), draw(1, 1, N, N, D), torch.tensor([3, 1, 4, 0, 2])
+    q, k, v, pi_moved, noise_moved = (x[:, :, order] for x in (Q, K, V, pi, noise))
+    pi_moved = pi_moved[..., order]
+    # Sample s of a query draws key s: the middle of its interval of uniforms.
+    uniform, moved = (p.cumsum(-1) - p / 2 for p in (pi, pi_moved))
+    y = ra(Q, K, V, noise, uniform)[:, :, order]
+    torch.testing.assert_close(ra(q, k, v, noise_moved[..., order, :], moved), y, rtol=1e-10, atol=1e-10)
+
+
 def test_evaluation_depends_neither_on_the_batch_nor_on_the_generator():
     attn = create_attention("ra", dim=8, num_heads=2, grid=(3, 5), num_eval_samples=2).eval()
     x = torch.randn(1, 15, 8).expand(3, -1, -1)
