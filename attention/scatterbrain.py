@@ -72,7 +72,7 @@ def scatterbrain_reference(q, k, v, omega, bias=None, *, complement="merge", **w
         outside = [m for m in range(N) if m not in cells]
         logits, values = seen_exactly(n, q, k, v, bias, **windows)
         mass = phi_k[:, :, outside].sum(2)  # (B, h, s)
-        mean = phi_k[:, :, outside].mT @ v_grid[:, :, outside] / mass[..., None]
+        mean = phi_k[:, :, outside].mT @ v_grid[:, :, outside] / (mass[..., None] if outside else 1)
         if complement == "released":
             largest = phi_k.amax(2).detach()
             mean = mean * (mass / mass.maximum(1e-3 * largest))[..., None]
