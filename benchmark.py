@@ -219,7 +219,7 @@ def compare(comparison: Comparison, rounds: int, device: torch.device) -> list[d
                 counts[subject.name] = workload.counts(device)
                 calls[subject.name] = workload.call
             except torch.OutOfMemoryError:
-                torch.cuda.empty_cache()
+                continue
         times = time_rounds(calls, rounds, device)
 
     rows = []
@@ -304,7 +304,7 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
 
 
 def write_results(facts: Mapping[str, Any], rows: Sequence[dict[str, Any]], output: Path) -> None:
-    """Writes table.md, results.csv, results.json, and a figure for layers and models that have several sizes."""
+    """Writes table.md, results.csv, results.json, and a figure of layers and of models."""
     output.mkdir(parents=True, exist_ok=True)
     (output / "table.md").write_text(report(facts, rows))
     (output / "results.json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=1))
@@ -313,14 +313,17 @@ def write_results(facts: Mapping[str, Any], rows: Sequence[dict[str, Any]], outp
         writer.writeheader()
         writer.writerows(rows)
     for kind, same_kind in itertools.groupby(rows, key=itemgetter("kind")):
-        same_kind = list(same_kind)
-        if len({row["size"] for row in same_kind}) > 1:
-            draw(same_kind, output / f"{kind}.png")
+        draw(list(same_kind), output / f"{kind}.png")
 
 
 def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Time and peak memory against size, relative to the baseline: a column of panels for every setting."""
-    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    """Time and peak memory relative to the baseline, where it fits, against size; a column of panels for every setting.
+
+    One size makes no figure.
+    """
+    sizes = list(dict.fromkeys(row["size"] for row in rows if row["speedup"]))
+    if len(sizes) < 2:
+        return
     settings = list(dict.fromkeys(map(itemgetter("mode", "dtype", "execution"), rows)))
     measures = {"seconds": "time", "peak_bytes": "peak memory"}
     figure = Figure(figsize=(1.5 + 3.5 * len(settings), 6), layout="constrained")
@@ -332,8 +335,9 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             reference = {row["size"]: row[measure] for row in chosen if row["name"] == row["baseline"]}
             for name in dict.fromkeys(row["name"] for row in chosen):
                 own = {row["size"]: row[measure] for row in chosen if row["name"] == name}
-                points = [(i, own[s] / reference[s]) for i, s in enumerate(sizes) if own.get(s) and reference.get(s)]
-                axes.plot(*zip(*points, strict=True), marker="o", label=name)
+                fitting = [size for size in sizes if own.get(size) and reference.get(size)]
+                ratios = [own[size] / reference[size] for size in fitting]
+                axes.plot([sizes.index(size) for size in fitting], ratios, marker="o", label=name)
             axes.set_title(", ".join(setting))
             axes.set_xticks(range(len(sizes)), sizes)
             axes.set_yscale("log", base=2)

@@ -152,7 +152,7 @@ class Workload:
             self.call()
 
     def forward(self) -> Tensor:
-        with autocast(self.amp, self.leaves[0].device):
+        with autocast(self.amp, self.inputs[0].device):
             return self.network(*self.inputs)
 
     def backward(self) -> None:
