@@ -31,7 +31,7 @@ from attention.options import OptionError, nearest
 from engine.config import load_run, refuse_bad_input
 from engine.costs import PAPER_COSTS, Costs, PaperRow, count_costs
 from engine.distributed import join
-from engine.measure import MAX_ERROR, MAX_WAITED, Spread, time_rounds
+from engine.measure import MAX_ERROR, MAX_WAITED, Spread, Times, time_rounds
 from engine.report import provenance
 from engine.workload import DTYPES, EXECUTIONS, MODES, Subject, Workload, attention_layer, draw_weights, whole_model
 
@@ -46,6 +46,14 @@ MEMORY = (
     "Peak: what torch allocates during a call, beyond parameters, optimiser state and inputs. Saved: what the result "
     "keeps for its backward pass, without parameters. MACs: of one image, forward."
 )
+
+
+SETTINGS = ("size", "batch", "mode", "dtype", "execution")
+ENDS = ("", "_q1", "_q3", "_noisy")
+MEASURED = [name + end for name in ("seconds", "speedup") for end in ENDS]
+COUNTED = ("images_per_second", "waited", "peak_bytes", "peak_ratio", "saved_bytes", "launches", "macs", "parameters")
+COLUMNS = ("kind", "name", "baseline", *SETTINGS, *MEASURED, *COUNTED)
+"""Of results.csv and results.json. peak_ratio: to the baseline. waited: share of the time, see engine/measure.py."""
 
 
 @dataclass(frozen=True)
@@ -68,12 +76,6 @@ class Comparison:
     execution: str
 
 
-SETTINGS = ("size", "batch", "mode", "dtype", "execution")
-MEASURED = [f"{name}{end}" for name in ("seconds", "speedup") for end in ("", "_q1", "_q3", "_noisy")]
-COUNTED = ("images_per_second", "waited", "peak_bytes", "saved_bytes", "launches", "macs", "parameters")
-COLUMNS = ("kind", "name", "baseline", *SETTINGS, *MEASURED, *COUNTED)
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     with refuse_bad_input():
@@ -85,6 +87,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     facts = {
         **provenance(device),
+        "cpus": os.cpu_count(),
         "threads": args.threads,
         "rounds": args.rounds,
         "load": round(os.getloadavg()[0], 2),
@@ -94,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows += compare(comparison, args.rounds, device)
         if args.output:
             write_results(facts, rows, args.output)
-    print(report(facts, rows))
+    print(report(facts, rows), end="")
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -233,19 +236,19 @@ def compare(comparison: Comparison, rounds: int, device: torch.device) -> list[d
             "batch": comparison.batch,
         }
         if subject.name in calls:
-            spreads = {"seconds": Spread.of(times.seconds[subject.name])}
-            if comparison.baseline in calls:
-                spreads["speedup"] = times.speedup(subject.name, comparison.baseline)
-            for name, spread in spreads.items():
-                row |= {
-                    name: spread.median,
-                    f"{name}_q1": spread.low,
-                    f"{name}_q3": spread.high,
-                    f"{name}_noisy": times.noisy(spread),
-                }
+            row |= describe("seconds", Spread.of(times.seconds[subject.name]), times)
             row |= {"waited": times.waited, "images_per_second": comparison.batch / row["seconds"]}
+        if {subject.name, comparison.baseline} <= calls.keys():
+            row |= describe("speedup", times.speedup(subject.name, comparison.baseline), times)
+            row["peak_ratio"] = row["peak_bytes"] / counts[comparison.baseline]["peak_bytes"]
         rows.append(row)
     return rows
+
+
+def describe(name: str, spread: Spread, times: Times) -> dict[str, float | bool]:
+    """The four columns of the quantity `name`."""
+    values = (spread.median, spread.low, spread.high, times.noisy(spread))
+    return dict(zip((name + end for end in ENDS), values, strict=True))
 
 
 def size_text(comparison: Comparison) -> str:
@@ -295,7 +298,8 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
         "ms": spread("seconds", 1e-3, ".4g") or "out of memory",
         f"speed-up over {row['baseline']}": spread("speedup", 1, ".2f"),
         "images/s": text(row["images_per_second"], 1, ".4g"),
-        "peak (MiB)": text(row["peak_bytes"], 2**20, ".1f"),
+        "peak (MiB)": text(row["peak_bytes"], 2**20, ".1f")
+        + (f" ({row['peak_ratio']:.2f}x)" if row["peak_ratio"] else ""),
         "saved (MiB)": text(row["saved_bytes"], 2**20, ".1f"),
         "launches": text(row["launches"], 1, ".0f"),
         "MACs (G)": text(row["macs"], 1e9, ".3f"),
@@ -321,23 +325,20 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
     One size makes no figure.
     """
-    sizes = list(dict.fromkeys(row["size"] for row in rows if row["speedup"]))
+    measured = [row for row in rows if row["speedup"]]
+    setting_of = itemgetter("mode", "dtype", "execution")
+    sizes, settings = list(dict.fromkeys(row["size"] for row in measured)), list(dict.fromkeys(map(setting_of, rows)))
     if len(sizes) < 2:
         return
-    settings = list(dict.fromkeys(map(itemgetter("mode", "dtype", "execution"), rows)))
-    measures = {"seconds": "time", "peak_bytes": "peak memory"}
+    measures = {"time": lambda row: 1 / row["speedup"], "peak memory": itemgetter("peak_ratio")}
     figure = Figure(figsize=(1.5 + 3.5 * len(settings), 6), layout="constrained")
     panels = figure.subplots(2, len(settings), sharex=True, sharey="row", squeeze=False)
-    for (measure, label), line in zip(measures.items(), panels, strict=True):
+    for (label, measure), line in zip(measures.items(), panels, strict=True):
         line[0].set_ylabel(f"{label}, {rows[0]['baseline']} = 1")
         for setting, axes in zip(settings, line, strict=True):
-            chosen = [row for row in rows if itemgetter("mode", "dtype", "execution")(row) == setting]
-            reference = {row["size"]: row[measure] for row in chosen if row["name"] == row["baseline"]}
-            for name in dict.fromkeys(row["name"] for row in chosen):
-                own = {row["size"]: row[measure] for row in chosen if row["name"] == name}
-                fitting = [size for size in sizes if own.get(size) and reference.get(size)]
-                ratios = [own[size] / reference[size] for size in fitting]
-                axes.plot([sizes.index(size) for size in fitting], ratios, marker="o", label=name)
+            for name in dict.fromkeys(row["name"] for row in rows):
+                own = [row for row in measured if (name, *setting_of(row)) == (row["name"], *setting)]
+                axes.plot([sizes.index(row["size"]) for row in own], [measure(row) for row in own], "o-", label=name)
             axes.set_title(", ".join(setting))
             axes.set_xticks(range(len(sizes)), sizes)
             axes.set_yscale("log", base=2)
