@@ -4,7 +4,7 @@
     python benchmark.py --attention eva eva:num_landmarks=196 --tokens 196 784 3136 --modes forward train \\
         --dtypes fp32 bf16 --output runs/benchmark                            # table, CSV, JSON and figures
     python benchmark.py --models timm:vit_tiny_patch16_224:patch_size=8 deit_tiny_p8:eva
-    python benchmark.py --macs [configs/deit_tiny_p8/*.yaml]                  # the papers' tables, or any files
+    python benchmark.py --macs [configs/deit_tiny_p8/*.yaml]                  # the papers' rows, or any files
 
 Calls are timed in turns, A B C, then C B A: a speed-up is the median, with its quartiles, of the ratios of two times of
 the same round. --rounds 3 is a quick look.
@@ -26,7 +26,7 @@ import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from attention import Grid
+from attention import ATTENTION, Grid
 from attention.options import OptionError, nearest
 from engine.config import load_run, refuse_bad_input
 from engine.costs import PAPER_COSTS, Costs, PaperRow, count_costs
@@ -81,6 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with refuse_bad_input():
         if args.macs:
             print_costs([PaperRow(os.path.relpath(path, CONFIGS)) for path in args.configs] or PAPER_COSTS)
+            if not args.configs:
+                print_costs_by_size()
             return
         device = join(args.device).device
         comparisons = plan(args, device)
@@ -105,7 +107,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         description="Compare mechanisms and models side by side.", epilog=f"{MEMORY} {NOISE}".replace("%", "%%")
     )
     many = {"nargs": "+", "default": []}
-    parser.add_argument("configs", nargs="*", help="with --macs: YAML files, see configs/; none: the papers' tables")
+    parser.add_argument("configs", nargs="*", help="with --macs: YAML files; none: the papers' rows, all mechanisms")
     parser.add_argument("--macs", action="store_true", help="parameters and multiply-accumulates beside the papers'")
     parser.add_argument("--attention", **many, metavar="NAME[:OPTION=VALUE,...]", help="single layers")
     parser.add_argument(
@@ -366,6 +368,15 @@ def print_costs(rows: Sequence[PaperRow]) -> None:
             row.source,
         ]
         print(f"| {' | '.join(map(str, cells))} |")
+
+
+def print_costs_by_size() -> None:
+    """Prints MACs and parameters of DeiT-Tiny for 196, 784 and 3136 tokens with every mechanism at its defaults."""
+    cells = "MACs (G) at 196 tokens", "parameters (M)", "at 784", "parameters", "at 3136", "parameters"
+    print(f"\n| DeiT-Tiny with | {' | '.join(cells)} |\n|{' --- |' * 7}")
+    for name in ATTENTION:
+        costs = [count_costs({"name": f"deit_tiny_p{patch}", "img_size": 224}, name) for patch in (16, 8, 4)]
+        print(f"| {name} | {' | '.join(f'{c.macs / 1e9:.3f} | {c.parameters / 1e6:.3f}' for c in costs)} |")
 
 
 if __name__ == "__main__":
