@@ -46,10 +46,10 @@ class Job:
     def text(self) -> str:
         return self.log.read_text()
 
-    @property
-    def random_state(self) -> str:
-        """SHA-256 of the random state after the last update."""
-        return [line for line in self.text.splitlines() if line.startswith("random ")][-1]
+    def said(self, word: str) -> list[list[str]]:
+        """What all ranks told under the heading `word`, by rank; see `show_state`."""
+        lines = [line for rank in range(len(self.pids)) for line in Path(f"{self.log}.{rank}").read_text().splitlines()]
+        return [line.split()[1:] for line in lines if line.startswith(f"{word} ")]
 
 
 class Nursery:
@@ -82,9 +82,11 @@ class Nursery:
         log.write_text("")
         pids = []
         for rank in range(ranks):
+            Path(f"{log}.{rank}").write_text("")
             own = environment and environment | {"RANK": rank, "LOCAL_RANK": rank}
             hurt = (faults or {}).get(rank, [])
-            pids.append(self.ask(start=script, command=list(command), log=str(log), faults=hurt, environment=own))
+            request = {"command": list(command), "log": str(log), "rank": rank, "faults": hurt, "environment": own}
+            pids.append(self.ask(start=script, **request))
         return Job(self, pids, log)
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[list[int], Job]:
@@ -110,7 +112,15 @@ def _fail(*args: Any, **kwargs: Any) -> None:
     raise KeyError("a fault of the test")
 
 
+FACTS = Path(os.devnull)
+
 ACTIONS: dict[str, Callable] = {"half": _kill_within_writing, "full": _no_space, "raise": _fail}
+
+
+def tell(*words: Any) -> None:
+    """Says something to the test, apart from what the run says."""
+    with FACTS.open("a") as file:
+        file.write(" ".join(map(str, words)) + "\n")
 
 
 def hurt(target: str, call: int, action: str) -> None:
@@ -122,6 +132,7 @@ def hurt(target: str, call: int, action: str) -> None:
         nonlocal count
         count += 1
         if call in (0, count):
+            tell("hurt", time.monotonic())
             if action in ACTIONS:
                 ACTIONS[action](*args, **kwargs)
             else:
@@ -131,21 +142,28 @@ def hurt(target: str, call: int, action: str) -> None:
     setattr(owner, name, function)
 
 
-def show_random_state() -> None:
-    """Prints the digest of the random state after every update."""
+def show_state() -> None:
+    """Prints the place of every training image, and after every update the digest of the random state and memory."""
     import numpy as np
     import torch
 
     from engine.report import Report
+    from engine.sampler import SeededDataset
 
-    end_step = Report.end_step
+    end_step, getitem = Report.end_step, SeededDataset.__getitem__
 
     def function(self: Report) -> None:
         state = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()))  # noqa: NPY002
-        print("random", self.step + 1, hashlib.sha256(state).hexdigest(), flush=True)
+        tell("random", self.step + 1, hashlib.sha256(state).hexdigest())
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+        tell("memory", self.step + 1, resident, len(os.listdir("/proc/self/fd")))
         end_step(self)
 
-    Report.end_step = function
+    def getitem_and_tell(self: SeededDataset, place: tuple[int, int, int]) -> Any:
+        tell("place", *place)
+        return getitem(self, place)
+
+    Report.end_step, SeededDataset.__getitem__ = function, getitem_and_tell
 
 
 def use_few_images(train: int, val: int) -> None:
@@ -164,6 +182,8 @@ def use_few_images(train: int, val: int) -> None:
 
 def child(request: dict[str, Any]) -> None:
     """One process of a launch; does not return."""
+    global FACTS
+    FACTS = Path(f"{request['log']}.{request['rank']}")
     log = os.open(request["log"], os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
@@ -171,7 +191,7 @@ def child(request: dict[str, Any]) -> None:
     os.environ.update({name: str(value) for name, value in request["environment"].items()})
     sys.argv = [request["start"], *request["command"]]
     use_few_images(50, 24)
-    show_random_state()
+    show_state()
     for fault in request["faults"]:
         hurt(*fault)
     status = 1

@@ -6,9 +6,11 @@ The rows R1 to R5, S1, G1 and M1 of the battery; all that is random is on.
 import hashlib
 import json
 import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -94,8 +96,10 @@ def outcome(job: Job, directory: Path) -> dict[str, str | list]:
     """All that two runs must share: every part of the last checkpoint, random state, records."""
     _, last = find(directory, "last")
     parts = {name: digest(part) for name, part in last.items() if name != "config"}
+    parts["step"] = str(last["progress"]["step"])
     assert {"model", "ema", "optimizer", "scaler", "progress"} <= parts.keys()
-    return parts | {"random": job.random_state, "records": records(directory)}
+    states = [state for step, state in job.said("random") if step == parts["step"]]
+    return parts | {"random": states, "records": records(directory)}
 
 
 class Runs:
@@ -164,6 +168,143 @@ def test_log_steps_increase_through_many_kills(amount: int, runs: Runs, figure: 
     assert steps == sorted(set(steps))
     assert steps[-1] == 6 * amount
     figure("R2", f"{amount} kills in one run: {len(steps)} log steps strictly increase")
+
+
+CELLS = [
+    (workers, ranks, accumulation, amp)
+    for workers in (0, 2)
+    for ranks in (1, 2)
+    for accumulation in (1, 2)
+    for amp in ("null", "bf16")
+]
+LIGHT_CELLS = [(0, 1, 2, "bf16"), (2, 1, 1, "null"), (0, 2, 1, "bf16"), (2, 2, 2, "null")]
+
+
+@pytest.mark.parametrize(
+    ("cell", "amount"),
+    [(cell, 1) for cell in LIGHT_CELLS] + [pytest.param(cell, 3, marks=pytest.mark.battery) for cell in CELLS],
+)
+def test_any_way_to_run_resumes(cell, amount: int, nursery: Nursery, tmp_path: Path, figure: Callable):
+    """The last of the kills with LARA, the others with EVA."""
+    workers, ranks, accumulation, amp = cell
+    overrides = [f"data.workers={workers}", f"train.grad_accum_steps={accumulation}", f"train.amp={amp}"]
+    rng = random.Random(str(cell))
+    for mechanism, kills in (([], amount - 1), ([LARA], 1)):
+        if kills:
+            runs = Runs(nursery, tmp_path / str(kills > 1 or mechanism), [*overrides, *mechanism], ranks)
+            for _ in range(kills):
+                assert -9 in runs.survives(choose_kill(rng, "step"))
+    figure("R3", f"{amount}/{amount} kills: workers {workers}, ranks {ranks}, accumulation {accumulation}, amp {amp}")
+
+
+def test_images_owe_nothing_to_the_workers(runs: Runs):
+    statuses, job, output = runs.launch(more=["data.workers=2"])
+    assert statuses == [0]
+    assert outcome(job, output) == runs.expected
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_every_image_comes_once_at_another_number_of_processes(
+    before: int, after: int, nursery: Nursery, runs: Runs, figure: Callable
+):
+    log, output = runs.directory / f"{before}to{after}.log", runs.directory / f"{before}to{after}"
+    command = [*runs.command, "--output", str(output)]
+    statuses, job = nursery.run(command, log, {0: [("train.nn.utils.clip_grad_norm_", 3, "SIGTERM")]}, before)
+    assert statuses == [75] * before
+    places = job.said("place")
+    statuses, job = nursery.run(command, log, ranks=after)
+    assert 2 in statuses
+    assert f"  processes: {before} there, {after} here" in job.text.splitlines()
+    statuses, job = nursery.run([*command, "--allow-change", "processes"], log, ranks=after)
+    assert statuses == [0] * after, job.text
+    places += job.said("place")
+    for epoch in "01":
+        indices, positions = zip(*((int(index), int(p)) for index, e, p in places if e == epoch), strict=True)
+        assert sorted(positions) == list(range(48))
+        assert len(set(indices)) == 48
+    figure("R4", f"{before} -> {after} ranks: each of 48 images of both epochs once")
+
+
+def test_other_options_are_refused_until_allowed(runs: Runs, figure: Callable):
+    statuses, _, output = runs.launch(("train.nn.utils.clip_grad_norm_", 3, "SIGTERM"))
+    assert statuses == [75]
+    before = {path.name: path.read_bytes() for path in output.iterdir() if path.name != "lock"}
+    others = ["attention.window_size=1", "optim.weight_decay=0.01", "train.log_every=3"]
+    statuses, job, _ = runs.launch(output=output, more=others)
+    assert statuses == [2]
+    assert job.text.splitlines()[1:] == [
+        "  attention.window_size: 3 there, 1 here",
+        "  optim.weight_decay: 0.05 there, 0.01 here",
+    ]
+    statuses, job, _ = runs.launch(output=output, more=["--allow-change", "optim.weigth_decay", *others])
+    assert statuses == [2]
+    assert "did you mean 'optim.weight_decay'?" in job.text
+    assert {path.name: path.read_bytes() for path in output.iterdir() if path.name != "lock"} == before
+    allowed = ["--allow-change", "optim.weight_decay", "optim.weight_decay=0.01", "train.log_every=3"]
+    assert runs.launch(output=output, more=allowed)[0] == [0]
+    groups = find(output, "last")[1]["optimizer"]["param_groups"]
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.01}
+    figure("R5", "changed options refused key by key, allowed ones take effect")
+
+
+def test_a_change_that_is_allowed_may_touch_every_state(runs: Runs):
+    _, _, output = runs.launch(("train.nn.utils.clip_grad_norm_", 3, "SIGTERM"))
+    changes = {"train.amp": "fp16", "optim.opt": "sgd", "train.total_batch_size": "6", "train.ema_decay": "null"}
+    more = [word for key, value in changes.items() for word in ("--allow-change", key, f"{key}={value}")]
+    statuses, job, _ = runs.launch(output=output, more=more)
+    assert statuses == [0], job.text
+    assert find(output, "last")[1]["progress"]["step"] == 3 + (50 - 24) // 6 + 50 // 6
+
+
+def test_a_finished_run_says_so(runs: Runs):
+    _, _, output = runs.launch()
+    before = {path.name: path.read_bytes() for path in output.iterdir() if path.name != "lock"}
+    statuses, job, _ = runs.launch(output=output)
+    assert statuses == [0]
+    assert f"{output} is finished: 2 epochs, top-1 " in job.text
+    assert {path.name: path.read_bytes() for path in output.iterdir() if path.name != "lock"} == before
+
+
+@light_and_full(2, 10)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stopped_run_loses_nothing(ranks: int, amount: int, nursery: Nursery, tmp_path: Path, figure: Callable):
+    runs, rng, slowest = Runs(nursery, tmp_path / "runs", ranks=ranks), random.Random(ranks), 0.0
+    for _ in range(amount):
+        place = rng.choice(list(KILLS))
+        target, call, _ = choose_kill(rng, place)
+        rank = 0 if place == "write" else rng.randrange(ranks)
+        statuses, job, output = runs.launch((target, call, "SIGTERM"), rank=rank)
+        slowest = max(slowest, time.monotonic() - float(job.said("hurt")[0][0]))
+        assert statuses in ([75] * ranks, [0] * ranks), job.text
+        done = int(job.said("random")[-1][0])
+        assert find(output, "last")[1]["progress"]["step"] == done
+        statuses, job, _ = runs.launch(output=output)
+        assert statuses == [0] * ranks
+        if done < STEPS:
+            assert outcome(job, output) == runs.expected
+    assert slowest < 10
+    figure("S1", f"{amount}/{amount} SIGTERM on {ranks} rank(s): no step lost, ended within {slowest:.1f} s, same bits")
+
+
+def test_a_seed_decides_everything(runs: Runs, figure: Callable):
+    _, job, output = runs.launch()
+    assert outcome(job, output) == runs.expected
+    _, job, output = runs.launch(more=["train.seed=1"])
+    other = outcome(job, output)
+    assert all(other[part] != runs.expected[part] for part in ("model", "ema", "optimizer", "random", "records"))
+    figure("G1", "the same seed twice: same bits; another seed: all parts differ")
+
+
+@light_and_full(300, 3000)
+def test_a_long_run_takes_no_more_memory(amount: int, runs: Runs, figure: Callable):
+    more = [f"schedule.epochs={amount // 6}", "train.eval_every=10", "attention={name: softmax}"]
+    statuses, job, _ = runs.launch(more=more)
+    assert statuses == [0]
+    step, memory, files = np.array(job.said("memory"), float).T[:, amount // 3 :]
+    slope = 1000 * np.polyfit(step, memory, 1)[0]
+    assert len(set(files)) == 1
+    assert slope < 1
+    figure("M1", f"{amount} steps: {slope:+.2f} MB per 1000 steps, {files[0]:.0f} descriptors throughout")
 
 
 def test_digest_sees_a_single_bit():
