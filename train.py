@@ -121,6 +121,7 @@ def train(run: Run, world: World, output: Path, allowed: Sequence[str], ending: 
         while progress.images < sampler.stop:
             update = progress.images // options.total_batch_size
             schedule.step_update(epoch * updates_per_epoch + update)
+            guard.begin_update(model)
             for part in range(options.grad_accum_steps):
                 images, targets = next(batches)
                 seed_everything(options.seed, progress.step, part, world.rank)  # a pass owes nothing to those before

@@ -240,6 +240,10 @@ def load(path: Path, need_digest: bool = False) -> dict[str, Any]:
             inspect(content)
             checkpoint = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         check_plain({name: checkpoint.get(name) for name in FACTS})
+        for part in ("model", "ema"):
+            weights = checkpoint.get(part, {})
+            if not all(isinstance(name, str) and torch.is_tensor(value) for name, value in weights.items()):
+                raise ValueError(f"{part} are no weights")
     except Exception as error:  # a hostile file may fail in any way, and is refused in every case
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise OptionError(str(path), f"damaged, or no checkpoint that can be loaded safely ({reason})") from error

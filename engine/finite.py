@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine.checkpoint import Checkpoints, Progress
 from engine.data import Loader
@@ -36,6 +36,11 @@ class FiniteGuard:
         self.norm: Tensor | float = 0.0
         self.loss, self.stopping = 0.0, False
 
+    def begin_update(self, model: nn.Module) -> None:
+        """Remembers the buffers, which a forward pass changes (as BatchNorm does), where the update may be skipped."""
+        if self.options.max_skipped:
+            self.buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
     def see_loss(self, loss: Tensor, stop: StopWish) -> None:
         """Exchanges losses and wishes to stop; to be called before every backward pass, on every rank.
 
@@ -64,6 +69,8 @@ class FiniteGuard:
             if self.progress.num_skipped == self.options.max_skipped:
                 self._stop(f"{reason}; {self.progress.num_skipped} updates have been skipped already", 0)
             self.progress.num_skipped += 1
+            for buffer, before in self.buffers:
+                buffer.copy_(before)
             self.dump(reason, 0)
             return False
         self.norm = 0.0 if scaled else norm

@@ -11,6 +11,8 @@ import os
 import pickle
 import pkgutil
 import random
+import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -35,7 +37,7 @@ class Job:
     pids: list[int]
     log: Path
 
-    def wait(self, timeout: float = 120) -> list[int]:
+    def wait(self, timeout: float = 300) -> list[int]:
         """Exit statuses, by rank; negative: the number of the signal that ended it."""
         return [self.nursery.ask(wait=pid, timeout=timeout) for pid in self.pids]
 
@@ -72,8 +74,12 @@ class Nursery:
         faults: Mapping[int, Sequence[Fault]] | None = None,
         ranks: int = 1,
         script: str = "train",
+        **more: Any,
     ) -> Job:
-        """Starts the script with `command` in `ranks` processes, of which those named in `faults` meet these."""
+        """Starts the script with `command` in `ranks` processes, of which those named in `faults` meet these.
+
+        `more`: "limit": bytes beyond which no file may grow.
+        """
         environment = {}
         if ranks > 1:
             with socket.socket() as free:
@@ -86,7 +92,7 @@ class Nursery:
             own = environment and environment | {"RANK": rank, "LOCAL_RANK": rank}
             hurt = (faults or {}).get(rank, [])
             request = {"command": list(command), "log": str(log), "rank": rank, "faults": hurt, "environment": own}
-            pids.append(self.ask(start=script, **request))
+            pids.append(self.ask(start=script, **request, **more))
         return Job(self, pids, log)
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[list[int], Job]:
@@ -108,13 +114,30 @@ def _no_space(*args: Any, **kwargs: Any) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def _no_memory(*args: Any, **kwargs: Any) -> None:
+    import torch
+
+    torch.empty(2**60)
+
+
 def _fail(*args: Any, **kwargs: Any) -> None:
     raise KeyError("a fault of the test")
 
 
 FACTS = Path(os.devnull)
 
-ACTIONS: dict[str, Callable] = {"half": _kill_within_writing, "full": _no_space, "raise": _fail}
+
+def _remove_output(path: Path, content: bytes) -> None:
+    shutil.rmtree(path.parent)
+
+
+ACTIONS: dict[str, Callable] = {
+    "half": _kill_within_writing,
+    "full": _no_space,
+    "raise": _fail,
+    "memory": _no_memory,
+    "remove": _remove_output,
+}
 
 
 def tell(*words: Any) -> None:
@@ -166,7 +189,7 @@ def show_state() -> None:
     Report.end_step, SeededDataset.__getitem__ = function, getitem_and_tell
 
 
-def use_few_images(train: int, val: int) -> None:
+def use_few_images(train: int, val: int, patch: Callable = setattr) -> None:
     """Leaves so many digits."""
     from engine.data import DigitsReader
 
@@ -177,7 +200,7 @@ def use_few_images(train: int, val: int) -> None:
         count = {"train": train, "val": val}[split]
         self.images, self.labels = self.images[:count], self.labels[:count]
 
-    DigitsReader.__init__ = function
+    patch(DigitsReader, "__init__", function)
 
 
 def child(request: dict[str, Any]) -> None:
@@ -190,6 +213,8 @@ def child(request: dict[str, Any]) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.environ.update({name: str(value) for name, value in request["environment"].items()})
     sys.argv = [request["start"], *request["command"]]
+    if "limit" in request:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"], request["limit"]))
     use_few_images(50, 24)
     show_state()
     for fault in request["faults"]:
@@ -223,9 +248,16 @@ def wait(pid: int, timeout: float) -> int:
 
 
 def main() -> None:
-    import train  # noqa: F401
+    import train
     import validate  # noqa: F401
+    from engine.costs import Costs
 
+    train.count_costs = lambda model, attention: Costs(0, 0)  # a third of the time of so short a run
+    if len(sys.argv) > 1:  # a rank of torchrun, which is hurt in its first life only
+        request = json.loads(sys.argv[1])
+        rank, life = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+        faults = request["faults"].get(rank, []) if life == "0" else []
+        child(request | {"rank": rank, "faults": faults, "environment": {}})
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request = json.loads(line)

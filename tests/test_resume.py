@@ -297,7 +297,8 @@ def test_a_seed_decides_everything(runs: Runs, figure: Callable):
 
 @light_and_full(300, 3000)
 def test_a_long_run_takes_no_more_memory(amount: int, runs: Runs, figure: Callable):
-    more = [f"schedule.epochs={amount // 6}", "train.eval_every=10", "attention={name: softmax}"]
+    plain = ["attention={name: softmax}", "model.depth=1", "augment.auto_augment=null"]
+    more = [f"schedule.epochs={amount // 6}", "train.eval_every=10", *plain]
     statuses, job, _ = runs.launch(more=more)
     assert statuses == [0]
     step, memory, files = np.array(job.said("memory"), float).T[:, amount // 3 :]
