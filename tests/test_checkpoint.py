@@ -277,7 +277,7 @@ def hostile_files(directory: Path, whole: dict) -> dict[str, Path]:
 
 def claim_terabyte(structure: bytes) -> bytes:
     """The pickle, with 2**38 elements in place of the first tensor's count."""
-    place = structure.index(b"\x00cpu") + 4
+    place = structure.index(b"\x00cpu", structure.index(b"FloatStorage")) + 4
     while structure[place : place + 1] not in (b"K", b"M"):
         place += 1
     end = place + (2 if structure[place : place + 1] == b"K" else 3)

@@ -41,7 +41,7 @@ def pairs(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.mark.parametrize(("signals", "status"), [(["SIGINT"], 75), (["SIGINT"] * 2, 1), (["SIGUSR1"], 75)])
 def test_signals(signals: list[str], status: int, runs: Runs):
-    """After the ranks' exchange a signal waits for the next one. A second SIGINT waits for nothing and saves nothing."""
+    """After the ranks' exchange a signal waits for the next. A second SIGINT waits for nothing and saves nothing."""
     statuses, job, output = runs.launch(*[("train.nn.utils.clip_grad_norm_", 4, name) for name in signals])
     assert statuses == [status], job.text
     assert find(output, "last")[1]["progress"]["step"] == (5 if status == 75 else 2)
@@ -125,10 +125,8 @@ def test_signals_through_torchrun(name: str, flags: list[str], pairs: Runs, tmp_
     step = find(tmp_path / "run", "last")[1]["progress"]["step"]
     done = max(int(words[0]) for words in job.said("random"))
     assert done - step <= (1 if " " not in name else 2)
-    figure(
-        "S2",
-        f"{name}, {'flagged' if flags else 'no flag'}: no process {seconds:.0f} s after torchrun, {done - step} lost",
-    )
+    how = f"{name}, {'with' if flags else 'without'} the flag"
+    figure("S2", f"{how}: no process {seconds:.0f} s after torchrun, {done - step} steps lost")
 
 
 # Ranks
