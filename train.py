@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         action="append",
         default=[],
         metavar="KEY",
-        help="option that may differ from the run's to be resumed; `processes`: their number; may be repeated",
+        help="option (or processes, images: their number) in which the run there may differ; may be repeated",
     )
     args = parser.parse_intermixed_args(arguments)
     with refuse_bad_input():
@@ -93,7 +93,7 @@ def train(run: Run, world: World, output: Path, allowed: Sequence[str], ending: 
 
     parts = {"model": model, "optimizer": optimizer, "scaler": scaler} | ({"ema": ema.module} if ema else {})
     ending.enter_context(own(output, world))
-    checkpoints = Checkpoints(output, run, world)
+    checkpoints = Checkpoints(output, run, world, sampler.num_images)
     progress = checkpoints.restore(parts, allowed)
     if progress.epoch == run.schedule.epochs:
         if world.is_primary:

@@ -2,8 +2,9 @@
 
 A run directory holds `step_S.pt`, made within an epoch, and `step_S_epoch_E.pt`, made after epoch E and its
 evaluation; beside each stands its SHA-256 in the format of sha256sum. A checkpoint is a dict: `config` (the resolved
-configuration, plain), `processes`, `progress` (the fields of `Progress`) and the state dicts `model`, `optimizer`,
-`scaler` and, where a weight average is kept, `ema`. Random state is no part of it: see `engine.sampler`.
+configuration, plain), `processes` and `images` (how many train, on how many), `progress` (the fields of `Progress`)
+and the state dicts `model`, `optimizer`, `scaler` and, where a weight average is kept, `ema`. Random state is no part
+of it: see `engine.sampler`.
 """
 
 import hashlib
@@ -41,7 +42,7 @@ FREE = {
 }
 """Options that do not change what is learned: a run may be resumed with others."""
 
-FACTS = ("config", "processes", "progress")
+FACTS = ("config", "processes", "images", "progress")
 """What a checkpoint holds beside states."""
 
 NAME = re.compile(r"step_(\d+)(?:_epoch_(\d+))?\.pt")
@@ -72,11 +73,11 @@ class Progress:
 
 
 class Checkpoints:
-    """The checkpoints of the run in `directory`, which this process owns."""
+    """The checkpoints of `run`, on `num_images` training images, in `directory`, which this process owns."""
 
-    def __init__(self, directory: Path, run: Run, world: World):
+    def __init__(self, directory: Path, run: Run, world: World, num_images: int):
         self.directory, self.options, self.world = directory, run.train, world
-        self.config = dump_run(run)
+        self.facts = {"config": dump_run(run), "processes": world.size, "images": num_images}
         self.saved_at = time.monotonic()
 
     def restore(self, parts: Mapping[str, Any], allowed: Collection[str] = ()) -> Progress:
@@ -95,13 +96,13 @@ class Checkpoints:
         if self.world.gather([progress.epoch, progress.step]) != [[progress.epoch, progress.step]] * self.world.size:
             problem = "not every rank sees the same checkpoint; use a file system that all share"
             raise OptionError(str(self.directory), problem)
-        here = flatten(self.config) | {"processes": self.world.size}
+        here = _flatten_facts(self.facts)
         for key in allowed:
             if key not in here:
                 raise OptionError("--allow-change", f"{key!r} is no option{nearest(key, here)}")
         if checkpoint is None:
             return progress
-        there = flatten(checkpoint["config"]) | {"processes": checkpoint["processes"]}
+        there = _flatten_facts(checkpoint)
         if lines := _differences(there, here, FREE.union(allowed)):
             raise OptionError(
                 str(self.directory),
@@ -144,8 +145,7 @@ class Checkpoints:
     def write(self, path: Path, progress: Progress, parts: Mapping[str, Any]) -> None:
         """Writes `parts` as they are to `path`."""
         states = {name: part.state_dict() for name, part in parts.items()}
-        facts = {"config": self.config, "processes": self.world.size, "progress": asdict(progress)}
-        save(path, facts | states)
+        save(path, self.facts | {"progress": asdict(progress)} | states)
 
     def _rotate(self, progress: Progress) -> None:
         newest, *others = list_checkpoints(self.directory)
@@ -297,6 +297,10 @@ def _find_not_finite(parts: Mapping[str, Any]) -> str | None:
         if bad := next((name for name, tensor in named if not _is_finite(tensor)), None):
             return f"{part}.{bad}"
     return None
+
+
+def _flatten_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
+    return flatten(facts["config"]) | {name: facts[name] for name in ("processes", "images")}
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any], ignored: Collection[str]) -> list[str]:

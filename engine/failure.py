@@ -34,10 +34,7 @@ def explain_failures(options: Train, world: World) -> Iterator[None]:
         _end(world, str(error))
     except OSError as error:
         what = error.strerror or str(error).strip().splitlines()[-1]
-        _end(
-            world,
-            f"{error.filename or 'log or events'}: {what}; the last checkpoint stands, and the same command goes on from it",
-        )
+        _end(world, f"{error.filename or 'log or events'}: {what}; the last checkpoint stands")
     except (RuntimeError, MemoryError) as error:
         text = str(error).partition("\n")[0]
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in text:

@@ -100,18 +100,24 @@ def is_intact(path: Path) -> bool:
 
 
 def digest_path(path: Path) -> Path:
+    """Where the SHA-256 of `path` stands."""
     return path.with_name(path.name + ".sha256")
 
 
 def read_digest(path: Path) -> str | None:
+    """The SHA-256 that stands beside `path`, None where none can be read."""
     try:
-        return digest_path(path).read_text()[:64]
-    except (OSError, UnicodeDecodeError):
+        return read_regular(digest_path(path))[:64].decode()
+    except (OptionError, UnicodeDecodeError):
         return None
 
 
 def read_regular(path: Path) -> bytes:
-    """The content of `path`, which must be a file: a link may lead anywhere, a pipe or device may never end."""
+    """The content of `path`, which must be a file: a link may lead anywhere, a pipe or device may never end.
+
+    Raises:
+        OptionError: it is none, or cannot be read.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -123,4 +129,7 @@ def read_regular(path: Path) -> bytes:
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OptionError(str(path), "no regular file")
-        return file.read()
+        try:
+            return file.read()
+        except MemoryError:
+            raise OptionError(str(path), "larger than memory") from None

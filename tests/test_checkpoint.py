@@ -52,14 +52,14 @@ def run():
 
 @pytest.fixture
 def checkpoints(run, tmp_path: Path) -> Checkpoints:
-    return Checkpoints(tmp_path, run, ALONE)
+    return Checkpoints(tmp_path, run, ALONE, 100)
 
 
 @pytest.fixture(scope="module")
 def whole(run) -> dict:
     """A checkpoint of a model that can be validated."""
     model = create_model(attention=run.attention, **run.model)
-    facts = {"config": dump_run(run), "processes": 1, "progress": vars(Progress(epoch=1, step=3))}
+    facts = {"config": dump_run(run), "processes": 1, "images": 100, "progress": vars(Progress(epoch=1, step=3))}
     return {**facts, "model": model.state_dict(), "ema": model.state_dict()}
 
 
@@ -165,7 +165,7 @@ def test_a_directory_without_checkpoints(checkpoints: Checkpoints, tmp_path: Pat
 
 def test_a_checkpoint_is_due_by_steps_and_by_time(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     options = ["train.checkpoint_steps=5", "train.checkpoint_minutes=2"]
-    checkpoints = Checkpoints(tmp_path, load_run(ROOT / "configs/quickstart.yaml", options), ALONE)
+    checkpoints = Checkpoints(tmp_path, load_run(ROOT / "configs/quickstart.yaml", options), ALONE, 100)
     assert [step for step in range(1, 12) if checkpoints.is_due(step)] == [5, 10]
     now = checkpoints.saved_at
     monkeypatch.setattr(time, "monotonic", lambda: now + 120)
@@ -264,6 +264,7 @@ def hostile_files(directory: Path, whole: dict) -> dict[str, Path]:
     for name, value in contents.items():
         paths[name].write_bytes(value)
     (directory / "good").write_bytes(content)
+    os.mkfifo(directory / "pickle gadget.pt.sha256")
     paths["link"].symlink_to(directory / "good")
     os.mkfifo(paths["FIFO"])
     paths["device"] = Path("/dev/zero")

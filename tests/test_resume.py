@@ -236,6 +236,8 @@ def test_other_options_are_refused_until_allowed(runs: Runs, figure: Callable):
         "  attention.window_size: 3 there, 1 here",
         "  optim.weight_decay: 0.05 there, 0.01 here",
     ]
+    statuses, job, _ = runs.launch(output=output, more=["data.train_split=val"])
+    assert "  images: 50 there, 24 here" in job.text.splitlines()
     statuses, job, _ = runs.launch(output=output, more=["--allow-change", "optim.weigth_decay", *others])
     assert statuses == [2]
     assert "did you mean 'optim.weight_decay'?" in job.text
@@ -298,7 +300,8 @@ def test_a_seed_decides_everything(runs: Runs, figure: Callable):
 @light_and_full(300, 3000)
 def test_a_long_run_takes_no_more_memory(amount: int, runs: Runs, figure: Callable):
     plain = ["attention={name: softmax}", "model.depth=1", "augment.auto_augment=null"]
-    more = [f"schedule.epochs={amount // 6}", "train.eval_every=10", *plain]
+    rare = ["train.eval_every=10", "train.checkpoint_steps=20"]
+    more = [f"schedule.epochs={amount // 6}", *rare, *plain]
     statuses, job, _ = runs.launch(more=more)
     assert statuses == [0]
     step, memory, files = np.array(job.said("memory"), float).T[:, amount // 3 :]
