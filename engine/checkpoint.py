@@ -116,7 +116,8 @@ class Checkpoints:
             elif not isinstance(part, Optimizer):
                 part.load_state_dict(state or part.state_dict())
             elif there["optim.opt"] == here["optim.opt"]:
-                groups = part.state_dict()["param_groups"]  # of this configuration: a change may have been allowed
+                new = part.state_dict()["param_groups"]  # of this configuration: a change may have been allowed
+                groups = [group | {"lr": old["lr"]} for group, old in zip(new, state["param_groups"], strict=True)]
                 part.load_state_dict({"state": state["state"], "param_groups": groups})
         return progress
 
