@@ -39,6 +39,7 @@ def test_neighbouring_keys_give_unrelated_seeds():
     assert len(seeds) == 125
     assert 0 <= min(seeds) < max(seeds) < 2**32
     assert len({seed % 2 for seed in seeds}) == 2
+    assert len({mix_seeds(1), mix_seeds(1, 0), mix_seeds(1, 0, 0), mix_seeds(1, 0, 0, 0)}) == 4
 
 
 def test_every_library_is_seeded():
