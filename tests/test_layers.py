@@ -14,7 +14,7 @@ MECHANISM_HELPERS = {
 }
 MODELS_MAY_TAKE = {"Attention", "AttentionFactory", "Grid", "OptionError", "Site", "option", "nearest", "parse_options"}
 ALLOWED = {
-    "attention": {"torch", "attention"},
+    "attention": {"torch", "triton", "attention"},
     "models": {"torch", "timm", "attention", "models"},
     "engine": {"torch", "torchvision", "timm", "yaml", "attention", "models", "engine", "numpy", "PIL", "tqdm"},
 }

@@ -16,11 +16,11 @@ from torch import Tensor
 from attention.base import Grid, split_heads
 from attention.exact import joint_softmax
 from attention.features import upcast
-from attention.kernels.triton_joint import triton_joint_softmax, triton_joint_softmax_reference
+from attention.kernels import triton_joint
 from attention.windows import to_windows
 
-NAMES = "q", "k", "v", "bias", "k_tilde", "beta"
-FP32_ERROR, BEYOND_PLAIN = 1e-5, {"dk_tilde": 1.5}
+NAMES = "q", "k", "v", "bias", "keys", "values"
+FP32_ERROR, BEYOND_PLAIN = 1e-5, {"dkeys": 1.5}
 """RMS error relative to the result in float64: at most this in fp32; in half types this many times plain PyTorch's, by
 default 1.15. Plain PyTorch keeps landmarks and the gradients of their logits in fp32, the kernels round them for the
 tensor cores.
@@ -52,11 +52,11 @@ CASES = [
     Case((4, 6), (2, 3), B=2, h=1, d=20, log_count=True),
     Case((5, 3), (3, 3), B=2, h=3, c=1, bias=False),
     Case((5, 4), (3, 4), (1, 1), P=2, log_count=True),
-    Case((3, 7), (2, 3), (3, 4), c=5, d=12),
+    Case((3, 5), (2, 3), (3, 2), c=5, d=12, h=1),
     Case((4, 5), (4, 5), c=0, d=40),
     Case((4, 5), (2, 3), (1, 0), c=0, P=1, bias=False),
     Case((1, 30), (1, 8), (0, 3), d=33),
-    Case((9, 10), (9, 9), c=70, d=16),
+    Case((7, 8), (7, 7), c=40, h=1),
     Case((4, 6), (3, 3), d=128),
     *(Case((5, 7), (3, 4), d=24, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
     *(Case((5, 6), (3, 3), (1, 1), dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
@@ -69,7 +69,7 @@ TIMED = [
 
 
 def example(case: Case, device: torch.device) -> tuple[list[Tensor | None], dict[str, Grid]]:
-    """Positional arguments and keywords of `triton_joint_softmax`: q, k, v of the fused projection of half type, what
+    """Positional arguments and keywords of `joint_softmax`: q, k, v of the fused projection of half type, what
     autocast leaves in fp32 in fp32.
     """
     generator = torch.Generator().manual_seed(0)
@@ -81,26 +81,25 @@ def example(case: Case, device: torch.device) -> tuple[list[Tensor | None], dict
     q, k, v = split_heads(draw(B, case.P + N, 3 * h * d).to(case.dtype), 3, h)
     (rows, columns), (above, beside) = case.window, case.overlap
     bias = draw(h, rows * columns, (rows + 2 * above) * (columns + 2 * beside)) if case.bias else None
-    k_tilde, beta = draw(2, B, h, c, d) if c else (None, None)
-    log_count = torch.arange(1.0, c + 1, device=device).log() if case.log_count and c else None
+    keys, values = draw(2, B, h, 1, c, d) if c else (None, None)
+    logits = torch.arange(1.0, c + 1, device=device).log() if case.log_count and c else None
     windows = {"grid": case.grid, "window": case.window, "overlap": case.overlap}
-    return [q[:, :, case.P :], k, v, bias, k_tilde, beta, log_count], windows
+    return [q[:, :, case.P :], k, v, bias, keys, values, logits], windows
 
 
-def plain(q, k, v, bias, k_tilde, beta, log_count, **windows) -> Tensor:
-    """`triton_joint_softmax` by way of `joint_softmax`."""
-    if k_tilde is None:
-        return joint_softmax(q, k, v, bias, **windows)
-    logits = upcast(to_windows(q, windows["grid"], windows["window"])) * q.shape[-1] ** -0.5 @ k_tilde[:, :, None].mT
-    logits = logits if log_count is None else logits + log_count
-    return joint_softmax(q, k, v, bias, logits, beta[:, :, None], **windows)
+def plain(q, k, v, bias=None, keys=None, values=None, logits=None, **windows) -> Tensor:
+    """The op that the kernels stand in for."""
+    if keys is not None:
+        on_keys = upcast(to_windows(q, windows["grid"], windows["window"])) * q.shape[-1] ** -0.5 @ keys.mT
+        logits = on_keys if logits is None else on_keys + logits
+    return joint_softmax(q, k, v, bias, values=values, logits=logits, **windows)
 
 
 def value_and_gradients(function: Callable, inputs: list[Tensor | None], windows: dict[str, Any]) -> dict[str, Tensor]:
     """The output y and the gradient of every input."""
-    *inputs, log_count = inputs
+    *inputs, logits = inputs
     leaves = [x if x is None else x.detach().requires_grad_() for x in inputs]
-    y = function(*leaves, log_count, **windows)
+    y = function(*leaves, logits, **windows)
     probe = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
     y.backward(probe)
     return {"y": y} | {f"d{name}": x.grad for name, x in zip(NAMES, leaves, strict=True) if x is not None}
@@ -112,8 +111,8 @@ def errors(case: Case, device: torch.device) -> dict[str, tuple[float, float]]:
     """
     inputs, windows = example(case, device)
     exact = [x if x is None else x.double() for x in inputs]
-    truth = value_and_gradients(triton_joint_softmax_reference, exact, windows)
-    found = [value_and_gradients(function, inputs, windows) for function in (triton_joint_softmax, plain)]
+    truth = value_and_gradients(triton_joint.joint_softmax_reference, exact, windows)
+    found = [value_and_gradients(function, inputs, windows) for function in (triton_joint.joint_softmax, plain)]
     return {
         name: tuple(((x[name] - y).square().mean() / y.square().mean()).sqrt().item() for x in found)
         for name, y in truth.items()
@@ -152,11 +151,11 @@ def timings(case: Case, device: torch.device, per_ms: float) -> list[str]:
     """Rows of the table: forward, and forward with backward."""
     inputs, windows = example(case, device)
     leaves = [x if x is None else x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
-    *with_gradient, log_count = leaves
+    *with_gradient, logits = leaves
     functions = {
         "SDPA": lambda: F.scaled_dot_product_attention(*with_gradient[:3]),
-        "plain": lambda: plain(*with_gradient, log_count, **windows),
-        "kernels": lambda: triton_joint_softmax(*with_gradient, log_count, **windows),
+        "plain": lambda: plain(*with_gradient, logits, **windows),
+        "kernels": lambda: triton_joint.joint_softmax(*with_gradient, logits, **windows),
     }
     saved = [saved_bytes(function) / 2**20 for function in functions.values()]
     dy, rows = torch.randn_like(functions["SDPA"]()), []

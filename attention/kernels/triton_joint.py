@@ -91,12 +91,12 @@ def _window_program(blocks, h, H, W, S: tl.constexpr):
 
 @triton.jit
 def _cells(place, window, H, W, above: tl.constexpr, beside: tl.constexpr, S: tl.constexpr):
-    """Row and column on the grid of places in window (y, x) grown by (above, beside), and which lie in the grid."""
+    """Raster index of places in window (y, x) grown by (above, beside), and which lie in the grid."""
     width: tl.constexpr = S.columns + 2 * beside
     y = window[0] * S.rows - above + place // width
     x = window[1] * S.columns - beside + place % width
     inside = (place < (S.rows + 2 * above) * width) & (y >= 0) & (y < H) & (x >= 0) & (x < W)
-    return y, x, inside
+    return y * W + x, inside
 
 
 @triton.jit
@@ -158,17 +158,16 @@ def _forward(q, k, v, bias, k_tilde, beta, log_count, y, lse, h, H, W, num_landm
     dtype = q[0].dtype.element_ty
 
     query = block * S.block_q + tl.arange(0, S.block_q)
-    row, column, valid = _cells(query, window, H, W, 0, 0, S)
-    index = row * W + column
+    index, valid = _cells(query, window, H, W, 0, 0, S)
     queries = _load(q, batch, head, index, valid, dtype, S)
     largest = tl.full([S.block_q], float("-inf"), tl.float32)
     state = (largest, tl.zeros_like(largest), tl.zeros([S.block_q, S.block_d], tl.float32))
     for start in range(0, e, S.block_k):
         place = start + tl.arange(0, S.block_k)
-        row, column, seen = _cells(place, window, H, W, S.above, S.beside, S)
-        keys = _load(k, batch, head, row * W + column, seen, dtype, S)
+        cell, seen = _cells(place, window, H, W, S.above, S.beside, S)
+        keys = _load(k, batch, head, cell, seen, dtype, S)
         logits = _exact_logits(queries, keys, bias, head, query[:, None], place, seen[None], scale, S)
-        state = _accumulate(state, logits, _load(v, batch, head, row * W + column, seen, dtype, S), S)
+        state = _accumulate(state, logits, _load(v, batch, head, cell, seen, dtype, S), S)
     if k_tilde is not None:
         for start in range(0, num_landmarks, S.block_c):
             landmark = start + tl.arange(0, S.block_c)
@@ -221,8 +220,7 @@ def _query_gradient(
     for i in range(part, batches * down * across * blocks, parts):
         batch, window = i // blocks // (down * across), (i // blocks // across % down, i // blocks % across)
         query = i % blocks * S.block_q + tl.arange(0, S.block_q)
-        row, column, valid = _cells(query, window, H, W, 0, 0, S)
-        index = row * W + column
+        index, valid = _cells(query, window, H, W, 0, 0, S)
         queries = _load(q, batch, head, index, valid, dtype, S)
         gradient = _load(dy, batch, head, index, valid, dtype, S)
         output = _load(y, batch, head, index, valid, tl.float32, S)
@@ -232,16 +230,16 @@ def _query_gradient(
         d_queries = tl.zeros([S.block_q, S.block_d], tl.float32)
         for start in range(0, e, S.block_k):
             place = start + tl.arange(0, S.block_k)
-            row, column, seen = _cells(place, window, H, W, S.above, S.beside, S)
-            keys = _load(k, batch, head, row * W + column, seen, dtype, S)
-            values = _load(v, batch, head, row * W + column, seen, dtype, S)
+            cell, seen = _cells(place, window, H, W, S.above, S.beside, S)
+            keys = _load(k, batch, head, cell, seen, dtype, S)
+            values = _load(v, batch, head, cell, seen, dtype, S)
             logits = _exact_logits(queries, keys, bias, head, query[:, None], place, seen[None], scale, S)
             weight, d_logits = _gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)
             d_queries += _dot(_cast(d_logits, dtype), keys, S)
             if dk is not None:
                 d_keys = _dot(tl.trans(_cast(d_logits, dtype)), queries, S)
-                _store(dk, batch, head, row * W + column, seen, d_keys * scale, S)
-                _store(dv, batch, head, row * W + column, seen, _dot(tl.trans(_cast(weight, dtype)), gradient, S), S)
+                _store(dk, batch, head, cell, seen, d_keys * scale, S)
+                _store(dv, batch, head, cell, seen, _dot(tl.trans(_cast(weight, dtype)), gradient, S), S)
             if dbias is not None:
                 d_bias += d_logits
         if k_tilde is not None:
@@ -269,21 +267,20 @@ def _key_gradient(q, k, v, bias, dy, lse, delta, dk, dv, h, H, W, scale, S: tl.c
     dtype = q[0].dtype.element_ty
 
     place = block * S.block_k + tl.arange(0, S.block_k)
-    row, column, valid = _cells(place, window, H, W, 0, 0, S)
-    keys = _load(k, batch, head, row * W + column, valid, dtype, S)
-    values = _load(v, batch, head, row * W + column, valid, dtype, S)
+    cell, valid = _cells(place, window, H, W, 0, 0, S)
+    keys = _load(k, batch, head, cell, valid, dtype, S)
+    values = _load(v, batch, head, cell, valid, dtype, S)
     d_keys = tl.zeros([S.block_k, S.block_d], tl.float32)
     d_values = tl.zeros([S.block_k, S.block_d], tl.float32)
     for neighbour in range((2 * far_y + 1) * (2 * far_x + 1)):
         window_y = window[0] + neighbour // (2 * far_x + 1) - far_y
         window_x = window[1] + neighbour % (2 * far_x + 1) - far_x
         # The keys' places in the neighbour, grown by the overlap.
-        y, x = row - window_y * S.rows + S.above, column - window_x * S.columns + S.beside
+        y, x = cell // W - window_y * S.rows + S.above, cell % W - window_x * S.columns + S.beside
         seen = valid & (y >= 0) & (y < S.rows + 2 * S.above) & (x >= 0) & (x < S.columns + 2 * S.beside)
         for start in range(0, w, S.block_q):
             query = start + tl.arange(0, S.block_q)
-            query_row, query_column, there = _cells(query, (window_y, window_x), H, W, 0, 0, S)
-            index = query_row * W + query_column
+            index, there = _cells(query, (window_y, window_x), H, W, 0, 0, S)
             queries = _load(q, batch, head, index, there, dtype, S)
             gradient = _load(dy, batch, head, index, there, dtype, S)
             normaliser = _per_query(lse, batch, head, index, there, h, H * W, float("inf"))
@@ -293,8 +290,8 @@ def _key_gradient(q, k, v, bias, dy, lse, delta, dk, dv, h, H, W, scale, S: tl.c
             weight, d_logits = _gradient(logits, values, gradient, normaliser, shift, S)
             d_keys += _dot(_cast(d_logits, dtype), queries, S)
             d_values += _dot(_cast(weight, dtype), gradient, S)
-    _store(dk, batch, head, row * W + column, valid, d_keys * scale, S)
-    _store(dv, batch, head, row * W + column, valid, d_values, S)
+    _store(dk, batch, head, cell, valid, d_keys * scale, S)
+    _store(dv, batch, head, cell, valid, d_values, S)
 
 
 @triton.jit
@@ -344,15 +341,14 @@ def _bias_gradient(q, k, v, bias, dy, lse, delta, dbias, batches, h, H, W, scale
     total = tl.zeros([S.block_q, S.block_k], tl.float32)
     for i in range(part, batches * down * across, parts):
         batch, window = i // (down * across), (i // across % down, i % across)
-        row, column, valid = _cells(query, window, H, W, 0, 0, S)
-        index = row * W + column
+        index, valid = _cells(query, window, H, W, 0, 0, S)
         queries = _load(q, batch, head, index, valid, dtype, S)
         gradient = _load(dy, batch, head, index, valid, dtype, S)
         normaliser = _per_query(lse, batch, head, index, valid, h, H * W, float("inf"))
         shift = _per_query(delta, batch, head, index, valid, h, H * W, 0.0)
-        row, column, seen = _cells(place, window, H, W, S.above, S.beside, S)
-        keys = _load(k, batch, head, row * W + column, seen, dtype, S)
-        values = _load(v, batch, head, row * W + column, seen, dtype, S)
+        cell, seen = _cells(place, window, H, W, S.above, S.beside, S)
+        keys = _load(k, batch, head, cell, seen, dtype, S)
+        values = _load(v, batch, head, cell, seen, dtype, S)
         logits = _exact_logits(queries, keys, bias, head, query[:, None], place, seen[None], scale, S)
         total += _gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)[1]
     pointers = dbias + ((part * h + head) * w + query[:, None]) * e + place
@@ -381,13 +377,14 @@ def _extended(window: list[int], overlap: list[int]) -> int:
 
 
 def _sizes(q: Tensor, k_tilde: Tensor | None, window: list[int], overlap: list[int]) -> Sizes:
-    def block(length: int, most: int = 64) -> int:
-        return min(max(triton.next_power_of_2(length), 16), most)
-
     d = q.shape[-1]
+    block_d = max(triton.next_power_of_2(d), 16)
+    most = 64 if q.element_size() == 2 else 32  # what registers hold
     lengths = window[0] * window[1], _extended(window, overlap), 1 if k_tilde is None else k_tilde.shape[2]
-    precision = "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    return Sizes(d, block(d, 128), *window, *overlap, *map(block, lengths), precision)
+    blocks = (min(max(triton.next_power_of_2(length), 16), most) for length in lengths)
+    # Three products of tf32 parts are as good as fp32.
+    precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+    return Sizes(d, block_d, *window, *overlap, *blocks, precision)
 
 
 def _scalars(q: Tensor, grid: list[int], k_tilde: Tensor | None) -> tuple[int, int, int, int, float]:
@@ -395,10 +392,13 @@ def _scalars(q: Tensor, grid: list[int], k_tilde: Tensor | None) -> tuple[int, i
     return q.shape[1], *grid, 0 if k_tilde is None else k_tilde.shape[2], q.shape[-1] ** -0.5
 
 
+def launch_options(S: Sizes) -> dict[str, Any]:
+    """How a kernel is compiled beside its sizes."""
+    return {"num_warps": 8 if S.block_d > 64 else 4, "num_stages": 2, "enable_fp_fusion": True}
+
+
 def _launch(kernel, programs: tuple[int, ...], *arguments) -> None:
-    """Runs a kernel; the interpreter knows these options too."""
-    warps = 8 if arguments[-1].block_d > 64 else 4
-    kernel[programs](*arguments, num_warps=warps, num_stages=2, enable_fp_fusion=True)
+    kernel[programs](*arguments, **launch_options(arguments[-1]))
 
 
 @torch.library.custom_op("attention::joint_softmax", mutates_args=())
@@ -505,75 +505,67 @@ def _backward(ctx, dy, _):
 _joint_softmax.register_autograd(_backward, setup_context=_save)
 
 
-def refusal(
-    q: Tensor,
-    beta: Tensor | None = None,
-    *,
-    window: Grid,
-    causal: bool = False,
-    attn_drop: float = 0.0,
-    **_: Any,
-) -> str | None:
-    """Why the kernels cannot compute a joint softmax, whose arguments these are; None where they can.
+def covers(
+    q, k, v, bias=None, keys=None, values=None, logits=None, *, window, causal=False, attn_drop=0.0, **_
+) -> bool:
+    """Whether the kernels can compute a joint softmax of these arguments.
 
-    Args:
-        q: (B, h, N, d). beta: values of the landmarks, (B, h, G, c, d); the keywords are those of `joint_softmax`.
+    Not: float64, heads wider than 128 channels, no window, causal attention, dropped weights, other keys of every
+    window's own or without keys, and added logits that differ among queries or are learned.
     """
-    reasons = {
-        "no CUDA device": not (q.is_cuda or INTERPRETED),
-        f"{q.dtype}": q.dtype not in (torch.float32, torch.float16, torch.bfloat16),
-        f"head dimension {q.shape[-1]} above 128": q.shape[-1] > 128,
-        "no exact window": window == (0, 0),
-        "causal": causal,
-        "attn_drop above 0": attn_drop > 0,
-        "landmarks of every window's own": beta is not None and beta.shape[2] > 1,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+    shared = values is None or (keys is not None and keys.shape[2] == 1)
+    constant = logits is None or (logits.numel() == logits.shape[-1] and not logits.requires_grad)
+    half_or_single = q.dtype in (torch.float32, torch.float16, torch.bfloat16) and q.dtype == k.dtype == v.dtype
+    runs = q.is_cuda or INTERPRETED.value
+    plain = causal or attn_drop > 0 or window == (0, 0)
+    return runs and half_or_single and q.shape[-1] <= 128 and not plain and shared and constant
 
 
-def triton_joint_softmax(
+def joint_softmax(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     bias: Tensor | None = None,
-    k_tilde: Tensor | None = None,
-    beta: Tensor | None = None,
-    log_count: Tensor | None = None,
+    keys: Tensor | None = None,
+    values: Tensor | None = None,
+    logits: Tensor | None = None,
     *,
     grid: Grid,
     window: Grid,
     overlap: Grid = (0, 0),
+    **_: Any,
 ) -> Tensor:
-    """`attention.exact.joint_softmax` where the others are landmarks that all queries share.
+    """`attention.exact.joint_softmax` where the others are landmarks that all queries share: see `covers`.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d), of one type. bias: position bias of the exact set, (h, w, e).
-        k_tilde: landmarks, their values beta: (B, h, c, d). log_count: added to their logits, (c); no gradient.
-        grid, window, overlap: see `joint_softmax`; see `refusal` for what is not covered.
+        q: (B, h, N, d). k, v: (B, h, P + N, d). bias: position bias of the exact set, (h, w, e).
+        keys, values: of the landmarks, (B, h, 1, c, d). logits: added to those of the landmarks, (..., c).
+        grid, window, overlap: rows and columns of cells.
     Returns:
         (B, h, N, d), in memory (B, N, h, d).
     """
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
+    k_tilde, beta = (x if x is None else x[:, :, 0] for x in (keys, values))
+    log_count = None if logits is None else logits.flatten().float()
     if k_prefix.shape[2]:  # a prefix token is a landmark of its own
-        if log_count is not None:
-            log_count = F.pad(log_count, (k_prefix.shape[2], 0))
-        k_tilde = k_prefix if k_tilde is None else torch.cat([k_prefix, k_tilde.to(k.dtype)], 2)
-        beta = v_prefix if beta is None else torch.cat([v_prefix, beta.to(v.dtype)], 2)
+        log_count = None if log_count is None else F.pad(log_count, (k_prefix.shape[2], 0))
+        k_tilde, beta = (
+            x if others is None else torch.cat([x.to(others.dtype), others], 2)
+            for x, others in ((k_prefix, k_tilde), (v_prefix, beta))
+        )
     q, k, v, bias, k_tilde, beta = map(_dense, (q, k, v, bias, k_tilde, beta))
-    bias, log_count = (x if x is None else x.contiguous() for x in (bias, log_count))
+    bias = None if bias is None else bias.contiguous()
     return _joint_softmax(q, k, v, bias, k_tilde, beta, log_count, list(grid), list(window), list(overlap))[0]
 
 
-def triton_joint_softmax_reference(
-    q, k, v, bias=None, k_tilde=None, beta=None, log_count=None, *, grid, window, overlap=(0, 0)
-):
-    """`triton_joint_softmax`, query by query."""
+def joint_softmax_reference(q, k, v, bias=None, keys=None, values=None, logits=None, **windows):
+    """`joint_softmax`, query by query."""
     y = torch.zeros_like(q)
     for n in range(q.shape[2]):
-        logits, values = seen_exactly(n, q, k, v, bias, grid=grid, window=window, overlap=overlap)
-        if k_tilde is not None:
-            shared = (q[:, :, n, None] @ k_tilde.mT)[:, :, 0] / q.shape[-1] ** 0.5
-            shared = shared if log_count is None else shared + log_count
-            logits, values = torch.cat([logits, shared], -1), torch.cat([values, beta], 2)
-        y[:, :, n] = (logits.softmax(-1)[:, :, None] @ values)[:, :, 0]
+        seen, of_seen = seen_exactly(n, q, k, v, bias, **windows)
+        if keys is not None:
+            shared = (q[:, :, n, None] @ keys[:, :, 0].mT)[:, :, 0] / q.shape[-1] ** 0.5
+            shared = shared if logits is None else shared + logits.flatten()
+            seen, of_seen = torch.cat([seen, shared], -1), torch.cat([of_seen, values[:, :, 0]], 2)
+        y[:, :, n] = (seen.softmax(-1)[:, :, None] @ of_seen)[:, :, 0]
     return y

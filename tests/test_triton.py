@@ -1,0 +1,143 @@
+"""The fused Triton kernels: in Triton's interpreter on a CPU, compiled for GPUs that are not there, and on one that is.
+
+The interpreter computes as the kernels say, one program after another; it knows nothing of threads, shared memory or
+speed. What it takes for Triton may still not compile, hence the second.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from attention.kernels import triton_joint
+from attention.kernels.check import CASES, Case, errors, example, excess, value_and_gradients
+
+ROOT = Path(__file__).parents[1]
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+
+
+def gpu(test):
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")(test))
+
+
+@pytest.fixture(scope="module")
+def interpreted() -> dict:
+    """What `interpreted.py` prints."""
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-W", "error", "tests/interpreted.py"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    return json.loads(run.stdout)
+
+
+@every_case
+def test_interpreted_kernels_equal_the_literal_twin_in_value_and_all_gradients(case, interpreted):
+    found = interpreted["errors"][str(case)]
+    assert {"y", "dq", "dk", "dv"} <= set(found)
+    for name, (error, plain_error) in found.items():
+        assert excess(case, name, error, plain_error) <= 1, (name, error, plain_error)
+
+
+def test_kernels_under_every_use(interpreted):
+    """Twice in a graph, checkpointed, compiled, on contiguous and on strided channels, with frozen inputs."""
+    assert len(interpreted["uses"]) == 6
+    for use, difference in interpreted["uses"].items():
+        assert difference <= 1e-6, use
+
+
+def described(argument, path: tuple, constants: dict):
+    """The type of a kernel's argument, in Triton's notation."""
+    if isinstance(argument, tuple) and not isinstance(argument, triton_joint.Sizes):
+        return tuple(described(x, (*path, i), constants) for i, x in enumerate(argument))
+    if isinstance(argument, torch.Tensor):
+        return POINTERS[argument.dtype]
+    if isinstance(argument, (int, float)) and argument != 1:
+        return "i32" if isinstance(argument, int) else "fp32"
+    constants[path] = argument
+    return "constexpr"
+
+
+@pytest.mark.parametrize(("capability", "overlap"), [(80, (1, 1)), (90, (0, 0))])
+def test_kernels_compile_for_a_gpu(capability, overlap, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    compiled = {}
+
+    def compile_only(kernel, programs, *arguments):
+        constants = {}
+        names = zip(kernel.arg_names, arguments, strict=True)
+        types = {name: described(x, (i,), constants) for i, (name, x) in enumerate(names)}
+        options = triton_joint.launch_options(arguments[-1])
+        source = ASTSource(kernel, types, constants)
+        compiled[kernel.__name__] = triton.compile(source, GPUTarget("cuda", capability, 32), options)
+
+    monkeypatch.setattr(triton_joint, "_launch", compile_only)
+    case = Case((5, 7), (3, 4), overlap, c=5, d=24, log_count=True, dtype=torch.bfloat16)
+    inputs, windows = example(case, torch.device("cpu"))
+    leaves = [x.detach().requires_grad_() for x in inputs[:-1]]
+    y = triton_joint.joint_softmax(*leaves, inputs[-1], **windows)
+    y.backward(torch.zeros_like(y))
+    expected = {"_forward", "_query_gradient", "_landmark_gradient"}
+    assert set(compiled) == expected | ({"_key_gradient", "_bias_gradient"} if any(overlap) else set())
+    assert all(kernel.asm["cubin"] for kernel in compiled.values())
+
+
+@pytest.mark.parametrize(
+    ("changed", "of_q"),
+    [
+        ({"attn_drop": 0.1}, {}),
+        ({"causal": True}, {}),
+        ({"window": (0, 0)}, {}),
+        ({"keys": torch.zeros(1, 2, 6, 3, 16), "values": torch.zeros(1, 2, 6, 3, 16)}, {}),
+        ({"values": torch.zeros(1, 2, 1, 3, 16)}, {}),
+        ({"logits": torch.zeros(6, 12, 3)}, {}),
+        ({"logits": torch.zeros(3, requires_grad=True)}, {}),
+        ({}, {"dtype": torch.float64}),
+        ({}, {"d": 136}),
+        ({}, {"is_cuda": False}),
+    ],
+    ids=str,
+)
+def test_what_the_kernels_do_not_cover(changed, of_q, monkeypatch):
+    def covers(changed, dtype=torch.float32, d=16, is_cuda=True):
+        monkeypatch.setattr(triton_joint.INTERPRETED, "value", is_cuda)
+        q = torch.zeros(1, 2, 35, d, dtype=dtype)
+        arguments = {"keys": torch.zeros(1, 2, 1, 3, d), "values": torch.zeros(1, 2, 1, 3, d), "window": (3, 4)}
+        return triton_joint.covers(q, q, q, **arguments | changed)
+
+    assert covers({})
+    assert not covers(changed | ({"keys": None} if set(changed) == {"values"} else {}), **of_q)
+
+
+@gpu
+@every_case
+def test_kernels_on_a_gpu_equal_the_literal_twin_in_value_and_all_gradients(case):
+    for name, (error, plain_error) in errors(case, torch.device("cuda")).items():
+        assert excess(case, name, error, plain_error) <= 1, (name, error, plain_error)
+
+
+@gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("overlap", [(0, 0), (3, 3)], ids=str)
+@pytest.mark.parametrize("d", [32, 64, 80, 128])
+def test_kernels_on_a_gpu_at_the_papers_sizes(d, overlap, dtype):
+    case = Case((14, 14), (7, 7), overlap, c=49, d=d, B=2, h=3, dtype=dtype)
+    for name, (error, plain_error) in errors(case, torch.device("cuda")).items():
+        assert excess(case, name, error, plain_error) <= 1, (name, error, plain_error)
+
+
+@gpu
+def test_kernels_on_a_gpu_are_deterministic_and_compile():
+    case = Case((28, 28), (7, 7), c=49, d=64, B=8, h=3, dtype=torch.bfloat16)
+    inputs, windows = example(case, torch.device("cuda"))
+    compiled = torch.compile(triton_joint.joint_softmax, fullgraph=True, dynamic=False)
+    functions = triton_joint.joint_softmax, triton_joint.joint_softmax, compiled
+    first, *others = (value_and_gradients(function, inputs, windows) for function in functions)
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
