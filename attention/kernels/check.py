@@ -59,7 +59,7 @@ CASES = [
     Case((7, 8), (7, 7), c=40, h=1),
     Case((4, 6), (3, 3), d=128),
     *(Case((5, 7), (3, 4), d=24, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
-    *(Case((5, 6), (3, 3), (1, 1), dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+    *(Case((3, 5), (3, 3), (1, 1), h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
 ]
 
 TIMED = [
