@@ -16,7 +16,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from attention.kernels import triton_joint
+from attention.kernels import tiles, triton_joint
 from attention.kernels.check import CASES, Case, errors, example, excess, value_and_gradients
 
 ROOT = Path(__file__).parents[1]
@@ -74,11 +74,11 @@ def test_kernels_compile_for_a_gpu(capability, overlap, monkeypatch, tmp_path):
         constants = {}
         names = zip(kernel.arg_names, arguments, strict=True)
         types = {name: described(x, (i,), constants) for i, (name, x) in enumerate(names)}
-        options = triton_joint.launch_options(arguments[-1])
+        options = tiles.launch_options(arguments[-1])
         source = ASTSource(kernel, types, constants)
         compiled[kernel.__name__] = triton.compile(source, GPUTarget("cuda", capability, 32), options)
 
-    monkeypatch.setattr(triton_joint, "_launch", compile_only)
+    monkeypatch.setattr(triton_joint, "launch", compile_only)
     case = Case((5, 7), (3, 4), overlap, c=5, d=24, log_count=True, dtype=torch.bfloat16)
     inputs, windows = example(case, torch.device("cpu"))
     leaves = [x.detach().requires_grad_() for x in inputs[:-1]]
@@ -107,7 +107,7 @@ def test_kernels_compile_for_a_gpu(capability, overlap, monkeypatch, tmp_path):
 )
 def test_what_the_kernels_do_not_cover(changed, of_q, monkeypatch):
     def covers(changed, dtype=torch.float32, d=16, is_cuda=True):
-        monkeypatch.setattr(triton_joint.INTERPRETED, "value", is_cuda)
+        monkeypatch.setattr(tiles.INTERPRETED, "value", is_cuda)
         q = torch.zeros(1, 2, 35, d, dtype=dtype)
         arguments = {"keys": torch.zeros(1, 2, 1, 3, d), "values": torch.zeros(1, 2, 1, 3, d), "window": (3, 4)}
         return triton_joint.covers(q, q, q, **arguments | changed)

@@ -21,11 +21,24 @@ from torch import Tensor
 
 from attention.base import Grid, split_prefix
 from attention.exact import seen_exactly
+from attention.kernels.tiles import (
+    INTERPRETED,
+    PROGRAMS,
+    accumulate,
+    block_length,
+    cast,
+    dense,
+    dot,
+    launch,
+    like_tokens,
+    load,
+    load_numbers,
+    precision,
+    softmax_gradient,
+    store,
+    view,
+)
 from attention.windows import count_windows
-
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-PROGRAMS = 1024
-"""How many programs sums over images are parted into: a few for every multiprocessor."""
 
 
 class Sizes(NamedTuple):
@@ -41,43 +54,6 @@ class Sizes(NamedTuple):
     block_k: int
     block_c: int
     precision: str
-
-
-@triton.jit
-def _cast(x, dtype: tl.constexpr):
-    """`x` in `dtype`, rounded to nearest. Triton's interpreter would cut bf16 off: it adds half a place first."""
-    if INTERPRETED and dtype == tl.bfloat16 and x.dtype == tl.float32:
-        bits = x.to(tl.uint32, bitcast=True)
-        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
-    return x.to(dtype)
-
-
-@triton.jit
-def _dot(a, b, S: tl.constexpr):
-    """a @ b summed in fp32. Triton's interpreter holds bf16 as integers, which must not be multiplied."""
-    if INTERPRETED:
-        a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision=S.precision)
-
-
-@triton.jit
-def _tile(x, batch, head, index, valid, S: tl.constexpr):
-    """Pointers and mask of tokens `index` of x = (pointer, strides of B, h and N): (t, block_d)."""
-    column = tl.arange(0, S.block_d)
-    start = x[0] + batch.to(tl.int64) * x[1] + head.to(tl.int64) * x[2]
-    return start + index[:, None].to(tl.int64) * x[3] + column, valid[:, None] & (column < S.d)
-
-
-@triton.jit
-def _load(x, batch, head, index, valid, dtype, S: tl.constexpr):
-    pointers, mask = _tile(x, batch, head, index, valid, S)
-    return _cast(tl.load(pointers, mask, other=0.0), dtype)
-
-
-@triton.jit
-def _store(x, batch, head, index, valid, value, S: tl.constexpr):
-    pointers, mask = _tile(x, batch, head, index, valid, S)
-    tl.store(pointers, _cast(value, x[0].dtype.element_ty), mask)
 
 
 @triton.jit
@@ -108,20 +84,9 @@ def _bias(bias, head, query, key, valid, S: tl.constexpr):
 
 
 @triton.jit
-def _accumulate(state, logits, values, S: tl.constexpr):
-    """Running softmax: state (largest logit, sum of weights, sum of weighted values) of queries."""
-    largest, total, y = state
-    new = tl.maximum(largest, tl.max(logits, 1))
-    shift = tl.where(new == float("-inf"), 0.0, new)  # nothing seen yet
-    weight, decay = tl.exp(logits - shift[:, None]), tl.exp(largest - shift)
-    y = y * decay[:, None] + _dot(_cast(weight, values.dtype), values, S)
-    return new, total * decay + tl.sum(weight, 1), y
-
-
-@triton.jit
 def _exact_logits(a, b, bias, head, query, key, seen, scale, S: tl.constexpr):
     """Logits a @ b.T of queries on exact keys, or of keys on queries, at these places; -inf where not seen."""
-    logits = _dot(a, tl.trans(b), S) * scale
+    logits = dot(a, tl.trans(b), S) * scale
     if bias is not None:
         logits += _bias(bias, head, query, key, seen, S)
     return tl.where(seen, logits, float("-inf"))
@@ -130,23 +95,10 @@ def _exact_logits(a, b, bias, head, query, key, seen, scale, S: tl.constexpr):
 @triton.jit
 def _landmark_logits(a, b, log_count, landmark, num_landmarks, scale, S: tl.constexpr):
     """Logits a @ b.T of queries on landmarks, or of landmarks on queries; -inf beyond their number."""
-    logits, seen = _dot(a, tl.trans(b), S) * scale, landmark < num_landmarks
+    logits, seen = dot(a, tl.trans(b), S) * scale, landmark < num_landmarks
     if log_count is not None:
         logits += tl.load(log_count + landmark, seen, other=0.0)
     return tl.where(seen, logits, float("-inf"))
-
-
-@triton.jit
-def _gradient(logits, a, b, lse, delta, S: tl.constexpr):
-    """Weights, and the gradient of the logits; a @ b.T is that of the weights: dy and values, or values and dy."""
-    weight = tl.exp(logits - lse)
-    return weight, weight * (_dot(a, tl.trans(b), S) - delta)
-
-
-@triton.jit
-def _per_query(x, batch, head, index, valid, h, N, other):
-    """Numbers of queries from x (B, h, N); `other` where not valid."""
-    return tl.load(x + (batch.to(tl.int64) * h + head) * N + index, valid, other=other)
 
 
 @triton.jit
@@ -159,24 +111,24 @@ def _forward(q, k, v, bias, k_tilde, beta, log_count, y, lse, h, H, W, num_landm
 
     query = block * S.block_q + tl.arange(0, S.block_q)
     index, valid = _cells(query, window, H, W, 0, 0, S)
-    queries = _load(q, batch, head, index, valid, dtype, S)
+    queries = load(q, batch, head, index, valid, dtype, S)
     largest = tl.full([S.block_q], float("-inf"), tl.float32)
     state = (largest, tl.zeros_like(largest), tl.zeros([S.block_q, S.block_d], tl.float32))
     for start in range(0, e, S.block_k):
         place = start + tl.arange(0, S.block_k)
         cell, seen = _cells(place, window, H, W, S.above, S.beside, S)
-        keys = _load(k, batch, head, cell, seen, dtype, S)
+        keys = load(k, batch, head, cell, seen, dtype, S)
         logits = _exact_logits(queries, keys, bias, head, query[:, None], place, seen[None], scale, S)
-        state = _accumulate(state, logits, _load(v, batch, head, cell, seen, dtype, S), S)
+        state = accumulate(state, logits, load(v, batch, head, cell, seen, dtype, S), S)
     if k_tilde is not None:
         for start in range(0, num_landmarks, S.block_c):
             landmark = start + tl.arange(0, S.block_c)
-            keys = _load(k_tilde, batch, head, landmark, landmark < num_landmarks, dtype, S)
+            keys = load(k_tilde, batch, head, landmark, landmark < num_landmarks, dtype, S)
             logits = _landmark_logits(queries, keys, log_count, landmark, num_landmarks, scale, S)
-            values = _load(beta, batch, head, landmark, landmark < num_landmarks, dtype, S)
-            state = _accumulate(state, logits, values, S)
+            values = load(beta, batch, head, landmark, landmark < num_landmarks, dtype, S)
+            state = accumulate(state, logits, values, S)
     largest, total, output = state
-    _store(y, batch, head, index, valid, output / total[:, None], S)
+    store(y, batch, head, index, valid, output / total[:, None], S)
     tl.store(lse + (batch.to(tl.int64) * h + head) * H * W + index, largest + tl.log(total), valid)
 
 
@@ -221,36 +173,36 @@ def _query_gradient(
         batch, window = i // blocks // (down * across), (i // blocks // across % down, i // blocks % across)
         query = i % blocks * S.block_q + tl.arange(0, S.block_q)
         index, valid = _cells(query, window, H, W, 0, 0, S)
-        queries = _load(q, batch, head, index, valid, dtype, S)
-        gradient = _load(dy, batch, head, index, valid, dtype, S)
-        output = _load(y, batch, head, index, valid, tl.float32, S)
-        normaliser = _per_query(lse, batch, head, index, valid, h, H * W, float("inf"))
+        queries = load(q, batch, head, index, valid, dtype, S)
+        gradient = load(dy, batch, head, index, valid, dtype, S)
+        output = load(y, batch, head, index, valid, tl.float32, S)
+        normaliser = load_numbers(lse, batch, head, index, valid, h, H * W, float("inf"))
         shift = tl.sum(output * gradient.to(tl.float32), 1)
         tl.store(delta + (batch.to(tl.int64) * h + head) * H * W + index, shift, valid)
         d_queries = tl.zeros([S.block_q, S.block_d], tl.float32)
         for start in range(0, e, S.block_k):
             place = start + tl.arange(0, S.block_k)
             cell, seen = _cells(place, window, H, W, S.above, S.beside, S)
-            keys = _load(k, batch, head, cell, seen, dtype, S)
-            values = _load(v, batch, head, cell, seen, dtype, S)
+            keys = load(k, batch, head, cell, seen, dtype, S)
+            values = load(v, batch, head, cell, seen, dtype, S)
             logits = _exact_logits(queries, keys, bias, head, query[:, None], place, seen[None], scale, S)
-            weight, d_logits = _gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)
-            d_queries += _dot(_cast(d_logits, dtype), keys, S)
+            weight, d_logits = softmax_gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)
+            d_queries += dot(cast(d_logits, dtype), keys, S)
             if dk is not None:
-                d_keys = _dot(tl.trans(_cast(d_logits, dtype)), queries, S)
-                _store(dk, batch, head, cell, seen, d_keys * scale, S)
-                _store(dv, batch, head, cell, seen, _dot(tl.trans(_cast(weight, dtype)), gradient, S), S)
+                d_keys = dot(tl.trans(cast(d_logits, dtype)), queries, S)
+                store(dk, batch, head, cell, seen, d_keys * scale, S)
+                store(dv, batch, head, cell, seen, dot(tl.trans(cast(weight, dtype)), gradient, S), S)
             if dbias is not None:
                 d_bias += d_logits
         if k_tilde is not None:
             for start in range(0, num_landmarks, S.block_c):
                 landmark = start + tl.arange(0, S.block_c)
-                keys = _load(k_tilde, batch, head, landmark, landmark < num_landmarks, dtype, S)
-                values = _load(beta, batch, head, landmark, landmark < num_landmarks, dtype, S)
+                keys = load(k_tilde, batch, head, landmark, landmark < num_landmarks, dtype, S)
+                values = load(beta, batch, head, landmark, landmark < num_landmarks, dtype, S)
                 logits = _landmark_logits(queries, keys, log_count, landmark, num_landmarks, scale, S)
-                _, d_logits = _gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)
-                d_queries += _dot(_cast(d_logits, dtype), keys, S)
-        _store(dq, batch, head, index, valid, d_queries * scale, S)
+                _, d_logits = softmax_gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)
+                d_queries += dot(cast(d_logits, dtype), keys, S)
+        store(dq, batch, head, index, valid, d_queries * scale, S)
     if dbias is not None:
         query, key = tl.arange(0, S.block_q)[:, None], tl.arange(0, S.block_k)
         tl.store(dbias + ((part * h + head) * w + query) * e + key, d_bias, (query < w) & (key < e))
@@ -268,8 +220,8 @@ def _key_gradient(q, k, v, bias, dy, lse, delta, dk, dv, h, H, W, scale, S: tl.c
 
     place = block * S.block_k + tl.arange(0, S.block_k)
     cell, valid = _cells(place, window, H, W, 0, 0, S)
-    keys = _load(k, batch, head, cell, valid, dtype, S)
-    values = _load(v, batch, head, cell, valid, dtype, S)
+    keys = load(k, batch, head, cell, valid, dtype, S)
+    values = load(v, batch, head, cell, valid, dtype, S)
     d_keys = tl.zeros([S.block_k, S.block_d], tl.float32)
     d_values = tl.zeros([S.block_k, S.block_d], tl.float32)
     for neighbour in range((2 * far_y + 1) * (2 * far_x + 1)):
@@ -281,17 +233,17 @@ def _key_gradient(q, k, v, bias, dy, lse, delta, dk, dv, h, H, W, scale, S: tl.c
         for start in range(0, w, S.block_q):
             query = start + tl.arange(0, S.block_q)
             index, there = _cells(query, (window_y, window_x), H, W, 0, 0, S)
-            queries = _load(q, batch, head, index, there, dtype, S)
-            gradient = _load(dy, batch, head, index, there, dtype, S)
-            normaliser = _per_query(lse, batch, head, index, there, h, H * W, float("inf"))
-            shift = _per_query(delta, batch, head, index, there, h, H * W, 0.0)
+            queries = load(q, batch, head, index, there, dtype, S)
+            gradient = load(dy, batch, head, index, there, dtype, S)
+            normaliser = load_numbers(lse, batch, head, index, there, h, H * W, float("inf"))
+            shift = load_numbers(delta, batch, head, index, there, h, H * W, 0.0)
             key = y * (S.columns + 2 * S.beside) + x
             logits = _exact_logits(keys, queries, bias, head, query, key[:, None], seen[:, None], scale, S)
-            weight, d_logits = _gradient(logits, values, gradient, normaliser, shift, S)
-            d_keys += _dot(_cast(d_logits, dtype), queries, S)
-            d_values += _dot(_cast(weight, dtype), gradient, S)
-    _store(dk, batch, head, cell, valid, d_keys * scale, S)
-    _store(dv, batch, head, cell, valid, d_values, S)
+            weight, d_logits = softmax_gradient(logits, values, gradient, normaliser, shift, S)
+            d_keys += dot(cast(d_logits, dtype), queries, S)
+            d_values += dot(cast(weight, dtype), gradient, S)
+    store(dk, batch, head, cell, valid, d_keys * scale, S)
+    store(dv, batch, head, cell, valid, d_values, S)
 
 
 @triton.jit
@@ -306,24 +258,24 @@ def _landmark_gradient(
 
     landmark = block * S.block_c + tl.arange(0, S.block_c)
     real = landmark < num_landmarks
-    keys = _load(k_tilde, batch, head, landmark, real, dtype, S)
-    values = _load(beta, batch, head, landmark, real, dtype, S)
+    keys = load(k_tilde, batch, head, landmark, real, dtype, S)
+    values = load(beta, batch, head, landmark, real, dtype, S)
     d_keys = tl.zeros([S.block_c, S.block_d], tl.float32)
     d_values = tl.zeros([S.block_c, S.block_d], tl.float32)
     for start in range(part * S.block_q, N, parts * S.block_q):
         index = start + tl.arange(0, S.block_q)
         valid = index < N
-        queries = _load(q, batch, head, index, valid, dtype, S)
-        gradient = _load(dy, batch, head, index, valid, dtype, S)
-        normaliser = _per_query(lse, batch, head, index, valid, h, N, float("inf"))
-        shift = _per_query(delta, batch, head, index, valid, h, N, 0.0)
+        queries = load(q, batch, head, index, valid, dtype, S)
+        gradient = load(dy, batch, head, index, valid, dtype, S)
+        normaliser = load_numbers(lse, batch, head, index, valid, h, N, float("inf"))
+        shift = load_numbers(delta, batch, head, index, valid, h, N, 0.0)
         logits = _landmark_logits(keys, queries, log_count, landmark[:, None], num_landmarks, scale, S)
-        weight, d_logits = _gradient(logits, values, gradient, normaliser, shift, S)
-        d_keys += _dot(_cast(d_logits, dtype), queries, S)
-        d_values += _dot(_cast(weight, dtype), gradient, S)
+        weight, d_logits = softmax_gradient(logits, values, gradient, normaliser, shift, S)
+        d_keys += dot(cast(d_logits, dtype), queries, S)
+        d_values += dot(cast(weight, dtype), gradient, S)
     row = part * num_landmarks + landmark
-    _store(dk_tilde, batch, head, row, real, d_keys * scale, S)
-    _store(dbeta, batch, head, row, real, d_values, S)
+    store(dk_tilde, batch, head, row, real, d_keys * scale, S)
+    store(dbeta, batch, head, row, real, d_values, S)
 
 
 @triton.jit
@@ -342,33 +294,17 @@ def _bias_gradient(q, k, v, bias, dy, lse, delta, dbias, batches, h, H, W, scale
     for i in range(part, batches * down * across, parts):
         batch, window = i // (down * across), (i // across % down, i % across)
         index, valid = _cells(query, window, H, W, 0, 0, S)
-        queries = _load(q, batch, head, index, valid, dtype, S)
-        gradient = _load(dy, batch, head, index, valid, dtype, S)
-        normaliser = _per_query(lse, batch, head, index, valid, h, H * W, float("inf"))
-        shift = _per_query(delta, batch, head, index, valid, h, H * W, 0.0)
+        queries = load(q, batch, head, index, valid, dtype, S)
+        gradient = load(dy, batch, head, index, valid, dtype, S)
+        normaliser = load_numbers(lse, batch, head, index, valid, h, H * W, float("inf"))
+        shift = load_numbers(delta, batch, head, index, valid, h, H * W, 0.0)
         cell, seen = _cells(place, window, H, W, S.above, S.beside, S)
-        keys = _load(k, batch, head, cell, seen, dtype, S)
-        values = _load(v, batch, head, cell, seen, dtype, S)
+        keys = load(k, batch, head, cell, seen, dtype, S)
+        values = load(v, batch, head, cell, seen, dtype, S)
         logits = _exact_logits(queries, keys, bias, head, query[:, None], place, seen[None], scale, S)
-        total += _gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)[1]
+        total += softmax_gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)[1]
     pointers = dbias + ((part * h + head) * w + query[:, None]) * e + place
     tl.store(pointers, total, (query < w)[:, None] & (place < e))
-
-
-def _view(x: Tensor | None) -> tuple[Tensor, int, int, int] | None:
-    """(..., B, h, N, d) as a kernel takes it: pointer, strides of B, h and N."""
-    return None if x is None else (x, *x.stride()[-4:-1])
-
-
-def _dense(x: Tensor | None) -> Tensor | None:
-    """`x` with contiguous channels."""
-    return x if x is None or x.stride(-1) == 1 else x.contiguous()
-
-
-def _like_tokens(q: Tensor) -> Tensor:
-    """Empty (B, h, N, d) that lies in memory as (B, N, h, d): merging the heads copies nothing."""
-    B, h, N, d = q.shape
-    return q.new_empty(B, N, h, d).transpose(1, 2)
 
 
 def _extended(window: list[int], overlap: list[int]) -> int:
@@ -377,28 +313,16 @@ def _extended(window: list[int], overlap: list[int]) -> int:
 
 
 def _sizes(q: Tensor, k_tilde: Tensor | None, window: list[int], overlap: list[int]) -> Sizes:
-    d = q.shape[-1]
-    block_d = max(triton.next_power_of_2(d), 16)
-    most = 64 if q.element_size() == 2 else 32  # what registers hold
+    d, most = q.shape[-1], 64 if q.element_size() == 2 else 32  # what registers hold
     lengths = window[0] * window[1], _extended(window, overlap), 1 if k_tilde is None else k_tilde.shape[2]
-    blocks = (min(max(triton.next_power_of_2(length), 16), most) for length in lengths)
-    # Three products of tf32 parts are as good as fp32.
-    precision = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
-    return Sizes(d, block_d, *window, *overlap, *blocks, precision)
+    return Sizes(
+        d, block_length(d, 128), *window, *overlap, *(block_length(length, most) for length in lengths), precision()
+    )
 
 
 def _scalars(q: Tensor, grid: list[int], k_tilde: Tensor | None) -> tuple[int, int, int, int, float]:
     """Heads, rows and columns of the grid, landmarks, and the scale of logits."""
     return q.shape[1], *grid, 0 if k_tilde is None else k_tilde.shape[2], q.shape[-1] ** -0.5
-
-
-def launch_options(S: Sizes) -> dict[str, Any]:
-    """How a kernel is compiled beside its sizes."""
-    return {"num_warps": 8 if S.block_d > 64 else 4, "num_stages": 2, "enable_fp_fusion": True}
-
-
-def _launch(kernel, programs: tuple[int, ...], *arguments) -> None:
-    kernel[programs](*arguments, **launch_options(arguments[-1]))
 
 
 @torch.library.custom_op("attention::joint_softmax", mutates_args=())
@@ -416,17 +340,17 @@ def _joint_softmax(
 ) -> tuple[Tensor, Tensor]:
     """Output (B, h, N, d) and log-sum-exp (B, h, N)."""
     S = _sizes(q, k_tilde, window, overlap)
-    y, lse = _like_tokens(q), q.new_empty(q.shape[:3], dtype=torch.float32)
-    inputs = *map(_view, (q, k, v)), bias, *map(_view, (k_tilde, beta)), log_count
+    y, lse = like_tokens(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    inputs = *map(view, (q, k, v)), bias, *map(view, (k_tilde, beta)), log_count
     blocks = triton.cdiv(window[0] * window[1], S.block_q)
     programs = q.shape[0] * q.shape[1] * count_windows(grid, window) * blocks
-    _launch(_forward, (programs,), *inputs, _view(y), lse, *_scalars(q, grid, k_tilde), S)
+    launch(_forward, (programs,), *inputs, view(y), lse, *_scalars(q, grid, k_tilde), S)
     return y, lse
 
 
 @_joint_softmax.register_fake
 def _(q, k, v, bias, k_tilde, beta, log_count, grid, window, overlap):
-    return _like_tokens(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return like_tokens(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @torch.library.custom_op("attention::joint_softmax_backward", mutates_args=())
@@ -456,28 +380,28 @@ def _joint_softmax_backward(
         return min(length, triton.cdiv(PROGRAMS, programs))
 
     bias_parts = parts(B * windows, h * query_blocks * key_blocks)
-    gradients = [_like_tokens(x) for x in (q, k, v)]
-    dq, dk, dv = map(_view, gradients)
+    gradients = [like_tokens(x) for x in (q, k, v)]
+    dq, dk, dv = map(view, gradients)
     dbias = None if bias is None else lse.new_empty(bias_parts, *bias.shape)
-    saved = _view(dy), lse, torch.empty_like(lse)
-    on_grid, on_landmarks = (*map(_view, (q, k, v)), bias), (*map(_view, (k_tilde, beta)), log_count)
+    saved = view(dy), lse, torch.empty_like(lse)
+    on_grid, on_landmarks = (*map(view, (q, k, v)), bias), (*map(view, (k_tilde, beta)), log_count)
     with_keys, programs = ((dk, dv, dbias), bias_parts) if own_keys else ((None,) * 3, B * windows * query_blocks)
-    arguments = *on_grid, *on_landmarks, _view(y), *saved, dq, *with_keys
-    _launch(_query_gradient, (h, programs), *arguments, B, *scalars, S)
+    arguments = *on_grid, *on_landmarks, view(y), *saved, dq, *with_keys
+    launch(_query_gradient, (h, programs), *arguments, B, *scalars, S)
     if not own_keys:
         programs = B * h * windows * triton.cdiv(w, S.block_k)
-        _launch(_key_gradient, (programs,), *on_grid, *saved, dk, dv, h, H, W, scale, S)
+        launch(_key_gradient, (programs,), *on_grid, *saved, dk, dv, h, H, W, scale, S)
         if bias is not None:
             programs = h * query_blocks * key_blocks, bias_parts
-            _launch(_bias_gradient, programs, *on_grid, *saved, dbias, B, h, H, W, scale, S)
+            launch(_bias_gradient, programs, *on_grid, *saved, dbias, B, h, H, W, scale, S)
     if bias is not None:
         gradients.append(dbias.sum(0).to(bias.dtype))
     if k_tilde is not None:
         blocks = B * h * triton.cdiv(c, S.block_c)
         landmark_parts = parts(triton.cdiv(N, S.block_q), blocks)
         shares = [lse.new_empty(B, h, landmark_parts * c, x.shape[3]) for x in (k_tilde, beta)]
-        arguments = _view(q), *on_landmarks, *saved, *map(_view, shares)
-        _launch(_landmark_gradient, (blocks, landmark_parts), *arguments, h, N, c, scale, S)
+        arguments = view(q), *on_landmarks, *saved, *map(view, shares)
+        launch(_landmark_gradient, (blocks, landmark_parts), *arguments, h, N, c, scale, S)
         sums = [share.unflatten(2, (landmark_parts, c)).sum(2) for share in shares]
         gradients += [x.to(like.dtype) for x, like in zip(sums, (k_tilde, beta), strict=True)]
     return gradients
@@ -486,7 +410,7 @@ def _joint_softmax_backward(
 @_joint_softmax_backward.register_fake
 def _(dy, y, lse, q, k, v, bias, k_tilde, beta, log_count, grid, window, overlap):
     return [
-        *(_like_tokens(x) for x in (q, k, v)),
+        *(like_tokens(x) for x in (q, k, v)),
         *(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (bias, k_tilde, beta) if x is not None),
     ]
 
@@ -498,7 +422,7 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, dy, _):
     y, lse, *tensors = ctx.saved_tensors
-    gradients = iter(_joint_softmax_backward(_dense(dy), y, lse, *tensors, ctx.grid, ctx.window, ctx.overlap))
+    gradients = iter(_joint_softmax_backward(dense(dy), y, lse, *tensors, ctx.grid, ctx.window, ctx.overlap))
     return *(None if x is None else next(gradients) for x in tensors[:6]), None, None, None, None
 
 
@@ -553,7 +477,7 @@ def joint_softmax(
             x if others is None else torch.cat([x.to(others.dtype), others], 2)
             for x, others in ((k_prefix, k_tilde), (v_prefix, beta))
         )
-    q, k, v, bias, k_tilde, beta = map(_dense, (q, k, v, bias, k_tilde, beta))
+    q, k, v, bias, k_tilde, beta = map(dense, (q, k, v, bias, k_tilde, beta))
     bias = None if bias is None else bias.contiguous()
     return _joint_softmax(q, k, v, bias, k_tilde, beta, log_count, list(grid), list(window), list(overlap))[0]
 

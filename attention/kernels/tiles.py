@@ -1,0 +1,112 @@
+"""Tiles of tokens: what the Triton kernels of this folder are made of.
+
+Tokens come as tuples x = (pointer, strides of B, h and N), see `view`. S, a kernel's compile-time sizes, has at least
+the head width d, its power of two block_d, and the precision of products in fp32.
+"""
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+PROGRAMS = 1024
+"""How many programs sums over images are parted into: a few for every multiprocessor."""
+
+
+@triton.jit
+def cast(x, dtype: tl.constexpr):
+    """`x` in `dtype`, rounded to nearest. Triton's interpreter would cut bf16 off: it adds half a place first."""
+    if INTERPRETED and dtype == tl.bfloat16 and x.dtype == tl.float32:
+        bits = x.to(tl.uint32, bitcast=True)
+        x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
+    return x.to(dtype)
+
+
+@triton.jit
+def dot(a, b, S: tl.constexpr):
+    """a @ b summed in fp32. Triton's interpreter holds bf16 as integers, which must not be multiplied."""
+    if INTERPRETED:
+        a, b = a.to(tl.float32), b.to(tl.float32)
+    return tl.dot(a, b, input_precision=S.precision)
+
+
+@triton.jit
+def tile(x, batch, head, index, valid, S: tl.constexpr):
+    """Pointers and mask of tokens `index` of x = (pointer, strides of B, h and N): (t, block_d)."""
+    column = tl.arange(0, S.block_d)
+    start = x[0] + batch.to(tl.int64) * x[1] + head.to(tl.int64) * x[2]
+    return start + index[:, None].to(tl.int64) * x[3] + column, valid[:, None] & (column < S.d)
+
+
+@triton.jit
+def load(x, batch, head, index, valid, dtype, S: tl.constexpr):
+    pointers, mask = tile(x, batch, head, index, valid, S)
+    return cast(tl.load(pointers, mask, other=0.0), dtype)
+
+
+@triton.jit
+def store(x, batch, head, index, valid, value, S: tl.constexpr):
+    pointers, mask = tile(x, batch, head, index, valid, S)
+    tl.store(pointers, cast(value, x[0].dtype.element_ty), mask)
+
+
+@triton.jit
+def accumulate(state, logits, values, S: tl.constexpr):
+    """Running softmax: state (largest logit, sum of weights, sum of weighted values) of queries."""
+    largest, total, y = state
+    new = tl.maximum(largest, tl.max(logits, 1))
+    shift = tl.where(new == float("-inf"), 0.0, new)  # nothing seen yet
+    weight, decay = tl.exp(logits - shift[:, None]), tl.exp(largest - shift)
+    y = y * decay[:, None] + dot(cast(weight, values.dtype), values, S)
+    return new, total * decay + tl.sum(weight, 1), y
+
+
+@triton.jit
+def softmax_gradient(logits, a, b, lse, delta, S: tl.constexpr):
+    """Weights, and the gradient of the logits; a @ b.T is that of the weights: dy and values, or values and dy."""
+    weight = tl.exp(logits - lse)
+    return weight, weight * (dot(a, tl.trans(b), S) - delta)
+
+
+@triton.jit
+def load_numbers(x, batch, head, index, valid, h, N, other):
+    """Numbers of queries from x (B, h, N); `other` where not valid."""
+    return tl.load(x + (batch.to(tl.int64) * h + head) * N + index, valid, other=other)
+
+
+def view(x: Tensor | None) -> tuple[Tensor, int, int, int] | None:
+    """(..., B, h, N, d) as a kernel takes it: pointer, strides of B, h and N."""
+    return None if x is None else (x, *x.stride()[-4:-1])
+
+
+def dense(x: Tensor | None) -> Tensor | None:
+    """`x` with contiguous channels."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def like_tokens(q: Tensor) -> Tensor:
+    """Empty (B, h, N, d) that lies in memory as (B, N, h, d): merging the heads copies nothing."""
+    B, h, N, d = q.shape
+    return q.new_empty(B, N, h, d).transpose(1, 2)
+
+
+def block_length(length: int, most: int) -> int:
+    """A power of two that `tl.dot` takes, enough for `length` unless above `most`."""
+    return min(max(triton.next_power_of_2(length), 16), most)
+
+
+def precision() -> str:
+    """Of products in fp32: three of tf32 parts are as good as fp32."""
+    return "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+
+
+def launch_options(S: Any) -> dict[str, Any]:
+    """How a kernel is compiled beside its sizes."""
+    return {"num_warps": 8 if S.block_d > 64 else 4, "num_stages": 2, "enable_fp_fusion": True}
+
+
+def launch(kernel, programs: tuple[int, ...], *arguments) -> None:
+    kernel[programs](*arguments, **launch_options(arguments[-1]))
