@@ -7,52 +7,53 @@ import json
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from attention.kernels import triton_joint
-from attention.kernels.check import CASES, Case, errors, example, value_and_gradients
+from attention.kernels import triton_groups, triton_joint
+from attention.kernels.check import CASES, CHECKED, GROUP_CASES, Case, errors, example, outputs_and_gradients
 
-triton_joint.PROGRAMS = 4  # sums of several windows in one program
+triton_groups.PROGRAMS = triton_joint.PROGRAMS = 4  # sums of several windows in one program
 CPU = torch.device("cpu")
+NAMES, KERNELS = CHECKED[Case].names, CHECKED[Case].kernels
 SMALL = Case((3, 4), (2, 3), h=1, c=2)
 
 
 def largest_difference(function) -> float:
     """Of the output and all gradients, from those of the kernels called plainly."""
     inputs, windows = example(SMALL, CPU)
-    found, expected = (value_and_gradients(f, inputs, windows) for f in (function, triton_joint.joint_softmax))
+    found, expected = (outputs_and_gradients(f, NAMES, inputs, windows) for f in (function, KERNELS))
     return max((found[name] - expected[name]).abs().max().item() for name in expected)
 
 
 def twice(*inputs, **windows):
-    return (triton_joint.joint_softmax(*inputs, **windows) + triton_joint.joint_softmax(*inputs, **windows)) / 2
+    return (KERNELS(*inputs, **windows) + KERNELS(*inputs, **windows)) / 2
 
 
 def checkpointed(*inputs, **windows):
-    return checkpoint(triton_joint.joint_softmax, *inputs, use_reentrant=False, **windows)
+    return checkpoint(KERNELS, *inputs, use_reentrant=False, **windows)
 
 
 def contiguous(q, k, v, *others, **windows):
-    return triton_joint.joint_softmax(*(x.contiguous() for x in (q, k, v)), *others, **windows)
+    return KERNELS(*(x.contiguous() for x in (q, k, v)), *others, **windows)
 
 
 def channels_apart(q, k, v, *others, **windows):
-    return triton_joint.joint_softmax(*(x.mT.contiguous().mT for x in (q, k, v)), *others, **windows)
+    return KERNELS(*(x.mT.contiguous().mT for x in (q, k, v)), *others, **windows)
 
 
 def gradient_of_values_alone() -> float:
     """Its difference from that among all gradients: all else is frozen."""
     inputs, windows = example(SMALL, CPU)
-    expected = value_and_gradients(triton_joint.joint_softmax, inputs, windows)["dv"]
+    expected = outputs_and_gradients(KERNELS, NAMES, inputs, windows)["dv"]
     v = inputs[2].detach().requires_grad_()
-    y = triton_joint.joint_softmax(*inputs[:2], v, *inputs[3:], **windows)
+    y = KERNELS(*inputs[:2], v, *inputs[3:], **windows)
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
     return (v.grad - expected).abs().max().item()
 
 
 def main() -> None:
-    compiled = torch.compile(triton_joint.joint_softmax, fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(KERNELS, fullgraph=True, backend="aot_eager")
     uses = {f.__name__: largest_difference(f) for f in (twice, checkpointed, contiguous, channels_apart)}
     uses |= {"compiled": largest_difference(compiled), "frozen": gradient_of_values_alone()}
-    print(json.dumps({"errors": {str(case): errors(case, CPU) for case in CASES}, "uses": uses}))
+    print(json.dumps({"errors": {str(case): errors(case, CPU) for case in (*CASES, *GROUP_CASES)}, "uses": uses}))
 
 
 if __name__ == "__main__":

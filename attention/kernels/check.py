@@ -5,7 +5,7 @@ kernel is off. Times are of the core alone, from q, k, v to the output, in bf16;
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,21 +14,28 @@ import triton
 from torch import Tensor
 
 from attention.base import Grid, split_heads
+from attention.control_variates import group_values
 from attention.exact import joint_softmax
 from attention.features import upcast
-from attention.kernels import triton_joint
+from attention.kernels import triton_groups, triton_joint
+from attention.landmarks import bins
 from attention.windows import to_windows
 
-NAMES = "q", "k", "v", "bias", "keys", "values"
 FP32_ERROR, BEYOND_PLAIN = 1e-5, {"dkeys": 1.5}
-"""RMS error relative to the result in float64: at most this in fp32; in half types this many times plain PyTorch's, by
+"""RMS error relative to the result in float64: at most this in fp32; of half types this many times plain PyTorch's, by
 default 1.15. Plain PyTorch keeps landmarks and the gradients of their logits in fp32, the kernels round them for the
 tensor cores.
 """
 
 
+def changed(case: NamedTuple) -> str:
+    """A case's fields that are not at their default."""
+    given = {name: value for name, value in case._asdict().items() if value != case._field_defaults.get(name)}
+    return ", ".join(f"{name} {value}" for name, value in given.items())
+
+
 class Case(NamedTuple):
-    """A shape to check: B images, h heads of width d, c landmarks, P prefix tokens."""
+    """A joint softmax: B images, h heads of width d, c landmarks, P prefix tokens."""
 
     grid: Grid
     window: Grid
@@ -41,27 +48,43 @@ class Case(NamedTuple):
     bias: bool = True
     log_count: bool = False
     dtype: torch.dtype = torch.float32
+    __str__ = changed
 
-    def __str__(self) -> str:
-        changed = {name: value for name, value in self._asdict().items() if value != self._field_defaults.get(name)}
-        return ", ".join(f"{name} {value}" for name, value in changed.items())
+
+class GroupCase(NamedTuple):
+    """Values of groups: rows and columns of bins, each grown by a margin."""
+
+    grid: Grid
+    bins: Grid
+    margin: Grid = (0, 0)
+    samples: int = 1
+    d: int = 16
+    B: int = 1
+    h: int = 2
+    dtype: torch.dtype = torch.float32
+    __str__ = changed
 
 
 CASES = [
     Case((5, 7), (3, 4)),
     Case((4, 6), (2, 3), B=2, h=1, d=20, log_count=True),
     Case((5, 3), (3, 3), B=2, h=3, c=1, bias=False),
-    Case((5, 4), (3, 4), (1, 1), P=2, log_count=True),
+    Case((5, 4), (3, 4), (1, 1), P=2, h=1, log_count=True),
     Case((3, 5), (2, 3), (3, 2), c=5, d=12, h=1),
     Case((4, 5), (4, 5), c=0, d=40),
     Case((4, 5), (2, 3), (1, 0), c=0, P=1, bias=False),
-    Case((1, 30), (1, 8), (0, 3), d=33),
+    Case((1, 20), (1, 6), (0, 2), d=33, h=1),
     Case((7, 8), (7, 7), c=40, h=1),
     Case((4, 6), (3, 3), d=128),
-    *(Case((5, 7), (3, 4), d=24, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+    *(Case((5, 7), (3, 4), d=24, h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
     *(Case((3, 5), (3, 3), (1, 1), h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
 ]
-
+GROUP_CASES = [
+    GroupCase((5, 7), (2, 3)),
+    GroupCase((6, 7), (2, 3), (1, 1), samples=2, d=20, B=2, h=1),
+    GroupCase((6, 7), (5, 7), d=40, h=1),
+    *(GroupCase((5, 7), (2, 3), h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+]
 TIMED = [
     Case((side, side), (7, 7), c=49, d=64, B=B, h=3, dtype=torch.bfloat16)
     for side, B in ((14, 128), (28, 128), (56, 32), (56, 128))
@@ -95,33 +118,72 @@ def plain(q, k, v, bias=None, keys=None, values=None, logits=None, **windows) ->
     return joint_softmax(q, k, v, bias, values=values, logits=logits, **windows)
 
 
-def value_and_gradients(function: Callable, inputs: list[Tensor | None], windows: dict[str, Any]) -> dict[str, Tensor]:
-    """The output y and the gradient of every input."""
-    *inputs, logits = inputs
-    leaves = [x if x is None else x.detach().requires_grad_() for x in inputs]
-    y = function(*leaves, logits, **windows)
-    probe = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y)
-    y.backward(probe)
-    return {"y": y} | {f"d{name}": x.grad for name, x in zip(NAMES, leaves, strict=True) if x is not None}
+def group_example(case: GroupCase, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of `group_values`."""
+    generator, c = torch.Generator().manual_seed(0), case.bins[0] * case.bins[1]
+    tokens = torch.randn(case.B, case.grid[0] * case.grid[1], 2 * case.h * case.d, generator=generator)
+    omega = torch.randn(case.B, case.h, 1, c, case.samples, case.d, generator=generator)
+    tokens, omega = tokens.to(device, case.dtype), omega.to(device)
+    return [*split_heads(tokens, 2, case.h), omega, bins(case.grid, case.bins, device, case.margin)], {}
 
 
-def errors(case: Case, device: torch.device) -> dict[str, tuple[float, float]]:
-    """RMS errors of the output and of all gradients relative to the literal twin in float64: of the kernels, of plain
-    PyTorch.
-    """
-    inputs, windows = example(case, device)
-    exact = [x if x is None else x.double() for x in inputs]
-    truth = value_and_gradients(triton_joint.joint_softmax_reference, exact, windows)
-    found = [value_and_gradients(function, inputs, windows) for function in (triton_joint.joint_softmax, plain)]
+class Checked(NamedTuple):
+    """What a kind of case checks: its first arguments' names, whose gradients count, and functions of one signature."""
+
+    example: Callable
+    names: tuple[str, ...]
+    kernels: Callable
+    plain: Callable
+    reference: Callable
+
+
+CHECKED = {
+    Case: Checked(
+        example,
+        ("q", "k", "v", "bias", "keys", "values"),
+        triton_joint.joint_softmax,
+        plain,
+        triton_joint.joint_softmax_reference,
+    ),
+    GroupCase: Checked(
+        group_example,
+        ("k", "v", "omega"),
+        triton_groups.group_values,
+        group_values,
+        triton_groups.group_values_reference,
+    ),
+}
+
+
+def outputs_and_gradients(function: Callable, names: Sequence[str], inputs: list, options: dict) -> dict[str, Tensor]:
+    """The outputs, and the gradients of the inputs that have names."""
+    leaves = [x if x is None else x.detach().requires_grad_() for x in inputs[: len(names)]]
+    outputs = function(*leaves, *inputs[len(names) :], **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator().manual_seed(1)
+    torch.autograd.backward(outputs, [torch.randn(y.shape, generator=generator).to(y) for y in outputs])
+    gradients = {f"d{name}": x.grad for name, x in zip(names, leaves, strict=True) if x is not None}
+    return dict(zip(("y", "log_mass"), outputs, strict=False)) | gradients
+
+
+def errors(case: Case | GroupCase, device: torch.device) -> dict[str, tuple[float, float]]:
+    """RMS errors of outputs and gradients relative to the literal twin in float64: of the kernels, of plain PyTorch."""
+    checked = CHECKED[type(case)]
+    inputs, options = checked.example(case, device)
+    exact = [x.double() if isinstance(x, Tensor) else x for x in inputs]
+    truth = outputs_and_gradients(checked.reference, checked.names, exact, options)
+    functions = checked.kernels, checked.plain
+    found = [outputs_and_gradients(function, checked.names, inputs, options) for function in functions]
     return {
         name: tuple(((x[name] - y).square().mean() / y.square().mean()).sqrt().item() for x in found)
         for name, y in truth.items()
     }
 
 
-def excess(case: Case, name: str, error: float, plain_error: float) -> float:
+def excess(case: Case | GroupCase, name: str, error: float, plain_error: float) -> float:
     """How many times the error that is allowed for a tensor its error is."""
-    return error / (FP32_ERROR if case.dtype == torch.float32 else BEYOND_PLAIN.get(name, 1.15) * plain_error)
+    beyond_plain = 0.0 if case.dtype == torch.float32 else BEYOND_PLAIN.get(name, 1.15) * plain_error
+    return error / max(FP32_ERROR, beyond_plain)
 
 
 def saved_bytes(function: Callable[[], Tensor]) -> int:
@@ -179,7 +241,7 @@ def main() -> None:
     if device.type == "cpu" and not triton.knobs.runtime.interpret:
         sys.exit("no CUDA device; TRITON_INTERPRET=1 checks the kernels in Triton's interpreter")
     failed = False
-    for case in CASES:
+    for case in (*CASES, *GROUP_CASES):
         found = errors(case, device)
         off = any(not excess(case, name, *pair) <= 1 for name, pair in found.items())
         failed |= off
