@@ -5,10 +5,10 @@ arithmetic, adds the position bias, and keeps a running softmax (Milakov and Gim
 al. 2022, arXiv:2205.14135) over the exact keys and then the landmarks. Saved for the backward pass: the output and one
 log-sum-exp per query; the weights are computed again from them.
 
-Four kernels make the gradients, each summing in registers what it owns, so that they are deterministic: dq by windows
-of queries, dk and dv by windows of keys (over the neighbours whose extended windows reach them), those of the landmarks
-by landmark over all queries, that of the bias by pair of cells over all images and windows. The last two split their
-sums into as many parts as keep a GPU busy.
+Every gradient is summed in registers by the program that owns it, so that all are deterministic: those of landmarks by
+landmark over all queries, and where a window is one block and overlaps no other, all else window by window. Otherwise
+dq by windows of queries, dk and dv by windows of keys (over the neighbours whose extended windows reach them), and
+dbias by pair of cells over all images and windows. Sums over images are split into as many parts as keep a GPU busy.
 """
 
 from typing import Any, NamedTuple
@@ -164,7 +164,7 @@ def _query_gradient(
     w: tl.constexpr = S.rows * S.columns
     e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
     blocks: tl.constexpr = (w + S.block_q - 1) // S.block_q
-    head, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    head, part, parts = tl.program_id(0) % h, tl.program_id(0) // h, tl.num_programs(0) // h
     down, across = tl.cdiv(H, S.rows), tl.cdiv(W, S.columns)
     dtype = q[0].dtype.element_ty
 
@@ -387,7 +387,7 @@ def _joint_softmax_backward(
     on_grid, on_landmarks = (*map(view, (q, k, v)), bias), (*map(view, (k_tilde, beta)), log_count)
     with_keys, programs = ((dk, dv, dbias), bias_parts) if own_keys else ((None,) * 3, B * windows * query_blocks)
     arguments = *on_grid, *on_landmarks, view(y), *saved, dq, *with_keys
-    launch(_query_gradient, (h, programs), *arguments, B, *scalars, S)
+    launch(_query_gradient, (h * programs,), *arguments, B, *scalars, S)
     if not own_keys:
         programs = B * h * windows * triton.cdiv(w, S.block_k)
         launch(_key_gradient, (programs,), *on_grid, *saved, dk, dv, h, H, W, scale, S)
