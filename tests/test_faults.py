@@ -21,8 +21,11 @@ import yaml
 from test_resume import RUN, STEPS, Runs, light_and_full, outcome
 
 import train
-from engine.checkpoint import find, list_checkpoints, load
+from engine.checkpoint import Progress, find, list_checkpoints, load
+from engine.distributed import World
+from engine.finite import FiniteGuard
 from engine.interrupt import StopWish
+from engine.schema import Train
 from launcher import ROOT, Fault, Job, Nursery, use_few_images
 
 
@@ -337,6 +340,40 @@ def test_what_is_not_finite_spoils_nothing(
         for part in ("model", "ema"):
             assert all(tensor.isfinite().all() for tensor in checkpoint[part].values())
     figure("N1", f"{value} in {place}, {policy}: told, dumped; {len(saved)} checkpoints are clean")
+
+
+class Two(World):
+    """Two ranks, the second of which says what it is told."""
+
+    def gather(self, values):
+        return [[float(value) for value in values], self.second]
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ([math.nan, 0.0, 0.0], "step 0: the loss is not finite on rank 1; stopped before the update"),
+        ([1.0, math.inf, 0.0], None),  # the norm is that of all ranks: the first rank's is read
+    ],
+)
+def test_the_rank_is_named(second: list[float], message: str | None):
+    world, dumped = Two(torch.device("cpu"), 0, 2), []
+    object.__setattr__(world, "second", second)
+    guard = FiniteGuard(Train(), world, Progress(), lambda *what: dumped.append(what))
+    if message is None:
+        guard.see_loss(torch.tensor(3.0), False)
+        assert (guard.loss, guard.stopping) == (2.0, False)
+    else:
+        with pytest.raises(FloatingPointError, match=message):
+            guard.see_loss(torch.tensor(1.0), False)
+        assert len(dumped) == 1
+
+
+def test_with_loss_scaling_a_gradient_may_be_infinite():
+    guard = FiniteGuard(Train(amp="fp16"), World(torch.device("cpu")), Progress(), lambda *what: None)
+    guard.see_loss(torch.tensor(1.0), False)
+    assert guard.accepts(torch.tensor(math.inf))
+    guard.settle()
 
 
 # Owners
