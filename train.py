@@ -56,9 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run = load_run(args.config, args.overrides, int(os.environ.get("WORLD_SIZE", "1")))
         set_deterministic(run.train.deterministic)
         world = join(run.train.device, run.train.timeout_minutes)
-        with explain_failures(run.train, world), ExitStack() as ending:
-            ending.callback(world.leave)
-            finished = train(run, world, args.output, args.allow_change, ending)
+        try:
+            with explain_failures(run.train, world), ExitStack() as ending:
+                finished = train(run, world, args.output, args.allow_change, ending)
+        finally:
+            world.leave()
     if not finished:
         sys.exit(STOPPED)
 
