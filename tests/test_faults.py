@@ -93,6 +93,10 @@ def session_of(text: str) -> set[int]:
     return found
 
 
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""With the last, restarted ranks do not find the addresses of dead ones."""
+
+
 @contextmanager
 def torchrun(directory: Path, faults: dict[int, list[Fault]], *flags: str, options: Sequence[str] = ()):
     """torchrun of two ranks of RUN in the directory, and the facts they tell."""
@@ -105,7 +109,7 @@ def torchrun(directory: Path, faults: dict[int, list[Fault]], *flags: str, optio
     with (directory / "torchrun.log").open("w") as log:
         process = subprocess.Popen(
             [*launcher, str(ROOT / "tests" / "launcher.py"), json.dumps(request)],
-            cwd=ROOT, stdout=log, stderr=log, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+            cwd=ROOT, stdout=log, stderr=log, env=os.environ | ENVIRONMENT,
         )  # fmt: skip
     try:
         yield process, Job(None, [0, 0], directory / "log")
