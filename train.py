@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from engine.checkpoint import find_last, rank_epoch, save_epoch
 from engine.config import dump_run, load_run, refuse_bad_input
 from engine.costs import count_costs
-from engine.data import Loader, create_loaders, create_loss
+from engine.data import Loader, count_broken, create_loaders, create_loss
 from engine.distributed import World, autocast, join, seed_everything, set_deterministic
 from engine.evaluate import evaluate
 from engine.report import Report
@@ -134,6 +134,7 @@ def train(run: Run, world: World, output: Path) -> None:
                     loss=world.sum(loss_sum).item() / (num_summed * world.size),
                     lr=optimizer.param_groups[0]["lr"],
                     grad_norm=grad_norm.item(),
+                    broken=count_broken(train_loader, run.data.max_broken, world),
                 )
                 loss_sum, num_summed = torch.zeros_like(loss_sum), 0
 

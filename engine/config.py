@@ -20,6 +20,7 @@ import yaml
 
 from attention import AttentionFactory
 from attention.options import OptionError, parse_options
+from engine.images import BrokenImage
 from engine.schema import Run, check_run
 from models import create_model, parse_model, resolve_attention
 
@@ -36,9 +37,15 @@ class ConfigError(Exception):
 
 @contextmanager
 def refuse_bad_input() -> Iterator[None]:
-    """Scripts run inside it: a refused configuration is one line on stderr (of the first rank) and exit status 2."""
+    """Scripts run inside it: refused input is one line on stderr and exit status 2.
+
+    All ranks refuse the same options, and the first one speaks; a broken image is met by one rank, which says so.
+    """
     try:
         yield
+    except BrokenImage as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     except (ConfigError, OptionError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)

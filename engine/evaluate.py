@@ -8,6 +8,7 @@ from torch import nn
 
 from engine.data import Loader
 from engine.distributed import World, autocast
+from engine.images import BrokenImage
 
 
 @torch.no_grad()
@@ -38,6 +39,8 @@ def evaluate(model: nn.Module, loader: Loader, world: World, amp: Literal["bf16"
         loss += F.cross_entropy(logits.float(), targets, reduction="none").double().sum()
     model.train(was_training)
     top1, top5, images = world.sum(counts).tolist()
+    if not images:
+        raise BrokenImage("not one validation image could be read")
     return {
         "top1": 100 * top1 / images,
         "top5": 100 * top5 / images,
