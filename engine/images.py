@@ -35,12 +35,12 @@ def open_regular(path: str | Path) -> BinaryIO:
     Raises:
         OSError: no such file, no permission, or not a regular file (behind any symbolic links).
     """
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb")  # noqa: SIM115 - the caller closes it
-    mode = os.fstat(file.fileno()).st_mode
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
-        file.close()
+        os.close(descriptor)
         raise OSError(0, "a directory" if stat.S_ISDIR(mode) else "a pipe or device, not a regular file")
-    return file
+    return open(descriptor, "rb")
 
 
 def decode(file: BinaryIO) -> Image.Image:
