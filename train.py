@@ -98,7 +98,7 @@ def train(run: Run, world: World, output: Path) -> None:
     for epoch in range(first_epoch, run.schedule.epochs):
         seed_everything(options.seed, epoch, world.rank)  # an epoch's random numbers depend on nothing before it
         train_loader.sampler.set_epoch(epoch)
-        batches = iter(train_loader)
+        batches = report.wait.watch(iter(train_loader))
         loss_sum, num_summed = torch.zeros((), device=world.device), 0
         model.train()
         report.begin_epoch()

@@ -337,6 +337,33 @@ def _share(dataset: Images, world: World) -> range:
     return range(world.rank, len(dataset), world.size)
 
 
+def create_transform(
+    run: Run, img_size: int | tuple[int, int], is_training: bool, as_bytes: bool
+) -> Callable[[Image.Image], Any]:
+    """timm's transform of an RGB image.
+
+    Args:
+        as_bytes: to a uint8 tensor (3, H, W), neither normalised nor erased; else to fp32, and both.
+    """
+    data, augment = run.data, run.augment
+    return timm.data.create_transform(
+        img_size,
+        is_training=is_training,
+        scale=augment.scale,
+        ratio=augment.ratio,
+        hflip=augment.hflip,
+        color_jitter=augment.color_jitter,
+        auto_augment=augment.auto_augment,
+        interpolation=augment.interpolation if is_training else data.interpolation,
+        re_prob=augment.reprob,
+        re_mode=augment.remode,
+        mean=data.mean,
+        std=data.std,
+        crop_pct=data.crop_pct,
+        use_prefetcher=as_bytes,
+    )
+
+
 def _create_loader(
     dataset: Images,
     sampler: Sampler[int] | range,
@@ -353,22 +380,7 @@ def _create_loader(
     Workers live for one epoch: living on, their random state would be lost on resuming.
     """
     data, augment = run.data, run.augment
-    dataset.transform = timm.data.create_transform(
-        img_size,
-        is_training=is_training,
-        scale=augment.scale,
-        ratio=augment.ratio,
-        hflip=augment.hflip,
-        color_jitter=augment.color_jitter,
-        auto_augment=augment.auto_augment,
-        interpolation=augment.interpolation if is_training else data.interpolation,
-        re_prob=augment.reprob,
-        re_mode=augment.remode,
-        mean=data.mean,
-        std=data.std,
-        crop_pct=data.crop_pct,
-        use_prefetcher=world.on_cuda,
-    )
+    dataset.transform = create_transform(run, img_size, is_training, as_bytes=world.on_cuda)
     if is_training:
         remedy = f"too many broken images (data.max_broken = {limit} of an epoch, or a whole batch); {VERIFY}"
     else:

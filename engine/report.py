@@ -3,7 +3,8 @@
 `metrics.jsonl` holds one JSON object a line, with its kind, the epoch and step it was made at, and values:
 
 start   every start and resumption: command, git revision, package versions, device, processes, parameters, macs
-train   every `log_every` updates: loss, lr, grad_norm, images_per_second, step_seconds, memory_mb
+train   every `log_every` updates: loss, lr, grad_norm, images_per_second, step_seconds, memory_mb; data_wait: percent
+        of the time, waiting for batches; broken: images left out so far in the epoch
 eval    every evaluation: top1, top5, loss; with a weight average ema_top1, ema_top5, ema_loss
 final   the end: the last evaluation; best_top1, parameters, macs, images_per_second, step_seconds (median), memory_mb
 """
@@ -32,6 +33,7 @@ from tqdm import tqdm
 
 from engine.config import dump_run, flatten
 from engine.schema import Run
+from engine.waiting import DataWait
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow")
 
@@ -49,8 +51,12 @@ CONSOLE = {
     "macs": "{:,} MACs",
     "images_per_second": "{:.0f} images/s",
     "memory_mb": "{:.0f} MB",
+    "data_wait": "{:.0f} % waiting for data",
 }
 """How the console shows the values it shows."""
+
+INPUT_BOUND = 20
+"""Percent of the time spent waiting for data from which on a run is told to be input-bound."""
 
 
 class Report:
@@ -66,6 +72,8 @@ class Report:
         self.directory, self.run, self.step, self.total_steps, self.device = directory, run, step, total_steps, device
         self.step_seconds: list[float] = []
         self.num_recorded = 0
+        self.wait = DataWait(device)
+        self.told_input_bound = False
         if directory is not None:
             self.metrics = directory / "metrics.jsonl"
             if self.metrics.exists():
@@ -104,8 +112,16 @@ class Report:
     def train(self, epoch: int, **values: float) -> None:
         """Records `values` of the training since the last such record, and its speed; `epoch` counts from 1."""
         step_seconds = statistics.fmean(self.step_seconds[self.num_recorded :])
-        self.num_recorded = len(self.step_seconds)
-        self._record("train", epoch, {**values, **self._speed(step_seconds)})
+        num_steps = len(self.step_seconds) - self.num_recorded
+        self.num_recorded += num_steps
+        data_wait = 100 * self.wait.seconds() / (num_steps * step_seconds)
+        self._record("train", epoch, {**values, **self._speed(step_seconds), "data_wait": data_wait})
+        if data_wait > INPUT_BOUND and self.directory is not None and not self.told_input_bound:
+            self.told_input_bound = True
+            self.bar.write(
+                f"input-bound: {data_wait:.0f} % of the time goes into waiting for data; raise data.workers"
+                f" (= {self.run.data.workers}) up to the cores there are, or prepare the images (engine.prepare)"
+            )
 
     def eval(self, epoch: int, metrics: Mapping[str, float]) -> None:
         """Records an evaluation after `epoch` epochs."""
