@@ -56,7 +56,8 @@ CONSOLE = {
 """How the console shows the values it shows."""
 
 INPUT_BOUND = 20
-"""Percent of the time spent waiting for data from which on a run is told to be input-bound."""
+"""Percent of the time spent waiting for data from which on a run is said to be input-bound, once; not of the first
+record of an epoch, in which the loader's workers start."""
 
 
 class Report:
@@ -99,6 +100,7 @@ class Report:
     def begin_epoch(self) -> None:
         """The next step begins now, so that evaluation and checkpoints are no part of its time."""
         self.step_began = time.perf_counter()
+        self.workers_start = True
 
     def end_step(self) -> None:
         """One more update is done."""
@@ -116,7 +118,9 @@ class Report:
         self.num_recorded += num_steps
         data_wait = 100 * self.wait.seconds() / (num_steps * step_seconds)
         self._record("train", epoch, {**values, **self._speed(step_seconds), "data_wait": data_wait})
-        if data_wait > INPUT_BOUND and self.directory is not None and not self.told_input_bound:
+        is_input_bound = data_wait > INPUT_BOUND and not self.workers_start
+        self.workers_start = False
+        if is_input_bound and self.directory is not None and not self.told_input_bound:
             self.told_input_bound = True
             self.bar.write(
                 f"input-bound: {data_wait:.0f} % of the time goes into waiting for data; raise data.workers"
