@@ -1,11 +1,12 @@
-"""ABC, attention with bounded-memory control (Peng et al., 2022; paper 001 Table 4), its learned MLP control.
+"""ABC (Peng et al. 2022, arXiv:2110.02488): keys and values written into c slots by a learned softmax.
 
-Keys and values are written into p slots, softmax attention reads them: with control weights Pi = softmax over tokens of
-a linear map of the input, p per head,
+Attention with bounded-memory control, its learned MLP control: softmax attention reads the slots, which control weights
+fill, Pi = softmax over tokens of a linear map of the input, c per head,
 
     k_hat = Pi k,   v_hat = Pi v,   y_n = softmax(q_n . k_hat / sqrt(d)) v_hat.
 
-Any number of tokens in any order. Cost: 4 N p C multiply-accumulates, and h p N C for the control.
+Any number of tokens in any order.
+Cost: (4 + h) N c C multiply-accumulates, h N c C of them for the control.
 """
 
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from attention.softmax import softmax, softmax_reference
 
 
 def abc(q: Tensor, k: Tensor, v: Tensor, control: Tensor, attn_drop: float = 0.0) -> Tensor:
-    """Queries, keys, values (B, h, N, d) and logits of the control (B, h, N, p) -> (B, h, N, d)."""
+    """Queries, keys, values (B, h, N, d) and logits of the control (B, h, N, c) -> (B, h, N, d)."""
     weights = upcast(control).softmax(-2).to(v.dtype).mT
     return softmax(q, weights @ k, weights @ v, attn_drop)
 
@@ -36,13 +37,13 @@ def abc_reference(q, k, v, control, attn_drop=0.0):
 
 
 class Abc(Attention):
-    """Softmax over learned slots. Papers: 001 Table 4 'ABC'."""
+    """Softmax over learned slots. Papers: LARA Table 4 'ABC'."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_landmarks: int = option(49, "slots p per head", low=1)
+        num_landmarks: int = option(49, "slots c per head", low=1)
         attn_drop: float = option(0.0, "dropout rate of the attention weights over slots", low=0, high=1)
 
     def __init__(self, site: Site, config: Config):
@@ -51,8 +52,8 @@ class Abc(Attention):
         init_linear(self.control)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
-        """(B, N, C) -> queries, keys and values (B, h, N, d), logits of the control (B, h, N, p)."""
+        """(B, N, C) -> queries, keys and values (B, h, N, d), logits of the control (B, h, N, c)."""
         return *super().project(x, grid), *split_heads(self.control(x), 1, self.num_heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, control: Tensor, grid: Grid) -> Tensor:
-        return abc(q, k, v, control, self.config.attn_drop if self.training else 0.0)
+        return abc(q, k, v, control, self.attn_drop)

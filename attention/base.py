@@ -2,12 +2,15 @@
 
 Shape letters used throughout: B images, (H, W) token grid, N = H*W tokens in raster order n = y*W + x, C channels
 (dim), h heads, d = C/h channels per head, g windows, w tokens per window, e tokens of an exact set, c landmarks or
-groups, t tokens per group, s random samples.
+groups, t tokens per group, s random samples, P prefix tokens (class token, registers), which precede those of the grid.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.options import OptionError
@@ -23,7 +26,7 @@ class Site:
     Attributes:
         dim: channels C; num_heads: heads h, a divisor of C.
         grid: the (H, W) the layer is built for; it sizes parameters and is checked before any work starts.
-        num_prefix_tokens: class and register tokens that precede the grid tokens.
+        num_prefix_tokens: class and register tokens P that precede the grid tokens.
         layer, depth: index of the layer and number of layers of the network.
         reduction: spatial reduction R that a pyramid assigns to this stage (PVT-v2: 8, 4, 2, 1); None elsewhere.
         qkv_bias: whether the query/key/value projection has a bias. proj_drop: dropout rate of the output.
@@ -53,18 +56,20 @@ class Attention(nn.Module):
     """
 
     Config: ClassVar[type]
-    order_free: ClassVar[bool] = False
-    """Whether the mechanism ignores token order, so that prefix tokens are ordinary tokens to it."""
+    plain_prefix: ClassVar[bool] = False
+    """Whether prefix tokens are ordinary tokens to the mechanism, as to those that ignore order. Otherwise they attend
+    to all tokens by softmax, every token of the grid sees them, and windows, landmarks and places are the grid's alone.
+    """
     num_projections: ClassVar[int] = 3
-    """How many of queries, keys and values `qkv` makes: 1 where there are only values."""
+    """How many of queries, keys and values `qkv` makes: 2 where keys are queries, 1 where there are only values."""
 
     def __init__(self, site: Site, config: Any):
         super().__init__()
         self.config = config
         self.num_heads = site.num_heads
         self.head_dim = site.dim // site.num_heads
-        if site.num_prefix_tokens and not self.order_free:
-            self.refuse("class_token", True, "prefix tokens need an order-free mechanism; set class_token: false")
+        if site.num_prefix_tokens and getattr(config, "causal", False):
+            self.refuse("causal", True, "prefix tokens see every token; use a model without them")
         self.qkv = nn.Linear(site.dim, self.num_projections * site.dim, bias=site.qkv_bias)
         self.proj = nn.Linear(site.dim, site.dim)
         self.proj_drop = nn.Dropout(site.proj_drop)
@@ -77,17 +82,38 @@ class Attention(nn.Module):
         mechanism = cls.__module__.rpartition(".")[2]
         raise OptionError(f"attention({mechanism}).{name}", f" = {value}: {problem}")
 
+    def refuse_unused(self, neutral: Mapping[str, Any], why: str) -> None:
+        """Raises the OptionError for the first option that does not have its `neutral` value."""
+        for name, value in neutral.items():
+            if getattr(self.config, name) != value:
+                self.refuse(name, getattr(self.config, name), f"{why}; set {name}: {value}")
+
+    @property
+    def attn_drop(self) -> float:
+        """Dropout rate of attention weights in the present mode; 0 where the mechanism has no such option."""
+        return getattr(self.config, "attn_drop", 0.0) if self.training else 0.0
+
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
-        """(B, N, C) -> queries, keys and values, each (B, h, N, d)."""
+        """(B, P + N, C) -> queries, keys and values, each (B, h, P + N, d), and what else `attend` takes."""
         return split_heads(self.qkv(x), self.num_projections, self.num_heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        """Queries, keys and values (B, h, N, d) -> mixed values (B, h, N, d)."""
+        """Queries (B, h, N, d), keys and values (B, h, P + N, d) -> mixed values (B, h, N, d).
+
+        Where prefix tokens are plain there are queries of all P + N tokens.
+        """
         raise NotImplementedError(f"{type(self).__name__} does not define attend")
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """(B, N, C) tokens of an (H, W) grid -> (B, N, C). The grid may differ from the one given at construction."""
-        y = self.attend(*self.project(x, grid), grid)
+        """(B, P + N, C) tokens, N of an (H, W) grid -> (B, P + N, C). The grid may differ from construction's."""
+        q, *others = self.project(x, grid)
+        N = grid[0] * grid[1]
+        if self.plain_prefix or x.shape[1] == N:
+            y = self.attend(q, *others, grid)
+        else:
+            q_prefix, q = split_prefix(q, N)
+            y_prefix = F.scaled_dot_product_attention(q_prefix, *others[:2], dropout_p=self.attn_drop)
+            y = torch.cat([y_prefix, self.attend(q, *others, grid)], 2)
         return self.proj_drop(self.proj(merge_heads(y)))
 
     def extra_repr(self) -> str:
@@ -105,6 +131,11 @@ def split_heads(x: Tensor, parts: int, num_heads: int) -> tuple[Tensor, ...]:
     """(B, N, parts*C) -> `parts` tensors (B, h, N, d)."""
     B, N, width = x.shape
     return x.view(B, N, parts, num_heads, width // (parts * num_heads)).permute(2, 0, 3, 1, 4).unbind(0)
+
+
+def split_prefix(x: Tensor, N: int) -> tuple[Tensor, Tensor]:
+    """(..., P + N, d) -> prefix tokens (..., P, d), tokens of the grid (..., N, d)."""
+    return x[..., :-N, :], x[..., -N:, :]
 
 
 def merge_heads(y: Tensor) -> Tensor:

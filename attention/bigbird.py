@@ -1,9 +1,9 @@
-"""BigBird (Zaheer et al., 2020): attention between blocks of tokens, in a sliding, a global and a random pattern.
+"""BigBird (Zaheer et al. 2020, arXiv:2007.14062): w sliding, g global and r random blocks of b tokens.
 
 Tokens form n blocks of b. A query block attends, in one softmax, to w neighbours in block order (itself among them), to
 g global blocks (the first and the last) and to r others, drawn once for every layer and head; global blocks attend to
 everything. Every key counts once.
-Cost: 2 (w + g + r) b N C multiply-accumulates, and 2 g b N C for the global rows. Linear in N.
+Cost: 2 N (w + 2 g + r) b C multiply-accumulates, 2 g b N C of them for the global rows. Linear in N.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Grid, Site
-from attention.features import counter_uniform, upcast
-from attention.local import raster
+from attention.base import Attention, Grid, Site, split_prefix
+from attention.draws import counter_uniform
+from attention.exact import mix, prefix_part, raster
+from attention.features import upcast
 from attention.options import option
 from attention.softmax import softmax
 from attention.windows import count_windows, from_windows, to_windows, window_mask
@@ -35,13 +36,15 @@ def bigbird(
     """Softmax over the key blocks of each query block; over all keys for the queries of global blocks.
 
     Args:
-        q, k, v: (B, h, N, d). blocks: key blocks of every head and query block, (h, n, m) int64; n stands for none.
+        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries see prefix tokens.
+        blocks: key blocks of every head and query block, (h, n, m) int64; n stands for none.
         grid: what is cut into blocks of `block` cells; (1, N) and (1, b) for blocks of the raster order.
         num_global: global blocks. attn_drop: dropout rate of the weights.
     Returns:
         (B, h, N, d).
     """
-    queries, keys, values = (to_windows(x, grid, block) for x in (q, k, v))  # (B, h, n, b, d)
+    (k_prefix, k_grid), (v_prefix, v_grid) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
+    queries, keys, values = (to_windows(x, grid, block) for x in (q, k_grid, v_grid))  # (B, h, n, b, d)
     (h, n, _), (*_, cells, d) = blocks.shape, keys.shape
     index = blocks.clamp(max=n - 1)  # padding points at some block
     inside = window_mask(grid, block, (0, 0), q.device)
@@ -50,8 +53,7 @@ def bigbird(
     head = torch.arange(h, device=q.device)[:, None, None]
     logits = upcast(d**-0.5 * queries @ keys[:, head, index].flatten(3, 4).mT)  # (B, h, n, b, m*b)
     logits = logits.masked_fill(~valid.flatten(2)[:, :, None], -torch.inf)
-    weights = F.dropout(logits.softmax(-1), attn_drop).to(v.dtype)
-    y = weights @ values[:, head, index].flatten(3, 4)
+    y = mix([(logits, values[:, head, index].flatten(3, 4)), *prefix_part(queries, k_prefix, v_prefix)], attn_drop)
     rows = torch.tensor(global_blocks(n, num_global), dtype=torch.int64, device=q.device)
     on_all = softmax(queries.index_select(2, rows).flatten(2, 3), k, v, attn_drop).unflatten(2, (len(rows), cells))
     return from_windows(y.index_copy(2, rows, on_all.to(y.dtype)), grid, block)
@@ -89,18 +91,19 @@ def bigbird_reference(q, k, v, blocks, *, grid, block, num_global, attn_drop=0.0
     (rows, columns), per_row = block, -(-grid[1] // block[1])
     n, block_of = blocks.shape[1], [m // grid[1] // rows * per_row + m % grid[1] // columns for m in range(q.shape[2])]
     first, last = range((num_global + 1) // 2), range(n - num_global // 2, n)
-    y = torch.zeros_like(q)
+    y, P = torch.zeros_like(q), k.shape[2] - q.shape[2]
     for head, i in ((head, i) for head in range(q.shape[1]) for i in range(q.shape[2])):
         at = block_of[i]
         seen = blocks[head, at].tolist()
-        keys = [m for m, b in enumerate(block_of) if b in seen or at in first or at in last]
+        keys = [P + m for m, b in enumerate(block_of) if b in seen or at in first or at in last]
+        keys = [*range(P), *keys]
         weights = (q[:, head, i, None] @ k[:, head, keys].mT / q.shape[-1] ** 0.5).softmax(-1)
         y[:, head, i] = (F.dropout(weights, attn_drop) @ v[:, head, keys])[:, 0]
     return y
 
 
 class BigBird(Attention):
-    """Sliding, global and random blocks of keys. Papers: 001 Table 9, 003 'BigBird'."""
+    """Sliding, global and random blocks of keys. Papers: LARA Table 9."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -138,5 +141,5 @@ class BigBird(Attention):
             grid=grid,
             block=block,
             num_global=self.config.num_global,
-            attn_drop=self.config.attn_drop if self.training else 0.0,
+            attn_drop=self.attn_drop,
         )

@@ -1,4 +1,4 @@
-"""Clustered attention (Vyas, Katharopoulos, Fleuret, 2020), plain and improved.
+"""Clustered attention (Vyas et al. 2020, arXiv:2007.04825): J clusters of queries attend at once, then on k top keys.
 
 Queries are clustered by the Hamming distance of their hash bits, and every cluster attends once, with the mean q_hat_j
 of its queries: A_j = softmax(q_hat_j . k / sqrt(d)). The improved form (i-clustered) lets each query redistribute the
@@ -6,7 +6,7 @@ mass m_hat_j that its cluster gives to its k likeliest keys T_j by weights of it
 
     y_n = m_hat_j sum_{T_j} softmax_{T_j}(q_n . k_m / sqrt(d)) v_m + sum_{m not in T_j} A_jm v_m,   j = cluster(n)
 
-Cost: bits N C for the hash, 2 J N C for J clusters, and 2 k N C improved; linear in N. The clustering counts bits.
+Cost: 2 N (J + k) C + bits N C multiply-accumulates, the last for the hash; linear in N. The clustering counts bits.
 """
 
 from dataclasses import dataclass
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from attention.base import Attention, Grid, Site
 from attention.features import full_precision, full_type, scale
+from attention.landmarks import gather_tokens
 from attention.options import option
-from attention.ra import gather_keys
 
 
 @full_precision
@@ -39,8 +39,8 @@ def clustered(q: Tensor, k: Tensor, v: Tensor, cluster: Tensor, *, num_clusters:
     mass, top = attn.topk(min(num_top_keys, k.shape[2]), -1)
     rest = (attn.scatter(-1, top, 0.0) @ v).gather(2, wide)
     top = top.gather(2, members.expand(-1, -1, -1, top.shape[-1]))  # (B, h, N, k)
-    weights = (s * q[..., None, :] @ gather_keys(k, top).mT).softmax(-1)
-    on_top = (weights @ gather_keys(v, top))[..., 0, :]
+    weights = (s * q[..., None, :] @ gather_tokens(k, top).mT).softmax(-1)
+    on_top = (weights @ gather_tokens(v, top))[..., 0, :]
     return mass.sum(-1, keepdim=True).gather(2, members) * on_top + rest
 
 
@@ -96,9 +96,9 @@ def popcount(x: Tensor) -> Tensor:
 
 
 class Clustered(Attention):
-    """Clusters of queries attend at once; improved on their likeliest keys. Paper: 003 'ClusterAttn'."""
+    """Clusters of queries attend at once; improved on their likeliest keys."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -1,28 +1,29 @@
-"""Combiner (Ren et al., 2021), the variant Fixed with DeepSets-Max: full attention factorised over spans of tokens.
+"""Combiner (Ren et al. 2021, arXiv:2107.05768): own span of u tokens exactly, every other span by one summary.
 
-A query attends to the tokens of its own span, and to every other span as a whole: through a summary key k_bar_g that
-stands for the span in the softmax, and a span value v_bar_g that the span's summary query q_bar_g attends to
+The variant Fixed with DeepSets-Max: full attention factorised over spans of tokens. A query attends to the tokens of
+its own span, and to every other span as a whole: through a summary key k_bar_g that stands for the span in the softmax,
+and a span value v_bar_g that the span's summary query q_bar_g attends to
 
     y_n = [sum_own exp(l_nm) v_m + sum_{g != own} exp(q_n . k_bar_g / sqrt(d)) v_bar_g] / [the same without values]
     v_bar_g = sum_{m in g} softmax_m(q_bar_g . k_m / sqrt(d)) v_m,   q_bar_g = max_{m in g} ReLU(U q_m), likewise k_bar
 
 Its published code for both directions keeps the own span's summary beside its tokens; here nothing counts twice.
-Cost with spans of u tokens: 2 N u C + 2 N (N/u) C + 2 N C + 2 N C d multiply-accumulates; N^1.5 at u = sqrt(N).
+Cost: 2 N (u + N/u) C multiply-accumulates, and 2 N (1 + d) C for the summaries; N^1.5 at u = sqrt(N).
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Grid, Site, init_linear
+from attention.base import Attention, Grid, Site, init_linear, split_prefix
+from attention.exact import exact_window, joint_softmax, raster, seen_exactly, shared_logits, window_options
 from attention.features import upcast
-from attention.local import exact_logits, exact_set, mix_with_exact, raster, window_geometry
 from attention.options import option
-from attention.position import BiasKind, PositionBias
-from attention.windows import from_windows, to_windows, window_indices, window_mask
+from attention.position import BiasKind
+from attention.windows import to_windows, window_indices, window_mask
 
 
 def combiner(
@@ -35,55 +36,52 @@ def combiner(
     *,
     grid: Grid,
     window: Grid,
-    attn_drop: float = 0.0,
+    causal: bool = False,
+    **options: Any,
 ) -> Tensor:
     """One softmax over the own span's tokens and the other spans' summaries.
 
     Args:
         q, k, v: (B, h, N, d). q_bar, k_bar: summaries of the g spans, (B, h, g, d). bias: of the own span, (h, w, w).
-        window: rows and columns of a span. attn_drop: dropout rate of the weights.
+        window: rows and columns of a span. causal: no later token of the own span, no later span. options: see
+            `joint_softmax`.
     Returns:
         (B, h, N, d).
     """
-    scale = q.shape[-1] ** -0.5
-    queries, keys, values = (to_windows(x, grid, window) for x in (q * scale, k, v))
-    inside = upcast((q_bar * scale)[:, :, :, None] @ keys.mT)  # (B, h, g, 1, w)
+    keys, values = (to_windows(split_prefix(x, q.shape[2])[1], grid, window) for x in (k, v))
+    inside = upcast((q_bar * q.shape[-1] ** -0.5)[:, :, :, None] @ keys.mT)  # (B, h, g, 1, w)
     mask = window_mask(grid, window, (0, 0), q.device)
     if mask is not None:
         inside = inside.masked_fill(~mask[:, None], -torch.inf)
     v_bar = (inside.softmax(-1).to(v.dtype) @ values)[:, :, None, :, 0]  # (B, h, 1, g, d)
-    spans = upcast(queries.flatten(2, 3) @ k_bar.mT).view(*queries.shape[:4], -1)  # (B, h, g, w, g)
-    own = torch.eye(spans.shape[2], dtype=torch.bool, device=q.device)[:, None]
-    exact = exact_logits(q, k, bias, grid, window, (0, 0))
-    y = mix_with_exact(exact, values, spans.masked_fill(own, -torch.inf), v_bar, attn_drop)
-    return from_windows(y, grid, window)
+    spans = shared_logits(to_windows(q, grid, window), k_bar)  # (B, h, g, w, g)
+    unseen = torch.eye(spans.shape[2], dtype=torch.bool, device=q.device)
+    unseen = torch.ones_like(unseen).triu() if causal else unseen
+    spans = spans.masked_fill(unseen[:, None], -torch.inf)
+    return joint_softmax(q, k, v, bias, spans, v_bar, grid=grid, window=window, causal=causal, **options)
 
 
-def combiner_reference(q, k, v, q_bar, k_bar, bias=None, *, grid, window, attn_drop=0.0):
+def combiner_reference(q, k, v, q_bar, k_bar, bias=None, *, attn_drop=0.0, **windows):
     """`combiner`, query by query."""
     scale, y = q.shape[-1] ** -0.5, torch.zeros_like(q)
-    spans = [index[index >= 0] for index in window_indices(grid, window, (0, 0), q.device)]
+    keys, values = (split_prefix(x, q.shape[2])[1] for x in (k, v))
+    spans = [index[index >= 0] for index in window_indices(windows["grid"], windows["window"], (0, 0), q.device)]
     summaries = []
     for g, span in enumerate(spans):
-        inside = (scale * q_bar[:, :, g, None] @ k[:, :, span].mT).softmax(-1)
-        summaries.append((inside @ v[:, :, span])[:, :, 0])
+        inside = (scale * q_bar[:, :, g, None] @ keys[:, :, span].mT).softmax(-1)
+        summaries.append(inside @ values[:, :, span])
     for n in range(q.shape[2]):
-        cells, places, row = exact_set(n, grid, window, (0, 0))
-        logits = [scale * (q[:, :, n, None] @ k[:, :, cells].mT)[:, :, 0]]
-        if bias is not None:
-            logits[0] = logits[0] + bias[:, row, places]
-        values = [v[:, :, cells]]
+        seen = [seen_exactly(n, q, k, v, bias, **windows)]
         for g, span in enumerate(spans):
-            if n not in span:
-                logits.append(scale * (q[:, :, n] * k_bar[:, :, g]).sum(-1, keepdim=True))
-                values.append(summaries[g][:, :, None])
-        weights = F.dropout(torch.cat(logits, -1).softmax(-1), attn_drop)
-        y[:, :, n] = (weights[:, :, None] @ torch.cat(values, 2))[:, :, 0]
+            if n not in span and (span.min() < n or not windows.get("causal")):
+                seen.append((scale * (q[:, :, n] * k_bar[:, :, g]).sum(-1, keepdim=True), summaries[g]))
+        logits, values = torch.cat([logit for logit, _ in seen], -1), torch.cat([value for _, value in seen], 2)
+        y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ values)[:, :, 0]
     return y
 
 
 class Combiner(Attention):
-    """Own span exactly, other spans by summaries. Papers: 000 Tables 2, 3, 15 'Combiner'."""
+    """Own span exactly, other spans by summaries. Papers: EVA Tables 2, 3, 15 'Combiner'."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -94,12 +92,12 @@ class Combiner(Attention):
         )
         pool: Literal["max", "mean"] = option("max", "how a span's tokens are pooled")
         position_bias: BiasKind = option("table", "relative position bias inside the own span")
+        causal: bool = option(False, "no token sees a later one of the raster order; needs layout 1d")
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def __init__(self, site: Site, config: Config):
         super().__init__(site, config)
-        self.window, _ = window_geometry(type(self), config, site)
-        self.position_bias = PositionBias(config.position_bias, self.num_heads, self.head_dim, self.window)
+        self.window, self.overlap, self.position_bias = exact_window(self, site)
         self.summary_q, self.summary_k = self.make_summary(), self.make_summary()
 
     def make_summary(self) -> nn.Module:
@@ -118,8 +116,7 @@ class Combiner(Attention):
         return spans.mean(-2) if mask is None else spans.sum(-2) / mask.sum(-1, keepdim=True)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        spans = raster(grid, self.config.layout)
-        q_bar, k_bar = self.pool(self.summary_q(q), spans), self.pool(self.summary_k(k), spans)
-        attn_drop = self.config.attn_drop if self.training else 0.0
-        options = {"grid": spans, "window": self.window, "attn_drop": attn_drop}
-        return combiner(q, k, v, q_bar, k_bar, self.position_bias(), **options)
+        spans, keys = raster(grid, self.config.layout), split_prefix(k, q.shape[2])[1]
+        q_bar, k_bar = self.pool(self.summary_q(q), spans), self.pool(self.summary_k(keys), spans)
+        windows = window_options(self, grid)
+        return combiner(q, k, v, q_bar, k_bar, self.position_bias(), attn_drop=self.attn_drop, **windows)

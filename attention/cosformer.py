@@ -1,4 +1,4 @@
-"""cosFormer (Qin et al., 2022): ReLU features, with weights that fall with distance,
+"""cosFormer (Qin et al. 2022, arXiv:2202.08791): ReLU features, with weights that fall with distance as a cosine.
 
     w_nm = ReLU(q_n) . ReLU(k_m) cos(pi (n - m) / 2N),
 
@@ -12,11 +12,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Grid
+from attention.base import Attention, Grid, split_prefix
+from attention.exact import raster
 from attention.features import full_precision, linear_attention
-from attention.local import raster
 from attention.options import option
 
 
@@ -25,11 +26,17 @@ def cosformer(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid) -> Tensor:
     """Attention re-weighted by distance along both axes of the grid; (1, N) for the raster order.
 
     Args:
-        q, k, v: (B, h, N, d).
+        q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens have no place, and their weights no factor.
     Returns:
         (B, h, N, d), float32 at least; 0 for a query without positive weights.
     """
-    return linear_attention(reweight(q.relu(), grid), reweight(k.relu(), grid), v)
+    phi_q, (k_prefix, phi_k) = q.relu(), split_prefix(k.relu(), q.shape[2])
+    placed_q, placed_k = reweight(phi_q, grid), reweight(phi_k, grid)
+    if not k_prefix.shape[2]:
+        return linear_attention(placed_q, placed_k, v)
+    # Features of places beside those without: a key has the one kind or the other.
+    keys = torch.cat([F.pad(k_prefix, (placed_k.shape[-1], 0)), F.pad(placed_k, (0, k.shape[-1]))], 2)
+    return linear_attention(torch.cat([placed_q, phi_q], -1), keys, v)
 
 
 def reweight(x: Tensor, grid: Grid) -> Tensor:
@@ -47,7 +54,8 @@ def cosformer_reference(q, k, v, *, grid):
     (H, W), n = grid, torch.arange(q.shape[2], dtype=q.dtype)
     y, x = n // W, n % W
     decay_y, decay_x = (torch.cos(math.pi * (a[:, None] - a) / (2 * side)) for a, side in ((y, H), (x, W)))
-    kernel = q.relu() @ k.relu().mT * decay_y * decay_x
+    kernel = q.relu() @ k.relu().mT
+    kernel = kernel * F.pad(decay_y * decay_x, (k.shape[2] - H * W, 0), value=1)
     return kernel @ v / kernel.sum(-1, keepdim=True).clamp(min=1e-6)
 
 

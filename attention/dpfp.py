@@ -1,9 +1,10 @@
-"""Deterministic parameter-free projection (Schlag et al., 2021, "Linear transformers are secretly fast weight
-programmers"): products of rectified coordinates as features of linear attention,
+"""DPFP (Schlag et al. 2021, arXiv:2102.11174): 2 nu d products of rectified coordinates as features.
+
+The deterministic parameter-free projection,
 
     phi(x) = [r * roll(r, 1), ..., r * roll(r, nu)],   r = ReLU([x, -x]),
 
-2 d nu of them, non-negative and sparse. Not named in the papers; cited as a relative of the others.
+makes non-negative and sparse features for linear attention.
 Cost: 4 N nu d C multiply-accumulates; linear in N.
 """
 
@@ -43,7 +44,7 @@ def dpfp_reference(q, k, v, *, nu):
 class Dpfp(Attention):
     """Kernel attention with products of rectified coordinates."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -1,6 +1,6 @@
-"""EVA: randomized attention with control variates (Zheng, Yuan, Wang, Kong, ICLR 2023; paper 000).
+"""EVA (Zheng et al. 2023, arXiv:2302.04542): a window exactly, and c groups of tokens by control variates.
 
-A query attends exactly to its local window E, and to C groups of tokens P_c through one summary each: a key k_tilde_c
+A query attends exactly to its local window E, and to c groups of tokens P_c through one summary each: a key k_tilde_c
 that stands for the group in the softmax, and a random-feature estimate beta_c of the group's average value (eq. 16,
 Algorithm 1):
 
@@ -9,19 +9,22 @@ Algorithm 1):
     beta_c = sum_{P_c} xi(k_m, omega_c) v_m / sum_{P_c} xi(k_m, omega_c)
     omega_c ~ N(mu_c, I),   mu_c = q_tilde_c + k_tilde_c
 
-With S > 1 samples beta depends on the query, by self-normalised importance weights over the samples.
-Cost with S = 1: 2 N |E| D + 2 N C D + 2 N D + 2 C D d multiply-accumulates at D channels: linear in N.
+With s > 1 samples beta depends on the query, by self-normalised importance weights over the samples. In causal
+attention (Algorithm 2) a query sees the earlier tokens of its block and the groups before it.
+Cost: 2 N (|E| + c) C multiply-accumulates with s = 1, 2 N C more for beta and 2 c C d for the landmarks; linear in N.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Grid, Site
-from attention.features import full_precision, log_features, scale
+from attention.base import Attention, Grid, Site, split_prefix
+from attention.control_variates import Visibility, group_logits, group_values, seen_in_groups, visible_groups
+from attention.exact import exact_window, joint_softmax, raster, seen_exactly, window_options
+from attention.features import scale
 from attention.landmarks import (
     Groups,
     LandmarkTransform,
@@ -29,14 +32,13 @@ from attention.landmarks import (
     bins,
     bins_outside,
     chunks_outside,
-    gather_groups,
     group_mean,
     tokens_outside,
 )
-from attention.local import exact_part, exact_set, local, mix_with_exact, raster, window_geometry
+from attention.local import local
 from attention.options import option
-from attention.position import BiasKind, PositionBias
-from attention.windows import from_windows
+from attention.position import BiasKind
+from attention.windows import to_windows
 
 
 def eva(
@@ -49,125 +51,48 @@ def eva(
     bias: Tensor | None = None,
     *,
     groups: Groups,
-    grid: Grid,
-    window: Grid,
-    overlap: Grid = (0, 0),
+    visibility: Visibility | None = None,
     log_count: bool = False,
-    attn_drop: float = 0.0,
+    **windows: Any,
 ) -> Tensor:
     """One softmax over the exact set and the groups (eq. 16).
 
     Args:
-        q, k, v: (B, h, N, d). k_tilde: landmarks (B, h, G, c, d), G = 1 or g windows.
+        q: (B, h, N, d). k, v: (B, h, P + N, d). k_tilde: landmarks (B, h, G, c, d), G = 1 or g windows.
         mu: proposal means (B, h, G, c, d); omega: samples (B, h, G, c, s, d), both in the scale d^-1/4 of the features.
         bias: position bias of the exact set (h, w, e).
-        groups: members of the groups. window: side of the exact set along (y, x); (0, 0) for none.
-        log_count: adds log |P_c| to a group's logit. attn_drop: dropout rate of the weights.
+        groups: members of the groups. visibility: which of them a query of causal attention sees; None: all.
+        log_count: adds log |P_c| to a group's logit. windows: geometry and dropout rate, see `joint_softmax`.
     Returns:
         (B, h, N, d).
     """
-    queries, values, exact = exact_part(q, k, v, bias, grid, window, overlap)
-    beta, log_mass = group_values(k, v, omega, groups)
-    shared = queries.reshape(
-        *queries.shape[:2], k_tilde.shape[2], -1, queries.shape[-1]
-    )  # queries of one set of groups
-    logits = group_logits(shared, k_tilde, mu, omega, log_mass, groups, log_count).reshape(*queries.shape[:4], -1)
-    return from_windows(mix_with_exact(exact, values, logits, beta, attn_drop), grid, window)
-
-
-@full_precision
-def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """Random-feature averages of each group, sample by sample.
-
-    Args:
-        k, v: (B, h, N, d). omega: (B, h, G, c, s, d).
-    Returns:
-        softmax_{P_c}[g(k'_m, omega_cs)] v_m (B, h, G, c*s, d), and LSE_{P_c} g(k'_m, omega_cs) (B, h, G, c, s).
-    """
-    keys, values = gather_groups(scale(k), groups), gather_groups(v, groups)
-    log_xi = log_features(keys, omega).mT  # (B, h, G, c, s, t)
-    log_xi = log_xi.masked_fill(~groups.valid[:, :, None], torch.finfo(log_xi.dtype).min)
-    return (log_xi.softmax(-1) @ values).flatten(3, 4), log_xi.logsumexp(-1)
-
-
-@full_precision
-def group_logits(
-    q: Tensor, k_tilde: Tensor, mu: Tensor, omega: Tensor, log_mass: Tensor, groups: Groups, log_count: bool
-) -> Tensor:
-    """Logits of every group's samples, t_nc + log w_ncs: (B, h, G, n, c*s); -inf for an empty group.
-
-    With one sample w = 1. With more, w_ncs = softmax_s[g(q'_n, omega_cs) + log_mass_cs - g(mu_c, omega_cs)], where the
-    squared norms of q' and mu cancel.
-    """
-    logits = q * q.shape[-1] ** -0.5 @ k_tilde.mT
-    if log_count:
-        logits = logits + groups.count().to(logits.dtype).log()[:, None]
-    logits = logits.masked_fill(groups.count()[:, None] == 0, -torch.inf)
-    if omega.shape[-2] == 1:
-        return logits
-    log_ratio = log_mass - (omega @ mu[..., None])[..., 0]
-    samples = scale(q) @ omega.flatten(3, 4).mT  # (B, h, G, n, c*s)
-    log_w = (samples.unflatten(-1, log_ratio.shape[-2:]) + log_ratio[:, :, :, None]).log_softmax(-1)
-    return (logits[..., None] + log_w).flatten(-2)
+    queries = to_windows(q, windows["grid"], windows["window"])
+    of_set = queries.reshape(*queries.shape[:2], k_tilde.shape[2], -1, queries.shape[-1])  # (B, h, G, n, d)
+    seen = visible_groups(groups, visibility, of_set.shape[3], windows)
+    beta, log_mass = group_values(*(split_prefix(x, q.shape[2])[1] for x in (k, v)), omega, groups)
+    logits = group_logits(of_set, k_tilde, mu, omega, log_mass, seen, groups.count() if log_count else None)
+    return joint_softmax(q, k, v, bias, logits.reshape(*queries.shape[:4], -1), beta, **windows)
 
 
 def eva_reference(
-    q,
-    k,
-    v,
-    k_tilde,
-    mu,
-    omega,
-    bias=None,
-    *,
-    groups,
-    grid,
-    window,
-    overlap=(0, 0),
-    log_count=False,
-    attn_drop=0.0,
+    q, k, v, k_tilde, mu, omega, bias=None, *, groups, visibility=None, log_count=False, attn_drop=0.0, **windows
 ):
-    """`eva`, query by query and group by group: eq. 16 with the ratio of sums of appendix C for beta."""
-    N, d = q.shape[2:]
-    y = torch.zeros_like(q)
-    q_, k_ = scale(q), scale(k)
-    for n in range(N):
-        window_index = 0
-        weights, values = [], []
-        if window != (0, 0):
-            cells, places, row = exact_set(n, grid, window, overlap)
-            logits = (q[:, :, n, None] @ k[:, :, cells].mT)[:, :, 0] * d**-0.5
-            weights += [(logits if bias is None else logits + bias[:, row, places]).exp()]
-            values += [v[:, :, cells]]
-            window_index = (n // grid[1] // window[0]) * -(-grid[1] // window[1]) + n % grid[1] // window[1]
-        G = window_index if k_tilde.shape[2] > 1 else 0
-        for c in range(k_tilde.shape[3]):
-            members = groups.index[G, c][groups.valid[G, c]]
-            if len(members) == 0:
-                continue
-            numerator, denominator = 0, 0
-            for s in range(omega.shape[4]):
-                sample, mean = omega[:, :, G, c, s, None], mu[:, :, G, c, None]
-                ratio = xi(q_[:, :, n, None], sample) / xi(mean, sample)  # xi(q, w) N(w; 0, I) / N(w; mu, I)
-                features = ratio * xi(k_[:, :, members], sample)  # (B, h, t)
-                numerator = numerator + features[:, :, None] @ v[:, :, members]
-                denominator = denominator + features.sum(-1)[..., None, None]
-            t = (q[:, :, n] * k_tilde[:, :, G, c]).sum(-1, keepdim=True) * d**-0.5
-            weights += [t.exp() * (len(members) if log_count else 1)]
-            values += [numerator / denominator]
-        weights, values = torch.cat(weights, -1), torch.cat(values, 2)
-        weights = F.dropout(weights / weights.sum(-1, keepdim=True), attn_drop)
-        y[:, :, n] = (weights[:, :, None] @ values)[:, :, 0]
+    """`eva`, query by query and group by group."""
+    y, (rows, columns) = torch.zeros_like(q), windows["window"]
+    per_row = -(-windows["grid"][1] // max(columns, 1))
+    for n in range(q.shape[2]):
+        row, column = divmod(n, windows["grid"][1])
+        window = row // rows * per_row + column // columns if k_tilde.shape[2] > 1 else 0
+        seen = [seen_exactly(n, q, k, v, bias, **windows)]
+        k_grid, v_grid = k[:, :, -q.shape[2] :], v[:, :, -q.shape[2] :]
+        seen += seen_in_groups(n, q, k_grid, v_grid, k_tilde, mu, omega, groups, window, visibility, log_count, windows)
+        logits, values = torch.cat([logit for logit, _ in seen], -1), torch.cat([value for _, value in seen], 2)
+        y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ values)[:, :, 0]
     return y
 
 
-def xi(x: Tensor, omega: Tensor) -> Tensor:
-    """The positive random feature exp(omega . x - |x|^2 / 2)."""
-    return ((omega * x).sum(-1) - x.square().sum(-1) / 2).exp()
-
-
 class Eva(Attention):
-    """Exact window plus control variates for groups. Papers: 000 Tables 1-3, 6 (|E| and C), 8 (all other options)."""
+    """Exact window plus control variates for groups. Papers: EVA Tables 1-3, 6 (|E| and C), 8 (all other options)."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -192,32 +117,29 @@ class Eva(Attention):
         log_count: bool = option(False, "add log |P_c| to a group's logit")
         noise: Literal["unit", "released"] = option("unit", "standard deviation of omega: 1, or the released d^-1/4")
         released_overlap_groups: bool = option(False, "grow the bins by the overlap too, as the released code does")
+        causal: bool = option(False, "no token sees a later one of the raster order; needs layout 1d")
+        visibility: Visibility = option(
+            "paper", "groups that a causal query sees: those before its exact set; as released: those before itself"
+        )
         attn_drop: float = option(0.0, "dropout rate of the joint softmax weights", low=0, high=1)
 
     def __init__(self, site: Site, config: Config):
         super().__init__(site, config)
         c, per_window = config.num_landmarks, config.partition in ("complement", "mask")
-        self.window, self.overlap = window_geometry(type(self), config, site)
+        self.window, self.overlap, self.position_bias = exact_window(self, site)
         if not (config.window_size or c):
             self.refuse("window_size", 0, "with num_landmarks = 0 nothing is attended to; give one of them")
         if per_window and not (config.window_size and c):
             self.refuse("partition", config.partition, "needs window_size and num_landmarks above 0; use all")
         if config.released_overlap_groups and not (config.overlap and config.partition == "all"):
             self.refuse("released_overlap_groups", True, "needs overlap above 0 and partition all")
-        self.position_bias = PositionBias(
-            config.position_bias if config.window_size else "none",
-            self.num_heads,
-            self.head_dim,
-            self.window,
-            self.overlap,
-        )
+        if config.causal and not (config.window_size and config.partition == "all"):
+            self.refuse("causal", True, "needs window_size above 0 and partition all")
+        if config.visibility != "paper" and not config.causal:
+            self.refuse("visibility", config.visibility, "acts with causal; leave it out")
         if not c:
             return
         self.groups(site.grid, torch.device("cpu"))  # refuses a count that cannot part the grid
-        if config.partition == "complement":
-            least, _ = tokens_outside(raster(site.grid, config.layout), self.window, self.overlap)
-            if c > least:
-                self.refuse("num_landmarks", c, f"a window leaves only {least} tokens outside it; at most {least}")
         self.landmark_k = self.make_transform()
         if config.mu in ("qk", "q"):
             self.landmark_q = self.make_transform()
@@ -233,21 +155,24 @@ class Eva(Attention):
 
     def groups(self, grid: Grid, device: torch.device) -> Groups:
         """The partition of the option `partition` over this grid."""
-        c, partition, windows = self.config.num_landmarks, self.config.partition, raster(grid, self.config.layout)
+        c, partition, cells = self.config.num_landmarks, self.config.partition, raster(grid, self.config.layout)
         if partition == "complement":
-            return chunks_outside(windows, self.window, self.overlap, c, device)
-        area = (1, grid[0] * grid[1]) if partition == "all_1d" or self.config.layout == "1d" else grid
+            least, _ = tokens_outside(cells, self.window, self.overlap)
+            if c > least:
+                self.refuse("num_landmarks", c, f"a window leaves only {least} tokens outside it; at most {least}")
+            return chunks_outside(cells, self.window, self.overlap, c, device)
+        area = raster(grid, "1d") if partition == "all_1d" else cells
         margin = self.overlap if self.config.released_overlap_groups else (0, 0)
         groups = bins(area, bin_counts(c, area, "attention(eva).num_landmarks"), device, margin)
-        return bins_outside(groups, windows, self.window, self.overlap) if partition == "mask" else groups
+        return bins_outside(groups, cells, self.window, self.overlap) if partition == "mask" else groups
 
-    def proposal_mean(self, q: Tensor, k_tilde: Tensor, groups: Groups) -> Tensor:
+    def proposal_mean(self, q: Tensor, k_tilde: Tensor, groups: Groups, first: int) -> Tensor:
         """mu (B, h, G, c, d) in the scale of the features (eq. 28 and Table 8)."""
         kind = self.config.mu
         if kind == "zero":
             return torch.zeros_like(k_tilde)
         if kind == "trainable":
-            return scale(self.mu[:, None].expand_as(k_tilde))
+            return scale(self.mu[:, None, first : first + k_tilde.shape[3]].expand_as(k_tilde))
         q_tilde = self.landmark_q(group_mean(q, groups))
         return scale(self.config.mu_scale * (q_tilde + k_tilde if kind == "qk" else q_tilde))
 
@@ -262,19 +187,21 @@ class Eva(Attention):
             noise = mu.new_zeros(shape)
         return noise * (self.head_dim**-0.25 if self.config.noise == "released" else 1.0)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        exact = {
-            "grid": raster(grid, self.config.layout),
-            "window": self.window,
-            "overlap": self.overlap,
-            "attn_drop": self.config.attn_drop if self.training else 0.0,
-        }
-        if not self.config.num_landmarks:
-            return local(q, k, v, self.position_bias(), **exact)
-        groups = self.groups(grid, q.device)
+    def landmarks(self, q: Tensor, k: Tensor, groups: Groups, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """k_tilde, mu (B, h, G, c, d) and samples omega (B, h, G, c, s, d) of groups of grid tokens (B, h, N, d), the
+        `first` of which is that of the layer's groups.
+        """
         k_tilde = self.landmark_k(group_mean(k, groups))
-        mu = self.proposal_mean(q, k_tilde, groups)
-        omega = mu[..., None, :] + self.noise(mu)
-        return eva(
-            q, k, v, k_tilde, mu, omega, self.position_bias(), groups=groups, log_count=self.config.log_count, **exact
-        )
+        mu = self.proposal_mean(q, k_tilde, groups, first)
+        return k_tilde, mu, mu[..., None, :] + self.noise(mu)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        config, bias = self.config, self.position_bias()
+        windows = {"attn_drop": self.attn_drop, **window_options(self, grid)}
+        if not config.num_landmarks:
+            return local(q, k, v, bias, **windows)
+        groups = self.groups(grid, q.device)
+        landmarks = self.landmarks(q, split_prefix(k, q.shape[2])[1], groups)
+        visibility = config.visibility if config.causal else None
+        options = {"groups": groups, "visibility": visibility, "log_count": config.log_count, **windows}
+        return eva(q, k, v, *landmarks, bias, **options)

@@ -1,18 +1,15 @@
-"""Random features of the exponential kernel, kept as logarithms, and the draws they are evaluated at.
+"""Features of kernels, and the attention that they make linear in the number of tokens.
 
-With xi(x, omega) = exp(omega . x - ||x||^2 / 2) and omega ~ N(0, I), E[xi(x, omega) xi(y, omega)] = exp(x . y)
-(Choromanski et al., 2021; papers 000 and 001, eq. 1). Queries and keys come here scaled by d^(-1/4) each (`scale`): the
-variance of the estimate depends on ||q + k||, so that the softmax scale cannot be put on one side only.
+Random features of the exponential kernel are kept as logarithms. With xi(x, omega) = exp(omega . x - ||x||^2 / 2) and
+omega ~ N(0, I), E[xi(x, omega) xi(y, omega)] = exp(x . y) (Choromanski et al., 2021; EVA's and LARA's papers, eq. 1).
+Queries and keys come to them scaled by d^(-1/4) each (`scale`): the variance of the estimate depends on ||q + k||, so
+that the softmax scale cannot be put on one side only.
 """
 
 import functools
-import math
-from typing import Literal
 
 import torch
 from torch import Tensor
-
-Draws = Literal["iid", "orthogonal", "orthogonal_sqrt_d"]
 
 
 def full_type(x: Tensor) -> torch.dtype:
@@ -55,11 +52,21 @@ def log_features(x: Tensor, omega: Tensor) -> Tensor:
     return x @ omega.mT - x.square().sum(-1, keepdim=True) / 2
 
 
+def xi(x: Tensor, omega: Tensor) -> Tensor:
+    """The positive random feature exp(omega . x - |x|^2 / 2)."""
+    return ((omega * x).sum(-1) - x.square().sum(-1) / 2).exp()
+
+
+def phi(x: Tensor, omega: Tensor) -> Tensor:
+    """Random features of tokens (B, h, N, d) at samples (h, s, d): (B, h, N, s)."""
+    return xi(scale(x)[..., None, :], omega[:, None])
+
+
 @full_precision
 def mix_features(log_q: Tensor, log_k: Tensor, v: Tensor) -> Tensor:
     """Ratio of sums sum_sm exp(log_q_ns + log_k_sm) v_m / sum_sm exp(log_q_ns + log_k_sm), as two nested softmaxes.
 
-    It equals paper 001 eq. 2 and 10 exactly, needs no epsilon and cannot overflow.
+    It equals LARA paper eq. 2 and 10 exactly, needs no epsilon and cannot overflow.
 
     Args:
         log_q: (..., N, s), up to a constant per query. log_k: (..., s, M). v: (..., M, d).
@@ -73,7 +80,7 @@ def mix_features(log_q: Tensor, log_k: Tensor, v: Tensor) -> Tensor:
 def random_feature_attention(
     q: Tensor, k: Tensor, v: Tensor, omega: Tensor, log_weight: Tensor | float = 0.0
 ) -> Tensor:
-    """Self-normalised estimate of attention from samples that all queries share (paper 001 eq. 2; with weights eq. 10).
+    """Self-normalised estimate of attention from samples that all queries share (LARA paper eq. 2, eq. 10).
 
     Args:
         q, k: scaled queries (..., N, d) and keys (..., M, d). v: (..., M, d). omega: (..., s, d).
@@ -108,70 +115,29 @@ def elu_plus_one(x: Tensor) -> Tensor:
     return x.clamp(max=0).exp() + x.relu()
 
 
-def gaussian(draws: Draws, shape: tuple[int, int, int], like: Tensor) -> Tensor:
-    """Samples of N(0, I), shape (h, s, d), on the device of `like` and in its full type.
-
-    "iid": independent rows. "orthogonal": blocks of d rows that are orthogonal directions, uniform over rotations, with
-    independent chi_d norms, so that each row alone is still N(0, I). "orthogonal_sqrt_d": the same with norms sqrt(d).
-    """
-    normal = functools.partial(torch.randn, device=like.device, dtype=full_type(like))
-    if draws == "iid":
-        return normal(shape)
-    h, s, d = shape
-    basis, triangle = torch.linalg.qr(normal(h, -(-s // d), d, d))
-    # The sign of R's diagonal is the algorithm's choice; without it Q is uniform over rotations.
-    basis = basis * triangle.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
-    rows = basis.mT.flatten(1, 2)[:, :s]
-    return rows * (d**0.5 if draws == "orthogonal_sqrt_d" else normal(shape).norm(dim=-1, keepdim=True))
+def trigonometric(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(||x||^2 / 2) [sin, cos](omega . x), less exp(||q||^2 / 2) and exp(max ||k||^2 / 2), which cancel."""
+    on_q, on_k, half = q @ omega.mT, k @ omega.mT, k.square().sum(-1, keepdim=True) / 2
+    size = (half - half.amax(-2, keepdim=True).detach()).exp() / omega.shape[-2]
+    return torch.cat([on_q.sin(), on_q.cos()], -1), torch.cat([on_k.sin(), on_k.cos()], -1) * size
 
 
-def mixture_draws(shape: tuple[int, ...], like: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What samples of Gaussian mixtures are made of: standard normals (*shape, d) and uniforms of `shape`.
-
-    Args:
-        like: queries (..., d), whose device and full type the draws take.
-        seed: None draws from the device's generator; an int64 pair makes the draws a function of it and of position.
-    """
-    shape_normal, kind = (*shape, like.shape[-1]), {"device": like.device, "dtype": full_type(like)}
-    if seed is None:
-        return torch.randn(shape_normal, **kind), torch.rand(shape, **kind)
-    return counter_normal(seed[0], shape_normal).to(**kind), counter_uniform(seed[1], shape).to(**kind)
+def relu(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
+    """ReLU(s^(-1/2) omega . x) + 1e-3: generic linear attention."""
+    omega = omega * omega.shape[-2] ** -0.5
+    return (q @ omega.mT).relu() + 1e-3, (k @ omega.mT).relu() + 1e-3
 
 
-def random_seed() -> Tensor:
-    """An int64 pair for `mixture_draws`, to be kept as a buffer."""
-    return torch.randint(2**32, (2,))
+def favorp(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
+    """s^(-1/2) exp(g(x, omega) - max) + 1e-4; the maximum of omega . x is over samples, for keys over tokens too."""
+
+    def positive(x, over):
+        projected, half = x @ omega.mT, x.square().sum(-1, keepdim=True) / 2
+        largest = projected.amax(over, keepdim=True).detach()
+        return (projected - half - largest).exp() * omega.shape[-2] ** -0.5 + 1e-4
+
+    return positive(q, -1), positive(k, (-2, -1))
 
 
-def counter_uniform(seed: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Uniforms in (0, 1) that depend on `seed` and position only: float32 of `shape`, on the device of `seed`.
-
-    Evaluation draws of mechanisms whose samples cannot be stored (their number follows the grid): the same on every
-    device and at every call, without touching a generator or leaving the device.
-
-    Args:
-        seed: int64 scalar in [0, 2^32).
-    """
-    bits = _hash(_hash(torch.arange(math.prod(shape), device=seed.device)) ^ seed)
-    return (((bits >> 9) + 0.5) / 2**23).view(shape)
-
-
-def counter_normal(seed: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Standard normals by Box and Muller's transform of `counter_uniform`, on the same terms."""
-    radius, angle = counter_uniform(seed, (2, *shape)).unbind(0)
-    return (-2 * radius.log()).sqrt() * (2 * torch.pi * angle).cos()
-
-
-def _hash(x: Tensor) -> Tensor:
-    """32-bit integer hash in int64: xor-shifts and multiplications, whose products stay below 2^63."""
-    for multiplier in (0x7FEB352D, 0x5A2D39B5, 0x45D9F3B5):
-        x = ((x ^ (x >> 16)) * multiplier) & 0xFFFFFFFF
-    return x ^ (x >> 16)
-
-
-def sample_indices(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """Indices (..., s) drawn from `probabilities` (..., M) by inverting their cumulative sums at `uniform` (..., s)."""
-    with torch.no_grad():
-        cumulative = probabilities.cumsum(-1)
-        place = uniform.expand(*cumulative.shape[:-1], -1).to(cumulative.dtype) * cumulative[..., -1:]
-        return torch.searchsorted(cumulative, place.contiguous(), right=True).clamp(max=cumulative.shape[-1] - 1)
+FEATURE_MAPS = {"trigonometric": (trigonometric, 1e-6), "relu": (relu, 0.0), "favorp": (favorp, 1e-2)}
+"""Features that can vanish or turn negative: their map, and the floor of a normaliser's magnitude."""

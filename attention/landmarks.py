@@ -111,6 +111,11 @@ def gather_groups(x: Tensor, groups: Groups) -> Tensor:
     return x.index_select(2, groups.index.flatten()).unflatten(2, groups.index.shape)
 
 
+def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
+    """Tokens (B, h, N, d) at index (B, h, n, s): (B, h, n, s, d)."""
+    return x.gather(2, index.flatten(2)[..., None].expand(-1, -1, -1, x.shape[-1])).unflatten(2, index.shape[2:])
+
+
 def group_mean(x: Tensor, groups: Groups) -> Tensor:
     """Means of tokens (B, h, N, d) over the valid members of groups: (B, h, G, c, d); zero for an empty group."""
     weight = groups.valid[..., None].to(x.dtype)
@@ -118,8 +123,8 @@ def group_mean(x: Tensor, groups: Groups) -> Tensor:
 
 
 class LandmarkTransform(nn.Module):
-    """Trainable map of group means to landmarks: LayerNorm(Linear(x)), or Linear alone (paper 000 eq. 26; paper 001
-    app. H).
+    """Trainable map of group means to landmarks: LayerNorm(Linear(x)), or Linear alone (EVA paper eq. 26; LARA
+    paper app. H). Its width is that of a head, which all heads share, or of all heads' channels together.
     """
 
     def __init__(self, width: int, norm: bool = True):
@@ -129,5 +134,8 @@ class LandmarkTransform(nn.Module):
         init_linear(self.linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(..., width) -> (..., width)."""
-        return self.norm(self.linear(x))
+        """(B, h, ..., d) -> (B, h, ..., d)."""
+        if x.shape[-1] == self.linear.in_features:
+            return self.norm(self.linear(x))
+        channels = x.movedim(1, -2)
+        return self.norm(self.linear(channels.flatten(-2))).view_as(channels).movedim(-2, 1)

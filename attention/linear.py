@@ -1,8 +1,8 @@
-"""Linear attention (Katharopoulos et al., 2020; paper 000 Table 5, 'ELU'): a kernel of finite features, phi = elu + 1,
+"""Linear attention (Katharopoulos et al. 2020, arXiv:2006.16236): a kernel of finite features, phi = elu + 1.
 
     y_n = sum_m phi(q_n) . phi(k_m) v_m / sum_m phi(q_n) . phi(k_m),
 
-so that the sums over keys are taken once. Queries and keys are not scaled.
+so that the sums over keys are taken once. Queries and keys are not scaled. 'ELU' in EVA Table 5.
 Cost: 2 N d C multiply-accumulates; linear in N.
 """
 
@@ -17,20 +17,20 @@ from attention.features import elu_plus_one, full_precision, linear_attention
 
 @full_precision
 def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least."""
+    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least; 0 for a query whose weights vanish."""
     return linear_attention(elu_plus_one(q), elu_plus_one(k), v)
 
 
 def linear_reference(q, k, v):
     """`linear` as a dense matrix of weights."""
     kernel = (F.elu(q) + 1) @ (F.elu(k) + 1).mT
-    return kernel / kernel.sum(-1, keepdim=True) @ v
+    return kernel @ v / kernel.sum(-1, keepdim=True).clamp(min=1e-6)
 
 
 class Linear(Attention):
-    """Kernel attention with the features elu + 1. Papers: 000 Table 5 'ELU' (language)."""
+    """Kernel attention with the features elu + 1. Papers: EVA Table 5 'ELU' (language)."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

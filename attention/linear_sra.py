@@ -1,8 +1,9 @@
-"""Linear spatial-reduction attention (PVT-v2-Li, Wang et al., 2022): keys and values come from a grid of fixed size.
+"""Linear spatial-reduction attention (Wang et al. 2022, arXiv:2106.13797): keys and values from a grid of M bins.
 
 The grid is averaged to 7 x 7 bins, whatever its size; then a convolution 1 x 1, LayerNorm, GELU and softmax over the 49
 bins, in every stage of PVT-v2-Li (whose MLPs have a further ReLU: the model's `mlp_relu`).
-Cost: M C^2 for the convolution, 2 N M C for the softmax, less 2 (N - M) C^2 in the key/value projection; M = 49.
+Cost: M C^2 + 2 N M C multiply-accumulates, M = 49, the first for the convolution, less 2 (N - M) C^2 in the key/value
+projection.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Grid, Site
+from attention.base import Attention, Grid, Site, split_prefix
 from attention.options import option
 from attention.softmax import softmax
 from attention.sra import project_reduced
@@ -20,7 +21,7 @@ from attention.sra import project_reduced
 def linear_sra(x: Tensor, weight: Tensor, bias: Tensor, *, grid: Grid, pool_size: int) -> Tensor:
     """Averages tokens (B, N, C) over bins, then convolves by `weight` (C, C, 1, 1): (B, pool_size^2, C).
 
-    Bins have the edges floor(i*H/pool_size), ceil((i+1)*H/pool_size): all of one size, overlapping where need be.
+    Bins have the edges floor(i*H/pool_size), ceil((i+1)*H/pool_size): where these are no integers, bins overlap.
     """
     image = F.adaptive_avg_pool2d(x.mT.unflatten(2, grid), pool_size)
     return F.conv2d(image, weight, bias).flatten(2).mT
@@ -53,9 +54,10 @@ class LinearSra(Attention):
         nn.init.zeros_(self.sr.bias)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, N, C) -> queries (B, h, N, d); keys and values (B, h, pool_size^2, d)."""
-        reduced = linear_sra(x, self.sr.weight, self.sr.bias, grid=grid, pool_size=self.config.pool_size)
-        return project_reduced(self.qkv, x, F.gelu(self.norm(reduced)), self.num_heads)
+        """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + pool_size^2, d)."""
+        prefix, cells = split_prefix(x, grid[0] * grid[1])
+        reduced = linear_sra(cells, self.sr.weight, self.sr.bias, grid=grid, pool_size=self.config.pool_size)
+        return project_reduced(self.qkv, x, torch.cat([prefix, F.gelu(self.norm(reduced))], 1), self.num_heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        return softmax(q, k, v, self.config.attn_drop if self.training else 0.0)
+        return softmax(q, k, v, self.attn_drop)

@@ -1,9 +1,9 @@
-"""Linformer (Wang et al., 2020): keys and values are projected from N tokens to p by learned matrices.
+"""Linformer (Wang et al. 2020, arXiv:2006.04768): keys and values projected from N tokens to c by learned matrices.
 
-    k_hat = P_1 k,   v_hat = P_2 v,   y_n = softmax(q_n . k_hat / sqrt(d)) v_hat,   P_1, P_2: p x N.
+    k_hat = P_1 k,   v_hat = P_2 v,   y_n = softmax(q_n . k_hat / sqrt(d)) v_hat,   P_1, P_2: c x N.
 
 The matrices belong to one grid; on another their columns, which are images, are resampled.
-Cost: 4 N p C multiply-accumulates; 2 N p parameters per layer, N p or h times as many as they are shared.
+Cost: 4 N c C multiply-accumulates; 2 N c parameters per layer, N c or h times as many as they are shared.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from attention.base import Attention, Grid, Site
+from attention.base import Attention, Grid, Site, split_prefix
 from attention.options import option
 from attention.resampling import resample
 from attention.softmax import softmax, softmax_reference
@@ -22,32 +22,36 @@ MATRICES = {"heads": (2, 1), "kv": (1, 1), "none": (2, None), "layers": (1, 1)}
 
 
 def linformer(q: Tensor, k: Tensor, v: Tensor, projection: Tensor, attn_drop: float = 0.0) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d).
+    """Queries (B, h, N, d), keys and values (B, h, P + N, d), prefix tokens as they are -> (B, h, N, d).
 
     Args:
-        projection: (1 or 2, 1 or h, p, N): of keys and values, of heads.
+        projection: (1 or 2, 1 or h, c, N): of keys and values, of heads.
     """
-    projection = projection.to(v.dtype).expand(2, v.shape[1], -1, -1)
-    k, v = (torch.einsum("hpn,bhnd->bhpd", p, x) for p, x in zip(projection, (k, v), strict=True))
-    return softmax(q, k, v, attn_drop)
+    projection, projected = projection.to(v.dtype).expand(2, v.shape[1], -1, -1), []
+    for p, x in zip(projection, (k, v), strict=True):
+        prefix, cells = split_prefix(x, q.shape[2])
+        projected.append(torch.cat([prefix, torch.einsum("hcn,bhnd->bhcd", p, cells)], 2))
+    return softmax(q, *projected, attn_drop)
 
 
 def linformer_reference(q, k, v, projection, attn_drop=0.0):
     """`linformer`, head by head."""
-    y = []
+    y, P = [], k.shape[2] - q.shape[2]
     for head in range(q.shape[1]):
         of_head = projection[:, head if projection.shape[1] > 1 else 0]
-        k_hat, v_hat = of_head[0] @ k[:, head], of_head[-1] @ v[:, head]
+        k_hat, v_hat = (
+            torch.cat([x[:, head, :P], p @ x[:, head, P:]], 1) for p, x in ((of_head[0], k), (of_head[-1], v))
+        )
         y.append(softmax_reference(q[:, head], k_hat, v_hat, attn_drop))
     return torch.stack(y, 1)
 
 
 class Linformer(Attention):
-    """Softmax over learned linear combinations of tokens. Papers: 000 Table 3, 001 Table 8 'Linformer'."""
+    """Softmax over learned linear combinations of tokens. Papers: EVA Table 3, LARA Table 8 'Linformer'."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_landmarks: int = option(49, "rows p of the projections", low=1)
+        num_landmarks: int = option(49, "rows c of the projections", low=1)
         sharing: Literal["heads", "kv", "none", "layers"] = option(
             "heads", "one projection for all heads; for keys and values too; none; for all layers of a grid too"
         )
@@ -70,4 +74,4 @@ class Linformer(Attention):
         # More columns, smaller entries: the sums over tokens stay as they are.
         (owner,), cells = self.owner, self.grid[0] * self.grid[1]
         projection = resample(owner.projection, self.grid, grid) * (cells / (grid[0] * grid[1]))
-        return linformer(q, k, v, projection, self.config.attn_drop if self.training else 0.0)
+        return linformer(q, k, v, projection, self.attn_drop)

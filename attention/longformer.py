@@ -1,10 +1,10 @@
-"""Longformer (Beltagy, Peters, Cohan, 2020): a sliding band of keys, and a few global tokens.
+"""Longformer (Beltagy et al. 2020, arXiv:2004.05150): a sliding band of w keys, and g global tokens.
 
 A query attends, in one softmax, to the tokens within rho of it (in raster order, or in rows and columns: the window of
-Vision Longformer, Zhang et al., 2021) and to g global tokens, which themselves attend to everything. The global tokens
+Vision Longformer, Zhang et al. 2021) and to g global tokens, which themselves attend to everything. The global tokens
 are the central cells of g equal parts of the grid.
-Cost: 2 (w + g) N C multiply-accumulates by definition, w = 2 rho + 1 keys (w^2 in two dimensions), and 2 g N C for the
-global rows. The band is computed in tiles of rho queries a side, so that w becomes 3 rho. Linear in N.
+Cost: 2 N (w + 2 g) C multiply-accumulates by definition, w = 2 rho + 1 keys (w^2 in two dimensions), 2 N g C of them
+for the global rows. The band is computed in tiles of rho queries a side, so that w becomes 3 rho. Linear in N.
 """
 
 import copy
@@ -15,10 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Grid, Site, split_heads
-from attention.features import upcast
+from attention.base import Attention, Grid, Site, split_heads, split_prefix
+from attention.exact import exact_logits, mix, prefix_part, raster, shared_logits
 from attention.landmarks import bin_counts
-from attention.local import exact_logits, raster
 from attention.options import option
 from attention.softmax import softmax
 from attention.windows import from_windows, to_windows, window_indices
@@ -40,7 +39,8 @@ def longformer(
     """Softmax over band and global keys; over all keys for the global queries.
 
     Args:
-        q, k, v: (B, h, N, d). q_global (B, h, g, d), k_global, v_global (B, h, N, d): what global queries use instead.
+        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries see prefix tokens.
+        q_global (B, h, g, d), k_global, v_global (B, h, P + N, d): what global queries use instead.
         cells: distinct global tokens, (g,) int64. grid: rows and columns of the band; (1, N) for a raster band.
         radius: the farthest row and column rho of a key from its query. attn_drop: dropout rate of the weights.
     Returns:
@@ -48,20 +48,18 @@ def longformer(
     """
     if q_global is None:
         q_global, k_global, v_global = q.index_select(2, cells), k, v
+    (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     tile, overlap = zip(*((side, 0) if radius >= side else (max(radius, 1), radius) for side in grid), strict=True)
     band = exact_logits(q, k, None, grid, tile, overlap)  # (B, h, tiles, w, e)
     band = band.masked_fill(~within(tile, overlap, radius, q.device), -torch.inf)
-    queries = to_windows(q * q.shape[-1] ** -0.5, grid, tile)
-    on_cells = upcast(queries.flatten(2, 3) @ k.index_select(2, cells).mT).view(*band.shape[:4], -1)
+    queries = to_windows(q, grid, tile)
+    on_cells = shared_logits(queries, k.index_select(2, cells))
     at, columns = window_indices(grid, tile, (0, 0), q.device)[..., None], grid[1]
     in_band = ((at // columns - cells // columns).abs() <= radius) & ((at % columns - cells % columns).abs() <= radius)
-    logits = torch.cat([band, on_cells.masked_fill(in_band, -torch.inf)], -1)
-    weights = F.dropout(logits.softmax(-1), attn_drop).to(v.dtype)
-    on_band, on_cells = weights.split([band.shape[-1], len(cells)], -1)
-    y = on_band @ to_windows(v, grid, tile, overlap)
-    y = y + (on_cells.flatten(2, 3) @ v.index_select(2, cells)).view_as(y)
+    on_cells = on_cells.masked_fill(in_band, -torch.inf), v.index_select(2, cells)[:, :, None]
+    parts = [(band, to_windows(v, grid, tile, overlap)), on_cells, *prefix_part(queries, k_prefix, v_prefix)]
     rows = softmax(q_global, k_global, v_global, attn_drop)
-    return from_windows(y, grid, tile).index_copy(2, cells, rows.to(y.dtype))
+    return from_windows(mix(parts, attn_drop), grid, tile).index_copy(2, cells, rows.to(v.dtype))
 
 
 def within(tile: Grid, overlap: Grid, radius: int, device: torch.device) -> Tensor:
@@ -76,14 +74,15 @@ def within(tile: Grid, overlap: Grid, radius: int, device: torch.device) -> Tens
 
 def longformer_reference(q, k, v, q_global=None, k_global=None, v_global=None, *, cells, grid, radius, attn_drop=0.0):
     """`longformer`, query by query."""
-    y, cells = torch.zeros_like(q), cells.tolist()
+    y, cells, P = torch.zeros_like(q), cells.tolist(), k.shape[2] - q.shape[2]
     for n in range(q.shape[2]):
         row, column = divmod(n, grid[1])
         keys = [
-            m
+            P + m
             for m in range(q.shape[2])
             if m in cells or max(abs(m // grid[1] - row), abs(m % grid[1] - column)) <= radius
         ]
+        keys = [*range(P), *keys]
         q_n, k_n, v_n = q[:, :, n, None], k[:, :, keys], v[:, :, keys]
         if n in cells:
             q_n, k_n, v_n = (q_n, k, v) if q_global is None else (q_global[:, :, [cells.index(n)]], k_global, v_global)
@@ -93,7 +92,7 @@ def longformer_reference(q, k, v, q_global=None, k_global=None, v_global=None, *
 
 
 class Longformer(Attention):
-    """A band of keys and global cells. Paper: 003 'Longformer'."""
+    """A band of keys and global cells."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -122,12 +121,12 @@ class Longformer(Attention):
         return (rows[:, None] * grid[1] + columns).flatten()
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor | None, ...]:
-        """(B, N, C) -> q, k, v, and those of the global rows: q_global (B, h, g, d), k_global, v_global or None."""
+        """(B, P + N, C) -> q, k, v, and those of the global rows: q_global (B, h, g, d), k_global, v_global or None."""
         if self.qkv_global is None:
             return *super().project(x, grid), None, None, None
         C, weight, bias = x.shape[-1], self.qkv_global.weight, self.qkv_global.bias
         q_bias, kv_bias = (None, None) if bias is None else (bias[:C], bias[C:])
-        chosen = x.index_select(1, self.cells(grid, x.device))
+        chosen = split_prefix(x, grid[0] * grid[1])[1].index_select(1, self.cells(grid, x.device))
         q_global = split_heads(F.linear(chosen, weight[:C], q_bias), 1, self.num_heads)
         return *super().project(x, grid), *q_global, *split_heads(F.linear(x, weight[C:], kv_bias), 2, self.num_heads)
 
@@ -142,5 +141,5 @@ class Longformer(Attention):
             cells=self.cells(grid, q.device),
             grid=raster(grid, self.config.layout),
             radius=self.config.radius,
-            attn_drop=self.config.attn_drop if self.training else 0.0,
+            attn_drop=self.attn_drop,
         )

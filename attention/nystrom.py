@@ -1,11 +1,12 @@
-"""Nystromformer (Xiong et al., 2021; papers 000 Table 2, 001 Table 8): attention by p landmarks and Nystrom's method.
+"""Nystromformer (Xiong et al. 2021, arXiv:2102.03902): c landmarks, a pseudo-inverse, a convolution of values.
 
-Landmarks q_bar, k_bar are means of p segments. With s = 1/sqrt(d),
+Landmarks q_bar, k_bar are means of c segments. Nystrom's method takes attention through them: with s = 1/sqrt(d),
 
     y = softmax(s q k_bar^T) A^+ softmax(s q_bar k^T) v + conv(v),   A = softmax(s q_bar k_bar^T),
 
 where A^+ comes from a few iterations that approach the inverse, and conv is a depthwise convolution over tokens, one
-filter per head. Cost: 4 N p C + h p^2 N multiply-accumulates, p^2 C + 4 h p^3 per iteration, and N C per filter tap.
+filter per head.
+Cost: 4 N c C + h N c^2 multiply-accumulates, c^2 C + 4 h c^3 per iteration, and N C per filter tap.
 """
 
 from dataclasses import dataclass
@@ -15,10 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Grid, Site
+from attention.base import Attention, Grid, Site, split_prefix
+from attention.exact import raster
 from attention.features import full_precision, scale
 from attention.landmarks import Groups, bin_counts, bins, group_mean
-from attention.local import raster
 from attention.options import option
 from attention.softmax import softmax
 
@@ -32,24 +33,26 @@ def nystrom(
     """Nystrom's approximation of softmax attention, plus a convolution of values.
 
     Args:
-        q, k, v: (B, h, N, d). filters: (h, rows, columns), odd sides, laid over the raster `grid` of the tokens.
+        q: (B, h, N, d). k, v: (B, h, P + N, d); landmarks and convolution leave prefix tokens out.
+        filters: (h, rows, columns), odd sides, laid over the raster `grid` of the tokens.
         groups: segments whose means are landmarks. iterations: of the pseudo-inverse.
     Returns:
         (B, h, N, d), float32 at least.
     """
-    q_bar, k_bar = (group_mean(x, groups)[:, :, 0] for x in (q, k))
+    (_, k_grid), (_, v_grid) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
+    q_bar, k_bar = (group_mean(x, groups)[:, :, 0] for x in (q, k_grid))
     inverse = pseudo_inverse((scale(q_bar) @ scale(k_bar).mT).softmax(-1), iterations)
-    # In the paper's order; (A^+ (softmax v)) would cost p^2 C in place of h p^2 N.
+    # In the paper's order; (A^+ (softmax v)) would cost c^2 C in place of h N c^2.
     y = ((scale(q) @ scale(k_bar).mT).softmax(-1) @ inverse) @ softmax(q_bar, k, v)
     if filters is None:
         return y
-    images = v.permute(0, 3, 1, 2).flatten(0, 1).unflatten(2, grid)  # (B d, h, H, W)
+    images = v_grid.permute(0, 3, 1, 2).flatten(0, 1).unflatten(2, grid)  # (B d, h, H, W)
     mixed = F.conv2d(images, filters[:, None], padding="same", groups=len(filters))
     return y + mixed.flatten(2).unflatten(0, (-1, v.shape[-1])).permute(0, 2, 3, 1)
 
 
 def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
-    """Approaches the inverse of square matrices (..., p, p) from their transpose, each scaled by its own norms."""
+    """Approaches the inverse of square matrices (..., c, c) from their transpose, each scaled by its own norms."""
     z = a.mT / (a.abs().sum(-1).amax(-1) * a.abs().sum(-2).amax(-1))[..., None, None]
     identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     for _ in range(iterations):
@@ -61,7 +64,8 @@ def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
 def nystrom_reference(q, k, v, filters=None, *, groups, grid, iterations):
     """`nystrom`, with the norms, matrices and filter taps written out."""
     members = [index[valid] for index, valid in zip(groups.index[0], groups.valid[0], strict=True)]
-    q_bar, k_bar = (torch.stack([x[:, :, m].mean(2) for m in members], 2) for x in (q, k))
+    k_grid, v_grid = k[:, :, -q.shape[2] :], v[:, :, -q.shape[2] :]
+    q_bar, k_bar = (torch.stack([x[:, :, m].mean(2) for m in members], 2) for x in (q, k_grid))
     a_1, a_2, a_3 = (
         torch.softmax(x @ y.mT / x.shape[-1] ** 0.5, -1) for x, y in ((q, k_bar), (q_bar, k_bar), (q_bar, k))
     )
@@ -76,17 +80,17 @@ def nystrom_reference(q, k, v, filters=None, *, groups, grid, iterations):
     for n in range(H * W):
         top, left, cell = n // W - rows // 2, n % W - columns // 2, 0
         for i, j in [(i, j) for i in range(rows) for j in range(columns) if 0 <= top + i < H and 0 <= left + j < W]:
-            cell = cell + filters[:, i, j, None] * v[:, :, (top + i) * W + left + j]
+            cell = cell + filters[:, i, j, None] * v_grid[:, :, (top + i) * W + left + j]
         mixed.append(cell)
     return y + torch.stack(mixed, 2)
 
 
 class Nystrom(Attention):
-    """Attention through segment means. Papers: 000 Table 2, 001 Table 8 'Nystromformer'."""
+    """Attention through segment means. Papers: EVA Table 2, LARA Table 8 'Nystromformer'."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_landmarks: int = option(49, "segments p, one landmark each", low=1)
+        num_landmarks: int = option(49, "segments c, one landmark each", low=1)
         segments: Layout = option("2d", "rectangles of the grid, or chunks of the raster order")
         pinv_iterations: int = option(6, "iterations of the pseudo-inverse", low=1)
         conv: Literal["1d", "2d", "none"] = option("1d", "convolution of values: of the raster order, the grid, none")

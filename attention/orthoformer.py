@@ -1,11 +1,11 @@
-"""Orthoformer (Patrick et al., 2021; paper 001 Table 3): attention through the p most orthogonal queries.
+"""Orthoformer (Patrick et al. 2021, arXiv:2106.05392): attention through the c most orthogonal queries.
 
 The landmarks P are taken from the queries one by one, each the one whose largest |cosine| to those before is least; the
 longest query is the first (its authors draw it), so that no choice depends on the order of tokens. Then
 
     y = softmax(q P^T / sqrt(d)) softmax(P k^T / sqrt(d)) v.
 
-Cost: 4 N p C multiply-accumulates, and N p C to choose.
+Cost: 5 N c C multiply-accumulates, N c C of them to choose.
 """
 
 from dataclasses import dataclass
@@ -55,13 +55,13 @@ def orthoformer_reference(q, k, v, *, num_landmarks):
 
 
 class Orthoformer(Attention):
-    """Attention through orthogonal queries. Paper: 001 Table 3 'Orthoformer' (video)."""
+    """Attention through orthogonal queries. Paper: LARA Table 3 'Orthoformer' (video)."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_landmarks: int = option(49, "queries p that are landmarks", low=1)
+        num_landmarks: int = option(49, "queries c that are landmarks", low=1)
 
     def __init__(self, site: Site, config: Config):
         super().__init__(site, config)

@@ -1,10 +1,11 @@
-"""Random feature attention, or Performer (Choromanski et al., 2021; Peng et al., 2021; papers 000 and 001, 'RFA').
+"""Performer (Choromanski et al. 2021, arXiv:2009.14794): s random features of the exponential kernel.
 
-The exponential kernel is estimated at samples omega_s ~ N(0, I) that all queries share,
+Also called random feature attention, 'RFA' in EVA and LARA (after Peng et al. 2021, whose own features are `rfa`). The
+kernel is estimated at samples omega_s ~ N(0, I) that all queries share,
 
     exp(q . k) = E xi(q, omega) xi(k, omega),   xi(x, omega) = exp(omega . x - ||x||^2 / 2),
 
-so that sums over keys are taken once (paper 001 eq. 2). Unbiased for the kernel; biased, but consistent, for attention.
+so that sums over keys are taken once (LARA eq. 2). Unbiased for the kernel; biased, but consistent, for attention.
 Cost: 4 N s C multiply-accumulates (hyperbolic and trigonometric features: 6 N s C); linear in N.
 """
 
@@ -15,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from attention.base import Attention, Grid, Site
+from attention.draws import Draws, gaussian
 from attention.features import (
-    Draws,
+    FEATURE_MAPS,
     full_precision,
-    gaussian,
     linear_attention,
     mix_features,
     random_feature_attention,
@@ -44,7 +45,7 @@ def performer(
     Args:
         q, k, v: (B, h, N, d). omega: samples (h, s, d).
         num_clamped: int64 scalar; the number of normalisers below their floor, or negative, is added to it.
-        features: positive, hyperbolic: paper 001 appendix C. trigonometric: sines and cosines; a normaliser can be
+        features: positive, hyperbolic: LARA paper appendix C. trigonometric: sines and cosines; a normaliser can be
             negative, its magnitude is kept above 1e-6. relu: ReLU(s^(-1/2) omega . x) + 1e-3, no estimate of softmax.
             favorp: positive features as the papers' released code has them, with 1e-4 added and normalisers above 1e-2.
     Returns:
@@ -58,34 +59,6 @@ def performer(
         return mix_features(torch.cat([log_q, -log_q], -1), torch.cat([log_k, -log_k], -2) - half, v)
     feature_map, floor = FEATURE_MAPS[features]
     return linear_attention(*feature_map(q, k, omega), v, floor, num_clamped)
-
-
-def trigonometric(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(||x||^2 / 2) [sin, cos](omega . x), less exp(||q||^2 / 2) and exp(max ||k||^2 / 2), which cancel."""
-    on_q, on_k, half = q @ omega.mT, k @ omega.mT, k.square().sum(-1, keepdim=True) / 2
-    size = (half - half.amax(-2, keepdim=True).detach()).exp() / omega.shape[-2]
-    return torch.cat([on_q.sin(), on_q.cos()], -1), torch.cat([on_k.sin(), on_k.cos()], -1) * size
-
-
-def relu(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
-    """ReLU(s^(-1/2) omega . x) + 1e-3: generic linear attention."""
-    omega = omega * omega.shape[-2] ** -0.5
-    return (q @ omega.mT).relu() + 1e-3, (k @ omega.mT).relu() + 1e-3
-
-
-def favorp(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
-    """s^(-1/2) exp(g(x, omega) - max) + 1e-4; the maximum of omega . x is over samples, for keys over tokens too."""
-
-    def positive(x, over):
-        projected, half = x @ omega.mT, x.square().sum(-1, keepdim=True) / 2
-        largest = projected.amax(over, keepdim=True).detach()
-        return (projected - half - largest).exp() * omega.shape[-2] ** -0.5 + 1e-4
-
-    return positive(q, -1), positive(k, (-2, -1))
-
-
-FEATURE_MAPS = {"trigonometric": (trigonometric, 1e-6), "relu": (relu, 0.0), "favorp": (favorp, 1e-2)}
-"""Features that can vanish or turn negative: their map, and the floor of a normaliser's magnitude."""
 
 
 def performer_reference(q, k, v, omega, num_clamped=None, *, features="positive"):
@@ -117,9 +90,9 @@ def performer_reference(q, k, v, omega, num_clamped=None, *, features="positive"
 
 
 class Performer(Attention):
-    """Random feature attention over all tokens. Papers: 000, 001 'Performer', 'RFA'."""
+    """Random feature attention over all tokens. Papers: EVA and LARA 'Performer', 'RFA'."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

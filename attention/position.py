@@ -1,6 +1,7 @@
 """Relative position bias of the exact set: one number per head for every (query cell, key cell) of a window.
 
-With a window of side w extended by e cells, offsets along an axis lie in [-(w+e-1), w+e-1].
+With a window of side w extended by e cells, offsets along an axis lie in [-(w+e-1), w+e-1]; in causal attention, which
+sees no later cell, in [0, w+e-1].
 """
 
 import math
@@ -20,18 +21,27 @@ class PositionBias(nn.Module):
     Kinds:
         table: a row per offset (Swin, Liu et al. 2021): (2w+2e-1)^2 rows in 2-D, 2w+2e-1 in 1-D.
         t5: logarithmic buckets (Raffel et al. 2020), b_y(dy) + b_x(dx) in 2-D; their number follows the window size.
+            In causal attention all of them are for what lies before the query.
         table_released: the released code's; in 2-D a row stride of w+2e, so that some offsets share a row; in 1-D a
             row per pair of cells.
         t5_released: the released code's; offsets of the flattened window, times d^-1/2, N(0, 1) at the start.
         none: no bias.
     """
 
-    def __init__(self, kind: BiasKind, num_heads: int, head_dim: int, window: Grid, overlap: Grid = (0, 0)):
+    def __init__(
+        self,
+        kind: BiasKind,
+        num_heads: int,
+        head_dim: int,
+        window: Grid,
+        overlap: Grid = (0, 0),
+        causal: bool = False,
+    ):
         super().__init__()
         if kind == "none":
             self.register_parameter("table", None)
             return
-        index, rows = _INDEX[kind](window, overlap)
+        index, rows = (CAUSAL_INDEX if causal else INDEX)[kind](window, overlap)
         self.scale = head_dim**-0.5 if kind == "t5_released" else 1.0
         self.table = nn.Parameter(torch.empty(len(index), rows, num_heads))
         nn.init.trunc_normal_(self.table, std=0.02) if kind != "t5_released" else nn.init.normal_(self.table)
@@ -86,7 +96,20 @@ def _t5_released(window: Grid, overlap: Grid) -> tuple[Tensor, int]:
     return t5_bucket(offset, buckets, distance)[None], buckets
 
 
-_INDEX = {"table": _table, "t5": _t5, "table_released": _table_released, "t5_released": _t5_released}
+def _causal_table(window: Grid, overlap: Grid) -> tuple[Tensor, int]:
+    return _offsets(window, overlap)[1].clamp(min=0)[None], window[1] + overlap[1]
+
+
+def _causal_t5(window: Grid, overlap: Grid) -> tuple[Tensor, int]:
+    distance = window[1] + overlap[1]
+    buckets = t5_num_buckets(distance)
+    return log_bucket(_offsets(window, overlap)[1].clamp(min=0), buckets, distance)[None], buckets
+
+
+INDEX = {"table": _table, "t5": _t5, "table_released": _table_released, "t5_released": _t5_released}
+"""Kind -> rows of the table for every pair of cells of a window, (axes, w, e), and their number."""
+CAUSAL_INDEX = {"table": _causal_table, "t5": _causal_t5}
+"""The same where keys later than the query are masked."""
 
 
 def t5_num_buckets(distance: int) -> int:
@@ -95,10 +118,14 @@ def t5_num_buckets(distance: int) -> int:
 
 
 def t5_bucket(offset: Tensor, num_buckets: int, max_distance: int) -> Tensor:
-    """Bidirectional T5 bucket of `offset` = query - key: exact near 0, logarithmic up to `max_distance` (spec 1.3)."""
+    """Bidirectional T5 bucket of `offset` = query - key: one half of the buckets for either side."""
     half = num_buckets // 2
-    exact = half // 2
-    distance = offset.abs()
+    return half * (offset < 0) + log_bucket(offset.abs(), half, max_distance)
+
+
+def log_bucket(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
+    """T5 bucket of a distance: exact in the first half of the buckets, then logarithmic up to `max_distance`."""
+    exact = num_buckets // 2
     stretch = math.log(max(max_distance, exact + 1) / exact)
     far = exact + (exact * (distance.clamp(min=exact) / exact).log() / stretch).long()
-    return half * (offset < 0) + torch.where(distance < exact, distance, far.clamp(max=half - 1))
+    return torch.where(distance < exact, distance, far.clamp(max=num_buckets - 1))

@@ -1,11 +1,10 @@
-"""Randomized attention (Zheng, Wang, Kong, ICML 2022; paper 001 section 3, Algorithm 1).
+"""Randomized attention (Zheng, Wang, Kong 2022, arXiv:2204.04667): an unbiased estimate, from s samples for each query.
 
 Softmax attention is the mean of a random-feature average of values, y_n = E f_n(omega), with omega drawn for each query
 from a mixture of Gaussians p_n = sum_m pi_nm N(q_n + k_m, I), pi_n = softmax(q_n . k): sampling it gives an unbiased
-estimate of the whole of softmax attention, not only of its kernel. The biased variant replaces the random key by its
-mean (eq. 31).
-
-Cost at s samples: (2 + s) N^2 C multiply-accumulates unbiased, (3 + s) N^2 C biased, (1 + s) N^2 C with the mean key.
+estimate of the whole of softmax attention, not only of its kernel (section 3, Algorithm 1). The biased variant replaces
+the random key by its mean (eq. 31).
+Cost: (2 + s) N^2 C multiply-accumulates unbiased, (3 + s) N^2 C biased, (1 + s) N^2 C with the mean key.
 """
 
 from dataclasses import dataclass
@@ -16,8 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, Grid, Site
-from attention.features import full_precision, mixture_draws, random_seed, sample_indices, scale
+from attention.draws import mixture_draws, random_seed
+from attention.features import full_precision, scale
 from attention.options import option
+from attention.proposals import attended_keys
 
 Proposal = Literal["unbiased", "biased", "mean_key"]
 
@@ -33,7 +34,7 @@ def ra(
     proposal: Proposal = "unbiased",
     hyperbolic: bool = False,
 ) -> Tensor:
-    """Mean over samples of f_n(omega) (paper 001 eq. 6), omega = q'_n + key + noise.
+    """Mean over samples of f_n(omega) (LARA paper eq. 6), omega = q'_n + key + noise.
 
     Args:
         q, k, v: (B, h, N, d). noise: Gaussian part of omega, broadcast to (B, h, N, s, d).
@@ -48,8 +49,7 @@ def ra(
     if proposal == "mean_key":
         key = k.mean(-2)[:, :, None, None]
     else:
-        pi = (q @ k.mT).softmax(-1)
-        key = gather_keys(k, sample_indices(pi, uniform)) if proposal == "unbiased" else (pi @ k)[:, :, :, None]
+        key = attended_keys((q @ k.mT).softmax(-1), k, uniform if proposal == "unbiased" else None)
     omega = q[:, :, :, None] + key + noise  # (B, h, N, s, d)
     logits = omega.flatten(2, 3) @ k.mT  # (B, h, N s, M)
     if hyperbolic:
@@ -59,13 +59,8 @@ def ra(
     return weights.unflatten(2, omega.shape[2:4]).mean(3) @ v
 
 
-def gather_keys(k: Tensor, index: Tensor) -> Tensor:
-    """Keys (B, h, M, d) at index (B, h, n, s): (B, h, n, s, d)."""
-    return k.gather(2, index.flatten(2)[..., None].expand(-1, -1, -1, k.shape[-1])).unflatten(2, index.shape[2:])
-
-
 def ra_reference(q, k, v, noise, uniform=None, *, proposal="unbiased", hyperbolic=False):
-    """`ra` by paper 001, Algorithm 1."""
+    """`ra` by the paper's Algorithm 1."""
     (B, h, N, d), y = q.shape, []
     q, k = q * d**-0.25, k * d**-0.25
     noise = noise.expand(B, h, N, -1, d)
@@ -90,9 +85,9 @@ def ra_reference(q, k, v, noise, uniform=None, *, proposal="unbiased", hyperboli
 
 
 class Ra(Attention):
-    """Randomized attention over all tokens. Paper: 001 'RA'."""
+    """Randomized attention over all tokens."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -115,17 +110,12 @@ class Ra(Attention):
         self.register_buffer("eval_seed", random_seed() if unbiased or self.eval_noise else None)
 
     def draws(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Noise (..., N, s, d) and uniforms (..., N, s): random in training; in evaluation functions of `eval_seed`.
-
-        Evaluation shares them over the batch: an image's output does not depend on its place in the batch.
-        """
-        config, (B, h, N, d) = self.config, q.shape
-        if not self.training and self.eval_seed is None:
-            return q.new_zeros(1, d), None
-        shape, seed = (h, N, config.num_eval_samples), self.eval_seed
-        if self.training:
-            shape, seed = (B, h, N, config.num_samples), None
-        noise, uniform = mixture_draws(shape, q, seed)
+        """Noise (..., N, s, d) and uniforms (..., N, s): random in training; in evaluation functions of `eval_seed`."""
+        config, seed = self.config, None if self.training else self.eval_seed
+        if not self.training and seed is None:
+            return q.new_zeros(1, q.shape[-1]), None
+        samples = config.num_samples if self.training else config.num_eval_samples
+        noise, uniform = mixture_draws((*q.shape[1:3], samples), q, seed)
         noise = noise * self.noise_std if self.training or self.eval_noise else torch.zeros_like(noise)
         return noise, uniform if config.proposal == "unbiased" else None
 

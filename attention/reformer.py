@@ -1,10 +1,10 @@
-"""Reformer (Kitaev, Kaiser, Levskaya, 2020): attention among tokens that fall into the same bucket of a hash.
+"""Reformer (Kitaev et al. 2020, arXiv:2001.04451): chunks of c tokens sorted by hash, l rounds, queries being keys.
 
 Queries and keys share one projection, k_n = q_n / |q_n|. Each of l rounds hashes them by random rotations, sorts tokens
 by bucket and cuts the order into chunks of c; a chunk attends to itself and to the chunk before it, the first to the
 last. The rounds together are one softmax over the union of their pairs: a pair that r rounds hold weighs 1/r in each. A
 token attends to itself only where nothing else is visible.
-Cost: 4 l c N C multiply-accumulates, l N^2 C / c for the hash up to N = c^2, a sort, and N C^2 less in the
+Cost: 4 l N c C multiply-accumulates, l N^2 C / c for the hash up to N = c^2, a sort, and N C^2 less in the
 projections. Linear in N, but for the sort and the hash.
 """
 
@@ -13,12 +13,13 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from attention.base import Attention, Grid, Site, init_linear, split_heads
-from attention.features import counter_normal, full_precision, full_type
+from attention.base import Attention, Grid, Site, split_prefix
+from attention.draws import counter_normal
+from attention.features import full_precision, full_type
+from attention.landmarks import gather_tokens
 from attention.options import option
-from attention.ra import gather_keys
 
 SELF_LOGIT = -5e4
 
@@ -28,7 +29,8 @@ def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int
     """One softmax over the pairs of all rounds.
 
     Args:
-        q, k, v: (B, h, N, d). bucket: of every token in every round, (B, h, l, N) int64.
+        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries see prefix tokens.
+        bucket: of every token of the grid in every round, (B, h, l, N) int64.
         chunk_size: tokens c; N or more make one chunk. same_bucket: pairs must share a bucket, not only their chunks.
     Returns:
         (B, h, N, d), float32 at least.
@@ -36,6 +38,8 @@ def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int
     (*_, num_rounds, N), c = bucket.shape, min(chunk_size, q.shape[2])
     n = -(-N // c)
     bucket = F.pad(bucket, (0, n * c - N), value=2**31)  # padding sorts last
+    (k_prefix, k), (v_prefix, v) = split_prefix(k, N), split_prefix(v, N)
+    on_prefix = q.shape[-1] ** -0.5 * q @ k_prefix.mT
     q, k, v = (F.pad(x, (0, 0, 0, n * c - N)) for x in (q, k, v))
     order = bucket.argsort(dim=-1, stable=True)
     place = order.argsort(-1)  # (B, h, l, n*c)
@@ -46,14 +50,16 @@ def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int
         met += [((differences(place[:, :, r] // c, own, seen) % n) <= 1) & (seen < N)[..., None, :]]
         if same_bucket:
             met[r] &= differences(bucket[:, :, r], own, seen) == 0
-    logits = q.shape[-1] ** -0.5 * gather_keys(q, own) @ gather_keys(k, seen).mT
+    logits = q.shape[-1] ** -0.5 * gather_tokens(q, own) @ gather_tokens(k, seen).mT
     logits = logits - torch.stack(met).sum(0).to(logits.dtype).log()
     logits = logits.masked_fill(~torch.stack([met[r][:, :, r] for r in range(num_rounds)], 2), -torch.inf)
     logits = logits.masked_fill(own[..., None] == seen[..., None, :], SELF_LOGIT)
-    y = (logits.softmax(-1) @ gather_keys(v, seen)).flatten(3, 4)
+    y = (logits.softmax(-1) @ gather_tokens(v, seen)).flatten(3, 4)
     place = place[..., :N]
-    share = logits.logsumexp(-1).flatten(3).gather(3, place).softmax(2)[..., None]
-    return (share * y.gather(3, place[..., None].expand(*place.shape, y.shape[-1]))).sum(2)
+    log_mass = logits.logsumexp(-1).flatten(3).gather(3, place).mT  # (B, h, N, l)
+    of_round, of_prefix = torch.cat([log_mass, on_prefix], -1).softmax(-1).split([num_rounds, on_prefix.shape[-1]], -1)
+    y = y.gather(3, place[..., None].expand(*place.shape, y.shape[-1]))
+    return (of_round.mT[..., None] * y).sum(2) + of_prefix @ v_prefix
 
 
 def differences(code: Tensor, own: Tensor, seen: Tensor) -> Tensor:
@@ -77,7 +83,7 @@ def hash_buckets(q: Tensor, *rotations: Tensor) -> Tensor:
 
 
 def rotation_counts(num_chunks: int, chunk_size: int) -> tuple[int, ...]:
-    """s/2 of each set of rotations for about s = 2 n buckets, n chunks of c tokens (paper 003: one set up to n = c)."""
+    """s/2 of each set of rotations for about s = 2 n buckets, n chunks of c tokens (one set up to n = c)."""
     if num_chunks <= chunk_size:
         return (num_chunks,)
     first = math.ceil((num_chunks / 2) ** 0.5)
@@ -97,12 +103,15 @@ def reformer_reference(q, k, v, bucket, *, chunk_size, same_bucket=False):
                 before = (chunk[n] - 1) % -(-N // c)
                 meet = chunk[m] in (chunk[n], before) and (buckets[n] == buckets[m] or not same_bucket)
                 visible[b, head, n, m] |= meet
-    logits = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf)
-    return logits.masked_fill(torch.eye(N, dtype=torch.bool), SELF_LOGIT).softmax(-1) @ v
+    P = k.shape[2] - N
+    logits = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~F.pad(visible, (P, 0), value=True), -torch.inf)
+    return logits.masked_fill(F.pad(torch.eye(N, dtype=torch.bool), (P, 0)), SELF_LOGIT).softmax(-1) @ v
 
 
 class Reformer(Attention):
-    """Attention by rounds of hashing. Papers: 000 Table 3, 001 Table 9, 002 Table 2, 003 'Reformer'."""
+    """Attention by rounds of hashing. Papers: EVA Table 3, LARA Table 9, Scatterbrain Table 2."""
+
+    num_projections = 2
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -112,14 +121,11 @@ class Reformer(Attention):
 
     def __init__(self, site: Site, config: Config):
         super().__init__(site, config)
-        del self.qkv
-        self.qv = nn.Linear(site.dim, 2 * site.dim, bias=site.qkv_bias)
-        init_linear(self.qv)
         self.register_buffer("eval_seed", torch.randint(2**32, ()))
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
         """(B, N, C) -> queries, the same as unit keys, and values, each (B, h, N, d)."""
-        q, v = split_heads(self.qv(x), 2, self.num_heads)
+        q, v = super().project(x, grid)
         return q, F.normalize(q, dim=-1, eps=1e-6), v
 
     def rotations(self, q: Tensor) -> list[Tensor]:

@@ -1,10 +1,11 @@
-"""RFA (Peng et al., 2021, "Random feature attention"; paper 000 Table 5): trigonometric features of unit vectors,
+"""RFA (Peng et al. 2021, arXiv:2103.02143): s trigonometric random features of unit queries and keys.
 
     exp(-||q^ - k^||^2 / 2) = E cos(omega . (q^ - k^)),   q^ = q / (sigma ||q||),   k^ = k / (sigma ||k||),
 
 with a learned sigma per head. Norms being constant, this is an estimate of softmax attention with logits
 q . k / (sigma^2 ||q|| ||k||). Gates, which need an order, are for causal attention. Differs from `performer` with
-trigonometric features by the norms alone. Cost: 6 N s C multiply-accumulates; linear in N. h parameters.
+trigonometric features by the norms alone.
+Cost: 6 N s C multiply-accumulates; linear in N. h parameters.
 """
 
 from dataclasses import dataclass
@@ -14,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.base import Attention, Grid, Site
-from attention.features import full_precision, gaussian, linear_attention
+from attention.draws import gaussian
+from attention.features import full_precision, linear_attention, trigonometric
 from attention.options import option
-from attention.performer import trigonometric
 
 
 @full_precision
@@ -43,9 +44,9 @@ def rfa_reference(q, k, v, omega, sigma):
 
 
 class Rfa(Attention):
-    """Random features of unit queries and keys. Papers: 000 Table 5 'RFA' (language)."""
+    """Random features of unit queries and keys. Papers: EVA Table 5 'RFA' (language)."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

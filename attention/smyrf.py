@@ -1,4 +1,4 @@
-"""SMYRF (Daras et al., 2020): softmax attention within clusters that an asymmetric locality-sensitive hash finds.
+"""SMYRF (Daras et al. 2020, arXiv:2010.05315): softmax within clusters of c tokens that hashing finds, in r rounds.
 
 Queries and keys are put on one sphere where near means a large product, projected on a random direction, sorted, and
 cut into clusters of equal size; the i-th cluster of queries attends to the i-th of keys. Rounds with other directions
@@ -6,8 +6,8 @@ are weighed by their normalisers Lambda:
 
     y_n = sum_r softmax_r(Lambda_nr) o_nr,   o_nr = softmax over the keys of n's cluster in round r.
 
-A pair that meets in two rounds counts twice. Cost with clusters of c tokens: 2 r N c C + 2 r N (d + 2) h
-multiply-accumulates, and a sort.
+A pair that meets in two rounds counts twice.
+Cost: 2 r N c C multiply-accumulates, 2 r N (d + 2) h for the hash, and a sort.
 """
 
 from dataclasses import dataclass
@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, Grid, Site
-from attention.features import full_precision, gaussian
+from attention.draws import gaussian
+from attention.features import full_precision
 from attention.hashing import cluster_mask, from_clusters, hash_clusters, to_clusters
 from attention.options import option
 
@@ -64,9 +65,9 @@ def same_cluster(q: Tensor, k: Tensor, direction: Tensor, size: int) -> Tensor:
 
 
 class Smyrf(Attention):
-    """Attention within hashed clusters. Paper: 002 Table 1 'SMYRF'."""
+    """Attention within hashed clusters. Paper: Scatterbrain Table 1 'SMYRF'."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -87,5 +88,4 @@ class Smyrf(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         directions = self.draw(q) if self.training else self.directions
-        attn_drop = self.config.attn_drop if self.training else 0.0
-        return smyrf(q, k, v, directions, cluster_size=self.config.cluster_size, attn_drop=attn_drop).to(v.dtype)
+        return smyrf(q, k, v, directions, cluster_size=self.config.cluster_size, attn_drop=self.attn_drop).to(v.dtype)

@@ -1,9 +1,9 @@
-"""Sparse Transformer, fixed pattern (Child, Gray, Radford, Sutskever, 2019), for both directions.
+"""Sparse Transformer (Child et al. 2019, arXiv:1904.10509): own block of b tokens, and the last c of every other.
 
-Tokens in raster order form blocks of b; the last c positions of a block, n mod b >= b - c, summarise it. A query
-attends, in one softmax, to its own block and to the summary positions of every other block. Child et al. split the two
-sets over heads or layers and mask the future; this is their union.
-Cost: 2 (b + (N/b - 1) c) N C multiply-accumulates: N^2 / b at fixed b, N^1.5 where b is a row of the grid.
+The fixed pattern, for both directions. Tokens in raster order form blocks of b; the last c positions of a block,
+n mod b >= b - c, summarise it. A query attends, in one softmax, to its own block and to the summary positions of every
+other block. Child et al. split the two sets over heads or layers and mask the future; this is their union.
+Cost: 2 N (b + (N/b - 1) c) C multiply-accumulates: N^2 / b at fixed b, N^1.5 where b is a row of the grid.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Grid, Site
+from attention.base import Attention, Grid, Site, split_prefix
+from attention.exact import mix, prefix_part, shared_logits
 from attention.features import upcast
 from attention.options import option
 from attention.windows import from_windows, to_windows, window_mask
@@ -24,38 +25,39 @@ def sparse_transformer(
     """Softmax over a query's block and all summaries.
 
     Args:
-        q, k, v: (B, h, N, d). block_size: tokens b. num_summary: last positions c of a block that all queries see.
+        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries see prefix tokens.
+        block_size: tokens b. num_summary: last positions c of a block that all queries see.
         attn_drop: dropout rate of the weights.
     Returns:
         (B, h, N, d). A last block of fewer than b tokens has only those summaries that its positions reach.
     """
     line, block = (1, q.shape[2]), (1, block_size)
+    (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     cut = [block_size - num_summary, num_summary]  # of a block, so that no key comes twice
-    queries = to_windows(q * q.shape[-1] ** -0.5, line, block)  # (B, h, g, b, d)
+    queries = to_windows(q, line, block)  # (B, h, g, b, d)
     (own_k, shared_k), (own_v, shared_v) = (to_windows(x, line, block).split(cut, 3) for x in (k, v))
-    own = upcast(queries @ own_k.mT)
-    shared = upcast(queries.flatten(2, 3) @ shared_k.flatten(2, 3).mT).view(*own.shape[:4], -1)
+    own = upcast(queries * q.shape[-1] ** -0.5 @ own_k.mT)
+    shared = shared_logits(queries, shared_k.flatten(2, 3))
     valid = window_mask(line, block, (0, 0), q.device)
     if valid is not None:
         valid_own, valid_shared = valid.split(cut, 1)
         own = own.masked_fill(~valid_own[:, None], -torch.inf)
         shared = shared.masked_fill(~valid_shared.flatten(), -torch.inf)
-    weights = F.dropout(torch.cat([own, shared], -1).softmax(-1), attn_drop).to(v.dtype)
-    on_own, on_shared = weights.split([own.shape[-1], shared.shape[-1]], -1)
-    y = on_own @ own_v + (on_shared.flatten(2, 3) @ shared_v.flatten(2, 3)).view_as(queries)
-    return from_windows(y, line, block)
+    parts = [(own, own_v), (shared, shared_v.flatten(2, 3)[:, :, None]), *prefix_part(queries, k_prefix, v_prefix)]
+    return from_windows(mix(parts, attn_drop), line, block)
 
 
 def sparse_transformer_reference(q, k, v, *, block_size, num_summary, attn_drop=0.0):
     """`sparse_transformer` as softmax under a dense mask."""
     N, b, c = q.shape[2], block_size, num_summary
     visible = torch.tensor([[m // b == n // b or m % b >= b - c for m in range(N)] for n in range(N)])
+    visible = F.pad(visible, (k.shape[2] - N, 0), value=True)
     weights = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf).softmax(-1)
     return F.dropout(weights, attn_drop) @ v
 
 
 class SparseTransformer(Attention):
-    """A query's own block and the last tokens of every block. Paper: 003 'SparseTrans'."""
+    """A query's own block and the last tokens of every block."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -65,18 +67,23 @@ class SparseTransformer(Attention):
 
     def __init__(self, site: Site, config: Config):
         super().__init__(site, config)
-        (H, W), block = site.grid, config.block_size or site.grid[1]
+        (H, W), block = site.grid, self.block_size(site.grid)
         if block > H * W:
             self.refuse("block_size", block, f"larger than the {H * W} tokens of the {H}x{W} grid; at most {H * W}")
-        if config.num_summary > block:
-            self.refuse("num_summary", config.num_summary, f"a block has {block} tokens; at most {block}")
+
+    def block_size(self, grid: Grid) -> int:
+        """Tokens b of a block on this grid; refuses one of fewer than its summary positions."""
+        block, num_summary = self.config.block_size or grid[1], self.config.num_summary
+        if num_summary > block:
+            self.refuse("num_summary", num_summary, f"a block has {block} tokens; at most {block}")
+        return block
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return sparse_transformer(
             q,
             k,
             v,
-            block_size=self.config.block_size or grid[1],
+            block_size=self.block_size(grid),
             num_summary=self.config.num_summary,
-            attn_drop=self.config.attn_drop if self.training else 0.0,
+            attn_drop=self.attn_drop,
         )

@@ -1,8 +1,9 @@
-"""Spatial-reduction attention (PVT-v2, Wang et al., 2021): keys and values come from a grid shrunk R times.
+"""Spatial-reduction attention (Wang et al. 2022, arXiv:2106.13797): keys and values from a grid shrunk R times.
 
-The reduction is a convolution R x R of stride R followed by LayerNorm; then softmax over N / R^2 keys. The
-convolutional baseline of papers 000 and 001 (49 keys: R = 8, 4, 2 in PVT-v2's first three stages at 224 pixels).
-Cost: N C^2 for the convolution, 2 N^2 C / R^2 for the softmax, less 2 (N - N/R^2) C^2 in the key/value projection.
+The reduction of PVT-v2 is a convolution R x R of stride R followed by LayerNorm; then softmax over N / R^2 keys. The
+convolutional baseline of EVA and LARA (49 keys: R = 8, 4, 2 in PVT-v2's first three stages at 224 pixels).
+Cost: N C^2 + 2 N^2 C / R^2 multiply-accumulates, the first for the convolution, less 2 (N - N/R^2) C^2 in the key/value
+projection.
 """
 
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Grid, Site, split_heads
+from attention.base import Attention, Grid, Site, split_heads, split_prefix
 from attention.options import option
 from attention.softmax import softmax
 
@@ -45,7 +46,7 @@ def project_reduced(qkv: nn.Linear, x: Tensor, reduced: Tensor, num_heads: int) 
 
 
 class Sra(Attention):
-    """Softmax over a grid reduced by a strided convolution. Papers: 000 Table 1, 001 Tables 2 and 8 'SRA'."""
+    """Softmax over a grid reduced by a strided convolution. Papers: EVA Table 1, LARA Tables 2 and 8 'SRA'."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -67,11 +68,12 @@ class Sra(Attention):
             nn.init.zeros_(self.sr.bias)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
-        """(B, N, C) -> queries (B, h, N, d); keys and values (B, h, N/R^2, d)."""
+        """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + N/R^2, d)."""
         if self.sr is None:
             return super().project(x, grid)
-        reduced = self.norm(sra(x, self.sr.weight, self.sr.bias, grid=grid))
-        return project_reduced(self.qkv, x, reduced, self.num_heads)
+        prefix, cells = split_prefix(x, grid[0] * grid[1])
+        reduced = self.norm(sra(cells, self.sr.weight, self.sr.bias, grid=grid))
+        return project_reduced(self.qkv, x, torch.cat([prefix, reduced], 1), self.num_heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        return softmax(q, k, v, self.config.attn_drop if self.training else 0.0)
+        return softmax(q, k, v, self.attn_drop)

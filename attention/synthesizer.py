@@ -1,9 +1,12 @@
-"""Synthesizer, factorised random (Tay et al., 2021; paper 003): attention weights that no input changes.
+"""Synthesizer (Tay et al. 2021, arXiv:2005.00743): learned attention weights that no input changes.
+
+The factorised random variant,
 
     y = softmax(R_1 R_2^T) v,   R_1, R_2: N x p for every head, learned.
 
-There are no queries and keys, and no projections of them. The factors belong to one grid; on another their rows are
-resampled. Cost: N^2 C + h p N^2 multiply-accumulates, the second once per batch, less 2 N C^2 of the projections.
+There are no queries and keys, and no projections of them. The factors belong to one grid, and to prefix tokens, which
+have places of their own; on another grid their rows are resampled.
+Cost: N^2 C multiply-accumulates, and h p N^2 once per batch, less 2 N C^2 of the projections.
 """
 
 from dataclasses import dataclass
@@ -35,8 +38,9 @@ def synthesizer_reference(r_1, r_2, v, attn_drop=0.0):
 
 
 class Synthesizer(Attention):
-    """Learned weights between places, the same for every image. Paper: 003 'Synthesizer'."""
+    """Learned weights between places, the same for every image."""
 
+    plain_prefix = True
     num_projections = 1
 
     @dataclass(frozen=True, kw_only=True)
@@ -47,9 +51,11 @@ class Synthesizer(Attention):
     def __init__(self, site: Site, config: Config):
         super().__init__(site, config)
         self.grid = site.grid
-        self.factors = nn.Parameter(torch.empty(2, self.num_heads, config.rank, site.grid[0] * site.grid[1]))
+        places = site.num_prefix_tokens + site.grid[0] * site.grid[1]
+        self.factors = nn.Parameter(torch.empty(2, self.num_heads, config.rank, places))
         nn.init.trunc_normal_(self.factors, std=0.02)
 
     def attend(self, v: Tensor, grid: Grid) -> Tensor:
-        r_1, r_2 = resample(self.factors, self.grid, grid).mT
-        return synthesizer(r_1, r_2, v, self.config.attn_drop if self.training else 0.0)
+        prefix, cells = self.factors.tensor_split([self.factors.shape[-1] - self.grid[0] * self.grid[1]], -1)
+        r_1, r_2 = torch.cat([prefix, resample(cells, self.grid, grid)], -1).mT
+        return synthesizer(r_1, r_2, v, self.attn_drop)

@@ -1,4 +1,4 @@
-"""T2R (Kasai et al., 2021, "Finetuning pretrained transformers into RNNs"; paper 000 Table 5): learned kernel features,
+"""T2R (Kasai et al. 2021, arXiv:2103.13076): m learned ReLU features, for a pretrained transformer made linear.
 
     phi(x) = ReLU(W x + b),   W: d -> m,
 
@@ -39,9 +39,9 @@ def t2r_reference(q, k, v, weight, bias):
 
 
 class T2r(Attention):
-    """Kernel attention with learned ReLU features. Papers: 000 Table 5 'T2R' (language)."""
+    """Kernel attention with learned ReLU features. Papers: EVA Table 5 'T2R' (language)."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -1,28 +1,30 @@
-"""Transformer-LS, or Long-Short (Zhu et al., 2021): a window exactly, and all tokens through r learned averages.
+"""Transformer-LS (Zhu et al. 2021, arXiv:2107.02192): a window exactly, and all tokens by r learned averages.
 
 Each head compresses its keys and values by r weightings of the tokens that depend on the input; a query attends to
-these and to its window under one softmax:
+these (long) and to its window (short) under one softmax:
 
     k_bar = Pi k, v_bar = Pi v,   Pi = softmax over tokens of Linear(x)
     y_n = [sum_window exp(l_nm) v_m + sum_j exp(q_n . k_bar_j / sqrt(d)) v_bar_j] / [the same without values]
 
 Both kinds of keys and values are normalised over all channels, by a LayerNorm for each kind (DualLN): their sizes
-differ otherwise. Cost: r h N C + 4 r N C + 2 N |E| C multiply-accumulates, linear in N.
+differ otherwise.
+Cost: 2 N |E| C + (4 + h) N r C multiply-accumulates, h N r C of them for Linear; linear in N.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Grid, Site, init_linear, merge_heads, split_heads
+from attention.base import Attention, Grid, Site, init_linear, merge_heads, split_heads, split_prefix
+from attention.exact import exact_window, joint_softmax, seen_exactly, shared_logits, window_options
 from attention.features import upcast
-from attention.local import exact_part, exact_set, local, mix_with_exact, raster, window_geometry
+from attention.local import local
 from attention.options import option
-from attention.position import BiasKind, PositionBias
-from attention.windows import from_windows
+from attention.position import BiasKind
+from attention.windows import to_windows
 
 
 def transformer_ls(
@@ -33,27 +35,22 @@ def transformer_ls(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
     bias: Tensor | None = None,
-    *,
-    grid: Grid,
-    window: Grid,
-    overlap: Grid = (0, 0),
-    attn_drop: float = 0.0,
+    **windows: Any,
 ) -> Tensor:
     """One softmax over a window's tokens and r weighted averages of all.
 
     Args:
-        q, k, v: (B, h, N, d), keys and values normalised. slots: logits of the averages over tokens, (B, h, r, N).
+        q, k, v: (B, h, N, d), keys and values normalised; they may begin with those of prefix tokens.
+        slots: logits of the averages over the tokens of the grid, (B, h, r, N).
         norm_weight, norm_bias: of the LayerNorm of averages, (C,); none without it. bias: of the window, (h, w, e).
-        window: its side along (y, x); (0, 0) for none. overlap: its reach beyond.
-        attn_drop: dropout rate of the weights.
+        windows: geometry and dropout rate, see `joint_softmax`.
     Returns:
         (B, h, N, d).
     """
     pi = upcast(slots).softmax(-1).to(k.dtype)
-    k_bar, v_bar = (normalise(pi @ x, norm_weight, norm_bias) for x in (k, v))
-    queries, values, exact = exact_part(q, k, v, bias, grid, window, overlap)
-    logits = upcast(queries.flatten(2, 3) * q.shape[-1] ** -0.5 @ k_bar.mT).view(*queries.shape[:4], -1)
-    return from_windows(mix_with_exact(exact, values, logits, v_bar[:, :, None], attn_drop), grid, window)
+    k_bar, v_bar = (normalise(pi @ split_prefix(x, q.shape[2])[1], norm_weight, norm_bias) for x in (k, v))
+    logits = shared_logits(to_windows(q, windows["grid"], windows["window"]), k_bar)
+    return joint_softmax(q, k, v, bias, logits, v_bar[:, :, None], **windows)
 
 
 def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -63,47 +60,31 @@ def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return split_heads(F.layer_norm(merge_heads(x), weight.shape, weight, bias), 1, x.shape[1])[0]
 
 
-def transformer_ls_reference(
-    q,
-    k,
-    v,
-    slots,
-    norm_weight=None,
-    norm_bias=None,
-    bias=None,
-    *,
-    grid,
-    window,
-    overlap=(0, 0),
-    attn_drop=0.0,
-):
+def transformer_ls_reference(q, k, v, slots, norm_weight=None, norm_bias=None, bias=None, *, attn_drop=0.0, **windows):
     """`transformer_ls`, slot by slot and query by query."""
     (B, h, N, d), scale = q.shape, q.shape[-1] ** -0.5
     k_bar, v_bar = [], []
     for j in range(slots.shape[2]):
         pi = slots[:, :, j].exp() / slots[:, :, j].exp().sum(-1, keepdim=True)
         for x, averages in ((k, k_bar), (v, v_bar)):
-            average = (pi[..., None] * x).sum(2)  # (B, h, d)
+            average = (pi[..., None] * x[:, :, -N:]).sum(2)  # (B, h, d)
             if norm_weight is not None:
                 all_heads = average.reshape(B, h * d)
                 centred = all_heads - all_heads.mean(-1, keepdim=True)
                 deviation = ((centred**2).mean(-1, keepdim=True) + 1e-5) ** 0.5
                 average = (centred / deviation * norm_weight + norm_bias).view(B, h, d)
             averages.append(average)
-    k_bar, v_bar, y = torch.stack(k_bar, 2), torch.stack(v_bar, 2), torch.zeros_like(v)
+    k_bar, v_bar, y = torch.stack(k_bar, 2), torch.stack(v_bar, 2), torch.zeros_like(q)
     for n in range(N):
-        logits, values = scale * (q[:, :, n, None] @ k_bar.mT)[:, :, 0], v_bar
-        if window != (0, 0):
-            cells, places, row = exact_set(n, grid, window, overlap)
-            exact = scale * (q[:, :, n, None] @ k[:, :, cells].mT)[:, :, 0]
-            exact = exact if bias is None else exact + bias[:, row, places]
-            logits, values = torch.cat([exact, logits], -1), torch.cat([v[:, :, cells], values], 2)
-        y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ values)[:, :, 0]
+        exact, values = seen_exactly(n, q, k, v, bias, **windows)
+        logits = torch.cat([exact, scale * (q[:, :, n, None] @ k_bar.mT)[:, :, 0]], -1)
+        weights = F.dropout(logits.softmax(-1), attn_drop)
+        y[:, :, n] = (weights[:, :, None] @ torch.cat([values, v_bar], 2))[:, :, 0]
     return y
 
 
 class TransformerLs(Attention):
-    """A window and dynamic projections of all tokens. Papers: 000 Tables 2, 3, 15 'Long-Short', 'Transformer-LS'."""
+    """A window and dynamic projections of all tokens. Papers: EVA Tables 2, 3, 15 'Long-Short', 'Transformer-LS'."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -111,7 +92,7 @@ class TransformerLs(Attention):
         window_size: int = option(7, "side of the window in cells; block length where layout is 1d; 0: none", low=0)
         layout: Literal["2d", "1d"] = option("2d", "square windows of the grid, or blocks of the raster order")
         overlap: int = option(
-            0, "cells by which a window's keys reach beyond it; w // 2 in Zhu et al., 0 in paper 000", low=0
+            0, "cells by which a window's keys reach beyond it; w // 2 in Zhu et al., 0 in EVA's paper", low=0
         )
         dual_norm: bool = option(True, "LayerNorm of keys and values, and another one of their averages")
         position_bias: BiasKind = option("table", "relative position bias inside the window")
@@ -121,9 +102,7 @@ class TransformerLs(Attention):
         super().__init__(site, config)
         if config.window_size == config.num_landmarks == 0:
             self.refuse("window_size", 0, "nothing to attend to with num_landmarks: 0; give one of them")
-        self.window, self.overlap = window_geometry(type(self), config, site)
-        kind = config.position_bias if config.window_size else "none"
-        self.position_bias = PositionBias(kind, self.num_heads, self.head_dim, self.window, self.overlap)
+        self.window, self.overlap, self.position_bias = exact_window(self, site)
         self.norm_full = nn.LayerNorm(site.dim, eps=1e-5) if config.dual_norm else nn.Identity()
         if config.num_landmarks:
             self.slots = nn.Linear(site.dim, self.num_heads * config.num_landmarks)
@@ -136,16 +115,11 @@ class TransformerLs(Attention):
         q, k, v = (split_heads(y, 1, self.num_heads)[0] for y in (q, self.norm_full(k), self.norm_full(v)))
         if not self.config.num_landmarks:
             return q, k, v, None
-        return q, k, v, self.slots(x).mT.unflatten(1, (self.num_heads, -1))
+        return q, k, v, self.slots(split_prefix(x, grid[0] * grid[1])[1]).mT.unflatten(1, (self.num_heads, -1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, grid: Grid) -> Tensor:
-        exact = {
-            "grid": raster(grid, self.config.layout),
-            "window": self.window,
-            "overlap": self.overlap,
-            "attn_drop": self.config.attn_drop if self.training else 0.0,
-        }
+        windows = {"attn_drop": self.attn_drop, **window_options(self, grid)}
         if slots is None:
-            return local(q, k, v, self.position_bias(), **exact)
+            return local(q, k, v, self.position_bias(), **windows)
         norm = (self.norm_slots.weight, self.norm_slots.bias) if self.config.dual_norm else (None, None)
-        return transformer_ls(q, k, v, slots, *norm, self.position_bias(), **exact)
+        return transformer_ls(q, k, v, slots, *norm, self.position_bias(), **windows)

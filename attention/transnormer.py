@@ -1,13 +1,12 @@
-"""TransNormer (Qin et al., 2022, "The devil in linear transformer"; paper 003): local attention, then linear attention
-without a normaliser.
+"""TransNormer (Qin et al. 2022, arXiv:2210.10340): windows, in later layers linear attention without a normaliser.
 
 The first half of the layers, DiagAttention, attends within windows: softmax (t2), or ReLU weights and RMSNorm (t1,
-Zhang et al., 2021). The second half, NormAttention, is
+Zhang et al. 2021). The second half, NormAttention, is
 
     y = RMSNorm(phi(q) (phi(k)^T v)),   phi = elu + 1 (t2) or elu (t1),
 
 without the scale and without the sum of weights, by which linear attention divides and its gradients grow unbounded.
-Cost: 2 N |E| C multiply-accumulates in a Diag layer, 2 N d C in a Norm layer; linear in N. C parameters per RMSNorm.
+Cost: 2 N |E| C or 2 N d C multiply-accumulates, in a Diag or a Norm layer; linear in N. C parameters per RMSNorm.
 """
 
 from dataclasses import dataclass
@@ -17,9 +16,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Grid, Site
+from attention.base import Attention, Grid, Site, split_prefix
+from attention.exact import exact_logits, seen_exactly
 from attention.features import elu_plus_one, full_precision
-from attention.local import exact_logits, exact_set, local
+from attention.local import local
 from attention.options import option
 from attention.windows import from_windows, to_windows
 
@@ -30,7 +30,7 @@ FEATURE_MAPS = {"t1": F.elu, "t2": elu_plus_one}
 
 @full_precision
 def transnormer(q: Tensor, k: Tensor, v: Tensor, gain: Tensor, *, variant: Variant, norm: Norm) -> Tensor:
-    """NormAttention: q, k, v (B, h, N, d) and gain (h, d) -> (B, h, N, d), float32 at least."""
+    """NormAttention: q (B, h, N, d), k, v (B, h, P + N, d) and gain (h, d) -> (B, h, N, d), float32 at least."""
     phi = FEATURE_MAPS[variant]
     return rms_norm(phi(q) @ (phi(k).mT @ v), gain, norm)
 
@@ -38,8 +38,10 @@ def transnormer(q: Tensor, k: Tensor, v: Tensor, gain: Tensor, *, variant: Varia
 @full_precision
 def rela(q: Tensor, k: Tensor, v: Tensor, gain: Tensor, *, grid: Grid, window: Grid, norm: Norm) -> Tensor:
     """DiagAttention of t1: weights ReLU(q . k / sqrt(d)) within windows; shapes as in `transnormer`."""
+    (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     weights = exact_logits(q, k, None, grid, window, (0, 0)).relu()
-    return rms_norm(from_windows(weights @ to_windows(v, grid, window), grid, window), gain, norm)
+    y = from_windows(weights @ to_windows(v, grid, window), grid, window)
+    return rms_norm(y + (q * q.shape[-1] ** -0.5 @ k_prefix.mT).relu() @ v_prefix, gain, norm)
 
 
 def rms_norm(y: Tensor, gain: Tensor, norm: Norm) -> Tensor:
@@ -56,11 +58,10 @@ def transnormer_reference(q, k, v, gain, *, variant, norm):
 
 def rela_reference(q, k, v, gain, *, grid, window, norm):
     """`rela`, query by query."""
-    y = torch.zeros_like(v)
+    y = torch.zeros_like(q)
     for n in range(q.shape[2]):
-        cells, _, _ = exact_set(n, grid, window, (0, 0))
-        weights = (q[:, :, n, None] @ k[:, :, cells].mT * q.shape[-1] ** -0.5).relu()
-        y[:, :, n] = (weights @ v[:, :, cells])[:, :, 0]
+        logits, values = seen_exactly(n, q, k, v, grid=grid, window=window)
+        y[:, :, n] = (logits.relu()[:, :, None] @ values)[:, :, 0]
     return rms_norm_reference(y, gain, norm)
 
 
@@ -71,7 +72,7 @@ def rms_norm_reference(y, gain, norm):
 
 
 class Transnormer(Attention):
-    """Windows in the first half of the layers, linear attention in the second. Papers: 003 'TransNormer'."""
+    """Windows in the first half of the layers, linear attention in the second."""
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

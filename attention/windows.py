@@ -12,7 +12,12 @@ from attention.base import Grid
 
 
 def to_windows(x: Tensor, grid: Grid, window: Grid, overlap: Grid = (0, 0)) -> Tensor:
-    """Cuts tokens (B, h, N, d) into windows (B, h, g, e, d), grown by `overlap` cells on every side; zeros outside."""
+    """Cuts tokens (B, h, N, d) into windows (B, h, g, e, d), grown by `overlap` cells on every side; zeros outside.
+
+    The window (0, 0) is the whole grid, in raster order.
+    """
+    if window == (0, 0):
+        return x[:, :, None]
     (H, W), (rows, columns), (above, beside) = grid, window, overlap
     x = x.unflatten(2, grid)
     if H % rows or W % columns or above or beside:
@@ -22,9 +27,7 @@ def to_windows(x: Tensor, grid: Grid, window: Grid, overlap: Grid = (0, 0)) -> T
 
 
 def from_windows(y: Tensor, grid: Grid, window: Grid) -> Tensor:
-    """Puts windows (B, h, g, w, d) back in raster order (B, h, N, d), dropping padded cells; window (0, 0): the whole
-    grid is one, in raster order.
-    """
+    """Puts windows (B, h, g, w, d) back in raster order (B, h, N, d), dropping padded cells."""
     if window == (0, 0):
         return y[:, :, 0]
     (H, W), (rows, columns) = grid, window

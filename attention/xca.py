@@ -1,4 +1,4 @@
-"""Cross-covariance attention of XCiT (El-Nouby et al., 2021; paper 001 Table 8, 'XCIT'): channels attend to channels.
+"""Cross-covariance attention (El-Nouby et al. 2021, arXiv:2106.09681): channels attend to channels.
 
 Each channel of queries and keys is a unit vector over the N tokens; their d x d products, times a learned temperature
 per head, pass a softmax and mix the channels of every token's values. No weight depends on a pair of tokens, so there
@@ -36,9 +36,9 @@ def xca_reference(q, k, v, temperature, attn_drop=0.0):
 
 
 class Xca(Attention):
-    """Softmax over channels. Papers: 001 Table 8 'XCIT'."""
+    """Softmax over channels. Papers: LARA Table 8 'XCIT'."""
 
-    order_free = True
+    plain_prefix = True
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -49,4 +49,4 @@ class Xca(Attention):
         self.temperature = nn.Parameter(torch.ones(site.num_heads))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        return xca(q, k, v, self.temperature, self.config.attn_drop if self.training else 0.0).to(v.dtype)
+        return xca(q, k, v, self.temperature, self.attn_drop).to(v.dtype)

@@ -69,6 +69,7 @@ class Deit(Backbone):
         qkv_bias: bool = option(True, "bias of the query, key and value projections")
         stem: Literal["linear", "conv"] = option("linear", "patch embedding: linear, or strided convolutions")
         class_token: bool = option(False, "a class token before the patches")
+        reg_tokens: int = option(0, "register tokens, after the class token and before the patches", low=0)
         global_pool: Literal["avg", "token", ""] | None = option(
             None, "classifier's input; null: the class token where there is one, else the mean; '': all tokens"
         )
@@ -116,8 +117,9 @@ class Deit(Backbone):
         if config.stem == "conv":
             self.patch_embed.proj = conv_stem(config.in_chans, dim, config.patch_size)
         self.grid: Grid = self.patch_embed.grid_size
-        self.num_prefix_tokens = int(config.class_token)
+        self.num_prefix_tokens = config.class_token + config.reg_tokens
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim)) if config.class_token else None
+        self.reg_token = nn.Parameter(torch.empty(1, config.reg_tokens, dim)) if config.reg_tokens else None
         self.pos_embed = nn.Parameter(torch.empty(1, self.num_prefix_tokens + self.patch_embed.num_patches, dim))
         shared = {}
         self.blocks = nn.ModuleList(
@@ -150,13 +152,13 @@ class Deit(Backbone):
                 if isinstance(module, nn.Linear):
                     module.weight *= config.init_std / 0.02
         trunc_normal_(self.pos_embed, std=0.02)
-        if self.cls_token is not None:
-            nn.init.normal_(self.cls_token, std=1e-6)
+        for token in self.prefix_tokens():
+            nn.init.normal_(token, std=1e-6)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that group parameters by depth, for timm's layer-wise learning rates."""
         return {
-            "stem": r"^cls_token|pos_embed|patch_embed",
+            "stem": r"^cls_token|^reg_token|pos_embed|patch_embed",
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
         }
 
@@ -168,9 +170,12 @@ class Deit(Backbone):
         if self.config.dynamic_img_size:
             pos_embed = resample_abs_pos_embed(pos_embed, (H, W), self.grid, self.num_prefix_tokens)
         x = x.flatten(1, 2).contiguous()  # else all blocks inherit the convolution's channel-first strides
-        if self.cls_token is not None:
-            x = torch.cat([self.cls_token.expand(x.shape[0], -1, -1), x], dim=1)
-        return x + pos_embed, (H, W)
+        prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
+        return torch.cat([*prefix, x], dim=1) + pos_embed, (H, W)
+
+    def prefix_tokens(self) -> list[nn.Parameter]:
+        """The class token and the registers, as far as there are any, each (1, tokens, C)."""
+        return [token for token in (self.cls_token, self.reg_token) if token is not None]
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images -> normalised tokens (B, prefix + N, C)."""

@@ -40,18 +40,21 @@ class Case:
     def build(self, dtype: torch.dtype = torch.float64, seed: int = 0, **site: Any) -> Attention:
         """The layer with `seed`ed weights; position biases and norms are moved off their trivial start."""
         torch.manual_seed(seed)
-        attn = create_attention(
-            self.name, dim=HEADS * HEAD_DIM, num_heads=HEADS, grid=self.grid, **(self.options | site)
-        ).to(dtype)
+        place = {"dim": HEADS * HEAD_DIM, "num_heads": HEADS, "grid": self.grid}
+        attn = create_attention(self.name, **(place | self.options | site)).to(dtype)
         with torch.no_grad():
             for parameter in attn.parameters():
                 parameter.add_(0.25 * torch.randn_like(parameter))
         return attn
 
+    def num_tokens(self, grid: Grid) -> int:
+        """Prefix tokens and those of a grid."""
+        return self.options.get("num_prefix_tokens", 0) + grid[0] * grid[1]
+
     def tokens(self, dtype: torch.dtype = torch.float64, seed: int = 1, batch: int = B) -> torch.Tensor:
         """Random tokens (B, N, C)."""
         generator = torch.Generator().manual_seed(seed)
-        shape = (batch, self.grid[0] * self.grid[1], HEADS * HEAD_DIM)
+        shape = (batch, self.num_tokens(self.grid), HEADS * HEAD_DIM)
         return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
 
@@ -126,6 +129,8 @@ def clustered(grid: Grid, **options: Any) -> Case:
 
 
 SMALL = {"window_size": 3, "num_landmarks": 6}
+CAUSAL = {"causal": True, "layout": "1d", "window_size": 8}
+PREFIX = {"num_prefix_tokens": 2}
 
 CASES = [
     Case("softmax", (5, 7)),
@@ -239,4 +244,35 @@ CASES = [
     clustered((5, 7), num_top_keys=0),
     reformer((5, 7)),
     reformer((5, 7), chunk_size=4, same_bucket=True, num_rounds=2),
+    Case("softmax", (5, 7), {"causal": True}),
+    local((5, 7), **CAUSAL, overlap=3),
+    local((5, 7), **CAUSAL, position_bias="t5"),
+    combiner((5, 7), **CAUSAL),
+    eva((5, 7), **CAUSAL, num_landmarks=5),
+    eva((5, 7), **CAUSAL, num_landmarks=7, overlap=3, num_samples=2),
+    eva((5, 7), **CAUSAL, num_landmarks=7, visibility="released", log_count=True),
+    local((5, 7), window_size=3, **PREFIX),
+    eva((5, 7), **SMALL, **PREFIX),
+    eva((5, 7), **SMALL, **PREFIX, partition="mask", overlap=1, num_samples=2),
+    eva((5, 7), window_size=0, num_landmarks=6, **PREFIX),
+    lara((5, 7), **PREFIX),
+    Case("sra", (6, 8), {"reduction": 2, **PREFIX}, mixes_values=False),
+    combiner((5, 7), **PREFIX),
+    transformer_ls((5, 7), **PREFIX),
+    scatterbrain((5, 7), **PREFIX),
+    scatterbrain((5, 7), **PREFIX, support="lsh", position_bias="none"),
+    sparse_kernel("cosformer", **PREFIX),
+    sparse_kernel("cosformer", **PREFIX, layout="2d"),
+    Case("transnormer", (5, 7), {**PREFIX}, mixes_values=False),
+    Case("transnormer", (5, 7), {"depth": 2, "window_size": 3, "variant": "t1", **PREFIX}, "rela", mixes_values=False),
+    Case("linear_sra", (5, 7), {"pool_size": 3, **PREFIX}, mixes_values=False),
+    nystrom((5, 7), **PREFIX),
+    Case("linformer", (5, 7), {"num_landmarks": 6, **PREFIX}, mixes_values=False),
+    Case("synthesizer", (5, 7), {"rank": 2, **PREFIX}),
+    Case("longformer", (5, 7), {"radius": 4, "num_global": 2, **PREFIX}),
+    Case("longformer", (5, 7), {"radius": 1, "separate_global": True, **PREFIX}, mixes_values=False),
+    Case("sparse_transformer", (5, 7), {"num_summary": 2, **PREFIX}),
+    Case("bigbird", (5, 7), {"block_size": 3, "num_random": 2, **PREFIX}),
+    reformer((5, 7), **PREFIX),
+    Case("linear", (5, 7), PREFIX),
 ]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from attention import ATTENTION, Attention, OptionError, create_attention
-from cases import CASES, HEAD_DIM, HEADS, B, Case
+from cases import CASES, CAUSAL, HEAD_DIM, HEADS, B, Case
+from identities import assert_mean
 
-OWN_PROJECTIONS = {"reformer"}  # one projection for queries and keys
 FP64, FP64_GRADIENT, FP32_RMS, BF16_RMS = 1e-9, 1e-8, 1e-5, 1e-2
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
@@ -64,6 +64,22 @@ def test_op_equals_its_literal_twin_in_value_and_all_gradients(case, training, m
         )
 
 
+@pytest.mark.parametrize("case", [case for case in CASES if case.options.get("features") != "favorp"], ids=str)
+def test_gradients_are_slopes(case):
+    """By finite differences along random directions, the noise of training held fixed.
+
+    Not so of favorp: what it adds to its features is relative to a maximum that has no gradient in the released code.
+    """
+    attn, x = case.build(), case.tokens(batch=1).requires_grad_()
+    names, parameters = zip(*attn.named_parameters(), strict=True)
+
+    def run(x: Tensor, *parameters: Tensor) -> Tensor:
+        torch.manual_seed(3)
+        return torch.func.functional_call(attn, dict(zip(names, parameters, strict=True)), (x, case.grid))
+
+    torch.autograd.gradcheck(run, (x, *parameters), fast_mode=True)
+
+
 @every_case
 def test_shape_dtype_and_gradient_of_every_parameter(case):
     attn, x = case.build(torch.float32), case.tokens(torch.float32).requires_grad_()
@@ -80,7 +96,7 @@ def test_shape_dtype_and_gradient_of_every_parameter(case):
 @every_case
 def test_other_grid_than_at_construction(case):
     attn, (H, W) = case.build().eval(), (case.grid[0] + 3, case.grid[1] - 1)
-    x = torch.randn(B, H * W, HEADS * HEAD_DIM, dtype=torch.float64)
+    x = torch.randn(B, case.num_tokens((H, W)), HEADS * HEAD_DIM, dtype=torch.float64)
     assert attn(x, (H, W)).isfinite().all()
 
 
@@ -119,12 +135,12 @@ def test_training_equals_evaluation_without_noise(case):
 
 
 @pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @every_case
-def test_half_precision_is_finite_on_large_inputs(case, dtype, training):
+def test_every_precision_is_finite_on_large_inputs(case, dtype, training):
     x = 30 * case.tokens(torch.float32)
     attn = case.build(torch.float32).train(training)
-    with torch.autocast("cpu", dtype):
+    with torch.autocast("cpu", torch.bfloat16 if dtype == torch.float32 else dtype, enabled=dtype != torch.float32):
         y = attn(x, case.grid)
     assert y.dtype == dtype
     assert y.isfinite().all()
@@ -170,16 +186,31 @@ def test_constant_values_stay_constant(case, monkeypatch):
     op, args, options = capture_op(case, case.build(), case.tokens(), monkeypatch)
     q, k, v, *rest = args
     constant = torch.randn_like(v[:, :, :1]).expand_as(v)
-    torch.testing.assert_close(op(q, k, constant, *rest, **options), constant, rtol=FP64, atol=FP64)
+    y = op(q, k, constant, *rest, **options)
+    torch.testing.assert_close(y, constant[:, :, :1].expand_as(y), rtol=FP64, atol=FP64)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name, kind in ATTENTION.items() if hasattr(kind.Config, "attn_drop")])
+def test_dropout_of_weights_keeps_the_mean_and_ends_with_training(name):
+    case = next(case for case in CASES if case.name == name)
+    plain, dropping = (case.build(attn_drop=rate) for rate in (0.0, 0.5))
+    x = case.tokens(batch=1)
+    assert torch.equal(dropping.eval()(x, case.grid), plain.eval()(x, case.grid))
+    plain.train(), dropping.train()
+    torch.manual_seed(3)
+    differences = torch.cat([dropping(x, case.grid) - plain(x, case.grid) for _ in range(200)])
+    assert (differences.abs().amax((1, 2)) > 1e-3).all()
+    assert_mean(differences, 0)
 
 
 def test_every_mechanism_has_a_case():
     assert {case.name for case in CASES} == set(ATTENTION)
 
 
-@pytest.mark.parametrize("name", sorted(set(ATTENTION) - OWN_PROJECTIONS))
+@pytest.mark.parametrize("name", ATTENTION)
 def test_stock_projections(name):
-    """timm's names for the projections, so that published softmax weights load into any mechanism."""
+    """timm's names for the projections, so that published softmax weights load wherever there are all three."""
     attn = create_attention(name, dim=192, num_heads=3, grid=(14, 14))
     state, rows = attn.state_dict(), 192 * attn.num_projections
     shapes = {"qkv.weight": (rows, 192), "qkv.bias": (rows,), "proj.weight": (192, 192), "proj.bias": (192,)}
@@ -231,7 +262,11 @@ def test_options_are_documented_frozen_dataclasses(name):
         ("nystrom", {"conv": "none", "conv_size": 3}, r"attention\(nystrom\).conv_size = 3: does not act with"),
         ("orthoformer", {"num_landmarks": 197}, r"attention\(orthoformer\).num_landmarks = 197: .* at most 196"),
         ("softmax", {"num_heads": 3}, r"num_heads = 3 does not divide dim = 16"),
-        ("local", {"num_prefix_tokens": 1}, r"attention\(local\).class_token = True: .* set class_token: false"),
+        ("local", {"causal": True}, r"attention\(local\).layout = 2d: causal .* set layout: 1d"),
+        ("eva", {**CAUSAL, "position_bias": "t5_released"}, r"position_bias = t5_released: .* one of none, table, t5"),
+        ("eva", {**CAUSAL, "partition": "mask"}, r"attention\(eva\).causal = True: needs .* partition all"),
+        ("eva", {"visibility": "released"}, r"attention\(eva\).visibility = released: acts with causal; leave it out"),
+        ("softmax", {"causal": True, "num_prefix_tokens": 1}, r"causal = True: prefix tokens see every token"),
     ],
 )
 def test_what_cannot_be_honoured_is_refused(name, options, message):

@@ -5,11 +5,13 @@ attention layer are those beside the four C x C projections.
 """
 
 import functools
+import math
 from pathlib import Path
 
 import pytest
 
 import benchmark
+from attention import ATTENTION
 from engine.config import load_run
 from engine.costs import PAPER_COSTS, Costs, count_costs
 
@@ -54,12 +56,16 @@ MACS = {  # mechanism: MACs in addition to the projections
     "orthoformer": lambda N, C, h: 5 * N * L * C,
     # a band in tiles of 24 queries and 72 keys, where 49 are within reach; a global column and a global row
     "longformer": lambda N, C, h: 2 * N * (72 + 2) * C,
-    "sparse_transformer": lambda N, C, h: 2 * N * (28 + N // 28 - 1) * C,
+    "sparse_transformer": lambda N, C, h: 2 * N * (2 * math.isqrt(N) - 1) * C,
     # published analyses leave out the global rows: 2 blocks of 16 queries
     "bigbird": lambda N, C, h: 2 * N * (3 + 2 + 3 + 2) * 16 * C,
     "clustered, 32 bits": lambda N, C, h: N * 32 * C + 2 * N * L * C,
     "clustered improved, 32 bits": lambda N, C, h: N * 32 * C + 2 * N * (L + 32) * C,
-    "reformer": lambda N, C, h: 4 * (2 * N // 49 * N * C // 2 + 4 * N * 49 * C) - N * C * C,
+    "clustered": lambda N, C, h: N * 63 * C + 2 * N * (L + 32) * C,
+    # one set of n = N / 49 rotations, or two of sqrt(n / 2) where n is above 49
+    "reformer": lambda N, C, h: (
+        4 * (int(N / 49 if N <= 49 * 49 else (2 * N / 49) ** 0.5) * N * C + 4 * N * 49 * C) - N * C * C
+    ),
 }
 PARAMETERS = {  # mechanism: parameters in addition to the projections
     "local": lambda N, C, h: h * TABLE,
@@ -100,12 +106,12 @@ def eva_macs(N: int, C: int, h: int, groups: int, samples: int) -> int:
     )
 
 
-def deit(N: int, C: int, h: int, mechanism: str) -> tuple[int, int]:
-    """Parameters and MACs of a DeiT with 12 layers for N patches of a 224 x 224 image."""
+def deit(N: int, C: int, h: int, mechanism: str, depth: int = 12) -> tuple[int, int]:
+    """Parameters and MACs of a DeiT with `depth` layers for N patches of a 224 x 224 image."""
     patch = 3 * 224 * 224 // N
     layer = 12 * C * C + 13 * C + PARAMETERS.get(mechanism, lambda *_: 0)(N, C, h)
-    parameters = (patch + 1) * C + N * C + 12 * layer + 2 * C + 1001 * C - C + 1000
-    return parameters, N * C * patch + 12 * (12 * N * C * C + MACS[mechanism](N, C, h)) + 1000 * C
+    parameters = (patch + 1) * C + N * C + depth * layer + 2 * C + 1001 * C - C + 1000
+    return parameters, N * C * patch + depth * (12 * N * C * C + MACS[mechanism](N, C, h)) + 1000 * C
 
 
 def pvt(depths: tuple[int, ...], mechanism: str) -> tuple[int, int]:
@@ -231,6 +237,20 @@ def test_costs_equal_their_formulas(config, overrides, expected, giga_macs):
         assert macs / 1e9 == pytest.approx(giga_macs, rel=0.01)
 
 
+DEFAULTS = {"ra": "ra unbiased", "lara": "lara light", "transformer_ls": "transformer_ls 16"}
+"""Formulas of the mechanisms' default options, where they are not named after the mechanism."""
+
+
+@pytest.mark.parametrize("patch", [16, 4])
+@pytest.mark.parametrize("name", ATTENTION)
+def test_costs_of_every_mechanism_at_fewer_and_more_tokens(name, patch):
+    """Of two layers, which is enough: TransNormer has two kinds."""
+    parameters, macs = count_costs({"name": f"deit_tiny_p{patch}", "img_size": 224, "depth": 2}, name)
+    expected = deit((224 // patch) ** 2, 192, 3, DEFAULTS.get(name, name), depth=2)
+    assert parameters == expected[0]
+    assert macs == pytest.approx(expected[1], rel=0.01)
+
+
 @pytest.mark.parametrize(("samples", "total"), [(64, 4.653), (96, 4.885), (128, 5.116)])
 def test_performer_costs_by_samples(samples, total):
     layer = MACS["performer"](*TINY_784, S=samples)
@@ -270,3 +290,15 @@ def test_benchmark_prints_the_table(capsys):
         benchmark.main(["--macs", "absent.yaml"])
     assert ended.value.code == 2
     assert capsys.readouterr().err.endswith("absent.yaml: No such file or directory\n")
+
+
+def test_benchmark_prints_every_mechanism_by_size(capsys, monkeypatch):
+    monkeypatch.setattr(benchmark, "PAPER_COSTS", [])
+    monkeypatch.setattr(benchmark, "ATTENTION", ["softmax", "local"])
+    benchmark.main(["--macs"])
+    assert capsys.readouterr().out.splitlines()[-4:] == [
+        "| DeiT-Tiny with | MACs (G) at 196 tokens | parameters (M) | at 784 | parameters | at 3136 | parameters |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| softmax | 1.247 | 5.717 | 7.023 | 5.719 | 61.994 | 6.143 |",
+        "| local | 1.114 | 5.723 | 4.368 | 5.725 | 17.384 | 6.149 |",
+    ]

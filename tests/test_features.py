@@ -9,18 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.features import (
-    counter_normal,
-    counter_uniform,
-    gaussian,
-    log_features,
-    mixture_draws,
-    random_feature_attention,
-    sample_indices,
-)
-from attention.performer import trigonometric
+from attention.draws import counter_normal, counter_uniform, gaussian, mixture_draws, sample_indices
+from attention.features import log_features, random_feature_attention, trigonometric
 from attention.softmax import softmax
-from monte_carlo import assert_mean, draw
+from identities import assert_equal, assert_mean, draw
 
 FP64 = torch.zeros((), dtype=torch.float64)
 
@@ -62,7 +54,7 @@ def test_two_nested_softmaxes_are_the_ratio_of_sums():
     phi_q, phi_k = (log_features(q, omega) + weight).exp(), log_features(k, omega).exp()
     kernel = phi_q @ phi_k.mT
     expected = kernel @ v / kernel.sum(-1, keepdim=True)
-    torch.testing.assert_close(random_feature_attention(q, k, v, omega, weight), expected, rtol=1e-10, atol=1e-10)
+    assert_equal(random_feature_attention(q, k, v, omega, weight), expected)
 
 
 def test_large_inputs_do_not_overflow():

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from attention import OptionError, create_attention
 from attention.features import log_features, random_feature_attention, scale
-from attention.lara import lara, query_weights
+from attention.lara import lara
+from attention.proposals import query_weights
 from attention.ra import ra
-from monte_carlo import assert_mean, deviation, draw
+from identities import assert_equal, assert_mean, deviation, draw
 
 N, C, D = 6, 3, 4
 Q, K, V = (0.8 * draw(2, 2, N, D, seed=seed) for seed in range(3))
@@ -21,10 +22,6 @@ UNIFORM = torch.rand(2, 2, C, 1, generator=torch.Generator().manual_seed(6), dty
 EXPLICIT = {name: {"weighting": name, "beta": 2.0} for name in ("coupled", "coupled_density", "decoupled")}
 EXPLICIT["balance"] = {"weighting": "decoupled", "beta": 0.0}
 every_weighting = pytest.mark.parametrize("weighting", EXPLICIT)
-
-
-def assert_equal(a: Tensor, b: Tensor):
-    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 def layer(grid=(4, 6), **options):
@@ -78,7 +75,7 @@ def test_one_proposal_per_query_without_normalisation_is_randomized_attention():
 
 
 def test_a_single_proposal_compares_queries_with_their_mean():
-    """Paper 001, Table 10: y_n = sum_s softmax_s(omega_s . (q_n - q_bar)) F_s."""
+    """LARA paper, Table 10: y_n = sum_s softmax_s(omega_s . (q_n - q_bar)) F_s."""
     q_bar, noise, uniform = Q.mean(2, keepdim=True), draw(2, 2, 1, 5, D, seed=8), torch.rand(2, 2, 1, 5).double()
     pi = (scale(q_bar) @ scale(K).mT).softmax(-1)
     z = (pi.cumsum(-1) <= uniform.mT).sum(-1)
@@ -134,22 +131,6 @@ def test_kernel_entries_are_unbiased(weighting):
 def test_kernel_entries_are_biased_under_the_released_noise(weighting):
     """Its densities assume unit covariance, which its samples do not have."""
     assert deviation(*kernel_entries(weighting, noise_std=D**-0.25)).max() > 20
-
-
-# Symmetry
-
-
-@every_weighting
-def test_equivariance_under_permutations_within_segments_and_of_segments(weighting):
-    grid, x = (4, 6), draw(2, 24, 8)
-    attn = layer(weighting=weighting).double().eval()
-    cells = torch.arange(24).view(2, 2, 2, 3).transpose(1, 2).reshape(4, 6)  # segment, place
-    for segments, places in (([0, 1, 2, 3], [3, 0, 5, 1, 4, 2]), ([2, 0, 3, 1], [0, 1, 2, 3, 4, 5])):
-        order = torch.empty(24, dtype=torch.int64)
-        order[cells.flatten()] = cells[segments][:, places].flatten()
-        assert not torch.equal(order, torch.arange(24))
-        assert_equal(attn(x[:, order], grid), attn(x, grid)[:, order])
-    assert (attn(x.flip(1).roll(1, 1), grid) - attn(x, grid).flip(1).roll(1, 1)).abs().max() > 1e-3
 
 
 # Options

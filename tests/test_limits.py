@@ -11,13 +11,15 @@ from torch import Tensor
 
 from attention import create_attention
 from attention.eva import eva, group_values
+from attention.exact import exact_logits, exact_set
 from attention.features import log_features, random_feature_attention, scale
 from attention.landmarks import Groups, bins, bins_outside, chunks_outside, gather_groups, group_mean
-from attention.local import exact_logits, exact_set, local
+from attention.local import local
 from attention.position import PositionBias, t5_bucket
+from attention.scatterbrain import scatterbrain
 from attention.softmax import softmax
 from attention.windows import from_windows, to_windows, window_indices
-from identities import CPU, B, assert_equal, d, draw, every_grid, h, tokens
+from identities import CPU, B, assert_equal, d, draw, every_grid, h, layer, tokens, under_mask
 
 
 def eva_of(q, k, v, groups, grid, window, *, omega=None, samples: int = 1, mu=None, transform=0.3, **options) -> Tensor:
@@ -28,7 +30,7 @@ def eva_of(q, k, v, groups, grid, window, *, omega=None, samples: int = 1, mu=No
     return eva(q, k, v, k_tilde, mu, omega, groups=groups, grid=grid, window=window, **options)
 
 
-# Local attention (spec 1.2, 1.3)
+# Local attention
 
 
 @every_grid
@@ -48,8 +50,7 @@ def test_local_is_softmax_under_a_dense_mask(grid, window, overlap):
         mask[n, exact_set(n, grid, window, overlap)[0]] = True
     if overlap == (0, 0):
         assert torch.equal(mask, mask.mT)  # blocks: who sees whom is mutual
-    dense = (q @ k.mT * d**-0.5).masked_fill(~mask, -torch.inf).softmax(-1) @ v
-    assert_equal(local(q, k, v, grid=grid, window=window, overlap=overlap), dense)
+    assert_equal(local(q, k, v, grid=grid, window=window, overlap=overlap), under_mask(q, k, v, mask))
 
 
 @every_grid
@@ -129,7 +130,7 @@ def test_table_bias_at_zero_leaves_local_unchanged_and_t5_is_a_sum_over_axes():
     assert_equal(local(q, k, v, zero, grid=(6, 6), window=(3, 3)), local(q, k, v, grid=(6, 6), window=(3, 3)))
 
 
-# Partitions (spec 0)
+# Partitions
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (5, 7), (24, 24)], ids=str)
@@ -163,13 +164,13 @@ def test_partitions_outside_the_exact_set_complete_it(grid, window, overlap):
 
 
 def test_complement_chunks_of_the_papers():
-    """Spec 3.1: 735/49 = 15 tokens a chunk at N = 784, 3 at 196, 63 at 3136."""
+    """735/49 = 15 tokens a chunk at N = 784, 3 at 196, 63 at 3136."""
     for side, size in ((28, 15), (14, 3), (56, 63)):
         groups = chunks_outside((side, side), (7, 7), (0, 0), 49, CPU)
         assert (groups.count() == size).all()
 
 
-# EVA (spec 3.2, E1 to E9)
+# EVA
 
 
 @every_grid
@@ -180,12 +181,9 @@ def test_e1_exact_set_of_all_tokens_is_softmax(grid):
     for groups in (chunks_outside(grid, grid, (0, 0), 3, CPU), masked):
         for samples in (1, 3):
             assert_equal(eva_of(q, k, v, groups, grid, grid, samples=samples), expected)
-    attn = create_attention("eva", dim=h * d, num_heads=h, grid=grid, window_size=max(grid), num_landmarks=0)
-    reference = create_attention("softmax", dim=h * d, num_heads=h, grid=grid)
+    attn = layer("eva", grid, window_size=max(grid), num_landmarks=0)
     torch.nn.init.zeros_(attn.position_bias.table)
-    reference.load_state_dict({key: p for key, p in attn.state_dict().items() if not key.startswith("position_bias")})
-    x = draw(B, grid[0] * grid[1], h * d)
-    assert_equal(attn.double()(x, grid), reference.double()(x, grid))
+    assert_equal(attn.attend(q, k, v, grid), expected)
     # With groups over all tokens the group logits stay beside the exact ones.
     assert (eva_of(q, k, v, bins(grid, (2, 2), CPU), grid, grid) - expected).abs().max() > 1e-3
 
@@ -196,6 +194,8 @@ def test_e2_singleton_groups_alone_are_softmax(grid, samples):
     q, k, v = tokens(grid)
     y = eva_of(q, k, v, bins(grid, grid, CPU), grid, (0, 0), samples=samples, transform=1.0)
     assert_equal(y, softmax(q, k, v))
+    options = {"window_size": 0, "num_landmarks": q.shape[2], "landmark_transform": "identity", "num_samples": samples}
+    assert_equal(layer("eva", grid, **options).train().attend(q, k, v, grid), softmax(q, k, v))
 
 
 @every_grid
@@ -217,13 +217,10 @@ def test_e4_one_group_with_one_sample_gives_every_query_the_same_output(grid):
 
 @every_grid
 def test_e5_no_groups_is_local(grid):
-    eva_layer, local_layer = (
-        create_attention(name, dim=h * d, num_heads=h, grid=grid, window_size=3, **options).double()
-        for name, options in (("eva", {"num_landmarks": 0}), ("local", {}))
-    )
-    local_layer.load_state_dict(eva_layer.state_dict(), strict=True)
+    attn, expected = layer("eva", grid, window_size=3, num_landmarks=0), layer("local", grid, window_size=3)
+    expected.load_state_dict(attn.state_dict())
     x = draw(B, grid[0] * grid[1], h * d)
-    assert_equal(eva_layer(x, grid), local_layer(x, grid))
+    assert_equal(attn(x, grid), expected(x, grid))
 
 
 @every_grid
@@ -239,14 +236,7 @@ def test_e6_random_feature_weight_of_the_complement_is_scatterbrain(grid):
     logits = log_features(scale(queries), omega) + log_mass - torch.tensor(S).double().log()
     weights = torch.cat([exact_logits(q, k, None, grid, window, (0, 0)), logits], -1).softmax(-1)
     y = from_windows(weights[..., :4] @ to_windows(v, grid, window) + weights[..., 4:] @ beta, grid, window)
-
-    features = [log_features(scale(x), omega).exp() / S**0.5 for x in (q, k)]
-    dense = features[0] @ features[1].mT
-    exact = (q @ k.mT * d**-0.5).exp()
-    for n in range(grid[0] * grid[1]):
-        cells = exact_set(n, grid, window, (0, 0))[0]
-        dense[:, :, n, cells] = exact[:, :, n, cells]
-    expected = dense @ v / dense.sum(-1, keepdim=True)
+    expected = scatterbrain(q, k, v, omega.expand(h, S, d), grid=grid, window=window)
     assert_equal(y, expected)
     # Equation 16's group weight exp(t) is another one.
     zero = torch.zeros(1, dtype=torch.float64)
@@ -317,51 +307,7 @@ def test_empty_groups_are_ignored():
     assert_equal(eva_of(q, k, v, groups, grid, (2, 2), mu=mu, omega=omega), expected)
 
 
-# Symmetries (spec 10)
-
-
-def layer(name: str, grid, **options):
-    torch.manual_seed(0)
-    return create_attention(name, dim=h * d, num_heads=h, grid=grid, **options).double().eval()
-
-
-@every_grid
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("softmax", {}),
-        ("local", {"window_size": 3, "overlap": 1, "position_bias": "none"}),
-        ("eva", {"window_size": 2, "num_landmarks": 4, "position_bias": "none"}),
-        ("eva", {"window_size": 3, "num_landmarks": 4, "position_bias": "none", "partition": "mask"}),
-    ],
-)
-def test_transposing_the_grid_commutes(name, options, grid):
-    x, (H, W) = draw(B, grid[0] * grid[1], h * d), grid
-    y = layer(name, grid, **options)(x, grid)
-    flip = x.view(B, H, W, -1).transpose(1, 2).flatten(1, 2)
-    y_flip = layer(name, (W, H), **options)(flip, (W, H))
-    assert_equal(y_flip.view(B, W, H, -1).transpose(1, 2).flatten(1, 2), y)
-
-
-@every_grid
-def test_permutation_equivariance_of_softmax(grid):
-    attn, x = layer("softmax", grid), draw(B, grid[0] * grid[1], h * d)
-    order = torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(0))
-    assert_equal(attn(x[:, order], grid), attn(x, grid)[:, order])
-
-
-@pytest.mark.parametrize("name", ["local", "eva"])
-def test_permutations_within_window_and_group_commute(name):
-    """Window = group = 2x2: tokens may be exchanged inside a window; with position bias they may not."""
-    grid, options = (6, 4), {"num_landmarks": 6} if name == "eva" else {}
-    x = draw(B, 24, h * d)
-    order = torch.arange(24)
-    order[[0, 1, 4, 5]] = torch.tensor([5, 0, 1, 4])
-    for bias, commutes in (("none", True), ("table", False)):
-        attn = layer(name, grid, window_size=2, position_bias=bias, **options)
-        if bias == "table":
-            torch.nn.init.normal_(attn.position_bias.table)
-        assert torch.allclose(attn(x[:, order], grid), attn(x, grid)[:, order], atol=1e-10) == commutes
+# Noise
 
 
 def test_activation_checkpointing_replays_the_noise():

@@ -1,4 +1,4 @@
-"""Limits, identities and symmetries of Combiner, Transformer-LS, SMYRF and Scatterbrain (float64, 1e-10)."""
+"""Limits and identities of Combiner, Transformer-LS, SMYRF and Scatterbrain (float64, 1e-10)."""
 
 import math
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import create_attention
+from attention.base import merge_heads
 from attention.combiner import combiner
+from attention.exact import exact_set
 from attention.features import log_features, random_feature_attention, scale
 from attention.hashing import (
     asymmetric_transform,
@@ -18,42 +19,27 @@ from attention.hashing import (
     hash_clusters,
     to_clusters,
 )
-from attention.local import exact_set
 from attention.scatterbrain import merge_others, scatterbrain, scatterbrain_lsh
 from attention.smyrf import smyrf
 from attention.softmax import softmax
 from attention.transformer_ls import normalise, transformer_ls
 from attention.windows import window_indices
-from monte_carlo import assert_mean, deviation, draw
+from identities import (
+    CPU,
+    B,
+    assert_equal,
+    assert_mean,
+    d,
+    deviation,
+    draw,
+    every_grid,
+    h,
+    layer,
+    shuffled,
+    tokens,
+)
 
-B, h, d = 2, 2, 8
-CPU = torch.device("cpu")
-every_grid = pytest.mark.parametrize("grid", [(4, 4), (6, 4), (8, 8)], ids=str)
-
-
-def tokens(grid) -> list[Tensor]:
-    return [draw(B, h, grid[0] * grid[1], d, seed=seed) for seed in range(3)]
-
-
-def layer(name: str, grid, **options):
-    torch.manual_seed(0)
-    attn = create_attention(name, dim=h * d, num_heads=h, grid=grid, **options).double().eval()
-    with torch.no_grad():
-        for linear in (attn.qkv, attn.proj):
-            linear.weight.normal_(std=0.3)
-    return attn
-
-
-def assert_equal(y: Tensor, expected: Tensor):
-    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
-
-
-def transposed(x: Tensor, grid) -> Tensor:
-    """Tokens (B, N, C) of an (H, W) grid in the raster order of its transpose."""
-    return x.unflatten(1, grid).transpose(1, 2).flatten(1, 2)
-
-
-# Combiner (spec 4.3)
+# Combiner
 
 
 @every_grid
@@ -69,8 +55,9 @@ def test_combiner_with_spans_of_one_token_is_softmax(grid):
     q, k, v = tokens(grid)
     assert_equal(combiner(q, k, v, q, k, grid=grid, window=(1, 1)), softmax(q, k, v))
     attn = layer("combiner", grid, window_size=1, summary="identity", position_bias="none")
-    x = draw(B, grid[0] * grid[1], h * d)
-    assert_equal(attn(x, grid), layer("softmax", grid)(x, grid))
+    expected, x = layer("softmax", grid), draw(B, grid[0] * grid[1], h * d)
+    expected.load_state_dict(attn.state_dict())
+    assert_equal(attn(x, grid), expected(x, grid))
 
 
 @every_grid
@@ -99,18 +86,17 @@ def test_combiner_pools_the_tokens_of_the_grid_alone(pool):
     assert_equal(attn.pool(x, (5, 7)), expected)
 
 
-# Transformer-LS (spec 4.4)
+# Transformer-LS
 
 
 @every_grid
 def test_transformer_ls_without_averages_is_local_and_softmax(grid):
-    options = {"window_size": 2, "overlap": 1}
-    attn = layer("transformer_ls", grid, num_landmarks=0, dual_norm=False, **options)
-    expected, x = layer("local", grid, **options), draw(B, grid[0] * grid[1], h * d)
-    expected.load_state_dict(attn.state_dict(), strict=True)
-    assert_equal(attn(x, grid), expected(x, grid))
-    attn = layer("transformer_ls", grid, num_landmarks=0, dual_norm=False, window_size=max(grid), position_bias="none")
-    assert_equal(attn(x, grid), layer("softmax", grid)(x, grid))
+    window, everything = {"window_size": 2, "overlap": 1}, {"window_size": max(grid), "position_bias": "none"}
+    x = draw(B, grid[0] * grid[1], h * d)
+    for options, expected in ((window, layer("local", grid, **window)), (everything, layer("softmax", grid))):
+        attn = layer("transformer_ls", grid, num_landmarks=0, dual_norm=False, **options)
+        expected.load_state_dict(attn.state_dict())
+        assert_equal(attn(x, grid), expected(x, grid))
 
 
 @every_grid
@@ -123,18 +109,26 @@ def test_transformer_ls_with_one_average_per_token_is_softmax(grid):
 @every_grid
 def test_dual_norm_makes_keys_and_values_as_large_as_their_averages(grid):
     attn, x = layer("transformer_ls", grid, num_landmarks=5, window_size=2), draw(B, grid[0] * grid[1], h * d)
+    for norm in (attn.norm_full, attn.norm_slots):
+        norm.reset_parameters()
     _, k, v, slots = attn.project(x, grid)
     assert slots.shape == (B, h, 5, x.shape[1])
     averages = normalise(slots.softmax(-1) @ k, attn.norm_slots.weight, attn.norm_slots.bias)
     for y in (k, v, averages):
-        all_heads = y.transpose(1, 2).flatten(2)
+        all_heads = merge_heads(y)
         assert_equal(all_heads.mean(-1), torch.zeros_like(all_heads[..., 0]))
         torch.testing.assert_close(
             all_heads.var(-1, correction=0), torch.ones_like(all_heads[..., 0]), rtol=0, atol=1e-2
         )
 
 
-# SMYRF and its hash (spec 4.2)
+# SMYRF and its hash
+
+
+def same_cluster(q: Tensor, k: Tensor, directions: Tensor, size: int) -> Tensor:
+    """(B, h, r, N, N) bool: which keys each round's hash shows to a query."""
+    of_q, of_k = (cluster_ids(clusters, q.shape[2]) for clusters in hash_clusters(q, k, directions, size))
+    return of_q[..., None] == of_k[..., None, :]
 
 
 @every_grid
@@ -172,8 +166,7 @@ def test_smyrf_with_one_cluster_is_softmax(grid, rounds):
 def test_smyrf_is_softmax_under_the_masks_of_its_clusters_weighed_by_their_mass(grid, size):
     q, k, v = tokens(grid)
     directions = draw(h, 2, d + 2, seed=3)
-    of_q, of_k = (cluster_ids(c, q.shape[2]) for c in hash_clusters(q, k, directions, size))
-    logits = (q @ k.mT * d**-0.5)[:, :, None].masked_fill(of_q[..., None] != of_k[..., None, :], -torch.inf)
+    logits = (q @ k.mT * d**-0.5)[:, :, None].masked_fill(~same_cluster(q, k, directions, size), -torch.inf)
     expected = (logits.logsumexp(-1, keepdim=True).softmax(2) * (logits.softmax(-1) @ v[:, :, None])).sum(2)
     assert_equal(smyrf(q, k, v, directions, cluster_size=size), expected)
 
@@ -189,15 +182,14 @@ def test_rounds_of_smyrf_with_one_direction_are_one_round(grid):
 def test_smyrf_clusters_near_tokens():
     """Pairs with large products meet more often than by chance (1 in 8)."""
     q = draw(B, h, 64, d)
-    k = q[:, :, torch.randperm(64, generator=torch.Generator().manual_seed(0))]
-    of_q, of_k = (cluster_ids(c, 64) for c in hash_clusters(q, k, draw(h, 50, d + 2, seed=3), 8))
-    meet = (of_q[..., None] == of_k[..., None, :]).double().mean(2)
+    k = q[:, :, shuffled(64)]
+    meet = same_cluster(q, k, draw(h, 50, d + 2, seed=3), 8).double().mean(2)
     best = (q @ k.mT).argmax(-1, keepdim=True)
     assert_equal(meet.mean(-1), torch.full_like(meet[..., 0], 1 / 8))
     assert meet.gather(-1, best).mean() > 2 / 8
 
 
-# Scatterbrain (spec 4.1, 4.2)
+# Scatterbrain
 
 S = 5
 
@@ -242,18 +234,31 @@ def test_scatterbrain_with_nothing_in_the_support_is_random_feature_attention(gr
         ((3, 3), (1, 1), "subtract"),
     ],
 )
-def test_scatterbrain_corrects_the_estimate_on_the_support(grid, window, overlap, complement):
-    """(phi phi^T v + (A - phi phi^T)_E v) / row sums."""
+def test_scatterbrain_corrects_the_estimate_on_windows(grid, window, overlap, complement):
     q, k, v = tokens(grid)
     omega, N = draw(h, S, d, seed=3), q.shape[2]
-    estimate = features(q, omega) @ features(k, omega).mT
     support = torch.zeros(N, N, dtype=torch.bool)
     for n in range(N):
         support[n, exact_set(n, grid, window, overlap)[0]] = True
-    correction = torch.where(support, (q @ k.mT * d**-0.5).exp() - estimate, 0)
-    row_sums = estimate.sum(-1, keepdim=True) + correction.sum(-1, keepdim=True)
     options = {"grid": grid, "window": window, "overlap": overlap, "complement": complement}
-    assert_equal(scatterbrain(q, k, v, omega, **options), (estimate @ v + correction @ v) / row_sums)
+    assert_equal(scatterbrain(q, k, v, omega, **options), corrected(q, k, v, omega, support))
+
+
+@every_grid
+@pytest.mark.parametrize("size", [4, 5])
+def test_scatterbrain_corrects_the_estimate_on_hashed_clusters(grid, size):
+    q, k, v = tokens(grid)
+    omega, directions = draw(h, S, d, seed=3), draw(h, 3, d + 2, seed=4)
+    support = same_cluster(q, k, directions, size).any(2)
+    y = scatterbrain_lsh(q, k, v, omega, directions, cluster_size=size)
+    assert_equal(y, corrected(q, k, v, omega, support))
+
+
+def corrected(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, support: Tensor) -> Tensor:
+    """(phi phi^T v + (A - phi phi^T)_E v) / row sums."""
+    estimate = features(q, omega) @ features(k, omega).mT
+    correction = torch.where(support, (q @ k.mT * d**-0.5).exp() - estimate, 0)
+    return (estimate @ v + correction @ v) / (estimate.sum(-1, keepdim=True) + correction.sum(-1, keepdim=True))
 
 
 def rows(y: Tensor, logits: Tensor, support: Tensor) -> Tensor:
@@ -271,8 +276,7 @@ def test_scatterbrain_is_exact_on_its_support_and_unbiased_off_it_before_normali
     windows = torch.arange(16).view(4, 4) // 8 * 2 + torch.arange(4) // 2
     local = windows.flatten()[:, None] == windows.flatten()
     directions = draw(1, 2, d + 2, seed=3)
-    of_q, of_k = (cluster_ids(c, 16)[0, 0] for c in hash_clusters(q[:, :1], k[:, :1], directions, 4))
-    hashed = (of_q[:, :, None] == of_k[:, None]).any(0)
+    hashed = same_cluster(q[:, :1], k[:, :1], directions, 4)[0, 0].any(0)
     cases = [
         (scatterbrain(q, k, v, omega, grid=grid, window=(2, 2)), local),
         (scatterbrain_lsh(q, k, v, omega, directions.expand(draws, -1, -1), cluster_size=4), hashed),
@@ -322,52 +326,3 @@ def test_rounds_of_scatterbrain_with_one_direction_are_one_round(grid):
         for directions in (direction, direction.expand(-1, 3, -1))
     )
     assert_equal(thrice, once)
-
-
-# Symmetries (spec 10)
-
-
-@every_grid
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("combiner", {"window_size": 2}),
-        ("combiner", {"window_size": 3}),
-        ("transformer_ls", {"window_size": 3, "overlap": 1}),
-        ("scatterbrain", {"window_size": 3}),
-        ("scatterbrain", {"window_size": 2, "overlap": 1, "complement": "subtract"}),
-    ],
-)
-def test_transposing_the_grid_commutes(name, options, grid):
-    x, options = draw(B, grid[0] * grid[1], h * d), {**options, "position_bias": "none"}
-    y = layer(name, grid, **options)(transposed(x, grid), grid[::-1])
-    assert_equal(y, transposed(layer(name, grid, **options)(x, grid), grid))
-
-
-@every_grid
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("transformer_ls", {"window_size": 0}),
-        ("smyrf", {"cluster_size": 4, "num_rounds": 3}),
-        ("scatterbrain", {"support": "lsh", "window_size": 2, "position_bias": "none"}),
-    ],
-)
-def test_permutations_commute(name, options, grid):
-    attn, x = layer(name, grid, **options), draw(B, grid[0] * grid[1], h * d)
-    order = torch.randperm(x.shape[1], generator=torch.Generator().manual_seed(0))
-    assert_equal(attn(x[:, order], grid), attn(x, grid)[:, order])
-
-
-@pytest.mark.parametrize(("name", "options"), [("combiner", {}), ("transformer_ls", {}), ("scatterbrain", {})])
-def test_permutations_within_and_of_windows_commute(name, options):
-    grid, x = (6, 4), draw(B, 24, h * d)
-    within, between = torch.arange(24), torch.arange(24).view(3, 2, 2, 2)
-    within[[0, 1, 4, 5]] = torch.tensor([5, 0, 1, 4])
-    between = between[[1, 0, 2]][:, :, [1, 0]].flatten()
-    attn = layer(name, grid, window_size=2, position_bias="none", **options)
-    for order in (within, between):
-        assert_equal(attn(x[:, order], grid), attn(x, grid)[:, order])
-    across = torch.arange(24)
-    across[[0, 23]] = torch.tensor([23, 0])
-    assert (attn(x[:, across], grid) - attn(x, grid)[:, across]).abs().max() > 1e-3

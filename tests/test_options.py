@@ -23,12 +23,13 @@ CLUSTERED = {"num_clusters": 5, "num_top_keys": 3, "num_iterations": 2}
 REFORMER = {"chunk_size": 8}
 
 EFFECTS = {
-    "softmax": {"attn_drop": ({}, 0.5)},
+    "softmax": {"causal": ({}, True), "attn_drop": ({}, 0.5)},
     "local": {
         "window_size": ({"window_size": 3}, 2),
         "layout": ({"window_size": 3}, "1d"),
         "overlap": ({"window_size": 3}, 1),
         "position_bias": ({"window_size": 3}, "none"),
+        "causal": ({"window_size": 3, "layout": "1d"}, True),
         "attn_drop": ({"window_size": 3}, 0.5),
     },
     "eva": {
@@ -45,6 +46,8 @@ EFFECTS = {
         "log_count": (EVA, True),
         "noise": (EVA, "released"),
         "released_overlap_groups": ({**EVA, "overlap": 1}, True),
+        "causal": ({**EVA, "layout": "1d"}, True),
+        "visibility": ({**EVA, "layout": "1d", "window_size": 8, "causal": True}, "released"),
         "attn_drop": (EVA, 0.5),
     },
     "sra": {"reduction": ({"reduction": 2}, 3), "attn_drop": ({"reduction": 2}, 0.5)},
@@ -92,6 +95,7 @@ EFFECTS = {
         "summary": (WINDOW, "identity"),
         "pool": (WINDOW, "mean"),
         "position_bias": (WINDOW, "none"),
+        "causal": ({**WINDOW, "layout": "1d"}, True),
         "attn_drop": (WINDOW, 0.5),
     },
     "transformer_ls": {

@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import OptionError, create_attention
-from attention.features import random_feature_attention, scale
-from attention.performer import FEATURE_MAPS, performer
-from monte_carlo import draw
+from attention.features import FEATURE_MAPS, random_feature_attention, scale
+from attention.performer import performer
+from identities import assert_equal, draw
 
 GRID = (3, 5)
 FEATURES = ["positive", "hyperbolic", *FEATURE_MAPS]
@@ -29,18 +29,6 @@ def samples(attn, monkeypatch) -> Tensor:
     attn(torch.zeros(1, 15, 8), GRID)
     monkeypatch.undo()
     return used[0]
-
-
-def assert_equal(a: Tensor, b: Tensor):
-    torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
-
-
-@every_feature
-def test_permutation_equivariance(features):
-    q, k, v, omega = draw(2, 2, 9, 4), draw(2, 2, 9, 4, seed=1), draw(2, 2, 9, 4, seed=2), draw(2, 64, 4, seed=3)
-    order = torch.randperm(9, generator=torch.Generator().manual_seed(4))
-    shuffled = performer(q[:, :, order], k[:, :, order], v[:, :, order], omega, features=features)
-    assert_equal(shuffled, performer(q, k, v, omega, features=features)[:, :, order])
 
 
 def test_hyperbolic_features_are_positive_ones_at_mirrored_samples():

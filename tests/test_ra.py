@@ -11,7 +11,7 @@ from attention import OptionError, create_attention
 from attention.features import random_feature_attention, scale
 from attention.ra import ra
 from attention.softmax import softmax
-from monte_carlo import assert_mean, deviation, draw
+from identities import assert_equal, assert_mean, deviation, draw
 
 N, D = 5, 4
 Q, K, V = (1.5 * draw(1, 1, N, D, seed=seed) for seed in range(3))
@@ -45,30 +45,33 @@ def test_all_proposals_agree_where_all_keys_coincide(hyperbolic):
         ra(Q, k, V, noise, uniform, proposal=proposal, hyperbolic=hyperbolic)
         for proposal in ("unbiased", "biased", "mean_key")
     )
-    torch.testing.assert_close(drawn, by_attention, rtol=1e-10, atol=1e-10)
-    torch.testing.assert_close(drawn, mean, rtol=1e-10, atol=1e-10)
+    assert_equal(drawn, by_attention)
+    assert_equal(drawn, mean)
 
 
 def test_biased_equals_unbiased_where_attention_is_one_hot():
     q, noise, uniform = 1e4 * Q, draw(1, 1, N, 3, D), torch.rand(1, 1, N, 3)
     assert softmax(q, K, torch.eye(N).double()[None, None]).amax(-1).min() == 1
     biased = ra(q, K, V, noise, proposal="biased")
-    torch.testing.assert_close(ra(q, K, V, noise, uniform), biased, rtol=1e-10, atol=1e-10)
+    assert_equal(ra(q, K, V, noise, uniform), biased)
 
 
 def test_one_sample_shared_by_all_queries_is_random_feature_attention():
     omega = draw(1, 1, 1, 1, D, seed=6)
     noise = omega - (scale(Q) + scale(K).mean(2, keepdim=True))[:, :, :, None]
     expected = random_feature_attention(scale(Q), scale(K), V, omega[:, :, 0])
-    torch.testing.assert_close(ra(Q, K, V, noise, proposal="mean_key"), expected, rtol=1e-10, atol=1e-10)
+    assert_equal(ra(Q, K, V, noise, proposal="mean_key"), expected)
 
 
-@pytest.mark.parametrize("proposal", ["biased", "mean_key"])
-def test_permutation_equivariance(proposal):
-    noise, order = draw(1, 1, N, 3, D), torch.tensor([3, 1, 4, 0, 2])
-    y = ra(Q, K, V, noise, proposal=proposal)[:, :, order]
-    shuffled = ra(*(x[:, :, order] for x in (Q, K, V, noise)), proposal=proposal)
-    torch.testing.assert_close(shuffled, y, rtol=1e-10, atol=1e-10)
+def test_permutation_equivariance_in_law_of_drawn_keys():
+    """The same keys drawn, whose probabilities permute with them, give the same outputs."""
+    pi, noise, order = (scale(Q) @ scale(K).mT).softmax(-1), draw(1, 1, N, N, D), torch.tensor([3, 1, 4, 0, 2])
+    q, k, v, pi_moved, noise_moved = (x[:, :, order] for x in (Q, K, V, pi, noise))
+    pi_moved = pi_moved[..., order]
+    # Sample s of a query draws key s: the middle of its interval of uniforms.
+    uniform, moved = (p.cumsum(-1) - p / 2 for p in (pi, pi_moved))
+    y = ra(Q, K, V, noise, uniform)[:, :, order]
+    torch.testing.assert_close(ra(q, k, v, noise_moved[..., order, :], moved), y, rtol=1e-10, atol=1e-10)
 
 
 def test_evaluation_depends_neither_on_the_batch_nor_on_the_generator():

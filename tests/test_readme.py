@@ -12,6 +12,7 @@ from test_attention import test_op_equals_its_literal_twin_in_value_and_all_grad
 
 import attention
 from attention import ATTENTION
+from attention.__main__ import row, table
 from models import create_model
 
 ROOT = Path(__file__).parents[1]
@@ -41,11 +42,17 @@ def test_your_own_attention(monkeypatch):
     case = eval(line, vars(cases))
     for training in (True, False):
         assert_twins(case, training, monkeypatch)
+    assert row("pooled") == ("`pooled`", "", "softmax over the means of c bins of the grid", "2 N c C", "")
     model = create_model("deit_tiny_p16", attention={"name": "pooled", "num_landmarks": 16}, num_classes=3)
     assert model(torch.randn(1, 3, 224, 224)).shape == (1, 3)
 
 
-def test_mechanism_table_lists_the_registry_and_links_to_its_configurations():
+def test_mechanism_table_is_that_of_the_docstrings():
+    (written,) = re.findall(r"^\| name \|.*?(?=\n\n)", README, re.MULTILINE | re.DOTALL)
+    assert written.splitlines() == table().splitlines(), "let `python -m attention` print it anew"
+
+
+def test_mechanism_table_links_to_configurations_of_the_mechanism():
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\]\((configs/[\w/]+\.yaml)\)", README, re.MULTILINE))
     assert set(rows) == set(ATTENTION)
     for name, path in rows.items():
@@ -64,3 +71,9 @@ def test_commands_name_real_scripts_and_options():
     commands = re.findall(r"^(?:python|torchrun[^\n]*?) ?(\w+\.py)", README, re.MULTILINE)
     assert {"train.py", "validate.py", "ablate.py"} <= set(commands)
     assert all((ROOT / script).exists() for script in commands)
+
+
+def test_a_docstring_of_another_shape_is_refused(monkeypatch):
+    monkeypatch.setattr(attention.eva, "__doc__", "EVA. Cost: linear.")
+    with pytest.raises(ValueError, match=r"attention\.eva: its docstring .* 'Title \(authors year, arXiv:number\)"):
+        table()

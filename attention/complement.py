@@ -1,0 +1,54 @@
+"""Sums over all tokens but those of a window, as logarithms of masses and weighted means."""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Complement = Literal["merge", "subtract", "released"]
+
+
+def merge_others(log_mass: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """For each of g parts, the logarithm of the mass and the weighted mean of all others: (..., g, s), (..., g, s, d).
+
+    Parts are merged in pairs up a binary tree; what lies outside a pair, merged with one of the two, lies outside the
+    other. About 2 g merges, each a sum of positive terms.
+    """
+    g, empty = log_mass.shape[-2], torch.finfo(log_mass.dtype).min
+    if g == 1:
+        return torch.full_like(log_mass, empty), torch.zeros_like(mean)
+    log_mass = F.pad(log_mass, (0, 0, 0, g % 2), value=empty).unflatten(-2, (-1, 2))
+    mean = F.pad(mean, (0, 0, 0, 0, 0, g % 2)).unflatten(-3, (-1, 2))
+    pairs = merge(log_mass[..., 0, :], mean[..., 0, :, :], log_mass[..., 1, :], mean[..., 1, :, :])
+    log_outside, outside = merge_others(*pairs)
+    log_mass, mean = merge(log_outside[..., None, :], outside[..., None, :, :], log_mass.flip(-2), mean.flip(-3))
+    return log_mass.flatten(-3, -2)[..., :g, :], mean.flatten(-4, -3)[..., :g, :, :]
+
+
+def merge(log_a: Tensor, a: Tensor, log_b: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Logarithm of the mass (...) and weighted mean (..., d) of two parts together."""
+    log_mass = torch.logaddexp(log_a, log_b)
+    return log_mass, (log_a - log_mass).exp()[..., None] * a + (log_b - log_mass).exp()[..., None] * b
+
+
+def subtract(log_k: Tensor, v: Tensor, log_own: Tensor, own: Tensor, released: bool) -> tuple[Tensor, Tensor]:
+    """What is left of all tokens without each window's own, by subtraction: (B, h, g, s), (B, h, g, s, d).
+
+    Where a window holds nearly all of a sample's mass the difference is rounding; the share left is kept above 8 units
+    of rounding. The released code adds 1e-5 to that share in the mass, and in the mean keeps the mass left above 1e-3
+    times that of the largest term.
+
+    Args:
+        log_k: log features of all tokens, (B, h, N, s). v: (B, h, N, d).
+        log_own, own: logarithm of the mass and weighted mean of the windows, (B, h, g, s) and (B, h, g, s, d).
+    """
+    log_all, mean = log_k.logsumexp(-2)[:, :, None], (log_k.mT.softmax(-1) @ v)[:, :, None]
+    share = (log_own - log_all).exp()
+    if released:
+        log_left = (1 - share + 1e-5).log()
+        left = (1 - share).maximum(1e-3 * (log_k.amax(-2).detach()[:, :, None] - log_all).exp())
+    else:
+        left = (1 - share).clamp(min=8 * torch.finfo(share.dtype).eps)
+        log_left = left.log()
+    return log_all + log_left, (mean - share[..., None] * own) / left[..., None]

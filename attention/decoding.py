@@ -1,0 +1,79 @@
+"""Causal attention token by token: what a generator calls, where training takes whole sequences at once."""
+
+import torch
+from torch import Tensor
+
+from attention.base import Attention, Grid, merge_heads
+from attention.control_variates import group_logits, group_values
+from attention.exact import exact_set, mix, shared_logits
+from attention.landmarks import Groups
+
+
+class EvaDecoder:
+    """Causal EVA in evaluation, one token at a time: the rows of the whole sequence's forward pass, one by one.
+
+    decoder = EvaDecoder(attn, grid)
+    y = torch.cat([decoder(x_n) for x_n in x.split(1, dim=1)], dim=1)  # attn(x, grid)
+
+    Keeps the tokens of the present exact set and group, and the summaries of the groups that ended: about |E| + C
+    entries, where softmax keeps every token.
+
+    Args:
+        attn: an `eva` layer with causal: true, in evaluation. grid: (H, W) of the whole sequence; it places the groups.
+    """
+
+    def __init__(self, attn: Attention, grid: Grid):
+        if not attn.config.causal or attn.training:
+            raise ValueError("decoding needs an eva layer with causal: true, in evaluation; call eval() on it")
+        self.attn, self.cells = attn, (1, grid[0] * grid[1])
+        self.position, self.tokens, self.summaries, self.groups = 0, {}, [], []
+        if attn.config.num_landmarks:
+            index, valid = attn.groups(grid, torch.device("cpu"))
+            self.groups = [members[inside].tolist() for members, inside in zip(index[0], valid[0], strict=True)]
+
+    @torch.no_grad()
+    def __call__(self, x: Tensor) -> Tensor:
+        """The next token (B, 1, C) -> its output (B, 1, C).
+
+        Raises:
+            ValueError: after the last token of the grid.
+        """
+        n, attn, config = self.position, self.attn, self.attn.config
+        if n == self.cells[1]:
+            raise ValueError(f"all {n} tokens of the grid are decoded; begin another sequence with a new decoder")
+        self.tokens[n] = q, _, _ = attn.project(x, (1, 1))
+        cells, places, row = exact_set(n, self.cells, attn.window, attn.overlap, causal=True)
+        _, keys, values = self.gather(cells)
+        exact, bias = shared_logits(q[:, :, None], keys), attn.position_bias()
+        parts = [(exact if bias is None else exact + bias[:, None, None, row, places], values[:, :, None])]
+        before = n if config.visibility == "released" else cells[0]
+        visible = [c for c in range(len(self.summaries)) if self.groups[c][-1] < before]
+        if visible:
+            count = torch.tensor([[len(self.groups[c]) for c in visible]], device=x.device)
+            summaries = zip(*(self.summaries[c] for c in visible), strict=True)
+            *landmarks, log_mass, beta = (torch.cat(x, 3) for x in summaries)
+            seen = count[:, None] > 0
+            logits = group_logits(q[:, :, None], *landmarks, log_mass, seen, count if config.log_count else None)
+            parts.append((logits, beta))
+        self.advance()
+        return attn.proj(merge_heads(mix(parts)[:, :, 0]))
+
+    def gather(self, positions: list[int]) -> tuple[Tensor, ...]:
+        """Queries, keys and values (B, h, n, d) of n positions."""
+        return tuple(torch.cat(x, 2) for x in zip(*(self.tokens[n] for n in positions), strict=True))
+
+    def advance(self) -> None:
+        """Summarises the group that ends with this token, and forgets the tokens that no later one needs."""
+        c, groups = len(self.summaries), self.groups
+        if c < len(groups) and self.position == groups[c][-1]:
+            q, k, v = self.gather(groups[c])
+            index = torch.arange(q.shape[2], device=q.device)[None, None]
+            whole = Groups(index, torch.ones_like(index, dtype=torch.bool))
+            k_tilde, mu, omega = self.attn.landmarks(q, k, whole, first=c)
+            beta, log_mass = group_values(k, v, omega, whole)
+            self.summaries.append((k_tilde, mu, omega, log_mass, beta))
+        self.position += 1
+        if self.position < self.cells[1]:
+            exact, *_ = exact_set(self.position, self.cells, self.attn.window, self.attn.overlap, causal=True)
+            needed = {*exact, *(n for members in groups[len(self.summaries) :] for n in members)}
+            self.tokens = {n: token for n, token in self.tokens.items() if n in needed}
