@@ -21,7 +21,8 @@ import yaml
 
 from attention import AttentionFactory
 from attention.options import OptionError, parse_options
-from engine.images import BrokenImage, open_regular
+from engine.files import open_regular
+from engine.images import BrokenImage
 from engine.schema import Run, check_run
 from models import create_model, parse_model, resolve_attention
 
@@ -59,7 +60,7 @@ def refuse_bad_input() -> Iterator[None]:
         raise SystemExit(2) from None
     except (ConfigError, OptionError) as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"error: {_one_line(str(error))}", file=sys.stderr)
+            print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

@@ -23,6 +23,7 @@ from PIL import Image
 from timm.data import Mixup, auto_augment
 from timm.data.loader import PrefetchLoader, fast_collate
 from timm.data.mixup import mixup_target
+from timm.data.random_erasing import RandomErasing
 from timm.data.readers.reader import Reader
 from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.data.readers.reader_image_in_tar import ReaderImageInTar
@@ -32,8 +33,11 @@ from tqdm import tqdm
 
 from attention.options import OptionError
 from engine.cache import INDEX, CacheReader
-from engine.distributed import World, mix_seeds
-from engine.images import BrokenImage, decode, open_regular
+from engine.distributed import World
+from engine.files import open_regular
+from engine.images import BrokenImage, decode
+from engine.interrupt import leave_group
+from engine.sampler import EpochSampler, SeededDataset
 from engine.schema import Augment, Data, Run
 
 DIGITS = Path(__file__).with_name("digits.npz")
@@ -158,6 +162,9 @@ def _collate(samples: list[tuple[Any, int] | BrokenImage], stack: Callable) -> t
 
 Loader = ImageLoader | PrefetchLoader
 
+BatchAugment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Images (b, 3, H, W) and class indices (b,) -> images and, after mixup, soft targets (b, classes)."""
+
 
 def count_broken(loader: Loader, limit: float, world: World) -> int:
     """Broken images that the loaders of all ranks have left out, in the pass that runs or in the last.
@@ -180,41 +187,15 @@ class PairMixup(Mixup):
         return images, mixup_target(labels, self.num_classes, share, self.label_smoothing)
 
 
-class EpochSampler(Sampler[int]):
-    """One rank's share of a global order that depends on (seed, epoch) only.
-
-    Rank r of R takes every R-th index, so that the ranks' batches of a step together are the batch that one process
-    would take, at any R. An epoch holds whole total batches; what does not fill one is left out. With `repeats` every
-    image comes that many times in a row, so to different ranks, and the epoch is as long as without (repeated
-    augmentation, Hoffer et al. 2020; the order of DeiT's and timm's samplers, which round down to 256 images instead).
-    """
-
-    def __init__(self, num_images: int, total_batch_size: int, world: World, seed: int, repeats: int = 0):
-        self.num_images, self.repeats, self.world, self.seed = num_images, max(1, repeats), world, seed
-        self.images_per_epoch = num_images // total_batch_size * total_batch_size
-        self.set_epoch(0)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of epoch `epoch`; to be called before iterating."""
-        self.order_seed = mix_seeds(self.seed, epoch)
-
-    def __len__(self) -> int:
-        return self.images_per_epoch // self.world.size
-
-    def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(self.num_images, generator=torch.Generator().manual_seed(self.order_seed))
-        order = order.repeat_interleave(self.repeats)[: self.images_per_epoch]
-        return iter(order[self.world.rank :: self.world.size].tolist())
-
-
 def create_loaders(
     run: Run, world: World, *, img_size: int | tuple[int, int], num_classes: int
-) -> tuple[Loader, Loader, Mixup | None]:
-    """Training loader, validation loader and mixup function (None: off) of a run.
+) -> tuple[Loader, Loader, BatchAugment]:
+    """Training loader, validation loader and batch-wise augmentation of a run.
 
     The loaders yield images (b, 3, H, W) fp32 and class indices (b,) int64; on CUDA they are there already. Before each
-    epoch call ``train_loader.sampler.set_epoch(epoch)``. Workers draw their seeds from torch's generator when the epoch
-    begins. The training loader gives micro batches, `grad_accum_steps` of them to an optimiser step.
+    epoch call ``train_loader.sampler.set_epoch(epoch)``. The training loader gives micro batches, `grad_accum_steps` of
+    them to an optimiser step; their images owe nothing to the random state of this process, and the batch-wise
+    augmentation nothing to any other.
 
     Raises:
         OptionError: missing or wrong folders, an empty split, classes that differ between the splits or from the
@@ -236,7 +217,7 @@ def create_loaders(
     return (
         _create_loader(train, sampler, batch_size, run, world, img_size, True, run.data.max_broken),
         _create_loader(val, _share(val, world), batch_size, run, world, img_size, False, 0),
-        create_mixup(run.augment, num_classes),
+        create_batch_augment(run.augment, num_classes, world),
     )
 
 
@@ -260,6 +241,21 @@ def create_val_loader(
     _check_num_classes(val, num_classes)
     limit = math.inf if skip_broken else 0
     return _create_loader(val, _share(val, world), batch_size, run, world, img_size, False, limit)
+
+
+def create_batch_augment(augment: Augment, num_classes: int, world: World) -> BatchAugment:
+    """What is done to a batch on its device: mixup, and on CUDA random erasing, which elsewhere the workers do.
+
+    timm's prefetcher would erase a batch ahead, with random numbers that belong to the step before.
+    """
+    mixup = create_mixup(augment, num_classes)
+    erase = RandomErasing(augment.reprob, mode=augment.remode, device=world.device) if world.on_cuda else None
+
+    def apply(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        images = images if erase is None else erase(images)
+        return (images, targets) if mixup is None else mixup(images, targets)
+
+    return apply
 
 
 def create_mixup(augment: Augment, num_classes: int) -> Mixup | None:
@@ -376,32 +372,25 @@ def _create_loader(
 ) -> Loader:
     """What timm's `create_loader` does, but with a sampler of our own, which it does not take.
 
-    On CUDA, timm's prefetcher normalises and erases on the device; images travel as uint8, beside the computation.
-    Workers live for one epoch: living on, their random state would be lost on resuming.
+    On CUDA, timm's prefetcher normalises on the device; images travel as uint8, beside the computation.
     """
-    data, augment = run.data, run.augment
+    data = run.data
     dataset.transform = create_transform(run, img_size, is_training, as_bytes=world.on_cuda)
     if is_training:
         remedy = f"too many broken images (data.max_broken = {limit} of an epoch, or a whole batch); {VERIFY}"
     else:
         remedy = f"refused in validation; {VERIFY}, and validate.py --skip-broken leaves them out"
     loader = ImageLoader(
-        dataset,
+        SeededDataset(dataset, run.train.seed) if is_training else dataset,
         batch_size,
         stack=fast_collate if world.on_cuda else default_collate,
         limit=limit,
         remedy=remedy,
         sampler=sampler,
         num_workers=data.workers,
+        worker_init_fn=leave_group,
         pin_memory=world.on_cuda,
     )
     if not world.on_cuda:
         return loader
-    return PrefetchLoader(
-        loader,
-        mean=data.mean,
-        std=data.std,
-        device=world.device,
-        re_prob=augment.reprob if is_training else 0.0,
-        re_mode=augment.remode,
-    )
+    return PrefetchLoader(loader, mean=data.mean, std=data.std, device=world.device)

@@ -4,11 +4,8 @@ Files may come from anywhere: pixels, frames and formats are bounded, and what h
 profiles are ignored, as in the published recipes.
 """
 
-import os
-import stat
 import warnings
 from contextlib import suppress
-from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
@@ -27,20 +24,6 @@ PHOTOMETRIC = 262
 
 class BrokenImage(Exception):
     """An image that cannot be used. The message is one line: the reason, and before it the file where it is known."""
-
-
-def open_regular(path: str | Path) -> BinaryIO:
-    """Opens a file to read, but no pipe, device or directory, which could block or never end.
-
-    Raises:
-        OSError: no such file, no permission, or not a regular file (behind any symbolic links).
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
-        os.close(descriptor)
-        raise OSError(0, "a directory" if stat.S_ISDIR(mode) else "a pipe or device, not a regular file")
-    return open(descriptor, "rb")
 
 
 def decode(file: BinaryIO) -> Image.Image:

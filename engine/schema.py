@@ -96,6 +96,17 @@ class Train:
     ema_decay: float | None = option(None, "decay of the weight average per step; null: none", above=0, high=1)
     eval_every: int = option(1, "epochs between evaluations; the last epoch is always evaluated", low=1)
     keep_checkpoints: int = option(3, "how many of the best epoch checkpoints stay, beside the last", low=1)
+    checkpoint_minutes: float | None = option(
+        15.0, "minutes after which a checkpoint is made within an epoch; null: none", above=0
+    )
+    checkpoint_steps: int = option(0, "optimiser steps between checkpoints within an epoch; 0: none", low=0)
+    max_skipped: int = option(
+        0,
+        "optimiser steps to skip, for a loss or gradient that is not finite, before stopping; above 0, every step waits"
+        " for the device once more",
+        low=0,
+    )
+    timeout_minutes: float = option(10.0, "minutes for which a rank waits for the others before it fails", above=0)
     log_every: int = option(50, "optimiser steps between log lines", low=1)
 
 

@@ -40,7 +40,7 @@ def test_policies_posterize_to_black_at_the_end_of_their_range(image, name, magn
     assert not np.asarray(op(image)).any()
 
 
-def augment_all(image, monkeypatch, num_images: int) -> None:
+def augment_all(image, monkeypatch, num_images: int) -> str:
     """Under the recipe's RandAugment one image in 656 asks posterize for 0 bits: two layers, 1 / 15 of the operations,
     applied half the time, at a magnitude of 10 or more (2.3 % of N(9, 0.5))."""
     blacks = []
@@ -59,13 +59,13 @@ def augment_all(image, monkeypatch, num_images: int) -> None:
         assert transform(image).shape == (3, 24, 24)
     assert sum(blacks) == pytest.approx(num_images / 656, abs=4 * (num_images / 656) ** 0.5)
     assert sum(blacks) >= 1
-    print(f"A1: {num_images} images augmented with Pillow {PIL.__version__}, {sum(blacks)} of them posterized to black")
+    return f"{num_images} images augmented with Pillow {PIL.__version__}, {sum(blacks)} of them posterized to black"
 
 
-def test_5000_augmented_images_pass(image, monkeypatch):
-    augment_all(image, monkeypatch, 5000)
+def test_5000_augmented_images_pass(image, monkeypatch, figure):
+    figure("A1", augment_all(image, monkeypatch, 5000))
 
 
 @pytest.mark.battery
-def test_50000_augmented_images_pass(image, monkeypatch):
-    augment_all(image, monkeypatch, 50_000)
+def test_50000_augmented_images_pass(image, monkeypatch, figure):
+    figure("A1", augment_all(image, monkeypatch, 50_000))

@@ -81,7 +81,7 @@ def test_training_is_the_same_at_full_size(root, prepared):
 
 def test_sizes(prepared):
     short_side, output = prepared
-    reader = create_loaders(make_run("cache", output), CPU, img_size=14, num_classes=2)[0].dataset.reader
+    reader = create_loaders(make_run("cache", output), CPU, img_size=14, num_classes=2)[0].dataset.dataset.reader
     heights, widths = zip(*(Image.open(reader[i][0]).size[::-1] for i in range(8)), strict=True)
     assert set(heights) == {short_side or 20}
     assert widths[:4] == ((31, 32, 33, 34) if not short_side else (24, 25, 26, 27))

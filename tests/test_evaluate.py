@@ -96,14 +96,14 @@ def test_one_process_counts_every_image_once(root, expected):
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.battery) for size in (1, 3, 4))])
-def test_processes_count_every_image_once(root, expected, size):
+def test_processes_count_every_image_once(root, expected, size, figure):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     multiprocessing.spawn(run_rank, (size, port, root), nprocs=size)
     results = json.loads(Path(root, f"{size}.json").read_text())
     assert_exact(results, expected)
-    print(f"P2: {size} ranks: {len(results)} of {len(BATCH_SIZES)} batch sizes count {NUM_IMAGES} images alike")
+    figure("P2", f"{size} ranks: {len(results)}/{len(BATCH_SIZES)} batch sizes count {NUM_IMAGES} images alike")
 
 
 @pytest.mark.parametrize(("num_classes", "top5"), [(3, 100.0), (8, 75.0)])

@@ -10,9 +10,10 @@ import pytest
 import torch
 from PIL import Image
 
-from engine.data import count_broken, create_loaders, create_val_loader
+from engine.data import classes_of, count_broken, create_loaders, create_val_loader
 from engine.distributed import World, seed_everything
-from engine.images import BrokenImage, decode, open_regular
+from engine.files import open_regular
+from engine.images import BrokenImage, decode
 from engine.schema import Augment, Data, Run, Train
 from zoo import WHITE, ZOO
 
@@ -80,9 +81,9 @@ def make_run(root, max_broken: int, workers: int = 0, batch_size: int = 4, **aug
     )
 
 
-def names_of(loader, batches) -> list[str]:
+def names_of(images, batches) -> list[str]:
     """The files in batches: every file is a class."""
-    classes = sorted(loader.dataset.reader.class_to_idx, key=loader.dataset.reader.class_to_idx.get)
+    classes = classes_of(images)
     return [classes[label] for _, labels in batches for label in labels]
 
 
@@ -100,20 +101,20 @@ def test_training_skips_and_counts(zoo_root, capsys, size, workers):
     epoch, seen, told = NUM // batch_size * batch_size, [], set()
     for rank in range(size):
         run, world = make_run(zoo_root, NUM, workers, batch_size), World(CPU.device, rank, size)
-        loader, _, mixup = create_loaders(run, world, img_size=16, num_classes=NUM)
-        classes = sorted(loader.dataset.reader.class_to_idx, key=loader.dataset.reader.class_to_idx.get)
-        order = [classes[index] for index in loader.sampler]  # a class and its file have the same number
+        loader, _, augment = create_loaders(run, world, img_size=16, num_classes=NUM)
+        classes = classes_of(loader.dataset.dataset)
+        order = [classes[index] for index, _, _ in loader.sampler]  # a class and its file have the same number
         seed_everything(0)
         batches = [(images, labels.clone()) for images, labels in loader]
         assert len(batches) == len(loader) == epoch // batch_size
         assert [len(labels) for _, labels in batches] == [
             sum(name in WHOLE for name in order[i : i + 18]) for i in range(0, len(order), 18)
         ]
-        assert names_of(loader, batches) == [name for name in order if name in WHOLE]
+        assert names_of(loader.dataset.dataset, batches) == [name for name in order if name in WHOLE]
         assert [line.split("/")[0] for line in loader.broken] == [name for name in order if name in BROKEN]
         assert count_broken(loader, NUM, CPU) == len(loader.broken)
         for images, labels in batches:
-            mixed, targets = mixup(images, labels)
+            mixed, targets = augment(images, labels)
             assert len(mixed) == len(targets)
         seen += order
         told |= {line.removeprefix("skipped: ").split("/")[0] for line in capsys.readouterr().err.splitlines()}
@@ -149,7 +150,7 @@ def test_validation_refuses(zoo_root, workers):
 
 
 @pytest.mark.parametrize(("size", "batch_size"), [(1, 1), (1, 7), (1, 64), (3, 7)])
-def test_validation_leaves_out_on_demand(zoo_root, size, batch_size):
+def test_validation_leaves_out_on_demand(zoo_root, size, batch_size, figure):
     whole, broken = [], []
     for rank in range(size):
         loader = create_val_loader(
@@ -161,7 +162,7 @@ def test_validation_leaves_out_on_demand(zoo_root, size, batch_size):
             skip_broken=True,
         )
         for _ in range(2):  # plain weights and averaged ones
-            names = names_of(loader, loader)
+            names = names_of(loader.dataset, loader)
             assert len(names) + count_broken(loader, math.inf, CPU) == len(range(rank, NUM, size))
         whole += names
         broken += loader.broken
@@ -171,6 +172,7 @@ def test_validation_leaves_out_on_demand(zoo_root, size, batch_size):
     for line in broken:
         name, _, reason = line.partition("/")
         assert re.search(reasons[name], reason), line
+    figure("I1", f"{NUM} files on {size} ranks: {len(whole)} shown, {len(broken)} refused, each by name and reason")
 
 
 def test_only_regular_files_are_opened(tmp_path):

@@ -354,7 +354,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def refuse_all(folder: Path, num_faults: int, configs: list[Path]) -> None:
+def refuse_all(folder: Path, num_faults: int, configs: list[Path]) -> str:
     runs = {path: load_run(path) for path in configs}
     rng, slowest, path = random.Random(0), 0.0, folder / "run.yaml"
     for i in range(num_faults):
@@ -376,13 +376,13 @@ def refuse_all(folder: Path, num_faults: int, configs: list[Path]) -> None:
         assert re.match(place, message), (make.__name__, i, fault.line, message)
         assert message.isprintable(), (make.__name__, message)
         assert len(message) <= 500
-    print(f"F1: {num_faults} of {num_faults} faults refused, no traceback, the slowest in {slowest:.2f} s")
+    return f"{num_faults}/{num_faults} faults refused, no traceback, the slowest in {slowest:.2f} s"
 
 
-def test_200_faults_are_refused(folder):
-    refuse_all(folder, 200, CONFIGS[::20])
+def test_200_faults_are_refused(folder, figure):
+    figure("F1", refuse_all(folder, 200, CONFIGS[::20]))
 
 
 @pytest.mark.battery
-def test_2000_faults_are_refused(folder):
-    refuse_all(folder, 2000, CONFIGS)
+def test_2000_faults_are_refused(folder, figure):
+    figure("F1", refuse_all(folder, 2000, CONFIGS))

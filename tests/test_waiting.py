@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from engine import waiting
+from engine.checkpoint import Progress
 from engine.report import Report
 from engine.schema import Data, Run
 from engine.waiting import DataWait
@@ -51,7 +52,7 @@ def test_only_the_wait_counts(clock):
 @pytest.mark.parametrize("share", [5, 40])
 def test_the_log_shows_the_share_and_says_once_when_a_run_is_input_bound(clock, tmp_path, capsys, share):
     run = Run(model={"name": "deit_tiny_p16"}, attention="softmax", data=Data(dataset="digits", workers=3))
-    report = Report(tmp_path, run, 0, 6, CPU)
+    report = Report(tmp_path, run, Progress(), 6, CPU)
     report.begin_epoch()
     told = []
     for _ in report.wait.watch(deliver(clock, [share / 100] * 6)):
