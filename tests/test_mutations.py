@@ -149,7 +149,9 @@ def wrong_type(run: Run, options: dict[str, Any], rng: random.Random) -> Fault:
 
 
 def wrong_section(run: Run, options: dict[str, Any], rng: random.Random) -> Fault:
-    return change(options, (rng.choice(list(options)),), rng.choice([None, 5, "no such", [], [[]], [1, 2, 3, 4], True]))
+    value = rng.choice([None, 5, "no such", [], [[]], [1, 2, 3, 4], True])
+    fault = change(options, (rng.choice(list(options)),), value)
+    return fault._replace(line=None) if value == [1, 2, 3, 4] else fault  # as many as a pyramid has stages
 
 
 def out_of_range(run: Run, options: dict[str, Any], rng: random.Random) -> Fault:
@@ -169,7 +171,7 @@ def duplicate(run: Run, options: dict[str, Any], rng: random.Random) -> Fault:
     end = next(
         (i for i in range(at + 1, len(lines)) if len(lines[i]) - len(lines[i].lstrip(" ")) <= indent), len(lines)
     )
-    while end < len(lines) and lines[end].lstrip().startswith("- "):  # PyYAML does not indent the items of a list
+    while end < len(lines) and lines[end].startswith(" " * indent + "- "):  # PyYAML does not indent lists
         end += 1
         while end < len(lines) and len(lines[end]) - len(lines[end].lstrip()) > indent:
             end += 1
