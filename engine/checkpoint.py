@@ -116,7 +116,8 @@ class Checkpoints:
             elif not isinstance(part, Optimizer):
                 part.load_state_dict(state or part.state_dict())
             elif there["optim.opt"] == here["optim.opt"]:
-                groups = part.state_dict()["param_groups"]  # of this configuration: a change may have been allowed
+                new = part.state_dict()["param_groups"]  # of this configuration: a change may have been allowed
+                groups = [group | {"lr": old["lr"]} for group, old in zip(new, state["param_groups"], strict=True)]
                 part.load_state_dict({"state": state["state"], "param_groups": groups})
         return progress
 
@@ -176,25 +177,26 @@ def find(directory: Path, which: Literal["best", "last"], quiet: bool = False) -
         OptionError: none of them is whole.
     """
     paths = list_checkpoints(directory)
-    if not paths:
-        return None
     last = _first_whole(paths, quiet)
-    if which == "last":
+    if last is None and paths:
+        if list_checkpoints(directory) == paths:
+            raise OptionError(str(directory), "none of its checkpoints is whole; start afresh in another directory")
+        return find(directory, which, quiet)  # a running training has replaced them meanwhile
+    if last is None or which == "last":
         return last
     ranking = parse_options(Progress, last[1]["progress"]).ranking
     ranked = {match[2]: path for path in paths if (match := NAME.fullmatch(path.name))[2]}
-    best = [ranked[str(epoch)] for _, epoch in ranking if str(epoch) in ranked]
-    return _first_whole([*best, *paths], quiet)
+    return _first_whole([ranked[str(epoch)] for _, epoch in ranking if str(epoch) in ranked], quiet) or last
 
 
-def _first_whole(paths: Sequence[Path], quiet: bool) -> tuple[Path, dict[str, Any]]:
+def _first_whole(paths: Sequence[Path], quiet: bool) -> tuple[Path, dict[str, Any]] | None:
     for path in paths:
         try:
             return path, load(path, need_digest=True)
         except OptionError as error:
             if not quiet:
                 print(f"{error}; passed over", file=sys.stderr, flush=True)
-    raise OptionError(str(paths[0].parent), "none of its checkpoints is whole; start afresh in another directory")
+    return None
 
 
 def save(path: Path, checkpoint: Mapping[str, Any]) -> None:

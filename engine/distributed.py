@@ -1,6 +1,7 @@
 """The processes of a run: their ranks and devices, and the precision, determinism and random seeds set in each."""
 
 import os
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -9,7 +10,6 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from timm.utils import random_seed
 from torch import Tensor, nn
 
 from attention.options import OptionError
@@ -107,10 +107,15 @@ def set_deterministic(deterministic: bool) -> None:
 
 
 def mix_seeds(*key: int) -> int:
-    """One 32-bit seed for the integers `key`, e.g. (seed, epoch, rank); neighbouring keys give unrelated seeds."""
-    return int(np.random.SeedSequence(key).generate_state(1)[0])
+    """One 32-bit seed for the integers `key`, e.g. (seed, epoch); neighbouring keys give unrelated seeds."""
+    return int(np.random.SeedSequence((len(key), *key)).generate_state(1)[0])  # NumPy takes no notice of last zeros
 
 
 def seed_everything(*key: int) -> None:
-    """Seeds Python, NumPy and torch on all devices from the integers `key`; loader workers started later inherit it."""
-    random_seed(mix_seeds(*key))
+    """Seeds Python, NumPy and torch on the CPU and on this process's CUDA device from the integers `key`."""
+    seed = mix_seeds(*key)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 timm draws from the global one
+    torch.default_generator.manual_seed(seed)  # a tenth of the time of torch.manual_seed, which asks every backend
+    if torch.cuda.is_initialized():  # not in loader workers
+        torch.cuda.manual_seed(seed)

@@ -27,7 +27,8 @@ PATIENCE = timedelta(seconds=5)
 @contextmanager
 def explain_failures(options: Train, world: World) -> Iterator[None]:
     """Inside it, such a failure ends the process with one line and status `FAILED`; other errors are this program's."""
-    watch = dist.new_group(backend="gloo") if world.size > 1 else None  # the first group does not outlive a failure
+    # The first group does not outlive a failure. On CUDA, NCCL ends the process itself.
+    watch = dist.new_group(backend="gloo") if world.size > 1 and not world.on_cuda else None
     try:
         yield
     except FloatingPointError as error:
@@ -39,7 +40,7 @@ def explain_failures(options: Train, world: World) -> Iterator[None]:
         text = str(error).partition("\n")[0]
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in text:
             _end(world, f"out of memory; {_remedies(options, world)} ({text})")
-        if watch and (isinstance(error, dist.DistBackendError) or "gloo/transport" in text):
+        if watch and "gloo/transport" in text:
             _end(world, f"{_find_missing(watch)} ({text})")
         raise
 

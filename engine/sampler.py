@@ -4,15 +4,13 @@ A run has no random state to save. What is drawn for an image follows from (seed
 whichever process draws it; what is drawn for an optimiser step, in the main process, from (seed, step, rank).
 """
 
-import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import Dataset, Sampler
 
-from engine.distributed import World, mix_seeds
+from engine.distributed import World, mix_seeds, seed_everything
 
 Place = tuple[int, int, int]
 """Of a training image: its index in the dataset, the epoch, and its position in the epoch's order."""
@@ -62,8 +60,5 @@ class SeededDataset(Dataset):
 
     def __getitem__(self, place: Place) -> Any:
         index, epoch, position = place
-        seed = mix_seeds(self.seed, epoch, position)
-        random.seed(seed)
-        np.random.seed(seed)  # noqa: NPY002 timm draws from the global one
-        torch.default_generator.manual_seed(seed)  # that of the CPU alone: torch.manual_seed looks for every device
+        seed_everything(self.seed, epoch, position)
         return self.dataset[index]

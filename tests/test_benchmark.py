@@ -184,7 +184,7 @@ def test_results(tmp_path, capsys):
 def test_what_does_not_fit_has_no_figures(tmp_path, monkeypatch, capsys):
     class Gpu(Workload):
         def __init__(self, network, *arguments, **options):
-            if hasattr(network, "landmark_k"):
+            if hasattr(network, "landmarks"):
                 raise torch.OutOfMemoryError
             super().__init__(network, *arguments, **options)
 

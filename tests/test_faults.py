@@ -19,10 +19,14 @@ import pytest
 import torch
 import yaml
 from test_resume import RUN, STEPS, Runs, light_and_full, outcome
+from timm.data import Mixup
 
 import train
-from engine.checkpoint import find, list_checkpoints, load
+from engine.checkpoint import Progress, find, list_checkpoints, load
+from engine.distributed import World
+from engine.finite import FiniteGuard
 from engine.interrupt import StopWish
+from engine.schema import Train
 from launcher import ROOT, Fault, Job, Nursery, use_few_images
 
 
@@ -245,59 +249,33 @@ def test_out_of_memory_says_what_to_lower(runs: Runs):
 # Numbers
 
 
-class Spoiler:
-    """Spoils one value of the fourth pass of a run."""
+SPOILERS = {
+    "loss": (torch.nn.CrossEntropyLoss, "forward", lambda value, args, loss: loss.data.fill_(value)),
+    "gradient": (torch.amp.GradScaler, "unscale_", lambda value, args, _: gradient_of(args[1]).fill_(value)),
+    "input": (Mixup, "__call__", lambda value, args, result: result[0][0].fill_(value)),
+    "weight": (FiniteGuard, "begin_update", lambda value, args, _: args[1].head.bias.data.fill_(value)),
+}
+"""What is spoilt: owner and name of a function that every pass calls once, and what is done after it."""
 
-    def __init__(self, place: str, value: float, monkeypatch: pytest.MonkeyPatch):
-        self.value, self.count = value, 0
-        if place == "weight":
-            self.wrap(monkeypatch, train, "create_model", lambda model: setattr(self, "model", model))
-        target = {
-            "loss": (torch.nn.CrossEntropyLoss, "forward", lambda loss: loss.data.fill_(value)),
-            "input": (train, "create_loaders", None),
-            "gradient": (train.nn.utils, "clip_grad_norm_", None),
-            "weight": (train, "seed_everything", lambda _: self.model.head.bias.data.fill_(value)),
-        }[place]
-        owner, name, spoil = target
-        if place == "input":
-            real = train.create_loaders
 
-            def create_loaders(*args, **kwargs):
-                train_loader, val_loader, augment = real(*args, **kwargs)
-                return train_loader, val_loader, lambda images, targets: augment(self.spoil(images), targets)
+def gradient_of(optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    return optimizer.param_groups[0]["params"][0].grad
 
-            monkeypatch.setattr(train, "create_loaders", create_loaders)
-        elif place == "gradient":
-            real = train.nn.utils.clip_grad_norm_
 
-            def clip(parameters, *args):
-                parameters = list(parameters)
-                self.spoil(parameters[0].grad)
-                return real(parameters, *args)
+def spoil(place: str, value: float, call: int, patch: pytest.MonkeyPatch) -> None:
+    """Puts `value` in its place once, at the `call`-th call."""
+    owner, name, act = SPOILERS[place]
+    real, count = getattr(owner, name), 0
 
-            monkeypatch.setattr(owner, name, clip)
-        else:
-            offset = place == "weight"  # the first call seeds the weights
-            self.wrap(monkeypatch, owner, name, spoil, 4 + offset)
+    def function(*args, **kwargs):
+        nonlocal count
+        count += 1
+        result = real(*args, **kwargs)
+        if count == call:
+            act(value, args, result)
+        return result
 
-    def spoil(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.count += 1
-        if self.count == 4:
-            tensor.view(-1)[0] = self.value
-        return tensor
-
-    def wrap(self, monkeypatch: pytest.MonkeyPatch, owner, name: str, after: Callable, call: int = 1) -> None:
-        real, count = getattr(owner, name), 0
-
-        def function(*args, **kwargs):
-            nonlocal count
-            count += 1
-            result = real(*args, **kwargs)
-            if count == call:
-                after(result)
-            return result
-
-        monkeypatch.setattr(owner, name, function)
+    patch.setattr(owner, name, function)
 
 
 @pytest.mark.parametrize("policy", ["stop", "skip"])
@@ -313,7 +291,7 @@ def test_what_is_not_finite_spoils_nothing(
     command = [str(tmp_path / "run.yaml"), *plain, *skip, "--output", str(tmp_path / "run")]
     with monkeypatch.context() as patch:
         use_few_images(50, 24, patch.setattr)
-        Spoiler(place, value, patch)
+        spoil(place, value, 4, patch)
         if policy == "skip" and place != "weight":
             train.main(command)
         else:
@@ -337,6 +315,40 @@ def test_what_is_not_finite_spoils_nothing(
         for part in ("model", "ema"):
             assert all(tensor.isfinite().all() for tensor in checkpoint[part].values())
     figure("N1", f"{value} in {place}, {policy}: told, dumped; {len(saved)} checkpoints are clean")
+
+
+class Two(World):
+    """Two ranks, the second of which says what it is told."""
+
+    def gather(self, values):
+        return [[float(value) for value in values], self.second]
+
+
+@pytest.mark.parametrize(
+    ("second", "message"),
+    [
+        ([math.nan, 0.0, 0.0], "step 0: the loss is not finite on rank 1; stopped before the update"),
+        ([1.0, math.inf, 0.0], None),  # the norm is that of all ranks: the first rank's is read
+    ],
+)
+def test_the_rank_is_named(second: list[float], message: str | None):
+    world, dumped = Two(torch.device("cpu"), 0, 2), []
+    object.__setattr__(world, "second", second)
+    guard = FiniteGuard(Train(), world, Progress(), lambda *what: dumped.append(what))
+    if message is None:
+        guard.see_loss(torch.tensor(3.0), False)
+        assert (guard.loss, guard.stopping) == (2.0, False)
+    else:
+        with pytest.raises(FloatingPointError, match=message):
+            guard.see_loss(torch.tensor(1.0), False)
+        assert len(dumped) == 1
+
+
+def test_with_loss_scaling_a_gradient_may_be_infinite():
+    guard = FiniteGuard(Train(amp="fp16"), World(torch.device("cpu")), Progress(), lambda *what: None)
+    guard.see_loss(torch.tensor(1.0), False)
+    assert guard.accepts(torch.tensor(math.inf))
+    guard.settle()
 
 
 # Owners

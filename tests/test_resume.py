@@ -59,6 +59,9 @@ WITHIN_STEP = [
 ]
 """Functions called once an update."""
 
+LAST = ("engine.evaluate.autocast", 9, "SIGKILL")
+"""Kills a run within its last evaluation, when no update is left."""
+
 KILLS: dict[str, list[tuple[str, int, str]]] = {
     "step": [(target, STEPS, "SIGKILL") for target in WITHIN_STEP],
     "write": [("os.replace", 16, "SIGKILL"), ("os.fsync", 32, "SIGKILL"), ("engine.files.write_whole", 16, "half")],
@@ -92,13 +95,17 @@ def records(directory: Path) -> list[dict]:
     return [{k: v for k, v in line.items() if k not in measured} for line in lines if line["kind"] != "start"]
 
 
-def outcome(job: Job, directory: Path) -> dict[str, str | list]:
-    """All that two runs must share: every part of the last checkpoint, random state, records."""
+def outcome(job: Job, directory: Path, before: Job | None = None) -> dict[str, str | list]:
+    """All that two runs must share: every part of the last checkpoint, random state after the last update, records.
+
+    The last update may have been made by the launch `before`, and only the evaluation have been left.
+    """
     _, last = find(directory, "last")
     parts = {name: digest(part) for name, part in last.items() if name != "config"}
     parts["step"] = str(last["progress"]["step"])
     assert {"model", "ema", "optimizer", "scaler", "progress"} <= parts.keys()
-    states = [state for step, state in job.said("random") if step == parts["step"]]
+    told = job.said("random") or before.said("random")
+    states = [state for step, state in told if step == parts["step"]]
     return parts | {"random": states, "records": records(directory)}
 
 
@@ -125,11 +132,10 @@ class Runs:
 
     def survives(self, *faults: Fault, rank: int = 0) -> list[int]:
         """Exit statuses of a launch with faults, after which the same command ends as if there had been none."""
-        statuses, job, output = self.launch(*faults, rank=rank)
-        if statuses != [0] * self.ranks:
-            again, job, _ = self.launch(output=output)
-            assert again == [0] * self.ranks, job.text
-        assert outcome(job, output) == self.expected, faults
+        statuses, before, output = self.launch(*faults, rank=rank)
+        again, job, _ = self.launch(output=output)
+        assert again == [0] * self.ranks, job.text
+        assert outcome(job, output, before) == self.expected, faults
         return statuses
 
 
@@ -154,6 +160,10 @@ def test_a_killed_run_ends_in_the_same_bits(place: str, amount: int, runs: Runs,
     for _ in range(amount):
         assert runs.survives(choose_kill(rng, place)) == [-9]
     figure("R1", f"{amount}/{amount} runs killed in {place} end in the same SHA-256")
+
+
+def test_an_evaluation_may_be_all_that_is_left(runs: Runs):
+    assert runs.survives(LAST) == [-9]
 
 
 @light_and_full(2, 10)
@@ -280,10 +290,9 @@ def test_a_stopped_run_loses_nothing(ranks: int, amount: int, nursery: Nursery, 
         assert statuses in ([75] * ranks, [0] * ranks), job.text
         done = int(job.said("random")[-1][0])
         assert find(output, "last")[1]["progress"]["step"] == done
-        statuses, job, _ = runs.launch(output=output)
+        statuses, again, _ = runs.launch(output=output)
         assert statuses == [0] * ranks
-        if done < STEPS:
-            assert outcome(job, output) == runs.expected
+        assert outcome(again, output, job) == runs.expected
     assert slowest < 10
     figure("S1", f"{amount}/{amount} SIGTERM on {ranks} rank(s): no step lost, ended within {slowest:.1f} s, same bits")
 
