@@ -103,7 +103,7 @@ def train(run: Run, world: World, output: Path, allowed: Sequence[str], ending: 
     guard = FiniteGuard(options, world, progress, partial(dump_step, checkpoints, train_loader, parts, progress))
 
     if options.compile:
-        model.compile()
+        model.compile(dynamic=False)  # one that broken images made smaller is compiled for itself
     network = DistributedDataParallel(model) if world.size > 1 else model
     if world.is_primary:
         write_whole(output / "config.yaml", yaml.safe_dump(dump_run(run), sort_keys=False).encode())
