@@ -149,8 +149,8 @@ def test_dry_run_shows_everything_and_writes_nothing(config, capsys):
         ("caption", "captoin", "windows.yaml:1: captoin: unknown option; did you mean 'caption'?"),
         ("base: base.yaml\n", "", "windows.yaml:1: base: required, but not given"),
         ("base.yaml", "absent.yaml", "windows.yaml:3: grid: absent.yaml: No such file or directory"),
-        ("[1, 2]", "1", "windows.yaml:3: grid.attention.window_size: expected a list of values, got 1"),
-        ("[1, 2]", "[]", "windows.yaml:3: grid.attention.window_size: expected a list of values, got []"),
+        ("[1, 2]", "1", "windows.yaml:4: grid.attention.window_size: expected a list of values, got 1"),
+        ("[1, 2]", "[]", "windows.yaml:4: grid.attention.window_size: expected a list of values, got []"),
         ("[1, 2]", "[1, 1]", "windows.yaml:3: grid: a second run with attention.window_size=1"),
         (
             "[1, 2]",

@@ -91,7 +91,7 @@ def digest(value, hasher=None) -> str:
 def records(directory: Path) -> list[dict]:
     """What `metrics.jsonl` says of the training, but for times and memory."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    measured = {"images_per_second", "step_seconds", "memory_mb"}
+    measured = {"images_per_second", "step_seconds", "memory_mb", "data_wait"}
     return [{k: v for k, v in line.items() if k not in measured} for line in lines if line["kind"] != "start"]
 
 
