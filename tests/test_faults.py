@@ -19,10 +19,10 @@ import pytest
 import torch
 import yaml
 from test_resume import RUN, STEPS, Runs, light_and_full, outcome
-from timm.data import Mixup
 
 import train
 from engine.checkpoint import Progress, find, list_checkpoints, load
+from engine.data import PairMixup
 from engine.distributed import World
 from engine.finite import FiniteGuard
 from engine.interrupt import StopWish
@@ -257,7 +257,7 @@ def test_out_of_memory_says_what_to_lower(runs: Runs):
 SPOILERS = {
     "loss": (torch.nn.CrossEntropyLoss, "forward", lambda value, args, loss: loss.data.fill_(value)),
     "gradient": (torch.amp.GradScaler, "unscale_", lambda value, args, _: gradient_of(args[1]).fill_(value)),
-    "input": (Mixup, "__call__", lambda value, args, result: result[0][0].fill_(value)),
+    "input": (PairMixup, "__call__", lambda value, args, result: result[0][0].fill_(value)),
     "weight": (FiniteGuard, "begin_update", lambda value, args, _: args[1].head.bias.data.fill_(value)),
 }
 """What is spoilt: owner and name of a function that every pass calls once, and what is done after it."""
