@@ -306,7 +306,7 @@ def test_a_seed_decides_everything(runs: Runs, figure: Callable):
     figure("G1", "the same seed twice: same bits; another seed: all parts differ")
 
 
-@light_and_full(300, 3000)
+@light_and_full(600, 3000)
 def test_a_long_run_takes_no_more_memory(amount: int, runs: Runs, figure: Callable):
     plain = ["attention={name: softmax}", "model.depth=1", "augment.auto_augment=null"]
     rare = ["train.eval_every=10", "train.checkpoint_steps=20"]
