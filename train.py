@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from engine.checkpoint import Checkpoints, rank_epoch
 from engine.config import dump_run, load_run, refuse_bad_input
 from engine.costs import count_costs
-from engine.data import create_loaders, create_loss
+from engine.data import count_broken, create_loaders, create_loss
 from engine.distributed import World, autocast, join, seed_everything, set_deterministic
 from engine.evaluate import evaluate_all
 from engine.failure import explain_failures
@@ -56,9 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run = load_run(args.config, args.overrides, int(os.environ.get("WORLD_SIZE", "1")))
         set_deterministic(run.train.deterministic)
         world = join(run.train.device, run.train.timeout_minutes)
-        with explain_failures(run.train, world), ExitStack() as ending:
-            ending.callback(world.leave)
-            finished = train(run, world, args.output, args.allow_change, ending)
+        try:
+            with explain_failures(run.train, world), ExitStack() as ending:
+                finished = train(run, world, args.output, args.allow_change, ending)
+        finally:
+            world.leave()
     if not finished:
         sys.exit(STOPPED)
 
@@ -103,7 +105,7 @@ def train(run: Run, world: World, output: Path, allowed: Sequence[str], ending: 
     guard = FiniteGuard(options, world, progress, partial(dump_step, checkpoints, train_loader, parts, progress))
 
     if options.compile:
-        model.compile()
+        model.compile(dynamic=False)  # one that broken images made smaller is compiled for itself
     network = DistributedDataParallel(model) if world.size > 1 else model
     if world.is_primary:
         write_whole(output / "config.yaml", yaml.safe_dump(dump_run(run), sort_keys=False).encode())
@@ -115,7 +117,7 @@ def train(run: Run, world: World, output: Path, allowed: Sequence[str], ending: 
 
     for epoch in range(progress.epoch, run.schedule.epochs):
         sampler.set_epoch(epoch, progress.images)
-        batches = iter(train_loader)
+        batches = report.wait.watch(iter(train_loader))
         model.train()
         report.begin_epoch()
         while progress.images < sampler.stop:
@@ -156,6 +158,7 @@ def train(run: Run, world: World, output: Path, allowed: Sequence[str], ending: 
                     loss=progress.loss_sum / progress.num_summed,
                     lr=optimizer.param_groups[0]["lr"],
                     grad_norm=grad_norm.item(),
+                    broken=count_broken(train_loader, run.data.max_broken, world),
                 )
                 progress.loss_sum, progress.num_summed = 0.0, 0
             if guard.stopping or checkpoints.is_due(progress.step):

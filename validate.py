@@ -9,6 +9,7 @@ The model is rebuilt from the configuration inside the checkpoint. Plain and ave
 
 import argparse
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 from attention.options import OptionError
 from engine.checkpoint import export, find, load, load_weights
 from engine.config import parse_run, refuse_bad_input
-from engine.data import create_val_loader
+from engine.data import count_broken, create_val_loader
 from engine.distributed import World, join
 from engine.evaluate import evaluate
 from engine.schema import Run
@@ -34,6 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
     parser.add_argument("--weights", choices=("best", "last"), default="best", help="which of a run directory (best)")
     parser.add_argument("--batch-size", type=int, default=128, help="images per process and step (128)")
+    parser.add_argument("--skip-broken", action="store_true", help="leave out and count images that cannot be read")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write weights (EMA where kept) and configuration")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_intermixed_args(arguments)
@@ -50,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run = parse_run(checkpoint["config"], str(path), args.overrides)
         world = join(run.train.device)
         try:
-            results = validate(run, checkpoint, world, args.batch_size)
+            results = validate(run, checkpoint, world, args.batch_size, args.skip_broken)
         finally:
             world.leave()
     if world.is_primary:
@@ -63,21 +65,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(f"{path}, epoch {epoch}\n{table(results)}")
 
 
-def validate(run: Run, checkpoint: dict[str, Any], world: World, batch_size: int) -> dict[str, dict[str, float]]:
-    """Metrics of `engine.evaluate` for each of the checkpoint's sets of weights.
+def validate(
+    run: Run, checkpoint: dict[str, Any], world: World, batch_size: int, skip_broken: bool = False
+) -> dict[str, dict[str, float]]:
+    """Metrics of `engine.evaluate` for each of the checkpoint's sets of weights, and with `skip_broken` how many images
+    were broken.
 
     Raises:
+        BrokenImage: there is one, and `skip_broken` is not set.
         OptionError: data that cannot be used, or weights that do not fit the model that `run` describes.
     """
     model = create_model(attention=run.attention, **run.model).to(world.device)
     loader = create_val_loader(
-        run, world, img_size=model.config.img_size, num_classes=model.num_classes, batch_size=batch_size
+        run,
+        world,
+        img_size=model.config.img_size,
+        num_classes=model.num_classes,
+        batch_size=batch_size,
+        skip_broken=skip_broken,
     )
     results = {}
     for name, key in WEIGHTS.items():
         if key in checkpoint:
             load_weights(model, checkpoint[key], key)
             results[name] = evaluate(model, loader, world, run.train.amp)
+            if skip_broken:
+                results[name]["broken"] = count_broken(loader, math.inf, world)
     return results
 
 
@@ -86,6 +99,8 @@ def table(results: dict[str, dict[str, float]]) -> str:
     lines = [f"{'weights':<8}{'images':>8}{'top-1 %':>10}{'top-5 %':>10}{'loss':>10}"]
     for name, result in results.items():
         lines.append("{:<8}{images:>8}{top1:>10.3f}{top5:>10.3f}{loss:>10.4f}".format(name, **result))
+        if result.get("broken"):
+            lines.append(f"left out: {result['broken']} broken images")
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from engine.data import Loader
 from engine.distributed import World, autocast
+from engine.images import BrokenImage
 from engine.interrupt import StopWish
 
 
@@ -70,6 +71,8 @@ def evaluate(
     if world.any(bool(stop)):
         return None
     top1, top5, images = world.sum(counts).tolist()
+    if not images:
+        raise BrokenImage("not one validation image could be read")
     return {
         "top1": 100 * top1 / images,
         "top5": 100 * top5 / images,

@@ -6,28 +6,26 @@
 75  stopped by a signal and saved; the same command goes on (`engine.interrupt`)
 """
 
-import re
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from datetime import timedelta
+from contextlib import contextmanager, suppress
 
 import torch
-import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from engine.distributed import World
 from engine.schema import Train
 
 FAILED = 1
 
-PATIENCE = timedelta(seconds=5)
-"""For which the first rank looks for the others once a rank has failed to answer."""
+PATIENCE = 2.0
+"""Seconds in which all ranks that wait for a lost one notice it."""
 
 
 @contextmanager
 def explain_failures(options: Train, world: World) -> Iterator[None]:
     """Inside it, such a failure ends the process with one line and status `FAILED`; other errors are this program's."""
-    watch = dist.new_group(backend="gloo") if world.size > 1 else None  # the first group does not outlive a failure
     try:
         yield
     except FloatingPointError as error:
@@ -39,8 +37,8 @@ def explain_failures(options: Train, world: World) -> Iterator[None]:
         text = str(error).partition("\n")[0]
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in text:
             _end(world, f"out of memory; {_remedies(options, world)} ({text})")
-        if watch and (isinstance(error, dist.DistBackendError) or "gloo/transport" in text):
-            _end(world, f"{_find_missing(watch)} ({text})")
+        if "gloo/transport" in text:  # on CUDA, NCCL ends the process itself
+            _end(world, f"{_find_missing(world)} ({text})")
         raise
 
 
@@ -56,13 +54,15 @@ def _remedies(options: Train, world: World) -> str:
     return ", or ".join(remedy for remedy, helps in remedies.items() if helps)
 
 
-def _find_missing(watch: dist.ProcessGroup) -> str:
-    """Which ranks do not answer, as far as this rank can say."""
-    try:
-        dist.monitored_barrier(watch, timeout=PATIENCE, wait_all_ranks=True)
-    except RuntimeError as error:
-        if ranks := re.search(r"Ranks? ([\d, ]+) failed to pass", str(error)):
-            return f"no answer from rank {ranks[1]}"
+def _find_missing(world: World) -> str:
+    """Which ranks do not answer: every rank that can still speak leaves a word in the store of the process group."""
+    store = distributed_c10d._get_default_store()
+    keys = {rank: f"failed/{rank}" for rank in range(world.size)}
+    with suppress(RuntimeError):  # it went with its process
+        store.set(keys[world.rank], "")
+        time.sleep(PATIENCE)
+        if missing := [str(rank) for rank, key in keys.items() if not store.check([key])]:
+            return f"no answer from rank {', '.join(missing)}"
     return "no answer from another rank"
 
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TextIO
+from typing import BinaryIO, TextIO
 
 from attention.options import OptionError
 from engine.distributed import World
@@ -112,6 +112,23 @@ def read_digest(path: Path) -> str | None:
         return None
 
 
+def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
+    """Opens a file to read, but no pipe, device or directory, which could block or never end.
+
+    Args:
+        flags: more of `os.open`'s.
+
+    Raises:
+        OSError: no such file, no permission, or not a regular file (behind any symbolic links).
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise OSError(0, "a directory" if stat.S_ISDIR(mode) else "a pipe or device, not a regular file")
+    return open(descriptor, "rb")
+
+
 def read_regular(path: Path) -> bytes:
     """The content of `path`, which must be a file: a link may lead anywhere, a pipe or device may never end.
 
@@ -119,17 +136,13 @@ def read_regular(path: Path) -> bytes:
         OptionError: it is none, or cannot be read.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        with open_regular(path, os.O_NOFOLLOW) as file:
+            return file.read()
+    except MemoryError:
+        raise OptionError(str(path), "larger than memory") from None
     except OSError as error:
         if error.errno == errno.ELOOP:
             raise OptionError(str(path), "a symbolic link; name the file itself") from None
         if error.errno == errno.ENOENT:
             raise OptionError(str(path), "no checkpoint there") from None
         raise OptionError(str(path), f"cannot be read: {error.strerror}") from None
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OptionError(str(path), "no regular file")
-        try:
-            return file.read()
-        except MemoryError:
-            raise OptionError(str(path), "larger than memory") from None

@@ -3,7 +3,8 @@
 `metrics.jsonl` holds one JSON object a line, with its kind, the epoch and step it was made at, and values:
 
 start   every start and resumption: command, git revision, package versions, device, processes, parameters, macs
-train   every `log_every` updates: loss, lr, grad_norm, images_per_second, step_seconds, memory_mb
+train   every `log_every` updates: loss, lr, grad_norm, images_per_second, step_seconds, memory_mb; data_wait: percent
+        of the time, waiting for batches; broken: images left out so far in the epoch
 skip    every update that was skipped, as not finite: num_skipped, of the run
 eval    every evaluation: top1, top5, loss; with a weight average ema_top1, ema_top5, ema_loss
 final   the end: the last evaluation; best_top1, parameters, macs, images_per_second, step_seconds (median), memory_mb
@@ -35,6 +36,7 @@ from engine.checkpoint import Progress
 from engine.config import dump_run, flatten
 from engine.files import write_whole
 from engine.schema import Run
+from engine.waiting import DataWait
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow")
 
@@ -52,9 +54,14 @@ CONSOLE = {
     "macs": "{:,} MACs",
     "images_per_second": "{:.0f} images/s",
     "memory_mb": "{:.0f} MB",
+    "data_wait": "{:.0f} % waiting for data",
     "num_skipped": "not finite, skipped ({} of the run)",
 }
 """How the console shows the values it shows."""
+
+INPUT_BOUND = 20
+"""Percent of the time spent waiting for data from which on a run is said to be input-bound, once; not of the first
+record of an epoch, in which the loader's workers start."""
 
 
 class Report:
@@ -71,6 +78,8 @@ class Report:
         self.step = progress.step
         self.step_seconds: list[float] = []
         self.num_recorded = 0
+        self.wait = DataWait(device)
+        self.told_input_bound = False
         if directory is not None:
             self.metrics = directory / "metrics.jsonl"
             if self.metrics.exists():
@@ -96,6 +105,7 @@ class Report:
     def begin_epoch(self) -> None:
         """The next step begins now, so that evaluation and checkpoints are no part of its time."""
         self.step_began = time.perf_counter()
+        self.workers_start = True
 
     def end_step(self) -> None:
         """One more update is done."""
@@ -109,8 +119,18 @@ class Report:
     def train(self, epoch: int, **values: float) -> None:
         """Records `values` of the training since the last such record, and its speed; `epoch` counts from 1."""
         step_seconds = statistics.fmean(self.step_seconds[self.num_recorded :])
-        self.num_recorded = len(self.step_seconds)
-        self._record("train", epoch, {**values, **self._speed(step_seconds)})
+        num_steps = len(self.step_seconds) - self.num_recorded
+        self.num_recorded += num_steps
+        data_wait = 100 * self.wait.seconds() / (num_steps * step_seconds)
+        self._record("train", epoch, {**values, **self._speed(step_seconds), "data_wait": data_wait})
+        is_input_bound = data_wait > INPUT_BOUND and not self.workers_start
+        self.workers_start = False
+        if is_input_bound and self.directory is not None and not self.told_input_bound:
+            self.told_input_bound = True
+            self.bar.write(
+                f"input-bound: {data_wait:.0f} % of the time goes into waiting for data; raise data.workers"
+                f" (= {self.run.data.workers}) up to the cores there are, or prepare the images (engine.prepare)"
+            )
 
     def skip(self, epoch: int, num_skipped: int) -> None:
         """Records that an update was skipped, the `num_skipped`-th of the run."""

@@ -17,13 +17,14 @@ from attention.options import OptionError, nearest, option
 class Data:
     """Where the images are and how a validation image is prepared."""
 
-    dataset: Literal["folder", "tar", "digits"] = option(
-        "folder", "class folders, tar files of them, or the embedded digits"
+    dataset: Literal["folder", "tar", "cache", "digits"] = option(
+        "folder", "class folders, tar files of them, what engine.prepare made of either, or the embedded digits"
     )
     root: str | None = option(None, "directory that holds the two splits; digits need none")
-    train_split: str = option("train", "folder (tar: NAME.tar) of training images below root")
-    val_split: str = option("val", "folder (tar: NAME.tar) of validation images below root")
+    train_split: str = option("train", "folder (tar: NAME.tar, cache: NAME.npz) of training images below root")
+    val_split: str = option("val", "folder (tar: NAME.tar, cache: NAME.npz) of validation images below root")
     workers: int = option(8, "loader processes per rank", low=0)
+    max_broken: int = option(10, "broken training images that an epoch may leave out, over all ranks", low=0)
     crop_pct: float = option(0.875, "validation: share of the resized image kept by the centre crop", above=0, high=1)
     interpolation: Literal["bicubic", "bilinear", "nearest"] = option("bicubic", "validation resize")
     mean: tuple[float, float, float] = option((0.485, 0.456, 0.406), "channel means subtracted from images in [0, 1]")

@@ -16,7 +16,10 @@ MODELS_MAY_TAKE = {"Attention", "AttentionFactory", "Grid", "OptionError", "Site
 ALLOWED = {
     "attention": {"torch", "triton", "attention"},
     "models": {"torch", "timm", "attention", "models"},
-    "engine": {"torch", "torchvision", "timm", "yaml", "attention", "models", "engine", "numpy", "PIL", "tqdm"},
+    "engine": {
+        *("torch", "torchvision", "timm", "yaml", "numpy", "PIL", "tqdm", "safetensors"),
+        *("attention", "models", "engine"),
+    },
 }
 EVERY_FILE = [path for package in ALLOWED for path in sorted((ROOT / package).rglob("*.py"))]
 

@@ -158,9 +158,9 @@ def test_compiled_model_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Through dynamo; without the code generator, whose compiler alone takes longer than all these tests."""
     compiled = []
 
-    def compile_eagerly(self: nn.Module) -> None:
+    def compile_eagerly(self: nn.Module, **options) -> None:
         compiled.append(self)
-        self._compiled_call_impl = torch.compile(self._call_impl, backend="eager")
+        self._compiled_call_impl = torch.compile(self._call_impl, backend="eager", **options)
 
     (tmp_path / "plain").mkdir()
     expected = start(tmp_path / "plain", "optim.opt=sgd")
