@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = {path.stem for path in ROOT.glob("*.py")}
 MECHANISM_HELPERS = {
     *("base", "complement", "control_variates", "decoding", "draws", "exact", "features", "hashing", "landmarks"),
-    *("options", "position", "proposals", "resampling", "windows"),
+    *("options", "position", "proposals", "resampling", "windows", "kernels.tiles"),
 }
 MODELS_MAY_TAKE = {"Attention", "AttentionFactory", "Grid", "OptionError", "Site", "option", "nearest", "parse_options"}
 ALLOWED = {

@@ -18,6 +18,7 @@ from triton.compiler import ASTSource
 
 from attention.kernels import tiles, triton_groups, triton_joint
 from attention.kernels.check import CASES, CHECKED, GROUP_CASES, Case, GroupCase, errors, excess, outputs_and_gradients
+from attention.landmarks import bins, bins_outside
 
 ROOT = Path(__file__).parents[1]
 every_case = pytest.mark.parametrize("case", [*CASES, *GROUP_CASES], ids=str)
@@ -123,6 +124,18 @@ def test_what_the_kernels_do_not_cover(changed, of_q, monkeypatch):
 
     assert covers({})
     assert not covers(changed | ({"keys": None} if set(changed) == {"values"} else {}), **of_q)
+
+
+def test_what_the_kernels_of_groups_do_not_cover(monkeypatch):
+    monkeypatch.setattr(tiles.INTERPRETED, "value", True)
+    k, wide = torch.zeros(1, 2, 35, 16), torch.zeros(1, 2, 35, 136)
+    shared = bins((5, 7), (2, 3), k.device)
+    of_windows = bins_outside(shared, (5, 7), (3, 4), (0, 0))
+    assert triton_groups.covers(k, k, k, shared)
+    for x, groups in ((k.double(), shared), (wide, shared), (k, of_windows)):
+        assert not triton_groups.covers(x, x, x, groups)
+    monkeypatch.setattr(tiles.INTERPRETED, "value", False)
+    assert not triton_groups.covers(k, k, k, shared)
 
 
 @gpu
