@@ -5,6 +5,7 @@ Shape letters used throughout: B images, (H, W) token grid, N = H*W tokens in ra
 groups, t tokens per group, s random samples, P prefix tokens (class token, registers), which precede those of the grid.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -80,6 +81,12 @@ class Attention(nn.Module):
         """Raises the OptionError for option `name` of this mechanism."""
         mechanism = cls.__module__.rpartition(".")[2]
         raise OptionError(f"attention({mechanism}).{name}", f" = {value}: {problem}")
+
+    def refuse_unused(self, neutral: Mapping[str, Any], why: str) -> None:
+        """Raises the OptionError for the first option that does not have its `neutral` value."""
+        for name, value in neutral.items():
+            if getattr(self.config, name) != value:
+                self.refuse(name, getattr(self.config, name), f"{why}; set {name}: {value}")
 
     @property
     def attn_drop(self) -> float:

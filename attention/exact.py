@@ -71,7 +71,7 @@ def joint_softmax(
         exact = exact_logits(q, k, bias, grid, window, overlap, causal)
         parts.append((exact, to_windows(v, grid, window, overlap)))
     if logits is not None:
-        parts.append((logits, values))
+        parts.append((logits, values.to(v.dtype)))
     return from_windows(mix(parts, attn_drop), grid, window)
 
 
@@ -87,15 +87,15 @@ def mix(parts: list[tuple[Tensor, Tensor]], attn_drop: float = 0.0) -> Tensor:
         parts: logits (B, h, g, w, c) of w queries in each of g windows, and values (B, h, G, c, d), G = 1 or g windows.
         attn_drop: dropout rate of the weights.
     Returns:
-        (B, h, g, w, d), of the type of the first part's values.
+        (B, h, g, w, d), of the type of the values.
     """
-    dtype, parts = parts[0][1].dtype, [part for part in parts if part[0].shape[-1]]
+    parts = [part for part in parts if part[0].shape[-1]]
     logits = [logits for logits, _ in parts]
-    weights = F.dropout(torch.cat(logits, -1).softmax(-1), attn_drop).to(dtype)
+    weights = F.dropout(torch.cat(logits, -1).softmax(-1), attn_drop).to(parts[0][1].dtype)
     y = 0
     for weight, (_, values) in zip(weights.split([part.shape[-1] for part in logits], -1), parts, strict=True):
         of_set = weight.reshape(*weight.shape[:2], values.shape[2], -1, weight.shape[-1])  # (B, h, G, n, c)
-        y = y + (of_set @ values.to(dtype)).reshape(*weight.shape[:4], -1)
+        y = y + (of_set @ values).reshape(*weight.shape[:4], -1)
     return y
 
 

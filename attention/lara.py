@@ -117,8 +117,15 @@ class Lara(Attention):
 
     def __init__(self, site: Site, config: Any):
         super().__init__(site, config)
-        self.refuse_unused()
         self.single = config.proposal == "single"
+        neutral = {}
+        if self.single:  # one proposal needs no landmarks, and all its samples weigh the same
+            neutral = {"weighting": "balance", "landmark_transform": "none", "samples_per_proposal": 1}
+        if config.weighting != "decoupled":
+            neutral["beta"] = self.Config.beta
+        if config.samples_per_proposal == 1:
+            neutral["antithetic"] = False
+        self.refuse_unused(neutral, "does not act with these options")
         if not self.single:
             self.segments(site.grid, torch.device("cpu"))  # refuses a count that cannot part the grid
         self.noise_std = 1.0 if config.noise == "unit" else self.head_dim**-0.25
@@ -128,19 +135,6 @@ class Lara(Attention):
         if config.proposal in POOLED:
             self.landmark_k = transform()
         self.register_buffer("eval_seed", random_seed() if self.single else None)
-
-    def refuse_unused(self) -> None:
-        """Raises OptionError for an option that does not act beside the others."""
-        config, neutral = self.config, {}
-        if config.proposal == "single":  # one proposal needs no landmarks, and all its samples weigh the same
-            neutral = {"weighting": "balance", "landmark_transform": "none", "samples_per_proposal": 1}
-        if config.weighting != "decoupled":
-            neutral["beta"] = self.Config.beta
-        if config.samples_per_proposal == 1:
-            neutral["antithetic"] = False
-        for name, value in neutral.items():
-            if getattr(config, name) != value:
-                self.refuse(name, getattr(config, name), f"does not act with these options; set {name}: {value}")
 
     def segments(self, grid: Grid, device: torch.device) -> Groups:
         """The partition of this grid."""

@@ -72,7 +72,7 @@ def scatterbrain_reference(q, k, v, omega, bias=None, *, complement="merge", **w
         outside = [m for m in range(N) if m not in cells]
         logits, values = seen_exactly(n, q, k, v, bias, **windows)
         mass = phi_k[:, :, outside].sum(2)  # (B, h, s)
-        mean = phi_k[:, :, outside].mT @ v_grid[:, :, outside] / mass[..., None]
+        mean = phi_k[:, :, outside].mT @ v_grid[:, :, outside] / (mass[..., None] if outside else 1)
         if complement == "released":
             largest = phi_k.amax(2).detach()
             mean = mean * (mass / mass.maximum(1e-3 * largest))[..., None]
@@ -117,9 +117,8 @@ class Scatterbrain(Attention):
         self.register_buffer("omega", self.draw_samples(self.qkv.weight))
 
     def check_lsh(self, site: Site) -> None:
-        for name, neutral in (("overlap", 0), ("position_bias", "none"), ("complement", "merge")):
-            if getattr(self.config, name) != neutral:
-                self.refuse(name, getattr(self.config, name), f"does not act with support lsh; set {name}: {neutral}")
+        neutral = {"overlap": 0, "position_bias": "none", "complement": "merge"}
+        self.refuse_unused(neutral, "does not act with support lsh")
         (H, W), size = site.grid, math.prod(self.window)
         if size > H * W:
             self.refuse("window_size", self.config.window_size, f"clusters of {size} tokens; the {H}x{W} grid has less")

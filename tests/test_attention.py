@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attention import ATTENTION, Attention, OptionError, create_attention
 from cases import CASES, CAUSAL, HEAD_DIM, HEADS, B, Case
+from identities import assert_mean
 
 FP64, FP64_GRADIENT, FP32_RMS, BF16_RMS = 1e-9, 1e-8, 1e-5, 1e-2
 
@@ -189,13 +190,27 @@ def test_constant_values_stay_constant(case, monkeypatch):
     torch.testing.assert_close(y, constant[:, :, :1].expand_as(y), rtol=FP64, atol=FP64)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("name", [name for name, kind in ATTENTION.items() if hasattr(kind.Config, "attn_drop")])
+def test_dropout_of_weights_keeps_the_mean_and_ends_with_training(name):
+    case = next(case for case in CASES if case.name == name)
+    plain, dropping = (case.build(attn_drop=rate) for rate in (0.0, 0.5))
+    x = case.tokens(batch=1)
+    assert torch.equal(dropping.eval()(x, case.grid), plain.eval()(x, case.grid))
+    plain.train(), dropping.train()
+    torch.manual_seed(3)
+    differences = torch.cat([dropping(x, case.grid) - plain(x, case.grid) for _ in range(200)])
+    assert (differences.abs().amax((1, 2)) > 1e-3).all()
+    assert_mean(differences, 0)
+
+
 def test_every_mechanism_has_a_case():
     assert {case.name for case in CASES} == set(ATTENTION)
 
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_stock_projections(name):
-    """timm's names for the projections, so that published softmax weights load into any mechanism."""
+    """timm's names for the projections, so that published softmax weights load wherever there are all three."""
     attn = create_attention(name, dim=192, num_heads=3, grid=(14, 14))
     state, rows = attn.state_dict(), 192 * attn.num_projections
     shapes = {"qkv.weight": (rows, 192), "qkv.bias": (rows,), "proj.weight": (192, 192), "proj.bias": (192,)}

@@ -16,6 +16,7 @@ from attention.features import log_features, random_feature_attention, scale
 from attention.landmarks import Groups, bins, bins_outside, chunks_outside, gather_groups, group_mean
 from attention.local import local
 from attention.position import PositionBias, t5_bucket
+from attention.scatterbrain import scatterbrain
 from attention.softmax import softmax
 from attention.windows import from_windows, to_windows, window_indices
 from identities import CPU, B, assert_equal, d, draw, every_grid, h, layer, tokens, under_mask
@@ -180,12 +181,9 @@ def test_e1_exact_set_of_all_tokens_is_softmax(grid):
     for groups in (chunks_outside(grid, grid, (0, 0), 3, CPU), masked):
         for samples in (1, 3):
             assert_equal(eva_of(q, k, v, groups, grid, grid, samples=samples), expected)
-    attn = create_attention("eva", dim=h * d, num_heads=h, grid=grid, window_size=max(grid), num_landmarks=0)
-    reference = create_attention("softmax", dim=h * d, num_heads=h, grid=grid)
+    attn = layer("eva", grid, window_size=max(grid), num_landmarks=0)
     torch.nn.init.zeros_(attn.position_bias.table)
-    reference.load_state_dict({key: p for key, p in attn.state_dict().items() if not key.startswith("position_bias")})
-    x = draw(B, grid[0] * grid[1], h * d)
-    assert_equal(attn.double()(x, grid), reference.double()(x, grid))
+    assert_equal(attn.attend(q, k, v, grid), expected)
     # With groups over all tokens the group logits stay beside the exact ones.
     assert (eva_of(q, k, v, bins(grid, (2, 2), CPU), grid, grid) - expected).abs().max() > 1e-3
 
@@ -219,13 +217,10 @@ def test_e4_one_group_with_one_sample_gives_every_query_the_same_output(grid):
 
 @every_grid
 def test_e5_no_groups_is_local(grid):
-    eva_layer, local_layer = (
-        create_attention(name, dim=h * d, num_heads=h, grid=grid, window_size=3, **options).double()
-        for name, options in (("eva", {"num_landmarks": 0}), ("local", {}))
-    )
-    local_layer.load_state_dict(eva_layer.state_dict(), strict=True)
+    attn, expected = layer("eva", grid, window_size=3, num_landmarks=0), layer("local", grid, window_size=3)
+    expected.load_state_dict(attn.state_dict())
     x = draw(B, grid[0] * grid[1], h * d)
-    assert_equal(eva_layer(x, grid), local_layer(x, grid))
+    assert_equal(attn(x, grid), expected(x, grid))
 
 
 @every_grid
@@ -241,14 +236,7 @@ def test_e6_random_feature_weight_of_the_complement_is_scatterbrain(grid):
     logits = log_features(scale(queries), omega) + log_mass - torch.tensor(S).double().log()
     weights = torch.cat([exact_logits(q, k, None, grid, window, (0, 0)), logits], -1).softmax(-1)
     y = from_windows(weights[..., :4] @ to_windows(v, grid, window) + weights[..., 4:] @ beta, grid, window)
-
-    features = [log_features(scale(x), omega).exp() / S**0.5 for x in (q, k)]
-    dense = features[0] @ features[1].mT
-    exact = (q @ k.mT * d**-0.5).exp()
-    for n in range(grid[0] * grid[1]):
-        cells = exact_set(n, grid, window, (0, 0))[0]
-        dense[:, :, n, cells] = exact[:, :, n, cells]
-    expected = dense @ v / dense.sum(-1, keepdim=True)
+    expected = scatterbrain(q, k, v, omega.expand(h, S, d), grid=grid, window=window)
     assert_equal(y, expected)
     # Equation 16's group weight exp(t) is another one.
     zero = torch.zeros(1, dtype=torch.float64)

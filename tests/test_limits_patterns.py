@@ -1,6 +1,5 @@
 """Limits and identities of sparse patterns and clustering: where theory says "equal", it is (float64, 1e-10)."""
 
-import itertools
 import math
 
 import pytest
@@ -284,36 +283,7 @@ def test_reformer_has_twice_as_many_buckets_as_chunks(chunks, size, counts):
     assert math.prod(2 * count for count in counts) >= 2 * chunks
 
 
-# Orders of memory
-
-
-def saved_bytes(name: str, side: int) -> int:
-    """What a layer's attention keeps for the backward pass on a grid of this side, one image."""
-    with torch.device("meta"):
-        attn = create_attention(name, dim=192, num_heads=3, grid=(side, side))
-        tokens = torch.empty(1, side * side, 192, requires_grad=True)
-        projected = attn.project(tokens, (side, side))
-    saved = {}
-
-    def keep(x: Tensor) -> Tensor:
-        saved[x.untyped_storage()._cdata] = x.untyped_storage()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        attn.attend(*projected, (side, side))
-    return sum(storage.nbytes() for storage in saved.values())
-
-
-@pytest.mark.parametrize(
-    ("name", "order"),
-    [("longformer", 1.0), ("sparse_transformer", 1.5), ("bigbird", 1.0), ("clustered", 1.0), ("reformer", 1.0)],
-)
-def test_memory_grows_as_it_should(name, order):
-    """At 784, 3136 and 12544 tokens; the Sparse Transformer in blocks of a row, N / b = sqrt N of them."""
-    sizes = [saved_bytes(name, side) for side in (28, 56, 112)]
-    slopes = [math.log(after / before, 4) for before, after in itertools.pairwise(sizes)]
-    assert max(slopes) < order + 0.15
-    assert min(slopes) > 0.85  # terms linear in N dominate at first
+# Options
 
 
 @pytest.mark.parametrize(

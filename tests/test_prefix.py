@@ -35,9 +35,12 @@ def test_every_token_sees_prefix_tokens_and_their_order_is_free(case):
     attn, x = case.build().eval(), case.tokens(batch=1).requires_grad_()
     y = attn(x, case.grid)
     probe = draw(*y.shape)
-    for n in (P, P + 11, y.shape[1] - 1):
+    seen = []
+    for n in range(P, y.shape[1]):
         (gradient,) = torch.autograd.grad((y[:, n] * probe[:, n]).sum(), x, retain_graph=True)
-        assert gradient[:, :P].abs().amax(-1).min() > 1e-9
+        seen.append(gradient[0, :P].abs().amax(-1) > 1e-9)
+    rectified = case.name in ("cosformer", "transnormer")  # weights that can be 0
+    assert torch.stack(seen).any(0).all() if rectified else torch.stack(seen).all()
     order = torch.cat([torch.tensor([1, 0]), torch.arange(P, y.shape[1])])
     assert_equal(attn(x[:, order], case.grid), y[:, order])
 

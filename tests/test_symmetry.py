@@ -69,6 +69,7 @@ SYMMETRIES = [  # what commutes, mechanism, options
     ({"between"}, "sra", {"reduction": 2}),
     ({"within"}, "bigbird", {"block_size": 2, "layout": "2d", "num_random": 0}),
     # the order of the raster matters
+    (set(), "softmax", {"causal": True}),
     (set(), "local", {"layout": "1d", "window_size": 5, **FREE}),
     (set(), "eva", {**FEW, **WINDOW, **FREE, "partition": "complement"}),
     *((set(), "nystrom", {**FEW, "conv": x, "conv_size": 3}) for x in ("1d", "2d")),
