@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attention.exact import exact_set
-from attention.features import full_precision, log_features, scale, xi
+from attention.features import full_precision, full_type, log_features, scale, xi
 from attention.landmarks import Groups, gather_groups
 
 Visibility = Literal["paper", "released"]
@@ -37,8 +37,7 @@ def group_logits(
     mu: Tensor,
     omega: Tensor,
     log_mass: Tensor,
-    seen: Tensor,
-    count: Tensor | None = None,
+    prior: Tensor | None = None,
 ) -> Tensor:
     """Logits of every group's samples for queries (B, h, G, n, d), t_nc + log w_ncs: (B, h, G, n, c*s).
 
@@ -47,18 +46,28 @@ def group_logits(
 
     Args:
         k_tilde, mu, omega: see `eva`. log_mass: see `group_values`.
-        seen: which groups a query sees, broadcast to (G, n, c); the logits of others are -inf.
-        count: members |P_c| (G, c); their logarithm is added to t_nc.
+        prior: see `group_prior`.
     """
     logits = q * q.shape[-1] ** -0.5 @ k_tilde.mT
-    logits = logits if count is None else logits + count.to(logits.dtype).log()[:, None]
-    logits = logits.masked_fill(~seen, -torch.inf)
+    logits = logits if prior is None else logits + prior
     if omega.shape[-2] == 1:
         return logits
     log_ratio = log_mass - (omega @ mu[..., None])[..., 0]
     samples = scale(q) @ omega.flatten(3, 4).mT  # (B, h, G, n, c*s)
     log_w = (samples.unflatten(-1, log_ratio.shape[-2:]) + log_ratio[:, :, :, None]).log_softmax(-1)
     return (logits[..., None] + log_w).flatten(-2)
+
+
+def group_prior(
+    q: Tensor, groups: Groups, visibility: Visibility | None, log_count: bool, windows: dict[str, Any]
+) -> Tensor | None:
+    """What is added to t_nc of queries (B, h, G, n, d), broadcast to (G, n, c): log |P_c| with `log_count`, -inf for a
+    group that is not seen; None for nothing.
+    """
+    if groups.tiles and visibility is None and not log_count:  # tiles have members
+        return None
+    seen, count = visible_groups(groups, visibility, q.shape[3], windows), groups.count()[:, None].to(full_type(q))
+    return (count.log() if log_count else torch.zeros_like(count)).masked_fill(~seen, -torch.inf)
 
 
 def visible_groups(groups: Groups, visibility: Visibility | None, num_queries: int, windows: dict[str, Any]) -> Tensor:

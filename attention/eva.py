@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.base import Attention, Grid, Site, split_prefix
-from attention.control_variates import Visibility, group_logits, group_values, seen_in_groups, visible_groups
+from attention.control_variates import Visibility, group_logits, group_prior, group_values, seen_in_groups
 from attention.exact import exact_window, joint_softmax, raster, seen_exactly, window_options
 from attention.features import scale
 from attention.landmarks import (
@@ -68,10 +68,14 @@ def eva(
     """
     queries = to_windows(q, windows["grid"], windows["window"])
     of_set = queries.reshape(*queries.shape[:2], k_tilde.shape[2], -1, queries.shape[-1])  # (B, h, G, n, d)
-    seen = visible_groups(groups, visibility, of_set.shape[3], windows)
+    prior = group_prior(of_set, groups, visibility, log_count, windows)
     beta, log_mass = group_values(*(split_prefix(x, q.shape[2])[1] for x in (k, v)), omega, groups)
-    logits = group_logits(of_set, k_tilde, mu, omega, log_mass, seen, groups.count() if log_count else None)
-    return joint_softmax(q, k, v, bias, logits.reshape(*queries.shape[:4], -1), beta, **windows)
+    if omega.shape[4] == 1:
+        if prior is not None and prior.shape[1] > 1:  # of every query
+            prior = prior.view(*queries.shape[2:4], -1)
+        return joint_softmax(q, k, v, bias, k_tilde, beta, prior, **windows)
+    logits = group_logits(of_set, k_tilde, mu, omega, log_mass, prior)
+    return joint_softmax(q, k, v, bias, values=beta, logits=logits.reshape(*queries.shape[:4], -1), **windows)
 
 
 def eva_reference(

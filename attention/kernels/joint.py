@@ -1,0 +1,149 @@
+"""One softmax over each query's window and over keys that stand for all other tokens, with gradients by hand.
+
+Windows of keys are copied once, into a buffer whose tail holds the other keys, so that one product makes all logits,
+onto what is added to them (position bias, masks as -inf), and one product mixes all values. What autograd would keep of
+that (copies, logits, masks) is not kept: the weights are, or with the path "lean" not even these.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from attention import kernels
+from attention.base import Grid, split_prefix
+from attention.features import full_type
+from attention.windows import window_mask, window_view
+
+
+def covers(q, k, v, bias=None, keys=None, values=None, logits=None, *, window, overlap=(0, 0), attn_drop=0.0, **_):
+    """Not: dropped weights, overlapping windows, no window, and logits that differ among images."""
+    return attn_drop == 0 and overlap == (0, 0) != window and (keys is not None or values is None)
+
+
+def joint_softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    keys: Tensor | None = None,
+    values: Tensor | None = None,
+    logits: Tensor | None = None,
+    *,
+    grid: Grid,
+    window: Grid,
+    overlap: Grid = (0, 0),
+    causal: bool = False,
+    attn_drop: float = 0.0,
+) -> Tensor:
+    """`attention.exact.joint_softmax`, of the type of q."""
+    (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
+    if keys is None:
+        keys, values = k_prefix[:, :, None], v_prefix[:, :, None]
+    elif k_prefix.shape[2]:
+        keys, values = (
+            torch.cat([x[:, :, None].expand(-1, -1, others.shape[2], -1, -1).to(others.dtype), others], 3)
+            for x, others in ((k_prefix, keys), (v_prefix, values))
+        )
+    offset = _offset(q, bias, logits, keys.shape[3], grid, window, causal)
+    with torch.autocast(q.device.type, enabled=False):
+        return JointSoftmax.apply(q, k, v, keys, values, offset, grid, window, kernels.path() == "lean")
+
+
+def _offset(
+    q: Tensor, bias: Tensor | None, logits: Tensor | None, num_others: int, grid: Grid, window: Grid, causal: bool
+) -> Tensor | None:
+    """What is added to the logits of window and others, broadcast to (h, g, w, e + c); None for nothing."""
+    mask, e = window_mask(grid, window, (0, 0), q.device), window[0] * window[1]
+    if bias is None and logits is None and mask is None and not causal:
+        return None
+    exact = q.new_zeros(1, 1, e, e, dtype=full_type(q)) if bias is None else bias[:, None]
+    if mask is not None:
+        exact = exact.masked_fill(~mask[:, None], -torch.inf)
+    if causal:
+        exact = exact.masked_fill(torch.ones(e, e, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
+    others = exact.new_zeros(1, 1, num_others)
+    if logits is not None:
+        others = F.pad(logits.to(exact.dtype), (num_others - logits.shape[-1], 0))  # zeros: prefix tokens
+    h, g = exact.shape[0], max(exact.shape[1], others.shape[0])
+    return torch.cat([exact.expand(h, g, e, e), others.expand(h, g, e, -1)], -1)
+
+
+class JointSoftmax(torch.autograd.Function):
+    """Of queries, keys and values (B, h, N, d), other keys and values (B, h, G, c, d) and an offset of all logits."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, keys, values, offset, grid, window, lean):
+        weights = _weights(q, k, keys, offset, grid, window)
+        y = torch.bmm(weights, _beside(v, values, grid, window, q.dtype))
+        ctx.save_for_backward(q, k, v, keys, values, offset, None if lean else weights)
+        ctx.grid, ctx.window = grid, window
+        return _raster(y, q, grid, window)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        (q, k, v, keys, values, offset, weights), place = ctx.saved_tensors, (ctx.grid, ctx.window)
+        with torch.autocast(q.device.type, enabled=False):
+            if weights is None:
+                weights = _weights(q, k, keys, offset, *place)
+            dy = _cut(dy, *place, q.dtype)
+            dq = dk = dv = dkeys = dvalues = doffset = None
+            if ctx.needs_input_grad[2] or ctx.needs_input_grad[4]:
+                dv, dvalues = _apart(torch.bmm(weights.mT, dy), v, values, *place)
+            logits = torch.bmm(dy, _beside(v, values, *place, q.dtype).mT)
+            del dy
+            logits = torch.ops.aten._softmax_backward_data(logits, weights, -1, weights.dtype)
+            del weights
+            if ctx.needs_input_grad[5]:
+                of_image = logits.view(*q.shape[:2], -1, *logits.shape[1:])
+                doffset = of_image.sum(0, dtype=offset.dtype).sum_to_size(offset.shape)
+            scale = q.shape[-1] ** -0.5
+            if ctx.needs_input_grad[0]:
+                dq = _raster(torch.bmm(logits, _beside(k, keys, *place, q.dtype)).mul_(scale), q, *place)
+            if ctx.needs_input_grad[1] or ctx.needs_input_grad[3]:
+                dk, dkeys = _apart(torch.bmm(logits.mT, _cut(q, *place, q.dtype)).mul_(scale), k, keys, *place)
+        return dq, dk, dv, dkeys, dvalues, doffset, None, None, None
+
+
+def _weights(q: Tensor, k: Tensor, keys: Tensor, offset: Tensor | None, grid: Grid, window: Grid) -> Tensor:
+    """Softmax of all logits, (B h g, w, e + c)."""
+    queries, keys, scale = _cut(q, grid, window, q.dtype), _beside(k, keys, grid, window, q.dtype), q.shape[-1] ** -0.5
+    logits = q.new_empty(*queries.shape[:2], keys.shape[1])
+    if offset is None:
+        logits.zero_()
+    else:
+        logits.view(*q.shape[:2], -1, *logits.shape[1:]).copy_(offset)
+    logits = logits.baddbmm_(queries, keys.mT, alpha=scale)
+    return torch.softmax(logits, -1, out=logits)
+
+
+def _cut(x: Tensor, grid: Grid, window: Grid, dtype: torch.dtype) -> Tensor:
+    """Tokens (B, h, N, d) -> windows (B h g, w, d)."""
+    return window_view(x.to(dtype), grid, window).reshape(-1, window[0] * window[1], x.shape[-1])
+
+
+def _beside(x: Tensor, others: Tensor, grid: Grid, window: Grid, dtype: torch.dtype) -> Tensor:
+    """Windows of tokens (B, h, N, d) and after them the others (B, h, G, c, d): (B h g, w + c, d)."""
+    cells, w = window_view(x, grid, window), window[0] * window[1]
+    B, h, rows, columns, *_, d = cells.shape
+    buffer = torch.empty(B, h, rows * columns, w + others.shape[3], d, dtype=dtype, device=x.device)
+    buffer[:, :, :, :w].unflatten(3, window).unflatten(2, (rows, columns)).copy_(cells)
+    buffer[:, :, :, w:].copy_(others)
+    return buffer.flatten(0, 2)
+
+
+def _apart(buffer: Tensor, x: Tensor, others: Tensor, grid: Grid, window: Grid) -> tuple[Tensor, Tensor]:
+    """The adjoint of `_beside`."""
+    w, B, h = window[0] * window[1], *x.shape[:2]
+    tail = buffer[:, w:].unflatten(0, (B, h, -1))
+    tail = tail.sum(2, keepdim=True, dtype=others.dtype) if others.shape[2] == 1 else tail.to(others.dtype)
+    return _raster(buffer[:, :w], x, grid, window), tail
+
+
+def _raster(windows: Tensor, x: Tensor, grid: Grid, window: Grid) -> Tensor:
+    """Windows (B h g, w, d) in raster order (B, h, N, d), of the type of x; a token's heads lie side by side."""
+    (B, h, _, d), rows, columns = x.shape, -(-grid[0] // window[0]), -(-grid[1] // window[1])
+    y = torch.empty(B, rows, window[0], columns, window[1], h, d, dtype=x.dtype, device=x.device)
+    y.copy_(windows.unflatten(1, window).unflatten(0, (B, h, rows, columns)).permute(0, 2, 4, 3, 5, 1, 6))
+    return y.flatten(3, 4).flatten(1, 2)[:, : grid[0], : grid[1]].flatten(1, 2).transpose(1, 2)
