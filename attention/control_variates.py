@@ -8,13 +8,16 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from attention import kernels
 from attention.exact import exact_set
 from attention.features import full_precision, full_type, log_features, scale, xi
+from attention.kernels import groups as fast
 from attention.landmarks import Groups, gather_groups
 
 Visibility = Literal["paper", "released"]
 
 
+@kernels.with_fast_path(fast.group_values, fast.covers)
 @full_precision
 def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """Random-feature averages of each group, sample by sample.

@@ -13,7 +13,7 @@ from torch.autograd.function import once_differentiable
 from attention import kernels
 from attention.base import Grid, split_prefix
 from attention.features import full_type
-from attention.windows import window_mask, window_view
+from attention.windows import count_windows, window_mask, window_view
 
 
 def covers(q, k, v, bias=None, keys=None, values=None, logits=None, *, window, overlap=(0, 0), attn_drop=0.0, **_):
@@ -70,80 +70,91 @@ def _offset(
 
 
 class JointSoftmax(torch.autograd.Function):
-    """Of queries, keys and values (B, h, N, d), other keys and values (B, h, G, c, d) and an offset of all logits."""
+    """Of queries, keys and values (B, h, N, d), other keys and values (B, h, G, c, d) and an offset of all logits.
+
+    One buffer serves keys, values and their gradients in turn.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, keys, values, offset, grid, window, lean):
-        weights = _weights(q, k, keys, offset, grid, window)
-        y = torch.bmm(weights, _beside(v, values, grid, window, q.dtype))
+        queries, buffer = cut(q, grid, window, q.dtype), _buffer(q, keys, grid, window)
+        weights = _weights(queries, _fill(buffer, k, keys, grid, window), q, offset)
+        y = torch.bmm(weights, _fill(buffer, v, values, grid, window), out=queries)
         ctx.save_for_backward(q, k, v, keys, values, offset, None if lean else weights)
         ctx.grid, ctx.window = grid, window
-        return _raster(y, q, grid, window)
+        return uncut(y, q, grid, window)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
         (q, k, v, keys, values, offset, weights), place = ctx.saved_tensors, (ctx.grid, ctx.window)
+        dq = dk = dv = dkeys = dvalues = doffset = None
+        needs, scale = ctx.needs_input_grad, q.shape[-1] ** -0.5
         with torch.autocast(q.device.type, enabled=False):
+            buffer = _buffer(q, keys, *place)
             if weights is None:
-                weights = _weights(q, k, keys, offset, *place)
-            dy = _cut(dy, *place, q.dtype)
-            dq = dk = dv = dkeys = dvalues = doffset = None
-            if ctx.needs_input_grad[2] or ctx.needs_input_grad[4]:
-                dv, dvalues = _apart(torch.bmm(weights.mT, dy), v, values, *place)
-            logits = torch.bmm(dy, _beside(v, values, *place, q.dtype).mT)
-            del dy
+                weights = _weights(cut(q, *place, q.dtype), _fill(buffer, k, keys, *place), q, offset)
+            dy = cut(dy, *place, q.dtype)
+            if needs[2] or needs[4]:
+                dv, dvalues = _apart(torch.bmm(weights.mT, dy, out=buffer), v, values, *place)
+            logits = torch.bmm(dy, _fill(buffer, v, values, *place).mT)
             logits = torch.ops.aten._softmax_backward_data(logits, weights, -1, weights.dtype)
             del weights
-            if ctx.needs_input_grad[5]:
-                of_image = logits.view(*q.shape[:2], -1, *logits.shape[1:])
-                doffset = of_image.sum(0, dtype=offset.dtype).sum_to_size(offset.shape)
-            scale = q.shape[-1] ** -0.5
-            if ctx.needs_input_grad[0]:
-                dq = _raster(torch.bmm(logits, _beside(k, keys, *place, q.dtype)).mul_(scale), q, *place)
-            if ctx.needs_input_grad[1] or ctx.needs_input_grad[3]:
-                dk, dkeys = _apart(torch.bmm(logits.mT, _cut(q, *place, q.dtype)).mul_(scale), k, keys, *place)
+            if needs[5]:
+                of_images = logits.view(q.shape[0], q.shape[1], -1, *logits.shape[1:])
+                doffset = of_images.sum(0, dtype=offset.dtype).sum_to_size(offset.shape)
+            if needs[0]:
+                dq = torch.baddbmm(dy, logits, _fill(buffer, k, keys, *place), beta=0, alpha=scale, out=dy)
+                dq = uncut(dq, q, *place)
+            if needs[1] or needs[3]:
+                queries = cut(q, *place, q.dtype)
+                torch.baddbmm(buffer, logits.mT, queries, beta=0, alpha=scale, out=buffer)
+                dk, dkeys = _apart(buffer, k, keys, *place)
         return dq, dk, dv, dkeys, dvalues, doffset, None, None, None
 
 
-def _weights(q: Tensor, k: Tensor, keys: Tensor, offset: Tensor | None, grid: Grid, window: Grid) -> Tensor:
-    """Softmax of all logits, (B h g, w, e + c)."""
-    queries, keys, scale = _cut(q, grid, window, q.dtype), _beside(k, keys, grid, window, q.dtype), q.shape[-1] ** -0.5
-    logits = q.new_empty(*queries.shape[:2], keys.shape[1])
-    if offset is None:
-        logits.zero_()
-    else:
-        logits.view(*q.shape[:2], -1, *logits.shape[1:]).copy_(offset)
-    logits = logits.baddbmm_(queries, keys.mT, alpha=scale)
+def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None) -> Tensor:
+    """Softmax of all logits of windows of queries (B h g, w, d) on keys (B h g, w + c, d): (B h g, w, w + c)."""
+    logits = queries.new_empty(*queries.shape[:2], keys.shape[1])
+    if offset is not None:
+        logits.view(q.shape[0], q.shape[1], -1, *logits.shape[1:]).copy_(offset)
+    torch.baddbmm(logits, queries, keys.mT, beta=float(offset is not None), alpha=q.shape[-1] ** -0.5, out=logits)
     return torch.softmax(logits, -1, out=logits)
 
 
-def _cut(x: Tensor, grid: Grid, window: Grid, dtype: torch.dtype) -> Tensor:
-    """Tokens (B, h, N, d) -> windows (B h g, w, d)."""
-    return window_view(x.to(dtype), grid, window).reshape(-1, window[0] * window[1], x.shape[-1])
+def cut(x: Tensor, grid: Grid, window: Grid, dtype: torch.dtype) -> Tensor:
+    """Tokens (B, h, N, d) -> windows (B h g, w, d) of `dtype`, never a view of them."""
+    cells = window_view(x, grid, window)
+    windows = torch.empty(cells.shape, dtype=dtype, device=x.device)
+    return windows.copy_(cells).view(-1, window[0] * window[1], x.shape[-1])
 
 
-def _beside(x: Tensor, others: Tensor, grid: Grid, window: Grid, dtype: torch.dtype) -> Tensor:
-    """Windows of tokens (B, h, N, d) and after them the others (B, h, G, c, d): (B h g, w + c, d)."""
-    cells, w = window_view(x, grid, window), window[0] * window[1]
-    B, h, rows, columns, *_, d = cells.shape
-    buffer = torch.empty(B, h, rows * columns, w + others.shape[3], d, dtype=dtype, device=x.device)
-    buffer[:, :, :, :w].unflatten(3, window).unflatten(2, (rows, columns)).copy_(cells)
-    buffer[:, :, :, w:].copy_(others)
-    return buffer.flatten(0, 2)
-
-
-def _apart(buffer: Tensor, x: Tensor, others: Tensor, grid: Grid, window: Grid) -> tuple[Tensor, Tensor]:
-    """The adjoint of `_beside`."""
-    w, B, h = window[0] * window[1], *x.shape[:2]
-    tail = buffer[:, w:].unflatten(0, (B, h, -1))
-    tail = tail.sum(2, keepdim=True, dtype=others.dtype) if others.shape[2] == 1 else tail.to(others.dtype)
-    return _raster(buffer[:, :w], x, grid, window), tail
-
-
-def _raster(windows: Tensor, x: Tensor, grid: Grid, window: Grid) -> Tensor:
-    """Windows (B h g, w, d) in raster order (B, h, N, d), of the type of x; a token's heads lie side by side."""
+def uncut(windows: Tensor, x: Tensor, grid: Grid, window: Grid) -> Tensor:
+    """The inverse of `cut`, in shape and type like x (B, h, N, d); the heads of a token lie side by side."""
     (B, h, _, d), rows, columns = x.shape, -(-grid[0] // window[0]), -(-grid[1] // window[1])
     y = torch.empty(B, rows, window[0], columns, window[1], h, d, dtype=x.dtype, device=x.device)
     y.copy_(windows.unflatten(1, window).unflatten(0, (B, h, rows, columns)).permute(0, 2, 4, 3, 5, 1, 6))
     return y.flatten(3, 4).flatten(1, 2)[:, : grid[0], : grid[1]].flatten(1, 2).transpose(1, 2)
+
+
+def _buffer(q: Tensor, keys: Tensor, grid: Grid, window: Grid) -> Tensor:
+    """Room for every window's own tokens and the others beside them, (B h g, w + c, d)."""
+    B, h, _, d = q.shape
+    return q.new_empty(B * h * count_windows(grid, window), window[0] * window[1] + keys.shape[3], d)
+
+
+def _fill(buffer: Tensor, x: Tensor, others: Tensor, grid: Grid, window: Grid) -> Tensor:
+    """`buffer` with windows of tokens (B, h, N, d) and the others (B, h, G, c, d)."""
+    cells, w, room = window_view(x, grid, window), window[0] * window[1], buffer.unflatten(0, (*x.shape[:2], -1))
+    room[:, :, :, :w].unflatten(3, window).unflatten(2, cells.shape[2:4]).copy_(cells)
+    room[:, :, :, w:].copy_(others)
+    return buffer
+
+
+def _apart(buffer: Tensor, x: Tensor, others: Tensor, grid: Grid, window: Grid) -> tuple[Tensor, Tensor]:
+    """The adjoint of `_fill`: gradients of x and of the others."""
+    w = window[0] * window[1]
+    tail = buffer[:, w:].unflatten(0, (*x.shape[:2], -1))
+    if others.shape[2] == 1:
+        tail = tail.sum(2, keepdim=True, dtype=others.dtype)
+    return uncut(buffer[:, :w], x, grid, window), tail.to(others.dtype, copy=True)
