@@ -136,6 +136,8 @@ def split_heads(x: Tensor, parts: int, num_heads: int) -> tuple[Tensor, ...]:
 
 def split_prefix(x: Tensor, N: int) -> tuple[Tensor, Tensor]:
     """(..., P + N, d) -> prefix tokens (..., P, d), tokens of the grid (..., N, d)."""
+    if x.shape[-2] == N:  # a slice's gradient would be filled with zeros and copied
+        return x.detach()[..., :0, :], x
     return x[..., :-N, :], x[..., -N:, :]
 
 
