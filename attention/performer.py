@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from attention import kernels
 from attention.base import Attention, Grid, Site
 from attention.draws import Draws, gaussian
 from attention.features import (
@@ -25,11 +26,13 @@ from attention.features import (
     random_feature_attention,
     scale,
 )
+from attention.kernels import random_features as fast
 from attention.options import option
 
 Features = Literal["positive", "hyperbolic", "trigonometric", "relu", "favorp"]
 
 
+@kernels.with_fast_path(fast.performer, fast.covers_performer)
 @full_precision
 def performer(
     q: Tensor,

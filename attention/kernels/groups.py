@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from attention.base import Grid
-from attention.features import full_type
+from attention.features import full_type, own_types
 from attention.kernels.joint import cut, uncut
 from attention.landmarks import Groups
 
@@ -20,7 +20,7 @@ def covers(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> bool:
 
 def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """`attention.control_variates.group_values`."""
-    with torch.autocast(k.device.type, enabled=False):
+    with own_types(k):
         return GroupValues.apply(k, v, omega, *groups.tiles)
 
 
@@ -47,7 +47,7 @@ class GroupValues(torch.autograd.Function):
         (k, v, omega, weights), place, full = ctx.saved_tensors, (ctx.grid, ctx.tile), ctx.saved_tensors[3].dtype
         dk = dv = domega = None
         scale = k.shape[-1] ** -0.25
-        with torch.autocast(k.device.type, enabled=False):
+        with own_types(k):
             dlog_xi = 0 if dlog_mass is None else weights * dlog_mass.reshape(-1, omega.shape[4], 1)
             if dbeta is not None:
                 dbeta = dbeta.reshape(-1, *omega.shape[4:])

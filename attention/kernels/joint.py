@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from attention import kernels
 from attention.base import Grid, split_prefix
-from attention.features import full_type
+from attention.features import full_type, own_types
 from attention.windows import count_windows, window_mask, window_view
 
 
@@ -46,7 +46,7 @@ def joint_softmax(
             for x, others in ((k_prefix, keys), (v_prefix, values))
         )
     offset = _offset(q, bias, logits, keys.shape[3], grid, window, causal)
-    with torch.autocast(q.device.type, enabled=False):
+    with own_types(q):
         return JointSoftmax.apply(q, k, v, keys, values, offset, grid, window, kernels.path() == "lean")
 
 
@@ -90,7 +90,7 @@ class JointSoftmax(torch.autograd.Function):
         (q, k, v, keys, values, offset, weights), place = ctx.saved_tensors, (ctx.grid, ctx.window)
         dq = dk = dv = dkeys = dvalues = doffset = None
         needs, scale = ctx.needs_input_grad, q.shape[-1] ** -0.5
-        with torch.autocast(q.device.type, enabled=False):
+        with own_types(q):
             buffer = _buffer(q, keys, *place)
             if weights is None:
                 weights = _weights(cut(q, *place, q.dtype), _fill(buffer, k, keys, *place), q, offset)
