@@ -3,8 +3,7 @@
     y_n = sum_s a_ns u_s,   a_n = softmax_s[q'_n . omega_s + LSE_m g(k'_m, omega_s) + prior_s + log alpha_ns]
     u_s = sum_m softmax_m[g(k'_m, omega_s)] v_m,   g(k', omega) = k' . omega - |k'|^2 / 2
 
-The scale of queries and keys, x' = d^-1/4 x, is folded into the products, those of queries with omega and q_bar are
-one, and both softmaxes are taken in place. Kept for the backward pass are q, k, v as they came and the weights, or with
+The scale of queries and keys, x' = d^-1/4 x, is folded into the products, and the softmaxes are taken in place. Kept for the backward pass are q, k, v as they came and the weights, or with
 the path "lean" not even these.
 """
 
@@ -70,49 +69,52 @@ class RandomFeatures(torch.autograd.Function):
         of_keys, mass = _key_weights(k, omega)
         mass = mass if prior is None else mass + prior.flatten(0, 1)
         of_queries, r = _query_weights(q, omega, mass, q_bar, balance, beta)
-        y = of_queries @ (of_keys @ _full(v))
-        ctx.save_for_backward(q, k, v, omega, mass, q_bar, balance, *((None,) * 3 if lean else (of_keys, of_queries, r)))
+        u = of_keys @ _full(v)
+        y = of_queries @ u
+        weights = (None, None, None) if lean else (of_keys, of_queries, r)
+        ctx.save_for_backward(q, k, v, omega, mass, q_bar, balance, u, *weights)
         ctx.beta = beta
         return _tokens(y, q, y.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dy):
-        q, k, v, omega, mass, q_bar, balance, of_keys, of_queries, r = ctx.saved_tensors
+        q, k, v, omega, mass, q_bar, balance, u, of_keys, of_queries, r = ctx.saved_tensors
         needs, beta, scale, softmax_backward = ctx.needs_input_grad, ctx.beta, q.shape[-1] ** -0.25, _softmax_backward
-        dq = dk = dv = dprior = dq_bar = dbalance = None
+        dq = dk = dv = domega = dprior = dq_bar = dbalance = None
         with own_types(q):
             if of_keys is None:
                 of_keys, _ = _key_weights(k, omega)
                 of_queries, r = _query_weights(q, omega, mass, q_bar, balance, beta)
-            dy, values = _full(dy), _full(v)
-            u = of_keys @ values
+            samples, dy = omega.flatten(0, 1), _full(dy)
             du = of_queries.mT @ dy
             if needs[2]:
                 dv = _tokens(of_keys.mT @ du, v)
-            on_samples = softmax_backward(dy @ u.mT, of_queries, -1)  # gradient of queries' logits, (B h, N, s)
-            dmass = on_samples.sum(1)
-            samples = omega.flatten(0, 1)
+            on_queries = softmax_backward(dy @ u.mT, of_queries, -1)  # gradient of queries' logits, (B h, N, s)
+            dmass = on_queries.sum(1)
+            if needs[4]:
+                dprior = dmass.view(omega.shape[:3]).clone()
+            queries, dqueries = _full(q), on_queries @ samples
             if q_bar is not None:
                 alpha = _alpha(r, balance, beta)
-                dalpha = (on_samples / alpha).masked_fill_(alpha <= MIN_ALPHA, 0)
+                dalpha = (on_queries / alpha).masked_fill_(alpha <= MIN_ALPHA, 0)
                 dbalance = dalpha.sum(1).view_as(balance)
-                dr = dalpha.sub_(dalpha.mean(-1, keepdim=True)).mul_(beta)
-                on_samples = torch.cat([on_samples, softmax_backward(dr, r, -2)], -1)
-                samples = torch.cat([samples, q_bar.flatten(0, 1)], 1)
+                dr = softmax_backward(dalpha.sub_(dalpha.mean(-1, keepdim=True)).mul_(beta), r, -2)
+                dq_bar = torch.bmm(dr.mT, queries).mul_(scale).view_as(q_bar)
+                dqueries.baddbmm_(dr, q_bar.flatten(0, 1))
             if needs[0]:
-                dq = _tokens((on_samples @ samples).mul_(scale), q)
-            dsamples = (on_samples.mT @ _full(q)).mul_(scale)
-            s = omega.shape[2]
-            if q_bar is not None:
-                dq_bar = dsamples[:, s:].view_as(q_bar)
-            on_keys = softmax_backward(du @ values.mT, of_keys, -1).addcmul_(of_keys, dmass[..., None])
+                dq = _tokens(dqueries.mul_(scale), q)
+            if needs[3]:
+                domega = torch.bmm(on_queries.mT, queries)
+            del queries, dqueries, on_queries
+            dmass -= (du * u).sum(-1)  # the gradient of a softmax over keys adds to that of their mass
+            on_keys = torch.baddbmm(dmass[..., None], du, _full(v).mT).mul_(of_keys)
             keys = _full(k)
-            domega = dsamples[:, :s].baddbmm(on_keys, keys, alpha=scale).view_as(omega)
+            if needs[3]:
+                domega = domega.baddbmm_(on_keys, keys).mul_(scale).view_as(omega)
             if needs[1]:
                 keys = keys * on_keys.sum(1)[..., None]
-                dk = _tokens(torch.baddbmm(keys, on_keys.mT, samples[:, :s], beta=-(scale**2), alpha=scale), k)
-            dprior = dmass.view(omega.shape[:3]) if needs[4] else None
+                dk = _tokens(keys.baddbmm_(on_keys.mT, samples, beta=-(scale**2), alpha=scale), k)
         return dq, dk, dv, domega, dprior, dq_bar, dbalance, None, None
 
 
@@ -121,19 +123,19 @@ def _key_weights(k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
     keys, scale = _full(k), k.shape[-1] ** -0.25
     half = torch.linalg.vector_norm(keys, dim=-1).square_()[:, None]
     log_xi = torch.baddbmm(half, omega.flatten(0, 1), keys.mT, beta=-(scale**2) / 2, alpha=scale)
-    mass = log_xi.logsumexp(-1)
-    return log_xi.sub_(mass[..., None]).exp_(), mass
+    largest = log_xi.amax(-1)
+    weights = torch.softmax(log_xi, -1, out=log_xi)
+    return weights, largest - weights.amax(-1).log()
 
 
 def _query_weights(q, omega, mass, q_bar, balance, beta) -> tuple[Tensor, Tensor | None]:
     """a_ns and, with q_bar, softmax_n[q'_n . q_bar_s]: (B h, N, s)."""
-    scale, s = q.shape[-1] ** -0.25, omega.shape[2]
-    if q_bar is None:
-        logits = torch.baddbmm(mass[:, None], _full(q), omega.flatten(0, 1).mT, alpha=scale)
-        return torch.softmax(logits, -1, out=logits), None
-    both = (_full(q) @ torch.cat([omega, q_bar], 2).flatten(0, 1).mT).mul_(scale)
-    r = both[..., s:].softmax(-2)
-    logits = _alpha(r, balance, beta).log_().add_(both[..., :s]).add_(mass[:, None])
+    queries, scale, log_weight, r = _full(q), q.shape[-1] ** -0.25, mass[:, None], None
+    if q_bar is not None:
+        r = (queries @ q_bar.flatten(0, 1).mT).mul_(scale)
+        r = torch.softmax(r, -2, out=r)
+        log_weight = _alpha(r, balance, beta).log_().add_(log_weight)
+    logits = torch.baddbmm(log_weight, queries, omega.flatten(0, 1).mT, alpha=scale)
     return torch.softmax(logits, -1, out=logits), r
 
 
