@@ -12,6 +12,8 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Literal, get_args
 
+import torch
+
 Path = Literal["auto", "lean", "plain"]
 
 _path: Path = "auto"
@@ -43,6 +45,21 @@ def use(path: Path) -> Iterator[None]:
 def resolved() -> str:
     """The path in use and the ops that it serves, for logs."""
     return _path if _path == "plain" else f"{_path}: fast {', '.join(sorted(_fast))}"
+
+
+def first_order(backward: Callable) -> Callable:
+    """Decorates the backward pass of a `torch.autograd.Function` that autograd must not follow.
+
+    torch's own `once_differentiable` leaves such a path out, silently, where another one leads to the same tensor.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx, *gradients):
+        if torch.is_grad_enabled():
+            raise RuntimeError("fast paths have no second derivatives; differentiate twice within kernels.use('plain')")
+        return backward(ctx, *gradients)
+
+    return run
 
 
 def with_fast_path(fast: Callable, covers: Callable[..., bool] = lambda *args, **kwargs: True) -> Callable:

@@ -5,8 +5,8 @@ Kept for the backward pass are the weights within groups, and neither the member
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from attention import kernels
 from attention.base import Grid
 from attention.features import full_type, own_types
 from attention.kernels.joint import cut, uncut
@@ -42,11 +42,11 @@ class GroupValues(torch.autograd.Function):
         return beta.view(*omega.shape[:3], -1, omega.shape[-1]), log_mass.view(omega.shape[:-1])
 
     @staticmethod
-    @once_differentiable
+    @kernels.first_order
     def backward(ctx, dbeta, dlog_mass):
-        (k, v, omega, weights), place, full = ctx.saved_tensors, (ctx.grid, ctx.tile), ctx.saved_tensors[3].dtype
+        (k, v, omega, weights), place = ctx.saved_tensors, (ctx.grid, ctx.tile)
         dk = dv = domega = None
-        scale = k.shape[-1] ** -0.25
+        full, scale = weights.dtype, k.shape[-1] ** -0.25
         with own_types(k):
             dlog_xi = 0 if dlog_mass is None else weights * dlog_mass.reshape(-1, omega.shape[4], 1)
             if dbeta is not None:

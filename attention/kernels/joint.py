@@ -8,7 +8,6 @@ that (copies, logits, masks) is not kept: the weights are, or with the path "lea
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attention import kernels
 from attention.base import Grid, split_prefix
@@ -85,7 +84,7 @@ class JointSoftmax(torch.autograd.Function):
         return uncut(y, q, grid, window)
 
     @staticmethod
-    @once_differentiable
+    @kernels.first_order
     def backward(ctx, dy):
         (q, k, v, keys, values, offset, weights), place = ctx.saved_tensors, (ctx.grid, ctx.window)
         dq = dk = dv = dkeys = dvalues = doffset = None

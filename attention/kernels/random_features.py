@@ -9,7 +9,6 @@ the path "lean" not even these.
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from attention import kernels
 from attention.features import full_precision, full_type, log_features, own_types, scale, upcast
@@ -77,7 +76,7 @@ class RandomFeatures(torch.autograd.Function):
         return _tokens(y, q, y.dtype)
 
     @staticmethod
-    @once_differentiable
+    @kernels.first_order
     def backward(ctx, dy):
         q, k, v, omega, mass, q_bar, balance, u, of_keys, of_queries, r = ctx.saved_tensors
         needs, beta, scale, softmax_backward = ctx.needs_input_grad, ctx.beta, q.shape[-1] ** -0.25, _softmax_backward
