@@ -15,11 +15,13 @@ import json
 import re
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import yaml
@@ -28,6 +30,7 @@ from matplotlib.figure import Figure
 from attention.options import OptionError, option, parse_options
 from engine.config import ConfigError, dump_run, load_run, read_yaml, refuse_bad_input
 from engine.costs import Costs, count_costs
+from engine.interrupt import SIGNALS, STOPPED
 from engine.schema import Run
 
 TRAIN = str(Path(__file__).with_name("train.py"))
@@ -92,13 +95,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     failed = []
     for number, case in enumerate(cases, start=1):
         print(f"run {number}/{len(cases)}: {case.directory}", "(finished)" * bool(case.result()), flush=True)
-        if not case.result() and (subprocess.run(case.command).returncode or not case.result()):
+        status = 0 if case.result() else run_to_end(case.command)
+        if status == STOPPED:
+            print(f"run {number}/{len(cases)} is stopped and saved; the same command goes on", flush=True)
+            sys.exit(STOPPED)
+        if status or not case.result():
             failed.append(str(case.directory))
             print(f"run {number}/{len(cases)} failed: {shlex.join(case.command)}", file=sys.stderr, flush=True)
         write_tables(ablation.caption, cases, args.output)
     print(markdown(ablation.caption, tabulate(cases)))
     if failed:
         sys.exit(f"error: {len(failed)} of {len(cases)} runs failed: {', '.join(failed)}")
+
+
+def run_to_end(command: Sequence[str]) -> int:
+    """The exit status of a run. The signals that stop one are its own to answer: it finishes its step and saves."""
+    with subprocess.Popen(command) as process:
+
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            if number != signal.SIGINT:  # which a terminal sends to both
+                process.send_signal(number)
+
+        handlers = {number: signal.signal(number, pass_on) for number in SIGNALS}
+        try:
+            return process.wait()
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
 
 
 def read_ablation(

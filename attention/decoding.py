@@ -29,7 +29,7 @@ class EvaDecoder:
         self.attn, self.cells = attn, (1, grid[0] * grid[1])
         self.position, self.tokens, self.summaries, self.groups = 0, {}, [], []
         if attn.config.num_landmarks:
-            index, valid = attn.groups(grid, torch.device("cpu"))
+            index, valid, _ = attn.groups(grid, torch.device("cpu"))
             self.groups = [members[inside].tolist() for members, inside in zip(index[0], valid[0], strict=True)]
 
     @torch.no_grad()

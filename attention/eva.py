@@ -19,22 +19,19 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from attention.base import Attention, Grid, Site, split_prefix
-from attention.control_variates import Visibility, group_logits, group_prior, group_values, seen_in_groups
-from attention.exact import exact_window, joint_softmax, raster, seen_exactly, window_options
-from attention.features import scale
-from attention.landmarks import (
-    Groups,
-    LandmarkTransform,
-    bin_counts,
-    bins,
-    bins_outside,
-    chunks_outside,
-    group_mean,
-    tokens_outside,
+from attention.control_variates import (
+    Landmarks,
+    Visibility,
+    group_logits,
+    group_prior,
+    group_values,
+    seen_in_groups,
 )
+from attention.exact import exact_window, joint_softmax, raster, seen_exactly, window_options
+from attention.landmarks import Groups, bin_counts, bins, bins_outside, chunks_outside, tokens_outside
 from attention.local import local
 from attention.options import option
 from attention.position import BiasKind
@@ -66,14 +63,14 @@ def eva(
     Returns:
         (B, h, N, d).
     """
-    queries = to_windows(q, windows["grid"], windows["window"])
-    of_set = queries.reshape(*queries.shape[:2], k_tilde.shape[2], -1, queries.shape[-1])  # (B, h, G, n, d)
-    prior = group_prior(of_set, groups, visibility, log_count, windows)
+    prior = group_prior(q, groups, visibility, log_count, windows)
     beta, log_mass = group_values(*(split_prefix(x, q.shape[2])[1] for x in (k, v)), omega, groups)
     if omega.shape[4] == 1:
-        if prior is not None and prior.shape[1] > 1:  # of every query
-            prior = prior.view(*queries.shape[2:4], -1)
+        if visibility is not None:  # window by window
+            prior = prior.unflatten(1, (-1, windows["window"][1]))[0]
         return joint_softmax(q, k, v, bias, k_tilde, beta, prior, **windows)
+    queries = to_windows(q, windows["grid"], windows["window"])
+    of_set = queries.reshape(*queries.shape[:2], k_tilde.shape[2], -1, queries.shape[-1])  # (B, h, G, n, d)
     logits = group_logits(of_set, k_tilde, mu, omega, log_mass, prior)
     return joint_softmax(q, k, v, bias, values=beta, logits=logits.reshape(*queries.shape[:4], -1), **windows)
 
@@ -144,18 +141,7 @@ class Eva(Attention):
         if not c:
             return
         self.groups(site.grid, torch.device("cpu"))  # refuses a count that cannot part the grid
-        self.landmark_k = self.make_transform()
-        if config.mu in ("qk", "q"):
-            self.landmark_q = self.make_transform()
-        if config.mu == "trainable":
-            self.mu = nn.Parameter(torch.empty(self.num_heads, c, self.head_dim))
-            nn.init.trunc_normal_(self.mu, std=0.02)
-        if config.num_samples > 1:  # with one sample, evaluation uses the proposal's mean
-            self.register_buffer("eval_noise", torch.randn(self.num_heads, config.num_samples, self.head_dim))
-
-    def make_transform(self) -> nn.Module:
-        kind = self.config.landmark_transform
-        return nn.Identity() if kind == "identity" else LandmarkTransform(self.head_dim, norm=kind == "ln_linear")
+        self.landmarks = Landmarks(config, self.num_heads, self.head_dim)
 
     def groups(self, grid: Grid, device: torch.device) -> Groups:
         """The partition of the option `partition` over this grid."""
@@ -169,35 +155,6 @@ class Eva(Attention):
         margin = self.overlap if self.config.released_overlap_groups else (0, 0)
         groups = bins(area, bin_counts(c, area, "attention(eva).num_landmarks"), device, margin)
         return bins_outside(groups, cells, self.window, self.overlap) if partition == "mask" else groups
-
-    def proposal_mean(self, q: Tensor, k_tilde: Tensor, groups: Groups, first: int) -> Tensor:
-        """mu (B, h, G, c, d) in the scale of the features (eq. 28 and Table 8)."""
-        kind = self.config.mu
-        if kind == "zero":
-            return torch.zeros_like(k_tilde)
-        if kind == "trainable":
-            return scale(self.mu[:, None, first : first + k_tilde.shape[3]].expand_as(k_tilde))
-        q_tilde = self.landmark_q(group_mean(q, groups))
-        return scale(self.config.mu_scale * (q_tilde + k_tilde if kind == "qk" else q_tilde))
-
-    def noise(self, mu: Tensor) -> Tensor:
-        """Deviation of the samples from their means, (B, h, G, c, s, d): drawn in training, fixed in evaluation."""
-        shape = (*mu.shape[:-1], self.config.num_samples, mu.shape[-1])
-        if self.training:
-            noise = torch.randn(shape, dtype=mu.dtype, device=mu.device)
-        elif self.config.num_samples > 1:
-            noise = self.eval_noise[:, None, None].expand(shape)
-        else:
-            noise = mu.new_zeros(shape)
-        return noise * (self.head_dim**-0.25 if self.config.noise == "released" else 1.0)
-
-    def landmarks(self, q: Tensor, k: Tensor, groups: Groups, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """k_tilde, mu (B, h, G, c, d) and samples omega (B, h, G, c, s, d) of groups of grid tokens (B, h, N, d), the
-        `first` of which is that of the layer's groups.
-        """
-        k_tilde = self.landmark_k(group_mean(k, groups))
-        mu = self.proposal_mean(q, k_tilde, groups, first)
-        return k_tilde, mu, mu[..., None, :] + self.noise(mu)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config, bias = self.config, self.position_bias()

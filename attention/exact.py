@@ -10,10 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import kernels
 from attention.base import Attention, Grid, Site, split_prefix
 from attention.features import upcast
-from attention.kernels import joint
+from attention.kernels import joint, with_fast_path
 from attention.position import CAUSAL_INDEX, PositionBias
 from attention.windows import from_windows, to_windows, window_mask
 
@@ -47,7 +46,7 @@ def other_logits(queries: Tensor, keys: Tensor) -> Tensor:
     return upcast(of_set @ keys.mT).reshape(*queries.shape[:4], -1)
 
 
-@kernels.with_fast_path(joint.joint_softmax, joint.covers)
+@with_fast_path(joint.joint_softmax, joint.covers)
 def joint_softmax(
     q: Tensor,
     k: Tensor,

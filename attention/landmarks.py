@@ -40,8 +40,9 @@ def bin_counts(count: int, grid: Grid, key: str) -> Grid:
     """
     choices = _bin_counts(count, grid)
     if not choices:
-        valid = (c for far in range(1, count) for c in (count - far, count + far) if _bin_counts(c, grid))
         H, W = grid
+        near = min(count, H * W)
+        valid = (c for far in range(near) for c in (near - far, near + far) if _bin_counts(c, grid))
         raise OptionError(
             key, f" = {count} cannot part the {H}x{W} grid into rows x columns; nearest valid: {next(valid)}"
         )

@@ -15,7 +15,6 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from attention import kernels
 from attention.base import Attention, Grid, Site
 from attention.draws import Draws, gaussian
 from attention.features import (
@@ -27,12 +26,13 @@ from attention.features import (
     scale,
 )
 from attention.kernels import random_features as fast
+from attention.kernels import with_fast_path
 from attention.options import option
 
 Features = Literal["positive", "hyperbolic", "trigonometric", "relu", "favorp"]
 
 
-@kernels.with_fast_path(fast.performer, fast.covers_performer)
+@with_fast_path(fast.performer, fast.covers_performer)
 @full_precision
 def performer(
     q: Tensor,

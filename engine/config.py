@@ -5,6 +5,7 @@ options, and the geometry of the model, which is built once without memory on th
 one line: the file and line (or the override), the dotted path, the value and the remedy.
 """
 
+import codecs
 import copy
 import dataclasses
 import os
@@ -20,11 +21,20 @@ import yaml
 
 from attention import AttentionFactory
 from attention.options import OptionError, parse_options
+from engine.files import open_regular
+from engine.images import BrokenImage
 from engine.schema import Run, check_run
 from models import create_model, parse_model, resolve_attention
 
-_MAX_NODES = 10_000
-"""Values in a file, aliases written out: nested aliases would otherwise grow without bound."""
+_MAX_BYTES, _MAX_DEPTH, _MAX_NODES = 2**15, 50, 2_000
+"""Of a file: its size, how deep values are nested, and how many there are, aliases written out. Files may come from
+anywhere, and PyYAML takes about a second for this much."""
+
+_MAX_MESSAGE = 500
+"""Characters of a message, so that a long value does not bury it."""
+
+_OTHER_BASE = re.compile(r"[-+]?(0[0-7_]+|.*:.*)")
+"""Numbers that YAML 1.1 reads in base 8 or 60: ``010`` as 8, ``1:30`` as 90."""
 
 Keys = tuple[str, ...]
 """Keys that lead to a value: ``("attention", "0", "window_size")``."""
@@ -33,12 +43,21 @@ Keys = tuple[str, ...]
 class ConfigError(Exception):
     """A configuration that cannot be honoured. The message is one line that names the place."""
 
+    def __init__(self, message: str):
+        super().__init__(_one_line(message))
+
 
 @contextmanager
 def refuse_bad_input() -> Iterator[None]:
-    """Scripts run inside it: a refused configuration is one line on stderr (of the first rank) and exit status 2."""
+    """Scripts run inside it: refused input is one line on stderr and exit status 2.
+
+    All ranks refuse the same options, and the first one speaks; a broken image is met by one rank, which says so.
+    """
     try:
         yield
+    except BrokenImage as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     except (ConfigError, OptionError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
@@ -58,8 +77,14 @@ class Tree:
 
     def origin(self, key: str) -> str:
         """Where the option was written that an OptionError's `key` names, or the nearest mapping above it."""
-        names = re.sub(r"\(\w+\)", "", key).replace("[", ".").replace("]", "").split(".")
-        return next(self.origins[path] for n in range(len(names), -1, -1) if (path := tuple(names[:n])) in self.origins)
+        key = re.sub(r"\(\w+\)", "", key)
+        spellings = (key, key.replace("[", ".").replace("]", ""))  # a wrong key may hold brackets itself
+        leading = (
+            path
+            for path in self.origins
+            if not path or any(f"{spelling}.".startswith(f"{'.'.join(path)}.") for spelling in spellings)
+        )
+        return self.origins[max(leading, key=lambda path: (len(".".join(path)), -len(path)))]
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -> Run:
@@ -147,11 +172,14 @@ def read_yaml(path: str | Path) -> Tree:
         ConfigError: unreadable file, YAML error, duplicate key, or anything but a mapping.
     """
     try:
-        content = Path(path).read_bytes()
+        with open_regular(path) as file:
+            content = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
     except ValueError as error:  # a null character
         raise ConfigError(f"{str(path)!r}: {error}") from None
+    if content.startswith(codecs.BOM_UTF8):
+        raise ConfigError(f"{path}:1: begins with a byte order mark; save it as UTF-8 without one")
     try:
         text = content.decode()
     except UnicodeDecodeError as error:
@@ -170,10 +198,10 @@ def override(tree: Tree, text: str) -> None:
     Raises:
         ConfigError: a path through something that is no mapping or list, or a value that is not YAML.
     """
-    origin = f"override {text!r}"
+    origin = f"override {text if len(text) < 100 else text[:97] + '...'!r}"
     key, equals, value = text.partition("=")
     path = tuple(key.split("."))
-    if not equals or not all(path):
+    if not equals or not all(path) or len(path) > _MAX_DEPTH:
         raise ConfigError(f"{origin}: expected key.path=value")
     new = _parse_yaml(value, lambda line: origin)
     container = tree.values
@@ -196,6 +224,7 @@ def override(tree: Tree, text: str) -> None:
 
 def _parse(tree: Tree, world_size: int) -> Run:
     try:
+        _check_plain(tree.values, "")
         run = parse_options(Run, tree.values)
         options = dict(run.model)
         name = options.pop("name", None)
@@ -203,8 +232,11 @@ def _parse(tree: Tree, world_size: int) -> Run:
             raise OptionError("model.name", f"expected the name of a model, got {name!r}")
         config = parse_model(name, options)
         attention = resolve_attention(name, run.attention)
-        with torch.device("meta"):
-            create_model(name, attention=attention, **options)
+        try:
+            with torch.device("meta"):
+                create_model(name, attention=attention, **options)
+        except (RuntimeError, TypeError) as error:  # torch cannot count so far
+            raise OptionError("model", f"cannot be built: {error}") from None
         run = dataclasses.replace(
             run, model={"name": name, **_plain(dataclasses.asdict(config))}, attention=_written_out(attention)
         )
@@ -228,6 +260,24 @@ def _plain(value: Any) -> Any:
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
+def _check_plain(value: Any, key: str) -> None:
+    """Refuses what no option can be: numbers of more than 64 bits, text that cannot be printed."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise OptionError(key, "expected a number of at most 64 bits")
+    if isinstance(value, str) and not value.isprintable():
+        raise OptionError(key, f"{value!r} holds a character that cannot be printed")
+    for name, item in (
+        value.items() if isinstance(value, Mapping) else enumerate(value if isinstance(value, list) else ())
+    ):
+        _check_plain(item, f"{key}.{name}" if key else str(name))
+
+
+def _one_line(text: str) -> str:
+    """`text`, what cannot be printed as escapes, and not too much of it."""
+    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_MAX_MESSAGE])
+    return text if len(text) < _MAX_MESSAGE else f"{text[: _MAX_MESSAGE - 3]}..."
+
+
 def _forget(origins: dict[Keys, str], path: Keys) -> None:
     """Removes the origins of a value that is replaced, and of everything inside it."""
     for known in [known for known in origins if known[: len(path)] == path]:
@@ -236,6 +286,8 @@ def _forget(origins: dict[Keys, str], path: Keys) -> None:
 
 def _parse_yaml(text: str, place: Callable[[int], str]) -> Tree:
     """YAML `text` as safe_load reads it, but without duplicate keys; `place(line)` names a line of it."""
+    if len(text) > _MAX_BYTES:
+        raise ConfigError(f"{place(1)}: larger than {_MAX_BYTES} bytes; that is no configuration")
     try:
         reader = _Reader(text, place)
         node = reader.get_single_node()
@@ -243,20 +295,34 @@ def _parse_yaml(text: str, place: Callable[[int], str]) -> Tree:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(f"{place(mark.line + 1)}: {error.problem}") from None
+    except OverflowError:
+        raise ConfigError(f"{place(reader.line + 1)}: an escape that is no character") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1
         raise ConfigError(f"{place(line)}: the character {chr(error.character)!r} is not allowed") from None
-    except RecursionError:
-        raise ConfigError(f"{place(1)}: nested too deeply") from None
 
 
 class _Reader(yaml.SafeLoader):
-    """PyYAML's safe loader, which notes the place of every value in `origins` and refuses duplicate keys."""
+    """PyYAML's safe loader, which notes where values stand (`origins`) and refuses what is unclear or too much."""
 
     def __init__(self, text: str, place: Callable[[int], str]):
         super().__init__(text)
         self.place = place
         self.origins = {(): place(1)}
+        self.num_nodes = self.depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        """As PyYAML's, within bounds."""
+        self.num_nodes += 1
+        self.depth += 1
+        here = self.place(self.peek_event().start_mark.line + 1)
+        if self.num_nodes > _MAX_NODES:
+            raise ConfigError(f"{here}: more than {_MAX_NODES} values")
+        if self.depth > _MAX_DEPTH:
+            raise ConfigError(f"{here}: nested too deeply")
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
     def plain(self, node: yaml.Node, path: Keys, parents: tuple[yaml.Node, ...]) -> Any:
         """The plain value of `node`, which `path` leads to through the nodes `parents`."""
@@ -266,14 +332,16 @@ class _Reader(yaml.SafeLoader):
             raise ConfigError(f"{here}: more than {_MAX_NODES} values")
         if any(node is parent for parent in parents):
             raise ConfigError(f"{here}: {name} contains itself")
+        if node.tag != self.resolve(type(node), node.value, (True, False)) and node.tag != "tag:yaml.org,2002:str":
+            raise ConfigError(f"{here}: {name}: the tag {node.tag!r} has no use here")
         parents = (*parents, node)
-        if node.tag == "tag:yaml.org,2002:seq":
+        if isinstance(node, yaml.SequenceNode):
             return [self.plain(item, (*path, str(i)), parents) for i, item in enumerate(node.value)]
-        if node.tag == "tag:yaml.org,2002:map":
+        if isinstance(node, yaml.MappingNode):
             values = {}
             for key_node, value_node in node.value:
                 line = self.place(key_node.start_mark.line + 1)
-                if key_node.tag != "tag:yaml.org,2002:str":
+                if key_node.tag != "tag:yaml.org,2002:str" or not isinstance(key_node, yaml.ScalarNode):
                     got = repr(key_node.value) if isinstance(key_node, yaml.ScalarNode) else f"a {key_node.id}"
                     raise ConfigError(f"{line}: {name or 'the file'}: expected text as a key, got {got}")
                 key = key_node.value
@@ -282,9 +350,10 @@ class _Reader(yaml.SafeLoader):
                 values[key] = self.plain(value_node, (*path, key), parents)
                 self.origins[*path, key] = line
             return values
-        if not isinstance(node, yaml.ScalarNode):
-            raise ConfigError(f"{here}: {name}: the tag {node.tag!r} has no use here")
         try:
-            return self.construct_object(node)
-        except ValueError as error:  # looks like a date or a number to YAML, but is none
+            value = self.construct_object(node)
+        except (ValueError, OverflowError) as error:  # looks like a date or a number to YAML, but is none
             raise ConfigError(f"{here}: {name}: {error}") from None
+        if isinstance(value, int | float) and not isinstance(value, bool) and _OTHER_BASE.fullmatch(node.value):
+            raise ConfigError(f"{here}: {name}: {node.value} is a number in base 8 or 60 to YAML; write it in base 10")
+        return value

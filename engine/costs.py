@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from timm.layers import to_2tuple
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from models import create_model
@@ -25,8 +26,13 @@ def count_costs(model: Mapping[str, Any], attention: Any) -> Costs:
     with torch.device("meta"):
         network = create_model(attention=attention, **model).eval()
         image = torch.empty(1, network.in_chans, *to_2tuple(model["img_size"]))
+    return costs_of(network, image)
+
+
+def costs_of(network: nn.Module, *inputs: Any) -> Costs:
+    """Costs of one call of `network`, in the mode that it is in."""
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        network(image)
+        network(*inputs)
     return Costs(sum(p.numel() for p in network.parameters()), counter.get_total_flops() // 2)
 
 

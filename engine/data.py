@@ -8,28 +8,41 @@ validate) and `numpy.savez_compressed`; nothing else was changed.
 """
 
 import io
+import math
+import sys
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import timm.data
 import torch
 from PIL import Image
-from timm.data import ImageDataset, Mixup, auto_augment
+from timm.data import Mixup, auto_augment
 from timm.data.loader import PrefetchLoader, fast_collate
+from timm.data.mixup import mixup_target
+from timm.data.random_erasing import RandomErasing
 from timm.data.readers.reader import Reader
-from torch import nn
-from torch.utils.data import DataLoader, Sampler
+from timm.data.readers.reader_image_folder import ReaderImageFolder
+from timm.data.readers.reader_image_in_tar import ReaderImageInTar
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from tqdm import tqdm
 
 from attention.options import OptionError
-from engine.distributed import World, mix_seeds
+from engine.cache import INDEX, CacheReader
+from engine.distributed import World
+from engine.files import open_regular
+from engine.images import BrokenImage, decode
+from engine.interrupt import leave_group
+from engine.sampler import EpochSampler, SeededDataset
 from engine.schema import Augment, Data, Run
 
-Loader = DataLoader | PrefetchLoader
-
 DIGITS = Path(__file__).with_name("digits.npz")
+
+VERIFY = "`python -m engine.verify ROOT` lists the broken images of a data set"
 
 
 def posterize(image: Image.Image, bits_to_keep: int, **kwargs: Any) -> Image.Image:
@@ -69,41 +82,120 @@ class DigitsReader(Reader):
         return f"{self.labels[index]}/{index}.pgm"
 
 
-class EpochSampler(Sampler[int]):
-    """One rank's share of a global order that depends on (seed, epoch) only.
+class FolderReader(ReaderImageFolder):
+    """timm's reader of class folders, which opens nothing but regular files."""
 
-    Rank r of R takes every R-th index, so that the ranks' batches of a step together are the batch that one process
-    would take, at any R. An epoch holds whole total batches; what does not fill one is left out. With `repeats` every
-    image comes that many times in a row, so to different ranks, and the epoch is as long as without (repeated
-    augmentation, Hoffer et al. 2020; the order of DeiT's and timm's samplers, which round down to 256 images instead).
+    def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
+        path, label = self.samples[index]
+        return open_regular(path), label
+
+
+READERS = {"folder": (FolderReader, ""), "tar": (ReaderImageInTar, ".tar"), "cache": (CacheReader, INDEX)}
+"""data.dataset -> reader of a split, and what its name ends with."""
+
+
+class Images(Dataset):
+    """The images of a split: transformed image and class index, or the `BrokenImage` that explains what is missing.
+
+    Attributes:
+        transform: of a PIL image; None: it stays as it is.
     """
 
-    def __init__(self, num_images: int, total_batch_size: int, world: World, seed: int, repeats: int = 0):
-        self.num_images, self.repeats, self.world, self.seed = num_images, max(1, repeats), world, seed
-        self.images_per_epoch = num_images // total_batch_size * total_batch_size
-        self.set_epoch(0)
-
-    def set_epoch(self, epoch: int) -> None:
-        """Chooses the order of epoch `epoch`; to be called before iterating."""
-        self.order_seed = mix_seeds(self.seed, epoch)
+    def __init__(self, reader: Reader):
+        self.reader = reader
+        self.transform: Callable[[Image.Image], Any] | None = None
 
     def __len__(self) -> int:
-        return self.images_per_epoch // self.world.size
+        return len(self.reader)
 
-    def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(self.num_images, generator=torch.Generator().manual_seed(self.order_seed))
-        order = order.repeat_interleave(self.repeats)[: self.images_per_epoch]
-        return iter(order[self.world.rank :: self.world.size].tolist())
+    def filename(self, index: int) -> str:
+        return self.reader.filename(index)
+
+    def __getitem__(self, index: int) -> tuple[Any, int] | BrokenImage:
+        try:
+            file, label = self.reader[index]
+            with file:
+                image = decode(file)
+        except (BrokenImage, OSError, tarfile.TarError) as error:
+            return BrokenImage(f"{self.filename(index)}: {error}")
+        return image if self.transform is None else self.transform(image), int(label)
+
+
+class ImageLoader(DataLoader):
+    """Batches of `Images` without those that are broken: each of them makes its batch smaller by one.
+
+    Nothing takes the place of a broken image, so that none counts twice. The order and the number of batches stay what
+    they are: ranks keep in step, and a position in the order means the same with and without broken images.
+
+    Args:
+        stack: samples -> batch. limit: broken images that a pass may leave out; below infinity, not a whole batch.
+        remedy: what to say of one too many.
+    Attributes:
+        broken: those of the pass that runs, or of the last, a line each: file and reason.
+    Raises:
+        BrokenImage: one too many.
+    """
+
+    def __init__(self, images: Images, batch_size: int, *, stack: Callable, limit: float, remedy: str, **options: Any):
+        super().__init__(images, batch_size, collate_fn=partial(_collate, stack=stack), **options)
+        self.limit, self.remedy = limit, remedy
+        self.broken: list[str] = []
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        known, self.broken = set(self.broken), []
+        for batch, broken in super().__iter__():
+            self.broken += broken
+            if len(self.broken) > self.limit or (batch is None and self.limit < math.inf):
+                raise BrokenImage(f"{broken[-1]}; {self.remedy}")
+            for line in broken:
+                if line not in known:
+                    tqdm.write(f"skipped: {line}", file=sys.stderr)
+            if batch is not None:
+                yield batch
+
+
+def _collate(samples: list[tuple[Any, int] | BrokenImage], stack: Callable) -> tuple[Any, list[str]]:
+    """The batch of the whole samples (None: there are none), and a line for each broken one."""
+    whole = [sample for sample in samples if not isinstance(sample, BrokenImage)]
+    return stack(whole) if whole else None, [str(sample) for sample in samples if isinstance(sample, BrokenImage)]
+
+
+Loader = ImageLoader | PrefetchLoader
+
+BatchAugment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Images (b, 3, H, W) and class indices (b,) -> images and, after mixup, soft targets (b, classes)."""
+
+
+def count_broken(loader: Loader, limit: float, world: World) -> int:
+    """Broken images that the loaders of all ranks have left out, in the pass that runs or in the last.
+
+    Raises:
+        BrokenImage: more than `limit`, on every rank.
+    """
+    loader = loader.loader if isinstance(loader, PrefetchLoader) else loader
+    broken = int(world.sum(torch.tensor(len(loader.broken), device=world.device)))
+    if broken > limit:
+        raise BrokenImage(f"{broken} images of this epoch are broken, more than data.max_broken = {limit}; {VERIFY}")
+    return broken
+
+
+class PairMixup(Mixup):
+    """timm's mixup of a batch, of which a broken image may leave an odd number: the one in the middle stays itself."""
+
+    def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        share = self._mix_batch(images)
+        return images, mixup_target(labels, self.num_classes, share, self.label_smoothing)
 
 
 def create_loaders(
     run: Run, world: World, *, img_size: int | tuple[int, int], num_classes: int
-) -> tuple[Loader, Loader, Mixup | None]:
-    """Training loader, validation loader and mixup function (None: off) of a run.
+) -> tuple[Loader, Loader, BatchAugment]:
+    """Training loader, validation loader and batch-wise augmentation of a run.
 
     The loaders yield images (b, 3, H, W) fp32 and class indices (b,) int64; on CUDA they are there already. Before each
-    epoch call ``train_loader.sampler.set_epoch(epoch)``. Workers draw their seeds from torch's generator when the epoch
-    begins. The training loader gives micro batches, `grad_accum_steps` of them to an optimiser step.
+    epoch call ``train_loader.sampler.set_epoch(epoch)``. The training loader gives micro batches, `grad_accum_steps` of
+    them to an optimiser step; their images owe nothing to the random state of this process, and the batch-wise
+    augmentation nothing to any other.
 
     Raises:
         OptionError: missing or wrong folders, an empty split, classes that differ between the splits or from the
@@ -111,10 +203,10 @@ def create_loaders(
     """
     batch_size, rest = divmod(run.train.total_batch_size, world.size * run.train.grad_accum_steps)
     assert not rest, "check_run refuses a total batch that cannot be divided"
-    train, val = _open_split(run.data, "train_split"), _open_split(run.data, "val_split")
-    if _classes(train) != _classes(val):
-        difference = _difference(set(_classes(train)), set(_classes(val)))
-        raise OptionError("data.val_split", f"classes differ from training: {difference}")
+    train, val = open_split(run.data, "train_split"), open_split(run.data, "val_split")
+    if classes_of(train) != classes_of(val):
+        names = difference(set(classes_of(train)), set(classes_of(val)))
+        raise OptionError("data.val_split", f"classes differ from training: {names}")
     _check_num_classes(train, num_classes)
     if len(train) < run.train.total_batch_size:
         raise OptionError(
@@ -123,30 +215,54 @@ def create_loaders(
         )
     sampler = EpochSampler(len(train), run.train.total_batch_size, world, run.train.seed, run.augment.repeats)
     return (
-        _create_loader(train, sampler, batch_size, run, world, img_size, is_training=True),
-        _create_loader(val, _share(val, world), batch_size, run, world, img_size, is_training=False),
-        create_mixup(run.augment, num_classes),
+        _create_loader(train, sampler, batch_size, run, world, img_size, True, run.data.max_broken),
+        _create_loader(val, _share(val, world), batch_size, run, world, img_size, False, 0),
+        create_batch_augment(run.augment, num_classes, world),
     )
 
 
 def create_val_loader(
-    run: Run, world: World, *, img_size: int | tuple[int, int], num_classes: int, batch_size: int
+    run: Run,
+    world: World,
+    *,
+    img_size: int | tuple[int, int],
+    num_classes: int,
+    batch_size: int,
+    skip_broken: bool = False,
 ) -> Loader:
     """Validation loader alone, `batch_size` images per rank; every image comes once over all ranks.
+
+    An image that cannot be read ends the evaluation with `BrokenImage`, or is left out and counted (`skip_broken`).
 
     Raises:
         OptionError: missing or wrong folder, an empty split, or a number of classes other than the model's.
     """
-    val = _open_split(run.data, "val_split")
+    val = open_split(run.data, "val_split")
     _check_num_classes(val, num_classes)
-    return _create_loader(val, _share(val, world), batch_size, run, world, img_size, is_training=False)
+    limit = math.inf if skip_broken else 0
+    return _create_loader(val, _share(val, world), batch_size, run, world, img_size, False, limit)
+
+
+def create_batch_augment(augment: Augment, num_classes: int, world: World) -> BatchAugment:
+    """What is done to a batch on its device: mixup, and on CUDA random erasing, which elsewhere the workers do.
+
+    timm's prefetcher would erase a batch ahead, with random numbers that belong to the step before.
+    """
+    mixup = create_mixup(augment, num_classes)
+    erase = RandomErasing(augment.reprob, mode=augment.remode, device=world.device) if world.on_cuda else None
+
+    def apply(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        images = images if erase is None else erase(images)
+        return (images, targets) if mixup is None else mixup(images, targets)
+
+    return apply
 
 
 def create_mixup(augment: Augment, num_classes: int) -> Mixup | None:
     """timm's batch-wise mixup and cutmix, either or both; None where both are off."""
     if not augment.mixup and not augment.cutmix:
         return None
-    return Mixup(
+    return PairMixup(
         mixup_alpha=augment.mixup,
         cutmix_alpha=augment.cutmix,
         switch_prob=augment.mixup_switch_prob,
@@ -160,8 +276,8 @@ def create_loss(augment: Augment) -> nn.Module:
     return nn.CrossEntropyLoss(label_smoothing=0.0 if augment.mixup or augment.cutmix else augment.smoothing)
 
 
-def _open_split(data: Data, option: str) -> ImageDataset:
-    """The dataset of the split that the option `option` (train_split, val_split) names."""
+def open_split(data: Data, option: str) -> Images:
+    """The images of the split that the option `option` (train_split, val_split) names."""
     split = getattr(data, option)
     key = f"data.{option}"
     if data.dataset == "digits":
@@ -169,33 +285,34 @@ def _open_split(data: Data, option: str) -> ImageDataset:
             raise OptionError("data.root", f"{data.root!r} given, but the digits need none; set data.dataset")
         if split not in ("train", "val"):
             raise OptionError(key, f"{split!r} is no split of the digits; known: train, val")
-        return ImageDataset(None, reader=DigitsReader(split))
+        return Images(DigitsReader(split))
 
     if data.root is None:
         raise OptionError("data.root", f"required for data.dataset={data.dataset}: the directory that holds the splits")
     root = Path(data.root)
     if not root.is_dir():
         raise OptionError("data.root", f"no directory {data.root!r}")
-    path = root / (f"{split}.tar" if data.dataset == "tar" else split)
-    if not (path.is_file() if data.dataset == "tar" else path.is_dir()):
-        found = sorted(entry.name for entry in root.iterdir() if entry.is_dir() or entry.suffix == ".tar")
+    reader, suffix = READERS[data.dataset]
+    path = root / f"{split}{suffix}"
+    if not (path.is_file() if suffix else path.is_dir()):
+        found = sorted(entry.name for entry in root.iterdir() if entry.is_dir() or entry.suffix in (".tar", INDEX))
         raise OptionError(key, f"no {path.name!r} in {data.root!r}; found there: {', '.join(found[:20]) or 'nothing'}")
     try:
-        return timm.data.create_dataset("", root=str(path), search_split=False)
-    except tarfile.TarError as error:
-        raise OptionError(key, f"{str(path)!r} is not a readable tar file ({error})") from error
+        return Images(reader(str(path)))
+    except (tarfile.TarError, OSError) as error:
+        raise OptionError(key, f"{str(path)!r} is not a readable {data.dataset} file ({error})") from error
     except (RuntimeError, ValueError) as error:  # timm's two readers on a split without a single image
         raise OptionError(key, f"no .png, .jpg or .jpeg images in {str(path)!r}") from error
 
 
-def _classes(dataset: ImageDataset) -> list[str]:
+def classes_of(dataset: Images) -> list[str]:
     """Class names in the order of their indices."""
     reader = dataset.reader
     index = reader.class_name_to_idx if hasattr(reader, "class_name_to_idx") else reader.class_to_idx
     return sorted(index, key=index.get)
 
 
-def _difference(train: set[str], val: set[str]) -> str:
+def difference(train: set[str], val: set[str]) -> str:
     """Names of the classes that only one of the splits has, ten of each at most."""
     only = {"training": sorted(train - val), "validation": sorted(val - train)}
     return "; ".join(
@@ -205,35 +322,27 @@ def _difference(train: set[str], val: set[str]) -> str:
     )
 
 
-def _check_num_classes(dataset: ImageDataset, num_classes: int) -> None:
-    found = len(_classes(dataset))
+def _check_num_classes(dataset: Images, num_classes: int) -> None:
+    found = len(classes_of(dataset))
     if found != num_classes:
         raise OptionError("model.num_classes", f" = {num_classes}, but the images have {found} classes; set it to that")
 
 
-def _share(dataset: ImageDataset, world: World) -> range:
+def _share(dataset: Images, world: World) -> range:
     """Indices this rank evaluates. Not padded, unlike timm's OrderedDistributedSampler: no image is counted twice."""
     return range(world.rank, len(dataset), world.size)
 
 
-def _create_loader(
-    dataset: ImageDataset,
-    sampler: Sampler[int] | range,
-    batch_size: int,
-    run: Run,
-    world: World,
-    img_size: int | tuple[int, int],
-    is_training: bool,
-) -> Loader:
-    """What timm's `create_loader` does, but with a sampler of our own, which it does not take.
+def create_transform(
+    run: Run, img_size: int | tuple[int, int], is_training: bool, as_bytes: bool
+) -> Callable[[Image.Image], Any]:
+    """timm's transform of an RGB image.
 
-    On CUDA, timm's prefetcher normalises and erases on the device; images travel as uint8, beside the computation.
-    Workers live for one epoch: living on, their random state would be lost on resuming.
+    Args:
+        as_bytes: to a uint8 tensor (3, H, W), neither normalised nor erased; else to fp32, and both.
     """
     data, augment = run.data, run.augment
-    if not is_training:
-        dataset._max_retries = 1  # an unreadable image stops the evaluation; timm would count its neighbour twice
-    dataset.transform = timm.data.create_transform(
+    return timm.data.create_transform(
         img_size,
         is_training=is_training,
         scale=augment.scale,
@@ -247,23 +356,41 @@ def _create_loader(
         mean=data.mean,
         std=data.std,
         crop_pct=data.crop_pct,
-        use_prefetcher=world.on_cuda,
+        use_prefetcher=as_bytes,
     )
-    loader = DataLoader(
-        dataset,
+
+
+def _create_loader(
+    dataset: Images,
+    sampler: Sampler[int] | range,
+    batch_size: int,
+    run: Run,
+    world: World,
+    img_size: int | tuple[int, int],
+    is_training: bool,
+    limit: float,
+) -> Loader:
+    """What timm's `create_loader` does, but with a sampler of our own, which it does not take.
+
+    On CUDA, timm's prefetcher normalises on the device; images travel as uint8, beside the computation.
+    """
+    data = run.data
+    dataset.transform = create_transform(run, img_size, is_training, as_bytes=world.on_cuda)
+    if is_training:
+        remedy = f"too many broken images (data.max_broken = {limit} of an epoch, or a whole batch); {VERIFY}"
+    else:
+        remedy = f"refused in validation; {VERIFY}, and validate.py --skip-broken leaves them out"
+    loader = ImageLoader(
+        SeededDataset(dataset, run.train.seed) if is_training else dataset,
         batch_size,
+        stack=fast_collate if world.on_cuda else default_collate,
+        limit=limit,
+        remedy=remedy,
         sampler=sampler,
         num_workers=data.workers,
-        collate_fn=fast_collate if world.on_cuda else None,
+        worker_init_fn=leave_group,
         pin_memory=world.on_cuda,
     )
     if not world.on_cuda:
         return loader
-    return PrefetchLoader(
-        loader,
-        mean=data.mean,
-        std=data.std,
-        device=world.device,
-        re_prob=augment.reprob if is_training else 0.0,
-        re_mode=augment.remode,
-    )
+    return PrefetchLoader(loader, mean=data.mean, std=data.std, device=world.device)

@@ -1,14 +1,16 @@
 """The processes of a run: their ranks and devices, and the precision, determinism and random seeds set in each."""
 
 import os
+import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from timm.utils import random_seed
-from timm.utils.distributed import init_distributed_device_so
+from torch import Tensor, nn
 
 from attention.options import OptionError
 
@@ -36,11 +38,28 @@ class World:
     def on_cuda(self) -> bool:
         return self.device.type == "cuda"
 
-    def sum(self, tensor: torch.Tensor) -> torch.Tensor:
+    def sum(self, tensor: Tensor) -> Tensor:
         """`tensor` summed over all ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
+
+    def gather(self, values: Sequence[float | Tensor]) -> list[list[float]]:
+        """The `values` (scalars) of every rank, by rank; waits for the device, once."""
+        table = torch.zeros(self.size, len(values), dtype=torch.float64, device=self.device)
+        for column, value in enumerate(values):
+            table[self.rank, column] = value
+        return self.sum(table).tolist()
+
+    def any(self, flag: bool) -> bool:
+        """Whether `flag` is true on any rank."""
+        return any(row[0] for row in self.gather([bool(flag)]))
+
+    def copy_buffers(self, module: nn.Module) -> None:
+        """Gives every rank the buffers of the primary rank, as DistributedDataParallel does before a forward pass."""
+        if self.size > 1:
+            for buffer in module.buffers():
+                dist.broadcast(buffer, 0)
 
     def barrier(self) -> None:
         """Waits until every rank is here."""
@@ -53,8 +72,10 @@ class World:
             dist.destroy_process_group()
 
 
-def join(device: Literal["auto", "cuda", "cpu"]) -> World:
+def join(device: Literal["auto", "cuda", "cpu"], timeout_minutes: float = 10.0) -> World:
     """Enters the process group that torchrun's environment describes (nccl on cuda, gloo on cpu); alone without one.
+
+    A rank that waits longer than `timeout_minutes` for another fails.
 
     Raises:
         OptionError: cuda asked for where there is none.
@@ -65,8 +86,11 @@ def join(device: Literal["auto", "cuda", "cpu"]) -> World:
         raise OptionError("train.device", "cuda is not available here; use auto or cpu")
     if "WORLD_SIZE" not in os.environ:  # timm would take any SLURM allocation of several tasks for a launch
         return World(torch.device(device))
-    joined = init_distributed_device_so(device)
-    return World(torch.device(joined["device"]), joined["global_rank"], joined["world_size"])
+    local = torch.device(device, int(os.environ["LOCAL_RANK"]) if device == "cuda" else None)
+    if device == "cuda":
+        torch.cuda.set_device(local)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=timeout_minutes))
+    return World(local, dist.get_rank(), dist.get_world_size())
 
 
 def autocast(amp: Literal["bf16", "fp16"] | None, device: torch.device) -> torch.autocast:
@@ -83,10 +107,15 @@ def set_deterministic(deterministic: bool) -> None:
 
 
 def mix_seeds(*key: int) -> int:
-    """One 32-bit seed for the integers `key`, e.g. (seed, epoch, rank); neighbouring keys give unrelated seeds."""
-    return int(np.random.SeedSequence(key).generate_state(1)[0])
+    """One 32-bit seed for the integers `key`, e.g. (seed, epoch); neighbouring keys give unrelated seeds."""
+    return int(np.random.SeedSequence((len(key), *key)).generate_state(1)[0])  # NumPy takes no notice of last zeros
 
 
 def seed_everything(*key: int) -> None:
-    """Seeds Python, NumPy and torch on all devices from the integers `key`; loader workers started later inherit it."""
-    random_seed(mix_seeds(*key))
+    """Seeds Python, NumPy and torch on the CPU and on this process's CUDA device from the integers `key`."""
+    seed = mix_seeds(*key)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 timm draws from the global one
+    torch.default_generator.manual_seed(seed)  # a tenth of the time of torch.manual_seed, which asks every backend
+    if torch.cuda.is_initialized():  # not in loader workers
+        torch.cuda.manual_seed(seed)

@@ -1,5 +1,6 @@
 """Exact evaluation: every image counts once, at any number of processes and any batch size."""
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -8,10 +9,36 @@ from torch import nn
 
 from engine.data import Loader
 from engine.distributed import World, autocast
+from engine.images import BrokenImage
+from engine.interrupt import StopWish
+
+
+def evaluate_all(
+    models: Mapping[str, nn.Module],
+    loader: Loader,
+    world: World,
+    amp: Literal["bf16", "fp16"] | None,
+    stop: StopWish | None = None,
+) -> dict[str, float] | None:
+    """`evaluate` of every model, with the models' keys before the names of its metrics; None where it was stopped."""
+    metrics = {}
+    for prefix, model in models.items():
+        world.copy_buffers(model)  # averages of BatchNorm and random draws differ between ranks
+        found = evaluate(model, loader, world, amp, stop)
+        if found is None:
+            return None
+        metrics |= {f"{prefix}{name}": value for name, value in found.items()}
+    return metrics
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, loader: Loader, world: World, amp: Literal["bf16", "fp16"] | None) -> dict[str, float]:
+def evaluate(
+    model: nn.Module,
+    loader: Loader,
+    world: World,
+    amp: Literal["bf16", "fp16"] | None,
+    stop: StopWish | None = None,
+) -> dict[str, float] | None:
     """Accuracy and loss of `model`, which may be a plain or an averaged one, over all ranks' images.
 
     Args:
@@ -19,7 +46,9 @@ def evaluate(model: nn.Module, loader: Loader, world: World, amp: Literal["bf16"
             different numbers of batches. Its training mode is restored.
         loader: this rank's share of the validation images, from `engine.data`.
         amp: precision of the forward pass; None: fp32.
+        stop: on whose wish, on any rank, the evaluation is given up.
     Returns:
+        None where it was given up, else
         top1, top5: percent of images whose class has the highest / one of the five highest logits (of all, where there
         are fewer than five). loss: mean cross-entropy, nats. images: how many were counted.
     """
@@ -28,6 +57,8 @@ def evaluate(model: nn.Module, loader: Loader, world: World, amp: Literal["bf16"
     counts = torch.zeros(3, dtype=torch.int64, device=world.device)  # top-1, top-5, images
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for images, targets in loader:
+        if stop:
+            break
         images, targets = images.to(world.device, non_blocking=True), targets.to(world.device, non_blocking=True)
         with autocast(amp, world.device):
             logits = model(images)
@@ -37,7 +68,11 @@ def evaluate(model: nn.Module, loader: Loader, world: World, amp: Literal["bf16"
         counts[2] += len(targets)
         loss += F.cross_entropy(logits.float(), targets, reduction="none").double().sum()
     model.train(was_training)
+    if world.any(bool(stop)):
+        return None
     top1, top5, images = world.sum(counts).tolist()
+    if not images:
+        raise BrokenImage("not one validation image could be read")
     return {
         "top1": 100 * top1 / images,
         "top5": 100 * top5 / images,

@@ -3,7 +3,9 @@
 `metrics.jsonl` holds one JSON object a line, with its kind, the epoch and step it was made at, and values:
 
 start   every start and resumption: command, git revision, package versions, device, processes, parameters, macs
-train   every `log_every` updates: loss, lr, grad_norm, images_per_second, step_seconds, memory_mb
+train   every `log_every` updates: loss, lr, grad_norm, images_per_second, step_seconds, memory_mb; data_wait: percent
+        of the time, waiting for batches; broken: images left out so far in the epoch
+skip    every update that was skipped, as not finite: num_skipped, of the run
 eval    every evaluation: top1, top5, loss; with a weight average ema_top1, ema_top5, ema_loss
 final   the end: the last evaluation; best_top1, parameters, macs, images_per_second, step_seconds (median), memory_mb
 """
@@ -30,8 +32,11 @@ from torch.utils.tensorboard.summary import hparams
 from torchvision.utils import make_grid
 from tqdm import tqdm
 
+from engine.checkpoint import Progress
 from engine.config import dump_run, flatten
+from engine.files import write_whole
 from engine.schema import Run
+from engine.waiting import DataWait
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow")
 
@@ -49,8 +54,14 @@ CONSOLE = {
     "macs": "{:,} MACs",
     "images_per_second": "{:.0f} images/s",
     "memory_mb": "{:.0f} MB",
+    "data_wait": "{:.0f} % waiting for data",
+    "num_skipped": "not finite, skipped ({} of the run)",
 }
 """How the console shows the values it shows."""
+
+INPUT_BOUND = 20
+"""Percent of the time spent waiting for data from which on a run is said to be input-bound, once; not of the first
+record of an epoch, in which the loader's workers start."""
 
 
 class Report:
@@ -58,22 +69,25 @@ class Report:
 
     Args:
         directory: of the run; None: stay silent (ranks other than the primary).
-        step: finished updates; what an interrupted run has recorded beyond them is dropped, since it will be repeated.
+        progress: where the run starts; what an interrupted one has recorded beyond is dropped, it will be repeated.
         total_steps: updates of the whole run. device: whose peak memory is recorded.
     """
 
-    def __init__(self, directory: Path | None, run: Run, step: int, total_steps: int, device: torch.device):
-        self.directory, self.run, self.step, self.total_steps, self.device = directory, run, step, total_steps, device
+    def __init__(self, directory: Path | None, run: Run, progress: Progress, total_steps: int, device: torch.device):
+        self.directory, self.run, self.total_steps, self.device = directory, run, total_steps, device
+        self.step = progress.step
         self.step_seconds: list[float] = []
         self.num_recorded = 0
+        self.wait = DataWait(device)
+        self.told_input_bound = False
         if directory is not None:
             self.metrics = directory / "metrics.jsonl"
             if self.metrics.exists():
                 lines = self.metrics.read_text().splitlines(keepends=True)
-                self.metrics.write_text("".join(line for line in lines if _is_until(step, line)))
-            self.tensorboard = SummaryWriter(directory, purge_step=step + 1)
+                write_whole(self.metrics, "".join(line for line in lines if _is_until(progress, line)).encode())
+            self.tensorboard = SummaryWriter(directory, purge_step=self.step + 1)
             # disable=None: no bar unless stderr is a terminal.
-            self.bar = tqdm(total=total_steps, initial=step, unit="step", dynamic_ncols=True, disable=None)
+            self.bar = tqdm(total=total_steps, initial=self.step, unit="step", dynamic_ncols=True, disable=None)
 
     def start(self, epoch: int, **facts: Any) -> None:
         """Records what the run starts, or after `epoch` epochs resumes, with."""
@@ -91,6 +105,7 @@ class Report:
     def begin_epoch(self) -> None:
         """The next step begins now, so that evaluation and checkpoints are no part of its time."""
         self.step_began = time.perf_counter()
+        self.workers_start = True
 
     def end_step(self) -> None:
         """One more update is done."""
@@ -104,8 +119,22 @@ class Report:
     def train(self, epoch: int, **values: float) -> None:
         """Records `values` of the training since the last such record, and its speed; `epoch` counts from 1."""
         step_seconds = statistics.fmean(self.step_seconds[self.num_recorded :])
-        self.num_recorded = len(self.step_seconds)
-        self._record("train", epoch, {**values, **self._speed(step_seconds)})
+        num_steps = len(self.step_seconds) - self.num_recorded
+        self.num_recorded += num_steps
+        data_wait = 100 * self.wait.seconds() / (num_steps * step_seconds)
+        self._record("train", epoch, {**values, **self._speed(step_seconds), "data_wait": data_wait})
+        is_input_bound = data_wait > INPUT_BOUND and not self.workers_start
+        self.workers_start = False
+        if is_input_bound and self.directory is not None and not self.told_input_bound:
+            self.told_input_bound = True
+            self.bar.write(
+                f"input-bound: {data_wait:.0f} % of the time goes into waiting for data; raise data.workers"
+                f" (= {self.run.data.workers}) up to the cores there are, or prepare the images (engine.prepare)"
+            )
+
+    def skip(self, epoch: int, num_skipped: int) -> None:
+        """Records that an update was skipped, the `num_skipped`-th of the run."""
+        self._record("skip", epoch, {"num_skipped": num_skipped})
 
     def eval(self, epoch: int, metrics: Mapping[str, float]) -> None:
         """Records an evaluation after `epoch` epochs."""
@@ -113,7 +142,8 @@ class Report:
 
     def final(self, **values: float) -> None:
         """Records the end of the run, and its median speed since it was started or resumed."""
-        values |= self._speed(statistics.median(self.step_seconds))
+        seconds = self.step_seconds or [math.nan]  # of a run that had been stopped after its last update
+        values |= self._speed(statistics.median(seconds))
         self._record("final", self.run.schedule.epochs, values)
         if self.directory is not None:
             options = {key: str(value) for key, value in flatten(dump_run(self.run)).items()}
@@ -179,12 +209,14 @@ def provenance(device: torch.device) -> dict[str, Any]:
     }
 
 
-def _is_until(step: int, line: str) -> bool:
-    """Whether the record `line` is whole, and was made until `step`."""
+def _is_until(progress: Progress, line: str) -> bool:
+    """Whether the record `line` is whole and was made until `progress`: an evaluation, when its epoch was finished."""
     try:
-        return json.loads(line)["step"] <= step
+        record = json.loads(line)
     except json.JSONDecodeError:
         return False
+    is_evaluated = record["kind"] not in ("eval", "final") or record["epoch"] <= progress.epoch
+    return record["step"] <= progress.step and is_evaluated
 
 
 def _finite(value: Any) -> Any:

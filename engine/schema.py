@@ -17,13 +17,14 @@ from attention.options import OptionError, nearest, option
 class Data:
     """Where the images are and how a validation image is prepared."""
 
-    dataset: Literal["folder", "tar", "digits"] = option(
-        "folder", "class folders, tar files of them, or the embedded digits"
+    dataset: Literal["folder", "tar", "cache", "digits"] = option(
+        "folder", "class folders, tar files of them, what engine.prepare made of either, or the embedded digits"
     )
     root: str | None = option(None, "directory that holds the two splits; digits need none")
-    train_split: str = option("train", "folder (tar: NAME.tar) of training images below root")
-    val_split: str = option("val", "folder (tar: NAME.tar) of validation images below root")
+    train_split: str = option("train", "folder (tar: NAME.tar, cache: NAME.npz) of training images below root")
+    val_split: str = option("val", "folder (tar: NAME.tar, cache: NAME.npz) of validation images below root")
     workers: int = option(8, "loader processes per rank", low=0)
+    max_broken: int = option(10, "broken training images that an epoch may leave out, over all ranks", low=0)
     crop_pct: float = option(0.875, "validation: share of the resized image kept by the centre crop", above=0, high=1)
     interpolation: Literal["bicubic", "bilinear", "nearest"] = option("bicubic", "validation resize")
     mean: tuple[float, float, float] = option((0.485, 0.456, 0.406), "channel means subtracted from images in [0, 1]")
@@ -95,6 +96,17 @@ class Train:
     ema_decay: float | None = option(None, "decay of the weight average per step; null: none", above=0, high=1)
     eval_every: int = option(1, "epochs between evaluations; the last epoch is always evaluated", low=1)
     keep_checkpoints: int = option(3, "how many of the best epoch checkpoints stay, beside the last", low=1)
+    checkpoint_minutes: float | None = option(
+        15.0, "minutes after which a checkpoint is made within an epoch; null: none", above=0
+    )
+    checkpoint_steps: int = option(0, "optimiser steps between checkpoints within an epoch; 0: none", low=0)
+    max_skipped: int = option(
+        0,
+        "optimiser steps to skip, for a loss or gradient that is not finite, before stopping; above 0, every step waits"
+        " for the device once more",
+        low=0,
+    )
+    timeout_minutes: float = option(10.0, "minutes for which a rank waits for the others before it fails", above=0)
     log_every: int = option(50, "optimiser steps between log lines", low=1)
 
 

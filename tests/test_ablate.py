@@ -133,6 +133,20 @@ def test_a_failed_run_is_reported_and_the_others_go_on(config, launcher, capfd):
     assert (config.parent / "log").read_text().split() == [*NAMES, NAMES[0]]
 
 
+def test_a_signal_is_left_to_the_run_which_saves(config, monkeypatch, capfd):
+    """Ctrl-C reaches both processes, SIGTERM ablate.py alone; the run ends with the status of a stopped one."""
+    stopping = (
+        "import os, signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75));"
+        "[os.kill(os.getppid(), number) for number in (signal.SIGINT, signal.SIGTERM)]; signal.pause()"
+    )
+    assert ablate.run_to_end([sys.executable, "-c", stopping]) == 75
+    monkeypatch.setattr(ablate, "run_to_end", lambda command: 75)
+    with pytest.raises(SystemExit) as ended:
+        ablate.main([str(config), "--output", str(config.parent / "out")])
+    assert ended.value.code == 75
+    assert "run 1/3 is stopped and saved; the same command goes on" in capfd.readouterr().out
+
+
 def test_dry_run_shows_everything_and_writes_nothing(config, capsys):
     before = sorted(config.parent.rglob("*"))
     ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
@@ -149,8 +163,8 @@ def test_dry_run_shows_everything_and_writes_nothing(config, capsys):
         ("caption", "captoin", "windows.yaml:1: captoin: unknown option; did you mean 'caption'?"),
         ("base: base.yaml\n", "", "windows.yaml:1: base: required, but not given"),
         ("base.yaml", "absent.yaml", "windows.yaml:3: grid: absent.yaml: No such file or directory"),
-        ("[1, 2]", "1", "windows.yaml:3: grid.attention.window_size: expected a list of values, got 1"),
-        ("[1, 2]", "[]", "windows.yaml:3: grid.attention.window_size: expected a list of values, got []"),
+        ("[1, 2]", "1", "windows.yaml:4: grid.attention.window_size: expected a list of values, got 1"),
+        ("[1, 2]", "[]", "windows.yaml:4: grid.attention.window_size: expected a list of values, got []"),
         ("[1, 2]", "[1, 1]", "windows.yaml:3: grid: a second run with attention.window_size=1"),
         (
             "[1, 2]",

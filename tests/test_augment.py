@@ -1,6 +1,7 @@
 """Training augmentation: timm's policies run on this Pillow, posterize included."""
 
 import numpy as np
+import PIL
 import pytest
 import timm.data
 from PIL import Image, ImageOps
@@ -39,7 +40,7 @@ def test_policies_posterize_to_black_at_the_end_of_their_range(image, name, magn
     assert not np.asarray(op(image)).any()
 
 
-def test_5000_augmented_images_pass(image, monkeypatch):
+def augment_all(image, monkeypatch, num_images: int) -> str:
     """Under the recipe's RandAugment one image in 656 asks posterize for 0 bits: two layers, 1 / 15 of the operations,
     applied half the time, at a magnitude of 10 or more (2.3 % of N(9, 0.5))."""
     blacks = []
@@ -54,7 +55,17 @@ def test_5000_augmented_images_pass(image, monkeypatch):
         24, is_training=True, auto_augment=augment.auto_augment, re_prob=augment.reprob, re_mode=augment.remode
     )
     seed_everything(0)
-    for _ in range(5000):
+    for _ in range(num_images):
         assert transform(image).shape == (3, 24, 24)
-    assert sum(blacks) == pytest.approx(5000 / 656, abs=4 * (5000 / 656) ** 0.5)
+    assert sum(blacks) == pytest.approx(num_images / 656, abs=4 * (num_images / 656) ** 0.5)
     assert sum(blacks) >= 1
+    return f"{num_images} images augmented with Pillow {PIL.__version__}, {sum(blacks)} of them posterized to black"
+
+
+def test_5000_augmented_images_pass(image, monkeypatch, figure):
+    figure("A1", augment_all(image, monkeypatch, 5000))
+
+
+@pytest.mark.battery
+def test_50000_augmented_images_pass(image, monkeypatch, figure):
+    figure("A1", augment_all(image, monkeypatch, 50_000))

@@ -21,6 +21,15 @@ def test_without_torchrun_a_process_is_alone(monkeypatch, allocation):
     assert world.sum(torch.tensor(3)) == 3
 
 
+def test_alone_there_is_nobody_to_wait_for():
+    world = World(torch.device("cpu"))
+    assert world.gather([torch.tensor(0.5), 2, True]) == [[0.5, 2.0, 1.0]]
+    assert world.any(True)
+    assert not world.any(False)
+    world.barrier()
+    world.copy_buffers(torch.nn.BatchNorm1d(2))
+
+
 def test_auto_takes_what_is_there(monkeypatch):
     for available, device in ((False, "cpu"), (True, "cuda")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
@@ -39,6 +48,7 @@ def test_neighbouring_keys_give_unrelated_seeds():
     assert len(seeds) == 125
     assert 0 <= min(seeds) < max(seeds) < 2**32
     assert len({seed % 2 for seed in seeds}) == 2
+    assert len({mix_seeds(1), mix_seeds(1, 0), mix_seeds(1, 0, 0), mix_seeds(1, 0, 0, 0)}) == 4
 
 
 def test_every_library_is_seeded():

@@ -4,19 +4,23 @@ import json
 import math
 import os
 import socket
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from torch import multiprocessing, nn
 
-from engine.data import create_val_loader
+from engine.data import DIGITS, create_val_loader
 from engine.distributed import World, join
 from engine.evaluate import evaluate
+from engine.images import BrokenImage
 from engine.schema import Data, Run
 
 CPU = World(torch.device("cpu"))
-RUN = Run(model={}, attention="softmax", data=Data(dataset="digits", workers=0, val_split="train"))  # 1,437: odd
+NUM_IMAGES = 1003  # of which every rank and batch has its own share: 17 x 59
 BATCH_SIZES = (1, 7, 64)
 
 
@@ -31,36 +35,53 @@ class Linear(nn.Module):
         return images.flatten(1).double() @ self.weight
 
 
-def evaluate_digits(world: World) -> list[dict[str, float]]:
-    loaders = [create_val_loader(RUN, world, img_size=8, num_classes=10, batch_size=size) for size in BATCH_SIZES]
-    return [evaluate(Linear(), loader, world, None) for loader in loaders]
+def create_loader(root: str, world: World, batch_size: int):
+    data = Data(root=root, workers=0, val_split="digits")
+    run = Run(model={}, attention="softmax", data=data)
+    return create_val_loader(run, world, img_size=8, num_classes=10, batch_size=batch_size)
 
 
-def run_rank(rank: int, size: int, port: int, path: str) -> None:
+def evaluate_digits(root: str, world: World) -> list[dict[str, float]]:
+    return [evaluate(Linear(), create_loader(root, world, size), world, None) for size in BATCH_SIZES]
+
+
+def run_rank(rank: int, size: int, port: int, root: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     world = join("cpu")
     assert (world.rank, world.size, world.is_primary) == (rank, size, rank == 0)
-    results = evaluate_digits(world)
+    results = evaluate_digits(root, world)
     world.barrier()
     if rank == size - 1:
-        with open(path, "w") as file:
-            json.dump(results, file)
+        Path(root, f"{size}.json").write_text(json.dumps(results))
     world.leave()
 
 
 @pytest.fixture(scope="module")
-def expected():
-    images, labels = next(iter(create_val_loader(RUN, CPU, img_size=8, num_classes=10, batch_size=2000)))
-    assert len(images) == 1437
+def root(tmp_path_factory) -> str:
+    """NUM_IMAGES of the digits as files."""
+    root = tmp_path_factory.mktemp("root")
+    for digit in range(10):
+        (root / "digits" / str(digit)).mkdir(parents=True)
+    with np.load(DIGITS) as arrays:
+        for i, (image, label) in enumerate(zip(arrays["train_images"], arrays["train_labels"], strict=True)):
+            if i < NUM_IMAGES:
+                Image.fromarray(image * 15).save(root / "digits" / str(label) / f"{i}.png")
+    return str(root)
+
+
+@pytest.fixture(scope="module")
+def expected(root):
+    images, labels = next(iter(create_loader(root, CPU, 2000)))
+    assert len(images) == NUM_IMAGES
     logits = Linear()(images).detach()
     place = (logits > logits.gather(1, labels[:, None])).sum(1)  # how many classes stand before the right one
     log_prob = logits.log_softmax(1).gather(1, labels[:, None])
     return {
-        "top1": 100 * (place == 0).sum().item() / 1437,
-        "top5": 100 * (place < 5).sum().item() / 1437,
-        "loss": -log_prob.sum().item() / 1437,
-        "images": 1437,
+        "top1": 100 * (place == 0).sum().item() / NUM_IMAGES,
+        "top5": 100 * (place < 5).sum().item() / NUM_IMAGES,
+        "loss": -log_prob.sum().item() / NUM_IMAGES,
+        "images": NUM_IMAGES,
     }
 
 
@@ -70,16 +91,19 @@ def assert_exact(results, expected):
     assert max(r["loss"] for r in results) - min(r["loss"] for r in results) < 1e-9
 
 
-def test_one_process_counts_every_image_once(expected):
-    assert_exact(evaluate_digits(CPU), expected)
+def test_one_process_counts_every_image_once(root, expected):
+    assert_exact(evaluate_digits(root, CPU), expected)
 
 
-def test_two_processes_count_every_image_once(expected, tmp_path):
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.battery) for size in (1, 3, 4))])
+def test_processes_count_every_image_once(root, expected, size, figure):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    multiprocessing.spawn(run_rank, (2, port, str(tmp_path / "results.json")), nprocs=2)
-    assert_exact(json.loads((tmp_path / "results.json").read_text()), expected)
+    multiprocessing.spawn(run_rank, (size, port, root), nprocs=size)
+    results = json.loads(Path(root, f"{size}.json").read_text())
+    assert_exact(results, expected)
+    figure("P2", f"{size} ranks: {len(results)}/{len(BATCH_SIZES)} batch sizes count {NUM_IMAGES} images alike")
 
 
 @pytest.mark.parametrize(("num_classes", "top5"), [(3, 100.0), (8, 75.0)])
@@ -90,6 +114,11 @@ def test_by_hand(num_classes, top5):
     result = evaluate(nn.Identity(), [(logits[:3], targets[:3]), (logits[3:], targets[3:])], CPU, None)
     loss = F.cross_entropy(logits.double(), targets).item()
     assert result == {"top1": 25.0, "top5": top5, "loss": pytest.approx(loss, rel=1e-6), "images": 4}
+
+
+def test_no_image_at_all_is_refused():
+    with pytest.raises(BrokenImage, match="not one validation image could be read"):
+        evaluate(nn.Identity(), [], CPU, None)
 
 
 def test_equal_logits_hit_no_more_than_once():

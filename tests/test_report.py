@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from engine.checkpoint import Progress
 from engine.report import Report, peak_memory_mb, provenance
 from engine.schema import Data, Run, Schedule, Train
 
@@ -27,7 +28,7 @@ IMAGES = torch.tensor([0.0, 0.5, 1.0])[:, None, None, None] * torch.ones(3, 3, 4
 
 def tell(directory: Path | None) -> None:
     """A run of one update."""
-    report = Report(directory, RUN, step=0, total_steps=1, device=CPU)
+    report = Report(directory, RUN, Progress(), total_steps=1, device=CPU)
     report.start(0, processes=1, parameters=1234, macs=5678)
     mean, std = (torch.tensor(values)[:, None, None] for values in (RUN.data.mean, RUN.data.std))
     report.images((IMAGES - mean) / std, RUN.data.mean, RUN.data.std)
@@ -106,7 +107,7 @@ def test_what_will_be_repeated_is_dropped(tmp_path: Path):
     tell(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')  # the process died while writing
-    Report(tmp_path, RUN, step=0, total_steps=1, device=CPU).close()
+    Report(tmp_path, RUN, Progress(), total_steps=1, device=CPU).close()
     assert [record["kind"] for record in records(tmp_path)] == ["start"]
 
 

@@ -12,6 +12,7 @@ import torch
 
 import train
 import validate
+from engine.checkpoint import find
 
 ROOT = Path(__file__).parents[1]
 TINY = [
@@ -51,11 +52,10 @@ def flat(report: dict) -> dict:
 
 @pytest.mark.parametrize("weights", ["best", "last"])
 def test_metrics_are_those_of_training(run_directory, capsys, weights):
-    path = run_directory / f"{weights}.pt"
-    recorded = torch.load(path, weights_only=True)
+    path, recorded = find(run_directory, weights)
     report = read_report(capsys, run_directory, "--weights", weights)
-    assert (report["checkpoint"], report["epoch"]) == (str(path), recorded["epoch"])
-    assert flat(report) == pytest.approx(recorded["metrics"], rel=1e-6)  # batches of another size
+    assert (report["checkpoint"], report["epoch"]) == (str(path), recorded["progress"]["epoch"])
+    assert flat(report) == pytest.approx(recorded["progress"]["metrics"], rel=1e-6)  # batches of another size
     assert report["plain"]["images"] == 360
     assert report["plain"]["loss"] != report["EMA"]["loss"]
     assert read_report(capsys, path) == report
@@ -68,7 +68,7 @@ def test_batch_size_does_not_matter(run_directory, capsys):
 
 def test_the_checkpoint_is_enough(run_directory, tmp_path, capsys):
     copy = tmp_path / "any name"
-    copy.write_bytes((run_directory / "last.pt").read_bytes())
+    copy.write_bytes(find(run_directory, "last")[0].read_bytes())
     report = read_report(capsys, copy, "data.val_split=train")
     assert report["plain"]["images"] == report["EMA"]["images"] == 1437
 
@@ -85,7 +85,7 @@ def test_the_table_has_one_line_for_each_set_of_weights(run_directory, capsys):
     report = read_report(capsys, run_directory)
     validate.main([str(run_directory)])
     title, header, plain, ema = capsys.readouterr().out.splitlines()
-    assert title == f"{run_directory}/best.pt, epoch {report['epoch']}"
+    assert title == f"{find(run_directory, 'best')[0]}, epoch {report['epoch']}"
     assert header.split() == ["weights", "images", "top-1", "%", "top-5", "%", "loss"]
     for line, name in ((plain, "plain"), (ema, "EMA")):
         metrics = report[name]
@@ -94,10 +94,10 @@ def test_the_table_has_one_line_for_each_set_of_weights(run_directory, capsys):
 
 
 def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
-    checkpoint = torch.load(run_directory / "last.pt", weights_only=True)
+    _, checkpoint = find(run_directory, "last")
     del checkpoint["ema"]
-    torch.save(checkpoint, tmp_path / "last.pt")
-    report = read_report(capsys, tmp_path, "--weights", "last")
+    torch.save(checkpoint, tmp_path / "plain.pt")
+    report = read_report(capsys, tmp_path / "plain.pt")
     assert report.keys() == {"checkpoint", "epoch", "plain"}
     assert math.isfinite(report["plain"]["loss"])
 
@@ -106,22 +106,21 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
     ("arguments", "problem"),
     [
         (["nowhere"], "nowhere: no such run directory or checkpoint"),
-        (["."], "best.pt: no checkpoint there"),
-        ([".", "--weights", "last"], "last.pt: no checkpoint there"),
+        (["."], ".: no checkpoint there"),
         (["text.pt"], "text.pt: damaged, or no checkpoint that can be loaded safely"),
         (["half.pt"], "half.pt: damaged, or no checkpoint that can be loaded safely"),
         (["state.pt"], "state.pt: no checkpoint of train.py: it holds no configuration"),
         (["good.pt", "data.rot=/data"], "data.rot: unknown option; did you mean 'root'?"),
         (["good.pt", "data.dataset=folder"], "data.root: required for data.dataset=folder"),
         (["good.pt", "model.num_classes=11"], "model.num_classes = 11, but the images have 10 classes"),
-        (["good.pt", "model.depth=2"], "model: the checkpoint's weights do not fit: Error(s) in loading state_dict"),
+        (["good.pt", "model.depth=2"], "model: the checkpoint's weights do not fit: 12 missing: blocks.1."),
         (["good.pt", "train.device=cuda"], "train.device: cuda is not available here; use auto or cpu"),
     ],
 )
 def test_bad_input_is_one_line(run_directory, tmp_path, monkeypatch, capsys, arguments, problem):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    content = (run_directory / "last.pt").read_bytes()
+    content = find(run_directory, "last")[0].read_bytes()
     Path("good.pt").write_bytes(content)
     Path("half.pt").write_bytes(content[: len(content) // 2])
     Path("text.pt").write_text("model: deit\n")

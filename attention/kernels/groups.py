@@ -6,9 +6,8 @@ Kept for the backward pass are the weights within groups, and neither the member
 import torch
 from torch import Tensor
 
-from attention import kernels
-from attention.base import Grid
 from attention.features import full_type, own_types
+from attention.kernels import first_order
 from attention.kernels.joint import cut, uncut
 from attention.landmarks import Groups
 
@@ -25,7 +24,7 @@ def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[T
 
 
 class GroupValues(torch.autograd.Function):
-    """Of keys and values (B, h, N, d) at samples (B, h, 1, c, s, d): values (B, h, 1, c s, d), masses (B, h, 1, c, s)."""
+    """Of k, v (B, h, N, d) at samples (B, h, 1, c, s, d): averages (B, h, 1, c s, d) and log masses (B, h, 1, c, s)."""
 
     @staticmethod
     def forward(ctx, k, v, omega, grid, tile):
@@ -42,7 +41,7 @@ class GroupValues(torch.autograd.Function):
         return beta.view(*omega.shape[:3], -1, omega.shape[-1]), log_mass.view(omega.shape[:-1])
 
     @staticmethod
-    @kernels.first_order
+    @first_order
     def backward(ctx, dbeta, dlog_mass):
         (k, v, omega, weights), place = ctx.saved_tensors, (ctx.grid, ctx.tile)
         dk = dv = domega = None

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention import kernels
 from attention.base import Grid, split_prefix
 from attention.features import full_type, own_types
+from attention.kernels import first_order, path
 from attention.windows import count_windows, window_mask, window_view
 
 
@@ -46,7 +46,7 @@ def joint_softmax(
         )
     offset = _offset(q, bias, logits, keys.shape[3], grid, window, causal)
     with own_types(q):
-        return JointSoftmax.apply(q, k, v, keys, values, offset, grid, window, kernels.path() == "lean")
+        return JointSoftmax.apply(q, k, v, keys, values, offset, grid, window, path() == "lean")
 
 
 def _offset(
@@ -84,7 +84,7 @@ class JointSoftmax(torch.autograd.Function):
         return uncut(y, q, grid, window)
 
     @staticmethod
-    @kernels.first_order
+    @first_order
     def backward(ctx, dy):
         (q, k, v, keys, values, offset, weights), place = ctx.saved_tensors, (ctx.grid, ctx.window)
         dq = dk = dv = dkeys = dvalues = doffset = None

@@ -3,15 +3,15 @@
     y_n = sum_s a_ns u_s,   a_n = softmax_s[q'_n . omega_s + LSE_m g(k'_m, omega_s) + prior_s + log alpha_ns]
     u_s = sum_m softmax_m[g(k'_m, omega_s)] v_m,   g(k', omega) = k' . omega - |k'|^2 / 2
 
-The scale of queries and keys, x' = d^-1/4 x, is folded into the products, and the softmaxes are taken in place. Kept for the backward pass are q, k, v as they came and the weights, or with
-the path "lean" not even these.
+The scale of queries and keys, x' = d^-1/4 x, is folded into the products; softmaxes are taken in place. Kept for
+the backward pass are q, k, v as they came and the weights, or with the path "lean" not even these.
 """
 
 import torch
 from torch import Tensor
 
-from attention import kernels
 from attention.features import full_precision, full_type, log_features, own_types, scale, upcast
+from attention.kernels import first_order, path
 from attention.proposals import MIN_ALPHA, POOLED, own_ratio, propose
 
 
@@ -28,7 +28,7 @@ def performer(q, k, v, omega, num_clamped=None, *, features="positive"):
 def covers_lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mixed", weighting="decoupled", beta=2.0):
     """Not: mixtures, whose densities need the keys, coupled weights, and two samples of a proposal."""
     one_sample = noise.dim() < 4 or noise.shape[-2] == 1
-    return proposal in POOLED and (weighting == "balance" or weighting == "decoupled" and one_sample)
+    return proposal in POOLED and (weighting == "balance" or (weighting == "decoupled" and one_sample))
 
 
 def lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mixed", weighting="decoupled", beta=2.0):
@@ -54,7 +54,7 @@ def _proposals(q_bar: Tensor, k_bar: Tensor, noise: Tensor, proposal: str) -> tu
 
 def _attend(q, k, v, omega, prior=None, q_bar=None, balance=None, beta=0.0):
     with own_types(q):
-        return RandomFeatures.apply(q, k, v, omega, prior, q_bar, balance, beta, kernels.path() == "lean")
+        return RandomFeatures.apply(q, k, v, omega, prior, q_bar, balance, beta, path() == "lean")
 
 
 class RandomFeatures(torch.autograd.Function):
@@ -76,7 +76,7 @@ class RandomFeatures(torch.autograd.Function):
         return _tokens(y, q, y.dtype)
 
     @staticmethod
-    @kernels.first_order
+    @first_order
     def backward(ctx, dy):
         q, k, v, omega, mass, q_bar, balance, u, of_keys, of_queries, r = ctx.saved_tensors
         needs, beta, scale, softmax_backward = ctx.needs_input_grad, ctx.beta, q.shape[-1] ** -0.25, _softmax_backward

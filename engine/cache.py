@@ -1,0 +1,119 @@
+"""A prepared data set: decoded images in one file, so that training need not decode JPEG again and again.
+
+`SPLIT.pixels` holds the images one after the other, each a binary PPM file (8-bit RGB); `SPLIT.npz` says where each
+begins, its class, its checksum and the name of the file it was made of. An image that was broken has no bytes: what
+happens to it is left to those who read, and positions are those of the data set it was made from.
+"""
+
+import io
+import os
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from timm.data.readers.reader import Reader
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.functional import resize
+
+from engine.images import BrokenImage
+
+INDEX = ".npz"
+
+
+class CacheReader(Reader):
+    """timm reader of one split that `write_cache` has prepared.
+
+    Args:
+        path: of the index; the pixels lie beside it.
+    Raises:
+        OSError: index or pixels are missing, damaged, or do not belong together.
+    """
+
+    def __init__(self, path: str):
+        super().__init__()
+        self.pixels = Path(path).with_suffix(".pixels")
+        try:
+            with open(path, "rb") as file, np.load(file) as index:
+                self.begins, self.labels, self.checksums, self.names, classes = (
+                    index[name] for name in ("begins", "labels", "checksums", "names", "classes")
+                )
+        except Exception as error:  # a damaged archive raises anything
+            raise OSError(0, f"damaged index, {type(error).__name__}: {error}") from error
+        if not self.pixels.is_file() or self.pixels.stat().st_size != self.begins[-1]:
+            raise OSError(0, f"{self.pixels.name} is missing or has not the {self.begins[-1]} bytes of the index")
+        self.class_to_idx = {os.fsdecode(name): label for label, name in enumerate(classes)}
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[io.BytesIO, int]:
+        begin, end = map(int, self.begins[index : index + 2])
+        if begin == end:
+            raise BrokenImage("was broken when the cache was made")
+        with open(
+            self.pixels, "rb", buffering=0
+        ) as file:  # not mapped into memory: a failing disk would kill the process
+            content = os.pread(file.fileno(), end - begin, begin)
+        if zlib.crc32(content) != self.checksums[index]:
+            raise BrokenImage(f"damaged in {self.pixels.name}: the checksum differs; prepare the cache anew")
+        return io.BytesIO(content), int(self.labels[index])
+
+    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        return os.fsdecode(self.names[index])
+
+
+def encode(image: Image.Image, short_side: int | None) -> bytes:
+    """RGB image -> PPM file, made smaller to `short_side` pixels (None: kept as it is), bicubic as in validation."""
+    if short_side is not None and min(image.size) > short_side:
+        image = resize(image, short_side, InterpolationMode.BICUBIC)
+    return b"P6 %d %d 255\n" % image.size + image.tobytes()
+
+
+def write_cache(
+    path: Path, samples: Iterable[tuple[bytes, int] | BrokenImage], names: Iterable[str], classes: Iterable[str]
+) -> None:
+    """Writes the index `path` and the pixels beside it; whole, on the disk, or not at all.
+
+    Args:
+        samples: PPM file and class index of every image, or `BrokenImage`, in order. names: of the images.
+        classes: names, in the order of their indices.
+    Raises:
+        OSError: no space, no permission.
+    """
+    begins, labels, checksums = [0], [], []
+    pixels = path.with_suffix(".pixels")
+    parts = {target: target.with_name(target.name + ".part") for target in (pixels, path)}
+    try:
+        with parts[pixels].open("wb") as file:
+            for sample in samples:
+                content, label = (b"", -1) if isinstance(sample, BrokenImage) else sample
+                file.write(content)
+                begins.append(begins[-1] + len(content))
+                labels.append(label)
+                checksums.append(zlib.crc32(content))
+            _flush(file)
+        with parts[path].open("wb") as file:
+            np.savez(
+                file,
+                begins=np.array(begins, np.int64),
+                labels=np.array(labels, np.int32),
+                checksums=np.array(checksums, np.uint32),
+                names=np.array([os.fsencode(name) for name in names]),
+                classes=np.array([os.fsencode(name) for name in classes]),
+            )
+            _flush(file)
+        for target, part in parts.items():
+            part.replace(target)
+    finally:
+        for part in parts.values():
+            part.unlink(missing_ok=True)
+
+
+def _flush(file: io.BufferedWriter) -> None:
+    """Brings `file` to the disk, and out of memory where the system can, so that what is read back was written."""
+    file.flush()
+    os.fsync(file.fileno())
+    if hasattr(os, "posix_fadvise"):
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -1,0 +1,72 @@
+"""One image file -> the RGB pixels that a viewer shows, or `BrokenImage` with the reason; nothing in between.
+
+Files may come from anywhere: pixels, frames and formats are bounded, and what has no defined look is refused. Colour
+profiles are ignored, as in the published recipes.
+"""
+
+import warnings
+from contextlib import suppress
+from typing import BinaryIO
+
+import numpy as np
+from PIL import Image, ImageOps
+
+FORMATS = ("JPEG", "PNG", "PPM", "GIF", "BMP", "WEBP", "TIFF")
+"""What is decoded, whatever the file is called. Pillow knows others, one of which starts a PostScript interpreter."""
+
+
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
+"""Pillow's pixel formats of which the look is defined; 16-bit grey levels beside them."""
+
+PHOTOMETRIC = 262
+"""TIFF tag: 0 where white is zero, which Pillow inverts for 8 bits only."""
+
+
+class BrokenImage(Exception):
+    """An image that cannot be used. The message is one line: the reason, and before it the file where it is known."""
+
+
+def decode(file: BinaryIO) -> Image.Image:
+    """The picture in an open file as 8-bit RGB, upright, over white where it is transparent.
+
+    16-bit grey levels are rounded to 8 bits; CMYK and palettes are converted; of a JPEG with further pictures after it
+    (MPO) the first is taken. Refused are animations and pages, 32-bit integer and floating-point levels, whose range
+    no file states, more than `Image.MAX_IMAGE_PIXELS` (89 million) pixels, and whatever Pillow cannot decode
+    to its end.
+
+    Raises:
+        BrokenImage: says why.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of metadata that does not change the picture
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(file, formats=FORMATS)
+            if getattr(image, "is_animated", False) and image.format != "MPO":
+                raise BrokenImage(f"{image.format} with {image.n_frames} frames; an image has one")
+            image.load()
+            with suppress(Exception):  # a damaged orientation is none
+                ImageOps.exif_transpose(image, in_place=True)
+            return _rgb(image)
+    except BrokenImage:
+        raise
+    except Image.UnidentifiedImageError:
+        raise BrokenImage(f"not an image, or not one of {', '.join(FORMATS)}") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise BrokenImage(f"more than {Image.MAX_IMAGE_PIXELS:,} pixels, perhaps a decompression bomb") from None
+    except Exception as error:  # decoders of damaged files raise anything
+        raise BrokenImage(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from error
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """A decoded image as 8-bit RGB."""
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        if "transparency" in image.info or (image.format == "TIFF" and image.tag_v2.get(PHOTOMETRIC) == 0):
+            raise BrokenImage("16-bit grey levels with a transparent one, or with white as zero")
+        levels = np.asarray(image).astype(np.uint32)
+        image = Image.fromarray(((levels + 128) // 257).astype(np.uint8))
+    if image.mode not in MODES:
+        raise BrokenImage(f"{image.format} of mode {image.mode}, whose levels have no defined look")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")

@@ -1,0 +1,64 @@
+"""The order of the training images, and the random numbers of each: functions of a position, so that any is a start.
+
+A run has no random state to save. What is drawn for an image follows from (seed, epoch, position in the epoch's order),
+whichever process draws it; what is drawn for an optimiser step, in the main process, from (seed, step, rank).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, Sampler
+
+from engine.distributed import World, mix_seeds, seed_everything
+
+Place = tuple[int, int, int]
+"""Of a training image: its index in the dataset, the epoch, and its position in the epoch's order."""
+
+
+class EpochSampler(Sampler[Place]):
+    """One rank's share of a global order that depends on (seed, epoch) only.
+
+    Rank r of R takes every R-th index, so that the ranks' batches of a step together are the batch that one process
+    would take, at any R. An epoch holds whole total batches; what does not fill one is left out. With `repeats` every
+    image comes that many times in a row, so to different ranks, and the epoch is as long as without (repeated
+    augmentation, Hoffer et al. 2020; the order of DeiT's and timm's samplers, which round down to 256 images instead).
+    """
+
+    def __init__(self, num_images: int, total_batch_size: int, world: World, seed: int, repeats: int = 0):
+        self.num_images, self.total_batch_size = num_images, total_batch_size
+        self.repeats, self.world, self.seed = max(1, repeats), world, seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Chooses the order of epoch `epoch`, from position `start` (over all ranks); to be called before iterating."""
+        self.epoch, self.start, self.order_seed = epoch, start, mix_seeds(self.seed, epoch)
+        self.stop = start + (self.num_images - start) // self.total_batch_size * self.total_batch_size
+
+    def order(self) -> torch.Tensor:
+        """Indices of the whole epoch, of all ranks, (num_images,) int64."""
+        order = torch.randperm(self.num_images, generator=torch.Generator().manual_seed(self.order_seed))
+        return order.repeat_interleave(self.repeats)[: self.num_images]
+
+    def __len__(self) -> int:
+        return (self.stop - self.start) // self.world.size
+
+    def __iter__(self) -> Iterator[Place]:
+        positions = range(self.start + self.world.rank, self.stop, self.world.size)
+        indices = self.order()[positions.start : positions.stop : positions.step].tolist()
+        return ((index, self.epoch, position) for index, position in zip(indices, positions, strict=True))
+
+
+class SeededDataset(Dataset):
+    """`dataset`, each of whose images begins from random numbers of its own, in whatever process it is made."""
+
+    def __init__(self, dataset: Dataset, seed: int):
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, place: Place) -> Any:
+        index, epoch, position = place
+        seed_everything(self.seed, epoch, position)
+        return self.dataset[index]

@@ -1,0 +1,93 @@
+"""Reads every image of a data set as training would, and lists those that are broken.
+
+    python -m engine.verify /data/imagenet
+    python -m engine.verify /data/prepared --dataset cache
+
+Exit status: 0 all images are whole, 1 some are broken, 2 the data set cannot be read at all.
+"""
+
+import argparse
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from timm.data.readers.img_extensions import get_img_extensions
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+from engine.config import refuse_bad_input
+from engine.data import Images, classes_of, difference, open_split
+from engine.images import BrokenImage
+from engine.schema import Data
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="List the broken images of a data set.")
+    add_source(parser)
+    args = parser.parse_args(arguments)
+    with refuse_bad_input():
+        splits = open_splits(args)
+    num_broken = 0
+    for name, images in splits.items():
+        images.transform = discard
+        broken = [sample for sample in read_all(images, args.workers, name) if isinstance(sample, BrokenImage)]
+        num_broken += len(broken)
+        print(f"{name}: {len(images):,} images of {len(classes_of(images)):,} classes, {len(broken):,} broken")
+        print("".join(f"  {sample}\n" for sample in broken), end="")
+        ignored = ignored_files(Path(args.root) / name) if args.dataset == "folder" else {}
+        for suffix, count in sorted(ignored.items()):
+            print(f"  {count:,} files named *{suffix} are no part of it")
+    names = [set(classes_of(images)) for images in splits.values()]
+    if len(names) == 2 and names[0] != names[1]:
+        print(f"classes differ: {difference(*names)}")
+    sys.exit(num_broken > 0)
+
+
+def add_source(parser: argparse.ArgumentParser) -> None:
+    """The arguments that name a data set."""
+    parser.add_argument("root", help="directory that holds the splits, data.root of a run")
+    parser.add_argument("--dataset", choices=("folder", "tar", "cache"), default="folder", help="its kind (folder)")
+    parser.add_argument("--splits", nargs="+", default=["train", "val"], help="(train val)", metavar="NAME")
+    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that read (one per core)")
+
+
+def open_splits(args: argparse.Namespace) -> dict[str, Images]:
+    """The splits that the arguments name.
+
+    Raises:
+        OptionError: a split that is missing or holds no image.
+    """
+    return {
+        name: open_split(Data(dataset=args.dataset, root=args.root, train_split=name), "train_split")
+        for name in args.splits
+    }
+
+
+def read_all(images: Images, workers: int, title: str) -> Iterator[tuple[Any, int] | BrokenImage]:
+    """Every sample of `images` in order, read by `workers` processes, behind a progress bar."""
+    loader = DataLoader(images, batch_size=16, num_workers=workers, collate_fn=list)
+    with tqdm(total=len(images), desc=title, unit=" images", dynamic_ncols=True) as bar:
+        for samples in loader:
+            yield from samples
+            bar.update(len(samples))
+
+
+def ignored_files(folder: Path) -> Counter[str]:
+    """Suffix -> number of files below `folder` that no reader takes for images."""
+    return Counter(
+        os.path.splitext(name)[1].lower()
+        for _, _, files in os.walk(folder, followlinks=True)
+        for name in files
+        if os.path.splitext(name)[1].lower() not in get_img_extensions(as_set=True)
+    )
+
+
+def discard(image: Any) -> None:
+    """The transform of an image that only had to be decoded."""
+
+
+if __name__ == "__main__":
+    main()

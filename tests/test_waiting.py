@@ -1,0 +1,90 @@
+"""The time spent waiting for data, by a clock that stands still unless it is told to go."""
+
+import json
+import time
+
+import pytest
+import torch
+
+from engine import waiting
+from engine.checkpoint import Progress
+from engine.report import Report
+from engine.schema import Data, Run
+from engine.waiting import DataWait
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("time.perf_counter", clock.perf_counter)
+    return clock
+
+
+def deliver(clock: Clock, seconds: list[float]):
+    """Batches each of which takes its time."""
+    for i, delay in enumerate(seconds):
+        clock.now += delay
+        yield i
+
+
+def test_only_the_wait_counts(clock):
+    wait = DataWait(CPU)
+    assert waiting.time is time
+    batches = wait.watch(deliver(clock, [3.0, 1.0, 0.5]))
+    for expected in (0, 1):
+        assert next(batches) == expected
+        clock.now += 10  # the step
+    assert wait.seconds() == 4.0
+    assert list(batches) == [2]
+    assert wait.seconds() == 0.5
+    assert wait.seconds() == 0.0
+
+
+@pytest.mark.parametrize("share", [5, 40])
+def test_the_log_shows_the_share_and_says_once_when_a_run_is_input_bound(clock, tmp_path, capsys, share):
+    run = Run(model={"name": "deit_tiny_p16"}, attention="softmax", data=Data(dataset="digits", workers=3))
+    report = Report(tmp_path, run, Progress(), 6, CPU)
+    report.begin_epoch()
+    told = []
+    for _ in report.wait.watch(deliver(clock, [share / 100] * 6)):
+        clock.now += 1 - share / 100
+        report.end_step()
+        if report.step % 2 == 0:
+            report.train(1, loss=1.0)
+            told.append(capsys.readouterr().out)
+    report.close()
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [record["data_wait"] for record in records] == pytest.approx([share] * 3)
+    assert all(f"{share} % waiting for data" in text for text in told)
+    remedy = "input-bound: 40 % of the time goes into waiting for data; raise data.workers (= 3)"
+    assert [remedy in text for text in told] == [False, share == 40, False]  # the workers start in the first
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_cuda_work_that_is_queued_is_no_wait():
+    """The device is busy for longer than the first batch takes, and idle for the second."""
+
+    def deliver():
+        time.sleep(0.1)
+        yield
+        torch.cuda.synchronize()
+        time.sleep(0.3)
+        yield
+
+    wait = DataWait(torch.device("cuda"))
+    batches = wait.watch(deliver())
+    torch.cuda._sleep(10**9)  # cycles, about half a second
+    next(batches)
+    assert wait.seconds() < 0.02
+    next(batches)
+    assert 0.2 < wait.seconds() < 0.6
