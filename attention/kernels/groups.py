@@ -43,6 +43,8 @@ class GroupValues(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, dbeta, dlog_mass):
+        if dbeta is dlog_mass is None:  # no query sees a group
+            return None, None, None, None, None
         (k, v, omega, weights), place = ctx.saved_tensors, (ctx.grid, ctx.tile)
         dk = dv = domega = None
         full, scale = weights.dtype, k.shape[-1] ** -0.25
