@@ -115,7 +115,8 @@ def peak_bytes(call: Call, device: torch.device) -> int:
         call()
         return torch.cuda.max_memory_allocated(device) - before
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reports errors where there is no GPU
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    # acc_events: torch 2.11 warns without it.
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
         call()
     events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     live = peak = 0
@@ -149,7 +150,7 @@ def count_launches(call: Call, device: torch.device) -> int | None:
     """CUDA kernels that the call launches; None on a CPU."""
     if device.type != "cuda":
         return None
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
         call()
         torch.cuda.synchronize(device)
     launches = ("cudaLaunchKernel", "cuLaunchKernel")  # of the runtime and of the driver (Triton), in all variants

@@ -101,7 +101,7 @@ ZOO = {
     ),
     "cmyk.jpg": Animal(saved(CMYK, "JPEG", quality=95, subsampling=0), COLORS),
     "cmyk_tiff.jpg": Animal(saved(CMYK, "TIFF"), COLORS),
-    "ycbcr_tiff.jpg": Animal(saved(PICTURE.convert("YCbCr"), "TIFF"), COLORS),
+    "ycbcr_tiff.jpg": Animal(saved(PICTURE.convert("YCbCr"), "TIFF", compression="tiff_lzw"), COLORS),
     "gif.png": Animal(saved(PICTURE, "GIF"), COLORS),
     "bmp.png": Animal(saved(PICTURE, "BMP"), COLORS),
     **{f"exif_{n}.{end}": Animal(turned(n, kind), COLORS) for n, end, kind in [(n, "png", "PNG") for n in range(1, 9)]},
