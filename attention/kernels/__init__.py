@@ -62,7 +62,7 @@ def first_order(backward: Callable) -> Callable:
     return run
 
 
-def with_fast_path(fast: Callable, covers: Callable[..., bool] = lambda *args, **kwargs: True) -> Callable:
+def with_fast_path(fast: Callable, covers: Callable[..., bool]) -> Callable:
     """Decorates an op: `fast` answers for it where `covers` its arguments, unless the path is plain."""
 
     def decorate(op: Callable) -> Callable:
