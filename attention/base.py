@@ -130,11 +130,14 @@ def init_linear(linear: nn.Linear) -> None:
 def split_heads(x: Tensor, parts: int, num_heads: int) -> tuple[Tensor, ...]:
     """(B, N, parts*C) -> `parts` tensors (B, h, N, d)."""
     B, N, width = x.shape
-    return x.view(B, N, parts, num_heads, width // (parts * num_heads)).permute(2, 0, 3, 1, 4).unbind(0)
+    # Taken apart before transposed, so that their gradients meet in the order of x.
+    return tuple(y.transpose(1, 2) for y in x.view(B, N, parts, num_heads, width // (parts * num_heads)).unbind(2))
 
 
 def split_prefix(x: Tensor, N: int) -> tuple[Tensor, Tensor]:
     """(..., P + N, d) -> prefix tokens (..., P, d), tokens of the grid (..., N, d)."""
+    if x.shape[-2] == N:  # a slice's gradient would be filled with zeros and copied
+        return x.detach()[..., :0, :], x
     return x[..., :-N, :], x[..., -N:, :]
 
 

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.base import Attention, Grid, Site, init_linear, split_prefix
-from attention.exact import exact_window, joint_softmax, raster, seen_exactly, shared_logits, window_options
+from attention.exact import exact_window, joint_softmax, raster, seen_exactly, window_options
 from attention.features import upcast
 from attention.options import option
 from attention.position import BiasKind
@@ -54,11 +54,11 @@ def combiner(
     if mask is not None:
         inside = inside.masked_fill(~mask[:, None], -torch.inf)
     v_bar = (inside.softmax(-1).to(v.dtype) @ values)[:, :, None, :, 0]  # (B, h, 1, g, d)
-    spans = shared_logits(to_windows(q, grid, window), k_bar)  # (B, h, g, w, g)
-    unseen = torch.eye(spans.shape[2], dtype=torch.bool, device=q.device)
+    unseen = torch.eye(k_bar.shape[2], dtype=torch.bool, device=q.device)
     unseen = torch.ones_like(unseen).triu() if causal else unseen
-    spans = spans.masked_fill(unseen[:, None], -torch.inf)
-    return joint_softmax(q, k, v, bias, spans, v_bar, grid=grid, window=window, causal=causal, **options)
+    unseen = inside.new_zeros(unseen.shape).masked_fill(unseen, -torch.inf)[:, None]  # (g, 1, g)
+    windows = {"grid": grid, "window": window, "causal": causal, **options}
+    return joint_softmax(q, k, v, bias, k_bar[:, :, None], v_bar, unseen, **windows)
 
 
 def combiner_reference(q, k, v, q_bar, k_bar, bias=None, *, attn_drop=0.0, **windows):

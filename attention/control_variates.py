@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from attention.exact import exact_set
-from attention.features import full_precision, log_features, scale, xi
+from attention.features import full_precision, full_type, log_features, scale, xi
+from attention.kernels import groups as fast
+from attention.kernels import with_fast_path
 from attention.landmarks import Groups, LandmarkTransform, gather_groups, group_mean
+from attention.windows import count_windows
 
 Visibility = Literal["paper", "released"]
 
@@ -72,6 +75,7 @@ class Landmarks(nn.Module):
         return noise * (mu.shape[-1] ** -0.25 if self.config.noise == "released" else 1.0)
 
 
+@with_fast_path(fast.group_values, fast.covers)
 @full_precision
 def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """Random-feature averages of each group, sample by sample.
@@ -94,8 +98,7 @@ def group_logits(
     mu: Tensor,
     omega: Tensor,
     log_mass: Tensor,
-    seen: Tensor,
-    count: Tensor | None = None,
+    prior: Tensor | None = None,
 ) -> Tensor:
     """Logits of every group's samples for queries (B, h, G, n, d), t_nc + log w_ncs: (B, h, G, n, c*s).
 
@@ -104,18 +107,30 @@ def group_logits(
 
     Args:
         k_tilde, mu, omega: see `eva`. log_mass: see `group_values`.
-        seen: which groups a query sees, broadcast to (G, n, c); the logits of others are -inf.
-        count: members |P_c| (G, c); their logarithm is added to t_nc.
+        prior: see `group_prior`.
     """
     logits = q * q.shape[-1] ** -0.5 @ k_tilde.mT
-    logits = logits if count is None else logits + count.to(logits.dtype).log()[:, None]
-    logits = logits.masked_fill(~seen, -torch.inf)
+    logits = logits if prior is None else logits + prior
     if omega.shape[-2] == 1:
         return logits
     log_ratio = log_mass - (omega @ mu[..., None])[..., 0]
     samples = scale(q) @ omega.flatten(3, 4).mT  # (B, h, G, n, c*s)
     log_w = (samples.unflatten(-1, log_ratio.shape[-2:]) + log_ratio[:, :, :, None]).log_softmax(-1)
     return (logits[..., None] + log_w).flatten(-2)
+
+
+def group_prior(
+    q: Tensor, groups: Groups, visibility: Visibility | None, log_count: bool, windows: dict[str, Any]
+) -> Tensor | None:
+    """Added to t_nc, broadcast to (G, n, c): log |P_c| with `log_count`, -inf for a group that is not seen; None
+    for nothing.
+    """
+    if groups.tiles and visibility is None and not log_count:  # tiles have members
+        return None
+    count = groups.count()[:, None].to(full_type(q))
+    num_queries = count_windows(windows["grid"], windows["window"]) * windows["window"][1] if visibility else 1
+    seen = visible_groups(groups, visibility, num_queries, windows)
+    return (count.log() if log_count else torch.zeros_like(count)).masked_fill(~seen, -torch.inf)
 
 
 def visible_groups(groups: Groups, visibility: Visibility | None, num_queries: int, windows: dict[str, Any]) -> Tensor:

@@ -6,6 +6,7 @@ from torch import Tensor
 from attention.base import Attention, Grid, merge_heads
 from attention.control_variates import group_logits, group_values
 from attention.exact import exact_set, mix, shared_logits
+from attention.features import full_type
 from attention.landmarks import Groups
 
 
@@ -28,7 +29,7 @@ class EvaDecoder:
         self.attn, self.cells = attn, (1, grid[0] * grid[1])
         self.position, self.tokens, self.summaries, self.groups = 0, {}, [], []
         if attn.config.num_landmarks:
-            index, valid = attn.groups(grid, torch.device("cpu"))
+            index, valid, _ = attn.groups(grid, torch.device("cpu"))
             self.groups = [members[inside].tolist() for members, inside in zip(index[0], valid[0], strict=True)]
 
     @torch.no_grad()
@@ -52,8 +53,8 @@ class EvaDecoder:
             count = torch.tensor([[len(self.groups[c]) for c in visible]], device=x.device)
             summaries = zip(*(self.summaries[c] for c in visible), strict=True)
             *landmarks, log_mass, beta = (torch.cat(x, 3) for x in summaries)
-            seen = count[:, None] > 0
-            logits = group_logits(q[:, :, None], *landmarks, log_mass, seen, count if config.log_count else None)
+            prior = count.to(full_type(q)).log()[:, None] if config.log_count else None
+            logits = group_logits(q[:, :, None], *landmarks, log_mass, prior)
             parts.append((logits, beta))
         self.advance()
         return attn.proj(merge_heads(mix(parts)[:, :, 0]))

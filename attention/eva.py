@@ -26,9 +26,9 @@ from attention.control_variates import (
     Landmarks,
     Visibility,
     group_logits,
+    group_prior,
     group_values,
     seen_in_groups,
-    visible_groups,
 )
 from attention.exact import exact_window, joint_softmax, raster, seen_exactly, window_options
 from attention.landmarks import Groups, bin_counts, bins, bins_outside, chunks_outside, tokens_outside
@@ -63,12 +63,16 @@ def eva(
     Returns:
         (B, h, N, d).
     """
+    prior = group_prior(q, groups, visibility, log_count, windows)
+    beta, log_mass = group_values(*(split_prefix(x, q.shape[2])[1] for x in (k, v)), omega, groups)
+    if omega.shape[4] == 1:
+        if visibility is not None:  # window by window
+            prior = prior.unflatten(1, (-1, windows["window"][1]))[0]
+        return joint_softmax(q, k, v, bias, k_tilde, beta, prior, **windows)
     queries = to_windows(q, windows["grid"], windows["window"])
     of_set = queries.reshape(*queries.shape[:2], k_tilde.shape[2], -1, queries.shape[-1])  # (B, h, G, n, d)
-    seen = visible_groups(groups, visibility, of_set.shape[3], windows)
-    beta, log_mass = group_values(*(split_prefix(x, q.shape[2])[1] for x in (k, v)), omega, groups)
-    logits = group_logits(of_set, k_tilde, mu, omega, log_mass, seen, groups.count() if log_count else None)
-    return joint_softmax(q, k, v, bias, logits.reshape(*queries.shape[:4], -1), beta, **windows)
+    logits = group_logits(of_set, k_tilde, mu, omega, log_mass, prior)
+    return joint_softmax(q, k, v, bias, values=beta, logits=logits.reshape(*queries.shape[:4], -1), **windows)
 
 
 def eva_reference(

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attention.base import Attention, Grid, Site, split_prefix
 from attention.features import upcast
+from attention.kernels import joint, with_fast_path
 from attention.position import CAUSAL_INDEX, PositionBias
 from attention.windows import from_windows, to_windows, window_mask
 
@@ -36,17 +37,24 @@ def exact_logits(
 
 def shared_logits(queries: Tensor, keys: Tensor) -> Tensor:
     """Logits of windows of queries (B, h, g, w, d) on keys that all see, (B, h, c, d): (B, h, g, w, c), fp32."""
-    logits = upcast(queries.flatten(2, 3) * keys.shape[-1] ** -0.5 @ keys.mT)
-    return logits.unflatten(2, queries.shape[2:4])
+    return other_logits(queries, keys[:, :, None])
 
 
+def other_logits(queries: Tensor, keys: Tensor) -> Tensor:
+    """Logits of windows of queries (B, h, g, w, d) on keys (B, h, G, c, d), G = 1 or g: (B, h, g, w, c), fp32."""
+    of_set = (queries * keys.shape[-1] ** -0.5).reshape(*queries.shape[:2], keys.shape[2], -1, keys.shape[-1])
+    return upcast(of_set @ keys.mT).reshape(*queries.shape[:4], -1)
+
+
+@with_fast_path(joint.joint_softmax, joint.covers)
 def joint_softmax(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     bias: Tensor | None = None,
-    logits: Tensor | None = None,
+    keys: Tensor | None = None,
     values: Tensor | None = None,
+    logits: Tensor | None = None,
     *,
     grid: Grid,
     window: Grid,
@@ -58,7 +66,9 @@ def joint_softmax(
 
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d). bias: position bias of the exact set, (h, w, e).
-        logits: of the others, (B, h, g, w, c); values: theirs, (B, h, G, c, d), G = 1 or g windows.
+        keys, values: of the others, (B, h, G, c, d), G = 1 or g windows.
+        logits: with keys, what is added to the logits q . key / sqrt(d), broadcast to (g, w, c); without, the logits
+            themselves, (B, h, g, w, c).
         window: its rows and columns; (0, 0) for one window of all queries that sees no token of the grid.
         overlap: cells by which a window's keys reach beyond it. causal: no query sees a later token of the grid.
         attn_drop: dropout rate of the weights.
@@ -66,12 +76,14 @@ def joint_softmax(
         (B, h, N, d).
     """
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
-    parts = prefix_part(to_windows(q, grid, window), k_prefix, v_prefix)
+    queries = to_windows(q, grid, window)
+    parts = prefix_part(queries, k_prefix, v_prefix)
     if window != (0, 0):
         exact = exact_logits(q, k, bias, grid, window, overlap, causal)
         parts.append((exact, to_windows(v, grid, window, overlap)))
-    if logits is not None:
-        parts.append((logits, values.to(v.dtype)))
+    if values is not None:
+        on_keys = 0 if keys is None else other_logits(queries, keys)
+        parts.append((on_keys if logits is None else on_keys + logits, values.to(v.dtype)))
     return from_windows(mix(parts, attn_drop), grid, window)
 
 

@@ -6,6 +6,7 @@ Queries and keys come to them scaled by d^(-1/4) each (`scale`): the variance of
 that the softmax scale cannot be put on one side only.
 """
 
+import contextlib
 import functools
 
 import torch
@@ -22,6 +23,11 @@ def upcast(x: Tensor) -> Tensor:
     return x.to(full_type(x))
 
 
+def own_types(x: Tensor) -> contextlib.AbstractContextManager:
+    """Autocast off on the device of `x`."""
+    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)  # meta has none
+
+
 def full_precision(function):
     """Runs `function` with its tensors upcast and autocast off; results stay upcast.
 
@@ -33,9 +39,7 @@ def full_precision(function):
     def run(first: Tensor, *arguments, **options):
         arguments = [upcast(x) if isinstance(x, Tensor) else x for x in (first, *arguments)]
         options = {name: upcast(x) if isinstance(x, Tensor) else x for name, x in options.items()}
-        if first.is_meta:  # has no autocast
-            return function(*arguments, **options)
-        with torch.autocast(first.device.type, enabled=False):
+        with own_types(first):
             return function(*arguments, **options)
 
     return run

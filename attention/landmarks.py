@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from attention.base import Grid, init_linear
+from attention.features import full_type
 from attention.options import OptionError
-from attention.windows import window_indices
+from attention.windows import to_windows, window_indices, window_view
 
 
 class Groups(NamedTuple):
@@ -19,10 +20,12 @@ class Groups(NamedTuple):
 
     Attributes:
         index: (G, c, t) int64 raster indices; padding points at some token. valid: (G, c, t) bool, false at padding.
+        tiles: (grid, window) where the groups are the grid's windows, without padding; None otherwise.
     """
 
     index: Tensor
     valid: Tensor
+    tiles: tuple[Grid, Grid] | None = None
 
     def count(self) -> Tensor:
         """Members per group, (G, c)."""
@@ -58,7 +61,9 @@ def bins(grid: Grid, counts: Grid, device: torch.device, margin: Grid = (0, 0)) 
     columns, columns_valid = _chunks(torch.tensor(grid[1], device=device), grid[1], counts[1], margin[1])
     index = rows[:, None, :, None] * grid[1] + columns[None, :, None, :]
     valid = rows_valid[:, None, :, None] & columns_valid[None, :, None, :]
-    return Groups(index.flatten(2).flatten(0, 1)[None], valid.flatten(2).flatten(0, 1)[None])
+    equal = grid[0] % counts[0] == grid[1] % counts[1] == 0 and margin == (0, 0)
+    tiles = (grid, (grid[0] // counts[0], grid[1] // counts[1])) if equal else None
+    return Groups(index.flatten(2).flatten(0, 1)[None], valid.flatten(2).flatten(0, 1)[None], tiles)
 
 
 def bins_outside(groups: Groups, grid: Grid, window: Grid, overlap: Grid) -> Groups:
@@ -108,6 +113,8 @@ def _exact_sets(grid: Grid, window: Grid, overlap: Grid, device: torch.device) -
 
 def gather_groups(x: Tensor, groups: Groups) -> Tensor:
     """Tokens (B, h, N, d) -> members of groups (B, h, G, c, t, d)."""
+    if groups.tiles:
+        return to_windows(x, *groups.tiles)[:, :, None]
     return x.index_select(2, groups.index.flatten()).unflatten(2, groups.index.shape)
 
 
@@ -118,6 +125,10 @@ def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
 
 def group_mean(x: Tensor, groups: Groups) -> Tensor:
     """Means of tokens (B, h, N, d) over the valid members of groups: (B, h, G, c, d); zero for an empty group."""
+    if groups.tiles:
+        tiles = window_view(x, *groups.tiles)
+        total = tiles.sum(5, dtype=full_type(x)).sum(4).flatten(2, 3)[:, :, None]
+        return (total / groups.index.shape[-1]).to(x.dtype)
     weight = groups.valid[..., None].to(x.dtype)
     return (gather_groups(x, groups) * weight).sum(-2) / groups.count()[..., None].clamp(min=1)
 

@@ -22,11 +22,14 @@ from torch import Tensor, nn
 from attention.base import Attention, Grid, Site, split_prefix
 from attention.draws import mixture_draws, random_seed
 from attention.features import full_precision, log_features, mix_features, scale
+from attention.kernels import random_features as fast
+from attention.kernels import with_fast_path
 from attention.landmarks import Groups, LandmarkTransform, bin_counts, bins, group_mean
 from attention.options import option
 from attention.proposals import POOLED, Proposal, Weighting, log_weights, propose, query_weights_reference
 
 
+@with_fast_path(fast.lara, fast.covers_lara)
 @full_precision
 def lara(
     q: Tensor,

@@ -25,11 +25,14 @@ from attention.features import (
     random_feature_attention,
     scale,
 )
+from attention.kernels import random_features as fast
+from attention.kernels import with_fast_path
 from attention.options import option
 
 Features = Literal["positive", "hyperbolic", "trigonometric", "relu", "favorp"]
 
 
+@with_fast_path(fast.performer, fast.covers_performer)
 @full_precision
 def performer(
     q: Tensor,

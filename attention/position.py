@@ -8,6 +8,7 @@ import math
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.base import Grid
@@ -51,7 +52,7 @@ class PositionBias(nn.Module):
         """The bias, (h, w, e); None for the kind `none`."""
         if self.table is None:
             return None
-        bias = sum(table[index] for table, index in zip(self.table, self.index, strict=True))
+        bias = sum(F.embedding(index, table) for table, index in zip(self.table, self.index, strict=True))
         return bias.permute(2, 0, 1) * self.scale
 
 

@@ -72,6 +72,11 @@ def attended_keys(pi: Tensor, k: Tensor, uniform: Tensor | None) -> Tensor:
     return gather_tokens(k, sample_indices(pi, uniform))
 
 
+def own_ratio(log_ratio: Tensor) -> Tensor:
+    """Of every sample under the proposal that it came from: (B, h, c s, c) -> (B, h, c s)."""
+    return log_ratio.unflatten(2, (log_ratio.shape[3], -1)).diagonal(dim1=2, dim2=4).mT.flatten(2)
+
+
 def log_weights(
     q: Tensor, q_bar: Tensor, omega: Tensor, log_ratio: Tensor, weighting: Weighting, beta: float
 ) -> Tensor:
@@ -84,8 +89,7 @@ def log_weights(
     """
     if weighting == "balance":  # b_c / q_c is one over the sum of all densities
         return -log_ratio.logsumexp(-1)[:, :, None]
-    # Of every sample under the proposal that it came from, (B, h, c s).
-    own = log_ratio.unflatten(2, (q_bar.shape[2], -1)).diagonal(dim1=2, dim2=4).mT.flatten(2)
+    own = own_ratio(log_ratio)
     alpha = query_weights(q, q_bar, omega, log_ratio, own, weighting, beta)
     return alpha.clamp(min=MIN_ALPHA).log().to(q.dtype) - own[:, :, None]
 

@@ -60,7 +60,7 @@ def scatterbrain(
     log_mass, beta = merge_others(*own) if complement == "merge" else subtract(log_k, v_grid, *own, released)
     log_q = to_windows(log_features(scale(q), omega), grid, window)
     logits = log_q + log_mass[..., None, :] - math.log(omega.shape[-2])
-    return joint_softmax(q, k, v, bias, logits, beta, **windows)
+    return joint_softmax(q, k, v, bias, values=beta, logits=logits, **windows)
 
 
 def scatterbrain_reference(q, k, v, omega, bias=None, *, complement="merge", **windows):

@@ -19,12 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.base import Attention, Grid, Site, init_linear, merge_heads, split_heads, split_prefix
-from attention.exact import exact_window, joint_softmax, seen_exactly, shared_logits, window_options
+from attention.exact import exact_window, joint_softmax, seen_exactly, window_options
 from attention.features import upcast
 from attention.local import local
 from attention.options import option
 from attention.position import BiasKind
-from attention.windows import to_windows
 
 
 def transformer_ls(
@@ -49,8 +48,7 @@ def transformer_ls(
     """
     pi = upcast(slots).softmax(-1).to(k.dtype)
     k_bar, v_bar = (normalise(pi @ split_prefix(x, q.shape[2])[1], norm_weight, norm_bias) for x in (k, v))
-    logits = shared_logits(to_windows(q, windows["grid"], windows["window"]), k_bar)
-    return joint_softmax(q, k, v, bias, logits, v_bar[:, :, None], **windows)
+    return joint_softmax(q, k, v, bias, k_bar[:, :, None], v_bar[:, :, None], **windows)
 
 
 def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:

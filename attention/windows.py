@@ -18,12 +18,18 @@ def to_windows(x: Tensor, grid: Grid, window: Grid, overlap: Grid = (0, 0)) -> T
     """
     if window == (0, 0):
         return x[:, :, None]
+    return window_view(x, grid, window, overlap).flatten(4, 5).flatten(2, 3)
+
+
+def window_view(x: Tensor, grid: Grid, window: Grid, overlap: Grid = (0, 0)) -> Tensor:
+    """`to_windows` with its axes apart, (B, h, g_y, g_x, e_y, e_x, d): a view where no padding is needed."""
     (H, W), (rows, columns), (above, beside) = grid, window, overlap
     x = x.unflatten(2, grid)
     if H % rows or W % columns or above or beside:
         x = F.pad(x, (0, 0, beside, beside + -W % columns, above, above + -H % rows))
-    x = x.unfold(2, rows + 2 * above, rows).unfold(3, columns + 2 * beside, columns)  # (B, h, g_y, g_x, d, e_y, e_x)
-    return x.permute(0, 1, 2, 3, 5, 6, 4).flatten(4, 5).flatten(2, 3)
+    if overlap == (0, 0):  # the gradient of `unfold` fills and adds
+        return x.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)).transpose(3, 4)
+    return x.unfold(2, rows + 2 * above, rows).unfold(3, columns + 2 * beside, columns).permute(0, 1, 2, 3, 5, 6, 4)
 
 
 def from_windows(y: Tensor, grid: Grid, window: Grid) -> Tensor:

@@ -292,7 +292,7 @@ def test_empty_groups_are_ignored():
     assert (groups.count() == 0).sum() == 6
     assert groups.count().diagonal().eq(0).all()
     kept = torch.tensor([[c for c in range(6) if c != g] for g in range(6)])
-    thinner = Groups(*(x.gather(1, kept[..., None].expand(-1, -1, x.shape[-1])) for x in groups))
+    thinner = Groups(*(x.gather(1, kept[..., None].expand(-1, -1, x.shape[-1])) for x in groups[:2]))
     mu, omega = draw(B, h, 6, 6, d, seed=1), draw(B, h, 6, 6, 2, d, seed=2)
     expected = eva_of(
         q,

@@ -1,0 +1,160 @@
+"""Attention by random features that all queries share, in two softmaxes with gradients by hand.
+
+    y_n = sum_s a_ns u_s,   a_n = softmax_s[q'_n . omega_s + LSE_m g(k'_m, omega_s) + prior_s + log alpha_ns]
+    u_s = sum_m softmax_m[g(k'_m, omega_s)] v_m,   g(k', omega) = k' . omega - |k'|^2 / 2
+
+The scale of queries and keys, x' = d^-1/4 x, is folded into the products; softmaxes are taken in place. Kept for
+the backward pass are q, k, v as they came and the weights, or with the path "lean" not even these.
+"""
+
+import torch
+from torch import Tensor
+
+from attention.features import full_precision, full_type, log_features, own_types, scale, upcast
+from attention.kernels import first_order, path
+from attention.proposals import MIN_ALPHA, POOLED, own_ratio, propose
+
+
+def covers_performer(q, k, v, omega, num_clamped=None, *, features="positive"):
+    """Features whose logarithms are linear in queries."""
+    return features == "positive"
+
+
+def performer(q, k, v, omega, num_clamped=None, *, features="positive"):
+    """`attention.performer.performer`."""
+    return _attend(q, k, v, upcast(omega).expand(q.shape[0], -1, -1, -1))
+
+
+def covers_lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mixed", weighting="decoupled", beta=2.0):
+    """Not: mixtures, whose densities need the keys, coupled weights, and two samples of a proposal."""
+    one_sample = noise.dim() < 4 or noise.shape[-2] == 1
+    return proposal in POOLED and (weighting == "balance" or (weighting == "decoupled" and one_sample))
+
+
+def lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mixed", weighting="decoupled", beta=2.0):
+    """`attention.lara.lara`."""
+    omega, prior, q_bar, balance = _proposals(q_bar, k_bar, noise, proposal)
+    if weighting == "balance":
+        return _attend(q, k, v, omega, prior[0])
+    return _attend(q, k, v, omega, prior[1], q_bar, balance, beta)
+
+
+@full_precision
+def _proposals(q_bar: Tensor, k_bar: Tensor, noise: Tensor, proposal: str) -> tuple:
+    """Samples (B, h, c s, d), their priors (B, h, c s) with the weights "balance" and "decoupled", scaled q_bar, and
+    balance heuristic b.
+    """
+    q_bar = scale(q_bar)
+    proposals = propose(q_bar, q_bar, scale(k_bar), None, proposal)
+    omega = (proposals.mean + noise).flatten(2, 3)
+    log_ratio = log_features(proposals.mean[:, :, :, 0], omega).mT
+    own, total = own_ratio(log_ratio), log_ratio.logsumexp(-1)
+    return omega, (-total, -own), q_bar, (own - total).exp()
+
+
+def _attend(q, k, v, omega, prior=None, q_bar=None, balance=None, beta=0.0):
+    with own_types(q):
+        return RandomFeatures.apply(q, k, v, omega, prior, q_bar, balance, beta, path() == "lean")
+
+
+class RandomFeatures(torch.autograd.Function):
+    """Of q, k, v (B, h, N, d), samples omega (B, h, s, d) and their prior (B, h, s), or None for 0.
+
+    With q_bar (B, h, s, d) and balance (B, h, s), alpha is LARA's, `query_weights` with the weighting "decoupled".
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, omega, prior, q_bar, balance, beta, lean):
+        of_keys, mass = _key_weights(k, omega)
+        mass = mass if prior is None else mass + prior.flatten(0, 1)
+        of_queries, r = _query_weights(q, omega, mass, q_bar, balance, beta)
+        u = of_keys @ _full(v)
+        y = of_queries @ u
+        weights = (None, None, None) if lean else (of_keys, of_queries, r)
+        ctx.save_for_backward(q, k, v, omega, mass, q_bar, balance, u, *weights)
+        ctx.beta = beta
+        return _tokens(y, q, y.dtype)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        q, k, v, omega, mass, q_bar, balance, u, of_keys, of_queries, r = ctx.saved_tensors
+        needs, beta, scale, softmax_backward = ctx.needs_input_grad, ctx.beta, q.shape[-1] ** -0.25, _softmax_backward
+        dq = dk = dv = domega = dprior = dq_bar = dbalance = None
+        with own_types(q):
+            if of_keys is None:
+                of_keys, _ = _key_weights(k, omega)
+                of_queries, r = _query_weights(q, omega, mass, q_bar, balance, beta)
+            samples, dy = omega.flatten(0, 1), _full(dy)
+            du = of_queries.mT @ dy
+            if needs[2]:
+                dv = _tokens(of_keys.mT @ du, v)
+            on_queries = softmax_backward(dy @ u.mT, of_queries, -1)  # gradient of queries' logits, (B h, N, s)
+            dmass = on_queries.sum(1)
+            if needs[4]:
+                dprior = dmass.view(omega.shape[:3]).clone()
+            queries, dqueries = _full(q), on_queries @ samples
+            if q_bar is not None:
+                alpha = _alpha(r, balance, beta)
+                dalpha = (on_queries / alpha).masked_fill_(alpha <= MIN_ALPHA, 0)
+                dbalance = dalpha.sum(1).view_as(balance)
+                dr = softmax_backward(dalpha.sub_(dalpha.mean(-1, keepdim=True)).mul_(beta), r, -2)
+                dq_bar = torch.bmm(dr.mT, queries).mul_(scale).view_as(q_bar)
+                dqueries.baddbmm_(dr, q_bar.flatten(0, 1))
+            if needs[0]:
+                dq = _tokens(dqueries.mul_(scale), q)
+            if needs[3]:
+                domega = torch.bmm(on_queries.mT, queries)
+            del queries, dqueries, on_queries
+            dmass -= (du * u).sum(-1)  # the gradient of a softmax over keys adds to that of their mass
+            on_keys = torch.baddbmm(dmass[..., None], du, _full(v).mT).mul_(of_keys)
+            keys = _full(k)
+            if needs[3]:
+                domega = domega.baddbmm_(on_keys, keys).mul_(scale).view_as(omega)
+            if needs[1]:
+                keys = keys * on_keys.sum(1)[..., None]
+                dk = _tokens(keys.baddbmm_(on_keys.mT, samples, beta=-(scale**2), alpha=scale), k)
+        return dq, dk, dv, domega, dprior, dq_bar, dbalance, None, None
+
+
+def _key_weights(k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax_m g(k'_m, omega_s), (B h, s, M), and LSE_m g, (B h, s)."""
+    keys, scale = _full(k), k.shape[-1] ** -0.25
+    half = torch.linalg.vector_norm(keys, dim=-1).square_()[:, None]
+    log_xi = torch.baddbmm(half, omega.flatten(0, 1), keys.mT, beta=-(scale**2) / 2, alpha=scale)
+    largest = log_xi.amax(-1)
+    weights = torch.softmax(log_xi, -1, out=log_xi)
+    return weights, largest - weights.amax(-1).log()
+
+
+def _query_weights(q, omega, mass, q_bar, balance, beta) -> tuple[Tensor, Tensor | None]:
+    """a_ns and, with q_bar, softmax_n[q'_n . q_bar_s]: (B h, N, s)."""
+    queries, scale, log_weight, r = _full(q), q.shape[-1] ** -0.25, mass[:, None], None
+    if q_bar is not None:
+        r = (queries @ q_bar.flatten(0, 1).mT).mul_(scale)
+        r = torch.softmax(r, -2, out=r)
+        log_weight = _alpha(r, balance, beta).log_().add_(log_weight)
+    logits = torch.baddbmm(log_weight, queries, omega.flatten(0, 1).mT, alpha=scale)
+    return torch.softmax(logits, -1, out=logits), r
+
+
+def _alpha(r: Tensor, balance: Tensor, beta: float) -> Tensor:
+    """b_s + beta (r_ns - mean_s r_ns), at least MIN_ALPHA."""
+    alpha = torch.add(balance.flatten(0, 1)[:, None], r, alpha=beta)
+    return alpha.sub_(r.mean(-1, keepdim=True), alpha=beta).clamp_(min=MIN_ALPHA)
+
+
+def _softmax_backward(gradient: Tensor, weights: Tensor, dim: int) -> Tensor:
+    return torch.ops.aten._softmax_backward_data(gradient, weights, dim, weights.dtype)
+
+
+def _full(x: Tensor) -> Tensor:
+    """(B, h, N, d) -> (B h, N, d), float32 at least."""
+    return x.to(full_type(x)).flatten(0, 1)
+
+
+def _tokens(x: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """(B h, N, d) -> (B, h, N, d), the heads of a token side by side, of the type of `like` or `dtype`."""
+    B, h, N, d = like.shape
+    y = torch.empty(B, N, h, d, dtype=dtype or like.dtype, device=x.device)
+    return y.copy_(x.view(B, h, N, d).transpose(1, 2)).transpose(1, 2)

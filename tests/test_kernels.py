@@ -1,0 +1,208 @@
+"""Fast paths. The uniform suite holds those of the path "auto" to their literal twins; here the other paths are held to
+"auto", and all of them to what a user may do with a layer.
+"""
+
+import importlib
+
+import pytest
+import torch
+from test_attention import FP32_RMS, FP64, FP64_GRADIENT, rms_ratio
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attention import create_attention, kernels
+from attention.kernels import groups, joint, random_features
+from cases import CASES, Case
+
+CORES = {"joint": joint.JointSoftmax, "groups": groups.GroupValues, "features": random_features.RandomFeatures}
+NAMES = ("local", "eva", "combiner", "transformer_ls", "lara", "performer")
+LAYERS = [
+    Case("local", (4, 6), {"window_size": 2}),
+    Case("eva", (4, 6), {"window_size": 2, "num_landmarks": 6}),
+    Case("lara", (4, 6), {"num_landmarks": 6}),
+    Case("performer", (4, 6), {"num_samples": 10}),
+]
+every_layer = pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
+
+
+def value_and_gradients(attn, x: Tensor, grid, amp: bool = False) -> list[Tensor]:
+    """Output, gradient of the tokens, gradients of all parameters that have one."""
+    x = x.detach().requires_grad_()
+    torch.manual_seed(3)
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        y = attn(x, grid)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(y.dtype))
+    gradients = [x.grad, *(p.grad for p in attn.parameters() if p.grad is not None)]
+    attn.zero_grad()
+    return [y.detach(), *gradients]
+
+
+def taken(case: Case, monkeypatch) -> set[str]:
+    """The cores that a layer calls."""
+    called = set()
+    with monkeypatch.context() as patch:
+        for name, core in CORES.items():
+            forward = core.forward
+            patch.setattr(core, "forward", staticmethod(lambda *args, n=name, f=forward: (called.add(n), f(*args))[1]))
+        case.build()(case.tokens(), case.grid)
+    return called
+
+
+@pytest.mark.parametrize("path", ["plain", "lean"])
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in NAMES], ids=str)
+def test_paths_agree_in_value_and_all_gradients(case, path):
+    attn, x = case.build(), case.tokens()
+    (y, *gradients) = value_and_gradients(attn, x, case.grid)
+    with kernels.use(path):
+        (other, *other_gradients) = value_and_gradients(attn, x, case.grid)
+    torch.testing.assert_close(other, y, rtol=FP64, atol=FP64)
+    for gradient, expected in zip(other_gradients, gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=FP64_GRADIENT, atol=FP64_GRADIENT)
+
+
+@pytest.mark.parametrize(
+    ("case", "cores"),
+    [
+        (LAYERS[0], {"joint"}),
+        (LAYERS[1], {"joint", "groups"}),
+        (LAYERS[2], {"features"}),
+        (LAYERS[3], {"features"}),
+        (Case("combiner", (4, 6), {"window_size": 2}), {"joint"}),
+        (Case("transformer_ls", (4, 6), {"window_size": 2, "num_landmarks": 6}), {"joint"}),
+        (Case("eva", (5, 7), {"window_size": 3, "num_landmarks": 6, "num_prefix_tokens": 2}), {"joint"}),
+        (Case("eva", (4, 6), {"window_size": 2, "num_landmarks": 6, "num_samples": 2}), {"groups"}),
+        (Case("eva", (4, 6), {"window_size": 2, "num_landmarks": 6, "attn_drop": 0.5}), {"groups"}),
+        (Case("local", (4, 6), {"window_size": 2, "overlap": 1}), set()),
+        (Case("local", (4, 6), {"causal": True, "layout": "1d", "window_size": 7}), {"joint"}),
+        (Case("lara", (4, 6), {"num_landmarks": 6, "weighting": "coupled"}), set()),
+        (Case("performer", (4, 6), {"features": "relu"}), set()),
+    ],
+    ids=str,
+)
+def test_what_fast_paths_cover(case, cores, monkeypatch):
+    assert taken(case, monkeypatch) == cores
+    with kernels.use("plain"):
+        assert taken(case, monkeypatch) == set()
+
+
+@pytest.mark.parametrize("path", ["auto", "lean"])
+@every_layer
+def test_single_precision_is_close(case, path):
+    expected = value_and_gradients(case.build(), case.tokens(), case.grid)
+    with kernels.use(path):
+        results = value_and_gradients(case.build().float().eval(), case.tokens().float(), case.grid)
+        expected = value_and_gradients(case.build().eval(), case.tokens(), case.grid)
+    for result, exact in zip(results, expected, strict=True):
+        if exact.square().mean() > 1e-20:  # the bias of keys has no gradient where all keys are shifted alike
+            assert rms_ratio(result.double(), exact) < FP32_RMS
+
+
+@every_layer
+def test_half_precision_is_as_close_as_the_plain_path(case):
+    """Errors of all outputs and gradients together, over several seeds; 1.15: of two equally good roundings."""
+    errors = {"auto": 0.0, "plain": 0.0}
+    for seed in range(8):
+        attn, x = case.build(torch.float32, seed).eval(), case.tokens(torch.float32, seed)
+        with kernels.use("plain"):
+            exact = value_and_gradients(attn, x, case.grid)
+        for path in errors:
+            with kernels.use(path):
+                rounded = value_and_gradients(attn, x, case.grid, amp=True)
+            for result, expected in zip(rounded, exact, strict=True):
+                errors[path] += min(rms_ratio(result.float(), expected), 1.0)
+    assert errors["auto"] < 1.15 * errors["plain"]
+
+
+@every_layer
+def test_inputs_used_twice_frozen_or_strided(case):
+    """Beside another use of the same queries, keys and values, without their gradients, and out of order in memory."""
+    module, results = importlib.import_module(f"attention.{case.name}"), {}
+    op = getattr(module, case.name)
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, case.name, lambda *a, **k: (calls.append((a, k)), op(*a, **k))[1])
+        case.build()(case.tokens(), case.grid)
+    (q, k, v, *rest), options = calls[0]
+    rest = [x.detach() if isinstance(x, Tensor) else x for x in rest]
+    for path in ("auto", "plain"):
+        with kernels.use(path):
+            x, gradients = q.detach().clone().requires_grad_(), []
+            y = op(x, x, x, *rest, **options) + x.square()
+            gradients += torch.autograd.grad(y.square().sum(), x)
+            for leaf in range(3):  # the others frozen
+                inputs = [y.detach().mT.contiguous().mT.requires_grad_(i == leaf) for i, y in enumerate((q, k, v))]
+                gradients += torch.autograd.grad(op(*inputs, *rest, **options).square().sum(), inputs[leaf])
+            results[path] = gradients
+    for gradient, expected in zip(results["auto"], results["plain"], strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=FP64_GRADIENT, atol=FP64_GRADIENT)
+
+
+@every_layer
+def test_checkpointed_layers_give_the_same_gradients(case):
+    attn, x = case.build(), case.tokens()
+    expected = value_and_gradients(attn, x, case.grid)
+    results = value_and_gradients(
+        lambda_module(attn, lambda y, grid: checkpoint(attn, y, grid, use_reentrant=False)), x, case.grid
+    )
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+def lambda_module(attn, forward):
+    """A module with the parameters of `attn` and another forward."""
+    module = torch.nn.Module()
+    module.attn, module.forward = attn, forward
+    return module
+
+
+@every_layer
+def test_gradients_compile(case):
+    torch.compiler.reset()
+    attn, x = case.build(torch.float32), case.tokens(torch.float32)
+    compiled = torch.compile(attn, fullgraph=True, dynamic=False, backend="aot_eager")
+    for result, expected in zip(
+        value_and_gradients(compiled, x, case.grid), value_and_gradients(attn, x, case.grid), strict=True
+    ):
+        torch.testing.assert_close(result, expected)
+
+
+@every_layer
+def test_second_order_gradients_are_refused_and_plain_ones_exist(case):
+    def slope() -> Tensor:
+        x = case.tokens().requires_grad_()
+        (gradient,) = torch.autograd.grad(case.build().eval()(x, case.grid).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(gradient.sum(), x)[0]
+
+    with pytest.raises(RuntimeError, match=r"no second derivatives; .* kernels.use\('plain'\)"):
+        slope()
+    with kernels.use("plain"):
+        assert slope().isfinite().all()
+
+
+@every_layer
+def test_saved_bytes_fall_from_plain_to_auto_to_lean(case):
+    def saved(path) -> int:
+        attn, storages = create_attention(case.name, dim=96, num_heads=3, grid=(14, 14)), {}
+        parameters = {p.untyped_storage().data_ptr() for p in attn.parameters()}
+
+        def keep(x: Tensor) -> Tensor:
+            storages[x.untyped_storage().data_ptr()] = x  # kept alive, so that no address is used again
+            return x
+
+        x = torch.randn(2, 196, 96, requires_grad=True)
+        with kernels.use(path), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            attn(x, (14, 14))
+        return sum(x.untyped_storage().nbytes() for address, x in storages.items() if address not in parameters)
+
+    assert saved("lean") < saved("auto")
+    assert saved("auto") < saved("plain") or case.name == "local"  # equal up to small terms there
+
+
+def test_paths_are_named_and_restored():
+    assert kernels.path() == "auto"
+    assert kernels.resolved() == "auto: fast group_values, joint_softmax, lara, performer"
+    with kernels.use("plain"):
+        assert kernels.resolved() == kernels.path() == "plain"
+    assert kernels.path() == "auto"
+    path = kernels.use("fast")
+    with pytest.raises(ValueError, match=r"kernels.use\('fast'\): unknown path; one of auto, lean, plain"):
+        path.__enter__()
