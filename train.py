@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
+from attention import kernels
 from engine.checkpoint import Checkpoints, rank_epoch
 from engine.config import dump_run, load_run, refuse_bad_input
 from engine.costs import count_costs
@@ -104,6 +105,7 @@ def train(run: Run, world: World, output: Path, allowed: Sequence[str], ending: 
     save = partial(checkpoints.save, progress, parts)
     guard = FiniteGuard(options, world, progress, partial(dump_step, checkpoints, train_loader, parts, progress))
 
+    ending.enter_context(kernels.use(options.kernels))
     if options.compile:
         model.compile(dynamic=False)  # one that broken images made smaller is compiled for itself
     network = DistributedDataParallel(model) if world.size > 1 else model
@@ -113,7 +115,7 @@ def train(run: Run, world: World, output: Path, allowed: Sequence[str], ending: 
     report = Report(output if world.is_primary else None, run, progress, progress.step + rest, world.device)
     ending.callback(report.close)
     stop = ending.enter_context(StopWish())
-    report.start(progress.epoch, processes=world.size, **costs)
+    report.start(progress.epoch, processes=world.size, kernels=kernels.resolved(), **costs)
 
     for epoch in range(progress.epoch, run.schedule.epochs):
         sampler.set_epoch(epoch, progress.images)

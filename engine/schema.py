@@ -87,6 +87,9 @@ class Train:
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda where there is one")
     amp: Literal["bf16", "fp16"] | None = option("bf16", "automatic mixed precision; null: off")
     compile: bool = option(False, "torch.compile the model")
+    kernels: Literal["auto", "lean", "triton", "plain"] = option(
+        "auto", "fast paths of attention; lean: least memory; triton: on a GPU fused kernels, experimental; plain: none"
+    )
     grad_checkpointing: bool = option(
         False, "recompute block activations in the backward pass; random state is restored"
     )

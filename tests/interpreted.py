@@ -7,6 +7,7 @@ import json
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from attention import create_attention, kernels
 from attention.kernels import triton_groups, triton_joint
 from attention.kernels.check import CASES, CHECKED, GROUP_CASES, Case, errors, example, outputs_and_gradients
 
@@ -49,10 +50,29 @@ def gradient_of_values_alone() -> float:
     return (v.grad - expected).abs().max().item()
 
 
+def layer_on_the_path() -> float:
+    """The largest difference of a layer's output and gradients on the path "triton" from the plain ones."""
+    torch.manual_seed(0)
+    attn = create_attention("eva", dim=32, num_heads=2, grid=(6, 4), window_size=3, num_landmarks=6)
+    x, found, calls = torch.randn(1, 24, 32), {}, []
+    for module in (triton_joint, triton_groups):
+        for name in ("joint_softmax", "group_values"):
+            if kernel := getattr(module, name, None):
+                setattr(module, name, lambda *args, f=kernel, **kwargs: (calls.append(f), f(*args, **kwargs))[1])
+    for path in ("plain", "triton"):
+        torch.manual_seed(1)
+        with kernels.use(path):
+            y = attn(x, (6, 4))
+        found[path] = [y, *torch.autograd.grad(y.square().sum(), list(attn.parameters()))]
+    assert len(calls) == 2, calls
+    return max((a - b).abs().max().item() for a, b in zip(*found.values(), strict=True))
+
+
 def main() -> None:
     compiled = torch.compile(KERNELS, fullgraph=True, backend="aot_eager")
     uses = {f.__name__: largest_difference(f) for f in (twice, checkpointed, contiguous, channels_apart)}
     uses |= {"compiled": largest_difference(compiled), "frozen": gradient_of_values_alone()}
+    uses["layer"] = layer_on_the_path()
     print(json.dumps({"errors": {str(case): errors(case, CPU) for case in (*CASES, *GROUP_CASES)}, "uses": uses}))
 
 

@@ -48,10 +48,10 @@ def test_interpreted_kernels_equal_the_literal_twin_in_value_and_all_gradients(c
 
 
 def test_kernels_under_every_use(interpreted):
-    """Twice in a graph, checkpointed, compiled, on contiguous and on strided channels, with frozen inputs."""
-    assert len(interpreted["uses"]) == 6
+    """Twice in a graph, checkpointed, compiled, on contiguous and on strided channels, frozen inputs, in a layer."""
+    assert len(interpreted["uses"]) == 7
     for use, difference in interpreted["uses"].items():
-        assert difference <= 1e-6, use
+        assert difference <= (1e-5 if use == "layer" else 1e-6), use  # a layer's gradients are sums over all tokens
 
 
 def described(argument, path: tuple, constants: dict):

@@ -5,23 +5,31 @@ function may answer for it. Every fast path is held to the op's literal twin by 
 
 with kernels.use("plain"): ...   # the definitions themselves
 with kernels.use("lean"): ...    # fast paths that save less for the backward pass and compute it again
+with kernels.use("triton"): ...  # experimental: fused kernels on a GPU, fast paths for what they do not cover
 """
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Literal, get_args
 
 import torch
 
-Path = Literal["auto", "lean", "plain"]
+Path = Literal["auto", "lean", "triton", "plain"]
+TRITON_MODULES = {"joint_softmax": "triton_joint", "group_values": "triton_groups"}
+"""Op -> the module here with its kernel, of the same name, and what that `covers`."""
 
 _path: Path = "auto"
 _fast: dict[str, Callable] = {}
+_triton: dict[str, ModuleType] = {}
 
 
 def path() -> Path:
-    """The path in use: "auto" takes fast paths, "lean" those that keep least memory, "plain" none."""
+    """The path in use: "auto" takes fast paths, "lean" those that keep least memory, "triton" kernels before them,
+    "plain" none.
+    """
     return _path
 
 
@@ -30,11 +38,17 @@ def use(path: Path) -> Iterator[None]:
     """Sets the path for the calls inside, of all threads; what is checkpointed there must be recomputed under it.
 
     Raises:
-        ValueError: an unknown path.
+        ValueError: an unknown path, or "triton" where it is not installed.
     """
     global _path
     if path not in get_args(Path):
         raise ValueError(f"kernels.use({path!r}): unknown path; one of {', '.join(get_args(Path))}")
+    if path == "triton" and not _triton:
+        try:
+            for op, module in TRITON_MODULES.items():
+                _triton[op] = importlib.import_module(f"attention.kernels.{module}")
+        except ModuleNotFoundError as error:
+            raise ValueError(f"kernels.use('triton'): {error.name} is not installed; use 'auto'") from error
     before, _path = _path, path
     try:
         yield
@@ -44,7 +58,10 @@ def use(path: Path) -> Iterator[None]:
 
 def resolved() -> str:
     """The path in use and the ops that it serves, for logs."""
-    return _path if _path == "plain" else f"{_path}: fast {', '.join(sorted(_fast))}"
+    if _path == "plain":
+        return _path
+    on_gpu = f"on a GPU Triton's {', '.join(TRITON_MODULES)}; " if _path == "triton" else ""
+    return f"{_path}: {on_gpu}fast {', '.join(sorted(_fast))}"
 
 
 def first_order(backward: Callable) -> Callable:
@@ -63,13 +80,17 @@ def first_order(backward: Callable) -> Callable:
 
 
 def with_fast_path(fast: Callable, covers: Callable[..., bool]) -> Callable:
-    """Decorates an op: `fast` answers for it where `covers` its arguments, unless the path is plain."""
+    """Decorates an op: `fast` answers for it where `covers` its arguments, unless the path is plain; on the path
+    "triton" its kernel before that, where it covers them.
+    """
 
     def decorate(op: Callable) -> Callable:
         _fast[op.__name__] = fast
 
         @functools.wraps(op)
         def run(*args, **kwargs):
+            if _path == "triton" and (kernel := _triton.get(op.__name__)) and kernel.covers(*args, **kwargs):
+                return getattr(kernel, op.__name__)(*args, **kwargs)
             return (fast if _path != "plain" and covers(*args, **kwargs) else op)(*args, **kwargs)
 
         return run
