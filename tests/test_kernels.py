@@ -204,5 +204,5 @@ def test_paths_are_named_and_restored():
         assert kernels.resolved() == kernels.path() == "plain"
     assert kernels.path() == "auto"
     path = kernels.use("fast")
-    with pytest.raises(ValueError, match=r"kernels.use\('fast'\): unknown path; one of auto, lean, plain"):
+    with pytest.raises(ValueError, match=r"kernels.use\('fast'\): unknown path; one of auto, lean, triton, plain"):
         path.__enter__()

@@ -89,9 +89,11 @@ def with_fast_path(fast: Callable, covers: Callable[..., bool]) -> Callable:
 
         @functools.wraps(op)
         def run(*args, **kwargs):
+            if _path == "plain" or torch.compiler.is_exporting():  # an exported graph is made of torch's own operators
+                return op(*args, **kwargs)
             if _path == "triton" and (kernel := _triton.get(op.__name__)) and kernel.covers(*args, **kwargs):
                 return getattr(kernel, op.__name__)(*args, **kwargs)
-            return (fast if _path != "plain" and covers(*args, **kwargs) else op)(*args, **kwargs)
+            return (fast if covers(*args, **kwargs) else op)(*args, **kwargs)
 
         return run
 
