@@ -61,7 +61,7 @@ def _forward(k, v, omega, member, beta, log_mass, h, N, c, scale, S: tl.constexp
     real = sample < c
     samples = load(omega, batch, head, sample, real, tl.float32, S)
     largest = tl.full([S.block_c], float("-inf"), tl.float32)
-    state = (largest, tl.zeros_like(largest), tl.zeros([S.block_c, S.block_d], tl.float32))
+    state = (largest, tl.zeros_like(largest), tl.full([S.block_c, S.block_d], 0.0, tl.float32))
     for start in range(0, N, S.block_n):
         token = start + tl.arange(0, S.block_n)
         keys = load(k, batch, head, token, token < N, tl.float32, S) * scale
@@ -83,8 +83,8 @@ def _token_gradient(k, v, omega, member, dbeta, log_mass, delta, dk, dv, h, N, c
     keys = load(k, batch, head, token, token < N, tl.float32, S) * scale
     values = load(v, batch, head, token, token < N, tl.float32, S)
     half = tl.sum(keys * keys, 1)[:, None] / 2
-    d_keys = tl.zeros([S.block_n, S.block_d], tl.float32)
-    d_values = tl.zeros([S.block_n, S.block_d], tl.float32)
+    d_keys = tl.full([S.block_n, S.block_d], 0.0, tl.float32)
+    d_values = tl.full([S.block_n, S.block_d], 0.0, tl.float32)
     for start in range(0, c, S.block_c):
         sample = start + tl.arange(0, S.block_c)
         samples = load(omega, batch, head, sample, sample < c, tl.float32, S)
@@ -111,7 +111,7 @@ def _sample_gradient(k, v, omega, member, dbeta, log_mass, delta, domega, h, N, 
     gradient = load(dbeta, batch, head, sample, real, tl.float32, S)
     normaliser = load_numbers(log_mass, batch, head, sample, real, h, c, float("inf"))[:, None]
     shift = load_numbers(delta, batch, head, sample, real, h, c, 0.0)[:, None]
-    total = tl.zeros([S.block_c, S.block_d], tl.float32)
+    total = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
     for start in range(part * S.block_n, N, parts * S.block_n):
         token = start + tl.arange(0, S.block_n)
         keys = load(k, batch, head, token, token < N, tl.float32, S) * scale

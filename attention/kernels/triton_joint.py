@@ -113,7 +113,7 @@ def _forward(q, k, v, bias, k_tilde, beta, log_count, y, lse, h, H, W, num_landm
     index, valid = _cells(query, window, H, W, 0, 0, S)
     queries = load(q, batch, head, index, valid, dtype, S)
     largest = tl.full([S.block_q], float("-inf"), tl.float32)
-    state = (largest, tl.zeros_like(largest), tl.zeros([S.block_q, S.block_d], tl.float32))
+    state = (largest, tl.zeros_like(largest), tl.full([S.block_q, S.block_d], 0.0, tl.float32))
     for start in range(0, e, S.block_k):
         place = start + tl.arange(0, S.block_k)
         cell, seen = _cells(place, window, H, W, S.above, S.beside, S)
@@ -168,7 +168,7 @@ def _query_gradient(
     down, across = tl.cdiv(H, S.rows), tl.cdiv(W, S.columns)
     dtype = q[0].dtype.element_ty
 
-    d_bias = tl.zeros([S.block_q, S.block_k], tl.float32)
+    d_bias = tl.full([S.block_q, S.block_k], 0.0, tl.float32)
     for i in range(part, batches * down * across * blocks, parts):
         batch, window = i // blocks // (down * across), (i // blocks // across % down, i // blocks % across)
         query = i % blocks * S.block_q + tl.arange(0, S.block_q)
@@ -179,7 +179,7 @@ def _query_gradient(
         normaliser = load_numbers(lse, batch, head, index, valid, h, H * W, float("inf"))
         shift = tl.sum(output * gradient.to(tl.float32), 1)
         tl.store(delta + (batch.to(tl.int64) * h + head) * H * W + index, shift, valid)
-        d_queries = tl.zeros([S.block_q, S.block_d], tl.float32)
+        d_queries = tl.full([S.block_q, S.block_d], 0.0, tl.float32)
         for start in range(0, e, S.block_k):
             place = start + tl.arange(0, S.block_k)
             cell, seen = _cells(place, window, H, W, S.above, S.beside, S)
@@ -222,8 +222,8 @@ def _key_gradient(q, k, v, bias, dy, lse, delta, dk, dv, h, H, W, scale, S: tl.c
     cell, valid = _cells(place, window, H, W, 0, 0, S)
     keys = load(k, batch, head, cell, valid, dtype, S)
     values = load(v, batch, head, cell, valid, dtype, S)
-    d_keys = tl.zeros([S.block_k, S.block_d], tl.float32)
-    d_values = tl.zeros([S.block_k, S.block_d], tl.float32)
+    d_keys = tl.full([S.block_k, S.block_d], 0.0, tl.float32)
+    d_values = tl.full([S.block_k, S.block_d], 0.0, tl.float32)
     for neighbour in range((2 * far_y + 1) * (2 * far_x + 1)):
         window_y = window[0] + neighbour // (2 * far_x + 1) - far_y
         window_x = window[1] + neighbour % (2 * far_x + 1) - far_x
@@ -260,8 +260,8 @@ def _landmark_gradient(
     real = landmark < num_landmarks
     keys = load(k_tilde, batch, head, landmark, real, dtype, S)
     values = load(beta, batch, head, landmark, real, dtype, S)
-    d_keys = tl.zeros([S.block_c, S.block_d], tl.float32)
-    d_values = tl.zeros([S.block_c, S.block_d], tl.float32)
+    d_keys = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
+    d_values = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
     for start in range(part * S.block_q, N, parts * S.block_q):
         index = start + tl.arange(0, S.block_q)
         valid = index < N
@@ -290,7 +290,7 @@ def _bias_gradient(q, k, v, bias, dy, lse, delta, dbias, batches, h, H, W, scale
 
     query = program // h % blocks * S.block_q + tl.arange(0, S.block_q)
     place = program // h // blocks * S.block_k + tl.arange(0, S.block_k)
-    total = tl.zeros([S.block_q, S.block_k], tl.float32)
+    total = tl.full([S.block_q, S.block_k], 0.0, tl.float32)
     for i in range(part, batches * down * across, parts):
         batch, window = i // (down * across), (i // across % down, i % across)
         index, valid = _cells(query, window, H, W, 0, 0, S)
