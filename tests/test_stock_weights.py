@@ -46,6 +46,13 @@ def test_deit(stock_name, name, class_token):
     assert_same_logits(stock, model, torch.randn(1, 3, 224, 224))
 
 
+def test_register_tokens():
+    stock = stock_model("vit_tiny_patch16_224", reg_tokens=3)
+    model = create_model("deit_tiny_p16", class_token=True, reg_tokens=3)
+    model.load_state_dict(stock.state_dict(), strict=True)
+    assert_same_logits(stock, model, torch.randn(1, 3, 224, 224))
+
+
 @pytest.mark.parametrize("size", ["b0", "b1", "b2", "b3", "b4", "b5"])
 def test_pvt(size):
     stock = stock_model(f"pvt_v2_{size}")
