@@ -34,6 +34,16 @@ def dot(a, b, S: tl.constexpr):
 
 
 @triton.jit
+def dot_exactly(a, b, S: tl.constexpr):
+    """a @ b of fp32 a, which is not rounded where b is of a half type: as the sum of two halves."""
+    high = cast(a, b.dtype)
+    product = dot(high, b, S)
+    if b.dtype != tl.float32:
+        product += dot(cast(a - high.to(tl.float32), b.dtype), b, S)
+    return product
+
+
+@triton.jit
 def tile(x, batch, head, index, valid, S: tl.constexpr):
     """Pointers and mask of tokens `index` of x = (pointer, strides of B, h and N): (t, block_d)."""
     column = tl.arange(0, S.block_d)
