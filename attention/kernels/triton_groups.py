@@ -2,8 +2,8 @@
 
 A group's value is a softmax over its members: attention of samples to tokens, under a mask of members, or without one
 (Performer, LARA). Tokens are read in raster order, and nothing of their number times the samples is kept: values and
-log-masses are saved, weights are computed again. Every gradient is summed by the program that owns it, so that it is deterministic. Products are those of
-fp32, as features need them.
+log-masses are saved, weights are computed again. Every gradient is summed by the program that owns it, so that it is
+deterministic. Products are those of fp32, as features need them.
 """
 
 from typing import NamedTuple

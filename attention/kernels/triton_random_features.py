@@ -149,10 +149,10 @@ def _sample_sums(
     dmean,
     domega,
     dlog_weight,
+    du,
     dq_bar,
     dbalance,
     dlog_total,
-    du,
     h,
     N,
     s,
@@ -325,7 +325,7 @@ def _mix_samples_backward(
     beta: float,
     frozen: bool,
 ) -> list[Tensor]:
-    """Gradients of q, log_weight, u, unless frozen of omega, and of q_bar and balance where there are any."""
+    """Gradients of q, unless frozen of omega, of log_weight and u, and of q_bar and balance where there are any."""
     (B, h, N, d), s, S, numbers = q.shape, omega.shape[2], sizes(q, omega), (*scalars(q, omega), beta)
     arguments = view(q), *_of_samples(omega, log_weight, u, q_bar, balance, log_total, mean), view(dy)
     programs, blocks = B * h * triton.cdiv(N, S.block_n), B * h * triton.cdiv(s, S.block_c)
@@ -340,22 +340,21 @@ def _mix_samples_backward(
     dq, delta, dmean = like_tokens(q), torch.empty_like(lse), None if q_bar is None else torch.empty_like(lse)
     launch(_query_sums, (programs,), *arguments, view(y), lse, delta, dmean, *numbers, S)
     of_queries = lse, delta, dmean
-    dlog_weight, du, domega = shares(), shares(d), None if frozen else shares(d)
+    domega, dlog_weight, du = None if frozen else shares(d), shares(), shares(d)
     dq_bar, dbalance, dlog_total = (None,) * 3 if q_bar is None else (shares(d), shares(), shares())
-    outputs = view(domega), dlog_weight, view(dq_bar), dbalance, dlog_total, view(du)
+    outputs = view(domega), dlog_weight, view(du), view(dq_bar), dbalance, dlog_total
     launch(_sample_sums, (blocks, parts), *arguments, *of_queries, *outputs, *numbers, S)
-    dlog_weight, du, domega, dq_bar, dbalance, dlog_total = map(
-        total, (dlog_weight, du, domega, dq_bar, dbalance, dlog_total)
-    )
+    outputs = domega, dlog_weight, du, dq_bar, dbalance, dlog_total
+    domega, dlog_weight, du, dq_bar, dbalance, dlog_total = map(total, outputs)
     launch(_query_gradient, (programs,), *arguments, *of_queries, dlog_total, view(dq), *numbers, S)
     if q_bar is not None:
         dq_bar = dq_bar.addcmul_(dlog_total[..., None], mean_query)
-    return [x for x in (dq, dlog_weight, du, domega, dq_bar, dbalance) if x is not None]
+    return [x for x in (dq, domega, dlog_weight, du, dq_bar, dbalance) if x is not None]
 
 
 @_mix_samples_backward.register_fake
 def _(dy, y, lse, q, omega, log_weight, u, q_bar, balance, log_total, mean, mean_query, beta, frozen):
-    of_samples = log_weight, u, None if frozen else omega, q_bar, balance
+    of_samples = None if frozen else omega, log_weight, u, q_bar, balance
     return [like_tokens(q), *(lse.new_empty(x.shape) for x in of_samples if x is not None)]
 
 
@@ -366,12 +365,10 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, dy, _):
     y, lse, *tensors = ctx.saved_tensors
-    frozen, like_samples = not ctx.needs_input_grad[1], ctx.saved_tensors[6] is not None
+    (q, omega, *others), frozen = tensors[:6], not ctx.needs_input_grad[1]
     gradients = iter(_mix_samples_backward(dense(dy), y, lse, *tensors, ctx.beta, frozen))
-    dq, dlog_weight, du = (next(gradients) for _ in range(3))
-    domega = None if frozen else next(gradients)
-    dq_bar, dbalance = gradients if like_samples else (None, None)
-    return dq, domega, dlog_weight, du, dq_bar, dbalance, None, None, None, None
+    given = q, None if frozen else omega, *others
+    return *(None if x is None else next(gradients) for x in given), *(None,) * 4
 
 
 _mix_samples.register_autograd(_backward, setup_context=_save)
