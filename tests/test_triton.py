@@ -95,8 +95,8 @@ OF_SAMPLES = {"_mix", "_query_sums", "_sample_sums", "_query_gradient"}
         (80, WINDOWS._replace(overlap=(1, 1)), {*OF_WINDOWS, "_key_gradient", "_bias_gradient"}),
         (90, WINDOWS, OF_WINDOWS),
         (90, GroupCase((5, 7), (2, 3), dtype=torch.bfloat16), OF_GROUPS),
-        (90, PerformerCase(70, 40, d=24, dtype=torch.bfloat16), OF_GROUPS | OF_SAMPLES),
-        (80, LaraCase(70, 40, d=24, dtype=torch.bfloat16), OF_GROUPS | OF_SAMPLES | {"_mean_ratio"}),
+        (90, PerformerCase(70, 40, dtype=torch.bfloat16), OF_GROUPS | OF_SAMPLES),
+        (80, LaraCase(70, 40, dtype=torch.bfloat16), OF_GROUPS | OF_SAMPLES | {"_mean_ratio"}),
     ],
     ids=["windows that overlap", "windows", "groups", "performer", "lara"],
 )
@@ -174,7 +174,9 @@ def test_what_the_kernels_of_random_features_do_not_cover(op, options, monkeypat
     monkeypatch.setattr(tiles.INTERPRETED, "value", True)
     covers = getattr(triton_random_features, f"covers_{op}")
     x, samples = torch.zeros(1, 2, 35, 16), torch.zeros(1, 2, 3, 16)
-    others = {"omega": samples} if op == "performer" else {"q_bar": samples, "k_bar": samples, "noise": samples}
+    others = (
+        {"q_bar": samples, "k_bar": samples, "noise": samples[:, :, :, None]} if op == "lara" else {"omega": samples}
+    )
     assert covers(x, x, x, **others)
     assert not covers(x, x, x, **others | options)
     for y in (x.double(), torch.zeros(1, 2, 35, 136)):

@@ -125,8 +125,9 @@ def _sample_gradient(k, v, omega, member, dbeta, log_mass, delta, domega, h, N, 
 
 def sizes(k: Tensor, omega: Tensor, member: Tensor | None = None) -> Sizes:
     N, d, c = *k.shape[2:], omega.shape[2]
+    most = 32 if d <= 64 else 16  # what shared memory holds
     samples = c if member is None else c // len(member)
-    return Sizes(d, block_length(d, 128), samples, block_length(N, 32), block_length(c, 32), precision())
+    return Sizes(d, block_length(d, 128), samples, block_length(N, most), block_length(c, most), precision())
 
 
 def scalars(k: Tensor, omega: Tensor) -> tuple[int, int, int, float]:
