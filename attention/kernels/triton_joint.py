@@ -22,7 +22,6 @@ from torch import Tensor
 from attention.base import Grid, split_prefix
 from attention.exact import seen_exactly
 from attention.kernels.tiles import (
-    INTERPRETED,
     PROGRAMS,
     accumulate,
     block_length,
@@ -37,6 +36,7 @@ from attention.kernels.tiles import (
     precision,
     softmax_gradient,
     store,
+    supported,
     view,
 )
 from attention.windows import count_windows
@@ -454,10 +454,8 @@ def covers_joint_softmax(
     shared = values is None or (keys is not None and keys.shape[2] == 1)
     of_windows = logits is None or set(logits.shape[:-3] + logits.shape[-2:-1]) <= {1}
     constant = logits is None or not logits.requires_grad
-    half_or_single = {x.dtype for x in (q, k, v)} <= {torch.float32, torch.float16, torch.bfloat16}
-    runs = q.is_cuda or INTERPRETED.value
     plain = causal or attn_drop > 0 or window == (0, 0)
-    return runs and half_or_single and q.shape[-1] <= 128 and not plain and shared and of_windows and constant
+    return supported(q, k, v) and not plain and shared and of_windows and constant
 
 
 def joint_softmax(
@@ -499,12 +497,14 @@ def joint_softmax(
 
 def joint_softmax_reference(q, k, v, bias=None, keys=None, values=None, logits=None, **windows):
     """`joint_softmax`, query by query."""
-    y = torch.zeros_like(q)
+    y, (rows, columns), W = torch.zeros_like(q), windows["window"], windows["grid"][1]
     for n in range(q.shape[2]):
         seen, of_seen = seen_exactly(n, q, k, v, bias, **windows)
         if keys is not None:
             shared = (q[:, :, n, None] @ keys[:, :, 0].mT)[:, :, 0] / q.shape[-1] ** 0.5
-            shared = shared if logits is None else shared + logits.flatten()
+            if logits is not None:
+                window = n // W // rows * -(-W // columns) + n % W // columns
+                shared = shared + logits[window % len(logits), 0]
             seen, of_seen = torch.cat([seen, shared], -1), torch.cat([of_seen, values[:, :, 0]], 2)
         y[:, :, n] = (seen.softmax(-1)[:, :, None] @ of_seen)[:, :, 0]
     return y
