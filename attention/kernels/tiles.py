@@ -76,9 +76,15 @@ def accumulate(state, logits, values, S: tl.constexpr):
 
 @triton.jit
 def softmax_gradient(logits, a, b, lse, delta, S: tl.constexpr):
-    """Weights, and the gradient of the logits; a @ b.T is that of the weights: dy and values, or values and dy."""
+    """Weights, and the gradient of the logits, see `logits_gradient`."""
     weight = tl.exp(logits - lse)
-    return weight, weight * (dot(a, tl.trans(b), S) - delta)
+    return weight, logits_gradient(weight, a, b, delta, S)
+
+
+@triton.jit
+def logits_gradient(weight, a, b, delta, S: tl.constexpr):
+    """Gradient of the logits; a @ b.T is that of the weights: dy and values, or values and dy."""
+    return weight * (dot(a, tl.trans(b), S) - delta)
 
 
 @triton.jit

@@ -9,6 +9,8 @@ Every gradient is summed in registers by the program that owns it, so that all a
 landmark over all queries, and where a window is one block and overlaps no other, all else window by window. Otherwise
 dq by windows of queries, dk and dv by windows of keys (over the neighbours whose extended windows reach them), and
 dbias by pair of cells over all images and windows. Sums over images are split into as many parts as keep a GPU busy.
+Registers are what these kernels are short of: gradients are summed in the order in which weights are needed least long,
+and nothing is computed before a loop that can be computed inside.
 """
 
 from typing import Any, NamedTuple
@@ -33,6 +35,7 @@ from attention.kernels.tiles import (
     like_tokens,
     load,
     load_numbers,
+    logits_gradient,
     precision,
     softmax_gradient,
     store,
@@ -81,7 +84,7 @@ def _bias(bias, head, query, key, valid, S: tl.constexpr):
     """Bias (h, w, e) of head at places of queries and keys, broadcast to (q, k)."""
     w: tl.constexpr = S.rows * S.columns
     e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
-    return tl.load(bias + (head * w + query) * e + key, valid & (query < w), other=0.0).to(tl.float32)
+    return tl.load(bias + head.to(tl.int64) * w * e + query * e + key, valid & (query < w), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -192,9 +195,9 @@ def _query_gradient(
             values = load(v, batch, head, cell, seen, dtype, S)
             logits = _exact_logits(queries, keys, bias, head, query[:, None], place, seen[None], scale, S)
             weight = tl.exp(logits - normaliser[:, None])
-            if dk is not None:  # before the other gradients: registers are few
+            if dk is not None:
                 store(dv, batch, head, cell, seen, dot(tl.trans(cast(weight, dtype)), gradient, S), S)
-            d_logits = weight * (dot(gradient, tl.trans(values), S) - shift[:, None])
+            d_logits = logits_gradient(weight, gradient, values, shift[:, None], S)
             if dbias is not None:
                 d_bias += d_logits
             if dk is not None:
@@ -212,7 +215,8 @@ def _query_gradient(
         store(dq, batch, head, index, valid, d_queries * scale, S)
     if dbias is not None:
         query, key = tl.arange(0, S.block_q)[:, None], tl.arange(0, S.block_k)
-        tl.store(dbias + ((part * h + head) * w + query) * e + key, d_bias, (query < w) & (key < e))
+        pointers = dbias + (part.to(tl.int64) * h + head) * w * e + query * e + key
+        tl.store(pointers, d_bias, (query < w) & (key < e))
 
 
 @triton.jit
@@ -246,9 +250,10 @@ def _key_gradient(q, k, v, bias, dy, lse, delta, dk, dv, h, H, W, scale, S: tl.c
             shift = load_numbers(delta, batch, head, index, there, h, H * W, 0.0)
             key = y * (S.columns + 2 * S.beside) + x
             logits = _exact_logits(keys, queries, bias, head, query, key[:, None], seen[:, None], scale, S)
-            weight, d_logits = softmax_gradient(logits, values, gradient, normaliser, shift, S)
-            d_keys += dot(cast(d_logits, dtype), queries, S)
+            weight = tl.exp(logits - normaliser)
             d_values += dot(cast(weight, dtype), gradient, S)
+            d_logits = logits_gradient(weight, values, gradient, shift, S)
+            d_keys += dot(cast(d_logits, dtype), queries, S)
     store(dk, batch, head, cell, valid, d_keys * scale, S)
     store(dv, batch, head, cell, valid, d_values, S)
 
@@ -278,9 +283,10 @@ def _landmark_gradient(
         shift = load_numbers(delta, batch, head, index, valid, h, N, 0.0)
         window = index // W // S.rows, index % W // S.columns
         logits = _landmark_logits(keys, queries, prior, window, landmark[:, None], num_landmarks, W, scale, S)
-        weight, d_logits = softmax_gradient(logits, values, gradient, normaliser, shift, S)
-        d_keys += dot_exactly(d_logits, queries, S)
+        weight = tl.exp(logits - normaliser)
         d_values += dot(cast(weight, dtype), gradient, S)
+        d_logits = logits_gradient(weight, values, gradient, shift, S)
+        d_keys += dot_exactly(d_logits, queries, S)
     row = part * num_landmarks + landmark
     store(dk_tilde, batch, head, row, real, d_keys * scale, S)
     store(dbeta, batch, head, row, real, d_values, S)
@@ -311,7 +317,7 @@ def _bias_gradient(q, k, v, bias, dy, lse, delta, dbias, batches, h, H, W, scale
         values = load(v, batch, head, cell, seen, dtype, S)
         logits = _exact_logits(queries, keys, bias, head, query[:, None], place, seen[None], scale, S)
         total += softmax_gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)[1]
-    pointers = dbias + ((part * h + head) * w + query[:, None]) * e + place
+    pointers = dbias + (part.to(tl.int64) * h + head) * w * e + query[:, None] * e + place
     tl.store(pointers, total, (query < w)[:, None] & (place < e))
 
 
