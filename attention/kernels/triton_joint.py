@@ -122,14 +122,14 @@ def _forward(q, k, v, bias, k_tilde, beta, prior, y, lse, h, H, W, num_landmarks
     queries = load(q, batch, head, index, valid, dtype, S)
     largest = tl.full([S.block_q], float("-inf"), tl.float32)
     state = (largest, tl.zeros_like(largest), tl.full([S.block_q, S.block_d], 0.0, tl.float32))
-    for start in tl.range(0, e, S.block_k, disable_licm=True):
+    for start in range(0, e, S.block_k):
         place = start + tl.arange(0, S.block_k)
         cell, seen = _cells(place, window, H, W, S.above, S.beside, S)
         keys = load(k, batch, head, cell, seen, dtype, S)
         logits = _exact_logits(queries, keys, bias, head, query[:, None], place, seen[None], scale, S)
         state = accumulate(state, logits, load(v, batch, head, cell, seen, dtype, S), S)
     if k_tilde is not None:
-        for start in tl.range(0, num_landmarks, S.block_c, disable_licm=True):
+        for start in range(0, num_landmarks, S.block_c):
             landmark = start + tl.arange(0, S.block_c)
             keys = load(k_tilde, batch, head, landmark, landmark < num_landmarks, dtype, S)
             logits = _landmark_logits(queries, keys, prior, window, landmark, num_landmarks, W, scale, S)
@@ -188,7 +188,7 @@ def _query_gradient(
         shift = tl.sum(output * gradient.to(tl.float32), 1)
         tl.store(delta + (batch.to(tl.int64) * h + head) * H * W + index, shift, valid)
         d_queries = tl.full([S.block_q, S.block_d], 0.0, tl.float32)
-        for start in tl.range(0, e, S.block_k, disable_licm=True):
+        for start in range(0, e, S.block_k):
             place = start + tl.arange(0, S.block_k)
             cell, seen = _cells(place, window, H, W, S.above, S.beside, S)
             keys = load(k, batch, head, cell, seen, dtype, S)
@@ -205,7 +205,7 @@ def _query_gradient(
                 store(dk, batch, head, cell, seen, d_keys * scale, S)
             d_queries += dot(cast(d_logits, dtype), keys, S)
         if k_tilde is not None:
-            for start in tl.range(0, num_landmarks, S.block_c, disable_licm=True):
+            for start in range(0, num_landmarks, S.block_c):
                 landmark = start + tl.arange(0, S.block_c)
                 keys = load(k_tilde, batch, head, landmark, landmark < num_landmarks, dtype, S)
                 values = load(beta, batch, head, landmark, landmark < num_landmarks, dtype, S)
@@ -241,7 +241,7 @@ def _key_gradient(q, k, v, bias, dy, lse, delta, dk, dv, h, H, W, scale, S: tl.c
         # The keys' places in the neighbour, grown by the overlap.
         y, x = cell // W - window_y * S.rows + S.above, cell % W - window_x * S.columns + S.beside
         seen = valid & (y >= 0) & (y < S.rows + 2 * S.above) & (x >= 0) & (x < S.columns + 2 * S.beside)
-        for start in tl.range(0, w, S.block_q, num_stages=1, disable_licm=True):
+        for start in range(0, w, S.block_q):
             query = start + tl.arange(0, S.block_q)
             index, there = _cells(query, (window_y, window_x), H, W, 0, 0, S)
             queries = load(q, batch, head, index, there, dtype, S)
@@ -274,7 +274,7 @@ def _landmark_gradient(
     values = load(beta, batch, head, landmark, real, dtype, S)
     d_keys = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
     d_values = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
-    for start in tl.range(part * S.block_q, N, parts * S.block_q, disable_licm=True):
+    for start in range(part * S.block_q, N, parts * S.block_q):
         index = start + tl.arange(0, S.block_q)
         valid = index < N
         queries = load(q, batch, head, index, valid, dtype, S)
