@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import create_attention, kernels
-from attention.kernels import groups, joint, random_features, randomized
+from attention.kernels import groups, joint, memory, random_features, randomized
 from cases import CASES, Case
 
 CORES = {
@@ -68,6 +68,33 @@ def test_paths_agree_in_value_and_all_gradients(case, path):
     torch.testing.assert_close(other, y, rtol=FP64, atol=FP64)
     for gradient, expected in zip(other_gradients, gradients, strict=True):
         torch.testing.assert_close(gradient, expected, rtol=FP64_GRADIENT, atol=FP64_GRADIENT)
+
+
+@pytest.mark.parametrize(("room", "count"), [(1, 9), (10_000, 6), (14_000, 3), (30_000, 2)])
+@pytest.mark.parametrize("path", ["auto", "lean"])
+def test_parts_that_fit_the_cache_make_no_difference(path, room, count, monkeypatch):
+    """Heads one by one or in pairs, images one by one or in pairs."""
+    case = Case("eva", (4, 5), {"window_size": 2, "num_landmarks": 6})
+    attn, x, parts = case.build(), case.tokens(batch=3), []
+    expected = value_and_gradients(attn, x, case.grid)
+    monkeypatch.setattr(memory, "CACHE", room)
+    monkeypatch.setattr(joint, "cache_parts", lambda *args: parts.append(list(memory.cache_parts(*args))) or parts[-1])
+    with kernels.use(path):
+        results = value_and_gradients(attn, x, case.grid)
+    assert [len(each) for each in parts] == [count, count]  # forward and backward
+    for result, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, other, rtol=FP64_GRADIENT, atol=FP64_GRADIENT)
+
+
+def test_parts_cover_every_head_of_every_image_once():
+    x = torch.zeros(5, 3, 2)
+    for pairs, count in (1, 15), (2, 10), (3, 5), (7, 3), (15, 1), (100, 1):
+        parts = list(memory.cache_parts(x, memory.CACHE // pairs))
+        assert len(parts) == count, pairs
+        for part in parts:
+            x[part] += 1
+    assert (x == 6).all()
+    assert list(memory.cache_parts(torch.zeros(5, 3, device="meta"), memory.CACHE)) == [(slice(0, 5), slice(0, 3))]
 
 
 @pytest.mark.parametrize(

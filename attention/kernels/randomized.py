@@ -7,14 +7,13 @@ alone is one more channel, [omega, 1] . [k, -|k|^2 / 2]. No N x N weights are ke
 draw are made for a few heads at a time, so that they stay in a CPU's cache.
 """
 
-from collections.abc import Iterator
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attention.draws import sample_indices
 from attention.kernels import first_order
+from attention.kernels.memory import cache_parts
 from attention.landmarks import gather_tokens
 
 
@@ -33,9 +32,9 @@ def ra(q, k, v, noise, uniform=None, *, proposal="unbiased", hyperbolic=False):
     else:
         key = gather_tokens(k, draw(q, k, uniform))
     omega = torch.add(q[:, :, :, None] + key, noise, alpha=d**0.25)  # (B, h, N, s, d)
-    half = k.square().sum(-1, keepdim=True) / 2
-    samples, keys = _widen(omega.flatten(2, 3), torch.ones_like(half[:1, :1, :1])), _widen(k, -half)
-    values = _widen(v, torch.zeros_like(half[:1, :1, :1]))  # a CPU's fused attention takes equal widths
+    samples = _widen(omega.flatten(2, 3), q.new_ones(1))
+    keys = _widen(k, k.square().sum(-1, keepdim=True) / -2)
+    values = _widen(v, v.new_zeros(1))  # a CPU's fused attention takes equal widths
     y = F.scaled_dot_product_attention(samples, keys, values, scale=d**-0.5)[..., :d]
     return FirstOrder.apply(y.unflatten(2, omega.shape[2:4]).mean(3))
 
@@ -62,19 +61,9 @@ def _widen(x: Tensor, channel: Tensor) -> Tensor:
 @torch.no_grad()
 def draw(q: Tensor, k: Tensor, uniform: Tensor) -> Tensor:
     """Indices (B, h, N, s) of keys drawn from softmax_m(q_n . k_m / sqrt(d)) at `uniform`, (..., N, s)."""
-    uniform = uniform.expand(*q.shape[:3], -1).flatten(0, 1)
-    queries, keys = (q * q.shape[-1] ** -0.5).flatten(0, 1), k.flatten(0, 1)
-    indices = []
-    for heads in image_slices(len(keys), queries.shape[1] * keys.shape[1] * q.element_size(), q.device):
-        weights = queries[heads] @ keys[heads].mT
-        indices.append(sample_indices(torch.softmax(weights, -1, out=weights), uniform[heads]))
-    return torch.cat(indices).unflatten(0, q.shape[:2])
-
-
-def image_slices(batch: int, bytes_per_image: int, device: torch.device) -> Iterator[slice]:
-    """Slices of images, or of their heads, whose workspace stays in a CPU's cache, or within 1 GiB elsewhere."""
-    step = max(1, (2**22 if device.type == "cpu" else 2**30) // bytes_per_image)
-    if torch.compiler.is_compiling():  # a graph would hold every turn of the loop
-        step = batch
-    for start in range(0, batch, step):
-        yield slice(start, start + step)
+    uniform, q = uniform.expand(*q.shape[:3], -1), q * q.shape[-1] ** -0.5
+    index = torch.empty(uniform.shape, dtype=torch.long, device=q.device)
+    for part in cache_parts(q, 2 * q.shape[2] * k.shape[2] * q.element_size()):  # weights and their cumulative sums
+        logits = q[part] @ k[part].mT
+        index[part] = sample_indices(torch.softmax(logits, -1, out=logits), uniform[part])
+    return index
