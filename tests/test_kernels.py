@@ -233,7 +233,10 @@ def test_saved_bytes_fall_from_plain_to_auto_to_lean(case):
             attn(x, (14, 14))
         return sum(x.untyped_storage().nbytes() for address, x in storages.items() if address not in parameters)
 
-    assert saved("lean") < saved("auto") or case.name == "ra"  # which keeps no weights on any of these paths
+    if case.name == "ra":  # no weights are kept on either path
+        assert saved("lean") == saved("auto")
+    else:
+        assert saved("lean") < saved("auto")
     assert saved("auto") < saved("plain") or case.name == "local"  # equal up to small terms there
 
 
