@@ -172,7 +172,7 @@ def test_what_the_kernels_of_groups_do_not_cover(monkeypatch):
         ("performer", {"features": "hyperbolic"}),
         ("lara", {"proposal": "mixture"}),
         ("lara", {"weighting": "coupled"}),
-        ("lara", {"noise": torch.zeros(2, 3, 2, 16)}),
+        ("lara", {"noise": torch.zeros(1, 1, 2, 1)}),
     ],
     ids=str,
 )
@@ -180,9 +180,8 @@ def test_what_the_kernels_of_random_features_do_not_cover(op, options, monkeypat
     monkeypatch.setattr(tiles.INTERPRETED, "value", True)
     covers = getattr(triton_random_features, f"covers_{op}")
     x, samples = torch.zeros(1, 2, 35, 16), torch.zeros(1, 2, 3, 16)
-    others = (
-        {"q_bar": samples, "k_bar": samples, "noise": samples[:, :, :, None]} if op == "lara" else {"omega": samples}
-    )
+    of_lara = {"q_bar": samples, "k_bar": samples, "noise": samples[:, :, :, None]}
+    others = of_lara if op == "lara" else {"omega": samples}
     assert covers(x, x, x, **others)
     assert not covers(x, x, x, **others | options)
     for y in (x.double(), torch.zeros(1, 2, 35, 136)):

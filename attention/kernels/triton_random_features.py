@@ -6,7 +6,7 @@ Values u_s and log-masses of samples are those of a group of all tokens (`triton
 samples. LARA's alpha_ns = max(b_s + beta (r_ns - mean_s r_ns), MIN_ALPHA) has a softmax over the queries,
 r_ns = softmax_n[q'_n . q_bar_s]: its statistics come first, and in the backward pass sums of its gradients.
 
-Tokens are read in raster order, and nothing of their number times the samples is kept: q, y, what all queries share,
+Tokens are read in raster order, and nothing of their number times the samples is kept: q, k, v, what all queries share,
 and a few numbers of every query are. Every gradient is summed by the program that owns it, so that it is deterministic;
 sums over queries are split into as many parts as keep a GPU busy. Products and y are fp32, as features need them.
 """
@@ -109,30 +109,33 @@ def _mix(q, omega, log_weight, q_bar, of_alpha, u, y, lse, h, N, s, scale, beta,
 
 
 @triton.jit
-def _query_sums(
-    q, omega, log_weight, q_bar, of_alpha, u, dy, y, lse, delta, dmean, h, N, s, scale, beta, S: tl.constexpr
-):
-    """A block of queries: delta = y . dy, and the mean over samples of the gradients of alpha."""
+def _query_sums(q, omega, log_weight, q_bar, of_alpha, u, dy, lse, delta, dmean, h, N, s, scale, beta, S: tl.constexpr):
+    """A block of queries: delta = y . dy without y, and the mean over samples of the gradients of alpha."""
     query, head, batch = _block(N, S.block_n, h)
-    number = (batch.to(tl.int64) * h + head) * N + query
+    queries = load(q, batch, head, query, query < N, tl.float32, S) * scale
     gradient = load(dy, batch, head, query, query < N, tl.float32, S)
-    shift = tl.sum(load(y, batch, head, query, query < N, tl.float32, S) * gradient, 1)
+    normaliser = load_numbers(lse, batch, head, query, query < N, h, N, float("inf"))
+    total = tl.full([S.block_n], 0.0, tl.float32)
+    shift, d_alpha, over_alpha = total, total, total
+    for start in range(0, s, S.block_c):
+        sample = start + tl.arange(0, S.block_c)
+        samples = load(omega, batch, head, sample, sample < s, tl.float32, S)
+        centres = samples if q_bar is None else load(q_bar, batch, head, sample, sample < s, tl.float32, S)
+        values = load(u, batch, head, sample, sample < s, tl.float32, S)
+        logits, _, alpha = _logits(
+            queries, samples, centres, log_weight, of_alpha, batch, head, query, sample, h, N, s, beta, S
+        )
+        weight, weighted = softmax_gradient(logits, gradient, values, normaliser[:, None], 0.0, S)
+        total += tl.sum(weight, 1)
+        shift += tl.sum(weighted, 1)
+        if of_alpha is not None:
+            d_alpha += tl.sum(_alpha_gradient(weighted, alpha), 1)
+            over_alpha += tl.sum(_alpha_gradient(weight, alpha), 1)
+    shift /= tl.where(query < N, total, 1.0)  # exact where one sample has all the weight
+    number = (batch.to(tl.int64) * h + head) * N + query
     tl.store(delta + number, shift, query < N)
     if of_alpha is not None:
-        queries = load(q, batch, head, query, query < N, tl.float32, S) * scale
-        normaliser = load_numbers(lse, batch, head, query, query < N, h, N, float("inf"))
-        total = tl.full([S.block_n], 0.0, tl.float32)
-        for start in range(0, s, S.block_c):
-            sample = start + tl.arange(0, S.block_c)
-            samples = load(omega, batch, head, sample, sample < s, tl.float32, S)
-            centres = load(q_bar, batch, head, sample, sample < s, tl.float32, S)
-            values = load(u, batch, head, sample, sample < s, tl.float32, S)
-            logits, _, alpha = _logits(
-                queries, samples, centres, log_weight, of_alpha, batch, head, query, sample, h, N, s, beta, S
-            )
-            _, d_logits = softmax_gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)
-            total += tl.sum(_alpha_gradient(d_logits, alpha), 1)
-        tl.store(dmean + number, total / s, query < N)
+        tl.store(dmean + number, (d_alpha - shift * over_alpha) / s, query < N)
 
 
 @triton.jit
@@ -311,7 +314,6 @@ def _of_samples(omega, log_weight, u, q_bar, balance, log_total, mean) -> tuple:
 @torch.library.custom_op("attention::mix_samples_backward", mutates_args=())
 def _mix_samples_backward(
     dy: Tensor,
-    y: Tensor,
     lse: Tensor,
     q: Tensor,
     omega: Tensor,
@@ -338,7 +340,7 @@ def _mix_samples_backward(
         return None if share is None else share.unflatten(2, (parts, s)).sum(2)
 
     dq, delta, dmean = like_tokens(q), torch.empty_like(lse), None if q_bar is None else torch.empty_like(lse)
-    launch(_query_sums, (programs,), *arguments, view(y), lse, delta, dmean, *numbers, S)
+    launch(_query_sums, (programs,), *arguments, lse, delta, dmean, *numbers, S)
     of_queries = lse, delta, dmean
     domega, dlog_weight, du = None if frozen else shares(d), shares(), shares(d)
     dq_bar, dbalance, dlog_total = (None,) * 3 if q_bar is None else (shares(d), shares(), shares())
@@ -353,20 +355,20 @@ def _mix_samples_backward(
 
 
 @_mix_samples_backward.register_fake
-def _(dy, y, lse, q, omega, log_weight, u, q_bar, balance, log_total, mean, mean_query, beta, frozen):
+def _(dy, lse, q, omega, log_weight, u, q_bar, balance, log_total, mean, mean_query, beta, frozen):
     of_samples = None if frozen else omega, log_weight, u, q_bar, balance
     return [like_tokens(q), *(lse.new_empty(x.shape) for x in of_samples if x is not None)]
 
 
 def _save(ctx, inputs, output):
     *tensors, ctx.beta = inputs
-    ctx.save_for_backward(*output, *tensors)
+    ctx.save_for_backward(output[1], *tensors)
 
 
 def _backward(ctx, dy, _):
-    y, lse, *tensors = ctx.saved_tensors
+    lse, *tensors = ctx.saved_tensors
     (q, omega, *others), frozen = tensors[:6], not ctx.needs_input_grad[1]
-    gradients = iter(_mix_samples_backward(dense(dy), y, lse, *tensors, ctx.beta, frozen))
+    gradients = iter(_mix_samples_backward(dense(dy), lse, *tensors, ctx.beta, frozen))
     given = q, None if frozen else omega, *others
     return *(None if x is None else next(gradients) for x in given), *(None,) * 4
 
