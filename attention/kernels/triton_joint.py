@@ -281,7 +281,8 @@ def _landmark_gradient(
         gradient = load(dy, batch, head, index, valid, dtype, S)
         normaliser = load_numbers(lse, batch, head, index, valid, h, N, float("inf"))
         shift = load_numbers(delta, batch, head, index, valid, h, N, 0.0)
-        window = index // W // S.rows, index % W // S.columns
+        there = tl.minimum(index, N - 1)  # a prior ends with the last window
+        window = there // W // S.rows, there % W // S.columns
         logits = _landmark_logits(keys, queries, prior, window, landmark[:, None], num_landmarks, W, scale, S)
         weight = tl.exp(logits - normaliser)
         d_values += dot(cast(weight, dtype), gradient, S)
