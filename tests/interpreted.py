@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import create_attention, kernels
 from attention.kernels import triton_groups, triton_joint, triton_random_features
-from attention.kernels.check import CASES, CHECKED, Case, LaraCase, errors, outputs_and_gradients
+from attention.kernels.check import CASES, CHECKED, Case, GroupCase, LaraCase, errors, outputs_and_gradients
 
 torch.use_deterministic_algorithms(True)  # fills memory with NaN before a kernel writes it
 for module in (triton_joint, triton_groups, triton_random_features):
@@ -96,6 +96,7 @@ def main() -> None:
         setattr(module, op, lambda *args, f=function, **options: (CALLS.append(f.__name__), f(*args, **options))[1])
     ways = twice, checkpointed, contiguous, channels_apart, compiled, frozen
     uses = {f"{use.__name__} {case}": largest_difference(case, use) for case in SMALL for use in ways}
+    uses |= {f"{use.__name__} tiles": largest_difference(GroupCase((4, 6), (2, 3)), use) for use in ways[1:5]}
     of_windows = {apart_in_memory: {"log_count": True}, mixed_types: {"dtype": torch.bfloat16}}
     uses |= {use.__name__: largest_difference(SMALL[0]._replace(**fields), use) for use, fields in of_windows.items()}
     layers = {name: layer_on_the_path(name) for name in LAYERS}

@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from attention.kernels import check, tiles, triton_groups, triton_joint, triton_random_features
+from attention.kernels import check, tiles, triton_groups, triton_joint, triton_random_features, triton_tiles
 from attention.kernels.check import (
     CASES,
     CHECKED,
@@ -61,7 +61,7 @@ def test_interpreted_kernels_equal_the_literal_twin_in_value_and_all_gradients(c
 
 def test_kernels_under_every_use(interpreted):
     """Twice in a graph, checkpointed, compiled, all kinds of strides, frozen inputs, types that differ."""
-    assert len(interpreted["uses"]) == 14
+    assert len(interpreted["uses"]) == 18
     for use, difference in interpreted["uses"].items():
         assert difference <= 1e-6, use
 
@@ -74,7 +74,7 @@ def test_layers_on_the_path_call_the_kernels(interpreted):
 
 def described(argument, path: tuple, constants: dict):
     """The type of a kernel's argument, in Triton's notation."""
-    if isinstance(argument, tuple) and not hasattr(argument, "precision"):
+    if isinstance(argument, tuple) and not hasattr(argument, "block_d"):
         return tuple(described(x, (*path, i), constants) for i, x in enumerate(argument))
     if isinstance(argument, torch.Tensor):
         return POINTERS[argument.dtype]
@@ -96,10 +96,11 @@ OF_SAMPLES = {"_mix", "_query_sums", "_sample_sums", "_query_gradient"}
         (80, WINDOWS._replace(overlap=(3, 3)), {*OF_WINDOWS, "_key_gradient", "_bias_gradient"}),
         (90, WINDOWS, OF_WINDOWS),
         (90, GroupCase((5, 7), (2, 3), dtype=torch.bfloat16), OF_GROUPS),
+        (90, GroupCase((28, 28), (7, 7), d=64, dtype=torch.bfloat16), {"_forward", "_gradient"}),
         (90, PerformerCase(70, 40, dtype=torch.bfloat16), OF_GROUPS | OF_SAMPLES),
         (80, LaraCase(70, 40, dtype=torch.bfloat16), OF_GROUPS | OF_SAMPLES | {"_mean_ratio"}),
     ],
-    ids=["windows that overlap", "windows", "groups", "performer", "lara"],
+    ids=["windows that overlap", "windows", "groups", "tiles", "performer", "lara"],
 )
 def test_kernels_compile_for_a_gpu(capability, case, kernels, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -112,7 +113,7 @@ def test_kernels_compile_for_a_gpu(capability, case, kernels, monkeypatch, tmp_p
         source, options = ASTSource(kernel, types, constants), tiles.launch_options(arguments[-1])
         compiled[kernel.__name__] = triton.compile(source, GPUTarget("cuda", capability, 32), options)
 
-    for module in (triton_joint, triton_groups, triton_random_features):
+    for module in (triton_joint, triton_groups, triton_tiles, triton_random_features):
         monkeypatch.setattr(module, "launch", compile_only)
     checked = CHECKED[type(case)]
     inputs, options = checked.example(case, torch.device("cpu"))
@@ -164,6 +165,27 @@ def test_what_the_kernels_of_groups_do_not_cover(monkeypatch):
         assert not covers(x, x, x, groups)
     monkeypatch.setattr(tiles.INTERPRETED, "value", False)
     assert not covers(k, k, k, shared)
+
+
+@pytest.mark.parametrize(
+    ("case", "taken"),
+    [
+        (GroupCase((6, 8), (2, 4)), triton_tiles),
+        (GroupCase((16, 16), (1, 1)), triton_tiles),
+        (GroupCase((17, 16), (1, 1)), triton_groups),
+        (GroupCase((6, 8), (2, 4), samples=2), triton_groups),
+        (GroupCase((6, 8), (2, 4), (1, 1)), triton_groups),
+        (GroupCase((6, 7), (2, 4)), triton_groups),
+    ],
+    ids=str,
+)
+def test_which_kernels_groups_take(case, taken, monkeypatch):
+    called = []
+    for module in (triton_tiles, triton_groups):
+        monkeypatch.setattr(module, "launch", lambda *_, module=module: called.append(module))
+    inputs, _ = CHECKED[GroupCase].example(case, torch.device("cpu"))
+    triton_groups.group_values(*inputs)
+    assert called == [taken]
 
 
 @pytest.mark.parametrize(
@@ -232,6 +254,7 @@ def test_kernels_on_a_gpu_equal_the_literal_twin_in_value_and_all_gradients(case
     [
         Case((14, 14), (7, 7), c=49, B=2, h=3),
         Case((14, 14), (7, 7), (3, 3), c=49, B=2, h=3),
+        GroupCase((28, 28), (7, 7), B=2, h=3),
         PerformerCase(196, 128, B=2, h=3),
         LaraCase(196, 49, B=2, h=3),
     ],
@@ -246,7 +269,14 @@ def test_kernels_on_a_gpu_at_the_papers_sizes(d, case, dtype):
 
 @gpu
 @pytest.mark.parametrize(
-    "case", [Case((28, 28), (7, 7), c=49), PerformerCase(784, 128), LaraCase(784, 49, "balance")], ids=str
+    "case",
+    [
+        Case((28, 28), (7, 7), c=49),
+        GroupCase((28, 28), (7, 7)),
+        PerformerCase(784, 128),
+        LaraCase(784, 49, "balance"),
+    ],
+    ids=str,
 )
 def test_kernels_on_a_gpu_are_deterministic_and_compile(case):
     checked = CHECKED[type(case)]

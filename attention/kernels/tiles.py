@@ -1,7 +1,7 @@
 """Tiles of tokens: what the Triton kernels of this folder are made of.
 
 Tokens come as tuples x = (pointer, strides of B, h and N), see `view`. S, a kernel's compile-time sizes, has at least
-the head width d, its power of two block_d, and the precision of products in fp32.
+the head width d and its power of two block_d, for `dot` the precision of products in fp32, and may have num_warps.
 """
 
 from typing import Any
@@ -127,7 +127,8 @@ def precision() -> str:
 
 def launch_options(S: Any) -> dict[str, Any]:
     """How a kernel is compiled beside its sizes."""
-    return {"num_warps": 8 if S.block_d > 64 else 4, "num_stages": 2, "enable_fp_fusion": True}
+    num_warps = getattr(S, "num_warps", 8 if S.block_d > 64 else 4)
+    return {"num_warps": num_warps, "num_stages": 2, "enable_fp_fusion": True}
 
 
 def launch(kernel, programs: tuple[int, ...], *arguments) -> None:

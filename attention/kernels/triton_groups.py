@@ -3,7 +3,8 @@
 A group's value is a softmax over its members: attention of samples to tokens, under a mask of members, or without one
 (Performer, LARA). Tokens are read in raster order, and nothing of their number times the samples is kept: values and
 log-masses are saved, weights are computed again. Every gradient is summed by the program that owns it, so that it is
-deterministic. Products are those of fp32, as features need them.
+deterministic. Products are those of fp32, as features need them. Groups that are equal tiles need no mask: see
+`triton_tiles`.
 """
 
 from typing import NamedTuple
@@ -30,6 +31,7 @@ from attention.kernels.tiles import (
     supported,
     view,
 )
+from attention.kernels.triton_tiles import covers_tile_values, empty_outputs, tile_values
 from attention.landmarks import Groups
 
 
@@ -143,18 +145,14 @@ def sample_values(k: Tensor, v: Tensor, omega: Tensor, member: Tensor | None) ->
 
 @sample_values.register_fake
 def _(k, v, omega, member):
-    return _empty_outputs(omega)
-
-
-def _empty_outputs(omega: Tensor) -> tuple[Tensor, Tensor]:
-    return tuple(omega.new_empty(shape, dtype=torch.float32) for shape in (omega.shape, omega.shape[:3]))
+    return empty_outputs(omega)
 
 
 def attend_to_tokens(
     k: Tensor, v: Tensor, omega: Tensor, member: Tensor | None = None, norm: float = 0.5
 ) -> tuple[Tensor, Tensor]:
     """Of v under the softmax of k' . omega - norm |k'|^2 over tokens: means (B, h, c, d) and log-sums (B, h, c)."""
-    S, beta, log_mass = sizes(k, omega, member), *_empty_outputs(omega)
+    S, beta, log_mass = sizes(k, omega, member), *empty_outputs(omega)
     programs = k.shape[0] * k.shape[1] * triton.cdiv(omega.shape[2], S.block_c)
     arguments = *map(view, (k, v, omega)), member, view(beta), log_mass
     launch(_forward, (programs,), *arguments, *scalars(k, omega), norm, S)
@@ -213,10 +211,14 @@ def covers_group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> 
 
 def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """`attention.control_variates.group_values` where all queries share the groups, none of which is empty."""
-    index, valid = groups.index[0], groups.valid[0].to(torch.uint8)
-    member = valid.new_zeros(len(index), k.shape[2]).scatter_reduce(1, index, valid, "amax")
-    samples = dense(omega[:, :, 0].flatten(2, 3))
-    beta, log_mass = sample_values(dense(k), dense(v), samples, member)
+    k, v, samples = map(dense, (k, v, omega[:, :, 0].flatten(2, 3)))
+    if covers_tile_values(omega, groups):
+        (_, W), tile = groups.tiles
+        beta, log_mass = tile_values(k, v, samples, W, list(tile))
+    else:
+        index, valid = groups.index[0], groups.valid[0].to(torch.uint8)
+        member = valid.new_zeros(len(index), k.shape[2]).scatter_reduce(1, index, valid, "amax")
+        beta, log_mass = sample_values(k, v, samples, member)
     return beta[:, :, None], log_mass.unflatten(2, omega.shape[3:5])[:, :, None]
 
 
