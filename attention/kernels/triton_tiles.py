@@ -19,8 +19,10 @@ from attention.landmarks import Groups
 
 LARGEST = 256
 """Tokens of a tile, at most: what registers hold."""
-PER_PROGRAM, PER_WARP = 2048, 1024
-"""Numbers that a block of keys has, unless one tile has more, and a warp's share of them, of 16 warps at most."""
+PER_PROGRAM, PER_WARP = 2048, 512
+"""Numbers that a block of keys has, unless one tile has more, and a warp's share of them, of 16 warps at most: so that
+registers hold all else too.
+"""
 
 
 class Sizes(NamedTuple):
