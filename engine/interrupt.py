@@ -7,6 +7,9 @@ SIGUSR1   a scheduler's warning before the time is up (SLURM: ``--signal=USR1@12
 
 import os
 import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 STOPPED = 75
@@ -35,6 +38,16 @@ class StopWish:
         self.noted = True
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
+
+
+@contextmanager
+def end_at_interrupt() -> Iterator[None]:
+    """Inside it, Ctrl-C ends the process with one line and the status that shells give it."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(128 + signal.SIGINT) from None
 
 
 def leave_group(worker: int) -> None:

@@ -173,6 +173,18 @@ def test_an_interrupted_preparation_leaves_nothing(root, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_was_not_checked_is_not_kept(root, tmp_path, monkeypatch, capsys):
+    def interrupt(*arguments):
+        assert [file.name for file in sorted(tmp_path.iterdir())] == ["train.part.npz", "train.part.pixels"]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(prepare, "check", interrupt)
+    with pytest.raises(SystemExit, match="130"):
+        prepare.main([str(root), str(tmp_path), "--workers", "0"])
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err.endswith("interrupted\n")
+
+
 def test_what_is_not_read_back_is_not_kept(root, tmp_path, monkeypatch, capsys):
     def lose(file):
         if "pixels" in file.name:
@@ -186,7 +198,7 @@ def test_what_is_not_read_back_is_not_kept(root, tmp_path, monkeypatch, capsys):
         prepare.main([str(root), str(tmp_path), "--splits", "train", "--workers", "0"])
     assert ended.value.code == 2
     assert "1 images were not read back as they were written" in capsys.readouterr().err
-    assert not (tmp_path / "train.npz").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_broken_names_are_printed(root, tmp_path, capsys):

@@ -1,0 +1,134 @@
+"""What a benchmark has measured, row by row: a table for people, CSV and JSON, and figures of growth with size."""
+
+import csv
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from engine.measure import MAX_ERROR, MAX_WAITED, Spread, Times
+
+NOISE = (
+    f"~ is noisy: the median's standard error, 0.93 x interquartile range / sqrt(rounds), is above {MAX_ERROR:.0%}, or "
+    f"other programs kept the measurement from running for more than {MAX_WAITED:.0%} of its time."
+)
+"""What the report calls noisy."""
+MEMORY = (
+    "Peak: what torch allocates during a call, beyond parameters, optimiser state and inputs. Saved: what the result "
+    "keeps for its backward pass, without parameters. MACs: of one image, forward."
+)
+"""What the counts mean."""
+
+SETTINGS = ("size", "batch", "mode", "dtype", "execution", "kernels")
+ENDS = ("", "_q1", "_q3", "_noisy")
+MEASURED = [name + end for name in ("seconds", "speedup") for end in ENDS]
+COUNTED = ("images_per_second", "waited", "peak_bytes", "peak_ratio", "saved_bytes", "launches", "macs", "parameters")
+COLUMNS = ("kind", "name", "baseline", *SETTINGS, *MEASURED, *COUNTED)
+"""Of results.csv and results.json. peak_ratio: to the baseline. waited: share of the time, see engine/measure.py."""
+
+
+def describe(name: str, spread: Spread, times: Times) -> dict[str, float | bool]:
+    """The four columns of the quantity `name`."""
+    values = (spread.median, spread.low, spread.high, times.noisy(spread))
+    return dict(zip((name + end for end in ENDS), values, strict=True))
+
+
+def report(facts: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: how it was measured, and a table for layers and one for models."""
+    lines = [
+        ", ".join(f"{name} {value}" for name, value in facts.items() if name != "command"),
+        "",
+        f"{MEMORY} Speed-up: of the same round's times, median and quartiles.",
+    ]
+    for kind, same_kind in itertools.groupby(rows, key=itemgetter("kind")):
+        table = [cells(row) for row in same_kind]
+        settings = {name: cell for name, cell in table[0].items() if name in SETTINGS}
+        shared = [name for name in settings if len({line[name] for line in table}) == 1]
+        empty = [name for name in table[0] if not any(line[name] for line in table)]
+        names = [name for name in table[0] if name not in (*shared, *empty)]
+        lines += ["", f"{kind}: " + ", ".join(f"{name} {settings[name]}" for name in shared if settings[name]), ""]
+        lines += [f"| {' | '.join(line)} |" for line in (names, ["---"] * len(names))]
+        lines += [f"| {' | '.join(line[name] for name in names)} |" for line in table]
+    noisy = sum(bool(row["seconds_noisy"] or row["speedup_noisy"]) for row in rows)
+    if noisy:
+        waited = max(row["waited"] or 0 for row in rows)
+        lines += ["", f"Too noisy: {noisy} of {len(rows)} rows (kept waiting for up to {waited:.0%}). {NOISE}"]
+    return "\n".join(lines) + "\n"
+
+
+def cells(row: dict[str, Any]) -> dict[str, str]:
+    """A row as people read it; what is not known is empty."""
+
+    def text(value: float | None, unit: float, form: str) -> str:
+        return "" if value is None else f"{value / unit:{form}}"
+
+    def spread(name: str, unit: float, form: str) -> str:
+        median, low, high = (text(row[key], unit, form) for key in (name, f"{name}_q1", f"{name}_q3"))
+        return f"{'~' * row[f'{name}_noisy']}{median} ({low}–{high})" if median else ""
+
+    return {
+        "name": row["name"],
+        **{name: str(row[name]) for name in SETTINGS},
+        "ms": spread("seconds", 1e-3, ".4g") or "out of memory",
+        f"speed-up over {row['baseline']}": spread("speedup", 1, ".2f"),
+        "images/s": text(row["images_per_second"], 1, ".4g"),
+        "peak (MiB)": text(row["peak_bytes"], 2**20, ".1f")
+        + (f" ({row['peak_ratio']:.2f}x)" if row["peak_ratio"] else ""),
+        "saved (MiB)": text(row["saved_bytes"], 2**20, ".1f"),
+        "launches": text(row["launches"], 1, ".0f"),
+        "MACs (G)": text(row["macs"], 1e9, ".3f"),
+        "parameters (M)": text(row["parameters"], 1e6, ".3f"),
+    }
+
+
+def write_tables(facts: Mapping[str, Any], rows: Sequence[dict[str, Any]], output: Path) -> None:
+    """Writes table.md, results.csv and results.json into the directory `output`."""
+    (output / "table.md").write_text(report(facts, rows))
+    (output / "results.json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=1))
+    with (output / "results.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def draw_figures(rows: Sequence[dict[str, Any]], output: Path) -> None:
+    """Draws attention.png, of layers, and model.png into the directory `output`."""
+    for kind, same_kind in itertools.groupby(rows, key=itemgetter("kind")):
+        draw(list(same_kind), output / f"{kind}.png")
+
+
+def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
+    """Time and peak memory relative to the baseline, where it fits, against size; a column of panels for every setting.
+
+    One size makes no figure.
+    """
+    measured = [row for row in rows if row["speedup"]]
+    setting_of = itemgetter(*SETTINGS[2:])
+    sizes, settings = list(dict.fromkeys(row["size"] for row in measured)), list(dict.fromkeys(map(setting_of, rows)))
+    if len(sizes) < 2:
+        return
+    are_squares = all(size.isdecimal() for size in sizes)
+    places = dict(zip(sizes, map(int, sizes) if are_squares else range(len(sizes)), strict=True))
+    measures = {"time": lambda row: 1 / row["speedup"], "peak memory": itemgetter("peak_ratio")}
+    figure = Figure(figsize=(4 + 3.5 * len(settings), 6), layout="constrained")
+    panels = figure.subplots(2, len(settings), sharex=True, sharey="row", squeeze=False)
+    for (label, measure), line in zip(measures.items(), panels, strict=True):
+        line[0].set_ylabel(f"{label}, {rows[0]['baseline']} = 1")
+        for setting, axes in zip(settings, line, strict=True):
+            for name in dict.fromkeys(row["name"] for row in rows):
+                own = [row for row in measured if (name, *setting_of(row)) == (row["name"], *setting)]
+                axes.plot([places[row["size"]] for row in own], [measure(row) for row in own], "o-", label=name)
+            axes.set_title(", ".join(setting))
+            axes.set_xscale("log" if are_squares else "linear")
+            axes.set_xticks(list(places.values()), sizes)
+            axes.set_xticks([], minor=True)
+            axes.set_yscale("log", base=2)
+            axes.yaxis.set_major_formatter("{x:g}")
+            axes.grid(alpha=0.3)
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right upper")
+    figure.supxlabel("tokens" if rows[0]["kind"] == "attention" else "side of the image (pixels)")
+    figure.savefig(path, dpi=150)
