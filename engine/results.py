@@ -122,7 +122,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             for name in dict.fromkeys(row["name"] for row in rows):
                 own = [row for row in measured if (name, *setting_of(row)) == (row["name"], *setting)]
                 axes.plot([places[row["size"]] for row in own], [measure(row) for row in own], "o-", label=name)
-            axes.set_title(", ".join(setting))
+            axes.set_title("{}, {}\n{}, kernels {}".format(*setting))
             axes.set_xscale("log" if are_squares else "linear")
             axes.set_xticks(list(places.values()), sizes)
             axes.set_xticks([], minor=True)
