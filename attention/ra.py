@@ -17,6 +17,8 @@ from torch import Tensor
 from attention.base import Attention, Grid, Site
 from attention.draws import mixture_draws, random_seed
 from attention.features import full_precision, scale
+from attention.kernels import randomized as fast
+from attention.kernels import with_fast_path
 from attention.options import option
 from attention.proposals import attended_keys
 
@@ -24,6 +26,7 @@ Proposal = Literal["unbiased", "biased", "mean_key"]
 
 
 @full_precision
+@with_fast_path(fast.ra, fast.covers)
 def ra(
     q: Tensor,
     k: Tensor,

@@ -2,78 +2,89 @@
 compute in Triton's interpreter as JSON.
 """
 
+import functools
+import importlib
 import json
 
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from attention import create_attention, kernels
-from attention.kernels import triton_groups, triton_joint
-from attention.kernels.check import CASES, CHECKED, GROUP_CASES, Case, errors, example, outputs_and_gradients
+from attention.kernels import triton_groups, triton_joint, triton_random_features
+from attention.kernels.check import CASES, CHECKED, Case, LaraCase, errors, outputs_and_gradients
 
-triton_groups.PROGRAMS = triton_joint.PROGRAMS = 2  # sums of several windows in one program
-CPU = torch.device("cpu")
-NAMES, KERNELS = CHECKED[Case].names, CHECKED[Case].kernels
-SMALL = Case((3, 4), (2, 3), h=1, c=2)
+for module in (triton_joint, triton_groups, triton_random_features):
+    module.PROGRAMS = 2  # sums of several blocks in one program
+CPU, CALLS = torch.device("cpu"), []
+SMALL = Case((3, 4), (2, 3), h=1, c=2), LaraCase(12, 2, h=1)
+LAYERS = {  # their options, and the kernels that they call
+    "eva": ({"window_size": 3, "num_landmarks": 6}, ["group_values", "joint_softmax"]),
+    "lara": ({"num_landmarks": 4}, ["lara"]),
+    "performer": ({"num_samples": 4}, ["performer"]),
+}
 
 
-def largest_difference(function) -> float:
+def twice(kernel, *inputs, **options):
+    return (kernel(*inputs, **options) + kernel(*inputs, **options)) / 2
+
+
+def checkpointed(kernel, *inputs, **options):
+    return checkpoint(kernel, *inputs, use_reentrant=False, **options)
+
+
+def contiguous(kernel, q, k, v, *others, **options):
+    return kernel(*(x.contiguous() for x in (q, k, v)), *others, **options)
+
+
+def channels_apart(kernel, q, k, v, *others, **options):
+    return kernel(*(x.mT.contiguous().mT for x in (q, k, v)), *others, **options)
+
+
+def compiled(kernel, *inputs, **options):
+    return torch.compile(kernel, fullgraph=True, backend="aot_eager")(*inputs, **options)
+
+
+def frozen(kernel, q, k, v, *others, **options):
+    """All but the values."""
+    return kernel(q.detach(), k.detach(), v, *(x if x is None else x.detach() for x in others), **options)
+
+
+def largest_difference(case, use) -> float:
     """Of the output and all gradients, from those of the kernels called plainly."""
-    inputs, windows = example(SMALL, CPU)
-    found, expected = (outputs_and_gradients(f, NAMES, inputs, windows) for f in (function, KERNELS))
-    return max((found[name] - expected[name]).abs().max().item() for name in expected)
+    checked = CHECKED[type(case)]
+    inputs, options = checked.example(case, CPU)
+    functions = functools.partial(use, checked.kernels), checked.kernels
+    found, expected = (outputs_and_gradients(f, checked.names, inputs, options) for f in functions)
+    given = {name for name, x in found.items() if x is not None}
+    assert given == ({"y", "dv"} if use is frozen else set(expected))
+    return max((found[name] - expected[name]).abs().max().item() for name in given)
 
 
-def twice(*inputs, **windows):
-    return (KERNELS(*inputs, **windows) + KERNELS(*inputs, **windows)) / 2
-
-
-def checkpointed(*inputs, **windows):
-    return checkpoint(KERNELS, *inputs, use_reentrant=False, **windows)
-
-
-def contiguous(q, k, v, *others, **windows):
-    return KERNELS(*(x.contiguous() for x in (q, k, v)), *others, **windows)
-
-
-def channels_apart(q, k, v, *others, **windows):
-    return KERNELS(*(x.mT.contiguous().mT for x in (q, k, v)), *others, **windows)
-
-
-def gradient_of_values_alone() -> float:
-    """Its difference from that among all gradients: all else is frozen."""
-    inputs, windows = example(SMALL, CPU)
-    expected = outputs_and_gradients(KERNELS, NAMES, inputs, windows)["dv"]
-    v = inputs[2].detach().requires_grad_()
-    y = KERNELS(*inputs[:2], v, *inputs[3:], **windows)
-    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(1)))
-    return (v.grad - expected).abs().max().item()
-
-
-def layer_on_the_path() -> float:
+def layer_on_the_path(name: str) -> float:
     """The largest difference of a layer's output and gradients on the path "triton" from the plain ones."""
     torch.manual_seed(0)
-    attn = create_attention("eva", dim=32, num_heads=2, grid=(6, 4), window_size=3, num_landmarks=6)
-    x, found, calls = torch.randn(1, 24, 32), {}, []
-    for module in (triton_joint, triton_groups):
-        for name in ("joint_softmax", "group_values"):
-            if kernel := getattr(module, name, None):
-                setattr(module, name, lambda *args, f=kernel, **kwargs: (calls.append(f), f(*args, **kwargs))[1])
+    options, ops = LAYERS[name]
+    attn = create_attention(name, dim=32, num_heads=2, grid=(6, 4), **options)
+    x, found = torch.randn(1, 24, 32), {}
+    CALLS.clear()
     for path in ("plain", "triton"):
         torch.manual_seed(1)
         with kernels.use(path):
             y = attn(x, (6, 4))
         found[path] = [y, *torch.autograd.grad(y.square().sum(), list(attn.parameters()))]
-    assert len(calls) == 2, calls
+    assert ops == CALLS, CALLS
     return max((a - b).abs().max().item() for a, b in zip(*found.values(), strict=True))
 
 
 def main() -> None:
-    compiled = torch.compile(KERNELS, fullgraph=True, backend="aot_eager")
-    uses = {f.__name__: largest_difference(f) for f in (twice, checkpointed, contiguous, channels_apart)}
-    uses |= {"compiled": largest_difference(compiled), "frozen": gradient_of_values_alone()}
-    uses["layer"] = layer_on_the_path()
-    print(json.dumps({"errors": {str(case): errors(case, CPU) for case in (*CASES, *GROUP_CASES)}, "uses": uses}))
+    for op, name in kernels.TRITON_MODULES.items():
+        module = importlib.import_module(f"attention.kernels.{name}")
+        function = getattr(module, op)
+        setattr(module, op, lambda *args, f=function, **options: (CALLS.append(f.__name__), f(*args, **options))[1])
+    ways = twice, checkpointed, contiguous, channels_apart, compiled, frozen
+    uses = {f"{use.__name__} {case}": largest_difference(case, use) for case in SMALL for use in ways}
+    layers = {name: layer_on_the_path(name) for name in LAYERS}
+    print(json.dumps({"errors": {str(case): errors(case, CPU) for case in CASES}, "uses": uses, "layers": layers}))
 
 
 if __name__ == "__main__":

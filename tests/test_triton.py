@@ -16,12 +16,22 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from attention.kernels import tiles, triton_groups, triton_joint
-from attention.kernels.check import CASES, CHECKED, GROUP_CASES, Case, GroupCase, errors, excess, outputs_and_gradients
+from attention.kernels import tiles, triton_groups, triton_joint, triton_random_features
+from attention.kernels.check import (
+    CASES,
+    CHECKED,
+    Case,
+    GroupCase,
+    LaraCase,
+    PerformerCase,
+    errors,
+    excess,
+    outputs_and_gradients,
+)
 from attention.landmarks import bins, bins_outside
 
 ROOT = Path(__file__).parents[1]
-every_case = pytest.mark.parametrize("case", [*CASES, *GROUP_CASES], ids=str)
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
 POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.uint8: "*u8"}
 
 
@@ -49,10 +59,16 @@ def test_interpreted_kernels_equal_the_literal_twin_in_value_and_all_gradients(c
 
 
 def test_kernels_under_every_use(interpreted):
-    """Twice in a graph, checkpointed, compiled, on contiguous and on strided channels, frozen inputs, in a layer."""
-    assert len(interpreted["uses"]) == 7
+    """Twice in a graph, checkpointed, compiled, on contiguous and on strided channels, frozen inputs."""
+    assert len(interpreted["uses"]) == 12
     for use, difference in interpreted["uses"].items():
-        assert difference <= (1e-5 if use == "layer" else 1e-6), use  # a layer's gradients are sums over all tokens
+        assert difference <= 1e-6, use
+
+
+def test_layers_on_the_path_call_the_kernels(interpreted):
+    assert set(interpreted["layers"]) == {"eva", "lara", "performer"}
+    for name, difference in interpreted["layers"].items():
+        assert difference <= 1e-5, name  # gradients are sums over all tokens
 
 
 def described(argument, path: tuple, constants: dict):
@@ -69,6 +85,8 @@ def described(argument, path: tuple, constants: dict):
 
 WINDOWS = Case((5, 7), (3, 4), c=5, d=24, log_count=True, dtype=torch.bfloat16)
 OF_WINDOWS = {"_forward", "_query_gradient", "_landmark_gradient"}
+OF_GROUPS = {"_forward", "_token_gradient", "_sample_gradient"}
+OF_SAMPLES = {"_mix", "_query_sums", "_sample_sums", "_query_gradient"}
 
 
 @pytest.mark.parametrize(
@@ -76,9 +94,11 @@ OF_WINDOWS = {"_forward", "_query_gradient", "_landmark_gradient"}
     [
         (80, WINDOWS._replace(overlap=(1, 1)), {*OF_WINDOWS, "_key_gradient", "_bias_gradient"}),
         (90, WINDOWS, OF_WINDOWS),
-        (90, GroupCase((5, 7), (2, 3), dtype=torch.bfloat16), {"_forward", "_token_gradient", "_sample_gradient"}),
+        (90, GroupCase((5, 7), (2, 3), dtype=torch.bfloat16), OF_GROUPS),
+        (90, PerformerCase(70, 40, dtype=torch.bfloat16), OF_GROUPS | OF_SAMPLES),
+        (80, LaraCase(70, 40, dtype=torch.bfloat16), OF_GROUPS | OF_SAMPLES | {"_mean_ratio"}),
     ],
-    ids=["windows that overlap", "windows", "groups"],
+    ids=["windows that overlap", "windows", "groups", "performer", "lara"],
 )
 def test_kernels_compile_for_a_gpu(capability, case, kernels, monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -91,7 +111,7 @@ def test_kernels_compile_for_a_gpu(capability, case, kernels, monkeypatch, tmp_p
         source, options = ASTSource(kernel, types, constants), tiles.launch_options(arguments[-1])
         compiled[kernel.__name__] = triton.compile(source, GPUTarget("cuda", capability, 32), options)
 
-    for module in (triton_joint, triton_groups):
+    for module in (triton_joint, triton_groups, triton_random_features):
         monkeypatch.setattr(module, "launch", compile_only)
     checked = CHECKED[type(case)]
     inputs, options = checked.example(case, torch.device("cpu"))
@@ -121,7 +141,7 @@ def test_what_the_kernels_do_not_cover(changed, of_q, monkeypatch):
         monkeypatch.setattr(tiles.INTERPRETED, "value", is_cuda)
         q = torch.zeros(1, 2, 35, d, dtype=dtype)
         arguments = {"keys": torch.zeros(1, 2, 1, 3, d), "values": torch.zeros(1, 2, 1, 3, d), "window": (3, 4)}
-        return triton_joint.covers(q, q, q, **arguments | changed)
+        return triton_joint.covers_joint_softmax(q, q, q, **arguments | changed)
 
     assert covers({})
     assert not covers(changed | ({"keys": None} if set(changed) == {"values"} else {}), **of_q)
@@ -132,11 +152,36 @@ def test_what_the_kernels_of_groups_do_not_cover(monkeypatch):
     k, wide = torch.zeros(1, 2, 35, 16), torch.zeros(1, 2, 35, 136)
     shared = bins((5, 7), (2, 3), k.device)
     of_windows = bins_outside(shared, (5, 7), (3, 4), (0, 0))
-    assert triton_groups.covers(k, k, k, shared)
+    covers = triton_groups.covers_group_values
+    assert covers(k, k, k, shared)
     for x, groups in ((k.double(), shared), (wide, shared), (k, of_windows)):
-        assert not triton_groups.covers(x, x, x, groups)
+        assert not covers(x, x, x, groups)
     monkeypatch.setattr(tiles.INTERPRETED, "value", False)
-    assert not triton_groups.covers(k, k, k, shared)
+    assert not covers(k, k, k, shared)
+
+
+@pytest.mark.parametrize(
+    ("op", "options"),
+    [
+        ("performer", {"features": "hyperbolic"}),
+        ("lara", {"proposal": "mixture"}),
+        ("lara", {"weighting": "coupled"}),
+        ("lara", {"noise": torch.zeros(1, 1, 2, 1)}),
+    ],
+    ids=str,
+)
+def test_what_the_kernels_of_random_features_do_not_cover(op, options, monkeypatch):
+    monkeypatch.setattr(tiles.INTERPRETED, "value", True)
+    covers = getattr(triton_random_features, f"covers_{op}")
+    x, samples = torch.zeros(1, 2, 35, 16), torch.zeros(1, 2, 3, 16)
+    of_lara = {"q_bar": samples, "k_bar": samples, "noise": samples[:, :, :, None]}
+    others = of_lara if op == "lara" else {"omega": samples}
+    assert covers(x, x, x, **others)
+    assert not covers(x, x, x, **others | options)
+    for y in (x.double(), torch.zeros(1, 2, 35, 136)):
+        assert not covers(y, y, y, **others)
+    monkeypatch.setattr(tiles.INTERPRETED, "value", False)
+    assert not covers(x, x, x, **others)
 
 
 @gpu
@@ -148,20 +193,31 @@ def test_kernels_on_a_gpu_equal_the_literal_twin_in_value_and_all_gradients(case
 
 @gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("overlap", [(0, 0), (3, 3)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case((14, 14), (7, 7), c=49, B=2, h=3),
+        Case((14, 14), (7, 7), (3, 3), c=49, B=2, h=3),
+        PerformerCase(196, 128, B=2, h=3),
+        LaraCase(196, 49, B=2, h=3),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("d", [32, 64, 80, 128])
-def test_kernels_on_a_gpu_at_the_papers_sizes(d, overlap, dtype):
-    case = Case((14, 14), (7, 7), overlap, c=49, d=d, B=2, h=3, dtype=dtype)
+def test_kernels_on_a_gpu_at_the_papers_sizes(d, case, dtype):
+    case = case._replace(d=d, dtype=dtype)
     for name, (error, plain_error) in errors(case, torch.device("cuda")).items():
         assert excess(case, name, error, plain_error) <= 1, (name, error, plain_error)
 
 
 @gpu
-def test_kernels_on_a_gpu_are_deterministic_and_compile():
-    case = Case((28, 28), (7, 7), c=49, d=64, B=8, h=3, dtype=torch.bfloat16)
-    checked = CHECKED[Case]
-    inputs, windows = checked.example(case, torch.device("cuda"))
-    compiled = torch.compile(triton_joint.joint_softmax, fullgraph=True, dynamic=False)
-    functions = triton_joint.joint_softmax, triton_joint.joint_softmax, compiled
-    first, *others = (outputs_and_gradients(f, checked.names, inputs, windows) for f in functions)
+@pytest.mark.parametrize(
+    "case", [Case((28, 28), (7, 7), c=49), PerformerCase(784, 128), LaraCase(784, 49, "balance")], ids=str
+)
+def test_kernels_on_a_gpu_are_deterministic_and_compile(case):
+    checked = CHECKED[type(case)]
+    inputs, options = checked.example(case._replace(d=64, B=8, h=3, dtype=torch.bfloat16), torch.device("cuda"))
+    compiled = torch.compile(checked.kernels, fullgraph=True, dynamic=False)
+    functions = checked.kernels, checked.kernels, compiled
+    first, *others = (outputs_and_gradients(f, checked.names, inputs, options) for f in functions)
     assert all(torch.equal(first[name], other[name]) for other in others for name in first)

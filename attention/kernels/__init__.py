@@ -18,8 +18,13 @@ from typing import Literal, get_args
 import torch
 
 Path = Literal["auto", "lean", "triton", "plain"]
-TRITON_MODULES = {"joint_softmax": "triton_joint", "group_values": "triton_groups"}
-"""Op -> the module here with its kernel, of the same name, and what that `covers`."""
+TRITON_MODULES = {
+    "joint_softmax": "triton_joint",
+    "group_values": "triton_groups",
+    "performer": "triton_random_features",
+    "lara": "triton_random_features",
+}
+"""Op -> the module here with its kernel, a function of the same name, and `covers_` it."""
 
 _path: Path = "auto"
 _fast: dict[str, Callable] = {}
@@ -91,8 +96,9 @@ def with_fast_path(fast: Callable, covers: Callable[..., bool]) -> Callable:
         def run(*args, **kwargs):
             if _path == "plain" or torch.compiler.is_exporting():  # an exported graph is made of torch's own operators
                 return op(*args, **kwargs)
-            if _path == "triton" and (kernel := _triton.get(op.__name__)) and kernel.covers(*args, **kwargs):
-                return getattr(kernel, op.__name__)(*args, **kwargs)
+            name, module = op.__name__, _triton.get(op.__name__) if _path == "triton" else None
+            if module and getattr(module, f"covers_{name}")(*args, **kwargs):
+                return getattr(module, name)(*args, **kwargs)
             return (fast if covers(*args, **kwargs) else op)(*args, **kwargs)
 
         return run

@@ -17,8 +17,10 @@ from attention.base import Grid, split_heads
 from attention.control_variates import group_values
 from attention.exact import joint_softmax
 from attention.features import upcast
-from attention.kernels import triton_groups, triton_joint
+from attention.kernels import triton_groups, triton_joint, triton_random_features
 from attention.landmarks import bins
+from attention.lara import lara, lara_reference
+from attention.performer import performer, performer_reference
 from attention.windows import to_windows
 
 FP32_ERROR, BEYOND_PLAIN = 1e-5, {"dkeys": 1.5}
@@ -65,6 +67,34 @@ class GroupCase(NamedTuple):
     __str__ = changed
 
 
+class PerformerCase(NamedTuple):
+    """Attention of N queries to P + N tokens by s samples."""
+
+    N: int
+    s: int
+    d: int = 16
+    P: int = 0
+    B: int = 1
+    h: int = 2
+    dtype: torch.dtype = torch.float32
+    __str__ = changed
+
+
+class LaraCase(NamedTuple):
+    """Attention of N queries to P + N tokens by s samples of c proposals each."""
+
+    N: int
+    c: int
+    weighting: str = "decoupled"
+    s: int = 1
+    d: int = 16
+    P: int = 0
+    B: int = 1
+    h: int = 2
+    dtype: torch.dtype = torch.float32
+    __str__ = changed
+
+
 CASES = [
     Case((5, 7), (3, 4)),
     Case((4, 6), (2, 3), B=2, h=1, d=20, log_count=True),
@@ -78,36 +108,50 @@ CASES = [
     Case((4, 6), (3, 3), d=128),
     *(Case((5, 7), (3, 4), d=24, h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
     *(Case((3, 5), (3, 3), (1, 1), h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
-]
-GROUP_CASES = [
     GroupCase((5, 7), (2, 3)),
     GroupCase((6, 7), (2, 3), (1, 1), samples=2, d=20, B=2, h=1),
     GroupCase((6, 7), (5, 7), d=40, h=1),
     *(GroupCase((5, 7), (2, 3), h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+    PerformerCase(35, 20),
+    PerformerCase(40, 40, d=20, P=3, B=2, h=1),
+    PerformerCase(5, 2, d=128, h=1),
+    *(PerformerCase(35, 6, h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+    LaraCase(35, 6),
+    LaraCase(40, 36, d=20, P=3, h=1),
+    LaraCase(9, 3, d=128, B=2, h=1),
+    LaraCase(35, 6, "balance", s=2, h=1),
+    *(LaraCase(35, 6, h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
 ]
+SIZES = (14, 128), (28, 128), (56, 32), (56, 128)
 TIMED = [
-    Case((side, side), (7, 7), c=49, d=64, B=B, h=3, dtype=torch.bfloat16)
-    for side, B in ((14, 128), (28, 128), (56, 32), (56, 128))
+    *(Case((side, side), (7, 7), c=49, d=64, B=B, h=3, dtype=torch.bfloat16) for side, B in SIZES),
+    *(PerformerCase(side**2, 128, d=64, B=B, h=3, dtype=torch.bfloat16) for side, B in SIZES[1:3]),
+    *(LaraCase(side**2, 49, d=64, B=B, h=3, dtype=torch.bfloat16) for side, B in SIZES[1:3]),
 ]
+
+
+def drawing(device: torch.device) -> Callable[..., Tensor]:
+    """Draws normal tensors of the shapes that it is called with."""
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator).to(device)
+
+
+def projected(case: Case | PerformerCase | LaraCase, N: int, draw: Callable[..., Tensor]) -> list[Tensor]:
+    """q, k, v of the fused projection, P tokens before q."""
+    q, k, v = split_heads(draw(case.B, case.P + N, 3 * case.h * case.d).to(case.dtype), 3, case.h)
+    return [q[:, :, case.P :], k, v]
 
 
 def example(case: Case, device: torch.device) -> tuple[list[Tensor | None], dict[str, Grid]]:
-    """Positional arguments and keywords of `joint_softmax`: q, k, v of the fused projection of half type, what
-    autocast leaves in fp32 in fp32.
-    """
-    generator = torch.Generator().manual_seed(0)
-    B, h, c, d, N = case.B, case.h, case.c, case.d, case.grid[0] * case.grid[1]
-
-    def draw(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator).to(device)
-
-    q, k, v = split_heads(draw(B, case.P + N, 3 * h * d).to(case.dtype), 3, h)
+    """Positional arguments and keywords of `joint_softmax`: what autocast leaves in fp32 is in fp32 in all examples."""
+    B, h, c, d, draw = case.B, case.h, case.c, case.d, drawing(device)
+    tokens = projected(case, case.grid[0] * case.grid[1], draw)
     (rows, columns), (above, beside) = case.window, case.overlap
     bias = draw(h, rows * columns, (rows + 2 * above) * (columns + 2 * beside)) if case.bias else None
     keys, values = draw(2, B, h, 1, c, d) if c else (None, None)
     logits = torch.arange(1.0, c + 1, device=device).log() if case.log_count and c else None
     windows = {"grid": case.grid, "window": case.window, "overlap": case.overlap}
-    return [q[:, :, case.P :], k, v, bias, keys, values, logits], windows
+    return [*tokens, bias, keys, values, logits], windows
 
 
 def plain(q, k, v, bias=None, keys=None, values=None, logits=None, **windows) -> Tensor:
@@ -125,6 +169,19 @@ def group_example(case: GroupCase, device: torch.device) -> tuple[list[Any], dic
     omega = torch.randn(case.B, case.h, 1, c, case.samples, case.d, generator=generator)
     tokens, omega = tokens.to(device, case.dtype), omega.to(device)
     return [*split_heads(tokens, 2, case.h), omega, bins(case.grid, case.bins, device, case.margin)], {}
+
+
+def performer_example(case: PerformerCase, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
+    """Arguments of `performer`."""
+    draw = drawing(device)
+    return [*projected(case, case.N, draw), draw(case.h, case.s, case.d)], {}
+
+
+def lara_example(case: LaraCase, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
+    """Arguments of `lara`."""
+    draw = drawing(device)
+    tokens, landmarks = projected(case, case.N, draw), draw(2, case.B, case.h, case.c, case.d)
+    return [*tokens, *landmarks, draw(case.h, case.c, case.s, case.d)], {"weighting": case.weighting}
 
 
 class Checked(NamedTuple):
@@ -152,6 +209,20 @@ CHECKED = {
         group_values,
         triton_groups.group_values_reference,
     ),
+    PerformerCase: Checked(
+        performer_example,
+        ("q", "k", "v", "omega"),
+        triton_random_features.performer,
+        performer,
+        performer_reference,
+    ),
+    LaraCase: Checked(
+        lara_example,
+        ("q", "k", "v", "q_bar", "k_bar"),
+        triton_random_features.lara,
+        lara,
+        lara_reference,
+    ),
 }
 
 
@@ -166,7 +237,7 @@ def outputs_and_gradients(function: Callable, names: Sequence[str], inputs: list
     return dict(zip(("y", "log_mass"), outputs, strict=False)) | gradients
 
 
-def errors(case: Case | GroupCase, device: torch.device) -> dict[str, tuple[float, float]]:
+def errors(case: NamedTuple, device: torch.device) -> dict[str, tuple[float, float]]:
     """RMS errors of outputs and gradients relative to the literal twin in float64: of the kernels, of plain PyTorch."""
     checked = CHECKED[type(case)]
     inputs, options = checked.example(case, device)
@@ -180,7 +251,7 @@ def errors(case: Case | GroupCase, device: torch.device) -> dict[str, tuple[floa
     }
 
 
-def excess(case: Case | GroupCase, name: str, error: float, plain_error: float) -> float:
+def excess(case: NamedTuple, name: str, error: float, plain_error: float) -> float:
     """How many times the error that is allowed for a tensor its error is."""
     beyond_plain = 0.0 if case.dtype == torch.float32 else BEYOND_PLAIN.get(name, 1.15) * plain_error
     return error / max(FP32_ERROR, beyond_plain)
@@ -209,15 +280,16 @@ def bandwidth(device: torch.device) -> float:
     return 2 * x.nbytes / milliseconds(lambda: torch.empty_like(x).copy_(x))
 
 
-def timings(case: Case, device: torch.device, per_ms: float) -> list[str]:
+def timings(case: NamedTuple, device: torch.device, per_ms: float) -> list[str]:
     """Rows of the table: forward, and forward with backward."""
-    inputs, windows = example(case, device)
-    leaves = [x if x is None else x.detach().requires_grad_(x.is_floating_point()) for x in inputs]
-    *with_gradient, logits = leaves
+    checked = CHECKED[type(case)]
+    inputs, options = checked.example(case, device)
+    with_gradient = [x.detach().requires_grad_() for x in inputs[: len(checked.names)]]
+    arguments = *with_gradient, *inputs[len(checked.names) :]
     functions = {
         "SDPA": lambda: F.scaled_dot_product_attention(*with_gradient[:3]),
-        "plain": lambda: plain(*with_gradient, logits, **windows),
-        "kernels": lambda: triton_joint.joint_softmax(*with_gradient, logits, **windows),
+        "plain": lambda: checked.plain(*arguments, **options).to(case.dtype),  # as layers do
+        "kernels": lambda: checked.kernels(*arguments, **options).to(case.dtype),
     }
     saved = [saved_bytes(function) / 2**20 for function in functions.values()]
     dy, rows = torch.randn_like(functions["SDPA"]()), []
@@ -230,8 +302,8 @@ def timings(case: Case, device: torch.device, per_ms: float) -> list[str]:
         with torch.set_grad_enabled(moved == 12):
             sdpa, slow, fast = times = [milliseconds(call) for call in calls]
         floor = moved * dy.nbytes / per_ms
-        N, B = dy.shape[2], dy.shape[0]
-        cells = [N, B, mode, *(f"{t:.3f}" for t in times), f"{sdpa / fast:.2f}", f"{slow / fast:.2f}"]
+        row = checked.kernels.__name__, dy.shape[2], dy.shape[0], mode
+        cells = [*row, *(f"{t:.3f}" for t in times), f"{sdpa / fast:.2f}", f"{slow / fast:.2f}"]
         rows.append([*cells, f"{floor / fast:.0%}", *(f"{x:.1f}" for x in saved)])
     return [f"| {' | '.join(map(str, cells))} |" for cells in rows]
 
@@ -241,7 +313,7 @@ def main() -> None:
     if device.type == "cpu" and not triton.knobs.runtime.interpret:
         sys.exit("no CUDA device; TRITON_INTERPRET=1 checks the kernels in Triton's interpreter")
     failed = False
-    for case in (*CASES, *GROUP_CASES):
+    for case in CASES:
         found = errors(case, device)
         off = any(not excess(case, name, *pair) <= 1 for name, pair in found.items())
         failed |= off
@@ -250,8 +322,8 @@ def main() -> None:
         print(
             f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16, 3 heads"
         )
-        columns = "N|B|mode|SDPA (ms)|plain (ms)|kernels (ms)|over SDPA|over plain|of the floor"
-        print(f"|{columns}|SDPA saved (MiB)|plain saved|kernels saved|\n|{'---|' * 12}")
+        columns = "op|N|B|mode|SDPA (ms)|plain (ms)|kernels (ms)|over SDPA|over plain|of the floor"
+        print(f"|{columns}|SDPA saved (MiB)|plain saved|kernels saved|\n|{'---|' * 13}")
         per_ms = bandwidth(device)
         for case in TIMED:
             print(*timings(case, device, per_ms), sep="\n", flush=True)

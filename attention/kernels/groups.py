@@ -9,6 +9,7 @@ from torch import Tensor
 from attention.features import full_type, own_types
 from attention.kernels import first_order
 from attention.kernels.joint import cut, uncut
+from attention.kernels.memory import like_tokens
 from attention.landmarks import Groups
 
 
@@ -55,12 +56,13 @@ class GroupValues(torch.autograd.Function):
                 of_values = torch.bmm(dbeta, cut(v, *place, full).mT)
                 dlog_xi = dlog_xi + torch.ops.aten._softmax_backward_data(of_values, weights, -1, full)
                 if ctx.needs_input_grad[1]:
-                    dv = uncut(torch.bmm(weights.mT, dbeta), v, *place)
+                    dv = uncut(torch.bmm(weights.mT, dbeta), like_tokens(v), *place)
             keys = cut(k, *place, full)
             if ctx.needs_input_grad[2]:
                 domega = scale * torch.bmm(dlog_xi, keys).to(omega.dtype).view_as(omega)
             if ctx.needs_input_grad[0]:
                 keys *= dlog_xi.sum(1)[..., None]
                 samples = omega.to(full).flatten(0, 3)
-                dk = uncut(torch.baddbmm(keys, dlog_xi.mT, samples, beta=-(scale**2), alpha=scale, out=keys), k, *place)
+                keys.baddbmm_(dlog_xi.mT, samples, beta=-(scale**2), alpha=scale)
+                dk = uncut(keys, like_tokens(k), *place)
         return dk, dv, domega, None, None

@@ -5,6 +5,8 @@ onto what is added to them (position bias, masks as -inf), and one product mixes
 that (copies, logits, masks) is not kept: the weights are, or with the path "lean" not even these.
 """
 
+from collections.abc import Iterator
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -12,6 +14,7 @@ from torch import Tensor
 from attention.base import Grid, split_prefix
 from attention.features import full_type, own_types
 from attention.kernels import first_order, path
+from attention.kernels.memory import Part, cache_parts, like_tokens, take
 from attention.windows import count_windows, window_mask, window_view
 
 
@@ -52,7 +55,7 @@ def joint_softmax(
 def _offset(
     q: Tensor, bias: Tensor | None, logits: Tensor | None, num_others: int, grid: Grid, window: Grid, causal: bool
 ) -> Tensor | None:
-    """What is added to the logits of window and others, broadcast to (h, g, w, e + c); None for nothing."""
+    """What is added to the logits of window and others, (h, 1 or g, w, e + c); None for nothing."""
     mask, e = window_mask(grid, window, (0, 0), q.device), window[0] * window[1]
     if bias is None and logits is None and mask is None and not causal:
         return None
@@ -65,56 +68,86 @@ def _offset(
     if logits is not None:
         others = F.pad(logits.to(exact.dtype), (num_others - logits.shape[-1], 0))  # zeros: prefix tokens
     h, g = exact.shape[0], max(exact.shape[1], others.shape[0])
-    return torch.cat([exact.expand(h, g, e, e), others.expand(h, g, e, -1)], -1)
+    return torch.cat([exact.expand(h, g, e, e), others.expand(h, g, e, -1)], -1).expand(q.shape[1], -1, -1, -1)
 
 
 class JointSoftmax(torch.autograd.Function):
-    """Of queries, keys and values (B, h, N, d), other keys and values (B, h, G, c, d) and an offset of all logits.
-
-    One buffer serves keys, values and their gradients in turn.
-    """
+    """Of queries, keys and values (B, h, N, d), other keys and values (B, h, G, c, d) and an offset of all logits."""
 
     @staticmethod
     def forward(ctx, q, k, v, keys, values, offset, grid, window, lean):
-        queries, buffer = cut(q, grid, window, q.dtype), _buffer(q, keys, grid, window)
-        weights = _weights(queries, _fill(buffer, k, keys, grid, window), q, offset)
-        y = torch.bmm(weights, _fill(buffer, v, values, grid, window), out=queries)
-        ctx.save_for_backward(q, k, v, keys, values, offset, None if lean else weights)
-        ctx.grid, ctx.window = grid, window
-        return uncut(y, q, grid, window)
+        y, place = like_tokens(q), (grid, window)
+        weights = None if lean else q.new_empty(_logits_shape(q, keys, *place))
+        for part in _parts(q, keys, *place):
+            _attend(*take(part, q, k, v, keys, values, y, weights), _of_heads(offset, part), *place)
+        ctx.save_for_backward(q, k, v, keys, values, weights, offset)
+        ctx.place = place
+        return y
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        (q, k, v, keys, values, offset, weights), place = ctx.saved_tensors, (ctx.grid, ctx.window)
-        dq = dk = dv = dkeys = dvalues = doffset = None
-        needs, scale = ctx.needs_input_grad, q.shape[-1] ** -0.5
-        with own_types(q):
-            buffer = _buffer(q, keys, *place)
-            if weights is None:
-                weights = _weights(cut(q, *place, q.dtype), _fill(buffer, k, keys, *place), q, offset)
-            dy = cut(dy, *place, q.dtype)
-            if needs[2] or needs[4]:
-                dv, dvalues = _apart(torch.bmm(weights.mT, dy, out=buffer), v, values, *place)
-            logits = torch.bmm(dy, _fill(buffer, v, values, *place).mT)
-            logits = torch.ops.aten._softmax_backward_data(logits, weights, -1, weights.dtype)
-            del weights
-            if needs[5]:
-                of_images = logits.view(q.shape[0], q.shape[1], -1, *logits.shape[1:])
-                doffset = of_images.sum(0, dtype=offset.dtype).sum_to_size(offset.shape)
-            if needs[0]:
-                dq = torch.baddbmm(dy, logits, _fill(buffer, k, keys, *place), beta=0, alpha=scale, out=dy)
-                dq = uncut(dq, q, *place)
-            if needs[1] or needs[3]:
-                queries = cut(q, *place, q.dtype)
-                torch.baddbmm(buffer, logits.mT, queries, beta=0, alpha=scale, out=buffer)
-                dk, dkeys = _apart(buffer, k, keys, *place)
+        (*inputs, weights, offset), place, needs = ctx.saved_tensors, ctx.place, ctx.needs_input_grad
+        dq, dk, dv = (like_tokens(x) if need else None for x, need in zip(inputs[:3], needs[:3], strict=True))
+        dkeys, dvalues = (torch.empty_like(x) if need else None for x, need in zip(inputs[3:], needs[3:5], strict=True))
+        doffset = torch.zeros_like(offset) if needs[5] else None
+        with own_types(inputs[0]):
+            for part in _parts(inputs[0], inputs[3], *place):
+                tensors = take(part, dy, *inputs, weights, dq, dk, dv, dkeys, dvalues)
+                _attend_backward(*tensors, _of_heads(offset, part), _of_heads(doffset, part), *place)
         return dq, dk, dv, dkeys, dvalues, doffset, None, None, None
 
 
-def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None) -> Tensor:
-    """Softmax of all logits of windows of queries (B h g, w, d) on keys (B h g, w + c, d): (B h g, w, w + c)."""
-    logits = queries.new_empty(*queries.shape[:2], keys.shape[1])
+def _logits_shape(q: Tensor, keys: Tensor, grid: Grid, window: Grid) -> tuple[int, ...]:
+    """(B, h, g, w, w + c)."""
+    w = window[0] * window[1]
+    return *q.shape[:2], count_windows(grid, window), w, w + keys.shape[3]
+
+
+def _parts(q: Tensor, keys: Tensor, grid: Grid, window: Grid) -> Iterator[Part]:
+    _, _, g, w, e = _logits_shape(q, keys, grid, window)
+    return cache_parts(q, g * (w * e + (w + e) * q.shape[3]) * q.element_size())  # logits, queries, keys
+
+
+def _of_heads(x: Tensor | None, part: Part) -> Tensor | None:
+    return x if x is None else x[part[1]]
+
+
+def _attend(q, k, v, keys, values, y, weights, offset, grid, window):
+    """Writes y, and weights unless None."""
+    queries, buffer = cut(q, grid, window, q.dtype), _buffer(q, keys, grid, window)
+    weights = _weights(queries, _fill(buffer, k, keys, grid, window), q, offset, weights)
+    uncut(torch.bmm(weights, _fill(buffer, v, values, grid, window), out=queries), y, grid, window)
+
+
+def _attend_backward(dy, q, k, v, keys, values, weights, dq, dk, dv, dkeys, dvalues, offset, doffset, grid, window):
+    """Writes the gradients that are not None; adds to doffset."""
+    place, scale, buffer = (grid, window), q.shape[-1] ** -0.5, _buffer(q, keys, grid, window)
+    if weights is None:
+        weights = _weights(cut(q, *place, q.dtype), _fill(buffer, k, keys, *place), q, offset)
+    else:
+        weights = weights.flatten(0, 2)
+    dy = cut(dy, *place, q.dtype)
+    if dv is not None or dvalues is not None:
+        _apart(torch.bmm(weights.mT, dy, out=buffer), dv, dvalues, *place)
+    logits = torch.bmm(dy, _fill(buffer, v, values, *place).mT)
+    logits = torch.ops.aten._softmax_backward_data(logits, weights, -1, weights.dtype)
+    del weights
+    if doffset is not None:
+        of_images = logits.view(q.shape[0], q.shape[1], -1, *logits.shape[1:])
+        doffset += of_images.sum(0, dtype=doffset.dtype).sum_to_size(doffset.shape)
+    if dq is not None:
+        uncut(torch.baddbmm(dy, logits, _fill(buffer, k, keys, *place), beta=0, alpha=scale, out=dy), dq, *place)
+    if dk is not None or dkeys is not None:
+        queries = cut(q, *place, q.dtype)
+        _apart(torch.baddbmm(buffer, logits.mT, queries, beta=0, alpha=scale, out=buffer), dk, dkeys, *place)
+
+
+def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None, weights: Tensor | None = None) -> Tensor:
+    """Softmax of all logits of windows of queries (B h g, w, d) on keys (B h g, w + c, d), written to `weights` unless
+    None: (B h g, w, w + c).
+    """
+    logits = queries.new_empty(*queries.shape[:2], keys.shape[1]) if weights is None else weights.flatten(0, 2)
     if offset is not None:
         logits.view(q.shape[0], q.shape[1], -1, *logits.shape[1:]).copy_(offset)
     torch.baddbmm(logits, queries, keys.mT, beta=float(offset is not None), alpha=q.shape[-1] ** -0.5, out=logits)
@@ -129,17 +162,20 @@ def cut(x: Tensor, grid: Grid, window: Grid, dtype: torch.dtype) -> Tensor:
 
 
 def uncut(windows: Tensor, x: Tensor, grid: Grid, window: Grid) -> Tensor:
-    """The inverse of `cut`, in shape and type like x (B, h, N, d); the heads of a token lie side by side."""
-    (B, h, _, d), rows, columns = x.shape, -(-grid[0] // window[0]), -(-grid[1] // window[1])
-    y = torch.empty(B, rows, window[0], columns, window[1], h, d, dtype=x.dtype, device=x.device)
-    y.copy_(windows.unflatten(1, window).unflatten(0, (B, h, rows, columns)).permute(0, 2, 4, 3, 5, 1, 6))
-    return y.flatten(3, 4).flatten(1, 2)[:, : grid[0], : grid[1]].flatten(1, 2).transpose(1, 2)
+    """Tokens x (B, h, N, d) with windows (B h g, w, d) written to them: the inverse of `cut`."""
+    (B, h), (H, W), rows, columns = x.shape[:2], grid, -(-grid[0] // window[0]), -(-grid[1] // window[1])
+    cells = windows.unflatten(1, window).unflatten(0, (B, h, rows, columns)).transpose(3, 4)
+    if H % window[0] or W % window[1]:
+        x.unflatten(2, grid).copy_(cells.flatten(4, 5).flatten(2, 3)[:, :, :H, :W])
+    else:
+        x.unflatten(2, (rows, window[0], columns, window[1])).copy_(cells)
+    return x
 
 
 def _buffer(q: Tensor, keys: Tensor, grid: Grid, window: Grid) -> Tensor:
     """Room for every window's own tokens and the others beside them, (B h g, w + c, d)."""
-    B, h, _, d = q.shape
-    return q.new_empty(B * h * count_windows(grid, window), window[0] * window[1] + keys.shape[3], d)
+    B, h, g, _, e = _logits_shape(q, keys, grid, window)
+    return q.new_empty(B * h * g, e, q.shape[3])
 
 
 def _fill(buffer: Tensor, x: Tensor, others: Tensor, grid: Grid, window: Grid) -> Tensor:
@@ -150,10 +186,13 @@ def _fill(buffer: Tensor, x: Tensor, others: Tensor, grid: Grid, window: Grid) -
     return buffer
 
 
-def _apart(buffer: Tensor, x: Tensor, others: Tensor, grid: Grid, window: Grid) -> tuple[Tensor, Tensor]:
-    """The adjoint of `_fill`: gradients of x and of the others."""
+def _apart(buffer: Tensor, x: Tensor | None, others: Tensor | None, grid: Grid, window: Grid) -> None:
+    """The adjoint of `_fill`: writes gradients of x and of the others, unless None."""
     w = window[0] * window[1]
-    tail = buffer[:, w:].unflatten(0, (*x.shape[:2], -1))
-    if others.shape[2] == 1:
-        tail = tail.sum(2, keepdim=True, dtype=others.dtype)
-    return uncut(buffer[:, :w], x, grid, window), tail.to(others.dtype, copy=True)
+    if x is not None:
+        uncut(buffer[:, :w], x, grid, window)
+    if others is not None:
+        tail = buffer[:, w:].unflatten(0, (*others.shape[:2], -1))
+        if others.shape[2] == 1:
+            tail = tail.sum(2, keepdim=True, dtype=others.dtype)
+        others.copy_(tail)

@@ -33,23 +33,20 @@ def covers_lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mi
 
 def lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mixed", weighting="decoupled", beta=2.0):
     """`attention.lara.lara`."""
-    omega, prior, q_bar, balance = _proposals(q_bar, k_bar, noise, proposal)
-    if weighting == "balance":
-        return _attend(q, k, v, omega, prior[0])
-    return _attend(q, k, v, omega, prior[1], q_bar, balance, beta)
+    return _attend(q, k, v, *lara_samples(q_bar, k_bar, noise, proposal, weighting, beta))
 
 
 @full_precision
-def _proposals(q_bar: Tensor, k_bar: Tensor, noise: Tensor, proposal: str) -> tuple:
-    """Samples (B, h, c s, d), their priors (B, h, c s) with the weights "balance" and "decoupled", scaled q_bar, and
-    balance heuristic b.
+def lara_samples(q_bar: Tensor, k_bar: Tensor, noise: Tensor, proposal: str, weighting: str, beta: float) -> tuple:
+    """Samples (B, h, c s, d) and their prior (B, h, c s); with the weighting "decoupled", of one sample each, also the
+    scaled q_bar, the balance heuristic b (B, h, c) and beta.
     """
     q_bar = scale(q_bar)
     proposals = propose(q_bar, q_bar, scale(k_bar), None, proposal)
     omega = (proposals.mean + noise).flatten(2, 3)
     log_ratio = log_features(proposals.mean[:, :, :, 0], omega).mT
     own, total = own_ratio(log_ratio), log_ratio.logsumexp(-1)
-    return omega, (-total, -own), q_bar, (own - total).exp()
+    return (omega, -total) if weighting == "balance" else (omega, -own, q_bar, (own - total).exp(), beta)
 
 
 def _attend(q, k, v, omega, prior=None, q_bar=None, balance=None, beta=0.0):

@@ -1,9 +1,9 @@
 """Values of groups of tokens by random features (EVA, eq. 16, appendix C), fused into Triton kernels. Experimental.
 
-A group's value is a softmax over its members: attention of samples to tokens, under a mask of members. Tokens are read
-in raster order, and nothing of their number times the samples is kept: values and log-masses are saved, weights are
-computed again. Every gradient is summed by the program that owns it, so that it is deterministic. Products are those of
-fp32, as features need them.
+A group's value is a softmax over its members: attention of samples to tokens, under a mask of members, or without one
+(Performer, LARA). Tokens are read in raster order, and nothing of their number times the samples is kept: values and
+log-masses are saved, weights are computed again. Every gradient is summed by the program that owns it, so that it is
+deterministic. Products are those of fp32, as features need them.
 """
 
 from typing import NamedTuple
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from attention.features import scale, xi
 from attention.kernels.tiles import (
-    INTERPRETED,
     PROGRAMS,
     accumulate,
     block_length,
@@ -28,6 +27,7 @@ from attention.kernels.tiles import (
     precision,
     softmax_gradient,
     store,
+    supported,
     view,
 )
 from attention.landmarks import Groups
@@ -47,14 +47,15 @@ class Sizes(NamedTuple):
 @triton.jit
 def _logits(a, b, half, member, sample, token, c, N, S: tl.constexpr):
     """Log features a @ b.T - half of samples and tokens, broadcast; -inf for those of other groups."""
-    inside = (sample < c) & (token < N)
-    seen = tl.load(member + sample // S.samples * N + token, inside, other=0) != 0
+    seen = (sample < c) & (token < N)
+    if member is not None:
+        seen = tl.load(member + sample // S.samples * N + token, seen, other=0) != 0
     return tl.where(seen, dot(a, tl.trans(b), S) - half, float("-inf"))
 
 
 @triton.jit
-def _forward(k, v, omega, member, beta, log_mass, h, N, c, scale, S: tl.constexpr):
-    """A block of samples of one image and head: their values and log-masses."""
+def _forward(k, v, omega, member, beta, log_mass, h, N, c, scale, norm, S: tl.constexpr):
+    """A block of samples of one image and head: their values and log-masses. norm: 1/2, of features, or 0."""
     program, blocks = tl.program_id(0), tl.cdiv(c, S.block_c)
     head, batch = program // blocks % h, program // blocks // h
     sample = program % blocks * S.block_c + tl.arange(0, S.block_c)
@@ -66,7 +67,7 @@ def _forward(k, v, omega, member, beta, log_mass, h, N, c, scale, S: tl.constexp
         token = start + tl.arange(0, S.block_n)
         keys = load(k, batch, head, token, token < N, tl.float32, S) * scale
         values = load(v, batch, head, token, token < N, tl.float32, S)
-        half = tl.sum(keys * keys, 1) / 2
+        half = tl.sum(keys * keys, 1) * norm
         state = accumulate(state, _logits(samples, keys, half, member, sample[:, None], token, c, N, S), values, S)
     largest, total, output = state
     total = tl.where(real, total, 1.0)
@@ -122,26 +123,25 @@ def _sample_gradient(k, v, omega, member, dbeta, log_mass, delta, domega, h, N, 
     store(domega, batch, head, part * c + sample, real, total, S)
 
 
-def _sizes(k: Tensor, omega: Tensor, member: Tensor) -> Sizes:
+def sizes(k: Tensor, omega: Tensor, member: Tensor | None = None) -> Sizes:
     N, d, c = *k.shape[2:], omega.shape[2]
-    return Sizes(d, block_length(d, 128), c // len(member), block_length(N, 32), block_length(c, 32), precision())
+    most = 32 if d <= 64 else 16  # what shared memory holds
+    samples = c if member is None else c // len(member)
+    return Sizes(d, block_length(d, 128), samples, block_length(N, most), block_length(c, most), precision())
 
 
-def _scalars(k: Tensor, omega: Tensor) -> tuple[int, int, int, float]:
+def scalars(k: Tensor, omega: Tensor) -> tuple[int, int, int, float]:
     """Heads, tokens, samples, and the scale of keys."""
     return k.shape[1], k.shape[2], omega.shape[2], k.shape[3] ** -0.25
 
 
 @torch.library.custom_op("attention::group_values", mutates_args=())
-def _group_values(k: Tensor, v: Tensor, omega: Tensor, member: Tensor) -> tuple[Tensor, Tensor]:
+def sample_values(k: Tensor, v: Tensor, omega: Tensor, member: Tensor | None) -> tuple[Tensor, Tensor]:
     """Values (B, h, c, d) and log-masses (B, h, c) of c samples (B, h, c, d); member: (groups, N) uint8."""
-    S, beta, log_mass = _sizes(k, omega, member), *_empty_outputs(omega)
-    programs = k.shape[0] * k.shape[1] * triton.cdiv(omega.shape[2], S.block_c)
-    launch(_forward, (programs,), *map(view, (k, v, omega)), member, view(beta), log_mass, *_scalars(k, omega), S)
-    return beta, log_mass
+    return attend_to_tokens(k, v, omega, member)
 
 
-@_group_values.register_fake
+@sample_values.register_fake
 def _(k, v, omega, member):
     return _empty_outputs(omega)
 
@@ -150,26 +150,46 @@ def _empty_outputs(omega: Tensor) -> tuple[Tensor, Tensor]:
     return tuple(omega.new_empty(shape, dtype=torch.float32) for shape in (omega.shape, omega.shape[:3]))
 
 
+def attend_to_tokens(
+    k: Tensor, v: Tensor, omega: Tensor, member: Tensor | None = None, norm: float = 0.5
+) -> tuple[Tensor, Tensor]:
+    """Of v under the softmax of k' . omega - norm |k'|^2 over tokens: means (B, h, c, d) and log-sums (B, h, c)."""
+    S, beta, log_mass = sizes(k, omega, member), *_empty_outputs(omega)
+    programs = k.shape[0] * k.shape[1] * triton.cdiv(omega.shape[2], S.block_c)
+    arguments = *map(view, (k, v, omega)), member, view(beta), log_mass
+    launch(_forward, (programs,), *arguments, *scalars(k, omega), norm, S)
+    return beta, log_mass
+
+
 @torch.library.custom_op("attention::group_values_backward", mutates_args=())
 def _group_values_backward(
-    k: Tensor, v: Tensor, omega: Tensor, member: Tensor, dbeta: Tensor, log_mass: Tensor, delta: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of k, v and omega; delta: beta . dbeta less the gradient of the log-mass, (B, h, c)."""
-    (B, h, N, d), c, S = k.shape, omega.shape[2], _sizes(k, omega, member)
+    k: Tensor,
+    v: Tensor,
+    omega: Tensor,
+    member: Tensor | None,
+    dbeta: Tensor,
+    log_mass: Tensor,
+    delta: Tensor,
+    frozen: bool,
+) -> list[Tensor]:
+    """Gradients of k, v and, unless frozen, omega; delta: beta . dbeta less the gradient of the log-mass, (B, h, c)."""
+    (B, h, N, d), c, S = k.shape, omega.shape[2], sizes(k, omega, member)
     dk, dv = like_tokens(k), like_tokens(v)
-    arguments, scalars = (*map(view, (k, v, omega)), member, view(dbeta), log_mass, delta), _scalars(k, omega)
+    arguments, numbers = (*map(view, (k, v, omega)), member, view(dbeta), log_mass, delta), scalars(k, omega)
     programs = B * h * triton.cdiv(N, S.block_n)
-    launch(_token_gradient, (programs,), *arguments, view(dk), view(dv), *scalars, S)
+    launch(_token_gradient, (programs,), *arguments, view(dk), view(dv), *numbers, S)
+    if frozen:
+        return [dk, dv]
     blocks = B * h * triton.cdiv(c, S.block_c)
     parts = min(triton.cdiv(N, S.block_n), triton.cdiv(PROGRAMS, blocks))
     shares = log_mass.new_empty(B, h, parts * c, d)
-    launch(_sample_gradient, (blocks, parts), *arguments, view(shares), *scalars, S)
-    return dk, dv, shares.unflatten(2, (parts, c)).sum(2).to(omega.dtype)
+    launch(_sample_gradient, (blocks, parts), *arguments, view(shares), *numbers, S)
+    return [dk, dv, shares.unflatten(2, (parts, c)).sum(2).to(omega.dtype)]
 
 
 @_group_values_backward.register_fake
-def _(k, v, omega, member, dbeta, log_mass, delta):
-    return like_tokens(k), like_tokens(v), omega.new_empty(omega.shape)
+def _(k, v, omega, member, dbeta, log_mass, delta, frozen):
+    return [like_tokens(k), like_tokens(v), *([] if frozen else [omega.new_empty(omega.shape)])]
 
 
 def _save(ctx, inputs, output):
@@ -178,18 +198,17 @@ def _save(ctx, inputs, output):
 
 def _backward(ctx, dbeta, dlog_mass):
     *inputs, beta, log_mass = ctx.saved_tensors
-    delta = (beta * dbeta).sum(-1) - dlog_mass
-    return *_group_values_backward(*inputs, dense(dbeta), log_mass, delta.contiguous()), None
+    delta, frozen = (beta * dbeta).sum(-1) - dlog_mass, not ctx.needs_input_grad[2]
+    dk, dv, *domega = _group_values_backward(*inputs, dense(dbeta), log_mass, delta.contiguous(), frozen)
+    return dk, dv, *(domega or [None]), None
 
 
-_group_values.register_autograd(_backward, setup_context=_save)
+sample_values.register_autograd(_backward, setup_context=_save)
 
 
-def covers(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> bool:
-    """Not: float64, heads wider than 128 channels, groups of every window's own, no GPU."""
-    dtypes = torch.float32, torch.float16, torch.bfloat16
-    shared = groups.index.shape[0] == 1
-    return shared and k.dtype in dtypes and k.shape[-1] <= 128 and (k.is_cuda or INTERPRETED.value)
+def covers_group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> bool:
+    """Not: groups of every window's own, and what is not `supported`."""
+    return groups.index.shape[0] == 1 and supported(k, v)
 
 
 def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
@@ -197,7 +216,7 @@ def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[T
     index, valid = groups.index[0], groups.valid[0].to(torch.uint8)
     member = valid.new_zeros(len(index), k.shape[2]).scatter_reduce(1, index, valid, "amax")
     samples = dense(omega[:, :, 0].flatten(2, 3))
-    beta, log_mass = _group_values(dense(k), dense(v), samples, member)
+    beta, log_mass = sample_values(dense(k), dense(v), samples, member)
     return beta[:, :, None], log_mass.unflatten(2, omega.shape[3:5])[:, :, None]
 
 

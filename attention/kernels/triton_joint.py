@@ -429,7 +429,7 @@ def _backward(ctx, dy, _):
 _joint_softmax.register_autograd(_backward, setup_context=_save)
 
 
-def covers(
+def covers_joint_softmax(
     q, k, v, bias=None, keys=None, values=None, logits=None, *, window, causal=False, attn_drop=0.0, **_
 ) -> bool:
     """Whether the kernels can compute a joint softmax of these arguments.
@@ -459,7 +459,7 @@ def joint_softmax(
     overlap: Grid = (0, 0),
     **_: Any,
 ) -> Tensor:
-    """`attention.exact.joint_softmax` where the others are landmarks that all queries share: see `covers`.
+    """`attention.exact.joint_softmax` where the others are landmarks that all queries share, if covered.
 
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d). bias: position bias of the exact set, (h, w, e).
