@@ -1,4 +1,4 @@
-"""What a benchmark has measured, row by row: a table for people, CSV and JSON, and figures of growth with size."""
+"""What a benchmark has measured, row by row: a table for people, CSV and JSON."""
 
 import csv
 import itertools
@@ -7,8 +7,6 @@ from collections.abc import Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
-
-from matplotlib.figure import Figure
 
 from engine.measure import MAX_ERROR, MAX_WAITED, Spread, Times
 
@@ -93,42 +91,3 @@ def write_tables(facts: Mapping[str, Any], rows: Sequence[dict[str, Any]], outpu
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         writer.writerows(rows)
-
-
-def draw_figures(rows: Sequence[dict[str, Any]], output: Path) -> None:
-    """Draws attention.png, of layers, and model.png into the directory `output`."""
-    for kind, same_kind in itertools.groupby(rows, key=itemgetter("kind")):
-        draw(list(same_kind), output / f"{kind}.png")
-
-
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Time and peak memory relative to the baseline, where it fits, against size; a column of panels for every setting.
-
-    One size makes no figure.
-    """
-    measured = [row for row in rows if row["speedup"]]
-    setting_of = itemgetter(*SETTINGS[2:])
-    sizes, settings = list(dict.fromkeys(row["size"] for row in measured)), list(dict.fromkeys(map(setting_of, rows)))
-    if len(sizes) < 2:
-        return
-    are_squares = all(size.isdecimal() for size in sizes)
-    places = dict(zip(sizes, map(int, sizes) if are_squares else range(len(sizes)), strict=True))
-    measures = {"time": lambda row: 1 / row["speedup"], "peak memory": itemgetter("peak_ratio")}
-    figure = Figure(figsize=(4 + 3.5 * len(settings), 6), layout="constrained")
-    panels = figure.subplots(2, len(settings), sharex=True, sharey="row", squeeze=False)
-    for (label, measure), line in zip(measures.items(), panels, strict=True):
-        line[0].set_ylabel(f"{label}, {rows[0]['baseline']} = 1")
-        for setting, axes in zip(settings, line, strict=True):
-            for name in dict.fromkeys(row["name"] for row in rows):
-                own = [row for row in measured if (name, *setting_of(row)) == (row["name"], *setting)]
-                axes.plot([places[row["size"]] for row in own], [measure(row) for row in own], "o-", label=name)
-            axes.set_title("{}, {}\n{}, kernels {}".format(*setting))
-            axes.set_xscale("log" if are_squares else "linear")
-            axes.set_xticks(list(places.values()), sizes)
-            axes.set_xticks([], minor=True)
-            axes.set_yscale("log", base=2)
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.grid(alpha=0.3)
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right upper")
-    figure.supxlabel("tokens" if rows[0]["kind"] == "attention" else "side of the image (pixels)")
-    figure.savefig(path, dpi=150)
