@@ -42,12 +42,22 @@ class StopWish:
 
 @contextmanager
 def end_at_interrupt() -> Iterator[None]:
-    """Inside it, Ctrl-C ends the process with one line and the status that shells give it."""
+    """Inside it, Ctrl-C and SIGTERM end the process in order, with one line and the status that shells give them.
+
+    Killed at once, it would leave unfinished files, and loader workers that wait for ever to hand over what they read.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(number)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
-        raise SystemExit(128 + signal.SIGINT) from None
+        raise SystemExit(128 + (error.args[0] if error.args else signal.SIGINT)) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def leave_group(worker: int) -> None:

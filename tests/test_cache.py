@@ -1,6 +1,7 @@
 """Scanning a data set and preparing it: exact counts, the same input to the model, and damage that is noticed."""
 
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -173,14 +174,18 @@ def test_an_interrupted_preparation_leaves_nothing(root, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_was_not_checked_is_not_kept(root, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_not_checked_is_not_kept(root, tmp_path, monkeypatch, capsys, number):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+
     def interrupt(*arguments):
         assert [file.name for file in sorted(tmp_path.iterdir())] == ["train.part.npz", "train.part.pixels"]
-        raise KeyboardInterrupt
+        signal.raise_signal(number)
 
     monkeypatch.setattr(prepare, "check", interrupt)
-    with pytest.raises(SystemExit, match="130"):
+    with pytest.raises(SystemExit, match=str(128 + number)):
         prepare.main([str(root), str(tmp_path), "--workers", "0"])
+    signal.signal(signal.SIGINT, before)
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().err.endswith("interrupted\n")
 
