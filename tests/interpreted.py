@@ -13,12 +13,14 @@ from attention import create_attention, kernels
 from attention.kernels import triton_groups, triton_joint, triton_random_features
 from attention.kernels.check import CASES, CHECKED, Case, LaraCase, errors, outputs_and_gradients
 
+torch.use_deterministic_algorithms(True)  # fills memory with NaN before a kernel writes it
 for module in (triton_joint, triton_groups, triton_random_features):
     module.PROGRAMS = 2  # sums of several blocks in one program
 CPU, CALLS = torch.device("cpu"), []
 SMALL = Case((3, 4), (2, 3), h=1, c=2), LaraCase(12, 2, h=1)
 LAYERS = {  # their options, and the kernels that they call
     "eva": ({"window_size": 3, "num_landmarks": 6}, ["group_values", "joint_softmax"]),
+    "combiner": ({"window_size": 2}, ["joint_softmax"]),
     "lara": ({"num_landmarks": 4}, ["lara"]),
     "performer": ({"num_samples": 4}, ["performer"]),
 }
@@ -47,6 +49,17 @@ def compiled(kernel, *inputs, **options):
 def frozen(kernel, q, k, v, *others, **options):
     """All but the values."""
     return kernel(q.detach(), k.detach(), v, *(x if x is None else x.detach() for x in others), **options)
+
+
+def apart_in_memory(kernel, q, k, v, bias, keys, values, logits, **options):
+    """Images in one place, logits that do not lie side by side."""
+    q, k, v, keys, values = (x.expand(2, *x.shape[1:]) for x in (q, k, v, keys, values))
+    return kernel(q, k, v, bias, keys, values, torch.stack([logits] * 2, -1)[..., 0], **options)[:1]
+
+
+def mixed_types(kernel, q, k, v, *others, **options):
+    """As autocast leaves them where keys and values are normalised."""
+    return kernel(q, k.float(), v.float(), *others, **options)
 
 
 def largest_difference(case, use) -> float:
@@ -83,6 +96,8 @@ def main() -> None:
         setattr(module, op, lambda *args, f=function, **options: (CALLS.append(f.__name__), f(*args, **options))[1])
     ways = twice, checkpointed, contiguous, channels_apart, compiled, frozen
     uses = {f"{use.__name__} {case}": largest_difference(case, use) for case in SMALL for use in ways}
+    of_windows = {apart_in_memory: {"log_count": True}, mixed_types: {"dtype": torch.bfloat16}}
+    uses |= {use.__name__: largest_difference(SMALL[0]._replace(**fields), use) for use, fields in of_windows.items()}
     layers = {name: layer_on_the_path(name) for name in LAYERS}
     print(json.dumps({"errors": {str(case): errors(case, CPU) for case in CASES}, "uses": uses, "layers": layers}))
 

@@ -34,6 +34,16 @@ def dot(a, b, S: tl.constexpr):
 
 
 @triton.jit
+def dot_exactly(a, b, S: tl.constexpr):
+    """a @ b of fp32 a, which is not rounded where b is of a half type: as the sum of two halves."""
+    high = cast(a, b.dtype)
+    product = dot(high, b, S)
+    if b.dtype != tl.float32:
+        product += dot(cast(a - high.to(tl.float32), b.dtype), b, S)
+    return product
+
+
+@triton.jit
 def tile(x, batch, head, index, valid, S: tl.constexpr):
     """Pointers and mask of tokens `index` of x = (pointer, strides of B, h and N): (t, block_d)."""
     column = tl.arange(0, S.block_d)
@@ -66,9 +76,15 @@ def accumulate(state, logits, values, S: tl.constexpr):
 
 @triton.jit
 def softmax_gradient(logits, a, b, lse, delta, S: tl.constexpr):
-    """Weights, and the gradient of the logits; a @ b.T is that of the weights: dy and values, or values and dy."""
+    """Weights, and the gradient of the logits, see `logits_gradient`."""
     weight = tl.exp(logits - lse)
-    return weight, weight * (dot(a, tl.trans(b), S) - delta)
+    return weight, logits_gradient(weight, a, b, delta, S)
+
+
+@triton.jit
+def logits_gradient(weight, a, b, delta, S: tl.constexpr):
+    """Gradient of the logits; a @ b.T is that of the weights: dy and values, or values and dy."""
+    return weight * (dot(a, tl.trans(b), S) - delta)
 
 
 @triton.jit
