@@ -3,6 +3,7 @@
     python benchmark.py --attention eva lara performer                        # single layers, against softmax
     python benchmark.py --attention eva eva:num_landmarks=196 --tokens 196 784 3136 --modes forward train \\
         --dtypes fp32 bf16 --output runs/benchmark                            # table, CSV, JSON and figures
+    python benchmark.py --attention lara lara@plain --baseline lara@plain         # fast path against the definition
     python benchmark.py --models timm:vit_tiny_patch16_224:patch_size=8 deit_tiny_p8:eva
     python benchmark.py --macs [configs/deit_tiny_p8/*.yaml]                  # the papers' rows, or any files
 
@@ -18,13 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from attention import ATTENTION, Grid, kernels
+from attention import ATTENTION, Grid
 from attention.options import OptionError, nearest
 from engine.config import load_run, refuse_bad_input
 from engine.costs import PAPER_COSTS, Costs, PaperRow, count_costs
@@ -58,7 +59,6 @@ class Comparison:
     mode: str
     dtype: str
     execution: str
-    kernels: str
 
 
 @end_at_interrupt()
@@ -101,12 +101,17 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     many = {"nargs": "+", "default": []}
     parser.add_argument("configs", nargs="*", help="with --macs: YAML files; none: the papers' rows, all mechanisms")
     parser.add_argument("--macs", action="store_true", help="parameters and multiply-accumulates beside the papers'")
-    parser.add_argument("--attention", **many, metavar="NAME[:OPTION=VALUE,...]", help="single layers")
+    parser.add_argument(
+        "--attention",
+        **many,
+        metavar="NAME[@PATH][:OPTION=VALUE,...]",
+        help="single layers; PATH: their fast paths, as train.kernels",
+    )
     parser.add_argument(
         "--models",
         **many,
         metavar="MODEL",
-        help="NAME:ATTENTION[:OPTION=VALUE,...], timm:NAME[:OPTION=VALUE,...], or a YAML file",
+        help="NAME:ATTENTION[@PATH][:OPTION=VALUE,...], timm:NAME[:OPTION=VALUE,...], or a YAML file",
     )
     parser.add_argument("--baseline", **many, metavar="ENTRY", help="default: softmax, and the first of the models")
     parser.add_argument("--tokens", nargs="+", type=token_grid, default=[(28, 28)], metavar="N|HxW", help="of a layer")
@@ -129,9 +134,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"], help="half precision: autocast")
     parser.add_argument("--execution", nargs="+", choices=EXECUTIONS, default=["eager"], help="compiled: per shape")
-    parser.add_argument(
-        "--kernels", nargs="+", choices=get_args(kernels.Path), default=["auto"], help="fast paths, as train.kernels"
-    )
     parser.add_argument("--rounds", type=positive, default=10, help="measurements of each")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="of the CPU")
@@ -178,12 +180,6 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     Raises:
         OptionError, ConfigError: a name, an option, a size or a directory that cannot be honoured.
     """
-    for path in args.kernels:
-        try:
-            with kernels.use(path):
-                pass
-        except ValueError as error:
-            raise OptionError("--kernels", str(error)) from None
     if args.output:
         try:
             args.output.mkdir(parents=True, exist_ok=True)
@@ -210,7 +206,7 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
             batch = args.batch_size or max(1, BATCH_TOKENS[device.type] * patch // math.prod(size))
             comparisons += [
                 Comparison(kind, subjects, baseline, costs, size, batch, *setting)
-                for setting in itertools.product(args.modes, args.dtypes, args.execution, args.kernels)
+                for setting in itertools.product(args.modes, args.dtypes, args.execution)
             ]
     return comparisons
 
@@ -219,7 +215,7 @@ def compare(comparison: Comparison, rounds: int, device: torch.device) -> list[d
     """Measures all subjects: one row each, with the columns of results.csv; None for what does not fit into memory."""
     torch.compiler.reset()  # else the next shape would be compiled for any shape, and be slower
     # All mechanisms are one function to the compiler, which would leave those beyond its limit uncompiled.
-    with torch._dynamo.config.patch(recompile_limit=1000), kernels.use(comparison.kernels):
+    with torch._dynamo.config.patch(recompile_limit=1000):
         calls, counts = set_up(comparison, device)
         times = time_rounds(calls, rounds, device)
 
@@ -247,7 +243,7 @@ def set_up(comparison: Comparison, device: torch.device) -> tuple[dict[str, Call
             torch.manual_seed(0)
             with memory_permitting():
                 network = draw_weights(subject.build(comparison.size)).to(device)
-                workloads[subject.name] = Workload(network, inputs, **setting)
+                workloads[subject.name] = Workload(network, inputs, path=subject.path, **setting)
     for name, workload in workloads.items():
         with memory_permitting():
             counts[name] = workload.counts(device)
@@ -290,7 +286,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             for name in dict.fromkeys(row["name"] for row in rows):
                 own = [row for row in measured if (name, *setting_of(row)) == (row["name"], *setting)]
                 axes.plot([places[row["size"]] for row in own], [measure(row) for row in own], "o-", label=name)
-            axes.set_title("{}, {}\n{}, kernels {}".format(*setting))
+            axes.set_title("{}, {}\n{}".format(*setting))
             axes.set_xscale("log" if are_squares else "linear")
             axes.set_xticks(list(places.values()), sizes)
             axes.set_xticks([], minor=True)

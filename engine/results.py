@@ -21,7 +21,7 @@ MEMORY = (
 )
 """What the counts mean."""
 
-SETTINGS = ("size", "batch", "mode", "dtype", "execution", "kernels")
+SETTINGS = ("size", "batch", "mode", "dtype", "execution")
 ENDS = ("", "_q1", "_q3", "_noisy")
 MEASURED = [name + end for name in ("seconds", "speedup") for end in ENDS]
 COUNTED = ("images_per_second", "waited", "peak_bytes", "peak_ratio", "saved_bytes", "launches", "macs", "parameters")

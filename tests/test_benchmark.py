@@ -110,7 +110,7 @@ def test_a_call_leaves_nothing_behind(mode):
     subject = attention_layer(SMALL_EVA, 12, 3)
     network, inputs = draw_weights(subject.build((4, 6))), subject.example((4, 6), 2, CPU)
     before = network.qkv.weight.clone()
-    workload = Workload(network, inputs, mode, "bf16", "eager")
+    workload = Workload(network, inputs, mode, "bf16", "eager", "auto")
     result = workload.call()
     assert network.training == (mode != "inference")
     assert all(leaf.grad is None for leaf in workload.leaves)
@@ -248,13 +248,20 @@ def test_an_interrupted_run_shows_what_it_has_measured(tmp_path, monkeypatch, ca
     assert output.err == "interrupted\n"
 
 
-def test_kernels_are_a_setting(tmp_path, capsys):
+def test_paths_are_compared_in_the_same_rounds(tmp_path):
     paths = "auto", "lean", "plain"
-    rows = run("--attention", SMALL_EVA, "--tokens", "36", "--modes", "forward", "--kernels", *paths, output=tmp_path)
-    saved = {row["kernels"]: row["saved_bytes"] for row in rows if row["name"] == SMALL_EVA}
-    assert tuple(saved) == paths
-    assert saved["lean"] < saved["auto"] < saved["plain"]
-    assert "| kernels |" in capsys.readouterr().out
+    entries = [SMALL_EVA.replace(":", f"@{path}:") for path in paths]
+    rows = run("--attention", *entries, "--tokens", "36", "--modes", "forward", output=tmp_path)
+    saved = {row["name"]: row["saved_bytes"] for row in rows}
+    assert list(saved) == ["softmax", *entries]
+    assert saved[entries[1]] < saved[entries[0]] < saved[entries[2]]
+
+
+def test_models_have_paths(tmp_path):
+    config = tmp_path / "lean.yaml"
+    config.write_text("model:\n  name: deit_tiny_p16\nattention:\n  name: eva\ntrain:\n  kernels: lean\n")
+    entries = "deit_tiny_p16:eva@plain:num_landmarks=49", "deit_tiny_p16:eva", "timm:vit_tiny_patch16_224", str(config)
+    assert [whole_model(entry).path for entry in entries] == ["plain", "auto", "auto", "lean"]
 
 
 def test_every_shape_is_compiled_anew(tmp_path, monkeypatch):
@@ -279,6 +286,7 @@ def test_every_shape_is_compiled_anew(tmp_path, monkeypatch):
         ("--models timm:vit_tiny_patch16_225", "did you mean 'vit_tiny_patch16_224'?"),
         ("--models timm:vit_tiny_patch16_224:patchsize=8", "unexpected keyword argument 'patchsize'"),
         ("--models absent.yaml", "absent.yaml: No such file"),
+        ("--attention eva@fast", "'eva@fast': kernels.use('fast'): unknown path; one of auto, lean, triton, plain"),
         ("--attention eva --output /dev/null/x", "--output /dev/null/x: Not a directory"),
     ],
 )
