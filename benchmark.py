@@ -3,6 +3,7 @@
     python benchmark.py --attention eva lara performer                        # single layers, against softmax
     python benchmark.py --attention eva eva:num_landmarks=196 --tokens 196 784 3136 --modes forward train \\
         --dtypes fp32 bf16 --output runs/benchmark                            # table, CSV, JSON and figures
+    python benchmark.py --attention lara lara@plain --baseline lara@plain         # fast path against the definition
     python benchmark.py --models timm:vit_tiny_patch16_224:patch_size=8 deit_tiny_p8:eva
     python benchmark.py --macs [configs/deit_tiny_p8/*.yaml]                  # the papers' rows, or any files
 
@@ -11,12 +12,10 @@ the same round. --rounds 3 is a quick look.
 """
 
 import argparse
-import csv
 import itertools
-import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from pathlib import Path
@@ -31,29 +30,15 @@ from attention.options import OptionError, nearest
 from engine.config import load_run, refuse_bad_input
 from engine.costs import PAPER_COSTS, Costs, PaperRow, count_costs
 from engine.distributed import join
-from engine.measure import MAX_ERROR, MAX_WAITED, Spread, Times, time_rounds
+from engine.interrupt import end_at_interrupt
+from engine.measure import Call, Spread, limit_memory, memory_permitting, time_rounds
 from engine.report import provenance
+from engine.results import COLUMNS, MEMORY, NOISE, SETTINGS, describe, report, write_tables
 from engine.workload import DTYPES, EXECUTIONS, MODES, Subject, Workload, attention_layer, draw_weights, whole_model
 
 CONFIGS = Path(__file__).with_name("configs")
 BATCH_TOKENS = {"cpu": 6272, "cuda": 100352}
 """Tokens of a batch: 8 or 128 images of 784. Of a model, patches of 8 x 8 pixels are counted."""
-NOISE = (
-    f"~ is noisy: the median's standard error, 0.93 x interquartile range / sqrt(rounds), is above {MAX_ERROR:.0%}, or "
-    f"other programs kept the measurement from running for more than {MAX_WAITED:.0%} of its time."
-)
-MEMORY = (
-    "Peak: what torch allocates during a call, beyond parameters, optimiser state and inputs. Saved: what the result "
-    "keeps for its backward pass, without parameters. MACs: of one image, forward."
-)
-
-
-SETTINGS = ("size", "batch", "mode", "dtype", "execution")
-ENDS = ("", "_q1", "_q3", "_noisy")
-MEASURED = [name + end for name in ("seconds", "speedup") for end in ENDS]
-COUNTED = ("images_per_second", "waited", "peak_bytes", "peak_ratio", "saved_bytes", "launches", "macs", "parameters")
-COLUMNS = ("kind", "name", "baseline", *SETTINGS, *MEASURED, *COUNTED)
-"""Of results.csv and results.json. peak_ratio: to the baseline. waited: share of the time, see engine/measure.py."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +61,7 @@ class Comparison:
     execution: str
 
 
+@end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     with refuse_bad_input():
@@ -86,20 +72,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
             return
         device = join(args.device).device
         comparisons = plan(args, device)
-    torch.set_num_threads(args.threads)
-    facts = {
-        **provenance(device),
-        "cpus": os.cpu_count(),
-        "threads": args.threads,
-        "rounds": args.rounds,
-        "load": round(os.getloadavg()[0], 2),
-    }
-    rows = []
-    for comparison in tqdm(comparisons, unit="comparison", disable=None):
-        rows += compare(comparison, args.rounds, device)
-        if args.output:
-            write_results(facts, rows, args.output)
-    print(report(facts, rows), end="")
+        torch.set_num_threads(args.threads)
+        facts = {
+            **provenance(device),
+            "cpus": os.cpu_count(),
+            "threads": args.threads,
+            "rounds": args.rounds,
+            "load": round(os.getloadavg()[0], 2),
+        }
+        rows = []
+        try:
+            with limit_memory(device):
+                for comparison in tqdm(comparisons, unit="comparison", disable=None):
+                    rows += compare(comparison, args.rounds, device)
+                    if args.output:
+                        write_tables(facts, rows, args.output)
+        finally:  # what has been measured is not lost, whatever ends the rest
+            if rows:
+                print(report(facts, rows), end="")
+                if args.output:
+                    draw_figures(rows, args.output)
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -109,12 +101,17 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     many = {"nargs": "+", "default": []}
     parser.add_argument("configs", nargs="*", help="with --macs: YAML files; none: the papers' rows, all mechanisms")
     parser.add_argument("--macs", action="store_true", help="parameters and multiply-accumulates beside the papers'")
-    parser.add_argument("--attention", **many, metavar="NAME[:OPTION=VALUE,...]", help="single layers")
+    parser.add_argument(
+        "--attention",
+        **many,
+        metavar="NAME[@PATH][:OPTION=VALUE,...]",
+        help="single layers; PATH: their fast paths, as train.kernels",
+    )
     parser.add_argument(
         "--models",
         **many,
         metavar="MODEL",
-        help="NAME:ATTENTION[:OPTION=VALUE,...], timm:NAME[:OPTION=VALUE,...], or a YAML file",
+        help="NAME:ATTENTION[@PATH][:OPTION=VALUE,...], timm:NAME[:OPTION=VALUE,...], or a YAML file",
     )
     parser.add_argument("--baseline", **many, metavar="ENTRY", help="default: softmax, and the first of the models")
     parser.add_argument("--tokens", nargs="+", type=token_grid, default=[(28, 28)], metavar="N|HxW", help="of a layer")
@@ -181,8 +178,13 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     """All comparisons that were asked for; every network has been built once, without memory.
 
     Raises:
-        OptionError, ConfigError: a name, an option or a size that cannot be honoured.
+        OptionError, ConfigError: a name, an option, a size or a directory that cannot be honoured.
     """
+    if args.output:
+        try:
+            args.output.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise OptionError(f"--output {args.output}", error.strerror) from None
     kinds = []
     if args.attention:
         names = dict.fromkeys(args.attention if "softmax" in args.attention else ["softmax", *args.attention])
@@ -210,33 +212,17 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
 
 
 def compare(comparison: Comparison, rounds: int, device: torch.device) -> list[dict[str, Any]]:
-    """Measures all subjects: one row each, with the columns of results.csv; None for what does not fit the GPU."""
+    """Measures all subjects: one row each, with the columns of results.csv; None for what does not fit into memory."""
     torch.compiler.reset()  # else the next shape would be compiled for any shape, and be slower
-    inputs = comparison.subjects[0].example(comparison.size, comparison.batch, device)
-    setting = {name: getattr(comparison, name) for name in ("mode", "dtype", "execution")}
-    calls, counts = {}, {}
     # All mechanisms are one function to the compiler, which would leave those beyond its limit uncompiled.
     with torch._dynamo.config.patch(recompile_limit=1000):
-        for subject in comparison.subjects:
-            torch.manual_seed(0)
-            try:
-                workload = Workload(draw_weights(subject.build(comparison.size)).to(device), inputs, **setting)
-                counts[subject.name] = workload.counts(device)
-                calls[subject.name] = workload.call
-            except torch.OutOfMemoryError:
-                continue
+        calls, counts = set_up(comparison, device)
         times = time_rounds(calls, rounds, device)
 
     rows = []
     for subject, costs in zip(comparison.subjects, comparison.costs, strict=True):
-        row = dict.fromkeys(COLUMNS) | setting | costs._asdict() | counts.get(subject.name, {})
-        row |= {
-            "kind": comparison.kind,
-            "name": subject.name,
-            "baseline": comparison.baseline,
-            "size": size_text(comparison),
-            "batch": comparison.batch,
-        }
+        row = {name: getattr(comparison, name, None) for name in COLUMNS}
+        row |= costs._asdict() | counts.get(subject.name, {}) | {"name": subject.name, "size": size_text(comparison)}
         if subject.name in calls:
             row |= describe("seconds", Spread.of(times.seconds[subject.name]), times)
             row |= {"waited": times.waited, "images_per_second": comparison.batch / row["seconds"]}
@@ -247,10 +233,22 @@ def compare(comparison: Comparison, rounds: int, device: torch.device) -> list[d
     return rows
 
 
-def describe(name: str, spread: Spread, times: Times) -> dict[str, float | bool]:
-    """The four columns of the quantity `name`."""
-    values = (spread.median, spread.low, spread.high, times.noisy(spread))
-    return dict(zip((name + end for end in ENDS), values, strict=True))
+def set_up(comparison: Comparison, device: torch.device) -> tuple[dict[str, Call], dict[str, dict[str, int | None]]]:
+    """Calls to time, and what they cost beside time, of all subjects that fit into memory beside each other."""
+    setting = {name: getattr(comparison, name) for name in ("mode", "dtype", "execution")}
+    workloads, calls, counts = {}, {}, {}
+    with memory_permitting():
+        inputs = comparison.subjects[0].example(comparison.size, comparison.batch, device)
+        for subject in comparison.subjects:
+            torch.manual_seed(0)
+            with memory_permitting():
+                network = draw_weights(subject.build(comparison.size)).to(device)
+                workloads[subject.name] = Workload(network, inputs, path=subject.path, **setting)
+    for name, workload in workloads.items():
+        with memory_permitting():
+            counts[name] = workload.counts(device)
+            calls[name] = workload.call
+    return calls, counts
 
 
 def size_text(comparison: Comparison) -> str:
@@ -261,63 +259,8 @@ def size_text(comparison: Comparison) -> str:
     return str(height * width if comparison.kind == "attention" else height)
 
 
-def report(facts: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: how it was measured, and a table for layers and one for models."""
-    lines = [
-        ", ".join(f"{name} {value}" for name, value in facts.items() if name != "command"),
-        "",
-        f"{MEMORY} Speed-up: of the same round's times, median and quartiles.",
-    ]
-    for kind, same_kind in itertools.groupby(rows, key=itemgetter("kind")):
-        table = [cells(row) for row in same_kind]
-        settings = {name: cell for name, cell in table[0].items() if name in SETTINGS}
-        shared = [name for name in settings if len({line[name] for line in table}) == 1]
-        empty = [name for name in table[0] if not any(line[name] for line in table)]
-        names = [name for name in table[0] if name not in (*shared, *empty)]
-        lines += ["", f"{kind}: " + ", ".join(f"{name} {settings[name]}" for name in shared if settings[name]), ""]
-        lines += [f"| {' | '.join(line)} |" for line in (names, ["---"] * len(names))]
-        lines += [f"| {' | '.join(line[name] for name in names)} |" for line in table]
-    noisy = sum(bool(row["seconds_noisy"] or row["speedup_noisy"]) for row in rows)
-    if noisy:
-        waited = max(row["waited"] or 0 for row in rows)
-        lines += ["", f"Too noisy: {noisy} of {len(rows)} rows (kept waiting for up to {waited:.0%}). {NOISE}"]
-    return "\n".join(lines) + "\n"
-
-
-def cells(row: dict[str, Any]) -> dict[str, str]:
-    """A row as people read it; what is not known is empty."""
-
-    def text(value: float | None, unit: float, form: str) -> str:
-        return "" if value is None else f"{value / unit:{form}}"
-
-    def spread(name: str, unit: float, form: str) -> str:
-        median, low, high = (text(row[key], unit, form) for key in (name, f"{name}_q1", f"{name}_q3"))
-        return f"{'~' * row[f'{name}_noisy']}{median} ({low}–{high})" if median else ""
-
-    return {
-        "name": row["name"],
-        **{name: str(row[name]) for name in SETTINGS},
-        "ms": spread("seconds", 1e-3, ".4g") or "out of memory",
-        f"speed-up over {row['baseline']}": spread("speedup", 1, ".2f"),
-        "images/s": text(row["images_per_second"], 1, ".4g"),
-        "peak (MiB)": text(row["peak_bytes"], 2**20, ".1f")
-        + (f" ({row['peak_ratio']:.2f}x)" if row["peak_ratio"] else ""),
-        "saved (MiB)": text(row["saved_bytes"], 2**20, ".1f"),
-        "launches": text(row["launches"], 1, ".0f"),
-        "MACs (G)": text(row["macs"], 1e9, ".3f"),
-        "parameters (M)": text(row["parameters"], 1e6, ".3f"),
-    }
-
-
-def write_results(facts: Mapping[str, Any], rows: Sequence[dict[str, Any]], output: Path) -> None:
-    """Writes table.md, results.csv, results.json, and a figure of layers and of models."""
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "table.md").write_text(report(facts, rows))
-    (output / "results.json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=1))
-    with (output / "results.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
+def draw_figures(rows: Sequence[dict[str, Any]], output: Path) -> None:
+    """Draws attention.png, of layers, and model.png into the directory `output`."""
     for kind, same_kind in itertools.groupby(rows, key=itemgetter("kind")):
         draw(list(same_kind), output / f"{kind}.png")
 
@@ -328,25 +271,29 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     One size makes no figure.
     """
     measured = [row for row in rows if row["speedup"]]
-    setting_of = itemgetter("mode", "dtype", "execution")
+    setting_of = itemgetter(*SETTINGS[2:])
     sizes, settings = list(dict.fromkeys(row["size"] for row in measured)), list(dict.fromkeys(map(setting_of, rows)))
     if len(sizes) < 2:
         return
+    are_squares = all(size.isdecimal() for size in sizes)
+    places = dict(zip(sizes, map(int, sizes) if are_squares else range(len(sizes)), strict=True))
     measures = {"time": lambda row: 1 / row["speedup"], "peak memory": itemgetter("peak_ratio")}
-    figure = Figure(figsize=(1.5 + 3.5 * len(settings), 6), layout="constrained")
+    figure = Figure(figsize=(4 + 3.5 * len(settings), 6), layout="constrained")
     panels = figure.subplots(2, len(settings), sharex=True, sharey="row", squeeze=False)
     for (label, measure), line in zip(measures.items(), panels, strict=True):
         line[0].set_ylabel(f"{label}, {rows[0]['baseline']} = 1")
         for setting, axes in zip(settings, line, strict=True):
             for name in dict.fromkeys(row["name"] for row in rows):
                 own = [row for row in measured if (name, *setting_of(row)) == (row["name"], *setting)]
-                axes.plot([sizes.index(row["size"]) for row in own], [measure(row) for row in own], "o-", label=name)
-            axes.set_title(", ".join(setting))
-            axes.set_xticks(range(len(sizes)), sizes)
+                axes.plot([places[row["size"]] for row in own], [measure(row) for row in own], "o-", label=name)
+            axes.set_title("{}, {}\n{}".format(*setting))
+            axes.set_xscale("log" if are_squares else "linear")
+            axes.set_xticks(list(places.values()), sizes)
+            axes.set_xticks([], minor=True)
             axes.set_yscale("log", base=2)
             axes.yaxis.set_major_formatter("{x:g}")
             axes.grid(alpha=0.3)
-    panels[0, 0].legend()
+    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right upper")
     figure.supxlabel("tokens" if rows[0]["kind"] == "attention" else "side of the image (pixels)")
     figure.savefig(path, dpi=150)
 

@@ -33,7 +33,7 @@ class CacheReader(Reader):
 
     def __init__(self, path: str):
         super().__init__()
-        self.pixels = Path(path).with_suffix(".pixels")
+        self.pixels = pixels_of(Path(path))
         try:
             with open(path, "rb") as file, np.load(file) as index:
                 self.begins, self.labels, self.checksums, self.names, classes = (
@@ -52,9 +52,8 @@ class CacheReader(Reader):
         begin, end = map(int, self.begins[index : index + 2])
         if begin == end:
             raise BrokenImage("was broken when the cache was made")
-        with open(
-            self.pixels, "rb", buffering=0
-        ) as file:  # not mapped into memory: a failing disk would kill the process
+        # Not mapped into memory: a failing disk would kill the process.
+        with open(self.pixels, "rb", buffering=0) as file:
             content = os.pread(file.fileno(), end - begin, begin)
         if zlib.crc32(content) != self.checksums[index]:
             raise BrokenImage(f"damaged in {self.pixels.name}: the checksum differs; prepare the cache anew")
@@ -62,6 +61,11 @@ class CacheReader(Reader):
 
     def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
         return os.fsdecode(self.names[index])
+
+
+def pixels_of(path: Path) -> Path:
+    """The file of pixels beside the index `path`."""
+    return path.with_suffix(".pixels")
 
 
 def encode(image: Image.Image, short_side: int | None) -> bytes:
@@ -74,7 +78,7 @@ def encode(image: Image.Image, short_side: int | None) -> bytes:
 def write_cache(
     path: Path, samples: Iterable[tuple[bytes, int] | BrokenImage], names: Iterable[str], classes: Iterable[str]
 ) -> None:
-    """Writes the index `path` and the pixels beside it; whole, on the disk, or not at all.
+    """Writes the index `path` and the pixels beside it, to the disk.
 
     Args:
         samples: PPM file and class index of every image, or `BrokenImage`, in order. names: of the images.
@@ -83,32 +87,24 @@ def write_cache(
         OSError: no space, no permission.
     """
     begins, labels, checksums = [0], [], []
-    pixels = path.with_suffix(".pixels")
-    parts = {target: target.with_name(target.name + ".part") for target in (pixels, path)}
-    try:
-        with parts[pixels].open("wb") as file:
-            for sample in samples:
-                content, label = (b"", -1) if isinstance(sample, BrokenImage) else sample
-                file.write(content)
-                begins.append(begins[-1] + len(content))
-                labels.append(label)
-                checksums.append(zlib.crc32(content))
-            _flush(file)
-        with parts[path].open("wb") as file:
-            np.savez(
-                file,
-                begins=np.array(begins, np.int64),
-                labels=np.array(labels, np.int32),
-                checksums=np.array(checksums, np.uint32),
-                names=np.array([os.fsencode(name) for name in names]),
-                classes=np.array([os.fsencode(name) for name in classes]),
-            )
-            _flush(file)
-        for target, part in parts.items():
-            part.replace(target)
-    finally:
-        for part in parts.values():
-            part.unlink(missing_ok=True)
+    with pixels_of(path).open("wb") as file:
+        for sample in samples:
+            content, label = (b"", -1) if isinstance(sample, BrokenImage) else sample
+            file.write(content)
+            begins.append(begins[-1] + len(content))
+            labels.append(label)
+            checksums.append(zlib.crc32(content))
+        _flush(file)
+    with path.open("wb") as file:
+        np.savez(
+            file,
+            begins=np.array(begins, np.int64),
+            labels=np.array(labels, np.int32),
+            checksums=np.array(checksums, np.uint32),
+            names=np.array([os.fsencode(name) for name in names]),
+            classes=np.array([os.fsencode(name) for name in classes]),
+        )
+        _flush(file)
 
 
 def _flush(file: io.BufferedWriter) -> None:

@@ -35,11 +35,16 @@ def explain_failures(options: Train, world: World) -> Iterator[None]:
         _end(world, f"{error.filename or 'log or events'}: {what}; the last checkpoint stands")
     except (RuntimeError, MemoryError) as error:
         text = str(error).partition("\n")[0]
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in text:
+        if is_out_of_memory(error):
             _end(world, f"out of memory; {_remedies(options, world)} ({text})")
         if "gloo/transport" in text:  # on CUDA, NCCL ends the process itself
             _end(world, f"{_find_missing(world)} ({text})")
         raise
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether `error` says that memory does not suffice, for which torch has no class on a CPU."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _remedies(options: Train, world: World) -> str:

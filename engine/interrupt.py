@@ -7,6 +7,9 @@ SIGUSR1   a scheduler's warning before the time is up (SLURM: ``--signal=USR1@12
 
 import os
 import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 STOPPED = 75
@@ -35,6 +38,26 @@ class StopWish:
         self.noted = True
         if number == signal.SIGINT:
             signal.signal(number, signal.default_int_handler)
+
+
+@contextmanager
+def end_at_interrupt() -> Iterator[None]:
+    """Inside it, Ctrl-C and SIGTERM end the process in order, with one line and the status that shells give them.
+
+    Killed at once, it would leave unfinished files, and loader workers that wait for ever to hand over what they read.
+    """
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt(number)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        print("interrupted", file=sys.stderr)
+        raise SystemExit(128 + (error.args[0] if error.args else signal.SIGINT)) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def leave_group(worker: int) -> None:

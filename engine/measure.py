@@ -3,15 +3,21 @@
 import gc
 import math
 import os
+import re
+import resource
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
+
+from engine.failure import is_out_of_memory
 
 Call = Callable[[], object]
 
@@ -101,6 +107,37 @@ def clock(call: Call, repeats: int, device: torch.device) -> float:
     for _ in range(repeats):
         call()
     return (time.perf_counter() - start) / repeats
+
+
+@contextmanager
+def memory_permitting() -> Iterator[None]:
+    """Inside it, memory that does not suffice ends the block, and nothing else."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+
+
+@contextmanager
+def limit_memory(device: torch.device) -> Iterator[None]:
+    """Inside it, what does not fit into the main memory that is free now is refused to this process.
+
+    Linux would grant it, and end the process once it is used. Elsewhere, and on a GPU, it does nothing.
+    """
+    if device.type != "cpu" or not Path("/proc/meminfo").exists():
+        yield
+        return
+    free = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+    own = re.search(r"^VmData:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limits = (1024 * (int(free[1]) + int(own[1])), soft, hard)
+    limit = min(limit for limit in limits if limit != resource.RLIM_INFINITY)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def peak_bytes(call: Call, device: torch.device) -> int:

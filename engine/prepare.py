@@ -11,19 +11,22 @@ changes at all. ImageNet takes about 0.35 TB, at full size 0.75 TB. Every image 
 import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 
 from tqdm import tqdm
 
 from attention.options import OptionError
-from engine.cache import INDEX, CacheReader, encode, write_cache
+from engine.cache import INDEX, CacheReader, encode, pixels_of, write_cache
 from engine.config import refuse_bad_input
 from engine.data import Images, classes_of
 from engine.images import BrokenImage
+from engine.interrupt import end_at_interrupt
 from engine.verify import add_source, discard, open_splits, read_all
 
 
+@end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description="Decode a data set once.", formatter_class=argparse.RawDescriptionHelpFormatter
@@ -50,19 +53,35 @@ def prepare(name: str, images: Images, output: Path, short_side: int | None, wor
     """
     path = output / f"{name}{INDEX}"
     if path.exists():
-        raise OptionError(str(path), "is there already; remove it to prepare it anew")
+        raise OptionError(str(path), "is there already; remove it to prepare it anew, or name other --splits")
     output.mkdir(parents=True, exist_ok=True)
     images.transform = partial(encode, short_side=short_side)
-    samples = _tell(read_all(images, workers, f"{name}: decoding"))
-    write_cache(path, samples, images.reader.filenames(), classes_of(images))
+    unchecked = output / f"{name}.part{INDEX}"
+    try:
+        with closing(read_all(images, workers, f"{name}: decoding")) as samples:
+            write_cache(unchecked, _tell(samples), images.reader.filenames(), classes_of(images))
+        num_empty, num_bytes = check(unchecked, workers, f"{name}: checking")
+        for file in (pixels_of(path), path):
+            unchecked.with_suffix(file.suffix).replace(file)
+    finally:
+        for file in (pixels_of(unchecked), unchecked):
+            file.unlink(missing_ok=True)
+    print(f"{name}: {len(images):,} images, {num_bytes / 1e9:.3f} GB, {num_empty:,} broken")
+
+
+def check(path: Path, workers: int, title: str) -> tuple[int, int]:
+    """Reads everything back that the index `path` names: how many images were broken before, and bytes of the pixels.
+
+    Raises:
+        BrokenImage: others are, too.
+    """
     written = Images(CacheReader(str(path)))
     written.transform = discard
     num_empty = int((written.reader.begins[1:] == written.reader.begins[:-1]).sum())
-    broken = [sample for sample in read_all(written, workers, f"{name}: checking") if isinstance(sample, BrokenImage)]
-    if len(broken) != num_empty:
-        path.unlink()
-        raise BrokenImage(f"{len(broken) - num_empty} images were not read back as they were written; removed {path}")
-    print(f"{name}: {len(written):,} images, {written.reader.begins[-1] / 1e9:.3f} GB, {num_empty:,} broken")
+    num_broken = sum(isinstance(sample, BrokenImage) for sample in read_all(written, workers, title))
+    if num_broken != num_empty:
+        raise BrokenImage(f"{num_broken - num_empty} images were not read back as they were written; nothing is kept")
+    return num_empty, int(written.reader.begins[-1])
 
 
 def _tell(samples: Iterable[tuple[bytes, int] | BrokenImage]) -> Iterator[tuple[bytes, int] | BrokenImage]:

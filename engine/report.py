@@ -13,6 +13,7 @@ final   the end: the last evaluation; best_top1, parameters, macs, images_per_se
 import json
 import math
 import platform
+import re
 import resource
 import shlex
 import statistics
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -203,10 +205,20 @@ def provenance(device: torch.device) -> dict[str, Any]:
     return {
         "command": shlex.join(sys.argv),
         "git": revision,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "device": device_name(device),
         "python": platform.python_version(),
         **{package: version(package) for package in PACKAGES},
     }
+
+
+def device_name(device: torch.device) -> str:
+    """What its maker calls the GPU or the processor; "cpu" where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError):
+        if name := re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return name[1]
+    return platform.processor() or "cpu"
 
 
 def _is_until(progress: Progress, line: str) -> bool:

@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from attention import AttentionFactory, Grid
+from attention import AttentionFactory, Grid, kernels
 from attention.options import OptionError, nearest
 from engine.config import ConfigError, load_run
 from engine.costs import Costs, costs_of
@@ -30,11 +30,12 @@ class Subject:
     """A layer or model that is measured.
 
     Attributes:
-        name: as the user wrote it. build: size -> network.
+        name: as the user wrote it. path: of attention.kernels. build: size -> network.
         example: size, batch, device -> random arguments of its call. A size is the (H, W) tokens of a layer, or pixels.
     """
 
     name: str
+    path: kernels.Path
     build: Callable[[Grid], nn.Module]
     example: Callable[[Grid, int, torch.device | str], tuple[Any, ...]]
 
@@ -54,15 +55,17 @@ class Subject:
 
 
 def attention_layer(text: str, dim: int, num_heads: int) -> Subject:
-    """The layer ``"NAME[:OPTION=VALUE,...]"``.
+    """The layer ``"NAME[@PATH][:OPTION=VALUE,...]"``.
 
     Raises:
-        OptionError, ConfigError: unknown mechanism or option.
+        OptionError, ConfigError: unknown mechanism, path or option.
     """
     name, _, options = text.partition(":")
+    name, path = _split_path(text, name)
     factory = AttentionFactory.from_options({"name": name, **_read_options(text, options)})
     return Subject(
         text,
+        path,
         lambda grid: factory(dim=dim, num_heads=num_heads, grid=grid),
         lambda grid, batch, device: (
             torch.randn(batch, math.prod(grid), dim, device=device, requires_grad=True),
@@ -72,7 +75,7 @@ def attention_layer(text: str, dim: int, num_heads: int) -> Subject:
 
 
 def whole_model(text: str) -> Subject:
-    """The model ``"NAME:ATTENTION[:OPTION=VALUE,...]"``, ``"timm:NAME[:OPTION=VALUE,...]"`` or of a YAML file.
+    """The model ``"NAME:ATTENTION[@PATH][:OPTION=VALUE,...]"``, ``"timm:NAME[:OPTION=VALUE,...]"`` or of a YAML file.
 
     Raises:
         OptionError, ConfigError: unknown model of timm, or a refused file. Other names are checked at construction.
@@ -84,20 +87,34 @@ def whole_model(text: str) -> Subject:
     if text.endswith(".yaml"):
         run = load_run(text)
         return Subject(
-            text, lambda size: create_model(attention=run.attention, **run.model | {"img_size": size}), images
+            text,
+            run.train.kernels,
+            lambda size: create_model(attention=run.attention, **run.model | {"img_size": size}),
+            images,
         )
     family, _, rest = text.partition(":")
     name, _, options = rest.partition(":")
     options = _read_options(text, options)
     if family != "timm":
-        attention = {"name": name or "softmax", **options}
-        return Subject(text, lambda size: create_model(family, attention=attention, img_size=size), images)
+        name, path = _split_path(text, name or "softmax")
+        attention = {"name": name, **options}
+        return Subject(text, path, lambda size: create_model(family, attention=attention, img_size=size), images)
     if not timm.is_model(name):
         raise OptionError("timm", f"unknown model {name!r}{nearest(name, timm.list_models())}")
     sized = timm.get_pretrained_cfg(name).fixed_input_size  # pyramids of convolutions take any size, and no option
     return Subject(
-        text, lambda size: timm.create_model(name, **options, **({"img_size": size} if sized else {})), images
+        text, "auto", lambda size: timm.create_model(name, **options, **({"img_size": size} if sized else {})), images
     )
+
+
+def _split_path(text: str, name: str) -> tuple[str, kernels.Path]:
+    """Mechanism and path of ``"NAME[@PATH]"``, a part of the entry `text`."""
+    name, _, path = name.partition("@")
+    try:
+        with kernels.use(path or "auto"):
+            return name, kernels.path()
+    except ValueError as error:
+        raise ConfigError(f"{text!r}: {error}") from None
 
 
 def _read_options(text: str, options: str) -> dict[str, Any]:
@@ -124,16 +141,19 @@ class Workload:
     """A network and its inputs as one repeatable `call`, which leaves no graph and no gradients behind.
 
     Modes: `forward` in training mode, with a graph; `forward+backward` to all parameters and a layer's input; `train`,
-    with a step of AdamW too; `inference` in evaluation mode, without a graph. Half precision is autocast.
+    with a step of AdamW too; `inference` in evaluation mode, without a graph. Half precision is autocast. path: of
+    attention.kernels.
 
     Raises:
         torch.OutOfMemoryError: the GPU is too small.
     """
 
-    def __init__(self, network: nn.Module, inputs: tuple[Any, ...], mode: str, dtype: str, execution: str):
+    def __init__(
+        self, network: nn.Module, inputs: tuple[Any, ...], mode: str, dtype: str, execution: str, path: kernels.Path
+    ):
         self.network = network.train(mode != "inference")
         self.inputs = inputs
-        self.amp = None if dtype == "fp32" else dtype
+        self.amp, self.path = None if dtype == "fp32" else dtype, path
         self.parameters = list(network.parameters())
         self.leaves = [x for x in (*self.parameters, *inputs) if isinstance(x, Tensor) and x.requires_grad]
         if execution == "compiled":
@@ -152,7 +172,7 @@ class Workload:
             self.call()
 
     def forward(self) -> Tensor:
-        with autocast(self.amp, self.inputs[0].device):
+        with kernels.use(self.path), autocast(self.amp, self.inputs[0].device):
             return self.network(*self.inputs)
 
     def backward(self) -> None:

@@ -2,7 +2,10 @@
 
 import csv
 import json
+import os
+import resource
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +13,16 @@ from torch import nn
 
 import benchmark
 from engine import measure
-from engine.measure import Spread, Times, count_launches, peak_bytes, saved_bytes, time_rounds
+from engine.measure import (
+    Spread,
+    Times,
+    count_launches,
+    limit_memory,
+    memory_permitting,
+    peak_bytes,
+    saved_bytes,
+    time_rounds,
+)
 from engine.workload import MODES, Workload, attention_layer, draw_weights, whole_model
 
 CPU = torch.device("cpu")
@@ -98,7 +110,7 @@ def test_a_call_leaves_nothing_behind(mode):
     subject = attention_layer(SMALL_EVA, 12, 3)
     network, inputs = draw_weights(subject.build((4, 6))), subject.example((4, 6), 2, CPU)
     before = network.qkv.weight.clone()
-    workload = Workload(network, inputs, mode, "bf16", "eager")
+    workload = Workload(network, inputs, mode, "bf16", "eager", "auto")
     result = workload.call()
     assert network.training == (mode != "inference")
     assert all(leaf.grad is None for leaf in workload.leaves)
@@ -181,14 +193,16 @@ def test_results(tmp_path, capsys):
     assert "launches" not in printed
 
 
-def test_what_does_not_fit_has_no_figures(tmp_path, monkeypatch, capsys):
-    class Gpu(Workload):
-        def __init__(self, network, *arguments, **options):
-            if hasattr(network, "landmarks"):
-                raise torch.OutOfMemoryError
-            super().__init__(network, *arguments, **options)
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate")])
+@pytest.mark.parametrize("method", ["__init__", "counts"])
+def test_what_does_not_fit_has_no_figures(tmp_path, monkeypatch, capsys, method, error):
+    def call(workload, *arguments, **options):
+        if "eva" in str(type(arguments[0] if method == "__init__" else workload.network)):
+            raise error
+        return original(workload, *arguments, **options)
 
-    monkeypatch.setattr(benchmark, "Workload", Gpu)
+    original = getattr(Workload, method)
+    monkeypatch.setattr(Workload, method, call)
     arguments = "--attention", SMALL_EVA, "local:window_size=2", "--tokens", "36", "64", "--modes", "forward"
     rows = run(*arguments, "--baseline", SMALL_EVA, output=tmp_path)
     assert [row["seconds"] is None for row in rows] == [False, True, False] * 2
@@ -196,6 +210,58 @@ def test_what_does_not_fit_has_no_figures(tmp_path, monkeypatch, capsys):
     assert all(row["macs"] for row in rows)
     assert "out of memory" in capsys.readouterr().out
     assert not (tmp_path / "attention.png").exists()
+
+
+def test_inputs_that_do_not_fit(tmp_path, capsys):
+    benchmark.main([*LAYERS, "--attention", "softmax", "--tokens", "16", "--batch-size", str(10**12)])
+    assert "out of memory" in capsys.readouterr().out
+
+
+def test_other_errors_are_not_taken_for_memory():
+    with pytest.raises(RuntimeError, match="shapes"), memory_permitting():
+        raise RuntimeError("shapes")
+
+
+def test_memory_that_is_not_there_is_refused():
+    """Linux alone would grant each of these, as nothing is written to them, and end the process in the end."""
+    blocks, before = [], resource.getrlimit(resource.RLIMIT_DATA)
+    count = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**30 + 2
+    with limit_memory(CPU), memory_permitting():
+        blocks += (torch.empty(2**30, dtype=torch.uint8) for _ in range(count))
+    assert (len(blocks) < count) == Path("/proc/meminfo").exists()
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_an_interrupted_run_shows_what_it_has_measured(tmp_path, monkeypatch, capsys):
+    def compare(comparison, *arguments):
+        if comparison.mode == "train":
+            raise KeyboardInterrupt
+        return original(comparison, *arguments)
+
+    original = benchmark.compare
+    monkeypatch.setattr(benchmark, "compare", compare)
+    with pytest.raises(SystemExit, match="130"):
+        run("--attention", "softmax", "--tokens", "16", "36", "--modes", "inference", "train", output=tmp_path)
+    assert len(json.loads((tmp_path / "results.json").read_text())["rows"]) == 1
+    output = capsys.readouterr()
+    assert output.out == (tmp_path / "table.md").read_text()
+    assert output.err == "interrupted\n"
+
+
+def test_paths_are_compared_in_the_same_rounds(tmp_path):
+    paths = "auto", "lean", "plain"
+    entries = [SMALL_EVA.replace(":", f"@{path}:") for path in paths]
+    rows = run("--attention", *entries, "--tokens", "36", "--modes", "forward", output=tmp_path)
+    saved = {row["name"]: row["saved_bytes"] for row in rows}
+    assert list(saved) == ["softmax", *entries]
+    assert saved[entries[1]] < saved[entries[0]] < saved[entries[2]]
+
+
+def test_models_have_paths(tmp_path):
+    config = tmp_path / "lean.yaml"
+    config.write_text("model:\n  name: deit_tiny_p16\nattention:\n  name: eva\ntrain:\n  kernels: lean\n")
+    entries = "deit_tiny_p16:eva@plain:num_landmarks=49", "deit_tiny_p16:eva", "timm:vit_tiny_patch16_224", str(config)
+    assert [whole_model(entry).path for entry in entries] == ["plain", "auto", "auto", "lean"]
 
 
 def test_every_shape_is_compiled_anew(tmp_path, monkeypatch):
@@ -220,6 +286,8 @@ def test_every_shape_is_compiled_anew(tmp_path, monkeypatch):
         ("--models timm:vit_tiny_patch16_225", "did you mean 'vit_tiny_patch16_224'?"),
         ("--models timm:vit_tiny_patch16_224:patchsize=8", "unexpected keyword argument 'patchsize'"),
         ("--models absent.yaml", "absent.yaml: No such file"),
+        ("--attention eva@fast", "'eva@fast': kernels.use('fast'): unknown path; one of auto, lean, triton, plain"),
+        ("--attention eva --output /dev/null/x", "--output /dev/null/x: Not a directory"),
     ],
 )
 def test_refuses_with_one_line(arguments, message, capsys):

@@ -1,6 +1,7 @@
 """Scanning a data set and preparing it: exact counts, the same input to the model, and damage that is noticed."""
 
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -173,6 +174,22 @@ def test_an_interrupted_preparation_leaves_nothing(root, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_what_was_not_checked_is_not_kept(root, tmp_path, monkeypatch, capsys, number):
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+
+    def interrupt(*arguments):
+        assert [file.name for file in sorted(tmp_path.iterdir())] == ["train.part.npz", "train.part.pixels"]
+        signal.raise_signal(number)
+
+    monkeypatch.setattr(prepare, "check", interrupt)
+    with pytest.raises(SystemExit, match=str(128 + number)):
+        prepare.main([str(root), str(tmp_path), "--workers", "0"])
+    signal.signal(signal.SIGINT, before)
+    assert list(tmp_path.iterdir()) == []
+    assert capsys.readouterr().err.endswith("interrupted\n")
+
+
 def test_what_is_not_read_back_is_not_kept(root, tmp_path, monkeypatch, capsys):
     def lose(file):
         if "pixels" in file.name:
@@ -186,7 +203,7 @@ def test_what_is_not_read_back_is_not_kept(root, tmp_path, monkeypatch, capsys):
         prepare.main([str(root), str(tmp_path), "--splits", "train", "--workers", "0"])
     assert ended.value.code == 2
     assert "1 images were not read back as they were written" in capsys.readouterr().err
-    assert not (tmp_path / "train.npz").exists()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_broken_names_are_printed(root, tmp_path, capsys):

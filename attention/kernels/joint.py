@@ -149,7 +149,7 @@ def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None, we
     """
     logits = queries.new_empty(*queries.shape[:2], keys.shape[1]) if weights is None else weights.flatten(0, 2)
     if offset is not None:
-        logits.view(q.shape[0], q.shape[1], -1, *logits.shape[1:]).copy_(offset)
+        logits.view(q.shape[0], q.shape[1], -1, *logits.shape[1:]).copy_(offset.to(logits.dtype))
     torch.baddbmm(logits, queries, keys.mT, beta=float(offset is not None), alpha=q.shape[-1] ** -0.5, out=logits)
     return torch.softmax(logits, -1, out=logits)
 

@@ -147,7 +147,7 @@ def _softmax_backward(gradient: Tensor, weights: Tensor, dim: int) -> Tensor:
 
 def _full(x: Tensor) -> Tensor:
     """(B, h, N, d) -> (B h, N, d), float32 at least."""
-    return x.to(full_type(x)).flatten(0, 1)
+    return x.to(full_type(x), memory_format=torch.contiguous_format).flatten(0, 1)  # in one copy
 
 
 def _tokens(x: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
