@@ -20,13 +20,13 @@ from attention.landmarks import Groups
 LARGEST = 256
 """Tokens of a tile, at most: what registers hold."""
 PER_PROGRAM, PER_WARP = 2048, 512
-"""Numbers that a block of keys has, unless one tile has more, and a warp's share of them, of 16 warps at most: so that
-registers hold all else too.
+"""Numbers in a program's block of keys, unless one tile has more, and in a warp's share of it: so few that registers do
+not spill.
 """
 
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for: head width, rows and columns of a tile, block lengths, threads by 32."""
+    """What a kernel is compiled for: head width, rows and columns of a tile, block lengths, warps."""
 
     d: int
     block_d: int
@@ -105,7 +105,7 @@ def _sizes(k: Tensor, omega: Tensor, tile: list[int]) -> Sizes:
     d, block_t = k.shape[3], triton.next_power_of_2(tile[0] * tile[1])
     block_d = block_length(d, 128)
     block_c = min(max(PER_PROGRAM // (block_t * block_d), 1), triton.next_power_of_2(omega.shape[2]))
-    num_warps = min(max(block_c * block_t * block_d // PER_WARP, 1), 16)
+    num_warps = min(max(block_c * block_t * block_d // PER_WARP, 1), 16)  # of 32, each has too few registers
     return Sizes(d, block_d, *tile, block_t, block_c, num_warps)
 
 
