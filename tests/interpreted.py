@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import create_attention, kernels
 from attention.kernels import triton_groups, triton_joint, triton_random_features
-from attention.kernels.check import CASES, CHECKED, Case, GroupCase, LaraCase, errors, outputs_and_gradients
+from engine.check_kernels import CASES, CHECKED, Case, GroupCase, LaraCase, errors, outputs_and_gradients
 
 torch.use_deterministic_algorithms(True)  # fills memory with NaN before a kernel writes it
 for module in (triton_joint, triton_groups, triton_random_features):

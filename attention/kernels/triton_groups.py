@@ -14,7 +14,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.features import scale, xi
 from attention.kernels.tiles import (
     PROGRAMS,
     accumulate,
@@ -220,14 +219,3 @@ def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[T
         member = valid.new_zeros(len(index), k.shape[2]).scatter_reduce(1, index, valid, "amax")
         beta, log_mass = sample_values(k, v, samples, member)
     return beta[:, :, None], log_mass.unflatten(2, omega.shape[3:5])[:, :, None]
-
-
-def group_values_reference(k, v, omega, groups):
-    """`group_values`, group by group: ratios of sums of features."""
-    values, masses = [], []
-    for c, (index, valid) in enumerate(zip(groups.index[0], groups.valid[0], strict=True)):
-        members = index[valid]
-        features = xi(scale(k[:, :, None, members]), omega[:, :, 0, c, :, None])  # (B, h, s, t)
-        values.append(features @ v[:, :, members] / features.sum(-1, keepdim=True))
-        masses.append(features.sum(-1).log())
-    return torch.cat(values, 2)[:, :, None], torch.stack(masses, 2)[:, :, None]

@@ -22,7 +22,6 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.base import Grid, split_prefix
-from attention.exact import seen_exactly
 from attention.kernels.tiles import (
     PROGRAMS,
     accumulate,
@@ -500,18 +499,3 @@ def joint_softmax(
     q, k, v, k_tilde, beta = map(dense, (q, k, v, k_tilde, beta))
     bias, prior = (x if x is None else x.contiguous() for x in (bias, prior))
     return _joint_softmax(q, k, v, bias, k_tilde, beta, prior, list(grid), list(window), list(overlap))[0]
-
-
-def joint_softmax_reference(q, k, v, bias=None, keys=None, values=None, logits=None, **windows):
-    """`joint_softmax`, query by query."""
-    y, (rows, columns), W = torch.zeros_like(q), windows["window"], windows["grid"][1]
-    for n in range(q.shape[2]):
-        seen, of_seen = seen_exactly(n, q, k, v, bias, **windows)
-        if keys is not None:
-            shared = (q[:, :, n, None] @ keys[:, :, 0].mT)[:, :, 0] / q.shape[-1] ** 0.5
-            if logits is not None:
-                window = n // W // rows * -(-W // columns) + n % W // columns
-                shared = shared + logits[window % len(logits), 0]
-            seen, of_seen = torch.cat([seen, shared], -1), torch.cat([of_seen, values[:, :, 0]], 2)
-        y[:, :, n] = (seen.softmax(-1)[:, :, None] @ of_seen)[:, :, 0]
-    return y

@@ -1,4 +1,4 @@
-"""Checks the Triton kernels, and on a GPU times them: python -m attention.kernels.check
+"""Checks the Triton kernels, and on a GPU times them: python -m engine.check_kernels
 
 Without a GPU, TRITON_INTERPRET=1 in the environment runs the same check in Triton's interpreter. Exit status 1 where a
 kernel is off. Times are of the core alone, from q, k, v to the output, in bf16, on every path of attention.kernels;
@@ -9,23 +9,26 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-import triton
 from torch import Tensor
 
 from attention import kernels
 from attention.base import Grid, split_heads
 from attention.control_variates import group_values
-from attention.exact import joint_softmax
-from attention.features import upcast
+from attention.exact import joint_softmax, seen_exactly
+from attention.features import scale, upcast, xi
 from attention.kernels import triton_groups, triton_joint, triton_random_features
+from attention.kernels.tiles import INTERPRETED
 from attention.landmarks import bins
 from attention.lara import lara, lara_reference
 from attention.performer import performer, performer_reference
 from attention.windows import count_windows, to_windows
+from engine.measure import count_launches, saved_bytes
+from engine.report import device_name
 
 FP32_ERROR, BEYOND_PLAIN = 1e-5, 1.15
 """RMS error relative to the result in float64: at most this in fp32, of half types this many times plain PyTorch's."""
@@ -180,6 +183,21 @@ def plain(q, k, v, bias=None, keys=None, values=None, logits=None, **windows) ->
     return joint_softmax(q, k, v, bias, values=values, logits=logits, **windows)
 
 
+def joint_softmax_reference(q, k, v, bias=None, keys=None, values=None, logits=None, **windows):
+    """`joint_softmax`, query by query."""
+    y, (rows, columns), W = torch.zeros_like(q), windows["window"], windows["grid"][1]
+    for n in range(q.shape[2]):
+        seen, of_seen = seen_exactly(n, q, k, v, bias, **windows)
+        if keys is not None:
+            shared = (q[:, :, n, None] @ keys[:, :, 0].mT)[:, :, 0] / q.shape[-1] ** 0.5
+            if logits is not None:
+                window = n // W // rows * -(-W // columns) + n % W // columns
+                shared = shared + logits[window % len(logits), 0]
+            seen, of_seen = torch.cat([seen, shared], -1), torch.cat([of_seen, values[:, :, 0]], 2)
+        y[:, :, n] = (seen.softmax(-1)[:, :, None] @ of_seen)[:, :, 0]
+    return y
+
+
 def group_example(case: GroupCase, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
     """Arguments of `group_values`."""
     generator, c = torch.Generator().manual_seed(0), case.bins[0] * case.bins[1]
@@ -187,6 +205,17 @@ def group_example(case: GroupCase, device: torch.device) -> tuple[list[Any], dic
     omega = torch.randn(case.B, case.h, 1, c, case.samples, case.d, generator=generator)
     tokens, omega = tokens.to(device, case.dtype), omega.to(device)
     return [*split_heads(tokens, 2, case.h), omega, bins(case.grid, case.bins, device, case.margin)], {}
+
+
+def group_values_reference(k, v, omega, groups):
+    """`group_values`, group by group: ratios of sums of features."""
+    values, masses = [], []
+    for c, (index, valid) in enumerate(zip(groups.index[0], groups.valid[0], strict=True)):
+        members = index[valid]
+        features = xi(scale(k[:, :, None, members]), omega[:, :, 0, c, :, None])  # (B, h, s, t)
+        values.append(features @ v[:, :, members] / features.sum(-1, keepdim=True))
+        masses.append(features.sum(-1).log())
+    return torch.cat(values, 2)[:, :, None], torch.stack(masses, 2)[:, :, None]
 
 
 def performer_example(case: PerformerCase, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
@@ -223,7 +252,7 @@ CHECKED = {
         joint_softmax,
         triton_joint.joint_softmax,
         plain,
-        triton_joint.joint_softmax_reference,
+        joint_softmax_reference,
     ),
     GroupCase: Checked(
         group_example,
@@ -231,7 +260,7 @@ CHECKED = {
         group_values,
         triton_groups.group_values,
         group_values,
-        triton_groups.group_values_reference,
+        group_values_reference,
     ),
     PerformerCase: Checked(
         performer_example,
@@ -283,19 +312,6 @@ def excess(case: NamedTuple, error: float, plain_error: float) -> float:
     return error / max(FP32_ERROR, beyond_plain)
 
 
-def saved_bytes(function: Callable[[], Tensor]) -> int:
-    """Bytes that autograd keeps for the backward pass of a call, its inputs' and output's included."""
-    kept = {}
-
-    def keep(x: Tensor) -> Tensor:
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        function()
-    return sum(kept.values())
-
-
 def milliseconds(function: Callable[[], Any], device: torch.device, repeats: int = 20) -> float:
     """Median time that a GPU works on a call, its caches cold. The host runs ahead, so that its work does not count."""
     cold, times = torch.empty(2**28, dtype=torch.uint8, device=device), []
@@ -311,15 +327,6 @@ def milliseconds(function: Callable[[], Any], device: torch.device, repeats: int
         torch.cuda.synchronize(device)
         times.append(start.elapsed_time(end))
     return statistics.median(times)
-
-
-def launches(function: Callable[[], Any], device: torch.device) -> int:
-    """CUDA kernels that a call launches."""
-    with torch.profiler.profile(activities=torch.profiler.supported_activities(), acc_events=True) as profiler:
-        function()
-        torch.cuda.synchronize(device)
-    names = "cudaLaunchKernel", "cuLaunchKernel"  # of the runtime and of the driver (Triton), in all variants
-    return sum(event.count for event in profiler.key_averages() if event.key.startswith(names))
 
 
 def bandwidth(device: torch.device, size: int = 2**30) -> float:
@@ -344,7 +351,7 @@ def timings(case: NamedTuple, device: torch.device, per_ms: float) -> list[dict[
     arguments = *with_gradient, *inputs[len(checked.names) :]
     functions = {"SDPA": partial(F.scaled_dot_product_attention, *with_gradient[:3])}
     functions |= {path: partial(on_path, path, checked.op, arguments, options) for path in ("plain", "auto", "triton")}
-    saved = {f"{name} saved (MiB)": f"{saved_bytes(f) / 2**20:.1f}" for name, f in functions.items()}
+    saved = {f"{name} saved (MiB)": f"{saved_bytes(f, ()) / 2**20:.1f}" for name, f in functions.items()}
     dy, rows = torch.randn_like(functions["SDPA"]()), []
 
     # Tensors of the size of q: q, k, v, y; in the backward pass q, k, v, y, dy, dq, dk, dv.
@@ -357,7 +364,7 @@ def timings(case: NamedTuple, device: torch.device, per_ms: float) -> list[dict[
             }
         with torch.set_grad_enabled(moved == 12):
             times = {name: milliseconds(call, device) for name, call in calls.items()}
-            launched = {f"{name} launches": launches(call, device) for name, call in calls.items()}
+            launched = {f"{name} launches": count_launches(call, device) for name, call in calls.items()}
         row = {"op": checked.op.__name__, "N": dy.shape[2], "B": dy.shape[0], "mode": mode}
         row |= {f"{name} (ms)": f"{time:.3f}" for name, time in times.items()}
         row |= {f"over {name}": f"{times[name] / times['triton']:.2f}" for name in ("SDPA", "plain", "auto")}
@@ -380,7 +387,7 @@ def table(device: torch.device) -> Iterator[str]:
 
 def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and not triton.knobs.runtime.interpret:
+    if device.type == "cpu" and not INTERPRETED.value:
         sys.exit("no CUDA device; TRITON_INTERPRET=1 checks the kernels in Triton's interpreter")
     failed = False
     for case in CASES:
@@ -389,9 +396,7 @@ def main() -> None:
         failed |= off
         print("OFF" if off else "ok ", case, "|", ", ".join(f"{name} {pair[0]:.1e}" for name, pair in found.items()))
     if device.type == "cuda":
-        print(
-            f"\n{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}, bf16, 3 heads"
-        )
+        print(f"\n{device_name(device)}, torch {torch.__version__}, triton {version('triton')}, bf16, 3 heads")
         for line in table(device):
             print(line, flush=True)
     sys.exit(failed)
