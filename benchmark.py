@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator
 from tqdm import tqdm
 
 from attention import ATTENTION, Grid
@@ -286,11 +287,14 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             for name in dict.fromkeys(row["name"] for row in rows):
                 own = [row for row in measured if (name, *setting_of(row)) == (row["name"], *setting)]
                 axes.plot([places[row["size"]] for row in own], [measure(row) for row in own], "o-", label=name)
-            axes.set_title("{}, {}\n{}".format(*setting))
+            if axes in panels[0]:
+                axes.set_title("{}, {}\n{}".format(*setting))
             axes.set_xscale("log" if are_squares else "linear")
             axes.set_xticks(list(places.values()), sizes)
             axes.set_xticks([], minor=True)
-            axes.set_yscale("log", base=2)
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(2, subs=(1, 1.5)))
+            axes.set_yticks([], minor=True)
             axes.yaxis.set_major_formatter("{x:g}")
             axes.grid(alpha=0.3)
     figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right upper")
