@@ -131,7 +131,7 @@ def _attend_backward(dy, q, k, v, keys, values, weights, dq, dk, dv, dkeys, dval
     if dv is not None or dvalues is not None:
         _apart(torch.bmm(weights.mT, dy, out=buffer), dv, dvalues, *place)
     logits = torch.bmm(dy, _fill(buffer, v, values, *place).mT)
-    logits = torch.ops.aten._softmax_backward_data(logits, weights, -1, weights.dtype)
+    torch.ops.aten._softmax_backward_data.out(logits, weights, -1, weights.dtype, grad_input=logits)  # row by row
     del weights
     if doffset is not None:
         of_images = logits.view(q.shape[0], q.shape[1], -1, *logits.shape[1:])
