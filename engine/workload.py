@@ -109,9 +109,9 @@ def whole_model(text: str) -> Subject:
 
 def _split_path(text: str, name: str) -> tuple[str, kernels.Path]:
     """Mechanism and path of ``"NAME[@PATH]"``, a part of the entry `text`."""
-    name, _, path = name.partition("@")
+    name, at, path = name.partition("@")
     try:
-        with kernels.use(path or "auto"):
+        with kernels.use(path if at else "auto"):
             return name, kernels.path()
     except ValueError as error:
         raise ConfigError(f"{text!r}: {error}") from None

@@ -286,6 +286,7 @@ def test_every_shape_is_compiled_anew(tmp_path, monkeypatch):
         ("--models timm:vit_tiny_patch16_225", "did you mean 'vit_tiny_patch16_224'?"),
         ("--models timm:vit_tiny_patch16_224:patchsize=8", "unexpected keyword argument 'patchsize'"),
         ("--models absent.yaml", "absent.yaml: No such file"),
+        ("--attention eva@", "'eva@': kernels.use(''): unknown path"),
         ("--attention eva@fast", "'eva@fast': kernels.use('fast'): unknown path; one of auto, lean, triton, plain"),
         ("--attention eva --output /dev/null/x", "--output /dev/null/x: Not a directory"),
     ],
