@@ -30,7 +30,9 @@ def take(part: Part, *tensors: Tensor | None) -> list[Tensor | None]:
     return [None if x is None else x[part] for x in tensors]
 
 
-def like_tokens(x: Tensor) -> Tensor:
-    """Empty (B, h, N, d) that lies in memory as (B, N, h, d): merging the heads copies nothing."""
+def like_tokens(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Empty (B, h, N, d), of the type of x or `dtype`, that lies in memory as (B, N, h, d): merging the heads copies
+    nothing.
+    """
     B, h, N, d = x.shape
-    return x.new_empty(B, N, h, d).transpose(1, 2)
+    return x.new_empty(B, N, h, d, dtype=dtype).transpose(1, 2)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from attention.features import full_precision, full_type, log_features, own_types, scale, upcast
 from attention.kernels import first_order, path
+from attention.kernels.memory import like_tokens
 from attention.proposals import MIN_ALPHA, POOLED, own_ratio, propose
 
 
@@ -152,6 +153,4 @@ def _full(x: Tensor) -> Tensor:
 
 def _tokens(x: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """(B h, N, d) -> (B, h, N, d), the heads of a token side by side, of the type of `like` or `dtype`."""
-    B, h, N, d = like.shape
-    y = torch.empty(B, N, h, d, dtype=dtype or like.dtype, device=x.device)
-    return y.copy_(x.view(B, h, N, d).transpose(1, 2)).transpose(1, 2)
+    return like_tokens(like, dtype).copy_(x.view(like.shape))

@@ -103,12 +103,6 @@ def dense(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
 
 
-def like_tokens(q: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Empty (B, h, N, d) that lies in memory as (B, N, h, d): merging the heads copies nothing."""
-    B, h, N, d = q.shape
-    return q.new_empty(B, N, h, d, dtype=dtype).transpose(1, 2)
-
-
 def supported(*tokens: Tensor) -> bool:
     """Whether kernels take q, k, v such as these. Not: float64, heads wider than 128 channels, no GPU."""
     dtypes = torch.float32, torch.float16, torch.bfloat16

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from attention.kernels.memory import like_tokens
 from attention.kernels.tiles import (
     PROGRAMS,
     accumulate,
@@ -21,7 +22,6 @@ from attention.kernels.tiles import (
     dense,
     dot,
     launch,
-    like_tokens,
     load,
     load_numbers,
     precision,

@@ -22,6 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.base import Grid, split_prefix
+from attention.kernels.memory import like_tokens
 from attention.kernels.tiles import (
     PROGRAMS,
     accumulate,
@@ -31,7 +32,6 @@ from attention.kernels.tiles import (
     dot,
     dot_exactly,
     launch,
-    like_tokens,
     load,
     load_numbers,
     logits_gradient,

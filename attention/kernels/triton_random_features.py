@@ -18,13 +18,13 @@ from torch import Tensor
 
 from attention.features import upcast
 from attention.kernels import random_features
+from attention.kernels.memory import like_tokens
 from attention.kernels.tiles import (
     PROGRAMS,
     accumulate,
     dense,
     dot,
     launch,
-    like_tokens,
     load,
     load_numbers,
     softmax_gradient,

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.kernels.tiles import block_length, dense, launch, like_tokens, load, load_numbers, store, view
+from attention.kernels.memory import like_tokens
+from attention.kernels.tiles import block_length, dense, launch, load, load_numbers, store, view
 from attention.landmarks import Groups
 
 LARGEST = 256
