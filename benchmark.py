@@ -3,7 +3,7 @@
     python benchmark.py --attention eva lara performer                        # single layers, against softmax
     python benchmark.py --attention eva eva:num_landmarks=196 --tokens 196 784 3136 --modes forward train \\
         --dtypes fp32 bf16 --output runs/benchmark                            # table, CSV, JSON and figures
-    python benchmark.py --attention lara lara@plain --baseline lara@plain         # fast path against the definition
+    python benchmark.py --core --attention lara lara@plain --baseline lara@plain  # fast path against the definition
     python benchmark.py --models timm:vit_tiny_patch16_224:patch_size=8 deit_tiny_p8:eva
     python benchmark.py --macs [configs/deit_tiny_p8/*.yaml]                  # the papers' rows, or any files
 
@@ -35,7 +35,7 @@ from engine.interrupt import end_at_interrupt
 from engine.measure import Call, Spread, limit_memory, memory_permitting, time_rounds
 from engine.report import provenance
 from engine.results import COLUMNS, MEMORY, NOISE, SETTINGS, describe, report, write_tables
-from engine.workload import DTYPES, EXECUTIONS, MODES, Subject, Workload, attention_layer, draw_weights, whole_model
+from engine.workload import DTYPES, EXECUTIONS, MODES, Subject, Workload, attention_core, attention_layer, whole_model
 
 CONFIGS = Path(__file__).with_name("configs")
 BATCH_TOKENS = {"cpu": 6272, "cuda": 100352}
@@ -47,8 +47,8 @@ class Comparison:
     """Subjects that are timed in the same rounds, since all but the subject is equal.
 
     Attributes:
-        kind: "attention" for layers, or "model". baseline: name of the subject that speed-ups are relative to.
-        costs: of each subject. size: (H, W) tokens of a layer, or pixels. batch: images.
+        kind: "attention" for layers, "core" for what they do between their projections, or "model".
+        baseline: name of the subject that speed-ups are relative to. costs: of each subject. size: (H, W) tokens of a layer, or pixels. batch: images.
     """
 
     kind: str
@@ -109,6 +109,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="single layers; PATH: their fast paths, as train.kernels",
     )
     parser.add_argument(
+        "--core", action="store_true", help="of layers what they do between their projections, from q, k, v to values"
+    )
+    parser.add_argument(
         "--models",
         **many,
         metavar="MODEL",
@@ -144,6 +147,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("give --attention, --models or --macs")
     if args.configs and not args.macs:
         parser.error(f"{args.configs[0]}: configurations go with --macs, or after --models")
+    if args.core and not args.attention:
+        parser.error("--core: give --attention")
     if args.rounds < 2:
         parser.error("--rounds: quartiles take at least 2")
     return args
@@ -189,7 +194,8 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     kinds = []
     if args.attention:
         names = dict.fromkeys(args.attention if "softmax" in args.attention else ["softmax", *args.attention])
-        kinds.append(("attention", [attention_layer(name, args.dim, args.num_heads) for name in names], args.tokens, 1))
+        kind, subject = ("core", attention_core) if args.core else ("attention", attention_layer)
+        kinds.append((kind, [subject(name, args.dim, args.num_heads) for name in names], args.tokens, 1))
     if args.models:
         kinds.append(("model", [whole_model(name) for name in dict.fromkeys(args.models)], args.image_sizes, 64))
     known = [subject.name for _, subjects, _, _ in kinds for subject in subjects]
@@ -200,7 +206,7 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     comparisons = []
     for kind, subjects, sizes, patch in kinds:
         names = [subject.name for subject in subjects]
-        default = "softmax" if kind == "attention" else names[0]
+        default = names[0] if kind == "model" else "softmax"
         baseline = next((name for name in args.baseline if name in names), default)
         for size in sizes:
             costs = [subject.check(size) for subject in subjects]
@@ -236,18 +242,14 @@ def compare(comparison: Comparison, rounds: int, device: torch.device) -> list[d
 
 def set_up(comparison: Comparison, device: torch.device) -> tuple[dict[str, Call], dict[str, dict[str, int | None]]]:
     """Calls to time, and what they cost beside time, of all subjects that fit into memory beside each other."""
-    setting = {name: getattr(comparison, name) for name in ("mode", "dtype", "execution")}
+    setting = [getattr(comparison, name) for name in SETTINGS]
     workloads, calls, counts = {}, {}, {}
-    with memory_permitting():
-        inputs = comparison.subjects[0].example(comparison.size, comparison.batch, device)
-        for subject in comparison.subjects:
-            torch.manual_seed(0)
-            with memory_permitting():
-                network = draw_weights(subject.build(comparison.size)).to(device)
-                workloads[subject.name] = Workload(network, inputs, path=subject.path, **setting)
+    for subject in comparison.subjects:
+        with memory_permitting():
+            workloads[subject.name] = Workload(subject, *setting, device)
     for name, workload in workloads.items():
         with memory_permitting():
-            counts[name] = workload.counts(device)
+            counts[name] = workload.counts()
             calls[name] = workload.call
     return calls, counts
 
@@ -257,7 +259,7 @@ def size_text(comparison: Comparison) -> str:
     height, width = comparison.size
     if height != width:
         return f"{height}x{width}"
-    return str(height * width if comparison.kind == "attention" else height)
+    return str(height * width if comparison.kind != "model" else height)
 
 
 def draw_figures(rows: Sequence[dict[str, Any]], output: Path) -> None:
@@ -298,7 +300,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
             axes.yaxis.set_major_formatter("{x:g}")
             axes.grid(alpha=0.3)
     figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right upper")
-    figure.supxlabel("tokens" if rows[0]["kind"] == "attention" else "side of the image (pixels)")
+    figure.supxlabel("side of the image (pixels)" if rows[0]["kind"] == "model" else "tokens")
     figure.savefig(path, dpi=150)
 
 

@@ -10,7 +10,7 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from attention import AttentionFactory, Grid, kernels
+from attention import Attention, AttentionFactory, Grid, kernels
 from attention.options import OptionError, nearest
 from engine.config import ConfigError, load_run
 from engine.costs import Costs, costs_of
@@ -31,13 +31,14 @@ class Subject:
 
     Attributes:
         name: as the user wrote it. path: of attention.kernels. build: size -> network.
-        example: size, batch, device -> random arguments of its call. A size is the (H, W) tokens of a layer, or pixels.
+        example: network, size, batch, device -> random arguments of its call. A size is the (H, W) tokens of a layer,
+            or pixels.
     """
 
     name: str
     path: kernels.Path
     build: Callable[[Grid], nn.Module]
-    example: Callable[[Grid, int, torch.device | str], tuple[Any, ...]]
+    example: Callable[[nn.Module, Grid, int, torch.device | str], tuple[Any, ...]]
 
     def check(self, size: Grid) -> Costs:
         """Costs for one image in evaluation, counted without memory.
@@ -47,7 +48,8 @@ class Subject:
         """
         try:
             with torch.device("meta"):
-                return costs_of(self.build(size).eval(), *self.example(size, 1, "meta"))
+                network = self.build(size).eval()
+                return costs_of(network, *self.example(network, size, 1, "meta"))
         except OptionError:
             raise
         except (AssertionError, RuntimeError, TypeError, ValueError) as error:  # timm's ways to refuse
@@ -67,11 +69,36 @@ def attention_layer(text: str, dim: int, num_heads: int) -> Subject:
         text,
         path,
         lambda grid: factory(dim=dim, num_heads=num_heads, grid=grid),
-        lambda grid, batch, device: (
+        lambda _, grid, batch, device: (
             torch.randn(batch, math.prod(grid), dim, device=device, requires_grad=True),
             grid,
         ),
     )
+
+
+class Core(nn.Module):
+    """What an attention layer does between its projections; a network of queries, keys, values and a grid."""
+
+    def __init__(self, layer: Attention):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *arguments: Any) -> Tensor:
+        return self.layer.attend(*arguments)
+
+
+def attention_core(text: str, dim: int, num_heads: int) -> Subject:
+    """The core of the layer `text`, see `attention_layer`. Its arguments lie in memory as the layer's projection
+    leaves them.
+    """
+    layer = attention_layer(text, dim, num_heads)
+
+    @torch.no_grad()
+    def projected(core: Core, grid: Grid, batch: int, device: torch.device | str) -> tuple[Any, ...]:
+        tensors = core.layer.project(*layer.example(core.layer, grid, batch, device))
+        return *(x if x is None else x.requires_grad_() for x in tensors), grid
+
+    return Subject(text, layer.path, lambda grid: Core(layer.build(grid)), projected)
 
 
 def whole_model(text: str) -> Subject:
@@ -81,7 +108,7 @@ def whole_model(text: str) -> Subject:
         OptionError, ConfigError: unknown model of timm, or a refused file. Other names are checked at construction.
     """
 
-    def images(size: Grid, batch: int, device: torch.device | str) -> tuple[Tensor]:
+    def images(_: nn.Module, size: Grid, batch: int, device: torch.device | str) -> tuple[Tensor]:
         return (torch.randn(batch, 3, *size, device=device),)
 
     if text.endswith(".yaml"):
@@ -138,24 +165,27 @@ def draw_weights(network: nn.Module) -> nn.Module:
 
 
 class Workload:
-    """A network and its inputs as one repeatable `call`, which leaves no graph and no gradients behind.
+    """A subject's network and inputs as one repeatable `call`, which leaves no graph and no gradients behind.
 
-    Modes: `forward` in training mode, with a graph; `forward+backward` to all parameters and a layer's input; `train`,
-    with a step of AdamW too; `inference` in evaluation mode, without a graph. Half precision is autocast. path: of
-    attention.kernels.
+    Modes: `forward` in training mode, with a graph; `forward+backward` to all parameters and all inputs but images;
+    `train`, with a step of AdamW too; `inference` in evaluation mode, without a graph. Half precision is autocast.
 
     Raises:
         torch.OutOfMemoryError: the GPU is too small.
     """
 
     def __init__(
-        self, network: nn.Module, inputs: tuple[Any, ...], mode: str, dtype: str, execution: str, path: kernels.Path
+        self, subject: Subject, size: Grid, batch: int, mode: str, dtype: str, execution: str, device: torch.device
     ):
-        self.network = network.train(mode != "inference")
-        self.inputs = inputs
-        self.amp, self.path = None if dtype == "fp32" else dtype, path
+        self.path, self.device, self.amp = subject.path, device, None if dtype == "fp32" else dtype
+        torch.manual_seed(0)
+        network = draw_weights(subject.build(size)).to(device)
+        torch.manual_seed(0)  # the same inputs, however many numbers the weights took
+        with autocast(self.amp, device):
+            self.inputs = subject.example(network, size, batch, device)
         self.parameters = list(network.parameters())
-        self.leaves = [x for x in (*self.parameters, *inputs) if isinstance(x, Tensor) and x.requires_grad]
+        self.leaves = [x for x in (*self.parameters, *self.inputs) if isinstance(x, Tensor) and x.requires_grad]
+        self.network = network.train(mode != "inference")
         if execution == "compiled":
             self.network = torch.compile(network, dynamic=False)
         self.call = {
@@ -172,26 +202,22 @@ class Workload:
             self.call()
 
     def forward(self) -> Tensor:
-        with kernels.use(self.path), autocast(self.amp, self.inputs[0].device):
+        with kernels.use(self.path), autocast(self.amp, self.device):
             return self.network(*self.inputs)
 
     def backward(self) -> None:
-        self.forward().backward(self.gradient)
-        self.clear()
+        torch.autograd.grad(self.forward(), self.leaves, self.gradient, allow_unused=True)
 
     def train(self) -> None:
         self.forward().backward(self.gradient)
         self.optimizer.step()
-        self.clear()
-
-    def clear(self) -> None:
         for leaf in self.leaves:
             leaf.grad = None
 
-    def counts(self, device: torch.device) -> dict[str, int | None]:
+    def counts(self) -> dict[str, int | None]:
         """Bytes and kernel launches of one call; None for what does not apply."""
         return {
-            "peak_bytes": peak_bytes(self.call, device),
+            "peak_bytes": peak_bytes(self.call, self.device),
             "saved_bytes": saved_bytes(self.forward, self.parameters) if self.network.training else None,
-            "launches": count_launches(self.call, device),
+            "launches": count_launches(self.call, self.device),
         }

@@ -2,10 +2,12 @@
 
 Windows of keys are copied once, into a buffer whose tail holds the other keys, so that one product makes all logits,
 onto what is added to them (position bias, masks as -inf), and one product mixes all values. What autograd would keep of
-that (copies, logits, masks) is not kept: the weights are, or with the path "lean" not even these.
+that (copies, logits, masks) is not kept: the weights are, and windows in place of tokens where these take no more
+memory; with the path "lean" neither.
 """
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +18,9 @@ from attention.features import full_type, own_types
 from attention.kernels import first_order, path
 from attention.kernels.memory import Part, cache_parts, like_tokens, take
 from attention.windows import count_windows, window_mask, window_view
+
+MAX_KEPT = 1.1
+"""Memory that kept windows of queries, keys and values may take, over that of their tokens."""
 
 
 def covers(q, k, v, bias=None, keys=None, values=None, logits=None, *, window, overlap=(0, 0), attn_drop=0.0, **_):
@@ -49,7 +54,8 @@ def joint_softmax(
         )
     offset = _offset(q, bias, logits, keys.shape[3], grid, window, causal)
     with own_types(q):
-        return JointSoftmax.apply(q, k, v, keys, values, offset, grid, window, path() == "lean")
+        keep = torch.is_grad_enabled() and path() != "lean"
+        return JointSoftmax.apply(q, k, v, keys, values, offset, grid, window, keep)
 
 
 def _offset(
@@ -75,26 +81,34 @@ class JointSoftmax(torch.autograd.Function):
     """Of queries, keys and values (B, h, N, d), other keys and values (B, h, G, c, d) and an offset of all logits."""
 
     @staticmethod
-    def forward(ctx, q, k, v, keys, values, offset, grid, window, lean):
-        y, place = like_tokens(q), (grid, window)
-        weights = None if lean else q.new_empty(_logits_shape(q, keys, *place))
-        for part in _parts(q, keys, *place):
-            _attend(*take(part, q, k, v, keys, values, y, weights), _of_heads(offset, part), *place)
-        ctx.save_for_backward(q, k, v, keys, values, weights, offset)
-        ctx.place = place
+    def forward(ctx, q, k, v, keys, values, offset, grid, window, keep):
+        y, place, inputs = like_tokens(q), (grid, window), (q, k, v, keys, values)
+        *cells, w, e = ctx.shape = _logits_shape(q, keys, *place)
+        weights = q.new_empty(ctx.shape) if keep else None
+        keep = keep and cells[2] * (w + 2 * e) <= MAX_KEPT * 3 * q.shape[2]
+        windows = [q.new_empty(*cells, n, q.shape[3]) if keep else None for n in (w, e, e)]
+        for part in _parts(q, ctx.shape):
+            _attend(*take(part, *inputs, y, weights, *windows), _of_heads(offset, part), *place)
+        ctx.save_for_backward(*(windows if keep else inputs), weights, offset)
+        ctx.place, ctx.others = place, [(x.shape, x.dtype) for x in (keys, values)]
         return y
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        (*inputs, weights, offset), place, needs = ctx.saved_tensors, ctx.place, ctx.needs_input_grad
-        dq, dk, dv = (like_tokens(x) if need else None for x, need in zip(inputs[:3], needs[:3], strict=True))
-        dkeys, dvalues = (torch.empty_like(x) if need else None for x, need in zip(inputs[3:], needs[3:5], strict=True))
+        (*saved, weights, offset), place, needs = ctx.saved_tensors, ctx.place, ctx.needs_input_grad
+        dq, dk, dv = (like_tokens(dy) if need else None for need in needs[:3])
+        dkeys, dvalues = (
+            dy.new_empty(shape, dtype=dtype) if need else None
+            for need, (shape, dtype) in zip(needs[3:5], ctx.others, strict=True)
+        )
         doffset = torch.zeros_like(offset) if needs[5] else None
-        with own_types(inputs[0]):
-            for part in _parts(inputs[0], inputs[3], *place):
-                tensors = take(part, dy, *inputs, weights, dq, dk, dv, dkeys, dvalues)
-                _attend_backward(*tensors, _of_heads(offset, part), _of_heads(doffset, part), *place)
+        with own_types(dy):
+            for part in _parts(dy, ctx.shape):
+                tensors = take(part, dy, weights, dq, dk, dv, dkeys, dvalues)
+                room = _room(tensors[0], ctx.shape[4], *place)
+                windows = _windows(take(part, *saved), room, *place)
+                _attend_backward(windows, room, *tensors, _of_heads(offset, part), _of_heads(doffset, part), *place)
         return dq, dk, dv, dkeys, dvalues, doffset, None, None, None
 
 
@@ -104,8 +118,9 @@ def _logits_shape(q: Tensor, keys: Tensor, grid: Grid, window: Grid) -> tuple[in
     return *q.shape[:2], count_windows(grid, window), w, w + keys.shape[3]
 
 
-def _parts(q: Tensor, keys: Tensor, grid: Grid, window: Grid) -> Iterator[Part]:
-    _, _, g, w, e = _logits_shape(q, keys, grid, window)
+def _parts(q: Tensor, shape: tuple[int, ...]) -> Iterator[Part]:
+    """Parts of the batch for logits of `shape`."""
+    g, w, e = shape[2:]
     return cache_parts(q, g * (w * e + (w + e) * q.shape[3]) * q.element_size())  # logits, queries, keys
 
 
@@ -113,34 +128,52 @@ def _of_heads(x: Tensor | None, part: Part) -> Tensor | None:
     return x if x is None else x[part[1]]
 
 
-def _attend(q, k, v, keys, values, y, weights, offset, grid, window):
-    """Writes y, and weights unless None."""
-    queries, buffer = cut(q, grid, window, q.dtype), _buffer(q, keys, grid, window)
-    weights = _weights(queries, _fill(buffer, k, keys, grid, window), q, offset, weights)
-    uncut(torch.bmm(weights, _fill(buffer, v, values, grid, window), out=queries), y, grid, window)
+def _room(x: Tensor, e: int, grid: Grid, window: Grid) -> Tensor:
+    """Empty (B, h, g, e, d) for windows of tokens like x, (B, h, N, d), and others beside them."""
+    return x.new_empty(*x.shape[:2], count_windows(grid, window), e, x.shape[3])
 
 
-def _attend_backward(dy, q, k, v, keys, values, weights, dq, dk, dv, dkeys, dvalues, offset, doffset, grid, window):
+def _attend(q, k, v, keys, values, y, weights, windows_q, windows_k, windows_v, offset, grid, window):
+    """Writes y and, unless None, weights and windows of queries, keys and values."""
+    place, kept = (grid, window), windows_q is not None
+    queries = cut(q, *place, q.dtype, windows_q)
+    room = windows_k if kept else _room(q, window[0] * window[1] + keys.shape[3], *place)
+    weights = _weights(queries, _fill(room, k, keys, *place), q, offset, weights)
+    values = _fill(windows_v if kept else room, v, values, *place)
+    uncut(torch.bmm(weights, values, out=torch.empty_like(queries) if kept else queries), y, *place)
+
+
+def _windows(saved: Sequence[Tensor], room: Tensor, grid: Grid, window: Grid) -> Sequence[Callable[[], Tensor]]:
+    """Functions that give queries, keys and values in windows: those that were kept, or cut now, keys and values into
+    `room`.
+    """
+    if len(saved) == 3:
+        return [functools.partial(kept.flatten, 0, 2) for kept in saved]
+    q, k, v, keys, values = saved
+    return (
+        lambda: cut(q, grid, window, q.dtype),
+        lambda: _fill(room, k, keys, grid, window),
+        lambda: _fill(room, v, values, grid, window),
+    )
+
+
+def _attend_backward(windows, room, dy, weights, dq, dk, dv, dkeys, dvalues, offset, doffset, grid, window):
     """Writes the gradients that are not None; adds to doffset."""
-    place, scale, buffer = (grid, window), q.shape[-1] ** -0.5, _buffer(q, keys, grid, window)
-    if weights is None:
-        weights = _weights(cut(q, *place, q.dtype), _fill(buffer, k, keys, *place), q, offset)
-    else:
-        weights = weights.flatten(0, 2)
-    dy = cut(dy, *place, q.dtype)
+    (queries, keys, values), place, scale = windows, (grid, window), dy.shape[-1] ** -0.5
+    weights = _weights(queries(), keys(), dy, offset) if weights is None else weights.flatten(0, 2)
+    of_windows, room = cut(dy, *place, dy.dtype), room.flatten(0, 2)
     if dv is not None or dvalues is not None:
-        _apart(torch.bmm(weights.mT, dy, out=buffer), dv, dvalues, *place)
-    logits = torch.bmm(dy, _fill(buffer, v, values, *place).mT)
+        _apart(torch.bmm(weights.mT, of_windows, out=room), dv, dvalues, *place)
+    logits = torch.bmm(of_windows, values().mT)
     torch.ops.aten._softmax_backward_data.out(logits, weights, -1, weights.dtype, grad_input=logits)  # row by row
     del weights
     if doffset is not None:
-        of_images = logits.view(q.shape[0], q.shape[1], -1, *logits.shape[1:])
+        of_images = logits.view(*dy.shape[:2], -1, *logits.shape[1:])
         doffset += of_images.sum(0, dtype=doffset.dtype).sum_to_size(doffset.shape)
     if dq is not None:
-        uncut(torch.baddbmm(dy, logits, _fill(buffer, k, keys, *place), beta=0, alpha=scale, out=dy), dq, *place)
+        uncut(torch.baddbmm(of_windows, logits, keys(), beta=0, alpha=scale, out=of_windows), dq, *place)
     if dk is not None or dkeys is not None:
-        queries = cut(q, *place, q.dtype)
-        _apart(torch.baddbmm(buffer, logits.mT, queries, beta=0, alpha=scale, out=buffer), dk, dkeys, *place)
+        _apart(torch.baddbmm(room, logits.mT, queries(), beta=0, alpha=scale, out=room), dk, dkeys, *place)
 
 
 def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None, weights: Tensor | None = None) -> Tensor:
@@ -151,13 +184,15 @@ def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None, we
     if offset is not None:
         logits.view(q.shape[0], q.shape[1], -1, *logits.shape[1:]).copy_(offset.to(logits.dtype))
     torch.baddbmm(logits, queries, keys.mT, beta=float(offset is not None), alpha=q.shape[-1] ** -0.5, out=logits)
+    if logits.element_size() == 2 and logits.device.type == "cpu" and logits.shape[-1] % 32 > 8:
+        return logits.copy_(logits.float().softmax(-1))  # of half types torch takes the rest of a row one by one
     return torch.softmax(logits, -1, out=logits)
 
 
-def cut(x: Tensor, grid: Grid, window: Grid, dtype: torch.dtype) -> Tensor:
-    """Tokens (B, h, N, d) -> windows (B h g, w, d) of `dtype`, never a view of them."""
+def cut(x: Tensor, grid: Grid, window: Grid, dtype: torch.dtype, room: Tensor | None = None) -> Tensor:
+    """Tokens (B, h, N, d) -> windows (B h g, w, d) of `dtype`, never a view of them; in `room` if it is given."""
     cells = window_view(x, grid, window)
-    windows = torch.empty(cells.shape, dtype=dtype, device=x.device)
+    windows = torch.empty(cells.shape, dtype=dtype, device=x.device) if room is None else room.view(cells.shape)
     return windows.copy_(cells).view(-1, window[0] * window[1], x.shape[-1])
 
 
@@ -172,18 +207,12 @@ def uncut(windows: Tensor, x: Tensor, grid: Grid, window: Grid) -> Tensor:
     return x
 
 
-def _buffer(q: Tensor, keys: Tensor, grid: Grid, window: Grid) -> Tensor:
-    """Room for every window's own tokens and the others beside them, (B h g, w + c, d)."""
-    B, h, g, _, e = _logits_shape(q, keys, grid, window)
-    return q.new_empty(B * h * g, e, q.shape[3])
-
-
-def _fill(buffer: Tensor, x: Tensor, others: Tensor, grid: Grid, window: Grid) -> Tensor:
-    """`buffer` with windows of tokens (B, h, N, d) and the others (B, h, G, c, d)."""
-    cells, w, room = window_view(x, grid, window), window[0] * window[1], buffer.unflatten(0, (*x.shape[:2], -1))
+def _fill(room: Tensor, x: Tensor, others: Tensor, grid: Grid, window: Grid) -> Tensor:
+    """`room` (B, h, g, w + c, d) with windows of tokens (B, h, N, d) and the others (B, h, G, c, d); (B h g, w + c, d)."""
+    cells, w = window_view(x, grid, window), window[0] * window[1]
     room[:, :, :, :w].unflatten(3, window).unflatten(2, cells.shape[2:4]).copy_(cells)
     room[:, :, :, w:].copy_(others)
-    return buffer
+    return room.flatten(0, 2)
 
 
 def _apart(buffer: Tensor, x: Tensor | None, others: Tensor | None, grid: Grid, window: Grid) -> None:
