@@ -48,7 +48,8 @@ class Comparison:
 
     Attributes:
         kind: "attention" for layers, "core" for what they do between their projections, or "model".
-        baseline: name of the subject that speed-ups are relative to. costs: of each subject. size: (H, W) tokens of a layer, or pixels. batch: images.
+        baseline: name of the subject that speed-ups are relative to. costs: of each subject.
+        size: (H, W) tokens of a layer, or pixels. batch: images.
     """
 
     kind: str

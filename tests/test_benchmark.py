@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import benchmark
+from attention import ATTENTION
 from engine import measure
 from engine.measure import (
     Spread,
@@ -23,7 +24,7 @@ from engine.measure import (
     saved_bytes,
     time_rounds,
 )
-from engine.workload import MODES, Workload, attention_layer, draw_weights, whole_model
+from engine.workload import MODES, Workload, attention_core, attention_layer, draw_weights, whole_model
 
 CPU = torch.device("cpu")
 LAYERS = ["--device", "cpu", "--dim", "12", "--num-heads", "3", "--batch-size", "2", "--rounds", "2"]
@@ -107,26 +108,46 @@ def test_counts_on_a_gpu():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_call_leaves_nothing_behind(mode):
-    subject = attention_layer(SMALL_EVA, 12, 3)
-    network, inputs = draw_weights(subject.build((4, 6))), subject.example((4, 6), 2, CPU)
+    workload = Workload(attention_layer(SMALL_EVA, 12, 3), (4, 6), 2, mode, "bf16", "eager", CPU)
+    network = workload.network
     before = network.qkv.weight.clone()
-    workload = Workload(network, inputs, mode, "bf16", "eager", "auto")
     result = workload.call()
     assert network.training == (mode != "inference")
     assert all(leaf.grad is None for leaf in workload.leaves)
     assert (not torch.equal(network.qkv.weight, before)) == (mode == "train")
     assert (result is not None and result.requires_grad) == (mode == "forward")
     assert workload.forward().dtype == torch.bfloat16
-    assert (workload.counts(CPU)["saved_bytes"] is None) == (mode == "inference")
+    assert (workload.counts()["saved_bytes"] is None) == (mode == "inference")
 
 
 def test_logits_spread_as_after_training():
     torch.manual_seed(0)
     subject = attention_layer("softmax", 192, 3)
-    q, k, _ = draw_weights(subject.build((14, 14))).project(*subject.example((14, 14), 2, CPU))
+    layer = draw_weights(subject.build((14, 14)))
+    q, k, _ = layer.project(*subject.example(layer, (14, 14), 2, CPU))
     logits = q @ k.mT / 8
     assert 0.8 < logits.std() < 1.2
     assert logits.softmax(-1).min() > 1e-6
+
+
+def test_cores(tmp_path):
+    rows = run("--core", "--attention", SMALL_EVA, "--tokens", "4x6", "--modes", "forward+backward", output=tmp_path)
+    softmax, eva = rows
+    assert softmax["kind"] == eva["kind"] == "core"
+    assert softmax["macs"] == 2 * 24 * 24 * 12  # no projections
+    assert softmax["saved_bytes"] >= 2 * 24 * 12 * 4 * 4  # queries, keys, values and their mixture
+    assert softmax["saved_bytes"] < 2 * 24 * 12 * 4 * 5
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_the_core_of_a_layer_is_the_layer_without_projections(name):
+    workload = Workload(attention_core(name, 12, 3), (7, 14), 2, "forward+backward", "fp32", "eager", CPU)
+    layer, (*projected, grid) = workload.network.eval().layer, workload.inputs
+    torch.manual_seed(0)
+    expected = layer(*attention_layer(name, 12, 3).example(layer, grid, 2, CPU))
+    torch.testing.assert_close(layer.proj(workload.forward().transpose(1, 2).flatten(2)), expected)
+    assert all(x.is_leaf and x.requires_grad for x in projected if x is not None)
+    assert not any(x.grad is not None for x in workload.leaves)
 
 
 def test_default_batches_hold_equally_many_tokens():
@@ -197,7 +218,7 @@ def test_results(tmp_path, capsys):
 @pytest.mark.parametrize("method", ["__init__", "counts"])
 def test_what_does_not_fit_has_no_figures(tmp_path, monkeypatch, capsys, method, error):
     def call(workload, *arguments, **options):
-        if "eva" in str(type(arguments[0] if method == "__init__" else workload.network)):
+        if "eva" in (arguments[0].name if method == "__init__" else str(type(workload.network))):
             raise error
         return original(workload, *arguments, **options)
 
@@ -308,6 +329,7 @@ def test_refuses_with_one_line(arguments, message, capsys):
         ("--attention eva --rounds 1", "quartiles take at least 2"),
         ("--attention eva --dim 0", "not a whole number above 0"),
         ("configs/quickstart.yaml --attention eva", "configurations go with --macs"),
+        ("--core --models deit_tiny_p8:eva", "--core: give --attention"),
     ],
 )
 def test_refuses_arguments(arguments, message, capsys):

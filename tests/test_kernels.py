@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from attention import create_attention, kernels
 from attention.kernels import groups, joint, memory, random_features, randomized
 from cases import CASES, Case
+from engine.measure import peak_bytes
 
 CORES = {
     "joint": joint.JointSoftmax,
@@ -86,6 +87,33 @@ def test_parts_that_fit_the_cache_make_no_difference(path, room, count, monkeypa
         torch.testing.assert_close(result, other, rtol=FP64_GRADIENT, atol=FP64_GRADIENT)
 
 
+@pytest.mark.parametrize(
+    ("grid", "window", "num_others", "kept"),
+    [
+        ((4, 6), (2, 2), 0, True),
+        ((14, 14), (7, 7), 4, True),
+        ((4, 6), (2, 2), 4, False),
+        ((5, 7), (3, 3), 0, False),
+    ],
+)
+def test_windows_are_kept_where_they_take_no_more_memory_than_tokens(grid, window, num_others, kept):
+    tokens = [torch.randn(2, 3, grid[0] * grid[1], 4, requires_grad=True) for _ in "qkv"]
+    others = [torch.randn(2, 3, 1, num_others, 4) for _ in "kv"]
+    *windows, _, _ = joint.joint_softmax(*tokens, None, *others, grid=grid, window=window).grad_fn.saved_tensors
+    assert len(windows) == (3 if kept else 5)
+    if kept:
+        assert sum(x.nbytes for x in windows) <= joint.MAX_KEPT * sum(x.nbytes for x in tokens)
+
+
+def test_without_gradients_only_one_part_is_held(monkeypatch):
+    attn = create_attention("local", dim=12, num_heads=3, grid=(28, 28), window_size=14, position_bias="none")
+    x = torch.randn(4, 784, 12)
+    all_weights = 4 * 3 * 4 * 196**2 * x.element_size()
+    monkeypatch.setattr(memory, "CACHE", all_weights // 12)
+    with torch.no_grad():
+        assert peak_bytes(lambda: attn(x, (28, 28)), x.device) < all_weights / 4
+
+
 def test_parts_cover_every_head_of_every_image_once():
     x = torch.zeros(5, 3, 2)
     for pairs, count in (1, 15), (2, 10), (3, 5), (7, 3), (15, 1), (100, 1):
@@ -137,7 +165,7 @@ def test_single_precision_is_close(case, path):
             assert rms_ratio(result.double(), exact) < FP32_RMS
 
 
-@every_layer
+@pytest.mark.parametrize("case", [*LAYERS, Case("local", (6, 9), {"window_size": 3})], ids=str)
 def test_half_precision_is_as_close_as_the_plain_path(case):
     """Errors of all outputs and gradients together, over several seeds; 1.15: of two equally good roundings."""
     errors = {"auto": 0.0, "plain": 0.0}

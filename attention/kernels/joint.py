@@ -185,7 +185,7 @@ def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None, we
         logits.view(q.shape[0], q.shape[1], -1, *logits.shape[1:]).copy_(offset.to(logits.dtype))
     torch.baddbmm(logits, queries, keys.mT, beta=float(offset is not None), alpha=q.shape[-1] ** -0.5, out=logits)
     if logits.element_size() == 2 and logits.device.type == "cpu" and logits.shape[-1] % 32 > 8:
-        return logits.copy_(logits.float().softmax(-1))  # of half types torch takes the rest of a row one by one
+        return logits.copy_(logits.float().softmax(-1))  # else what a row has beyond 32s is taken one by one
     return torch.softmax(logits, -1, out=logits)
 
 
@@ -208,7 +208,11 @@ def uncut(windows: Tensor, x: Tensor, grid: Grid, window: Grid) -> Tensor:
 
 
 def _fill(room: Tensor, x: Tensor, others: Tensor, grid: Grid, window: Grid) -> Tensor:
-    """`room` (B, h, g, w + c, d) with windows of tokens (B, h, N, d) and the others (B, h, G, c, d); (B h g, w + c, d)."""
+    """Windows of tokens (B, h, N, d) and the others (B, h, G, c, d) in `room` (B, h, g, w + c, d).
+
+    Returns:
+        A view of `room`, (B h g, w + c, d).
+    """
     cells, w = window_view(x, grid, window), window[0] * window[1]
     room[:, :, :, :w].unflatten(3, window).unflatten(2, cells.shape[2:4]).copy_(cells)
     room[:, :, :, w:].copy_(others)
