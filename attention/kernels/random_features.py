@@ -51,6 +51,8 @@ def lara_samples(q_bar: Tensor, k_bar: Tensor, noise: Tensor, proposal: str, wei
 
 
 def _attend(q, k, v, omega, prior=None, q_bar=None, balance=None, beta=0.0):
+    if torch.is_grad_enabled():  # once for both passes; without gradients where they are needed, one after another
+        q, k, v = (x.contiguous() for x in (q, k, v))
     with own_types(q):
         omega, q_bar = scale(omega), None if q_bar is None else scale(q_bar)
         return RandomFeatures.apply(q, k, v, omega, prior, q_bar, balance, beta, path() == "lean")
@@ -65,7 +67,6 @@ class RandomFeatures(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, omega, prior, q_bar, balance, beta, lean):
-        q, k, v = (x.contiguous() for x in (q, k, v))  # once, for both passes
         of_keys, mass = _key_weights(k, omega)
         mass = mass if prior is None else mass + prior.flatten(0, 1)
         of_queries, r = _query_weights(q, omega, mass, q_bar, balance, beta)
