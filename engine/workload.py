@@ -77,7 +77,9 @@ def attention_layer(text: str, dim: int, num_heads: int) -> Subject:
 
 
 class Core(nn.Module):
-    """What an attention layer does between its projections; a network of queries, keys, values and a grid."""
+    """What an attention layer does between its projections: a network of queries, keys, values and a grid. Its
+    parameters are counted with those of the projections.
+    """
 
     def __init__(self, layer: Attention):
         super().__init__()
