@@ -126,8 +126,8 @@ def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
 def group_mean(x: Tensor, groups: Groups) -> Tensor:
     """Means of tokens (B, h, N, d) over the valid members of groups: (B, h, G, c, d); zero for an empty group."""
     if groups.tiles:
-        tiles = window_view(x, *groups.tiles)
-        total = tiles.sum(5, dtype=full_type(x)).sum(4).flatten(2, 3)[:, :, None]
+        tiles = window_view(x, *groups.tiles).movedim(1, 5)  # heads side by side, as they lie in memory
+        total = tiles.sum(3, dtype=full_type(x)).sum(3).flatten(1, 2).transpose(1, 2)[:, :, None]
         return (total / groups.index.shape[-1]).to(x.dtype)
     weight = groups.valid[..., None].to(x.dtype)
     return (gather_groups(x, groups) * weight).sum(-2) / groups.count()[..., None].clamp(min=1)

@@ -56,13 +56,17 @@ class GroupValues(torch.autograd.Function):
                 of_values = torch.bmm(dbeta, cut(v, *place, full).mT)
                 dlog_xi = dlog_xi + torch.ops.aten._softmax_backward_data(of_values, weights, -1, full)
                 if ctx.needs_input_grad[1]:
-                    dv = uncut(torch.bmm(weights.mT, dbeta), like_tokens(v), *place)
+                    dv = uncut(_transposed_product(weights, dbeta), like_tokens(v), *place)
             keys = cut(k, *place, full)
             if ctx.needs_input_grad[2]:
                 domega = scale * torch.bmm(dlog_xi, keys).to(omega.dtype).view_as(omega)
             if ctx.needs_input_grad[0]:
-                keys *= dlog_xi.sum(1)[..., None]
-                samples = omega.to(full).flatten(0, 3)
-                keys.baddbmm_(dlog_xi.mT, samples, beta=-(scale**2), alpha=scale)
+                keys *= dlog_xi.sum(1)[..., None] * -(scale**2)
+                keys += _transposed_product(scale * dlog_xi, omega.to(full).flatten(0, 3))
                 dk = uncut(keys, like_tokens(k), *place)
         return dk, dv, domega, None, None
+
+
+def _transposed_product(x: Tensor, y: Tensor) -> Tensor:
+    """x^T y of x (n, s, t) and y (n, s, d): (n, t, d)."""
+    return x.mT * y if x.shape[1] == 1 else torch.bmm(x.mT, y)  # as a matrix product a row takes longer
