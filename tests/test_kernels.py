@@ -165,7 +165,15 @@ def test_single_precision_is_close(case, path):
             assert rms_ratio(result.double(), exact) < FP32_RMS
 
 
-@pytest.mark.parametrize("case", [*LAYERS, Case("local", (6, 9), {"window_size": 3})], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *LAYERS,
+        Case("local", (6, 9), {"window_size": 3}),
+        Case("local", (6, 9), {"window_size": 3, "position_bias": "none"}),
+    ],
+    ids=str,
+)
 def test_half_precision_is_as_close_as_the_plain_path(case):
     """Errors of all outputs and gradients together, over several seeds; 1.15: of two equally good roundings."""
     errors = {"auto": 0.0, "plain": 0.0}

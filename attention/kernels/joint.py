@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Grid, split_prefix
-from attention.features import full_type, own_types
+from attention.features import full_type, own_types, upcast
 from attention.kernels import first_order, path
 from attention.kernels.memory import Part, cache_parts, like_tokens, take
 from attention.windows import count_windows, window_mask, window_view
@@ -180,12 +180,18 @@ def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None, we
     """Softmax of all logits of windows of queries (B h g, w, d) on keys (B h g, w + c, d), written to `weights` unless
     None: (B h g, w, w + c).
     """
+    scale = q.shape[-1] ** -0.5
     logits = queries.new_empty(*queries.shape[:2], keys.shape[1]) if weights is None else weights.flatten(0, 2)
-    if offset is not None:
-        logits.view(q.shape[0], q.shape[1], -1, *logits.shape[1:]).copy_(offset.to(logits.dtype))
-    torch.baddbmm(logits, queries, keys.mT, beta=float(offset is not None), alpha=q.shape[-1] ** -0.5, out=logits)
+    of_images = logits.view(*q.shape[:2], -1, *logits.shape[1:])
     if logits.element_size() == 2 and logits.device.type == "cpu" and logits.shape[-1] % 32 > 8:
-        return logits.copy_(logits.float().softmax(-1))  # else what a row has beyond 32s is taken one by one
+        # A CPU's softmax of half types takes what a row has beyond 32s one by one.
+        torch.bmm(queries, keys.mT, out=logits)
+        full = upcast(of_images).mul_(scale) if offset is None else torch.add(upcast(offset), of_images, alpha=scale)
+        of_images.copy_(full.softmax(-1))
+        return logits
+    if offset is not None:
+        of_images.copy_(offset.to(logits.dtype))
+    torch.baddbmm(logits, queries, keys.mT, beta=float(offset is not None), alpha=scale, out=logits)
     return torch.softmax(logits, -1, out=logits)
 
 
