@@ -181,18 +181,18 @@ def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None, we
     None: (B h g, w, w + c).
     """
     scale = q.shape[-1] ** -0.5
-    logits = queries.new_empty(*queries.shape[:2], keys.shape[1]) if weights is None else weights.flatten(0, 2)
+    logits = queries.new_empty(*queries.shape[:2], keys.shape[1])
+    weights = logits if weights is None else weights.flatten(0, 2)  # a softmax in place takes longer
     of_images = logits.view(*q.shape[:2], -1, *logits.shape[1:])
     if logits.element_size() == 2 and logits.device.type == "cpu" and logits.shape[-1] % 32 > 8:
         # A CPU's softmax of half types takes what a row has beyond 32s one by one.
         torch.bmm(queries, keys.mT, out=logits)
         full = upcast(of_images).mul_(scale) if offset is None else torch.add(upcast(offset), of_images, alpha=scale)
-        of_images.copy_(full.softmax(-1))
-        return logits
+        return weights.copy_(full.softmax(-1).flatten(0, 2))
     if offset is not None:
         of_images.copy_(offset.to(logits.dtype))
     torch.baddbmm(logits, queries, keys.mT, beta=float(offset is not None), alpha=scale, out=logits)
-    return torch.softmax(logits, -1, out=logits)
+    return torch.softmax(logits, -1, out=weights)
 
 
 def cut(x: Tensor, grid: Grid, window: Grid, dtype: torch.dtype, room: Tensor | None = None) -> Tensor:
