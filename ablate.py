@@ -28,8 +28,8 @@ import yaml
 from matplotlib.figure import Figure
 
 from attention.options import OptionError, option, parse_options
+from bench.costs import Costs, count_costs
 from engine.config import ConfigError, dump_run, load_run, read_yaml, refuse_bad_input
-from engine.costs import Costs, count_costs
 from engine.interrupt import SIGNALS, STOPPED
 from engine.schema import Run
 

@@ -28,14 +28,14 @@ from tqdm import tqdm
 
 from attention import ATTENTION, Grid
 from attention.options import OptionError, nearest
+from bench.costs import PAPER_COSTS, Costs, PaperRow, count_costs
+from bench.results import COLUMNS, MEMORY, NOISE, SETTINGS, describe, report, write_tables
+from bench.timing import Call, Spread, limit_memory, memory_permitting, time_rounds
+from bench.workload import DTYPES, EXECUTIONS, MODES, Subject, Workload, attention_core, attention_layer, whole_model
 from engine.config import load_run, refuse_bad_input
-from engine.costs import PAPER_COSTS, Costs, PaperRow, count_costs
 from engine.distributed import join
 from engine.interrupt import end_at_interrupt
-from engine.measure import Call, Spread, limit_memory, memory_permitting, time_rounds
 from engine.report import provenance
-from engine.results import COLUMNS, MEMORY, NOISE, SETTINGS, describe, report, write_tables
-from engine.workload import DTYPES, EXECUTIONS, MODES, Subject, Workload, attention_core, attention_layer, whole_model
 
 CONFIGS = Path(__file__).with_name("configs")
 BATCH_TOKENS = {"cpu": 6272, "cuda": 100352}

@@ -24,9 +24,9 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.parallel import DistributedDataParallel
 
 from attention import kernels
+from bench.costs import count_costs
 from engine.checkpoint import Checkpoints, rank_epoch
 from engine.config import dump_run, load_run, refuse_bad_input
-from engine.costs import count_costs
 from engine.data import count_broken, create_loaders, create_loss
 from engine.distributed import World, autocast, join, seed_everything, set_deterministic
 from engine.evaluate import evaluate_all

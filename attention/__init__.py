@@ -8,37 +8,39 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from attention.abc import Abc
-from attention.base import Attention, Grid, Site
-from attention.bigbird import BigBird
-from attention.clustered import Clustered
-from attention.combiner import Combiner
-from attention.cosformer import Cosformer
-from attention.dpfp import Dpfp
-from attention.eva import Eva
-from attention.lara import Lara
-from attention.linear import Linear
-from attention.linear_sra import LinearSra
-from attention.linformer import Linformer
-from attention.local import Local
-from attention.longformer import Longformer
-from attention.nystrom import Nystrom
+from attention.base import Attention, LayerContext
+from attention.mechanisms.abc import Abc
+from attention.mechanisms.bigbird import BigBird
+from attention.mechanisms.clustered import Clustered
+from attention.mechanisms.combiner import Combiner
+from attention.mechanisms.cosformer import Cosformer
+from attention.mechanisms.dpfp import Dpfp
+from attention.mechanisms.eva import Eva
+from attention.mechanisms.lara import Lara
+from attention.mechanisms.linear import Linear
+from attention.mechanisms.linear_sra import LinearSra
+from attention.mechanisms.linformer import Linformer
+from attention.mechanisms.local import Local
+from attention.mechanisms.longformer import Longformer
+from attention.mechanisms.nystrom import Nystrom
+from attention.mechanisms.orthoformer import Orthoformer
+from attention.mechanisms.performer import Performer
+from attention.mechanisms.ra import Ra
+from attention.mechanisms.reformer import Reformer
+from attention.mechanisms.rfa import Rfa
+from attention.mechanisms.scatterbrain import Scatterbrain
+from attention.mechanisms.smyrf import Smyrf
+from attention.mechanisms.softmax import Softmax
+from attention.mechanisms.sparse_transformer import SparseTransformer
+from attention.mechanisms.sra import Sra
+from attention.mechanisms.synthesizer import Synthesizer
+from attention.mechanisms.t2r import T2r
+from attention.mechanisms.transformer_ls import TransformerLs
+from attention.mechanisms.transnormer import Transnormer
+from attention.mechanisms.xca import Xca
+from attention.ops import dispatch as kernels
 from attention.options import OptionError, nearest, parse_options
-from attention.orthoformer import Orthoformer
-from attention.performer import Performer
-from attention.ra import Ra
-from attention.reformer import Reformer
-from attention.rfa import Rfa
-from attention.scatterbrain import Scatterbrain
-from attention.smyrf import Smyrf
-from attention.softmax import Softmax
-from attention.sparse_transformer import SparseTransformer
-from attention.sra import Sra
-from attention.synthesizer import Synthesizer
-from attention.t2r import T2r
-from attention.transformer_ls import TransformerLs
-from attention.transnormer import Transnormer
-from attention.xca import Xca
+from attention.parts.geometry import Grid
 
 ATTENTION: dict[str, type[Attention]] = {
     "softmax": Softmax,
@@ -72,12 +74,12 @@ ATTENTION: dict[str, type[Attention]] = {
     "reformer": Reformer,
 }
 
-__all__ = ["ATTENTION", "Attention", "AttentionFactory", "Grid", "OptionError", "Site", "create_attention"]
+__all__ = ["ATTENTION", "Attention", "AttentionFactory", "Grid", "LayerContext", "OptionError", "create_attention"]
 
 
 @dataclass(frozen=True)
 class AttentionFactory:
-    """A mechanism with checked options: call it with the fields of a `Site` to build a layer.
+    """A mechanism with checked options: call it with the fields of a `LayerContext` to build a layer.
 
     Attributes:
         name: key of `ATTENTION`. config: the mechanism's `Config`.
@@ -103,20 +105,32 @@ class AttentionFactory:
         return cls(name, parse_options(ATTENTION[name].Config, rest, f"{path}({name})"))
 
     def __call__(self, **site: Any) -> Attention:
-        """Builds the layer for `Site(**site)`.
+        """Builds the layer for `LayerContext(**site)`.
 
         Raises:
             OptionError: options that the site's dimensions cannot honour.
         """
-        return ATTENTION[self.name](Site(**site), self.config)
+        return ATTENTION[self.name](LayerContext(**site), self.config)
 
 
 def create_attention(name: str, **options: Any) -> Attention:
-    """Builds one attention layer: keywords are the fields of `Site` (dim, num_heads, grid, ...) and the mechanism's
-    options.
+    """Builds one attention layer: keywords are the fields of `LayerContext` (dim, num_heads, grid, ...) and the options
+    of the mechanism.
 
     Raises:
         OptionError: unknown mechanism or option, wrong type or value, or a geometry that cannot be honoured.
     """
-    site = {field.name: options.pop(field.name) for field in fields(Site) if field.name in options}
+    site = {field.name: options.pop(field.name) for field in fields(LayerContext) if field.name in options}
     return AttentionFactory.from_options({"name": name, **options})(**site)
+
+
+__all__ = [
+    "ATTENTION",
+    "Attention",
+    "AttentionFactory",
+    "Grid",
+    "LayerContext",
+    "OptionError",
+    "create_attention",
+    "kernels",
+]

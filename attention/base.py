@@ -14,13 +14,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.options import OptionError
-
-Grid = tuple[int, int]
-"""Rows and columns (H, W) of the token grid."""
+from attention.parts.geometry import Grid, merge_heads, split_heads, split_prefix
+from attention.parts.linear import init_linear
 
 
 @dataclass(frozen=True, kw_only=True)
-class Site:
+class LayerContext:
     """The place of an attention layer in a network: what the model knows and a mechanism may need.
 
     Attributes:
@@ -63,7 +62,7 @@ class Attention(nn.Module):
     num_projections: ClassVar[int] = 3
     """How many of queries, keys and values `qkv` makes: 2 where keys are queries, 1 where there are only values."""
 
-    def __init__(self, site: Site, config: Any):
+    def __init__(self, site: LayerContext, config: Any):
         super().__init__()
         self.config = config
         self.num_heads = site.num_heads
@@ -118,29 +117,3 @@ class Attention(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.config}"
-
-
-def init_linear(linear: nn.Linear) -> None:
-    """Truncated normal of deviation 0.02, bias 0."""
-    nn.init.trunc_normal_(linear.weight, std=0.02)
-    if linear.bias is not None:
-        nn.init.zeros_(linear.bias)
-
-
-def split_heads(x: Tensor, parts: int, num_heads: int) -> tuple[Tensor, ...]:
-    """(B, N, parts*C) -> `parts` tensors (B, h, N, d)."""
-    B, N, width = x.shape
-    # Taken apart before transposed, so that their gradients meet in the order of x.
-    return tuple(y.transpose(1, 2) for y in x.view(B, N, parts, num_heads, width // (parts * num_heads)).unbind(2))
-
-
-def split_prefix(x: Tensor, N: int) -> tuple[Tensor, Tensor]:
-    """(..., P + N, d) -> prefix tokens (..., P, d), tokens of the grid (..., N, d)."""
-    if x.shape[-2] == N:  # a slice's gradient would be filled with zeros and copied
-        return x.detach()[..., :0, :], x
-    return x[..., :-N, :], x[..., -N:, :]
-
-
-def merge_heads(y: Tensor) -> Tensor:
-    """(B, h, N, d) -> (B, N, C)."""
-    return y.transpose(1, 2).flatten(2)

@@ -3,11 +3,12 @@
 import torch
 from torch import Tensor
 
-from attention.base import Attention, Grid, merge_heads
-from attention.control_variates import group_logits, group_values
-from attention.exact import exact_set, mix, shared_logits
-from attention.features import full_type
-from attention.landmarks import Groups
+from attention.base import Attention
+from attention.ops.group_values.op import group_logits, group_values
+from attention.ops.joint_softmax.op import exact_set, mix, shared_logits
+from attention.parts.features import full_type
+from attention.parts.geometry import Grid, merge_heads
+from attention.parts.groups import Groups
 
 
 class EvaDecoder:

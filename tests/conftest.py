@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from launcher import Nursery
+from tests.support.launcher import Nursery
 
 
 @pytest.fixture(scope="session")

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from attention import OptionError, create_attention
-from attention.features import log_features, random_feature_attention, scale
-from attention.lara import lara
-from attention.proposals import query_weights
-from attention.ra import ra
-from identities import assert_equal, assert_mean, deviation, draw
+from attention.mechanisms.lara import lara
+from attention.mechanisms.ra import ra
+from attention.ops.random_features.op import random_feature_attention
+from attention.ops.random_features.proposals import query_weights
+from attention.parts.features import log_features, scale
+from tests.support.identities import assert_equal, assert_mean, deviation, draw
 
 N, C, D = 6, 3, 4
 Q, K, V = (0.8 * draw(2, 2, N, D, seed=seed) for seed in range(3))
@@ -139,7 +140,7 @@ def test_kernel_entries_are_biased_under_the_released_noise(weighting):
 def captured(attn, monkeypatch) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
     """q_bar, k_bar, noise and uniform of one forward pass."""
     calls = []
-    monkeypatch.setattr("attention.lara.lara", lambda q, k, v, *rest, **_: calls.append(rest) or q)
+    monkeypatch.setattr("attention.mechanisms.lara.lara", lambda q, k, v, *rest, **_: calls.append(rest) or q)
     attn(torch.randn(3, 24, 8), (4, 6))
     monkeypatch.undo()
     return calls[0]
@@ -182,7 +183,7 @@ def test_a_single_proposal_tells_queries_apart_in_evaluation():
 def test_as_many_landmarks_as_asked(count, monkeypatch):
     attn = create_attention("lara", dim=8, num_heads=2, grid=(24, 16), num_landmarks=count)
     seen = []
-    monkeypatch.setattr("attention.lara.lara", lambda q, k, v, *rest, **_: seen.extend(rest[:2]) or q)
+    monkeypatch.setattr("attention.mechanisms.lara.lara", lambda q, k, v, *rest, **_: seen.extend(rest[:2]) or q)
     attn(torch.randn(1, 24 * 16, 8), (24, 16))
     assert [x.shape[2] for x in seen] == [count, count]
 
@@ -190,7 +191,9 @@ def test_as_many_landmarks_as_asked(count, monkeypatch):
 def test_landmarks_are_transformed_segment_means(monkeypatch):
     """Mean, then Linear and LayerNorm: per head (light), or over all channels before the heads are split (dense)."""
     x = torch.randn(1, 24, 8)
-    monkeypatch.setattr("attention.lara.lara", lambda q, k, v, q_bar, *_, **__: means.append((q, q_bar)) or q)
+    monkeypatch.setattr(
+        "attention.mechanisms.lara.lara", lambda q, k, v, q_bar, *_, **__: means.append((q, q_bar)) or q
+    )
     for kind in ("light", "dense", "none"):
         attn, means = layer(landmark_transform=kind), []
         attn(x, (4, 6))

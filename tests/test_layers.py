@@ -1,4 +1,7 @@
-"""Imports only point down: attention -> torch; models -> attention's types, timm; engine -> those; scripts -> all."""
+"""Imports only point down, and the folders are the law.
+
+attention/: mechanisms -> ops -> parts -> torch. models -> attention's types. engine, bench -> those. Scripts -> all.
+"""
 
 import ast
 import sys
@@ -8,20 +11,29 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {path.stem for path in ROOT.glob("*.py")}
-MECHANISM_HELPERS = {
-    *("base", "complement", "control_variates", "decoding", "draws", "exact", "features", "hashing", "landmarks"),
-    *("options", "position", "proposals", "resampling", "windows", "kernels.tiles"),
+CONTRACT = {"attention.base", "attention.options", "attention.window_options"}
+LIBRARIES = {
+    "attention": {"torch", "triton"},
+    "models": {"torch", "timm"},
+    "engine": {"torch", "torchvision", "timm", "yaml", "numpy", "PIL", "tqdm", "safetensors"},
+    "bench": {"torch", "torchvision", "timm", "yaml", "numpy", "PIL", "tqdm", "triton"},
 }
-MODELS_MAY_TAKE = {"Attention", "AttentionFactory", "Grid", "OptionError", "Site", "option", "nearest", "parse_options"}
-ALLOWED = {
-    "attention": {"torch", "triton", "attention"},
-    "models": {"torch", "timm", "attention", "models"},
-    "engine": {
-        *("torch", "torchvision", "timm", "yaml", "numpy", "PIL", "tqdm", "safetensors"),
-        *("attention", "models", "engine"),
-    },
+BELOW = {  # folder or file -> what of this project it may import
+    "attention/parts": {"attention.options", "attention.parts"},
+    "attention/ops": {"attention.options", "attention.parts", "attention.ops"},
+    "attention/mechanisms": {*CONTRACT, "attention.parts", "attention.ops", "attention.mechanisms"},
+    "attention/options.py": set(),
+    "attention/base.py": {"attention.options", "attention.parts"},
+    "attention/window_options.py": {"attention.base", "attention.options", "attention.parts"},
+    "attention": {"attention"},
+    "models": {"attention", "attention.options", "models"},
+    "engine": {"attention", "models", "engine"},
+    "bench": {"attention", "models", "engine", "bench"},
 }
-EVERY_FILE = [path for package in ALLOWED for path in sorted((ROOT / package).rglob("*.py"))]
+MODELS_MAY_TAKE = {"Attention", "AttentionFactory", "Grid", "OptionError", "LayerContext"} | {
+    *("option", "nearest", "parse_options"),
+}
+EVERY_FILE = [path for package in LIBRARIES for path in sorted((ROOT / package).rglob("*.py"))]
 
 
 def imports(path: Path) -> list[tuple[str, list[str]]]:
@@ -36,24 +48,37 @@ def imports(path: Path) -> list[tuple[str, list[str]]]:
     return found
 
 
+def allowed(path: Path) -> set[str]:
+    """Modules and packages of this project that the file may import: the rule of the nearest folder that has one."""
+    place = path.relative_to(ROOT)
+    return next(BELOW[str(p)] for p in (place, *place.parents) if str(p) in BELOW)
+
+
 @pytest.mark.parametrize("path", EVERY_FILE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_down(path):
     package = path.relative_to(ROOT).parts[0]
     for module, names in imports(path):
-        top, _, rest = module.partition(".")
+        top = module.partition(".")[0]
         assert top not in SCRIPTS, f"{path} imports the script {top}"
-        assert top in ALLOWED[package] or top in sys.stdlib_module_names, f"{path} imports {module}"
+        if top in LIBRARIES[package] or top in sys.stdlib_module_names:
+            continue
+        below = allowed(path)
+        assert any(f"{module}.".startswith(f"{name}.") for name in below), f"{path} imports {module}"
         if package == "models" and top == "attention":
+            assert module in below, f"{path} imports {module}"
             assert set(names) <= MODELS_MAY_TAKE, f"{path} takes {names} from {module}"
-        if package == "attention" and top == "attention" and path.stem not in {"__init__", "__main__"}:
-            is_mechanism = rest not in MECHANISM_HELPERS and not rest.startswith("kernels")
-            assert not (is_mechanism and path.stem in MECHANISM_HELPERS), f"{path} imports the mechanism {module}"
-            assert not (is_mechanism and any(name[0].isupper() for name in names)), f"{path} takes a class of {module}"
+        if module.startswith("attention.mechanisms.") and path.parent.name == "mechanisms":
+            assert not any(name[0].isupper() for name in names), f"{path} takes a class of {module}"
 
 
 @pytest.mark.parametrize("path", [*ROOT.glob("*.py"), *EVERY_FILE], ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_file_is_named_for_nothing(path):
     assert path.stem not in {"utils", "common", "helpers", "misc"}
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "attention" / "mechanisms").glob("*.py")), ids=lambda path: path.name)
+def test_a_mechanism_fits_on_two_screens(path):
+    assert len(path.read_text().splitlines()) <= 180
 
 
 def test_inheritance_depth_is_one():

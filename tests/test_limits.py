@@ -10,16 +10,17 @@ import torch
 from torch import Tensor
 
 from attention import create_attention
-from attention.eva import eva, group_values
-from attention.exact import exact_logits, exact_set
-from attention.features import log_features, random_feature_attention, scale
-from attention.landmarks import Groups, bins, bins_outside, chunks_outside, gather_groups, group_mean
-from attention.local import local
-from attention.position import PositionBias, t5_bucket
-from attention.scatterbrain import scatterbrain
-from attention.softmax import softmax
-from attention.windows import from_windows, to_windows, window_indices
-from identities import CPU, B, assert_equal, d, draw, every_grid, h, layer, tokens, under_mask
+from attention.mechanisms.eva import eva, group_values
+from attention.mechanisms.local import local
+from attention.mechanisms.scatterbrain import scatterbrain
+from attention.mechanisms.softmax import softmax
+from attention.ops.joint_softmax.op import exact_logits, exact_set
+from attention.ops.random_features.op import random_feature_attention
+from attention.parts.features import log_features, scale
+from attention.parts.geometry import from_windows, to_windows, window_indices
+from attention.parts.groups import Groups, bins, bins_outside, chunks_outside, gather_groups, group_mean
+from attention.parts.position import PositionBias, t5_bucket
+from tests.support.identities import CPU, B, assert_equal, d, draw, every_grid, h, layer, tokens, under_mask
 
 
 def eva_of(q, k, v, groups, grid, window, *, omega=None, samples: int = 1, mu=None, transform=0.3, **options) -> Tensor:

@@ -10,17 +10,17 @@ import torch
 import torch.nn.functional as F
 
 from attention import OptionError
-from attention.cosformer import cosformer, reweight
-from attention.dpfp import dpfp, projection
-from attention.features import elu_plus_one
-from attention.linear import linear, linear_reference
-from attention.performer import performer
-from attention.rfa import rfa
-from attention.softmax import softmax
-from attention.t2r import t2r
-from attention.transnormer import rela, transnormer
-from attention.xca import xca
-from identities import B, assert_equal, assert_mean, d, draw, h, layer, tokens
+from attention.mechanisms.cosformer import cosformer, reweight
+from attention.mechanisms.dpfp import dpfp, projection
+from attention.mechanisms.linear import linear, linear_reference
+from attention.mechanisms.performer import performer
+from attention.mechanisms.rfa import rfa
+from attention.mechanisms.softmax import softmax
+from attention.mechanisms.t2r import t2r
+from attention.mechanisms.transnormer import rela, transnormer
+from attention.mechanisms.xca import xca
+from attention.parts.features import elu_plus_one
+from tests.support.identities import B, assert_equal, assert_mean, d, draw, h, layer, tokens
 
 GRID = (6, 4)
 N = GRID[0] * GRID[1]

@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from attention import create_attention
-from attention.abc import abc
-from attention.landmarks import Groups, bins, group_mean
-from attention.linear_sra import linear_sra
-from attention.linformer import linformer
-from attention.nystrom import nystrom, pseudo_inverse
-from attention.orthoformer import orthoformer, orthogonal_tokens
-from attention.resampling import resample
-from attention.softmax import softmax
-from attention.sra import sra
-from attention.synthesizer import synthesizer
-from identities import CPU, B, assert_equal, d, draw, every_grid, h, layer, tokens
+from attention.mechanisms.abc import abc
+from attention.mechanisms.linear_sra import linear_sra
+from attention.mechanisms.linformer import linformer
+from attention.mechanisms.nystrom import nystrom, pseudo_inverse
+from attention.mechanisms.orthoformer import orthoformer, orthogonal_tokens
+from attention.mechanisms.softmax import softmax
+from attention.mechanisms.sra import sra
+from attention.mechanisms.synthesizer import synthesizer
+from attention.parts.geometry import resample
+from attention.parts.groups import Groups, bins, group_mean
 from models import create_model
 from models.convert import from_timm_pvt
+from tests.support.identities import CPU, B, assert_equal, d, draw, every_grid, h, layer, tokens
 
 
 def averaging(grid) -> tuple[Groups, Tensor]:

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from attention import OptionError, create_attention
-from attention.bigbird import bigbird, choose_blocks, global_blocks
-from attention.clustered import clustered, hamming_clusters, hash_bits, pack, popcount
-from attention.longformer import longformer
-from attention.reformer import hash_buckets, reformer, rotation_counts
-from attention.softmax import softmax
-from attention.sparse_transformer import sparse_transformer
-from identities import CPU, B, assert_equal, d, draw, every_grid, h, layer, shuffled, tokens, under_mask
+from attention.mechanisms.bigbird import bigbird, choose_blocks, global_blocks
+from attention.mechanisms.clustered import clustered, hamming_clusters, hash_bits, pack, popcount
+from attention.mechanisms.longformer import longformer
+from attention.mechanisms.reformer import hash_buckets, reformer, rotation_counts
+from attention.mechanisms.softmax import softmax
+from attention.mechanisms.sparse_transformer import sparse_transformer
+from tests.support.identities import CPU, B, assert_equal, d, draw, every_grid, h, layer, shuffled, tokens, under_mask
 
 
 def weights_of(op, q: Tensor, k: Tensor, *args, **options) -> Tensor:

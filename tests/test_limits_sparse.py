@@ -6,11 +6,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention.base import merge_heads
-from attention.combiner import combiner
-from attention.exact import exact_set
-from attention.features import log_features, random_feature_attention, scale
-from attention.hashing import (
+from attention.mechanisms.combiner import combiner
+from attention.mechanisms.scatterbrain import merge_others, scatterbrain, scatterbrain_lsh
+from attention.mechanisms.smyrf import smyrf
+from attention.mechanisms.softmax import softmax
+from attention.mechanisms.transformer_ls import normalise, transformer_ls
+from attention.ops.joint_softmax.op import exact_set
+from attention.ops.random_features.op import random_feature_attention
+from attention.parts.features import log_features, scale
+from attention.parts.geometry import merge_heads, window_indices
+from attention.parts.hashing import (
     asymmetric_transform,
     cluster_ids,
     cluster_mask,
@@ -19,12 +24,7 @@ from attention.hashing import (
     hash_clusters,
     to_clusters,
 )
-from attention.scatterbrain import merge_others, scatterbrain, scatterbrain_lsh
-from attention.smyrf import smyrf
-from attention.softmax import softmax
-from attention.transformer_ls import normalise, transformer_ls
-from attention.windows import window_indices
-from identities import (
+from tests.support.identities import (
     CPU,
     B,
     assert_equal,

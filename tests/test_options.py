@@ -9,7 +9,7 @@ import torch
 
 from attention import ATTENTION
 from attention.options import OptionError, option, parse_options
-from cases import Case
+from tests.support.cases import Case
 
 GRID = (5, 7)
 EVA = {"window_size": 3, "num_landmarks": 6}

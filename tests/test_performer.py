@@ -8,9 +8,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import OptionError, create_attention
-from attention.features import FEATURE_MAPS, random_feature_attention, scale
-from attention.performer import performer
-from identities import assert_equal, draw
+from attention.mechanisms.performer import performer
+from attention.ops.random_features.op import random_feature_attention
+from attention.parts.features import FEATURE_MAPS, scale
+from tests.support.identities import assert_equal, draw
 
 GRID = (3, 5)
 FEATURES = ["positive", "hyperbolic", *FEATURE_MAPS]
@@ -25,7 +26,9 @@ def layer(**options):
 def samples(attn, monkeypatch) -> Tensor:
     """The omega of one forward pass."""
     used = []
-    monkeypatch.setattr("attention.performer.performer", lambda q, k, v, omega, *_, **__: used.append(omega) or q)
+    monkeypatch.setattr(
+        "attention.mechanisms.performer.performer", lambda q, k, v, omega, *_, **__: used.append(omega) or q
+    )
     attn(torch.zeros(1, 15, 8), GRID)
     monkeypatch.undo()
     return used[0]

@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from attention import OptionError, create_attention
-from attention.features import random_feature_attention, scale
-from attention.ra import ra
-from attention.softmax import softmax
-from identities import assert_equal, assert_mean, deviation, draw
+from attention.mechanisms.ra import ra
+from attention.mechanisms.softmax import softmax
+from attention.ops.random_features.op import random_feature_attention
+from attention.parts.features import scale
+from tests.support.identities import assert_equal, assert_mean, deviation, draw
 
 N, D = 5, 4
 Q, K, V = (1.5 * draw(1, 1, N, D, seed=seed) for seed in range(3))

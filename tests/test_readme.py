@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from test_attention import test_op_equals_its_literal_twin_in_value_and_all_gradients as assert_twins
 
 import attention
 from attention import ATTENTION
 from attention.__main__ import row, table
 from models import create_model
+from tests.uniform.test_attention import test_op_equals_its_literal_twin_in_value_and_all_gradients as assert_twins
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -36,7 +36,7 @@ def test_your_own_attention(monkeypatch):
     (line,) = re.findall(r"`\"pooled\": (\w+)`", README)
     monkeypatch.setitem(ATTENTION, "pooled", getattr(module, line))
 
-    import cases
+    from tests.support import cases
 
     (line,) = re.findall(r"`(Case\(\"pooled\".*?)`", README)
     case = eval(line, vars(cases))

@@ -1,0 +1,61 @@
+"""ABC (Peng et al. 2022, arXiv:2110.02488): keys and values written into c slots by a learned softmax.
+
+Attention with bounded-memory control, its learned MLP control: softmax attention reads the slots, which control weights
+fill, Pi = softmax over tokens of a linear map of the input, c per head,
+
+    k_hat = Pi k,   v_hat = Pi v,   y_n = softmax(q_n . k_hat / sqrt(d)) v_hat.
+
+Any number of tokens in any order.
+Cost: (4 + h) N c C multiply-accumulates, h N c C of them for the control.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from attention.base import Attention, LayerContext
+from attention.mechanisms.softmax import softmax, softmax_reference
+from attention.options import option
+from attention.parts.features import upcast
+from attention.parts.geometry import Grid, split_heads
+from attention.parts.linear import init_linear
+
+
+def abc(q: Tensor, k: Tensor, v: Tensor, control: Tensor, attn_drop: float = 0.0) -> Tensor:
+    """Queries, keys, values (B, h, N, d) and logits of the control (B, h, N, c) -> (B, h, N, d)."""
+    weights = upcast(control).softmax(-2).to(v.dtype).mT
+    return softmax(q, weights @ k, weights @ v, attn_drop)
+
+
+def abc_reference(q, k, v, control, attn_drop=0.0):
+    """`abc`, slot by slot."""
+    written = []
+    for slot in control.unbind(-1):
+        weights = (slot.exp() / slot.exp().sum(-1, keepdim=True))[..., None]
+        written.append([(weights * x).sum(-2) for x in (k, v)])
+    k_hat, v_hat = (torch.stack(x, -2) for x in zip(*written, strict=True))
+    return softmax_reference(q, k_hat, v_hat, attn_drop)
+
+
+class Abc(Attention):
+    """Softmax over learned slots. Papers: LARA Table 4 'ABC'."""
+
+    plain_prefix = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        num_landmarks: int = option(49, "slots c per head", low=1)
+        attn_drop: float = option(0.0, "dropout rate of the attention weights over slots", low=0, high=1)
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        self.control = nn.Linear(site.dim, site.num_heads * config.num_landmarks)
+        init_linear(self.control)
+
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
+        """(B, N, C) -> queries, keys and values (B, h, N, d), logits of the control (B, h, N, c)."""
+        return *super().project(x, grid), *split_heads(self.control(x), 1, self.num_heads)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, control: Tensor, grid: Grid) -> Tensor:
+        return abc(q, k, v, control, self.attn_drop)

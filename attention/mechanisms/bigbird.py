@@ -1,0 +1,145 @@
+"""BigBird (Zaheer et al. 2020, arXiv:2007.14062): w sliding, g global and r random blocks of b tokens.
+
+Tokens form n blocks of b. A query block attends, in one softmax, to w neighbours in block order (itself among them), to
+g global blocks (the first and the last) and to r others, drawn once for every layer and head; global blocks attend to
+everything. Every key counts once.
+Cost: 2 N (w + 2 g + r) b C multiply-accumulates, 2 g b N C of them for the global rows. Linear in N.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.base import Attention, LayerContext
+from attention.mechanisms.softmax import softmax
+from attention.ops.joint_softmax.op import mix, prefix_part
+from attention.options import option
+from attention.parts.features import upcast
+from attention.parts.geometry import Grid, count_windows, from_windows, raster, split_prefix, to_windows, window_mask
+from attention.parts.sampling import counter_uniform
+
+
+def bigbird(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    blocks: Tensor,
+    *,
+    grid: Grid,
+    block: Grid,
+    num_global: int,
+    attn_drop: float = 0.0,
+) -> Tensor:
+    """Softmax over the key blocks of each query block; over all keys for the queries of global blocks.
+
+    Args:
+        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries see prefix tokens.
+        blocks: key blocks of every head and query block, (h, n, m) int64; n stands for none.
+        grid: what is cut into blocks of `block` cells; (1, N) and (1, b) for blocks of the raster order.
+        num_global: global blocks. attn_drop: dropout rate of the weights.
+    Returns:
+        (B, h, N, d).
+    """
+    (k_prefix, k_grid), (v_prefix, v_grid) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
+    queries, keys, values = (to_windows(x, grid, block) for x in (q, k_grid, v_grid))  # (B, h, n, b, d)
+    (h, n, _), (*_, cells, d) = blocks.shape, keys.shape
+    index = blocks.clamp(max=n - 1)  # padding points at some block
+    inside = window_mask(grid, block, (0, 0), q.device)
+    valid = (blocks < n)[..., None].expand(-1, -1, -1, cells)
+    valid = valid if inside is None else valid & inside[index]
+    head = torch.arange(h, device=q.device)[:, None, None]
+    logits = upcast(d**-0.5 * queries @ keys[:, head, index].flatten(3, 4).mT)  # (B, h, n, b, m*b)
+    logits = logits.masked_fill(~valid.flatten(2)[:, :, None], -torch.inf)
+    y = mix([(logits, values[:, head, index].flatten(3, 4)), *prefix_part(queries, k_prefix, v_prefix)], attn_drop)
+    rows = torch.tensor(global_blocks(n, num_global), dtype=torch.int64, device=q.device)
+    on_all = softmax(queries.index_select(2, rows).flatten(2, 3), k, v, attn_drop).unflatten(2, (len(rows), cells))
+    return from_windows(y.index_copy(2, rows, on_all.to(y.dtype)), grid, block)
+
+
+def global_blocks(n: int, num_global: int) -> list[int]:
+    """The first and last of n blocks in turns: 0, n - 1, 1, n - 2, ..."""
+    return [i // 2 if i % 2 == 0 else n - 1 - i // 2 for i in range(min(num_global, n))]
+
+
+def choose_blocks(num_window: int, num_global: int, uniform: Tensor) -> Tensor:
+    """Key blocks of every head and query block, each at most once: (h, n, w + g + r) int64; n where there is none.
+
+    Args:
+        uniform: (h, n, r) in [0, 1); draws r blocks without replacement from those neither near nor global, or all of
+            them where fewer remain.
+    """
+    h, n, _ = uniform.shape
+    near = torch.arange(n, device=uniform.device)[:, None] + torch.arange(num_window, device=uniform.device)
+    near = near - num_window // 2
+    shared = torch.tensor(global_blocks(n, num_global), dtype=torch.int64, device=uniform.device)
+    chosen = torch.cat([near, shared.expand(n, -1)], 1)
+    twice = (chosen[:, :, None] == chosen[:, None]).tril(-1).any(-1)
+    chosen = chosen.masked_fill(twice | (chosen < 0) | (chosen >= n), n).expand(h, -1, -1)
+    for u in uniform.unbind(-1):
+        block = (u * (n - (chosen < n).sum(-1))).long()
+        for taken in chosen.sort(-1).values.unbind(-1):  # the place among free blocks -> the place among all
+            block = block + (block >= taken)
+        chosen = torch.cat([chosen, block[..., None]], -1)
+    return chosen.clamp(max=n)
+
+
+def bigbird_reference(q, k, v, blocks, *, grid, block, num_global, attn_drop=0.0):
+    """`bigbird`, query by query."""
+    (rows, columns), per_row = block, -(-grid[1] // block[1])
+    n, block_of = blocks.shape[1], [m // grid[1] // rows * per_row + m % grid[1] // columns for m in range(q.shape[2])]
+    first, last = range((num_global + 1) // 2), range(n - num_global // 2, n)
+    y, P = torch.zeros_like(q), k.shape[2] - q.shape[2]
+    for head, i in ((head, i) for head in range(q.shape[1]) for i in range(q.shape[2])):
+        at = block_of[i]
+        seen = blocks[head, at].tolist()
+        keys = [P + m for m, b in enumerate(block_of) if b in seen or at in first or at in last]
+        keys = [*range(P), *keys]
+        weights = (q[:, head, i, None] @ k[:, head, keys].mT / q.shape[-1] ** 0.5).softmax(-1)
+        y[:, head, i] = (F.dropout(weights, attn_drop) @ v[:, head, keys])[:, 0]
+    return y
+
+
+class BigBird(Attention):
+    """Sliding, global and random blocks of keys. Papers: LARA Table 9."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        block_size: int = option(16, "tokens b of a block in raster order; side of a square block in 2d", low=1)
+        layout: Literal["1d", "2d"] = option("1d", "blocks of the raster order, or square tiles of the grid")
+        num_window: int = option(3, "neighbouring blocks w, itself among them: odd", low=1)
+        num_global: int = option(2, "global blocks g, first and last in turns", low=0)
+        num_random: int = option(3, "random blocks r of each query block; fewer where fewer are left", low=0)
+        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        longest, w = max(raster(site.grid, config.layout)), config.num_window
+        if config.block_size > longest:
+            H, W = site.grid
+            self.refuse("block_size", config.block_size, f"larger than the {H}x{W} grid; at most {longest}")
+        if w % 2 == 0:
+            self.refuse("num_window", w, f"as many neighbours on both sides make it odd; nearest valid: {w - 1}")
+        # The blocks of every grid are a function of it.
+        self.register_buffer("pattern_seed", torch.randint(2**32, ()))
+
+    def blocks(self, grid: Grid, block: Grid) -> Tensor:
+        """The layer's pattern on this grid (h, n, m): the same in training and evaluation, and after reloading."""
+        shape = (self.num_heads, count_windows(grid, block), self.config.num_random)
+        return choose_blocks(self.config.num_window, self.config.num_global, counter_uniform(self.pattern_seed, shape))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        side = self.config.block_size
+        grid, block = raster(grid, self.config.layout), (1 if self.config.layout == "1d" else side, side)
+        return bigbird(
+            q,
+            k,
+            v,
+            self.blocks(grid, block),
+            grid=grid,
+            block=block,
+            num_global=self.config.num_global,
+            attn_drop=self.attn_drop,
+        )

@@ -1,0 +1,124 @@
+"""Clustered attention (Vyas et al. 2020, arXiv:2007.04825): J clusters of queries attend at once, then on k top keys.
+
+Queries are clustered by the Hamming distance of their hash bits, and every cluster attends once, with the mean q_hat_j
+of its queries: A_j = softmax(q_hat_j . k / sqrt(d)). The improved form (i-clustered) lets each query redistribute the
+mass m_hat_j that its cluster gives to its k likeliest keys T_j by weights of its own:
+
+    y_n = m_hat_j sum_{T_j} softmax_{T_j}(q_n . k_m / sqrt(d)) v_m + sum_{m not in T_j} A_jm v_m,   j = cluster(n)
+
+Cost: 2 N (J + k) C + bits N C multiply-accumulates, the last for the hash; linear in N. The clustering counts bits.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.base import Attention, LayerContext
+from attention.options import option
+from attention.parts.features import full_precision, full_type, scale
+from attention.parts.geometry import Grid, gather_tokens
+
+
+@full_precision
+def clustered(q: Tensor, k: Tensor, v: Tensor, cluster: Tensor, *, num_clusters: int, num_top_keys: int = 0) -> Tensor:
+    """Attention of cluster means, improved on `num_top_keys` keys each.
+
+    Args:
+        q, k, v: (B, h, N, d). cluster: of every query, (B, h, N) int64 below `num_clusters`; some may be empty.
+    Returns:
+        (B, h, N, d), float32 at least.
+    """
+    members, s = cluster[..., None], q.shape[-1] ** -0.5
+    wide = members.expand_as(q)
+    sums = q.new_zeros(*q.shape[:2], num_clusters, q.shape[-1]).scatter_add(2, wide, q)
+    count = q.new_zeros(*q.shape[:2], num_clusters, 1).scatter_add(2, members, torch.ones_like(q[..., :1]))
+    attn = (s * (sums / count.clamp(min=1)) @ k.mT).softmax(-1)  # (B, h, J, N)
+    if not num_top_keys:
+        return (attn @ v).gather(2, wide)
+    mass, top = attn.topk(min(num_top_keys, k.shape[2]), -1)
+    rest = (attn.scatter(-1, top, 0.0) @ v).gather(2, wide)
+    top = top.gather(2, members.expand(-1, -1, -1, top.shape[-1]))  # (B, h, N, k)
+    weights = (s * q[..., None, :] @ gather_tokens(k, top).mT).softmax(-1)
+    on_top = (weights @ gather_tokens(v, top))[..., 0, :]
+    return mass.sum(-1, keepdim=True).gather(2, members) * on_top + rest
+
+
+def clustered_reference(q, k, v, cluster, *, num_clusters, num_top_keys=0):
+    """`clustered`, query by query."""
+    y, s = torch.zeros_like(q), q.shape[-1] ** -0.5
+    for b, h, n in torch.cartesian_prod(*map(torch.arange, q.shape[:3])).tolist():
+        q_hat = q[b, h, cluster[b, h] == cluster[b, h, n]].mean(0)
+        attn = (s * k[b, h] @ q_hat).softmax(-1)
+        top = attn.argsort(descending=True)[:num_top_keys]
+        others = torch.ones_like(attn).index_fill(0, top, 0) * attn
+        own = (s * k[b, h, top] @ q[b, h, n]).softmax(-1)
+        y[b, h, n] = attn[top].sum() * (own @ v[b, h, top]) + others @ v[b, h]
+    return y
+
+
+@full_precision
+def hash_bits(q: Tensor, planes: Tensor) -> Tensor:
+    """On which side of every plane a query lies: q (B, h, N, d), planes [a, b] (h, bits, d + 1) -> a . q' > b."""
+    with torch.no_grad():
+        return scale(q) @ planes[..., :-1].mT > planes[..., -1][:, None]
+
+
+def hamming_clusters(bits: Tensor, num_clusters: int, num_iterations: int) -> Tensor:
+    """Lloyd's algorithm in Hamming space: bits (B, h, N, b), b <= 63 -> cluster (B, h, N) int64.
+
+    Centroids start at tokens spread evenly over the raster order and move to the majority of their members' bits, ties
+    to 0; one without members stays.
+    """
+    N = bits.shape[2]
+    start = torch.arange(num_clusters, device=bits.device) * N // num_clusters
+    centroid, signs, codes = pack(bits[:, :, start]), 2 * bits.long() - 1, pack(bits)
+    for iteration in range(num_iterations + 1):
+        cluster = popcount(codes[..., None] ^ centroid[..., None, :]).argmin(-1)
+        if iteration < num_iterations:
+            members = cluster[..., None].expand_as(signs)
+            votes = torch.zeros_like(signs[:, :, :1]).repeat(1, 1, num_clusters, 1).scatter_add(2, members, signs)
+            filled = torch.zeros_like(centroid).scatter(2, cluster, 1) > 0
+            centroid = torch.where(filled, pack(votes > 0), centroid)
+    return cluster
+
+
+def pack(bits: Tensor) -> Tensor:
+    """Bits (..., b), b <= 63, as one non-negative int64 (...)."""
+    return (bits.long() << torch.arange(bits.shape[-1], device=bits.device)).sum(-1)
+
+
+def popcount(x: Tensor) -> Tensor:
+    """Ones among the bits of non-negative int64: sums of 2, 4 and 8 neighbouring bits, then of the bytes."""
+    x = x - ((x >> 1) & 0x5555555555555555)
+    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
+    return (((x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F) * 0x0101010101010101) >> 56
+
+
+class Clustered(Attention):
+    """Clusters of queries attend at once; improved on their likeliest keys."""
+
+    plain_prefix = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        num_clusters: int = option(49, "clusters of queries", low=1)
+        num_top_keys: int = option(32, "keys k that each query weighs anew (improved clustered); 0: clustered", low=0)
+        num_bits: int = option(63, "hash bits of a query", low=1, high=63)
+        num_iterations: int = option(10, "iterations of Lloyd's algorithm", low=0)
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        H, W = site.grid
+        for name in ("num_clusters", "num_top_keys"):
+            if getattr(config, name) > H * W:
+                self.refuse(name, getattr(config, name), f"more than the tokens of the {H}x{W} grid; at most {H * W}")
+        self.register_buffer("eval_planes", torch.randn(self.num_heads, config.num_bits, self.head_dim + 1))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        planes, config = self.eval_planes, self.config
+        if self.training:
+            planes = torch.randn(planes.shape, dtype=full_type(q), device=q.device)
+        cluster = hamming_clusters(hash_bits(q, planes), config.num_clusters, config.num_iterations)
+        y = clustered(q, k, v, cluster, num_clusters=config.num_clusters, num_top_keys=config.num_top_keys)
+        return y.to(v.dtype)

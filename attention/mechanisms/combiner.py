@@ -1,0 +1,124 @@
+"""Combiner (Ren et al. 2021, arXiv:2107.05768): own span of u tokens exactly, every other span by one summary.
+
+The variant Fixed with DeepSets-Max: full attention factorised over spans of tokens. A query attends to the tokens of
+its own span, and to every other span as a whole: through a summary key k_bar_g that stands for the span in the softmax,
+and a span value v_bar_g that the span's summary query q_bar_g attends to
+
+    y_n = [sum_own exp(l_nm) v_m + sum_{g != own} exp(q_n . k_bar_g / sqrt(d)) v_bar_g] / [the same without values]
+    v_bar_g = sum_{m in g} softmax_m(q_bar_g . k_m / sqrt(d)) v_m,   q_bar_g = max_{m in g} ReLU(U q_m), likewise k_bar
+
+Its published code for both directions keeps the own span's summary beside its tokens; here nothing counts twice.
+Cost: 2 N (u + N/u) C multiply-accumulates, and 2 N (1 + d) C for the summaries; N^1.5 at u = sqrt(N).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention.base import Attention, LayerContext
+from attention.ops.joint_softmax.op import joint_softmax, seen_exactly
+from attention.options import option
+from attention.parts.features import upcast
+from attention.parts.geometry import Grid, raster, split_prefix, to_windows, window_indices, window_mask
+from attention.parts.linear import init_linear
+from attention.parts.position import BiasKind
+from attention.window_options import exact_window, window_options
+
+
+def combiner(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_bar: Tensor,
+    k_bar: Tensor,
+    bias: Tensor | None = None,
+    *,
+    grid: Grid,
+    window: Grid,
+    causal: bool = False,
+    **options: Any,
+) -> Tensor:
+    """One softmax over the own span's tokens and the other spans' summaries.
+
+    Args:
+        q, k, v: (B, h, N, d). q_bar, k_bar: summaries of the g spans, (B, h, g, d). bias: of the own span, (h, w, w).
+        window: rows and columns of a span. causal: no later token of the own span, no later span. options: see
+            `joint_softmax`.
+    Returns:
+        (B, h, N, d).
+    """
+    keys, values = (to_windows(split_prefix(x, q.shape[2])[1], grid, window) for x in (k, v))
+    inside = upcast((q_bar * q.shape[-1] ** -0.5)[:, :, :, None] @ keys.mT)  # (B, h, g, 1, w)
+    mask = window_mask(grid, window, (0, 0), q.device)
+    if mask is not None:
+        inside = inside.masked_fill(~mask[:, None], -torch.inf)
+    v_bar = (inside.softmax(-1).to(v.dtype) @ values)[:, :, None, :, 0]  # (B, h, 1, g, d)
+    unseen = torch.eye(k_bar.shape[2], dtype=torch.bool, device=q.device)
+    unseen = torch.ones_like(unseen).triu() if causal else unseen
+    unseen = inside.new_zeros(unseen.shape).masked_fill(unseen, -torch.inf)[:, None]  # (g, 1, g)
+    windows = {"grid": grid, "window": window, "causal": causal, **options}
+    return joint_softmax(q, k, v, bias, k_bar[:, :, None], v_bar, unseen, **windows)
+
+
+def combiner_reference(q, k, v, q_bar, k_bar, bias=None, *, attn_drop=0.0, **windows):
+    """`combiner`, query by query."""
+    scale, y = q.shape[-1] ** -0.5, torch.zeros_like(q)
+    keys, values = (split_prefix(x, q.shape[2])[1] for x in (k, v))
+    spans = [index[index >= 0] for index in window_indices(windows["grid"], windows["window"], (0, 0), q.device)]
+    summaries = []
+    for g, span in enumerate(spans):
+        inside = (scale * q_bar[:, :, g, None] @ keys[:, :, span].mT).softmax(-1)
+        summaries.append(inside @ values[:, :, span])
+    for n in range(q.shape[2]):
+        seen = [seen_exactly(n, q, k, v, bias, **windows)]
+        for g, span in enumerate(spans):
+            if n not in span and (span.min() < n or not windows.get("causal")):
+                seen.append((scale * (q[:, :, n] * k_bar[:, :, g]).sum(-1, keepdim=True), summaries[g]))
+        logits, values = torch.cat([logit for logit, _ in seen], -1), torch.cat([value for _, value in seen], 2)
+        y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ values)[:, :, 0]
+    return y
+
+
+class Combiner(Attention):
+    """Own span exactly, other spans by summaries. Papers: EVA Tables 2, 3, 15 'Combiner'."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        window_size: int = option(7, "side of a span in cells; its length in tokens where layout is 1d", low=1)
+        layout: Literal["2d", "1d"] = option("2d", "square spans of the grid, or spans of the raster order")
+        summary: Literal["deepsets", "relu", "identity"] = option(
+            "deepsets", "what is pooled: ReLU(U x), one U for queries and one for keys of all heads; ReLU(x); x"
+        )
+        pool: Literal["max", "mean"] = option("max", "how a span's tokens are pooled")
+        position_bias: BiasKind = option("table", "relative position bias inside the own span")
+        causal: bool = option(False, "no token sees a later one of the raster order; needs layout 1d")
+        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        self.window, self.overlap, self.position_bias = exact_window(self, site)
+        self.summary_q, self.summary_k = self.make_summary(), self.make_summary()
+
+    def make_summary(self) -> nn.Module:
+        if self.config.summary != "deepsets":
+            return nn.ReLU() if self.config.summary == "relu" else nn.Identity()
+        linear = nn.Linear(self.head_dim, self.head_dim, bias=False)
+        init_linear(linear)
+        return nn.Sequential(linear, nn.ReLU())
+
+    def pool(self, x: Tensor, grid: Grid) -> Tensor:
+        """Maximum or mean of tokens (B, h, N, d) over each span: (B, h, g, d)."""
+        spans = to_windows(x, grid, self.window)
+        mask = window_mask(grid, self.window, (0, 0), x.device)
+        if self.config.pool == "max":
+            return (spans if mask is None else spans.masked_fill(~mask[..., None], -torch.inf)).amax(-2)
+        return spans.mean(-2) if mask is None else spans.sum(-2) / mask.sum(-1, keepdim=True)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        spans, keys = raster(grid, self.config.layout), split_prefix(k, q.shape[2])[1]
+        q_bar, k_bar = self.pool(self.summary_q(q), spans), self.pool(self.summary_k(keys), spans)
+        windows = window_options(self, grid)
+        return combiner(q, k, v, q_bar, k_bar, self.position_bias(), attn_drop=self.attn_drop, **windows)

@@ -1,0 +1,71 @@
+"""cosFormer (Qin et al. 2022, arXiv:2202.08791): ReLU features, with weights that fall with distance as a cosine.
+
+    w_nm = ReLU(q_n) . ReLU(k_m) cos(pi (n - m) / 2N),
+
+which stay non-negative and, the cosine of a difference being cos cos + sin sin, are a kernel of twice as many features.
+On the grid (2d) the factor is cos(pi dy / 2H) cos(pi dx / 2W), of four times as many.
+Cost: 4 N d C multiply-accumulates, 8 N d C on the grid; linear in N.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.base import Attention
+from attention.ops.random_features.op import linear_attention
+from attention.options import option
+from attention.parts.features import full_precision
+from attention.parts.geometry import Grid, raster, split_prefix
+
+
+@full_precision
+def cosformer(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid) -> Tensor:
+    """Attention re-weighted by distance along both axes of the grid; (1, N) for the raster order.
+
+    Args:
+        q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens have no place, and their weights no factor.
+    Returns:
+        (B, h, N, d), float32 at least; 0 for a query without positive weights.
+    """
+    phi_q, (k_prefix, phi_k) = q.relu(), split_prefix(k.relu(), q.shape[2])
+    placed_q, placed_k = reweight(phi_q, grid), reweight(phi_k, grid)
+    if not k_prefix.shape[2]:
+        return linear_attention(placed_q, placed_k, v)
+    # Features of places beside those without: a key has the one kind or the other.
+    keys = torch.cat([F.pad(k_prefix, (placed_k.shape[-1], 0)), F.pad(placed_k, (0, k.shape[-1]))], 2)
+    return linear_attention(torch.cat([placed_q, phi_q], -1), keys, v)
+
+
+def reweight(x: Tensor, grid: Grid) -> Tensor:
+    """[x cos(theta), x sin(theta)], theta = pi i / (2 side), along each axis of more than one cell."""
+    places = torch.meshgrid(*(torch.arange(side, device=x.device) for side in grid), indexing="ij")
+    for place, side in zip(places, grid, strict=True):
+        if side > 1:
+            theta = place.reshape(-1, 1).to(x.dtype) * (math.pi / 2 / side)
+            x = torch.cat([x * theta.cos(), x * theta.sin()], -1)
+    return x
+
+
+def cosformer_reference(q, k, v, *, grid):
+    """`cosformer` as a dense matrix of weights."""
+    (H, W), n = grid, torch.arange(q.shape[2], dtype=q.dtype)
+    y, x = n // W, n % W
+    decay_y, decay_x = (torch.cos(math.pi * (a[:, None] - a) / (2 * side)) for a, side in ((y, H), (x, W)))
+    kernel = q.relu() @ k.relu().mT
+    kernel = kernel * F.pad(decay_y * decay_x, (k.shape[2] - H * W, 0), value=1)
+    return kernel @ v / kernel.sum(-1, keepdim=True).clamp(min=1e-6)
+
+
+class Cosformer(Attention):
+    """Kernel attention with ReLU features and a cosine of distance."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        layout: Literal["1d", "2d"] = option("1d", "distance in raster order, or along both axes of the grid")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        return cosformer(q, k, v, grid=raster(grid, self.config.layout)).to(v.dtype)

@@ -1,0 +1,61 @@
+"""DPFP (Schlag et al. 2021, arXiv:2102.11174): 2 nu d products of rectified coordinates as features.
+
+The deterministic parameter-free projection,
+
+    phi(x) = [r * roll(r, 1), ..., r * roll(r, nu)],   r = ReLU([x, -x]),
+
+makes non-negative and sparse features for linear attention.
+Cost: 4 N nu d C multiply-accumulates; linear in N.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.base import Attention, LayerContext
+from attention.ops.random_features.op import linear_attention
+from attention.options import option
+from attention.parts.features import full_precision
+from attention.parts.geometry import Grid
+
+
+@full_precision
+def dpfp(q: Tensor, k: Tensor, v: Tensor, *, nu: int) -> Tensor:
+    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least; 0 for a query without weights."""
+    return linear_attention(projection(q, nu), projection(k, nu), v)
+
+
+def projection(x: Tensor, nu: int) -> Tensor:
+    """Features (..., 2 d nu) of vectors (..., d)."""
+    r = torch.cat([x, -x], -1).relu()
+    return torch.cat([r * r.roll(shift, -1) for shift in range(1, nu + 1)], -1)
+
+
+def dpfp_reference(q, k, v, *, nu):
+    """`dpfp`, feature by feature."""
+    r_q, r_k = (torch.cat([x.relu(), (-x).relu()], -1) for x in (q, k))
+    kernel, width = 0, r_q.shape[-1]
+    for shift in range(1, nu + 1):
+        for i in range(width):
+            phi_q, phi_k = (r[..., i] * r[..., (i - shift) % width] for r in (r_q, r_k))
+            kernel = kernel + phi_q[..., :, None] * phi_k[..., None, :]
+    return kernel @ v / kernel.sum(-1, keepdim=True).clamp(min=1e-6)
+
+
+class Dpfp(Attention):
+    """Kernel attention with products of rectified coordinates."""
+
+    plain_prefix = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        nu: int = option(1, "rolls: 2 d nu features per head", low=1)
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        if config.nu >= 2 * self.head_dim:
+            self.refuse("nu", config.nu, f"rolls repeat from twice head_dim on; at most {2 * self.head_dim - 1}")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        return dpfp(q, k, v, nu=self.config.nu).to(v.dtype)

@@ -1,0 +1,163 @@
+"""EVA (Zheng et al. 2023, arXiv:2302.04542): a window exactly, and c groups of tokens by control variates.
+
+A query attends exactly to its local window E, and to c groups of tokens P_c through one summary each: a key k_tilde_c
+that stands for the group in the softmax, and a random-feature estimate beta_c of the group's average value (eq. 16,
+Algorithm 1):
+
+    y_n = [sum_E exp(l_nm) v_m + sum_c exp(t_nc) beta_c] / [sum_E exp(l_nm) + sum_c exp(t_nc)]
+    l_nm = q_n . k_m / sqrt(d) + bias,   t_nc = q_n . k_tilde_c / sqrt(d)
+    beta_c = sum_{P_c} xi(k_m, omega_c) v_m / sum_{P_c} xi(k_m, omega_c)
+    omega_c ~ N(mu_c, I),   mu_c = q_tilde_c + k_tilde_c
+
+With s > 1 samples beta depends on the query, by self-normalised importance weights over the samples. In causal
+attention (Algorithm 2) a query sees the earlier tokens of its block and the groups before it.
+Cost: 2 N (|E| + c) C multiply-accumulates with s = 1, 2 N C more for beta and 2 c C d for the landmarks; linear in N.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.base import Attention, LayerContext
+from attention.mechanisms.local import local
+from attention.ops.group_values.landmarks import Landmarks
+from attention.ops.group_values.op import Visibility, group_logits, group_prior, group_values, seen_in_groups
+from attention.ops.joint_softmax.op import joint_softmax, seen_exactly
+from attention.options import option
+from attention.parts.geometry import Grid, raster, split_prefix, to_windows
+from attention.parts.groups import Groups, bin_counts, bins, bins_outside, chunks_outside, tokens_outside
+from attention.parts.position import BiasKind
+from attention.window_options import exact_window, window_options
+
+
+def eva(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_tilde: Tensor,
+    mu: Tensor,
+    omega: Tensor,
+    bias: Tensor | None = None,
+    *,
+    groups: Groups,
+    visibility: Visibility | None = None,
+    log_count: bool = False,
+    **windows: Any,
+) -> Tensor:
+    """One softmax over the exact set and the groups (eq. 16).
+
+    Args:
+        q: (B, h, N, d). k, v: (B, h, P + N, d). k_tilde: landmarks (B, h, G, c, d), G = 1 or g windows.
+        mu: proposal means (B, h, G, c, d); omega: samples (B, h, G, c, s, d), both in the scale d^-1/4 of the features.
+        bias: position bias of the exact set (h, w, e).
+        groups: members of the groups. visibility: which of them a query of causal attention sees; None: all.
+        log_count: adds log |P_c| to a group's logit. windows: geometry and dropout rate, see `joint_softmax`.
+    Returns:
+        (B, h, N, d).
+    """
+    prior = group_prior(q, groups, visibility, log_count, windows)
+    beta, log_mass = group_values(*(split_prefix(x, q.shape[2])[1] for x in (k, v)), omega, groups)
+    if omega.shape[4] == 1:
+        if visibility is not None:  # window by window
+            prior = prior.unflatten(1, (-1, windows["window"][1]))[0]
+        return joint_softmax(q, k, v, bias, k_tilde, beta, prior, **windows)
+    queries = to_windows(q, windows["grid"], windows["window"])
+    of_set = queries.reshape(*queries.shape[:2], k_tilde.shape[2], -1, queries.shape[-1])  # (B, h, G, n, d)
+    logits = group_logits(of_set, k_tilde, mu, omega, log_mass, prior)
+    return joint_softmax(q, k, v, bias, values=beta, logits=logits.reshape(*queries.shape[:4], -1), **windows)
+
+
+def eva_reference(
+    q, k, v, k_tilde, mu, omega, bias=None, *, groups, visibility=None, log_count=False, attn_drop=0.0, **windows
+):
+    """`eva`, query by query and group by group."""
+    y, (rows, columns) = torch.zeros_like(q), windows["window"]
+    per_row = -(-windows["grid"][1] // max(columns, 1))
+    for n in range(q.shape[2]):
+        row, column = divmod(n, windows["grid"][1])
+        window = row // rows * per_row + column // columns if k_tilde.shape[2] > 1 else 0
+        seen = [seen_exactly(n, q, k, v, bias, **windows)]
+        k_grid, v_grid = k[:, :, -q.shape[2] :], v[:, :, -q.shape[2] :]
+        seen += seen_in_groups(n, q, k_grid, v_grid, k_tilde, mu, omega, groups, window, visibility, log_count, windows)
+        logits, values = torch.cat([logit for logit, _ in seen], -1), torch.cat([value for _, value in seen], 2)
+        y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ values)[:, :, 0]
+    return y
+
+
+class Eva(Attention):
+    """Exact window plus control variates for groups. Papers: EVA Tables 1-3, 6 (|E| and C), 8 (all other options)."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        window_size: int = option(7, "side of the exact window E in cells; 0: no exact set", low=0)
+        num_landmarks: int = option(49, "number of groups C; 0: none (local attention)", low=0)
+        layout: Literal["2d", "1d"] = option("2d", "square windows of the grid, or blocks of the raster order")
+        overlap: int = option(
+            0, "cells e by which a window's keys reach beyond it; the papers' overlap is w // 2", low=0
+        )
+        position_bias: BiasKind = option("table", "relative position bias inside the window")
+        partition: Literal["all", "all_1d", "complement", "mask"] = option(
+            "all", "2-D bins of all tokens; raster chunks of all; raster chunks of all but E; bins without E's members"
+        )
+        landmark_transform: Literal["ln_linear", "linear", "identity"] = option(
+            "ln_linear", "sigma applied to group means"
+        )
+        num_samples: int = option(1, "samples S per group", low=1)
+        mu: Literal["qk", "q", "zero", "trainable"] = option(
+            "qk", "proposal mean: q_tilde + k_tilde, q_tilde, 0, a parameter"
+        )
+        mu_scale: float = option(1.0, "factor of the means qk and q; the released code uses 0.5", above=0)
+        log_count: bool = option(False, "add log |P_c| to a group's logit")
+        noise: Literal["unit", "released"] = option("unit", "standard deviation of omega: 1, or the released d^-1/4")
+        released_overlap_groups: bool = option(False, "grow the bins by the overlap too, as the released code does")
+        causal: bool = option(False, "no token sees a later one of the raster order; needs layout 1d")
+        visibility: Visibility = option(
+            "paper", "groups that a causal query sees: those before its exact set; as released: those before itself"
+        )
+        attn_drop: float = option(0.0, "dropout rate of the joint softmax weights", low=0, high=1)
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        c, per_window = config.num_landmarks, config.partition in ("complement", "mask")
+        self.window, self.overlap, self.position_bias = exact_window(self, site)
+        if not (config.window_size or c):
+            self.refuse("window_size", 0, "with num_landmarks = 0 nothing is attended to; give one of them")
+        if per_window and not (config.window_size and c):
+            self.refuse("partition", config.partition, "needs window_size and num_landmarks above 0; use all")
+        if config.released_overlap_groups and not (config.overlap and config.partition == "all"):
+            self.refuse("released_overlap_groups", True, "needs overlap above 0 and partition all")
+        if config.causal and not (config.window_size and config.partition == "all"):
+            self.refuse("causal", True, "needs window_size above 0 and partition all")
+        if config.visibility != "paper" and not config.causal:
+            self.refuse("visibility", config.visibility, "acts with causal; leave it out")
+        if not c:
+            return
+        self.groups(site.grid, torch.device("cpu"))  # refuses a count that cannot part the grid
+        self.landmarks = Landmarks(config, self.num_heads, self.head_dim)
+
+    def groups(self, grid: Grid, device: torch.device) -> Groups:
+        """The partition of the option `partition` over this grid."""
+        c, partition, cells = self.config.num_landmarks, self.config.partition, raster(grid, self.config.layout)
+        if partition == "complement":
+            least, _ = tokens_outside(cells, self.window, self.overlap)
+            if c > least:
+                self.refuse("num_landmarks", c, f"a window leaves only {least} tokens outside it; at most {least}")
+            return chunks_outside(cells, self.window, self.overlap, c, device)
+        area = raster(grid, "1d") if partition == "all_1d" else cells
+        margin = self.overlap if self.config.released_overlap_groups else (0, 0)
+        groups = bins(area, bin_counts(c, area, "attention(eva).num_landmarks"), device, margin)
+        return bins_outside(groups, cells, self.window, self.overlap) if partition == "mask" else groups
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        config, bias = self.config, self.position_bias()
+        windows = {"attn_drop": self.attn_drop, **window_options(self, grid)}
+        if not config.num_landmarks:
+            return local(q, k, v, bias, **windows)
+        groups = self.groups(grid, q.device)
+        landmarks = self.landmarks(q, split_prefix(k, q.shape[2])[1], groups)
+        visibility = config.visibility if config.causal else None
+        options = {"groups": groups, "visibility": visibility, "log_count": config.log_count, **windows}
+        return eva(q, k, v, *landmarks, bias, **options)

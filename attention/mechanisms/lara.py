@@ -1,0 +1,181 @@
+"""LARA (Zheng, Wang, Kong 2022, arXiv:2204.04667): randomized attention from c proposals that all queries share.
+
+Randomized attention needs samples of each query's own distribution. Linear randomized attention draws omega_c from c
+proposals q_c, each centred on one segment of the grid, and combines them for each query by self-normalised multiple
+importance sampling (section 4, eq. 10; appendix G.3, Algorithm 3):
+
+    y_n = sum_c a'_nc xi(q_n, omega_c) sum_m xi(k_m, omega_c) v_m / the same without v_m,
+    a'_nc = alpha_nc(omega_c) N(omega_c; 0, I) / q_c(omega_c),   sum_c alpha_nc = 1.
+
+Cost: 5 N c C multiply-accumulates, N c C of them for query-specific alpha, and c^2 C for the densities; linear in N.
+"""
+
+import functools
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from attention.base import Attention, LayerContext
+from attention.ops.dispatch import with_fast_path
+from attention.ops.random_features import eager as fast
+from attention.ops.random_features.op import mix_features
+from attention.ops.random_features.proposals import (
+    POOLED,
+    Proposal,
+    Weighting,
+    log_weights,
+    propose,
+    query_weights_reference,
+)
+from attention.options import option
+from attention.parts.features import full_precision, log_features, scale
+from attention.parts.geometry import Grid, split_prefix
+from attention.parts.groups import Groups, bin_counts, bins, group_mean
+from attention.parts.linear import LandmarkTransform
+from attention.parts.sampling import mixture_draws, random_seed
+
+
+@with_fast_path(fast.lara, fast.covers_lara)
+@full_precision
+def lara(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    q_bar: Tensor,
+    k_bar: Tensor | None,
+    noise: Tensor,
+    uniform: Tensor | None = None,
+    *,
+    proposal: Proposal = "pool_mixed",
+    weighting: Weighting = "decoupled",
+    beta: float = 2.0,
+) -> Tensor:
+    """Self-normalised multiple importance sampling with shared proposals (LARA paper eq. 10).
+
+    Args:
+        q, k, v: (B, h, N, d). q_bar, k_bar: landmarks (B, h, c, d); k_bar acts with the pool proposals.
+        noise: Gaussian part of omega in the features' scale, s samples of each proposal, broadcast to (B, h, c, s, d).
+        uniform: in (0, 1), (..., c, s); chooses the mixture's component, whose mean stands in without it.
+        proposal: of q_c, see `propose`. weighting, beta: of alpha, see `query_weights`; "balance" is eq. 36.
+    Returns:
+        (B, h, N, d), float32 at least.
+    """
+    q, k, q_bar = scale(q), scale(k), scale(q_bar)
+    proposals = propose(q_bar, k, None if k_bar is None else scale(k_bar), uniform, proposal)
+    omega = (proposals.mean + noise).flatten(2, 3)  # (B, h, c s, d)
+    log_k = log_features(k, omega).mT  # (B, h, c s, M)
+    log_ratio = proposals.log_ratio(omega, log_k)
+    log_weight = log_weights(q, q_bar, omega, log_ratio, weighting, beta)
+    return mix_features(q @ omega.mT + log_weight, log_k, v)
+
+
+def lara_reference(
+    q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mixed", weighting="decoupled", beta=2.0
+):
+    """`lara` by the paper's Algorithm 3: densities and ratios of sums, one sample at a time."""
+    q, k, q_bar = (x * x.shape[-1] ** -0.25 for x in (q, k, q_bar))
+    B, h, C, d = q_bar.shape
+    if proposal in POOLED:
+        k_bar = k_bar * d**-0.25
+        centre = q_bar + (k_bar if proposal == "pool" else torch.softmax(k_bar @ k_bar.mT, -1) @ k_bar)
+    else:
+        pi = torch.softmax(q_bar @ k.mT, -1)
+        centre = q_bar + pi @ k
+
+    def normal(omega, mean):
+        return torch.exp(-((omega - mean) ** 2).sum(-1) / 2) / (2 * math.pi) ** (d / 2)
+
+    def densities(omega):  # q_c(omega) of every proposal, (B, h, 1, C)
+        if proposal == "mixture":
+            return (pi * normal(omega[:, :, None, None], q_bar[:, :, :, None] + k[:, :, None])).sum(-1)[:, :, None]
+        return normal(omega[:, :, None], centre)[:, :, None]
+
+    r = torch.softmax(q @ q_bar.mT, 2)  # over queries, (B, h, N, C)
+    noise, kernel = noise.expand(B, h, C, -1, d), 0
+    for c, s in itertools.product(range(C), range(noise.shape[3])):
+        omega = centre[:, :, c] + noise[:, :, c, s]
+        if uniform is not None:
+            u = uniform.expand(B, h, C, -1)[:, :, c, s, None]
+            z = (pi[:, :, c].cumsum(-1) <= u).sum(-1)[:, :, None, None]
+            omega = q_bar[:, :, c] + k.gather(2, z.expand(-1, -1, 1, d))[:, :, 0] + noise[:, :, c, s]
+        density = densities(omega)
+        alpha = query_weights_reference(density, r, c, weighting, beta)  # (B, h, N)
+        weight = alpha * normal(omega, 0)[:, :, None] / density[..., c]  # (B, h, N)
+        xi_q, xi_k = (torch.exp(x @ omega[..., None] - (x**2).sum(-1, keepdim=True) / 2) for x in (q, k))
+        kernel = kernel + weight[..., None] * xi_q * xi_k.mT
+    return kernel @ v / kernel.sum(-1, keepdim=True)
+
+
+class Lara(Attention):
+    """Linear randomized attention over segments of the grid."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        num_landmarks: int = option(49, "segments of the grid, one proposal each (single: samples)", low=1)
+        landmark_transform: Literal["light", "dense", "none"] = option(
+            "light", "Linear and LayerNorm of segment means: one for all heads (DeiT), over all channels (PVT), none"
+        )
+        proposal: Literal["mixture", "attended_keys", "pool", "pool_mixed", "single"] = option(
+            "pool_mixed", "proposal distributions: eq. 32, 33, 34, 35; single: one mixture about the mean query"
+        )
+        weighting: Weighting = option("decoupled", "weights alpha: eq. 36, 37 (b_c for q_c; as printed), 38")
+        beta: float = option(2.0, "coefficient of the query-specific term; acts with weighting decoupled", low=0)
+        samples_per_proposal: Literal[1, 2] = option(1, "training samples of each proposal")
+        antithetic: bool = option(False, "two samples per proposal mirror each other about their mean")
+        noise: Literal["unit", "released"] = option("unit", "deviation of noise: 1, or released code's d^(-1/4)")
+
+    def __init__(self, site: LayerContext, config: Any):
+        super().__init__(site, config)
+        self.single = config.proposal == "single"
+        neutral = {}
+        if self.single:  # one proposal needs no landmarks, and all its samples weigh the same
+            neutral = {"weighting": "balance", "landmark_transform": "none", "samples_per_proposal": 1}
+        if config.weighting != "decoupled":
+            neutral["beta"] = self.Config.beta
+        if config.samples_per_proposal == 1:
+            neutral["antithetic"] = False
+        self.refuse_unused(neutral, "does not act with these options")
+        if not self.single:
+            self.segments(site.grid, torch.device("cpu"))  # refuses a count that cannot part the grid
+        self.noise_std = 1.0 if config.noise == "unit" else self.head_dim**-0.25
+        width = {"light": self.head_dim, "dense": site.dim}.get(config.landmark_transform)
+        transform = functools.partial(LandmarkTransform, width) if width else nn.Identity
+        self.landmark_q = transform()
+        if config.proposal in POOLED:
+            self.landmark_k = transform()
+        self.register_buffer("eval_seed", random_seed() if self.single else None)
+
+    def segments(self, grid: Grid, device: torch.device) -> Groups:
+        """The partition of this grid."""
+        return bins(grid, bin_counts(self.config.num_landmarks, grid, "attention(lara).num_landmarks"), device)
+
+    def draws(self, q: Tensor, num_proposals: int) -> tuple[Tensor, Tensor | None]:
+        """Noise (..., c, s, d) and the uniforms (..., c, s) of mixtures.
+
+        Evaluation takes the proposals' means; of the single proposal, where these would all be equal, samples that are
+        functions of `eval_seed`.
+        """
+        config, seed = self.config, None if self.training else self.eval_seed
+        if not self.training and seed is None:
+            return q.new_zeros(1, self.head_dim), None
+        samples = config.num_landmarks if self.single else config.samples_per_proposal // (1 + config.antithetic)
+        noise, uniform = mixture_draws((self.num_heads, num_proposals, samples), q, seed)
+        noise = self.noise_std * (torch.cat([noise, -noise], 3) if config.antithetic else noise)
+        return noise, uniform if self.single or config.proposal == "mixture" else None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        config, k_bar = self.config, None
+        if self.single:
+            q_bar = q.mean(2, keepdim=True)
+        else:
+            segments, k_grid = self.segments(grid, q.device), split_prefix(k, q.shape[2])[1]
+            q_bar = self.landmark_q(group_mean(q, segments)[:, :, 0])
+            k_bar = self.landmark_k(group_mean(k_grid, segments)[:, :, 0]) if config.proposal in POOLED else None
+        noise, uniform = self.draws(q, q_bar.shape[2])
+        proposal = "mixture" if self.single else config.proposal
+        options = {"proposal": proposal, "weighting": config.weighting, "beta": config.beta}
+        return lara(q, k, v, q_bar, k_bar, noise, uniform, **options).to(v.dtype)

@@ -1,0 +1,42 @@
+"""Linear attention (Katharopoulos et al. 2020, arXiv:2006.16236): a kernel of finite features, phi = elu + 1.
+
+    y_n = sum_m phi(q_n) . phi(k_m) v_m / sum_m phi(q_n) . phi(k_m),
+
+so that the sums over keys are taken once. Queries and keys are not scaled. 'ELU' in EVA Table 5.
+Cost: 2 N d C multiply-accumulates; linear in N.
+"""
+
+from dataclasses import dataclass
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.base import Attention
+from attention.ops.random_features.op import linear_attention
+from attention.parts.features import elu_plus_one, full_precision
+from attention.parts.geometry import Grid
+
+
+@full_precision
+def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least; 0 for a query whose weights vanish."""
+    return linear_attention(elu_plus_one(q), elu_plus_one(k), v)
+
+
+def linear_reference(q, k, v):
+    """`linear` as a dense matrix of weights."""
+    kernel = (F.elu(q) + 1) @ (F.elu(k) + 1).mT
+    return kernel @ v / kernel.sum(-1, keepdim=True).clamp(min=1e-6)
+
+
+class Linear(Attention):
+    """Kernel attention with the features elu + 1. Papers: EVA Table 5 'ELU' (language)."""
+
+    plain_prefix = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        pass
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        return linear(q, k, v).to(v.dtype)

@@ -1,0 +1,64 @@
+"""Linear spatial-reduction attention (Wang et al. 2022, arXiv:2106.13797): keys and values from a grid of M bins.
+
+The grid is averaged to 7 x 7 bins, whatever its size; then a convolution 1 x 1, LayerNorm, GELU and softmax over the 49
+bins, in every stage of PVT-v2-Li (whose MLPs have a further ReLU: the model's `mlp_relu`).
+Cost: M C^2 + 2 N M C multiply-accumulates, M = 49, the first for the convolution, less 2 (N - M) C^2 in the key/value
+projection.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention.base import Attention, LayerContext
+from attention.mechanisms.softmax import softmax
+from attention.mechanisms.sra import project_reduced
+from attention.options import option
+from attention.parts.geometry import Grid, split_prefix
+
+
+def linear_sra(x: Tensor, weight: Tensor, bias: Tensor, *, grid: Grid, pool_size: int) -> Tensor:
+    """Averages tokens (B, N, C) over bins, then convolves by `weight` (C, C, 1, 1): (B, pool_size^2, C).
+
+    Bins have the edges floor(i*H/pool_size), ceil((i+1)*H/pool_size): where these are no integers, bins overlap.
+    """
+    image = F.adaptive_avg_pool2d(x.mT.unflatten(2, grid), pool_size)
+    return F.conv2d(image, weight, bias).flatten(2).mT
+
+
+def linear_sra_reference(x, weight, bias, *, grid, pool_size):
+    """`linear_sra`, bin by bin."""
+    (H, W), P, pooled = grid, pool_size, []
+    for i in range(P):
+        for j in range(P):
+            rows, columns = range(i * H // P, -(-(i + 1) * H // P)), range(j * W // P, -(-(j + 1) * W // P))
+            mean = torch.stack([x[:, y * W + z] for y in rows for z in columns]).mean(0)
+            pooled.append(mean @ weight[:, :, 0, 0].mT + bias)
+    return torch.stack(pooled, 1)
+
+
+class LinearSra(Attention):
+    """Softmax over a grid pooled to 7 x 7. Paper: PVT-v2 'Li'."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        pool_size: int = option(7, "side of the pooled grid in bins", low=1)
+        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        self.sr = nn.Conv2d(site.dim, site.dim, 1)
+        self.norm = nn.LayerNorm(site.dim, eps=1e-5)
+        nn.init.normal_(self.sr.weight, std=(2 / site.dim) ** 0.5)  # kaiming, fan out
+        nn.init.zeros_(self.sr.bias)
+
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + pool_size^2, d)."""
+        prefix, cells = split_prefix(x, grid[0] * grid[1])
+        reduced = linear_sra(cells, self.sr.weight, self.sr.bias, grid=grid, pool_size=self.config.pool_size)
+        return project_reduced(self.qkv, x, torch.cat([prefix, F.gelu(self.norm(reduced))], 1), self.num_heads)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        return softmax(q, k, v, self.attn_drop)

@@ -1,0 +1,77 @@
+"""Linformer (Wang et al. 2020, arXiv:2006.04768): keys and values projected from N tokens to c by learned matrices.
+
+    k_hat = P_1 k,   v_hat = P_2 v,   y_n = softmax(q_n . k_hat / sqrt(d)) v_hat,   P_1, P_2: c x N.
+
+The matrices belong to one grid; on another their columns, which are images, are resampled.
+Cost: 4 N c C multiply-accumulates; 2 N c parameters per layer, N c or h times as many as they are shared.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from attention.base import Attention, LayerContext
+from attention.mechanisms.softmax import softmax, softmax_reference
+from attention.options import option
+from attention.parts.geometry import Grid, resample, split_prefix
+
+MATRICES = {"heads": (2, 1), "kv": (1, 1), "none": (2, None), "layers": (1, 1)}
+"""Sharing -> how many projections of keys and values, and of how many heads (None: all), a layer has."""
+
+
+def linformer(q: Tensor, k: Tensor, v: Tensor, projection: Tensor, attn_drop: float = 0.0) -> Tensor:
+    """Queries (B, h, N, d), keys and values (B, h, P + N, d), prefix tokens as they are -> (B, h, N, d).
+
+    Args:
+        projection: (1 or 2, 1 or h, c, N): of keys and values, of heads.
+    """
+    projection, projected = projection.to(v.dtype).expand(2, v.shape[1], -1, -1), []
+    for p, x in zip(projection, (k, v), strict=True):
+        prefix, cells = split_prefix(x, q.shape[2])
+        projected.append(torch.cat([prefix, torch.einsum("hcn,bhnd->bhcd", p, cells)], 2))
+    return softmax(q, *projected, attn_drop)
+
+
+def linformer_reference(q, k, v, projection, attn_drop=0.0):
+    """`linformer`, head by head."""
+    y, P = [], k.shape[2] - q.shape[2]
+    for head in range(q.shape[1]):
+        of_head = projection[:, head if projection.shape[1] > 1 else 0]
+        k_hat, v_hat = (
+            torch.cat([x[:, head, :P], p @ x[:, head, P:]], 1) for p, x in ((of_head[0], k), (of_head[-1], v))
+        )
+        y.append(softmax_reference(q[:, head], k_hat, v_hat, attn_drop))
+    return torch.stack(y, 1)
+
+
+class Linformer(Attention):
+    """Softmax over learned linear combinations of tokens. Papers: EVA Table 3, LARA Table 8 'Linformer'."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        num_landmarks: int = option(49, "rows c of the projections", low=1)
+        sharing: Literal["heads", "kv", "none", "layers"] = option(
+            "heads", "one projection for all heads; for keys and values too; none; for all layers of a grid too"
+        )
+        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        self.grid, owner = site.grid, self
+        if config.sharing == "layers":
+            owner = site.shared.setdefault(("linformer", config.num_landmarks, site.grid), self)
+        # A tuple, so that the parameter is the owner's alone: once in the state dict and in a weight average.
+        self.owner = (owner,)
+        if owner is self:
+            parts, heads = MATRICES[config.sharing]
+            N = site.grid[0] * site.grid[1]
+            self.projection = nn.Parameter(torch.empty(parts, heads or self.num_heads, config.num_landmarks, N))
+            nn.init.normal_(self.projection, std=config.num_landmarks**-0.5)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        # More columns, smaller entries: the sums over tokens stay as they are.
+        (owner,), cells = self.owner, self.grid[0] * self.grid[1]
+        projection = resample(owner.projection, self.grid, grid) * (cells / (grid[0] * grid[1]))
+        return linformer(q, k, v, projection, self.attn_drop)

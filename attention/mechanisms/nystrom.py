@@ -1,0 +1,121 @@
+"""Nystromformer (Xiong et al. 2021, arXiv:2102.03902): c landmarks, a pseudo-inverse, a convolution of values.
+
+Landmarks q_bar, k_bar are means of c segments. Nystrom's method takes attention through them: with s = 1/sqrt(d),
+
+    y = softmax(s q k_bar^T) A^+ softmax(s q_bar k^T) v + conv(v),   A = softmax(s q_bar k_bar^T),
+
+where A^+ comes from a few iterations that approach the inverse, and conv is a depthwise convolution over tokens, one
+filter per head.
+Cost: 4 N c C + h N c^2 multiply-accumulates, c^2 C + 4 h c^3 per iteration, and N C per filter tap.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention.base import Attention, LayerContext
+from attention.mechanisms.softmax import softmax
+from attention.options import option
+from attention.parts.features import full_precision, scale
+from attention.parts.geometry import Grid, raster, split_prefix
+from attention.parts.groups import Groups, bin_counts, bins, group_mean
+
+Layout = Literal["1d", "2d"]
+
+
+@full_precision
+def nystrom(
+    q: Tensor, k: Tensor, v: Tensor, filters: Tensor | None = None, *, groups: Groups, grid: Grid, iterations: int
+) -> Tensor:
+    """Nystrom's approximation of softmax attention, plus a convolution of values.
+
+    Args:
+        q: (B, h, N, d). k, v: (B, h, P + N, d); landmarks and convolution leave prefix tokens out.
+        filters: (h, rows, columns), odd sides, laid over the raster `grid` of the tokens.
+        groups: segments whose means are landmarks. iterations: of the pseudo-inverse.
+    Returns:
+        (B, h, N, d), float32 at least.
+    """
+    (_, k_grid), (_, v_grid) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
+    q_bar, k_bar = (group_mean(x, groups)[:, :, 0] for x in (q, k_grid))
+    inverse = pseudo_inverse((scale(q_bar) @ scale(k_bar).mT).softmax(-1), iterations)
+    # In the paper's order; (A^+ (softmax v)) would cost c^2 C in place of h N c^2.
+    y = ((scale(q) @ scale(k_bar).mT).softmax(-1) @ inverse) @ softmax(q_bar, k, v)
+    if filters is None:
+        return y
+    images = v_grid.permute(0, 3, 1, 2).flatten(0, 1).unflatten(2, grid)  # (B d, h, H, W)
+    mixed = F.conv2d(images, filters[:, None], padding="same", groups=len(filters))
+    return y + mixed.flatten(2).unflatten(0, (-1, v.shape[-1])).permute(0, 2, 3, 1)
+
+
+def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
+    """Approaches the inverse of square matrices (..., c, c) from their transpose, each scaled by its own norms."""
+    z = a.mT / (a.abs().sum(-1).amax(-1) * a.abs().sum(-2).amax(-1))[..., None, None]
+    identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
+    for _ in range(iterations):
+        az = a @ z
+        z = z @ (13 * identity - az @ (15 * identity - az @ (7 * identity - az))) / 4
+    return z
+
+
+def nystrom_reference(q, k, v, filters=None, *, groups, grid, iterations):
+    """`nystrom`, with the norms, matrices and filter taps written out."""
+    members = [index[valid] for index, valid in zip(groups.index[0], groups.valid[0], strict=True)]
+    k_grid, v_grid = k[:, :, -q.shape[2] :], v[:, :, -q.shape[2] :]
+    q_bar, k_bar = (torch.stack([x[:, :, m].mean(2) for m in members], 2) for x in (q, k_grid))
+    a_1, a_2, a_3 = (
+        torch.softmax(x @ y.mT / x.shape[-1] ** 0.5, -1) for x, y in ((q, k_bar), (q_bar, k_bar), (q_bar, k))
+    )
+    z = torch.stack([m.mT / torch.linalg.matrix_norm(m, 1) for m in a_2.flatten(0, 1)]).view_as(a_2)
+    eye = torch.eye(len(members), dtype=q.dtype)
+    for _ in range(iterations):
+        z = 0.25 * z @ (13 * eye - a_2 @ z @ (15 * eye - a_2 @ z @ (7 * eye - a_2 @ z)))
+    y = a_1 @ z @ (a_3 @ v)
+    if filters is None:
+        return y
+    (H, W), (rows, columns), mixed = grid, filters.shape[1:], []
+    for n in range(H * W):
+        top, left, cell = n // W - rows // 2, n % W - columns // 2, 0
+        for i, j in [(i, j) for i in range(rows) for j in range(columns) if 0 <= top + i < H and 0 <= left + j < W]:
+            cell = cell + filters[:, i, j, None] * v_grid[:, :, (top + i) * W + left + j]
+        mixed.append(cell)
+    return y + torch.stack(mixed, 2)
+
+
+class Nystrom(Attention):
+    """Attention through segment means. Papers: EVA Table 2, LARA Table 8 'Nystromformer'."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        num_landmarks: int = option(49, "segments c, one landmark each", low=1)
+        segments: Layout = option("2d", "rectangles of the grid, or chunks of the raster order")
+        pinv_iterations: int = option(6, "iterations of the pseudo-inverse", low=1)
+        conv: Literal["1d", "2d", "none"] = option("1d", "convolution of values: of the raster order, the grid, none")
+        conv_size: int = option(33, "length (1d) or side (2d) of the filter in tokens; odd", low=1)
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        self.groups(site.grid, torch.device("cpu"))  # refuses a count that cannot part the grid
+        size, unused = config.conv_size, config.conv == "none"
+        if unused and size != self.Config.conv_size:
+            self.refuse("conv_size", size, f"does not act with conv: none; set conv_size: {self.Config.conv_size}")
+        if size % 2 == 0:
+            self.refuse("conv_size", size, f"must be odd; nearest valid: {size - 1}")
+        sides = None if unused else ((1, size) if config.conv == "1d" else (size, size))
+        self.filters = None if unused else nn.Parameter(torch.empty(self.num_heads, *sides))
+        if self.filters is not None:
+            nn.init.trunc_normal_(self.filters, std=0.02)
+
+    def groups(self, grid: Grid, device: torch.device) -> Groups:
+        """The segments of this grid."""
+        area = raster(grid, self.config.segments)
+        return bins(area, bin_counts(self.config.num_landmarks, area, "attention(nystrom).num_landmarks"), device)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        config = self.config
+        cells = grid if config.conv == "2d" else raster(grid, "1d")
+        options = {"groups": self.groups(grid, q.device), "grid": cells, "iterations": config.pinv_iterations}
+        return nystrom(q, k, v, self.filters, **options).to(v.dtype)

@@ -1,0 +1,78 @@
+"""Orthoformer (Patrick et al. 2021, arXiv:2106.05392): attention through the c most orthogonal queries.
+
+The landmarks P are taken from the queries one by one, each the one whose largest |cosine| to those before is least; the
+longest query is the first (its authors draw it), so that no choice depends on the order of tokens. Then
+
+    y = softmax(q P^T / sqrt(d)) softmax(P k^T / sqrt(d)) v.
+
+Cost: 5 N c C multiply-accumulates, N c C of them to choose.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.base import Attention, LayerContext
+from attention.mechanisms.softmax import softmax, softmax_reference
+from attention.options import option
+from attention.parts.features import full_precision
+from attention.parts.geometry import Grid
+
+
+@full_precision
+def orthoformer(q: Tensor, k: Tensor, v: Tensor, *, num_landmarks: int) -> Tensor:
+    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least."""
+    index = orthogonal_tokens(q, num_landmarks)
+    landmarks = q.gather(2, index[..., None].expand(-1, -1, -1, q.shape[-1]))
+    return softmax(q, landmarks, softmax(landmarks, k, v))
+
+
+@torch.no_grad()
+def orthogonal_tokens(x: Tensor, count: int) -> Tensor:
+    """Indices (B, h, count) of the tokens (B, h, N, d) that a greedy search finds the most orthogonal."""
+    unit = F.normalize(x, dim=-1)
+    chosen = [x.square().sum(-1).argmax(-1, keepdim=True)]
+    largest = torch.zeros_like(x[..., 0])  # |cosine| to any token chosen
+    for _ in range(count - 1):
+        newest = unit.gather(2, chosen[-1][..., None].expand(-1, -1, -1, x.shape[-1]))
+        largest = largest.maximum((unit @ newest.mT)[..., 0].abs()).scatter(2, chosen[-1], torch.inf)
+        chosen.append(largest.argmin(-1, keepdim=True))
+    return torch.cat(chosen, -1)
+
+
+def orthoformer_reference(q, k, v, *, num_landmarks):
+    """`orthoformer`, choice by choice."""
+    y = []
+    for q_h, k_h, v_h in zip(*(x.flatten(0, 1) for x in (q, k, v)), strict=True):
+        chosen, rest = [q_h.norm(dim=-1).argmax().item()], set(range(len(q_h)))
+        while len(chosen) < num_landmarks:
+            rest.discard(chosen[-1])
+            chosen.append(min(rest, key=lambda n: F.cosine_similarity(q_h[n], q_h[chosen], dim=-1).abs().max()))
+        landmarks = q_h[chosen]
+        y.append(softmax_reference(q_h, landmarks, softmax_reference(landmarks, k_h, v_h)))
+    return torch.stack(y).view_as(v)
+
+
+class Orthoformer(Attention):
+    """Attention through orthogonal queries. Paper: LARA Table 3 'Orthoformer' (video)."""
+
+    plain_prefix = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        num_landmarks: int = option(49, "queries c that are landmarks", low=1)
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        self.check(site.num_prefix_tokens + site.grid[0] * site.grid[1])
+
+    def check(self, N: int) -> None:
+        """Refuses more landmarks than tokens."""
+        if self.config.num_landmarks > N:
+            self.refuse("num_landmarks", self.config.num_landmarks, f"more than the {N} tokens; at most {N}")
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        self.check(q.shape[2])
+        return orthoformer(q, k, v, num_landmarks=self.config.num_landmarks).to(v.dtype)

@@ -1,0 +1,154 @@
+"""Performer (Choromanski et al. 2021, arXiv:2009.14794): s random features of the exponential kernel.
+
+Also called random feature attention, 'RFA' in EVA and LARA (after Peng et al. 2021, whose own features are `rfa`). The
+kernel is estimated at samples omega_s ~ N(0, I) that all queries share,
+
+    exp(q . k) = E xi(q, omega) xi(k, omega),   xi(x, omega) = exp(omega . x - ||x||^2 / 2),
+
+so that sums over keys are taken once (LARA eq. 2). Unbiased for the kernel; biased, but consistent, for attention.
+Cost: 4 N s C multiply-accumulates (hyperbolic and trigonometric features: 6 N s C); linear in N.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from attention.base import Attention, LayerContext
+from attention.ops.dispatch import with_fast_path
+from attention.ops.random_features import eager as fast
+from attention.ops.random_features.op import linear_attention, mix_features, random_feature_attention
+from attention.options import option
+from attention.parts.features import FEATURE_MAPS, full_precision, scale
+from attention.parts.geometry import Grid
+from attention.parts.sampling import Draws, gaussian
+
+Features = Literal["positive", "hyperbolic", "trigonometric", "relu", "favorp"]
+
+
+@with_fast_path(fast.performer, fast.covers_performer)
+@full_precision
+def performer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    omega: Tensor,
+    num_clamped: Tensor | None = None,
+    *,
+    features: Features = "positive",
+) -> Tensor:
+    """Attention with the estimated kernel.
+
+    Args:
+        q, k, v: (B, h, N, d). omega: samples (h, s, d).
+        num_clamped: int64 scalar; the number of normalisers below their floor, or negative, is added to it.
+        features: positive, hyperbolic: LARA paper appendix C. trigonometric: sines and cosines; a normaliser can be
+            negative, its magnitude is kept above 1e-6. relu: ReLU(s^(-1/2) omega . x) + 1e-3, no estimate of softmax.
+            favorp: positive features as the papers' released code has them, with 1e-4 added and normalisers above 1e-2.
+    Returns:
+        (B, h, N, d), float32 at least.
+    """
+    q, k = scale(q), scale(k)
+    if features == "positive":
+        return random_feature_attention(q, k, v, omega)
+    if features == "hyperbolic":
+        log_q, log_k, half = q @ omega.mT, omega @ k.mT, k.square().sum(-1)[..., None, :] / 2
+        return mix_features(torch.cat([log_q, -log_q], -1), torch.cat([log_k, -log_k], -2) - half, v)
+    feature_map, floor = FEATURE_MAPS[features]
+    return linear_attention(*feature_map(q, k, omega), v, floor, num_clamped)
+
+
+def performer_reference(q, k, v, omega, num_clamped=None, *, features="positive"):
+    """`performer` as a dense matrix of kernel estimates, normalised by its row sums; nothing is counted."""
+    q, k = q * q.shape[-1] ** -0.25, k * k.shape[-1] ** -0.25
+    half_q, half_k = (q**2).sum(-1, keepdim=True) / 2, (k**2).sum(-1, keepdim=True) / 2
+    on_q, on_k = q @ omega.mT, k @ omega.mT
+    least = 0.0
+    if features == "positive":
+        kernel = torch.exp(on_q - half_q) @ torch.exp(on_k - half_k).mT
+    elif features == "hyperbolic":
+        kernel = sum(torch.exp(sign * on_q - half_q) @ torch.exp(sign * on_k - half_k).mT / 2 for sign in (1, -1))
+    elif features == "trigonometric":
+        waves = (on_q[..., :, None, :] - on_k[..., None, :, :]).cos().mean(-1)
+        kernel = torch.exp(half_q) * waves * torch.exp(half_k).mT
+        least = 1e-6 * torch.exp(half_q + half_k.amax(-2, keepdim=True)).detach()
+    else:
+        s = omega.shape[-2]
+        if features == "relu":
+            phi_q, phi_k = torch.relu(on_q / s**0.5) + 1e-3, torch.relu(on_k / s**0.5) + 1e-3
+        else:
+            phi_q = torch.exp(on_q - half_q - on_q.amax(-1, keepdim=True).detach()) / s**0.5 + 1e-4
+            phi_k = torch.exp(on_k - half_k - on_k.amax((-2, -1), keepdim=True).detach()) / s**0.5 + 1e-4
+            least = 1e-2
+        kernel = phi_q @ phi_k.mT
+    normaliser = kernel.sum(-1, keepdim=True)
+    floor = torch.copysign(torch.ones_like(normaliser) * least, normaliser)
+    return kernel @ v / torch.where(normaliser.abs() < least, floor, normaliser)
+
+
+class Performer(Attention):
+    """Random feature attention over all tokens. Papers: EVA and LARA 'Performer', 'RFA'."""
+
+    plain_prefix = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        num_samples: int = option(128, "samples omega per head", low=1)
+        features: Features = option(
+            "positive", "feature map of the kernel; favorp: the released code's positive features"
+        )
+        draws: Draws = option(
+            "iid", "samples: independent, or orthogonal in blocks of d (norms of a Gaussian, or sqrt d)"
+        )
+        eval_draws: Draws | None = option(
+            None, "samples of evaluation; null: as in training; acts with sampling redraw"
+        )
+        sampling: Literal["redraw", "fixed", "learnable"] = option(
+            "redraw", "samples of training; evaluation keeps one set"
+        )
+        redraw_every: int = option(1, "training forward passes that share samples; acts with sampling redraw", low=1)
+
+    def __init__(self, site: LayerContext, config: Any):
+        super().__init__(site, config)
+        for name in ("eval_draws", "redraw_every"):
+            if config.sampling != "redraw" and getattr(config, name) != getattr(self.Config, name):
+                self.refuse(
+                    name, getattr(config, name), f"nothing is redrawn with sampling: {config.sampling}; leave it out"
+                )
+        omega = self.draw(config.eval_draws or config.draws, self.qkv.weight)
+        if config.sampling == "learnable":
+            self.omega = nn.Parameter(omega)
+        else:
+            self.register_buffer("omega", omega)
+        if config.redraw_every > 1:
+            self.register_buffer("train_omega", omega.clone())
+            self.register_buffer("last_draw", torch.full_like(omega[0, 0, 0], torch.nan))
+            self.register_buffer("num_passes", torch.zeros_like(omega[0, 0, 0], dtype=torch.int64))
+        # Normalisers below their floor since construction: to be read at log time.
+        floored = FEATURE_MAPS.get(config.features, (None, 0.0))[1] > 0
+        self.register_buffer("num_clamped", torch.zeros((), dtype=torch.int64) if floored else None, persistent=False)
+
+    def draw(self, draws: Draws, like: Tensor) -> Tensor:
+        """Samples (h, s, d) on the device of `like`, in its full type."""
+        return gaussian(draws, (self.num_heads, self.config.num_samples, self.head_dim), like)
+
+    def redraw(self, like: Tensor) -> Tensor:
+        """The samples of this training pass: fresh ones, or with `redraw_every` those of an earlier pass.
+
+        Fresh ones are drawn, if not used, in every pass: to branch on the count would need the device's answer.
+        """
+        fresh = self.draw(self.config.draws, like)
+        if self.config.redraw_every == 1:
+            return fresh
+        # Activation checkpointing restores the generator, so an equal draw means the last pass again: not counted.
+        counted = fresh[0, 0, 0] != self.last_draw
+        due = counted & (self.num_passes % self.config.redraw_every == 0)
+        self.train_omega = torch.where(due, fresh, self.train_omega)
+        self.num_passes, self.last_draw = self.num_passes + counted, fresh[0, 0, 0].clone()
+        return self.train_omega
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        fresh = self.training and self.config.sampling == "redraw"
+        omega = self.redraw(q) if fresh else self.omega
+        return performer(q, k, v, omega, self.num_clamped, features=self.config.features).to(v.dtype)

@@ -1,0 +1,142 @@
+"""Reformer (Kitaev et al. 2020, arXiv:2001.04451): chunks of c tokens sorted by hash, l rounds, queries being keys.
+
+Queries and keys share one projection, k_n = q_n / |q_n|. Each of l rounds hashes them by random rotations, sorts tokens
+by bucket and cuts the order into chunks of c; a chunk attends to itself and to the chunk before it, the first to the
+last. The rounds together are one softmax over the union of their pairs: a pair that r rounds hold weighs 1/r in each. A
+token attends to itself only where nothing else is visible.
+Cost: 4 l N c C multiply-accumulates, l N^2 C / c for the hash up to N = c^2, a sort, and N C^2 less in the
+projections. Linear in N, but for the sort and the hash.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.base import Attention, LayerContext
+from attention.options import option
+from attention.parts.features import full_precision, full_type
+from attention.parts.geometry import Grid, gather_tokens, split_prefix
+from attention.parts.sampling import counter_normal
+
+SELF_LOGIT = -5e4
+
+
+@full_precision
+def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int, same_bucket: bool = False) -> Tensor:
+    """One softmax over the pairs of all rounds.
+
+    Args:
+        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries see prefix tokens.
+        bucket: of every token of the grid in every round, (B, h, l, N) int64.
+        chunk_size: tokens c; N or more make one chunk. same_bucket: pairs must share a bucket, not only their chunks.
+    Returns:
+        (B, h, N, d), float32 at least.
+    """
+    (*_, num_rounds, N), c = bucket.shape, min(chunk_size, q.shape[2])
+    n = -(-N // c)
+    bucket = F.pad(bucket, (0, n * c - N), value=2**31)  # padding sorts last
+    (k_prefix, k), (v_prefix, v) = split_prefix(k, N), split_prefix(v, N)
+    on_prefix = q.shape[-1] ** -0.5 * q @ k_prefix.mT
+    q, k, v = (F.pad(x, (0, 0, 0, n * c - N)) for x in (q, k, v))
+    order = bucket.argsort(dim=-1, stable=True)
+    place = order.argsort(-1)  # (B, h, l, n*c)
+    own = order.unflatten(-1, (n, c))
+    seen = torch.cat([own.roll(1, 3), own], -1) if n > 1 else own  # (B, h, l, n, 2c)
+    met = []  # in round r, the pairs of all rounds: l times (B, h, l, n, c, 2c)
+    for r in range(num_rounds):
+        met += [((differences(place[:, :, r] // c, own, seen) % n) <= 1) & (seen < N)[..., None, :]]
+        if same_bucket:
+            met[r] &= differences(bucket[:, :, r], own, seen) == 0
+    logits = q.shape[-1] ** -0.5 * gather_tokens(q, own) @ gather_tokens(k, seen).mT
+    logits = logits - torch.stack(met).sum(0).to(logits.dtype).log()
+    logits = logits.masked_fill(~torch.stack([met[r][:, :, r] for r in range(num_rounds)], 2), -torch.inf)
+    logits = logits.masked_fill(own[..., None] == seen[..., None, :], SELF_LOGIT)
+    y = (logits.softmax(-1) @ gather_tokens(v, seen)).flatten(3, 4)
+    place = place[..., :N]
+    log_mass = logits.logsumexp(-1).flatten(3).gather(3, place).mT  # (B, h, N, l)
+    of_round, of_prefix = torch.cat([log_mass, on_prefix], -1).softmax(-1).split([num_rounds, on_prefix.shape[-1]], -1)
+    y = y.gather(3, place[..., None].expand(*place.shape, y.shape[-1]))
+    return (of_round.mT[..., None] * y).sum(2) + of_prefix @ v_prefix
+
+
+def differences(code: Tensor, own: Tensor, seen: Tensor) -> Tensor:
+    """code[own] - code[seen] of all pairs: code (B, h, M), own (..., c), seen (..., e) -> (..., c, e)."""
+    a, b = (code.gather(2, index.flatten(2)).view_as(index) for index in (own, seen))
+    return a[..., None] - b[..., None, :]
+
+
+@full_precision
+def hash_buckets(q: Tensor, *rotations: Tensor) -> Tensor:
+    """argmax [q R; -q R] in every round: q (B, h, N, d), rotations R (h, l, d, s/2) -> (B, h, l, N) int64 below s.
+
+    With several sets of rotations a bucket is the tuple of theirs, as one number below the product of their s.
+    """
+    bucket = 0
+    with torch.no_grad():
+        for R in rotations:
+            projected = q[:, :, None] @ R
+            bucket = bucket * 2 * R.shape[-1] + torch.cat([projected, -projected], -1).argmax(-1)
+    return bucket
+
+
+def rotation_counts(num_chunks: int, chunk_size: int) -> tuple[int, ...]:
+    """s/2 of each set of rotations for about s = 2 n buckets, n chunks of c tokens (one set up to n = c)."""
+    if num_chunks <= chunk_size:
+        return (num_chunks,)
+    first = math.ceil((num_chunks / 2) ** 0.5)
+    return first, math.ceil(num_chunks / (2 * first))
+
+
+def reformer_reference(q, k, v, bucket, *, chunk_size, same_bucket=False):
+    """`reformer` as softmax under the dense mask of all pairs that meet in some round."""
+    (B, h, num_rounds, N), c = bucket.shape, min(chunk_size, q.shape[2])
+    visible = torch.zeros(B, h, N, N, dtype=torch.bool)
+    for b, head, r in ((b, head, r) for b in range(B) for head in range(h) for r in range(num_rounds)):
+        buckets = bucket[b, head, r].tolist()
+        order = sorted(range(N), key=lambda m: (buckets[m], m))
+        chunk = {m: i // c for i, m in enumerate(order)}
+        for n in range(N):
+            for m in range(N):
+                before = (chunk[n] - 1) % -(-N // c)
+                meet = chunk[m] in (chunk[n], before) and (buckets[n] == buckets[m] or not same_bucket)
+                visible[b, head, n, m] |= meet
+    P = k.shape[2] - N
+    logits = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~F.pad(visible, (P, 0), value=True), -torch.inf)
+    return logits.masked_fill(F.pad(torch.eye(N, dtype=torch.bool), (P, 0)), SELF_LOGIT).softmax(-1) @ v
+
+
+class Reformer(Attention):
+    """Attention by rounds of hashing. Papers: EVA Table 3, LARA Table 9, Scatterbrain Table 2."""
+
+    num_projections = 2
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        chunk_size: int = option(49, "tokens c of a chunk, which sees 2c keys; N / c chunks, 2N / c buckets", low=1)
+        num_rounds: int = option(4, "rounds l of hashing", low=1)
+        same_bucket: bool = option(False, "attend within a bucket alone, not to all of a chunk and the one before")
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        self.register_buffer("eval_seed", torch.randint(2**32, ()))
+
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, N, C) -> queries, the same as unit keys, and values, each (B, h, N, d)."""
+        q, v = super().project(x, grid)
+        return q, F.normalize(q, dim=-1, eps=1e-6), v
+
+    def rotations(self, q: Tensor) -> list[Tensor]:
+        """Sets R (h, l, d, s/2), standard normal: drawn in training, a function of `eval_seed` in evaluation."""
+        c = min(self.config.chunk_size, q.shape[2])
+        counts, kind = rotation_counts(-(-q.shape[2] // c), c), {"dtype": full_type(q)}
+        shape = (self.num_heads, self.config.num_rounds, self.head_dim, sum(counts))
+        draws = torch.randn(shape, device=q.device, **kind) if self.training else counter_normal(self.eval_seed, shape)
+        return draws.to(**kind).split(counts, -1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        chunk_size, same_bucket = self.config.chunk_size, self.config.same_bucket
+        bucket = hash_buckets(q, *self.rotations(q))
+        return reformer(q, k, v, bucket, chunk_size=chunk_size, same_bucket=same_bucket).to(v.dtype)

@@ -1,0 +1,68 @@
+"""RFA (Peng et al. 2021, arXiv:2103.02143): s trigonometric random features of unit queries and keys.
+
+    exp(-||q^ - k^||^2 / 2) = E cos(omega . (q^ - k^)),   q^ = q / (sigma ||q||),   k^ = k / (sigma ||k||),
+
+with a learned sigma per head. Norms being constant, this is an estimate of softmax attention with logits
+q . k / (sigma^2 ||q|| ||k||). Gates, which need an order, are for causal attention. Differs from `performer` with
+trigonometric features by the norms alone.
+Cost: 6 N s C multiply-accumulates; linear in N. h parameters.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention.base import Attention, LayerContext
+from attention.ops.random_features.op import linear_attention
+from attention.options import option
+from attention.parts.features import full_precision, trigonometric
+from attention.parts.geometry import Grid
+from attention.parts.sampling import gaussian
+
+
+@full_precision
+def rfa(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, sigma: Tensor) -> Tensor:
+    """Attention with the estimated kernel.
+
+    Args:
+        q, k, v: (B, h, N, d). omega: samples (h, s, d). sigma: (h).
+    Returns:
+        (B, h, N, d), float32 at least.
+    """
+    q, k = (F.normalize(x, dim=-1) / sigma[:, None, None] for x in (q, k))
+    return linear_attention(*trigonometric(q, k, omega), v)
+
+
+def rfa_reference(q, k, v, omega, sigma):
+    """`rfa` as a dense matrix of kernel estimates."""
+    q, k = (x / x.square().sum(-1, keepdim=True).sqrt() / sigma[:, None, None] for x in (q, k))
+    difference = q[..., :, None, :] - k[..., None, :, :]
+    kernel = torch.einsum("bhnmd,hsd->bhnms", difference, omega).cos().mean(-1)
+    normaliser = kernel.sum(-1, keepdim=True)
+    floor = torch.copysign(torch.tensor(1e-6), normaliser)
+    return kernel @ v / torch.where(normaliser.abs() < 1e-6, floor, normaliser)
+
+
+class Rfa(Attention):
+    """Random features of unit queries and keys. Papers: EVA Table 5 'RFA' (language)."""
+
+    plain_prefix = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        num_samples: int = option(64, "samples omega per head, drawn anew in training", low=1)
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        self.log_sigma = nn.Parameter(torch.zeros(site.num_heads))
+        self.register_buffer("omega", self.draw(self.log_sigma))
+
+    def draw(self, like: Tensor) -> Tensor:
+        """Samples (h, s, d) on the device of `like`, in its full type."""
+        return gaussian("iid", (self.num_heads, self.config.num_samples, self.head_dim), like)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        omega = self.draw(q) if self.training else self.omega
+        return rfa(q, k, v, omega, self.log_sigma.exp()).to(v.dtype)

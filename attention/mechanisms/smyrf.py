@@ -1,0 +1,92 @@
+"""SMYRF (Daras et al. 2020, arXiv:2010.05315): softmax within clusters of c tokens that hashing finds, in r rounds.
+
+Queries and keys are put on one sphere where near means a large product, projected on a random direction, sorted, and
+cut into clusters of equal size; the i-th cluster of queries attends to the i-th of keys. Rounds with other directions
+are weighed by their normalisers Lambda:
+
+    y_n = sum_r softmax_r(Lambda_nr) o_nr,   o_nr = softmax over the keys of n's cluster in round r.
+
+A pair that meets in two rounds counts twice.
+Cost: 2 r N c C multiply-accumulates, 2 r N (d + 2) h for the hash, and a sort.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.base import Attention, LayerContext
+from attention.options import option
+from attention.parts.features import full_precision
+from attention.parts.geometry import Grid
+from attention.parts.hashing import cluster_mask, from_clusters, hash_clusters, to_clusters
+from attention.parts.sampling import gaussian
+
+
+@full_precision
+def smyrf(q: Tensor, k: Tensor, v: Tensor, directions: Tensor, *, cluster_size: int, attn_drop: float = 0.0) -> Tensor:
+    """Softmax attention within hashed clusters.
+
+    Args:
+        q, k, v: (B, h, N, d). directions: of the hash, one per round, (h, r, d + 2).
+        cluster_size: tokens per cluster. attn_drop: dropout rate of the weights.
+    Returns:
+        (B, h, N, d), float32 at least: a rounded key may fall in another cluster.
+    """
+    N, d = v.shape[2:]
+    of_q, of_k = hash_clusters(q, k, directions, cluster_size)
+    logits = to_clusters(q * q.shape[-1] ** -0.5, of_q) @ to_clusters(k, of_k).mT  # (B, h, r, g, c, c)
+    logits = logits.masked_fill(~cluster_mask(N, cluster_size, q.device)[:, None], -torch.inf)
+    y = F.dropout(logits.softmax(-1), attn_drop) @ to_clusters(v, of_k)
+    y, log_mass = from_clusters(torch.cat([y, logits.logsumexp(-1, keepdim=True)], -1), of_q, N).split([d, 1], -1)
+    return (log_mass.softmax(2) * y).sum(2)
+
+
+def smyrf_reference(q, k, v, directions, *, cluster_size, attn_drop=0.0):
+    """`smyrf` by dense masks, round by round."""
+    numerator = denominator = 0
+    for r in range(directions.shape[1]):
+        logits = q @ k.mT * q.shape[-1] ** -0.5
+        weights = torch.where(same_cluster(q, k, directions[:, r], cluster_size), logits.exp(), 0)
+        denominator = denominator + weights.sum(-1, keepdim=True)
+        numerator = numerator + F.dropout(weights, attn_drop) @ v
+    return numerator / denominator
+
+
+def same_cluster(q: Tensor, k: Tensor, direction: Tensor, size: int) -> Tensor:
+    """(B, h, N, N) bool: whose clusters belong together along `direction` (h, d + 2), by the words of the paper."""
+    norms = [(x**2).sum(-1, keepdim=True) for x in (q, k)]
+    M2 = norms[0].max(2, keepdim=True).values + norms[1].max(2, keepdim=True).values
+    zero = torch.zeros_like(norms[0])
+    F_q, G_k = torch.cat([q, zero, (M2 - norms[0]) ** 0.5], -1), torch.cat([k, (M2 - norms[1]) ** 0.5, zero], -1)
+    hashes = [(x * direction[:, None]).sum(-1) for x in (F_q, G_k)]
+    of_q, of_k = ((x[..., None] > x[..., None, :]).sum(-1) // size for x in hashes)  # rank // size
+    return of_q[..., None] == of_k[..., None, :]
+
+
+class Smyrf(Attention):
+    """Attention within hashed clusters. Paper: Scatterbrain Table 1 'SMYRF'."""
+
+    plain_prefix = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        cluster_size: int = option(49, "tokens per cluster", low=1)
+        num_rounds: int = option(2, "rounds of hashing", low=1)
+        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        H, W = site.grid
+        if config.cluster_size > H * W:
+            self.refuse("cluster_size", config.cluster_size, f"the {H}x{W} grid has fewer tokens; at most {H * W}")
+        self.register_buffer("directions", self.draw(self.qkv.weight))
+
+    def draw(self, like: Tensor) -> Tensor:
+        """Directions (h, r, d + 2) of the hash, on the device of `like`, in its full type."""
+        return gaussian("iid", (self.num_heads, self.config.num_rounds, self.head_dim + 2), like)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        directions = self.draw(q) if self.training else self.directions
+        return smyrf(q, k, v, directions, cluster_size=self.config.cluster_size, attn_drop=self.attn_drop).to(v.dtype)

@@ -1,0 +1,47 @@
+"""Softmax attention (Vaswani et al. 2017, arXiv:1706.03762): every query attends to every key, exactly.
+
+    y_n = sum_m softmax_m(q_n . k_m / sqrt(d)) v_m,
+
+through the fused kernels of torch. The reference of every limit.
+Cost: 2 N^2 C multiply-accumulates.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.base import Attention
+from attention.options import option
+from attention.parts.geometry import Grid
+
+
+def softmax(q: Tensor, k: Tensor, v: Tensor, attn_drop: float = 0.0, *, causal: bool = False) -> Tensor:
+    """Scaled dot-product attention of queries (B, h, N, d) over keys and values (B, h, M, d) -> (B, h, N, d).
+
+    `causal`: query n sees the keys up to the n-th.
+    """
+    return F.scaled_dot_product_attention(q, k, v, dropout_p=attn_drop, is_causal=causal)
+
+
+def softmax_reference(q: Tensor, k: Tensor, v: Tensor, attn_drop: float = 0.0, *, causal: bool = False) -> Tensor:
+    """`softmax` by its definition."""
+    logits = q @ k.mT / q.shape[-1] ** 0.5
+    if causal:
+        logits = logits.masked_fill(torch.ones_like(logits, dtype=torch.bool).triu(1), -torch.inf)
+    return F.dropout(logits.softmax(-1), attn_drop) @ v
+
+
+class Softmax(Attention):
+    """Exact attention over all tokens. Papers: EVA and LARA 'Softmax'."""
+
+    plain_prefix = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        causal: bool = option(False, "no token sees a later one of the raster order")
+        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        return softmax(q, k, v, self.attn_drop, causal=self.config.causal)

@@ -1,0 +1,89 @@
+"""Sparse Transformer (Child et al. 2019, arXiv:1904.10509): own block of b tokens, and the last c of every other.
+
+The fixed pattern, for both directions. Tokens in raster order form blocks of b; the last c positions of a block,
+n mod b >= b - c, summarise it. A query attends, in one softmax, to its own block and to the summary positions of every
+other block. Child et al. split the two sets over heads or layers and mask the future; this is their union.
+Cost: 2 N (b + (N/b - 1) c) C multiply-accumulates: N^2 / b at fixed b, N^1.5 where b is a row of the grid.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.base import Attention, LayerContext
+from attention.ops.joint_softmax.op import mix, prefix_part, shared_logits
+from attention.options import option
+from attention.parts.features import upcast
+from attention.parts.geometry import Grid, from_windows, split_prefix, to_windows, window_mask
+
+
+def sparse_transformer(
+    q: Tensor, k: Tensor, v: Tensor, *, block_size: int, num_summary: int, attn_drop: float = 0.0
+) -> Tensor:
+    """Softmax over a query's block and all summaries.
+
+    Args:
+        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries see prefix tokens.
+        block_size: tokens b. num_summary: last positions c of a block that all queries see.
+        attn_drop: dropout rate of the weights.
+    Returns:
+        (B, h, N, d). A last block of fewer than b tokens has only those summaries that its positions reach.
+    """
+    line, block = (1, q.shape[2]), (1, block_size)
+    (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
+    cut = [block_size - num_summary, num_summary]  # of a block, so that no key comes twice
+    queries = to_windows(q, line, block)  # (B, h, g, b, d)
+    (own_k, shared_k), (own_v, shared_v) = (to_windows(x, line, block).split(cut, 3) for x in (k, v))
+    own = upcast(queries * q.shape[-1] ** -0.5 @ own_k.mT)
+    shared = shared_logits(queries, shared_k.flatten(2, 3))
+    valid = window_mask(line, block, (0, 0), q.device)
+    if valid is not None:
+        valid_own, valid_shared = valid.split(cut, 1)
+        own = own.masked_fill(~valid_own[:, None], -torch.inf)
+        shared = shared.masked_fill(~valid_shared.flatten(), -torch.inf)
+    parts = [(own, own_v), (shared, shared_v.flatten(2, 3)[:, :, None]), *prefix_part(queries, k_prefix, v_prefix)]
+    return from_windows(mix(parts, attn_drop), line, block)
+
+
+def sparse_transformer_reference(q, k, v, *, block_size, num_summary, attn_drop=0.0):
+    """`sparse_transformer` as softmax under a dense mask."""
+    N, b, c = q.shape[2], block_size, num_summary
+    visible = torch.tensor([[m // b == n // b or m % b >= b - c for m in range(N)] for n in range(N)])
+    visible = F.pad(visible, (k.shape[2] - N, 0), value=True)
+    weights = (q @ k.mT / q.shape[-1] ** 0.5).masked_fill(~visible, -torch.inf).softmax(-1)
+    return F.dropout(weights, attn_drop) @ v
+
+
+class SparseTransformer(Attention):
+    """A query's own block and the last tokens of every block."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        block_size: int | None = option(None, "tokens b of a block, in raster order; null: a row of the grid", low=1)
+        num_summary: int = option(1, "last positions c of every block that all queries attend to", low=1)
+        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        (H, W), block = site.grid, self.block_size(site.grid)
+        if block > H * W:
+            self.refuse("block_size", block, f"larger than the {H * W} tokens of the {H}x{W} grid; at most {H * W}")
+
+    def block_size(self, grid: Grid) -> int:
+        """Tokens b of a block on this grid; refuses one of fewer than its summary positions."""
+        block, num_summary = self.config.block_size or grid[1], self.config.num_summary
+        if num_summary > block:
+            self.refuse("num_summary", num_summary, f"a block has {block} tokens; at most {block}")
+        return block
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        return sparse_transformer(
+            q,
+            k,
+            v,
+            block_size=self.block_size(grid),
+            num_summary=self.config.num_summary,
+            attn_drop=self.attn_drop,
+        )

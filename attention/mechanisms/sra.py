@@ -1,0 +1,80 @@
+"""Spatial-reduction attention (Wang et al. 2022, arXiv:2106.13797): keys and values from a grid shrunk R times.
+
+The reduction of PVT-v2 is a convolution R x R of stride R followed by LayerNorm; then softmax over N / R^2 keys. The
+convolutional baseline of EVA and LARA (49 keys: R = 8, 4, 2 in PVT-v2's first three stages at 224 pixels).
+Cost: N C^2 + 2 N^2 C / R^2 multiply-accumulates, the first for the convolution, less 2 (N - N/R^2) C^2 in the key/value
+projection.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention.base import Attention, LayerContext
+from attention.mechanisms.softmax import softmax
+from attention.options import option
+from attention.parts.geometry import Grid, split_heads, split_prefix
+
+DEFAULT_KEYS = 49
+
+
+def sra(x: Tensor, weight: Tensor, bias: Tensor, *, grid: Grid) -> Tensor:
+    """Shrinks tokens (B, N, C) by the strided convolution `weight` (C, C, R, R): (B, ceil(H/R) * ceil(W/R), C)."""
+    (H, W), R = grid, weight.shape[-1]
+    image = F.pad(x.mT.unflatten(2, grid), (0, -W % R, 0, -H % R))
+    return F.conv2d(image, weight, bias, stride=R).flatten(2).mT
+
+
+def sra_reference(x, weight, bias, *, grid):
+    """`sra`, cell by cell."""
+    (H, W), R = grid, weight.shape[-1]
+    reduced = []
+    for top in range(0, H, R):
+        for left in range(0, W, R):
+            cells = [(i, j) for i in range(R) for j in range(R) if top + i < H and left + j < W]
+            reduced.append(bias + sum(x[:, (top + i) * W + left + j] @ weight[:, :, i, j].mT for i, j in cells))
+    return torch.stack(reduced, 1)
+
+
+def project_reduced(qkv: nn.Linear, x: Tensor, reduced: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of tokens x (B, N, C), keys and values of `reduced` tokens (B, M, C), by the joint projection `qkv`."""
+    C = x.shape[-1]
+    bias = qkv.bias if qkv.bias is not None else qkv.weight.new_zeros(3 * C)
+    (q,) = split_heads(F.linear(x, qkv.weight[:C], bias[:C]), 1, num_heads)
+    return q, *split_heads(F.linear(reduced, qkv.weight[C:], bias[C:]), 2, num_heads)
+
+
+class Sra(Attention):
+    """Softmax over a grid reduced by a strided convolution. Papers: EVA Table 1, LARA Tables 2 and 8 'SRA'."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        reduction: int | None = option(
+            None, "side ratio R; null: the pyramid's own, or the one that leaves 49 keys", low=1
+        )
+        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        H, W = site.grid
+        reduction = config.reduction or site.reduction or max(1, round((H * W / DEFAULT_KEYS) ** 0.5))
+        if reduction > max(H, W):
+            self.refuse("reduction", reduction, f"larger than the {H}x{W} grid; at most {max(H, W)}")
+        self.sr = nn.Conv2d(site.dim, site.dim, reduction, reduction) if reduction > 1 else None
+        self.norm = nn.LayerNorm(site.dim, eps=1e-5) if reduction > 1 else None
+        if self.sr is not None:
+            nn.init.normal_(self.sr.weight, std=(2 / (site.dim * reduction**2)) ** 0.5)  # kaiming, fan out
+            nn.init.zeros_(self.sr.bias)
+
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+        """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + N/R^2, d)."""
+        if self.sr is None:
+            return super().project(x, grid)
+        prefix, cells = split_prefix(x, grid[0] * grid[1])
+        reduced = self.norm(sra(cells, self.sr.weight, self.sr.bias, grid=grid))
+        return project_reduced(self.qkv, x, torch.cat([prefix, reduced], 1), self.num_heads)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        return softmax(q, k, v, self.attn_drop)

@@ -1,0 +1,61 @@
+"""Synthesizer (Tay et al. 2021, arXiv:2005.00743): learned attention weights that no input changes.
+
+The factorised random variant,
+
+    y = softmax(R_1 R_2^T) v,   R_1, R_2: N x p for every head, learned.
+
+There are no queries and keys, and no projections of them. The factors belong to one grid, and to prefix tokens, which
+have places of their own; on another grid their rows are resampled.
+Cost: N^2 C multiply-accumulates, and h p N^2 once per batch, less 2 N C^2 of the projections.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention.base import Attention, LayerContext
+from attention.options import option
+from attention.parts.features import upcast
+from attention.parts.geometry import Grid, resample
+
+
+def synthesizer(r_1: Tensor, r_2: Tensor, v: Tensor, attn_drop: float = 0.0) -> Tensor:
+    """Factors (h, N, p) and values (B, h, N, d) -> (B, h, N, d). Dropout is the same for all images of a batch."""
+    weights = F.dropout(upcast(r_1 @ r_2.mT).softmax(-1), attn_drop)
+    return torch.einsum("hnm,bhmd->bhnd", weights.to(v.dtype), v)
+
+
+def synthesizer_reference(r_1, r_2, v, attn_drop=0.0):
+    """`synthesizer`, query by query."""
+    y = []
+    for n in range(v.shape[2]):
+        kernel = (r_1[:, n, None] * r_2).sum(-1).exp()
+        weights = F.dropout(kernel / kernel.sum(-1, keepdim=True), attn_drop)
+        y.append((weights[..., None] * v).sum(2))
+    return torch.stack(y, 2)
+
+
+class Synthesizer(Attention):
+    """Learned weights between places, the same for every image."""
+
+    plain_prefix = True
+    num_projections = 1
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        rank: int = option(8, "columns p of a factor", low=1)
+        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        self.grid = site.grid
+        places = site.num_prefix_tokens + site.grid[0] * site.grid[1]
+        self.factors = nn.Parameter(torch.empty(2, self.num_heads, config.rank, places))
+        nn.init.trunc_normal_(self.factors, std=0.02)
+
+    def attend(self, v: Tensor, grid: Grid) -> Tensor:
+        prefix, cells = self.factors.tensor_split([self.factors.shape[-1] - self.grid[0] * self.grid[1]], -1)
+        r_1, r_2 = torch.cat([prefix, resample(cells, self.grid, grid)], -1).mT
+        return synthesizer(r_1, r_2, v, self.attn_drop)

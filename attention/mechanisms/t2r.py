@@ -1,0 +1,60 @@
+"""T2R (Kasai et al. 2021, arXiv:2103.13076): m learned ReLU features, for a pretrained transformer made linear.
+
+    phi(x) = ReLU(W x + b),   W: d -> m,
+
+one map per head for queries and keys alike, in linear attention.
+Cost: 4 N m C multiply-accumulates, half of them for the features; linear in N. h (m d + m) parameters.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from attention.base import Attention, LayerContext
+from attention.ops.random_features.op import linear_attention
+from attention.options import option
+from attention.parts.features import full_precision
+from attention.parts.geometry import Grid
+
+
+@full_precision
+def t2r(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Attention with learned features.
+
+    Args:
+        q, k, v: (B, h, N, d). weight: (h, m, d). bias: (h, m).
+    Returns:
+        (B, h, N, d), float32 at least; 0 for a query without positive weights.
+    """
+    phi_q, phi_k = ((x @ weight.mT + bias[:, None]).relu() for x in (q, k))
+    return linear_attention(phi_q, phi_k, v)
+
+
+def t2r_reference(q, k, v, weight, bias):
+    """`t2r`, feature by feature."""
+    kernel = 0
+    for w, b in zip(weight.unbind(1), bias.unbind(1), strict=True):  # (h, d), (h)
+        phi_q, phi_k = (((x * w[:, None]).sum(-1) + b[:, None]).relu() for x in (q, k))
+        kernel = kernel + phi_q[..., :, None] * phi_k[..., None, :]
+    return kernel @ v / kernel.sum(-1, keepdim=True).clamp(min=1e-6)
+
+
+class T2r(Attention):
+    """Kernel attention with learned ReLU features. Papers: EVA Table 5 'T2R' (language)."""
+
+    plain_prefix = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        num_features: int = option(32, "features m per head", low=1)
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        self.feature_weight = nn.Parameter(torch.empty(self.num_heads, config.num_features, self.head_dim))
+        self.feature_bias = nn.Parameter(torch.zeros(self.num_heads * config.num_features))  # a vector: not decayed
+        nn.init.trunc_normal_(self.feature_weight, std=0.02)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        bias = self.feature_bias.view(self.num_heads, -1)
+        return t2r(q, k, v, self.feature_weight, bias).to(v.dtype)

@@ -1,0 +1,126 @@
+"""Transformer-LS (Zhu et al. 2021, arXiv:2107.02192): a window exactly, and all tokens by r learned averages.
+
+Each head compresses its keys and values by r weightings of the tokens that depend on the input; a query attends to
+these (long) and to its window (short) under one softmax:
+
+    k_bar = Pi k, v_bar = Pi v,   Pi = softmax over tokens of Linear(x)
+    y_n = [sum_window exp(l_nm) v_m + sum_j exp(q_n . k_bar_j / sqrt(d)) v_bar_j] / [the same without values]
+
+Both kinds of keys and values are normalised over all channels, by a LayerNorm for each kind (DualLN): their sizes
+differ otherwise.
+Cost: 2 N |E| C + (4 + h) N r C multiply-accumulates, h N r C of them for Linear; linear in N.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention.base import Attention, LayerContext
+from attention.mechanisms.local import local
+from attention.ops.joint_softmax.op import joint_softmax, seen_exactly
+from attention.options import option
+from attention.parts.features import upcast
+from attention.parts.geometry import Grid, merge_heads, split_heads, split_prefix
+from attention.parts.linear import init_linear
+from attention.parts.position import BiasKind
+from attention.window_options import exact_window, window_options
+
+
+def transformer_ls(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slots: Tensor,
+    norm_weight: Tensor | None = None,
+    norm_bias: Tensor | None = None,
+    bias: Tensor | None = None,
+    **windows: Any,
+) -> Tensor:
+    """One softmax over a window's tokens and r weighted averages of all.
+
+    Args:
+        q, k, v: (B, h, N, d), keys and values normalised; they may begin with those of prefix tokens.
+        slots: logits of the averages over the tokens of the grid, (B, h, r, N).
+        norm_weight, norm_bias: of the LayerNorm of averages, (C,); none without it. bias: of the window, (h, w, e).
+        windows: geometry and dropout rate, see `joint_softmax`.
+    Returns:
+        (B, h, N, d).
+    """
+    pi = upcast(slots).softmax(-1).to(k.dtype)
+    k_bar, v_bar = (normalise(pi @ split_prefix(x, q.shape[2])[1], norm_weight, norm_bias) for x in (k, v))
+    return joint_softmax(q, k, v, bias, k_bar[:, :, None], v_bar[:, :, None], **windows)
+
+
+def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    """LayerNorm of (B, h, r, d) over the channels of all heads; x itself without weight."""
+    if weight is None:
+        return x
+    return split_heads(F.layer_norm(merge_heads(x), weight.shape, weight, bias), 1, x.shape[1])[0]
+
+
+def transformer_ls_reference(q, k, v, slots, norm_weight=None, norm_bias=None, bias=None, *, attn_drop=0.0, **windows):
+    """`transformer_ls`, slot by slot and query by query."""
+    (B, h, N, d), scale = q.shape, q.shape[-1] ** -0.5
+    k_bar, v_bar = [], []
+    for j in range(slots.shape[2]):
+        pi = slots[:, :, j].exp() / slots[:, :, j].exp().sum(-1, keepdim=True)
+        for x, averages in ((k, k_bar), (v, v_bar)):
+            average = (pi[..., None] * x[:, :, -N:]).sum(2)  # (B, h, d)
+            if norm_weight is not None:
+                all_heads = average.reshape(B, h * d)
+                centred = all_heads - all_heads.mean(-1, keepdim=True)
+                deviation = ((centred**2).mean(-1, keepdim=True) + 1e-5) ** 0.5
+                average = (centred / deviation * norm_weight + norm_bias).view(B, h, d)
+            averages.append(average)
+    k_bar, v_bar, y = torch.stack(k_bar, 2), torch.stack(v_bar, 2), torch.zeros_like(q)
+    for n in range(N):
+        exact, values = seen_exactly(n, q, k, v, bias, **windows)
+        logits = torch.cat([exact, scale * (q[:, :, n, None] @ k_bar.mT)[:, :, 0]], -1)
+        weights = F.dropout(logits.softmax(-1), attn_drop)
+        y[:, :, n] = (weights[:, :, None] @ torch.cat([values, v_bar], 2))[:, :, 0]
+    return y
+
+
+class TransformerLs(Attention):
+    """A window and dynamic projections of all tokens. Papers: EVA Tables 2, 3, 15 'Long-Short', 'Transformer-LS'."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        num_landmarks: int = option(16, "averages r per head; 0: none (local attention)", low=0)
+        window_size: int = option(7, "side of the window in cells; block length where layout is 1d; 0: none", low=0)
+        layout: Literal["2d", "1d"] = option("2d", "square windows of the grid, or blocks of the raster order")
+        overlap: int = option(
+            0, "cells by which a window's keys reach beyond it; w // 2 in Zhu et al., 0 in EVA's paper", low=0
+        )
+        dual_norm: bool = option(True, "LayerNorm of keys and values, and another one of their averages")
+        position_bias: BiasKind = option("table", "relative position bias inside the window")
+        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        if config.window_size == config.num_landmarks == 0:
+            self.refuse("window_size", 0, "nothing to attend to with num_landmarks: 0; give one of them")
+        self.window, self.overlap, self.position_bias = exact_window(self, site)
+        self.norm_full = nn.LayerNorm(site.dim, eps=1e-5) if config.dual_norm else nn.Identity()
+        if config.num_landmarks:
+            self.slots = nn.Linear(site.dim, self.num_heads * config.num_landmarks)
+            init_linear(self.slots)
+            self.norm_slots = nn.LayerNorm(site.dim, eps=1e-5) if config.dual_norm else None
+
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
+        """(B, N, C) -> queries, normalised keys and values (B, h, N, d); logits of the averages (B, h, r, N)."""
+        q, k, v = self.qkv(x).chunk(3, -1)
+        q, k, v = (split_heads(y, 1, self.num_heads)[0] for y in (q, self.norm_full(k), self.norm_full(v)))
+        if not self.config.num_landmarks:
+            return q, k, v, None
+        return q, k, v, self.slots(split_prefix(x, grid[0] * grid[1])[1]).mT.unflatten(1, (self.num_heads, -1))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, grid: Grid) -> Tensor:
+        windows = {"attn_drop": self.attn_drop, **window_options(self, grid)}
+        if slots is None:
+            return local(q, k, v, self.position_bias(), **windows)
+        norm = (self.norm_slots.weight, self.norm_slots.bias) if self.config.dual_norm else (None, None)
+        return transformer_ls(q, k, v, slots, *norm, self.position_bias(), **windows)

@@ -1,0 +1,99 @@
+"""TransNormer (Qin et al. 2022, arXiv:2210.10340): windows, in later layers linear attention without a normaliser.
+
+The first half of the layers, DiagAttention, attends within windows: softmax (t2), or ReLU weights and RMSNorm (t1,
+Zhang et al. 2021). The second half, NormAttention, is
+
+    y = RMSNorm(phi(q) (phi(k)^T v)),   phi = elu + 1 (t2) or elu (t1),
+
+without the scale and without the sum of weights, by which linear attention divides and its gradients grow unbounded.
+Cost: 2 N |E| C or 2 N d C multiply-accumulates, in a Diag or a Norm layer; linear in N. C parameters per RMSNorm.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention.base import Attention, LayerContext
+from attention.mechanisms.local import local
+from attention.ops.joint_softmax.op import exact_logits, seen_exactly
+from attention.options import option
+from attention.parts.features import elu_plus_one, full_precision
+from attention.parts.geometry import Grid, from_windows, split_prefix, to_windows
+
+Variant = Literal["t1", "t2"]
+Norm = Literal["merged", "heads"]
+FEATURE_MAPS = {"t1": F.elu, "t2": elu_plus_one}
+
+
+@full_precision
+def transnormer(q: Tensor, k: Tensor, v: Tensor, gain: Tensor, *, variant: Variant, norm: Norm) -> Tensor:
+    """NormAttention: q (B, h, N, d), k, v (B, h, P + N, d) and gain (h, d) -> (B, h, N, d), float32 at least."""
+    phi = FEATURE_MAPS[variant]
+    return rms_norm(phi(q) @ (phi(k).mT @ v), gain, norm)
+
+
+@full_precision
+def rela(q: Tensor, k: Tensor, v: Tensor, gain: Tensor, *, grid: Grid, window: Grid, norm: Norm) -> Tensor:
+    """DiagAttention of t1: weights ReLU(q . k / sqrt(d)) within windows; shapes as in `transnormer`."""
+    (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
+    weights = exact_logits(q, k, None, grid, window, (0, 0)).relu()
+    y = from_windows(weights @ to_windows(v, grid, window), grid, window)
+    return rms_norm(y + (q * q.shape[-1] ** -0.5 @ k_prefix.mT).relu() @ v_prefix, gain, norm)
+
+
+def rms_norm(y: Tensor, gain: Tensor, norm: Norm) -> Tensor:
+    """RMSNorm of (B, h, N, d) over a token's merged channels or over each head's, times gain (h, d)."""
+    channels = gain.shape if norm == "merged" else gain.shape[1:]
+    return (F.rms_norm(y.transpose(1, 2), channels) * gain).transpose(1, 2)
+
+
+def transnormer_reference(q, k, v, gain, *, variant, norm):
+    """`transnormer` as a dense matrix of weights."""
+    phi_q, phi_k = (F.elu(x) + (1 if variant == "t2" else 0) for x in (q, k))
+    return rms_norm_reference(phi_q @ phi_k.mT @ v, gain, norm)
+
+
+def rela_reference(q, k, v, gain, *, grid, window, norm):
+    """`rela`, query by query."""
+    y = torch.zeros_like(q)
+    for n in range(q.shape[2]):
+        logits, values = seen_exactly(n, q, k, v, grid=grid, window=window)
+        y[:, :, n] = (logits.relu()[:, :, None] @ values)[:, :, 0]
+    return rms_norm_reference(y, gain, norm)
+
+
+def rms_norm_reference(y, gain, norm):
+    """`rms_norm` by its definition."""
+    mean_square = y.square().mean((1, 3) if norm == "merged" else 3, keepdim=True)
+    return y / (mean_square + torch.finfo(y.dtype).eps).sqrt() * gain[:, None]
+
+
+class Transnormer(Attention):
+    """Windows in the first half of the layers, linear attention in the second."""
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        variant: Variant = option("t2", "t2: softmax in windows, elu + 1; t1: ReLU weights in windows, elu")
+        window_size: int = option(7, "window side in cells of the first half's layers", low=1)
+        norm: Norm = option("merged", "RMSNorm over all channels of a token, or over those of each head")
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        self.in_windows = site.layer < site.depth // 2
+        if self.in_windows and config.window_size > max(site.grid):
+            H, W = site.grid
+            self.refuse("window_size", config.window_size, f"larger than the {H}x{W} grid; at most {max(H, W)}")
+        if not self.in_windows or config.variant == "t1":
+            self.gain = nn.Parameter(torch.ones(site.dim))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        windows = {"grid": grid, "window": (self.config.window_size, self.config.window_size)}
+        if self.in_windows and self.config.variant == "t2":
+            return local(q, k, v, **windows)
+        gain, norm = self.gain.view(self.num_heads, -1), self.config.norm
+        if self.in_windows:
+            return rela(q, k, v, gain, norm=norm, **windows).to(v.dtype)
+        return transnormer(q, k, v, gain, variant=self.config.variant, norm=norm).to(v.dtype)

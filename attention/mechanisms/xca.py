@@ -1,0 +1,53 @@
+"""Cross-covariance attention (El-Nouby et al. 2021, arXiv:2106.09681): channels attend to channels.
+
+Each channel of queries and keys is a unit vector over the N tokens; their d x d products, times a learned temperature
+per head, pass a softmax and mix the channels of every token's values. No weight depends on a pair of tokens, so there
+is no limit in which this is softmax attention. XCiT's convolution between tokens belongs to its block, not to this.
+Cost: 2 N d C multiply-accumulates; linear in N. h parameters.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention.base import Attention, LayerContext
+from attention.options import option
+from attention.parts.features import full_precision
+from attention.parts.geometry import Grid
+
+
+@full_precision
+def xca(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor, attn_drop: float = 0.0) -> Tensor:
+    """Queries, keys and values (B, h, N, d) and temperature (h) -> (B, h, N, d), float32 at least."""
+    products = F.normalize(q, dim=-2).mT @ F.normalize(k, dim=-2)  # (B, h, d, d)
+    weights = F.dropout((products * temperature[:, None, None]).softmax(-1), attn_drop)
+    return v @ weights.mT
+
+
+def xca_reference(q, k, v, temperature, attn_drop=0.0):
+    """`xca`, channel by channel."""
+    rows = []
+    for a in range(q.shape[-1]):
+        cosines = [F.cosine_similarity(q[..., a], k[..., b], dim=-1) for b in range(k.shape[-1])]  # each (B, h)
+        rows.append((torch.stack(cosines, -1) * temperature[:, None]).softmax(-1))
+    weights = F.dropout(torch.stack(rows, -2), attn_drop)
+    return torch.einsum("bhij,bhnj->bhni", weights, v)
+
+
+class Xca(Attention):
+    """Softmax over channels. Papers: LARA Table 8 'XCIT'."""
+
+    plain_prefix = True
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+
+    def __init__(self, site: LayerContext, config: Config):
+        super().__init__(site, config)
+        self.temperature = nn.Parameter(torch.ones(site.num_heads))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        return xca(q, k, v, self.temperature, self.attn_drop).to(v.dtype)

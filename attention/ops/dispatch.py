@@ -1,0 +1,106 @@
+"""Fast paths: functions with the signature and the meaning of an op, for the arguments they cover.
+
+An op stays in the file of its mechanism as the definition; `with_fast_path` above it is the one place where another
+function may answer for it. Every fast path is held to the op's literal twin by the same tests as the op.
+
+with kernels.use("plain"): ...   # the definitions themselves
+with kernels.use("lean"): ...    # fast paths that save less for the backward pass and compute it again
+with kernels.use("triton"): ...  # experimental: fused kernels on a GPU, fast paths for what they do not cover
+"""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Literal, get_args
+
+import torch
+
+Path = Literal["auto", "lean", "triton", "plain"]
+TRITON_MODULES = {
+    "joint_softmax": "attention.ops.joint_softmax.triton_joint",
+    "group_values": "attention.ops.group_values.triton_groups",
+    "performer": "attention.ops.random_features.triton_random_features",
+    "lara": "attention.ops.random_features.triton_random_features",
+}
+"""Op -> the module here with its kernel, a function of the same name, and `covers_` it."""
+
+_path: Path = "auto"
+_fast: dict[str, Callable] = {}
+_triton: dict[str, ModuleType] = {}
+
+
+def path() -> Path:
+    """The path in use: "auto" takes fast paths, "lean" those that keep least memory, "triton" kernels before them,
+    "plain" none.
+    """
+    return _path
+
+
+@contextlib.contextmanager
+def use(path: Path) -> Iterator[None]:
+    """Sets the path for the calls inside, of all threads; what is checkpointed there must be recomputed under it.
+
+    Raises:
+        ValueError: an unknown path, or "triton" where it is not installed.
+    """
+    global _path
+    if path not in get_args(Path):
+        raise ValueError(f"kernels.use({path!r}): unknown path; one of {', '.join(get_args(Path))}")
+    if path == "triton" and not _triton:
+        try:
+            for op, module in TRITON_MODULES.items():
+                _triton[op] = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"kernels.use('triton'): {error.name} is not installed; use 'auto'") from error
+    before, _path = _path, path
+    try:
+        yield
+    finally:
+        _path = before
+
+
+def resolved() -> str:
+    """The path in use and the ops that it serves, for logs."""
+    if _path == "plain":
+        return _path
+    on_gpu = f"on a GPU Triton's {', '.join(TRITON_MODULES)}; " if _path == "triton" else ""
+    return f"{_path}: {on_gpu}fast {', '.join(sorted(_fast))}"
+
+
+def first_order(backward: Callable) -> Callable:
+    """Decorates the backward pass of a `torch.autograd.Function` that autograd must not follow.
+
+    torch's own `once_differentiable` leaves such a path out, silently, where another one leads to the same tensor.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx, *gradients):
+        if torch.is_grad_enabled():
+            raise RuntimeError("fast paths have no second derivatives; differentiate twice within kernels.use('plain')")
+        return backward(ctx, *gradients)
+
+    return run
+
+
+def with_fast_path(fast: Callable, covers: Callable[..., bool]) -> Callable:
+    """Decorates an op: `fast` answers for it where `covers` its arguments, unless the path is plain; on the path
+    "triton" its kernel before that, where it covers them.
+    """
+
+    def decorate(op: Callable) -> Callable:
+        _fast[op.__name__] = fast
+
+        @functools.wraps(op)
+        def run(*args, **kwargs):
+            if _path == "plain" or torch.compiler.is_exporting():  # an exported graph is made of torch's own operators
+                return op(*args, **kwargs)
+            name, module = op.__name__, _triton.get(op.__name__) if _path == "triton" else None
+            if module and getattr(module, f"covers_{name}")(*args, **kwargs):
+                return getattr(module, name)(*args, **kwargs)
+            return (fast if covers(*args, **kwargs) else op)(*args, **kwargs)
+
+        return run
+
+    return decorate

@@ -1,0 +1,67 @@
+"""Landmarks of groups and the proposals of their samples."""
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from attention.parts.features import scale
+from attention.parts.groups import Groups, group_mean
+from attention.parts.linear import LandmarkTransform
+
+
+class Landmarks(nn.Module):
+    """What groups are seen through: landmarks of their keys, and proposals about those of queries and keys (eq. 26 to
+    28, Table 8).
+
+    Args:
+        config: options of `eva`. num_heads, head_dim: h, d.
+    """
+
+    def __init__(self, config: Any, num_heads: int, head_dim: int):
+        super().__init__()
+        self.config = config
+        kind = config.landmark_transform
+        transform = (
+            nn.Identity if kind == "identity" else partial(LandmarkTransform, head_dim, norm=kind == "ln_linear")
+        )
+        self.k = transform()
+        if config.mu in ("qk", "q"):
+            self.q = transform()
+        if config.mu == "trainable":
+            self.mu = nn.Parameter(torch.empty(num_heads, config.num_landmarks, head_dim))
+            nn.init.trunc_normal_(self.mu, std=0.02)
+        if config.num_samples > 1:  # with one sample, evaluation uses the proposal's mean
+            self.register_buffer("eval_noise", torch.randn(num_heads, config.num_samples, head_dim))
+
+    def forward(self, q: Tensor, k: Tensor, groups: Groups, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+        """k_tilde (B, h, G, c, d), means mu (B, h, G, c, d) and samples omega (B, h, G, c, s, d) of the proposals.
+
+        Args:
+            q, k: tokens of the grid, (B, h, N, d). first: which of the layer's groups the first of `groups` is.
+        """
+        k_tilde = self.k(group_mean(k, groups))
+        mu = scale(self.mean(q, k_tilde, groups, first))
+        return k_tilde, mu, mu[..., None, :] + self.noise(mu)
+
+    def mean(self, q: Tensor, k_tilde: Tensor, groups: Groups, first: int) -> Tensor:
+        """mu (B, h, G, c, d), unscaled."""
+        kind = self.config.mu
+        if kind == "zero":
+            return torch.zeros_like(k_tilde)
+        if kind == "trainable":
+            return self.mu[:, None, first : first + k_tilde.shape[3]].expand_as(k_tilde)
+        q_tilde = self.q(group_mean(q, groups))
+        return self.config.mu_scale * (q_tilde + k_tilde if kind == "qk" else q_tilde)
+
+    def noise(self, mu: Tensor) -> Tensor:
+        """Deviation of the samples from their means, (B, h, G, c, s, d): drawn in training, fixed in evaluation."""
+        shape = (*mu.shape[:-1], self.config.num_samples, mu.shape[-1])
+        if self.training:
+            noise = torch.randn(shape, dtype=mu.dtype, device=mu.device)
+        elif self.config.num_samples > 1:
+            noise = self.eval_noise[:, None, None].expand(shape)
+        else:
+            noise = mu.new_zeros(shape)
+        return noise * (mu.shape[-1] ** -0.25 if self.config.noise == "released" else 1.0)

@@ -1,0 +1,500 @@
+"""The joint softmax of exact windows and landmarks that all queries share, fused into Triton kernels. Experimental.
+
+Queries, keys and values are read where the projection left them: a program finds the tokens of its window by index
+arithmetic, adds the position bias, and keeps a running softmax (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et
+al. 2022, arXiv:2205.14135) over the exact keys and then the landmarks. Saved for the backward pass: the output and one
+log-sum-exp per query; the weights are computed again from them.
+
+Every gradient is summed in registers by the program that owns it, so that all are deterministic: those of landmarks by
+landmark over all queries, and where a window is one block and overlaps no other, all else window by window. Otherwise
+dq by windows of queries, dk and dv by windows of keys (over the neighbours whose extended windows reach them), and
+dbias by pair of cells over all images and windows. Sums over images are split into as many parts as keep a GPU busy.
+Registers are what these kernels are short of: gradients are summed in the order in which weights are needed least long,
+and nothing is computed before a loop that can be computed inside.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attention.ops.memory import like_tokens
+from attention.ops.triton_tokens import (
+    PROGRAMS,
+    accumulate,
+    block_length,
+    cast,
+    dense,
+    dot,
+    dot_exactly,
+    launch,
+    load,
+    load_numbers,
+    logits_gradient,
+    precision,
+    softmax_gradient,
+    store,
+    supported,
+    view,
+)
+from attention.parts.geometry import Grid, count_windows, split_prefix
+
+
+class Sizes(NamedTuple):
+    """What a kernel is compiled for: head width, window and overlap along (y, x), block lengths, precision of fp32."""
+
+    d: int
+    block_d: int
+    rows: int
+    columns: int
+    above: int
+    beside: int
+    block_q: int
+    block_k: int
+    block_c: int
+    precision: str
+
+
+@triton.jit
+def _window_program(blocks, h, H, W, S: tl.constexpr):
+    """(block, head, window (y, x), batch) of a program; programs of near tokens are neighbours."""
+    program, down, across = tl.program_id(0), tl.cdiv(H, S.rows), tl.cdiv(W, S.columns)
+    block, head, window = program % blocks, program // blocks % h, program // blocks // h
+    batch, window_y, window_x = window // (down * across), window // across % down, window % across
+    return block, head, (window_y, window_x), batch
+
+
+@triton.jit
+def _cells(place, window, H, W, above: tl.constexpr, beside: tl.constexpr, S: tl.constexpr):
+    """Raster index of places in window (y, x) grown by (above, beside), and which lie in the grid."""
+    width: tl.constexpr = S.columns + 2 * beside
+    y = window[0] * S.rows - above + place // width
+    x = window[1] * S.columns - beside + place % width
+    inside = (place < (S.rows + 2 * above) * width) & (y >= 0) & (y < H) & (x >= 0) & (x < W)
+    return y * W + x, inside
+
+
+@triton.jit
+def _bias(bias, head, query, key, valid, S: tl.constexpr):
+    """Bias (h, w, e) of head at places of queries and keys, broadcast to (q, k)."""
+    w: tl.constexpr = S.rows * S.columns
+    e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
+    return tl.load(bias + head.to(tl.int64) * w * e + query * e + key, valid & (query < w), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _exact_logits(a, b, bias, head, query, key, seen, scale, S: tl.constexpr):
+    """Logits a @ b.T of queries on exact keys, or of keys on queries, at these places; -inf where not seen."""
+    logits = dot(a, tl.trans(b), S) * scale
+    if bias is not None:
+        logits += _bias(bias, head, query, key, seen, S)
+    return tl.where(seen, logits, float("-inf"))
+
+
+@triton.jit
+def _landmark_logits(a, b, prior, window, landmark, num_landmarks, W, scale, S: tl.constexpr):
+    """Logits a @ b.T of queries on landmarks, or of landmarks on queries; -inf beyond their number.
+
+    prior: what is added, its pointer and stride of windows. window: that of the queries, (y, x).
+    """
+    logits, seen = dot(a, tl.trans(b), S) * scale, landmark < num_landmarks
+    if prior is not None:
+        number = window[0] * tl.cdiv(W, S.columns) + window[1]
+        logits += tl.load(prior[0] + number * prior[1] + landmark, seen, other=0.0)
+    return tl.where(seen, logits, float("-inf"))
+
+
+@triton.jit
+def _forward(q, k, v, bias, k_tilde, beta, prior, y, lse, h, H, W, num_landmarks, scale, S: tl.constexpr):
+    """A block of one window's queries: their output y and log-sum-exp lse."""
+    e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
+    blocks: tl.constexpr = (S.rows * S.columns + S.block_q - 1) // S.block_q
+    block, head, window, batch = _window_program(blocks, h, H, W, S)
+    dtype = q[0].dtype.element_ty
+
+    query = block * S.block_q + tl.arange(0, S.block_q)
+    index, valid = _cells(query, window, H, W, 0, 0, S)
+    queries = load(q, batch, head, index, valid, dtype, S)
+    largest = tl.full([S.block_q], float("-inf"), tl.float32)
+    state = (largest, tl.zeros_like(largest), tl.full([S.block_q, S.block_d], 0.0, tl.float32))
+    for start in range(0, e, S.block_k):
+        place = start + tl.arange(0, S.block_k)
+        cell, seen = _cells(place, window, H, W, S.above, S.beside, S)
+        keys = load(k, batch, head, cell, seen, dtype, S)
+        logits = _exact_logits(queries, keys, bias, head, query[:, None], place, seen[None], scale, S)
+        state = accumulate(state, logits, load(v, batch, head, cell, seen, dtype, S), S)
+    if k_tilde is not None:
+        for start in range(0, num_landmarks, S.block_c):
+            landmark = start + tl.arange(0, S.block_c)
+            keys = load(k_tilde, batch, head, landmark, landmark < num_landmarks, dtype, S)
+            logits = _landmark_logits(queries, keys, prior, window, landmark, num_landmarks, W, scale, S)
+            values = load(beta, batch, head, landmark, landmark < num_landmarks, dtype, S)
+            state = accumulate(state, logits, values, S)
+    largest, total, output = state
+    store(y, batch, head, index, valid, output / total[:, None], S)
+    tl.store(lse + (batch.to(tl.int64) * h + head) * H * W + index, largest + tl.log(total), valid)
+
+
+@triton.jit
+def _query_gradient(
+    q,
+    k,
+    v,
+    bias,
+    k_tilde,
+    beta,
+    prior,
+    y,
+    dy,
+    lse,
+    delta,
+    dq,
+    dk,
+    dv,
+    dbias,
+    batches,
+    h,
+    H,
+    W,
+    num_landmarks,
+    scale,
+    S: tl.constexpr,
+):
+    """Every `parts`-th block of one head's queries: dq, and delta = y . dy, which the other kernels need.
+
+    Where a window is one block and no other sees its keys, dk and dv too, and this program's share of dbias.
+    """
+    w: tl.constexpr = S.rows * S.columns
+    e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
+    blocks: tl.constexpr = (w + S.block_q - 1) // S.block_q
+    head, part, parts = tl.program_id(0) % h, tl.program_id(0) // h, tl.num_programs(0) // h
+    down, across = tl.cdiv(H, S.rows), tl.cdiv(W, S.columns)
+    dtype = q[0].dtype.element_ty
+
+    d_bias = tl.full([S.block_q, S.block_k], 0.0, tl.float32)
+    for i in tl.range(part, batches * down * across * blocks, parts, disable_licm=True):
+        batch, window = i // blocks // (down * across), (i // blocks // across % down, i // blocks % across)
+        query = i % blocks * S.block_q + tl.arange(0, S.block_q)
+        index, valid = _cells(query, window, H, W, 0, 0, S)
+        queries = load(q, batch, head, index, valid, dtype, S)
+        gradient = load(dy, batch, head, index, valid, dtype, S)
+        output = load(y, batch, head, index, valid, tl.float32, S)
+        normaliser = load_numbers(lse, batch, head, index, valid, h, H * W, float("inf"))
+        shift = tl.sum(output * gradient.to(tl.float32), 1)
+        tl.store(delta + (batch.to(tl.int64) * h + head) * H * W + index, shift, valid)
+        d_queries = tl.full([S.block_q, S.block_d], 0.0, tl.float32)
+        for start in range(0, e, S.block_k):
+            place = start + tl.arange(0, S.block_k)
+            cell, seen = _cells(place, window, H, W, S.above, S.beside, S)
+            keys = load(k, batch, head, cell, seen, dtype, S)
+            values = load(v, batch, head, cell, seen, dtype, S)
+            logits = _exact_logits(queries, keys, bias, head, query[:, None], place, seen[None], scale, S)
+            weight = tl.exp(logits - normaliser[:, None])
+            if dk is not None:
+                store(dv, batch, head, cell, seen, dot(tl.trans(cast(weight, dtype)), gradient, S), S)
+            d_logits = logits_gradient(weight, gradient, values, shift[:, None], S)
+            if dbias is not None:
+                d_bias += d_logits
+            if dk is not None:
+                d_keys = dot(tl.trans(cast(d_logits, dtype)), queries, S)
+                store(dk, batch, head, cell, seen, d_keys * scale, S)
+            d_queries += dot(cast(d_logits, dtype), keys, S)
+        if k_tilde is not None:
+            for start in range(0, num_landmarks, S.block_c):
+                landmark = start + tl.arange(0, S.block_c)
+                keys = load(k_tilde, batch, head, landmark, landmark < num_landmarks, dtype, S)
+                values = load(beta, batch, head, landmark, landmark < num_landmarks, dtype, S)
+                logits = _landmark_logits(queries, keys, prior, window, landmark, num_landmarks, W, scale, S)
+                _, d_logits = softmax_gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)
+                d_queries += dot(cast(d_logits, dtype), keys, S)
+        store(dq, batch, head, index, valid, d_queries * scale, S)
+    if dbias is not None:
+        query, key = tl.arange(0, S.block_q)[:, None], tl.arange(0, S.block_k)
+        pointers = dbias + (part.to(tl.int64) * h + head) * w * e + query * e + key
+        tl.store(pointers, d_bias, (query < w) & (key < e))
+
+
+@triton.jit
+def _key_gradient(q, k, v, bias, dy, lse, delta, dk, dv, h, H, W, scale, S: tl.constexpr):
+    """A block of one window's keys: dk and dv, over the queries of all windows that see them."""
+    w: tl.constexpr = S.rows * S.columns
+    blocks: tl.constexpr = (w + S.block_k - 1) // S.block_k
+    far_y: tl.constexpr = (S.above + S.rows - 1) // S.rows
+    far_x: tl.constexpr = (S.beside + S.columns - 1) // S.columns
+    block, head, window, batch = _window_program(blocks, h, H, W, S)
+    dtype = q[0].dtype.element_ty
+
+    place = block * S.block_k + tl.arange(0, S.block_k)
+    cell, valid = _cells(place, window, H, W, 0, 0, S)
+    keys = load(k, batch, head, cell, valid, dtype, S)
+    values = load(v, batch, head, cell, valid, dtype, S)
+    d_keys = tl.full([S.block_k, S.block_d], 0.0, tl.float32)
+    d_values = tl.full([S.block_k, S.block_d], 0.0, tl.float32)
+    for neighbour in tl.range((2 * far_y + 1) * (2 * far_x + 1), num_stages=1, disable_licm=True):
+        window_y = window[0] + neighbour // (2 * far_x + 1) - far_y
+        window_x = window[1] + neighbour % (2 * far_x + 1) - far_x
+        # The keys' places in the neighbour, grown by the overlap.
+        y, x = cell // W - window_y * S.rows + S.above, cell % W - window_x * S.columns + S.beside
+        seen = valid & (y >= 0) & (y < S.rows + 2 * S.above) & (x >= 0) & (x < S.columns + 2 * S.beside)
+        for start in range(0, w, S.block_q):
+            query = start + tl.arange(0, S.block_q)
+            index, there = _cells(query, (window_y, window_x), H, W, 0, 0, S)
+            queries = load(q, batch, head, index, there, dtype, S)
+            gradient = load(dy, batch, head, index, there, dtype, S)
+            normaliser = load_numbers(lse, batch, head, index, there, h, H * W, float("inf"))
+            shift = load_numbers(delta, batch, head, index, there, h, H * W, 0.0)
+            key = y * (S.columns + 2 * S.beside) + x
+            logits = _exact_logits(keys, queries, bias, head, query, key[:, None], seen[:, None], scale, S)
+            weight = tl.exp(logits - normaliser)
+            d_values += dot(cast(weight, dtype), gradient, S)
+            d_logits = logits_gradient(weight, values, gradient, shift, S)
+            d_keys += dot(cast(d_logits, dtype), queries, S)
+    store(dk, batch, head, cell, valid, d_keys * scale, S)
+    store(dv, batch, head, cell, valid, d_values, S)
+
+
+@triton.jit
+def _landmark_gradient(
+    q, k_tilde, beta, prior, dy, lse, delta, dk_tilde, dbeta, h, H, W, num_landmarks, scale, S: tl.constexpr
+):
+    """A block of landmarks and every `parts`-th block of queries: their share of dk_tilde and dbeta."""
+    program, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    blocks, N = tl.cdiv(num_landmarks, S.block_c), H * W
+    dtype = q[0].dtype.element_ty
+    block, head, batch = program % blocks, program // blocks % h, program // blocks // h
+
+    landmark = block * S.block_c + tl.arange(0, S.block_c)
+    real = landmark < num_landmarks
+    keys = load(k_tilde, batch, head, landmark, real, dtype, S)
+    values = load(beta, batch, head, landmark, real, dtype, S)
+    d_keys = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
+    d_values = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
+    for start in range(part * S.block_q, N, parts * S.block_q):
+        index = start + tl.arange(0, S.block_q)
+        valid = index < N
+        queries = load(q, batch, head, index, valid, dtype, S)
+        gradient = load(dy, batch, head, index, valid, dtype, S)
+        normaliser = load_numbers(lse, batch, head, index, valid, h, N, float("inf"))
+        shift = load_numbers(delta, batch, head, index, valid, h, N, 0.0)
+        there = tl.minimum(index, N - 1)  # a prior ends with the last window
+        window = there // W // S.rows, there % W // S.columns
+        logits = _landmark_logits(keys, queries, prior, window, landmark[:, None], num_landmarks, W, scale, S)
+        weight = tl.exp(logits - normaliser)
+        d_values += dot(cast(weight, dtype), gradient, S)
+        d_logits = logits_gradient(weight, values, gradient, shift, S)
+        d_keys += dot_exactly(d_logits, queries, S)
+    row = part * num_landmarks + landmark
+    store(dk_tilde, batch, head, row, real, d_keys * scale, S)
+    store(dbeta, batch, head, row, real, d_values, S)
+
+
+@triton.jit
+def _bias_gradient(q, k, v, bias, dy, lse, delta, dbias, batches, h, H, W, scale, S: tl.constexpr):
+    """A block of pairs of cells and every `parts`-th window of all images: their share of dbias."""
+    w: tl.constexpr = S.rows * S.columns
+    e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
+    blocks: tl.constexpr = (w + S.block_q - 1) // S.block_q
+    program, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    down, across, head = tl.cdiv(H, S.rows), tl.cdiv(W, S.columns), program % h
+    dtype = q[0].dtype.element_ty
+
+    query = program // h % blocks * S.block_q + tl.arange(0, S.block_q)
+    place = program // h // blocks * S.block_k + tl.arange(0, S.block_k)
+    total = tl.full([S.block_q, S.block_k], 0.0, tl.float32)
+    for i in tl.range(part, batches * down * across, parts, num_stages=1, disable_licm=True):
+        batch, window = i // (down * across), (i // across % down, i % across)
+        index, valid = _cells(query, window, H, W, 0, 0, S)
+        queries = load(q, batch, head, index, valid, dtype, S)
+        gradient = load(dy, batch, head, index, valid, dtype, S)
+        normaliser = load_numbers(lse, batch, head, index, valid, h, H * W, float("inf"))
+        shift = load_numbers(delta, batch, head, index, valid, h, H * W, 0.0)
+        cell, seen = _cells(place, window, H, W, S.above, S.beside, S)
+        keys = load(k, batch, head, cell, seen, dtype, S)
+        values = load(v, batch, head, cell, seen, dtype, S)
+        logits = _exact_logits(queries, keys, bias, head, query[:, None], place, seen[None], scale, S)
+        total += softmax_gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)[1]
+    pointers = dbias + (part.to(tl.int64) * h + head) * w * e + query[:, None] * e + place
+    tl.store(pointers, total, (query < w)[:, None] & (place < e))
+
+
+def _extended(window: list[int], overlap: list[int]) -> int:
+    """Cells e of a window grown by the overlap."""
+    return (window[0] + 2 * overlap[0]) * (window[1] + 2 * overlap[1])
+
+
+def _sizes(q: Tensor, k_tilde: Tensor | None, window: list[int], overlap: list[int]) -> Sizes:
+    d, block_d = q.shape[-1], block_length(q.shape[-1], 128)
+    most = 64 if q.element_size() == 2 else min(32, 2048 // block_d)  # what registers hold
+    lengths = window[0] * window[1], _extended(window, overlap), 1 if k_tilde is None else k_tilde.shape[2]
+    return Sizes(d, block_d, *window, *overlap, *(block_length(length, most) for length in lengths), precision())
+
+
+def _of_windows(prior: Tensor | None) -> tuple[Tensor, int] | None:
+    """What is added to the logits of landmarks, (1 or g, c), as a kernel takes it: pointer and stride of windows."""
+    return None if prior is None else (prior, prior.shape[1] if prior.shape[0] > 1 else 0)
+
+
+def _scalars(q: Tensor, grid: list[int], k_tilde: Tensor | None) -> tuple[int, int, int, int, float]:
+    """Heads, rows and columns of the grid, landmarks, and the scale of logits."""
+    return q.shape[1], *grid, 0 if k_tilde is None else k_tilde.shape[2], q.shape[-1] ** -0.5
+
+
+@torch.library.custom_op("attention::joint_softmax", mutates_args=())
+def _joint_softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    k_tilde: Tensor | None,
+    beta: Tensor | None,
+    prior: Tensor | None,
+    grid: list[int],
+    window: list[int],
+    overlap: list[int],
+) -> tuple[Tensor, Tensor]:
+    """Output (B, h, N, d) and log-sum-exp (B, h, N)."""
+    S = _sizes(q, k_tilde, window, overlap)
+    y, lse = like_tokens(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    inputs = *map(view, (q, k, v)), bias, *map(view, (k_tilde, beta)), _of_windows(prior)
+    blocks = triton.cdiv(window[0] * window[1], S.block_q)
+    programs = q.shape[0] * q.shape[1] * count_windows(grid, window) * blocks
+    launch(_forward, (programs,), *inputs, view(y), lse, *_scalars(q, grid, k_tilde), S)
+    return y, lse
+
+
+@_joint_softmax.register_fake
+def _(q, k, v, bias, k_tilde, beta, prior, grid, window, overlap):
+    return like_tokens(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("attention::joint_softmax_backward", mutates_args=())
+def _joint_softmax_backward(
+    dy: Tensor,
+    y: Tensor,
+    lse: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None,
+    k_tilde: Tensor | None,
+    beta: Tensor | None,
+    prior: Tensor | None,
+    grid: list[int],
+    window: list[int],
+    overlap: list[int],
+    of_bias: bool,
+    of_landmarks: bool,
+) -> list[Tensor]:
+    """Gradients of q, k, v, with `of_bias` of the bias, with `of_landmarks` of landmarks and their values."""
+    (B, h, N, _), (H, W), S, e = q.shape, grid, _sizes(q, k_tilde, window, overlap), _extended(window, overlap)
+    _, _, _, c, scale = scalars = _scalars(q, grid, k_tilde)
+    w, windows = window[0] * window[1], count_windows(grid, window)
+    query_blocks, key_blocks = triton.cdiv(w, S.block_q), triton.cdiv(e, S.block_k)
+    own_keys = e == w and key_blocks == 1  # every window is one block, whose keys no other sees
+
+    def parts(length: int, programs: int) -> int:
+        return min(length, triton.cdiv(PROGRAMS, programs))
+
+    bias_parts = parts(B * windows, h * query_blocks * key_blocks)
+    gradients = [like_tokens(x) for x in (q, k, v)]
+    dq, dk, dv = map(view, gradients)
+    dbias = lse.new_empty(bias_parts, *bias.shape) if of_bias else None
+    saved = view(dy), lse, torch.empty_like(lse)
+    on_grid, on_landmarks = (*map(view, (q, k, v)), bias), (*map(view, (k_tilde, beta)), _of_windows(prior))
+    with_keys, programs = ((dk, dv, dbias), bias_parts) if own_keys else ((None,) * 3, B * windows * query_blocks)
+    arguments = *on_grid, *on_landmarks, view(y), *saved, dq, *with_keys
+    launch(_query_gradient, (h * programs,), *arguments, B, *scalars, S)
+    if not own_keys:
+        programs = B * h * windows * triton.cdiv(w, S.block_k)
+        launch(_key_gradient, (programs,), *on_grid, *saved, dk, dv, h, H, W, scale, S)
+        if of_bias:
+            programs = h * query_blocks * key_blocks, bias_parts
+            launch(_bias_gradient, programs, *on_grid, *saved, dbias, B, h, H, W, scale, S)
+    if of_bias:
+        gradients.append(dbias.sum(0).to(bias.dtype))
+    if of_landmarks:
+        blocks = B * h * triton.cdiv(c, S.block_c)
+        landmark_parts = parts(triton.cdiv(N, S.block_q), blocks)
+        shares = [lse.new_empty(B, h, landmark_parts * c, x.shape[3]) for x in (k_tilde, beta)]
+        arguments = view(q), *on_landmarks, *saved, *map(view, shares)
+        launch(_landmark_gradient, (blocks, landmark_parts), *arguments, *scalars, S)
+        sums = [share.unflatten(2, (landmark_parts, c)).sum(2) for share in shares]
+        gradients += [x.to(like.dtype) for x, like in zip(sums, (k_tilde, beta), strict=True)]
+    return gradients
+
+
+@_joint_softmax_backward.register_fake
+def _(dy, y, lse, q, k, v, bias, k_tilde, beta, prior, grid, window, overlap, of_bias, of_landmarks):
+    others = [bias] * of_bias + [k_tilde, beta] * of_landmarks
+    return [*map(like_tokens, (q, k, v)), *(x.new_empty(x.shape) for x in others)]
+
+
+def _save(ctx, inputs, output):
+    *tensors, ctx.grid, ctx.window, ctx.overlap = inputs
+    ctx.save_for_backward(*output, *tensors)
+
+
+def _backward(ctx, dy, _):
+    y, lse, *tensors = ctx.saved_tensors
+    wanted = [True] * 3 + [ctx.needs_input_grad[3]] + [any(ctx.needs_input_grad[4:6])] * 2
+    windows = ctx.grid, ctx.window, ctx.overlap
+    gradients = iter(_joint_softmax_backward(dense(dy), y, lse, *tensors, *windows, *wanted[3:5]))
+    return *(next(gradients) if each else None for each in wanted), None, None, None, None
+
+
+_joint_softmax.register_autograd(_backward, setup_context=_save)
+
+
+def covers_joint_softmax(
+    q, k, v, bias=None, keys=None, values=None, logits=None, *, window, causal=False, attn_drop=0.0, **_
+) -> bool:
+    """Whether the kernels can compute a joint softmax of these arguments.
+
+    Not: float64, heads wider than 128 channels, no window, causal attention, dropped weights, other keys of every
+    window's own or without keys, and added logits that differ within a window or are learned.
+    """
+    shared = values is None or (keys is not None and keys.shape[2] == 1)
+    of_windows = logits is None or set(logits.shape[:-3] + logits.shape[-2:-1]) <= {1}
+    constant = logits is None or not logits.requires_grad
+    plain = causal or attn_drop > 0 or window == (0, 0)
+    return supported(q, k, v) and not plain and shared and of_windows and constant
+
+
+def joint_softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    keys: Tensor | None = None,
+    values: Tensor | None = None,
+    logits: Tensor | None = None,
+    *,
+    grid: Grid,
+    window: Grid,
+    overlap: Grid = (0, 0),
+    **_: Any,
+) -> Tensor:
+    """`attention.exact.joint_softmax` where the others are landmarks that all queries share, if covered.
+
+    Args:
+        q: (B, h, N, d). k, v: (B, h, P + N, d). bias: position bias of the exact set, (h, w, e).
+        keys, values: of the landmarks, (B, h, 1, c, d). logits: added to theirs, broadcast to (g windows, 1, c).
+        grid, window, overlap: rows and columns of cells.
+    Returns:
+        (B, h, N, d), in memory (B, N, h, d).
+    """
+    (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
+    k_tilde, beta = (x if x is None else x[:, :, 0] for x in (keys, values))
+    prior = None if logits is None else logits.reshape(-1, logits.shape[-1]).float()
+    if k_prefix.shape[2]:  # a prefix token is a landmark of its own
+        prior = None if prior is None else F.pad(prior, (k_prefix.shape[2], 0))
+        k_tilde, beta = (
+            x if others is None else torch.cat([x.to(others.dtype), others], 2)
+            for x, others in ((k_prefix, k_tilde), (v_prefix, beta))
+        )
+    q, k, v, k_tilde, beta = map(dense, (q, k, v, k_tilde, beta))
+    bias, prior = (x if x is None else x.contiguous() for x in (bias, prior))
+    return _joint_softmax(q, k, v, bias, k_tilde, beta, prior, list(grid), list(window), list(overlap))[0]

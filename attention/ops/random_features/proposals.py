@@ -1,0 +1,123 @@
+"""Proposal distributions of randomized attention, and what samples of several of them weigh (LARA paper sections 3, 4).
+
+A proposal q_c lies about q_bar_c and the keys that q_bar_c attends to. Queries and keys come here scaled, as to
+`attention.features`.
+"""
+
+import math
+from typing import Literal, NamedTuple
+
+from torch import Tensor
+
+from attention.parts.features import log_features
+from attention.parts.sampling import attended_keys
+
+Proposal = Literal["mixture", "attended_keys", "pool", "pool_mixed"]
+POOLED = ("pool", "pool_mixed")
+"""Proposals about landmarks of keys."""
+Weighting = Literal["balance", "coupled", "coupled_density", "decoupled"]
+MIN_ALPHA = 1e-8
+"""Floor of query-specific weights alpha, which can turn negative (released code)."""
+
+
+class Proposals(NamedTuple):
+    """c distributions q_c: unit Gaussians, or mixtures of unit Gaussians about q_bar_c + k_m.
+
+    Attributes:
+        mean: of the Gaussian that each of s samples is drawn from, (B, h, c, s, d).
+        q_bar, log_total: of mixtures, (B, h, c, d) and log sum_m exp(q_bar_c . k_m), (B, h, c); None otherwise.
+    """
+
+    mean: Tensor
+    q_bar: Tensor | None = None
+    log_total: Tensor | None = None
+
+    def log_ratio(self, omega: Tensor, log_k: Tensor) -> Tensor:
+        """log q_c'(omega) / N(omega; 0, I) of every sample under every proposal, (B, h, c s, c').
+
+        Args:
+            omega: (B, h, c s, d). log_k: log features of keys there, (B, h, c s, M).
+        """
+        if self.log_total is None:
+            return log_features(self.mean[:, :, :, 0], omega).mT
+        mass = log_k.logsumexp(-1, keepdim=True)
+        return log_features(self.q_bar, omega).mT + mass - self.log_total[:, :, None]
+
+
+def propose(q_bar: Tensor, k: Tensor, k_bar: Tensor | None, uniform: Tensor | None, proposal: Proposal) -> Proposals:
+    """Proposals about landmarks of queries and a key each.
+
+    Args:
+        q_bar, k_bar: landmarks (B, h, c, d). k: (B, h, M, d).
+        uniform: in (0, 1), (..., c, s); chooses the mixture's component, whose mean stands in without it.
+        proposal: the key is drawn by attention (eq. 32), their mean by attention (33), k_bar_c (34), or k_bar mixed by
+            self-attention among landmarks (35).
+    """
+    if proposal in POOLED:
+        key = k_bar if proposal == "pool" else (k_bar @ k_bar.mT).softmax(-1) @ k_bar
+        return Proposals((q_bar + key)[:, :, :, None])
+    affinity = q_bar @ k.mT
+    mean = q_bar[:, :, :, None] + attended_keys(affinity.softmax(-1), k, uniform)
+    return Proposals(mean, q_bar, affinity.logsumexp(-1)) if proposal == "mixture" else Proposals(mean)
+
+
+def own_ratio(log_ratio: Tensor) -> Tensor:
+    """Of every sample under the proposal that it came from: (B, h, c s, c) -> (B, h, c s)."""
+    return log_ratio.unflatten(2, (log_ratio.shape[3], -1)).diagonal(dim1=2, dim2=4).mT.flatten(2)
+
+
+def log_weights(
+    q: Tensor, q_bar: Tensor, omega: Tensor, log_ratio: Tensor, weighting: Weighting, beta: float
+) -> Tensor:
+    """log alpha_nc - log q_c(omega_c) / N(omega_c; 0, I) of every sample, (B, h, N or 1, c s).
+
+    Args:
+        q: (B, h, N, d). q_bar: (B, h, c, d). omega: s samples of each proposal, (B, h, c s, d).
+        log_ratio: log q_c'(omega) / N(omega; 0, I) of every sample under every proposal, (B, h, c s, c').
+        weighting, beta: see `query_weights`; "balance" is the balance heuristic alone (eq. 36).
+    """
+    if weighting == "balance":  # b_c / q_c is one over the sum of all densities
+        return -log_ratio.logsumexp(-1)[:, :, None]
+    own = own_ratio(log_ratio)
+    alpha = query_weights(q, q_bar, omega, log_ratio, own, weighting, beta)
+    return alpha.clamp(min=MIN_ALPHA).log().to(q.dtype) - own[:, :, None]
+
+
+def query_weights(
+    q: Tensor, q_bar: Tensor, omega: Tensor, log_ratio: Tensor, own: Tensor, weighting: Weighting, beta: float
+) -> Tensor:
+    """alpha_nc at every sample, (B, h, N, c s): the balance heuristic b plus a query-specific term that sums to zero.
+
+    r_nc is the softmax over the queries n of q_n . q_bar_c. "decoupled" (eq. 38): beta (r_nc - mean_c' r_nc').
+    "coupled" (eq. 37): b_c (r_nc - sum_c' b_c' r_nc'), with b_c in the place of the density q_c(omega_c), which is
+    far below b_c at usual d (10^-39 at d = 64); "coupled_density" has that density, in float64.
+    """
+    if weighting == "coupled_density":
+        omega, log_ratio, own = omega.double(), log_ratio.double(), own.double()
+    balance = (own - log_ratio.logsumexp(-1)).exp()[:, :, None]
+    r = (q @ q_bar.mT).softmax(-2).to(log_ratio.dtype)
+    r_own = r.repeat_interleave(omega.shape[2] // q_bar.shape[2], -1)
+    if weighting == "decoupled":
+        return balance + beta * (r_own - r.mean(-1, keepdim=True))
+    correction = r_own - r @ log_ratio.softmax(-1).mT
+    if weighting == "coupled":
+        return balance + balance * correction
+    log_normal = -omega.square().sum(-1) / 2 - omega.shape[-1] / 2 * math.log(2 * math.pi)
+    return balance + (own + log_normal).exp()[:, :, None] * correction
+
+
+def query_weights_reference(density, r, c, weighting, beta):
+    """alpha_nc, floored, at a sample of proposal c: density (B, h, 1, c) of all proposals there, r (B, h, N, c)."""
+    b = density / density.sum(-1, keepdim=True)
+    if weighting == "balance":
+        return b[..., c]
+    correction = r[..., c] - (b * r).sum(-1)
+    alpha = (
+        b[..., c]
+        + {
+            "decoupled": beta * (r[..., c] - r.mean(-1)),
+            "coupled": b[..., c] * correction,
+            "coupled_density": density[..., c] * correction,
+        }[weighting]
+    )
+    return alpha.clamp(min=MIN_ALPHA)

@@ -1,0 +1,99 @@
+"""Features of kernels, and the attention that they make linear in the number of tokens.
+
+Random features of the exponential kernel are kept as logarithms. With xi(x, omega) = exp(omega . x - ||x||^2 / 2) and
+omega ~ N(0, I), E[xi(x, omega) xi(y, omega)] = exp(x . y) (Choromanski et al., 2021; EVA's and LARA's papers, eq. 1).
+Queries and keys come to them scaled by d^(-1/4) each (`scale`): the variance of the estimate depends on ||q + k||, so
+that the softmax scale cannot be put on one side only.
+"""
+
+import contextlib
+import functools
+
+import torch
+from torch import Tensor
+
+
+def full_type(x: Tensor) -> torch.dtype:
+    """The type to compute with: float32 for half types, else that of `x`."""
+    return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+
+
+def upcast(x: Tensor) -> Tensor:
+    """`x` in float32 at least: half types become float32, float64 stays."""
+    return x.to(full_type(x))
+
+
+def own_types(x: Tensor) -> contextlib.AbstractContextManager:
+    """Autocast off on the device of `x`."""
+    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)  # meta has none
+
+
+def full_precision(function):
+    """Runs `function` with its tensors upcast and autocast off; results stay upcast.
+
+    Exponentials, normalisers and random features overflow or lose their small terms in half types. Every function that
+    has them wears this decorator, and nothing else decides about precision.
+    """
+
+    @functools.wraps(function)
+    def run(first: Tensor, *arguments, **options):
+        arguments = [upcast(x) if isinstance(x, Tensor) else x for x in (first, *arguments)]
+        options = {name: upcast(x) if isinstance(x, Tensor) else x for name, x in options.items()}
+        with own_types(first):
+            return function(*arguments, **options)
+
+    return run
+
+
+def scale(x: Tensor) -> Tensor:
+    """d^(-1/4) x: what a query or key is to a feature map."""
+    return x * x.shape[-1] ** -0.25
+
+
+@full_precision
+def log_features(x: Tensor, omega: Tensor) -> Tensor:
+    """g(x, omega) = omega . x - ||x||^2 / 2, log xi: x (..., N, d), omega (..., s, d) -> (..., N, s)."""
+    return x @ omega.mT - x.square().sum(-1, keepdim=True) / 2
+
+
+def xi(x: Tensor, omega: Tensor) -> Tensor:
+    """The positive random feature exp(omega . x - |x|^2 / 2)."""
+    return ((omega * x).sum(-1) - x.square().sum(-1) / 2).exp()
+
+
+def phi(x: Tensor, omega: Tensor) -> Tensor:
+    """Random features of tokens (B, h, N, d) at samples (h, s, d): (B, h, N, s)."""
+    return xi(scale(x)[..., None, :], omega[:, None])
+
+
+def elu_plus_one(x: Tensor) -> Tensor:
+    """elu(x) + 1 > 0, without the cancellation of (exp(x) - 1) + 1."""
+    return x.clamp(max=0).exp() + x.relu()
+
+
+def trigonometric(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
+    """exp(||x||^2 / 2) [sin, cos](omega . x), less exp(||q||^2 / 2) and exp(max ||k||^2 / 2), which cancel."""
+    on_q, on_k, half = q @ omega.mT, k @ omega.mT, k.square().sum(-1, keepdim=True) / 2
+    size = (half - half.amax(-2, keepdim=True).detach()).exp() / omega.shape[-2]
+    return torch.cat([on_q.sin(), on_q.cos()], -1), torch.cat([on_k.sin(), on_k.cos()], -1) * size
+
+
+def relu(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
+    """ReLU(s^(-1/2) omega . x) + 1e-3: generic linear attention."""
+    omega = omega * omega.shape[-2] ** -0.5
+    return (q @ omega.mT).relu() + 1e-3, (k @ omega.mT).relu() + 1e-3
+
+
+def favorp(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
+    """s^(-1/2) exp(g(x, omega) - max) + 1e-4; the maximum of omega . x is over samples, for keys over tokens too."""
+
+    def positive(x, over):
+        projected, half = x @ omega.mT, x.square().sum(-1, keepdim=True) / 2
+        largest = projected.amax(over, keepdim=True).detach()
+        return (projected - half - largest).exp() * omega.shape[-2] ** -0.5 + 1e-4
+
+    return positive(q, -1), positive(k, (-2, -1))
+
+
+FEATURE_MAPS = {"trigonometric": (trigonometric, 1e-6), "relu": (relu, 0.0), "favorp": (favorp, 1e-2)}
+"""Features that can vanish or turn negative: their map, and the floor of a normaliser's magnitude."""

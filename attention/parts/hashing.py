@@ -1,0 +1,69 @@
+"""Locality-sensitive hashing: tokens sorted by a hash and cut into clusters of equal size.
+
+A clustering is a table of token indices (..., g, c): cluster by cluster, in the order of the hash. Where c does not
+divide N the last cluster is padded; `cluster_mask` tells its places apart.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.parts.features import full_precision
+
+
+def asymmetric_transform(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys (..., N, d) on one sphere (..., N, d + 2), where their distances follow their products.
+
+    With M^2 = max ||q||^2 + max ||k||^2 over tokens, ||F(q) - G(k)||^2 = 2 (M^2 - q . k): F(q) = [q; 0; sqrt(M^2 -
+    ||q||^2)], G(k) = [k; sqrt(M^2 - ||k||^2); 0] (SMYRF, Daras et al., 2020).
+    """
+    on_q, on_k = (x.square().sum(-1, keepdim=True) for x in (q, k))
+    radius = on_q.amax(-2, keepdim=True) + on_k.amax(-2, keepdim=True)
+    rest_q, rest_k = (radius - on_q).sqrt(), (radius - on_k).sqrt()
+    return torch.cat([q, torch.zeros_like(rest_q), rest_q], -1), torch.cat([k, rest_k, torch.zeros_like(rest_k)], -1)
+
+
+@torch.no_grad()
+@full_precision
+def hash_clusters(q: Tensor, k: Tensor, directions: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Clusters of queries and of keys by their ranks along random directions; those of equal number belong together.
+
+    Args:
+        q, k: (B, h, N, d). directions: one per round, (h, r, d + 2). size: tokens per cluster.
+    Returns:
+        Two clusterings (B, h, r, g, c). No gradient.
+    """
+    return tuple(equal_clusters((x @ directions.mT).mT, size) for x in asymmetric_transform(q, k))
+
+
+def equal_clusters(order: Tensor, size: int) -> Tensor:
+    """Clustering (..., g, c) into runs of `size` tokens by ascending `order` (..., N); equal ones keep their order."""
+    index = order.argsort(dim=-1, stable=True)
+    return F.pad(index, (0, -index.shape[-1] % size)).unflatten(-1, (-1, size))
+
+
+def cluster_mask(tokens: int, size: int, device: torch.device) -> Tensor:
+    """Which places of a clustering of N `tokens` hold one: (g, c) bool."""
+    return (torch.arange(tokens + -tokens % size, device=device) < tokens).view(-1, size)
+
+
+def cluster_ids(clusters: Tensor, tokens: int) -> Tensor:
+    """The cluster of every token: (..., g, c) -> (..., N) int64."""
+    return ranks(clusters, tokens) // clusters.shape[-1]
+
+
+def ranks(clusters: Tensor, tokens: int) -> Tensor:
+    """The place of every token in the order of the clusters: (..., g, c) -> (..., N) int64."""
+    return clusters.flatten(-2)[..., :tokens].argsort(-1)
+
+
+def to_clusters(x: Tensor, clusters: Tensor) -> Tensor:
+    """Tokens (B, h, N, d) -> members of clusters (B, h, r, g, c, d)."""
+    index = clusters.flatten(2)[..., None].expand(-1, -1, -1, x.shape[-1])
+    return x.gather(2, index).unflatten(2, clusters.shape[2:])
+
+
+def from_clusters(y: Tensor, clusters: Tensor, tokens: int) -> Tensor:
+    """Members of clusters (B, h, r, g, c, d) -> tokens, round by round (B, h, r, N, d)."""
+    index = ranks(clusters, tokens)[..., None].expand(-1, -1, -1, -1, y.shape[-1])
+    return y.flatten(3, 4).gather(3, index)

@@ -1,0 +1,29 @@
+"""Linear layers that mechanisms learn beside the projections."""
+
+from torch import Tensor, nn
+
+
+def init_linear(linear: nn.Linear) -> None:
+    """Truncated normal of standard deviation 0.02, bias 0."""
+    nn.init.trunc_normal_(linear.weight, std=0.02)
+    if linear.bias is not None:
+        nn.init.zeros_(linear.bias)
+
+
+class LandmarkTransform(nn.Module):
+    """Trainable map of group means to landmarks: LayerNorm(Linear(x)), or Linear alone (EVA paper eq. 26; LARA
+    paper app. H). Its width is that of a head, which all heads share, or of all heads' channels together.
+    """
+
+    def __init__(self, width: int, norm: bool = True):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+        self.norm = nn.LayerNorm(width, eps=1e-5) if norm else nn.Identity()
+        init_linear(self.linear)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(B, h, ..., d) -> (B, h, ..., d)."""
+        if x.shape[-1] == self.linear.in_features:
+            return self.norm(self.linear(x))
+        channels = x.movedim(1, -2)
+        return self.norm(self.linear(channels.flatten(-2))).view_as(channels).movedim(-2, 1)

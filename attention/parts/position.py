@@ -1,0 +1,132 @@
+"""Relative position bias of the exact set: one number per head for every (query cell, key cell) of a window.
+
+With a window of side w extended by e cells, offsets along an axis lie in [-(w+e-1), w+e-1]; in causal attention, which
+sees no later cell, in [0, w+e-1].
+"""
+
+import math
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention.parts.geometry import Grid
+
+BiasKind = Literal["table", "t5", "none", "table_released", "t5_released"]
+
+
+class PositionBias(nn.Module):
+    """Bias (h, w, e) added to local logits; `table` is learned, its rows looked up by a fixed index.
+
+    Kinds:
+        table: a row per offset (Swin, Liu et al. 2021): (2w+2e-1)^2 rows in 2-D, 2w+2e-1 in 1-D.
+        t5: logarithmic buckets (Raffel et al. 2020), b_y(dy) + b_x(dx) in 2-D; their number follows the window size.
+            In causal attention all of them are for what lies before the query.
+        table_released: the released code's; in 2-D a row stride of w+2e, so that some offsets share a row; in 1-D a
+            row per pair of cells.
+        t5_released: the released code's; offsets of the flattened window, times d^-1/2, N(0, 1) at the start.
+        none: no bias.
+    """
+
+    def __init__(
+        self,
+        kind: BiasKind,
+        num_heads: int,
+        head_dim: int,
+        window: Grid,
+        overlap: Grid = (0, 0),
+        causal: bool = False,
+    ):
+        super().__init__()
+        if kind == "none":
+            self.register_parameter("table", None)
+            return
+        index, rows = (CAUSAL_INDEX if causal else INDEX)[kind](window, overlap)
+        self.scale = head_dim**-0.5 if kind == "t5_released" else 1.0
+        self.table = nn.Parameter(torch.empty(len(index), rows, num_heads))
+        nn.init.trunc_normal_(self.table, std=0.02) if kind != "t5_released" else nn.init.normal_(self.table)
+        self.register_buffer("index", index, persistent=False)
+
+    def forward(self) -> Tensor | None:
+        """The bias, (h, w, e); None for the kind `none`."""
+        if self.table is None:
+            return None
+        bias = sum(F.embedding(index, table) for table, index in zip(self.table, self.index, strict=True))
+        return bias.permute(2, 0, 1) * self.scale
+
+
+def _offsets(window: Grid, overlap: Grid) -> tuple[Tensor, Tensor]:
+    """Query cell minus key cell along y and x, each (w, e)."""
+    y, x = (torch.arange(side) for side in window)
+    query = torch.cartesian_prod(y, x)
+    y, x = (torch.arange(-over, side + over) for side, over in zip(window, overlap, strict=True))
+    key = torch.cartesian_prod(y, x)
+    return (query[:, None] - key[None]).unbind(-1)
+
+
+def _table(window: Grid, overlap: Grid) -> tuple[Tensor, int]:
+    dy, dx = _offsets(window, overlap)
+    far_y, far_x = (side + over - 1 for side, over in zip(window, overlap, strict=True))
+    return ((dy + far_y) * (2 * far_x + 1) + dx + far_x)[None], (2 * far_y + 1) * (2 * far_x + 1)
+
+
+def _table_released(window: Grid, overlap: Grid) -> tuple[Tensor, int]:
+    if window[0] == 1:
+        w, e = window[1], window[1] + 2 * overlap[1]
+        return torch.arange(w * e).view(1, w, e), w * e
+    dy, dx = _offsets(window, overlap)
+    (w, _), (e, _) = window, overlap
+    shift = (w + e - 1) * (w + 2 * e + 1)
+    return (dy * (w + 2 * e) + dx + shift)[None], 2 * shift + 1
+
+
+def _t5(window: Grid, overlap: Grid) -> tuple[Tensor, int]:
+    distance = window[1] + overlap[1]
+    buckets = t5_num_buckets(distance)
+    offsets = _offsets(window, overlap)[0 if window[0] > 1 else 1 :]
+    return torch.stack([t5_bucket(offset, buckets, distance) for offset in offsets]), buckets
+
+
+def _t5_released(window: Grid, overlap: Grid) -> tuple[Tensor, int]:
+    distance = window[1] + overlap[1]
+    buckets = t5_num_buckets(distance)
+    w, e = (math.prod(side + 2 * over for side, over in zip(window, o, strict=True)) for o in ((0, 0), overlap))
+    # Both cell ranges start at 0 there, so that an extended window's offsets are shifted.
+    offset = torch.arange(w)[:, None] - torch.arange(e)
+    return t5_bucket(offset, buckets, distance)[None], buckets
+
+
+def _causal_table(window: Grid, overlap: Grid) -> tuple[Tensor, int]:
+    return _offsets(window, overlap)[1].clamp(min=0)[None], window[1] + overlap[1]
+
+
+def _causal_t5(window: Grid, overlap: Grid) -> tuple[Tensor, int]:
+    distance = window[1] + overlap[1]
+    buckets = t5_num_buckets(distance)
+    return log_bucket(_offsets(window, overlap)[1].clamp(min=0), buckets, distance)[None], buckets
+
+
+INDEX = {"table": _table, "t5": _t5, "table_released": _table_released, "t5_released": _t5_released}
+"""Kind -> rows of the table for every pair of cells of a window, (axes, w, e), and their number."""
+CAUSAL_INDEX = {"table": _causal_table, "t5": _causal_t5}
+"""The same where keys later than the query are masked."""
+
+
+def t5_num_buckets(distance: int) -> int:
+    """Buckets for offsets up to `distance` cells (the released code's rule)."""
+    return min(max(distance // 2, 16), 64)
+
+
+def t5_bucket(offset: Tensor, num_buckets: int, max_distance: int) -> Tensor:
+    """Bidirectional T5 bucket of `offset` = query - key: one half of the buckets for either side."""
+    half = num_buckets // 2
+    return half * (offset < 0) + log_bucket(offset.abs(), half, max_distance)
+
+
+def log_bucket(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
+    """T5 bucket of a distance: exact in the first half of the buckets, then logarithmic up to `max_distance`."""
+    exact = num_buckets // 2
+    stretch = math.log(max(max_distance, exact + 1) / exact)
+    far = exact + (exact * (distance.clamp(min=exact) / exact).log() / stretch).long()
+    return torch.where(distance < exact, distance, far.clamp(max=num_buckets - 1))

@@ -1,0 +1,94 @@
+"""Random draws: samples of N(0, I), what mixtures of Gaussians are sampled with, and draws without a generator."""
+
+import functools
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attention.parts.features import full_type
+from attention.parts.geometry import gather_tokens
+
+Draws = Literal["iid", "orthogonal", "orthogonal_sqrt_d"]
+
+
+def gaussian(draws: Draws, shape: tuple[int, int, int], like: Tensor) -> Tensor:
+    """Samples of N(0, I), shape (h, s, d), on the device of `like` and in its full type.
+
+    "iid": independent rows. "orthogonal": blocks of d rows that are orthogonal directions, uniform over rotations, with
+    independent chi_d norms, so that each row alone is still N(0, I). "orthogonal_sqrt_d": the same with norms sqrt(d).
+    """
+    normal = functools.partial(torch.randn, device=like.device, dtype=full_type(like))
+    if draws == "iid":
+        return normal(shape)
+    h, s, d = shape
+    basis, triangle = torch.linalg.qr(normal(h, -(-s // d), d, d))
+    # The sign of R's diagonal is the algorithm's choice; without it Q is uniform over rotations.
+    basis = basis * triangle.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
+    rows = basis.mT.flatten(1, 2)[:, :s]
+    return rows * (d**0.5 if draws == "orthogonal_sqrt_d" else normal(shape).norm(dim=-1, keepdim=True))
+
+
+def mixture_draws(shape: tuple[int, ...], q: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+    """What samples of Gaussian mixtures are made of: standard normals (..., *shape, d) and uniforms (..., *shape).
+
+    Args:
+        q: queries (B, ..., d), whose device and full type the draws take.
+        seed: None draws from the device's generator, for each image apart: (B, *shape). An int64 pair makes the draws a
+            function of it and of position, shared over the batch: no image's output depends on its place there.
+    """
+    d, kind = q.shape[-1], {"device": q.device, "dtype": full_type(q)}
+    if seed is None:
+        shape = (q.shape[0], *shape)
+        return torch.randn((*shape, d), **kind), torch.rand(shape, **kind)
+    return counter_normal(seed[0], (*shape, d)).to(**kind), counter_uniform(seed[1], shape).to(**kind)
+
+
+def random_seed() -> Tensor:
+    """An int64 pair for `mixture_draws`, to be kept as a buffer."""
+    return torch.randint(2**32, (2,))
+
+
+def counter_uniform(seed: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Uniforms in (0, 1) that depend on `seed` and position only: float32 of `shape`, on the device of `seed`.
+
+    Evaluation draws of mechanisms whose samples cannot be stored (their number follows the grid): the same on every
+    device and at every call, without touching a generator or leaving the device.
+
+    Args:
+        seed: int64 scalar in [0, 2^32).
+    """
+    bits = _hash(_hash(torch.arange(math.prod(shape), device=seed.device)) ^ seed)
+    return (((bits >> 9) + 0.5) / 2**23).view(shape)
+
+
+def counter_normal(seed: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Standard normals by Box and Muller's transform of `counter_uniform`, on the same terms."""
+    radius, angle = counter_uniform(seed, (2, *shape)).unbind(0)
+    return (-2 * radius.log()).sqrt() * (2 * torch.pi * angle).cos()
+
+
+def _hash(x: Tensor) -> Tensor:
+    """32-bit integer hash in int64: xor-shifts and multiplications, whose products stay below 2^63."""
+    for multiplier in (0x7FEB352D, 0x5A2D39B5, 0x45D9F3B5):
+        x = ((x ^ (x >> 16)) * multiplier) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def sample_indices(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """Indices (..., s) drawn from `probabilities` (..., M) by inverting their cumulative sums at `uniform` (..., s)."""
+    with torch.no_grad():
+        cumulative = probabilities.cumsum(-1)
+        place = uniform.expand(*cumulative.shape[:-1], -1).to(cumulative.dtype) * cumulative[..., -1:]
+        return torch.searchsorted(cumulative, place.contiguous(), right=True).clamp(max=cumulative.shape[-1] - 1)
+
+
+def attended_keys(pi: Tensor, k: Tensor, uniform: Tensor | None) -> Tensor:
+    """Keys (B, h, M, d) drawn with probabilities pi (B, h, n, M) at `uniform` in (0, 1), (..., n, s): (B, h, n, s, d).
+
+    Without `uniform`, their means: s = 1.
+    """
+    if uniform is None:
+        return (pi @ k)[:, :, :, None]
+    return gather_tokens(k, sample_indices(pi, uniform))

@@ -1,0 +1,407 @@
+"""Checks the Triton kernels, and on a GPU times them: python -m engine.check_kernels
+
+Without a GPU, TRITON_INTERPRET=1 in the environment runs the same check in Triton's interpreter. Exit status 1 where a
+kernel is off. Times are of the core alone, from q, k, v to the output, in bf16, on every path of attention.kernels;
+benchmark.py has layers and models.
+"""
+
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from importlib.metadata import version
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention import kernels
+from attention.mechanisms.lara import lara, lara_reference
+from attention.mechanisms.performer import performer, performer_reference
+from attention.ops.group_values import triton_groups
+from attention.ops.group_values.op import group_values
+from attention.ops.joint_softmax import triton_joint
+from attention.ops.joint_softmax.op import joint_softmax, seen_exactly
+from attention.ops.random_features import triton_random_features
+from attention.ops.triton_tokens import INTERPRETED
+from attention.parts.features import scale, upcast, xi
+from attention.parts.geometry import Grid, count_windows, split_heads, to_windows
+from attention.parts.groups import bins
+from bench.timing import count_launches, saved_bytes
+from engine.report import device_name
+
+FP32_ERROR, BEYOND_PLAIN = 1e-5, 1.15
+"""RMS error relative to the result in float64: at most this in fp32, of half types this many times plain PyTorch's."""
+
+
+def changed(case: NamedTuple) -> str:
+    """A case's fields that are not at their default."""
+    given = {name: value for name, value in case._asdict().items() if value != case._field_defaults.get(name)}
+    return ", ".join(f"{name} {value}" for name, value in given.items())
+
+
+class Case(NamedTuple):
+    """A joint softmax: B images, h heads of width d, c landmarks, P prefix tokens.
+
+    log_count: the landmarks' logits differ. apart: every window sees others, each one landmark less.
+    """
+
+    grid: Grid
+    window: Grid
+    overlap: Grid = (0, 0)
+    c: int = 6
+    d: int = 16
+    P: int = 0
+    B: int = 1
+    h: int = 2
+    bias: bool = True
+    log_count: bool = False
+    apart: bool = False
+    dtype: torch.dtype = torch.float32
+    __str__ = changed
+
+
+class GroupCase(NamedTuple):
+    """Values of groups: rows and columns of bins, each grown by a margin."""
+
+    grid: Grid
+    bins: Grid
+    margin: Grid = (0, 0)
+    samples: int = 1
+    d: int = 16
+    B: int = 1
+    h: int = 2
+    dtype: torch.dtype = torch.float32
+    __str__ = changed
+
+
+class PerformerCase(NamedTuple):
+    """Attention of N queries to P + N tokens by s samples."""
+
+    N: int
+    s: int
+    d: int = 16
+    P: int = 0
+    B: int = 1
+    h: int = 2
+    dtype: torch.dtype = torch.float32
+    __str__ = changed
+
+
+class LaraCase(NamedTuple):
+    """Attention of N queries to P + N tokens by s samples of c proposals each."""
+
+    N: int
+    c: int
+    weighting: str = "decoupled"
+    s: int = 1
+    d: int = 16
+    P: int = 0
+    B: int = 1
+    h: int = 2
+    dtype: torch.dtype = torch.float32
+    __str__ = changed
+
+
+CASES = [
+    Case((5, 7), (3, 4)),
+    Case((4, 6), (2, 3), B=2, h=1, d=20, log_count=True),
+    Case((5, 3), (3, 3), B=2, h=3, c=1, bias=False),
+    Case((5, 7), (3, 4), P=1, h=1, apart=True),
+    Case((3, 5), (2, 3), (1, 1), h=1, log_count=True, apart=True),
+    Case((5, 4), (3, 4), (1, 1), P=2, h=1, log_count=True),
+    Case((3, 5), (2, 3), (3, 2), c=5, d=12, h=1),
+    Case((4, 5), (4, 5), c=0, d=40),
+    Case((4, 5), (2, 3), (1, 0), c=0, P=1, bias=False),
+    Case((1, 20), (1, 6), (0, 2), d=33, h=1),
+    Case((7, 8), (7, 7), c=40, h=1),
+    Case((4, 6), (3, 3), d=128),
+    *(Case((13, 15), (7, 7), c=49, d=40, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+    *(Case((13, 15), (7, 7), (3, 3), c=49, d=40, h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+    GroupCase((5, 7), (2, 3)),
+    GroupCase((6, 7), (2, 3), (1, 1), samples=2, d=20, B=2, h=1),
+    GroupCase((6, 7), (5, 7), d=40, h=1),
+    *(GroupCase((5, 7), (2, 3), h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+    GroupCase((6, 8), (2, 4), d=20, B=2, h=3),
+    GroupCase((6, 10), (6, 5), d=64, B=2),
+    GroupCase((4, 6), (4, 6), h=1),
+    *(GroupCase((16 + more, 16), (1, 1), h=1) for more in (0, 1)),
+    GroupCase((6, 4), (3, 2), samples=2, h=1),
+    *(GroupCase((9, 6), (3, 2), d=40, h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+    PerformerCase(35, 20),
+    PerformerCase(40, 40, d=20, P=3, B=2, h=1),
+    PerformerCase(5, 2, d=128, h=1),
+    *(PerformerCase(35, 6, h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+    LaraCase(35, 6),
+    LaraCase(40, 36, d=20, P=3, h=1),
+    LaraCase(9, 3, d=128, B=2, h=1),
+    LaraCase(35, 6, "balance", s=2, h=1),
+    *(LaraCase(35, 6, h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+]
+SIZES = (14, 128), (28, 128), (56, 32), (56, 128)
+TIMED = [
+    *(Case((side, side), (7, 7), c=49, d=64, B=B, h=3, dtype=torch.bfloat16) for side, B in SIZES),
+    *(PerformerCase(side**2, 128, d=64, B=B, h=3, dtype=torch.bfloat16) for side, B in SIZES[1:3]),
+    *(LaraCase(side**2, 49, d=64, B=B, h=3, dtype=torch.bfloat16) for side, B in SIZES[1:3]),
+]
+
+
+def drawing(device: torch.device) -> Callable[..., Tensor]:
+    """Draws normal tensors of the shapes that it is called with."""
+    generator = torch.Generator().manual_seed(0)
+    return lambda *shape: torch.randn(shape, generator=generator).to(device)
+
+
+def projected(case: Case | PerformerCase | LaraCase, N: int, draw: Callable[..., Tensor]) -> list[Tensor]:
+    """q, k, v of the fused projection, P tokens before q."""
+    q, k, v = split_heads(draw(case.B, case.P + N, 3 * case.h * case.d).to(case.dtype), 3, case.h)
+    return [q[:, :, case.P :], k, v]
+
+
+def example(case: Case, device: torch.device) -> tuple[list[Tensor | None], dict[str, Grid]]:
+    """Positional arguments and keywords of `joint_softmax`: what autocast leaves in fp32 is in fp32 in all examples."""
+    B, h, c, d, draw = case.B, case.h, case.c, case.d, drawing(device)
+    tokens = projected(case, case.grid[0] * case.grid[1], draw)
+    (rows, columns), (above, beside) = case.window, case.overlap
+    bias = draw(h, rows * columns, (rows + 2 * above) * (columns + 2 * beside)) if case.bias else None
+    keys, values = draw(2, B, h, 1, c, d) if c else (None, None)
+    logits, landmark = None, torch.arange(c, device=device)
+    if case.log_count or case.apart:
+        logits = (landmark + 1.0).log()[None, None] * case.log_count
+    if case.apart:
+        window = torch.arange(count_windows(case.grid, case.window), device=device)[:, None, None]
+        logits = logits.masked_fill(window % c == landmark, -torch.inf)
+    windows = {"grid": case.grid, "window": case.window, "overlap": case.overlap}
+    return [*tokens, bias, keys, values, logits], windows
+
+
+def plain(q, k, v, bias=None, keys=None, values=None, logits=None, **windows) -> Tensor:
+    """The op that the kernels stand in for, with logits of landmarks in fp32, which autocast would round."""
+    if keys is not None:
+        on_keys = upcast(to_windows(q, windows["grid"], windows["window"])) * q.shape[-1] ** -0.5 @ keys.mT
+        logits = on_keys if logits is None else on_keys + logits
+    return joint_softmax(q, k, v, bias, values=values, logits=logits, **windows)
+
+
+def joint_softmax_reference(q, k, v, bias=None, keys=None, values=None, logits=None, **windows):
+    """`joint_softmax`, query by query."""
+    y, (rows, columns), W = torch.zeros_like(q), windows["window"], windows["grid"][1]
+    for n in range(q.shape[2]):
+        seen, of_seen = seen_exactly(n, q, k, v, bias, **windows)
+        if keys is not None:
+            shared = (q[:, :, n, None] @ keys[:, :, 0].mT)[:, :, 0] / q.shape[-1] ** 0.5
+            if logits is not None:
+                window = n // W // rows * -(-W // columns) + n % W // columns
+                shared = shared + logits[window % len(logits), 0]
+            seen, of_seen = torch.cat([seen, shared], -1), torch.cat([of_seen, values[:, :, 0]], 2)
+        y[:, :, n] = (seen.softmax(-1)[:, :, None] @ of_seen)[:, :, 0]
+    return y
+
+
+def group_example(case: GroupCase, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments of `group_values`."""
+    generator, c = torch.Generator().manual_seed(0), case.bins[0] * case.bins[1]
+    tokens = torch.randn(case.B, case.grid[0] * case.grid[1], 2 * case.h * case.d, generator=generator)
+    omega = torch.randn(case.B, case.h, 1, c, case.samples, case.d, generator=generator)
+    tokens, omega = tokens.to(device, case.dtype), omega.to(device)
+    return [*split_heads(tokens, 2, case.h), omega, bins(case.grid, case.bins, device, case.margin)], {}
+
+
+def group_values_reference(k, v, omega, groups):
+    """`group_values`, group by group: ratios of sums of features."""
+    values, masses = [], []
+    for c, (index, valid) in enumerate(zip(groups.index[0], groups.valid[0], strict=True)):
+        members = index[valid]
+        features = xi(scale(k[:, :, None, members]), omega[:, :, 0, c, :, None])  # (B, h, s, t)
+        values.append(features @ v[:, :, members] / features.sum(-1, keepdim=True))
+        masses.append(features.sum(-1).log())
+    return torch.cat(values, 2)[:, :, None], torch.stack(masses, 2)[:, :, None]
+
+
+def performer_example(case: PerformerCase, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
+    """Arguments of `performer`."""
+    draw = drawing(device)
+    return [*projected(case, case.N, draw), draw(case.h, case.s, case.d)], {}
+
+
+def lara_example(case: LaraCase, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
+    """Arguments of `lara`."""
+    draw = drawing(device)
+    tokens, landmarks = projected(case, case.N, draw), draw(2, case.B, case.h, case.c, case.d)
+    return [*tokens, *landmarks, draw(case.h, case.c, case.s, case.d)], {"weighting": case.weighting}
+
+
+class Checked(NamedTuple):
+    """What a kind of case checks: its first arguments' names, whose gradients count, and functions of one signature.
+
+    op: what layers call, whatever the path. plain: of half types too without autocast.
+    """
+
+    example: Callable
+    names: tuple[str, ...]
+    op: Callable
+    kernels: Callable
+    plain: Callable
+    reference: Callable
+
+
+CHECKED = {
+    Case: Checked(
+        example,
+        ("q", "k", "v", "bias", "keys", "values"),
+        joint_softmax,
+        triton_joint.joint_softmax,
+        plain,
+        joint_softmax_reference,
+    ),
+    GroupCase: Checked(
+        group_example,
+        ("k", "v", "omega"),
+        group_values,
+        triton_groups.group_values,
+        group_values,
+        group_values_reference,
+    ),
+    PerformerCase: Checked(
+        performer_example,
+        ("q", "k", "v", "omega"),
+        performer,
+        triton_random_features.performer,
+        performer,
+        performer_reference,
+    ),
+    LaraCase: Checked(
+        lara_example,
+        ("q", "k", "v", "q_bar", "k_bar"),
+        lara,
+        triton_random_features.lara,
+        lara,
+        lara_reference,
+    ),
+}
+
+
+def outputs_and_gradients(function: Callable, names: Sequence[str], inputs: list, options: dict) -> dict[str, Tensor]:
+    """The outputs, and the gradients of the inputs that have names."""
+    leaves = [x if x is None else x.detach().requires_grad_() for x in inputs[: len(names)]]
+    outputs = function(*leaves, *inputs[len(names) :], **options)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    generator = torch.Generator().manual_seed(1)
+    torch.autograd.backward(outputs, [torch.randn(y.shape, generator=generator).to(y) for y in outputs])
+    gradients = {f"d{name}": x.grad for name, x in zip(names, leaves, strict=True) if x is not None}
+    return dict(zip(("y", "log_mass"), outputs, strict=False)) | gradients
+
+
+def errors(case: NamedTuple, device: torch.device) -> dict[str, tuple[float, float]]:
+    """RMS errors of outputs and gradients relative to the literal twin in float64: of the kernels, of plain PyTorch."""
+    checked = CHECKED[type(case)]
+    inputs, options = checked.example(case, device)
+    exact = [x.double() if isinstance(x, Tensor) else x for x in inputs]
+    truth = outputs_and_gradients(checked.reference, checked.names, exact, options)
+    functions = checked.kernels, checked.plain
+    found = [outputs_and_gradients(function, checked.names, inputs, options) for function in functions]
+    return {
+        name: tuple(((x[name] - y).square().mean() / y.square().mean()).sqrt().item() for x in found)
+        for name, y in truth.items()
+    }
+
+
+def excess(case: NamedTuple, error: float, plain_error: float) -> float:
+    """How many times the error that is allowed an error is."""
+    beyond_plain = 0.0 if case.dtype == torch.float32 else BEYOND_PLAIN * plain_error
+    return error / max(FP32_ERROR, beyond_plain)
+
+
+def milliseconds(function: Callable[[], Any], device: torch.device, repeats: int = 20) -> float:
+    """Median time that a GPU works on a call, its caches cold. The host runs ahead, so that its work does not count."""
+    cold, times = torch.empty(2**28, dtype=torch.uint8, device=device), []
+    for _ in range(3):  # compiled, its memory at hand
+        function()
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        cold.zero_()
+        torch.cuda._sleep(20_000_000)  # cycles, about 10 ms: all launches of a call take less
+        start.record()
+        function()
+        end.record()
+        torch.cuda.synchronize(device)
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def bandwidth(device: torch.device, size: int = 2**30) -> float:
+    """Bytes per millisecond that a copy of `size` bytes reads and writes."""
+    x = torch.empty(size, dtype=torch.uint8, device=device)
+    y = torch.empty_like(x)
+    return 2 * size / milliseconds(lambda: y.copy_(x), device)
+
+
+def on_path(path: kernels.Path, op: Callable[..., Tensor], arguments: Sequence[Any], options: dict[str, Any]) -> Tensor:
+    """An op as layers call it in mixed precision: under autocast, its output of the type of q."""
+    q = arguments[0]
+    with kernels.use(path), torch.autocast(q.device.type, q.dtype):
+        return op(*arguments, **options).to(q.dtype)
+
+
+def timings(case: NamedTuple, device: torch.device, per_ms: float) -> list[dict[str, Any]]:
+    """Rows of the table by column: forward, and forward with backward."""
+    checked = CHECKED[type(case)]
+    inputs, options = checked.example(case, device)
+    with_gradient = [x.detach().requires_grad_() for x in inputs[: len(checked.names)]]
+    arguments = *with_gradient, *inputs[len(checked.names) :]
+    functions = {"SDPA": partial(F.scaled_dot_product_attention, *with_gradient[:3])}
+    functions |= {path: partial(on_path, path, checked.op, arguments, options) for path in ("plain", "auto", "triton")}
+    saved = {f"{name} saved (MiB)": f"{saved_bytes(f, ()) / 2**20:.1f}" for name, f in functions.items()}
+    dy, rows = torch.randn_like(functions["SDPA"]()), []
+
+    # Tensors of the size of q: q, k, v, y; in the backward pass q, k, v, y, dy, dq, dk, dv.
+    for mode, moved in ("forward", 4), ("forward+backward", 12):
+        calls = functions
+        if moved == 12:
+            calls = {
+                name: lambda f=f: torch.autograd.grad(f(), with_gradient, dy, allow_unused=True)
+                for name, f in functions.items()
+            }
+        with torch.set_grad_enabled(moved == 12):
+            times = {name: milliseconds(call, device) for name, call in calls.items()}
+            launched = {f"{name} launches": count_launches(call, device) for name, call in calls.items()}
+        row = {"op": checked.op.__name__, "N": dy.shape[2], "B": dy.shape[0], "mode": mode}
+        row |= {f"{name} (ms)": f"{time:.3f}" for name, time in times.items()}
+        row |= {f"over {name}": f"{times[name] / times['triton']:.2f}" for name in ("SDPA", "plain", "auto")}
+        row["of the floor"] = f"{moved * dy.nbytes / per_ms / times['triton']:.0%}"
+        rows.append(row | launched | saved)
+    return rows
+
+
+def table(device: torch.device) -> Iterator[str]:
+    """Lines of the table of times."""
+    per_ms, columns = bandwidth(device), None
+    for case in TIMED:
+        for row in timings(case, device, per_ms):
+            if columns is None:
+                columns = list(row)
+                yield f"|{'|'.join(columns)}|"
+                yield f"|{'---|' * len(columns)}"
+            yield f"|{'|'.join(map(str, row.values()))}|"
+
+
+def main() -> None:
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu" and not INTERPRETED.value:
+        sys.exit("no CUDA device; TRITON_INTERPRET=1 checks the kernels in Triton's interpreter")
+    failed = False
+    for case in CASES:
+        found = errors(case, device)
+        off = any(not excess(case, *pair) <= 1 for pair in found.values())
+        failed |= off
+        print("OFF" if off else "ok ", case, "|", ", ".join(f"{name} {pair[0]:.1e}" for name, pair in found.items()))
+    if device.type == "cuda":
+        print(f"\n{device_name(device)}, torch {torch.__version__}, triton {version('triton')}, bf16, 3 heads")
+        for line in table(device):
+            print(line, flush=True)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""What a benchmark has measured, row by row: a table for people, CSV and JSON."""
+
+import csv
+import itertools
+import json
+from collections.abc import Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+from bench.timing import MAX_ERROR, MAX_WAITED, Spread, Times
+
+NOISE = (
+    f"~ is noisy: the median's standard error, 0.93 x interquartile range / sqrt(rounds), is above {MAX_ERROR:.0%}, or "
+    f"other programs kept the measurement from running for more than {MAX_WAITED:.0%} of its time."
+)
+"""What the report calls noisy."""
+MEMORY = (
+    "Peak: what torch allocates during a call, beyond parameters, optimiser state and inputs. Saved: what the result "
+    "keeps for its backward pass, without parameters. MACs: of one image, forward."
+)
+"""What the counts mean."""
+
+SETTINGS = ("size", "batch", "mode", "dtype", "execution")
+ENDS = ("", "_q1", "_q3", "_noisy")
+MEASURED = [name + end for name in ("seconds", "speedup") for end in ENDS]
+COUNTED = ("images_per_second", "waited", "peak_bytes", "peak_ratio", "saved_bytes", "launches", "macs", "parameters")
+COLUMNS = ("kind", "name", "baseline", *SETTINGS, *MEASURED, *COUNTED)
+"""Of results.csv and results.json. peak_ratio: to the baseline. waited: share of the time, see engine/measure.py."""
+
+
+def describe(name: str, spread: Spread, times: Times) -> dict[str, float | bool]:
+    """The four columns of the quantity `name`."""
+    values = (spread.median, spread.low, spread.high, times.noisy(spread))
+    return dict(zip((name + end for end in ENDS), values, strict=True))
+
+
+def report(facts: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """Markdown: how it was measured, and a table for layers and one for models."""
+    lines = [
+        ", ".join(f"{name} {value}" for name, value in facts.items() if name != "command"),
+        "",
+        f"{MEMORY} Speed-up: of the same round's times, median and quartiles.",
+    ]
+    for kind, same_kind in itertools.groupby(rows, key=itemgetter("kind")):
+        table = [cells(row) for row in same_kind]
+        settings = {name: cell for name, cell in table[0].items() if name in SETTINGS}
+        shared = [name for name in settings if len({line[name] for line in table}) == 1]
+        empty = [name for name in table[0] if not any(line[name] for line in table)]
+        names = [name for name in table[0] if name not in (*shared, *empty)]
+        lines += ["", f"{kind}: " + ", ".join(f"{name} {settings[name]}" for name in shared if settings[name]), ""]
+        lines += [f"| {' | '.join(line)} |" for line in (names, ["---"] * len(names))]
+        lines += [f"| {' | '.join(line[name] for name in names)} |" for line in table]
+    noisy = sum(bool(row["seconds_noisy"] or row["speedup_noisy"]) for row in rows)
+    if noisy:
+        waited = max(row["waited"] or 0 for row in rows)
+        lines += ["", f"Too noisy: {noisy} of {len(rows)} rows (kept waiting for up to {waited:.0%}). {NOISE}"]
+    return "\n".join(lines) + "\n"
+
+
+def cells(row: dict[str, Any]) -> dict[str, str]:
+    """A row as people read it; what is not known is empty."""
+
+    def text(value: float | None, unit: float, form: str) -> str:
+        return "" if value is None else f"{value / unit:{form}}"
+
+    def spread(name: str, unit: float, form: str) -> str:
+        median, low, high = (text(row[key], unit, form) for key in (name, f"{name}_q1", f"{name}_q3"))
+        return f"{'~' * row[f'{name}_noisy']}{median} ({low}–{high})" if median else ""
+
+    return {
+        "name": row["name"],
+        **{name: str(row[name]) for name in SETTINGS},
+        "ms": spread("seconds", 1e-3, ".4g") or "out of memory",
+        f"speed-up over {row['baseline']}": spread("speedup", 1, ".2f"),
+        "images/s": text(row["images_per_second"], 1, ".4g"),
+        "peak (MiB)": text(row["peak_bytes"], 2**20, ".1f")
+        + (f" ({row['peak_ratio']:.2f}x)" if row["peak_ratio"] else ""),
+        "saved (MiB)": text(row["saved_bytes"], 2**20, ".1f"),
+        "launches": text(row["launches"], 1, ".0f"),
+        "MACs (G)": text(row["macs"], 1e9, ".3f"),
+        "parameters (M)": text(row["parameters"], 1e6, ".3f"),
+    }
+
+
+def write_tables(facts: Mapping[str, Any], rows: Sequence[dict[str, Any]], output: Path) -> None:
+    """Writes table.md, results.csv and results.json into the directory `output`."""
+    (output / "table.md").write_text(report(facts, rows))
+    (output / "results.json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=1))
+    with (output / "results.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)

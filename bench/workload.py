@@ -1,0 +1,225 @@
+"""What is measured: single layers and whole models by name, with random inputs, as calls that can be repeated."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import timm
+import torch
+import yaml
+from torch import Tensor, nn
+
+from attention import Attention, AttentionFactory, Grid, kernels
+from attention.options import OptionError, nearest
+from bench.costs import Costs, costs_of
+from bench.timing import count_launches, peak_bytes, saved_bytes
+from engine.config import ConfigError, load_run
+from engine.distributed import autocast
+from models import create_model
+
+MODES = ("forward", "forward+backward", "train", "inference")
+DTYPES = ("fp32", "bf16", "fp16")
+EXECUTIONS = ("eager", "compiled")
+WARM_UP = 3
+"""Calls that are made before anything is measured."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A layer or model that is measured.
+
+    Attributes:
+        name: as the user wrote it. path: of attention.kernels. build: size -> network.
+        example: network, size, batch, device -> random arguments of its call. A size is the (H, W) tokens of a layer,
+            or pixels.
+    """
+
+    name: str
+    path: kernels.Path
+    build: Callable[[Grid], nn.Module]
+    example: Callable[[nn.Module, Grid, int, torch.device | str], tuple[Any, ...]]
+
+    def check(self, size: Grid) -> Costs:
+        """Costs for one image in evaluation, counted without memory.
+
+        Raises:
+            OptionError, ConfigError: the network refuses its options or the size.
+        """
+        try:
+            with torch.device("meta"):
+                network = self.build(size).eval()
+                return costs_of(network, *self.example(network, size, 1, "meta"))
+        except OptionError:
+            raise
+        except (AssertionError, RuntimeError, TypeError, ValueError) as error:  # timm's ways to refuse
+            raise ConfigError(f"{self.name} at {size[0]}x{size[1]}: {str(error).splitlines()[0]}") from None
+
+
+def attention_layer(text: str, dim: int, num_heads: int) -> Subject:
+    """The layer ``"NAME[@PATH][:OPTION=VALUE,...]"``.
+
+    Raises:
+        OptionError, ConfigError: unknown mechanism, path or option.
+    """
+    name, _, options = text.partition(":")
+    name, path = _split_path(text, name)
+    factory = AttentionFactory.from_options({"name": name, **_read_options(text, options)})
+    return Subject(
+        text,
+        path,
+        lambda grid: factory(dim=dim, num_heads=num_heads, grid=grid),
+        lambda _, grid, batch, device: (
+            torch.randn(batch, math.prod(grid), dim, device=device, requires_grad=True),
+            grid,
+        ),
+    )
+
+
+class Core(nn.Module):
+    """What an attention layer does between its projections: a network of queries, keys, values and a grid. Its
+    parameters are counted with those of the projections.
+    """
+
+    def __init__(self, layer: Attention):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, *arguments: Any) -> Tensor:
+        return self.layer.attend(*arguments)
+
+
+def attention_core(text: str, dim: int, num_heads: int) -> Subject:
+    """The core of the layer `text`, see `attention_layer`. Its arguments lie in memory as the layer's projection
+    leaves them.
+    """
+    layer = attention_layer(text, dim, num_heads)
+
+    @torch.no_grad()
+    def projected(core: Core, grid: Grid, batch: int, device: torch.device | str) -> tuple[Any, ...]:
+        tensors = core.layer.project(*layer.example(core.layer, grid, batch, device))
+        return *(x if x is None else x.requires_grad_() for x in tensors), grid
+
+    return Subject(text, layer.path, lambda grid: Core(layer.build(grid)), projected)
+
+
+def whole_model(text: str) -> Subject:
+    """The model ``"NAME:ATTENTION[@PATH][:OPTION=VALUE,...]"``, ``"timm:NAME[:OPTION=VALUE,...]"`` or of a YAML file.
+
+    Raises:
+        OptionError, ConfigError: unknown model of timm, or a refused file. Other names are checked at construction.
+    """
+
+    def images(_: nn.Module, size: Grid, batch: int, device: torch.device | str) -> tuple[Tensor]:
+        return (torch.randn(batch, 3, *size, device=device),)
+
+    if text.endswith(".yaml"):
+        run = load_run(text)
+        return Subject(
+            text,
+            run.train.kernels,
+            lambda size: create_model(attention=run.attention, **run.model | {"img_size": size}),
+            images,
+        )
+    family, _, rest = text.partition(":")
+    name, _, options = rest.partition(":")
+    options = _read_options(text, options)
+    if family != "timm":
+        name, path = _split_path(text, name or "softmax")
+        attention = {"name": name, **options}
+        return Subject(text, path, lambda size: create_model(family, attention=attention, img_size=size), images)
+    if not timm.is_model(name):
+        raise OptionError("timm", f"unknown model {name!r}{nearest(name, timm.list_models())}")
+    sized = timm.get_pretrained_cfg(name).fixed_input_size  # pyramids of convolutions take any size, and no option
+    return Subject(
+        text, "auto", lambda size: timm.create_model(name, **options, **({"img_size": size} if sized else {})), images
+    )
+
+
+def _split_path(text: str, name: str) -> tuple[str, kernels.Path]:
+    """Mechanism and path of ``"NAME[@PATH]"``, a part of the entry `text`."""
+    name, at, path = name.partition("@")
+    try:
+        with kernels.use(path if at else "auto"):
+            return name, kernels.path()
+    except ValueError as error:
+        raise ConfigError(f"{text!r}: {error}") from None
+
+
+def _read_options(text: str, options: str) -> dict[str, Any]:
+    """``"window_size=7,num_landmarks=49"``, the end of the entry `text` -> plain options; values are YAML."""
+    try:
+        return yaml.safe_load(f"{{{options.replace('=', ': ')}}}")
+    except (yaml.YAMLError, ValueError):  # ValueError: looks like a date, but is none
+        raise ConfigError(f"{text!r}: expected OPTION=VALUE,... after the last colon") from None
+
+
+def draw_weights(network: nn.Module) -> nn.Module:
+    """`network` with linear layers that keep the variance of their input.
+
+    Queries and keys are then of variance 1 as after training, for layers as for models. With others the softmax may
+    leave denormal numbers, which processors are many times slower with.
+    """
+    for module in network.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=module.in_features**-0.5)
+    return network
+
+
+class Workload:
+    """A subject's network and inputs as one repeatable `call`, which leaves no graph and no gradients behind.
+
+    Modes: `forward` in training mode, with a graph; `forward+backward` to all parameters and all inputs but images;
+    `train`, with a step of AdamW too; `inference` in evaluation mode, without a graph. Half precision is autocast.
+
+    Raises:
+        torch.OutOfMemoryError: the GPU is too small.
+    """
+
+    def __init__(
+        self, subject: Subject, size: Grid, batch: int, mode: str, dtype: str, execution: str, device: torch.device
+    ):
+        self.path, self.device, self.amp = subject.path, device, None if dtype == "fp32" else dtype
+        torch.manual_seed(0)
+        network = draw_weights(subject.build(size)).to(device)
+        torch.manual_seed(0)  # the same inputs, however many numbers the weights took
+        with autocast(self.amp, device):
+            self.inputs = subject.example(network, size, batch, device)
+        self.parameters = list(network.parameters())
+        self.leaves = [x for x in (*self.parameters, *self.inputs) if isinstance(x, Tensor) and x.requires_grad]
+        self.network = network.train(mode != "inference")
+        if execution == "compiled":
+            self.network = torch.compile(network, dynamic=False)
+        self.call = {
+            "forward": self.forward,
+            "forward+backward": self.backward,
+            "train": self.train,
+            "inference": torch.inference_mode()(self.forward),
+        }[mode]
+        if mode in ("forward+backward", "train"):
+            self.gradient = torch.randn_like(self.forward())
+        if mode == "train":
+            self.optimizer = torch.optim.AdamW(self.parameters, lr=1e-6)
+        for _ in range(WARM_UP):
+            self.call()
+
+    def forward(self) -> Tensor:
+        with kernels.use(self.path), autocast(self.amp, self.device):
+            return self.network(*self.inputs)
+
+    def backward(self) -> None:
+        torch.autograd.grad(self.forward(), self.leaves, self.gradient, allow_unused=True)
+
+    def train(self) -> None:
+        self.forward().backward(self.gradient)
+        self.optimizer.step()
+        for leaf in self.leaves:
+            leaf.grad = None
+
+    def counts(self) -> dict[str, int | None]:
+        """Bytes and kernel launches of one call; None for what does not apply."""
+        return {
+            "peak_bytes": peak_bytes(self.call, self.device),
+            "saved_bytes": saved_bytes(self.forward, self.parameters) if self.network.training else None,
+            "launches": count_launches(self.call, self.device),
+        }

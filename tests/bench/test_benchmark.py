@@ -1,0 +1,338 @@
+"""The benchmark: rounds interleave, ratios come from one round, counts are right for known cases, input is refused."""
+
+import csv
+import json
+import os
+import resource
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import benchmark
+from attention import ATTENTION
+from bench import timing as measure
+from bench.timing import (
+    Spread,
+    Times,
+    count_launches,
+    limit_memory,
+    memory_permitting,
+    peak_bytes,
+    saved_bytes,
+    time_rounds,
+)
+from bench.workload import MODES, Workload, attention_core, attention_layer, draw_weights, whole_model
+
+CPU = torch.device("cpu")
+LAYERS = ["--device", "cpu", "--dim", "12", "--num-heads", "3", "--batch-size", "2", "--rounds", "2"]
+SMALL_EVA = "eva:window_size=2,num_landmarks=4"
+
+
+def run(*arguments: str, output) -> list[dict]:
+    """The rows of results.json."""
+    benchmark.main([*LAYERS, *arguments, "--output", str(output)])
+    return json.loads((output / "results.json").read_text())["rows"]
+
+
+def plan(*arguments: str, device: torch.device = CPU) -> list[benchmark.Comparison]:
+    return benchmark.plan(benchmark.parse_arguments(arguments), device)
+
+
+def test_rounds_interleave_and_turn_round():
+    log = []
+    calls = {name: lambda name=name: log.append(name) for name in "ABC"}
+    times = time_rounds(calls, 3, CPU, sample_seconds=0)
+    assert "".join(log) == "ABC" + "CBA" + "ABC" + "CBA" + "ABC"  # lengths of calls, the dropped round, three rounds
+    assert [len(samples) for samples in times.seconds.values()] == [3, 3, 3]
+
+
+def test_short_calls_are_repeated(monkeypatch):
+    lengths, log = {"short": 0.004, "long": 0.1}, []
+    monkeypatch.setattr(measure, "clock", lambda call, repeats, device: log.append((call, repeats)) or lengths[call])
+    times = time_rounds({name: name for name in lengths}, 2, CPU, sample_seconds=0.02)
+    assert log[:4] == [("short", 1), ("long", 1), ("long", 1), ("short", 5)]
+    assert times.seconds == {"short": [0.004] * 2, "long": [0.1] * 2}
+
+
+def test_speedup_is_of_times_of_the_same_round():
+    times = Times({"softmax": [1.0, 4.0, 10.0], "eva": [2.0, 4.0, 1.0]}, waited=0)
+    speedup = times.speedup("eva", "softmax")
+    assert (speedup.low, speedup.median, speedup.high) == (0.75, 1.0, 5.5)  # of the ratios 0.5, 1, 10
+
+
+def test_noise():
+    steady, jumpy = Spread.of([1.0, 1.01, 0.99, 1.0]), Spread.of([1.0, 2.0, 1.0, 2.0])
+    assert not Times({}, waited=0.01).noisy(steady)
+    assert Times({}, waited=0.01).noisy(jumpy)
+    assert Times({}, waited=0.3).noisy(steady)
+    kept_waiting = time_rounds({"call": lambda: time.sleep(0.01)}, 2, CPU, sample_seconds=0)
+    assert kept_waiting.waited > 0.5
+
+
+def test_saved_bytes():
+    linear, x = nn.Linear(8, 16), torch.randn(4, 8, requires_grad=True)
+    assert saved_bytes(lambda: linear(x), linear.parameters()) == 4 * 8 * 4
+    assert saved_bytes(lambda: linear(x), []) == 4 * 8 * 4 + 16 * 8 * 4
+    assert saved_bytes(lambda: linear(x).exp(), linear.parameters()) == 4 * 8 * 4 + 4 * 16 * 4
+    assert saved_bytes(lambda: x[:1].square() + x[1:].square(), []) == 4 * 8 * 4  # one storage, as a whole
+    with torch.no_grad():
+        assert saved_bytes(lambda: linear(x).exp(), []) == 0
+
+
+def test_peak_bytes():
+    def call():
+        a, b = torch.ones(1000), torch.ones(500)
+        del a
+        return torch.ones(600), b
+
+    assert peak_bytes(call, CPU) == 1500 * 4
+    assert count_launches(call, CPU) is None
+
+
+@pytest.mark.gpu
+def test_counts_on_a_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device = torch.device("cuda")
+    x = torch.randn(2**20, device=device)
+    torch.relu(x)
+    assert count_launches(lambda: torch.relu(torch.relu(x)), device) == 2
+    assert peak_bytes(lambda: torch.relu(torch.relu(x)), device) == 2 * x.nbytes
+    times = time_rounds({"call": x.sin}, 2, device)
+    assert min(times.seconds["call"]) > 0
+    assert times.waited == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_call_leaves_nothing_behind(mode):
+    workload = Workload(attention_layer(SMALL_EVA, 12, 3), (4, 6), 2, mode, "bf16", "eager", CPU)
+    network = workload.network
+    before = network.qkv.weight.clone()
+    result = workload.call()
+    assert network.training == (mode != "inference")
+    assert all(leaf.grad is None for leaf in workload.leaves)
+    assert (not torch.equal(network.qkv.weight, before)) == (mode == "train")
+    assert (result is not None and result.requires_grad) == (mode == "forward")
+    assert workload.forward().dtype == torch.bfloat16
+    assert (workload.counts()["saved_bytes"] is None) == (mode == "inference")
+
+
+def test_logits_spread_as_after_training():
+    torch.manual_seed(0)
+    subject = attention_layer("softmax", 192, 3)
+    layer = draw_weights(subject.build((14, 14)))
+    q, k, _ = layer.project(*subject.example(layer, (14, 14), 2, CPU))
+    logits = q @ k.mT / 8
+    assert 0.8 < logits.std() < 1.2
+    assert logits.softmax(-1).min() > 1e-6
+
+
+def test_cores(tmp_path):
+    rows = run("--core", "--attention", SMALL_EVA, "--tokens", "4x6", "--modes", "forward+backward", output=tmp_path)
+    softmax, eva = rows
+    assert softmax["kind"] == eva["kind"] == "core"
+    assert softmax["macs"] == 2 * 24 * 24 * 12  # no projections
+    assert softmax["saved_bytes"] >= 2 * 24 * 12 * 4 * 4  # queries, keys, values and their mixture
+    assert softmax["saved_bytes"] < 2 * 24 * 12 * 4 * 5
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_the_core_of_a_layer_is_the_layer_without_projections(name):
+    workload = Workload(attention_core(name, 12, 3), (7, 14), 2, "forward+backward", "fp32", "eager", CPU)
+    layer, (*projected, grid) = workload.network.eval().layer, workload.inputs
+    torch.manual_seed(0)
+    expected = layer(*attention_layer(name, 12, 3).example(layer, grid, 2, CPU))
+    torch.testing.assert_close(layer.proj(workload.forward().transpose(1, 2).flatten(2)), expected)
+    assert all(x.is_leaf and x.requires_grad for x in projected if x is not None)
+    assert not any(x.grad is not None for x in workload.leaves)
+
+
+def test_default_batches_hold_equally_many_tokens():
+    layers = plan("--attention", "eva", "--tokens", "196", "784", "3136", "14x28", "--modes", "train")
+    assert [comparison.batch for comparison in layers] == [32, 8, 2, 16]
+    layers = plan("--attention", "eva", "--modes", "train", device=torch.device("cuda"))
+    assert [comparison.batch for comparison in layers] == [128]
+    models = plan("--models", "deit_tiny_p16:softmax", "--image-sizes", "224", "448", "--modes", "train")
+    assert [comparison.batch for comparison in models] == [8, 2]
+
+
+def test_baselines():
+    names = [subject.name for subject in plan("--attention", "eva", "eva", "local")[0].subjects]
+    assert names == ["softmax", "eva", "local"]
+    comparisons = plan("--attention", "eva", "softmax", "--models", "deit_tiny_p16:local", "timm:vit_tiny_patch16_224")
+    assert {(c.kind, c.baseline) for c in comparisons} == {("attention", "softmax"), ("model", "deit_tiny_p16:local")}
+    arguments = ("--attention", "eva", "--models", "deit_tiny_p16", "timm:vit_tiny_patch16_224")
+    comparisons = plan(*arguments, "--baseline", "timm:vit_tiny_patch16_224", "eva")
+    assert {(c.kind, c.baseline) for c in comparisons} == {("attention", "eva"), ("model", "timm:vit_tiny_patch16_224")}
+
+
+def test_models_of_ours_of_timm_and_of_files():
+    def costs(text: str, side: int = 224) -> tuple[float, float]:
+        parameters, macs = whole_model(text).check((side, side))
+        return round(parameters / 1e6, 3), round(macs / 1e9, 3)
+
+    assert costs("timm:vit_tiny_patch16_224") == (5.717, 1.254)
+    assert costs("timm:vit_tiny_patch16_224", 448) != costs("timm:vit_tiny_patch16_224")
+    assert costs("timm:vit_tiny_patch16_224:patch_size=8") != costs("timm:vit_tiny_patch16_224")
+    assert costs("timm:pvt_v2_b0") == costs("pvtv2_b0:sra")
+    assert costs("deit_tiny_p8:eva:window_size=7") == costs("deit_tiny_p8:eva")
+    assert costs("deit_tiny_p8:eva:num_landmarks=196") != costs("deit_tiny_p8:eva")
+    assert costs(str(benchmark.CONFIGS / "deit_tiny_p8/eva.yaml")) == costs("deit_tiny_p8:eva")
+
+
+def test_results(tmp_path, capsys):
+    arguments = "--attention", SMALL_EVA, "--tokens", "24x2", "36", "--modes", "forward", "inference"
+    rows = run(*arguments, "--dtypes", "fp32", "bf16", output=tmp_path)
+    keys = [tuple(row[key] for key in ("name", "size", "mode", "dtype")) for row in rows]
+    settings = [(m, d) for m in ("forward", "inference") for d in ("fp32", "bf16")]
+    assert keys == [(n, s, m, d) for s in ("24x2", "36") for m, d in settings for n in ("softmax", SMALL_EVA)]
+
+    softmax = rows[0]
+    assert softmax["parameters"] == 4 * 12 * 12 + 4 * 12
+    assert softmax["macs"] == 48 * 4 * 12 * 12 + 2 * 48 * 48 * 12
+    assert softmax["images_per_second"] == 2 / softmax["seconds"]
+    assert rows[1]["peak_ratio"] == rows[1]["peak_bytes"] / softmax["peak_bytes"]
+    assert softmax["speedup"] == softmax["speedup_q1"] == softmax["speedup_q3"] == 1
+    assert softmax["peak_bytes"] >= 2 * 48 * 12 * 4 * 5  # queries, keys, values, their mixture, the output
+    assert softmax["saved_bytes"] >= 2 * 48 * 12 * 4 * 5  # queries, keys, values, their mixture, the input
+    assert [row["saved_bytes"] is None for row in rows] == [row["mode"] == "inference" for row in rows]
+    assert all(row["launches"] is None for row in rows)
+    for row in rows:
+        assert row["seconds_q1"] <= row["seconds"] <= row["seconds_q3"]
+
+    with (tmp_path / "results.csv").open() as file:
+        table = list(csv.DictReader(file))
+    assert table == [{key: "" if value is None else str(value) for key, value in row.items()} for row in rows]
+    assert (tmp_path / "attention.png").stat().st_size
+    printed = capsys.readouterr().out
+    assert printed == (tmp_path / "table.md").read_text()
+    assert printed.count(f"| {SMALL_EVA} |") == 8
+    assert "attention: batch 2, execution eager" in printed
+    assert "launches" not in printed
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate")])
+@pytest.mark.parametrize("method", ["__init__", "counts"])
+def test_what_does_not_fit_has_no_figures(tmp_path, monkeypatch, capsys, method, error):
+    def call(workload, *arguments, **options):
+        if "eva" in (arguments[0].name if method == "__init__" else str(type(workload.network))):
+            raise error
+        return original(workload, *arguments, **options)
+
+    original = getattr(Workload, method)
+    monkeypatch.setattr(Workload, method, call)
+    arguments = "--attention", SMALL_EVA, "local:window_size=2", "--tokens", "36", "64", "--modes", "forward"
+    rows = run(*arguments, "--baseline", SMALL_EVA, output=tmp_path)
+    assert [row["seconds"] is None for row in rows] == [False, True, False] * 2
+    assert all(row["speedup"] is None for row in rows)
+    assert all(row["macs"] for row in rows)
+    assert "out of memory" in capsys.readouterr().out
+    assert not (tmp_path / "attention.png").exists()
+
+
+def test_inputs_that_do_not_fit(tmp_path, capsys):
+    benchmark.main([*LAYERS, "--attention", "softmax", "--tokens", "16", "--batch-size", str(10**12)])
+    assert "out of memory" in capsys.readouterr().out
+
+
+def test_other_errors_are_not_taken_for_memory():
+    with pytest.raises(RuntimeError, match="shapes"), memory_permitting():
+        raise RuntimeError("shapes")
+
+
+def test_memory_that_is_not_there_is_refused():
+    """Linux alone would grant each of these, as nothing is written to them, and end the process in the end."""
+    blocks, before = [], resource.getrlimit(resource.RLIMIT_DATA)
+    count = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**30 + 2
+    with limit_memory(CPU), memory_permitting():
+        blocks += (torch.empty(2**30, dtype=torch.uint8) for _ in range(count))
+    assert (len(blocks) < count) == Path("/proc/meminfo").exists()
+    assert resource.getrlimit(resource.RLIMIT_DATA) == before
+
+
+def test_an_interrupted_run_shows_what_it_has_measured(tmp_path, monkeypatch, capsys):
+    def compare(comparison, *arguments):
+        if comparison.mode == "train":
+            raise KeyboardInterrupt
+        return original(comparison, *arguments)
+
+    original = benchmark.compare
+    monkeypatch.setattr(benchmark, "compare", compare)
+    with pytest.raises(SystemExit, match="130"):
+        run("--attention", "softmax", "--tokens", "16", "36", "--modes", "inference", "train", output=tmp_path)
+    assert len(json.loads((tmp_path / "results.json").read_text())["rows"]) == 1
+    output = capsys.readouterr()
+    assert output.out == (tmp_path / "table.md").read_text()
+    assert output.err == "interrupted\n"
+
+
+def test_paths_are_compared_in_the_same_rounds(tmp_path):
+    paths = "auto", "lean", "plain"
+    entries = [SMALL_EVA.replace(":", f"@{path}:") for path in paths]
+    rows = run("--attention", *entries, "--tokens", "36", "--modes", "forward", output=tmp_path)
+    saved = {row["name"]: row["saved_bytes"] for row in rows}
+    assert list(saved) == ["softmax", *entries]
+    assert saved[entries[1]] < saved[entries[0]] < saved[entries[2]]
+
+
+def test_models_have_paths(tmp_path):
+    config = tmp_path / "lean.yaml"
+    config.write_text("model:\n  name: deit_tiny_p16\nattention:\n  name: eva\ntrain:\n  kernels: lean\n")
+    entries = "deit_tiny_p16:eva@plain:num_landmarks=49", "deit_tiny_p16:eva", "timm:vit_tiny_patch16_224", str(config)
+    assert [whole_model(entry).path for entry in entries] == ["plain", "auto", "auto", "lean"]
+
+
+def test_every_shape_is_compiled_anew(tmp_path, monkeypatch):
+    log = []
+    monkeypatch.setattr(torch.compiler, "reset", lambda: log.append("reset"))
+    monkeypatch.setattr(torch, "compile", lambda network, dynamic: log.append(dynamic) or network)
+    arguments = "--attention", "softmax", "--tokens", "16", "36", "--modes", "forward"
+    run(*arguments, "--execution", "compiled", output=tmp_path)
+    assert log == ["reset", False, "reset", False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--attention evaa", "attention.name: unknown mechanism 'evaa'; did you mean 'eva'?"),
+        ("--attention eva:windw_size=3", "did you mean 'window_size'?"),
+        ("--attention eva:{", "expected OPTION=VALUE,... after the last colon"),
+        ("--attention lara:num_landmarks=53", "nearest valid: 52"),
+        ("--attention eva --baseline local", "--baseline: 'local' is not compared"),
+        ("--models deit_tiny_p7:eva", "did you mean 'deit_tiny_p8'?"),
+        ("--models deit_tiny_p8:eva --image-sizes 225", "nearest: 224"),
+        ("--models timm:vit_tiny_patch16_225", "did you mean 'vit_tiny_patch16_224'?"),
+        ("--models timm:vit_tiny_patch16_224:patchsize=8", "unexpected keyword argument 'patchsize'"),
+        ("--models absent.yaml", "absent.yaml: No such file"),
+        ("--attention eva@", "'eva@': kernels.use(''): unknown path"),
+        ("--attention eva@fast", "'eva@fast': kernels.use('fast'): unknown path; one of auto, lean, triton, plain"),
+        ("--attention eva --output /dev/null/x", "--output /dev/null/x: Not a directory"),
+    ],
+)
+def test_refuses_with_one_line(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main(["--device", "cpu", *arguments.split()])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("", "give --attention, --models or --macs"),
+        ("--attention eva --tokens 50", "50 is no square number; nearest: 49"),
+        ("--attention eva --tokens 2x3x4", "neither a side nor HxW"),
+        ("--attention eva --rounds 1", "quartiles take at least 2"),
+        ("--attention eva --dim 0", "not a whole number above 0"),
+        ("configs/quickstart.yaml --attention eva", "configurations go with --macs"),
+        ("--core --models deit_tiny_p8:eva", "--core: give --attention"),
+    ],
+)
+def test_refuses_arguments(arguments, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.main(arguments.split())
+    assert message in capsys.readouterr().err.splitlines()[-1]

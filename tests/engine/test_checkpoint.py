@@ -1,0 +1,402 @@
+"""Checkpoints: whole or not at all, verified, ranked; files from strangers; one format for export.
+
+The rows C1 to C4 of the battery.
+"""
+
+import io
+import json
+import os
+import pickle
+import random
+import resource
+import subprocess
+import threading
+import time
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from torch import nn
+
+import validate
+from attention import OptionError
+from engine.checkpoint import (
+    Checkpoints,
+    Progress,
+    export,
+    find,
+    list_checkpoints,
+    load,
+    load_weights,
+    rank_epoch,
+    save,
+)
+from engine.config import dump_run, load_run
+from engine.distributed import World
+from models import create_model
+from tests.engine.test_resume import light_and_full
+from tests.support.launcher import ROOT
+
+ALONE = World(torch.device("cpu"))
+OPTIONS = ["model.depth=1", "model.embed_dim=24", "model.img_size=8", "attention={name: softmax}", "data.workers=0"]
+
+
+@pytest.fixture(scope="module")
+def run():
+    return load_run(ROOT / "configs/quickstart.yaml", [*OPTIONS, "train.keep_checkpoints=2", "train.device=cpu"])
+
+
+@pytest.fixture
+def checkpoints(run, tmp_path: Path) -> Checkpoints:
+    return Checkpoints(tmp_path, run, ALONE, 100)
+
+
+@pytest.fixture(scope="module")
+def whole(run) -> dict:
+    """A checkpoint of a model that can be validated."""
+    model = create_model(attention=run.attention, **run.model)
+    facts = {"config": dump_run(run), "processes": 1, "images": 100, "progress": vars(Progress(epoch=1, step=3))}
+    return {**facts, "model": model.state_dict(), "ema": model.state_dict()}
+
+
+class Weight(nn.Module):
+    def __init__(self, value: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((2,), float(value)))
+
+
+def test_a_failed_save_leaves_the_old_file(whole, tmp_path: Path):
+    save(tmp_path / "last.pt", whole)
+    with pytest.raises(AttributeError):
+        save(tmp_path / "last.pt", whole | {"unpicklable": lambda: None})
+    assert load(tmp_path / "last.pt", need_digest=True)["progress"]["step"] == 3
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["last.pt", "last.pt.sha256"]
+    done = subprocess.run(["sha256sum", "--check", "last.pt.sha256"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == "last.pt: OK\n"
+
+
+def test_only_plain_types_are_loaded(whole, tmp_path: Path):
+    save(tmp_path / "last.pt", whole | {"path": Path("x")})
+    with pytest.raises(OptionError, match="no checkpoint that can be loaded safely"):
+        load(tmp_path / "last.pt")
+
+
+def test_a_missing_file_is_an_error(tmp_path: Path):
+    with pytest.raises(OptionError, match=r"best\.pt: no checkpoint there"):
+        load(tmp_path / "best.pt")
+
+
+def test_ranking_keeps_the_best_and_of_equals_the_earlier():
+    ranking = []
+    for epoch, top1 in enumerate((50.0, 70.0, 70.0, 60.0, 40.0), start=1):
+        ranking = rank_epoch(ranking, epoch, top1, keep=3)
+    assert ranking == [[70.0, 2], [70.0, 3], [60.0, 4]]
+
+
+def save_epochs(checkpoints: Checkpoints, *top1s: float) -> None:
+    """A run of these results, with one checkpoint within each epoch."""
+    progress = Progress()
+    for epoch, top1 in enumerate(top1s, start=1):
+        progress.step, progress.images = 2 * epoch - 1, 8
+        checkpoints.save(progress, {"model": Weight(-epoch)})
+        progress.ranking = rank_epoch(progress.ranking, epoch, top1, keep=2)
+        progress.epoch, progress.step, progress.images = epoch, 2 * epoch, 0
+        checkpoints.save(progress, {"model": Weight(epoch)})
+
+
+def names(directory: Path) -> list[str]:
+    return [path.name for path in list_checkpoints(directory)]
+
+
+def test_the_newest_and_the_best_stay(checkpoints: Checkpoints, tmp_path: Path):
+    save_epochs(checkpoints, 50.0, 70.0, 60.0, 40.0)
+    assert names(tmp_path) == ["step_8_epoch_4.pt", "step_7.pt", "step_6_epoch_3.pt", "step_4_epoch_2.pt"]
+    assert {path.name.removesuffix(".sha256") for path in tmp_path.iterdir()} == set(names(tmp_path))
+    assert find(tmp_path, "last")[1]["model"]["weight"].tolist() == [4.0, 4.0]
+    assert find(tmp_path, "best")[1]["model"]["weight"].tolist() == [2.0, 2.0]
+
+
+def test_a_damaged_checkpoint_is_passed_over(checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture):
+    save_epochs(checkpoints, 50.0, 70.0, 60.0)
+    (tmp_path / "step_6_epoch_3.pt").write_bytes(b"")
+    (tmp_path / "step_5.pt.sha256").unlink()
+    path, checkpoint = find(tmp_path, "last")
+    assert (path.name, checkpoint["progress"]["epoch"]) == ("step_4_epoch_2.pt", 2)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"{tmp_path}/step_6_epoch_3.pt: damaged")
+    assert second == f"{tmp_path}/step_5.pt: without the SHA-256 that should stand beside it; passed over"
+    path.write_bytes(b"")
+    with pytest.raises(OptionError, match="none of its checkpoints is whole"):
+        find(tmp_path, "last")
+
+
+def test_nothing_is_removed_for_a_checkpoint_that_is_damaged_at_once(
+    checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+):
+    save_epochs(checkpoints, 50.0, 70.0, 60.0)
+    before = names(tmp_path)
+    replace = os.replace
+
+    def replace_and_damage(source: Path, target: Path) -> None:
+        replace(source, target)
+        if target.suffix == ".pt":
+            target.write_bytes(target.read_bytes()[:-1] + b"?")
+
+    monkeypatch.setattr(os, "replace", replace_and_damage)
+    save_epochs(checkpoints, 90.0, 80.0, 70.0, 60.0)
+    assert set(before) <= set(names(tmp_path))
+    assert "all older checkpoints are kept" in capsys.readouterr().err
+
+
+def test_weights_that_are_not_finite_are_not_saved(checkpoints: Checkpoints, tmp_path: Path):
+    with pytest.raises(FloatingPointError, match=r"step 0: model\.weight is not finite"):
+        checkpoints.save(Progress(), {"model": Weight(float("inf"))})
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_directory_without_checkpoints(checkpoints: Checkpoints, tmp_path: Path):
+    assert find(tmp_path, "last") is find(tmp_path, "best") is None
+    assert checkpoints.restore({}) == Progress()
+
+
+def test_a_checkpoint_is_due_by_steps_and_by_time(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    options = ["train.checkpoint_steps=5", "train.checkpoint_minutes=2"]
+    checkpoints = Checkpoints(tmp_path, load_run(ROOT / "configs/quickstart.yaml", options), ALONE, 100)
+    assert [step for step in range(1, 12) if checkpoints.is_due(step)] == [5, 10]
+    now = checkpoints.saved_at
+    monkeypatch.setattr(time, "monotonic", lambda: now + 120)
+    assert checkpoints.is_due(3)
+    checkpoints.save(Progress(), {"model": Weight(0.0)})
+    assert not checkpoints.is_due(3)
+
+
+# C1
+
+
+@light_and_full(20, 300)
+def test_every_damage_is_noticed(amount: int, whole, tmp_path: Path, figure: Callable):
+    """Truncations, single bits and zeroed blocks; a third as many blocks."""
+    path, rng, noticed = tmp_path / "step_1.pt", random.Random(0), 0
+    save(path, whole)
+    content = path.read_bytes()
+    damages = [content[: rng.randrange(len(content))] for _ in range(amount)]
+    for _ in range(amount):
+        place = rng.randrange(len(content))
+        damages.append(content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :])
+    for _ in range(amount // 3):
+        place = rng.randrange(len(content) - 4096)
+        damages.append(content[:place] + bytes(4096) + content[place + 4096 :])
+    for damaged in damages:
+        path.write_bytes(damaged)
+        with pytest.raises(OptionError, match="damaged"):
+            load(path)
+        noticed += 1
+    path.write_bytes(content)
+    assert load(path)
+    figure("C1", f"{noticed}/{len(damages)} damages noticed")
+
+
+# C2
+
+
+class Gadget:
+    """A pickle that writes a file when it is read."""
+
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.canary}",)
+
+
+def archive(members: dict[str, bytes], compression: int = zipfile.ZIP_STORED) -> bytes:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", compression) as file:
+        for name, content in members.items():
+            file.writestr(name, content)
+    return buffer.getvalue()
+
+
+def with_pickle(content: bytes, structure: bytes) -> bytes:
+    """The archive `content` with another structure."""
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        members = {name: file.read(name) for name in file.namelist()}
+    return archive(members | {name: structure for name in members if name.endswith("data.pkl")})
+
+
+def hostile_files(directory: Path, whole: dict) -> dict[str, Path]:
+    canary = directory / "canary"
+    buffer = io.BytesIO()
+    torch.save(whole, buffer)
+    content = buffer.getvalue()
+    with zipfile.ZipFile(buffer) as file:
+        structure = file.read("archive/data.pkl")
+    legacy, script = io.BytesIO(), io.BytesIO()
+    torch.save(whole | {"gadget": Gadget(canary)}, legacy, _use_new_zipfile_serialization=False)
+    torch.save(whole | {"gadget": Gadget(canary)}, script)
+    bomb: list = ["x"] * 9
+    for _ in range(30):
+        bomb = [bomb] * 9
+    huge = b"\x80\x02cbuiltins\nbytearray\n\x8a\x06\x00\x00\x00\x00\x00\x01\x85R."
+    numbered = b"\x80\x02Kxr\xff\xff\xff\x7f."
+    deep = b"\x80\x02}X\x06\x00\x00\x00config" + b"]" * 10**5 + b"a" * (10**5 - 1) + b"s."
+    contents = {
+        "pickle gadget": script.getvalue(),
+        "bare pickle": pickle.dumps(Gadget(canary)),
+        "legacy pickle": legacy.getvalue(),
+        "traversal": archive({"archive/data.pkl": structure, "archive/../../canary": b"x"}),
+        "TorchScript": archive({"archive/data.pkl": structure, "archive/constants.pkl": b"", "archive/code/m.py": b""}),
+        "compressed": archive({"archive/data.pkl": structure, "archive/data/0": bytes(2**24)}, zipfile.ZIP_DEFLATED),
+        "1 TB tensor": with_pickle(content, claim_terabyte(structure)),
+        "1 TB bytes": with_pickle(content, huge),
+        "memo": with_pickle(content, numbered),
+        "deep": with_pickle(content, deep),
+        "long": with_pickle(content, b"\x80\x02" + b"N0" * 2**20 + b"N."),
+    }
+    buffer = io.BytesIO()
+    torch.save(whole | {"config": bomb}, buffer)
+    contents["aliases"] = buffer.getvalue()
+    paths = {name: directory / f"{name}.pt" for name in (*contents, "link", "FIFO", "device")}
+    for name, value in contents.items():
+        paths[name].write_bytes(value)
+    (directory / "good").write_bytes(content)
+    os.mkfifo(directory / "pickle gadget.pt.sha256")
+    paths["link"].symlink_to(directory / "good")
+    os.mkfifo(paths["FIFO"])
+    paths["device"] = Path("/dev/zero")
+    deep_json = json.dumps({"__metadata__": {"run": "[" * 5000 + "]" * 5000}}).encode()
+    paths["deep safetensors"] = directory / "deep.safetensors"
+    paths["deep safetensors"].write_bytes(len(deep_json).to_bytes(8, "little") + deep_json)
+    paths["1 TB safetensors"] = directory / "huge.safetensors"
+    paths["1 TB safetensors"].write_bytes((2**40).to_bytes(8, "little") + b"{}")
+    return paths
+
+
+def claim_terabyte(structure: bytes) -> bytes:
+    """The pickle, with 2**38 elements in place of the first tensor's count."""
+    place = structure.index(b"\x00cpu", structure.index(b"FloatStorage")) + 4
+    while structure[place : place + 1] not in (b"K", b"M"):
+        place += 1
+    end = place + (2 if structure[place : place + 1] == b"K" else 3)
+    return structure[:place] + b"\x8a\x05" + (2**38).to_bytes(5, "little") + structure[end:]
+
+
+def test_hostile_files_do_nothing(whole, tmp_path: Path, figure: Callable):
+    """Within 2 s each, and 1 GB of memory beyond what the imports take."""
+    paths, slowest = hostile_files(tmp_path, whole), 0.0
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, before[1]))
+    try:
+        for path in paths.values():
+            begin = time.process_time()
+            with pytest.raises(OptionError) as caught:  # noqa: PT012
+                load(path)
+                pytest.fail(f"{path} was read")
+            slowest = max(slowest, time.process_time() - begin)
+            assert "\n" not in str(caught.value)
+            assert "MemoryError" not in str(caught.value)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    assert load(tmp_path / "good")
+    assert not (tmp_path / "canary").exists()
+    assert slowest < 2
+    figure("C2", f"{len(paths)}/{len(paths)} hostile files refused, the slowest after {slowest:.2f} s")
+
+
+# C3
+
+
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
+def test_prefixes_of_wrappers_load(prefix: str, whole, run):
+    model = create_model(attention=run.attention, **run.model)
+    load_weights(model, {prefix + name: value for name, value in whole["model"].items()}, "x")
+    assert all(torch.equal(value, whole["model"][name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("change", "override", "problem"),
+    [
+        ({"head.bias": None}, "", "1 missing: head.bias"),
+        ({"extra": torch.zeros(1)}, "", "1 unexpected: extra"),
+        ({"head.bias": torch.zeros(3)}, "", "1 of another shape: head.bias (3,) for (10,)"),
+        ({"head.bias": torch.full((10,), float("nan"))}, "", "1 not finite: head.bias"),
+        ({}, "model.depth=2", "12 missing: blocks.1."),
+        ({}, "model.embed_dim=48", "of another shape: "),
+        ({}, "attention={name: performer}", "blocks.0.attn."),
+    ],
+)
+def test_weights_that_do_not_fit_are_named(
+    change: dict, override: str, problem: str, whole, tmp_path: Path, capsys: pytest.CaptureFixture
+):
+    model = {name: value for name, value in (whole["model"] | change).items() if value is not None}
+    torch.save(whole | {"model": model}, tmp_path / "x.pt")
+    with pytest.raises(SystemExit) as caught:
+        validate.main([str(tmp_path / "x.pt"), *filter(None, [override])])
+    assert caught.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: model: the checkpoint's weights do not fit: ")
+    assert problem in line
+
+
+@pytest.mark.parametrize("weights", [{"head.bias": "weights"}, {1: torch.zeros(1)}])
+def test_weights_that_are_none_are_refused(weights, whole, tmp_path: Path):
+    torch.save(whole | {"ema": weights}, tmp_path / "x.pt")
+    with pytest.raises(OptionError, match=r"no checkpoint that can be loaded safely .*ema are no weights"):
+        load(tmp_path / "x.pt")
+
+
+# C4
+
+
+@light_and_full(10, 100)
+def test_validation_reads_while_training_writes(amount: int, whole, checkpoints: Checkpoints, figure: Callable):
+    model, ending, reads, progress = Weight(0.0), threading.Event(), 0, Progress(images=8)
+
+    def write() -> None:
+        while not ending.is_set():
+            progress.step += 1
+            checkpoints.save(progress, {"model": model})
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        while not list_checkpoints(checkpoints.directory):
+            time.sleep(0.01)
+        while reads < amount or progress.step < 4:
+            assert find(checkpoints.directory, "best", quiet=True)[1]["model"]["weight"].tolist() == [0.0, 0.0]
+            reads += 1
+    finally:
+        ending.set()
+        writer.join()
+    written = find(checkpoints.directory, "last")[1]["progress"]["step"]
+    assert written >= 3
+    figure("C4", f"{reads}/{reads} loads succeed while {written} checkpoints are written")
+
+
+# Export
+
+
+def test_exported_weights_are_a_checkpoint_and_timms(whole, run, tmp_path: Path):
+    path = tmp_path / "model.safetensors"
+    ema = {name: value + 1 if value.is_floating_point() else value for name, value in whole["ema"].items()}
+    export(path, whole | {"ema": ema})
+    loaded = load(path, need_digest=True)
+    assert loaded["config"] == whole["config"]
+    assert loaded["progress"] == whole["progress"]
+    options = {name: value for name, value in run.model.items() if name != "name"}
+    by_timm = timm.create_model("deit", attention=run.attention, checkpoint_path=str(path), **options).state_dict()
+    for weights in (loaded["model"], by_timm, safetensors.torch.load_file(path)):
+        assert all(torch.equal(weights[name], value) for name, value in ema.items())
+
+
+def test_export_by_the_command(whole, tmp_path: Path, capsys: pytest.CaptureFixture):
+    save(tmp_path / "x.pt", whole)
+    validate.main([str(tmp_path / "x.pt"), "--export", str(tmp_path / "x.safetensors"), "--json"])
+    first = json.loads(capsys.readouterr().out)
+    validate.main([str(tmp_path / "x.safetensors"), "--json"])
+    assert json.loads(capsys.readouterr().out)["plain"] == first["EMA"]

@@ -1,0 +1,194 @@
+"""Image files of every kind are shown as a viewer shows them or refused; broken ones are skipped and counted."""
+
+import io
+import math
+import os
+import re
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from engine.data import classes_of, count_broken, create_loaders, create_val_loader
+from engine.distributed import World, seed_everything
+from engine.files import open_regular
+from engine.images import BrokenImage, decode
+from engine.schema import Augment, Data, Run, Train
+from tests.support.zoo import WHITE, ZOO
+
+SHOWN = [name for name, animal in ZOO.items() if not isinstance(animal.shown, str)]
+REFUSED = [name for name in ZOO if name not in SHOWN]
+
+
+SPECIAL = {
+    "pipe.jpg": "a pipe or device",
+    "device.jpg": "a pipe or device",
+    "nowhere.jpg": "No such file",
+    "linked.jpg": None,
+}
+"""Files that are made of no content: why they are refused; the last is a link to a whole image."""
+
+WHOLE = {*SHOWN, "linked.jpg"}
+BROKEN = {*REFUSED, *SPECIAL} - WHOLE
+NUM = len(WHOLE) + len(BROKEN)
+CPU = World(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("name", SHOWN)
+def test_shown(name):
+    image = decode(io.BytesIO(ZOO[name].content))
+    assert (image.mode, image.size) == ("RGB", (16, 8))
+    pixels = np.asarray(image).astype(int)
+    expected = np.array(ZOO[name].shown).reshape(2, 2, 3)
+    tolerance = 8 if name.endswith("jpg") else 1  # what JPEG loses; rounding of alpha
+    assert np.abs(pixels[2:8:4, 4:16:8] - expected).max() <= tolerance
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    with pytest.raises(BrokenImage, match=ZOO[name].shown) as caught:
+        decode(io.BytesIO(ZOO[name].content))
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 250
+
+
+@pytest.fixture(scope="module")
+def zoo_root(tmp_path_factory):
+    """The zoo as a training and a validation split, every file a class of its own, and files that are no files."""
+    root = tmp_path_factory.mktemp("zoo")
+    for split in ("train", "val"):
+        for name, animal in ZOO.items():
+            (root / split / name).mkdir(parents=True)
+            (root / split / name / name).write_bytes(animal.content)
+        for name in SPECIAL:
+            (root / split / name).mkdir()
+        os.mkfifo(root / split / "pipe.jpg" / "pipe.jpg")
+        (root / split / "device.jpg" / "device.jpg").symlink_to("/dev/zero")
+        (root / split / "nowhere.jpg" / "nowhere.jpg").symlink_to(root / "nowhere")
+        (root / split / "linked.jpg" / "linked.jpg").symlink_to(root / split / "rgb.jpg" / "rgb.jpg")
+        (root / split / "rgb.png" / "notes.txt").write_text("no image")
+    return root
+
+
+def make_run(root, max_broken: int, workers: int = 0, batch_size: int = 4, **augment) -> Run:
+    return Run(
+        model={},
+        attention="softmax",
+        data=Data(root=str(root), workers=workers, max_broken=max_broken),
+        augment=Augment(**augment),
+        train=Train(total_batch_size=batch_size),
+    )
+
+
+def names_of(images, batches) -> list[str]:
+    """The files in batches: every file is a class."""
+    classes = classes_of(images)
+    return [classes[label] for _, labels in batches for label in labels]
+
+
+def test_the_zoo_is_large():
+    assert NUM >= 50
+    assert len(BROKEN) >= 20
+
+
+# Python 3.12 warns of fork, Linux's way to start workers there, where the operating system counts torch's idle threads.
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize(("size", "workers"), [(1, 0), (1, 2), (2, 0)])
+def test_training_skips_and_counts(zoo_root, capsys, size, workers):
+    """The order without the broken images, in as many batches as with them, on every rank."""
+    batch_size = 18 * size
+    epoch, seen, told = NUM // batch_size * batch_size, [], set()
+    for rank in range(size):
+        run, world = make_run(zoo_root, NUM, workers, batch_size), World(CPU.device, rank, size)
+        loader, _, augment = create_loaders(run, world, img_size=16, num_classes=NUM)
+        classes = classes_of(loader.dataset.dataset)
+        order = [classes[index] for index, _, _ in loader.sampler]  # a class and its file have the same number
+        seed_everything(0)
+        batches = [(images, labels.clone()) for images, labels in loader]
+        assert len(batches) == len(loader) == epoch // batch_size
+        assert [len(labels) for _, labels in batches] == [
+            sum(name in WHOLE for name in order[i : i + 18]) for i in range(0, len(order), 18)
+        ]
+        assert names_of(loader.dataset.dataset, batches) == [name for name in order if name in WHOLE]
+        assert [line.split("/")[0] for line in loader.broken] == [name for name in order if name in BROKEN]
+        assert count_broken(loader, NUM, CPU) == len(loader.broken)
+        for images, labels in batches:
+            mixed, targets = augment(images, labels)
+            assert len(mixed) == len(targets)
+        seen += order
+        told |= {line.removeprefix("skipped: ").split("/")[0] for line in capsys.readouterr().err.splitlines()}
+    assert len(seen) == len(set(seen)) == epoch
+    assert told == BROKEN & set(seen)
+
+
+def test_training_stops_above_the_limit(zoo_root):
+    loader = create_loaders(make_run(zoo_root, NUM, 0, NUM), CPU, img_size=16, num_classes=NUM)[0]
+    (batch,) = loader
+    assert (len(batch[1]), len(loader.broken)) == (len(WHOLE), len(BROKEN))
+    assert count_broken(loader, len(BROKEN), CPU) == len(BROKEN)
+    with pytest.raises(BrokenImage, match=rf"^{len(BROKEN)} images of this epoch are broken, more than"):
+        count_broken(loader, len(BROKEN) - 1, CPU)
+    for max_broken in (0, len(BROKEN) - 1):
+        loader = create_loaders(make_run(zoo_root, max_broken, 0, NUM), CPU, img_size=16, num_classes=NUM)[0]
+        with pytest.raises(BrokenImage, match=rf"data.max_broken = {max_broken} of an epoch"):
+            list(loader)
+
+
+def test_training_stops_at_a_batch_of_nothing(zoo_root):
+    loader = create_loaders(make_run(zoo_root, NUM, 0, 1), CPU, img_size=16, num_classes=NUM)[0]
+    with pytest.raises(BrokenImage, match="too many broken images"):
+        list(loader)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_validation_refuses(zoo_root, workers):
+    loader = create_loaders(make_run(zoo_root, NUM, workers), CPU, img_size=16, num_classes=NUM)[1]
+    with pytest.raises(BrokenImage, match=r"^16_bit_clear\.png/.*: .*refused in validation.*--skip-broken"):
+        list(loader)
+
+
+@pytest.mark.parametrize(("size", "batch_size"), [(1, 1), (1, 7), (1, 64), (3, 7)])
+def test_validation_leaves_out_on_demand(zoo_root, size, batch_size, figure):
+    whole, broken = [], []
+    for rank in range(size):
+        loader = create_val_loader(
+            make_run(zoo_root, 0),
+            World(CPU.device, rank, size),
+            img_size=16,
+            num_classes=NUM,
+            batch_size=batch_size,
+            skip_broken=True,
+        )
+        for _ in range(2):  # plain weights and averaged ones
+            names = names_of(loader.dataset, loader)
+            assert len(names) + count_broken(loader, math.inf, CPU) == len(range(rank, NUM, size))
+        whole += names
+        broken += loader.broken
+    assert sorted(whole) == sorted(WHOLE)
+    reasons = {name: ZOO[name].shown for name in REFUSED} | SPECIAL
+    assert sorted(line.split("/")[0] for line in broken) == sorted(BROKEN)
+    for line in broken:
+        name, _, reason = line.partition("/")
+        assert re.search(reasons[name], reason), line
+    figure("I1", f"{NUM} files on {size} ranks: {len(whole)} shown, {len(broken)} refused, each by name and reason")
+
+
+def test_only_regular_files_are_opened(tmp_path):
+    with pytest.raises(OSError, match="a directory"):
+        open_regular(tmp_path)
+    with pytest.raises(OSError, match="No such file"):
+        open_regular(tmp_path / "absent")
+    (tmp_path / "file").write_bytes(b"content")
+    with open_regular(tmp_path / "file") as file:
+        assert file.read() == b"content"
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_white_lies_under_what_is_clear(mode):
+    image = Image.new(mode, (3, 2)).convert("RGBA" if mode == "RGB" else "LA")
+    image.putalpha(0)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    assert decode(file).getpixel((0, 0)) == WHITE

@@ -1,0 +1,324 @@
+"""Nothing is lost: killed, stopped and repeated, a run ends in the same bits as one that was left alone.
+
+The rows R1 to R5, S1, G1 and M1 of the battery; all that is random is on.
+"""
+
+import hashlib
+import json
+import random
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from engine.checkpoint import find
+from tests.support.launcher import Fault, Job, Nursery
+
+RUN = {
+    "model": {
+        "name": "deit",
+        "img_size": 28,
+        "patch_size": 4,
+        "stem": "conv",
+        "embed_dim": 12,
+        "depth": 2,
+        "num_heads": 3,
+        "num_classes": 10,
+        "drop_path_rate": 0.2,
+    },
+    "attention": {"name": "eva", "window_size": 3, "num_landmarks": 4},
+    "data": {"dataset": "digits", "workers": 0},
+    "optim": {"lr": 0.002, "lr_base_size": 8},
+    "schedule": {"epochs": 2, "warmup_epochs": 1},
+    "train": {
+        "total_batch_size": 8,
+        "device": "cpu",
+        "amp": None,
+        "ema_decay": 0.9,
+        "keep_checkpoints": 2,
+        "checkpoint_steps": 2,
+        "log_every": 4,
+    },
+}
+"""Two epochs of six updates, on the 50 digits to which the launcher keeps."""
+
+LARA = "attention={name: lara, num_landmarks: 4}"
+
+STEPS = 12
+
+WITHIN_STEP = [
+    "train.seed_everything",
+    "train.nn.utils.clip_grad_norm_",
+    "engine.finite.FiniteGuard.see_loss",
+    "train.ModelEmaV3.update",
+    "engine.report.Report.end_step",
+]
+"""Functions called once an update."""
+
+LAST = ("engine.evaluate.autocast", 9, "SIGKILL")
+"""Kills a run within its last evaluation, when no update is left."""
+
+KILLS: dict[str, list[tuple[str, int, str]]] = {
+    "step": [(target, STEPS, "SIGKILL") for target in WITHIN_STEP],
+    "write": [("os.replace", 16, "SIGKILL"), ("os.fsync", 32, "SIGKILL"), ("engine.files.write_whole", 16, "half")],
+    "evaluation": [("engine.evaluate.autocast", 12, "SIGKILL")],
+}
+"""Where a run is killed: function, how often an undisturbed run calls it at least, what happens."""
+
+
+def digest(value, hasher=None) -> str:
+    """SHA-256 of a checkpoint: every tensor, number and string in it, with its key."""
+    hasher = hasher or hashlib.sha256()
+    if isinstance(value, torch.Tensor):
+        hasher.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        hasher.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    elif isinstance(value, dict):
+        for key in sorted(value, key=str):
+            hasher.update(str(key).encode())
+            digest(value[key], hasher)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            digest(item, hasher)
+    else:
+        hasher.update(repr(value).encode())
+    return hasher.hexdigest()
+
+
+def records(directory: Path) -> list[dict]:
+    """What `metrics.jsonl` says of the training, but for times and memory."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    measured = {"images_per_second", "step_seconds", "memory_mb", "data_wait"}
+    return [{k: v for k, v in line.items() if k not in measured} for line in lines if line["kind"] != "start"]
+
+
+def outcome(job: Job, directory: Path, before: Job | None = None) -> dict[str, str | list]:
+    """All that two runs must share: every part of the last checkpoint, random state after the last update, records.
+
+    The last update may have been made by the launch `before`, and only the evaluation have been left.
+    """
+    _, last = find(directory, "last")
+    parts = {name: digest(part) for name, part in last.items() if name != "config"}
+    parts["step"] = str(last["progress"]["step"])
+    assert {"model", "ema", "optimizer", "scaler", "progress"} <= parts.keys()
+    told = job.said("random") or before.said("random")
+    states = [state for step, state in told if step == parts["step"]]
+    return parts | {"random": states, "records": records(directory)}
+
+
+class Runs:
+    """Runs of RUN with the same overrides, and what the undisturbed one comes to."""
+
+    def __init__(self, nursery: Nursery, directory: Path, overrides: Sequence[str] = (), ranks: int = 1):
+        self.nursery, self.directory, self.ranks, self.count = nursery, directory, ranks, 0
+        directory.mkdir(exist_ok=True)
+        config = directory / "run.yaml"
+        config.write_text(yaml.safe_dump(RUN))
+        self.command = [str(config), *overrides]
+        statuses, job, output = self.launch()
+        assert statuses == [0] * ranks, job.text
+        self.expected = outcome(job, output)
+
+    def launch(self, *faults: Fault, output: Path | None = None, rank: int = 0, more: Sequence[str] = ()):
+        """Statuses, job and directory of a launch: in a new directory unless one is given."""
+        self.count += 1
+        output = output or self.directory / f"run{self.count}"
+        command = [*self.command, *more, "--output", str(output)]
+        log = self.directory / f"{self.count}.log"
+        return *self.nursery.run(command, log, {rank: faults}, self.ranks), output
+
+    def survives(self, *faults: Fault, rank: int = 0) -> list[int]:
+        """Exit statuses of a launch with faults, after which the same command ends as if there had been none."""
+        statuses, before, output = self.launch(*faults, rank=rank)
+        again, job, _ = self.launch(output=output)
+        assert again == [0] * self.ranks, job.text
+        assert outcome(job, output, before) == self.expected, faults
+        return statuses
+
+
+@pytest.fixture(scope="module")
+def runs(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(nursery, tmp_path_factory.mktemp("runs"))
+
+
+def light_and_full(light: int, full: int):
+    return pytest.mark.parametrize("amount", [light, pytest.param(full, marks=pytest.mark.battery)])
+
+
+def choose_kill(rng: random.Random, place: str) -> Fault:
+    target, calls, action = rng.choice(KILLS[place])
+    return target, rng.randint(1, calls), action
+
+
+@light_and_full(3, 20)
+@pytest.mark.parametrize("place", KILLS)
+def test_a_killed_run_ends_in_the_same_bits(place: str, amount: int, runs: Runs, figure: Callable):
+    rng = random.Random(place)
+    for _ in range(amount):
+        assert runs.survives(choose_kill(rng, place)) == [-9]
+    figure("R1", f"{amount}/{amount} runs killed in {place} end in the same SHA-256")
+
+
+def test_an_evaluation_may_be_all_that_is_left(runs: Runs):
+    assert runs.survives(LAST) == [-9]
+
+
+@light_and_full(2, 10)
+def test_log_steps_increase_through_many_kills(amount: int, runs: Runs, figure: Callable):
+    rng, output, more = random.Random(2), None, [f"schedule.epochs={amount}"]
+    for _ in range(amount):
+        fault = ("engine.finite.FiniteGuard.see_loss", rng.randint(2, 5), "SIGKILL")
+        statuses, _, output = runs.launch(fault, output=output, more=more)
+        assert statuses == [-9]
+    assert runs.launch(output=output, more=more)[0] == [0]
+    steps = [record["step"] for record in records(output) if record["kind"] == "train"]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 6 * amount
+    figure("R2", f"{amount} kills in one run: {len(steps)} log steps strictly increase")
+
+
+CELLS = [
+    (workers, ranks, accumulation, amp)
+    for workers in (0, 2)
+    for ranks in (1, 2)
+    for accumulation in (1, 2)
+    for amp in ("null", "bf16")
+]
+LIGHT_CELLS = [(0, 1, 2, "bf16"), (2, 1, 1, "null"), (0, 2, 1, "bf16"), (2, 2, 2, "null")]
+
+
+@pytest.mark.parametrize(
+    ("cell", "amount"),
+    [(cell, 1) for cell in LIGHT_CELLS] + [pytest.param(cell, 3, marks=pytest.mark.battery) for cell in CELLS],
+)
+def test_any_way_to_run_resumes(cell, amount: int, nursery: Nursery, tmp_path: Path, figure: Callable):
+    """The last of the kills with LARA, the others with EVA."""
+    workers, ranks, accumulation, amp = cell
+    overrides = [f"data.workers={workers}", f"train.grad_accum_steps={accumulation}", f"train.amp={amp}"]
+    rng = random.Random(str(cell))
+    for mechanism, kills in (([], amount - 1), ([LARA], 1)):
+        if kills:
+            runs = Runs(nursery, tmp_path / str(kills > 1 or mechanism), [*overrides, *mechanism], ranks)
+            for _ in range(kills):
+                assert -9 in runs.survives(choose_kill(rng, "step"))
+    figure("R3", f"{amount}/{amount} kills: workers {workers}, ranks {ranks}, accumulation {accumulation}, amp {amp}")
+
+
+def test_images_owe_nothing_to_the_workers(runs: Runs):
+    statuses, job, output = runs.launch(more=["data.workers=2"])
+    assert statuses == [0]
+    assert outcome(job, output) == runs.expected
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_every_image_comes_once_at_another_number_of_processes(
+    before: int, after: int, nursery: Nursery, runs: Runs, figure: Callable
+):
+    log, output = runs.directory / f"{before}to{after}.log", runs.directory / f"{before}to{after}"
+    command = [*runs.command, "--output", str(output)]
+    statuses, job = nursery.run(command, log, {0: [("train.nn.utils.clip_grad_norm_", 3, "SIGTERM")]}, before)
+    assert statuses == [75] * before
+    places = job.said("place")
+    statuses, job = nursery.run(command, log, ranks=after)
+    assert 2 in statuses
+    assert f"  processes: {before} there, {after} here" in job.text.splitlines()
+    statuses, job = nursery.run([*command, "--allow-change", "processes"], log, ranks=after)
+    assert statuses == [0] * after, job.text
+    places += job.said("place")
+    for epoch in "01":
+        indices, positions = zip(*((int(index), int(p)) for index, e, p in places if e == epoch), strict=True)
+        assert sorted(positions) == list(range(48))
+        assert len(set(indices)) == 48
+    figure("R4", f"{before} -> {after} ranks: each of 48 images of both epochs once")
+
+
+def test_other_options_are_refused_until_allowed(runs: Runs, figure: Callable):
+    statuses, _, output = runs.launch(("train.nn.utils.clip_grad_norm_", 3, "SIGTERM"))
+    assert statuses == [75]
+    before = {path.name: path.read_bytes() for path in output.iterdir() if path.name != "lock"}
+    others = ["attention.window_size=1", "optim.weight_decay=0.01", "train.log_every=3"]
+    statuses, job, _ = runs.launch(output=output, more=others)
+    assert statuses == [2]
+    assert job.text.splitlines()[1:] == [
+        "  attention.window_size: 3 there, 1 here",
+        "  optim.weight_decay: 0.05 there, 0.01 here",
+    ]
+    statuses, job, _ = runs.launch(output=output, more=["data.train_split=val"])
+    assert "  images: 50 there, 24 here" in job.text.splitlines()
+    statuses, job, _ = runs.launch(output=output, more=["--allow-change", "optim.weigth_decay", *others])
+    assert statuses == [2]
+    assert "did you mean 'optim.weight_decay'?" in job.text
+    assert {path.name: path.read_bytes() for path in output.iterdir() if path.name != "lock"} == before
+    allowed = ["--allow-change", "optim.weight_decay", "optim.weight_decay=0.01", "train.log_every=3"]
+    assert runs.launch(output=output, more=allowed)[0] == [0]
+    groups = find(output, "last")[1]["optimizer"]["param_groups"]
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.01}
+    figure("R5", "changed options refused key by key, allowed ones take effect")
+
+
+def test_a_change_that_is_allowed_may_touch_every_state(runs: Runs):
+    _, _, output = runs.launch(("train.nn.utils.clip_grad_norm_", 3, "SIGTERM"))
+    changes = {"train.amp": "fp16", "optim.opt": "sgd", "train.total_batch_size": "6", "train.ema_decay": "null"}
+    more = [word for key, value in changes.items() for word in ("--allow-change", key, f"{key}={value}")]
+    statuses, job, _ = runs.launch(output=output, more=more)
+    assert statuses == [0], job.text
+    assert find(output, "last")[1]["progress"]["step"] == 3 + (50 - 24) // 6 + 50 // 6
+
+
+def test_a_finished_run_says_so(runs: Runs):
+    _, _, output = runs.launch()
+    before = {path.name: path.read_bytes() for path in output.iterdir() if path.name != "lock"}
+    statuses, job, _ = runs.launch(output=output)
+    assert statuses == [0]
+    assert f"{output} is finished: 2 epochs, top-1 " in job.text
+    assert {path.name: path.read_bytes() for path in output.iterdir() if path.name != "lock"} == before
+
+
+@light_and_full(2, 10)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_stopped_run_loses_nothing(ranks: int, amount: int, nursery: Nursery, tmp_path: Path, figure: Callable):
+    runs, rng, slowest = Runs(nursery, tmp_path / "runs", ranks=ranks), random.Random(ranks), 0.0
+    for _ in range(amount):
+        place = rng.choice(list(KILLS))
+        target, call, _ = choose_kill(rng, place)
+        rank = 0 if place == "write" else rng.randrange(ranks)
+        statuses, job, output = runs.launch((target, call, "SIGTERM"), rank=rank)
+        slowest = max(slowest, time.monotonic() - float(job.said("hurt")[0][0]))
+        assert statuses in ([75] * ranks, [0] * ranks), job.text
+        done = int(job.said("random")[-1][0])
+        assert find(output, "last")[1]["progress"]["step"] == done
+        statuses, again, _ = runs.launch(output=output)
+        assert statuses == [0] * ranks
+        assert outcome(again, output, job) == runs.expected
+    assert slowest < 10
+    figure("S1", f"{amount}/{amount} SIGTERM on {ranks} rank(s): no step lost, ended within {slowest:.1f} s, same bits")
+
+
+def test_a_seed_decides_everything(runs: Runs, figure: Callable):
+    _, job, output = runs.launch()
+    assert outcome(job, output) == runs.expected
+    _, job, output = runs.launch(more=["train.seed=1"])
+    other = outcome(job, output)
+    assert all(other[part] != runs.expected[part] for part in ("model", "ema", "optimizer", "random", "records"))
+    figure("G1", "the same seed twice: same bits; another seed: all parts differ")
+
+
+@light_and_full(600, 3000)
+def test_a_long_run_takes_no_more_memory(amount: int, runs: Runs, figure: Callable):
+    plain = ["attention={name: softmax}", "model.depth=1", "augment.auto_augment=null"]
+    rare = ["train.eval_every=10", "train.checkpoint_steps=20"]
+    more = [f"schedule.epochs={amount // 6}", *rare, *plain]
+    statuses, job, _ = runs.launch(more=more)
+    assert statuses == [0]
+    step, memory, files = np.array(job.said("memory"), float).T[:, amount // 3 :]
+    slope = 1000 * np.polyfit(step, memory, 1)[0]
+    assert len(set(files)) == 1
+    assert slope < 1
+    figure("M1", f"{amount} steps: {slope:+.2f} MB per 1000 steps, {files[0]:.0f} descriptors throughout")
+
+
+def test_digest_sees_a_single_bit():
+    assert digest({"a": [torch.zeros(3)]}) != digest({"a": [torch.tensor([0.0, 0.0, 1e-45])]})

@@ -1,0 +1,146 @@
+"""validate.py from a short run on the digits to its report."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import train
+import validate
+from engine.checkpoint import find
+
+ROOT = Path(__file__).parents[2]
+TINY = [
+    "model.img_size=8",
+    "model.patch_size=4",
+    "model.stem=linear",
+    "model.embed_dim=16",
+    "model.depth=1",
+    "model.num_heads=1",
+    "attention=softmax",
+    "data.workers=0",
+    "schedule.epochs=2",
+    "schedule.warmup_epochs=0",
+    "train.total_batch_size=128",
+    "train.ema_decay=0.9",
+    "train.device=cpu",
+]
+
+
+@pytest.fixture(scope="module")
+def run_directory(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("run")
+    train.main([str(ROOT / "configs/quickstart.yaml"), *TINY, "--output", str(directory)])
+    return directory
+
+
+def read_report(capsys, *arguments) -> dict:
+    validate.main([*map(str, arguments), "--json"])
+    return json.loads(capsys.readouterr().out)
+
+
+def flat(report: dict) -> dict:
+    """As train.py records its metrics."""
+    plain, ema = report["plain"], {f"ema_{name}": value for name, value in report["EMA"].items()}
+    return plain | ema
+
+
+@pytest.mark.parametrize("weights", ["best", "last"])
+def test_metrics_are_those_of_training(run_directory, capsys, weights):
+    path, recorded = find(run_directory, weights)
+    report = read_report(capsys, run_directory, "--weights", weights)
+    assert (report["checkpoint"], report["epoch"]) == (str(path), recorded["progress"]["epoch"])
+    assert flat(report) == pytest.approx(recorded["progress"]["metrics"], rel=1e-6)  # batches of another size
+    assert report["plain"]["images"] == 360
+    assert report["plain"]["loss"] != report["EMA"]["loss"]
+    assert read_report(capsys, path) == report
+
+
+def test_batch_size_does_not_matter(run_directory, capsys):
+    reports = [flat(read_report(capsys, run_directory, "--batch-size", size)) for size in (7, 360)]
+    assert reports[0] == pytest.approx(reports[1], rel=1e-6)
+
+
+def test_the_checkpoint_is_enough(run_directory, tmp_path, capsys):
+    copy = tmp_path / "any name"
+    copy.write_bytes(find(run_directory, "last")[0].read_bytes())
+    report = read_report(capsys, copy, "data.val_split=train")
+    assert report["plain"]["images"] == report["EMA"]["images"] == 1437
+
+
+def test_two_processes_report_the_same(run_directory, capsys):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    command = [*torchrun, str(ROOT / "validate.py"), str(run_directory), "--json"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    assert flat(json.loads(output)) == pytest.approx(flat(read_report(capsys, run_directory)), rel=1e-6)
+
+
+def test_the_table_has_one_line_for_each_set_of_weights(run_directory, capsys):
+    report = read_report(capsys, run_directory)
+    validate.main([str(run_directory)])
+    title, header, plain, ema = capsys.readouterr().out.splitlines()
+    assert title == f"{find(run_directory, 'best')[0]}, epoch {report['epoch']}"
+    assert header.split() == ["weights", "images", "top-1", "%", "top-5", "%", "loss"]
+    for line, name in ((plain, "plain"), (ema, "EMA")):
+        metrics = report[name]
+        values = (f"{metrics['top1']:.3f}", f"{metrics['top5']:.3f}", f"{metrics['loss']:.4f}")
+        assert line.split() == [name, "360", *values]
+
+
+def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
+    _, checkpoint = find(run_directory, "last")
+    del checkpoint["ema"]
+    torch.save(checkpoint, tmp_path / "plain.pt")
+    report = read_report(capsys, tmp_path / "plain.pt")
+    assert report.keys() == {"checkpoint", "epoch", "plain"}
+    assert math.isfinite(report["plain"]["loss"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["nowhere"], "nowhere: no such run directory or checkpoint"),
+        (["."], ".: no checkpoint there"),
+        (["text.pt"], "text.pt: damaged, or no checkpoint that can be loaded safely"),
+        (["half.pt"], "half.pt: damaged, or no checkpoint that can be loaded safely"),
+        (["state.pt"], "state.pt: no checkpoint of train.py: it holds no configuration"),
+        (["good.pt", "data.rot=/data"], "data.rot: unknown option; did you mean 'root'?"),
+        (["good.pt", "data.dataset=folder"], "data.root: required for data.dataset=folder"),
+        (["good.pt", "model.num_classes=11"], "model.num_classes = 11, but the images have 10 classes"),
+        (["good.pt", "model.depth=2"], "model: the checkpoint's weights do not fit: 12 missing: blocks.1."),
+        (["good.pt", "train.device=cuda"], "train.device: cuda is not available here; use auto or cpu"),
+    ],
+)
+def test_bad_input_is_one_line(run_directory, tmp_path, monkeypatch, capsys, arguments, problem):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    content = find(run_directory, "last")[0].read_bytes()
+    Path("good.pt").write_bytes(content)
+    Path("half.pt").write_bytes(content[: len(content) // 2])
+    Path("text.pt").write_text("model: deit\n")
+    torch.save({"weight": torch.zeros(3)}, "state.pt")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(SystemExit) as caught:
+        validate.main(arguments)
+    output = capsys.readouterr()
+    assert caught.value.code == 2
+    assert (output.out, output.err.count("\n")) == ("", 1)
+    assert problem in output.err
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_batch_size_must_be_positive(run_directory, capsys):
+    with pytest.raises(SystemExit) as caught:
+        validate.main([str(run_directory), "--batch-size", "0"])
+    assert caught.value.code == 2
+    assert "--batch-size must be at least 1, got 0" in capsys.readouterr().err
+
+
+def test_validate_stays_short():
+    assert len((ROOT / "validate.py").read_text().splitlines()) <= 120

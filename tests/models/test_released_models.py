@@ -1,0 +1,92 @@
+"""Models of the published EVA and LARA code: its weights load strictly and give its numbers, gradients included.
+
+tests/data/released/models holds two small models of that code: weights and images stored as float16, which they are
+exactly, and the logits computed there in float64 and stored as float32; cases.json holds gradients of sum(logits * R).
+layouts holds the parameter names and shapes of four of its full-size models.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from models import create_model
+from models.convert import from_released
+
+RELEASED = Path(__file__).parents[1] / "data" / "released"
+CASES = json.loads((RELEASED / "models" / "cases.json").read_text())
+
+EVA = {"name": "eva", "mu_scale": 0.5, "position_bias": "table_released", "noise": "released"}
+LARA = {"name": "lara", "noise": "released"}
+LARA_PVT = {**LARA, "landmark_transform": "dense"}
+
+MODELS = {
+    "evit_d64_p8_eva.safetensors": (
+        "deit",
+        EVA,
+        {"img_size": 112, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 2, "num_classes": 10},
+    ),
+    "pvt_16-32-64-128_lara.safetensors": (
+        "pvtv2_b0",
+        LARA_PVT,
+        {
+            "embed_dims": (16, 32, 64, 128),
+            "depths": (1, 1, 1, 1),
+            "num_heads": (2, 4, 8, 16),
+            "mlp_ratios": (2, 2, 1, 1),
+            "num_classes": 10,
+        },
+    ),
+}
+LAYOUTS = {
+    "evit_tiny_p16_eva.json": ("deit_tiny_p16", EVA),
+    "evit_tiny_p8_lara.json": ("deit_tiny_p8", LARA),
+    "pvt_medium2_eva.json": ("pvtv2_b3_2xheads", EVA),
+    "pvt_medium2_lara_dense.json": ("pvtv2_b3_2xheads", LARA_PVT),
+}
+
+
+def assert_close(ours, released, tolerance):
+    torch.testing.assert_close(ours.detach(), released.double(), rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("file", MODELS)
+def test_numbers(file):
+    case = CASES[file]
+    name, attention, options = MODELS[file]
+    tensors = load_file(RELEASED / "models" / file)
+    released = {key.removeprefix("weight."): value for key, value in tensors.items() if key.startswith("weight.")}
+    model = create_model(name, attention, **options).eval().double()
+    model.load_state_dict(from_released(released), strict=True)
+    images = load_file(RELEASED / "models" / case["images"])["x"].double().requires_grad_()
+
+    logits = model(images)
+    (logits * tensors["R"].double()).sum().backward()
+
+    # The stored logits and gradients are float32: half a unit in the last place is 6e-8 of the value.
+    assert_close(logits, tensors["logits"], 3e-7 * case["logits_absmax"])
+    probed = images.grad.flatten()[case["grad_x_index"]]
+    assert_close(probed, torch.tensor(case["grad_x_value"], dtype=torch.float64), 3e-7 * case["grad_x_absmax"])
+    # Norms are stored with six digits.
+    assert images.grad.norm().item() == pytest.approx(case["grad_x_l2"], rel=1e-5)
+    norms = {key: parameter.grad.norm().item() for key, parameter in model.named_parameters()}
+    expected = {name_of(key, released[key]): norm for key, norm in case["param_grad_l2"].items()}
+    assert norms == pytest.approx(expected, rel=1e-5)
+
+
+def name_of(released_name, value):
+    (name,) = from_released({released_name: value})
+    return name
+
+
+@pytest.mark.parametrize("file", LAYOUTS)
+def test_full_size_layouts(file):
+    layout = json.loads((RELEASED / "layouts" / file).read_text())
+    name, attention = LAYOUTS[file]
+    with torch.device("meta"):
+        model = create_model(name, attention)
+        released = {key: torch.empty(shape) for key, shape in layout["shapes"].items()}
+    model.load_state_dict(from_released(released), strict=True)
+    assert sum(parameter.numel() for parameter in model.parameters()) == layout["num_parameters"]

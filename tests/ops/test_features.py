@@ -1,0 +1,163 @@
+"""Random features and their draws: unbiased kernels, the variances of theory, generators with the laws they claim.
+
+Monte-Carlo comparisons allow four standard errors, with fixed seeds.
+"""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention.mechanisms.softmax import softmax
+from attention.ops.random_features.op import random_feature_attention
+from attention.parts.features import log_features, trigonometric
+from attention.parts.sampling import counter_normal, counter_uniform, gaussian, mixture_draws, sample_indices
+from tests.support.identities import assert_equal, assert_mean, draw
+
+FP64 = torch.zeros((), dtype=torch.float64)
+
+
+def kernel_estimates(features: str, x: Tensor, y: Tensor, omega: Tensor) -> Tensor:
+    """Estimates of exp(x . y) from samples (R, s, d): (R,)."""
+    x, y = x.expand(len(omega), 1, -1), y.expand(len(omega), 1, -1)
+    if features == "trigonometric":
+        phi_x, phi_y = trigonometric(x, y, omega)
+        return (phi_x * phi_y).sum((1, 2)) * (x.square().sum(-1)[:, 0] / 2 + y.square().sum(-1)[:, 0] / 2).exp()
+    omega = torch.cat([omega, -omega], 1) if features == "hyperbolic" else omega
+    return (log_features(x, omega) + log_features(y, omega)).exp().mean((1, 2))
+
+
+@pytest.mark.parametrize("features", ["positive", "hyperbolic", "trigonometric"])
+def test_kernel_estimates_are_unbiased_with_the_known_variance(features):
+    S, d = 3, 4
+    x, y = (0.8 * z / z.norm() for z in (draw(d, seed=1), draw(d, seed=2)))
+    estimates = kernel_estimates(features, x, y, draw(400_000, S, d))
+    kernel, plus, minus = (x @ y).exp(), (x + y).square().sum(), (x - y).square().sum()
+    positive = plus.exp() * kernel**2 * (1 - (-plus).exp()) / S
+    variance = {
+        "positive": positive,
+        "hyperbolic": positive * (1 - (-plus).exp()) / 2,
+        "trigonometric": plus.exp() / kernel**2 * (1 - (-minus).exp()) ** 2 / (2 * S),
+    }[features]
+    assert_mean(estimates, kernel)
+    assert_mean((estimates - kernel) ** 2, variance)
+
+
+def test_two_nested_softmaxes_are_the_ratio_of_sums():
+    q, k, v, omega, weight = (
+        draw(2, 3, 5, 4),
+        draw(2, 3, 7, 4, seed=1),
+        draw(2, 3, 7, 6, seed=2),
+        draw(3, 8, 4),
+        draw(5, 8),
+    )
+    phi_q, phi_k = (log_features(q, omega) + weight).exp(), log_features(k, omega).exp()
+    kernel = phi_q @ phi_k.mT
+    expected = kernel @ v / kernel.sum(-1, keepdim=True)
+    assert_equal(random_feature_attention(q, k, v, omega, weight), expected)
+
+
+def test_large_inputs_do_not_overflow():
+    q, k, v, omega = (300 * draw(6, 4, seed=seed).float() for seed in range(4))
+    y = random_feature_attention(q, k, v, omega)
+    assert y.isfinite().all()
+    assert (y <= v.amax(0)).all()
+    assert (y >= v.amin(0)).all()
+
+
+@pytest.mark.parametrize("draws", ["iid", "orthogonal"])
+def test_error_falls_with_the_root_of_the_number_of_samples(draws):
+    """Mean squared error ~ 1/S."""
+    torch.manual_seed(0)
+    q, k, v = (0.3 * draw(1, 6, 4, seed=seed) for seed in range(3))
+    exact = softmax(q * 2, k, v)  # the factor sqrt(d) = 2 undoes softmax's scale: q and k count as scaled already
+    few, many = (
+        (random_feature_attention(q, k, v, gaussian(draws, (1000, samples, 4), FP64)) - exact).square().mean((1, 2))
+        for samples in (64, 16 * 64)
+    )
+    ratio = few.mean() / many.mean()
+    relative = sum((error.std() / error.mean()) ** 2 / len(error) for error in (few, many)) ** 0.5
+    # Beside the variance, of order 1/S, stand terms of order 1/S^2: a twentieth at S = 64.
+    assert abs(ratio / 16 - 1) < 4 * relative + 0.05
+
+
+@pytest.mark.parametrize("draws", ["orthogonal", "orthogonal_sqrt_d"])
+def test_orthogonal_rows_are_orthogonal_in_blocks(draws):
+    torch.manual_seed(1)
+    h, s, d = 2, 11, 4
+    omega = gaussian(draws, (h, s, d), FP64)
+    assert omega.shape == (h, s, d)
+    for start in range(0, s, d):
+        block = omega[:, start : start + d]
+        products = block @ block.mT
+        off_diagonal = products - torch.diag_embed(products.diagonal(dim1=1, dim2=2))
+        torch.testing.assert_close(off_diagonal, torch.zeros_like(products), rtol=0, atol=1e-12)
+    norms = omega.norm(dim=-1)
+    assert torch.allclose(norms, torch.full_like(norms, d**0.5)) == (draws == "orthogonal_sqrt_d")
+
+
+@pytest.mark.parametrize("draws", ["iid", "orthogonal"])
+def test_each_row_alone_is_standard_normal(draws):
+    torch.manual_seed(2)
+    omega = gaussian(draws, (40_000, 6, 4), FP64)  # independent over the first axis only
+    assert_mean(omega, 0.0)
+    assert_mean(omega**4, 3.0)
+    assert_mean(omega[..., :, None] * omega[..., None, :], torch.eye(4, dtype=torch.float64))
+    assert_mean(omega.square().sum(-1).square(), 4.0 * (4 + 2))  # chi^2_d: E = d (d + 2)
+    x, y = draw(4, seed=1) / 3, draw(4, seed=2) / 3
+    assert_mean(kernel_estimates("positive", x, y, omega), (x @ y).exp())
+
+
+def test_orthogonal_directions_are_uniform_over_rotations():
+    torch.manual_seed(3)
+    omega = gaussian("orthogonal_sqrt_d", (40_000, 4, 4), FP64)
+    assert_mean(omega, 0.0)
+    assert_mean(omega[..., :, None] * omega[..., None, :], torch.eye(4, dtype=torch.float64))
+
+
+def test_counter_draws_follow_their_law():
+    count = 400_000
+    u, other = (counter_uniform(torch.tensor(seed), (count,)).double() for seed in (0, 2**32 - 1))
+    assert u.min() > 0
+    assert u.max() < 1
+    assert_mean(u, 0.5)
+    assert_mean((u - 0.5) ** 2, 1 / 12)
+    assert_mean((u - 0.5) * (other - 0.5), 0.0)
+    for lag in (1, 64, 1024):
+        assert_mean((u[lag:] - 0.5) * (u[:-lag] - 0.5), 0.0)
+    z = counter_normal(torch.tensor(5), (count,)).double()
+    for power, moment in enumerate((0, 1, 0, 3), start=1):
+        assert_mean(z**power, moment)
+
+
+def test_counter_draws_depend_on_seed_and_position_only():
+    seed = torch.tensor(7)
+    state = torch.get_rng_state()
+    assert torch.equal(counter_uniform(seed, (5, 3)).flatten(), counter_uniform(seed, (20,))[:15])
+    assert not torch.equal(counter_uniform(seed, (20,)), counter_uniform(seed + 1, (20,)))
+    assert torch.equal(torch.get_rng_state(), state)
+    noise, uniform = mixture_draws((5, 2), FP64.expand(3), torch.tensor([7, 7]))
+    assert noise.shape == (5, 2, 3)
+    assert uniform.shape == (5, 2)
+    assert noise.dtype == uniform.dtype == torch.float64
+
+
+def test_indices_are_drawn_with_their_probabilities():
+    probabilities = torch.tensor([[0.0, 0.5, 0.0, 0.2, 0.3], [1.0, 0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
+    index = sample_indices(probabilities, counter_uniform(torch.tensor(1), (1, 200_000)).double())
+    assert_mean(torch.nn.functional.one_hot(index, 5).double().transpose(0, 1), probabilities)
+    edges = torch.tensor([2**-24, 0.5, 0.7, 1 - 2**-24], dtype=torch.float64)
+    assert sample_indices(probabilities[0], edges).tolist() == [1, 3, 4, 4]
+    assert sample_indices(probabilities[1].float(), torch.ones(1)).tolist() == [4]  # never past the end
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_features_are_computed_in_full_precision(dtype):
+    q, k, v, omega = (draw(6, 4, seed=seed).to(dtype) for seed in range(4))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = random_feature_attention(q, k, v, omega)
+    full = torch.float64 if dtype == torch.float64 else torch.float32
+    assert y.dtype == full
+    assert torch.equal(y, random_feature_attention(*(z.to(full) for z in (q, k, v, omega))))
+    assert math.isfinite(y.sum())

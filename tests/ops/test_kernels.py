@@ -1,0 +1,292 @@
+"""Fast paths. The uniform suite holds those of the path "auto" to their literal twins; here the other paths are held to
+"auto", and all of them to what a user may do with a layer.
+"""
+
+import importlib
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from attention import create_attention, kernels
+from attention.ops import memory
+from attention.ops.group_values import eager as groups
+from attention.ops.joint_softmax import eager as joint
+from attention.ops.random_features import eager as random_features
+from attention.ops.randomized import eager as randomized
+from bench.timing import peak_bytes
+from tests.support.cases import CASES, Case
+from tests.uniform.test_attention import FP32_RMS, FP64, FP64_GRADIENT, rms_ratio
+
+CORES = {
+    "joint": joint.JointSoftmax,
+    "groups": groups.GroupValues,
+    "features": random_features.RandomFeatures,
+    "samples": randomized.FirstOrder,
+}
+NAMES = ("local", "eva", "combiner", "transformer_ls", "lara", "performer", "ra")
+MORE_CASES = [
+    Case("ra", (3, 5), {"proposal": "mean_key", "num_samples": 2}),
+    Case("ra", (20, 25)),  # keys are drawn for two heads at a time
+]
+LAYERS = [
+    Case("local", (4, 6), {"window_size": 2}),
+    Case("eva", (4, 6), {"window_size": 2, "num_landmarks": 6}),
+    Case("lara", (4, 6), {"num_landmarks": 6}),
+    Case("performer", (4, 6), {"num_samples": 10}),
+    Case("ra", (4, 6)),
+]
+every_layer = pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
+
+
+def value_and_gradients(attn, x: Tensor, grid, amp: bool = False) -> list[Tensor]:
+    """Output, gradient of the tokens, gradients of all parameters that have one."""
+    x = x.detach().requires_grad_()
+    torch.manual_seed(3)
+    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
+        y = attn(x, grid)
+    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(y.dtype))
+    gradients = [x.grad, *(p.grad for p in attn.parameters() if p.grad is not None)]
+    attn.zero_grad()
+    return [y.detach(), *gradients]
+
+
+def taken(case: Case, monkeypatch) -> set[str]:
+    """The cores that a layer calls."""
+    called = set()
+    with monkeypatch.context() as patch:
+        for name, core in CORES.items():
+            forward = core.forward
+            patch.setattr(core, "forward", staticmethod(lambda *args, n=name, f=forward: (called.add(n), f(*args))[1]))
+        case.build()(case.tokens(), case.grid)
+    return called
+
+
+@pytest.mark.parametrize("path", ["plain", "lean"])
+@pytest.mark.parametrize("case", [*(case for case in CASES if case.name in NAMES), *MORE_CASES], ids=str)
+def test_paths_agree_in_value_and_all_gradients(case, path):
+    attn, x = case.build(), case.tokens()
+    (y, *gradients) = value_and_gradients(attn, x, case.grid)
+    with kernels.use(path):
+        (other, *other_gradients) = value_and_gradients(attn, x, case.grid)
+    torch.testing.assert_close(other, y, rtol=FP64, atol=FP64)
+    for gradient, expected in zip(other_gradients, gradients, strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=FP64_GRADIENT, atol=FP64_GRADIENT)
+
+
+@pytest.mark.parametrize(("room", "count"), [(1, 9), (10_000, 6), (14_000, 3), (30_000, 2)])
+@pytest.mark.parametrize("path", ["auto", "lean"])
+def test_parts_that_fit_the_cache_make_no_difference(path, room, count, monkeypatch):
+    """Heads one by one or in pairs, images one by one or in pairs."""
+    case = Case("eva", (4, 5), {"window_size": 2, "num_landmarks": 6})
+    attn, x, parts = case.build(), case.tokens(batch=3), []
+    expected = value_and_gradients(attn, x, case.grid)
+    monkeypatch.setattr(memory, "CACHE", room)
+    monkeypatch.setattr(joint, "cache_parts", lambda *args: parts.append(list(memory.cache_parts(*args))) or parts[-1])
+    with kernels.use(path):
+        results = value_and_gradients(attn, x, case.grid)
+    assert [len(each) for each in parts] == [count, count]  # forward and backward
+    for result, other in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, other, rtol=FP64_GRADIENT, atol=FP64_GRADIENT)
+
+
+@pytest.mark.parametrize(
+    ("grid", "window", "num_others", "kept"),
+    [
+        ((4, 6), (2, 2), 0, True),
+        ((14, 14), (7, 7), 4, True),
+        ((4, 6), (2, 2), 4, False),
+        ((5, 7), (3, 3), 0, False),
+    ],
+)
+def test_windows_are_kept_where_they_take_no_more_memory_than_tokens(grid, window, num_others, kept):
+    tokens = [torch.randn(2, 3, grid[0] * grid[1], 4, requires_grad=True) for _ in "qkv"]
+    others = [torch.randn(2, 3, 1, num_others, 4) for _ in "kv"]
+    y = joint.joint_softmax(*tokens, None, *others, grid=grid, window=window)
+    *windows, _, _ = y.grad_fn.saved_tensors
+    assert len(windows) == (3 if kept else 5)
+    if kept:
+        assert sum(x.nbytes for x in windows) <= joint.MAX_KEPT * sum(x.nbytes for x in tokens)
+
+
+def test_without_gradients_only_one_part_is_held(monkeypatch):
+    attn = create_attention("local", dim=12, num_heads=3, grid=(28, 28), window_size=14, position_bias="none")
+    x = torch.randn(4, 784, 12)
+    all_weights = 4 * 3 * 4 * 196**2 * x.element_size()
+    monkeypatch.setattr(memory, "CACHE", all_weights // 12)
+    with torch.no_grad():
+        assert peak_bytes(lambda: attn(x, (28, 28)), x.device) < all_weights / 4
+
+
+def test_parts_cover_every_head_of_every_image_once():
+    x = torch.zeros(5, 3, 2)
+    for pairs, count in (1, 15), (2, 10), (3, 5), (7, 3), (15, 1), (100, 1):
+        parts = list(memory.cache_parts(x, memory.CACHE // pairs))
+        assert len(parts) == count, pairs
+        for part in parts:
+            x[part] += 1
+    assert (x == 6).all()
+    assert list(memory.cache_parts(torch.zeros(5, 3, device="meta"), memory.CACHE)) == [(slice(0, 5), slice(0, 3))]
+
+
+@pytest.mark.parametrize(
+    ("case", "cores"),
+    [
+        (LAYERS[0], "joint"),
+        (LAYERS[1], "groups joint"),
+        (LAYERS[2], "features"),
+        (LAYERS[3], "features"),
+        (Case("combiner", (4, 6), {"window_size": 2}), "joint"),
+        (Case("transformer_ls", (4, 6), {"window_size": 2, "num_landmarks": 6}), "joint"),
+        (Case("eva", (5, 7), {"window_size": 3, "num_landmarks": 6, "num_prefix_tokens": 2}), "joint"),
+        (Case("eva", (4, 6), {"window_size": 2, "num_landmarks": 6, "num_samples": 2}), "groups"),
+        (Case("eva", (4, 6), {"window_size": 2, "num_landmarks": 6, "attn_drop": 0.5}), "groups"),
+        (Case("local", (4, 6), {"window_size": 2, "overlap": 1}), ""),
+        (Case("local", (4, 6), {"causal": True, "layout": "1d", "window_size": 7}), "joint"),
+        (Case("lara", (4, 6), {"num_landmarks": 6, "weighting": "coupled"}), ""),
+        (Case("performer", (4, 6), {"features": "relu"}), ""),
+        (LAYERS[4], "samples"),
+        (Case("ra", (4, 6), {"proposal": "biased"}), "samples"),
+        (Case("ra", (4, 6), {"hyperbolic": True}), ""),
+    ],
+    ids=str,
+)
+def test_what_fast_paths_cover(case, cores, monkeypatch):
+    assert taken(case, monkeypatch) == set(cores.split())
+    with kernels.use("plain"):
+        assert taken(case, monkeypatch) == set()
+
+
+@pytest.mark.parametrize("path", ["auto", "lean"])
+@every_layer
+def test_single_precision_is_close(case, path):
+    expected = value_and_gradients(case.build(), case.tokens(), case.grid)
+    with kernels.use(path):
+        results = value_and_gradients(case.build().float().eval(), case.tokens().float(), case.grid)
+        expected = value_and_gradients(case.build().eval(), case.tokens(), case.grid)
+    for result, exact in zip(results, expected, strict=True):
+        if exact.square().mean() > 1e-20:  # the bias of keys has no gradient where all keys are shifted alike
+            assert rms_ratio(result.double(), exact) < FP32_RMS
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *LAYERS,
+        Case("local", (6, 9), {"window_size": 3}),
+        Case("local", (6, 9), {"window_size": 3, "position_bias": "none"}),
+    ],
+    ids=str,
+)
+def test_half_precision_is_as_close_as_the_plain_path(case):
+    """Errors of all outputs and gradients together, over several seeds; 1.15: of two equally good roundings."""
+    errors = {"auto": 0.0, "plain": 0.0}
+    for seed in range(8):
+        attn, x = case.build(torch.float32, seed).eval(), case.tokens(torch.float32, seed)
+        with kernels.use("plain"):
+            exact = value_and_gradients(attn, x, case.grid)
+        for path in errors:
+            with kernels.use(path):
+                rounded = value_and_gradients(attn, x, case.grid, amp=True)
+            for result, expected in zip(rounded, exact, strict=True):
+                errors[path] += min(rms_ratio(result.float(), expected), 1.0)
+    assert errors["auto"] < 1.15 * errors["plain"]
+
+
+@every_layer
+def test_inputs_used_twice_frozen_or_strided(case):
+    """Beside another use of the same queries, keys and values, without their gradients, and out of order in memory."""
+    module, results = importlib.import_module(f"attention.mechanisms.{case.name}"), {}
+    op = getattr(module, case.name)
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, case.name, lambda *a, **k: (calls.append((a, k)), op(*a, **k))[1])
+        case.build()(case.tokens(), case.grid)
+    (q, k, v, *rest), options = calls[0]
+    rest = [x.detach() if isinstance(x, Tensor) else x for x in rest]
+    for path in ("auto", "plain"):
+        with kernels.use(path):
+            x, gradients = q.detach().clone().requires_grad_(), []
+            y = op(x, x, x, *rest, **options) + x.square()
+            gradients += torch.autograd.grad(y.square().sum(), x)
+            for leaf in range(3):  # the others frozen
+                inputs = [y.detach().mT.contiguous().mT.requires_grad_(i == leaf) for i, y in enumerate((q, k, v))]
+                gradients += torch.autograd.grad(op(*inputs, *rest, **options).square().sum(), inputs[leaf])
+            results[path] = gradients
+    for gradient, expected in zip(results["auto"], results["plain"], strict=True):
+        torch.testing.assert_close(gradient, expected, rtol=FP64_GRADIENT, atol=FP64_GRADIENT)
+
+
+@every_layer
+def test_checkpointed_layers_give_the_same_gradients(case):
+    attn, x = case.build(), case.tokens()
+    expected = value_and_gradients(attn, x, case.grid)
+    results = value_and_gradients(
+        lambda_module(attn, lambda y, grid: checkpoint(attn, y, grid, use_reentrant=False)), x, case.grid
+    )
+    assert all(torch.equal(a, b) for a, b in zip(results, expected, strict=True))
+
+
+def lambda_module(attn, forward):
+    """A module with the parameters of `attn` and another forward."""
+    module = torch.nn.Module()
+    module.attn, module.forward = attn, forward
+    return module
+
+
+@every_layer
+def test_gradients_compile(case):
+    torch.compiler.reset()
+    attn, x = case.build(torch.float32), case.tokens(torch.float32)
+    compiled = torch.compile(attn, fullgraph=True, dynamic=False, backend="aot_eager")
+    for result, expected in zip(
+        value_and_gradients(compiled, x, case.grid), value_and_gradients(attn, x, case.grid), strict=True
+    ):
+        torch.testing.assert_close(result, expected)
+
+
+@every_layer
+def test_second_order_gradients_are_refused_and_plain_ones_exist(case):
+    def slope() -> Tensor:
+        x = case.tokens().requires_grad_()
+        (gradient,) = torch.autograd.grad(case.build().eval()(x, case.grid).square().sum(), x, create_graph=True)
+        return torch.autograd.grad(gradient.sum(), x)[0]
+
+    with pytest.raises(RuntimeError, match=r"no second derivatives; .* kernels.use\('plain'\)"):
+        slope()
+    with kernels.use("plain"):
+        assert slope().isfinite().all()
+
+
+@every_layer
+def test_saved_bytes_fall_from_plain_to_auto_to_lean(case):
+    def saved(path) -> int:
+        attn, storages = create_attention(case.name, dim=96, num_heads=3, grid=(14, 14)), {}
+        parameters = {p.untyped_storage().data_ptr() for p in attn.parameters()}
+
+        def keep(x: Tensor) -> Tensor:
+            storages[x.untyped_storage().data_ptr()] = x  # kept alive, so that no address is used again
+            return x
+
+        x = torch.randn(2, 196, 96, requires_grad=True)
+        with kernels.use(path), torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            attn(x, (14, 14))
+        return sum(x.untyped_storage().nbytes() for address, x in storages.items() if address not in parameters)
+
+    if case.name == "ra":  # no weights are kept on either path
+        assert saved("lean") == saved("auto")
+    else:
+        assert saved("lean") < saved("auto")
+    assert saved("auto") < saved("plain") or case.name == "local"  # equal up to small terms there
+
+
+def test_paths_are_named_and_restored():
+    assert kernels.path() == "auto"
+    assert kernels.resolved() == "auto: fast group_values, joint_softmax, lara, performer, ra"
+    with kernels.use("plain"):
+        assert kernels.resolved() == kernels.path() == "plain"
+    assert kernels.path() == "auto"
+    path = kernels.use("fast")
+    with pytest.raises(ValueError, match=r"kernels.use\('fast'\): unknown path; one of auto, lean, triton, plain"):
+        path.__enter__()
