@@ -9,8 +9,9 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from attention.base import Attention, LayerContext
+from attention.legacy import modernise
 from attention.mechanisms.abc import Abc
-from attention.mechanisms.bigbird import BigBird
+from attention.mechanisms.bigbird import Bigbird
 from attention.mechanisms.clustered import Clustered
 from attention.mechanisms.combiner import Combiner
 from attention.mechanisms.cosformer import Cosformer
@@ -29,6 +30,7 @@ from attention.mechanisms.ra import Ra
 from attention.mechanisms.reformer import Reformer
 from attention.mechanisms.rfa import Rfa
 from attention.mechanisms.scatterbrain import Scatterbrain
+from attention.mechanisms.scatterbrain_lsh import ScatterbrainLsh
 from attention.mechanisms.smyrf import Smyrf
 from attention.mechanisms.softmax import Softmax
 from attention.mechanisms.sparse_transformer import SparseTransformer
@@ -54,6 +56,7 @@ ATTENTION: dict[str, type[Attention]] = {
     "transformer_ls": TransformerLs,
     "smyrf": Smyrf,
     "scatterbrain": Scatterbrain,
+    "scatterbrain_lsh": ScatterbrainLsh,
     "linear": Linear,
     "xca": Xca,
     "cosformer": Cosformer,
@@ -69,7 +72,7 @@ ATTENTION: dict[str, type[Attention]] = {
     "orthoformer": Orthoformer,
     "longformer": Longformer,
     "sparse_transformer": SparseTransformer,
-    "bigbird": BigBird,
+    "bigbird": Bigbird,
     "clustered": Clustered,
     "reformer": Reformer,
 }
@@ -101,16 +104,16 @@ class AttentionFactory:
         name = options["name"]
         if not isinstance(name, str) or name not in ATTENTION:
             raise OptionError(f"{path}.name", f"unknown mechanism {name!r}{nearest(name, ATTENTION)}")
-        rest = {key: value for key, value in options.items() if key != "name"}
+        name, rest = modernise(name, {key: value for key, value in options.items() if key != "name"}, path)
         return cls(name, parse_options(ATTENTION[name].Config, rest, f"{path}({name})"))
 
-    def __call__(self, **site: Any) -> Attention:
-        """Builds the layer for `LayerContext(**site)`.
+    def __call__(self, **context: Any) -> Attention:
+        """Builds the layer for `LayerContext(**context)`.
 
         Raises:
-            OptionError: options that the site's dimensions cannot honour.
+            OptionError: options that the context's dimensions cannot honour.
         """
-        return ATTENTION[self.name](LayerContext(**site), self.config)
+        return ATTENTION[self.name](LayerContext(**context), self.config)
 
 
 def create_attention(name: str, **options: Any) -> Attention:
@@ -120,8 +123,8 @@ def create_attention(name: str, **options: Any) -> Attention:
     Raises:
         OptionError: unknown mechanism or option, wrong type or value, or a geometry that cannot be honoured.
     """
-    site = {field.name: options.pop(field.name) for field in fields(LayerContext) if field.name in options}
-    return AttentionFactory.from_options({"name": name, **options})(**site)
+    context = {field.name: options.pop(field.name) for field in fields(LayerContext) if field.name in options}
+    return AttentionFactory.from_options({"name": name, **options})(**context)
 
 
 __all__ = [

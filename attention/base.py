@@ -1,13 +1,14 @@
 """The contract every attention mechanism meets.
 
 Shape letters used throughout: B images, (H, W) token grid, N = H*W tokens in raster order n = y*W + x, C channels
-(dim), h heads, d = C/h channels per head, g windows, w tokens per window, e tokens of an exact set, c landmarks or
-groups, t tokens per group, s random samples, P prefix tokens (class token, registers), which precede those of the grid.
+(dim), h heads, d = C/h channels per head, g windows, w tokens per window, e keys that a window attends to, c landmarks
+or groups, t tokens per group, s random samples, P prefix tokens (class token, registers), which precede those of the
+grid.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -17,10 +18,12 @@ from attention.options import OptionError
 from attention.parts.geometry import Grid, merge_heads, split_heads, split_prefix
 from attention.parts.linear import init_linear
 
+PrefixTokens = Literal["refused", "plain", "exact"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class LayerContext:
-    """The place of an attention layer in a network: what the model knows and a mechanism may need.
+    """What a network tells an attention layer of its place, and what a mechanism may need.
 
     Attributes:
         dim: channels C; num_heads: heads h, a divisor of C.
@@ -55,31 +58,43 @@ class Attention(nn.Module):
     """
 
     Config: ClassVar[type]
-    plain_prefix: ClassVar[bool] = False
-    """Whether prefix tokens are ordinary tokens to the mechanism, as to those that ignore order. Otherwise they attend
-    to all tokens by softmax, every token of the grid sees them, and windows, landmarks and places are the grid's alone.
+    prefix_tokens: ClassVar[PrefixTokens] = "refused"
+    """What prefix tokens are to the mechanism.
+
+    refused: a layer with prefix tokens cannot be built. plain: ordinary tokens, as to mechanisms that ignore order;
+    `attend` gets queries of all P + N. exact: they attend to all tokens by softmax, which this class does; `attend`
+    gets queries of the grid and keys of all P + N, every token of the grid attends to the prefix tokens, and windows,
+    landmarks and positions are the grid's alone.
     """
     num_projections: ClassVar[int] = 3
     """How many of queries, keys and values `qkv` makes: 2 where keys are queries, 1 where there are only values."""
 
-    def __init__(self, site: LayerContext, config: Any):
+    def __init__(self, context: LayerContext, config: Any):
         super().__init__()
         self.config = config
-        self.num_heads = site.num_heads
-        self.head_dim = site.dim // site.num_heads
-        if site.num_prefix_tokens and getattr(config, "causal", False):
-            self.refuse("causal", True, "prefix tokens see every token; use a model without them")
-        self.qkv = nn.Linear(site.dim, self.num_projections * site.dim, bias=site.qkv_bias)
-        self.proj = nn.Linear(site.dim, site.dim)
-        self.proj_drop = nn.Dropout(site.proj_drop)
+        self.num_heads = context.num_heads
+        self.head_dim = context.dim // context.num_heads
+        self.num_prefix_tokens = context.num_prefix_tokens
+        if context.num_prefix_tokens and self.prefix_tokens == "refused":
+            problem = f" = {context.num_prefix_tokens}: {self.name()} does not declare what it does with prefix tokens"
+            raise OptionError("num_prefix_tokens", f"{problem}; use a model without a class token and registers")
+        if context.num_prefix_tokens and getattr(config, "causal", False):
+            self.refuse("causal", True, "prefix tokens attend to every token; use a model without them")
+        self.qkv = nn.Linear(context.dim, self.num_projections * context.dim, bias=context.qkv_bias)
+        self.proj = nn.Linear(context.dim, context.dim)
+        self.proj_drop = nn.Dropout(context.proj_drop)
         for linear in (self.qkv, self.proj):
             init_linear(linear)
 
     @classmethod
+    def name(cls) -> str:
+        """The mechanism's name, that of its file."""
+        return cls.__module__.rpartition(".")[2]
+
+    @classmethod
     def refuse(cls, name: str, value: Any, problem: str) -> None:
         """Raises the OptionError for option `name` of this mechanism."""
-        mechanism = cls.__module__.rpartition(".")[2]
-        raise OptionError(f"attention({mechanism}).{name}", f" = {value}: {problem}")
+        raise OptionError(f"attention({cls.name()}).{name}", f" = {value}: {problem}")
 
     def refuse_unused(self, neutral: Mapping[str, Any], why: str) -> None:
         """Raises the OptionError for the first option that does not have its `neutral` value."""
@@ -97,20 +112,29 @@ class Attention(nn.Module):
         return split_heads(self.qkv(x), self.num_projections, self.num_heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        """Queries (B, h, N, d), keys and values (B, h, P + N, d) -> mixed values (B, h, N, d).
+        """Queries (B, h, N, d), keys and values (B, h, P + N, d) -> attended values (B, h, N, d).
 
         Where prefix tokens are plain there are queries of all P + N tokens.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define attend")
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        """(B, P + N, C) tokens, N of an (H, W) grid -> (B, P + N, C). The grid may differ from construction's."""
+        """(B, P + N, C) tokens, N of an (H, W) grid -> (B, P + N, C). The grid may differ from construction's.
+
+        Raises:
+            ValueError: another number of tokens than the prefix tokens and the grid make.
+        """
+        (H, W), P = grid, self.num_prefix_tokens
+        if x.shape[1] != P + H * W:
+            raise ValueError(
+                f"attention({self.name()}): got {x.shape[1]} tokens, but {P} prefix tokens and a {H}x{W} grid make"
+                f" {P + H * W}; give the (H, W) of these tokens"
+            )
         q, *others = self.project(x, grid)
-        N = grid[0] * grid[1]
-        if self.plain_prefix or x.shape[1] == N:
+        if P == 0 or self.prefix_tokens == "plain":
             y = self.attend(q, *others, grid)
         else:
-            q_prefix, q = split_prefix(q, N)
+            q_prefix, q = split_prefix(q, H * W)
             y_prefix = F.scaled_dot_product_attention(q_prefix, *others[:2], dropout_p=self.attn_drop)
             y = torch.cat([y_prefix, self.attend(q, *others, grid)], 2)
         return self.proj_drop(self.proj(merge_heads(y)))

@@ -5,10 +5,11 @@ from torch import Tensor
 
 from attention.base import Attention
 from attention.ops.group_values.op import group_logits, group_values
-from attention.ops.joint_softmax.op import exact_set, mix, shared_logits
-from attention.parts.features import full_type
+from attention.ops.joint_softmax.op import mix, shared_logits
+from attention.parts.features import compute_dtype
 from attention.parts.geometry import Grid, merge_heads
 from attention.parts.groups import Groups
+from attention.window_options import windows_on
 
 
 class EvaDecoder:
@@ -17,7 +18,7 @@ class EvaDecoder:
     decoder = EvaDecoder(attn, grid)
     y = torch.cat([decoder(x_n) for x_n in x.split(1, dim=1)], dim=1)  # attn(x, grid)
 
-    Keeps the tokens of the present exact set and group, and the summaries of the groups that ended: about |E| + C
+    Keeps the tokens of the present window and group, and the summaries of the groups that ended: about |E| + C
     entries, where softmax keeps every token.
 
     Args:
@@ -27,7 +28,7 @@ class EvaDecoder:
     def __init__(self, attn: Attention, grid: Grid):
         if not attn.config.causal or attn.training:
             raise ValueError("decoding needs an eva layer with causal: true, in evaluation; call eval() on it")
-        self.attn, self.cells = attn, (1, grid[0] * grid[1])
+        self.attn, self.windows = attn, windows_on(attn.config, grid)
         self.position, self.tokens, self.summaries, self.groups = 0, {}, [], []
         if attn.config.num_landmarks:
             index, valid, _ = attn.groups(grid, torch.device("cpu"))
@@ -41,24 +42,24 @@ class EvaDecoder:
             ValueError: after the last token of the grid.
         """
         n, attn, config = self.position, self.attn, self.attn.config
-        if n == self.cells[1]:
+        if n == self.windows.grid[1]:
             raise ValueError(f"all {n} tokens of the grid are decoded; begin another sequence with a new decoder")
         self.tokens[n] = q, _, _ = attn.project(x, (1, 1))
-        cells, places, row = exact_set(n, self.cells, attn.window, attn.overlap, causal=True)
-        _, keys, values = self.gather(cells)
-        exact, bias = shared_logits(q[:, :, None], keys), attn.position_bias()
-        parts = [(exact if bias is None else exact + bias[:, None, None, row, places], values[:, :, None])]
-        before = n if config.visibility == "released" else cells[0]
+        window, positions, row = self.windows.attended(n)
+        _, keys, values = self.gather(window)
+        logits, bias = shared_logits(q[:, :, None], keys), attn.position_bias()
+        terms = [(logits if bias is None else logits + bias[:, None, None, row, positions], values[:, :, None])]
+        before = n if config.visibility == "released" else window[0]
         visible = [c for c in range(len(self.summaries)) if self.groups[c][-1] < before]
         if visible:
             count = torch.tensor([[len(self.groups[c]) for c in visible]], device=x.device)
             summaries = zip(*(self.summaries[c] for c in visible), strict=True)
             *landmarks, log_mass, beta = (torch.cat(x, 3) for x in summaries)
-            prior = count.to(full_type(q)).log()[:, None] if config.log_count else None
+            prior = count.to(compute_dtype(q)).log()[:, None] if config.log_count else None
             logits = group_logits(q[:, :, None], *landmarks, log_mass, prior)
-            parts.append((logits, beta))
+            terms.append((logits, beta))
         self.advance()
-        return attn.proj(merge_heads(mix(parts)[:, :, 0]))
+        return attn.proj(merge_heads(mix(terms)[:, :, 0]))
 
     def gather(self, positions: list[int]) -> tuple[Tensor, ...]:
         """Queries, keys and values (B, h, n, d) of n positions."""
@@ -75,7 +76,7 @@ class EvaDecoder:
             beta, log_mass = group_values(k, v, omega, whole)
             self.summaries.append((k_tilde, mu, omega, log_mass, beta))
         self.position += 1
-        if self.position < self.cells[1]:
-            exact, *_ = exact_set(self.position, self.cells, self.attn.window, self.attn.overlap, causal=True)
-            needed = {*exact, *(n for members in groups[len(self.summaries) :] for n in members)}
+        if self.position < self.windows.grid[1]:
+            window, *_ = self.windows.attended(self.position)
+            needed = {*window, *(n for members in groups[len(self.summaries) :] for n in members)}
             self.tokens = {n: token for n, token in self.tokens.items() if n in needed}

@@ -10,7 +10,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 
@@ -27,10 +27,22 @@ class OptionError(ValueError):
 
 
 def option(
-    default: Any, meaning: str, *, low: float | None = None, high: float | None = None, above: float | None = None
+    default: Any,
+    meaning: str,
+    *,
+    low: float | None = None,
+    high: float | None = None,
+    above: float | None = None,
+    chosen: Callable[[Any], Any] | None = None,
 ):
-    """A dataclass field: default, meaning (with its unit) and range, ``low <= value <= high`` and ``value > above``."""
-    return dataclasses.field(default=default, metadata={"meaning": meaning, "low": low, "high": high, "above": above})
+    """A dataclass field: default, meaning (with its unit) and range, ``low <= value <= high`` and ``value > above``.
+
+    Args:
+        chosen: the value that follows from the other options where this one is null: a function of them all, which
+            `parse_options` calls.
+    """
+    limits = {"low": low, "high": high, "above": above}
+    return dataclasses.field(default=default, metadata={"meaning": meaning, "chosen": chosen, **limits})
 
 
 def nearest(word: str, choices) -> str:
@@ -46,6 +58,7 @@ def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:
     Args:
         cls: dataclass type; fields typed bool, int, float, str, ``Literal``, ``tuple``, ``X | None`` or a dataclass.
         options: option name -> plain value. A list stands for a tuple, an int for a float; nothing else is converted.
+            Options that are null and have a rule, see `option`, get the value that it chooses.
         path: dotted path of this mapping in the user's configuration, to begin error messages with.
     Raises:
         OptionError: unknown name, missing required option, wrong type, value outside its choices or range.
@@ -64,7 +77,9 @@ def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:
     for name, field in fields.items():
         if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise OptionError(f"{path}.{name}" if path else name, "required, but not given")
-    return cls(**values)
+    parsed = cls(**values)
+    rules = {name: rule for name, field in fields.items() if (rule := field.metadata.get("chosen"))}
+    return dataclasses.replace(parsed, **{n: rule(parsed) for n, rule in rules.items() if getattr(parsed, n) is None})
 
 
 def _check(kind: Any, value: Any, key: str) -> Any:

@@ -22,7 +22,7 @@ from attention.mechanisms.performer import performer, performer_reference
 from attention.ops.group_values import triton_groups
 from attention.ops.group_values.op import group_values
 from attention.ops.joint_softmax import triton_joint
-from attention.ops.joint_softmax.op import joint_softmax, seen_exactly
+from attention.ops.joint_softmax.op import joint_softmax, attended_in_window
 from attention.ops.random_features import triton_random_features
 from attention.ops.triton_tokens import INTERPRETED
 from attention.parts.features import scale, upcast, xi
@@ -188,7 +188,7 @@ def joint_softmax_reference(q, k, v, bias=None, keys=None, values=None, logits=N
     """`joint_softmax`, query by query."""
     y, (rows, columns), W = torch.zeros_like(q), windows["window"], windows["grid"][1]
     for n in range(q.shape[2]):
-        seen, of_seen = seen_exactly(n, q, k, v, bias, **windows)
+        seen, of_seen = attended_in_window(n, q, k, v, bias, **windows)
         if keys is not None:
             shared = (q[:, :, n, None] @ keys[:, :, 0].mT)[:, :, 0] / q.shape[-1] ** 0.5
             if logits is not None:

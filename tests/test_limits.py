@@ -14,7 +14,7 @@ from attention.mechanisms.eva import eva, group_values
 from attention.mechanisms.local import local
 from attention.mechanisms.scatterbrain import scatterbrain
 from attention.mechanisms.softmax import softmax
-from attention.ops.joint_softmax.op import exact_logits, exact_set
+from attention.ops.joint_softmax.op import window_logits, exact_set
 from attention.ops.random_features.op import random_feature_attention
 from attention.parts.features import log_features, scale
 from attention.parts.geometry import from_windows, to_windows, window_indices
@@ -235,7 +235,7 @@ def test_e6_random_feature_weight_of_the_complement_is_scatterbrain(grid):
     beta, log_mass = group_values(k, v, omega.expand(B, h, G, 1, S, d), complement)
     queries = to_windows(q, grid, window)
     logits = log_features(scale(queries), omega) + log_mass - torch.tensor(S).double().log()
-    weights = torch.cat([exact_logits(q, k, None, grid, window, (0, 0)), logits], -1).softmax(-1)
+    weights = torch.cat([window_logits(q, k, None, grid, window, (0, 0)), logits], -1).softmax(-1)
     y = from_windows(weights[..., :4] @ to_windows(v, grid, window) + weights[..., 4:] @ beta, grid, window)
     expected = scatterbrain(q, k, v, omega.expand(h, S, d), grid=grid, window=window)
     assert_equal(y, expected)
@@ -255,7 +255,7 @@ def test_e7_exact_group_averages_and_weights_are_softmax(grid):
     inside = torch.einsum("bhgwd,bhgctd->bhgwct", queries, keys) * d**-0.5
     inside = inside.masked_fill(~groups.valid[:, None], -torch.inf)
     beta = torch.einsum("bhgwct,bhgctd->bhgwcd", inside.softmax(-1), values)
-    weights = torch.cat([exact_logits(q, k, None, grid, window, (0, 0)), inside.logsumexp(-1)], -1).softmax(-1)
+    weights = torch.cat([window_logits(q, k, None, grid, window, (0, 0)), inside.logsumexp(-1)], -1).softmax(-1)
     y = weights[..., :4] @ to_windows(v, grid, window) + torch.einsum("bhgwc,bhgwcd->bhgwd", weights[..., 4:], beta)
     assert_equal(from_windows(y, grid, window), softmax(q, k, v))
 

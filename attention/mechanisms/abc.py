@@ -41,16 +41,16 @@ def abc_reference(q, k, v, control, attn_drop=0.0):
 class Abc(Attention):
     """Softmax over learned slots. Papers: LARA Table 4 'ABC'."""
 
-    plain_prefix = True
+    prefix_tokens = "plain"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         num_landmarks: int = option(49, "slots c per head", low=1)
         attn_drop: float = option(0.0, "dropout rate of the attention weights over slots", low=0, high=1)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
-        self.control = nn.Linear(site.dim, site.num_heads * config.num_landmarks)
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        self.control = nn.Linear(context.dim, context.num_heads * config.num_landmarks)
         init_linear(self.control)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:

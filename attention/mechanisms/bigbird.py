@@ -15,10 +15,10 @@ from torch import Tensor
 
 from attention.base import Attention, LayerContext
 from attention.mechanisms.softmax import softmax
-from attention.ops.joint_softmax.op import mix, prefix_part
+from attention.ops.joint_softmax.op import mix, prefix_term
 from attention.options import option
 from attention.parts.features import upcast
-from attention.parts.geometry import Grid, count_windows, from_windows, raster, split_prefix, to_windows, window_mask
+from attention.parts.geometry import Grid, Windows, raster, split_prefix
 from attention.parts.sampling import counter_uniform
 
 
@@ -28,35 +28,34 @@ def bigbird(
     v: Tensor,
     blocks: Tensor,
     *,
-    grid: Grid,
-    block: Grid,
+    windows: Windows,
     num_global: int,
     attn_drop: float = 0.0,
 ) -> Tensor:
     """Softmax over the key blocks of each query block; over all keys for the queries of global blocks.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries see prefix tokens.
+        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries attend to prefix tokens.
         blocks: key blocks of every head and query block, (h, n, m) int64; n stands for none.
-        grid: what is cut into blocks of `block` cells; (1, N) and (1, b) for blocks of the raster order.
+        windows: the n blocks.
         num_global: global blocks. attn_drop: dropout rate of the weights.
     Returns:
         (B, h, N, d).
     """
     (k_prefix, k_grid), (v_prefix, v_grid) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
-    queries, keys, values = (to_windows(x, grid, block) for x in (q, k_grid, v_grid))  # (B, h, n, b, d)
-    (h, n, _), (*_, cells, d) = blocks.shape, keys.shape
+    queries, keys, values = (windows.partition(x) for x in (q, k_grid, v_grid))  # (B, h, n, b, d)
+    (h, n, _), (*_, b, d) = blocks.shape, keys.shape
     index = blocks.clamp(max=n - 1)  # padding points at some block
-    inside = window_mask(grid, block, (0, 0), q.device)
-    valid = (blocks < n)[..., None].expand(-1, -1, -1, cells)
+    inside = windows.mask(q.device)
+    valid = (blocks < n)[..., None].expand(-1, -1, -1, b)
     valid = valid if inside is None else valid & inside[index]
     head = torch.arange(h, device=q.device)[:, None, None]
     logits = upcast(d**-0.5 * queries @ keys[:, head, index].flatten(3, 4).mT)  # (B, h, n, b, m*b)
     logits = logits.masked_fill(~valid.flatten(2)[:, :, None], -torch.inf)
-    y = mix([(logits, values[:, head, index].flatten(3, 4)), *prefix_part(queries, k_prefix, v_prefix)], attn_drop)
+    y = mix([(logits, values[:, head, index].flatten(3, 4)), *prefix_term(queries, k_prefix, v_prefix)], attn_drop)
     rows = torch.tensor(global_blocks(n, num_global), dtype=torch.int64, device=q.device)
-    on_all = softmax(queries.index_select(2, rows).flatten(2, 3), k, v, attn_drop).unflatten(2, (len(rows), cells))
-    return from_windows(y.index_copy(2, rows, on_all.to(y.dtype)), grid, block)
+    on_all = softmax(queries.index_select(2, rows).flatten(2, 3), k, v, attn_drop).unflatten(2, (len(rows), b))
+    return windows.reverse(y.index_copy(2, rows, on_all.to(y.dtype)))
 
 
 def global_blocks(n: int, num_global: int) -> list[int]:
@@ -80,30 +79,31 @@ def choose_blocks(num_window: int, num_global: int, uniform: Tensor) -> Tensor:
     chosen = chosen.masked_fill(twice | (chosen < 0) | (chosen >= n), n).expand(h, -1, -1)
     for u in uniform.unbind(-1):
         block = (u * (n - (chosen < n).sum(-1))).long()
-        for taken in chosen.sort(-1).values.unbind(-1):  # the place among free blocks -> the place among all
+        for taken in chosen.sort(-1).values.unbind(-1):  # the position among free blocks -> the position among all
             block = block + (block >= taken)
         chosen = torch.cat([chosen, block[..., None]], -1)
     return chosen.clamp(max=n)
 
 
-def bigbird_reference(q, k, v, blocks, *, grid, block, num_global, attn_drop=0.0):
+def bigbird_reference(q, k, v, blocks, *, windows, num_global, attn_drop=0.0):
     """`bigbird`, query by query."""
-    (rows, columns), per_row = block, -(-grid[1] // block[1])
-    n, block_of = blocks.shape[1], [m // grid[1] // rows * per_row + m % grid[1] // columns for m in range(q.shape[2])]
+    n, block_of = blocks.shape[1], [windows.index_of(m) for m in range(q.shape[2])]
     first, last = range((num_global + 1) // 2), range(n - num_global // 2, n)
     y, P = torch.zeros_like(q), k.shape[2] - q.shape[2]
     for head, i in ((head, i) for head in range(q.shape[1]) for i in range(q.shape[2])):
         at = block_of[i]
-        seen = blocks[head, at].tolist()
-        keys = [P + m for m, b in enumerate(block_of) if b in seen or at in first or at in last]
+        chosen = blocks[head, at].tolist()
+        keys = [P + m for m, b in enumerate(block_of) if b in chosen or at in first or at in last]
         keys = [*range(P), *keys]
         weights = (q[:, head, i, None] @ k[:, head, keys].mT / q.shape[-1] ** 0.5).softmax(-1)
         y[:, head, i] = (F.dropout(weights, attn_drop) @ v[:, head, keys])[:, 0]
     return y
 
 
-class BigBird(Attention):
+class Bigbird(Attention):
     """Sliding, global and random blocks of keys. Papers: LARA Table 9."""
+
+    prefix_tokens = "exact"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -114,32 +114,31 @@ class BigBird(Attention):
         num_random: int = option(3, "random blocks r of each query block; fewer where fewer are left", low=0)
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
-        longest, w = max(raster(site.grid, config.layout)), config.num_window
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        longest, w = max(raster(context.grid, config.layout)), config.num_window
         if config.block_size > longest:
-            H, W = site.grid
+            H, W = context.grid
             self.refuse("block_size", config.block_size, f"larger than the {H}x{W} grid; at most {longest}")
         if w % 2 == 0:
             self.refuse("num_window", w, f"as many neighbours on both sides make it odd; nearest valid: {w - 1}")
         # The blocks of every grid are a function of it.
         self.register_buffer("pattern_seed", torch.randint(2**32, ()))
 
-    def blocks(self, grid: Grid, block: Grid) -> Tensor:
+    def blocks(self, windows: Windows) -> Tensor:
         """The layer's pattern on this grid (h, n, m): the same in training and evaluation, and after reloading."""
-        shape = (self.num_heads, count_windows(grid, block), self.config.num_random)
+        shape = (self.num_heads, windows.count, self.config.num_random)
         return choose_blocks(self.config.num_window, self.config.num_global, counter_uniform(self.pattern_seed, shape))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         side = self.config.block_size
-        grid, block = raster(grid, self.config.layout), (1 if self.config.layout == "1d" else side, side)
+        windows = Windows(raster(grid, self.config.layout), (1 if self.config.layout == "1d" else side, side))
         return bigbird(
             q,
             k,
             v,
-            self.blocks(grid, block),
-            grid=grid,
-            block=block,
+            self.blocks(windows),
+            windows=windows,
             num_global=self.config.num_global,
             attn_drop=self.attn_drop,
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from attention.base import Attention, LayerContext
 from attention.options import option
-from attention.parts.features import full_precision, full_type, scale
+from attention.parts.features import compute_dtype, full_precision, scale
 from attention.parts.geometry import Grid, gather_tokens
 
 
@@ -51,17 +51,17 @@ def clustered_reference(q, k, v, cluster, *, num_clusters, num_top_keys=0):
         q_hat = q[b, h, cluster[b, h] == cluster[b, h, n]].mean(0)
         attn = (s * k[b, h] @ q_hat).softmax(-1)
         top = attn.argsort(descending=True)[:num_top_keys]
-        others = torch.ones_like(attn).index_fill(0, top, 0) * attn
+        rest = torch.ones_like(attn).index_fill(0, top, 0) * attn
         own = (s * k[b, h, top] @ q[b, h, n]).softmax(-1)
-        y[b, h, n] = attn[top].sum() * (own @ v[b, h, top]) + others @ v[b, h]
+        y[b, h, n] = attn[top].sum() * (own @ v[b, h, top]) + rest @ v[b, h]
     return y
 
 
+@torch.no_grad()
 @full_precision
 def hash_bits(q: Tensor, planes: Tensor) -> Tensor:
     """On which side of every plane a query lies: q (B, h, N, d), planes [a, b] (h, bits, d + 1) -> a . q' > b."""
-    with torch.no_grad():
-        return scale(q) @ planes[..., :-1].mT > planes[..., -1][:, None]
+    return scale(q) @ planes[..., :-1].mT > planes[..., -1][:, None]
 
 
 def hamming_clusters(bits: Tensor, num_clusters: int, num_iterations: int) -> Tensor:
@@ -98,7 +98,7 @@ def popcount(x: Tensor) -> Tensor:
 class Clustered(Attention):
     """Clusters of queries attend at once; improved on their likeliest keys."""
 
-    plain_prefix = True
+    prefix_tokens = "plain"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -107,9 +107,9 @@ class Clustered(Attention):
         num_bits: int = option(63, "hash bits of a query", low=1, high=63)
         num_iterations: int = option(10, "iterations of Lloyd's algorithm", low=0)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
-        H, W = site.grid
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        H, W = context.grid
         for name in ("num_clusters", "num_top_keys"):
             if getattr(config, name) > H * W:
                 self.refuse(name, getattr(config, name), f"more than the tokens of the {H}x{W} grid; at most {H * W}")
@@ -118,7 +118,7 @@ class Clustered(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         planes, config = self.eval_planes, self.config
         if self.training:
-            planes = torch.randn(planes.shape, dtype=full_type(q), device=q.device)
+            planes = torch.randn(planes.shape, dtype=compute_dtype(q), device=q.device)
         cluster = hamming_clusters(hash_bits(q, planes), config.num_clusters, config.num_iterations)
         y = clustered(q, k, v, cluster, num_clusters=config.num_clusters, num_top_keys=config.num_top_keys)
         return y.to(v.dtype)

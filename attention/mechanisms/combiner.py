@@ -12,20 +12,20 @@ Cost: 2 N (u + N/u) C multiply-accumulates, and 2 N (1 + d) C for the summaries;
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.base import Attention, LayerContext
-from attention.ops.joint_softmax.op import joint_softmax, seen_exactly
+from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
 from attention.options import option
 from attention.parts.features import upcast
-from attention.parts.geometry import Grid, raster, split_prefix, to_windows, window_indices, window_mask
+from attention.parts.geometry import Grid, Layout, Windows, split_prefix
 from attention.parts.linear import init_linear
 from attention.parts.position import BiasKind
-from attention.window_options import exact_window, window_options
+from attention.window_options import position_bias, windows_on
 
 
 def combiner(
@@ -36,48 +36,45 @@ def combiner(
     k_bar: Tensor,
     bias: Tensor | None = None,
     *,
-    grid: Grid,
-    window: Grid,
-    causal: bool = False,
-    **options: Any,
+    windows: Windows,
+    attn_drop: float = 0.0,
 ) -> Tensor:
     """One softmax over the own span's tokens and the other spans' summaries.
 
     Args:
         q, k, v: (B, h, N, d). q_bar, k_bar: summaries of the g spans, (B, h, g, d). bias: of the own span, (h, w, w).
-        window: rows and columns of a span. causal: no later token of the own span, no later span. options: see
-            `joint_softmax`.
+        windows: the spans; causal ones attend to no later token of the own span, and to no later span.
+        attn_drop: dropout rate of the weights.
     Returns:
         (B, h, N, d).
     """
-    keys, values = (to_windows(split_prefix(x, q.shape[2])[1], grid, window) for x in (k, v))
+    keys, values = (windows.partition(split_prefix(x, q.shape[2])[1]) for x in (k, v))
     inside = upcast((q_bar * q.shape[-1] ** -0.5)[:, :, :, None] @ keys.mT)  # (B, h, g, 1, w)
-    mask = window_mask(grid, window, (0, 0), q.device)
+    mask = windows.mask(q.device)
     if mask is not None:
         inside = inside.masked_fill(~mask[:, None], -torch.inf)
     v_bar = (inside.softmax(-1).to(v.dtype) @ values)[:, :, None, :, 0]  # (B, h, 1, g, d)
-    unseen = torch.eye(k_bar.shape[2], dtype=torch.bool, device=q.device)
-    unseen = torch.ones_like(unseen).triu() if causal else unseen
-    unseen = inside.new_zeros(unseen.shape).masked_fill(unseen, -torch.inf)[:, None]  # (g, 1, g)
-    windows = {"grid": grid, "window": window, "causal": causal, **options}
-    return joint_softmax(q, k, v, bias, k_bar[:, :, None], v_bar, unseen, **windows)
+    left_out = torch.eye(k_bar.shape[2], dtype=torch.bool, device=q.device)
+    left_out = torch.ones_like(left_out).triu() if windows.causal else left_out
+    left_out = inside.new_zeros(left_out.shape).masked_fill(left_out, -torch.inf)[:, None]  # (g, 1, g)
+    return joint_softmax(q, k, v, bias, k_bar[:, :, None], v_bar, left_out, windows=windows, attn_drop=attn_drop)
 
 
-def combiner_reference(q, k, v, q_bar, k_bar, bias=None, *, attn_drop=0.0, **windows):
+def combiner_reference(q, k, v, q_bar, k_bar, bias=None, *, windows, attn_drop=0.0):
     """`combiner`, query by query."""
     scale, y = q.shape[-1] ** -0.5, torch.zeros_like(q)
     keys, values = (split_prefix(x, q.shape[2])[1] for x in (k, v))
-    spans = [index[index >= 0] for index in window_indices(windows["grid"], windows["window"], (0, 0), q.device)]
+    spans = [index[index >= 0] for index in windows.indices(q.device)]
     summaries = []
     for g, span in enumerate(spans):
         inside = (scale * q_bar[:, :, g, None] @ keys[:, :, span].mT).softmax(-1)
         summaries.append(inside @ values[:, :, span])
     for n in range(q.shape[2]):
-        seen = [seen_exactly(n, q, k, v, bias, **windows)]
+        attended = [attended_in_window(n, q, k, v, bias, windows=windows)]
         for g, span in enumerate(spans):
-            if n not in span and (span.min() < n or not windows.get("causal")):
-                seen.append((scale * (q[:, :, n] * k_bar[:, :, g]).sum(-1, keepdim=True), summaries[g]))
-        logits, values = torch.cat([logit for logit, _ in seen], -1), torch.cat([value for _, value in seen], 2)
+            if n not in span and (span.min() < n or not windows.causal):
+                attended.append((scale * (q[:, :, n] * k_bar[:, :, g]).sum(-1, keepdim=True), summaries[g]))
+        logits, values = torch.cat([logit for logit, _ in attended], -1), torch.cat([value for _, value in attended], 2)
         y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ values)[:, :, 0]
     return y
 
@@ -85,21 +82,27 @@ def combiner_reference(q, k, v, q_bar, k_bar, bias=None, *, attn_drop=0.0, **win
 class Combiner(Attention):
     """Own span exactly, other spans by summaries. Papers: EVA Tables 2, 3, 15 'Combiner'."""
 
+    prefix_tokens = "exact"
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        window_size: int = option(7, "side of a span in cells; its length in tokens where layout is 1d", low=1)
-        layout: Literal["2d", "1d"] = option("2d", "square spans of the grid, or spans of the raster order")
+        window_size: int = option(7, "side of a span in tokens; its length where layout is 1d", low=1)
+        layout: Layout | None = option(
+            None,
+            "square spans of the grid, or spans of the raster order; null: 2d, with causal 1d",
+            chosen=lambda c: "1d" if c.causal else "2d",
+        )
         summary: Literal["deepsets", "relu", "identity"] = option(
             "deepsets", "what is pooled: ReLU(U x), one U for queries and one for keys of all heads; ReLU(x); x"
         )
         pool: Literal["max", "mean"] = option("max", "how a span's tokens are pooled")
         position_bias: BiasKind = option("table", "relative position bias inside the own span")
-        causal: bool = option(False, "no token sees a later one of the raster order; needs layout 1d")
+        causal: bool = option(False, "no token attends to a later one of the raster order; needs layout 1d")
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
-        self.window, self.overlap, self.position_bias = exact_window(self, site)
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        self.position_bias = position_bias(self, context)
         self.summary_q, self.summary_k = self.make_summary(), self.make_summary()
 
     def make_summary(self) -> nn.Module:
@@ -109,16 +112,14 @@ class Combiner(Attention):
         init_linear(linear)
         return nn.Sequential(linear, nn.ReLU())
 
-    def pool(self, x: Tensor, grid: Grid) -> Tensor:
+    def pool(self, x: Tensor, windows: Windows) -> Tensor:
         """Maximum or mean of tokens (B, h, N, d) over each span: (B, h, g, d)."""
-        spans = to_windows(x, grid, self.window)
-        mask = window_mask(grid, self.window, (0, 0), x.device)
+        spans, mask = windows.partition(x), windows.mask(x.device)
         if self.config.pool == "max":
             return (spans if mask is None else spans.masked_fill(~mask[..., None], -torch.inf)).amax(-2)
         return spans.mean(-2) if mask is None else spans.sum(-2) / mask.sum(-1, keepdim=True)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        spans, keys = raster(grid, self.config.layout), split_prefix(k, q.shape[2])[1]
-        q_bar, k_bar = self.pool(self.summary_q(q), spans), self.pool(self.summary_k(keys), spans)
-        windows = window_options(self, grid)
-        return combiner(q, k, v, q_bar, k_bar, self.position_bias(), attn_drop=self.attn_drop, **windows)
+        windows, keys = windows_on(self.config, grid), split_prefix(k, q.shape[2])[1]
+        q_bar, k_bar = self.pool(self.summary_q(q), windows), self.pool(self.summary_k(keys), windows)
+        return combiner(q, k, v, q_bar, k_bar, self.position_bias(), windows=windows, attn_drop=self.attn_drop)

@@ -27,25 +27,25 @@ def cosformer(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid) -> Tensor:
     """Attention re-weighted by distance along both axes of the grid; (1, N) for the raster order.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens have no place, and their weights no factor.
+        q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens have no position, and their weights no factor.
     Returns:
         (B, h, N, d), float32 at least; 0 for a query without positive weights.
     """
     phi_q, (k_prefix, phi_k) = q.relu(), split_prefix(k.relu(), q.shape[2])
-    placed_q, placed_k = reweight(phi_q, grid), reweight(phi_k, grid)
+    weighted_q, weighted_k = reweight(phi_q, grid), reweight(phi_k, grid)
     if not k_prefix.shape[2]:
-        return linear_attention(placed_q, placed_k, v)
-    # Features of places beside those without: a key has the one kind or the other.
-    keys = torch.cat([F.pad(k_prefix, (placed_k.shape[-1], 0)), F.pad(placed_k, (0, k.shape[-1]))], 2)
-    return linear_attention(torch.cat([placed_q, phi_q], -1), keys, v)
+        return linear_attention(weighted_q, weighted_k, v)
+    # Features with a position beside those without: a key has the one kind or the other.
+    keys = torch.cat([F.pad(k_prefix, (weighted_k.shape[-1], 0)), F.pad(weighted_k, (0, k.shape[-1]))], 2)
+    return linear_attention(torch.cat([weighted_q, phi_q], -1), keys, v)
 
 
 def reweight(x: Tensor, grid: Grid) -> Tensor:
-    """[x cos(theta), x sin(theta)], theta = pi i / (2 side), along each axis of more than one cell."""
-    places = torch.meshgrid(*(torch.arange(side, device=x.device) for side in grid), indexing="ij")
-    for place, side in zip(places, grid, strict=True):
+    """[x cos(theta), x sin(theta)], theta = pi i / (2 side), along each axis of more than one token."""
+    positions = torch.meshgrid(*(torch.arange(side, device=x.device) for side in grid), indexing="ij")
+    for position, side in zip(positions, grid, strict=True):
         if side > 1:
-            theta = place.reshape(-1, 1).to(x.dtype) * (math.pi / 2 / side)
+            theta = position.reshape(-1, 1).to(x.dtype) * (math.pi / 2 / side)
             x = torch.cat([x * theta.cos(), x * theta.sin()], -1)
     return x
 
@@ -62,6 +62,8 @@ def cosformer_reference(q, k, v, *, grid):
 
 class Cosformer(Attention):
     """Kernel attention with ReLU features and a cosine of distance."""
+
+    prefix_tokens = "exact"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -46,14 +46,14 @@ def dpfp_reference(q, k, v, *, nu):
 class Dpfp(Attention):
     """Kernel attention with products of rectified coordinates."""
 
-    plain_prefix = True
+    prefix_tokens = "plain"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         nu: int = option(1, "rolls: 2 d nu features per head", low=1)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
         if config.nu >= 2 * self.head_dim:
             self.refuse("nu", config.nu, f"rolls repeat from twice head_dim on; at most {2 * self.head_dim - 1}")
 

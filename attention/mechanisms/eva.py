@@ -10,12 +10,12 @@ Algorithm 1):
     omega_c ~ N(mu_c, I),   mu_c = q_tilde_c + k_tilde_c
 
 With s > 1 samples beta depends on the query, by self-normalised importance weights over the samples. In causal
-attention (Algorithm 2) a query sees the earlier tokens of its block and the groups before it.
+attention (Algorithm 2) a query attends to the earlier tokens of its block and the groups before it.
 Cost: 2 N (|E| + c) C multiply-accumulates with s = 1, 2 N C more for beta and 2 c C d for the landmarks; linear in N.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,13 +24,14 @@ from torch import Tensor
 from attention.base import Attention, LayerContext
 from attention.mechanisms.local import local
 from attention.ops.group_values.landmarks import Landmarks
-from attention.ops.group_values.op import Visibility, group_logits, group_prior, group_values, seen_in_groups
-from attention.ops.joint_softmax.op import joint_softmax, seen_exactly
+from attention.ops.group_values.op import Visibility, attended_summaries, group_logits, group_prior, group_values
+from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
 from attention.options import option
-from attention.parts.geometry import Grid, raster, split_prefix, to_windows
+from attention.parts.geometry import Grid, Layout, Windows, raster, split_prefix
 from attention.parts.groups import Groups, bin_counts, bins, bins_outside, chunks_outside, tokens_outside
 from attention.parts.position import BiasKind
-from attention.window_options import exact_window, window_options
+from attention.parts.sampling import NOISE, Noise
+from attention.window_options import position_bias, windows_on
 
 
 def eva(
@@ -43,18 +44,19 @@ def eva(
     bias: Tensor | None = None,
     *,
     groups: Groups,
+    windows: Windows,
     visibility: Visibility | None = None,
     log_count: bool = False,
-    **windows: Any,
+    attn_drop: float = 0.0,
 ) -> Tensor:
-    """One softmax over the exact set and the groups (eq. 16).
+    """One softmax over the window and the groups (eq. 16).
 
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d). k_tilde: landmarks (B, h, G, c, d), G = 1 or g windows.
         mu: proposal means (B, h, G, c, d); omega: samples (B, h, G, c, s, d), both in the scale d^-1/4 of the features.
-        bias: position bias of the exact set (h, w, e).
-        groups: members of the groups. visibility: which of them a query of causal attention sees; None: all.
-        log_count: adds log |P_c| to a group's logit. windows: geometry and dropout rate, see `joint_softmax`.
+        bias: position bias of the window (h, w, e).
+        groups: members of the groups. visibility: which of them a query of causal attention attends to; None: all.
+        log_count: adds log |P_c| to a group's logit. attn_drop: dropout rate of the weights.
     Returns:
         (B, h, N, d).
     """
@@ -62,27 +64,28 @@ def eva(
     beta, log_mass = group_values(*(split_prefix(x, q.shape[2])[1] for x in (k, v)), omega, groups)
     if omega.shape[4] == 1:
         if visibility is not None:  # window by window
-            prior = prior.unflatten(1, (-1, windows["window"][1]))[0]
-        return joint_softmax(q, k, v, bias, k_tilde, beta, prior, **windows)
-    queries = to_windows(q, windows["grid"], windows["window"])
-    of_set = queries.reshape(*queries.shape[:2], k_tilde.shape[2], -1, queries.shape[-1])  # (B, h, G, n, d)
+            prior = prior.unflatten(1, (-1, windows.size[1]))[0]
+        return joint_softmax(q, k, v, bias, k_tilde, beta, prior, windows=windows, attn_drop=attn_drop)
+    queries = windows.partition(q)
+    (B, h, g, w, d), G = queries.shape, k_tilde.shape[2]
+    of_set = queries.reshape(B, h, G, g * w // G, d)
     logits = group_logits(of_set, k_tilde, mu, omega, log_mass, prior)
-    return joint_softmax(q, k, v, bias, values=beta, logits=logits.reshape(*queries.shape[:4], -1), **windows)
+    logits = logits.reshape(B, h, g, w, logits.shape[-1])
+    return joint_softmax(q, k, v, bias, values=beta, logits=logits, windows=windows, attn_drop=attn_drop)
 
 
 def eva_reference(
-    q, k, v, k_tilde, mu, omega, bias=None, *, groups, visibility=None, log_count=False, attn_drop=0.0, **windows
+    q, k, v, k_tilde, mu, omega, bias=None, *, groups, windows, visibility=None, log_count=False, attn_drop=0.0
 ):
     """`eva`, query by query and group by group."""
-    y, (rows, columns) = torch.zeros_like(q), windows["window"]
-    per_row = -(-windows["grid"][1] // max(columns, 1))
+    y, (k_grid, v_grid) = torch.zeros_like(q), (x[:, :, -q.shape[2] :] for x in (k, v))
     for n in range(q.shape[2]):
-        row, column = divmod(n, windows["grid"][1])
-        window = row // rows * per_row + column // columns if k_tilde.shape[2] > 1 else 0
-        seen = [seen_exactly(n, q, k, v, bias, **windows)]
-        k_grid, v_grid = k[:, :, -q.shape[2] :], v[:, :, -q.shape[2] :]
-        seen += seen_in_groups(n, q, k_grid, v_grid, k_tilde, mu, omega, groups, window, visibility, log_count, windows)
-        logits, values = torch.cat([logit for logit, _ in seen], -1), torch.cat([value for _, value in seen], 2)
+        window = windows.index_of(n) if k_tilde.shape[2] > 1 else 0
+        attended = [attended_in_window(n, q, k, v, bias, windows=windows)]
+        attended += attended_summaries(
+            n, q, k_grid, v_grid, k_tilde, mu, omega, groups, window, visibility, log_count, windows
+        )
+        logits, values = torch.cat([logit for logit, _ in attended], -1), torch.cat([value for _, value in attended], 2)
         y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ values)[:, :, 0]
     return y
 
@@ -90,15 +93,26 @@ def eva_reference(
 class Eva(Attention):
     """Exact window plus control variates for groups. Papers: EVA Tables 1-3, 6 (|E| and C), 8 (all other options)."""
 
+    prefix_tokens = "exact"
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        window_size: int = option(7, "side of the exact window E in cells; 0: no exact set", low=0)
+        window_size: int = option(7, "side of the window E in tokens; 0: no window", low=0)
         num_landmarks: int = option(49, "number of groups C; 0: none (local attention)", low=0)
-        layout: Literal["2d", "1d"] = option("2d", "square windows of the grid, or blocks of the raster order")
-        overlap: int = option(
-            0, "cells e by which a window's keys reach beyond it; the papers' overlap is w // 2", low=0
+        released: bool = option(False, "what is null as the released code has it")
+        layout: Layout | None = option(
+            None,
+            "square windows of the grid, or blocks of the raster order; null: 2d, with causal 1d",
+            chosen=lambda c: "1d" if c.causal else "2d",
         )
-        position_bias: BiasKind = option("table", "relative position bias inside the window")
+        overlap: int = option(
+            0, "tokens e by which a window's keys reach beyond it; the papers' overlap is w // 2", low=0
+        )
+        position_bias: BiasKind | None = option(
+            None,
+            "relative position bias inside the window; null: table, as released table_released",
+            chosen=lambda c: "table_released" if c.released and not c.causal else "table",
+        )
         partition: Literal["all", "all_1d", "complement", "mask"] = option(
             "all", "2-D bins of all tokens; raster chunks of all; raster chunks of all but E; bins without E's members"
         )
@@ -109,20 +123,31 @@ class Eva(Attention):
         mu: Literal["qk", "q", "zero", "trainable"] = option(
             "qk", "proposal mean: q_tilde + k_tilde, q_tilde, 0, a parameter"
         )
-        mu_scale: float = option(1.0, "factor of the means qk and q; the released code uses 0.5", above=0)
+        mu_scale: float | None = option(
+            None,
+            "factor of the means qk and q; null: 1.0, as released 0.5, but not in causal attention",
+            above=0,
+            chosen=lambda c: 0.5 if c.released and not c.causal else 1.0,
+        )
         log_count: bool = option(False, "add log |P_c| to a group's logit")
-        noise: Literal["unit", "released"] = option("unit", "standard deviation of omega: 1, or the released d^-1/4")
-        released_overlap_groups: bool = option(False, "grow the bins by the overlap too, as the released code does")
-        causal: bool = option(False, "no token sees a later one of the raster order; needs layout 1d")
-        visibility: Visibility = option(
-            "paper", "groups that a causal query sees: those before its exact set; as released: those before itself"
+        noise: Noise | None = option(None, NOISE, chosen=lambda c: "released" if c.released else "unit")
+        released_overlap_groups: bool | None = option(
+            None,
+            "grow the bins by the overlap too; null: as released, where there is one and partition is all",
+            chosen=lambda c: bool(c.released and c.overlap and c.partition == "all"),
+        )
+        causal: bool = option(False, "no token attends to a later one of the raster order; needs layout 1d")
+        visibility: Visibility | None = option(
+            None,
+            "groups a causal query attends to: those before its window (paper); those before itself (released)",
+            chosen=lambda c: "released" if c.released and c.causal else "paper",
         )
         attn_drop: float = option(0.0, "dropout rate of the joint softmax weights", low=0, high=1)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
         c, per_window = config.num_landmarks, config.partition in ("complement", "mask")
-        self.window, self.overlap, self.position_bias = exact_window(self, site)
+        self.position_bias = position_bias(self, context)
         if not (config.window_size or c):
             self.refuse("window_size", 0, "with num_landmarks = 0 nothing is attended to; give one of them")
         if per_window and not (config.window_size and c):
@@ -135,29 +160,29 @@ class Eva(Attention):
             self.refuse("visibility", config.visibility, "acts with causal; leave it out")
         if not c:
             return
-        self.groups(site.grid, torch.device("cpu"))  # refuses a count that cannot part the grid
+        self.groups(context.grid, torch.device("cpu"))  # refuses a count that cannot part the grid
         self.landmarks = Landmarks(config, self.num_heads, self.head_dim)
 
     def groups(self, grid: Grid, device: torch.device) -> Groups:
         """The partition of the option `partition` over this grid."""
-        c, partition, cells = self.config.num_landmarks, self.config.partition, raster(grid, self.config.layout)
+        c, partition, windows = self.config.num_landmarks, self.config.partition, windows_on(self.config, grid)
         if partition == "complement":
-            least, _ = tokens_outside(cells, self.window, self.overlap)
+            least, _ = tokens_outside(windows)
             if c > least:
                 self.refuse("num_landmarks", c, f"a window leaves only {least} tokens outside it; at most {least}")
-            return chunks_outside(cells, self.window, self.overlap, c, device)
-        area = raster(grid, "1d") if partition == "all_1d" else cells
-        margin = self.overlap if self.config.released_overlap_groups else (0, 0)
+            return chunks_outside(windows, c, device)
+        area = raster(grid, "1d") if partition == "all_1d" else windows.grid
+        margin = windows.overlap if self.config.released_overlap_groups else (0, 0)
         groups = bins(area, bin_counts(c, area, "attention(eva).num_landmarks"), device, margin)
-        return bins_outside(groups, cells, self.window, self.overlap) if partition == "mask" else groups
+        return bins_outside(groups, windows) if partition == "mask" else groups
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config, bias = self.config, self.position_bias()
-        windows = {"attn_drop": self.attn_drop, **window_options(self, grid)}
+        options = {"windows": windows_on(config, grid), "attn_drop": self.attn_drop}
         if not config.num_landmarks:
-            return local(q, k, v, bias, **windows)
+            return local(q, k, v, bias, **options)
         groups = self.groups(grid, q.device)
         landmarks = self.landmarks(q, split_prefix(k, q.shape[2])[1], groups)
         visibility = config.visibility if config.causal else None
-        options = {"groups": groups, "visibility": visibility, "log_count": config.log_count, **windows}
+        options |= {"groups": groups, "visibility": visibility, "log_count": config.log_count}
         return eva(q, k, v, *landmarks, bias, **options)

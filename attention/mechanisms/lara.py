@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from attention.base import Attention, LayerContext
 from attention.ops.dispatch import with_fast_path
-from attention.ops.random_features import eager as fast
+from attention.ops.random_features import eager
 from attention.ops.random_features.op import mix_features
 from attention.ops.random_features.proposals import (
     POOLED,
@@ -36,10 +36,10 @@ from attention.parts.features import full_precision, log_features, scale
 from attention.parts.geometry import Grid, split_prefix
 from attention.parts.groups import Groups, bin_counts, bins, group_mean
 from attention.parts.linear import LandmarkTransform
-from attention.parts.sampling import mixture_draws, random_seed
+from attention.parts.sampling import NOISE, Noise, mixture_noise, noise_std, random_seed
 
 
-@with_fast_path(fast.lara, fast.covers_lara)
+@with_fast_path(eager.lara, eager.covers_lara, triton="attention.ops.random_features.triton_random_features")
 @full_precision
 def lara(
     q: Tensor,
@@ -113,23 +113,32 @@ def lara_reference(
 class Lara(Attention):
     """Linear randomized attention over segments of the grid."""
 
+    prefix_tokens = "exact"
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         num_landmarks: int = option(49, "segments of the grid, one proposal each (single: samples)", low=1)
-        landmark_transform: Literal["light", "dense", "none"] = option(
-            "light", "Linear and LayerNorm of segment means: one for all heads (DeiT), over all channels (PVT), none"
+        landmark_transform: Literal["light", "dense", "none"] | None = option(
+            None,
+            "Linear and LayerNorm of segment means: for all heads (DeiT), over all channels (PVT), none; null: as fits",
+            chosen=lambda c: "none" if c.proposal == "single" else "light",
         )
         proposal: Literal["mixture", "attended_keys", "pool", "pool_mixed", "single"] = option(
             "pool_mixed", "proposal distributions: eq. 32, 33, 34, 35; single: one mixture about the mean query"
         )
-        weighting: Weighting = option("decoupled", "weights alpha: eq. 36, 37 (b_c for q_c; as printed), 38")
+        weighting: Weighting | None = option(
+            None,
+            "weights alpha: eq. 36, 37 (b_c for q_c; as printed), 38; null: decoupled; single: balance",
+            chosen=lambda c: "balance" if c.proposal == "single" else "decoupled",
+        )
         beta: float = option(2.0, "coefficient of the query-specific term; acts with weighting decoupled", low=0)
         samples_per_proposal: Literal[1, 2] = option(1, "training samples of each proposal")
         antithetic: bool = option(False, "two samples per proposal mirror each other about their mean")
-        noise: Literal["unit", "released"] = option("unit", "deviation of noise: 1, or released code's d^(-1/4)")
+        released: bool = option(False, "what is null as the released code has it")
+        noise: Noise | None = option(None, NOISE, chosen=lambda c: "released" if c.released else "unit")
 
-    def __init__(self, site: LayerContext, config: Any):
-        super().__init__(site, config)
+    def __init__(self, context: LayerContext, config: Any):
+        super().__init__(context, config)
         self.single = config.proposal == "single"
         neutral = {}
         if self.single:  # one proposal needs no landmarks, and all its samples weigh the same
@@ -140,9 +149,9 @@ class Lara(Attention):
             neutral["antithetic"] = False
         self.refuse_unused(neutral, "does not act with these options")
         if not self.single:
-            self.segments(site.grid, torch.device("cpu"))  # refuses a count that cannot part the grid
-        self.noise_std = 1.0 if config.noise == "unit" else self.head_dim**-0.25
-        width = {"light": self.head_dim, "dense": site.dim}.get(config.landmark_transform)
+            self.segments(context.grid, torch.device("cpu"))  # refuses a count that cannot part the grid
+        self.noise_std = noise_std(config.noise, self.head_dim)
+        width = {"light": self.head_dim, "dense": context.dim}.get(config.landmark_transform)
         transform = functools.partial(LandmarkTransform, width) if width else nn.Identity
         self.landmark_q = transform()
         if config.proposal in POOLED:
@@ -153,7 +162,7 @@ class Lara(Attention):
         """The partition of this grid."""
         return bins(grid, bin_counts(self.config.num_landmarks, grid, "attention(lara).num_landmarks"), device)
 
-    def draws(self, q: Tensor, num_proposals: int) -> tuple[Tensor, Tensor | None]:
+    def sample_noise(self, q: Tensor, num_proposals: int) -> tuple[Tensor, Tensor | None]:
         """Noise (..., c, s, d) and the uniforms (..., c, s) of mixtures.
 
         Evaluation takes the proposals' means; of the single proposal, where these would all be equal, samples that are
@@ -163,7 +172,7 @@ class Lara(Attention):
         if not self.training and seed is None:
             return q.new_zeros(1, self.head_dim), None
         samples = config.num_landmarks if self.single else config.samples_per_proposal // (1 + config.antithetic)
-        noise, uniform = mixture_draws((self.num_heads, num_proposals, samples), q, seed)
+        noise, uniform = mixture_noise((self.num_heads, num_proposals, samples), q, seed)
         noise = self.noise_std * (torch.cat([noise, -noise], 3) if config.antithetic else noise)
         return noise, uniform if self.single or config.proposal == "mixture" else None
 
@@ -175,7 +184,7 @@ class Lara(Attention):
             segments, k_grid = self.segments(grid, q.device), split_prefix(k, q.shape[2])[1]
             q_bar = self.landmark_q(group_mean(q, segments)[:, :, 0])
             k_bar = self.landmark_k(group_mean(k_grid, segments)[:, :, 0]) if config.proposal in POOLED else None
-        noise, uniform = self.draws(q, q_bar.shape[2])
+        noise, uniform = self.sample_noise(q, q_bar.shape[2])
         proposal = "mixture" if self.single else config.proposal
         options = {"proposal": proposal, "weighting": config.weighting, "beta": config.beta}
         return lara(q, k, v, q_bar, k_bar, noise, uniform, **options).to(v.dtype)

@@ -32,7 +32,7 @@ def linear_reference(q, k, v):
 class Linear(Attention):
     """Kernel attention with the features elu + 1. Papers: EVA Table 5 'ELU' (language)."""
 
-    plain_prefix = True
+    prefix_tokens = "plain"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -42,22 +42,24 @@ def linear_sra_reference(x, weight, bias, *, grid, pool_size):
 class LinearSra(Attention):
     """Softmax over a grid pooled to 7 x 7. Paper: PVT-v2 'Li'."""
 
+    prefix_tokens = "exact"
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         pool_size: int = option(7, "side of the pooled grid in bins", low=1)
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
-        self.sr = nn.Conv2d(site.dim, site.dim, 1)
-        self.norm = nn.LayerNorm(site.dim, eps=1e-5)
-        nn.init.normal_(self.sr.weight, std=(2 / site.dim) ** 0.5)  # kaiming, fan out
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        self.sr = nn.Conv2d(context.dim, context.dim, 1)
+        self.norm = nn.LayerNorm(context.dim, eps=1e-5)
+        nn.init.normal_(self.sr.weight, std=(2 / context.dim) ** 0.5)  # kaiming, fan out
         nn.init.zeros_(self.sr.bias)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
         """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + pool_size^2, d)."""
-        prefix, cells = split_prefix(x, grid[0] * grid[1])
-        reduced = linear_sra(cells, self.sr.weight, self.sr.bias, grid=grid, pool_size=self.config.pool_size)
+        prefix, tokens = split_prefix(x, grid[0] * grid[1])
+        reduced = linear_sra(tokens, self.sr.weight, self.sr.bias, grid=grid, pool_size=self.config.pool_size)
         return project_reduced(self.qkv, x, torch.cat([prefix, F.gelu(self.norm(reduced))], 1), self.num_heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:

@@ -29,8 +29,8 @@ def linformer(q: Tensor, k: Tensor, v: Tensor, projection: Tensor, attn_drop: fl
     """
     projection, projected = projection.to(v.dtype).expand(2, v.shape[1], -1, -1), []
     for p, x in zip(projection, (k, v), strict=True):
-        prefix, cells = split_prefix(x, q.shape[2])
-        projected.append(torch.cat([prefix, torch.einsum("hcn,bhnd->bhcd", p, cells)], 2))
+        prefix, tokens = split_prefix(x, q.shape[2])
+        projected.append(torch.cat([prefix, torch.einsum("hcn,bhnd->bhcd", p, tokens)], 2))
     return softmax(q, *projected, attn_drop)
 
 
@@ -49,6 +49,8 @@ def linformer_reference(q, k, v, projection, attn_drop=0.0):
 class Linformer(Attention):
     """Softmax over learned linear combinations of tokens. Papers: EVA Table 3, LARA Table 8 'Linformer'."""
 
+    prefix_tokens = "exact"
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         num_landmarks: int = option(49, "rows c of the projections", low=1)
@@ -57,21 +59,21 @@ class Linformer(Attention):
         )
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
-        self.grid, owner = site.grid, self
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        self.grid, owner = context.grid, self
         if config.sharing == "layers":
-            owner = site.shared.setdefault(("linformer", config.num_landmarks, site.grid), self)
+            owner = context.shared.setdefault(("linformer", config.num_landmarks, context.grid), self)
         # A tuple, so that the parameter is the owner's alone: once in the state dict and in a weight average.
         self.owner = (owner,)
         if owner is self:
-            parts, heads = MATRICES[config.sharing]
-            N = site.grid[0] * site.grid[1]
-            self.projection = nn.Parameter(torch.empty(parts, heads or self.num_heads, config.num_landmarks, N))
+            count, heads = MATRICES[config.sharing]
+            N = context.grid[0] * context.grid[1]
+            self.projection = nn.Parameter(torch.empty(count, heads or self.num_heads, config.num_landmarks, N))
             nn.init.normal_(self.projection, std=config.num_landmarks**-0.5)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         # More columns, smaller entries: the sums over tokens stay as they are.
-        (owner,), cells = self.owner, self.grid[0] * self.grid[1]
-        projection = resample(owner.projection, self.grid, grid) * (cells / (grid[0] * grid[1]))
+        (owner,), N = self.owner, self.grid[0] * self.grid[1]
+        projection = resample(owner.projection, self.grid, grid) * (N / (grid[0] * grid[1]))
         return linformer(q, k, v, projection, self.attn_drop)

@@ -1,39 +1,37 @@
 """Local attention (Child et al. 2019, arXiv:1904.10509): softmax within windows, with a relative position bias.
 
-Windows are w x w cells (or 1-D blocks of w tokens in raster order), not overlapping by default; with `overlap` e a
-window's keys reach e cells beyond it on every side: |E| = (w + 2e)^2. Exact within the window, blind beyond. The
+Windows are w x w tokens (or 1-D blocks of w tokens in raster order), not overlapping by default; with `overlap` e a
+window's keys reach e tokens beyond it on every side: |E| = (w + 2e)^2. Exact within the window, blind beyond. The
 baseline 'Local' of EVA (appendix E.1).
 Cost: 2 N |E| C multiply-accumulates.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, LayerContext
-from attention.ops.joint_softmax.op import joint_softmax, seen_exactly
+from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
 from attention.options import option
-from attention.parts.geometry import Grid
+from attention.parts.geometry import Grid, Layout, Windows
 from attention.parts.position import BiasKind
-from attention.window_options import exact_window, window_options
+from attention.window_options import position_bias, windows_on
 
 
-def local(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, **windows: Any) -> Tensor:
-    """Softmax attention within windows: q (B, h, N, d), k, v (B, h, P + N, d), bias (h, w, e) -> (B, h, N, d).
+def local(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, windows: Windows, attn_drop: float = 0.0
+) -> Tensor:
+    """Softmax attention within windows: q (B, h, N, d), k, v (B, h, P + N, d), bias (h, w, e) -> (B, h, N, d)."""
+    return joint_softmax(q, k, v, bias, windows=windows, attn_drop=attn_drop)
 
-    The keywords are those of `joint_softmax`.
-    """
-    return joint_softmax(q, k, v, bias, **windows)
 
-
-def local_reference(q, k, v, bias=None, *, attn_drop=0.0, **windows):
+def local_reference(q, k, v, bias=None, *, windows, attn_drop=0.0):
     """`local`, query by query."""
     y = torch.zeros_like(q)
     for n in range(q.shape[2]):
-        logits, values = seen_exactly(n, q, k, v, bias, **windows)
+        logits, values = attended_in_window(n, q, k, v, bias, windows=windows)
         y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ values)[:, :, 0]
     return y
 
@@ -41,20 +39,31 @@ def local_reference(q, k, v, bias=None, *, attn_drop=0.0, **windows):
 class Local(Attention):
     """Attention within windows, with a learned relative position bias. Papers: EVA Tables 1-3 'Local'."""
 
+    prefix_tokens = "exact"
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        window_size: int = option(7, "window side w in cells; block length in tokens where layout is 1d", low=1)
-        layout: Literal["2d", "1d"] = option("2d", "square windows of the grid, or blocks of the raster order")
-        overlap: int = option(
-            0, "cells e by which a window's keys reach beyond it; the papers' overlap is w // 2", low=0
+        window_size: int = option(7, "window side w in tokens; block length where layout is 1d", low=1)
+        released: bool = option(False, "what is null as the released code has it")
+        layout: Layout | None = option(
+            None,
+            "square windows of the grid, or blocks of the raster order; null: 2d, with causal 1d",
+            chosen=lambda c: "1d" if c.causal else "2d",
         )
-        position_bias: BiasKind = option("table", "relative position bias inside the window")
-        causal: bool = option(False, "no token sees a later one of the raster order; needs layout 1d")
+        overlap: int = option(
+            0, "tokens e by which a window's keys reach beyond it; the papers' overlap is w // 2", low=0
+        )
+        position_bias: BiasKind | None = option(
+            None,
+            "relative position bias inside the window; null: table, as released table_released",
+            chosen=lambda c: "table_released" if c.released and not c.causal else "table",
+        )
+        causal: bool = option(False, "no token attends to a later one of the raster order; needs layout 1d")
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
-        self.window, self.overlap, self.position_bias = exact_window(self, site)
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        self.position_bias = position_bias(self, context)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        return local(q, k, v, self.position_bias(), attn_drop=self.attn_drop, **window_options(self, grid))
+        return local(q, k, v, self.position_bias(), windows=windows_on(self.config, grid), attn_drop=self.attn_drop)

@@ -2,7 +2,7 @@
 
 A query attends, in one softmax, to the tokens within rho of it (in raster order, or in rows and columns: the window of
 Vision Longformer, Zhang et al. 2021) and to g global tokens, which themselves attend to everything. The global tokens
-are the central cells of g equal parts of the grid.
+are those at the centres of g equal bins of the grid.
 Cost: 2 N (w + 2 g) C multiply-accumulates by definition, w = 2 rho + 1 keys (w^2 in two dimensions), 2 N g C of them
 for the global rows. The band is computed in tiles of rho queries a side, so that w becomes 3 rho. Linear in N.
 """
@@ -17,9 +17,9 @@ from torch import Tensor
 
 from attention.base import Attention, LayerContext
 from attention.mechanisms.softmax import softmax
-from attention.ops.joint_softmax.op import exact_logits, mix, prefix_part, shared_logits
+from attention.ops.joint_softmax.op import mix, prefix_term, shared_logits, window_logits
 from attention.options import option
-from attention.parts.geometry import Grid, from_windows, raster, split_heads, split_prefix, to_windows, window_indices
+from attention.parts.geometry import Grid, Windows, raster, split_heads, split_prefix
 from attention.parts.groups import bin_counts
 
 
@@ -31,7 +31,7 @@ def longformer(
     k_global: Tensor | None = None,
     v_global: Tensor | None = None,
     *,
-    cells: Tensor,
+    global_tokens: Tensor,
     grid: Grid,
     radius: int,
     attn_drop: float = 0.0,
@@ -39,78 +39,85 @@ def longformer(
     """Softmax over band and global keys; over all keys for the global queries.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries see prefix tokens.
+        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries attend to prefix tokens.
         q_global (B, h, g, d), k_global, v_global (B, h, P + N, d): what global queries use instead.
-        cells: distinct global tokens, (g,) int64. grid: rows and columns of the band; (1, N) for a raster band.
+        global_tokens: their distinct raster indices, (g,) int64.
+        grid: rows and columns of the band; (1, N) for a raster band.
         radius: the farthest row and column rho of a key from its query. attn_drop: dropout rate of the weights.
     Returns:
         (B, h, N, d).
     """
     if q_global is None:
-        q_global, k_global, v_global = q.index_select(2, cells), k, v
+        q_global, k_global, v_global = q.index_select(2, global_tokens), k, v
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     tile, overlap = zip(*((side, 0) if radius >= side else (max(radius, 1), radius) for side in grid), strict=True)
-    band = exact_logits(q, k, None, grid, tile, overlap)  # (B, h, tiles, w, e)
-    band = band.masked_fill(~within(tile, overlap, radius, q.device), -torch.inf)
-    queries = to_windows(q, grid, tile)
-    on_cells = shared_logits(queries, k.index_select(2, cells))
-    at, columns = window_indices(grid, tile, (0, 0), q.device)[..., None], grid[1]
-    in_band = ((at // columns - cells // columns).abs() <= radius) & ((at % columns - cells % columns).abs() <= radius)
-    on_cells = on_cells.masked_fill(in_band, -torch.inf), v.index_select(2, cells)[:, :, None]
-    parts = [(band, to_windows(v, grid, tile, overlap)), on_cells, *prefix_part(queries, k_prefix, v_prefix)]
+    tiles = Windows(grid, tile, overlap)
+    band = window_logits(q, k, None, tiles)  # (B, h, tiles, w, e)
+    band = band.masked_fill(~within(tiles, radius, q.device), -torch.inf)
+    queries = tiles.partition(q)
+    on_global = shared_logits(queries, k.index_select(2, global_tokens))
+    n, W = tiles.disjoint().indices(q.device)[..., None], grid[1]
+    distances = (n // W - global_tokens // W).abs(), (n % W - global_tokens % W).abs()
+    on_global = on_global.masked_fill((distances[0] <= radius) & (distances[1] <= radius), -torch.inf)
+    global_values = v.index_select(2, global_tokens)[:, :, None]
+    terms = [(band, tiles.partition_keys(v)), (on_global, global_values), *prefix_term(queries, k_prefix, v_prefix)]
     rows = softmax(q_global, k_global, v_global, attn_drop)
-    return from_windows(mix(parts, attn_drop), grid, tile).index_copy(2, cells, rows.to(v.dtype))
+    return tiles.reverse(mix(terms, attn_drop)).index_copy(2, global_tokens, rows.to(v.dtype))
 
 
-def within(tile: Grid, overlap: Grid, radius: int, device: torch.device) -> Tensor:
-    """Which cells of an extended tile lie within `radius` of each cell of the tile: (w, e) bool."""
+def within(tiles: Windows, radius: int, device: torch.device) -> Tensor:
+    """Which keys of a tile lie within `radius` of each of its queries: (w, e) bool."""
     rows, columns = (
         (torch.arange(side, device=device)[:, None] + over - torch.arange(side + 2 * over, device=device)).abs()
         <= radius
-        for side, over in zip(tile, overlap, strict=True)
+        for side, over in zip(tiles.size, tiles.overlap, strict=True)
     )
     return (rows[:, None, :, None] & columns[None, :, None, :]).flatten(2).flatten(0, 1)
 
 
-def longformer_reference(q, k, v, q_global=None, k_global=None, v_global=None, *, cells, grid, radius, attn_drop=0.0):
+def longformer_reference(
+    q, k, v, q_global=None, k_global=None, v_global=None, *, global_tokens, grid, radius, attn_drop=0.0
+):
     """`longformer`, query by query."""
-    y, cells, P = torch.zeros_like(q), cells.tolist(), k.shape[2] - q.shape[2]
+    y, chosen, P = torch.zeros_like(q), global_tokens.tolist(), k.shape[2] - q.shape[2]
     for n in range(q.shape[2]):
         row, column = divmod(n, grid[1])
         keys = [
             P + m
             for m in range(q.shape[2])
-            if m in cells or max(abs(m // grid[1] - row), abs(m % grid[1] - column)) <= radius
+            if m in chosen or max(abs(m // grid[1] - row), abs(m % grid[1] - column)) <= radius
         ]
         keys = [*range(P), *keys]
         q_n, k_n, v_n = q[:, :, n, None], k[:, :, keys], v[:, :, keys]
-        if n in cells:
-            q_n, k_n, v_n = (q_n, k, v) if q_global is None else (q_global[:, :, [cells.index(n)]], k_global, v_global)
+        if n in chosen:
+            q_n, k_n, v_n = (q_n, k, v) if q_global is None else (q_global[:, :, [chosen.index(n)]], k_global, v_global)
         weights = (q_n @ k_n.mT / q.shape[-1] ** 0.5).softmax(-1)
         y[:, :, n] = (F.dropout(weights, attn_drop) @ v_n)[:, :, 0]
     return y
 
 
 class Longformer(Attention):
-    """A band of keys and global cells."""
+    """A band of keys and global tokens."""
+
+    prefix_tokens = "exact"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         radius: int = option(24, "farthest key rho: tokens in raster order, or rows and columns; w = 2 rho + 1", low=0)
         layout: Literal["1d", "2d"] = option("1d", "band of the raster order, or square windows around each query")
-        num_global: int = option(1, "global cells g, spread evenly over the grid", low=0)
+        num_global: int = option(1, "global tokens g, spread evenly over the grid", low=0)
         separate_global: bool = option(False, "projections of their own for the global rows, copied from qkv at first")
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
-        self.cells(site.grid, torch.device("cpu"))  # refuses a count that cannot part the grid
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        self.global_tokens(context.grid, torch.device("cpu"))  # refuses a count that cannot part the grid
         if config.separate_global and not config.num_global:
-            self.refuse("separate_global", True, "there is no global cell; set num_global above 0")
+            self.refuse("separate_global", True, "there is no global token; set num_global above 0")
         self.qkv_global = copy.deepcopy(self.qkv) if config.separate_global else None
 
-    def cells(self, grid: Grid, device: torch.device) -> Tensor:
-        """Raster indices (g,) of the central cells of g equal parts of the grid."""
+    def global_tokens(self, grid: Grid, device: torch.device) -> Tensor:
+        """Raster indices (g,) of the tokens at the centres of g equal bins of the grid."""
         if not self.config.num_global:
             return torch.empty(0, dtype=torch.int64, device=device)
         counts = bin_counts(self.config.num_global, grid, "attention(longformer).num_global")
@@ -126,7 +133,7 @@ class Longformer(Attention):
             return *super().project(x, grid), None, None, None
         C, weight, bias = x.shape[-1], self.qkv_global.weight, self.qkv_global.bias
         q_bias, kv_bias = (None, None) if bias is None else (bias[:C], bias[C:])
-        chosen = split_prefix(x, grid[0] * grid[1])[1].index_select(1, self.cells(grid, x.device))
+        chosen = split_prefix(x, grid[0] * grid[1])[1].index_select(1, self.global_tokens(grid, x.device))
         q_global = split_heads(F.linear(chosen, weight[:C], q_bias), 1, self.num_heads)
         return *super().project(x, grid), *q_global, *split_heads(F.linear(x, weight[C:], kv_bias), 2, self.num_heads)
 
@@ -138,7 +145,7 @@ class Longformer(Attention):
             q_global,
             k_global,
             v_global,
-            cells=self.cells(grid, q.device),
+            global_tokens=self.global_tokens(grid, q.device),
             grid=raster(grid, self.config.layout),
             radius=self.config.radius,
             attn_drop=self.attn_drop,

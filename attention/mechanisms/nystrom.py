@@ -20,10 +20,8 @@ from attention.base import Attention, LayerContext
 from attention.mechanisms.softmax import softmax
 from attention.options import option
 from attention.parts.features import full_precision, scale
-from attention.parts.geometry import Grid, raster, split_prefix
+from attention.parts.geometry import Grid, Layout, raster, split_prefix
 from attention.parts.groups import Groups, bin_counts, bins, group_mean
-
-Layout = Literal["1d", "2d"]
 
 
 @full_precision
@@ -78,15 +76,17 @@ def nystrom_reference(q, k, v, filters=None, *, groups, grid, iterations):
         return y
     (H, W), (rows, columns), mixed = grid, filters.shape[1:], []
     for n in range(H * W):
-        top, left, cell = n // W - rows // 2, n % W - columns // 2, 0
+        top, left, total = n // W - rows // 2, n % W - columns // 2, 0
         for i, j in [(i, j) for i in range(rows) for j in range(columns) if 0 <= top + i < H and 0 <= left + j < W]:
-            cell = cell + filters[:, i, j, None] * v_grid[:, :, (top + i) * W + left + j]
-        mixed.append(cell)
+            total = total + filters[:, i, j, None] * v_grid[:, :, (top + i) * W + left + j]
+        mixed.append(total)
     return y + torch.stack(mixed, 2)
 
 
 class Nystrom(Attention):
     """Attention through segment means. Papers: EVA Table 2, LARA Table 8 'Nystromformer'."""
+
+    prefix_tokens = "exact"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -96,9 +96,9 @@ class Nystrom(Attention):
         conv: Literal["1d", "2d", "none"] = option("1d", "convolution of values: of the raster order, the grid, none")
         conv_size: int = option(33, "length (1d) or side (2d) of the filter in tokens; odd", low=1)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
-        self.groups(site.grid, torch.device("cpu"))  # refuses a count that cannot part the grid
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        self.groups(context.grid, torch.device("cpu"))  # refuses a count that cannot part the grid
         size, unused = config.conv_size, config.conv == "none"
         if unused and size != self.Config.conv_size:
             self.refuse("conv_size", size, f"does not act with conv: none; set conv_size: {self.Config.conv_size}")
@@ -116,6 +116,6 @@ class Nystrom(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config = self.config
-        cells = grid if config.conv == "2d" else raster(grid, "1d")
-        options = {"groups": self.groups(grid, q.device), "grid": cells, "iterations": config.pinv_iterations}
+        area = grid if config.conv == "2d" else raster(grid, "1d")
+        options = {"groups": self.groups(grid, q.device), "grid": area, "iterations": config.pinv_iterations}
         return nystrom(q, k, v, self.filters, **options).to(v.dtype)

@@ -58,15 +58,15 @@ def orthoformer_reference(q, k, v, *, num_landmarks):
 class Orthoformer(Attention):
     """Attention through orthogonal queries. Paper: LARA Table 3 'Orthoformer' (video)."""
 
-    plain_prefix = True
+    prefix_tokens = "plain"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         num_landmarks: int = option(49, "queries c that are landmarks", low=1)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
-        self.check(site.num_prefix_tokens + site.grid[0] * site.grid[1])
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        self.check(context.num_prefix_tokens + context.grid[0] * context.grid[1])
 
     def check(self, N: int) -> None:
         """Refuses more landmarks than tokens."""

@@ -17,24 +17,23 @@ from torch import Tensor, nn
 
 from attention.base import Attention, LayerContext
 from attention.ops.dispatch import with_fast_path
-from attention.ops.random_features import eager as fast
+from attention.ops.random_features import eager
 from attention.ops.random_features.op import linear_attention, mix_features, random_feature_attention
 from attention.options import option
 from attention.parts.features import FEATURE_MAPS, full_precision, scale
 from attention.parts.geometry import Grid
-from attention.parts.sampling import Draws, gaussian
+from attention.parts.sampling import OMEGA_SAMPLING, OmegaSampling, gaussian
 
 Features = Literal["positive", "hyperbolic", "trigonometric", "relu", "favorp"]
 
 
-@with_fast_path(fast.performer, fast.covers_performer)
+@with_fast_path(eager.performer, eager.covers_performer, triton="attention.ops.random_features.triton_random_features")
 @full_precision
 def performer(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     omega: Tensor,
-    num_clamped: Tensor | None = None,
     *,
     features: Features = "positive",
 ) -> Tensor:
@@ -42,7 +41,6 @@ def performer(
 
     Args:
         q, k, v: (B, h, N, d). omega: samples (h, s, d).
-        num_clamped: int64 scalar; the number of normalisers below their floor, or negative, is added to it.
         features: positive, hyperbolic: LARA paper appendix C. trigonometric: sines and cosines; a normaliser can be
             negative, its magnitude is kept above 1e-6. relu: ReLU(s^(-1/2) omega . x) + 1e-3, no estimate of softmax.
             favorp: positive features as the papers' released code has them, with 1e-4 added and normalisers above 1e-2.
@@ -56,11 +54,11 @@ def performer(
         log_q, log_k, half = q @ omega.mT, omega @ k.mT, k.square().sum(-1)[..., None, :] / 2
         return mix_features(torch.cat([log_q, -log_q], -1), torch.cat([log_k, -log_k], -2) - half, v)
     feature_map, floor = FEATURE_MAPS[features]
-    return linear_attention(*feature_map(q, k, omega), v, floor, num_clamped)
+    return linear_attention(*feature_map(q, k, omega), v, floor)
 
 
-def performer_reference(q, k, v, omega, num_clamped=None, *, features="positive"):
-    """`performer` as a dense matrix of kernel estimates, normalised by its row sums; nothing is counted."""
+def performer_reference(q, k, v, omega, *, features="positive"):
+    """`performer` as a dense matrix of kernel estimates, normalised by its row sums."""
     q, k = q * q.shape[-1] ** -0.25, k * k.shape[-1] ** -0.25
     half_q, half_k = (q**2).sum(-1, keepdim=True) / 2, (k**2).sum(-1, keepdim=True) / 2
     on_q, on_k = q @ omega.mT, k @ omega.mT
@@ -90,65 +88,65 @@ def performer_reference(q, k, v, omega, num_clamped=None, *, features="positive"
 class Performer(Attention):
     """Random feature attention over all tokens. Papers: EVA and LARA 'Performer', 'RFA'."""
 
-    plain_prefix = True
+    prefix_tokens = "plain"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         num_samples: int = option(128, "samples omega per head", low=1)
-        features: Features = option(
-            "positive", "feature map of the kernel; favorp: the released code's positive features"
+        released: bool = option(False, "what is null as the released code has it")
+        features: Features | None = option(
+            None,
+            "feature map of the kernel; favorp: the released code's positive features; null: positive",
+            chosen=lambda c: "favorp" if c.released else "positive",
         )
-        draws: Draws = option(
-            "iid", "samples: independent, or orthogonal in blocks of d (norms of a Gaussian, or sqrt d)"
+        omega_sampling: OmegaSampling = option("iid", OMEGA_SAMPLING)
+        eval_omega_sampling: OmegaSampling | None = option(
+            None,
+            "the same for evaluation; null: as in training, as released orthogonal; acts with feature_redraw redraw",
+            chosen=lambda c: "orthogonal" if c.released and c.feature_redraw == "redraw" else c.omega_sampling,
         )
-        eval_draws: Draws | None = option(
-            None, "samples of evaluation; null: as in training; acts with sampling redraw"
-        )
-        sampling: Literal["redraw", "fixed", "learnable"] = option(
+        feature_redraw: Literal["redraw", "fixed", "learnable"] = option(
             "redraw", "samples of training; evaluation keeps one set"
         )
-        redraw_every: int = option(1, "training forward passes that share samples; acts with sampling redraw", low=1)
+        feature_redraw_interval: int = option(
+            1, "training forward passes that share samples; acts with feature_redraw redraw", low=1
+        )
 
-    def __init__(self, site: LayerContext, config: Any):
-        super().__init__(site, config)
-        for name in ("eval_draws", "redraw_every"):
-            if config.sampling != "redraw" and getattr(config, name) != getattr(self.Config, name):
-                self.refuse(
-                    name, getattr(config, name), f"nothing is redrawn with sampling: {config.sampling}; leave it out"
-                )
-        omega = self.draw(config.eval_draws or config.draws, self.qkv.weight)
-        if config.sampling == "learnable":
+    def __init__(self, context: LayerContext, config: Any):
+        super().__init__(context, config)
+        if config.feature_redraw != "redraw":
+            neutral = {"eval_omega_sampling": config.omega_sampling, "feature_redraw_interval": 1}
+            self.refuse_unused(neutral, f"nothing is redrawn with feature_redraw: {config.feature_redraw}")
+        omega = self.sample_omega(config.eval_omega_sampling, self.qkv.weight)
+        if config.feature_redraw == "learnable":
             self.omega = nn.Parameter(omega)
         else:
             self.register_buffer("omega", omega)
-        if config.redraw_every > 1:
+        if config.feature_redraw_interval > 1:
             self.register_buffer("train_omega", omega.clone())
             self.register_buffer("last_draw", torch.full_like(omega[0, 0, 0], torch.nan))
             self.register_buffer("num_passes", torch.zeros_like(omega[0, 0, 0], dtype=torch.int64))
-        # Normalisers below their floor since construction: to be read at log time.
-        floored = FEATURE_MAPS.get(config.features, (None, 0.0))[1] > 0
-        self.register_buffer("num_clamped", torch.zeros((), dtype=torch.int64) if floored else None, persistent=False)
 
-    def draw(self, draws: Draws, like: Tensor) -> Tensor:
-        """Samples (h, s, d) on the device of `like`, in its full type."""
-        return gaussian(draws, (self.num_heads, self.config.num_samples, self.head_dim), like)
+    def sample_omega(self, sampling: OmegaSampling, like: Tensor) -> Tensor:
+        """Samples (h, s, d) on the device of `like`, in its compute dtype."""
+        return gaussian(sampling, (self.num_heads, self.config.num_samples, self.head_dim), like)
 
     def redraw(self, like: Tensor) -> Tensor:
-        """The samples of this training pass: fresh ones, or with `redraw_every` those of an earlier pass.
+        """The samples of this training pass: fresh ones, or with `feature_redraw_interval` those of an earlier pass.
 
         Fresh ones are drawn, if not used, in every pass: to branch on the count would need the device's answer.
         """
-        fresh = self.draw(self.config.draws, like)
-        if self.config.redraw_every == 1:
+        fresh = self.sample_omega(self.config.omega_sampling, like)
+        if self.config.feature_redraw_interval == 1:
             return fresh
         # Activation checkpointing restores the generator, so an equal draw means the last pass again: not counted.
         counted = fresh[0, 0, 0] != self.last_draw
-        due = counted & (self.num_passes % self.config.redraw_every == 0)
+        due = counted & (self.num_passes % self.config.feature_redraw_interval == 0)
         self.train_omega = torch.where(due, fresh, self.train_omega)
         self.num_passes, self.last_draw = self.num_passes + counted, fresh[0, 0, 0].clone()
         return self.train_omega
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        fresh = self.training and self.config.sampling == "redraw"
+        fresh = self.training and self.config.feature_redraw == "redraw"
         omega = self.redraw(q) if fresh else self.omega
-        return performer(q, k, v, omega, self.num_clamped, features=self.config.features).to(v.dtype)
+        return performer(q, k, v, omega, features=self.config.features).to(v.dtype)

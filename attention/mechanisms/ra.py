@@ -16,17 +16,17 @@ from torch import Tensor
 
 from attention.base import Attention, LayerContext
 from attention.ops.dispatch import with_fast_path
-from attention.ops.randomized import eager as fast
+from attention.ops.randomized import eager
 from attention.options import option
 from attention.parts.features import full_precision, scale
 from attention.parts.geometry import Grid
-from attention.parts.sampling import attended_keys, mixture_draws, random_seed
+from attention.parts.sampling import NOISE, Noise, attended_keys, mixture_noise, noise_std, random_seed
 
 Proposal = Literal["unbiased", "biased", "mean_key"]
 
 
 @full_precision
-@with_fast_path(fast.ra, fast.covers)
+@with_fast_path(eager.ra, eager.covers)
 def ra(
     q: Tensor,
     k: Tensor,
@@ -90,7 +90,7 @@ def ra_reference(q, k, v, noise, uniform=None, *, proposal="unbiased", hyperboli
 class Ra(Attention):
     """Randomized attention over all tokens."""
 
-    plain_prefix = True
+    prefix_tokens = "plain"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -98,30 +98,32 @@ class Ra(Attention):
         num_eval_samples: int = option(1, "samples per query in evaluation; acts where evaluation is random", low=1)
         proposal: Proposal = option("unbiased", "key that centres a sample: drawn, mean by attention, or plain mean")
         hyperbolic: bool = option(False, "hyperbolic instead of positive features")
-        noise: Literal["unit", "released"] = option(
-            "unit", "standard deviation of noise: 1, or released code's d^(-1/4)"
+        released: bool = option(False, "what is null as the released code has it")
+        noise: Noise | None = option(None, NOISE, chosen=lambda c: "released" if c.released else "unit")
+        eval_noise: bool | None = option(
+            None,
+            "add the noise in evaluation too; null: with the unbiased proposal only, and not as released",
+            chosen=lambda c: c.proposal == "unbiased" and not c.released,
         )
-        eval_noise: bool | None = option(None, "add the noise in evaluation too; null: with the unbiased proposal only")
 
-    def __init__(self, site: LayerContext, config: Any):
-        super().__init__(site, config)
+    def __init__(self, context: LayerContext, config: Any):
+        super().__init__(context, config)
         unbiased = config.proposal == "unbiased"
-        self.eval_noise = unbiased if config.eval_noise is None else config.eval_noise
-        if config.num_eval_samples > 1 and not (unbiased or self.eval_noise):
+        if config.num_eval_samples > 1 and not (unbiased or config.eval_noise):
             self.refuse("num_eval_samples", config.num_eval_samples, "evaluation draws nothing; set eval_noise: true")
-        self.noise_std = 1.0 if config.noise == "unit" else self.head_dim**-0.25
-        self.register_buffer("eval_seed", random_seed() if unbiased or self.eval_noise else None)
+        self.noise_std = noise_std(config.noise, self.head_dim)
+        self.register_buffer("eval_seed", random_seed() if unbiased or config.eval_noise else None)
 
-    def draws(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
+    def sample_noise(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
         """Noise (..., N, s, d) and uniforms (..., N, s): random in training; in evaluation functions of `eval_seed`."""
         config, seed = self.config, None if self.training else self.eval_seed
         if not self.training and seed is None:
             return q.new_zeros(1, q.shape[-1]), None
         samples = config.num_samples if self.training else config.num_eval_samples
-        noise, uniform = mixture_draws((*q.shape[1:3], samples), q, seed)
-        noise = noise * self.noise_std if self.training or self.eval_noise else torch.zeros_like(noise)
+        noise, uniform = mixture_noise((*q.shape[1:3], samples), q, seed)
+        noise = noise * self.noise_std if self.training or config.eval_noise else torch.zeros_like(noise)
         return noise, uniform if config.proposal == "unbiased" else None
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        noise, uniform = self.draws(q)
+        noise, uniform = self.sample_noise(q)
         return ra(q, k, v, noise, uniform, proposal=self.config.proposal, hyperbolic=self.config.hyperbolic).to(v.dtype)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from attention.base import Attention, LayerContext
 from attention.options import option
-from attention.parts.features import full_precision, full_type
+from attention.parts.features import compute_dtype, full_precision
 from attention.parts.geometry import Grid, gather_tokens, split_prefix
 from attention.parts.sampling import counter_normal
 
@@ -29,7 +29,7 @@ def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int
     """One softmax over the pairs of all rounds.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries see prefix tokens.
+        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries attend to prefix tokens.
         bucket: of every token of the grid in every round, (B, h, l, N) int64.
         chunk_size: tokens c; N or more make one chunk. same_bucket: pairs must share a bucket, not only their chunks.
     Returns:
@@ -42,32 +42,33 @@ def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int
     on_prefix = q.shape[-1] ** -0.5 * q @ k_prefix.mT
     q, k, v = (F.pad(x, (0, 0, 0, n * c - N)) for x in (q, k, v))
     order = bucket.argsort(dim=-1, stable=True)
-    place = order.argsort(-1)  # (B, h, l, n*c)
+    position = order.argsort(-1)  # (B, h, l, n*c)
     own = order.unflatten(-1, (n, c))
-    seen = torch.cat([own.roll(1, 3), own], -1) if n > 1 else own  # (B, h, l, n, 2c)
+    attended = torch.cat([own.roll(1, 3), own], -1) if n > 1 else own  # (B, h, l, n, 2c)
     met = []  # in round r, the pairs of all rounds: l times (B, h, l, n, c, 2c)
     for r in range(num_rounds):
-        met += [((differences(place[:, :, r] // c, own, seen) % n) <= 1) & (seen < N)[..., None, :]]
+        met += [((differences(position[:, :, r] // c, own, attended) % n) <= 1) & (attended < N)[..., None, :]]
         if same_bucket:
-            met[r] &= differences(bucket[:, :, r], own, seen) == 0
-    logits = q.shape[-1] ** -0.5 * gather_tokens(q, own) @ gather_tokens(k, seen).mT
+            met[r] &= differences(bucket[:, :, r], own, attended) == 0
+    logits = q.shape[-1] ** -0.5 * gather_tokens(q, own) @ gather_tokens(k, attended).mT
     logits = logits - torch.stack(met).sum(0).to(logits.dtype).log()
     logits = logits.masked_fill(~torch.stack([met[r][:, :, r] for r in range(num_rounds)], 2), -torch.inf)
-    logits = logits.masked_fill(own[..., None] == seen[..., None, :], SELF_LOGIT)
-    y = (logits.softmax(-1) @ gather_tokens(v, seen)).flatten(3, 4)
-    place = place[..., :N]
-    log_mass = logits.logsumexp(-1).flatten(3).gather(3, place).mT  # (B, h, N, l)
+    logits = logits.masked_fill(own[..., None] == attended[..., None, :], SELF_LOGIT)
+    y = (logits.softmax(-1) @ gather_tokens(v, attended)).flatten(3, 4)
+    position = position[..., :N]
+    log_mass = logits.logsumexp(-1).flatten(3).gather(3, position).mT  # (B, h, N, l)
     of_round, of_prefix = torch.cat([log_mass, on_prefix], -1).softmax(-1).split([num_rounds, on_prefix.shape[-1]], -1)
-    y = y.gather(3, place[..., None].expand(*place.shape, y.shape[-1]))
+    y = y.gather(3, position[..., None].expand(*position.shape, y.shape[-1]))
     return (of_round.mT[..., None] * y).sum(2) + of_prefix @ v_prefix
 
 
-def differences(code: Tensor, own: Tensor, seen: Tensor) -> Tensor:
-    """code[own] - code[seen] of all pairs: code (B, h, M), own (..., c), seen (..., e) -> (..., c, e)."""
-    a, b = (code.gather(2, index.flatten(2)).view_as(index) for index in (own, seen))
+def differences(code: Tensor, own: Tensor, attended: Tensor) -> Tensor:
+    """code[own] - code[attended] of all pairs: code (B, h, M), own (..., c), attended (..., e) -> (..., c, e)."""
+    a, b = (code.gather(2, index.flatten(2)).view_as(index) for index in (own, attended))
     return a[..., None] - b[..., None, :]
 
 
+@torch.no_grad()
 @full_precision
 def hash_buckets(q: Tensor, *rotations: Tensor) -> Tensor:
     """argmax [q R; -q R] in every round: q (B, h, N, d), rotations R (h, l, d, s/2) -> (B, h, l, N) int64 below s.
@@ -75,10 +76,9 @@ def hash_buckets(q: Tensor, *rotations: Tensor) -> Tensor:
     With several sets of rotations a bucket is the tuple of theirs, as one number below the product of their s.
     """
     bucket = 0
-    with torch.no_grad():
-        for R in rotations:
-            projected = q[:, :, None] @ R
-            bucket = bucket * 2 * R.shape[-1] + torch.cat([projected, -projected], -1).argmax(-1)
+    for R in rotations:
+        projected = q[:, :, None] @ R
+        bucket = bucket * 2 * R.shape[-1] + torch.cat([projected, -projected], -1).argmax(-1)
     return bucket
 
 
@@ -111,6 +111,8 @@ def reformer_reference(q, k, v, bucket, *, chunk_size, same_bucket=False):
 class Reformer(Attention):
     """Attention by rounds of hashing. Papers: EVA Table 3, LARA Table 9, Scatterbrain Table 2."""
 
+    prefix_tokens = "exact"
+
     num_projections = 2
 
     @dataclass(frozen=True, kw_only=True)
@@ -119,8 +121,8 @@ class Reformer(Attention):
         num_rounds: int = option(4, "rounds l of hashing", low=1)
         same_bucket: bool = option(False, "attend within a bucket alone, not to all of a chunk and the one before")
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
         self.register_buffer("eval_seed", torch.randint(2**32, ()))
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
@@ -131,7 +133,7 @@ class Reformer(Attention):
     def rotations(self, q: Tensor) -> list[Tensor]:
         """Sets R (h, l, d, s/2), standard normal: drawn in training, a function of `eval_seed` in evaluation."""
         c = min(self.config.chunk_size, q.shape[2])
-        counts, kind = rotation_counts(-(-q.shape[2] // c), c), {"dtype": full_type(q)}
+        counts, kind = rotation_counts(-(-q.shape[2] // c), c), {"dtype": compute_dtype(q)}
         shape = (self.num_heads, self.config.num_rounds, self.head_dim, sum(counts))
         draws = torch.randn(shape, device=q.device, **kind) if self.training else counter_normal(self.eval_seed, shape)
         return draws.to(**kind).split(counts, -1)

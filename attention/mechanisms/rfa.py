@@ -48,21 +48,21 @@ def rfa_reference(q, k, v, omega, sigma):
 class Rfa(Attention):
     """Random features of unit queries and keys. Papers: EVA Table 5 'RFA' (language)."""
 
-    plain_prefix = True
+    prefix_tokens = "plain"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_samples: int = option(64, "samples omega per head, drawn anew in training", low=1)
+        num_samples: int = option(64, "samples omega per head, redrawn in training", low=1)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
-        self.log_sigma = nn.Parameter(torch.zeros(site.num_heads))
-        self.register_buffer("omega", self.draw(self.log_sigma))
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        self.log_sigma = nn.Parameter(torch.zeros(context.num_heads))
+        self.register_buffer("omega", self.sample(self.log_sigma))
 
-    def draw(self, like: Tensor) -> Tensor:
-        """Samples (h, s, d) on the device of `like`, in its full type."""
+    def sample(self, like: Tensor) -> Tensor:
+        """Samples (h, s, d) on the device of `like`, in its compute dtype."""
         return gaussian("iid", (self.num_heads, self.config.num_samples, self.head_dim), like)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        omega = self.draw(q) if self.training else self.omega
+        omega = self.sample(q) if self.training else self.omega
         return rfa(q, k, v, omega, self.log_sigma.exp()).to(v.dtype)

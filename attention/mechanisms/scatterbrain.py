@@ -2,31 +2,29 @@
 
     y_n = sum_m A_nm v_m / sum_m A_nm,   A_nm = exp(q_n . k_m / sqrt(d)) on the support, phi(q_n) . phi(k_m) off it
 
-The support is a query's window (EVA appendix G, eq. 30), or the clusters that SMYRF's hash finds for it. The matrix A
-is unbiased, its rows' normalisation is not. With windows that do not overlap, the sums off the support are merged from
-those of the other windows, so that nothing cancels; otherwise the support's part is subtracted from the sums over all
+The support is a query's window (EVA appendix G, eq. 30); `scatterbrain_lsh` finds it by hashing. The matrix A is
+unbiased, its rows' normalisation is not. With windows that do not overlap, the sums off the support are merged from
+those of the other windows, so that nothing cancels; otherwise the window's share is subtracted from the sums over all
 tokens.
-Cost: 4 N s C + 2 N |E| C multiply-accumulates, N s C more with subtraction; with r rounds of clusters of c tokens
-4 N s C + 2 r N c C + r N c s h + 2 r N (d + 2) h. Linear in N.
+Cost: 4 N s C + 2 N |E| C multiply-accumulates, N s C more with subtraction. Linear in N.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from attention.base import Attention, LayerContext
-from attention.mechanisms.scatterbrain_lsh import scatterbrain_lsh
-from attention.ops.joint_softmax.op import exact_set, joint_softmax, seen_exactly
+from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
 from attention.options import option
 from attention.parts.features import full_precision, log_features, phi, scale
-from attention.parts.geometry import Grid, split_prefix, to_windows, window_mask
-from attention.parts.leave_one_out import Complement, merge_others, subtract
+from attention.parts.geometry import Grid, Layout, Windows, split_prefix
+from attention.parts.leave_one_out import LeaveOneOut, merge_all_but_one, subtract
 from attention.parts.position import BiasKind
-from attention.parts.sampling import Draws, gaussian
-from attention.window_options import exact_window, window_options
+from attention.parts.sampling import OMEGA_SAMPLING, OmegaSampling, gaussian
+from attention.window_options import position_bias, windows_on
 
 
 @full_precision
@@ -37,44 +35,44 @@ def scatterbrain(
     omega: Tensor,
     bias: Tensor | None = None,
     *,
-    complement: Complement = "merge",
-    **windows: Any,
+    windows: Windows,
+    leave_one_out: LeaveOneOut = "merge",
 ) -> Tensor:
     """Windows exactly, all else by random features, in one softmax.
 
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d). omega: samples (h, s, d). bias: of the window, (h, w, e).
-        complement: sums off the window, see `merge_others` and `subtract`; windows that overlap need the latter.
-        windows: grid, window and overlap, see `joint_softmax`.
+        leave_one_out: sums off the window, see `merge_all_but_one` and `subtract`; with an overlap the latter.
     Returns:
         (B, h, N, d), float32 at least.
     """
-    grid, window, overlap = windows["grid"], windows["window"], windows.get("overlap", (0, 0))
     k_grid, v_grid = (split_prefix(x, q.shape[2])[1] for x in (k, v))
     log_k = log_features(scale(k_grid), omega)  # (B, h, N, s)
-    log_own = to_windows(log_k, grid, window, overlap).mT  # (B, h, g, s, e)
-    mask = window_mask(grid, window, overlap, q.device)
+    log_own = windows.partition_keys(log_k).mT  # (B, h, g, s, e)
+    mask = windows.mask(q.device)
     if mask is not None:
         log_own = log_own.masked_fill(~mask[:, None], torch.finfo(log_own.dtype).min)
-    own = log_own.logsumexp(-1), log_own.softmax(-1) @ to_windows(v_grid, grid, window, overlap)
-    released = complement == "released"
-    log_mass, beta = merge_others(*own) if complement == "merge" else subtract(log_k, v_grid, *own, released)
-    log_q = to_windows(log_features(scale(q), omega), grid, window)
+    own = log_own.logsumexp(-1), log_own.softmax(-1) @ windows.partition_keys(v_grid)
+    if leave_one_out == "merge":
+        log_mass, beta = merge_all_but_one(*own)
+    else:
+        log_mass, beta = subtract(log_k, v_grid, *own, leave_one_out == "released")
+    log_q = windows.partition(log_features(scale(q), omega))
     logits = log_q + log_mass[..., None, :] - math.log(omega.shape[-2])
-    return joint_softmax(q, k, v, bias, values=beta, logits=logits, **windows)
+    return joint_softmax(q, k, v, bias, values=beta, logits=logits, windows=windows)
 
 
-def scatterbrain_reference(q, k, v, omega, bias=None, *, complement="merge", **windows):
+def scatterbrain_reference(q, k, v, omega, bias=None, *, windows, leave_one_out="merge"):
     """`scatterbrain`, query by query: eq. 30."""
     N, S = q.shape[2], omega.shape[-2]
     phi_q, phi_k, v_grid, y = phi(q, omega), phi(k[:, :, -N:], omega), v[:, :, -N:], torch.zeros_like(q)
     for n in range(N):
-        cells, *_ = exact_set(n, windows["grid"], windows["window"], windows.get("overlap", (0, 0)))
-        outside = [m for m in range(N) if m not in cells]
-        logits, values = seen_exactly(n, q, k, v, bias, **windows)
+        window, *_ = windows.attended(n)
+        outside = [m for m in range(N) if m not in window]
+        logits, values = attended_in_window(n, q, k, v, bias, windows=windows)
         mass = phi_k[:, :, outside].sum(2)  # (B, h, s)
         mean = phi_k[:, :, outside].mT @ v_grid[:, :, outside] / (mass[..., None] if outside else 1)
-        if complement == "released":
+        if leave_one_out == "released":
             largest = phi_k.amax(2).detach()
             mean = mean * (mass / mass.maximum(1e-3 * largest))[..., None]
             mass = mass + 1e-5 * phi_k.sum(2)
@@ -85,66 +83,46 @@ def scatterbrain_reference(q, k, v, omega, bias=None, *, complement="merge", **w
 
 
 class Scatterbrain(Attention):
-    """Sparse exact attention over random features. Papers: EVA Tables 2, 15 'Scatterbrain' (windows)."""
+    """Windows exactly over random features. Papers: EVA Tables 2, 15 'Scatterbrain'."""
+
+    prefix_tokens = "exact"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         num_samples: int = option(96, "samples omega per head", low=1)
-        support: Literal["local", "lsh"] = option("local", "windows, or clusters by locality-sensitive hashing")
-        window_size: int = option(7, "side w of the window in cells; lsh: clusters of w * w tokens", low=1)
-        layout: Literal["2d", "1d"] = option(
-            "2d", "square windows of the grid, or blocks of w tokens of the raster order; lsh: clusters of w tokens"
+        window_size: int = option(7, "side w of the window in tokens; block length where layout is 1d", low=1)
+        released: bool = option(False, "what is null as the released code has it")
+        layout: Layout = option("2d", "square windows of the grid, or blocks of the raster order")
+        overlap: int = option(0, "tokens by which a window's keys reach beyond it", low=0)
+        position_bias: BiasKind | None = option(
+            None,
+            "relative position bias inside the window; null: table, as released table_released",
+            chosen=lambda c: "table_released" if c.released else "table",
         )
-        overlap: int = option(0, "cells by which a window's keys reach beyond it; needs complement: subtract", low=0)
-        position_bias: BiasKind = option("table", "relative position bias inside the window; none with support lsh")
-        complement: Complement = option(
-            "merge", "sums off the windows: of the other windows; all less the own; so by the released code"
+        leave_one_out: LeaveOneOut | None = option(
+            None,
+            "sums off a window: of the others, merged; of all, less its own; so by the released code; null: as fits",
+            chosen=lambda c: "released" if c.released else "subtract" if c.overlap else "merge",
         )
-        num_rounds: int = option(2, "rounds of hashing; acts with support lsh", low=1)
         features: Literal["positive", "hyperbolic"] = option("positive", "xi(x, omega), or with xi(x, -omega) also")
-        draws: Draws = option(
-            "iid", "samples: independent, or orthogonal in blocks of d (norms of a Gaussian, or sqrt d)"
-        )
-        sampling: Literal["redraw", "fixed"] = option("redraw", "samples of training; evaluation keeps one set")
+        omega_sampling: OmegaSampling = option("iid", OMEGA_SAMPLING)
+        feature_redraw: Literal["redraw", "fixed"] = option("redraw", "samples of training; evaluation keeps one set")
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
-        self.window, self.overlap, self.position_bias = exact_window(self, site)
-        if config.support == "lsh":
-            self.check_lsh(site)
-            self.register_buffer("directions", self.draw_directions(self.qkv.weight))
-        else:
-            self.check_local()
-        self.register_buffer("omega", self.draw_samples(self.qkv.weight))
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        self.position_bias = position_bias(self, context)
+        if config.overlap and config.leave_one_out == "merge":
+            self.refuse("leave_one_out", "merge", "with overlap windows share tokens; set leave_one_out: subtract")
+        self.register_buffer("omega", self.sample_omega(self.qkv.weight))
 
-    def check_lsh(self, site: LayerContext) -> None:
-        neutral = {"overlap": 0, "position_bias": "none", "complement": "merge"}
-        self.refuse_unused(neutral, "does not act with support lsh")
-        (H, W), size = site.grid, math.prod(self.window)
-        if size > H * W:
-            self.refuse("window_size", self.config.window_size, f"clusters of {size} tokens; the {H}x{W} grid has less")
-
-    def check_local(self) -> None:
-        if self.config.num_rounds != self.Config.num_rounds:
-            self.refuse("num_rounds", self.config.num_rounds, "nothing is hashed with support local; leave it out")
-        if self.config.overlap and self.config.complement == "merge":
-            self.refuse("overlap", self.config.overlap, "windows do not part the grid; set complement: subtract")
-
-    def draw_samples(self, like: Tensor) -> Tensor:
-        """Samples (h, s, d) on the device of `like`, in its full type."""
-        return gaussian(self.config.draws, (self.num_heads, self.config.num_samples, self.head_dim), like)
-
-    def draw_directions(self, like: Tensor) -> Tensor:
-        """Directions (h, r, d + 2) of the hash."""
-        return gaussian("iid", (self.num_heads, self.config.num_rounds, self.head_dim + 2), like)
+    def sample_omega(self, like: Tensor) -> Tensor:
+        """Samples (h, s, d) on the device of `like`, in its compute dtype."""
+        return gaussian(self.config.omega_sampling, (self.num_heads, self.config.num_samples, self.head_dim), like)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config = self.config
-        omega = self.draw_samples(q) if self.training and config.sampling == "redraw" else self.omega
+        omega = self.sample_omega(q) if self.training and config.feature_redraw == "redraw" else self.omega
         if config.features == "hyperbolic":
             omega = torch.cat([omega, -omega], -2)
-        if config.support == "lsh":
-            directions = self.draw_directions(q) if self.training else self.directions
-            return scatterbrain_lsh(q, k, v, omega, directions, cluster_size=math.prod(self.window)).to(v.dtype)
-        options = {"complement": config.complement, **window_options(self, grid)}
+        options = {"windows": windows_on(config, grid), "leave_one_out": config.leave_one_out}
         return scatterbrain(q, k, v, omega, self.position_bias(), **options).to(v.dtype)

@@ -1,20 +1,26 @@
-"""Scatterbrain with a support that hashing finds (Chen et al., 2021): SMYRF's clusters exactly, random
-features elsewhere. The option `support: lsh` of `scatterbrain`.
+"""Scatterbrain by hashing (Chen et al. 2021, arXiv:2110.15343): exact on hashed clusters, s random features elsewhere.
 
-A pair that meets in several rounds counts once, so that the support is the union of all rounds' clusters. Its part of
-the random features is subtracted from their sums over all tokens.
+As `scatterbrain`, but the support of a query is the union over r rounds of the clusters of c tokens that SMYRF's hash
+finds for it; a pair that meets in several rounds counts once. Its share of the random features is subtracted from their
+sums over all tokens.
+Cost: 4 N s C + 2 r N c C + r N c s h multiply-accumulates, 2 r N (d + 2) h more for the hash, and a sort. Linear in N.
 """
 
 import math
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention.base import Attention, LayerContext
 from attention.mechanisms.smyrf import same_cluster
+from attention.options import option
 from attention.parts.features import full_precision, log_features, phi, scale
-from attention.parts.geometry import split_prefix
+from attention.parts.geometry import Grid, split_prefix
 from attention.parts.hashing import cluster_ids, cluster_mask, from_clusters, hash_clusters, to_clusters
+from attention.parts.sampling import OMEGA_SAMPLING, OmegaSampling, gaussian
 
 
 @full_precision
@@ -24,7 +30,7 @@ def scatterbrain_lsh(
     """Hashed clusters exactly, all else by random features; a pair that meets in several rounds counts once.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens are seen exactly. omega: samples (h, s, d).
+        q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens are attended to exactly. omega: samples (h, s, d).
         directions: of the hash, one per round, (h, r, d + 2).
     Returns:
         (B, h, N, d), float32 at least.
@@ -65,3 +71,42 @@ def scatterbrain_lsh_reference(q, k, v, omega, directions, *, cluster_size):
     support = sum(same_cluster(q, k_grid, direction, cluster_size) for direction in directions.unbind(1)) > 0
     A = torch.where(F.pad(support, (k.shape[2] - q.shape[2], 0), value=True), exact, estimate)
     return A @ v / A.sum(-1, keepdim=True)
+
+
+class ScatterbrainLsh(Attention):
+    """Hashed clusters exactly over random features. Paper: Scatterbrain section 4."""
+
+    prefix_tokens = "exact"
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        num_samples: int = option(96, "samples omega per head", low=1)
+        cluster_size: int = option(49, "tokens c of a cluster", low=1)
+        num_rounds: int = option(2, "rounds r of hashing", low=1)
+        features: Literal["positive", "hyperbolic"] = option("positive", "xi(x, omega), or with xi(x, -omega) also")
+        omega_sampling: OmegaSampling = option("iid", OMEGA_SAMPLING)
+        feature_redraw: Literal["redraw", "fixed"] = option("redraw", "samples of training; evaluation keeps one set")
+
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        (H, W), size = context.grid, config.cluster_size
+        if size > H * W:
+            self.refuse("cluster_size", size, f"the {H}x{W} grid has fewer tokens; at most {H * W}")
+        self.register_buffer("directions", self.sample_directions(self.qkv.weight))
+        self.register_buffer("omega", self.sample_omega(self.qkv.weight))
+
+    def sample_omega(self, like: Tensor) -> Tensor:
+        """Samples (h, s, d) on the device of `like`, in its compute dtype."""
+        return gaussian(self.config.omega_sampling, (self.num_heads, self.config.num_samples, self.head_dim), like)
+
+    def sample_directions(self, like: Tensor) -> Tensor:
+        """Directions (h, r, d + 2) of the hash."""
+        return gaussian("iid", (self.num_heads, self.config.num_rounds, self.head_dim + 2), like)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        config = self.config
+        omega = self.sample_omega(q) if self.training and config.feature_redraw == "redraw" else self.omega
+        if config.features == "hyperbolic":
+            omega = torch.cat([omega, -omega], -2)
+        directions = self.sample_directions(q) if self.training else self.directions
+        return scatterbrain_lsh(q, k, v, omega, directions, cluster_size=config.cluster_size).to(v.dtype)

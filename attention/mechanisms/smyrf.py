@@ -68,7 +68,7 @@ def same_cluster(q: Tensor, k: Tensor, direction: Tensor, size: int) -> Tensor:
 class Smyrf(Attention):
     """Attention within hashed clusters. Paper: Scatterbrain Table 1 'SMYRF'."""
 
-    plain_prefix = True
+    prefix_tokens = "plain"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -76,17 +76,17 @@ class Smyrf(Attention):
         num_rounds: int = option(2, "rounds of hashing", low=1)
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
-        H, W = site.grid
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        H, W = context.grid
         if config.cluster_size > H * W:
             self.refuse("cluster_size", config.cluster_size, f"the {H}x{W} grid has fewer tokens; at most {H * W}")
-        self.register_buffer("directions", self.draw(self.qkv.weight))
+        self.register_buffer("directions", self.sample(self.qkv.weight))
 
-    def draw(self, like: Tensor) -> Tensor:
-        """Directions (h, r, d + 2) of the hash, on the device of `like`, in its full type."""
+    def sample(self, like: Tensor) -> Tensor:
+        """Directions (h, r, d + 2) of the hash, on the device of `like`, in its compute dtype."""
         return gaussian("iid", (self.num_heads, self.config.num_rounds, self.head_dim + 2), like)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        directions = self.draw(q) if self.training else self.directions
+        directions = self.sample(q) if self.training else self.directions
         return smyrf(q, k, v, directions, cluster_size=self.config.cluster_size, attn_drop=self.attn_drop).to(v.dtype)

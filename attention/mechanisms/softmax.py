@@ -36,7 +36,7 @@ def softmax_reference(q: Tensor, k: Tensor, v: Tensor, attn_drop: float = 0.0, *
 class Softmax(Attention):
     """Exact attention over all tokens. Papers: EVA and LARA 'Softmax'."""
 
-    plain_prefix = True
+    prefix_tokens = "plain"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, LayerContext
-from attention.ops.joint_softmax.op import mix, prefix_part, shared_logits
+from attention.ops.joint_softmax.op import mix, prefix_term, shared_logits
 from attention.options import option
 from attention.parts.features import upcast
-from attention.parts.geometry import Grid, from_windows, split_prefix, to_windows, window_mask
+from attention.parts.geometry import Grid, Windows, split_prefix
 
 
 def sparse_transformer(
@@ -25,26 +25,26 @@ def sparse_transformer(
     """Softmax over a query's block and all summaries.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries see prefix tokens.
-        block_size: tokens b. num_summary: last positions c of a block that all queries see.
+        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries attend to prefix tokens.
+        block_size: tokens b. num_summary: last positions c of a block that all queries attend to.
         attn_drop: dropout rate of the weights.
     Returns:
         (B, h, N, d). A last block of fewer than b tokens has only those summaries that its positions reach.
     """
-    line, block = (1, q.shape[2]), (1, block_size)
+    blocks = Windows((1, q.shape[2]), (1, block_size))
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
-    cut = [block_size - num_summary, num_summary]  # of a block, so that no key comes twice
-    queries = to_windows(q, line, block)  # (B, h, g, b, d)
-    (own_k, shared_k), (own_v, shared_v) = (to_windows(x, line, block).split(cut, 3) for x in (k, v))
+    sizes = [block_size - num_summary, num_summary]  # of a block, so that no key comes twice
+    queries = blocks.partition(q)  # (B, h, g, b, d)
+    (own_k, shared_k), (own_v, shared_v) = (blocks.partition(x).split(sizes, 3) for x in (k, v))
     own = upcast(queries * q.shape[-1] ** -0.5 @ own_k.mT)
     shared = shared_logits(queries, shared_k.flatten(2, 3))
-    valid = window_mask(line, block, (0, 0), q.device)
+    valid = blocks.mask(q.device)
     if valid is not None:
-        valid_own, valid_shared = valid.split(cut, 1)
+        valid_own, valid_shared = valid.split(sizes, 1)
         own = own.masked_fill(~valid_own[:, None], -torch.inf)
         shared = shared.masked_fill(~valid_shared.flatten(), -torch.inf)
-    parts = [(own, own_v), (shared, shared_v.flatten(2, 3)[:, :, None]), *prefix_part(queries, k_prefix, v_prefix)]
-    return from_windows(mix(parts, attn_drop), line, block)
+    terms = [(own, own_v), (shared, shared_v.flatten(2, 3)[:, :, None]), *prefix_term(queries, k_prefix, v_prefix)]
+    return blocks.reverse(mix(terms, attn_drop))
 
 
 def sparse_transformer_reference(q, k, v, *, block_size, num_summary, attn_drop=0.0):
@@ -59,15 +59,17 @@ def sparse_transformer_reference(q, k, v, *, block_size, num_summary, attn_drop=
 class SparseTransformer(Attention):
     """A query's own block and the last tokens of every block."""
 
+    prefix_tokens = "exact"
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         block_size: int | None = option(None, "tokens b of a block, in raster order; null: a row of the grid", low=1)
         num_summary: int = option(1, "last positions c of every block that all queries attend to", low=1)
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
-        (H, W), block = site.grid, self.block_size(site.grid)
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        (H, W), block = context.grid, self.block_size(context.grid)
         if block > H * W:
             self.refuse("block_size", block, f"larger than the {H * W} tokens of the {H}x{W} grid; at most {H * W}")
 

@@ -28,13 +28,13 @@ def sra(x: Tensor, weight: Tensor, bias: Tensor, *, grid: Grid) -> Tensor:
 
 
 def sra_reference(x, weight, bias, *, grid):
-    """`sra`, cell by cell."""
+    """`sra`, token by token."""
     (H, W), R = grid, weight.shape[-1]
     reduced = []
     for top in range(0, H, R):
         for left in range(0, W, R):
-            cells = [(i, j) for i in range(R) for j in range(R) if top + i < H and left + j < W]
-            reduced.append(bias + sum(x[:, (top + i) * W + left + j] @ weight[:, :, i, j].mT for i, j in cells))
+            covered = [(i, j) for i in range(R) for j in range(R) if top + i < H and left + j < W]
+            reduced.append(bias + sum(x[:, (top + i) * W + left + j] @ weight[:, :, i, j].mT for i, j in covered))
     return torch.stack(reduced, 1)
 
 
@@ -49,6 +49,8 @@ def project_reduced(qkv: nn.Linear, x: Tensor, reduced: Tensor, num_heads: int) 
 class Sra(Attention):
     """Softmax over a grid reduced by a strided convolution. Papers: EVA Table 1, LARA Tables 2 and 8 'SRA'."""
 
+    prefix_tokens = "exact"
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         reduction: int | None = option(
@@ -56,24 +58,24 @@ class Sra(Attention):
         )
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
-        H, W = site.grid
-        reduction = config.reduction or site.reduction or max(1, round((H * W / DEFAULT_KEYS) ** 0.5))
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        H, W = context.grid
+        reduction = config.reduction or context.reduction or max(1, round((H * W / DEFAULT_KEYS) ** 0.5))
         if reduction > max(H, W):
             self.refuse("reduction", reduction, f"larger than the {H}x{W} grid; at most {max(H, W)}")
-        self.sr = nn.Conv2d(site.dim, site.dim, reduction, reduction) if reduction > 1 else None
-        self.norm = nn.LayerNorm(site.dim, eps=1e-5) if reduction > 1 else None
+        self.sr = nn.Conv2d(context.dim, context.dim, reduction, reduction) if reduction > 1 else None
+        self.norm = nn.LayerNorm(context.dim, eps=1e-5) if reduction > 1 else None
         if self.sr is not None:
-            nn.init.normal_(self.sr.weight, std=(2 / (site.dim * reduction**2)) ** 0.5)  # kaiming, fan out
+            nn.init.normal_(self.sr.weight, std=(2 / (context.dim * reduction**2)) ** 0.5)  # kaiming, fan out
             nn.init.zeros_(self.sr.bias)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
         """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + N/R^2, d)."""
         if self.sr is None:
             return super().project(x, grid)
-        prefix, cells = split_prefix(x, grid[0] * grid[1])
-        reduced = self.norm(sra(cells, self.sr.weight, self.sr.bias, grid=grid))
+        prefix, tokens = split_prefix(x, grid[0] * grid[1])
+        reduced = self.norm(sra(tokens, self.sr.weight, self.sr.bias, grid=grid))
         return project_reduced(self.qkv, x, torch.cat([prefix, reduced], 1), self.num_heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:

@@ -1,11 +1,11 @@
-"""Synthesizer (Tay et al. 2021, arXiv:2005.00743): learned attention weights that no input changes.
+"""Synthesizer (Tay et al. 2021, arXiv:2005.00743): learned attention weights, the same for every image.
 
 The factorised random variant,
 
     y = softmax(R_1 R_2^T) v,   R_1, R_2: N x p for every head, learned.
 
 There are no queries and keys, and no projections of them. The factors belong to one grid, and to prefix tokens, which
-have places of their own; on another grid their rows are resampled.
+have rows of their own; on another grid those of the grid are resampled.
 Cost: N^2 C multiply-accumulates, and h p N^2 once per batch, less 2 N C^2 of the projections.
 """
 
@@ -38,9 +38,9 @@ def synthesizer_reference(r_1, r_2, v, attn_drop=0.0):
 
 
 class Synthesizer(Attention):
-    """Learned weights between places, the same for every image."""
+    """Learned weights between positions, the same for every image."""
 
-    plain_prefix = True
+    prefix_tokens = "plain"
     num_projections = 1
 
     @dataclass(frozen=True, kw_only=True)
@@ -48,14 +48,14 @@ class Synthesizer(Attention):
         rank: int = option(8, "columns p of a factor", low=1)
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
-        self.grid = site.grid
-        places = site.num_prefix_tokens + site.grid[0] * site.grid[1]
-        self.factors = nn.Parameter(torch.empty(2, self.num_heads, config.rank, places))
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        self.grid = context.grid
+        rows = context.num_prefix_tokens + context.grid[0] * context.grid[1]
+        self.factors = nn.Parameter(torch.empty(2, self.num_heads, config.rank, rows))
         nn.init.trunc_normal_(self.factors, std=0.02)
 
     def attend(self, v: Tensor, grid: Grid) -> Tensor:
-        prefix, cells = self.factors.tensor_split([self.factors.shape[-1] - self.grid[0] * self.grid[1]], -1)
-        r_1, r_2 = torch.cat([prefix, resample(cells, self.grid, grid)], -1).mT
+        prefix, tokens = self.factors.tensor_split([self.factors.shape[-1] - self.grid[0] * self.grid[1]], -1)
+        r_1, r_2 = torch.cat([prefix, resample(tokens, self.grid, grid)], -1).mT
         return synthesizer(r_1, r_2, v, self.attn_drop)

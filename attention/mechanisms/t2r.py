@@ -43,14 +43,14 @@ def t2r_reference(q, k, v, weight, bias):
 class T2r(Attention):
     """Kernel attention with learned ReLU features. Papers: EVA Table 5 'T2R' (language)."""
 
-    plain_prefix = True
+    prefix_tokens = "plain"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         num_features: int = option(32, "features m per head", low=1)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
         self.feature_weight = nn.Parameter(torch.empty(self.num_heads, config.num_features, self.head_dim))
         self.feature_bias = nn.Parameter(torch.zeros(self.num_heads * config.num_features))  # a vector: not decayed
         nn.init.trunc_normal_(self.feature_weight, std=0.02)

@@ -12,7 +12,6 @@ Cost: 2 N |E| C + (4 + h) N r C multiply-accumulates, h N r C of them for Linear
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -20,13 +19,13 @@ from torch import Tensor, nn
 
 from attention.base import Attention, LayerContext
 from attention.mechanisms.local import local
-from attention.ops.joint_softmax.op import joint_softmax, seen_exactly
+from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
 from attention.options import option
 from attention.parts.features import upcast
-from attention.parts.geometry import Grid, merge_heads, split_heads, split_prefix
+from attention.parts.geometry import Grid, Layout, Windows, merge_heads, split_heads, split_prefix
 from attention.parts.linear import init_linear
 from attention.parts.position import BiasKind
-from attention.window_options import exact_window, window_options
+from attention.window_options import position_bias, windows_on
 
 
 def transformer_ls(
@@ -37,7 +36,9 @@ def transformer_ls(
     norm_weight: Tensor | None = None,
     norm_bias: Tensor | None = None,
     bias: Tensor | None = None,
-    **windows: Any,
+    *,
+    windows: Windows,
+    attn_drop: float = 0.0,
 ) -> Tensor:
     """One softmax over a window's tokens and r weighted averages of all.
 
@@ -45,13 +46,13 @@ def transformer_ls(
         q, k, v: (B, h, N, d), keys and values normalised; they may begin with those of prefix tokens.
         slots: logits of the averages over the tokens of the grid, (B, h, r, N).
         norm_weight, norm_bias: of the LayerNorm of averages, (C,); none without it. bias: of the window, (h, w, e).
-        windows: geometry and dropout rate, see `joint_softmax`.
+        attn_drop: dropout rate of the weights.
     Returns:
         (B, h, N, d).
     """
     pi = upcast(slots).softmax(-1).to(k.dtype)
     k_bar, v_bar = (normalise(pi @ split_prefix(x, q.shape[2])[1], norm_weight, norm_bias) for x in (k, v))
-    return joint_softmax(q, k, v, bias, k_bar[:, :, None], v_bar[:, :, None], **windows)
+    return joint_softmax(q, k, v, bias, k_bar[:, :, None], v_bar[:, :, None], windows=windows, attn_drop=attn_drop)
 
 
 def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -61,7 +62,7 @@ def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
     return split_heads(F.layer_norm(merge_heads(x), weight.shape, weight, bias), 1, x.shape[1])[0]
 
 
-def transformer_ls_reference(q, k, v, slots, norm_weight=None, norm_bias=None, bias=None, *, attn_drop=0.0, **windows):
+def transformer_ls_reference(q, k, v, slots, norm_weight=None, norm_bias=None, bias=None, *, windows, attn_drop=0.0):
     """`transformer_ls`, slot by slot and query by query."""
     (B, h, N, d), scale = q.shape, q.shape[-1] ** -0.5
     k_bar, v_bar = [], []
@@ -72,13 +73,13 @@ def transformer_ls_reference(q, k, v, slots, norm_weight=None, norm_bias=None, b
             if norm_weight is not None:
                 all_heads = average.reshape(B, h * d)
                 centred = all_heads - all_heads.mean(-1, keepdim=True)
-                deviation = ((centred**2).mean(-1, keepdim=True) + 1e-5) ** 0.5
-                average = (centred / deviation * norm_weight + norm_bias).view(B, h, d)
+                std = ((centred**2).mean(-1, keepdim=True) + 1e-5) ** 0.5
+                average = (centred / std * norm_weight + norm_bias).view(B, h, d)
             averages.append(average)
     k_bar, v_bar, y = torch.stack(k_bar, 2), torch.stack(v_bar, 2), torch.zeros_like(q)
     for n in range(N):
-        exact, values = seen_exactly(n, q, k, v, bias, **windows)
-        logits = torch.cat([exact, scale * (q[:, :, n, None] @ k_bar.mT)[:, :, 0]], -1)
+        on_window, values = attended_in_window(n, q, k, v, bias, windows=windows)
+        logits = torch.cat([on_window, scale * (q[:, :, n, None] @ k_bar.mT)[:, :, 0]], -1)
         weights = F.dropout(logits.softmax(-1), attn_drop)
         y[:, :, n] = (weights[:, :, None] @ torch.cat([values, v_bar], 2))[:, :, 0]
     return y
@@ -87,28 +88,30 @@ def transformer_ls_reference(q, k, v, slots, norm_weight=None, norm_bias=None, b
 class TransformerLs(Attention):
     """A window and dynamic projections of all tokens. Papers: EVA Tables 2, 3, 15 'Long-Short', 'Transformer-LS'."""
 
+    prefix_tokens = "exact"
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         num_landmarks: int = option(16, "averages r per head; 0: none (local attention)", low=0)
-        window_size: int = option(7, "side of the window in cells; block length where layout is 1d; 0: none", low=0)
-        layout: Literal["2d", "1d"] = option("2d", "square windows of the grid, or blocks of the raster order")
+        window_size: int = option(7, "side of the window in tokens; block length where layout is 1d; 0: none", low=0)
+        layout: Layout = option("2d", "square windows of the grid, or blocks of the raster order")
         overlap: int = option(
-            0, "cells by which a window's keys reach beyond it; w // 2 in Zhu et al., 0 in EVA's paper", low=0
+            0, "tokens by which a window's keys reach beyond it; w // 2 in Zhu et al., 0 in EVA's paper", low=0
         )
         dual_norm: bool = option(True, "LayerNorm of keys and values, and another one of their averages")
         position_bias: BiasKind = option("table", "relative position bias inside the window")
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
         if config.window_size == config.num_landmarks == 0:
             self.refuse("window_size", 0, "nothing to attend to with num_landmarks: 0; give one of them")
-        self.window, self.overlap, self.position_bias = exact_window(self, site)
-        self.norm_full = nn.LayerNorm(site.dim, eps=1e-5) if config.dual_norm else nn.Identity()
+        self.position_bias = position_bias(self, context)
+        self.norm_full = nn.LayerNorm(context.dim, eps=1e-5) if config.dual_norm else nn.Identity()
         if config.num_landmarks:
-            self.slots = nn.Linear(site.dim, self.num_heads * config.num_landmarks)
+            self.slots = nn.Linear(context.dim, self.num_heads * config.num_landmarks)
             init_linear(self.slots)
-            self.norm_slots = nn.LayerNorm(site.dim, eps=1e-5) if config.dual_norm else None
+            self.norm_slots = nn.LayerNorm(context.dim, eps=1e-5) if config.dual_norm else None
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         """(B, N, C) -> queries, normalised keys and values (B, h, N, d); logits of the averages (B, h, r, N)."""
@@ -119,8 +122,8 @@ class TransformerLs(Attention):
         return q, k, v, self.slots(split_prefix(x, grid[0] * grid[1])[1]).mT.unflatten(1, (self.num_heads, -1))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, grid: Grid) -> Tensor:
-        windows = {"attn_drop": self.attn_drop, **window_options(self, grid)}
+        bias, options = self.position_bias(), {"windows": windows_on(self.config, grid), "attn_drop": self.attn_drop}
         if slots is None:
-            return local(q, k, v, self.position_bias(), **windows)
+            return local(q, k, v, bias, **options)
         norm = (self.norm_slots.weight, self.norm_slots.bias) if self.config.dual_norm else (None, None)
-        return transformer_ls(q, k, v, slots, *norm, self.position_bias(), **windows)
+        return transformer_ls(q, k, v, slots, *norm, bias, **options)

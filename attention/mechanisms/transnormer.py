@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from attention.base import Attention, LayerContext
 from attention.mechanisms.local import local
-from attention.ops.joint_softmax.op import exact_logits, seen_exactly
+from attention.ops.joint_softmax.op import attended_in_window, window_logits
 from attention.options import option
 from attention.parts.features import elu_plus_one, full_precision
-from attention.parts.geometry import Grid, from_windows, split_prefix, to_windows
+from attention.parts.geometry import Grid, Windows, split_prefix
 
 Variant = Literal["t1", "t2"]
 Norm = Literal["merged", "heads"]
@@ -36,11 +36,11 @@ def transnormer(q: Tensor, k: Tensor, v: Tensor, gain: Tensor, *, variant: Varia
 
 
 @full_precision
-def rela(q: Tensor, k: Tensor, v: Tensor, gain: Tensor, *, grid: Grid, window: Grid, norm: Norm) -> Tensor:
+def rela(q: Tensor, k: Tensor, v: Tensor, gain: Tensor, *, windows: Windows, norm: Norm) -> Tensor:
     """DiagAttention of t1: weights ReLU(q . k / sqrt(d)) within windows; shapes as in `transnormer`."""
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
-    weights = exact_logits(q, k, None, grid, window, (0, 0)).relu()
-    y = from_windows(weights @ to_windows(v, grid, window), grid, window)
+    weights = window_logits(q, k, None, windows).relu()
+    y = windows.reverse(weights @ windows.partition(v))
     return rms_norm(y + (q * q.shape[-1] ** -0.5 @ k_prefix.mT).relu() @ v_prefix, gain, norm)
 
 
@@ -56,11 +56,11 @@ def transnormer_reference(q, k, v, gain, *, variant, norm):
     return rms_norm_reference(phi_q @ phi_k.mT @ v, gain, norm)
 
 
-def rela_reference(q, k, v, gain, *, grid, window, norm):
+def rela_reference(q, k, v, gain, *, windows, norm):
     """`rela`, query by query."""
     y = torch.zeros_like(q)
     for n in range(q.shape[2]):
-        logits, values = seen_exactly(n, q, k, v, grid=grid, window=window)
+        logits, values = attended_in_window(n, q, k, v, windows=windows)
         y[:, :, n] = (logits.relu()[:, :, None] @ values)[:, :, 0]
     return rms_norm_reference(y, gain, norm)
 
@@ -74,26 +74,28 @@ def rms_norm_reference(y, gain, norm):
 class Transnormer(Attention):
     """Windows in the first half of the layers, linear attention in the second."""
 
+    prefix_tokens = "exact"
+
     @dataclass(frozen=True, kw_only=True)
     class Config:
         variant: Variant = option("t2", "t2: softmax in windows, elu + 1; t1: ReLU weights in windows, elu")
-        window_size: int = option(7, "window side in cells of the first half's layers", low=1)
+        window_size: int = option(7, "window side in tokens of the first half's layers", low=1)
         norm: Norm = option("merged", "RMSNorm over all channels of a token, or over those of each head")
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
-        self.in_windows = site.layer < site.depth // 2
-        if self.in_windows and config.window_size > max(site.grid):
-            H, W = site.grid
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        self.in_windows = context.layer < context.depth // 2
+        if self.in_windows and config.window_size > max(context.grid):
+            H, W = context.grid
             self.refuse("window_size", config.window_size, f"larger than the {H}x{W} grid; at most {max(H, W)}")
         if not self.in_windows or config.variant == "t1":
-            self.gain = nn.Parameter(torch.ones(site.dim))
+            self.gain = nn.Parameter(torch.ones(context.dim))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        windows = {"grid": grid, "window": (self.config.window_size, self.config.window_size)}
+        windows = Windows(grid, (self.config.window_size, self.config.window_size))
         if self.in_windows and self.config.variant == "t2":
-            return local(q, k, v, **windows)
+            return local(q, k, v, windows=windows)
         gain, norm = self.gain.view(self.num_heads, -1), self.config.norm
         if self.in_windows:
-            return rela(q, k, v, gain, norm=norm, **windows).to(v.dtype)
+            return rela(q, k, v, gain, norm=norm, windows=windows).to(v.dtype)
         return transnormer(q, k, v, gain, variant=self.config.variant, norm=norm).to(v.dtype)

@@ -39,15 +39,15 @@ def xca_reference(q, k, v, temperature, attn_drop=0.0):
 class Xca(Attention):
     """Softmax over channels. Papers: LARA Table 8 'XCIT'."""
 
-    plain_prefix = True
+    prefix_tokens = "plain"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
-    def __init__(self, site: LayerContext, config: Config):
-        super().__init__(site, config)
-        self.temperature = nn.Parameter(torch.ones(site.num_heads))
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        self.temperature = nn.Parameter(torch.ones(context.num_heads))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return xca(q, k, v, self.temperature, self.attn_drop).to(v.dtype)

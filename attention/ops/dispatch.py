@@ -1,7 +1,8 @@
 """Fast paths: functions with the signature and the meaning of an op, for the arguments they cover.
 
-An op stays in the file of its mechanism as the definition; `with_fast_path` above it is the one place where another
-function may answer for it. Every fast path is held to the op's literal twin by the same tests as the op.
+An op is the definition; `with_fast_path` above it is the one place where another function may stand in for it. Every
+fast path is held to the op's literal twin by the same tests as the op. The decorator comes first, above
+`full_precision`: a fast path takes tensors as they are, and upcasts what it needs to.
 
 with kernels.use("plain"): ...   # the definitions themselves
 with kernels.use("lean"): ...    # fast paths that save less for the backward pass and compute it again
@@ -18,13 +19,9 @@ from typing import Literal, get_args
 import torch
 
 Path = Literal["auto", "lean", "triton", "plain"]
-TRITON_MODULES = {
-    "joint_softmax": "attention.ops.joint_softmax.triton_joint",
-    "group_values": "attention.ops.group_values.triton_groups",
-    "performer": "attention.ops.random_features.triton_random_features",
-    "lara": "attention.ops.random_features.triton_random_features",
-}
-"""Op -> the module here with its kernel, a function of the same name, and `covers_` it."""
+
+TRITON_MODULES: dict[str, str] = {}
+"""Op -> the module with its kernel, a function of the same name, and `covers_` it; filled by `with_fast_path`."""
 
 _path: Path = "auto"
 _fast: dict[str, Callable] = {}
@@ -84,13 +81,15 @@ def first_order(backward: Callable) -> Callable:
     return run
 
 
-def with_fast_path(fast: Callable, covers: Callable[..., bool]) -> Callable:
-    """Decorates an op: `fast` answers for it where `covers` its arguments, unless the path is plain; on the path
-    "triton" its kernel before that, where it covers them.
+def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | None = None) -> Callable:
+    """Decorates an op: `fast` stands in for it where it `covers` its arguments, unless the path is plain; on the path
+    "triton" the kernel of the module `triton` before that, where it covers them.
     """
 
     def decorate(op: Callable) -> Callable:
         _fast[op.__name__] = fast
+        if triton:
+            TRITON_MODULES[op.__name__] = triton
 
         @functools.wraps(op)
         def run(*args, **kwargs):

@@ -5,16 +5,18 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from attention.parts.geometry import Windows
+
 CACHE = 8 * 2**20
 """Bytes that stay in a CPU's cache while they are worked on: a share of its L3."""
 
-Part = tuple[slice, slice]
+Chunk = tuple[slice, slice]
 
 
-def cache_parts(x: Tensor, bytes_of_head: int) -> Iterator[Part]:
+def cache_chunks(x: Tensor, bytes_of_head: int) -> Iterator[Chunk]:
     """Slices of images and heads of x (B, h, ...) whose work, `bytes_of_head` for one head of one image, fits `CACHE`.
 
-    Off the CPU, and in compiled graphs, which would repeat the work's operations for each: one part.
+    Off the CPU, and in compiled graphs, which would repeat the work's operations for each: one chunk.
     """
     (B, h), pairs = x.shape[:2], max(CACHE // bytes_of_head, 1)
     if x.device.type != "cpu" or torch.compiler.is_compiling():
@@ -25,9 +27,9 @@ def cache_parts(x: Tensor, bytes_of_head: int) -> Iterator[Part]:
             yield slice(b, b + images), slice(i, i + heads)
 
 
-def take(part: Part, *tensors: Tensor | None) -> list[Tensor | None]:
-    """Views of a part of tensors (B, h, ...)."""
-    return [None if x is None else x[part] for x in tensors]
+def take(chunk: Chunk, *tensors: Tensor | None) -> list[Tensor | None]:
+    """Views of a chunk of tensors (B, h, ...)."""
+    return [None if x is None else x[chunk] for x in tensors]
 
 
 def like_tokens(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -36,3 +38,22 @@ def like_tokens(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     B, h, N, d = x.shape
     return x.new_empty(B, N, h, d, dtype=dtype).transpose(1, 2)
+
+
+def partition(x: Tensor, windows: Windows, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
+    """Tokens (B, h, N, d) -> windows (B h g, w, d) of `dtype`, never a view of them; in `out` if it is given."""
+    tokens = windows.view(x)
+    copied = torch.empty(tokens.shape, dtype=dtype, device=x.device) if out is None else out.view(tokens.shape)
+    return copied.copy_(tokens).flatten(4, 5).flatten(0, 3)
+
+
+def reverse(y: Tensor, x: Tensor, windows: Windows) -> Tensor:
+    """Tokens x (B, h, N, d) with windows y (B h g, w, d) written to them: the inverse of `partition`."""
+    (B, h), (H, W), (rows, columns) = x.shape[:2], windows.grid, windows.size
+    down, across = -(-H // rows), -(-W // columns)
+    tokens = y.unflatten(1, windows.size).unflatten(0, (B, h, down, across)).transpose(3, 4)
+    if H % rows or W % columns:
+        x.unflatten(2, windows.grid).copy_(tokens.flatten(4, 5).flatten(2, 3)[:, :, :H, :W])
+    else:
+        x.unflatten(2, (down, rows, across, columns)).copy_(tokens)
+    return x

@@ -13,17 +13,17 @@ import torch
 from torch import Tensor
 
 
-def full_type(x: Tensor) -> torch.dtype:
-    """The type to compute with: float32 for half types, else that of `x`."""
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """The compute dtype: float32 for half types, else that of `x`."""
     return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
 
 
 def upcast(x: Tensor) -> Tensor:
     """`x` in float32 at least: half types become float32, float64 stays."""
-    return x.to(full_type(x))
+    return x.to(compute_dtype(x))
 
 
-def own_types(x: Tensor) -> contextlib.AbstractContextManager:
+def autocast_off(x: Tensor) -> contextlib.AbstractContextManager:
     """Autocast off on the device of `x`."""
     return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)  # meta has none
 
@@ -39,7 +39,7 @@ def full_precision(function):
     def run(first: Tensor, *arguments, **options):
         arguments = [upcast(x) if isinstance(x, Tensor) else x for x in (first, *arguments)]
         options = {name: upcast(x) if isinstance(x, Tensor) else x for name, x in options.items()}
-        with own_types(first):
+        with autocast_off(first):
             return function(*arguments, **options)
 
     return run

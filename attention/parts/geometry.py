@@ -5,7 +5,7 @@ do not divide the grid are padded at the bottom and the right; padding is an inv
 """
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -58,49 +58,99 @@ def resample(table: Tensor, old: Grid, grid: Grid) -> Tensor:
     return images[0].flatten(1).unflatten(0, table.shape[:-1]).to(table.dtype)
 
 
-def to_windows(x: Tensor, grid: Grid, window: Grid, overlap: Grid = (0, 0)) -> Tensor:
-    """Cuts tokens (B, h, N, d) into windows (B, h, g, e, d), grown by `overlap` cells on every side; zeros outside.
+class Windows(NamedTuple):
+    """A grid taken apart into g windows of w tokens, which attend to e = w tokens, or more with an overlap.
 
-    The window (0, 0) is the whole grid, in raster order.
+    Attributes:
+        grid: (H, W) of the tokens.
+        size: rows and columns of a window; (0, 0): one window of all queries that attends to no token of the grid.
+        overlap: rows and columns by which a window's keys reach beyond it on every side.
+        causal: whether a query attends to no later token; windows are blocks of the raster order then.
     """
-    if window == (0, 0):
-        return x[:, :, None]
-    return window_view(x, grid, window, overlap).flatten(4, 5).flatten(2, 3)
 
+    grid: Grid
+    size: Grid
+    overlap: Grid = (0, 0)
+    causal: bool = False
 
-def window_view(x: Tensor, grid: Grid, window: Grid, overlap: Grid = (0, 0)) -> Tensor:
-    """`to_windows` with its axes apart, (B, h, g_y, g_x, e_y, e_x, d): a view where no padding is needed."""
-    (H, W), (rows, columns), (above, beside) = grid, window, overlap
-    x = x.unflatten(2, grid)
-    if H % rows or W % columns or above or beside:
-        x = F.pad(x, (0, 0, beside, beside + -W % columns, above, above + -H % rows))
-    if overlap == (0, 0):  # the gradient of `unfold` fills and adds
-        return x.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)).transpose(3, 4)
-    return x.unfold(2, rows + 2 * above, rows).unfold(3, columns + 2 * beside, columns).permute(0, 1, 2, 3, 5, 6, 4)
+    @property
+    def count(self) -> int:
+        """How many windows g cover the grid."""
+        (H, W), (rows, columns) = self.grid, self.size
+        return -(-H // rows) * -(-W // columns)
 
+    @property
+    def num_queries(self) -> int:
+        """Tokens w of a window."""
+        return math.prod(self.size)
 
-def from_windows(y: Tensor, grid: Grid, window: Grid) -> Tensor:
-    """Puts windows (B, h, g, w, d) back in raster order (B, h, N, d), dropping padded cells."""
-    if window == (0, 0):
-        return y[:, :, 0]
-    (H, W), (rows, columns) = grid, window
-    y = y.unflatten(3, window).unflatten(2, (-(-H // rows), -(-W // columns)))  # (B, h, g_y, g_x, rows, columns, d)
-    return y.transpose(3, 4).flatten(4, 5).flatten(2, 3)[:, :, :H, :W].flatten(2, 3)
+    @property
+    def num_keys(self) -> int:
+        """Tokens e of a window grown by its overlap."""
+        return (self.size[0] + 2 * self.overlap[0]) * (self.size[1] + 2 * self.overlap[1])
 
+    @property
+    def padded(self) -> bool:
+        """Whether a window, or what it attends to, reaches beyond the grid."""
+        (H, W), (rows, columns) = self.grid, self.size
+        return bool(H % rows or W % columns or self.overlap != (0, 0))
 
-def window_indices(grid: Grid, window: Grid, overlap: Grid, device: torch.device) -> Tensor:
-    """Raster index of every cell of every (extended) window: (g, e) int64; -1 outside the grid."""
-    raster = torch.arange(1, grid[0] * grid[1] + 1, device=device).view(1, 1, -1, 1)
-    return to_windows(raster, grid, window, overlap)[0, 0, :, :, 0] - 1
+    def disjoint(self) -> "Windows":
+        """The windows without their overlap: of queries and outputs."""
+        return self._replace(overlap=(0, 0))
 
+    def partition(self, x: Tensor) -> Tensor:
+        """Queries (B, h, N, d) -> windows (B, h, g, w, d); zeros outside the grid."""
+        return x[:, :, None] if self.size == (0, 0) else self.view(x).flatten(4, 5).flatten(2, 3)
 
-def window_mask(grid: Grid, window: Grid, overlap: Grid, device: torch.device) -> Tensor | None:
-    """Which cells of every (extended) window lie in the grid: (g, e) bool; None where all do."""
-    if grid[0] % window[0] == 0 and grid[1] % window[1] == 0 and overlap == (0, 0):
-        return None
-    return window_indices(grid, window, overlap, device) >= 0
+    def partition_keys(self, x: Tensor) -> Tensor:
+        """Keys or values (B, h, N, d) -> those that each window attends to, (B, h, g, e, d); zeros outside the grid."""
+        return self.view(x, self.overlap).flatten(4, 5).flatten(2, 3)
 
+    def reverse(self, y: Tensor) -> Tensor:
+        """The inverse of `partition`: windows (B, h, g, w, d) -> tokens (B, h, N, d), without padding."""
+        if self.size == (0, 0):
+            return y[:, :, 0]
+        (H, W), (rows, columns) = self.grid, self.size
+        y = y.unflatten(3, self.size)
+        y = y.unflatten(2, (-(-H // rows), -(-W // columns)))  # (B, h, g_y, g_x, rows, columns, d)
+        return y.transpose(3, 4).flatten(4, 5).flatten(2, 3)[:, :, :H, :W].flatten(2, 3)
 
-def count_windows(grid: Grid, window: Grid) -> int:
-    """How many windows cover the grid."""
-    return -(-grid[0] // window[0]) * -(-grid[1] // window[1])
+    def view(self, x: Tensor, overlap: Grid = (0, 0)) -> Tensor:
+        """Tokens (B, h, N, d) -> (B, h, g_y, g_x, e_y, e_x, d), in memory those of x where no padding is needed."""
+        (H, W), (rows, columns), (above, beside) = self.grid, self.size, overlap
+        x = x.unflatten(2, self.grid)
+        if H % rows or W % columns or above or beside:
+            x = F.pad(x, (0, 0, beside, beside + -W % columns, above, above + -H % rows))
+        if overlap == (0, 0):  # the gradient of `unfold` fills and adds
+            return x.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)).transpose(3, 4)
+        return x.unfold(2, rows + 2 * above, rows).unfold(3, columns + 2 * beside, columns).permute(0, 1, 2, 3, 5, 6, 4)
+
+    def indices(self, device: torch.device) -> Tensor:
+        """Raster index of every token that each window attends to: (g, e) int64; -1 outside the grid."""
+        tokens = torch.arange(1, math.prod(self.grid) + 1, device=device).view(1, 1, -1, 1)
+        return self.partition_keys(tokens)[0, 0, :, :, 0] - 1
+
+    def mask(self, device: torch.device) -> Tensor | None:
+        """Which keys of every window lie in the grid: (g, e) bool; None where all do."""
+        return self.indices(device) >= 0 if self.padded else None
+
+    def index_of(self, n: int) -> int:
+        """The window of token n, for the literal twins."""
+        (y, x), (rows, columns) = divmod(n, self.grid[1]), self.size
+        return y // rows * -(-self.grid[1] // columns) + x // columns
+
+    def attended(self, n: int) -> tuple[list[int], list[int], int]:
+        """What token n attends to in its window, for the literal twins: raster indices of the keys, their positions
+        among the window's e, and n's own position among its w.
+        """
+        if self.size == (0, 0):
+            return [], [], 0
+        (y, x), (rows, columns), (above, beside) = divmod(n, self.grid[1]), self.size, self.overlap
+        top, left = y - y % rows - above, x - x % columns - beside
+        height, width = rows + 2 * above, columns + 2 * beside
+        keys = [(top + i, left + j, i * width + j) for i in range(height) for j in range(width)]
+        H, W = self.grid
+        inside = [(a * W + b, position) for a, b, position in keys if 0 <= a < H and 0 <= b < W]
+        inside = [(m, position) for m, position in inside if m <= n or not self.causal]
+        return [m for m, _ in inside], [position for _, position in inside], y % rows * columns + x % columns

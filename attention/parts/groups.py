@@ -1,4 +1,4 @@
-"""Groups of tokens, their means, and the transforms that turn means into landmarks.
+"""Groups of tokens, and their means.
 
 A partition is a table of token indices per group, padded to the longest group: see `Groups`.
 """
@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from attention.options import OptionError
-from attention.parts.features import full_type
-from attention.parts.geometry import Grid, to_windows, window_indices, window_view
+from attention.parts.features import compute_dtype
+from attention.parts.geometry import Grid, Windows
 
 
 class Groups(NamedTuple):
@@ -19,12 +19,12 @@ class Groups(NamedTuple):
 
     Attributes:
         index: (G, c, t) int64 raster indices; padding points at some token. valid: (G, c, t) bool, false at padding.
-        tiles: (grid, window) where the groups are the grid's windows, without padding; None otherwise.
+        tiles: the windows of the grid that the groups are, without padding; None where they are none.
     """
 
     index: Tensor
     valid: Tensor
-    tiles: tuple[Grid, Grid] | None = None
+    tiles: Windows | None = None
 
     def count(self) -> Tensor:
         """Members per group, (G, c)."""
@@ -53,75 +53,74 @@ def _bin_counts(count: int, grid: Grid) -> list[Grid]:
 
 
 def bins(grid: Grid, counts: Grid, device: torch.device, margin: Grid = (0, 0)) -> Groups:
-    """Disjoint rectangular bins with edges floor(i*H/rows), floor(j*W/columns), each grown by `margin` cells within
-    the grid.
+    """Disjoint rectangular bins with edges floor(i*H/rows), floor(j*W/columns), each grown by `margin` rows and
+    columns within the grid.
     """
     rows, rows_valid = _chunks(torch.tensor(grid[0], device=device), grid[0], counts[0], margin[0])
     columns, columns_valid = _chunks(torch.tensor(grid[1], device=device), grid[1], counts[1], margin[1])
     index = rows[:, None, :, None] * grid[1] + columns[None, :, None, :]
     valid = rows_valid[:, None, :, None] & columns_valid[None, :, None, :]
     equal = grid[0] % counts[0] == grid[1] % counts[1] == 0 and margin == (0, 0)
-    tiles = (grid, (grid[0] // counts[0], grid[1] // counts[1])) if equal else None
+    tiles = Windows(grid, (grid[0] // counts[0], grid[1] // counts[1])) if equal else None
     return Groups(index.flatten(2).flatten(0, 1)[None], valid.flatten(2).flatten(0, 1)[None], tiles)
 
 
-def bins_outside(groups: Groups, grid: Grid, window: Grid, overlap: Grid) -> Groups:
-    """`groups` without the members of each window's exact set, window by window: G = g. A group may become empty."""
-    exact = _exact_sets(grid, window, overlap, groups.index.device)
-    return Groups(groups.index.expand(len(exact), -1, -1), groups.valid & ~exact[:, groups.index[0]])
+def bins_outside(groups: Groups, windows: Windows) -> Groups:
+    """`groups` without the tokens that each window attends to: G = g. A group may become empty."""
+    attended = _attended(windows, groups.index.device)
+    return Groups(groups.index.expand(len(attended), -1, -1), groups.valid & ~attended[:, groups.index[0]])
 
 
-def chunks_outside(grid: Grid, window: Grid, overlap: Grid, count: int, device: torch.device) -> Groups:
-    """Parts the tokens outside each window's exact set into `count` contiguous chunks of the raster order: G = g."""
-    exact = _exact_sets(grid, window, overlap, device)
-    outside = exact.to(torch.uint8).argsort(dim=-1, stable=True)  # raster order, the exact set's own tokens last
-    most = tokens_outside(grid, window, overlap)[1]
-    place, valid = _chunks((~exact).sum(-1), most, count)
-    return Groups(outside.gather(1, place.flatten(1)).view_as(place), valid)
+def chunks_outside(windows: Windows, count: int, device: torch.device) -> Groups:
+    """Contiguous chunks, `count` of them, of the raster order without the tokens that each window attends to: G = g."""
+    attended = _attended(windows, device)
+    outside = attended.to(torch.uint8).argsort(dim=-1, stable=True)  # raster order, the attended tokens last
+    position, valid = _chunks((~attended).sum(-1), tokens_outside(windows)[1], count)
+    return Groups(outside.gather(1, position.flatten(1)).view_as(position), valid)
 
 
-def tokens_outside(grid: Grid, window: Grid, overlap: Grid) -> tuple[int, int]:
-    """Least and most tokens outside the exact set over all windows."""
-    cells = [
+def tokens_outside(windows: Windows) -> tuple[int, int]:
+    """Least and most tokens that a window does not attend to, over all windows."""
+    lengths = [
         [min(start + side + over, size) - max(start - over, 0) for start in range(0, size, side)]
-        for size, side, over in zip(grid, window, overlap, strict=True)
+        for size, side, over in zip(windows.grid, windows.size, windows.overlap, strict=True)
     ]
-    (y, x), N = cells, grid[0] * grid[1]
+    (y, x), N = lengths, math.prod(windows.grid)
     return N - max(y) * max(x), N - min(y) * min(x)
 
 
 def _chunks(total: Tensor, most: int, count: int, margin: int = 0) -> tuple[Tensor, Tensor]:
-    """Places of `count` contiguous chunks of range(total), with edges floor(i*total/count): (..., count, t), and
+    """Positions of `count` contiguous chunks of range(total), with edges floor(i*total/count): (..., count, t), and
     validity.
 
     `total` (...) may differ per window; `most` is its largest value, known without looking at the device.
     """
     edge = torch.arange(count + 1, device=total.device) * total[..., None] // count
     start, stop = edge[..., :-1, None] - margin, edge[..., 1:, None] + margin
-    place = start + torch.arange(max(-(-most // count), 1) + 2 * margin, device=total.device)
-    valid = (place < stop) & (place >= 0) & (place < total[..., None, None])
-    return place.minimum(total[..., None, None] - 1).clamp(min=0), valid
+    position = start + torch.arange(max(-(-most // count), 1) + 2 * margin, device=total.device)
+    valid = (position < stop) & (position >= 0) & (position < total[..., None, None])
+    return position.minimum(total[..., None, None] - 1).clamp(min=0), valid
 
 
-def _exact_sets(grid: Grid, window: Grid, overlap: Grid, device: torch.device) -> Tensor:
-    """(g, N) bool: which tokens each window's exact set holds."""
-    index = window_indices(grid, window, overlap, device) + 1  # padding: 0
-    exact = torch.zeros(len(index), grid[0] * grid[1] + 1, dtype=torch.bool, device=device)
-    return exact.scatter(1, index, True)[:, 1:]
+def _attended(windows: Windows, device: torch.device) -> Tensor:
+    """(g, N) bool: which tokens each window attends to."""
+    index = windows.indices(device) + 1  # padding: 0
+    attended = torch.zeros(len(index), math.prod(windows.grid) + 1, dtype=torch.bool, device=device)
+    return attended.scatter(1, index, True)[:, 1:]
 
 
 def gather_groups(x: Tensor, groups: Groups) -> Tensor:
     """Tokens (B, h, N, d) -> members of groups (B, h, G, c, t, d)."""
     if groups.tiles:
-        return to_windows(x, *groups.tiles)[:, :, None]
+        return groups.tiles.partition(x)[:, :, None]
     return x.index_select(2, groups.index.flatten()).unflatten(2, groups.index.shape)
 
 
 def group_mean(x: Tensor, groups: Groups) -> Tensor:
     """Means of tokens (B, h, N, d) over the valid members of groups: (B, h, G, c, d); zero for an empty group."""
     if groups.tiles:
-        tiles = window_view(x, *groups.tiles).movedim(1, 5)  # heads side by side, as they lie in memory
-        total = tiles.sum(3, dtype=full_type(x)).sum(3).flatten(1, 2).transpose(1, 2)[:, :, None]
+        tiles = groups.tiles.view(x).movedim(1, 5)  # heads side by side, as they lie in memory
+        total = tiles.sum(3, dtype=compute_dtype(x)).sum(3).flatten(1, 2).transpose(1, 2)[:, :, None]
         return (total / groups.index.shape[-1]).to(x.dtype)
     weight = groups.valid[..., None].to(x.dtype)
     return (gather_groups(x, groups) * weight).sum(-2) / groups.count()[..., None].clamp(min=1)

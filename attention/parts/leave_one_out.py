@@ -1,4 +1,4 @@
-"""Sums over all tokens but those of a window, as logarithms of masses and weighted means."""
+"""Leave-one-out sums: over all tokens but those of a window, as logarithms of masses and weighted means."""
 
 from typing import Literal
 
@@ -6,14 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-Complement = Literal["merge", "subtract", "released"]
+LeaveOneOut = Literal["merge", "subtract", "released"]
 
 
-def merge_others(log_mass: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
-    """For each of g parts, the logarithm of the mass and the weighted mean of all others: (..., g, s), (..., g, s, d).
+def merge_all_but_one(log_mass: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """For each of g windows, log mass and weighted mean of all others: (..., g, s), (..., g, s, d).
 
-    Parts are merged in pairs up a binary tree; what lies outside a pair, merged with one of the two, lies outside the
-    other. About 2 g merges, each a sum of positive terms.
+    Windows are merged in pairs up a binary tree; what lies outside a pair, merged with one of the two, lies outside
+    the other. About 2 g merges, each a sum of positive terms.
     """
     g, empty = log_mass.shape[-2], torch.finfo(log_mass.dtype).min
     if g == 1:
@@ -21,13 +21,13 @@ def merge_others(log_mass: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     log_mass = F.pad(log_mass, (0, 0, 0, g % 2), value=empty).unflatten(-2, (-1, 2))
     mean = F.pad(mean, (0, 0, 0, 0, 0, g % 2)).unflatten(-3, (-1, 2))
     pairs = merge(log_mass[..., 0, :], mean[..., 0, :, :], log_mass[..., 1, :], mean[..., 1, :, :])
-    log_outside, outside = merge_others(*pairs)
+    log_outside, outside = merge_all_but_one(*pairs)
     log_mass, mean = merge(log_outside[..., None, :], outside[..., None, :, :], log_mass.flip(-2), mean.flip(-3))
     return log_mass.flatten(-3, -2)[..., :g, :], mean.flatten(-4, -3)[..., :g, :, :]
 
 
 def merge(log_a: Tensor, a: Tensor, log_b: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Logarithm of the mass (...) and weighted mean (..., d) of two parts together."""
+    """Logarithm of the mass (...) and weighted mean (..., d) of two sets of tokens together."""
     log_mass = torch.logaddexp(log_a, log_b)
     return log_mass, (log_a - log_mass).exp()[..., None] * a + (log_b - log_mass).exp()[..., None] * b
 

@@ -1,7 +1,7 @@
-"""Relative position bias of the exact set: one number per head for every (query cell, key cell) of a window.
+"""Relative position bias of window attention: one number per head for every (query, key) of a window.
 
-With a window of side w extended by e cells, offsets along an axis lie in [-(w+e-1), w+e-1]; in causal attention, which
-sees no later cell, in [0, w+e-1].
+With a window of side w and an overlap of e, offsets along an axis lie in [-(w+e-1), w+e-1]; in causal attention, where
+no query attends to a later token, in [0, w+e-1].
 """
 
 import math
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.parts.geometry import Grid
+from attention.parts.geometry import Grid, Windows
 
 BiasKind = Literal["table", "t5", "none", "table_released", "t5_released"]
 
@@ -29,20 +29,12 @@ class PositionBias(nn.Module):
         none: no bias.
     """
 
-    def __init__(
-        self,
-        kind: BiasKind,
-        num_heads: int,
-        head_dim: int,
-        window: Grid,
-        overlap: Grid = (0, 0),
-        causal: bool = False,
-    ):
+    def __init__(self, kind: BiasKind, num_heads: int, head_dim: int, windows: Windows):
         super().__init__()
         if kind == "none":
             self.register_parameter("table", None)
             return
-        index, rows = (CAUSAL_INDEX if causal else INDEX)[kind](window, overlap)
+        index, rows = (CAUSAL_INDEX if windows.causal else INDEX)[kind](windows.size, windows.overlap)
         self.scale = head_dim**-0.5 if kind == "t5_released" else 1.0
         self.table = nn.Parameter(torch.empty(len(index), rows, num_heads))
         nn.init.trunc_normal_(self.table, std=0.02) if kind != "t5_released" else nn.init.normal_(self.table)
@@ -56,65 +48,65 @@ class PositionBias(nn.Module):
         return bias.permute(2, 0, 1) * self.scale
 
 
-def _offsets(window: Grid, overlap: Grid) -> tuple[Tensor, Tensor]:
-    """Query cell minus key cell along y and x, each (w, e)."""
-    y, x = (torch.arange(side) for side in window)
+def _offsets(size: Grid, overlap: Grid) -> tuple[Tensor, Tensor]:
+    """Query minus key along y and x, each (w, e)."""
+    y, x = (torch.arange(side) for side in size)
     query = torch.cartesian_prod(y, x)
-    y, x = (torch.arange(-over, side + over) for side, over in zip(window, overlap, strict=True))
+    y, x = (torch.arange(-over, side + over) for side, over in zip(size, overlap, strict=True))
     key = torch.cartesian_prod(y, x)
     return (query[:, None] - key[None]).unbind(-1)
 
 
-def _table(window: Grid, overlap: Grid) -> tuple[Tensor, int]:
-    dy, dx = _offsets(window, overlap)
-    far_y, far_x = (side + over - 1 for side, over in zip(window, overlap, strict=True))
+def _table(size: Grid, overlap: Grid) -> tuple[Tensor, int]:
+    dy, dx = _offsets(size, overlap)
+    far_y, far_x = (side + over - 1 for side, over in zip(size, overlap, strict=True))
     return ((dy + far_y) * (2 * far_x + 1) + dx + far_x)[None], (2 * far_y + 1) * (2 * far_x + 1)
 
 
-def _table_released(window: Grid, overlap: Grid) -> tuple[Tensor, int]:
-    if window[0] == 1:
-        w, e = window[1], window[1] + 2 * overlap[1]
+def _table_released(size: Grid, overlap: Grid) -> tuple[Tensor, int]:
+    if size[0] == 1:
+        w, e = size[1], size[1] + 2 * overlap[1]
         return torch.arange(w * e).view(1, w, e), w * e
-    dy, dx = _offsets(window, overlap)
-    (w, _), (e, _) = window, overlap
+    dy, dx = _offsets(size, overlap)
+    (w, _), (e, _) = size, overlap
     shift = (w + e - 1) * (w + 2 * e + 1)
     return (dy * (w + 2 * e) + dx + shift)[None], 2 * shift + 1
 
 
-def _t5(window: Grid, overlap: Grid) -> tuple[Tensor, int]:
-    distance = window[1] + overlap[1]
+def _t5(size: Grid, overlap: Grid) -> tuple[Tensor, int]:
+    distance = size[1] + overlap[1]
     buckets = t5_num_buckets(distance)
-    offsets = _offsets(window, overlap)[0 if window[0] > 1 else 1 :]
+    offsets = _offsets(size, overlap)[0 if size[0] > 1 else 1 :]
     return torch.stack([t5_bucket(offset, buckets, distance) for offset in offsets]), buckets
 
 
-def _t5_released(window: Grid, overlap: Grid) -> tuple[Tensor, int]:
-    distance = window[1] + overlap[1]
+def _t5_released(size: Grid, overlap: Grid) -> tuple[Tensor, int]:
+    distance = size[1] + overlap[1]
     buckets = t5_num_buckets(distance)
-    w, e = (math.prod(side + 2 * over for side, over in zip(window, o, strict=True)) for o in ((0, 0), overlap))
-    # Both cell ranges start at 0 there, so that an extended window's offsets are shifted.
+    w, e = (math.prod(side + 2 * over for side, over in zip(size, o, strict=True)) for o in ((0, 0), overlap))
+    # Both ranges start at 0 there, so that an extended window's offsets are shifted.
     offset = torch.arange(w)[:, None] - torch.arange(e)
     return t5_bucket(offset, buckets, distance)[None], buckets
 
 
-def _causal_table(window: Grid, overlap: Grid) -> tuple[Tensor, int]:
-    return _offsets(window, overlap)[1].clamp(min=0)[None], window[1] + overlap[1]
+def _causal_table(size: Grid, overlap: Grid) -> tuple[Tensor, int]:
+    return _offsets(size, overlap)[1].clamp(min=0)[None], size[1] + overlap[1]
 
 
-def _causal_t5(window: Grid, overlap: Grid) -> tuple[Tensor, int]:
-    distance = window[1] + overlap[1]
+def _causal_t5(size: Grid, overlap: Grid) -> tuple[Tensor, int]:
+    distance = size[1] + overlap[1]
     buckets = t5_num_buckets(distance)
-    return log_bucket(_offsets(window, overlap)[1].clamp(min=0), buckets, distance)[None], buckets
+    return log_bucket(_offsets(size, overlap)[1].clamp(min=0), buckets, distance)[None], buckets
 
 
 INDEX = {"table": _table, "t5": _t5, "table_released": _table_released, "t5_released": _t5_released}
-"""Kind -> rows of the table for every pair of cells of a window, (axes, w, e), and their number."""
+"""Kind -> rows of the table for every pair of positions of a window, (axes, w, e), and their number."""
 CAUSAL_INDEX = {"table": _causal_table, "t5": _causal_t5}
 """The same where keys later than the query are masked."""
 
 
 def t5_num_buckets(distance: int) -> int:
-    """Buckets for offsets up to `distance` cells (the released code's rule)."""
+    """Buckets for offsets up to `distance` tokens (the released code's rule)."""
     return min(max(distance // 2, 16), 64)
 
 

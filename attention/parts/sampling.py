@@ -1,4 +1,4 @@
-"""Random draws: samples of N(0, I), what mixtures of Gaussians are sampled with, and draws without a generator."""
+"""Sampling of N(0, I), of mixtures and of keys, by a generator or as a function of position."""
 
 import functools
 import math
@@ -7,38 +7,49 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attention.parts.features import full_type
+from attention.parts.features import compute_dtype
 from attention.parts.geometry import gather_tokens
 
-Draws = Literal["iid", "orthogonal", "orthogonal_sqrt_d"]
+OmegaSampling = Literal["iid", "orthogonal", "orthogonal_sqrt_d"]
+OMEGA_SAMPLING = "samples: independent, or orthogonal in blocks of d (norms of a Gaussian, or sqrt d)"
+"""What the option omega_sampling means."""
+Noise = Literal["unit", "released"]
+NOISE = "standard deviation of samples about their means: 1, or the released code's d^-1/4; null: unit"
+"""What the option noise means."""
 
 
-def gaussian(draws: Draws, shape: tuple[int, int, int], like: Tensor) -> Tensor:
-    """Samples of N(0, I), shape (h, s, d), on the device of `like` and in its full type.
+def noise_std(noise: Noise, head_dim: int) -> float:
+    """The standard deviation that the option noise stands for."""
+    return 1.0 if noise == "unit" else head_dim**-0.25
+
+
+def gaussian(sampling: OmegaSampling, shape: tuple[int, int, int], like: Tensor) -> Tensor:
+    """Samples of N(0, I), shape (h, s, d), on the device of `like` and in its compute dtype.
 
     "iid": independent rows. "orthogonal": blocks of d rows that are orthogonal directions, uniform over rotations, with
     independent chi_d norms, so that each row alone is still N(0, I). "orthogonal_sqrt_d": the same with norms sqrt(d).
     """
-    normal = functools.partial(torch.randn, device=like.device, dtype=full_type(like))
-    if draws == "iid":
+    normal = functools.partial(torch.randn, device=like.device, dtype=compute_dtype(like))
+    if sampling == "iid":
         return normal(shape)
     h, s, d = shape
     basis, triangle = torch.linalg.qr(normal(h, -(-s // d), d, d))
     # The sign of R's diagonal is the algorithm's choice; without it Q is uniform over rotations.
     basis = basis * triangle.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
     rows = basis.mT.flatten(1, 2)[:, :s]
-    return rows * (d**0.5 if draws == "orthogonal_sqrt_d" else normal(shape).norm(dim=-1, keepdim=True))
+    return rows * (d**0.5 if sampling == "orthogonal_sqrt_d" else normal(shape).norm(dim=-1, keepdim=True))
 
 
-def mixture_draws(shape: tuple[int, ...], q: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+def mixture_noise(shape: tuple[int, ...], q: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     """What samples of Gaussian mixtures are made of: standard normals (..., *shape, d) and uniforms (..., *shape).
 
     Args:
-        q: queries (B, ..., d), whose device and full type the draws take.
-        seed: None draws from the device's generator, for each image apart: (B, *shape). An int64 pair makes the draws a
-            function of it and of position, shared over the batch: no image's output depends on its place there.
+        q: queries (B, ..., d), whose device and compute dtype the samples take.
+        seed: None samples from the device's generator, for each image apart: (B, *shape). An int64 pair makes the
+            samples a function of it and of position, shared over the batch: no image's output depends on its position
+            there.
     """
-    d, kind = q.shape[-1], {"device": q.device, "dtype": full_type(q)}
+    d, kind = q.shape[-1], {"device": q.device, "dtype": compute_dtype(q)}
     if seed is None:
         shape = (q.shape[0], *shape)
         return torch.randn((*shape, d), **kind), torch.rand(shape, **kind)
@@ -46,14 +57,14 @@ def mixture_draws(shape: tuple[int, ...], q: Tensor, seed: Tensor | None) -> tup
 
 
 def random_seed() -> Tensor:
-    """An int64 pair for `mixture_draws`, to be kept as a buffer."""
+    """An int64 pair for `mixture_noise`, to be kept as a buffer."""
     return torch.randint(2**32, (2,))
 
 
 def counter_uniform(seed: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Uniforms in (0, 1) that depend on `seed` and position only: float32 of `shape`, on the device of `seed`.
 
-    Evaluation draws of mechanisms whose samples cannot be stored (their number follows the grid): the same on every
+    Evaluation samples of mechanisms that cannot store them (their number follows the grid): the same on every
     device and at every call, without touching a generator or leaving the device.
 
     Args:

@@ -12,7 +12,7 @@ from torch import Tensor
 from attention.mechanisms.softmax import softmax
 from attention.ops.random_features.op import random_feature_attention
 from attention.parts.features import log_features, trigonometric
-from attention.parts.sampling import counter_normal, counter_uniform, gaussian, mixture_draws, sample_indices
+from attention.parts.sampling import counter_normal, counter_uniform, gaussian, mixture_noise, sample_indices
 from tests.support.identities import assert_equal, assert_mean, draw
 
 FP64 = torch.zeros((), dtype=torch.float64)
@@ -137,7 +137,7 @@ def test_counter_draws_depend_on_seed_and_position_only():
     assert torch.equal(counter_uniform(seed, (5, 3)).flatten(), counter_uniform(seed, (20,))[:15])
     assert not torch.equal(counter_uniform(seed, (20,)), counter_uniform(seed + 1, (20,)))
     assert torch.equal(torch.get_rng_state(), state)
-    noise, uniform = mixture_draws((5, 2), FP64.expand(3), torch.tensor([7, 7]))
+    noise, uniform = mixture_noise((5, 2), FP64.expand(3), torch.tensor([7, 7]))
     assert noise.shape == (5, 2, 3)
     assert uniform.shape == (5, 2)
     assert noise.dtype == uniform.dtype == torch.float64

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from attention.ops.dispatch import first_order
-from attention.ops.joint_softmax.eager import cut, uncut
-from attention.ops.memory import like_tokens
-from attention.parts.features import full_type, own_types
+from attention.ops.memory import like_tokens, partition, reverse
+from attention.parts.features import autocast_off, compute_dtype
 from attention.parts.groups import Groups
 
 
@@ -19,52 +18,54 @@ def covers(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> bool:
 
 
 def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """`attention.control_variates.group_values`."""
-    with own_types(k):
-        return GroupValues.apply(k, v, omega, *groups.tiles)
+    """`op.group_values`."""
+    with autocast_off(k):
+        return GroupValues.apply(k, v, omega, groups.tiles)
 
 
 class GroupValues(torch.autograd.Function):
     """Of k, v (B, h, N, d) at samples (B, h, 1, c, s, d): averages (B, h, 1, c s, d) and log masses (B, h, 1, c, s)."""
 
     @staticmethod
-    def forward(ctx, k, v, omega, grid, tile):
-        samples, scale, full = omega.to(full_type(omega)).flatten(0, 3), k.shape[-1] ** -0.25, full_type(k)
-        keys = cut(k, grid, tile, full)
+    def forward(ctx, k, v, omega, tiles):
+        samples, scale, full = omega.to(compute_dtype(omega)).flatten(0, 3), k.shape[-1] ** -0.25, compute_dtype(k)
+        keys = partition(k, tiles, full)
         half = torch.linalg.vector_norm(keys, dim=-1).square_()[:, None].expand(-1, omega.shape[4], -1)
         log_xi = torch.baddbmm(half, samples, keys.mT, beta=-(scale**2) / 2, alpha=scale)  # (B h c, s, t)
         del keys
         weights, log_mass = log_xi.softmax(-1), log_xi.logsumexp(-1)
-        beta = torch.bmm(weights, cut(v, grid, tile, full))
+        beta = torch.bmm(weights, partition(v, tiles, full))
         ctx.save_for_backward(k, v, omega, weights)
         ctx.set_materialize_grads(False)
-        ctx.grid, ctx.tile = grid, tile
-        return beta.view(*omega.shape[:3], -1, omega.shape[-1]), log_mass.view(omega.shape[:-1])
+        ctx.tiles = tiles
+        return beta.view(*omega.shape[:3], omega.shape[3] * omega.shape[4], omega.shape[5]), log_mass.view(
+            omega.shape[:-1]
+        )
 
     @staticmethod
     @first_order
     def backward(ctx, dbeta, dlog_mass):
-        if dbeta is dlog_mass is None:  # no query sees a group
-            return None, None, None, None, None
-        (k, v, omega, weights), place = ctx.saved_tensors, (ctx.grid, ctx.tile)
+        if dbeta is dlog_mass is None:  # no query attends to a group
+            return None, None, None, None
+        (k, v, omega, weights), tiles = ctx.saved_tensors, ctx.tiles
         dk = dv = domega = None
         full, scale = weights.dtype, k.shape[-1] ** -0.25
-        with own_types(k):
-            dlog_xi = 0 if dlog_mass is None else weights * dlog_mass.reshape(-1, omega.shape[4], 1)
+        with autocast_off(k):
+            dlog_xi = 0 if dlog_mass is None else weights * dlog_mass.flatten(0, 3)[..., None]
             if dbeta is not None:
-                dbeta = dbeta.reshape(-1, *omega.shape[4:])
-                of_values = torch.bmm(dbeta, cut(v, *place, full).mT)
+                dbeta = dbeta.unflatten(3, omega.shape[3:5]).flatten(0, 3)
+                of_values = torch.bmm(dbeta, partition(v, tiles, full).mT)
                 dlog_xi = dlog_xi + torch.ops.aten._softmax_backward_data(of_values, weights, -1, full)
                 if ctx.needs_input_grad[1]:
-                    dv = uncut(_transposed_product(weights, dbeta), like_tokens(v), *place)
-            keys = cut(k, *place, full)
+                    dv = reverse(_transposed_product(weights, dbeta), like_tokens(v), tiles)
+            keys = partition(k, tiles, full)
             if ctx.needs_input_grad[2]:
                 domega = scale * torch.bmm(dlog_xi, keys).to(omega.dtype).view_as(omega)
             if ctx.needs_input_grad[0]:
                 keys *= dlog_xi.sum(1)[..., None] * -(scale**2)
                 keys += _transposed_product(scale * dlog_xi, omega.to(full).flatten(0, 3))
-                dk = uncut(keys, like_tokens(k), *place)
-        return dk, dv, domega, None, None
+                dk = reverse(keys, like_tokens(k), tiles)
+        return dk, dv, domega, None
 
 
 def _transposed_product(x: Tensor, y: Tensor) -> Tensor:

@@ -9,10 +9,11 @@ from torch import Tensor, nn
 from attention.parts.features import scale
 from attention.parts.groups import Groups, group_mean
 from attention.parts.linear import LandmarkTransform
+from attention.parts.sampling import noise_std
 
 
 class Landmarks(nn.Module):
-    """What groups are seen through: landmarks of their keys, and proposals about those of queries and keys (eq. 26 to
+    """Summary tokens of groups: landmarks of their keys, and proposals about those of queries and keys (eq. 26 to
     28, Table 8).
 
     Args:
@@ -56,7 +57,7 @@ class Landmarks(nn.Module):
         return self.config.mu_scale * (q_tilde + k_tilde if kind == "qk" else q_tilde)
 
     def noise(self, mu: Tensor) -> Tensor:
-        """Deviation of the samples from their means, (B, h, G, c, s, d): drawn in training, fixed in evaluation."""
+        """What samples add to their means, (B, h, G, c, s, d): drawn in training, fixed in evaluation."""
         shape = (*mu.shape[:-1], self.config.num_samples, mu.shape[-1])
         if self.training:
             noise = torch.randn(shape, dtype=mu.dtype, device=mu.device)
@@ -64,4 +65,4 @@ class Landmarks(nn.Module):
             noise = self.eval_noise[:, None, None].expand(shape)
         else:
             noise = mu.new_zeros(shape)
-        return noise * (mu.shape[-1] ** -0.25 if self.config.noise == "released" else 1.0)
+        return noise * noise_std(self.config.noise, mu.shape[-1])

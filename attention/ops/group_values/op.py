@@ -1,24 +1,23 @@
-"""Groups of tokens that queries see through one summary each: a landmark in the softmax, and a random-feature estimate
-of the group's average value (EVA, Zheng et al., 2023, eq. 16, appendix C).
+"""What groups of tokens are to queries that attend to each through one summary token: a landmark in the softmax, and a
+random-feature estimate of the group's average value (EVA, Zheng et al., 2023, eq. 16, appendix C).
 """
 
 import math
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from attention.ops.dispatch import with_fast_path
-from attention.ops.group_values import eager as fast
-from attention.ops.joint_softmax.op import exact_set
-from attention.parts.features import full_precision, full_type, log_features, scale, xi
-from attention.parts.geometry import count_windows
+from attention.ops.group_values import eager
+from attention.parts.features import compute_dtype, full_precision, log_features, scale, xi
+from attention.parts.geometry import Windows
 from attention.parts.groups import Groups, gather_groups
 
 Visibility = Literal["paper", "released"]
 
 
-@with_fast_path(fast.group_values, fast.covers)
+@with_fast_path(eager.group_values, eager.covers, triton="attention.ops.group_values.triton_groups")
 @full_precision
 def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """Random-feature averages of each group, sample by sample.
@@ -32,6 +31,20 @@ def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[T
     log_xi = log_features(keys, omega).mT  # (B, h, G, c, s, t)
     log_xi = log_xi.masked_fill(~groups.valid[:, :, None], torch.finfo(log_xi.dtype).min)
     return (log_xi.softmax(-1) @ values).flatten(3, 4), log_xi.logsumexp(-1)
+
+
+def group_values_reference(k, v, omega, groups):
+    """`group_values`, group by group: ratios of sums of features."""
+    values, masses = [], []
+    all_members = (
+        index[valid] for index, valid in zip(groups.index.flatten(0, 1), groups.valid.flatten(0, 1), strict=True)
+    )
+    for members, samples in zip(all_members, omega.flatten(2, 3).unbind(2), strict=True):
+        features = xi(scale(k[:, :, None, members]), samples[:, :, :, None])  # (B, h, s, t)
+        values.append(features @ v[:, :, members] / features.sum(-1, keepdim=True))
+        masses.append(features.sum(-1).log())
+    G, c, s, _ = omega.shape[2:]
+    return torch.cat(values, 2).unflatten(2, (G, c * s)), torch.stack(masses, 2).unflatten(2, (G, c))
 
 
 @full_precision
@@ -63,40 +76,40 @@ def group_logits(
 
 
 def group_prior(
-    q: Tensor, groups: Groups, visibility: Visibility | None, log_count: bool, windows: dict[str, Any]
+    q: Tensor, groups: Groups, visibility: Visibility | None, log_count: bool, windows: Windows
 ) -> Tensor | None:
-    """Added to t_nc, broadcast to (G, n, c): log |P_c| with `log_count`, -inf for a group that is not seen; None
+    """Added to t_nc, broadcast to (G, n, c): log |P_c| with `log_count`, -inf for a group that is not attended to; None
     for nothing.
     """
     if groups.tiles and visibility is None and not log_count:  # tiles have members
         return None
-    count = groups.count()[:, None].to(full_type(q))
-    num_queries = count_windows(windows["grid"], windows["window"]) * windows["window"][1] if visibility else 1
-    seen = visible_groups(groups, visibility, num_queries, windows)
-    return (count.log() if log_count else torch.zeros_like(count)).masked_fill(~seen, -torch.inf)
+    count = groups.count()[:, None].to(compute_dtype(q))
+    attended = attended_groups(groups, visibility, windows)
+    return (count.log() if log_count else torch.zeros_like(count)).masked_fill(~attended, -torch.inf)
 
 
-def visible_groups(groups: Groups, visibility: Visibility | None, num_queries: int, windows: dict[str, Any]) -> Tensor:
-    """Which groups every query sees, broadcast to (G, n, c): those with members; in causal attention only those that
-    end before the query's exact set ("paper"), or before the query ("released").
+def attended_groups(groups: Groups, visibility: Visibility | None, windows: Windows) -> Tensor:
+    """Which groups every query attends to, broadcast to (G, n, c): those with members; in causal attention only those
+    that end before the query's window ("paper"), or before the query ("released").
     """
     filled = (groups.count() > 0)[:, None]
     if visibility is None:
         return filled
-    n, last = torch.arange(num_queries, device=filled.device), groups.index.where(groups.valid, -1).amax(-1)
-    start = n if visibility == "released" else n - n % windows["window"][1] - windows.get("overlap", (0, 0))[1]
+    n = torch.arange(windows.count * windows.num_queries, device=filled.device)
+    last = groups.index.where(groups.valid, -1).amax(-1)
+    start = n if visibility == "released" else n - n % windows.size[1] - windows.overlap[1]
     return filled & (last[:, None] < start[:, None])
 
 
-def seen_in_groups(n, q, k, v, k_tilde, mu, omega, groups, window, visibility, log_count, windows):
-    """Pairs of query n's logit (B, h, 1) on a group that it sees and the group's value (B, h, 1, d), for the twins:
-    eq. 16 with the ratio of sums of appendix C for beta.
+def attended_summaries(n, q, k, v, k_tilde, mu, omega, groups, window, visibility, log_count, windows):
+    """Pairs of query n's logit (B, h, 1) on a group that it attends to and the group's value (B, h, 1, d), for the
+    twins: eq. 16 with the ratio of sums of appendix C for beta.
     """
     (q_, k_), d, pairs = (scale(q), scale(k)), q.shape[-1], []
-    exact, _, _ = exact_set(n, windows["grid"], windows["window"], windows.get("overlap", (0, 0)))
+    window_tokens, _, _ = windows._replace(causal=False).attended(n)
     for c in range(k_tilde.shape[3]):
         members = groups.index[window, c][groups.valid[window, c]]
-        end = {None: q.shape[2], "paper": min(exact, default=0), "released": n}[visibility]
+        end = {None: q.shape[2], "paper": min(window_tokens, default=0), "released": n}[visibility]
         if len(members) == 0 or members.max() >= end:
             continue
         numerator, denominator = 0, 0

@@ -209,11 +209,10 @@ def covers_group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> 
 
 
 def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """`attention.control_variates.group_values` where all queries share the groups, none of which is empty."""
+    """`op.group_values` where all queries share the groups, none of which is empty."""
     k, v, samples = map(dense, (k, v, omega[:, :, 0].flatten(2, 3)))
     if covers_tile_values(omega, groups):
-        (_, W), tile = groups.tiles
-        beta, log_mass = tile_values(k, v, samples, W, list(tile))
+        beta, log_mass = tile_values(k, v, samples, groups.tiles.grid[1], list(groups.tiles.size))
     else:
         index, valid = groups.index[0], groups.valid[0].to(torch.uint8)
         member = valid.new_zeros(len(index), k.shape[2]).scatter_reduce(1, index, valid, "amax")

@@ -6,7 +6,6 @@ it finds the tokens of its tiles by index arithmetic and reads no others. Of a g
 no matrix product, hence it is multiplied and summed element by element, in fp32.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -119,7 +118,7 @@ def _launch(kernel, k: Tensor, v: Tensor, omega: Tensor, others: tuple, W: int, 
 @torch.library.custom_op("attention::tile_values", mutates_args=())
 def tile_values(k: Tensor, v: Tensor, omega: Tensor, W: int, tile: list[int]) -> tuple[Tensor, Tensor]:
     """Values (B, h, c, d) and log-masses (B, h, c), in float32, at samples (B, h, c, d) of tiles (rows, columns) of a
-    grid W cells wide. The last stride of all is 1.
+    grid W tokens wide. The last stride of all is 1.
     """
     beta, log_mass = empty_outputs(omega)
     _launch(_forward, k, v, omega, (view(beta), log_mass), W, tile)
@@ -177,4 +176,4 @@ tile_values.register_autograd(_backward, setup_context=_save)
 
 def covers_tile_values(omega: Tensor, groups: Groups) -> bool:
     """Not: groups that are no tiles, tiles of more than LARGEST tokens, and several samples (B, h, 1, c, s, d)."""
-    return groups.tiles is not None and omega.shape[4] == 1 and math.prod(groups.tiles[1]) <= LARGEST
+    return groups.tiles is not None and omega.shape[4] == 1 and groups.tiles.num_queries <= LARGEST

@@ -1,9 +1,9 @@
-"""One softmax over each query's window and over keys that stand for all other tokens, with gradients by hand.
+"""One softmax over each query's window and over summary tokens, with gradients by hand.
 
-Windows of keys are copied once, into a buffer whose tail holds the other keys, so that one product makes all logits,
-onto what is added to them (position bias, masks as -inf), and one product mixes all values. What autograd would keep of
-that (copies, logits, masks) is not kept: the weights are, and windows in place of tokens where these take no more
-memory; with the path "lean" neither.
+Windows of keys are copied once, into a buffer whose tail holds the summary tokens' keys, so that one product makes all
+logits, onto what is added to them (position bias, masks as -inf), and one product mixes all values. What autograd would
+keep of that (copies, logits, masks) is not kept: the weights are, and windows in place of tokens where these take no
+more memory; with the path "lean" neither.
 """
 
 import functools
@@ -14,17 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.ops.dispatch import first_order, path
-from attention.ops.memory import Part, cache_parts, like_tokens, take
-from attention.parts.features import full_type, own_types, upcast
-from attention.parts.geometry import Grid, count_windows, split_prefix, window_mask, window_view
+from attention.ops.memory import Chunk, cache_chunks, like_tokens, partition, reverse, take
+from attention.parts.features import autocast_off, compute_dtype, upcast
+from attention.parts.geometry import Windows, split_prefix
 
 MAX_KEPT = 1.1
 """Memory that kept windows of queries, keys and values may take, over that of their tokens."""
 
 
-def covers(q, k, v, bias=None, keys=None, values=None, logits=None, *, window, overlap=(0, 0), attn_drop=0.0, **_):
+def covers(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0):
     """Not: dropped weights, overlapping windows, no window, and logits that differ among images."""
-    return attn_drop == 0 and overlap == (0, 0) != window and (keys is not None or values is None)
+    return attn_drop == 0 and windows.overlap == (0, 0) != windows.size and (keys is not None or values is None)
 
 
 def joint_softmax(
@@ -36,143 +36,140 @@ def joint_softmax(
     values: Tensor | None = None,
     logits: Tensor | None = None,
     *,
-    grid: Grid,
-    window: Grid,
-    overlap: Grid = (0, 0),
-    causal: bool = False,
+    windows: Windows,
     attn_drop: float = 0.0,
 ) -> Tensor:
-    """`attention.exact.joint_softmax`, of the type of q."""
+    """`op.joint_softmax`, of the type of q."""
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     if keys is None:
         keys, values = k_prefix[:, :, None], v_prefix[:, :, None]
     elif k_prefix.shape[2]:
         keys, values = (
-            torch.cat([x[:, :, None].expand(-1, -1, others.shape[2], -1, -1).to(others.dtype), others], 3)
-            for x, others in ((k_prefix, keys), (v_prefix, values))
+            torch.cat([x[:, :, None].expand(-1, -1, summaries.shape[2], -1, -1).to(summaries.dtype), summaries], 3)
+            for x, summaries in ((k_prefix, keys), (v_prefix, values))
         )
-    offset = _offset(q, bias, logits, keys.shape[3], grid, window, causal)
-    with own_types(q):
+    offset = _offset(q, bias, logits, keys.shape[3], windows)
+    with autocast_off(q):
         keep = torch.is_grad_enabled() and path() != "lean"
-        return JointSoftmax.apply(q, k, v, keys, values, offset, grid, window, keep)
+        return JointSoftmax.apply(q, k, v, keys, values, offset, windows, keep)
 
 
 def _offset(
-    q: Tensor, bias: Tensor | None, logits: Tensor | None, num_others: int, grid: Grid, window: Grid, causal: bool
+    q: Tensor, bias: Tensor | None, logits: Tensor | None, num_summaries: int, windows: Windows
 ) -> Tensor | None:
-    """What is added to the logits of window and others, (h, 1 or g, w, e + c); None for nothing."""
-    mask, e = window_mask(grid, window, (0, 0), q.device), window[0] * window[1]
-    if bias is None and logits is None and mask is None and not causal:
+    """What is added to the logits on windows and summary tokens, (h, 1 or g, w, e + c); None for nothing."""
+    mask, e = windows.mask(q.device), windows.num_keys
+    if bias is None and logits is None and mask is None and not windows.causal:
         return None
-    exact = q.new_zeros(1, 1, e, e, dtype=full_type(q)) if bias is None else bias[:, None]
+    on_window = q.new_zeros(1, 1, e, e, dtype=compute_dtype(q)) if bias is None else bias[:, None]
     if mask is not None:
-        exact = exact.masked_fill(~mask[:, None], -torch.inf)
-    if causal:
-        exact = exact.masked_fill(torch.ones(e, e, dtype=torch.bool, device=q.device).triu(1), -torch.inf)
-    others = exact.new_zeros(1, 1, num_others)
+        on_window = on_window.masked_fill(~mask[:, None], -torch.inf)
+    if windows.causal:
+        later = torch.ones(e, e, dtype=torch.bool, device=q.device).triu(1)
+        on_window = on_window.masked_fill(later, -torch.inf)
+    on_summaries = on_window.new_zeros(1, 1, num_summaries)
     if logits is not None:
-        others = F.pad(logits.to(exact.dtype), (num_others - logits.shape[-1], 0))  # zeros: prefix tokens
-    h, g = exact.shape[0], max(exact.shape[1], others.shape[0])
-    return torch.cat([exact.expand(h, g, e, e), others.expand(h, g, e, -1)], -1).expand(q.shape[1], -1, -1, -1)
+        on_summaries = F.pad(logits.to(on_window.dtype), (num_summaries - logits.shape[-1], 0))  # zeros: prefix tokens
+    h, g = on_window.shape[0], max(on_window.shape[1], on_summaries.shape[0])
+    offset = torch.cat([on_window.expand(h, g, e, e), on_summaries.expand(h, g, e, -1)], -1)
+    return offset.expand(q.shape[1], -1, -1, -1)
 
 
 class JointSoftmax(torch.autograd.Function):
-    """Of queries, keys and values (B, h, N, d), other keys and values (B, h, G, c, d) and an offset of all logits."""
+    """Of queries, keys and values (B, h, N, d), keys and values of summary tokens (B, h, G, c, d) and an offset of all
+    logits.
+    """
 
     @staticmethod
-    def forward(ctx, q, k, v, keys, values, offset, grid, window, keep):
-        y, place, inputs = like_tokens(q), (grid, window), (q, k, v, keys, values)
-        *cells, w, e = ctx.shape = _logits_shape(q, keys, *place)
+    def forward(ctx, q, k, v, keys, values, offset, windows, keep):
+        y, inputs = like_tokens(q), (q, k, v, keys, values)
+        w, e = windows.num_queries, windows.num_keys + keys.shape[3]
+        ctx.shape = *q.shape[:2], windows.count, w, e
         weights = q.new_empty(ctx.shape) if keep else None
-        keep = keep and cells[2] * (w + 2 * e) <= MAX_KEPT * 3 * q.shape[2]
-        windows = [q.new_empty(*cells, n, q.shape[3]) if keep else None for n in (w, e, e)]
-        for part in _parts(q, ctx.shape):
-            _attend(*take(part, *inputs, y, weights, *windows), _of_heads(offset, part), *place)
-        ctx.save_for_backward(*(windows if keep else inputs), weights, offset)
-        ctx.place, ctx.others = place, [(x.shape, x.dtype) for x in (keys, values)]
+        keep = keep and windows.count * (w + 2 * e) <= MAX_KEPT * 3 * q.shape[2]
+        kept = [q.new_empty(*ctx.shape[:3], n, q.shape[3]) if keep else None for n in (w, e, e)]
+        for chunk in _chunks(q, ctx.shape):
+            _attend(*take(chunk, *inputs, y, weights, *kept), _of_heads(offset, chunk), windows)
+        ctx.save_for_backward(*(kept if keep else inputs), weights, offset)
+        ctx.windows, ctx.summaries = windows, [(x.shape, x.dtype) for x in (keys, values)]
         return y
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        (*saved, weights, offset), place, needs = ctx.saved_tensors, ctx.place, ctx.needs_input_grad
+        (*saved, weights, offset), needs = ctx.saved_tensors, ctx.needs_input_grad
         dq, dk, dv = (like_tokens(dy) if need else None for need in needs[:3])
         dkeys, dvalues = (
             dy.new_empty(shape, dtype=dtype) if need else None
-            for need, (shape, dtype) in zip(needs[3:5], ctx.others, strict=True)
+            for need, (shape, dtype) in zip(needs[3:5], ctx.summaries, strict=True)
         )
         doffset = torch.zeros_like(offset) if needs[5] else None
-        with own_types(dy):
-            for part in _parts(dy, ctx.shape):
-                tensors = take(part, dy, weights, dq, dk, dv, dkeys, dvalues)
-                room = _room(tensors[0], ctx.shape[4], *place)
-                windows = _windows(take(part, *saved), room, *place)
-                _attend_backward(windows, room, *tensors, _of_heads(offset, part), _of_heads(doffset, part), *place)
-        return dq, dk, dv, dkeys, dvalues, doffset, None, None, None
+        with autocast_off(dy):
+            for chunk in _chunks(dy, ctx.shape):
+                tensors = take(chunk, dy, weights, dq, dk, dv, dkeys, dvalues)
+                buffer = _buffer(tensors[0], ctx.shape[4], ctx.windows)
+                partitioned = _partitioned(take(chunk, *saved), buffer, ctx.windows)
+                offsets = _of_heads(offset, chunk), _of_heads(doffset, chunk)
+                _attend_backward(partitioned, buffer, *tensors, *offsets, ctx.windows)
+        return dq, dk, dv, dkeys, dvalues, doffset, None, None
 
 
-def _logits_shape(q: Tensor, keys: Tensor, grid: Grid, window: Grid) -> tuple[int, ...]:
-    """(B, h, g, w, w + c)."""
-    w = window[0] * window[1]
-    return *q.shape[:2], count_windows(grid, window), w, w + keys.shape[3]
-
-
-def _parts(q: Tensor, shape: tuple[int, ...]) -> Iterator[Part]:
-    """Parts of the batch for logits of `shape`."""
+def _chunks(q: Tensor, shape: tuple[int, ...]) -> Iterator[Chunk]:
+    """Chunks of the batch for logits of `shape`."""
     g, w, e = shape[2:]
-    return cache_parts(q, g * (w * e + (w + e) * q.shape[3]) * q.element_size())  # logits, queries, keys
+    return cache_chunks(q, g * (w * e + (w + e) * q.shape[3]) * q.element_size())  # logits, queries, keys
 
 
-def _of_heads(x: Tensor | None, part: Part) -> Tensor | None:
-    return x if x is None else x[part[1]]
+def _of_heads(x: Tensor | None, chunk: Chunk) -> Tensor | None:
+    return x if x is None else x[chunk[1]]
 
 
-def _room(x: Tensor, e: int, grid: Grid, window: Grid) -> Tensor:
-    """Empty (B, h, g, e, d) for windows of tokens like x, (B, h, N, d), and others beside them."""
-    return x.new_empty(*x.shape[:2], count_windows(grid, window), e, x.shape[3])
+def _buffer(x: Tensor, e: int, windows: Windows) -> Tensor:
+    """Empty (B, h, g, e, d) for windows of tokens like x, (B, h, N, d), and summary tokens beside them."""
+    return x.new_empty(*x.shape[:2], windows.count, e, x.shape[3])
 
 
-def _attend(q, k, v, keys, values, y, weights, windows_q, windows_k, windows_v, offset, grid, window):
+def _attend(q, k, v, keys, values, y, weights, kept_q, kept_k, kept_v, offset, windows):
     """Writes y and, unless None, weights and windows of queries, keys and values."""
-    place, kept = (grid, window), windows_q is not None
-    queries = cut(q, *place, q.dtype, windows_q)
-    room = windows_k if kept else _room(q, window[0] * window[1] + keys.shape[3], *place)
-    weights = _weights(queries, _fill(room, k, keys, *place), q, offset, weights)
-    values = _fill(windows_v if kept else room, v, values, *place)
-    uncut(torch.bmm(weights, values, out=torch.empty_like(queries) if kept else queries), y, *place)
+    kept = kept_q is not None
+    queries = partition(q, windows, q.dtype, kept_q)
+    buffer = kept_k if kept else _buffer(q, windows.num_keys + keys.shape[3], windows)
+    weights = _weights(queries, _fill(buffer, k, keys, windows), q, offset, weights)
+    values = _fill(kept_v if kept else buffer, v, values, windows)
+    reverse(torch.bmm(weights, values, out=torch.empty_like(queries) if kept else queries), y, windows)
 
 
-def _windows(saved: Sequence[Tensor], room: Tensor, grid: Grid, window: Grid) -> Sequence[Callable[[], Tensor]]:
-    """Functions that give queries, keys and values in windows: those that were kept, or cut now, keys and values into
-    `room`.
+def _partitioned(saved: Sequence[Tensor], buffer: Tensor, windows: Windows) -> Sequence[Callable[[], Tensor]]:
+    """Functions that give queries, keys and values in windows: those that were kept, or partitioned now, keys and
+    values into `buffer`.
     """
     if len(saved) == 3:
         return [functools.partial(kept.flatten, 0, 2) for kept in saved]
     q, k, v, keys, values = saved
     return (
-        lambda: cut(q, grid, window, q.dtype),
-        lambda: _fill(room, k, keys, grid, window),
-        lambda: _fill(room, v, values, grid, window),
+        lambda: partition(q, windows, q.dtype),
+        lambda: _fill(buffer, k, keys, windows),
+        lambda: _fill(buffer, v, values, windows),
     )
 
 
-def _attend_backward(windows, room, dy, weights, dq, dk, dv, dkeys, dvalues, offset, doffset, grid, window):
+def _attend_backward(partitioned, buffer, dy, weights, dq, dk, dv, dkeys, dvalues, offset, doffset, windows):
     """Writes the gradients that are not None; adds to doffset."""
-    (queries, keys, values), place, scale = windows, (grid, window), dy.shape[-1] ** -0.5
+    (queries, keys, values), scale = partitioned, dy.shape[-1] ** -0.5
     weights = _weights(queries(), keys(), dy, offset) if weights is None else weights.flatten(0, 2)
-    of_windows, room = cut(dy, *place, dy.dtype), room.flatten(0, 2)
+    of_windows, buffer = partition(dy, windows, dy.dtype), buffer.flatten(0, 2)
     if dv is not None or dvalues is not None:
-        _apart(torch.bmm(weights.mT, of_windows, out=room), dv, dvalues, *place)
+        _split(torch.bmm(weights.mT, of_windows, out=buffer), dv, dvalues, windows)
     logits = torch.bmm(of_windows, values().mT)
     torch.ops.aten._softmax_backward_data.out(logits, weights, -1, weights.dtype, grad_input=logits)  # row by row
     del weights
     if doffset is not None:
-        of_images = logits.view(*dy.shape[:2], -1, *logits.shape[1:])
+        of_images = logits.unflatten(0, (*dy.shape[:2], windows.count))
         doffset += of_images.sum(0, dtype=doffset.dtype).sum_to_size(doffset.shape)
     if dq is not None:
-        uncut(torch.baddbmm(of_windows, logits, keys(), beta=0, alpha=scale, out=of_windows), dq, *place)
+        reverse(torch.baddbmm(of_windows, logits, keys(), beta=0, alpha=scale, out=of_windows), dq, windows)
     if dk is not None or dkeys is not None:
-        _apart(torch.baddbmm(room, logits.mT, queries(), beta=0, alpha=scale, out=room), dk, dkeys, *place)
+        _split(torch.baddbmm(buffer, logits.mT, queries(), beta=0, alpha=scale, out=buffer), dk, dkeys, windows)
 
 
 def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None, weights: Tensor | None = None) -> Tensor:
@@ -182,7 +179,8 @@ def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None, we
     scale = q.shape[-1] ** -0.5
     logits = queries.new_empty(*queries.shape[:2], keys.shape[1])
     weights = logits if weights is None else weights.flatten(0, 2)  # a softmax in place takes longer
-    of_images = logits.view(*q.shape[:2], -1, *logits.shape[1:])
+    g = len(queries) // max(len(q) * q.shape[1], 1)
+    of_images = logits.unflatten(0, (*q.shape[:2], g))
     if logits.element_size() == 2 and logits.device.type == "cpu" and logits.shape[-1] % 32 > 8:
         # A CPU's softmax of half types takes what a row has beyond 32s one by one.
         torch.bmm(queries, keys.mT, out=logits)
@@ -194,43 +192,25 @@ def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None, we
     return torch.softmax(logits, -1, out=weights)
 
 
-def cut(x: Tensor, grid: Grid, window: Grid, dtype: torch.dtype, room: Tensor | None = None) -> Tensor:
-    """Tokens (B, h, N, d) -> windows (B h g, w, d) of `dtype`, never a view of them; in `room` if it is given."""
-    cells = window_view(x, grid, window)
-    windows = torch.empty(cells.shape, dtype=dtype, device=x.device) if room is None else room.view(cells.shape)
-    return windows.copy_(cells).view(-1, window[0] * window[1], x.shape[-1])
-
-
-def uncut(windows: Tensor, x: Tensor, grid: Grid, window: Grid) -> Tensor:
-    """Tokens x (B, h, N, d) with windows (B h g, w, d) written to them: the inverse of `cut`."""
-    (B, h), (H, W), rows, columns = x.shape[:2], grid, -(-grid[0] // window[0]), -(-grid[1] // window[1])
-    cells = windows.unflatten(1, window).unflatten(0, (B, h, rows, columns)).transpose(3, 4)
-    if H % window[0] or W % window[1]:
-        x.unflatten(2, grid).copy_(cells.flatten(4, 5).flatten(2, 3)[:, :, :H, :W])
-    else:
-        x.unflatten(2, (rows, window[0], columns, window[1])).copy_(cells)
-    return x
-
-
-def _fill(room: Tensor, x: Tensor, others: Tensor, grid: Grid, window: Grid) -> Tensor:
-    """Windows of tokens (B, h, N, d) and the others (B, h, G, c, d) in `room` (B, h, g, w + c, d).
+def _fill(buffer: Tensor, x: Tensor, summaries: Tensor, windows: Windows) -> Tensor:
+    """Windows of tokens (B, h, N, d) and the summary tokens (B, h, G, c, d) in `buffer` (B, h, g, w + c, d).
 
     Returns:
-        A view of `room`, (B h g, w + c, d).
+        A view of `buffer`, (B h g, w + c, d).
     """
-    cells, w = window_view(x, grid, window), window[0] * window[1]
-    room[:, :, :, :w].unflatten(3, window).unflatten(2, cells.shape[2:4]).copy_(cells)
-    room[:, :, :, w:].copy_(others)
-    return room.flatten(0, 2)
+    tokens, w = windows.view(x), windows.num_queries
+    buffer[:, :, :, :w].unflatten(3, windows.size).unflatten(2, tokens.shape[2:4]).copy_(tokens)
+    buffer[:, :, :, w:].copy_(summaries)
+    return buffer.flatten(0, 2)
 
 
-def _apart(buffer: Tensor, x: Tensor | None, others: Tensor | None, grid: Grid, window: Grid) -> None:
-    """The adjoint of `_fill`: writes gradients of x and of the others, unless None."""
-    w = window[0] * window[1]
+def _split(buffer: Tensor, x: Tensor | None, summaries: Tensor | None, windows: Windows) -> None:
+    """The adjoint of `_fill`: writes gradients of x and of the summary tokens, unless None."""
+    w = windows.num_queries
     if x is not None:
-        uncut(buffer[:, :w], x, grid, window)
-    if others is not None:
-        tail = buffer[:, w:].unflatten(0, (*others.shape[:2], -1))
-        if others.shape[2] == 1:
-            tail = tail.sum(2, keepdim=True, dtype=others.dtype)
-        others.copy_(tail)
+        reverse(buffer[:, :w], x, windows)
+    if summaries is not None:
+        tail = buffer[:, w:].unflatten(0, (*summaries.shape[:2], windows.count))
+        if summaries.shape[2] == 1:
+            tail = tail.sum(2, keepdim=True, dtype=summaries.dtype)
+        summaries.copy_(tail)

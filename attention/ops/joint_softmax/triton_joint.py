@@ -13,7 +13,7 @@ Registers are what these kernels are short of: gradients are summed in the order
 and nothing is computed before a loop that can be computed inside.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +40,7 @@ from attention.ops.triton_tokens import (
     supported,
     view,
 )
-from attention.parts.geometry import Grid, count_windows, split_prefix
+from attention.parts.geometry import Windows, split_prefix
 
 
 class Sizes(NamedTuple):
@@ -360,7 +360,7 @@ def _joint_softmax(
     y, lse = like_tokens(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     inputs = *map(view, (q, k, v)), bias, *map(view, (k_tilde, beta)), _of_windows(prior)
     blocks = triton.cdiv(window[0] * window[1], S.block_q)
-    programs = q.shape[0] * q.shape[1] * count_windows(grid, window) * blocks
+    programs = q.shape[0] * q.shape[1] * Windows(grid, window).count * blocks
     launch(_forward, (programs,), *inputs, view(y), lse, *_scalars(q, grid, k_tilde), S)
     return y, lse
 
@@ -391,7 +391,7 @@ def _joint_softmax_backward(
     """Gradients of q, k, v, with `of_bias` of the bias, with `of_landmarks` of landmarks and their values."""
     (B, h, N, _), (H, W), S, e = q.shape, grid, _sizes(q, k_tilde, window, overlap), _extended(window, overlap)
     _, _, _, c, scale = scalars = _scalars(q, grid, k_tilde)
-    w, windows = window[0] * window[1], count_windows(grid, window)
+    w, windows = window[0] * window[1], Windows(grid, window).count
     query_blocks, key_blocks = triton.cdiv(w, S.block_q), triton.cdiv(e, S.block_k)
     own_keys = e == w and key_blocks == 1  # every window is one block, whose keys no other sees
 
@@ -448,18 +448,16 @@ def _backward(ctx, dy, _):
 _joint_softmax.register_autograd(_backward, setup_context=_save)
 
 
-def covers_joint_softmax(
-    q, k, v, bias=None, keys=None, values=None, logits=None, *, window, causal=False, attn_drop=0.0, **_
-) -> bool:
+def covers_joint_softmax(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0) -> bool:
     """Whether the kernels can compute a joint softmax of these arguments.
 
-    Not: float64, heads wider than 128 channels, no window, causal attention, dropped weights, other keys of every
+    Not: float64, heads wider than 128 channels, no window, causal attention, dropped weights, summary tokens of every
     window's own or without keys, and added logits that differ within a window or are learned.
     """
     shared = values is None or (keys is not None and keys.shape[2] == 1)
     of_windows = logits is None or set(logits.shape[:-3] + logits.shape[-2:-1]) <= {1}
     constant = logits is None or not logits.requires_grad
-    plain = causal or attn_drop > 0 or window == (0, 0)
+    plain = windows.causal or attn_drop > 0 or windows.size == (0, 0)
     return supported(q, k, v) and not plain and shared and of_windows and constant
 
 
@@ -472,17 +470,14 @@ def joint_softmax(
     values: Tensor | None = None,
     logits: Tensor | None = None,
     *,
-    grid: Grid,
-    window: Grid,
-    overlap: Grid = (0, 0),
-    **_: Any,
+    windows: Windows,
+    attn_drop: float = 0.0,
 ) -> Tensor:
-    """`attention.exact.joint_softmax` where the others are landmarks that all queries share, if covered.
+    """`op.joint_softmax` where the summary tokens are landmarks that all queries share, if covered.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d). bias: position bias of the exact set, (h, w, e).
+        q: (B, h, N, d). k, v: (B, h, P + N, d). bias: position bias of the window, (h, w, e).
         keys, values: of the landmarks, (B, h, 1, c, d). logits: added to theirs, broadcast to (g windows, 1, c).
-        grid, window, overlap: rows and columns of cells.
     Returns:
         (B, h, N, d), in memory (B, N, h, d).
     """
@@ -492,9 +487,9 @@ def joint_softmax(
     if k_prefix.shape[2]:  # a prefix token is a landmark of its own
         prior = None if prior is None else F.pad(prior, (k_prefix.shape[2], 0))
         k_tilde, beta = (
-            x if others is None else torch.cat([x.to(others.dtype), others], 2)
-            for x, others in ((k_prefix, k_tilde), (v_prefix, beta))
+            x if summaries is None else torch.cat([x.to(summaries.dtype), summaries], 2)
+            for x, summaries in ((k_prefix, k_tilde), (v_prefix, beta))
         )
     q, k, v, k_tilde, beta = map(dense, (q, k, v, k_tilde, beta))
     bias, prior = (x if x is None else x.contiguous() for x in (bias, prior))
-    return _joint_softmax(q, k, v, bias, k_tilde, beta, prior, list(grid), list(window), list(overlap))[0]
+    return _joint_softmax(q, k, v, bias, k_tilde, beta, prior, *map(list, windows[:3]))[0]

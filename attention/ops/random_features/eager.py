@@ -13,16 +13,16 @@ from torch import Tensor
 from attention.ops.dispatch import first_order, path
 from attention.ops.memory import like_tokens
 from attention.ops.random_features.proposals import MIN_ALPHA, POOLED, own_ratio, propose
-from attention.parts.features import full_precision, full_type, log_features, own_types, scale, upcast
+from attention.parts.features import autocast_off, compute_dtype, full_precision, log_features, scale, upcast
 
 
-def covers_performer(q, k, v, omega, num_clamped=None, *, features="positive"):
+def covers_performer(q, k, v, omega, *, features="positive"):
     """Features whose logarithms are linear in queries."""
     return features == "positive"
 
 
-def performer(q, k, v, omega, num_clamped=None, *, features="positive"):
-    """`attention.performer.performer`."""
+def performer(q, k, v, omega, *, features="positive"):
+    """`attention.mechanisms.performer.performer`."""
     return _attend(q, k, v, upcast(omega).expand(q.shape[0], -1, -1, -1))
 
 
@@ -33,7 +33,7 @@ def covers_lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mi
 
 
 def lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mixed", weighting="decoupled", beta=2.0):
-    """`attention.lara.lara`."""
+    """`attention.mechanisms.lara.lara`."""
     return _attend(q, k, v, *lara_samples(q_bar, k_bar, noise, proposal, weighting, beta))
 
 
@@ -53,7 +53,7 @@ def lara_samples(q_bar: Tensor, k_bar: Tensor, noise: Tensor, proposal: str, wei
 def _attend(q, k, v, omega, prior=None, q_bar=None, balance=None, beta=0.0):
     if torch.is_grad_enabled():  # once for both passes; without gradients where they are needed, one after another
         q, k, v = (x.contiguous() for x in (q, k, v))
-    with own_types(q):
+    with autocast_off(q):
         omega, q_bar = scale(omega), None if q_bar is None else scale(q_bar)
         return RandomFeatures.apply(q, k, v, omega, prior, q_bar, balance, beta, path() == "lean")
 
@@ -75,7 +75,7 @@ class RandomFeatures(torch.autograd.Function):
         weights = (None, None, None) if lean else (of_keys, of_queries, r)
         ctx.save_for_backward(q, k, v, omega, mass, q_bar, balance, u, *weights)
         ctx.beta = beta
-        return _tokens(y, q, y.dtype)
+        return _as_tokens(y, q, y.dtype)
 
     @staticmethod
     @first_order
@@ -83,14 +83,14 @@ class RandomFeatures(torch.autograd.Function):
         q, k, v, omega, mass, q_bar, balance, u, of_keys, of_queries, r = ctx.saved_tensors
         needs, beta, softmax_backward = ctx.needs_input_grad, ctx.beta, torch.ops.aten._softmax_backward_data
         dq = dk = dv = domega = dprior = dq_bar = dbalance = None
-        with own_types(q):
+        with autocast_off(q):
             if of_keys is None:
                 of_keys, _ = _key_weights(k, omega)
                 of_queries, r = _query_weights(q, omega, mass, q_bar, balance, beta)
             samples, dy = omega.flatten(0, 1), _full(dy)
             du = of_queries @ dy
             if needs[2]:
-                dv = _tokens(of_keys.mT @ du, v)
+                dv = _as_tokens(of_keys.mT @ du, v)
             on_queries = softmax_backward(u @ dy.mT, of_queries, -2, u.dtype)  # of queries' logits, (B h, s, N)
             dmass = on_queries.sum(-1)
             if needs[4]:
@@ -104,7 +104,7 @@ class RandomFeatures(torch.autograd.Function):
                 dq_bar = torch.bmm(dr, queries).mul_(beta).view_as(q_bar)
                 dqueries.baddbmm_(dr.mT, q_bar.flatten(0, 1), alpha=beta)
             if needs[0]:
-                dq = _tokens(dqueries, q)
+                dq = _as_tokens(dqueries, q)
             if needs[3]:
                 domega = torch.bmm(on_queries, queries)
             del queries, dqueries, on_queries
@@ -115,7 +115,7 @@ class RandomFeatures(torch.autograd.Function):
                 domega = domega.baddbmm_(on_keys, keys).view_as(omega)
             if needs[1]:
                 keys = keys * on_keys.sum(1)[..., None]
-                dk = _tokens(keys.baddbmm_(on_keys.mT, samples, beta=-(k.shape[-1] ** -0.5)), k)
+                dk = _as_tokens(keys.baddbmm_(on_keys.mT, samples, beta=-(k.shape[-1] ** -0.5)), k)
         return dq, dk, dv, domega, dprior, dq_bar, dbalance, None, None
 
 
@@ -148,9 +148,9 @@ def _alpha(r: Tensor, balance: Tensor, beta: float) -> Tensor:
 
 def _full(x: Tensor) -> Tensor:
     """(B, h, N, d) -> (B h, N, d), float32 at least."""
-    return x.contiguous().to(full_type(x)).flatten(0, 1)  # in one step of copying and conversion it takes longer
+    return x.contiguous().to(compute_dtype(x)).flatten(0, 1)  # in one step of copying and conversion it takes longer
 
 
-def _tokens(x: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def _as_tokens(x: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """(B h, N, d) -> (B, h, N, d), the heads of a token side by side, of the type of `like` or `dtype`."""
     return like_tokens(like, dtype).copy_(x.view(like.shape))

@@ -35,19 +35,14 @@ def random_feature_attention(
 
 
 @full_precision
-def linear_attention(
-    phi_q: Tensor, phi_k: Tensor, v: Tensor, floor: float = 1e-6, num_clamped: Tensor | None = None
-) -> Tensor:
+def linear_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, floor: float = 1e-6) -> Tensor:
     """Attention of the kernel phi_q . phi_k, sums over keys taken once: sum_m (phi_q_n . phi_k_m) v_m over their sum.
 
     Args:
         phi_q: features (..., N, f) of queries. phi_k: (..., M, f). v: (..., M, d).
         floor: least magnitude of a normaliser; its sign stays. A query without any weight gives 0 above floor 0.
-        num_clamped: int64 scalar; the number of normalisers below `floor`, or negative, is added to it.
     Returns:
         (..., N, d). Cost: 2 N f d multiply-accumulates at M = N.
     """
     normaliser = phi_q @ phi_k.sum(-2)[..., None]
-    if num_clamped is not None:
-        num_clamped.add_((normaliser < floor).sum())
     return phi_q @ (phi_k.mT @ v) / normaliser.abs().clamp(min=floor).copysign(normaliser)

@@ -376,12 +376,12 @@ def _backward(ctx, dy, _):
 _mix_samples.register_autograd(_backward, setup_context=_save)
 
 
-def covers_performer(q, k, v, omega, num_clamped=None, **options) -> bool:
+def covers_performer(q, k, v, omega, **options) -> bool:
     """What the fast path covers, of what is `supported`."""
-    return supported(q, k, v) and random_features.covers_performer(q, k, v, omega, num_clamped, **options)
+    return supported(q, k, v) and random_features.covers_performer(q, k, v, omega, **options)
 
 
-def performer(q, k, v, omega, num_clamped=None, *, features="positive"):
+def performer(q, k, v, omega, *, features="positive"):
     """`attention.performer.performer`."""
     return _attend(q, k, v, upcast(omega).expand(q.shape[0], -1, -1, -1))
 

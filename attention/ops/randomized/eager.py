@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.ops.dispatch import first_order
-from attention.ops.memory import cache_parts
+from attention.ops.memory import cache_chunks
 from attention.parts.geometry import gather_tokens
 from attention.parts.sampling import sample_indices
 
@@ -23,7 +23,7 @@ def covers(q, k, v, noise, uniform=None, *, proposal="unbiased", hyperbolic=Fals
 
 
 def ra(q, k, v, noise, uniform=None, *, proposal="unbiased", hyperbolic=False):
-    """`attention.ra.ra`."""
+    """`attention.mechanisms.ra.ra`."""
     d = q.shape[-1]
     if proposal == "mean_key":
         key = k.mean(-2)[:, :, None, None]
@@ -63,7 +63,7 @@ def draw(q: Tensor, k: Tensor, uniform: Tensor) -> Tensor:
     """Indices (B, h, N, s) of keys drawn from softmax_m(q_n . k_m / sqrt(d)) at `uniform`, (..., N, s)."""
     uniform, q = uniform.expand(*q.shape[:3], -1), q * q.shape[-1] ** -0.5
     index = torch.empty(uniform.shape, dtype=torch.long, device=q.device)
-    for part in cache_parts(q, 2 * q.shape[2] * k.shape[2] * q.element_size()):  # weights and their cumulative sums
-        logits = q[part] @ k[part].mT
-        index[part] = sample_indices(torch.softmax(logits, -1, out=logits), uniform[part])
+    for chunk in cache_chunks(q, 2 * q.shape[2] * k.shape[2] * q.element_size()):  # weights and their cumulative sums
+        logits = q[chunk] @ k[chunk].mT
+        index[chunk] = sample_indices(torch.softmax(logits, -1, out=logits), uniform[chunk])
     return index
