@@ -45,6 +45,14 @@ def option(
     return dataclasses.field(default=default, metadata={"meaning": meaning, "chosen": chosen, **limits})
 
 
+def released_option():
+    """The field `released`: one switch for all that a mechanism's released code does otherwise.
+
+    What it switches are options of their own, null by default, whose rule it is part of.
+    """
+    return option(False, "what is null as the released code has it")
+
+
 def nearest(word: str, choices) -> str:
     """``"; did you mean 'window_size'?"`` for the choice spelled most alike, or the list of all choices."""
     choices = sorted(map(str, choices))

@@ -25,7 +25,7 @@ from attention.parts.features import upcast
 from attention.parts.geometry import Grid, Layout, Windows, split_prefix
 from attention.parts.linear import init_linear
 from attention.parts.position import BiasKind
-from attention.window_options import position_bias, windows_on
+from attention.window_options import causal_option, layout_option, position_bias, position_bias_option, windows_on
 
 
 def combiner(
@@ -87,17 +87,13 @@ class Combiner(Attention):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         window_size: int = option(7, "side of a span in tokens; its length where layout is 1d", low=1)
-        layout: Layout | None = option(
-            None,
-            "square spans of the grid, or spans of the raster order; null: 2d, with causal 1d",
-            chosen=lambda c: "1d" if c.causal else "2d",
-        )
+        layout: Layout | None = layout_option()
         summary: Literal["deepsets", "relu", "identity"] = option(
             "deepsets", "what is pooled: ReLU(U x), one U for queries and one for keys of all heads; ReLU(x); x"
         )
         pool: Literal["max", "mean"] = option("max", "how a span's tokens are pooled")
-        position_bias: BiasKind = option("table", "relative position bias inside the own span")
-        causal: bool = option(False, "no token attends to a later one of the raster order; needs layout 1d")
+        position_bias: BiasKind | None = position_bias_option()
+        causal: bool = causal_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def __init__(self, context: LayerContext, config: Config):

@@ -26,12 +26,19 @@ from attention.mechanisms.local import local
 from attention.ops.group_values.landmarks import Landmarks
 from attention.ops.group_values.op import Visibility, attended_summaries, group_logits, group_prior, group_values
 from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
-from attention.options import option
+from attention.options import option, released_option
 from attention.parts.geometry import Grid, Layout, Windows, raster, split_prefix
-from attention.parts.groups import Groups, bin_counts, bins, bins_outside, chunks_outside, tokens_outside
+from attention.parts.groups import Groups, bin_counts, bins, bins_outside, chunks_outside
 from attention.parts.position import BiasKind
-from attention.parts.sampling import NOISE, Noise
-from attention.window_options import position_bias, windows_on
+from attention.parts.sampling import Noise, noise_option
+from attention.window_options import (
+    causal_option,
+    layout_option,
+    overlap_option,
+    position_bias,
+    position_bias_option,
+    windows_on,
+)
 
 
 def eva(
@@ -66,11 +73,7 @@ def eva(
         if visibility is not None:  # window by window
             prior = prior.unflatten(1, (-1, windows.size[1]))[0]
         return joint_softmax(q, k, v, bias, k_tilde, beta, prior, windows=windows, attn_drop=attn_drop)
-    queries = windows.partition(q)
-    (B, h, g, w, d), G = queries.shape, k_tilde.shape[2]
-    of_set = queries.reshape(B, h, G, g * w // G, d)
-    logits = group_logits(of_set, k_tilde, mu, omega, log_mass, prior)
-    logits = logits.reshape(B, h, g, w, logits.shape[-1])
+    logits = group_logits(windows.partition(q), k_tilde, mu, omega, log_mass, prior)
     return joint_softmax(q, k, v, bias, values=beta, logits=logits, windows=windows, attn_drop=attn_drop)
 
 
@@ -99,30 +102,16 @@ class Eva(Attention):
     class Config:
         window_size: int = option(7, "side of the window E in tokens; 0: no window", low=0)
         num_landmarks: int = option(49, "number of groups C; 0: none (local attention)", low=0)
-        released: bool = option(False, "what is null as the released code has it")
-        layout: Layout | None = option(
-            None,
-            "square windows of the grid, or blocks of the raster order; null: 2d, with causal 1d",
-            chosen=lambda c: "1d" if c.causal else "2d",
-        )
-        overlap: int = option(
-            0, "tokens e by which a window's keys reach beyond it; the papers' overlap is w // 2", low=0
-        )
-        position_bias: BiasKind | None = option(
-            None,
-            "relative position bias inside the window; null: table, as released table_released",
-            chosen=lambda c: "table_released" if c.released and not c.causal else "table",
-        )
+        released: bool = released_option()
+        layout: Layout | None = layout_option()
+        overlap: int = overlap_option()
+        position_bias: BiasKind | None = position_bias_option()
         partition: Literal["all", "all_1d", "complement", "mask"] = option(
             "all", "2-D bins of all tokens; raster chunks of all; raster chunks of all but E; bins without E's members"
         )
-        landmark_transform: Literal["ln_linear", "linear", "identity"] = option(
-            "ln_linear", "sigma applied to group means"
-        )
+        landmark_transform: Literal["ln_linear", "linear", "identity"] = option("ln_linear", "sigma of group means")
         num_samples: int = option(1, "samples S per group", low=1)
-        mu: Literal["qk", "q", "zero", "trainable"] = option(
-            "qk", "proposal mean: q_tilde + k_tilde, q_tilde, 0, a parameter"
-        )
+        mu: Literal["qk", "q", "zero", "trainable"] = option("qk", "means: q_tilde + k_tilde, q_tilde, 0, learned")
         mu_scale: float | None = option(
             None,
             "factor of the means qk and q; null: 1.0, as released 0.5, but not in causal attention",
@@ -130,13 +119,13 @@ class Eva(Attention):
             chosen=lambda c: 0.5 if c.released and not c.causal else 1.0,
         )
         log_count: bool = option(False, "add log |P_c| to a group's logit")
-        noise: Noise | None = option(None, NOISE, chosen=lambda c: "released" if c.released else "unit")
+        noise: Noise | None = noise_option()
         released_overlap_groups: bool | None = option(
             None,
             "grow the bins by the overlap too; null: as released, where there is one and partition is all",
             chosen=lambda c: bool(c.released and c.overlap and c.partition == "all"),
         )
-        causal: bool = option(False, "no token attends to a later one of the raster order; needs layout 1d")
+        causal: bool = causal_option()
         visibility: Visibility | None = option(
             None,
             "groups a causal query attends to: those before its window (paper); those before itself (released)",
@@ -167,10 +156,7 @@ class Eva(Attention):
         """The partition of the option `partition` over this grid."""
         c, partition, windows = self.config.num_landmarks, self.config.partition, windows_on(self.config, grid)
         if partition == "complement":
-            least, _ = tokens_outside(windows)
-            if c > least:
-                self.refuse("num_landmarks", c, f"a window leaves only {least} tokens outside it; at most {least}")
-            return chunks_outside(windows, c, device)
+            return chunks_outside(windows, c, device, "attention(eva).num_landmarks")
         area = raster(grid, "1d") if partition == "all_1d" else windows.grid
         margin = windows.overlap if self.config.released_overlap_groups else (0, 0)
         groups = bins(area, bin_counts(c, area, "attention(eva).num_landmarks"), device, margin)

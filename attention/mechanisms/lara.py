@@ -12,7 +12,6 @@ Cost: 5 N c C multiply-accumulates, N c C of them for query-specific alpha, and 
 
 import functools
 import itertools
-import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -28,15 +27,17 @@ from attention.ops.random_features.proposals import (
     Proposal,
     Weighting,
     log_weights,
+    normal,
     propose,
+    propose_reference,
     query_weights_reference,
 )
-from attention.options import option
+from attention.options import option, released_option
 from attention.parts.features import full_precision, log_features, scale
 from attention.parts.geometry import Grid, split_prefix
 from attention.parts.groups import Groups, bin_counts, bins, group_mean
 from attention.parts.linear import LandmarkTransform
-from attention.parts.sampling import NOISE, Noise, mixture_noise, noise_std, random_seed
+from attention.parts.sampling import Noise, mixture_noise, noise_option, noise_std, random_seed
 
 
 @with_fast_path(eager.lara, eager.covers_lara, triton="attention.ops.random_features.triton_random_features")
@@ -78,30 +79,13 @@ def lara_reference(
 ):
     """`lara` by the paper's Algorithm 3: densities and ratios of sums, one sample at a time."""
     q, k, q_bar = (x * x.shape[-1] ** -0.25 for x in (q, k, q_bar))
-    B, h, C, d = q_bar.shape
-    if proposal in POOLED:
-        k_bar = k_bar * d**-0.25
-        centre = q_bar + (k_bar if proposal == "pool" else torch.softmax(k_bar @ k_bar.mT, -1) @ k_bar)
-    else:
-        pi = torch.softmax(q_bar @ k.mT, -1)
-        centre = q_bar + pi @ k
-
-    def normal(omega, mean):
-        return torch.exp(-((omega - mean) ** 2).sum(-1) / 2) / (2 * math.pi) ** (d / 2)
-
-    def densities(omega):  # q_c(omega) of every proposal, (B, h, 1, C)
-        if proposal == "mixture":
-            return (pi * normal(omega[:, :, None, None], q_bar[:, :, :, None] + k[:, :, None])).sum(-1)[:, :, None]
-        return normal(omega[:, :, None], centre)[:, :, None]
-
+    (B, h, C, d), kernel = q_bar.shape, 0
+    centre, densities = propose_reference(q_bar, k, k_bar if k_bar is None else k_bar * d**-0.25, proposal)
     r = torch.softmax(q @ q_bar.mT, 2)  # over queries, (B, h, N, C)
-    noise, kernel = noise.expand(B, h, C, -1, d), 0
+    noise = noise.expand(B, h, C, -1, d)
     for c, s in itertools.product(range(C), range(noise.shape[3])):
-        omega = centre[:, :, c] + noise[:, :, c, s]
-        if uniform is not None:
-            u = uniform.expand(B, h, C, -1)[:, :, c, s, None]
-            z = (pi[:, :, c].cumsum(-1) <= u).sum(-1)[:, :, None, None]
-            omega = q_bar[:, :, c] + k.gather(2, z.expand(-1, -1, 1, d))[:, :, 0] + noise[:, :, c, s]
+        u = uniform if uniform is None else uniform.expand(B, h, C, -1)[:, :, c, s, None]
+        omega = centre(c, u) + noise[:, :, c, s]
         density = densities(omega)
         alpha = query_weights_reference(density, r, c, weighting, beta)  # (B, h, N)
         weight = alpha * normal(omega, 0)[:, :, None] / density[..., c]  # (B, h, N)
@@ -134,8 +118,8 @@ class Lara(Attention):
         beta: float = option(2.0, "coefficient of the query-specific term; acts with weighting decoupled", low=0)
         samples_per_proposal: Literal[1, 2] = option(1, "training samples of each proposal")
         antithetic: bool = option(False, "two samples per proposal mirror each other about their mean")
-        released: bool = option(False, "what is null as the released code has it")
-        noise: Noise | None = option(None, NOISE, chosen=lambda c: "released" if c.released else "unit")
+        released: bool = released_option()
+        noise: Noise | None = noise_option()
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__(context, config)

@@ -14,10 +14,17 @@ from torch import Tensor
 
 from attention.base import Attention, LayerContext
 from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
-from attention.options import option
+from attention.options import option, released_option
 from attention.parts.geometry import Grid, Layout, Windows
 from attention.parts.position import BiasKind
-from attention.window_options import position_bias, windows_on
+from attention.window_options import (
+    causal_option,
+    layout_option,
+    overlap_option,
+    position_bias,
+    position_bias_option,
+    windows_on,
+)
 
 
 def local(
@@ -44,21 +51,11 @@ class Local(Attention):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         window_size: int = option(7, "window side w in tokens; block length where layout is 1d", low=1)
-        released: bool = option(False, "what is null as the released code has it")
-        layout: Layout | None = option(
-            None,
-            "square windows of the grid, or blocks of the raster order; null: 2d, with causal 1d",
-            chosen=lambda c: "1d" if c.causal else "2d",
-        )
-        overlap: int = option(
-            0, "tokens e by which a window's keys reach beyond it; the papers' overlap is w // 2", low=0
-        )
-        position_bias: BiasKind | None = option(
-            None,
-            "relative position bias inside the window; null: table, as released table_released",
-            chosen=lambda c: "table_released" if c.released and not c.causal else "table",
-        )
-        causal: bool = option(False, "no token attends to a later one of the raster order; needs layout 1d")
+        released: bool = released_option()
+        layout: Layout | None = layout_option()
+        overlap: int = overlap_option()
+        position_bias: BiasKind | None = position_bias_option()
+        causal: bool = causal_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def __init__(self, context: LayerContext, config: Config):

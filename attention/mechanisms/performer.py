@@ -19,10 +19,10 @@ from attention.base import Attention, LayerContext
 from attention.ops.dispatch import with_fast_path
 from attention.ops.random_features import eager
 from attention.ops.random_features.op import linear_attention, mix_features, random_feature_attention
-from attention.options import option
+from attention.options import option, released_option
 from attention.parts.features import FEATURE_MAPS, full_precision, scale
 from attention.parts.geometry import Grid
-from attention.parts.sampling import OMEGA_SAMPLING, OmegaSampling, gaussian
+from attention.parts.sampling import OmegaSampling, gaussian, omega_sampling_option
 
 Features = Literal["positive", "hyperbolic", "trigonometric", "relu", "favorp"]
 
@@ -93,13 +93,13 @@ class Performer(Attention):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         num_samples: int = option(128, "samples omega per head", low=1)
-        released: bool = option(False, "what is null as the released code has it")
+        released: bool = released_option()
         features: Features | None = option(
             None,
             "feature map of the kernel; favorp: the released code's positive features; null: positive",
             chosen=lambda c: "favorp" if c.released else "positive",
         )
-        omega_sampling: OmegaSampling = option("iid", OMEGA_SAMPLING)
+        omega_sampling: OmegaSampling = omega_sampling_option()
         eval_omega_sampling: OmegaSampling | None = option(
             None,
             "the same for evaluation; null: as in training, as released orthogonal; acts with feature_redraw redraw",

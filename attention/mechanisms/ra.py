@@ -17,10 +17,10 @@ from torch import Tensor
 from attention.base import Attention, LayerContext
 from attention.ops.dispatch import with_fast_path
 from attention.ops.randomized import eager
-from attention.options import option
+from attention.options import option, released_option
 from attention.parts.features import full_precision, scale
 from attention.parts.geometry import Grid
-from attention.parts.sampling import NOISE, Noise, attended_keys, mixture_noise, noise_std, random_seed
+from attention.parts.sampling import Noise, attended_keys, mixture_noise, noise_option, noise_std, random_seed
 
 Proposal = Literal["unbiased", "biased", "mean_key"]
 
@@ -98,8 +98,8 @@ class Ra(Attention):
         num_eval_samples: int = option(1, "samples per query in evaluation; acts where evaluation is random", low=1)
         proposal: Proposal = option("unbiased", "key that centres a sample: drawn, mean by attention, or plain mean")
         hyperbolic: bool = option(False, "hyperbolic instead of positive features")
-        released: bool = option(False, "what is null as the released code has it")
-        noise: Noise | None = option(None, NOISE, chosen=lambda c: "released" if c.released else "unit")
+        released: bool = released_option()
+        noise: Noise | None = noise_option()
         eval_noise: bool | None = option(
             None,
             "add the noise in evaluation too; null: with the unbiased proposal only, and not as released",

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from attention.base import Attention, LayerContext
 from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
-from attention.options import option
+from attention.options import option, released_option
 from attention.parts.features import full_precision, log_features, phi, scale
 from attention.parts.geometry import Grid, Layout, Windows, split_prefix
 from attention.parts.leave_one_out import LeaveOneOut, merge_all_but_one, subtract
 from attention.parts.position import BiasKind
-from attention.parts.sampling import OMEGA_SAMPLING, OmegaSampling, gaussian
-from attention.window_options import position_bias, windows_on
+from attention.parts.sampling import OmegaSampling, gaussian, omega_sampling_option
+from attention.window_options import layout_option, overlap_option, position_bias, position_bias_option, windows_on
 
 
 @full_precision
@@ -91,21 +91,17 @@ class Scatterbrain(Attention):
     class Config:
         num_samples: int = option(96, "samples omega per head", low=1)
         window_size: int = option(7, "side w of the window in tokens; block length where layout is 1d", low=1)
-        released: bool = option(False, "what is null as the released code has it")
-        layout: Layout = option("2d", "square windows of the grid, or blocks of the raster order")
-        overlap: int = option(0, "tokens by which a window's keys reach beyond it", low=0)
-        position_bias: BiasKind | None = option(
-            None,
-            "relative position bias inside the window; null: table, as released table_released",
-            chosen=lambda c: "table_released" if c.released else "table",
-        )
+        released: bool = released_option()
+        layout: Layout | None = layout_option()
+        overlap: int = overlap_option()
+        position_bias: BiasKind | None = position_bias_option()
         leave_one_out: LeaveOneOut | None = option(
             None,
             "sums off a window: of the others, merged; of all, less its own; so by the released code; null: as fits",
             chosen=lambda c: "released" if c.released else "subtract" if c.overlap else "merge",
         )
         features: Literal["positive", "hyperbolic"] = option("positive", "xi(x, omega), or with xi(x, -omega) also")
-        omega_sampling: OmegaSampling = option("iid", OMEGA_SAMPLING)
+        omega_sampling: OmegaSampling = omega_sampling_option()
         feature_redraw: Literal["redraw", "fixed"] = option("redraw", "samples of training; evaluation keeps one set")
 
     def __init__(self, context: LayerContext, config: Config):

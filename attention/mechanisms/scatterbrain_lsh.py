@@ -20,7 +20,7 @@ from attention.options import option
 from attention.parts.features import full_precision, log_features, phi, scale
 from attention.parts.geometry import Grid, split_prefix
 from attention.parts.hashing import cluster_ids, cluster_mask, from_clusters, hash_clusters, to_clusters
-from attention.parts.sampling import OMEGA_SAMPLING, OmegaSampling, gaussian
+from attention.parts.sampling import OmegaSampling, gaussian, omega_sampling_option
 
 
 @full_precision
@@ -84,7 +84,7 @@ class ScatterbrainLsh(Attention):
         cluster_size: int = option(49, "tokens c of a cluster", low=1)
         num_rounds: int = option(2, "rounds r of hashing", low=1)
         features: Literal["positive", "hyperbolic"] = option("positive", "xi(x, omega), or with xi(x, -omega) also")
-        omega_sampling: OmegaSampling = option("iid", OMEGA_SAMPLING)
+        omega_sampling: OmegaSampling = omega_sampling_option()
         feature_redraw: Literal["redraw", "fixed"] = option("redraw", "samples of training; evaluation keeps one set")
 
     def __init__(self, context: LayerContext, config: Config):

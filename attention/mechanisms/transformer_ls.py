@@ -25,7 +25,7 @@ from attention.parts.features import upcast
 from attention.parts.geometry import Grid, Layout, Windows, merge_heads, split_heads, split_prefix
 from attention.parts.linear import init_linear
 from attention.parts.position import BiasKind
-from attention.window_options import position_bias, windows_on
+from attention.window_options import layout_option, overlap_option, position_bias, position_bias_option, windows_on
 
 
 def transformer_ls(
@@ -94,12 +94,10 @@ class TransformerLs(Attention):
     class Config:
         num_landmarks: int = option(16, "averages r per head; 0: none (local attention)", low=0)
         window_size: int = option(7, "side of the window in tokens; block length where layout is 1d; 0: none", low=0)
-        layout: Layout = option("2d", "square windows of the grid, or blocks of the raster order")
-        overlap: int = option(
-            0, "tokens by which a window's keys reach beyond it; w // 2 in Zhu et al., 0 in EVA's paper", low=0
-        )
+        layout: Layout | None = layout_option()
+        overlap: int = overlap_option()
         dual_norm: bool = option(True, "LayerNorm of keys and values, and another one of their averages")
-        position_bias: BiasKind = option("table", "relative position bias inside the window")
+        position_bias: BiasKind | None = position_bias_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def __init__(self, context: LayerContext, config: Config):

@@ -7,15 +7,23 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from attention.options import option
 from attention.parts.features import compute_dtype
 from attention.parts.geometry import gather_tokens
 
 OmegaSampling = Literal["iid", "orthogonal", "orthogonal_sqrt_d"]
-OMEGA_SAMPLING = "samples: independent, or orthogonal in blocks of d (norms of a Gaussian, or sqrt d)"
-"""What the option omega_sampling means."""
 Noise = Literal["unit", "released"]
-NOISE = "standard deviation of samples about their means: 1, or the released code's d^-1/4; null: unit"
-"""What the option noise means."""
+
+
+def omega_sampling_option():
+    """The field `omega_sampling`."""
+    return option("iid", "samples: independent, or orthogonal in blocks of d (norms of a Gaussian, or sqrt d)")
+
+
+def noise_option():
+    """The field `noise`."""
+    meaning = "standard deviation of samples about their means: 1, or the released code's d^-1/4; null: unit"
+    return option(None, meaning, chosen=lambda c: "released" if c.released else "unit")
 
 
 def noise_std(noise: Noise, head_dim: int) -> float:

@@ -56,7 +56,7 @@ def group_logits(
     log_mass: Tensor,
     prior: Tensor | None = None,
 ) -> Tensor:
-    """Logits of every group's samples for queries (B, h, G, n, d), t_nc + log w_ncs: (B, h, G, n, c*s).
+    """Logits of every group's samples for windows of queries (B, h, g, w, d), t_nc + log w_ncs: (B, h, g, w, c*s).
 
     With one sample w = 1. With more, w_ncs = softmax_s[g(q'_n, omega_cs) + log_mass_cs - g(mu_c, omega_cs)], where the
     squared norms of q' and mu cancel.
@@ -65,14 +65,16 @@ def group_logits(
         k_tilde, mu, omega: see `eva`. log_mass: see `group_values`.
         prior: see `group_prior`.
     """
-    logits = q * q.shape[-1] ** -0.5 @ k_tilde.mT
+    (B, h, g, w, d), G = q.shape, k_tilde.shape[2]
+    q = q.reshape(B, h, G, g * w // G, d)
+    logits = q * d**-0.5 @ k_tilde.mT
     logits = logits if prior is None else logits + prior
-    if omega.shape[-2] == 1:
-        return logits
-    log_ratio = log_mass - (omega @ mu[..., None])[..., 0]
-    samples = scale(q) @ omega.flatten(3, 4).mT  # (B, h, G, n, c*s)
-    log_w = (samples.unflatten(-1, log_ratio.shape[-2:]) + log_ratio[:, :, :, None]).log_softmax(-1)
-    return (logits[..., None] + log_w).flatten(-2)
+    if omega.shape[-2] > 1:
+        log_ratio = log_mass - (omega @ mu[..., None])[..., 0]
+        samples = scale(q) @ omega.flatten(3, 4).mT  # (B, h, G, n, c*s)
+        log_w = (samples.unflatten(-1, log_ratio.shape[-2:]) + log_ratio[:, :, :, None]).log_softmax(-1)
+        logits = (logits[..., None] + log_w).flatten(-2)
+    return logits.reshape(B, h, g, w, logits.shape[-1])
 
 
 def group_prior(

@@ -7,6 +7,7 @@ A proposal q_c lies about q_bar_c and the keys that q_bar_c attends to. Queries 
 import math
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from attention.parts.features import log_features
@@ -59,6 +60,35 @@ def propose(q_bar: Tensor, k: Tensor, k_bar: Tensor | None, uniform: Tensor | No
     affinity = q_bar @ k.mT
     mean = q_bar[:, :, :, None] + attended_keys(affinity.softmax(-1), k, uniform)
     return Proposals(mean, q_bar, affinity.logsumexp(-1)) if proposal == "mixture" else Proposals(mean)
+
+
+def propose_reference(q_bar, k, k_bar, proposal):
+    """`propose` as two functions: what a sample of proposal c lies about, (B, h, d), with a uniform (B, h or 1, 1) or
+    None; and the densities q_c(omega) of all proposals at omega (B, h, d): (B, h, 1, c).
+    """
+    if proposal in POOLED:
+        centres = q_bar + (k_bar if proposal == "pool" else torch.softmax(k_bar @ k_bar.mT, -1) @ k_bar)
+    else:
+        pi = torch.softmax(q_bar @ k.mT, -1)
+        centres = q_bar + pi @ k
+
+    def centre(c, u):
+        if u is None:
+            return centres[:, :, c]
+        z = (pi[:, :, c].cumsum(-1) <= u).sum(-1)[:, :, None, None]
+        return q_bar[:, :, c] + k.gather(2, z.expand(-1, -1, 1, k.shape[-1]))[:, :, 0]
+
+    def densities(omega):
+        if proposal == "mixture":
+            return (pi * normal(omega[:, :, None, None], q_bar[:, :, :, None] + k[:, :, None])).sum(-1)[:, :, None]
+        return normal(omega[:, :, None], centres)[:, :, None]
+
+    return centre, densities
+
+
+def normal(x, mean):
+    """The density N(x; mean, I)."""
+    return torch.exp(-((x - mean) ** 2).sum(-1) / 2) / (2 * math.pi) ** (x.shape[-1] / 2)
 
 
 def own_ratio(log_ratio: Tensor) -> Tensor:
