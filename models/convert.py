@@ -55,7 +55,7 @@ def from_released(state_dict: StateDict) -> StateDict:
     """The published code of EVA and LARA (its `model` entry of a checkpoint) -> ours, for its DeiT and its PVT-v2.
 
     Bias tables load with `position_bias: table_released`; their index, which is computed here, is left out. Numbers
-    agree under the mechanism's options for the released code's deviations.
+    agree under the mechanism's options for what the released code does otherwise.
     """
     converted = {}
     for key, value in state_dict.items():

@@ -80,7 +80,7 @@ class Deit(Backbone):
         proj_drop_rate: float = option(0.0, "dropout rate after attention and MLP layers", low=0, high=1)
         drop_path_rate: float = option(0.0, "stochastic depth: rate of the last block, linear from 0", low=0, high=1)
         init_std: float = option(
-            0.02, "deviation of the initial weights of linear layers; layers narrower than DeiT's need more", above=0
+            0.02, "std of the initial weights of linear layers; layers narrower than DeiT's need more", above=0
         )
 
         def __post_init__(self):

@@ -149,7 +149,7 @@ class Eva(Attention):
             self.refuse("visibility", config.visibility, "acts with causal; leave it out")
         if not c:
             return
-        self.groups(context.grid, torch.device("cpu"))  # refuses a count that cannot part the grid
+        self.groups(context.grid, torch.device("cpu"))  # refuses a count that no rows x columns of bins make
         self.landmarks = Landmarks(config, self.num_heads, self.head_dim)
 
     def groups(self, grid: Grid, device: torch.device) -> Groups:

@@ -133,7 +133,7 @@ class Lara(Attention):
             neutral["antithetic"] = False
         self.refuse_unused(neutral, "does not act with these options")
         if not self.single:
-            self.segments(context.grid, torch.device("cpu"))  # refuses a count that cannot part the grid
+            self.segments(context.grid, torch.device("cpu"))  # refuses a count that no rows x columns of bins make
         self.noise_std = noise_std(config.noise, self.head_dim)
         width = {"light": self.head_dim, "dense": context.dim}.get(config.landmark_transform)
         transform = functools.partial(LandmarkTransform, width) if width else nn.Identity

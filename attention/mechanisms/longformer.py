@@ -111,7 +111,7 @@ class Longformer(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.global_tokens(context.grid, torch.device("cpu"))  # refuses a count that cannot part the grid
+        self.global_tokens(context.grid, torch.device("cpu"))  # refuses a count that no rows x columns of bins make
         if config.separate_global and not config.num_global:
             self.refuse("separate_global", True, "there is no global token; set num_global above 0")
         self.qkv_global = copy.deepcopy(self.qkv) if config.separate_global else None

@@ -98,7 +98,7 @@ class Nystrom(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.groups(context.grid, torch.device("cpu"))  # refuses a count that cannot part the grid
+        self.groups(context.grid, torch.device("cpu"))  # refuses a count that no rows x columns of bins make
         size, unused = config.conv_size, config.conv == "none"
         if unused and size != self.Config.conv_size:
             self.refuse("conv_size", size, f"does not act with conv: none; set conv_size: {self.Config.conv_size}")

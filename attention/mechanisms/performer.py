@@ -139,7 +139,7 @@ class Performer(Attention):
         fresh = self.sample_omega(self.config.omega_sampling, like)
         if self.config.feature_redraw_interval == 1:
             return fresh
-        # Activation checkpointing restores the generator, so an equal draw means the last pass again: not counted.
+        # Activation checkpointing restores the generator, so equal samples mean the last pass again: not counted.
         counted = fresh[0, 0, 0] != self.last_draw
         due = counted & (self.num_passes % self.config.feature_redraw_interval == 0)
         self.train_omega = torch.where(due, fresh, self.train_omega)

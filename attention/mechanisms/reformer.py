@@ -117,7 +117,9 @@ class Reformer(Attention):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        chunk_size: int = option(49, "tokens c of a chunk, which sees 2c keys; N / c chunks, 2N / c buckets", low=1)
+        chunk_size: int = option(
+            49, "tokens c of a chunk, which attends to 2c keys; N / c chunks, 2N / c buckets", low=1
+        )
         num_rounds: int = option(4, "rounds l of hashing", low=1)
         same_bucket: bool = option(False, "attend within a bucket alone, not to all of a chunk and the one before")
 
@@ -135,8 +137,9 @@ class Reformer(Attention):
         c = min(self.config.chunk_size, q.shape[2])
         counts, kind = rotation_counts(-(-q.shape[2] // c), c), {"dtype": compute_dtype(q)}
         shape = (self.num_heads, self.config.num_rounds, self.head_dim, sum(counts))
-        draws = torch.randn(shape, device=q.device, **kind) if self.training else counter_normal(self.eval_seed, shape)
-        return draws.to(**kind).split(counts, -1)
+        if self.training:
+            return torch.randn(shape, device=q.device, **kind).split(counts, -1)
+        return counter_normal(self.eval_seed, shape).to(**kind).split(counts, -1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         chunk_size, same_bucket = self.config.chunk_size, self.config.same_bucket

@@ -20,7 +20,7 @@ from attention.parts.geometry import Grid
 def softmax(q: Tensor, k: Tensor, v: Tensor, attn_drop: float = 0.0, *, causal: bool = False) -> Tensor:
     """Scaled dot-product attention of queries (B, h, N, d) over keys and values (B, h, M, d) -> (B, h, N, d).
 
-    `causal`: query n sees the keys up to the n-th.
+    `causal`: query n attends to the keys up to the n-th.
     """
     return F.scaled_dot_product_attention(q, k, v, dropout_p=attn_drop, is_causal=causal)
 
@@ -40,7 +40,7 @@ class Softmax(Attention):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        causal: bool = option(False, "no token sees a later one of the raster order")
+        causal: bool = option(False, "no token attends to a later one of the raster order")
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:

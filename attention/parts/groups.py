@@ -43,7 +43,8 @@ def bin_counts(count: int, grid: Grid, key: str) -> Grid:
         near = min(count, H * W)
         valid = (c for far in range(near) for c in (near - far, near + far) if _bin_counts(c, grid))
         raise OptionError(
-            key, f" = {count} cannot part the {H}x{W} grid into rows x columns; nearest valid: {next(valid)}"
+            key,
+            f" = {count} does not divide the {H}x{W} grid into rows x columns of bins; nearest valid: {next(valid)}",
         )
     return min(choices, key=lambda rows_columns: abs(math.log(grid[0] * rows_columns[1] / (grid[1] * rows_columns[0]))))
 

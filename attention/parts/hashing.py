@@ -1,7 +1,7 @@
 """Locality-sensitive hashing: tokens sorted by a hash and cut into clusters of equal size.
 
 A clustering is a table of token indices (..., g, c): cluster by cluster, in the order of the hash. Where c does not
-divide N the last cluster is padded; `cluster_mask` tells its places apart.
+divide N the last cluster is padded; `cluster_mask` tells padding apart.
 """
 
 import torch
@@ -43,7 +43,7 @@ def equal_clusters(order: Tensor, size: int) -> Tensor:
 
 
 def cluster_mask(tokens: int, size: int, device: torch.device) -> Tensor:
-    """Which places of a clustering of N `tokens` hold one: (g, c) bool."""
+    """Which entries of a clustering of N `tokens` hold one: (g, c) bool."""
     return (torch.arange(tokens + -tokens % size, device=device) < tokens).view(-1, size)
 
 
@@ -53,7 +53,7 @@ def cluster_ids(clusters: Tensor, tokens: int) -> Tensor:
 
 
 def ranks(clusters: Tensor, tokens: int) -> Tensor:
-    """The place of every token in the order of the clusters: (..., g, c) -> (..., N) int64."""
+    """The position of every token in the order of the clusters: (..., g, c) -> (..., N) int64."""
     return clusters.flatten(-2)[..., :tokens].argsort(-1)
 
 

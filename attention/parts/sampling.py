@@ -99,8 +99,8 @@ def sample_indices(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """Indices (..., s) drawn from `probabilities` (..., M) by inverting their cumulative sums at `uniform` (..., s)."""
     with torch.no_grad():
         cumulative = probabilities.cumsum(-1)
-        place = uniform.expand(*cumulative.shape[:-1], -1).to(cumulative.dtype) * cumulative[..., -1:]
-        return torch.searchsorted(cumulative, place.contiguous(), right=True).clamp(max=cumulative.shape[-1] - 1)
+        position = uniform.expand(*cumulative.shape[:-1], -1).to(cumulative.dtype) * cumulative[..., -1:]
+        return torch.searchsorted(cumulative, position.contiguous(), right=True).clamp(max=cumulative.shape[-1] - 1)
 
 
 def attended_keys(pi: Tensor, k: Tensor, uniform: Tensor | None) -> Tensor:
