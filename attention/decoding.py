@@ -22,7 +22,7 @@ class EvaDecoder:
     entries, where softmax keeps every token.
 
     Args:
-        attn: an `eva` layer with causal: true, in evaluation. grid: (H, W) of the whole sequence; its length sets the groups.
+        attn: an `eva` layer with causal: true, in evaluation. grid: (H, W) of the whole sequence.
     """
 
     def __init__(self, attn: Attention, grid: Grid):

@@ -106,7 +106,7 @@ class Backbone(nn.Module):
 
 
 def init_linear(module: nn.Module) -> None:
-    """Initialises a linear layer: truncated normal of standard deviation 0.02, bias 0. Other layers stay as they are."""
+    """Initialises a linear layer: truncated normal of std 0.02, bias 0. Other layers stay as they are."""
     if isinstance(module, nn.Linear):
         trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
