@@ -22,7 +22,7 @@ from attention.mechanisms.performer import performer, performer_reference
 from attention.ops.group_values import triton_groups
 from attention.ops.group_values.op import group_values
 from attention.ops.joint_softmax import triton_joint
-from attention.ops.joint_softmax.op import joint_softmax, attended_in_window
+from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
 from attention.ops.random_features import triton_random_features
 from attention.ops.triton_tokens import INTERPRETED
 from attention.parts.features import scale, upcast, xi

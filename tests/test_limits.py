@@ -14,7 +14,7 @@ from attention.mechanisms.eva import eva, group_values
 from attention.mechanisms.local import local
 from attention.mechanisms.scatterbrain import scatterbrain
 from attention.mechanisms.softmax import softmax
-from attention.ops.joint_softmax.op import window_logits, exact_set
+from attention.ops.joint_softmax.op import exact_set, window_logits
 from attention.ops.random_features.op import random_feature_attention
 from attention.parts.features import log_features, scale
 from attention.parts.geometry import from_windows, to_windows, window_indices
