@@ -3,7 +3,7 @@
 from typing import Any
 
 from attention.base import Attention, LayerContext
-from attention.parts.geometry import Grid, raster
+from attention.parts.geometry import Grid, Windows, raster
 from attention.parts.position import CAUSAL_INDEX, PositionBias
 
 
@@ -42,3 +42,14 @@ def window_options(attn: Attention, grid: Grid) -> dict[str, Any]:
         "overlap": attn.overlap,
         "causal": getattr(attn.config, "causal", False),
     }
+
+
+def windows_on(config: Any, grid: Grid) -> Windows:
+    """The windows of a mechanism's options on this grid; without tokens where window_size is 0."""
+    side, overlap = config.window_size, getattr(config, "overlap", 0)
+    sides = (side, side), (overlap, overlap)
+    if side == 0:
+        sides = (0, 0), (0, 0)
+    elif config.layout == "1d":
+        sides = (1, side), (0, overlap)
+    return Windows(raster(grid, config.layout), *sides, getattr(config, "causal", False))

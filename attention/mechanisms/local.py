@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import window_cost
 from attention.ops.joint_softmax.op import joint_softmax, seen_exactly
 from attention.options import option
 from attention.parts.geometry import Grid
@@ -55,6 +56,10 @@ class Local(Attention):
     def __init__(self, site: LayerContext, config: Config):
         super().__init__(site, config)
         self.window, self.overlap, self.position_bias = exact_window(self, site)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        return window_cost(context, config)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return local(q, k, v, self.position_bias(), attn_drop=self.attn_drop, **window_options(self, grid))

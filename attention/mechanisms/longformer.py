@@ -3,8 +3,8 @@
 A query attends, in one softmax, to the tokens within rho of it (in raster order, or in rows and columns: the window of
 Vision Longformer, Zhang et al. 2021) and to g global tokens, which themselves attend to everything. The global tokens
 are the central cells of g equal parts of the grid.
-Cost: 2 N (w + 2 g) C multiply-accumulates by definition, w = 2 rho + 1 keys (w^2 in two dimensions), 2 N g C of them
-for the global rows. The band is computed in tiles of rho queries a side, so that w becomes 3 rho. Linear in N.
+Cost: 2 N (3 rho + 2 g) C multiply-accumulates, 2 N g C of them for the global rows; linear in N. The band of w = 2 rho + 1
+keys (w^2 in two dimensions) is computed in tiles of rho queries a side, which take 3 rho keys (9 rho^2).
 """
 
 import copy
@@ -15,11 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import num_padded, projections, window_macs
 from attention.mechanisms.softmax import softmax
 from attention.ops.joint_softmax.op import exact_logits, mix, prefix_part, shared_logits
 from attention.options import option
-from attention.parts.geometry import Grid, from_windows, raster, split_heads, split_prefix, to_windows, window_indices
+from attention.parts.geometry import (
+    Grid,
+    Windows,
+    from_windows,
+    raster,
+    split_heads,
+    split_prefix,
+    to_windows,
+    window_indices,
+)
 from attention.parts.groups import bin_counts
 
 
@@ -49,17 +59,23 @@ def longformer(
     if q_global is None:
         q_global, k_global, v_global = q.index_select(2, cells), k, v
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
-    tile, overlap = zip(*((side, 0) if radius >= side else (max(radius, 1), radius) for side in grid), strict=True)
-    band = exact_logits(q, k, None, grid, tile, overlap)  # (B, h, tiles, w, e)
-    band = band.masked_fill(~within(tile, overlap, radius, q.device), -torch.inf)
+    _, tile, overlap, _ = band(grid, radius)
+    in_tiles = exact_logits(q, k, None, grid, tile, overlap)  # (B, h, tiles, w, e)
+    in_tiles = in_tiles.masked_fill(~within(tile, overlap, radius, q.device), -torch.inf)
     queries = to_windows(q, grid, tile)
     on_cells = shared_logits(queries, k.index_select(2, cells))
     at, columns = window_indices(grid, tile, (0, 0), q.device)[..., None], grid[1]
     in_band = ((at // columns - cells // columns).abs() <= radius) & ((at % columns - cells % columns).abs() <= radius)
     on_cells = on_cells.masked_fill(in_band, -torch.inf), v.index_select(2, cells)[:, :, None]
-    parts = [(band, to_windows(v, grid, tile, overlap)), on_cells, *prefix_part(queries, k_prefix, v_prefix)]
+    parts = [(in_tiles, to_windows(v, grid, tile, overlap)), on_cells, *prefix_part(queries, k_prefix, v_prefix)]
     rows = softmax(q_global, k_global, v_global, attn_drop)
     return from_windows(mix(parts, attn_drop), grid, tile).index_copy(2, cells, rows.to(v.dtype))
+
+
+def band(grid: Grid, radius: int) -> Windows:
+    """Tiles of rho queries a side and the keys within reach; a side that rho spans is one tile."""
+    sides = ((side, 0) if radius >= side else (max(radius, 1), radius) for side in grid)
+    return Windows(grid, *zip(*sides, strict=True))
 
 
 def within(tile: Grid, overlap: Grid, radius: int, device: torch.device) -> Tensor:
@@ -129,6 +145,15 @@ class Longformer(Attention):
         chosen = split_prefix(x, grid[0] * grid[1])[1].index_select(1, self.cells(grid, x.device))
         q_global = split_heads(F.linear(chosen, weight[:C], q_bias), 1, self.num_heads)
         return *super().project(x, grid), *q_global, *split_heads(F.linear(x, weight[C:], kv_bias), 2, self.num_heads)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, C, g = context.num_tokens, context.dim, config.num_global
+        windows = band(raster(context.grid, config.layout), config.radius)
+        columns, rows = 2 * num_padded(windows) * g * C, 2 * N * g * C
+        own, chosen = (projections(context, 3), N - g) if config.separate_global else (Cost(0, 0), 0)
+        macs = window_macs(windows, C) + columns + rows + own.macs - chosen * C * C  # queries of global rows alone
+        return Cost(own.parameters, macs)
 
     def attend(self, q, k, v, q_global, k_global, v_global, grid: Grid) -> Tensor:
         return longformer(

@@ -17,8 +17,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attention.base import Attention, LayerContext
-from attention.mechanisms.scatterbrain_lsh import scatterbrain_lsh
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import num_padded, window_cost
+from attention.mechanisms.scatterbrain_lsh import lsh_cost, scatterbrain_lsh
 from attention.ops.joint_softmax.op import exact_set, joint_softmax, seen_exactly
 from attention.options import option
 from attention.parts.features import full_precision, log_features, phi, scale
@@ -26,7 +27,7 @@ from attention.parts.geometry import Grid, split_prefix, to_windows, window_mask
 from attention.parts.leave_one_out import Complement, merge_others, subtract
 from attention.parts.position import BiasKind
 from attention.parts.sampling import Draws, gaussian
-from attention.window_options import exact_window, window_options
+from attention.window_options import exact_window, window_options, windows_on
 
 
 @full_precision
@@ -137,6 +138,17 @@ class Scatterbrain(Attention):
     def draw_directions(self, like: Tensor) -> Tensor:
         """Directions (h, r, d + 2) of the hash."""
         return gaussian("iid", (self.num_heads, self.config.num_rounds, self.head_dim + 2), like)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        if config.support == "lsh":
+            return lsh_cost(context, config)
+        window, windows = window_cost(context, config), windows_on(config, context.grid)
+        N, C, queries = context.num_tokens, context.dim, num_padded(windows)
+        s = config.num_samples * (2 if config.features == "hyperbolic" else 1)
+        features, total = 2 * N * s * C, 0 if config.complement == "merge" else N * s * C
+        inside, outside = windows.count * windows.num_keys * s * C, queries * s * C  # their values
+        return Cost(window.parameters, window.macs + features + total + inside + outside)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config = self.config

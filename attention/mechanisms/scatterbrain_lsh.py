@@ -6,15 +6,18 @@ the random features is subtracted from their sums over all tokens.
 """
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.mechanisms.smyrf import same_cluster
+from attention.base import Cost, LayerContext
+from attention.mechanisms.smyrf import cluster_macs, same_cluster
 from attention.parts.features import full_precision, log_features, phi, scale
 from attention.parts.geometry import split_prefix
 from attention.parts.hashing import cluster_ids, cluster_mask, from_clusters, hash_clusters, to_clusters
+from attention.window_options import windows_on
 
 
 @full_precision
@@ -65,3 +68,12 @@ def scatterbrain_lsh_reference(q, k, v, omega, directions, *, cluster_size):
     support = sum(same_cluster(q, k_grid, direction, cluster_size) for direction in directions.unbind(1)) > 0
     A = torch.where(F.pad(support, (k.shape[2] - q.shape[2], 0), value=True), exact, estimate)
     return A @ v / A.sum(-1, keepdim=True)
+
+
+def lsh_cost(context: LayerContext, config: Any) -> Cost:
+    """Of a layer of `scatterbrain` with support lsh."""
+    N, C, h, size = context.num_tokens, context.dim, context.num_heads, windows_on(config, context.grid).num_queries
+    s = config.num_samples * (2 if config.features == "hyperbolic" else 1)
+    features = 4 * N * s * C  # of queries and keys, sums over keys, their mean for every query
+    estimates = config.num_rounds * (N + -N % size) * size * s * h  # of the pairs within clusters
+    return Cost(0, features + cluster_macs(context, size, config.num_rounds) + estimates)

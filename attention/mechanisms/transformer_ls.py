@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import num_padded, window_cost
 from attention.mechanisms.local import local
 from attention.ops.joint_softmax.op import joint_softmax, seen_exactly
 from attention.options import option
@@ -26,7 +27,7 @@ from attention.parts.features import upcast
 from attention.parts.geometry import Grid, merge_heads, split_heads, split_prefix
 from attention.parts.linear import init_linear
 from attention.parts.position import BiasKind
-from attention.window_options import exact_window, window_options
+from attention.window_options import exact_window, window_options, windows_on
 
 
 def transformer_ls(
@@ -117,6 +118,15 @@ class TransformerLs(Attention):
         if not self.config.num_landmarks:
             return q, k, v, None
         return q, k, v, self.slots(split_prefix(x, grid[0] * grid[1])[1]).mT.unflatten(1, (self.num_heads, -1))
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, C, slots = context.num_tokens, context.dim, context.num_heads * config.num_landmarks
+        window, queries = window_cost(context, config), num_padded(windows_on(config, context.grid))
+        norms = 2 * C * (1 + (slots > 0)) if config.dual_norm else 0
+        averages = N * slots * C + 2 * N * config.num_landmarks * C  # Linear; of keys and values
+        attention = 2 * queries * config.num_landmarks * C
+        return Cost(window.parameters + (C + 1) * slots + norms, window.macs + averages + attention)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, grid: Grid) -> Tensor:
         windows = {"attn_drop": self.attn_drop, **window_options(self, grid)}

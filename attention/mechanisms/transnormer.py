@@ -16,12 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import window_macs
 from attention.mechanisms.local import local
 from attention.ops.joint_softmax.op import exact_logits, seen_exactly
 from attention.options import option
 from attention.parts.features import elu_plus_one, full_precision
-from attention.parts.geometry import Grid, from_windows, split_prefix, to_windows
+from attention.parts.geometry import Grid, Windows, from_windows, split_prefix, to_windows
 
 Variant = Literal["t1", "t2"]
 Norm = Literal["merged", "heads"]
@@ -88,6 +89,13 @@ class Transnormer(Attention):
             self.refuse("window_size", config.window_size, f"larger than the {H}x{W} grid; at most {max(H, W)}")
         if not self.in_windows or config.variant == "t1":
             self.gain = nn.Parameter(torch.ones(site.dim))
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        C, w = context.dim, config.window_size
+        if context.layer >= context.depth // 2:
+            return Cost(C, 2 * context.num_tokens * context.head_dim * C)
+        return Cost(C if config.variant == "t1" else 0, window_macs(Windows(context.grid, (w, w)), C))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         windows = {"grid": grid, "window": (self.config.window_size, self.config.window_size)}

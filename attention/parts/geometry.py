@@ -5,7 +5,7 @@ do not divide the grid are padded at the bottom and the right; padding is an inv
 """
 
 import math
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -104,3 +104,27 @@ def window_mask(grid: Grid, window: Grid, overlap: Grid, device: torch.device) -
 def count_windows(grid: Grid, window: Grid) -> int:
     """How many windows cover the grid."""
     return -(-grid[0] // window[0]) * -(-grid[1] // window[1])
+
+
+class Windows(NamedTuple):
+    """A grid taken apart into g windows of w tokens, which attend to e = w tokens, or more with an overlap."""
+
+    grid: Grid
+    size: Grid
+    overlap: Grid = (0, 0)
+    causal: bool = False
+
+    @property
+    def count(self) -> int:
+        """How many windows g cover the grid."""
+        return count_windows(self.grid, self.size)
+
+    @property
+    def num_queries(self) -> int:
+        """Tokens w of a window."""
+        return math.prod(self.size)
+
+    @property
+    def num_keys(self) -> int:
+        """Tokens e of a window grown by its overlap."""
+        return (self.size[0] + 2 * self.overlap[0]) * (self.size[1] + 2 * self.overlap[1])

@@ -1,0 +1,50 @@
+"""What parts that mechanisms share cost: terms of their `Attention.cost`."""
+
+import math
+from typing import Any
+
+import torch
+
+from attention.base import Cost, LayerContext
+from attention.parts.geometry import Grid, Windows
+from attention.parts.position import PositionBias
+from attention.window_options import windows_on
+
+
+def projections(context: LayerContext, count: int) -> Cost:
+    """`count` C x C projections of every token, as those of `qkv`."""
+    C = context.dim
+    return Cost(count * C * (C + context.qkv_bias), count * context.num_tokens * C * C)
+
+
+def linear_attention_macs(context: LayerContext, num_features: int) -> int:
+    """Sums over keys, their mean for every query, and its normaliser (C/d = h): N f (2 C + h)."""
+    return context.num_tokens * num_features * (2 * context.dim + context.num_heads)
+
+
+def num_padded(windows: Windows) -> int:
+    """Queries of all windows with their padding, g w; N where windows attend to no token of the grid."""
+    return math.prod(windows.grid) if windows.size == (0, 0) else windows.count * windows.num_queries
+
+
+def window_macs(windows: Windows, dim: int) -> int:
+    """Logits and values of w queries on e keys in each of g windows, 2 g w e C."""
+    return 2 * num_padded(windows) * windows.num_keys * dim
+
+
+def window_cost(context: LayerContext, config: Any) -> Cost:
+    """Attention within the windows of a mechanism's options, with its position bias."""
+    windows = windows_on(config, context.grid)
+    kind = config.position_bias if config.window_size else "none"
+    with torch.device("meta"):
+        table = PositionBias(
+            kind, context.num_heads, context.head_dim, windows.size, windows.overlap, windows.causal
+        ).table
+    return Cost(0 if table is None else table.numel(), window_macs(windows, context.dim))
+
+
+def bin_members(grid: Grid, counts: Grid, margin: Grid = (0, 0)) -> int:
+    """Members of `bins` with their padding, c t; N where the counts divide the grid."""
+    return math.prod(
+        count * (-(-side // count) + 2 * over) for side, count, over in zip(grid, counts, margin, strict=True)
+    )
