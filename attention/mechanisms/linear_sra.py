@@ -2,8 +2,8 @@
 
 The grid is averaged to 7 x 7 bins, whatever its size; then a convolution 1 x 1, LayerNorm, GELU and softmax over the 49
 bins, in every stage of PVT-v2-Li (whose MLPs have a further ReLU: the model's `mlp_relu`).
-Cost: M C^2 - 2 (N - M) C^2 + 2 N M C multiply-accumulates, M = 49: the convolution, less what the projection of keys and
-values saves, and attention.
+Cost: M C^2 - 2 (N - M) C^2 + 2 N M C multiply-accumulates, M = 49: the convolution, less what the projection of keys
+and values saves, and attention.
 """
 
 from dataclasses import dataclass

@@ -3,8 +3,8 @@
 A query attends, in one softmax, to the tokens within rho of it (in raster order, or in rows and columns: the window of
 Vision Longformer, Zhang et al. 2021) and to g global tokens, which themselves attend to everything. The global tokens
 are the central cells of g equal parts of the grid.
-Cost: 2 N (3 rho + 2 g) C multiply-accumulates, 2 N g C of them for the global rows; linear in N. The band of w = 2 rho + 1
-keys (w^2 in two dimensions) is computed in tiles of rho queries a side, which take 3 rho keys (9 rho^2).
+Cost: 2 N (3 rho + 2 g) C multiply-accumulates, 2 N g C of them for the global rows; linear in N. The band of
+w = 2 rho + 1 keys (w^2 in two dimensions) is computed in tiles of rho queries a side, which take 3 rho keys (9 rho^2).
 """
 
 import copy

@@ -2,8 +2,8 @@
 
 The reduction of PVT-v2 is a convolution R x R of stride R followed by LayerNorm; then softmax over N / R^2 keys. The
 convolutional baseline of EVA and LARA (49 keys: R = 8, 4, 2 in PVT-v2's first three stages at 224 pixels).
-Cost: N C^2 - 2 (N - N / R^2) C^2 + 2 N^2 C / R^2 multiply-accumulates: the convolution, less what the projection of keys
-and values saves, and attention.
+Cost: N C^2 - 2 (N - N / R^2) C^2 + 2 N^2 C / R^2 multiply-accumulates: the convolution, less what the projection of
+keys and values saves, and attention.
 """
 
 from dataclasses import dataclass
