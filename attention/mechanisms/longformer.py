@@ -150,10 +150,11 @@ class Longformer(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, g = context.num_tokens, context.dim, config.num_global
         windows = band(raster(context.grid, config.layout), config.radius)
-        columns, rows = 2 * num_padded(windows) * g * C, 2 * N * g * C
-        own, chosen = (projections(context, 3), N - g) if config.separate_global else (Cost(0, 0), 0)
-        macs = window_macs(windows, C) + columns + rows + own.macs - chosen * C * C  # queries of global rows alone
-        return Cost(own.parameters, macs)
+        macs = window_macs(windows, C) + 2 * num_padded(windows) * g * C + 2 * N * g * C  # band, columns, rows
+        if not config.separate_global:
+            return Cost(0, macs)
+        queries, keys_and_values = g * C * C, 2 * N * C * C
+        return Cost(projections(context, 3).parameters, macs + queries + keys_and_values)
 
     def attend(self, q, k, v, q_global, k_global, v_global, grid: Grid) -> Tensor:
         return longformer(
