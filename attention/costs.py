@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from attention.base import Cost, LayerContext
-from attention.parts.geometry import Grid, Windows
+from attention.parts.geometry import Windows, raster
+from attention.parts.groups import bin_counts, tokens_outside
 from attention.parts.position import PositionBias
 from attention.window_options import windows_on
 
@@ -18,7 +19,7 @@ def projections(context: LayerContext, count: int) -> Cost:
 
 
 def linear_attention_macs(context: LayerContext, num_features: int) -> int:
-    """Sums over keys, their mean for every query, and its normaliser (C/d = h): N f (2 C + h)."""
+    """Of f features per head: sums over keys and their mean for every query, N f C each; normalisers, N f h."""
     return context.num_tokens * num_features * (2 * context.dim + context.num_heads)
 
 
@@ -43,8 +44,12 @@ def window_cost(context: LayerContext, config: Any) -> Cost:
     return Cost(0 if table is None else table.numel(), window_macs(windows, context.dim))
 
 
-def bin_members(grid: Grid, counts: Grid, margin: Grid = (0, 0)) -> int:
-    """Members of `bins` with their padding, c t; N where the counts divide the grid."""
-    return math.prod(
-        count * (-(-side // count) + 2 * over) for side, count, over in zip(grid, counts, margin, strict=True)
-    )
+def group_members(config: Any, windows: Windows) -> int:
+    """Members of EVA's groups for one set of queries, with their padding, c t; N where c bins part the grid evenly."""
+    c = config.num_landmarks
+    if config.partition == "complement":
+        return c * -(-tokens_outside(windows.grid, windows.size, windows.overlap)[1] // c)
+    area = raster(windows.grid, "1d") if config.partition == "all_1d" else windows.grid
+    margin = windows.overlap if config.released_overlap_groups else (0, 0)
+    bins = zip(area, bin_counts(c, area, "attention(eva).num_landmarks"), margin, strict=True)
+    return math.prod(count * (-(-side // count) + 2 * over) for side, count, over in bins)

@@ -22,13 +22,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, Cost, LayerContext
-from attention.costs import bin_members, num_padded, window_cost
+from attention.costs import group_members, num_padded, window_cost
 from attention.mechanisms.local import local
 from attention.ops.group_values.landmarks import Landmarks
 from attention.ops.group_values.op import Visibility, group_logits, group_prior, group_values, seen_in_groups
 from attention.ops.joint_softmax.op import joint_softmax, seen_exactly
 from attention.options import option
-from attention.parts.geometry import Grid, Windows, raster, split_prefix, to_windows
+from attention.parts.geometry import Grid, raster, split_prefix, to_windows
 from attention.parts.groups import Groups, bin_counts, bins, bins_outside, chunks_outside, tokens_outside
 from attention.parts.position import BiasKind
 from attention.window_options import exact_window, window_options, windows_on
@@ -86,16 +86,6 @@ def eva_reference(
         logits, values = torch.cat([logit for logit, _ in seen], -1), torch.cat([value for _, value in seen], 2)
         y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ values)[:, :, 0]
     return y
-
-
-def group_members(windows: Windows, config: Any) -> int:
-    """Members of the groups of one set of queries with their padding, c t."""
-    c = config.num_landmarks
-    if config.partition == "complement":
-        return c * -(-tokens_outside(windows.grid, windows.size, windows.overlap)[1] // c)
-    area = raster(windows.grid, "1d") if config.partition == "all_1d" else windows.grid
-    margin = windows.overlap if config.released_overlap_groups else (0, 0)
-    return bin_members(area, bin_counts(c, area, "attention(eva).num_landmarks"), margin)
 
 
 class Eva(Attention):
@@ -174,7 +164,7 @@ class Eva(Attention):
         trained = c * C if config.mu == "trainable" else 0
         attention = (1 + s) * num_padded(windows) * c * C  # on groups: logits, values
         weights = (num_padded(windows) + sets) * c * s * C if s > 1 else 0  # samples at queries and at their means
-        macs = attention + weights + 2 * sets * group_members(windows, config) * s * C + sets * c * transforms * C * d
+        macs = attention + weights + 2 * sets * group_members(config, windows) * s * C + sets * c * transforms * C * d
         return Cost(window.parameters + transforms * (d * d + d + norm) + trained, window.macs + macs)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
