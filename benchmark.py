@@ -28,7 +28,7 @@ from tqdm import tqdm
 
 from attention import ATTENTION, Grid
 from attention.options import OptionError, nearest
-from bench.costs import PAPER_COSTS, Costs, PaperRow, count_costs
+from bench.costs import PAPER_COSTS, Costs, PaperRow, count_costs, stated_costs
 from bench.results import COLUMNS, MEMORY, NOISE, SETTINGS, describe, report, write_tables
 from bench.timing import Call, Spread, limit_memory, memory_permitting, time_rounds
 from bench.workload import DTYPES, EXECUTIONS, MODES, Subject, Workload, attention_core, attention_layer, whole_model
@@ -328,8 +328,9 @@ def print_costs_by_size() -> None:
     """Prints MACs and parameters of DeiT-Tiny for 196, 784 and 3136 tokens with every mechanism at its defaults."""
     cells = "MACs (G) at 196 tokens", "parameters (M)", "at 784", "parameters", "at 3136", "parameters"
     print(f"\n| DeiT-Tiny with | {' | '.join(cells)} |\n|{' --- |' * 7}")
+    by_size = [stated_costs(f"deit_tiny_p{patch}") for patch in (16, 8, 4)]
     for name in ATTENTION:
-        costs = [count_costs({"name": f"deit_tiny_p{patch}", "img_size": 224}, name) for patch in (16, 8, 4)]
+        costs = [by_name[name] for by_name in by_size]
         print(f"| {name} | {' | '.join(f'{c.macs / 1e9:.3f} | {c.parameters / 1e6:.3f}' for c in costs)} |")
 
 

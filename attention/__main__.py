@@ -1,14 +1,16 @@
 """`python -m attention` prints the table of all mechanisms, in Markdown, as README.md shows it.
 
 It is made of what every mechanism's file begins with: ``Title (authors year, arXiv:number): idea.``, then prose, then
-``Cost: formula multiply-accumulates``. A mechanism without a paper leaves out the parenthesis.
+``Cost: formula multiply-accumulates``. A mechanism without a paper leaves out the parenthesis. The figures are those of
+`Attention.cost`.
 """
 
 import re
 import sys
 from pathlib import Path
 
-from attention import ATTENTION
+from attention import ATTENTION, Grid, LayerContext
+from attention.base import Cost
 
 ROOT = Path(__file__).parents[1]
 DOCSTRING = re.compile(
@@ -18,25 +20,47 @@ DOCSTRING = re.compile(
 
 
 def table() -> str:
-    """One row per mechanism of `ATTENTION`: name, paper, idea, cost, and a configuration if there is one.
+    """One row per mechanism of `ATTENTION`: name, paper, idea, cost as a formula and in figures, and a configuration if
+    there is one.
 
     Raises:
         ValueError: a mechanism's file does not begin as it should.
     """
-    rows = [("name", "paper", "idea", "cost", "config"), ("---",) * 5, *map(row, ATTENTION)]
+    header = "name", "paper", "idea", "cost", "MACs (M)", "parameters", "config"
+    rows = [header, ("---",) * len(header), *map(row, ATTENTION)]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
 def row(name: str) -> tuple[str, ...]:
     """The cells of mechanism `name`."""
+    told, costs = read_docstring(name), layer_costs(name, (28, 28))
+    paper = f"[{told['authors']}](https://arxiv.org/abs/{told['number']})" if told["number"] else ""
+    idea, cost = (told[part].replace("|", r"\|").replace("^2", "²").replace("^3", "³") for part in ("idea", "cost"))
+    macs, parameters = (
+        " or ".join(f"{c.macs / 1e6:.1f}" for c in costs),
+        " or ".join(f"{c.parameters:,}" for c in costs),
+    )
+    return f"`{name}`", paper, idea, cost, macs, parameters, config(name)
+
+
+def read_docstring(name: str) -> re.Match[str]:
+    """What the file of mechanism `name` begins with: authors, number, idea, cost.
+
+    Raises:
+        ValueError: it does not begin as it should.
+    """
     module = ATTENTION[name].__module__
     told = DOCSTRING.match(" ".join((sys.modules[module].__doc__ or "").split()))
     if told is None:
         shape = "'Title (authors year, arXiv:number): idea.' ... 'Cost: formula multiply-accumulates'"
         raise ValueError(f"{module}: its docstring does not have the shape {shape}")
-    paper = f"[{told['authors']}](https://arxiv.org/abs/{told['number']})" if told["number"] else ""
-    idea, cost = (told[part].replace("|", r"\|").replace("^2", "²") for part in ("idea", "cost"))
-    return f"`{name}`", paper, idea, cost, config(name)
+    return told
+
+
+def layer_costs(name: str, grid: Grid) -> list[Cost]:
+    """Costs of DeiT-Tiny's layers with mechanism `name` at its defaults: one, or of every kind of layer one."""
+    layers = (LayerContext(dim=192, num_heads=3, grid=grid, layer=layer, depth=12) for layer in range(12))
+    return list(dict.fromkeys(ATTENTION[name].cost(context, ATTENTION[name].Config()) for context in layers))
 
 
 def config(name: str) -> str:

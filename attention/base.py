@@ -8,7 +8,7 @@ grid.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +49,23 @@ class LayerContext:
     def __post_init__(self):
         if self.num_heads < 1 or self.dim % self.num_heads:
             raise OptionError("num_heads", f" = {self.num_heads} does not divide dim = {self.dim}")
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens N of the grid."""
+        return self.grid[0] * self.grid[1]
+
+    @property
+    def head_dim(self) -> int:
+        """Channels d of a head."""
+        return self.dim // self.num_heads
+
+
+class Cost(NamedTuple):
+    """Of a layer, beside those of its four C x C projections; negative where it has fewer."""
+
+    parameters: int
+    macs: int
 
 
 class Attention(nn.Module):
@@ -95,6 +112,15 @@ class Attention(nn.Module):
     def refuse(cls, name: str, value: Any, problem: str) -> None:
         """Raises the OptionError for option `name` of this mechanism."""
         raise OptionError(f"attention({cls.name()}).{name}", f" = {value}: {problem}")
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Any) -> Cost:
+        """What a layer costs beside its four C x C projections (4 C^2 + 4 C parameters, 4 N C^2 MACs), exactly.
+
+        Multiply-accumulates are those of matrix products and convolutions, padding included, for one image in
+        evaluation. Prefix tokens are not counted.
+        """
+        raise NotImplementedError(f"{cls.__name__} does not define cost")
 
     def refuse_unused(self, neutral: Mapping[str, Any], why: str) -> None:
         """Raises the OptionError for the first option that does not have its `neutral` value."""

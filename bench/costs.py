@@ -1,6 +1,8 @@
 """What a model costs: parameters, and multiply-accumulates (MACs) of one image. The papers print MACs as "FLOPs"."""
 
 from collections.abc import Mapping
+from functools import partial
+from operator import add, sub
 from typing import Any, NamedTuple
 
 import torch
@@ -8,7 +10,8 @@ from timm.layers import to_2tuple
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from models import create_model
+from attention import ATTENTION, Attention, LayerContext
+from models import create_model, parse_model
 
 
 class Costs(NamedTuple):
@@ -34,6 +37,25 @@ def costs_of(network: nn.Module, *inputs: Any) -> Costs:
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         network(*inputs)
     return Costs(sum(p.numel() for p in network.parameters()), counter.get_total_flops() // 2)
+
+
+def stated_costs(model: str) -> dict[str, Costs]:
+    """Costs of the DeiT `model` with every mechanism at its defaults: what is counted with softmax attention, and the
+    difference that `Attention.cost` makes.
+    """
+    config = parse_model(model, {})
+    side = config.img_size // config.patch_size
+    place = partial(
+        LayerContext, dim=config.embed_dim, num_heads=config.num_heads, grid=(side, side), depth=config.depth
+    )
+
+    def of_layers(mechanism: type[Attention]) -> Costs:
+        costs = (mechanism.cost(place(layer=layer), mechanism.Config()) for layer in range(config.depth))
+        return Costs(*map(sum, zip(*costs, strict=True)))
+
+    counted = count_costs({"name": model, "img_size": config.img_size}, "softmax")
+    backbone = Costs(*map(sub, counted, of_layers(ATTENTION["softmax"])))
+    return {name: Costs(*map(add, backbone, of_layers(mechanism))) for name, mechanism in ATTENTION.items()}
 
 
 class PaperRow(NamedTuple):

@@ -1,8 +1,8 @@
 """PVT-v2 (Wang et al., 2022): a pyramid of four stages with overlapping patch embeddings and convolution in MLPs.
 
 Every stage has attention of its own; the spatial reduction R = 8, 4, 2, 1 that PVT-v2 assigns to the stages reaches the
-mechanism in its layer's context. Parameter names are those of timm's PyramidVisionTransformerV2, but for the joint `qkv`
-projection (see `models.convert.from_timm_pvt`).
+mechanism in its layer's context. Parameter names are those of timm's PyramidVisionTransformerV2, but for the joint
+`qkv` projection (see `models.convert.from_timm_pvt`).
 """
 
 import math

@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = {path.stem for path in ROOT.glob("*.py")}
-CONTRACT = {"attention.base", "attention.options", "attention.window_options"}
+CONTRACT = {"attention.base", "attention.costs", "attention.options", "attention.window_options"}
 LIBRARIES = {
     "attention": {"torch", "triton"},
     "models": {"torch", "timm"},
@@ -24,6 +24,7 @@ BELOW = {  # folder or file -> what of this project it may import
     "attention/mechanisms": {*CONTRACT, "attention.parts", "attention.ops", "attention.mechanisms"},
     "attention/options.py": set(),
     "attention/base.py": {"attention.options", "attention.parts"},
+    "attention/costs.py": {"attention.base", "attention.parts", "attention.window_options"},
     "attention/window_options.py": {"attention.base", "attention.options", "attention.parts"},
     "attention": {"attention"},
     "models": {"attention", "attention.options", "models"},

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
 from attention.mechanisms.softmax import softmax, softmax_reference
 from attention.options import option
 from attention.parts.features import upcast
@@ -56,6 +56,11 @@ class Abc(Attention):
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         """(B, N, C) -> queries, keys and values (B, h, N, d), logits of the control (B, h, N, c)."""
         return *super().project(x, grid), *split_heads(self.control(x), 1, self.num_heads)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, C, slots = context.num_tokens, context.dim, context.num_heads * config.num_landmarks
+        return Cost((C + 1) * slots, N * slots * C + 4 * N * config.num_landmarks * C)  # control; writing, reading
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, control: Tensor, grid: Grid) -> Tensor:
         return abc(q, k, v, control, self.attn_drop)

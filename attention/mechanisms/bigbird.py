@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
 from attention.mechanisms.softmax import softmax
 from attention.ops.joint_softmax.op import mix, prefix_term
 from attention.options import option
@@ -129,6 +129,14 @@ class Bigbird(Attention):
         """The layer's pattern on this grid (h, n, m): the same in training and evaluation, and after reloading."""
         shape = (self.num_heads, windows.count, self.config.num_random)
         return choose_blocks(self.config.num_window, self.config.num_global, counter_uniform(self.pattern_seed, shape))
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        side, N, C = config.block_size, context.num_tokens, context.dim
+        windows = Windows(raster(context.grid, config.layout), (1 if config.layout == "1d" else side, side))
+        b, num_global = windows.num_queries, min(config.num_global, windows.count)
+        attended = config.num_window + num_global + config.num_random  # padding among them is computed too
+        return Cost(0, 2 * windows.count * b * attended * b * C + 2 * num_global * b * N * C)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         side = self.config.block_size

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
 from attention.options import option
 from attention.parts.features import compute_dtype, full_precision, scale
 from attention.parts.geometry import Grid, gather_tokens
@@ -114,6 +114,12 @@ class Clustered(Attention):
             if getattr(config, name) > H * W:
                 self.refuse(name, getattr(config, name), f"more than the tokens of the {H}x{W} grid; at most {H * W}")
         self.register_buffer("eval_planes", torch.randn(self.num_heads, config.num_bits, self.head_dim + 1))
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, C = context.num_tokens, context.dim
+        attention = 2 * N * (config.num_clusters + min(config.num_top_keys, N)) * C
+        return Cost(0, N * config.num_bits * C + attention)  # the first for the hash
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         planes, config = self.eval_planes, self.config

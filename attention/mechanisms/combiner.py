@@ -8,7 +8,7 @@ and a span value v_bar_g that the span's summary query q_bar_g attends to
     v_bar_g = sum_{m in g} softmax_m(q_bar_g . k_m / sqrt(d)) v_m,   q_bar_g = max_{m in g} ReLU(U q_m), likewise k_bar
 
 Its published code for both directions keeps the own span's summary beside its tokens; here nothing counts twice.
-Cost: 2 N (u + N/u) C multiply-accumulates, and 2 N (1 + d) C for the summaries; N^1.5 at u = sqrt(N).
+Cost: 2 N (u + N/u) C + 2 N (1 + d) C multiply-accumulates, the last for the summaries; N^1.5 at u = sqrt(N).
 """
 
 from dataclasses import dataclass
@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import num_padded, window_cost
 from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
 from attention.options import option
 from attention.parts.features import upcast
@@ -114,6 +115,15 @@ class Combiner(Attention):
         if self.config.pool == "max":
             return (spans if mask is None else spans.masked_fill(~mask[..., None], -torch.inf)).amax(-2)
         return spans.mean(-2) if mask is None else spans.sum(-2) / mask.sum(-1, keepdim=True)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        window, windows = window_cost(context, config), windows_on(config, context.grid)
+        N, C, d, queries = context.num_tokens, context.dim, context.head_dim, num_padded(windows)
+        transforms = 2 if config.summary == "deepsets" else 0
+        summaries = 2 * queries * C + transforms * N * d * C  # their values; ReLU(U x)
+        attention = 2 * queries * windows.count * C
+        return Cost(window.parameters + transforms * d * d, window.macs + summaries + attention)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         windows, keys = windows_on(self.config, grid), split_prefix(k, q.shape[2])[1]

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import linear_attention_macs
 from attention.ops.random_features.op import linear_attention
 from attention.options import option
 from attention.parts.features import full_precision
@@ -68,6 +69,11 @@ class Cosformer(Attention):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         layout: Literal["1d", "2d"] = option("1d", "distance in raster order, or along both axes of the grid")
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        axes = sum(side > 1 for side in raster(context.grid, config.layout))
+        return Cost(0, linear_attention_macs(context, context.head_dim * 2**axes))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return cosformer(q, k, v, grid=raster(grid, self.config.layout)).to(v.dtype)

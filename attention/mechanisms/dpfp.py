@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import linear_attention_macs
 from attention.ops.random_features.op import linear_attention
 from attention.options import option
 from attention.parts.features import full_precision
@@ -56,6 +57,10 @@ class Dpfp(Attention):
         super().__init__(context, config)
         if config.nu >= 2 * self.head_dim:
             self.refuse("nu", config.nu, f"rolls repeat from twice head_dim on; at most {2 * self.head_dim - 1}")
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        return Cost(0, linear_attention_macs(context, 2 * config.nu * context.head_dim))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return dpfp(q, k, v, nu=self.config.nu).to(v.dtype)

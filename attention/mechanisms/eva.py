@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import group_members, num_padded, window_cost
 from attention.mechanisms.local import local
 from attention.ops.group_values.landmarks import Landmarks
 from attention.ops.group_values.op import Visibility, attended_summaries, group_logits, group_prior, group_values
@@ -161,6 +162,21 @@ class Eva(Attention):
         margin = windows.overlap if self.config.released_overlap_groups else (0, 0)
         groups = bins(area, bin_counts(c, area, "attention(eva).num_landmarks"), device, margin)
         return bins_outside(groups, windows) if partition == "mask" else groups
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        window, windows = window_cost(context, config), windows_on(config, context.grid)
+        C, d, c, s = context.dim, context.head_dim, config.num_landmarks, config.num_samples
+        if not c:
+            return window
+        sets = windows.count if config.partition in ("complement", "mask") else 1
+        transforms = 0 if config.landmark_transform == "identity" else 1 + (config.mu in ("qk", "q"))
+        norm = 2 * d if config.landmark_transform == "ln_linear" else 0
+        trained = c * C if config.mu == "trainable" else 0
+        attention = (1 + s) * num_padded(windows) * c * C  # on groups: logits, values
+        weights = (num_padded(windows) + sets) * c * s * C if s > 1 else 0  # samples at queries and at their means
+        macs = attention + weights + 2 * sets * group_members(config, windows) * s * C + sets * c * transforms * C * d
+        return Cost(window.parameters + transforms * (d * d + d + norm) + trained, window.macs + macs)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config, bias = self.config, self.position_bias()

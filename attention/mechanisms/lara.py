@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
 from attention.ops.dispatch import with_fast_path
 from attention.ops.random_features import eager
 from attention.ops.random_features.op import mix_features
@@ -159,6 +159,20 @@ class Lara(Attention):
         noise, uniform = mixture_noise((self.num_heads, num_proposals, samples), q, seed)
         noise = self.noise_std * (torch.cat([noise, -noise], 3) if config.antithetic else noise)
         return noise, uniform if self.single or config.proposal == "mixture" else None
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, C, h, c = context.num_tokens, context.dim, context.num_heads, config.num_landmarks
+        features = 4 * N * c * C  # samples at queries and keys, sums over keys, their mean for every query
+        if config.proposal == "single":
+            return Cost(0, features + (N + c) * C)  # the proposal's weights of keys; its density at c samples
+        landmarks = 2 if config.proposal in POOLED else 1
+        width = {"light": context.head_dim, "dense": C, "none": 0}[config.landmark_transform]
+        proposals = {"pool": 0, "pool_mixed": 2 * c * c * C}.get(config.proposal, 2 * N * c * C)
+        densities = c * c * C
+        alpha = {"balance": 0, "decoupled": N * c * C}.get(config.weighting, N * c * (C + c * h))
+        macs = features + landmarks * c * C * width + proposals + densities + alpha
+        return Cost(landmarks * (width**2 + 3 * width), macs)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config, k_bar = self.config, None

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import linear_attention_macs
 from attention.ops.random_features.op import linear_attention
 from attention.parts.features import elu_plus_one, full_precision
 from attention.parts.geometry import Grid
@@ -37,6 +38,10 @@ class Linear(Attention):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         pass
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        return Cost(0, linear_attention_macs(context, context.head_dim))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return linear(q, k, v).to(v.dtype)

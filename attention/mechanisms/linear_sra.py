@@ -2,8 +2,8 @@
 
 The grid is averaged to 7 x 7 bins, whatever its size; then a convolution 1 x 1, LayerNorm, GELU and softmax over the 49
 bins, in every stage of PVT-v2-Li (whose MLPs have a further ReLU: the model's `mlp_relu`).
-Cost: M C^2 + 2 N M C multiply-accumulates, M = 49, the first for the convolution, less 2 (N - M) C^2 in the key/value
-projection.
+Cost: M C^2 - 2 (N - M) C^2 + 2 N M C multiply-accumulates, M = 49: the convolution, less what the projection of keys
+and values saves, and attention.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
 from attention.mechanisms.softmax import softmax
 from attention.mechanisms.sra import project_reduced
 from attention.options import option
@@ -61,6 +61,12 @@ class LinearSra(Attention):
         prefix, tokens = split_prefix(x, grid[0] * grid[1])
         reduced = linear_sra(tokens, self.sr.weight, self.sr.bias, grid=grid, pool_size=self.config.pool_size)
         return project_reduced(self.qkv, x, torch.cat([prefix, F.gelu(self.norm(reduced))], 1), self.num_heads)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, M, C = context.num_tokens, config.pool_size**2, context.dim
+        convolution, saved = M * C * C, 2 * (N - M) * C * C  # in the projection of keys and values
+        return Cost(C * C + 3 * C, convolution - saved + 2 * N * M * C)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return softmax(q, k, v, self.attn_drop)

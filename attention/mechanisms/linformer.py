@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
 from attention.mechanisms.softmax import softmax, softmax_reference
 from attention.options import option
 from attention.parts.geometry import Grid, resample, split_prefix
@@ -71,6 +71,13 @@ class Linformer(Attention):
             N = context.grid[0] * context.grid[1]
             self.projection = nn.Parameter(torch.empty(count, heads or self.num_heads, config.num_landmarks, N))
             nn.init.normal_(self.projection, std=config.num_landmarks**-0.5)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, C = context.num_tokens, context.dim
+        c, (parts, heads) = config.num_landmarks, MATRICES[config.sharing]
+        parameters = parts * (heads or context.num_heads) * c * N  # with sharing layers, of all layers together
+        return Cost(parameters, 2 * N * c * C + 2 * N * c * C)  # projections, attention
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         # More columns, smaller entries: the sums over tokens stay as they are.

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import window_cost
 from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
 from attention.options import option, released_option
 from attention.parts.geometry import Grid, Layout, Windows
@@ -61,6 +62,10 @@ class Local(Attention):
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         self.position_bias = position_bias(self, context)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        return window_cost(context, config)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return local(q, k, v, self.position_bias(), windows=windows_on(self.config, grid), attn_drop=self.attn_drop)

@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import num_padded, projections, window_macs
 from attention.mechanisms.softmax import softmax
 from attention.ops.joint_softmax.op import mix, prefix_term, shared_logits, window_logits
 from attention.options import option
@@ -50,19 +51,24 @@ def longformer(
     if q_global is None:
         q_global, k_global, v_global = q.index_select(2, global_tokens), k, v
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
-    tile, overlap = zip(*((side, 0) if radius >= side else (max(radius, 1), radius) for side in grid), strict=True)
-    tiles = Windows(grid, tile, overlap)
-    band = window_logits(q, k, None, tiles)  # (B, h, tiles, w, e)
-    band = band.masked_fill(~within(tiles, radius, q.device), -torch.inf)
+    tiles = band(grid, radius)
+    on_band = window_logits(q, k, None, tiles)  # (B, h, tiles, w, e)
+    on_band = on_band.masked_fill(~within(tiles, radius, q.device), -torch.inf)
     queries = tiles.partition(q)
     on_global = shared_logits(queries, k.index_select(2, global_tokens))
     n, W = tiles.disjoint().indices(q.device)[..., None], grid[1]
     distances = (n // W - global_tokens // W).abs(), (n % W - global_tokens % W).abs()
     on_global = on_global.masked_fill((distances[0] <= radius) & (distances[1] <= radius), -torch.inf)
     global_values = v.index_select(2, global_tokens)[:, :, None]
-    terms = [(band, tiles.partition_keys(v)), (on_global, global_values), *prefix_term(queries, k_prefix, v_prefix)]
+    terms = [(on_band, tiles.partition_keys(v)), (on_global, global_values), *prefix_term(queries, k_prefix, v_prefix)]
     rows = softmax(q_global, k_global, v_global, attn_drop)
     return tiles.reverse(mix(terms, attn_drop)).index_copy(2, global_tokens, rows.to(v.dtype))
+
+
+def band(grid: Grid, radius: int) -> Windows:
+    """Tiles that hold a band: `radius` queries a side, extended by as much; a whole side where the band spans it."""
+    tile, overlap = zip(*((side, 0) if radius >= side else (max(radius, 1), radius) for side in grid), strict=True)
+    return Windows(grid, tile, overlap)
 
 
 def within(tiles: Windows, radius: int, device: torch.device) -> Tensor:
@@ -136,6 +142,16 @@ class Longformer(Attention):
         chosen = split_prefix(x, grid[0] * grid[1])[1].index_select(1, self.global_tokens(grid, x.device))
         q_global = split_heads(F.linear(chosen, weight[:C], q_bias), 1, self.num_heads)
         return *super().project(x, grid), *q_global, *split_heads(F.linear(x, weight[C:], kv_bias), 2, self.num_heads)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, C, g = context.num_tokens, context.dim, config.num_global
+        windows = band(raster(context.grid, config.layout), config.radius)
+        macs = window_macs(windows, C) + 2 * num_padded(windows) * g * C + 2 * N * g * C  # band, columns, rows
+        if not config.separate_global:
+            return Cost(0, macs)
+        queries, keys_and_values = g * C * C, 2 * N * C * C
+        return Cost(projections(context, 3).parameters, macs + queries + keys_and_values)
 
     def attend(self, q, k, v, q_global, k_global, v_global, grid: Grid) -> Tensor:
         return longformer(

@@ -6,7 +6,7 @@ Landmarks q_bar, k_bar are means of c segments. Nystrom's method takes attention
 
 where A^+ comes from a few iterations that approach the inverse, and conv is a depthwise convolution over tokens, one
 filter per head.
-Cost: 4 N c C + h N c^2 multiply-accumulates, c^2 C + 4 h c^3 per iteration, and N C per filter tap.
+Cost: 4 N c C + h N c^2 + 4 i h c^3 + t N C multiply-accumulates: i iterations for the inverse, t filter taps.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
 from attention.mechanisms.softmax import softmax
 from attention.options import option
 from attention.parts.features import full_precision, scale
@@ -113,6 +113,14 @@ class Nystrom(Attention):
         """The segments of this grid."""
         area = raster(grid, self.config.segments)
         return bins(area, bin_counts(self.config.num_landmarks, area, "attention(nystrom).num_landmarks"), device)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, C, h = context.num_tokens, context.dim, context.num_heads
+        c, taps = config.num_landmarks, {"1d": config.conv_size, "2d": config.conv_size**2, "none": 0}[config.conv]
+        landmarks = 3 * N * c * C + c * c * C  # logits of queries, of landmarks on keys and on each other; values
+        inverse = 4 * config.pinv_iterations * h * c**3 + h * N * c * c
+        return Cost(h * taps, landmarks + inverse + N * c * C + taps * N * C)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config = self.config

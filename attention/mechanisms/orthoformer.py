@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
 from attention.mechanisms.softmax import softmax, softmax_reference
 from attention.options import option
 from attention.parts.features import full_precision
@@ -72,6 +72,11 @@ class Orthoformer(Attention):
         """Refuses more landmarks than tokens."""
         if self.config.num_landmarks > N:
             self.refuse("num_landmarks", self.config.num_landmarks, f"more than the {N} tokens; at most {N}")
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, C, c = context.num_tokens, context.dim, config.num_landmarks
+        return Cost(0, (c - 1) * N * C + 4 * N * c * C)  # choice, attention
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         self.check(q.shape[2])

@@ -15,7 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import linear_attention_macs
 from attention.ops.dispatch import with_fast_path
 from attention.ops.random_features import eager
 from attention.ops.random_features.op import linear_attention, mix_features, random_feature_attention
@@ -145,6 +146,16 @@ class Performer(Attention):
         self.train_omega = torch.where(due, fresh, self.train_omega)
         self.num_passes, self.last_draw = self.num_passes + counted, fresh[0, 0, 0].clone()
         return self.train_omega
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, C, s = context.num_tokens, context.dim, config.num_samples
+        samples = s * C if config.sampling == "learnable" else 0
+        if config.features in ("positive", "hyperbolic"):
+            directions = 1 if config.features == "positive" else 2  # of a sample; it is projected on once
+            return Cost(samples, 2 * N * s * C + 2 * N * directions * s * C)
+        num_features = 2 * s if config.features == "trigonometric" else s
+        return Cost(samples, 2 * N * s * C + linear_attention_macs(context, num_features))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         fresh = self.training and self.config.feature_redraw == "redraw"

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
 from attention.ops.dispatch import with_fast_path
 from attention.ops.randomized import eager
 from attention.options import option, released_option
@@ -123,6 +123,12 @@ class Ra(Attention):
         noise, uniform = mixture_noise((*q.shape[1:3], samples), q, seed)
         noise = noise * self.noise_std if self.training or config.eval_noise else torch.zeros_like(noise)
         return noise, uniform if config.proposal == "unbiased" else None
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        key = {"unbiased": 1, "biased": 2, "mean_key": 0}[config.proposal]  # weights of keys, their mean
+        logits, values = config.num_eval_samples, 1
+        return Cost(0, (key + logits + values) * context.num_tokens**2 * context.dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         noise, uniform = self.sample_noise(q)

@@ -4,8 +4,8 @@ Queries and keys share one projection, k_n = q_n / |q_n|. Each of l rounds hashe
 by bucket and cuts the order into chunks of c; a chunk attends to itself and to the chunk before it, the first to the
 last. The rounds together are one softmax over the union of their pairs: a pair that r rounds hold weighs 1/r in each. A
 token attends to itself only where nothing else is visible.
-Cost: 4 l N c C multiply-accumulates, l N^2 C / c for the hash up to N = c^2, a sort, and N C^2 less in the
-projections. Linear in N, but for the sort and the hash.
+Cost: 4 l N c C - N C^2 multiply-accumulates, the last for the projection that keys do without, and for the hash l N b C
+with b = N / c up to N = c^2, then about sqrt(2 N / c); a sort. Linear in N, but for the sort and the hash.
 """
 
 import math
@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import projections
 from attention.options import option
 from attention.parts.features import compute_dtype, full_precision
 from attention.parts.geometry import Grid, gather_tokens, split_prefix
@@ -140,6 +141,14 @@ class Reformer(Attention):
         if self.training:
             return torch.randn(shape, device=q.device, **kind).split(counts, -1)
         return counter_normal(self.eval_seed, shape).to(**kind).split(counts, -1)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, C = context.num_tokens, context.dim
+        c, absent = min(config.chunk_size, N), projections(context, 1)
+        n = -(-N // c)
+        hashes, attention = N * sum(rotation_counts(n, c)) * C, 2 * n * c * (2 * c if n > 1 else c) * C
+        return Cost(-absent.parameters, config.num_rounds * (hashes + attention) - absent.macs)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         chunk_size, same_bucket = self.config.chunk_size, self.config.same_bucket

@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import linear_attention_macs
 from attention.ops.random_features.op import linear_attention
 from attention.options import option
 from attention.parts.features import full_precision, trigonometric
@@ -62,6 +63,12 @@ class Rfa(Attention):
     def sample(self, like: Tensor) -> Tensor:
         """Samples (h, s, d) on the device of `like`, in its compute dtype."""
         return gaussian("iid", (self.num_heads, self.config.num_samples, self.head_dim), like)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        s = config.num_samples
+        features = 2 * context.num_tokens * s * context.dim
+        return Cost(context.num_heads, features + linear_attention_macs(context, 2 * s))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         omega = self.sample(q) if self.training else self.omega

@@ -16,7 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import num_padded, window_cost
 from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
 from attention.options import option, released_option
 from attention.parts.features import full_precision, log_features, phi, scale
@@ -114,6 +115,15 @@ class Scatterbrain(Attention):
     def sample_omega(self, like: Tensor) -> Tensor:
         """Samples (h, s, d) on the device of `like`, in its compute dtype."""
         return gaussian(self.config.omega_sampling, (self.num_heads, self.config.num_samples, self.head_dim), like)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        window, windows = window_cost(context, config), windows_on(config, context.grid)
+        N, C, queries = context.num_tokens, context.dim, num_padded(windows)
+        s = config.num_samples * (2 if config.features == "hyperbolic" else 1)
+        features, total = 2 * N * s * C, 0 if config.leave_one_out == "merge" else N * s * C
+        inside, outside = windows.count * windows.num_keys * s * C, queries * s * C  # their values
+        return Cost(window.parameters, window.macs + features + total + inside + outside)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config = self.config

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, LayerContext
-from attention.mechanisms.smyrf import same_cluster
+from attention.base import Attention, Cost, LayerContext
+from attention.mechanisms.smyrf import cluster_macs, same_cluster
 from attention.options import option
 from attention.parts.features import full_precision, log_features, phi, scale
 from attention.parts.geometry import Grid, split_prefix
@@ -102,6 +102,14 @@ class ScatterbrainLsh(Attention):
     def sample_directions(self, like: Tensor) -> Tensor:
         """Directions (h, r, d + 2) of the hash."""
         return gaussian("iid", (self.num_heads, self.config.num_rounds, self.head_dim + 2), like)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, C, h, size = context.num_tokens, context.dim, context.num_heads, config.cluster_size
+        s = config.num_samples * (2 if config.features == "hyperbolic" else 1)
+        features = 4 * N * s * C  # of queries and keys, sums over keys, their mean for every query
+        estimates = config.num_rounds * (N + -N % size) * size * s * h  # of the pairs within clusters
+        return Cost(0, features + cluster_macs(context, size, config.num_rounds) + estimates)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config = self.config

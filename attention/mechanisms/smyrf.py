@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
 from attention.options import option
 from attention.parts.features import full_precision
 from attention.parts.geometry import Grid
@@ -65,6 +65,13 @@ def same_cluster(q: Tensor, k: Tensor, direction: Tensor, size: int) -> Tensor:
     return of_q[..., None] == of_k[..., None, :]
 
 
+def cluster_macs(context: LayerContext, size: int, num_rounds: int) -> int:
+    """Hash, logits and values of clusters of `size` tokens, the last one padded, in all rounds."""
+    N, C, h = context.num_tokens, context.dim, context.num_heads
+    padded = N + -N % size
+    return num_rounds * (2 * N * (C + 2 * h) + 2 * padded * size * C)
+
+
 class Smyrf(Attention):
     """Attention within hashed clusters. Paper: Scatterbrain Table 1 'SMYRF'."""
 
@@ -86,6 +93,10 @@ class Smyrf(Attention):
     def sample(self, like: Tensor) -> Tensor:
         """Directions (h, r, d + 2) of the hash, on the device of `like`, in its compute dtype."""
         return gaussian("iid", (self.num_heads, self.config.num_rounds, self.head_dim + 2), like)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        return Cost(0, cluster_macs(context, config.cluster_size, config.num_rounds))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         directions = self.sample(q) if self.training else self.directions

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention
+from attention.base import Attention, Cost, LayerContext
 from attention.options import option
 from attention.parts.geometry import Grid
 
@@ -42,6 +42,10 @@ class Softmax(Attention):
     class Config:
         causal: bool = option(False, "no token attends to a later one of the raster order")
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        return Cost(0, 2 * context.num_tokens**2 * context.dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return softmax(q, k, v, self.attn_drop, causal=self.config.causal)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
 from attention.ops.joint_softmax.op import mix, prefix_term, shared_logits
 from attention.options import option
 from attention.parts.features import upcast
@@ -79,6 +79,12 @@ class SparseTransformer(Attention):
         if num_summary > block:
             self.refuse("num_summary", num_summary, f"a block has {block} tokens; at most {block}")
         return block
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, b, c = context.num_tokens, config.block_size or context.grid[1], config.num_summary
+        padded = N + -N % b
+        return Cost(0, 2 * padded * (b - c + padded // b * c) * context.dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return sparse_transformer(

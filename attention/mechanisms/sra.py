@@ -2,17 +2,18 @@
 
 The reduction of PVT-v2 is a convolution R x R of stride R followed by LayerNorm; then softmax over N / R^2 keys. The
 convolutional baseline of EVA and LARA (49 keys: R = 8, 4, 2 in PVT-v2's first three stages at 224 pixels).
-Cost: N C^2 + 2 N^2 C / R^2 multiply-accumulates, the first for the convolution, less 2 (N - N/R^2) C^2 in the key/value
-projection.
+Cost: N C^2 - 2 (N - N / R^2) C^2 + 2 N^2 C / R^2 multiply-accumulates: the convolution, less what the projection of
+keys and values saves, and attention.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
 from attention.mechanisms.softmax import softmax
 from attention.options import option
 from attention.parts.geometry import Grid, split_heads, split_prefix
@@ -46,6 +47,11 @@ def project_reduced(qkv: nn.Linear, x: Tensor, reduced: Tensor, num_heads: int) 
     return q, *split_heads(F.linear(reduced, qkv.weight[C:], bias[C:]), 2, num_heads)
 
 
+def side_ratio(context: LayerContext, config: Any) -> int:
+    """R: the option `reduction`, the pyramid's own, or the one that leaves 49 keys."""
+    return config.reduction or context.reduction or max(1, round((context.num_tokens / DEFAULT_KEYS) ** 0.5))
+
+
 class Sra(Attention):
     """Softmax over a grid reduced by a strided convolution. Papers: EVA Table 1, LARA Tables 2 and 8 'SRA'."""
 
@@ -60,8 +66,7 @@ class Sra(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        H, W = context.grid
-        reduction = config.reduction or context.reduction or max(1, round((H * W / DEFAULT_KEYS) ** 0.5))
+        (H, W), reduction = context.grid, side_ratio(context, config)
         if reduction > max(H, W):
             self.refuse("reduction", reduction, f"larger than the {H}x{W} grid; at most {max(H, W)}")
         self.sr = nn.Conv2d(context.dim, context.dim, reduction, reduction) if reduction > 1 else None
@@ -77,6 +82,15 @@ class Sra(Attention):
         prefix, tokens = split_prefix(x, grid[0] * grid[1])
         reduced = self.norm(sra(tokens, self.sr.weight, self.sr.bias, grid=grid))
         return project_reduced(self.qkv, x, torch.cat([prefix, reduced], 1), self.num_heads)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        (H, W), N, C, R = context.grid, context.num_tokens, context.dim, side_ratio(context, config)
+        if R == 1:
+            return Cost(0, 2 * N * N * C)
+        M = -(-H // R) * -(-W // R)
+        convolution, saved = M * R * R * C * C, 2 * (N - M) * C * C  # in the projection of keys and values
+        return Cost(R * R * C * C + 3 * C, convolution - saved + 2 * N * M * C)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return softmax(q, k, v, self.attn_drop)

@@ -6,7 +6,7 @@ The factorised random variant,
 
 There are no queries and keys, and no projections of them. The factors belong to one grid, and to prefix tokens, which
 have rows of their own; on another grid those of the grid are resampled.
-Cost: N^2 C multiply-accumulates, and h p N^2 once per batch, less 2 N C^2 of the projections.
+Cost: N^2 C + h p N^2 - 2 N C^2 multiply-accumulates: values, weights (once per batch), less two projections.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import projections
 from attention.options import option
 from attention.parts.features import upcast
 from attention.parts.geometry import Grid, resample
@@ -54,6 +55,13 @@ class Synthesizer(Attention):
         rows = context.num_prefix_tokens + context.grid[0] * context.grid[1]
         self.factors = nn.Parameter(torch.empty(2, self.num_heads, config.rank, rows))
         nn.init.trunc_normal_(self.factors, std=0.02)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, C, h = context.num_tokens, context.dim, context.num_heads
+        absent = projections(context, 2)
+        weights, values = h * config.rank * N * N, N * N * C
+        return Cost(2 * h * config.rank * N - absent.parameters, weights + values - absent.macs)
 
     def attend(self, v: Tensor, grid: Grid) -> Tensor:
         prefix, tokens = self.factors.tensor_split([self.factors.shape[-1] - self.grid[0] * self.grid[1]], -1)

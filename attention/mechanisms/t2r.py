@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import linear_attention_macs
 from attention.ops.random_features.op import linear_attention
 from attention.options import option
 from attention.parts.features import full_precision
@@ -54,6 +55,12 @@ class T2r(Attention):
         self.feature_weight = nn.Parameter(torch.empty(self.num_heads, config.num_features, self.head_dim))
         self.feature_bias = nn.Parameter(torch.zeros(self.num_heads * config.num_features))  # a vector: not decayed
         nn.init.trunc_normal_(self.feature_weight, std=0.02)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        C, m = context.dim, config.num_features
+        features = 2 * context.num_tokens * m * C
+        return Cost(m * C + context.num_heads * m, features + linear_attention_macs(context, m))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         bias = self.feature_bias.view(self.num_heads, -1)

@@ -17,7 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import num_padded, window_cost
 from attention.mechanisms.local import local
 from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
 from attention.options import option
@@ -118,6 +119,15 @@ class TransformerLs(Attention):
         if not self.config.num_landmarks:
             return q, k, v, None
         return q, k, v, self.slots(split_prefix(x, grid[0] * grid[1])[1]).mT.unflatten(1, (self.num_heads, -1))
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, C, slots = context.num_tokens, context.dim, context.num_heads * config.num_landmarks
+        window, queries = window_cost(context, config), num_padded(windows_on(config, context.grid))
+        norms = 2 * C * (1 + (slots > 0)) if config.dual_norm else 0
+        averages = N * slots * C + 2 * N * config.num_landmarks * C  # Linear; of keys and values
+        attention = 2 * queries * config.num_landmarks * C
+        return Cost(window.parameters + (C + 1) * slots + norms, window.macs + averages + attention)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, grid: Grid) -> Tensor:
         bias, options = self.position_bias(), {"windows": windows_on(self.config, grid), "attn_drop": self.attn_drop}

@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import window_macs
 from attention.mechanisms.local import local
 from attention.ops.joint_softmax.op import attended_in_window, window_logits
 from attention.options import option
@@ -90,6 +91,13 @@ class Transnormer(Attention):
             self.refuse("window_size", config.window_size, f"larger than the {H}x{W} grid; at most {max(H, W)}")
         if not self.in_windows or config.variant == "t1":
             self.gain = nn.Parameter(torch.ones(context.dim))
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        C, w = context.dim, config.window_size
+        if context.layer >= context.depth // 2:
+            return Cost(C, 2 * context.num_tokens * context.head_dim * C)
+        return Cost(C if config.variant == "t1" else 0, window_macs(Windows(context.grid, (w, w)), C))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         windows = Windows(grid, (self.config.window_size, self.config.window_size))

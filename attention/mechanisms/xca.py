@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, LayerContext
+from attention.base import Attention, Cost, LayerContext
 from attention.options import option
 from attention.parts.features import full_precision
 from attention.parts.geometry import Grid
@@ -48,6 +48,10 @@ class Xca(Attention):
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         self.temperature = nn.Parameter(torch.ones(context.num_heads))
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        return Cost(context.num_heads, 2 * context.num_tokens * context.head_dim * context.dim)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return xca(q, k, v, self.temperature, self.attn_drop).to(v.dtype)

@@ -1,0 +1,53 @@
+"""What parts that mechanisms share cost: terms of their `Attention.cost`."""
+
+import math
+from typing import Any
+
+import torch
+
+from attention.base import Cost, LayerContext
+from attention.parts.geometry import Windows, raster
+from attention.parts.groups import bin_counts, tokens_outside
+from attention.parts.position import PositionBias
+from attention.window_options import windows_on
+
+
+def projections(context: LayerContext, count: int) -> Cost:
+    """`count` C x C projections of every token, as those of `qkv`."""
+    C = context.dim
+    return Cost(count * C * (C + context.qkv_bias), count * context.num_tokens * C * C)
+
+
+def linear_attention_macs(context: LayerContext, num_features: int) -> int:
+    """Of f features per head: sums over keys and their mean for every query, N f C each; normalisers, N f h."""
+    return context.num_tokens * num_features * (2 * context.dim + context.num_heads)
+
+
+def num_padded(windows: Windows) -> int:
+    """Queries of all windows with their padding, g w; N where windows attend to no token of the grid."""
+    return math.prod(windows.grid) if windows.size == (0, 0) else windows.count * windows.num_queries
+
+
+def window_macs(windows: Windows, dim: int) -> int:
+    """Logits and values of w queries on e keys in each of g windows, 2 g w e C."""
+    return 2 * num_padded(windows) * windows.num_keys * dim
+
+
+def window_cost(context: LayerContext, config: Any) -> Cost:
+    """Attention within the windows of a mechanism's options, with its position bias."""
+    windows = windows_on(config, context.grid)
+    kind = config.position_bias if config.window_size else "none"
+    with torch.device("meta"):
+        table = PositionBias(kind, context.num_heads, context.head_dim, windows).table
+    return Cost(0 if table is None else table.numel(), window_macs(windows, context.dim))
+
+
+def group_members(config: Any, windows: Windows) -> int:
+    """Members of EVA's groups for one set of queries, with their padding, c t; N where c bins part the grid evenly."""
+    c = config.num_landmarks
+    if config.partition == "complement":
+        return c * -(-tokens_outside(windows)[1] // c)
+    area = raster(windows.grid, "1d") if config.partition == "all_1d" else windows.grid
+    margin = windows.overlap if config.released_overlap_groups else (0, 0)
+    bins = zip(area, bin_counts(c, area, "attention(eva).num_landmarks"), margin, strict=True)
+    return math.prod(count * (-(-side // count) + 2 * over) for side, count, over in bins)
