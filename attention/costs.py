@@ -6,8 +6,7 @@ from typing import Any
 import torch
 
 from attention.base import Cost, LayerContext
-from attention.parts.geometry import Windows, raster
-from attention.parts.groups import bin_counts, tokens_outside
+from attention.parts.geometry import Windows
 from attention.parts.position import PositionBias
 from attention.window_options import windows_on
 
@@ -42,12 +41,6 @@ def window_cost(context: LayerContext, config: Any) -> Cost:
     return Cost(0 if table is None else table.numel(), window_macs(windows, context.dim))
 
 
-def group_members(config: Any, windows: Windows) -> int:
-    """Members of EVA's groups for one set of queries, with their padding, c t; N where c bins part the grid evenly."""
-    c = config.num_landmarks
-    if config.partition == "complement":
-        return c * -(-tokens_outside(windows)[1] // c)
-    area = raster(windows.grid, "1d") if config.partition == "all_1d" else windows.grid
-    margin = windows.overlap if config.released_overlap_groups else (0, 0)
-    bins = zip(area, bin_counts(c, area, "attention(eva).num_landmarks"), margin, strict=True)
-    return math.prod(count * (-(-side // count) + 2 * over) for side, count, over in bins)
+def landmark_cost(context: LayerContext, width: int, count: int, num_groups: int, norm: bool = True) -> Cost:
+    """`count` maps of the means of groups to landmarks: Linear of this width, LayerNorm with `norm`."""
+    return Cost(count * (width**2 + width + 2 * width * norm), count * num_groups * context.dim * width)

@@ -31,7 +31,7 @@ class EvaDecoder:
         self.attn, self.windows = attn, windows_on(attn.config, grid)
         self.position, self.tokens, self.summaries, self.groups = 0, {}, [], []
         if attn.config.num_landmarks:
-            index, valid, _ = attn.groups(grid, torch.device("cpu"))
+            index, valid, _ = attn.groups(attn.config, grid, torch.device("cpu"))
             self.groups = [members[inside].tolist() for members, inside in zip(index[0], valid[0], strict=True)]
 
     @torch.no_grad()

@@ -7,30 +7,34 @@ from attention.options import option
 from attention.parts.geometry import Grid, Windows, raster
 from attention.parts.position import CAUSAL_INDEX, PositionBias
 
+OPTIONS = {
+    "layout": {
+        "default": None,
+        "meaning": "square windows of the grid, or blocks of the raster order; null: 2d, with causal 1d",
+        "chosen": lambda c: "1d" if getattr(c, "causal", False) else "2d",
+    },
+    "overlap": {
+        "default": 0,
+        "meaning": "tokens e by which a window's keys reach beyond it; the papers' overlap is w // 2",
+        "low": 0,
+    },
+    "position_bias": {
+        "default": None,
+        "meaning": "relative position bias inside the window; null: table, as released table_released",
+        "chosen": lambda c: (
+            "table_released" if getattr(c, "released", False) and not getattr(c, "causal", False) else "table"
+        ),
+    },
+    "causal": {
+        "default": False,
+        "meaning": "no token attends to a later one of the raster order; needs layout 1d",
+    },
+}
 
-def layout_option():
-    """The field `layout`."""
-    meaning = "square windows of the grid, or blocks of the raster order; null: 2d, with causal 1d"
-    return option(None, meaning, chosen=lambda c: "1d" if getattr(c, "causal", False) else "2d")
 
-
-def overlap_option():
-    """The field `overlap`."""
-    return option(0, "tokens e by which a window's keys reach beyond it; the papers' overlap is w // 2", low=0)
-
-
-def position_bias_option():
-    """The field `position_bias`."""
-    released = {True: "table_released", False: "table"}
-    meaning = "relative position bias inside the window; null: table, as released table_released"
-    return option(
-        None, meaning, chosen=lambda c: released[getattr(c, "released", False) and not getattr(c, "causal", False)]
-    )
-
-
-def causal_option():
-    """The field `causal`."""
-    return option(False, "no token attends to a later one of the raster order; needs layout 1d")
+def window_option(name: str):
+    """The dataclass field `name` of a mechanism with windows."""
+    return option(**OPTIONS[name])
 
 
 def windows_on(config: Any, grid: Grid) -> Windows:

@@ -26,7 +26,7 @@ from attention.parts.features import upcast
 from attention.parts.geometry import Grid, Layout, Windows, split_prefix
 from attention.parts.linear import init_linear
 from attention.parts.position import BiasKind
-from attention.window_options import causal_option, layout_option, position_bias, position_bias_option, windows_on
+from attention.window_options import position_bias, window_option, windows_on
 
 
 def combiner(
@@ -88,13 +88,13 @@ class Combiner(Attention):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         window_size: int = option(7, "side of a span in tokens; its length where layout is 1d", low=1)
-        layout: Layout | None = layout_option()
+        layout: Layout | None = window_option("layout")
         summary: Literal["deepsets", "relu", "identity"] = option(
             "deepsets", "what is pooled: ReLU(U x), one U for queries and one for keys of all heads; ReLU(x); x"
         )
         pool: Literal["max", "mean"] = option("max", "how a span's tokens are pooled")
-        position_bias: BiasKind | None = position_bias_option()
-        causal: bool = causal_option()
+        position_bias: BiasKind | None = window_option("position_bias")
+        causal: bool = window_option("causal")
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def __init__(self, context: LayerContext, config: Config):

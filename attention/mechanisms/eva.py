@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, Cost, LayerContext
-from attention.costs import group_members, num_padded, window_cost
+from attention.costs import landmark_cost, num_padded, window_cost
 from attention.mechanisms.local import local
 from attention.ops.group_values.landmarks import Landmarks
 from attention.ops.group_values.op import Visibility, attended_summaries, group_logits, group_prior, group_values
@@ -32,14 +32,7 @@ from attention.parts.geometry import Grid, Layout, Windows, raster, split_prefix
 from attention.parts.groups import Groups, bin_counts, bins, bins_outside, chunks_outside
 from attention.parts.position import BiasKind
 from attention.parts.sampling import Noise, noise_option
-from attention.window_options import (
-    causal_option,
-    layout_option,
-    overlap_option,
-    position_bias,
-    position_bias_option,
-    windows_on,
-)
+from attention.window_options import position_bias, window_option, windows_on
 
 
 def eva(
@@ -53,7 +46,7 @@ def eva(
     *,
     groups: Groups,
     windows: Windows,
-    visibility: Visibility | None = None,
+    visibility: Visibility = "paper",
     log_count: bool = False,
     attn_drop: float = 0.0,
 ) -> Tensor:
@@ -63,7 +56,7 @@ def eva(
         q: (B, h, N, d). k, v: (B, h, P + N, d). k_tilde: landmarks (B, h, G, c, d), G = 1 or g windows.
         mu: proposal means (B, h, G, c, d); omega: samples (B, h, G, c, s, d), both in the scale d^-1/4 of the features.
         bias: position bias of the window (h, w, e).
-        groups: members of the groups. visibility: which of them a query of causal attention attends to; None: all.
+        groups: members of the groups. visibility: which of them a causal query attends to.
         log_count: adds log |P_c| to a group's logit. attn_drop: dropout rate of the weights.
     Returns:
         (B, h, N, d).
@@ -71,15 +64,13 @@ def eva(
     prior = group_prior(q, groups, visibility, log_count, windows)
     beta, log_mass = group_values(*(split_prefix(x, q.shape[2])[1] for x in (k, v)), omega, groups)
     if omega.shape[4] == 1:
-        if visibility is not None:  # window by window
-            prior = prior.unflatten(1, (-1, windows.size[1]))[0]
         return joint_softmax(q, k, v, bias, k_tilde, beta, prior, windows=windows, attn_drop=attn_drop)
     logits = group_logits(windows.partition(q), k_tilde, mu, omega, log_mass, prior)
     return joint_softmax(q, k, v, bias, values=beta, logits=logits, windows=windows, attn_drop=attn_drop)
 
 
 def eva_reference(
-    q, k, v, k_tilde, mu, omega, bias=None, *, groups, windows, visibility=None, log_count=False, attn_drop=0.0
+    q, k, v, k_tilde, mu, omega, bias=None, *, groups, windows, visibility="paper", log_count=False, attn_drop=0.0
 ):
     """`eva`, query by query and group by group."""
     y, (k_grid, v_grid) = torch.zeros_like(q), (x[:, :, -q.shape[2] :] for x in (k, v))
@@ -104,9 +95,9 @@ class Eva(Attention):
         window_size: int = option(7, "side of the window E in tokens; 0: no window", low=0)
         num_landmarks: int = option(49, "number of groups C; 0: none (local attention)", low=0)
         released: bool = released_option()
-        layout: Layout | None = layout_option()
-        overlap: int = overlap_option()
-        position_bias: BiasKind | None = position_bias_option()
+        layout: Layout | None = window_option("layout")
+        overlap: int = window_option("overlap")
+        position_bias: BiasKind | None = window_option("position_bias")
         partition: Literal["all", "all_1d", "complement", "mask"] = option(
             "all", "2-D bins of all tokens; raster chunks of all; raster chunks of all but E; bins without E's members"
         )
@@ -126,7 +117,7 @@ class Eva(Attention):
             "grow the bins by the overlap too; null: as released, where there is one and partition is all",
             chosen=lambda c: bool(c.released and c.overlap and c.partition == "all"),
         )
-        causal: bool = causal_option()
+        causal: bool = window_option("causal")
         visibility: Visibility | None = option(
             None,
             "groups a causal query attends to: those before its window (paper); those before itself (released)",
@@ -148,43 +139,41 @@ class Eva(Attention):
             self.refuse("causal", True, "needs window_size above 0 and partition all")
         if config.visibility != "paper" and not config.causal:
             self.refuse("visibility", config.visibility, "acts with causal; leave it out")
-        if not c:
-            return
-        self.groups(context.grid, torch.device("cpu"))  # refuses a count that no rows x columns of bins make
-        self.landmarks = Landmarks(config, self.num_heads, self.head_dim)
+        if c:
+            self.groups(config, context.grid, torch.device("cpu"))  # refuses a count that makes no bins
+            self.landmarks = Landmarks(config, self.num_heads, self.head_dim)
 
-    def groups(self, grid: Grid, device: torch.device) -> Groups:
+    @staticmethod
+    def groups(config: Config, grid: Grid, device: torch.device) -> Groups:
         """The partition of the option `partition` over this grid."""
-        c, partition, windows = self.config.num_landmarks, self.config.partition, windows_on(self.config, grid)
+        c, partition, windows = config.num_landmarks, config.partition, windows_on(config, grid)
         if partition == "complement":
             return chunks_outside(windows, c, device, "attention(eva).num_landmarks")
         area = raster(grid, "1d") if partition == "all_1d" else windows.grid
-        margin = windows.overlap if self.config.released_overlap_groups else (0, 0)
+        margin = windows.overlap if config.released_overlap_groups else (0, 0)
         groups = bins(area, bin_counts(c, area, "attention(eva).num_landmarks"), device, margin)
         return bins_outside(groups, windows) if partition == "mask" else groups
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         window, windows = window_cost(context, config), windows_on(config, context.grid)
-        C, d, c, s = context.dim, context.head_dim, config.num_landmarks, config.num_samples
-        if not c:
+        if not config.num_landmarks:
             return window
-        sets = windows.count if config.partition in ("complement", "mask") else 1
-        transforms = 0 if config.landmark_transform == "identity" else 1 + (config.mu in ("qk", "q"))
-        norm = 2 * d if config.landmark_transform == "ln_linear" else 0
+        G, c, t = cls.groups(config, context.grid, torch.device("meta")).index.shape
+        C, s, queries, kind = context.dim, config.num_samples, num_padded(windows), config.landmark_transform
+        transforms = 0 if kind == "identity" else 1 + (config.mu in ("qk", "q"))
+        landmarks = landmark_cost(context, context.head_dim, transforms, G * c, norm=kind == "ln_linear")
         trained = c * C if config.mu == "trainable" else 0
-        attention = (1 + s) * num_padded(windows) * c * C  # on groups: logits, values
-        weights = (num_padded(windows) + sets) * c * s * C if s > 1 else 0  # samples at queries and at their means
-        macs = attention + weights + 2 * sets * group_members(config, windows) * s * C + sets * c * transforms * C * d
-        return Cost(window.parameters + transforms * (d * d + d + norm) + trained, window.macs + macs)
+        groups = (1 + s) * queries * c * C + 2 * G * c * t * s * C  # logits on groups, values; beta
+        groups += (queries + G) * c * s * C if s > 1 else 0  # samples at queries and at their means
+        return Cost(window.parameters + landmarks.parameters + trained, window.macs + landmarks.macs + groups)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config, bias = self.config, self.position_bias()
         options = {"windows": windows_on(config, grid), "attn_drop": self.attn_drop}
         if not config.num_landmarks:
             return local(q, k, v, bias, **options)
-        groups = self.groups(grid, q.device)
+        groups = self.groups(config, grid, q.device)
         landmarks = self.landmarks(q, split_prefix(k, q.shape[2])[1], groups)
-        visibility = config.visibility if config.causal else None
-        options |= {"groups": groups, "visibility": visibility, "log_count": config.log_count}
+        options |= {"groups": groups, "visibility": config.visibility, "log_count": config.log_count}
         return eva(q, k, v, *landmarks, bias, **options)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from attention.base import Attention, Cost, LayerContext
+from attention.costs import landmark_cost
 from attention.ops.dispatch import with_fast_path
 from attention.ops.random_features import eager
 from attention.ops.random_features.op import mix_features
@@ -27,10 +28,9 @@ from attention.ops.random_features.proposals import (
     Proposal,
     Weighting,
     log_weights,
-    normal,
     propose,
     propose_reference,
-    query_weights_reference,
+    weights_reference,
 )
 from attention.options import option, released_option
 from attention.parts.features import full_precision, log_features, scale
@@ -87,8 +87,7 @@ def lara_reference(
         u = uniform if uniform is None else uniform.expand(B, h, C, -1)[:, :, c, s, None]
         omega = centre(c, u) + noise[:, :, c, s]
         density = densities(omega)
-        alpha = query_weights_reference(density, r, c, weighting, beta)  # (B, h, N)
-        weight = alpha * normal(omega, 0)[:, :, None] / density[..., c]  # (B, h, N)
+        weight = weights_reference(omega, density, r, c, weighting, beta)  # (B, h, N)
         xi_q, xi_k = (torch.exp(x @ omega[..., None] - (x**2).sum(-1, keepdim=True) / 2) for x in (q, k))
         kernel = kernel + weight[..., None] * xi_q * xi_k.mT
     return kernel @ v / kernel.sum(-1, keepdim=True)
@@ -124,17 +123,13 @@ class Lara(Attention):
     def __init__(self, context: LayerContext, config: Any):
         super().__init__(context, config)
         self.single = config.proposal == "single"
-        neutral = {}
+        neutral = {"antithetic": False} if config.samples_per_proposal == 1 else {}
+        neutral |= {"beta": self.Config.beta} if config.weighting != "decoupled" else {}
         if self.single:  # one proposal needs no landmarks, and all its samples weigh the same
-            neutral = {"weighting": "balance", "landmark_transform": "none", "samples_per_proposal": 1}
-        if config.weighting != "decoupled":
-            neutral["beta"] = self.Config.beta
-        if config.samples_per_proposal == 1:
-            neutral["antithetic"] = False
+            neutral |= {"weighting": "balance", "landmark_transform": "none", "samples_per_proposal": 1}
         self.refuse_unused(neutral, "does not act with these options")
         if not self.single:
             self.segments(context.grid, torch.device("cpu"))  # refuses a count that no rows x columns of bins make
-        self.noise_std = noise_std(config.noise, self.head_dim)
         width = {"light": self.head_dim, "dense": context.dim}.get(config.landmark_transform)
         transform = functools.partial(LandmarkTransform, width) if width else nn.Identity
         self.landmark_q = transform()
@@ -149,15 +144,14 @@ class Lara(Attention):
     def sample_noise(self, q: Tensor, num_proposals: int) -> tuple[Tensor, Tensor | None]:
         """Noise (..., c, s, d) and the uniforms (..., c, s) of mixtures.
 
-        Evaluation takes the proposals' means; of the single proposal, where these would all be equal, samples that are
-        functions of `eval_seed`.
+        Evaluation takes the proposals' means; of the single proposal, where these are equal, samples by `eval_seed`.
         """
         config, seed = self.config, None if self.training else self.eval_seed
         if not self.training and seed is None:
             return q.new_zeros(1, self.head_dim), None
         samples = config.num_landmarks if self.single else config.samples_per_proposal // (1 + config.antithetic)
         noise, uniform = mixture_noise((self.num_heads, num_proposals, samples), q, seed)
-        noise = self.noise_std * (torch.cat([noise, -noise], 3) if config.antithetic else noise)
+        noise = noise_std(config.noise, self.head_dim) * (torch.cat([noise, -noise], 3) if config.antithetic else noise)
         return noise, uniform if self.single or config.proposal == "mixture" else None
 
     @classmethod
@@ -166,13 +160,11 @@ class Lara(Attention):
         features = 4 * N * c * C  # samples at queries and keys, sums over keys, their mean for every query
         if config.proposal == "single":
             return Cost(0, features + (N + c) * C)  # the proposal's weights of keys; its density at c samples
-        landmarks = 2 if config.proposal in POOLED else 1
         width = {"light": context.head_dim, "dense": C, "none": 0}[config.landmark_transform]
+        landmarks = landmark_cost(context, width, 2 if config.proposal in POOLED else 1, c)
         proposals = {"pool": 0, "pool_mixed": 2 * c * c * C}.get(config.proposal, 2 * N * c * C)
-        densities = c * c * C
         alpha = {"balance": 0, "decoupled": N * c * C}.get(config.weighting, N * c * (C + c * h))
-        macs = features + landmarks * c * C * width + proposals + densities + alpha
-        return Cost(landmarks * (width**2 + 3 * width), macs)
+        return Cost(landmarks.parameters, landmarks.macs + features + proposals + c * c * C + alpha)  # c^2 C: densities
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config, k_bar = self.config, None
@@ -183,6 +175,6 @@ class Lara(Attention):
             q_bar = self.landmark_q(group_mean(q, segments)[:, :, 0])
             k_bar = self.landmark_k(group_mean(k_grid, segments)[:, :, 0]) if config.proposal in POOLED else None
         noise, uniform = self.sample_noise(q, q_bar.shape[2])
-        proposal = "mixture" if self.single else config.proposal
-        options = {"proposal": proposal, "weighting": config.weighting, "beta": config.beta}
+        options = {"weighting": config.weighting, "beta": config.beta}
+        options["proposal"] = "mixture" if self.single else config.proposal
         return lara(q, k, v, q_bar, k_bar, noise, uniform, **options).to(v.dtype)

@@ -18,14 +18,7 @@ from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
 from attention.options import option, released_option
 from attention.parts.geometry import Grid, Layout, Windows
 from attention.parts.position import BiasKind
-from attention.window_options import (
-    causal_option,
-    layout_option,
-    overlap_option,
-    position_bias,
-    position_bias_option,
-    windows_on,
-)
+from attention.window_options import position_bias, window_option, windows_on
 
 
 def local(
@@ -53,10 +46,10 @@ class Local(Attention):
     class Config:
         window_size: int = option(7, "window side w in tokens; block length where layout is 1d", low=1)
         released: bool = released_option()
-        layout: Layout | None = layout_option()
-        overlap: int = overlap_option()
-        position_bias: BiasKind | None = position_bias_option()
-        causal: bool = causal_option()
+        layout: Layout | None = window_option("layout")
+        overlap: int = window_option("overlap")
+        position_bias: BiasKind | None = window_option("position_bias")
+        causal: bool = window_option("causal")
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def __init__(self, context: LayerContext, config: Config):

@@ -25,7 +25,7 @@ from attention.parts.geometry import Grid, Layout, Windows, split_prefix
 from attention.parts.leave_one_out import LeaveOneOut, merge_all_but_one, subtract
 from attention.parts.position import BiasKind
 from attention.parts.sampling import OmegaSampling, gaussian, omega_sampling_option
-from attention.window_options import layout_option, overlap_option, position_bias, position_bias_option, windows_on
+from attention.window_options import position_bias, window_option, windows_on
 
 
 @full_precision
@@ -93,9 +93,9 @@ class Scatterbrain(Attention):
         num_samples: int = option(96, "samples omega per head", low=1)
         window_size: int = option(7, "side w of the window in tokens; block length where layout is 1d", low=1)
         released: bool = released_option()
-        layout: Layout | None = layout_option()
-        overlap: int = overlap_option()
-        position_bias: BiasKind | None = position_bias_option()
+        layout: Layout | None = window_option("layout")
+        overlap: int = window_option("overlap")
+        position_bias: BiasKind | None = window_option("position_bias")
         leave_one_out: LeaveOneOut | None = option(
             None,
             "sums off a window: of the others, merged; of all, less its own; so by the released code; null: as fits",

@@ -26,7 +26,7 @@ from attention.parts.features import upcast
 from attention.parts.geometry import Grid, Layout, Windows, merge_heads, split_heads, split_prefix
 from attention.parts.linear import init_linear
 from attention.parts.position import BiasKind
-from attention.window_options import layout_option, overlap_option, position_bias, position_bias_option, windows_on
+from attention.window_options import position_bias, window_option, windows_on
 
 
 def transformer_ls(
@@ -95,10 +95,10 @@ class TransformerLs(Attention):
     class Config:
         num_landmarks: int = option(16, "averages r per head; 0: none (local attention)", low=0)
         window_size: int = option(7, "side of the window in tokens; block length where layout is 1d; 0: none", low=0)
-        layout: Layout | None = layout_option()
-        overlap: int = overlap_option()
+        layout: Layout | None = window_option("layout")
+        overlap: int = window_option("overlap")
         dual_norm: bool = option(True, "LayerNorm of keys and values, and another one of their averages")
-        position_bias: BiasKind | None = position_bias_option()
+        position_bias: BiasKind | None = window_option("position_bias")
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def __init__(self, context: LayerContext, config: Config):

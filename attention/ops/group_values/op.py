@@ -68,7 +68,9 @@ def group_logits(
     (B, h, g, w, d), G = q.shape, k_tilde.shape[2]
     q = q.reshape(B, h, G, g * w // G, d)
     logits = q * d**-0.5 @ k_tilde.mT
-    logits = logits if prior is None else logits + prior
+    if prior is not None:
+        logits = logits + prior.reshape(G, len(prior) * prior.shape[1] // G, prior.shape[2])
+
     if omega.shape[-2] > 1:
         log_ratio = log_mass - (omega @ mu[..., None])[..., 0]
         samples = scale(q) @ omega.flatten(3, 4).mT  # (B, h, G, n, c*s)
@@ -77,30 +79,28 @@ def group_logits(
     return logits.reshape(B, h, g, w, logits.shape[-1])
 
 
-def group_prior(
-    q: Tensor, groups: Groups, visibility: Visibility | None, log_count: bool, windows: Windows
-) -> Tensor | None:
-    """Added to t_nc, broadcast to (G, n, c): log |P_c| with `log_count`, -inf for a group that is not attended to; None
+def group_prior(q: Tensor, groups: Groups, visibility: Visibility, log_count: bool, windows: Windows) -> Tensor | None:
+    """Added to t_nc, broadcast to (g, w, c): log |P_c| with `log_count`, -inf for a group that is not attended to; None
     for nothing.
     """
-    if groups.tiles and visibility is None and not log_count:  # tiles have members
+    if groups.tiles and not windows.causal and not log_count:  # tiles have members
         return None
     count = groups.count()[:, None].to(compute_dtype(q))
     attended = attended_groups(groups, visibility, windows)
     return (count.log() if log_count else torch.zeros_like(count)).masked_fill(~attended, -torch.inf)
 
 
-def attended_groups(groups: Groups, visibility: Visibility | None, windows: Windows) -> Tensor:
-    """Which groups every query attends to, broadcast to (G, n, c): those with members; in causal attention only those
+def attended_groups(groups: Groups, visibility: Visibility, windows: Windows) -> Tensor:
+    """Which groups every query attends to, broadcast to (g, w, c): those with members; in causal attention only those
     that end before the query's window ("paper"), or before the query ("released").
     """
     filled = (groups.count() > 0)[:, None]
-    if visibility is None:
+    if not windows.causal:
         return filled
     n = torch.arange(windows.count * windows.num_queries, device=filled.device)
     last = groups.index.where(groups.valid, -1).amax(-1)
     start = n if visibility == "released" else n - n % windows.size[1] - windows.overlap[1]
-    return filled & (last[:, None] < start[:, None])
+    return filled & (last < start.view(windows.count, windows.num_queries, 1))
 
 
 def attended_summaries(n, q, k, v, k_tilde, mu, omega, groups, window, visibility, log_count, windows):
@@ -111,7 +111,8 @@ def attended_summaries(n, q, k, v, k_tilde, mu, omega, groups, window, visibilit
     window_tokens, _, _ = windows._replace(causal=False).attended(n)
     for c in range(k_tilde.shape[3]):
         members = groups.index[window, c][groups.valid[window, c]]
-        end = {None: q.shape[2], "paper": min(window_tokens, default=0), "released": n}[visibility]
+        before = {"paper": min(window_tokens, default=0), "released": n}[visibility]
+        end = before if windows.causal else q.shape[2]
         if len(members) == 0 or members.max() >= end:
             continue
         numerator, denominator = 0, 0

@@ -136,18 +136,19 @@ def query_weights(
     return balance + (own + log_normal).exp()[:, :, None] * correction
 
 
-def query_weights_reference(density, r, c, weighting, beta):
-    """alpha_nc, floored, at a sample of proposal c: density (B, h, 1, c) of all proposals there, r (B, h, N, c)."""
-    b = density / density.sum(-1, keepdim=True)
-    if weighting == "balance":
-        return b[..., c]
+def weights_reference(omega, density, r, c, weighting, beta):
+    """alpha_nc N(omega; 0, I) / q_c(omega), (B, h, N), at a sample omega (B, h, d) of proposal c, alpha floored.
+
+    Args:
+        density: q_c(omega) of all proposals, (B, h, 1, c). r: of all proposals, (B, h, N, c).
+    """
+    b, own = density / density.sum(-1, keepdim=True), density[..., c]
     correction = r[..., c] - (b * r).sum(-1)
-    alpha = (
-        b[..., c]
-        + {
-            "decoupled": beta * (r[..., c] - r.mean(-1)),
-            "coupled": b[..., c] * correction,
-            "coupled_density": density[..., c] * correction,
-        }[weighting]
-    )
-    return alpha.clamp(min=MIN_ALPHA)
+    alpha = {
+        "balance": b[..., c],
+        "decoupled": b[..., c] + beta * (r[..., c] - r.mean(-1)),
+        "coupled": b[..., c] + b[..., c] * correction,
+        "coupled_density": b[..., c] + own * correction,
+    }[weighting]
+    alpha = alpha if weighting == "balance" else alpha.clamp(min=MIN_ALPHA)
+    return alpha * normal(omega, 0)[:, :, None] / own
