@@ -28,9 +28,11 @@ from tqdm import tqdm
 
 from attention import ATTENTION, Grid
 from attention.options import OptionError, nearest
-from bench.costs import PAPER_COSTS, Costs, PaperRow, count_costs, stated_costs
+from bench.costs import Costs, count_costs, stated_costs
+from bench.memory import limit_memory, memory_permitting
+from bench.papers import PaperRow, read_papers
 from bench.results import COLUMNS, MEMORY, NOISE, SETTINGS, describe, report, write_tables
-from bench.timing import Call, Spread, limit_memory, memory_permitting, time_rounds
+from bench.timing import Call, Spread, time_rounds
 from bench.workload import DTYPES, EXECUTIONS, MODES, Subject, Workload, attention_core, attention_layer, whole_model
 from engine.config import load_run, refuse_bad_input
 from engine.distributed import join
@@ -68,14 +70,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parse_arguments(arguments)
     with refuse_bad_input():
         if args.macs:
-            print_costs([PaperRow(os.path.relpath(path, CONFIGS)) for path in args.configs] or PAPER_COSTS)
+            print_costs([PaperRow(config=os.path.relpath(path, CONFIGS)) for path in args.configs] or read_papers())
             if not args.configs:
                 print_costs_by_size()
             return
         device = join(args.device).device
         comparisons = plan(args, device)
         torch.set_num_threads(args.threads)
-        facts = {
+        metadata = {
             **provenance(device),
             "cpus": os.cpu_count(),
             "threads": args.threads,
@@ -88,10 +90,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 for comparison in tqdm(comparisons, unit="comparison", disable=None):
                     rows += compare(comparison, args.rounds, device)
                     if args.output:
-                        write_tables(facts, rows, args.output)
+                        write_tables(metadata, rows, args.output)
         finally:  # what has been measured is not lost, whatever ends the rest
             if rows:
-                print(report(facts, rows), end="")
+                print(report(metadata, rows), end="")
                 if args.output:
                     draw_figures(rows, args.output)
 
@@ -280,7 +282,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
     if len(sizes) < 2:
         return
     are_squares = all(size.isdecimal() for size in sizes)
-    places = dict(zip(sizes, map(int, sizes) if are_squares else range(len(sizes)), strict=True))
+    positions = dict(zip(sizes, map(int, sizes) if are_squares else range(len(sizes)), strict=True))
     measures = {"time": lambda row: 1 / row["speedup"], "peak memory": itemgetter("peak_ratio")}
     figure = Figure(figsize=(4 + 3.5 * len(settings), 6), layout="constrained")
     panels = figure.subplots(2, len(settings), sharex=True, sharey="row", squeeze=False)
@@ -288,12 +290,13 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
         line[0].set_ylabel(f"{label}, {rows[0]['baseline']} = 1")
         for setting, axes in zip(settings, line, strict=True):
             for name in dict.fromkeys(row["name"] for row in rows):
-                own = [row for row in measured if (name, *setting_of(row)) == (row["name"], *setting)]
-                axes.plot([places[row["size"]] for row in own], [measure(row) for row in own], "o-", label=name)
+                points = [row for row in measured if (name, *setting_of(row)) == (row["name"], *setting)]
+                xs, ys = [positions[row["size"]] for row in points], [measure(row) for row in points]
+                axes.plot(xs, ys, "o-", label=name)
             if axes in panels[0]:
                 axes.set_title("{}, {}\n{}".format(*setting))
             axes.set_xscale("log" if are_squares else "linear")
-            axes.set_xticks(list(places.values()), sizes)
+            axes.set_xticks(list(positions.values()), sizes)
             axes.set_xticks([], minor=True)
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(2, subs=(1, 1.5)))
@@ -307,21 +310,20 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 def print_costs(rows: Sequence[PaperRow]) -> None:
     """Prints parameters and MACs of every row beside the paper's figures, as Markdown."""
-    print(
-        "| configuration | parameters (M) | paper | MACs (G) | paper | source |\n| --- | --- | --- | --- | --- | --- |"
-    )
+    print(f"| configuration | parameters (M) | paper | MACs (G) | paper | source | note |\n|{' --- |' * 7}")
     for row in rows:
         run = load_run(CONFIGS / row.config, row.overrides)
         parameters, macs = count_costs(run.model, run.attention)
-        cells = [
+        columns = [
             " ".join((row.config, *row.overrides)),
             f"{parameters / 1e6:.3f}",
             row.parameters or "",
             f"{macs / 1e9:.3f}",
             row.macs or "",
             row.source,
+            row.note,
         ]
-        print(f"| {' | '.join(map(str, cells))} |")
+        print(f"| {' | '.join(map(str, columns))} |")
 
 
 def print_costs_by_size() -> None:

@@ -9,7 +9,7 @@ import re
 import sys
 from pathlib import Path
 
-from attention import ATTENTION, Grid, LayerContext
+from attention import ATTENTION, AttentionFactory, Grid, LayerContext
 from attention.base import Cost
 
 ROOT = Path(__file__).parents[1]
@@ -59,8 +59,9 @@ def read_docstring(name: str) -> re.Match[str]:
 
 def layer_costs(name: str, grid: Grid) -> list[Cost]:
     """Costs of DeiT-Tiny's layers with mechanism `name` at its defaults: one, or of every kind of layer one."""
+    options = AttentionFactory.from_options(name).config
     layers = (LayerContext(dim=192, num_heads=3, grid=grid, layer=layer, depth=12) for layer in range(12))
-    return list(dict.fromkeys(ATTENTION[name].cost(context, ATTENTION[name].Config()) for context in layers))
+    return list(dict.fromkeys(ATTENTION[name].cost(context, options) for context in layers))
 
 
 def config(name: str) -> str:

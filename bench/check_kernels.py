@@ -1,13 +1,12 @@
-"""Checks the Triton kernels, and on a GPU times them: python -m engine.check_kernels
+"""Checks the Triton kernels, and on a GPU times them: python -m bench.check_kernels
 
 Without a GPU, TRITON_INTERPRET=1 in the environment runs the same check in Triton's interpreter. Exit status 1 where a
-kernel is off. Times are of the core alone, from q, k, v to the output, in bf16, on every path of attention.kernels;
-benchmark.py has layers and models.
+kernel is off. Times are of the core alone, from q, k, v to the output, in bf16, on every path of attention.kernels, in
+interleaved rounds (`bench.timing`) with cold caches; benchmark.py has layers and models.
 """
 
-import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
@@ -28,11 +27,16 @@ from attention.ops.triton_tokens import INTERPRETED
 from attention.parts.features import scale, upcast, xi
 from attention.parts.geometry import Grid, count_windows, split_heads, to_windows
 from attention.parts.groups import bins
-from bench.timing import count_launches, saved_bytes
+from bench.memory import saved_bytes
+from bench.results import NOISE, describe, quote
+from bench.timing import Call, Spread, Times, count_launches, time_rounds
 from engine.report import device_name
 
 FP32_ERROR, BEYOND_PLAIN = 1e-5, 1.15
-"""RMS error relative to the result in float64: at most this in fp32, of half types this many times plain PyTorch's."""
+"""RMS error relative to the result in float64: at most this in fp32; in half precision this many times PyTorch's."""
+ROUNDS, COPIED_BYTES = 20, 2**30
+FLUSHED_BYTES, FLUSHES = 2**28, 150
+"""Written before every measurement: more than caches hold, so often that it takes a GPU 10 ms or more."""
 
 
 def changed(case: NamedTuple) -> str:
@@ -44,7 +48,7 @@ def changed(case: NamedTuple) -> str:
 class Case(NamedTuple):
     """A joint softmax: B images, h heads of width d, c landmarks, P prefix tokens.
 
-    log_count: the landmarks' logits differ. apart: every window sees others, each one landmark less.
+    log_count: the landmarks' logits differ. leave_one_out: every window attends to all landmarks but one of its own.
     """
 
     grid: Grid
@@ -57,7 +61,7 @@ class Case(NamedTuple):
     h: int = 2
     bias: bool = True
     log_count: bool = False
-    apart: bool = False
+    leave_one_out: bool = False
     dtype: torch.dtype = torch.float32
     __str__ = changed
 
@@ -108,8 +112,8 @@ CASES = [
     Case((5, 7), (3, 4)),
     Case((4, 6), (2, 3), B=2, h=1, d=20, log_count=True),
     Case((5, 3), (3, 3), B=2, h=3, c=1, bias=False),
-    Case((5, 7), (3, 4), P=1, h=1, apart=True),
-    Case((3, 5), (2, 3), (1, 1), h=1, log_count=True, apart=True),
+    Case((5, 7), (3, 4), P=1, h=1, leave_one_out=True),
+    Case((3, 5), (2, 3), (1, 1), h=1, log_count=True, leave_one_out=True),
     Case((5, 4), (3, 4), (1, 1), P=2, h=1, log_count=True),
     Case((3, 5), (2, 3), (3, 2), c=5, d=12, h=1),
     Case((4, 5), (4, 5), c=0, d=40),
@@ -147,29 +151,29 @@ TIMED = [
 ]
 
 
-def drawing(device: torch.device) -> Callable[..., Tensor]:
-    """Draws normal tensors of the shapes that it is called with."""
+def normal_sampler(device: torch.device) -> Callable[..., Tensor]:
+    """A function that samples standard normal tensors of the shape it is called with."""
     generator = torch.Generator().manual_seed(0)
     return lambda *shape: torch.randn(shape, generator=generator).to(device)
 
 
-def projected(case: Case | PerformerCase | LaraCase, N: int, draw: Callable[..., Tensor]) -> list[Tensor]:
+def projected(case: Case | PerformerCase | LaraCase, N: int, normal: Callable[..., Tensor]) -> list[Tensor]:
     """q, k, v of the fused projection, P tokens before q."""
-    q, k, v = split_heads(draw(case.B, case.P + N, 3 * case.h * case.d).to(case.dtype), 3, case.h)
+    q, k, v = split_heads(normal(case.B, case.P + N, 3 * case.h * case.d).to(case.dtype), 3, case.h)
     return [q[:, :, case.P :], k, v]
 
 
 def example(case: Case, device: torch.device) -> tuple[list[Tensor | None], dict[str, Grid]]:
-    """Positional arguments and keywords of `joint_softmax`: what autocast leaves in fp32 is in fp32 in all examples."""
-    B, h, c, d, draw = case.B, case.h, case.c, case.d, drawing(device)
-    tokens = projected(case, case.grid[0] * case.grid[1], draw)
+    """Positional arguments and keywords of `joint_softmax`. In all examples, what autocast keeps in fp32 is in fp32."""
+    B, h, c, d, normal = case.B, case.h, case.c, case.d, normal_sampler(device)
+    tokens = projected(case, case.grid[0] * case.grid[1], normal)
     (rows, columns), (above, beside) = case.window, case.overlap
-    bias = draw(h, rows * columns, (rows + 2 * above) * (columns + 2 * beside)) if case.bias else None
-    keys, values = draw(2, B, h, 1, c, d) if c else (None, None)
+    bias = normal(h, rows * columns, (rows + 2 * above) * (columns + 2 * beside)) if case.bias else None
+    keys, values = normal(2, B, h, 1, c, d) if c else (None, None)
     logits, landmark = None, torch.arange(c, device=device)
-    if case.log_count or case.apart:
+    if case.log_count or case.leave_one_out:
         logits = (landmark + 1.0).log()[None, None] * case.log_count
-    if case.apart:
+    if case.leave_one_out:
         window = torch.arange(count_windows(case.grid, case.window), device=device)[:, None, None]
         logits = logits.masked_fill(window % c == landmark, -torch.inf)
     windows = {"grid": case.grid, "window": case.window, "overlap": case.overlap}
@@ -221,21 +225,21 @@ def group_values_reference(k, v, omega, groups):
 
 def performer_example(case: PerformerCase, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
     """Arguments of `performer`."""
-    draw = drawing(device)
-    return [*projected(case, case.N, draw), draw(case.h, case.s, case.d)], {}
+    normal = normal_sampler(device)
+    return [*projected(case, case.N, normal), normal(case.h, case.s, case.d)], {}
 
 
 def lara_example(case: LaraCase, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
     """Arguments of `lara`."""
-    draw = drawing(device)
-    tokens, landmarks = projected(case, case.N, draw), draw(2, case.B, case.h, case.c, case.d)
-    return [*tokens, *landmarks, draw(case.h, case.c, case.s, case.d)], {"weighting": case.weighting}
+    normal = normal_sampler(device)
+    tokens, landmarks = projected(case, case.N, normal), normal(2, case.B, case.h, case.c, case.d)
+    return [*tokens, *landmarks, normal(case.h, case.c, case.s, case.d)], {"weighting": case.weighting}
 
 
 class Checked(NamedTuple):
-    """What a kind of case checks: its first arguments' names, whose gradients count, and functions of one signature.
+    """What a kind of case checks: functions of one signature, and its first arguments' names, whose gradients count.
 
-    op: what layers call, whatever the path. plain: of half types too without autocast.
+    op: what layers call, whatever the path. plain: for half precision too without autocast.
     """
 
     example: Callable
@@ -308,43 +312,40 @@ def errors(case: NamedTuple, device: torch.device) -> dict[str, tuple[float, flo
 
 
 def excess(case: NamedTuple, error: float, plain_error: float) -> float:
-    """How many times the error that is allowed an error is."""
+    """How many times the allowed error an error is."""
     beyond_plain = 0.0 if case.dtype == torch.float32 else BEYOND_PLAIN * plain_error
     return error / max(FP32_ERROR, beyond_plain)
 
 
-def milliseconds(function: Callable[[], Any], device: torch.device, repeats: int = 20) -> float:
-    """Median time that a GPU works on a call, its caches cold. The host runs ahead, so that its work does not count."""
-    cold, times = torch.empty(2**28, dtype=torch.uint8, device=device), []
-    for _ in range(3):  # compiled, its memory at hand
-        function()
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        cold.zero_()
-        torch.cuda._sleep(20_000_000)  # cycles, about 10 ms: all launches of a call take less
-        start.record()
-        function()
-        end.record()
-        torch.cuda.synchronize(device)
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
+def time_cold(calls: Mapping[str, Call], device: torch.device) -> Times:
+    """Single calls in turns. Before each, memory is written: it leaves a GPU's caches cold, and takes so long that the
+    host has launched the call by then, so that the host's work does not count.
+    """
+    cold = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device)
+
+    def flush(number: int) -> None:
+        for _ in range(FLUSHES):
+            cold.zero_()
+
+    return time_rounds(calls, ROUNDS, device, sample_seconds=0, before=flush)
 
 
-def bandwidth(device: torch.device, size: int = 2**30) -> float:
-    """Bytes per millisecond that a copy of `size` bytes reads and writes."""
-    x = torch.empty(size, dtype=torch.uint8, device=device)
+def bandwidth(device: torch.device) -> float:
+    """Bytes per second that a copy of `COPIED_BYTES` reads and writes."""
+    x = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
-    return 2 * size / milliseconds(lambda: y.copy_(x), device)
+    times = time_cold({"copy": lambda: y.copy_(x)}, device)
+    return 2 * COPIED_BYTES / Spread.of(times.seconds["copy"]).median
 
 
 def on_path(path: kernels.Path, op: Callable[..., Tensor], arguments: Sequence[Any], options: dict[str, Any]) -> Tensor:
-    """An op as layers call it in mixed precision: under autocast, its output of the type of q."""
+    """An op as layers call it in mixed precision: under autocast, its output in the dtype of q."""
     q = arguments[0]
     with kernels.use(path), torch.autocast(q.device.type, q.dtype):
         return op(*arguments, **options).to(q.dtype)
 
 
-def timings(case: NamedTuple, device: torch.device, per_ms: float) -> list[dict[str, Any]]:
+def timings(case: NamedTuple, device: torch.device, bytes_per_second: float) -> list[dict[str, Any]]:
     """Rows of the table by column: forward, and forward with backward."""
     checked = CHECKED[type(case)]
     inputs, options = checked.example(case, device)
@@ -364,26 +365,32 @@ def timings(case: NamedTuple, device: torch.device, per_ms: float) -> list[dict[
                 for name, f in functions.items()
             }
         with torch.set_grad_enabled(moved == 12):
-            times = {name: milliseconds(call, device) for name, call in calls.items()}
+            for call in calls.values():
+                call()  # compiled, its memory at hand
+            times = time_cold(calls, device)
             launched = {f"{name} launches": count_launches(call, device) for name, call in calls.items()}
         row = {"op": checked.op.__name__, "N": dy.shape[2], "B": dy.shape[0], "mode": mode}
-        row |= {f"{name} (ms)": f"{time:.3f}" for name, time in times.items()}
-        row |= {f"over {name}": f"{times[name] / times['triton']:.2f}" for name in ("SDPA", "plain", "auto")}
-        row["of the floor"] = f"{moved * dy.nbytes / per_ms / times['triton']:.0%}"
+        for name, seconds in times.seconds.items():
+            row[f"{name} (ms)"] = quote(describe("time", Spread.of(seconds), times), "time", 1e-3, ".3f")
+        for name in ("SDPA", "plain", "auto"):
+            row[f"over {name}"] = quote(describe("ratio", times.speedup("triton", name), times), "ratio", 1, ".2f")
+        floor, triton = moved * dy.nbytes / bytes_per_second, Spread.of(times.seconds["triton"])
+        row["of the floor"] = f"{'~' * times.noisy(triton)}{floor / triton.median:.0%}"
         rows.append(row | launched | saved)
     return rows
 
 
 def table(device: torch.device) -> Iterator[str]:
-    """Lines of the table of times."""
-    per_ms, columns = bandwidth(device), None
+    """Lines of the table of times, and what ~ means in it."""
+    bytes_per_second, columns = bandwidth(device), None
     for case in TIMED:
-        for row in timings(case, device, per_ms):
+        for row in timings(case, device, bytes_per_second):
             if columns is None:
                 columns = list(row)
                 yield f"|{'|'.join(columns)}|"
                 yield f"|{'---|' * len(columns)}"
             yield f"|{'|'.join(map(str, row.values()))}|"
+    yield f"\n{NOISE}"
 
 
 def main() -> None:

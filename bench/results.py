@@ -1,4 +1,4 @@
-"""What a benchmark has measured, row by row: a table for people, CSV and JSON."""
+"""What a benchmark has measured, row by row: a table for people, CSV and JSON; and how a noisy figure is marked."""
 
 import csv
 import itertools
@@ -26,7 +26,7 @@ ENDS = ("", "_q1", "_q3", "_noisy")
 MEASURED = [name + end for name in ("seconds", "speedup") for end in ENDS]
 COUNTED = ("images_per_second", "waited", "peak_bytes", "peak_ratio", "saved_bytes", "launches", "macs", "parameters")
 COLUMNS = ("kind", "name", "baseline", *SETTINGS, *MEASURED, *COUNTED)
-"""Of results.csv and results.json. peak_ratio: to the baseline. waited: share of the time, see engine/measure.py."""
+"""Of results.csv and results.json. peak_ratio: to the baseline. waited: share of the time, see `bench.timing.Times`."""
 
 
 def describe(name: str, spread: Spread, times: Times) -> dict[str, float | bool]:
@@ -35,16 +35,22 @@ def describe(name: str, spread: Spread, times: Times) -> dict[str, float | bool]
     return dict(zip((name + end for end in ENDS), values, strict=True))
 
 
-def report(facts: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+def quote(row: Mapping[str, Any], name: str, unit: float, form: str) -> str:
+    """The quantity `name` of a row as ``"~1.23 (1.20–1.30)"``: median and quartiles, ~ if noisy; empty if unknown."""
+    median, low, high, noisy = (row[name + end] for end in ENDS)
+    return "" if median is None else f"{'~' * noisy}{median / unit:{form}} ({low / unit:{form}}–{high / unit:{form}})"
+
+
+def report(metadata: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """Markdown: how it was measured, and a table for layers and one for models."""
     lines = [
-        ", ".join(f"{name} {value}" for name, value in facts.items() if name != "command"),
+        ", ".join(f"{name} {value}" for name, value in metadata.items() if name != "command"),
         "",
         f"{MEMORY} Speed-up: of the same round's times, median and quartiles.",
     ]
     for kind, same_kind in itertools.groupby(rows, key=itemgetter("kind")):
-        table = [cells(row) for row in same_kind]
-        settings = {name: cell for name, cell in table[0].items() if name in SETTINGS}
+        table = [readable(row) for row in same_kind]
+        settings = {name: text for name, text in table[0].items() if name in SETTINGS}
         shared = [name for name in settings if len({line[name] for line in table}) == 1]
         empty = [name for name in table[0] if not any(line[name] for line in table)]
         names = [name for name in table[0] if name not in (*shared, *empty)]
@@ -58,21 +64,17 @@ def report(facts: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def cells(row: dict[str, Any]) -> dict[str, str]:
-    """A row as people read it; what is not known is empty."""
+def readable(row: Mapping[str, Any]) -> dict[str, str]:
+    """Title of a column -> its text in a row, for people; what is not known is empty."""
 
     def text(value: float | None, unit: float, form: str) -> str:
         return "" if value is None else f"{value / unit:{form}}"
 
-    def spread(name: str, unit: float, form: str) -> str:
-        median, low, high = (text(row[key], unit, form) for key in (name, f"{name}_q1", f"{name}_q3"))
-        return f"{'~' * row[f'{name}_noisy']}{median} ({low}–{high})" if median else ""
-
     return {
         "name": row["name"],
         **{name: str(row[name]) for name in SETTINGS},
-        "ms": spread("seconds", 1e-3, ".4g") or "out of memory",
-        f"speed-up over {row['baseline']}": spread("speedup", 1, ".2f"),
+        "ms": quote(row, "seconds", 1e-3, ".4g") or "out of memory",
+        f"speed-up over {row['baseline']}": quote(row, "speedup", 1, ".2f"),
         "images/s": text(row["images_per_second"], 1, ".4g"),
         "peak (MiB)": text(row["peak_bytes"], 2**20, ".1f")
         + (f" ({row['peak_ratio']:.2f}x)" if row["peak_ratio"] else ""),
@@ -83,10 +85,10 @@ def cells(row: dict[str, Any]) -> dict[str, str]:
     }
 
 
-def write_tables(facts: Mapping[str, Any], rows: Sequence[dict[str, Any]], output: Path) -> None:
+def write_tables(metadata: Mapping[str, Any], rows: Sequence[dict[str, Any]], output: Path) -> None:
     """Writes table.md, results.csv and results.json into the directory `output`."""
-    (output / "table.md").write_text(report(facts, rows))
-    (output / "results.json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=1))
+    (output / "table.md").write_text(report(metadata, rows))
+    (output / "results.json").write_text(json.dumps({"metadata": metadata, "rows": rows}, indent=1))
     with (output / "results.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()

@@ -1,23 +1,14 @@
-"""What a call costs: time against other calls, in interleaved rounds; peak memory, saved bytes, kernel launches."""
+"""How long calls take beside each other, in interleaved rounds, and how many kernels they launch."""
 
 import gc
 import math
-import os
-import re
-import resource
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-from torch import Tensor
-from torch.autograd.graph import saved_tensors_hooks
 from torch.profiler import ProfilerActivity, profile
-
-from engine.failure import is_out_of_memory
 
 Call = Callable[[], object]
 
@@ -64,37 +55,57 @@ class Times:
     def speedup(self, name: str, baseline: str) -> Spread:
         """How many times faster than `baseline` the call `name` is, by the ratios of two times of the same round."""
         pairs = zip(self.seconds[baseline], self.seconds[name], strict=True)
-        return Spread.of([reference / own for reference, own in pairs])
+        return Spread.of([reference / seconds for reference, seconds in pairs])
 
     def noisy(self, spread: Spread) -> bool:
         """Whether a median of these times, or of their ratios, is too uncertain to be quoted."""
         return spread.error > MAX_ERROR or self.waited > MAX_WAITED
 
 
-def time_rounds(calls: Mapping[str, Call], rounds: int, device: torch.device, sample_seconds: float = 0.02) -> Times:
+def time_rounds(
+    calls: Mapping[str, Call],
+    rounds: int,
+    device: torch.device,
+    sample_seconds: float = 0.02,
+    *,
+    clock: Callable[[], float] = time.perf_counter,
+    before: Callable[[int], object] = lambda number: None,
+) -> Times:
     """Times `calls` in turns: A B C, then C B A, and so on, so that drift meets all of them alike.
 
     A measurement repeats a short call until it lasts `sample_seconds`, by CUDA events on a GPU. One more round comes
     first and is dropped. Calls should have been made a few times before.
+
+    Args:
+        clock: seconds on a CPU; `time.process_time` does not run while the process waits.
+        before: precedes every measurement, which it is no part of, and takes the number of the round. A GPU may still
+            be busy with what it has launched when the host begins to make the calls.
     """
-    repeats = {name: max(1, math.ceil(sample_seconds / clock(call, 1, device))) for name, call in calls.items()}
+
+    def measure(name: str, repeats: int, number: int) -> tuple[float, float]:
+        before(number)
+        return elapsed(calls[name], repeats, device, clock)
+
+    repeats = {name: max(1, math.ceil(sample_seconds / measure(name, 1, 0)[0])) for name in calls}
     seconds = {name: [] for name in calls}
+    ran = total = 0.0
     gc.collect()
     gc.disable()
     try:
         for number in range(rounds + 1):
-            if number == 1:
-                began, ran = time.perf_counter(), time.thread_time()
             for name in calls if number % 2 else reversed(calls):
-                seconds[name].append(clock(calls[name], repeats[name], device))
-        waited = 1 - (time.thread_time() - ran) / (time.perf_counter() - began)
+                measured, of_thread = measure(name, repeats[name], number)
+                if number:
+                    seconds[name].append(measured / repeats[name])
+                    total += measured
+                    ran += of_thread
     finally:
         gc.enable()
-    return Times({name: samples[1:] for name, samples in seconds.items()}, waited if device.type == "cpu" else 0.0)
+    return Times(seconds, 1 - ran / total if calls else 0.0)
 
 
-def clock(call: Call, repeats: int, device: torch.device) -> float:
-    """Seconds of one of `repeats` calls in a row."""
+def elapsed(call: Call, repeats: int, device: torch.device, clock: Callable[[], float]) -> tuple[float, float]:
+    """Seconds of `repeats` calls in a row, and for how many of them this thread ran: on a GPU, all."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -102,85 +113,12 @@ def clock(call: Call, repeats: int, device: torch.device) -> float:
             call()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1000 / repeats
-    start = time.perf_counter()
+        return (start.elapsed_time(end) / 1000,) * 2
+    start, ran = clock(), time.thread_time()
     for _ in range(repeats):
         call()
-    return (time.perf_counter() - start) / repeats
-
-
-@contextmanager
-def memory_permitting() -> Iterator[None]:
-    """Inside it, memory that does not suffice ends the block, and nothing else."""
-    try:
-        yield
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-
-
-@contextmanager
-def limit_memory(device: torch.device) -> Iterator[None]:
-    """Inside it, what does not fit into the main memory that is free now is refused to this process.
-
-    Linux would grant it, and end the process once it is used. Elsewhere, and on a GPU, it does nothing.
-    """
-    if device.type != "cpu" or not Path("/proc/meminfo").exists():
-        yield
-        return
-    free = re.search(r"^MemAvailable: +(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
-    own = re.search(r"^VmData:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
-    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limits = (1024 * (int(free[1]) + int(own[1])), soft, hard)
-    limit = min(limit for limit in limits if limit != resource.RLIM_INFINITY)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def peak_bytes(call: Call, device: torch.device) -> int:
-    """The most memory that was allocated at one time during the call, beyond what was allocated before it.
-
-    By torch's allocator: what kernels ask it for counts, what libraries allocate by themselves does not.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        call()
-        return torch.cuda.max_memory_allocated(device) - before
-    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler reports errors where there is no GPU
-    # acc_events: torch 2.11 warns without it.
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as profiler:
-        call()
-    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    return peak
-
-
-def saved_bytes(forward: Callable[[], Tensor], parameters: Iterable[Tensor]) -> int:
-    """Bytes of memory that the result of `forward` keeps alive for its backward pass.
-
-    Storages count once and as a whole; those of inputs count, those of `parameters` do not.
-    """
-    kept = {}
-
-    def note(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with saved_tensors_hooks(note, lambda tensor: tensor):
-        result = forward()  # alive until the addresses are compared, so that none is used twice
-    for parameter in parameters:
-        kept.pop(parameter.untyped_storage().data_ptr(), None)
-    del result
-    return sum(kept.values())
+    ran = time.thread_time() - ran
+    return clock() - start, ran
 
 
 def count_launches(call: Call, device: torch.device) -> int | None:

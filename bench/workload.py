@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from attention import Attention, AttentionFactory, Grid, kernels
 from attention.options import OptionError, nearest
 from bench.costs import Costs, costs_of
-from bench.timing import count_launches, peak_bytes, saved_bytes
+from bench.memory import peak_bytes, saved_bytes
+from bench.timing import count_launches
 from engine.config import ConfigError, load_run
 from engine.distributed import autocast
 from models import create_model
@@ -154,11 +155,11 @@ def _read_options(text: str, options: str) -> dict[str, Any]:
         raise ConfigError(f"{text!r}: expected OPTION=VALUE,... after the last colon") from None
 
 
-def draw_weights(network: nn.Module) -> nn.Module:
-    """`network` with linear layers that keep the variance of their input.
+def initialise_weights(network: nn.Module) -> nn.Module:
+    """`network`, its linear layers initialised anew so that they keep the variance of their input.
 
-    Queries and keys are then of variance 1 as after training, for layers as for models. With others the softmax may
-    leave denormal numbers, which processors are many times slower with.
+    Queries and keys then have variance 1, as after training, in layers and in models. With other variances the softmax
+    may yield denormal numbers, which slow processors down many times over.
     """
     for module in network.modules():
         if isinstance(module, nn.Linear):
@@ -181,7 +182,7 @@ class Workload:
     ):
         self.path, self.device, self.amp = subject.path, device, None if dtype == "fp32" else dtype
         torch.manual_seed(0)
-        network = draw_weights(subject.build(size)).to(device)
+        network = initialise_weights(subject.build(size)).to(device)
         torch.manual_seed(0)  # the same inputs, however many numbers the weights took
         with autocast(self.amp, device):
             self.inputs = subject.example(network, size, batch, device)

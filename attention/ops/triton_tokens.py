@@ -2,6 +2,8 @@
 
 Tokens come as tuples x = (pointer, strides of B, h and N), see `view`. S, a kernel's compile-time sizes, has at least
 the head width d and its power of two block_d, for `dot` the precision of products in fp32, and may have num_warps.
+
+Shapes beside products are those of blocks: q queries, k keys, c landmarks or samples, n tokens, d channels (block_d).
 """
 
 from typing import Any
@@ -13,7 +15,7 @@ from torch import Tensor
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 PROGRAMS = 1024
-"""How many programs sums over images are parted into: a few for every multiprocessor."""
+"""How many programs share sums over images: a few for every multiprocessor."""
 
 
 @triton.jit
@@ -30,16 +32,16 @@ def dot(a, b, S: tl.constexpr):
     """a @ b summed in fp32. Triton's interpreter holds bf16 as integers, which must not be multiplied."""
     if INTERPRETED:
         a, b = a.to(tl.float32), b.to(tl.float32)
-    return tl.dot(a, b, input_precision=S.precision)
+    return tl.dot(a, b, input_precision=S.precision)  # (rows, inner) @ (inner, columns)
 
 
 @triton.jit
 def dot_exactly(a, b, S: tl.constexpr):
     """a @ b of fp32 a, which is not rounded where b is of a half type: as the sum of two halves."""
     high = cast(a, b.dtype)
-    product = dot(high, b, S)
+    product = dot(high, b, S)  # (rows, inner) @ (inner, columns)
     if b.dtype != tl.float32:
-        product += dot(cast(a - high.to(tl.float32), b.dtype), b, S)
+        product += dot(cast(a - high.to(tl.float32), b.dtype), b, S)  # the same shapes
     return product
 
 
@@ -68,9 +70,9 @@ def accumulate(state, logits, values, S: tl.constexpr):
     """Running softmax: state (largest logit, sum of weights, sum of weighted values) of queries."""
     largest, total, y = state
     new = tl.maximum(largest, tl.max(logits, 1))
-    shift = tl.where(new == float("-inf"), 0.0, new)  # nothing seen yet
+    shift = tl.where(new == float("-inf"), 0.0, new)  # nothing attended yet
     weight, decay = tl.exp(logits - shift[:, None]), tl.exp(largest - shift)
-    y = y * decay[:, None] + dot(cast(weight, values.dtype), values, S)
+    y = y * decay[:, None] + dot(cast(weight, values.dtype), values, S)  # (q, k) @ (k, d)
     return new, total * decay + tl.sum(weight, 1), y
 
 
@@ -84,7 +86,7 @@ def softmax_gradient(logits, a, b, lse, delta, S: tl.constexpr):
 @triton.jit
 def logits_gradient(weight, a, b, delta, S: tl.constexpr):
     """Gradient of the logits; a @ b.T is that of the weights: dy and values, or values and dy."""
-    return weight * (dot(a, tl.trans(b), S) - delta)
+    return weight * (dot(a, tl.trans(b), S) - delta)  # (q, d) @ (d, k), or (k, d) @ (d, q)
 
 
 @triton.jit

@@ -1,30 +1,14 @@
-"""The benchmark: rounds interleave, ratios come from one round, counts are right for known cases, input is refused."""
+"""The benchmark: its workloads, its results for known cases, and what it refuses."""
 
 import csv
 import json
-import os
-import resource
-import time
-from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import benchmark
 from attention import ATTENTION
-from bench import timing as measure
-from bench.timing import (
-    Spread,
-    Times,
-    count_launches,
-    limit_memory,
-    memory_permitting,
-    peak_bytes,
-    saved_bytes,
-    time_rounds,
-)
-from bench.workload import MODES, Workload, attention_core, attention_layer, draw_weights, whole_model
+from bench.workload import MODES, Workload, attention_core, attention_layer, initialise_weights, whole_model
 
 CPU = torch.device("cpu")
 LAYERS = ["--device", "cpu", "--dim", "12", "--num-heads", "3", "--batch-size", "2", "--rounds", "2"]
@@ -39,71 +23,6 @@ def run(*arguments: str, output) -> list[dict]:
 
 def plan(*arguments: str, device: torch.device = CPU) -> list[benchmark.Comparison]:
     return benchmark.plan(benchmark.parse_arguments(arguments), device)
-
-
-def test_rounds_interleave_and_turn_round():
-    log = []
-    calls = {name: lambda name=name: log.append(name) for name in "ABC"}
-    times = time_rounds(calls, 3, CPU, sample_seconds=0)
-    assert "".join(log) == "ABC" + "CBA" + "ABC" + "CBA" + "ABC"  # lengths of calls, the dropped round, three rounds
-    assert [len(samples) for samples in times.seconds.values()] == [3, 3, 3]
-
-
-def test_short_calls_are_repeated(monkeypatch):
-    lengths, log = {"short": 0.004, "long": 0.1}, []
-    monkeypatch.setattr(measure, "clock", lambda call, repeats, device: log.append((call, repeats)) or lengths[call])
-    times = time_rounds({name: name for name in lengths}, 2, CPU, sample_seconds=0.02)
-    assert log[:4] == [("short", 1), ("long", 1), ("long", 1), ("short", 5)]
-    assert times.seconds == {"short": [0.004] * 2, "long": [0.1] * 2}
-
-
-def test_speedup_is_of_times_of_the_same_round():
-    times = Times({"softmax": [1.0, 4.0, 10.0], "eva": [2.0, 4.0, 1.0]}, waited=0)
-    speedup = times.speedup("eva", "softmax")
-    assert (speedup.low, speedup.median, speedup.high) == (0.75, 1.0, 5.5)  # of the ratios 0.5, 1, 10
-
-
-def test_noise():
-    steady, jumpy = Spread.of([1.0, 1.01, 0.99, 1.0]), Spread.of([1.0, 2.0, 1.0, 2.0])
-    assert not Times({}, waited=0.01).noisy(steady)
-    assert Times({}, waited=0.01).noisy(jumpy)
-    assert Times({}, waited=0.3).noisy(steady)
-    kept_waiting = time_rounds({"call": lambda: time.sleep(0.01)}, 2, CPU, sample_seconds=0)
-    assert kept_waiting.waited > 0.5
-
-
-def test_saved_bytes():
-    linear, x = nn.Linear(8, 16), torch.randn(4, 8, requires_grad=True)
-    assert saved_bytes(lambda: linear(x), linear.parameters()) == 4 * 8 * 4
-    assert saved_bytes(lambda: linear(x), []) == 4 * 8 * 4 + 16 * 8 * 4
-    assert saved_bytes(lambda: linear(x).exp(), linear.parameters()) == 4 * 8 * 4 + 4 * 16 * 4
-    assert saved_bytes(lambda: x[:1].square() + x[1:].square(), []) == 4 * 8 * 4  # one storage, as a whole
-    with torch.no_grad():
-        assert saved_bytes(lambda: linear(x).exp(), []) == 0
-
-
-def test_peak_bytes():
-    def call():
-        a, b = torch.ones(1000), torch.ones(500)
-        del a
-        return torch.ones(600), b
-
-    assert peak_bytes(call, CPU) == 1500 * 4
-    assert count_launches(call, CPU) is None
-
-
-@pytest.mark.gpu
-def test_counts_on_a_gpu():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    device = torch.device("cuda")
-    x = torch.randn(2**20, device=device)
-    torch.relu(x)
-    assert count_launches(lambda: torch.relu(torch.relu(x)), device) == 2
-    assert peak_bytes(lambda: torch.relu(torch.relu(x)), device) == 2 * x.nbytes
-    times = time_rounds({"call": x.sin}, 2, device)
-    assert min(times.seconds["call"]) > 0
-    assert times.waited == 0
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -123,7 +42,7 @@ def test_a_call_leaves_nothing_behind(mode):
 def test_logits_spread_as_after_training():
     torch.manual_seed(0)
     subject = attention_layer("softmax", 192, 3)
-    layer = draw_weights(subject.build((14, 14)))
+    layer = initialise_weights(subject.build((14, 14)))
     q, k, _ = layer.project(*subject.example(layer, (14, 14), 2, CPU))
     logits = q @ k.mT / 8
     assert 0.8 < logits.std() < 1.2
@@ -236,21 +155,6 @@ def test_what_does_not_fit_has_no_figures(tmp_path, monkeypatch, capsys, method,
 def test_inputs_that_do_not_fit(tmp_path, capsys):
     benchmark.main([*LAYERS, "--attention", "softmax", "--tokens", "16", "--batch-size", str(10**12)])
     assert "out of memory" in capsys.readouterr().out
-
-
-def test_other_errors_are_not_taken_for_memory():
-    with pytest.raises(RuntimeError, match="shapes"), memory_permitting():
-        raise RuntimeError("shapes")
-
-
-def test_memory_that_is_not_there_is_refused():
-    """Linux alone would grant each of these, as nothing is written to them, and end the process in the end."""
-    blocks, before = [], resource.getrlimit(resource.RLIMIT_DATA)
-    count = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**30 + 2
-    with limit_memory(CPU), memory_permitting():
-        blocks += (torch.empty(2**30, dtype=torch.uint8) for _ in range(count))
-    assert (len(blocks) < count) == Path("/proc/meminfo").exists()
-    assert resource.getrlimit(resource.RLIMIT_DATA) == before
 
 
 def test_an_interrupted_run_shows_what_it_has_measured(tmp_path, monkeypatch, capsys):

@@ -1,13 +1,16 @@
 """What measures the loader: the same images from every source, and ratios that are what they say."""
 
-import math
-
 import numpy as np
 import pytest
+import torch
 
 from bench import loading
+from bench.results import NOISE
+from bench.timing import Times
 from engine.distributed import seed_everything
 from engine.images import decode
+
+SMALL = np.zeros((3, 4, 4), np.uint8)
 
 
 def test_every_source_gives_the_same_images(tmp_path):
@@ -27,24 +30,33 @@ def draw(images, index: int) -> np.ndarray:
 
 
 def test_the_table_takes_ratios_within_a_round():
-    table = loading.table(
-        {"plain": [0.004, 0.008, 0.004], "fast": [0.002, 0.004, 0.001], "noisy": [0.004, 0.001, 0.016]}
-    )
-    _, plain, fast, noisy = table.splitlines()
-    assert plain.split() == ["plain", "250", "4.00", "1.00", "+-0.00"]
-    assert fast.split()[:4] == ["fast", "500", "2.00", "2.00"]
-    assert noisy.endswith("too noisy, repeat")
+    seconds = {"plain": [0.8, 1.6, 0.8], "fast": [0.4, 0.8, 0.4], "noisy": [0.8, 0.2, 3.2]}
+    _, plain, fast, noisy, what_noise_is = loading.table(Times(seconds, waited=0.0), 200).splitlines()
+    assert plain.split() == ["plain", "250", "~4.00", "(4.00–6.00)", "1.00", "(1.00–1.00)"]
+    assert fast.split() == ["fast", "500", "~2.00", "(2.00–3.00)", "2.00", "(2.00–2.00)"]
+    assert noisy.split()[4] == "~1.00"
+    assert what_noise_is == NOISE
+    steady = loading.table(Times({"plain": [0.8, 0.8]}, waited=0.0), 200)
+    assert "~" not in steady
 
 
-@pytest.mark.parametrize(("values", "expected"), [([1.0, 2, 3, 4, 5], 1.0), ([2.0, 2], 0.0), ([1.0], math.inf)])
-def test_spread(values, expected):
-    assert loading.half_range(values) == expected
+def test_sources_are_timed_with_equal_seeds_in_a_round(tmp_path):
+    """And with other seeds in other rounds; in processor time."""
+    sources, seeds = loading.open_sources(loading.write_jpegs(tmp_path / "made", 2), tmp_path, 2), {}
+    for name, images in sources.items():
+        images.transform = lambda image, name=name: seeds.setdefault(name, []).append(torch.rand(()).item()) or SMALL
+    times = loading.time_sources(sources, 2, rounds=2)
+    assert {name: len(seconds) for name, seconds in times.seconds.items()} == dict.fromkeys(sources, 2)
+    first, *rest = seeds.values()
+    assert rest == [first] * 2
+    assert len(set(first)) == 2 * 3  # two images; the first pass and the dropped round have the same seed
 
 
 def test_the_command_runs(capsys):
-    loading.main(["--images", "2", "--rounds", "1"])
-    lines = capsys.readouterr().out.splitlines()
-    assert [line[:26].strip() for line in lines[-3:]] == [
+    loading.main(["--images", "2", "--rounds", "2"])
+    lines = [line[:26].strip() for line in capsys.readouterr().out.splitlines()]
+    table = lines.index("source")
+    assert lines[table + 1 : table + 4] == [
         "JPEG",
         "prepared, full size",
         "prepared, short side 256",
@@ -53,7 +65,12 @@ def test_the_command_runs(capsys):
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
-    [(["/nowhere"], "data.root: no directory"), (["--rounds", "0"], "must be at least 1")],
+    [
+        (["/nowhere"], "data.root: no directory"),
+        (["--images", "0"], "must be at least 1"),
+        (["--rounds", "0"], "quartiles take at least 2"),
+        (["--rounds", "1"], "quartiles take at least 2"),
+    ],
 )
 def test_bad_input_is_refused(capsys, arguments, problem):
     with pytest.raises(SystemExit) as ended:

@@ -15,7 +15,7 @@ from attention.ops.group_values import eager as groups
 from attention.ops.joint_softmax import eager as joint
 from attention.ops.random_features import eager as random_features
 from attention.ops.randomized import eager as randomized
-from bench.timing import peak_bytes
+from bench.memory import peak_bytes
 from tests.support.cases import CASES, Case
 from tests.uniform.test_attention import FP32_RMS, FP64, FP64_GRADIENT, rms_ratio
 

@@ -8,7 +8,6 @@ import json
 import os
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,6 @@ from attention.ops.group_values import triton_groups, triton_tiles
 from attention.ops.joint_softmax import triton_joint
 from attention.ops.random_features import triton_random_features
 from attention.parts.groups import bins, bins_outside
-from bench import check_kernels
 from bench.check_kernels import (
     CASES,
     CHECKED,
@@ -214,36 +212,6 @@ def test_what_the_kernels_of_random_features_do_not_cover(op, options, monkeypat
         assert not covers(y, y, y, **others)
     monkeypatch.setattr(tiles.INTERPRETED, "value", False)
     assert not covers(x, x, x, **others)
-
-
-def test_the_table_of_times(monkeypatch):
-    """Without a GPU: on its paths for a CPU, with a clock that stands still."""
-
-    class Event:
-        def __init__(self, enable_timing):
-            assert enable_timing
-
-        def record(self):
-            pass
-
-        def elapsed_time(self, end):
-            return 2.0
-
-    for name, stub in {"Event": Event, "_sleep": int, "synchronize": torch.device}.items():
-        monkeypatch.setattr(torch.cuda, name, stub)
-    cases = [Case((4, 6), (2, 3), d=16), PerformerCase(24, 10), LaraCase(24, 6)]
-    monkeypatch.setattr(check_kernels, "TIMED", [case._replace(dtype=torch.bfloat16) for case in cases])
-    monkeypatch.setattr(check_kernels, "milliseconds", partial(check_kernels.milliseconds, repeats=1))
-    monkeypatch.setattr(check_kernels, "bandwidth", partial(check_kernels.bandwidth, size=2**10))
-    header, line, *rows = (
-        [cell.strip() for cell in row[1:-1].split("|")] for row in check_kernels.table(torch.device("cpu"))
-    )
-    assert len(rows) == 2 * len(cases)
-    assert {len(row) for row in (line, *rows)} == {len(header)} == {len(set(header))}
-    for row in (dict(zip(header, row, strict=True)) for row in rows):
-        assert float(row["plain (ms)"]) == 2
-        assert float(row["over plain"]) == 1
-        assert row["triton launches"] == "None"  # of a GPU
 
 
 @gpu

@@ -51,7 +51,7 @@ def _logits(a, b, half, member, sample, token, c, N, S: tl.constexpr):
     seen = (sample < c) & (token < N)
     if member is not None:
         seen = tl.load(member + sample // S.samples * N + token, seen, other=0) != 0
-    return tl.where(seen, dot(a, tl.trans(b), S) - half, float("-inf"))
+    return tl.where(seen, dot(a, tl.trans(b), S) - half, float("-inf"))  # (c, d) @ (d, n), or (n, d) @ (d, c)
 
 
 @triton.jit
@@ -95,8 +95,8 @@ def _token_gradient(k, v, omega, member, dbeta, log_mass, delta, dk, dv, h, N, c
         shift = load_numbers(delta, batch, head, sample, sample < c, h, c, 0.0)
         logits = _logits(keys, samples, half, member, sample, token[:, None], c, N, S)
         weight, d_logits = softmax_gradient(logits, values, gradient, normaliser, shift, S)
-        d_keys += dot(d_logits, samples, S) - tl.sum(d_logits, 1)[:, None] * keys
-        d_values += dot(weight, gradient, S)
+        d_keys += dot(d_logits, samples, S) - tl.sum(d_logits, 1)[:, None] * keys  # (n, c) @ (c, d)
+        d_values += dot(weight, gradient, S)  # (n, c) @ (c, d)
     store(dk, batch, head, token, token < N, d_keys * scale, S)
     store(dv, batch, head, token, token < N, d_values, S)
 
@@ -120,7 +120,7 @@ def _sample_gradient(k, v, omega, member, dbeta, log_mass, delta, domega, h, N, 
         values = load(v, batch, head, token, token < N, tl.float32, S)
         half = tl.sum(keys * keys, 1) / 2
         logits = _logits(samples, keys, half, member, sample[:, None], token, c, N, S)
-        total += dot(softmax_gradient(logits, gradient, values, normaliser, shift, S)[1], keys, S)
+        total += dot(softmax_gradient(logits, gradient, values, normaliser, shift, S)[1], keys, S)  # (c, n) @ (n, d)
     store(domega, batch, head, part * c + sample, real, total, S)
 
 
@@ -209,7 +209,7 @@ def covers_group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> 
 
 
 def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """`op.group_values` where all queries share the groups, none of which is empty."""
+    """`attention.ops.group_values.op.group_values` where all queries share the groups, none of which is empty."""
     k, v, samples = map(dense, (k, v, omega[:, :, 0].flatten(2, 3)))
     if covers_tile_values(omega, groups):
         beta, log_mass = tile_values(k, v, samples, groups.tiles.grid[1], list(groups.tiles.size))

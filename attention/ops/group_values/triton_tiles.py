@@ -66,6 +66,7 @@ def _store(x, batch, head, token, valid, value, S: tl.constexpr):
 def _logits(keys, samples, S: tl.constexpr):
     """Log features of tiles' tokens at samples (groups, d): (groups, t); -inf beyond a tile."""
     within = tl.arange(0, S.block_t)[None, :] < S.rows * S.columns
+    # (groups, t, d) * (groups, 1, d), summed over d
     return tl.where(within, tl.sum(keys * (samples[:, None, :] - 0.5 * keys), 2), float("-inf"))
 
 
@@ -78,6 +79,7 @@ def _forward(k, v, omega, beta, log_mass, h, c, W, scale, S: tl.constexpr):
     largest = tl.max(logits, 1)
     weight = tl.exp(logits - largest[:, None])
     total = tl.sum(weight, 1)
+    # (groups, t, 1) * (groups, t, d), summed over t
     values = tl.sum(weight[:, :, None] * _load(v, batch, head, token, valid, S), 1)
     store(beta, batch, head, group, real, values / total[:, None], S)
     tl.store(log_mass + (batch.to(tl.int64) * h + head) * c + group, largest + tl.log(total), real)
@@ -93,6 +95,7 @@ def _gradient(k, v, omega, log_mass, dbeta, dlog_mass, dk, dv, domega, h, c, W, 
     d_mass = load_numbers(dlog_mass, batch, head, group, real, h, c, 0.0)
     logits = _logits(_load(k, batch, head, token, valid, S) * scale, samples, S)
     weight = tl.exp(logits - normaliser[:, None])
+    # (groups, t, d) * (groups, 1, d), summed over d
     d_weight = tl.sum(_load(v, batch, head, token, valid, S) * gradient, 2)
     _store(dv, batch, head, token, valid, weight[:, :, None] * gradient, S)
     d_logits = (weight * (d_weight + (d_mass - tl.sum(weight * d_weight, 1))[:, None]))[:, :, None]

@@ -1,16 +1,16 @@
-"""The joint softmax of exact windows and landmarks that all queries share, fused into Triton kernels. Experimental.
+"""The joint softmax of windows and landmarks that all queries share, fused into Triton kernels. Experimental.
 
 Queries, keys and values are read where the projection left them: a program finds the tokens of its window by index
 arithmetic, adds the position bias, and keeps a running softmax (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et
-al. 2022, arXiv:2205.14135) over the exact keys and then the landmarks. Saved for the backward pass: the output and one
-log-sum-exp per query; the weights are computed again from them.
+al. 2022, arXiv:2205.14135) over the window's keys and then the landmarks. Saved for the backward pass: the output and
+one log-sum-exp per query; the weights are computed again from them.
 
 Every gradient is summed in registers by the program that owns it, so that all are deterministic: those of landmarks by
 landmark over all queries, and where a window is one block and overlaps no other, all else window by window. Otherwise
 dq by windows of queries, dk and dv by windows of keys (over the neighbours whose extended windows reach them), and
-dbias by pair of cells over all images and windows. Sums over images are split into as many parts as keep a GPU busy.
-Registers are what these kernels are short of: gradients are summed in the order in which weights are needed least long,
-and nothing is computed before a loop that can be computed inside.
+dbias by pair of positions over all images and windows. Sums over images are split into as many parts as keep a GPU
+busy. Registers are what these kernels are short of: gradients are summed in the order in which weights are needed least
+long, and nothing is computed before a loop that can be computed inside.
 """
 
 from typing import NamedTuple
@@ -69,7 +69,7 @@ def _window_program(blocks, h, H, W, S: tl.constexpr):
 
 @triton.jit
 def _cells(place, window, H, W, above: tl.constexpr, beside: tl.constexpr, S: tl.constexpr):
-    """Raster index of places in window (y, x) grown by (above, beside), and which lie in the grid."""
+    """Raster index of positions in window (y, x) grown by (above, beside), and which lie in the grid."""
     width: tl.constexpr = S.columns + 2 * beside
     y = window[0] * S.rows - above + place // width
     x = window[1] * S.columns - beside + place % width
@@ -79,7 +79,7 @@ def _cells(place, window, H, W, above: tl.constexpr, beside: tl.constexpr, S: tl
 
 @triton.jit
 def _bias(bias, head, query, key, valid, S: tl.constexpr):
-    """Bias (h, w, e) of head at places of queries and keys, broadcast to (q, k)."""
+    """Bias (h, w, e) of head at positions of queries and keys, broadcast to (q, k)."""
     w: tl.constexpr = S.rows * S.columns
     e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
     return tl.load(bias + head.to(tl.int64) * w * e + query * e + key, valid & (query < w), other=0.0).to(tl.float32)
@@ -87,8 +87,8 @@ def _bias(bias, head, query, key, valid, S: tl.constexpr):
 
 @triton.jit
 def _exact_logits(a, b, bias, head, query, key, seen, scale, S: tl.constexpr):
-    """Logits a @ b.T of queries on exact keys, or of keys on queries, at these places; -inf where not seen."""
-    logits = dot(a, tl.trans(b), S) * scale
+    """Logits a @ b.T of queries on the window's keys, or of keys on queries, here; -inf where not attended."""
+    logits = dot(a, tl.trans(b), S) * scale  # (q, d) @ (d, k), or (k, d) @ (d, q)
     if bias is not None:
         logits += _bias(bias, head, query, key, seen, S)
     return tl.where(seen, logits, float("-inf"))
@@ -100,6 +100,7 @@ def _landmark_logits(a, b, prior, window, landmark, num_landmarks, W, scale, S: 
 
     prior: what is added, its pointer and stride of windows. window: that of the queries, (y, x).
     """
+    # (q, d) @ (d, c), or (c, d) @ (d, q)
     logits, seen = dot(a, tl.trans(b), S) * scale, landmark < num_landmarks
     if prior is not None:
         number = window[0] * tl.cdiv(W, S.columns) + window[1]
@@ -165,7 +166,7 @@ def _query_gradient(
 ):
     """Every `parts`-th block of one head's queries: dq, and delta = y . dy, which the other kernels need.
 
-    Where a window is one block and no other sees its keys, dk and dv too, and this program's share of dbias.
+    Where a window is one block and no other attends to its keys, dk and dv too, and this program's share of dbias.
     """
     w: tl.constexpr = S.rows * S.columns
     e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
@@ -194,14 +195,15 @@ def _query_gradient(
             logits = _exact_logits(queries, keys, bias, head, query[:, None], place, seen[None], scale, S)
             weight = tl.exp(logits - normaliser[:, None])
             if dk is not None:
+                # (k, q) @ (q, d)
                 store(dv, batch, head, cell, seen, dot(tl.trans(cast(weight, dtype)), gradient, S), S)
             d_logits = logits_gradient(weight, gradient, values, shift[:, None], S)
             if dbias is not None:
                 d_bias += d_logits
             if dk is not None:
-                d_keys = dot(tl.trans(cast(d_logits, dtype)), queries, S)
+                d_keys = dot(tl.trans(cast(d_logits, dtype)), queries, S)  # (k, q) @ (q, d)
                 store(dk, batch, head, cell, seen, d_keys * scale, S)
-            d_queries += dot(cast(d_logits, dtype), keys, S)
+            d_queries += dot(cast(d_logits, dtype), keys, S)  # (q, k) @ (k, d)
         if k_tilde is not None:
             for start in range(0, num_landmarks, S.block_c):
                 landmark = start + tl.arange(0, S.block_c)
@@ -209,7 +211,7 @@ def _query_gradient(
                 values = load(beta, batch, head, landmark, landmark < num_landmarks, dtype, S)
                 logits = _landmark_logits(queries, keys, prior, window, landmark, num_landmarks, W, scale, S)
                 _, d_logits = softmax_gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)
-                d_queries += dot(cast(d_logits, dtype), keys, S)
+                d_queries += dot(cast(d_logits, dtype), keys, S)  # (q, c) @ (c, d)
         store(dq, batch, head, index, valid, d_queries * scale, S)
     if dbias is not None:
         query, key = tl.arange(0, S.block_q)[:, None], tl.arange(0, S.block_k)
@@ -219,7 +221,7 @@ def _query_gradient(
 
 @triton.jit
 def _key_gradient(q, k, v, bias, dy, lse, delta, dk, dv, h, H, W, scale, S: tl.constexpr):
-    """A block of one window's keys: dk and dv, over the queries of all windows that see them."""
+    """A block of one window's keys: dk and dv, over the queries of all windows that attend to them."""
     w: tl.constexpr = S.rows * S.columns
     blocks: tl.constexpr = (w + S.block_k - 1) // S.block_k
     far_y: tl.constexpr = (S.above + S.rows - 1) // S.rows
@@ -236,7 +238,7 @@ def _key_gradient(q, k, v, bias, dy, lse, delta, dk, dv, h, H, W, scale, S: tl.c
     for neighbour in tl.range((2 * far_y + 1) * (2 * far_x + 1), num_stages=1, disable_licm=True):
         window_y = window[0] + neighbour // (2 * far_x + 1) - far_y
         window_x = window[1] + neighbour % (2 * far_x + 1) - far_x
-        # The keys' places in the neighbour, grown by the overlap.
+        # The keys' positions in the neighbour, grown by the overlap.
         y, x = cell // W - window_y * S.rows + S.above, cell % W - window_x * S.columns + S.beside
         seen = valid & (y >= 0) & (y < S.rows + 2 * S.above) & (x >= 0) & (x < S.columns + 2 * S.beside)
         for start in range(0, w, S.block_q):
@@ -249,9 +251,9 @@ def _key_gradient(q, k, v, bias, dy, lse, delta, dk, dv, h, H, W, scale, S: tl.c
             key = y * (S.columns + 2 * S.beside) + x
             logits = _exact_logits(keys, queries, bias, head, query, key[:, None], seen[:, None], scale, S)
             weight = tl.exp(logits - normaliser)
-            d_values += dot(cast(weight, dtype), gradient, S)
+            d_values += dot(cast(weight, dtype), gradient, S)  # (k, q) @ (q, d)
             d_logits = logits_gradient(weight, values, gradient, shift, S)
-            d_keys += dot(cast(d_logits, dtype), queries, S)
+            d_keys += dot(cast(d_logits, dtype), queries, S)  # (k, q) @ (q, d)
     store(dk, batch, head, cell, valid, d_keys * scale, S)
     store(dv, batch, head, cell, valid, d_values, S)
 
@@ -283,9 +285,9 @@ def _landmark_gradient(
         window = there // W // S.rows, there % W // S.columns
         logits = _landmark_logits(keys, queries, prior, window, landmark[:, None], num_landmarks, W, scale, S)
         weight = tl.exp(logits - normaliser)
-        d_values += dot(cast(weight, dtype), gradient, S)
+        d_values += dot(cast(weight, dtype), gradient, S)  # (c, q) @ (q, d)
         d_logits = logits_gradient(weight, values, gradient, shift, S)
-        d_keys += dot_exactly(d_logits, queries, S)
+        d_keys += dot_exactly(d_logits, queries, S)  # (c, q) @ (q, d)
     row = part * num_landmarks + landmark
     store(dk_tilde, batch, head, row, real, d_keys * scale, S)
     store(dbeta, batch, head, row, real, d_values, S)
@@ -293,7 +295,7 @@ def _landmark_gradient(
 
 @triton.jit
 def _bias_gradient(q, k, v, bias, dy, lse, delta, dbias, batches, h, H, W, scale, S: tl.constexpr):
-    """A block of pairs of cells and every `parts`-th window of all images: their share of dbias."""
+    """A block of pairs of positions and every `parts`-th window of all images: their share of dbias."""
     w: tl.constexpr = S.rows * S.columns
     e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
     blocks: tl.constexpr = (w + S.block_q - 1) // S.block_q
@@ -321,7 +323,7 @@ def _bias_gradient(q, k, v, bias, dy, lse, delta, dbias, batches, h, H, W, scale
 
 
 def _extended(window: list[int], overlap: list[int]) -> int:
-    """Cells e of a window grown by the overlap."""
+    """Tokens e of a window grown by the overlap."""
     return (window[0] + 2 * overlap[0]) * (window[1] + 2 * overlap[1])
 
 
@@ -393,7 +395,7 @@ def _joint_softmax_backward(
     _, _, _, c, scale = scalars = _scalars(q, grid, k_tilde)
     w, windows = window[0] * window[1], Windows(grid, window).count
     query_blocks, key_blocks = triton.cdiv(w, S.block_q), triton.cdiv(e, S.block_k)
-    own_keys = e == w and key_blocks == 1  # every window is one block, whose keys no other sees
+    own_keys = e == w and key_blocks == 1  # every window is one block, to whose keys no other attends
 
     def parts(length: int, programs: int) -> int:
         return min(length, triton.cdiv(PROGRAMS, programs))
@@ -473,7 +475,7 @@ def joint_softmax(
     windows: Windows,
     attn_drop: float = 0.0,
 ) -> Tensor:
-    """`op.joint_softmax` where the summary tokens are landmarks that all queries share, if covered.
+    """`attention.ops.joint_softmax.op.joint_softmax` with landmarks that all queries share, if covered.
 
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d). bias: position bias of the window, (h, w, e).

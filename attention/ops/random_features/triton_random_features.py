@@ -49,7 +49,7 @@ def _block(length, block: tl.constexpr, h):
 def _ratio(queries, centres, log_total, batch, head, sample, h, s, S: tl.constexpr):
     """r of queries at centres q_bar; 0 beyond these."""
     normaliser = load_numbers(log_total, batch, head, sample, sample < s, h, s, float("inf"))
-    return tl.exp(dot(queries, tl.trans(centres), S) - normaliser)
+    return tl.exp(dot(queries, tl.trans(centres), S) - normaliser)  # (n, d) @ (d, c)
 
 
 @triton.jit
@@ -58,7 +58,7 @@ def _logits(
 ):
     """Logits of queries on samples, -inf beyond these; r and alpha, 0 and 1 where all weigh the same."""
     log_weights = load_numbers(log_weight, batch, head, sample, sample < s, h, s, float("-inf"))
-    logits = dot(queries, tl.trans(samples), S) + log_weights
+    logits = dot(queries, tl.trans(samples), S) + log_weights  # (n, d) @ (d, c)
     r, alpha = tl.full(logits.shape, 0.0, tl.float32), tl.full(logits.shape, 1.0, tl.float32)
     if of_alpha is not None:
         balance, log_total, mean = of_alpha
@@ -188,15 +188,15 @@ def _sample_sums(
             queries, samples, centres, log_weight, of_alpha, batch, head, query, sample, h, N, s, beta, S
         )
         weight, d_logits = softmax_gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)
-        d_values += dot(tl.trans(weight), gradient, S)
+        d_values += dot(tl.trans(weight), gradient, S)  # (c, n) @ (n, d)
         d_log_weight += tl.sum(d_logits, 0)
         if domega is not None:
-            d_samples += dot(tl.trans(d_logits), queries, S)
+            d_samples += dot(tl.trans(d_logits), queries, S)  # (c, n) @ (n, d)
         if of_alpha is not None:
             d_alpha = _alpha_gradient(d_logits, alpha)
             d_mean = load_numbers(dmean, batch, head, query, query < N, h, N, 0.0)
             d_log_ratio = r * beta * (d_alpha - d_mean[:, None])
-            d_centres += dot(tl.trans(d_log_ratio), queries, S)
+            d_centres += dot(tl.trans(d_log_ratio), queries, S)  # (c, n) @ (n, d)
             d_balance += tl.sum(d_alpha, 0)
             d_log_total -= tl.sum(d_log_ratio, 0)
     row = part * s + sample
@@ -248,12 +248,12 @@ def _query_gradient(
             queries, samples, centres, log_weight, of_alpha, batch, head, query, sample, h, N, s, beta, S
         )
         _, d_logits = softmax_gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)
-        d_queries += dot(d_logits, samples, S)
+        d_queries += dot(d_logits, samples, S)  # (n, c) @ (c, d)
         if of_alpha is not None:
             d_mean = load_numbers(dmean, batch, head, query, query < N, h, N, 0.0)
             d_log_total = load_numbers(dlog_total, batch, head, sample, sample < s, h, s, 0.0)
             d_ratio = beta * (_alpha_gradient(d_logits, alpha) - d_mean[:, None]) + d_log_total
-            d_queries += dot(r * d_ratio, centres, S)
+            d_queries += dot(r * d_ratio, centres, S)  # (n, c) @ (c, d)
     store(dq, batch, head, query, query < N, d_queries * scale, S)
 
 
@@ -382,7 +382,7 @@ def covers_performer(q, k, v, omega, **options) -> bool:
 
 
 def performer(q, k, v, omega, *, features="positive"):
-    """`attention.performer.performer`."""
+    """`attention.mechanisms.performer.performer`."""
     return _attend(q, k, v, upcast(omega).expand(q.shape[0], -1, -1, -1))
 
 
@@ -392,7 +392,7 @@ def covers_lara(q, k, v, *arguments, **options) -> bool:
 
 
 def lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mixed", weighting="decoupled", beta=2.0):
-    """`attention.lara.lara`."""
+    """`attention.mechanisms.lara.lara`."""
     return _attend(q, k, v, *random_features.lara_samples(q_bar, k_bar, noise, proposal, weighting, beta))
 
 

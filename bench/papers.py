@@ -1,0 +1,41 @@
+"""The rows of the papers' tables that print what a model costs, and the configurations that reproduce them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from attention.options import OptionError, option, parse_options
+from engine.config import ConfigError, read_yaml
+
+PAPERS = Path(__file__).with_name("papers.yaml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperRow:
+    """A row of a paper's table. Figures are as printed there, None where the table does not print them."""
+
+    config: str  # a file below configs/
+    overrides: tuple[str, ...] = option((), "key.path=value, as on a command line")
+    parameters: float | None = option(None, "millions", above=0)
+    macs: float | None = option(None, 'billions, printed as "G"', above=0)
+    source: str = option("", "paper and table; empty: for comparison")
+    note: str = option("", "why our count differs from the figures")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Papers:
+    """The whole file."""
+
+    rows: tuple[PaperRow, ...]
+
+
+def read_papers(path: Path = PAPERS) -> tuple[PaperRow, ...]:
+    """All rows of the file.
+
+    Raises:
+        ConfigError: an unreadable file, or a malformed row; the message names file, line and field.
+    """
+    tree = read_yaml(path)
+    try:
+        return parse_options(Papers, tree.values).rows
+    except OptionError as error:
+        raise ConfigError(f"{tree.origin(error.key)}: {error}") from None

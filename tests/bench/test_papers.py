@@ -1,0 +1,46 @@
+"""The papers' rows are data: each is whole, and one that is not is refused by line."""
+
+from pathlib import Path
+
+import pytest
+
+from bench.papers import PaperRow, read_papers
+from engine.config import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+def test_every_row_has_its_configuration():
+    rows = read_papers()
+    assert len({(row.config, row.overrides) for row in rows}) == len(rows)
+    for row in rows:
+        assert (CONFIGS / row.config).is_file()
+        assert bool(row.source) == bool(row.parameters or row.macs)
+        assert row.source or not row.note
+
+
+def test_a_row(tmp_path):
+    path = tmp_path / "papers.yaml"
+    path.write_text("rows:\n  - {config: a.yaml, overrides: [b.c=1], macs: 4, source: Table 1, note: rounded}\n")
+    row = PaperRow(config="a.yaml", overrides=("b.c=1",), macs=4.0, source="Table 1", note="rounded")
+    assert read_papers(path) == (row,)
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ("{config: a.yaml, mac: 4.6}", "rows[1].mac: unknown option; did you mean 'macs'?"),
+        ("{macs: 4.6}", "rows[1].config: required, but not given"),
+        ("{config: a.yaml, macs: 4.6 G}", "rows[1].macs: expected float, got '4.6 G'"),
+        ("{config: a.yaml, parameters: -5.7}", "rows[1].parameters = -5.7 must be greater than 0"),
+        ("{config: a.yaml, overrides: b.c=1}", "rows[1].overrides: expected a list, got 'b.c=1'"),
+        ("{config: a.yaml, macs: 4.6, macs: 4.7}", "rows.1.macs: duplicate key"),
+        ("a.yaml", "rows[1]: expected a mapping of options, got 'a.yaml'"),
+    ],
+)
+def test_a_malformed_row_is_refused(row, problem, tmp_path):
+    path = tmp_path / "papers.yaml"
+    path.write_text(f"rows:\n  - {{config: a.yaml}}\n  - {row}\n")
+    with pytest.raises(ConfigError) as refused:
+        read_papers(path)
+    assert str(refused.value).startswith(f"{path}:3: {problem}")

@@ -1,0 +1,112 @@
+"""Times of calls: rounds interleave, ratios come from one round, noise is called noise."""
+
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from bench.timing import Spread, Times, count_launches, time_rounds
+
+CPU = torch.device("cpu")
+
+
+def test_rounds_interleave_and_turn_round():
+    log = []
+    calls = {name: lambda name=name: log.append(name) for name in "ABC"}
+    times = time_rounds(calls, 3, CPU, sample_seconds=0)
+    assert "".join(log) == "ABC" + "CBA" + "ABC" + "CBA" + "ABC"  # lengths of calls, the dropped round, three rounds
+    assert [len(samples) for samples in times.seconds.values()] == [3, 3, 3]
+
+
+class Clock:
+    """A clock that calls set forward."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def set_forward(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_short_calls_are_repeated():
+    lengths, log, clock = {"short": 0.004, "long": 0.1}, [], Clock()
+    calls = {name: lambda name=name: log.append(name) or clock.set_forward(lengths[name]) for name in lengths}
+    times = time_rounds(calls, 2, CPU, 0.018, clock=clock)
+    assert log[:8] == ["short", "long", "long", *["short"] * 5]  # once each, then the dropped round
+    assert {name: pytest.approx(seconds) for name, seconds in times.seconds.items()} == {
+        name: [seconds] * 2 for name, seconds in lengths.items()
+    }
+
+
+def test_what_precedes_a_measurement_is_no_part_of_it(monkeypatch):
+    log, clock, thread = [], Clock(), Clock()
+    monkeypatch.setattr(time, "thread_time", thread)
+
+    def before(number: int) -> None:
+        log.append(number)
+        clock.set_forward(1.0)
+
+    def call(name: str) -> None:
+        log.append(name)
+        clock.set_forward(0.010)
+        thread.set_forward(0.006)
+
+    times = time_rounds({name: partial(call, name) for name in "AB"}, 2, CPU, 0.018, clock=clock, before=before)
+    assert log == [0, "A", 0, "B", 0, *"BB", 0, *"AA", 1, *"AA", 1, *"BB", 2, *"BB", 2, *"AA"]
+    assert times.seconds == {"A": pytest.approx([0.01] * 2), "B": pytest.approx([0.01] * 2)}
+    assert times.waited == pytest.approx(0.4)
+
+
+def test_processor_time_leaves_out_what_the_process_waits_for():
+    times = time_rounds({"call": lambda: time.sleep(0.05)}, 2, CPU, 0, clock=time.process_time)
+    assert max(times.seconds["call"]) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [([1.0, 2, 3, 4, 5], (3, 2, 4, 0.93 * 2 / 5**0.5 / 3)), ([2.0, 2], (2, 2, 2, 0))],
+)
+def test_spread(values, expected):
+    spread = Spread.of(values)
+    assert (spread.median, spread.low, spread.high, spread.error) == pytest.approx(expected)
+
+
+def test_speedup_is_of_times_of_the_same_round():
+    times = Times({"softmax": [1.0, 4.0, 10.0], "eva": [2.0, 4.0, 1.0]}, waited=0)
+    speedup = times.speedup("eva", "softmax")
+    assert (speedup.low, speedup.median, speedup.high) == (0.75, 1.0, 5.5)  # of the ratios 0.5, 1, 10
+
+
+def test_noise():
+    steady, jumpy = Spread.of([1.0, 1.01, 0.99, 1.0]), Spread.of([1.0, 2.0, 1.0, 2.0])
+    assert not Times({}, waited=0.01).noisy(steady)
+    assert Times({}, waited=0.01).noisy(jumpy)
+    assert Times({}, waited=0.3).noisy(steady)
+    kept_waiting = time_rounds({"call": lambda: time.sleep(0.01)}, 2, CPU, sample_seconds=0)
+    assert kept_waiting.waited > 0.5
+
+
+def test_nothing_to_time():
+    times = time_rounds({}, 2, CPU)
+    assert (times.seconds, times.waited) == ({}, 0)
+
+
+def test_no_launches_on_a_cpu():
+    assert count_launches(lambda: torch.ones(2), CPU) is None
+
+
+@pytest.mark.gpu
+def test_launches_and_times_on_a_gpu():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    device = torch.device("cuda")
+    x = torch.randn(2**20, device=device)
+    torch.relu(x)
+    assert count_launches(lambda: torch.relu(torch.relu(x)), device) == 2
+    times = time_rounds({"call": x.sin}, 2, device)
+    assert min(times.seconds["call"]) > 0
+    assert times.waited == 0
