@@ -5,6 +5,7 @@ kernel is off. Times are of the core alone, from q, k, v to the output, in bf16,
 interleaved rounds (`bench.timing`) with cold caches; benchmark.py has layers and models.
 """
 
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,13 +20,13 @@ from attention import kernels
 from attention.mechanisms.lara import lara, lara_reference
 from attention.mechanisms.performer import performer, performer_reference
 from attention.ops.group_values import triton_groups
-from attention.ops.group_values.op import group_values
+from attention.ops.group_values.op import group_values, group_values_reference
 from attention.ops.joint_softmax import triton_joint
-from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
+from attention.ops.joint_softmax.op import joint_softmax, joint_softmax_reference
 from attention.ops.random_features import triton_random_features
 from attention.ops.triton_tokens import INTERPRETED
-from attention.parts.features import scale, upcast, xi
-from attention.parts.geometry import Grid, count_windows, split_heads, to_windows
+from attention.parts.features import upcast
+from attention.parts.geometry import Grid, Windows, split_heads
 from attention.parts.groups import bins
 from bench.memory import saved_bytes
 from bench.results import NOISE, describe, quote
@@ -163,44 +164,27 @@ def projected(case: Case | PerformerCase | LaraCase, N: int, normal: Callable[..
     return [q[:, :, case.P :], k, v]
 
 
-def example(case: Case, device: torch.device) -> tuple[list[Tensor | None], dict[str, Grid]]:
+def example(case: Case, device: torch.device) -> tuple[list[Tensor | None], dict[str, Windows]]:
     """Positional arguments and keywords of `joint_softmax`. In all examples, what autocast keeps in fp32 is in fp32."""
     B, h, c, d, normal = case.B, case.h, case.c, case.d, normal_sampler(device)
-    tokens = projected(case, case.grid[0] * case.grid[1], normal)
-    (rows, columns), (above, beside) = case.window, case.overlap
-    bias = normal(h, rows * columns, (rows + 2 * above) * (columns + 2 * beside)) if case.bias else None
+    tokens, windows = projected(case, math.prod(case.grid), normal), Windows(case.grid, case.window, case.overlap)
+    bias = normal(h, windows.num_queries, windows.num_keys) if case.bias else None
     keys, values = normal(2, B, h, 1, c, d) if c else (None, None)
     logits, landmark = None, torch.arange(c, device=device)
     if case.log_count or case.leave_one_out:
         logits = (landmark + 1.0).log()[None, None] * case.log_count
     if case.leave_one_out:
-        window = torch.arange(count_windows(case.grid, case.window), device=device)[:, None, None]
+        window = torch.arange(windows.count, device=device)[:, None, None]
         logits = logits.masked_fill(window % c == landmark, -torch.inf)
-    windows = {"grid": case.grid, "window": case.window, "overlap": case.overlap}
-    return [*tokens, bias, keys, values, logits], windows
+    return [*tokens, bias, keys, values, logits], {"windows": windows}
 
 
-def plain(q, k, v, bias=None, keys=None, values=None, logits=None, **windows) -> Tensor:
+def plain(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows) -> Tensor:
     """The op that the kernels stand in for, with logits of landmarks in fp32, which autocast would round."""
     if keys is not None:
-        on_keys = upcast(to_windows(q, windows["grid"], windows["window"])) * q.shape[-1] ** -0.5 @ keys.mT
+        on_keys = upcast(windows.partition(q)) * q.shape[-1] ** -0.5 @ keys.mT
         logits = on_keys if logits is None else on_keys + logits
-    return joint_softmax(q, k, v, bias, values=values, logits=logits, **windows)
-
-
-def joint_softmax_reference(q, k, v, bias=None, keys=None, values=None, logits=None, **windows):
-    """`joint_softmax`, query by query."""
-    y, (rows, columns), W = torch.zeros_like(q), windows["window"], windows["grid"][1]
-    for n in range(q.shape[2]):
-        seen, of_seen = attended_in_window(n, q, k, v, bias, **windows)
-        if keys is not None:
-            shared = (q[:, :, n, None] @ keys[:, :, 0].mT)[:, :, 0] / q.shape[-1] ** 0.5
-            if logits is not None:
-                window = n // W // rows * -(-W // columns) + n % W // columns
-                shared = shared + logits[window % len(logits), 0]
-            seen, of_seen = torch.cat([seen, shared], -1), torch.cat([of_seen, values[:, :, 0]], 2)
-        y[:, :, n] = (seen.softmax(-1)[:, :, None] @ of_seen)[:, :, 0]
-    return y
+    return joint_softmax(q, k, v, bias, values=values, logits=logits, windows=windows)
 
 
 def group_example(case: GroupCase, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
@@ -210,17 +194,6 @@ def group_example(case: GroupCase, device: torch.device) -> tuple[list[Any], dic
     omega = torch.randn(case.B, case.h, 1, c, case.samples, case.d, generator=generator)
     tokens, omega = tokens.to(device, case.dtype), omega.to(device)
     return [*split_heads(tokens, 2, case.h), omega, bins(case.grid, case.bins, device, case.margin)], {}
-
-
-def group_values_reference(k, v, omega, groups):
-    """`group_values`, group by group: ratios of sums of features."""
-    values, masses = [], []
-    for c, (index, valid) in enumerate(zip(groups.index[0], groups.valid[0], strict=True)):
-        members = index[valid]
-        features = xi(scale(k[:, :, None, members]), omega[:, :, 0, c, :, None])  # (B, h, s, t)
-        values.append(features @ v[:, :, members] / features.sum(-1, keepdim=True))
-        masses.append(features.sum(-1).log())
-    return torch.cat(values, 2)[:, :, None], torch.stack(masses, 2)[:, :, None]
 
 
 def performer_example(case: PerformerCase, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:

@@ -20,6 +20,7 @@ from attention.ops import triton_tokens as tiles
 from attention.ops.group_values import triton_groups, triton_tiles
 from attention.ops.joint_softmax import triton_joint
 from attention.ops.random_features import triton_random_features
+from attention.parts.geometry import Windows
 from attention.parts.groups import bins, bins_outside
 from bench.check_kernels import (
     CASES,
@@ -130,8 +131,8 @@ def test_kernels_compile_for_a_gpu(capability, case, kernels, monkeypatch, tmp_p
     ("changed", "of_q"),
     [
         ({"attn_drop": 0.1}, {}),
-        ({"causal": True}, {}),
-        ({"window": (0, 0)}, {}),
+        ({"windows": Windows((1, 35), (1, 12), causal=True)}, {}),
+        ({"windows": Windows((5, 7), (0, 0))}, {}),
         ({"keys": torch.zeros(1, 2, 6, 3, 16), "values": torch.zeros(1, 2, 6, 3, 16)}, {}),
         ({"values": torch.zeros(1, 2, 1, 3, 16)}, {}),
         ({"logits": torch.zeros(6, 12, 3)}, {}),
@@ -148,7 +149,7 @@ def test_what_the_kernels_do_not_cover(changed, of_q, monkeypatch):
     def covers(changed, dtype=torch.float32, d=16, is_cuda=True):
         monkeypatch.setattr(tiles.INTERPRETED, "value", is_cuda)
         q = torch.zeros(1, 2, 35, d, dtype=dtype)
-        arguments = {"keys": torch.zeros(1, 2, 1, 3, d), "values": torch.zeros(1, 2, 1, 3, d), "window": (3, 4)}
+        arguments = {"keys": torch.zeros(1, 2, 1, 3, d), "values": torch.zeros(1, 2, 1, 3, d), "windows": Windows((5, 7), (3, 4))}
         return triton_joint.covers_joint_softmax(q, q, q, **arguments | changed)
 
     assert covers({})
@@ -160,7 +161,7 @@ def test_what_the_kernels_of_groups_do_not_cover(monkeypatch):
     monkeypatch.setattr(tiles.INTERPRETED, "value", True)
     k, wide = torch.zeros(1, 2, 35, 16), torch.zeros(1, 2, 35, 136)
     shared = bins((5, 7), (2, 3), k.device)
-    of_windows = bins_outside(shared, (5, 7), (3, 4), (0, 0))
+    of_windows = bins_outside(shared, Windows((5, 7), (3, 4)))
     covers = triton_groups.covers_group_values
     assert covers(k, k, k, shared)
     for x, groups in ((k.double(), shared), (wide, shared), (k, of_windows)):

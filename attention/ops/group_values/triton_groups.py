@@ -103,9 +103,9 @@ def _token_gradient(k, v, omega, member, dbeta, log_mass, delta, dk, dv, h, N, c
 
 @triton.jit
 def _sample_gradient(k, v, omega, member, dbeta, log_mass, delta, domega, h, N, c, scale, S: tl.constexpr):
-    """A block of samples and every `parts`-th block of tokens: their share of domega."""
+    """A block of samples and every `splits`-th block of tokens: their share of domega."""
     program, blocks = tl.program_id(0), tl.cdiv(c, S.block_c)
-    part, parts = tl.program_id(1), tl.num_programs(1)
+    split, splits = tl.program_id(1), tl.num_programs(1)
     head, batch = program // blocks % h, program // blocks // h
     sample = program % blocks * S.block_c + tl.arange(0, S.block_c)
     real = sample < c
@@ -114,14 +114,14 @@ def _sample_gradient(k, v, omega, member, dbeta, log_mass, delta, domega, h, N, 
     normaliser = load_numbers(log_mass, batch, head, sample, real, h, c, float("inf"))[:, None]
     shift = load_numbers(delta, batch, head, sample, real, h, c, 0.0)[:, None]
     total = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
-    for start in range(part * S.block_n, N, parts * S.block_n):
+    for start in range(split * S.block_n, N, splits * S.block_n):
         token = start + tl.arange(0, S.block_n)
         keys = load(k, batch, head, token, token < N, tl.float32, S) * scale
         values = load(v, batch, head, token, token < N, tl.float32, S)
         half = tl.sum(keys * keys, 1) / 2
         logits = _logits(samples, keys, half, member, sample[:, None], token, c, N, S)
         total += dot(softmax_gradient(logits, gradient, values, normaliser, shift, S)[1], keys, S)  # (c, n) @ (n, d)
-    store(domega, batch, head, part * c + sample, real, total, S)
+    store(domega, batch, head, split * c + sample, real, total, S)
 
 
 def sizes(k: Tensor, omega: Tensor, member: Tensor | None = None) -> Sizes:
@@ -178,10 +178,10 @@ def _group_values_backward(
     if frozen:
         return [dk, dv]
     blocks = B * h * triton.cdiv(c, S.block_c)
-    parts = min(triton.cdiv(N, S.block_n), triton.cdiv(PROGRAMS, blocks))
-    shares = log_mass.new_empty(B, h, parts * c, d)
-    launch(_sample_gradient, (blocks, parts), *arguments, view(shares), *numbers, S)
-    return [dk, dv, shares.unflatten(2, (parts, c)).sum(2).to(omega.dtype)]
+    splits = min(triton.cdiv(N, S.block_n), triton.cdiv(PROGRAMS, blocks))
+    shares = log_mass.new_empty(B, h, splits * c, d)
+    launch(_sample_gradient, (blocks, splits), *arguments, view(shares), *numbers, S)
+    return [dk, dv, shares.unflatten(2, (splits, c)).sum(2).to(omega.dtype)]
 
 
 @_group_values_backward.register_fake

@@ -8,7 +8,7 @@ one log-sum-exp per query; the weights are computed again from them.
 Every gradient is summed in registers by the program that owns it, so that all are deterministic: those of landmarks by
 landmark over all queries, and where a window is one block and overlaps no other, all else window by window. Otherwise
 dq by windows of queries, dk and dv by windows of keys (over the neighbours whose extended windows reach them), and
-dbias by pair of positions over all images and windows. Sums over images are split into as many parts as keep a GPU
+dbias by pair of positions over all images and windows. Sums over images are split into as many splits as keep a GPU
 busy. Registers are what these kernels are short of: gradients are summed in the order in which weights are needed least
 long, and nothing is computed before a loop that can be computed inside.
 """
@@ -68,12 +68,12 @@ def _window_program(blocks, h, H, W, S: tl.constexpr):
 
 
 @triton.jit
-def _cells(place, window, H, W, above: tl.constexpr, beside: tl.constexpr, S: tl.constexpr):
+def _tokens_of(position, window, H, W, above: tl.constexpr, beside: tl.constexpr, S: tl.constexpr):
     """Raster index of positions in window (y, x) grown by (above, beside), and which lie in the grid."""
     width: tl.constexpr = S.columns + 2 * beside
-    y = window[0] * S.rows - above + place // width
-    x = window[1] * S.columns - beside + place % width
-    inside = (place < (S.rows + 2 * above) * width) & (y >= 0) & (y < H) & (x >= 0) & (x < W)
+    y = window[0] * S.rows - above + position // width
+    x = window[1] * S.columns - beside + position % width
+    inside = (position < (S.rows + 2 * above) * width) & (y >= 0) & (y < H) & (x >= 0) & (x < W)
     return y * W + x, inside
 
 
@@ -86,12 +86,12 @@ def _bias(bias, head, query, key, valid, S: tl.constexpr):
 
 
 @triton.jit
-def _exact_logits(a, b, bias, head, query, key, seen, scale, S: tl.constexpr):
+def _window_logits(a, b, bias, head, query, key, attended, scale, S: tl.constexpr):
     """Logits a @ b.T of queries on the window's keys, or of keys on queries, here; -inf where not attended."""
     logits = dot(a, tl.trans(b), S) * scale  # (q, d) @ (d, k), or (k, d) @ (d, q)
     if bias is not None:
-        logits += _bias(bias, head, query, key, seen, S)
-    return tl.where(seen, logits, float("-inf"))
+        logits += _bias(bias, head, query, key, attended, S)
+    return tl.where(attended, logits, float("-inf"))
 
 
 @triton.jit
@@ -101,11 +101,11 @@ def _landmark_logits(a, b, prior, window, landmark, num_landmarks, W, scale, S: 
     prior: what is added, its pointer and stride of windows. window: that of the queries, (y, x).
     """
     # (q, d) @ (d, c), or (c, d) @ (d, q)
-    logits, seen = dot(a, tl.trans(b), S) * scale, landmark < num_landmarks
+    logits, attended = dot(a, tl.trans(b), S) * scale, landmark < num_landmarks
     if prior is not None:
         number = window[0] * tl.cdiv(W, S.columns) + window[1]
-        logits += tl.load(prior[0] + number * prior[1] + landmark, seen, other=0.0)
-    return tl.where(seen, logits, float("-inf"))
+        logits += tl.load(prior[0] + number * prior[1] + landmark, attended, other=0.0)
+    return tl.where(attended, logits, float("-inf"))
 
 
 @triton.jit
@@ -117,16 +117,16 @@ def _forward(q, k, v, bias, k_tilde, beta, prior, y, lse, h, H, W, num_landmarks
     dtype = q[0].dtype.element_ty
 
     query = block * S.block_q + tl.arange(0, S.block_q)
-    index, valid = _cells(query, window, H, W, 0, 0, S)
+    index, valid = _tokens_of(query, window, H, W, 0, 0, S)
     queries = load(q, batch, head, index, valid, dtype, S)
     largest = tl.full([S.block_q], float("-inf"), tl.float32)
     state = (largest, tl.zeros_like(largest), tl.full([S.block_q, S.block_d], 0.0, tl.float32))
     for start in range(0, e, S.block_k):
-        place = start + tl.arange(0, S.block_k)
-        cell, seen = _cells(place, window, H, W, S.above, S.beside, S)
-        keys = load(k, batch, head, cell, seen, dtype, S)
-        logits = _exact_logits(queries, keys, bias, head, query[:, None], place, seen[None], scale, S)
-        state = accumulate(state, logits, load(v, batch, head, cell, seen, dtype, S), S)
+        position = start + tl.arange(0, S.block_k)
+        token, attended = _tokens_of(position, window, H, W, S.above, S.beside, S)
+        keys = load(k, batch, head, token, attended, dtype, S)
+        logits = _window_logits(queries, keys, bias, head, query[:, None], position, attended[None], scale, S)
+        state = accumulate(state, logits, load(v, batch, head, token, attended, dtype, S), S)
     if k_tilde is not None:
         for start in range(0, num_landmarks, S.block_c):
             landmark = start + tl.arange(0, S.block_c)
@@ -164,22 +164,22 @@ def _query_gradient(
     scale,
     S: tl.constexpr,
 ):
-    """Every `parts`-th block of one head's queries: dq, and delta = y . dy, which the other kernels need.
+    """Every `splits`-th block of one head's queries: dq, and delta = y . dy, which the other kernels need.
 
     Where a window is one block and no other attends to its keys, dk and dv too, and this program's share of dbias.
     """
     w: tl.constexpr = S.rows * S.columns
     e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
     blocks: tl.constexpr = (w + S.block_q - 1) // S.block_q
-    head, part, parts = tl.program_id(0) % h, tl.program_id(0) // h, tl.num_programs(0) // h
+    head, split, splits = tl.program_id(0) % h, tl.program_id(0) // h, tl.num_programs(0) // h
     down, across = tl.cdiv(H, S.rows), tl.cdiv(W, S.columns)
     dtype = q[0].dtype.element_ty
 
     d_bias = tl.full([S.block_q, S.block_k], 0.0, tl.float32)
-    for i in tl.range(part, batches * down * across * blocks, parts, disable_licm=True):
+    for i in tl.range(split, batches * down * across * blocks, splits, disable_licm=True):
         batch, window = i // blocks // (down * across), (i // blocks // across % down, i // blocks % across)
         query = i % blocks * S.block_q + tl.arange(0, S.block_q)
-        index, valid = _cells(query, window, H, W, 0, 0, S)
+        index, valid = _tokens_of(query, window, H, W, 0, 0, S)
         queries = load(q, batch, head, index, valid, dtype, S)
         gradient = load(dy, batch, head, index, valid, dtype, S)
         output = load(y, batch, head, index, valid, tl.float32, S)
@@ -188,21 +188,21 @@ def _query_gradient(
         tl.store(delta + (batch.to(tl.int64) * h + head) * H * W + index, shift, valid)
         d_queries = tl.full([S.block_q, S.block_d], 0.0, tl.float32)
         for start in range(0, e, S.block_k):
-            place = start + tl.arange(0, S.block_k)
-            cell, seen = _cells(place, window, H, W, S.above, S.beside, S)
-            keys = load(k, batch, head, cell, seen, dtype, S)
-            values = load(v, batch, head, cell, seen, dtype, S)
-            logits = _exact_logits(queries, keys, bias, head, query[:, None], place, seen[None], scale, S)
+            position = start + tl.arange(0, S.block_k)
+            token, attended = _tokens_of(position, window, H, W, S.above, S.beside, S)
+            keys = load(k, batch, head, token, attended, dtype, S)
+            values = load(v, batch, head, token, attended, dtype, S)
+            logits = _window_logits(queries, keys, bias, head, query[:, None], position, attended[None], scale, S)
             weight = tl.exp(logits - normaliser[:, None])
             if dk is not None:
                 # (k, q) @ (q, d)
-                store(dv, batch, head, cell, seen, dot(tl.trans(cast(weight, dtype)), gradient, S), S)
+                store(dv, batch, head, token, attended, dot(tl.trans(cast(weight, dtype)), gradient, S), S)
             d_logits = logits_gradient(weight, gradient, values, shift[:, None], S)
             if dbias is not None:
                 d_bias += d_logits
             if dk is not None:
                 d_keys = dot(tl.trans(cast(d_logits, dtype)), queries, S)  # (k, q) @ (q, d)
-                store(dk, batch, head, cell, seen, d_keys * scale, S)
+                store(dk, batch, head, token, attended, d_keys * scale, S)
             d_queries += dot(cast(d_logits, dtype), keys, S)  # (q, k) @ (k, d)
         if k_tilde is not None:
             for start in range(0, num_landmarks, S.block_c):
@@ -215,7 +215,7 @@ def _query_gradient(
         store(dq, batch, head, index, valid, d_queries * scale, S)
     if dbias is not None:
         query, key = tl.arange(0, S.block_q)[:, None], tl.arange(0, S.block_k)
-        pointers = dbias + (part.to(tl.int64) * h + head) * w * e + query * e + key
+        pointers = dbias + (split.to(tl.int64) * h + head) * w * e + query * e + key
         tl.store(pointers, d_bias, (query < w) & (key < e))
 
 
@@ -229,41 +229,41 @@ def _key_gradient(q, k, v, bias, dy, lse, delta, dk, dv, h, H, W, scale, S: tl.c
     block, head, window, batch = _window_program(blocks, h, H, W, S)
     dtype = q[0].dtype.element_ty
 
-    place = block * S.block_k + tl.arange(0, S.block_k)
-    cell, valid = _cells(place, window, H, W, 0, 0, S)
-    keys = load(k, batch, head, cell, valid, dtype, S)
-    values = load(v, batch, head, cell, valid, dtype, S)
+    position = block * S.block_k + tl.arange(0, S.block_k)
+    token, valid = _tokens_of(position, window, H, W, 0, 0, S)
+    keys = load(k, batch, head, token, valid, dtype, S)
+    values = load(v, batch, head, token, valid, dtype, S)
     d_keys = tl.full([S.block_k, S.block_d], 0.0, tl.float32)
     d_values = tl.full([S.block_k, S.block_d], 0.0, tl.float32)
     for neighbour in tl.range((2 * far_y + 1) * (2 * far_x + 1), num_stages=1, disable_licm=True):
         window_y = window[0] + neighbour // (2 * far_x + 1) - far_y
         window_x = window[1] + neighbour % (2 * far_x + 1) - far_x
         # The keys' positions in the neighbour, grown by the overlap.
-        y, x = cell // W - window_y * S.rows + S.above, cell % W - window_x * S.columns + S.beside
-        seen = valid & (y >= 0) & (y < S.rows + 2 * S.above) & (x >= 0) & (x < S.columns + 2 * S.beside)
+        y, x = token // W - window_y * S.rows + S.above, token % W - window_x * S.columns + S.beside
+        attended = valid & (y >= 0) & (y < S.rows + 2 * S.above) & (x >= 0) & (x < S.columns + 2 * S.beside)
         for start in range(0, w, S.block_q):
             query = start + tl.arange(0, S.block_q)
-            index, there = _cells(query, (window_y, window_x), H, W, 0, 0, S)
+            index, there = _tokens_of(query, (window_y, window_x), H, W, 0, 0, S)
             queries = load(q, batch, head, index, there, dtype, S)
             gradient = load(dy, batch, head, index, there, dtype, S)
             normaliser = load_numbers(lse, batch, head, index, there, h, H * W, float("inf"))
             shift = load_numbers(delta, batch, head, index, there, h, H * W, 0.0)
             key = y * (S.columns + 2 * S.beside) + x
-            logits = _exact_logits(keys, queries, bias, head, query, key[:, None], seen[:, None], scale, S)
+            logits = _window_logits(keys, queries, bias, head, query, key[:, None], attended[:, None], scale, S)
             weight = tl.exp(logits - normaliser)
             d_values += dot(cast(weight, dtype), gradient, S)  # (k, q) @ (q, d)
             d_logits = logits_gradient(weight, values, gradient, shift, S)
             d_keys += dot(cast(d_logits, dtype), queries, S)  # (k, q) @ (q, d)
-    store(dk, batch, head, cell, valid, d_keys * scale, S)
-    store(dv, batch, head, cell, valid, d_values, S)
+    store(dk, batch, head, token, valid, d_keys * scale, S)
+    store(dv, batch, head, token, valid, d_values, S)
 
 
 @triton.jit
 def _landmark_gradient(
     q, k_tilde, beta, prior, dy, lse, delta, dk_tilde, dbeta, h, H, W, num_landmarks, scale, S: tl.constexpr
 ):
-    """A block of landmarks and every `parts`-th block of queries: their share of dk_tilde and dbeta."""
-    program, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    """A block of landmarks and every `splits`-th block of queries: their share of dk_tilde and dbeta."""
+    program, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     blocks, N = tl.cdiv(num_landmarks, S.block_c), H * W
     dtype = q[0].dtype.element_ty
     block, head, batch = program % blocks, program // blocks % h, program // blocks // h
@@ -274,7 +274,7 @@ def _landmark_gradient(
     values = load(beta, batch, head, landmark, real, dtype, S)
     d_keys = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
     d_values = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
-    for start in range(part * S.block_q, N, parts * S.block_q):
+    for start in range(split * S.block_q, N, splits * S.block_q):
         index = start + tl.arange(0, S.block_q)
         valid = index < N
         queries = load(q, batch, head, index, valid, dtype, S)
@@ -288,38 +288,38 @@ def _landmark_gradient(
         d_values += dot(cast(weight, dtype), gradient, S)  # (c, q) @ (q, d)
         d_logits = logits_gradient(weight, values, gradient, shift, S)
         d_keys += dot_exactly(d_logits, queries, S)  # (c, q) @ (q, d)
-    row = part * num_landmarks + landmark
+    row = split * num_landmarks + landmark
     store(dk_tilde, batch, head, row, real, d_keys * scale, S)
     store(dbeta, batch, head, row, real, d_values, S)
 
 
 @triton.jit
 def _bias_gradient(q, k, v, bias, dy, lse, delta, dbias, batches, h, H, W, scale, S: tl.constexpr):
-    """A block of pairs of positions and every `parts`-th window of all images: their share of dbias."""
+    """A block of pairs of positions and every `splits`-th window of all images: their share of dbias."""
     w: tl.constexpr = S.rows * S.columns
     e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
     blocks: tl.constexpr = (w + S.block_q - 1) // S.block_q
-    program, part, parts = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    program, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     down, across, head = tl.cdiv(H, S.rows), tl.cdiv(W, S.columns), program % h
     dtype = q[0].dtype.element_ty
 
     query = program // h % blocks * S.block_q + tl.arange(0, S.block_q)
-    place = program // h // blocks * S.block_k + tl.arange(0, S.block_k)
+    position = program // h // blocks * S.block_k + tl.arange(0, S.block_k)
     total = tl.full([S.block_q, S.block_k], 0.0, tl.float32)
-    for i in tl.range(part, batches * down * across, parts, num_stages=1, disable_licm=True):
+    for i in tl.range(split, batches * down * across, splits, num_stages=1, disable_licm=True):
         batch, window = i // (down * across), (i // across % down, i % across)
-        index, valid = _cells(query, window, H, W, 0, 0, S)
+        index, valid = _tokens_of(query, window, H, W, 0, 0, S)
         queries = load(q, batch, head, index, valid, dtype, S)
         gradient = load(dy, batch, head, index, valid, dtype, S)
         normaliser = load_numbers(lse, batch, head, index, valid, h, H * W, float("inf"))
         shift = load_numbers(delta, batch, head, index, valid, h, H * W, 0.0)
-        cell, seen = _cells(place, window, H, W, S.above, S.beside, S)
-        keys = load(k, batch, head, cell, seen, dtype, S)
-        values = load(v, batch, head, cell, seen, dtype, S)
-        logits = _exact_logits(queries, keys, bias, head, query[:, None], place, seen[None], scale, S)
+        token, attended = _tokens_of(position, window, H, W, S.above, S.beside, S)
+        keys = load(k, batch, head, token, attended, dtype, S)
+        values = load(v, batch, head, token, attended, dtype, S)
+        logits = _window_logits(queries, keys, bias, head, query[:, None], position, attended[None], scale, S)
         total += softmax_gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)[1]
-    pointers = dbias + (part.to(tl.int64) * h + head) * w * e + query[:, None] * e + place
-    tl.store(pointers, total, (query < w)[:, None] & (place < e))
+    pointers = dbias + (split.to(tl.int64) * h + head) * w * e + query[:, None] * e + position
+    tl.store(pointers, total, (query < w)[:, None] & (position < e))
 
 
 def _extended(window: list[int], overlap: list[int]) -> int:
@@ -397,41 +397,41 @@ def _joint_softmax_backward(
     query_blocks, key_blocks = triton.cdiv(w, S.block_q), triton.cdiv(e, S.block_k)
     own_keys = e == w and key_blocks == 1  # every window is one block, to whose keys no other attends
 
-    def parts(length: int, programs: int) -> int:
+    def splits(length: int, programs: int) -> int:
         return min(length, triton.cdiv(PROGRAMS, programs))
 
-    bias_parts = parts(B * windows, h * query_blocks * key_blocks)
+    bias_splits = splits(B * windows, h * query_blocks * key_blocks)
     gradients = [like_tokens(x) for x in (q, k, v)]
     dq, dk, dv = map(view, gradients)
-    dbias = lse.new_empty(bias_parts, *bias.shape) if of_bias else None
+    dbias = lse.new_empty(bias_splits, *bias.shape) if of_bias else None
     saved = view(dy), lse, torch.empty_like(lse)
     on_grid, on_landmarks = (*map(view, (q, k, v)), bias), (*map(view, (k_tilde, beta)), _of_windows(prior))
-    with_keys, programs = ((dk, dv, dbias), bias_parts) if own_keys else ((None,) * 3, B * windows * query_blocks)
+    with_keys, programs = ((dk, dv, dbias), bias_splits) if own_keys else ((None,) * 3, B * windows * query_blocks)
     arguments = *on_grid, *on_landmarks, view(y), *saved, dq, *with_keys
     launch(_query_gradient, (h * programs,), *arguments, B, *scalars, S)
     if not own_keys:
         programs = B * h * windows * triton.cdiv(w, S.block_k)
         launch(_key_gradient, (programs,), *on_grid, *saved, dk, dv, h, H, W, scale, S)
         if of_bias:
-            programs = h * query_blocks * key_blocks, bias_parts
+            programs = h * query_blocks * key_blocks, bias_splits
             launch(_bias_gradient, programs, *on_grid, *saved, dbias, B, h, H, W, scale, S)
     if of_bias:
         gradients.append(dbias.sum(0).to(bias.dtype))
     if of_landmarks:
         blocks = B * h * triton.cdiv(c, S.block_c)
-        landmark_parts = parts(triton.cdiv(N, S.block_q), blocks)
-        shares = [lse.new_empty(B, h, landmark_parts * c, x.shape[3]) for x in (k_tilde, beta)]
+        landmark_splits = splits(triton.cdiv(N, S.block_q), blocks)
+        shares = [lse.new_empty(B, h, landmark_splits * c, x.shape[3]) for x in (k_tilde, beta)]
         arguments = view(q), *on_landmarks, *saved, *map(view, shares)
-        launch(_landmark_gradient, (blocks, landmark_parts), *arguments, *scalars, S)
-        sums = [share.unflatten(2, (landmark_parts, c)).sum(2) for share in shares]
+        launch(_landmark_gradient, (blocks, landmark_splits), *arguments, *scalars, S)
+        sums = [share.unflatten(2, (landmark_splits, c)).sum(2) for share in shares]
         gradients += [x.to(like.dtype) for x, like in zip(sums, (k_tilde, beta), strict=True)]
     return gradients
 
 
 @_joint_softmax_backward.register_fake
 def _(dy, y, lse, q, k, v, bias, k_tilde, beta, prior, grid, window, overlap, of_bias, of_landmarks):
-    others = [bias] * of_bias + [k_tilde, beta] * of_landmarks
-    return [*map(like_tokens, (q, k, v)), *(x.new_empty(x.shape) for x in others)]
+    summaries = [bias] * of_bias + [k_tilde, beta] * of_landmarks
+    return [*map(like_tokens, (q, k, v)), *(x.new_empty(x.shape) for x in summaries)]
 
 
 def _save(ctx, inputs, output):

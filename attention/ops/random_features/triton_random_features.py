@@ -8,7 +8,7 @@ r_ns = softmax_n[q'_n . q_bar_s]: its statistics come first, and in the backward
 
 Tokens are read in raster order, and nothing of their number times the samples is kept: q, k, v, what all queries share,
 and a few numbers of every query are. Every gradient is summed by the program that owns it, so that it is deterministic;
-sums over queries are split into as many parts as keep a GPU busy. Products and y are fp32, as features need them.
+sums over queries are split into as many splits as keep a GPU busy. Products and y are fp32, as features need them.
 """
 
 import torch
@@ -163,12 +163,12 @@ def _sample_sums(
     beta,
     S: tl.constexpr,
 ):
-    """A block of samples and every `parts`-th block of queries: their share of all gradients of samples.
+    """A block of samples and every `splits`-th block of queries: their share of all gradients of samples.
 
     That of the log-sum-exps of r is not yet in dq_bar.
     """
     sample, head, batch = _block(s, S.block_c, h)
-    part, parts, real = tl.program_id(1), tl.num_programs(1), sample < s
+    split, splits, real = tl.program_id(1), tl.num_programs(1), sample < s
     samples = load(omega, batch, head, sample, real, tl.float32, S)
     centres = samples if q_bar is None else load(q_bar, batch, head, sample, real, tl.float32, S)
     values = load(u, batch, head, sample, real, tl.float32, S)
@@ -178,7 +178,7 @@ def _sample_sums(
     d_log_weight = tl.full([S.block_c], 0.0, tl.float32)
     d_balance = tl.full([S.block_c], 0.0, tl.float32)
     d_log_total = tl.full([S.block_c], 0.0, tl.float32)
-    for start in range(part * S.block_n, N, parts * S.block_n):
+    for start in range(split * S.block_n, N, splits * S.block_n):
         query = start + tl.arange(0, S.block_n)
         queries = load(q, batch, head, query, query < N, tl.float32, S) * scale
         gradient = load(dy, batch, head, query, query < N, tl.float32, S)
@@ -199,8 +199,8 @@ def _sample_sums(
             d_centres += dot(tl.trans(d_log_ratio), queries, S)  # (c, n) @ (n, d)
             d_balance += tl.sum(d_alpha, 0)
             d_log_total -= tl.sum(d_log_ratio, 0)
-    row = part * s + sample
-    number = (batch.to(tl.int64) * h + head) * parts * s + row
+    row = split * s + sample
+    number = (batch.to(tl.int64) * h + head) * splits * s + row
     store(du, batch, head, row, real, d_values, S)
     tl.store(dlog_weight + number, d_log_weight, real)
     if domega is not None:
@@ -331,13 +331,13 @@ def _mix_samples_backward(
     (B, h, N, d), s, S, numbers = q.shape, omega.shape[2], sizes(q, omega), (*scalars(q, omega), beta)
     arguments = view(q), *_of_samples(omega, log_weight, u, q_bar, balance, log_total, mean), view(dy)
     programs, blocks = B * h * triton.cdiv(N, S.block_n), B * h * triton.cdiv(s, S.block_c)
-    parts = min(triton.cdiv(N, S.block_n), triton.cdiv(PROGRAMS, blocks))
+    splits = min(triton.cdiv(N, S.block_n), triton.cdiv(PROGRAMS, blocks))
 
     def shares(*widths: int) -> Tensor:
-        return lse.new_empty(B, h, parts * s, *widths)
+        return lse.new_empty(B, h, splits * s, *widths)
 
     def total(share: Tensor | None) -> Tensor | None:
-        return None if share is None else share.unflatten(2, (parts, s)).sum(2)
+        return None if share is None else share.unflatten(2, (splits, s)).sum(2)
 
     dq, delta, dmean = like_tokens(q), torch.empty_like(lse), None if q_bar is None else torch.empty_like(lse)
     launch(_query_sums, (programs,), *arguments, lse, delta, dmean, *numbers, S)
@@ -345,7 +345,7 @@ def _mix_samples_backward(
     domega, dlog_weight, du = None if frozen else shares(d), shares(), shares(d)
     dq_bar, dbalance, dlog_total = (None,) * 3 if q_bar is None else (shares(d), shares(), shares())
     outputs = view(domega), dlog_weight, view(du), view(dq_bar), dbalance, dlog_total
-    launch(_sample_sums, (blocks, parts), *arguments, *of_queries, *outputs, *numbers, S)
+    launch(_sample_sums, (blocks, splits), *arguments, *of_queries, *outputs, *numbers, S)
     outputs = domega, dlog_weight, du, dq_bar, dbalance, dlog_total
     domega, dlog_weight, du, dq_bar, dbalance, dlog_total = map(total, outputs)
     launch(_query_gradient, (programs,), *arguments, *of_queries, dlog_total, view(dq), *numbers, S)
