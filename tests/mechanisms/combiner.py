@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention import Grid
 from attention.mechanisms.combiner import combiner
 from attention.mechanisms.softmax import softmax
 from tests.support.cases import PREFIX, Case
@@ -54,8 +55,8 @@ EVERYTHING = [
 ]
 
 
-def run(q, k, v, q_bar, k_bar, **windows) -> Tensor:
-    return combiner(q, k, v, q_bar, k_bar, **windows)
+def run(q, k, v, q_bar, k_bar, *, grid: Grid, window: Grid) -> Tensor:
+    return combiner(q, k, v, q_bar, k_bar, grid=grid, window=window)
 
 
 @every_grid

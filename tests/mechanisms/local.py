@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention import Grid
 from attention.mechanisms.local import local
 from attention.mechanisms.softmax import softmax
 from attention.ops.joint_softmax.op import exact_set
@@ -66,8 +67,8 @@ RELEASED = {
 }
 
 
-def run(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, **windows) -> Tensor:
-    return local(q, k, v, bias, **windows)
+def run(q, k, v, bias=None, *, grid: Grid, window: Grid, overlap: Grid = (0, 0)) -> Tensor:
+    return local(q, k, v, bias, grid=grid, window=window, overlap=overlap)
 
 
 def test_by_hand():

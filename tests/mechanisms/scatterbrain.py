@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from attention import Grid
 from attention.mechanisms.scatterbrain import merge_others, scatterbrain, scatterbrain_lsh
 from attention.mechanisms.softmax import softmax
 from attention.ops.joint_softmax.op import exact_set
@@ -59,8 +60,8 @@ RELEASED = {"scatterbrain_2d_norpe_64": {"num_samples": 64, "complement": "relea
 S = 5
 
 
-def run(q, k, v, omega, bias=None, *, grid, window, complement: str = "merge", **windows) -> Tensor:
-    return scatterbrain(q, k, v, omega, bias, grid=grid, window=window, complement=complement, **windows)
+def run(q, k, v, omega, bias=None, *, grid: Grid, window: Grid, overlap: Grid = (0, 0), complement="merge") -> Tensor:
+    return scatterbrain(q, k, v, omega, bias, grid=grid, window=window, overlap=overlap, complement=complement)
 
 
 def features(x: Tensor, omega: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from attention import Grid
 from attention.mechanisms.softmax import softmax
 from attention.mechanisms.transformer_ls import normalise, transformer_ls
 from attention.parts.geometry import merge_heads
@@ -48,8 +49,8 @@ REFUSED = [({"window_size": 0, "num_landmarks": 0}, r"window_size = 0: .* give o
 EVERYTHING = [{"window_size": 6, "num_landmarks": 0, "dual_norm": False, **FREE}]
 
 
-def run(q, k, v, slots, **windows) -> Tensor:
-    return transformer_ls(q, k, v, slots, **windows)
+def run(q, k, v, slots, *, grid: Grid, window: Grid) -> Tensor:
+    return transformer_ls(q, k, v, slots, grid=grid, window=window)
 
 
 @every_grid

@@ -14,8 +14,8 @@ def test_every_facts_file_belongs_to_a_mechanism():
 
 
 def test_a_missing_file_is_named():
-    with pytest.raises(LookupError, match=r"tests/mechanisms/pooled.py does not exist: the mechanism 'pooled' needs"):
-        load("pooled")
+    with pytest.raises(LookupError, match=r"tests/mechanisms/absent.py does not exist: the mechanism 'absent' needs"):
+        load("absent")
 
 
 @pytest.mark.parametrize("constant", REQUIRED)
