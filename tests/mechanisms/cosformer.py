@@ -64,7 +64,7 @@ def test_cosformer_is_the_explicitly_reweighted_kernel(grid):
 
 def test_cosformer_does_not_know_where_counting_starts():
     q, k = draw(12, d), draw(12, d, seed=1)
-    shifted = [torch.cat([x[9:], x[:9]]) for x in (q, k)]  # token n at place n + 3
+    shifted = [torch.cat([x[9:], x[:9]]) for x in (q, k)]  # token n at position n + 3
     a, b = (reweight(q, (1, 12)) @ reweight(k, (1, 12)).mT for q, k in ((q, k), shifted))
     assert_equal(b[3:, 3:], a[:9, :9])
 

@@ -261,7 +261,7 @@ def test_landmarks_are_transformed_segment_means(monkeypatch):
         attn, means = layer(landmark_transform=kind), []
         attn(x, (4, 6))
         q, q_bar = means[0]
-        segment = q.view(1, 2, 2, 2, 2, 3, 4).mean((3, 5)).flatten(2, 3)  # 2 x 2 segments of 2 x 3 cells
+        segment = q.view(1, 2, 2, 2, 2, 3, 4).mean((3, 5)).flatten(2, 3)  # 2 x 2 segments of 2 x 3 tokens
         if kind == "light":
             segment = attn.landmark_q.norm(attn.landmark_q.linear(segment))
         elif kind == "dense":
