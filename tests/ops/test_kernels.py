@@ -1,5 +1,5 @@
-"""Fast paths. The uniform suite holds those of the path "auto" to their literal twins; here the other paths are held to
-"auto", and all of them to what a user may do with a layer.
+"""Fast paths. The uniform suites hold those of the path "auto" to their literal twins, and the other paths to "auto";
+here all of them are held to what a user may do with a layer.
 """
 
 import importlib
@@ -16,8 +16,9 @@ from attention.ops.joint_softmax import eager as joint
 from attention.ops.random_features import eager as random_features
 from attention.ops.randomized import eager as randomized
 from bench.memory import peak_bytes
-from tests.support.cases import CASES, Case
-from tests.uniform.test_attention import FP32_RMS, FP64, FP64_GRADIENT, rms_ratio
+from tests.support.calls import value_and_gradients
+from tests.support.cases import Case
+from tests.support.comparisons import FP32_RMS, FP64_GRADIENT, rms_ratio
 
 CORES = {
     "joint": joint.JointSoftmax,
@@ -25,11 +26,6 @@ CORES = {
     "features": random_features.RandomFeatures,
     "samples": randomized.FirstOrder,
 }
-NAMES = ("local", "eva", "combiner", "transformer_ls", "lara", "performer", "ra")
-MORE_CASES = [
-    Case("ra", (3, 5), {"proposal": "mean_key", "num_samples": 2}),
-    Case("ra", (20, 25)),  # keys are drawn for two heads at a time
-]
 LAYERS = [
     Case("local", (4, 6), {"window_size": 2}),
     Case("eva", (4, 6), {"window_size": 2, "num_landmarks": 6}),
@@ -38,18 +34,6 @@ LAYERS = [
     Case("ra", (4, 6)),
 ]
 every_layer = pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name)
-
-
-def value_and_gradients(attn, x: Tensor, grid, amp: bool = False) -> list[Tensor]:
-    """Output, gradient of the tokens, gradients of all parameters that have one."""
-    x = x.detach().requires_grad_()
-    torch.manual_seed(3)
-    with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-        y = attn(x, grid)
-    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(y.dtype))
-    gradients = [x.grad, *(p.grad for p in attn.parameters() if p.grad is not None)]
-    attn.zero_grad()
-    return [y.detach(), *gradients]
 
 
 def taken(case: Case, monkeypatch) -> set[str]:
@@ -61,18 +45,6 @@ def taken(case: Case, monkeypatch) -> set[str]:
             patch.setattr(core, "forward", staticmethod(lambda *args, n=name, f=forward: (called.add(n), f(*args))[1]))
         case.build()(case.tokens(), case.grid)
     return called
-
-
-@pytest.mark.parametrize("path", ["plain", "lean"])
-@pytest.mark.parametrize("case", [*(case for case in CASES if case.name in NAMES), *MORE_CASES], ids=str)
-def test_paths_agree_in_value_and_all_gradients(case, path):
-    attn, x = case.build(), case.tokens()
-    (y, *gradients) = value_and_gradients(attn, x, case.grid)
-    with kernels.use(path):
-        (other, *other_gradients) = value_and_gradients(attn, x, case.grid)
-    torch.testing.assert_close(other, y, rtol=FP64, atol=FP64)
-    for gradient, expected in zip(other_gradients, gradients, strict=True):
-        torch.testing.assert_close(gradient, expected, rtol=FP64_GRADIENT, atol=FP64_GRADIENT)
 
 
 @pytest.mark.parametrize(("room", "count"), [(1, 9), (10_000, 6), (14_000, 3), (30_000, 2)])

@@ -14,31 +14,10 @@ from safetensors.torch import load_file
 
 from attention import create_attention
 from models.convert import from_released
+from tests.support.facts import FACTS, rows
 
 RELEASED = Path(__file__).parents[1] / "data" / "released" / "attention"
 CASES = json.loads((RELEASED / "cases.json").read_text())
-
-EVA = {"name": "eva", "mu_scale": 0.5, "position_bias": "table_released", "noise": "released"}
-LARA = {"name": "lara", "noise": "released"}
-LAYERS = {
-    "softmax_2d": {"name": "softmax"},
-    "local_2d_rpe": {"name": "local", "position_bias": "table_released"},
-    "local_2d_norpe": {"name": "local", "position_bias": "none"},
-    "eva_2d_rpe": EVA,
-    "eva_2d_norpe": {**EVA, "position_bias": "none"},
-    "train_eva_2d_rpe": EVA,
-    "performer_favorp_64": {"name": "performer", "features": "favorp", "num_samples": 64},
-    "ra_biased_m1": {"name": "ra", "proposal": "biased"},
-    "lara_poolmixed_light_opt": LARA,
-    "lara_poolmixed_dense_opt": {**LARA, "landmark_transform": "dense"},
-    "scatterbrain_2d_norpe_64": {
-        "name": "scatterbrain",
-        "num_samples": 64,
-        "complement": "released",
-        "position_bias": "none",
-    },
-    "train_lara_poolmixed_opt": {**LARA, "num_landmarks": 16},
-}
 
 
 def ours(released: dict) -> dict:
@@ -47,13 +26,18 @@ def ours(released: dict) -> dict:
     return {key.removeprefix("."): value for key, value in converted.items()}
 
 
+def test_every_stored_layer_is_reproduced():
+    assert sorted(file for _, file in rows("RELEASED")) == sorted(path.stem for path in RELEASED.glob("*.safetensors"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
-@pytest.mark.parametrize("file", LAYERS)
-def test_numbers(file, dtype, monkeypatch):
+@pytest.mark.parametrize(("name", "file"), rows("RELEASED"))
+def test_numbers(name, file, dtype, monkeypatch):
     case, tensors = CASES[file], load_file(RELEASED / f"{file}.safetensors")
     released = {key.removeprefix("weight."): value for key, value in tensors.items() if key.startswith("weight.")}
     H, W, C = tensors["x"].shape[1:]
-    attn = create_attention(**LAYERS[file], dim=C, num_heads=2, grid=(H, W)).to(dtype).train("noise" in tensors)
+    attn = create_attention(name, **FACTS[name].RELEASED[file], dim=C, num_heads=2, grid=(H, W))
+    attn = attn.to(dtype).train("noise" in tensors)
     attn.load_state_dict({key: value.to(dtype) for key, value in ours(released).items()}, strict=True)
     if "noise" in tensors:  # the released draw, in place of ours
         monkeypatch.setattr(torch, "randn", lambda shape, **_: tensors["noise"].to(dtype).view(shape))

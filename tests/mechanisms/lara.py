@@ -1,7 +1,7 @@
-"""LARA: multiple importance sampling as the paper derives it, its limits, and what its options do.
+"""LARA: multiple importance sampling as the paper derives it, its limits, and what its options do."""
 
-Monte-Carlo comparisons allow four standard errors, with fixed seeds.
-"""
+import math
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +13,58 @@ from attention.mechanisms.ra import ra
 from attention.ops.random_features.op import random_feature_attention
 from attention.ops.random_features.proposals import query_weights
 from attention.parts.features import log_features, scale
-from tests.support.identities import assert_equal, assert_mean, deviation, draw
+from tests.support.cases import PREFIX, Case
+from tests.support.comparisons import assert_equal, assert_mean, standard_errors
+from tests.support.growth import Growth
+from tests.support.inputs import draw, one_head
+from tests.support.symmetry import BLOCKS
+
+case = partial(Case, "lara", (5, 7), stochastic=True)
+FEW = {"num_landmarks": 6}
+SINGLE = {"proposal": "single", "weighting": "balance", "landmark_transform": "none"}
+
+CASES = [
+    case(FEW),
+    case({**FEW, "landmark_transform": "dense", "beta": 1.0}),
+    case({**FEW, "landmark_transform": "none", "noise": "released"}),
+    case({**FEW, "proposal": "pool", "weighting": "balance"}),
+    case({**FEW, "proposal": "attended_keys", "weighting": "coupled"}),
+    case({**FEW, "proposal": "mixture", "weighting": "coupled_density"}),
+    case({**FEW, "proposal": "mixture", "samples_per_proposal": 2}),
+    case({**FEW, "samples_per_proposal": 2, "antithetic": True}),
+    case({**FEW, **SINGLE}, well_conditioned=False),  # draws a key
+    case({**FEW, **PREFIX}),
+]
+EFFECTS = {
+    "num_landmarks": (FEW, 4),
+    "landmark_transform": (FEW, "none"),
+    "proposal": (FEW, "pool"),
+    "weighting": (FEW, "coupled"),
+    "beta": (FEW, 1.0),
+    "samples_per_proposal": (FEW, 2),
+    "antithetic": ({**FEW, "samples_per_proposal": 2}, True),
+    "noise": (FEW, "released"),
+}
+SYMMETRIES = [
+    *((BLOCKS, {**FEW, "proposal": x}) for x in ("pool", "pool_mixed", "attended_keys", "mixture")),
+    *((BLOCKS, {**FEW, "weighting": x}) for x in ("balance", "coupled", "coupled_density")),
+]
+SYMMETRIES_IN_LAW = [(BLOCKS, FEW)]
+GROWTH = [Growth(1, 1)]
+REFUSED = [
+    ({"grid": (4, 6), "num_landmarks": 23}, r"attention\(lara\).num_landmarks = 23 .* 4x6 .* nearest valid: 24"),
+    ({"grid": (4, 6), "num_landmarks": 25}, r"attention\(lara\).num_landmarks = 25 .* 4x6 .* nearest valid: 24"),
+    ({"weighting": "balance", "beta": 1.0}, r"attention\(lara\).beta = 1.0: .* set beta: 2.0"),
+    ({"antithetic": True}, r"attention\(lara\).antithetic = True: .* set antithetic: False"),
+    ({"proposal": "single"}, r"attention\(lara\).weighting = decoupled: .* set weighting: balance"),
+    ({"proposal": "single", "weighting": "balance"}, r"landmark_transform = light: .* set landmark_transform: none"),
+    ({"samples_per_proposal": 3}, r"attention\(lara\).samples_per_proposal: 3 is not a choice"),
+]
+RELEASED = {
+    "lara_poolmixed_light_opt": {"noise": "released"},
+    "lara_poolmixed_dense_opt": {"noise": "released", "landmark_transform": "dense"},
+    "train_lara_poolmixed_opt": {"noise": "released", "num_landmarks": 16},
+}
 
 N, C, D = 6, 3, 4
 Q, K, V = (0.8 * draw(2, 2, N, D, seed=seed) for seed in range(3))
@@ -34,6 +85,18 @@ def layer(grid=(4, 6), **options):
 
 
 # Limits
+
+
+def test_by_hand():
+    """One landmark at the origin with noise 1, so that omega = 1: xi(x) = exp(x - x^2 / 2), 1 for x = 0 and x = 2.
+
+    One sample weighs every query's keys alike: 1, 1 and sqrt(e).
+    """
+    q, k, v, zero = one_head(5, -1, 0), one_head(0, 2, 1), one_head(1, 3, 4), one_head(0)
+    root = math.e**0.5
+    expected = (1 * 1 + 1 * 3 + root * 4) / (1 + 1 + root)
+    y = lara(q, k, v, zero, zero, torch.ones(1, 1, 1, 1, 1).double(), proposal="pool")
+    assert_equal(y, one_head(expected, expected, expected))
 
 
 @every_weighting
@@ -131,7 +194,7 @@ def test_kernel_entries_are_unbiased(weighting):
 @every_weighting
 def test_kernel_entries_are_biased_under_the_released_noise(weighting):
     """Its densities assume unit covariance, which its samples do not have."""
-    assert deviation(*kernel_entries(weighting, noise_std=D**-0.25)).max() > 20
+    assert standard_errors(*kernel_entries(weighting, noise_std=D**-0.25)).max() > 20
 
 
 # Options
@@ -198,7 +261,7 @@ def test_landmarks_are_transformed_segment_means(monkeypatch):
         attn, means = layer(landmark_transform=kind), []
         attn(x, (4, 6))
         q, q_bar = means[0]
-        segment = q.view(1, 2, 2, 2, 2, 3, 4).mean((3, 5)).flatten(2, 3)  # 2 x 2 segments of 2 x 3 cells
+        segment = q.view(1, 2, 2, 2, 2, 3, 4).mean((3, 5)).flatten(2, 3)  # 2 x 2 segments of 2 x 3 tokens
         if kind == "light":
             segment = attn.landmark_q.norm(attn.landmark_q.linear(segment))
         elif kind == "dense":
@@ -219,26 +282,6 @@ def test_landmarks_are_transformed_segment_means(monkeypatch):
 )
 def test_added_parameters(options, parameters):
     assert sum(p.numel() for p in layer(**options).parameters()) == 4 * 8**2 + 4 * 8 + parameters
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"num_landmarks": 23}, r"attention\(lara\).num_landmarks = 23 .* 4x6 .* nearest valid: 24"),
-        ({"num_landmarks": 25}, r"attention\(lara\).num_landmarks = 25 .* 4x6 .* nearest valid: 24"),
-        ({"weighting": "balance", "beta": 1.0}, r"attention\(lara\).beta = 1.0: .* set beta: 2.0"),
-        ({"antithetic": True}, r"attention\(lara\).antithetic = True: .* set antithetic: False"),
-        ({"proposal": "single"}, r"attention\(lara\).weighting = decoupled: .* set weighting: balance"),
-        (
-            {"proposal": "single", "weighting": "balance"},
-            r"landmark_transform = light: .* set landmark_transform: none",
-        ),
-        ({"samples_per_proposal": 3}, r"attention\(lara\).samples_per_proposal: 3 is not a choice"),
-    ],
-)
-def test_what_cannot_act_or_be_honoured_is_refused(options, message):
-    with pytest.raises(OptionError, match=message):
-        layer(**options)
 
 
 def test_segments_of_another_grid_are_checked_when_it_comes():

@@ -1,18 +1,54 @@
-"""Randomized attention: unbiased where the paper says so, and the limits of its variants.
+"""Randomized attention: unbiased where the paper says so, and the limits of its variants."""
 
-Monte-Carlo comparisons allow four standard errors, with fixed seeds.
-"""
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from attention import OptionError, create_attention
+from attention import create_attention
 from attention.mechanisms.ra import ra
 from attention.mechanisms.softmax import softmax
 from attention.ops.random_features.op import random_feature_attention
 from attention.parts.features import scale
-from tests.support.identities import assert_equal, assert_mean, deviation, draw
+from tests.support.calls import assert_paths_agree
+from tests.support.cases import Case
+from tests.support.comparisons import assert_equal, assert_mean, standard_errors
+from tests.support.growth import Growth
+from tests.support.inputs import B, d, draw, h, shuffled, tokens
+from tests.support.symmetry import ALL, GRID
+
+drawn = partial(Case, "ra", stochastic=True, well_conditioned=False)  # a key, which rounding may exchange
+averaged = partial(Case, "ra", stochastic=True)
+
+CASES = [
+    drawn((3, 5)),
+    drawn((3, 5), {"num_samples": 2, "num_eval_samples": 3}),
+    drawn((3, 5), {"hyperbolic": True, "noise": "released"}),
+    drawn((3, 5), {"eval_noise": False}),
+    averaged((3, 5), {"proposal": "biased"}),
+    averaged((3, 5), {"proposal": "biased", "eval_noise": True}),
+    averaged((3, 5), {"proposal": "mean_key", "num_samples": 2, "hyperbolic": True}),
+    averaged((3, 5), {"proposal": "mean_key", "num_samples": 2}),
+]
+EFFECTS = {
+    "num_samples": ({}, 2),
+    "num_eval_samples": ({}, 2),
+    "proposal": ({}, "biased"),
+    "hyperbolic": ({}, True),
+    "noise": ({}, "released"),
+    "eval_noise": ({}, False),
+}
+SYMMETRIES = [
+    *((ALL, {"proposal": x}) for x in ("biased", "mean_key")),
+    (set(), {}),  # evaluation's random numbers belong to positions; see the law below
+]
+SYMMETRIES_IN_LAW = [({"any", "within", "between"}, {})]
+GROWTH = [Growth(2, 2), Growth(2, 2, lambda side: {"proposal": "biased"})]
+REFUSED = [
+    ({"proposal": "biased", "num_eval_samples": 2}, r"attention\(ra\).num_eval_samples = 2: .* set eval_noise: true"),
+]
+RELEASED = {"ra_biased_m1": {"proposal": "biased"}}
 
 N, D = 5, 4
 Q, K, V = (1.5 * draw(1, 1, N, D, seed=seed) for seed in range(3))
@@ -36,7 +72,7 @@ def test_the_mean_is_softmax_attention(hyperbolic):
 )
 def test_the_mean_is_not_softmax_attention_with(options):
     """The released noise, evaluation without noise, and samples about a mean key are biased."""
-    assert deviation(estimates(**options), softmax(Q, K, V)[0, 0]).max() > 20
+    assert standard_errors(estimates(**options), softmax(Q, K, V)[0, 0]).max() > 20
 
 
 @pytest.mark.parametrize("hyperbolic", [False, True], ids=["positive", "hyperbolic"])
@@ -73,6 +109,14 @@ def test_permutation_equivariance_in_law_of_drawn_keys():
     uniform, moved = (p.cumsum(-1) - p / 2 for p in (pi, pi_moved))
     y = ra(Q, K, V, noise, uniform)[:, :, order]
     torch.testing.assert_close(ra(q, k, v, noise_moved[..., order, :], moved), y, rtol=1e-10, atol=1e-10)
+
+
+def test_ra_commutes_with_permutations_of_tokens_together_with_their_noise():
+    q, k, v = tokens(GRID)
+    noise, order = draw(B, h, 24, 3, d, seed=3), shuffled(24)
+    for proposal in ("biased", "mean_key"):
+        y = ra(q, k, v, noise, proposal=proposal)[:, :, order]
+        assert_equal(ra(*(x[:, :, order] for x in (q, k, v, noise)), proposal=proposal), y)
 
 
 def test_evaluation_depends_neither_on_the_batch_nor_on_the_generator():
@@ -118,5 +162,8 @@ def test_only_random_evaluation_has_a_seed():
     site = {"dim": 8, "num_heads": 2, "grid": (3, 5)}
     assert set(create_attention("ra", **site).state_dict()) == {*stored, "eval_seed"}
     assert set(create_attention("ra", **site, proposal="biased").state_dict()) == stored
-    with pytest.raises(OptionError, match=r"attention\(ra\).num_eval_samples = 2: .* set eval_noise: true"):
-        create_attention("ra", **site, proposal="biased", num_eval_samples=2)
+
+
+@pytest.mark.parametrize("path", ["plain", "lean"])
+def test_paths_agree_where_keys_are_drawn_for_two_heads_at_a_time(path):
+    assert_paths_agree(drawn((20, 25)), path)

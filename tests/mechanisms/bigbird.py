@@ -1,0 +1,93 @@
+"""BigBird."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+from attention import create_attention
+from attention.mechanisms.bigbird import bigbird, choose_blocks, global_blocks
+from attention.mechanisms.softmax import softmax
+from tests.support.cases import PREFIX, Case
+from tests.support.comparisons import assert_equal
+from tests.support.growth import Growth
+from tests.support.inputs import every_grid, h, tokens
+
+case = partial(Case, "bigbird", (5, 7))
+SMALL = {"block_size": 3}
+
+CASES = [
+    case({"block_size": 3, "num_random": 2}),
+    case({"block_size": 2, "layout": "2d", "num_window": 1, "num_global": 1}),
+    case({"block_size": 3, "num_random": 2, **PREFIX}),
+]
+EFFECTS = {
+    "block_size": (SMALL, 4),
+    "layout": (SMALL, "2d"),
+    "num_window": (SMALL, 1),
+    "num_global": (SMALL, 1),
+    "num_random": (SMALL, 1),
+    "attn_drop": (SMALL, 0.5),
+}
+SYMMETRIES = [({"within"}, {"block_size": 2, "layout": "2d", "num_random": 0}), (set(), {"block_size": 2})]
+GROWTH = [Growth(1, 1)]
+REFUSED = [
+    ({"block_size": 197}, r"block_size = 197: larger than the 14x14 grid; at most 196"),
+    ({"block_size": 15, "layout": "2d"}, r"block_size = 15: larger than the 14x14 grid; at most 14"),
+    ({"num_window": 4}, r"num_window = 4: .* odd; nearest valid: 3"),
+]
+EVERYTHING = [{"block_size": 4, "num_random": 6}]
+
+
+def pattern(n: int, w: int, g: int, r: int, heads: int = h, seed: int = 0) -> Tensor:
+    return choose_blocks(w, g, torch.rand(heads, n, r, generator=torch.Generator().manual_seed(seed)))
+
+
+@every_grid
+@pytest.mark.parametrize(("w", "g", "r"), [(3, 2, 99), (99, 0, 0), (1, 0, 99), (1, 99, 0)])
+def test_bigbird_that_covers_all_blocks_is_softmax(grid, w, g, r):
+    q, k, v = tokens(grid)
+    N = q.shape[2]
+    for area, block in (((1, N), (1, 3)), (grid, (2, 2))):
+        n = math.ceil(area[0] / block[0]) * math.ceil(area[1] / block[1])
+        blocks = pattern(n, w, g, min(r, n))
+        assert_equal(bigbird(q, k, v, blocks, grid=area, block=block, num_global=g), softmax(q, k, v))
+
+
+@pytest.mark.parametrize(("n", "w", "g", "r"), [(12, 3, 2, 3), (5, 3, 2, 3), (1, 3, 2, 3), (9, 1, 3, 8), (7, 5, 0, 2)])
+def test_bigbird_blocks_are_window_global_and_distinct_others(n, w, g, r):
+    chosen = pattern(n, w, g, r, heads=50)
+    for head in range(50):
+        for i in range(n):
+            fixed = {j for j in range(n) if abs(i - j) <= w // 2} | set(global_blocks(n, g))
+            blocks = [b for b in chosen[head, i].tolist() if b != n]
+            assert len(blocks) == len(set(blocks)) == min(n, len(fixed) + r)
+            assert fixed <= set(blocks) <= set(range(n))
+
+
+def test_bigbird_draws_every_other_block_alike():
+    heads, n, r = 4000, 8, 2
+    chosen = pattern(n, 3, 2, r, heads=heads)
+    counts = torch.stack([(chosen[:, 4] == b).any(-1).sum() for b in range(n)]) / heads
+    others = [1, 2, 6]  # neither 3, 4, 5 nor the global 0 and 7
+    assert counts[[0, 3, 4, 5, 7]].eq(1).all()
+    p = r / len(others)
+    assert ((counts[others] - p).abs() < 4 * (p * (1 - p) / heads) ** 0.5).all()
+
+
+def test_bigbird_pattern_is_that_of_the_layer_and_survives_training_and_reloading():
+    def build(seed: int):
+        torch.manual_seed(seed)
+        return create_attention("bigbird", dim=16, num_heads=h, grid=(14, 14))
+
+    attn, other = build(0), build(1)
+    grid, block = (1, 196), (1, 16)
+    blocks = attn.blocks(grid, block)
+    assert not torch.equal(blocks[0], blocks[1])
+    assert not torch.equal(blocks, other.blocks(grid, block))
+    attn.train()(torch.randn(1, 196, 16), (14, 14))
+    assert torch.equal(blocks, attn.eval().blocks(grid, block))
+    other.load_state_dict(attn.state_dict())
+    assert torch.equal(blocks, other.blocks(grid, block))

@@ -1,0 +1,104 @@
+"""Longformer."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from attention import create_attention
+from attention.mechanisms.longformer import longformer
+from attention.mechanisms.softmax import softmax
+from tests.support.cases import PREFIX, Case
+from tests.support.comparisons import assert_equal, under_mask, weights_of
+from tests.support.growth import Growth
+from tests.support.inputs import CPU, B, draw, every_grid, h, shuffled, tokens
+
+case = partial(Case, "longformer", (5, 7))
+SMALL = {"radius": 3}
+
+CASES = [
+    case({"radius": 4, "num_global": 2}),
+    case({"radius": 2, "num_global": 0, "layout": "2d"}),
+    case({"radius": 1, "layout": "2d", "separate_global": True}, mixes_values=False),
+    case({"radius": 4, "num_global": 2, **PREFIX}),
+    case({"radius": 1, "separate_global": True, **PREFIX}, mixes_values=False),
+]
+EFFECTS = {
+    "radius": (SMALL, 2),
+    "layout": (SMALL, "2d"),
+    "num_global": (SMALL, 2),
+    "separate_global": (SMALL, True),
+    "attn_drop": (SMALL, 0.5),
+}
+SYMMETRIES = [({"transposed"}, {"radius": 1, "layout": "2d"}), (set(), {"radius": 2})]
+GROWTH = [Growth(1, 1)]
+REFUSED = [
+    ({"num_global": 47}, r"attention\(longformer\).num_global = 47 .* nearest valid: 48"),
+    ({"num_global": 0, "separate_global": True}, r"separate_global = True: .* set num_global above 0"),
+]
+EVERYTHING = [{"radius": 24}, {"radius": 0, "num_global": 24}]
+
+
+@every_grid
+def test_longformer_with_an_endless_band_is_softmax(grid):
+    q, k, v = tokens(grid)
+    N = q.shape[2]
+    for cells in (torch.empty(0, dtype=torch.int64), torch.tensor([0, N // 2])):
+        for radius in (N - 1, N, 3 * N):
+            assert_equal(longformer(q, k, v, cells=cells, grid=(1, N), radius=radius), softmax(q, k, v))
+        assert_equal(longformer(q, k, v, cells=cells, grid=grid, radius=max(grid) - 1), softmax(q, k, v))
+
+
+@every_grid
+@pytest.mark.parametrize("radius", [0, 1, 3])
+def test_longformer_with_global_tokens_alone_is_softmax(grid, radius):
+    q, k, v = tokens(grid)
+    cells = shuffled(q.shape[2])
+    for area in (grid, (1, q.shape[2])):
+        assert_equal(longformer(q, k, v, cells=cells, grid=area, radius=radius), softmax(q, k, v))
+
+
+@every_grid
+@pytest.mark.parametrize("layout", ["1d", "2d"])
+@pytest.mark.parametrize("cells", [[], [0, 5]], ids=str)
+def test_longformer_is_softmax_under_a_dense_mask(grid, layout, cells):
+    q, k, v = tokens(grid)
+    (H, W), n = grid, torch.arange(q.shape[2])
+    cells = torch.tensor(cells, dtype=torch.int64)
+    is_global = torch.isin(n, cells)
+    for radius in (0, 1, 2, 3):
+        if layout == "1d":
+            near = (n[:, None] - n).abs() <= radius
+        else:
+            near = ((n[:, None] // W - n // W).abs() <= radius) & ((n[:, None] % W - n % W).abs() <= radius)
+        y = longformer(q, k, v, cells=cells, grid=grid if layout == "2d" else (1, H * W), radius=radius)
+        assert_equal(y, under_mask(q, k, v, near | is_global | is_global[:, None]))
+
+
+def test_longformer_sees_2_rho_plus_1_keys():
+    q, k, _ = tokens((8, 8))
+    seen = weights_of(longformer, q, k, cells=torch.empty(0, dtype=torch.int64), grid=(1, 64), radius=3) > 0
+    assert (seen[:, :, 3:-3].sum(-1) == 7).all()
+
+
+def test_longformer_separate_projections_start_as_the_shared_ones_and_act_on_global_rows_alone():
+    site = {"dim": 16, "num_heads": h, "grid": (5, 7), "radius": 2, "num_global": 3}
+    attn = create_attention("longformer", separate_global=True, **site).double()
+    shared = create_attention("longformer", **site).double()
+    shared.load_state_dict({key: value for key, value in attn.state_dict().items() if "global" not in key})
+    x, cells = draw(B, 35, 16), attn.cells((5, 7), CPU)
+    y = shared(x, (5, 7))
+    assert_equal(attn(x, (5, 7)), y)
+    assert sum(p.numel() for p in attn.qkv_global.parameters()) == 3 * 16**2 + 3 * 16
+    with torch.no_grad():
+        attn.qkv_global.weight.mul_(3)
+    changed = ((attn(x, (5, 7)) - y).abs() > 1e-6).any(-1).any(0)
+    assert changed.nonzero()[:, 0].tolist() == cells.tolist()
+
+
+@pytest.mark.parametrize(
+    ("grid", "count", "expected"), [((5, 7), 1, [17]), ((4, 6), 6, [7, 9, 11, 19, 21, 23]), ((3, 2), 6, range(6))]
+)
+def test_longformer_global_cells_are_the_centres_of_equal_parts(grid, count, expected):
+    attn = create_attention("longformer", dim=16, num_heads=h, grid=grid, num_global=count)
+    assert attn.cells(grid, CPU).tolist() == list(expected)

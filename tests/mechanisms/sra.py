@@ -1,0 +1,50 @@
+"""Spatial-reduction attention."""
+
+from functools import partial
+
+import torch
+from torch import nn
+
+from attention.mechanisms.softmax import softmax
+from attention.parts.groups import bins, group_mean
+from tests.support.cases import PREFIX, Case
+from tests.support.comparisons import assert_equal
+from tests.support.growth import Growth
+from tests.support.inputs import CPU, B, d, draw, every_grid, h, layer
+
+case = partial(Case, "sra", mixes_values=False, stock_keys=False)  # its keys and values are convolved
+
+CASES = [
+    case((6, 8), {"reduction": 2}),
+    case((5, 7), {"reduction": 3}),
+    case((6, 8), {"reduction": 2, **PREFIX}),
+]
+EFFECTS = {"reduction": ({"reduction": 2}, 3), "attn_drop": ({"reduction": 2}, 0.5)}
+SYMMETRIES = [({"between"}, {"reduction": 2})]  # the keys of a strided convolution have no order
+GROWTH = [
+    Growth(1, 1),  # shrunk to 49 keys
+    Growth(2, 2, lambda side: {"reduction": 2}),
+]
+REFUSED = [({"reduction": 15}, r"attention\(sra\).reduction = 15: larger than the 14x14 grid; at most 14")]
+EVERYTHING = [{"reduction": 1}]
+
+
+@every_grid
+def test_sra_without_a_reduction_is_softmax(grid):
+    attn, expected, x = layer("sra", grid, reduction=1), layer("softmax", grid), draw(B, grid[0] * grid[1], h * d)
+    expected.load_state_dict(attn.state_dict())
+    assert_equal(attn(x, grid), expected(x, grid))
+
+
+@every_grid
+def test_sra_by_averaging_is_softmax_over_averages(grid):
+    attn, expected, x = layer("sra", grid, reduction=2), layer("softmax", grid), draw(B, grid[0] * grid[1], h * d)
+    attn.norm = nn.Identity()
+    with torch.no_grad():
+        attn.sr.weight.copy_(torch.eye(h * d)[:, :, None, None] / 4)
+        attn.sr.bias.zero_()
+    expected.qkv.load_state_dict(attn.qkv.state_dict())
+    q, *keys_and_values = expected.project(x, grid)
+    groups = bins(grid, (grid[0] // 2, grid[1] // 2), CPU)
+    averages = (group_mean(y, groups)[:, :, 0] for y in keys_and_values)
+    assert_equal(attn.attend(*attn.project(x, grid), grid), softmax(q, *averages))

@@ -1,0 +1,46 @@
+"""Partitions of the grid's tokens into groups."""
+
+import itertools
+
+import pytest
+
+from attention.ops.joint_softmax.op import exact_set
+from attention.parts.groups import bins, bins_outside, chunks_outside
+from tests.support.inputs import CPU
+
+
+@pytest.mark.parametrize("grid", [(4, 4), (5, 7), (24, 24)], ids=str)
+@pytest.mark.parametrize("counts", [(1, 1), (2, 3), (4, 4), (1, 4)], ids=str)
+def test_bins_are_disjoint_cover_the_grid_and_have_the_stated_edges(grid, counts):
+    groups = bins(grid, counts, CPU)
+    assert groups.index.shape[1] == counts[0] * counts[1]
+    assert sorted(groups.index[groups.valid].tolist()) == list(range(grid[0] * grid[1]))
+    (H, W), (rows, columns) = grid, counts
+    for i, j in itertools.product(range(rows), range(columns)):
+        y, x = (range(a * size // n, (a + 1) * size // n) for a, size, n in ((i, H, rows), (j, W, columns)))
+        c = i * columns + j
+        assert groups.index[0, c][groups.valid[0, c]].tolist() == [a * W + b for a in y for b in x]
+
+
+@pytest.mark.parametrize("overlap", [(0, 0), (1, 1)])
+@pytest.mark.parametrize(("grid", "window"), [((6, 4), (2, 2)), ((5, 7), (3, 3))], ids=str)
+def test_partitions_outside_the_exact_set_complete_it(grid, window, overlap):
+    H, W = grid
+    shared = bins(grid, (2, 2), CPU)
+    outside = [bins_outside(shared, grid, window, overlap), chunks_outside(grid, window, overlap, 4, CPU)]
+    for groups, n in itertools.product(outside, range(H * W)):
+        g = (n // W // window[0]) * -(-W // window[1]) + n % W // window[1]
+        exact = exact_set(n, grid, window, overlap)[0]
+        assert sorted([*exact, *groups.index[g][groups.valid[g]].tolist()]) == list(range(H * W))
+    chunks = outside[1]
+    for g in range(len(chunks.index)):
+        members = [c[v].tolist() for c, v in zip(chunks.index[g], chunks.valid[g], strict=True)]
+        assert [*itertools.chain(*members)] == sorted(itertools.chain(*members))
+        assert max(map(len, members)) - min(map(len, members)) <= 1
+
+
+def test_complement_chunks_of_the_papers():
+    """735/49 = 15 tokens a chunk at N = 784, 3 at 196, 63 at 3136."""
+    for side, size in ((28, 15), (14, 3), (56, 63)):
+        groups = chunks_outside((side, side), (7, 7), (0, 0), 49, CPU)
+        assert (groups.count() == size).all()

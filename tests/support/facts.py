@@ -1,0 +1,56 @@
+"""All that the tests know of each mechanism: the constants of tests/mechanisms/<name>.py, over the registry.
+
+A facts file that is missing, or lacks a required constant, ends every uniform suite with an error that names both.
+"""
+
+import importlib
+import importlib.util
+from types import ModuleType
+from typing import Any
+
+from attention import ATTENTION
+from tests.support.cases import Case
+
+REQUIRED = {
+    "CASES": "a list of Case: what the uniform suites run over, the ordinary one first",
+    "EFFECTS": "for every option, options that give it its context and a value other than there (grid 5 x 7)",
+    "SYMMETRIES": "a list of (rearrangements of tokens that commute with the layer, options), see symmetry.py",
+    "GROWTH": "a list of Growth: orders of multiply-accumulates and of memory",
+}
+OPTIONAL = {
+    "REFUSED": "a list of (options, pattern of the message): refused for 16 channels, 2 heads, a grid of 14 x 14",
+    "EVERYTHING": "a list of options under which every token of a 4 x 6 grid attends to every token exactly",
+    "SYMMETRIES_IN_LAW": "a list as SYMMETRIES: what commutes with the distribution of the outputs in training",
+    "RELEASED": "for layers of the released code (tests/data/released/attention), the options that reproduce them",
+}
+
+
+def load(name: str) -> ModuleType:
+    """The facts of a mechanism.
+
+    Raises:
+        LookupError: no such file, or a constant that it lacks.
+    """
+    file, module = f"tests/mechanisms/{name}.py", f"tests.mechanisms.{name}"
+    if importlib.util.find_spec(module) is None:
+        raise LookupError(f"{file} does not exist: the mechanism {name!r} needs a file of facts for its tests")
+    facts = importlib.import_module(module)
+    for constant, meaning in REQUIRED.items():
+        if getattr(facts, constant, []) == []:
+            raise LookupError(f"{file} lacks {constant}, {meaning}")
+    for case in facts.CASES:
+        if case.name != name:
+            raise LookupError(f"{file}: CASES holds one of {case.name!r}")
+    return facts
+
+
+FACTS = {name: load(name) for name in ATTENTION}
+
+
+def rows(constant: str) -> list[tuple[str, Any]]:
+    """(mechanism, row) for every row of a list or key of a dict, of every mechanism that has the constant."""
+    assert constant in REQUIRED | OPTIONAL
+    return [(name, row) for name, facts in FACTS.items() for row in getattr(facts, constant, ())]
+
+
+CASES: list[Case] = [case for _, case in rows("CASES")]

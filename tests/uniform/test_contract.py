@@ -1,0 +1,76 @@
+"""What every mechanism owes the networks that use it: shapes, gradients, grids, batches, compilation, projections."""
+
+import pytest
+import torch
+
+from attention import ATTENTION, create_attention
+from tests.support.calls import capture_op
+from tests.support.cases import HEAD_DIM, HEADS, B
+from tests.support.comparisons import FP64
+from tests.support.facts import CASES
+
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+@every_case
+def test_shape_dtype_and_gradient_of_every_parameter(case):
+    attn, x = case.build(torch.float32), case.tokens(torch.float32).requires_grad_()
+    y = attn(x, case.grid)
+    assert y.shape == x.shape
+    assert y.dtype == x.dtype
+    (y * torch.randn_like(y)).sum().backward()
+    for name, parameter in [("x", x), *attn.named_parameters()]:
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+@every_case
+def test_other_grid_than_at_construction(case):
+    attn, (H, W) = case.build().eval(), (case.grid[0] + 3, case.grid[1] - 1)
+    x = torch.randn(B, case.num_tokens((H, W)), HEADS * HEAD_DIM, dtype=torch.float64)
+    assert attn(x, (H, W)).isfinite().all()
+
+
+@every_case
+def test_batch_independence(case):
+    attn, x = case.build().eval(), case.tokens()
+    torch.testing.assert_close(attn(x, case.grid)[1:], attn(x[1:], case.grid), rtol=FP64, atol=FP64)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@every_case
+def test_compiles_into_one_graph(case, training):
+    torch.compiler.reset()
+    attn, x = case.build(torch.float32).train(training), case.tokens(torch.float32)
+    compiled = torch.compile(attn, fullgraph=True, dynamic=False, backend="eager")
+    torch.manual_seed(4)
+    expected = attn(x, case.grid)
+    torch.manual_seed(4)
+    torch.testing.assert_close(compiled(x, case.grid), expected)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.mixes_values], ids=str)
+def test_constant_values_stay_constant(case):
+    op, args, options = capture_op(case, case.build(), case.tokens())
+    q, k, v, *rest = args
+    constant = torch.randn_like(v[:, :, :1]).expand_as(v)
+    y = op(q, k, constant, *rest, **options)
+    torch.testing.assert_close(y, constant[:, :, :1].expand_as(y), rtol=FP64, atol=FP64)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_stock_projections(name):
+    """timm's names for the projections, so that published softmax weights load wherever there are all three."""
+    attn = create_attention(name, dim=192, num_heads=3, grid=(14, 14))
+    state, rows = attn.state_dict(), 192 * attn.num_projections
+    shapes = {"qkv.weight": (rows, 192), "qkv.bias": (rows,), "proj.weight": (192, 192), "proj.bias": (192,)}
+    assert {key: tuple(state[key].shape) for key in shapes} == shapes
+    assert "qkv.bias" not in create_attention(name, dim=192, num_heads=3, grid=(14, 14), qkv_bias=False).state_dict()
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_defaults_suit_the_grids_of_deit_and_pvt(name):
+    for side in (14, 28, 56):
+        attn = create_attention(name, dim=8, num_heads=2, grid=(side, side))
+        assert attn(torch.randn(1, side * side, 8), (side, side)).shape == (1, side * side, 8)

@@ -1,0 +1,45 @@
+"""Half types and large inputs: everything is finite, and close to what float64 gives."""
+
+import pytest
+import torch
+
+from tests.support.calls import capture_op
+from tests.support.comparisons import BF16_RMS, FP32_RMS, rms_ratio
+from tests.support.facts import CASES
+
+every_case = pytest.mark.parametrize("case", CASES, ids=str)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@every_case
+def test_every_precision_is_finite_on_large_inputs(case, dtype, training):
+    x = 30 * case.tokens(torch.float32)
+    attn = case.build(torch.float32).train(training)
+    with torch.autocast("cpu", torch.bfloat16 if dtype == torch.float32 else dtype, enabled=dtype != torch.float32):
+        y = attn(x, case.grid)
+    assert y.dtype == dtype
+    assert y.isfinite().all()
+    y.float().mean().backward()  # a sum's weight gradients leave fp16's range, which is a loss scaler's affair
+    assert all(parameter.grad.isfinite().all() for parameter in attn.parameters())
+    y = attn.to(dtype)(x.to(dtype), case.grid)
+    assert y.dtype == dtype
+    assert y.isfinite().all()
+
+
+@every_case
+def test_lower_precision_stays_close(case):
+    x = case.tokens()
+    expected = case.build().eval()(x, case.grid)
+    attn = case.build(torch.float64).float().eval()
+    if case.well_conditioned:
+        assert rms_ratio(attn(x.float(), case.grid).double(), expected) < FP32_RMS
+        with torch.autocast("cpu", torch.bfloat16):
+            y = attn(x.float(), case.grid)
+        assert rms_ratio(y.double(), expected) < BF16_RMS
+    else:  # no precision is lost beyond the rounding of what comes in
+        op, args, options = capture_op(case, attn, x.float())
+        rounded = [a.bfloat16() for a in args[:3]]
+        with torch.autocast("cpu", torch.bfloat16):
+            y = op(*rounded, *args[3:], **options)
+        assert rms_ratio(y, op(*(a.float() for a in rounded), *args[3:], **options)) < FP32_RMS
