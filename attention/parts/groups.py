@@ -72,14 +72,14 @@ def bins_outside(groups: Groups, windows: Windows) -> Groups:
     return Groups(groups.index.expand(len(attended), -1, -1), groups.valid & ~attended[:, groups.index[0]])
 
 
-def chunks_outside(windows: Windows, count: int, device: torch.device, key: str) -> Groups:
+def chunks_outside(windows: Windows, count: int, device: torch.device, key: str | None = None) -> Groups:
     """Contiguous chunks, `count` of them, of the raster order without the tokens that each window attends to: G = g.
 
     Raises:
-        OptionError: a window leaves fewer tokens; names `key`.
+        OptionError: a window leaves fewer tokens; names `key`. Without one some groups are empty.
     """
     least, most = tokens_outside(windows)
-    if count > least:
+    if key and count > least:
         raise OptionError(key, f" = {count}: a window leaves only {least} tokens outside it; at most {least}")
     attended = _attended(windows, device)
     outside = attended.to(torch.uint8).argsort(dim=-1, stable=True)  # raster order, the attended tokens last

@@ -1,6 +1,5 @@
 """BigBird."""
 
-import math
 from functools import partial
 
 import pytest
@@ -10,6 +9,7 @@ from torch import Tensor
 from attention import create_attention
 from attention.mechanisms.bigbird import bigbird, choose_blocks, global_blocks
 from attention.mechanisms.softmax import softmax
+from attention.parts.geometry import Windows
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
@@ -39,6 +39,7 @@ REFUSED = [
     ({"num_window": 4}, r"num_window = 4: .* odd; nearest valid: 3"),
 ]
 EVERYTHING = [{"block_size": 4, "num_random": 6}]
+SYMBOLS = {"w": 3, "g": 2, "r": 3, "b": 16}
 
 
 def pattern(n: int, w: int, g: int, r: int, heads: int = h, seed: int = 0) -> Tensor:
@@ -51,9 +52,9 @@ def test_bigbird_that_covers_all_blocks_is_softmax(grid, w, g, r):
     q, k, v = tokens(grid)
     N = q.shape[2]
     for area, block in (((1, N), (1, 3)), (grid, (2, 2))):
-        n = math.ceil(area[0] / block[0]) * math.ceil(area[1] / block[1])
-        blocks = pattern(n, w, g, min(r, n))
-        assert_equal(bigbird(q, k, v, blocks, grid=area, block=block, num_global=g), softmax(q, k, v))
+        windows = Windows(area, block)
+        blocks = pattern(windows.count, w, g, min(r, windows.count))
+        assert_equal(bigbird(q, k, v, blocks, windows=windows, num_global=g), softmax(q, k, v))
 
 
 @pytest.mark.parametrize(("n", "w", "g", "r"), [(12, 3, 2, 3), (5, 3, 2, 3), (1, 3, 2, 3), (9, 1, 3, 8), (7, 5, 0, 2)])
@@ -83,11 +84,11 @@ def test_bigbird_pattern_is_that_of_the_layer_and_survives_training_and_reloadin
         return create_attention("bigbird", dim=16, num_heads=h, grid=(14, 14))
 
     attn, other = build(0), build(1)
-    grid, block = (1, 196), (1, 16)
-    blocks = attn.blocks(grid, block)
+    windows = Windows((1, 196), (1, 16))
+    blocks = attn.blocks(windows)
     assert not torch.equal(blocks[0], blocks[1])
-    assert not torch.equal(blocks, other.blocks(grid, block))
+    assert not torch.equal(blocks, other.blocks(windows))
     attn.train()(torch.randn(1, 196, 16), (14, 14))
-    assert torch.equal(blocks, attn.eval().blocks(grid, block))
+    assert torch.equal(blocks, attn.eval().blocks(windows))
     other.load_state_dict(attn.state_dict())
-    assert torch.equal(blocks, other.blocks(grid, block))
+    assert torch.equal(blocks, other.blocks(windows))

@@ -10,6 +10,7 @@ from torch import Tensor
 from attention import Grid
 from attention.mechanisms.combiner import combiner
 from attention.mechanisms.softmax import softmax
+from attention.parts.geometry import Windows
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
@@ -53,10 +54,11 @@ EVERYTHING = [
     {"window_size": 6, **FREE},
     {"causal": True, "layout": "1d", "window_size": 24, **FREE},
 ]
+SYMBOLS = {"u": 49}
 
 
 def run(q, k, v, q_bar, k_bar, *, grid: Grid, window: Grid) -> Tensor:
-    return combiner(q, k, v, q_bar, k_bar, grid=grid, window=window)
+    return combiner(q, k, v, q_bar, k_bar, windows=Windows(grid, window))
 
 
 @every_grid
@@ -100,4 +102,4 @@ def test_combiner_pools_the_tokens_of_the_grid_alone(pool):
     image = x.unflatten(2, (5, 7))
     spans = [image[:, :, i : i + 3, j : j + 3].flatten(2, 3) for i in (0, 3) for j in (0, 3, 6)]
     expected = torch.stack([span.amax(2) if pool == "max" else span.mean(2) for span in spans], 2)
-    assert_equal(attn.pool(x, (5, 7)), expected)
+    assert_equal(attn.pool(x, Windows((5, 7), (3, 3))), expected)

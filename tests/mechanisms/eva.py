@@ -14,10 +14,10 @@ from attention.decoding import EvaDecoder
 from attention.mechanisms.eva import eva, group_values
 from attention.mechanisms.scatterbrain import scatterbrain
 from attention.mechanisms.softmax import softmax
-from attention.ops.joint_softmax.op import exact_logits
+from attention.ops.joint_softmax.op import window_logits
 from attention.ops.random_features.op import random_feature_attention
 from attention.parts.features import log_features, scale
-from attention.parts.geometry import from_windows, to_windows
+from attention.parts.geometry import Windows
 from attention.parts.groups import Groups, bins, bins_outside, chunks_outside, gather_groups, group_mean
 from tests.support.cases import HEAD_DIM, HEADS, PREFIX, Case
 from tests.support.comparisons import assert_equal
@@ -113,25 +113,21 @@ EVERYTHING = [
     {"causal": True, "layout": "1d", "window_size": 24, "num_landmarks": 1, **FREE},
     {"causal": True, "layout": "1d", "window_size": 24, "num_landmarks": 5, "num_samples": 2, **FREE},
 ]
-AS_RELEASED = {"mu_scale": 0.5, "position_bias": "table_released", "noise": "released"}
+AS_RELEASED = {"released": True}
 RELEASED = {
     "eva_2d_rpe": AS_RELEASED,
     "eva_2d_norpe": {**AS_RELEASED, "position_bias": "none"},
     "train_eva_2d_rpe": AS_RELEASED,
 }
+SYMBOLS = {"|E|": 49, "c": 49}
 
 
-def window_logits(q: Tensor, k: Tensor, grid, window) -> Tensor:
-    """Logits of the tokens of every window on one another, (B, h, g, w, w)."""
-    return exact_logits(q, k, None, grid, window, (0, 0))
-
-
-def eva_of(q, k, v, groups, grid, window, *, omega=None, samples: int = 1, mu=None, transform=0.3, **options) -> Tensor:
+def eva_of(q, k, v, groups, windows, *, omega=None, samples: int = 1, mu=None, transform=0.3, **options) -> Tensor:
     """EVA with landmarks transform * mean, by default arbitrary means and samples."""
     k_tilde = transform * group_mean(k, groups)
     mu = draw(*k_tilde.shape, seed=7) if mu is None else mu.expand_as(k_tilde)
     omega = mu[..., None, :] + draw(*mu.shape[:-1], samples, d, seed=8) if omega is None else omega
-    return eva(q, k, v, k_tilde, mu, omega, groups=groups, grid=grid, window=window, **options)
+    return eva(q, k, v, k_tilde, mu, omega, groups=groups, windows=windows, **options)
 
 
 def test_by_hand():
@@ -144,12 +140,12 @@ def test_by_hand():
     root = math.e**0.5
     beta = (2 + 4 + 6 * root) / (2 + root)
     groups, zero, omega = bins((1, 3), (1, 1), CPU), torch.zeros(1).double(), torch.ones(1, 1, 1, 1, 1, 1).double()
-    y = eva_of(q, k, v, groups, (1, 3), (1, 2), mu=zero, omega=omega, transform=0.0)
+    y = eva_of(q, k, v, groups, Windows((1, 3), (1, 2)), mu=zero, omega=omega, transform=0.0)
     # weights on the window's two tokens and the group: 1 1 1; 1 4 1; of the last, alone in its window, e and 1
     expected = one_head((2 + 4 + beta) / 3, (2 + 16 + beta) / 6, (6 * math.e + beta) / (math.e + 1))
     assert_equal(y, expected)
     # with the logarithm of its three tokens added the group weighs 3
-    counted = eva_of(q, k, v, groups, (1, 3), (1, 2), mu=zero, omega=omega, transform=0.0, log_count=True)
+    counted = eva_of(q, k, v, groups, Windows((1, 3), (1, 2)), mu=zero, omega=omega, transform=0.0, log_count=True)
     expected = one_head((2 + 4 + 3 * beta) / 5, (2 + 16 + 3 * beta) / 8, (6 * math.e + 3 * beta) / (math.e + 3))
     assert_equal(counted, expected)
 
@@ -158,22 +154,23 @@ def test_by_hand():
 def test_e1_exact_set_of_all_tokens_is_softmax(grid):
     q, k, v = tokens(grid)
     expected = softmax(q, k, v)
-    masked = bins_outside(bins(grid, (2, 2), CPU), grid, grid, (0, 0))
-    for groups in (chunks_outside(grid, grid, (0, 0), 3, CPU), masked):
+    everything = Windows(grid, grid)
+    masked = bins_outside(bins(grid, (2, 2), CPU), everything)
+    for groups in (chunks_outside(everything, 3, CPU), masked):
         for samples in (1, 3):
-            assert_equal(eva_of(q, k, v, groups, grid, grid, samples=samples), expected)
+            assert_equal(eva_of(q, k, v, groups, everything, samples=samples), expected)
     attn = layer("eva", grid, window_size=max(grid), num_landmarks=0)
     torch.nn.init.zeros_(attn.position_bias.table)
     assert_equal(attn.attend(q, k, v, grid), expected)
     # With groups over all tokens the group logits stay beside the exact ones.
-    assert (eva_of(q, k, v, bins(grid, (2, 2), CPU), grid, grid) - expected).abs().max() > 1e-3
+    assert (eva_of(q, k, v, bins(grid, (2, 2), CPU), everything) - expected).abs().max() > 1e-3
 
 
 @every_grid
 @pytest.mark.parametrize("samples", [1, 3])
 def test_e2_singleton_groups_alone_are_softmax(grid, samples):
     q, k, v = tokens(grid)
-    y = eva_of(q, k, v, bins(grid, grid, CPU), grid, (0, 0), samples=samples, transform=1.0)
+    y = eva_of(q, k, v, bins(grid, grid, CPU), Windows(grid, (0, 0)), samples=samples, transform=1.0)
     assert_equal(y, softmax(q, k, v))
     options = {"window_size": 0, "num_landmarks": q.shape[2], "landmark_transform": "identity", "num_samples": samples}
     assert_equal(layer("eva", grid, **options).train().attend(q, k, v, grid), softmax(q, k, v))
@@ -185,14 +182,14 @@ def test_e3_one_group_alone_is_self_normalised_importance_sampling(grid):
     omega = draw(B, h, 6, d, seed=3)
     everything = bins(grid, (1, 1), CPU)
     for mean in (torch.zeros(1, dtype=torch.float64), draw(B, h, 1, 1, d, seed=4)):
-        y = eva_of(q, k, v, everything, grid, (0, 0), mu=mean, omega=omega[:, :, None, None])
+        y = eva_of(q, k, v, everything, Windows(grid, (0, 0)), mu=mean, omega=omega[:, :, None, None])
         log_density = log_features(mean.expand(B, h, 1, 1, d)[:, :, 0], omega)  # log N(w; mu, I) / N(w; 0, I)
         assert_equal(y, random_feature_attention(scale(q), scale(k), v, omega, -log_density))
 
 
 @every_grid
 def test_e4_one_group_with_one_sample_gives_every_query_the_same_output(grid):
-    y = eva_of(*tokens(grid), bins(grid, (1, 1), CPU), grid, (0, 0))
+    y = eva_of(*tokens(grid), bins(grid, (1, 1), CPU), Windows(grid, (0, 0)))
     assert_equal(y, y[:, :, :1].expand_as(y))
 
 
@@ -208,20 +205,20 @@ def test_e5_no_groups_is_local(grid):
 def test_e6_random_feature_weight_of_the_complement_is_scatterbrain(grid):
     """Exact logits beside g(q', w_s) + L_s - log S of the complement, in one softmax."""
     q, k, v = tokens(grid)
-    window, S = (2, 2), 5
+    windows, S = Windows(grid, (2, 2)), 5
     omega = draw(S, d, seed=5)
-    complement = chunks_outside(grid, window, (0, 0), 1, CPU)
+    complement = chunks_outside(windows, 1, CPU)
     G = len(complement.index)
     beta, log_mass = group_values(k, v, omega.expand(B, h, G, 1, S, d), complement)
-    queries = to_windows(q, grid, window)
+    queries = windows.partition(q)
     logits = log_features(scale(queries), omega) + log_mass - torch.tensor(S).double().log()
-    weights = torch.cat([window_logits(q, k, grid, window), logits], -1).softmax(-1)
-    y = from_windows(weights[..., :4] @ to_windows(v, grid, window) + weights[..., 4:] @ beta, grid, window)
-    expected = scatterbrain(q, k, v, omega.expand(h, S, d), grid=grid, window=window)
+    weights = torch.cat([window_logits(q, k, None, windows), logits], -1).softmax(-1)
+    y = windows.reverse(weights[..., :4] @ windows.partition(v) + weights[..., 4:] @ beta)
+    expected = scatterbrain(q, k, v, omega.expand(h, S, d), windows=windows)
     assert_equal(y, expected)
     # Equation 16's group weight exp(t) is another one.
     zero = torch.zeros(1, dtype=torch.float64)
-    other = eva_of(q, k, v, complement, grid, window, mu=zero, omega=omega.expand(B, h, G, 1, S, d))
+    other = eva_of(q, k, v, complement, windows, mu=zero, omega=omega.expand(B, h, G, 1, S, d))
     assert (other - expected).abs().max() > 1e-3
 
 
@@ -229,15 +226,15 @@ def test_e6_random_feature_weight_of_the_complement_is_scatterbrain(grid):
 def test_e7_exact_group_averages_and_weights_are_softmax(grid):
     """Eq. 13: with beta_c and the group weights exact, nothing is approximated."""
     q, k, v = tokens(grid)
-    window = (2, 2)
-    groups = chunks_outside(grid, window, (0, 0), 3, CPU)
-    queries, keys, values = to_windows(q, grid, window), gather_groups(k, groups), gather_groups(v, groups)
+    windows = Windows(grid, (2, 2))
+    groups = chunks_outside(windows, 3, CPU)
+    queries, keys, values = windows.partition(q), gather_groups(k, groups), gather_groups(v, groups)
     inside = torch.einsum("bhgwd,bhgctd->bhgwct", queries, keys) * d**-0.5
     inside = inside.masked_fill(~groups.valid[:, None], -torch.inf)
     beta = torch.einsum("bhgwct,bhgctd->bhgwcd", inside.softmax(-1), values)
-    weights = torch.cat([window_logits(q, k, grid, window), inside.logsumexp(-1)], -1).softmax(-1)
-    y = weights[..., :4] @ to_windows(v, grid, window) + torch.einsum("bhgwc,bhgwcd->bhgwd", weights[..., 4:], beta)
-    assert_equal(from_windows(y, grid, window), softmax(q, k, v))
+    weights = torch.cat([window_logits(q, k, None, windows), inside.logsumexp(-1)], -1).softmax(-1)
+    y = weights[..., :4] @ windows.partition(v) + torch.einsum("bhgwc,bhgwcd->bhgwd", weights[..., 4:], beta)
+    assert_equal(windows.reverse(y), softmax(q, k, v))
 
 
 @every_grid
@@ -258,18 +255,20 @@ def test_e9_constant_values_come_back(grid):
     v = draw(B, h, 1, d, seed=9).expand_as(q)
     partitions: list[tuple[Groups, dict]] = [
         (bins(grid, (2, 2), CPU), {}),
-        (bins_outside(bins(grid, (2, 2), CPU), grid, (2, 2), (1, 1)), {"overlap": (1, 1)}),
-        (chunks_outside(grid, (2, 2), (0, 0), 3, CPU), {"log_count": True}),
+        (bins_outside(bins(grid, (2, 2), CPU), Windows(grid, (2, 2), (1, 1))), {}),
+        (chunks_outside(Windows(grid, (2, 2)), 3, CPU), {"log_count": True}),
     ]
     for (groups, options), samples in itertools.product(partitions, (1, 2)):
-        assert_equal(eva_of(q, k, v, groups, grid, (2, 2), samples=samples, **options), v)
+        windows = Windows(grid, (2, 2), (1, 1) if groups is partitions[1][0] else (0, 0))
+        assert_equal(eva_of(q, k, v, groups, windows, samples=samples, **options), v)
 
 
 def test_empty_groups_are_ignored():
     """A 2x2 bin inside a 2x2 window has no member left; deleting the group changes nothing."""
     grid = (6, 4)
     q, k, v = tokens(grid)
-    groups = bins_outside(bins(grid, (3, 2), CPU), grid, (2, 2), (0, 0))
+    windows = Windows(grid, (2, 2))
+    groups = bins_outside(bins(grid, (3, 2), CPU), windows)
     assert (groups.count() == 0).sum() == 6
     assert groups.count().diagonal().eq(0).all()
     kept = torch.tensor([[c for c in range(6) if c != g] for g in range(6)])
@@ -280,12 +279,11 @@ def test_empty_groups_are_ignored():
         k,
         v,
         thinner,
-        grid,
-        (2, 2),
+        windows,
         mu=mu.gather(3, kept[:, :, None].expand(B, h, -1, -1, d)),
         omega=omega.gather(3, kept[:, :, None, None].expand(B, h, -1, -1, 2, d)),
     )
-    assert_equal(eva_of(q, k, v, groups, grid, (2, 2), mu=mu, omega=omega), expected)
+    assert_equal(eva_of(q, k, v, groups, windows, mu=mu, omega=omega), expected)
 
 
 # Noise
@@ -334,7 +332,7 @@ def test_decoding_token_by_token_equals_the_parallel_form(case):
         most = max(most, len(decoder.tokens))
     torch.testing.assert_close(torch.cat(y, 1), attn(x, GRID), rtol=1e-10, atol=1e-10)
     longest = max((len(group) for group in decoder.groups), default=0)
-    assert most <= 8 + case.options.get("overlap", 0) + longest < N  # keeps the exact set and the present group alone
+    assert most <= 8 + case.options.get("overlap", 0) + longest < N  # keeps the window and the present group alone
     with pytest.raises(ValueError, match=f"all {N} tokens .* are decoded"):
         decoder(x[:, :1])
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from attention import Grid
 from attention.mechanisms.local import local
 from attention.mechanisms.softmax import softmax
-from attention.ops.joint_softmax.op import exact_set
+from attention.parts.geometry import Windows
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal, under_mask
 from tests.support.growth import Growth
@@ -37,6 +37,7 @@ CASES = [
 ]
 EFFECTS = {
     "window_size": ({"window_size": 3}, 2),
+    "released": ({"window_size": 3}, True),
     "layout": ({"window_size": 3}, "1d"),
     "overlap": ({"window_size": 3}, 1),
     "position_bias": ({"window_size": 3}, "none"),
@@ -55,20 +56,21 @@ REFUSED = [
     ({"overlap": 10**12}, r"attention\(local\).overlap = 1000000000000: larger than .*; at most 14"),
     ({"window_size": 15}, r"attention\(local\).window_size = 15: larger than the 14x14 grid; at most 14"),
     ({"window_size": -1}, r"attention\(local\).window_size = -1 is below the least valid value 1"),
-    ({"causal": True}, r"attention\(local\).layout = 2d: causal .* set layout: 1d"),
+    ({"causal": True, "layout": "2d"}, r"attention\(local\).layout = 2d: causal .* set layout: 1d"),
 ]
 EVERYTHING = [
     {"window_size": 6, **FREE},
     {"causal": True, "layout": "1d", "window_size": 24, **FREE},
 ]
 RELEASED = {
-    "local_2d_rpe": {"position_bias": "table_released"},
+    "local_2d_rpe": {"released": True},
     "local_2d_norpe": {"position_bias": "none"},
 }
+SYMBOLS = {"|E|": 49}
 
 
 def run(q, k, v, bias=None, *, grid: Grid, window: Grid, overlap: Grid = (0, 0)) -> Tensor:
-    return local(q, k, v, bias, grid=grid, window=window, overlap=overlap)
+    return local(q, k, v, bias, windows=Windows(grid, window, overlap))
 
 
 def test_by_hand():
@@ -98,7 +100,7 @@ def test_local_is_softmax_under_a_dense_mask(grid, window, overlap):
     N = grid[0] * grid[1]
     mask = torch.zeros(N, N, dtype=torch.bool)
     for n in range(N):
-        mask[n, exact_set(n, grid, window, overlap)[0]] = True
+        mask[n, Windows(grid, window, overlap).attended(n)[0]] = True
     if overlap == (0, 0):
-        assert torch.equal(mask, mask.mT)  # blocks: who sees whom is mutual
+        assert torch.equal(mask, mask.mT)  # blocks: who attends to whom is mutual
     assert_equal(run(q, k, v, grid=grid, window=window, overlap=overlap), under_mask(q, k, v, mask))

@@ -37,48 +37,49 @@ REFUSED = [
     ({"num_global": 0, "separate_global": True}, r"separate_global = True: .* set num_global above 0"),
 ]
 EVERYTHING = [{"radius": 24}, {"radius": 0, "num_global": 24}]
+SYMBOLS = {"rho": 24, "g": 1}
 
 
 @every_grid
 def test_longformer_with_an_endless_band_is_softmax(grid):
     q, k, v = tokens(grid)
     N = q.shape[2]
-    for cells in (torch.empty(0, dtype=torch.int64), torch.tensor([0, N // 2])):
-        for radius in (N - 1, N, 3 * N):
-            assert_equal(longformer(q, k, v, cells=cells, grid=(1, N), radius=radius), softmax(q, k, v))
-        assert_equal(longformer(q, k, v, cells=cells, grid=grid, radius=max(grid) - 1), softmax(q, k, v))
+    for global_tokens in (torch.empty(0, dtype=torch.int64), torch.tensor([0, N // 2])):
+        for area, radius in (((1, N), N - 1), ((1, N), N), ((1, N), 3 * N), (grid, max(grid) - 1)):
+            y = longformer(q, k, v, global_tokens=global_tokens, grid=area, radius=radius)
+            assert_equal(y, softmax(q, k, v))
 
 
 @every_grid
 @pytest.mark.parametrize("radius", [0, 1, 3])
 def test_longformer_with_global_tokens_alone_is_softmax(grid, radius):
     q, k, v = tokens(grid)
-    cells = shuffled(q.shape[2])
+    global_tokens = shuffled(q.shape[2])
     for area in (grid, (1, q.shape[2])):
-        assert_equal(longformer(q, k, v, cells=cells, grid=area, radius=radius), softmax(q, k, v))
+        assert_equal(longformer(q, k, v, global_tokens=global_tokens, grid=area, radius=radius), softmax(q, k, v))
 
 
 @every_grid
 @pytest.mark.parametrize("layout", ["1d", "2d"])
-@pytest.mark.parametrize("cells", [[], [0, 5]], ids=str)
-def test_longformer_is_softmax_under_a_dense_mask(grid, layout, cells):
+@pytest.mark.parametrize("global_tokens", [[], [0, 5]], ids=str)
+def test_longformer_is_softmax_under_a_dense_mask(grid, layout, global_tokens):
     q, k, v = tokens(grid)
     (H, W), n = grid, torch.arange(q.shape[2])
-    cells = torch.tensor(cells, dtype=torch.int64)
-    is_global = torch.isin(n, cells)
+    global_tokens = torch.tensor(global_tokens, dtype=torch.int64)
+    is_global = torch.isin(n, global_tokens)
     for radius in (0, 1, 2, 3):
         if layout == "1d":
             near = (n[:, None] - n).abs() <= radius
         else:
             near = ((n[:, None] // W - n // W).abs() <= radius) & ((n[:, None] % W - n % W).abs() <= radius)
-        y = longformer(q, k, v, cells=cells, grid=grid if layout == "2d" else (1, H * W), radius=radius)
+        y = longformer(q, k, v, global_tokens=global_tokens, grid=grid if layout == "2d" else (1, H * W), radius=radius)
         assert_equal(y, under_mask(q, k, v, near | is_global | is_global[:, None]))
 
 
-def test_longformer_sees_2_rho_plus_1_keys():
+def test_longformer_attends_to_2_rho_plus_1_keys():
     q, k, _ = tokens((8, 8))
-    seen = weights_of(longformer, q, k, cells=torch.empty(0, dtype=torch.int64), grid=(1, 64), radius=3) > 0
-    assert (seen[:, :, 3:-3].sum(-1) == 7).all()
+    attended = weights_of(longformer, q, k, global_tokens=torch.empty(0, dtype=torch.int64), grid=(1, 64), radius=3) > 0
+    assert (attended[:, :, 3:-3].sum(-1) == 7).all()
 
 
 def test_longformer_separate_projections_start_as_the_shared_ones_and_act_on_global_rows_alone():
@@ -86,19 +87,19 @@ def test_longformer_separate_projections_start_as_the_shared_ones_and_act_on_glo
     attn = create_attention("longformer", separate_global=True, **site).double()
     shared = create_attention("longformer", **site).double()
     shared.load_state_dict({key: value for key, value in attn.state_dict().items() if "global" not in key})
-    x, cells = draw(B, 35, 16), attn.cells((5, 7), CPU)
+    x, global_tokens = draw(B, 35, 16), attn.global_tokens((5, 7), CPU)
     y = shared(x, (5, 7))
     assert_equal(attn(x, (5, 7)), y)
     assert sum(p.numel() for p in attn.qkv_global.parameters()) == 3 * 16**2 + 3 * 16
     with torch.no_grad():
         attn.qkv_global.weight.mul_(3)
     changed = ((attn(x, (5, 7)) - y).abs() > 1e-6).any(-1).any(0)
-    assert changed.nonzero()[:, 0].tolist() == cells.tolist()
+    assert changed.nonzero()[:, 0].tolist() == global_tokens.tolist()
 
 
 @pytest.mark.parametrize(
     ("grid", "count", "expected"), [((5, 7), 1, [17]), ((4, 6), 6, [7, 9, 11, 19, 21, 23]), ((3, 2), 6, range(6))]
 )
-def test_longformer_global_cells_are_the_centres_of_equal_parts(grid, count, expected):
+def test_longformer_global_tokens_are_the_centres_of_equal_bins(grid, count, expected):
     attn = create_attention("longformer", dim=16, num_heads=h, grid=grid, num_global=count)
-    assert attn.cells(grid, CPU).tolist() == list(expected)
+    assert attn.global_tokens(grid, CPU).tolist() == list(expected)

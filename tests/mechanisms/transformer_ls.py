@@ -8,7 +8,7 @@ from torch import Tensor
 from attention import Grid
 from attention.mechanisms.softmax import softmax
 from attention.mechanisms.transformer_ls import normalise, transformer_ls
-from attention.parts.geometry import merge_heads
+from attention.parts.geometry import Windows, merge_heads
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
@@ -47,10 +47,11 @@ SYMMETRIES = [
 GROWTH = [Growth(1, 1)]
 REFUSED = [({"window_size": 0, "num_landmarks": 0}, r"window_size = 0: .* give one of them")]
 EVERYTHING = [{"window_size": 6, "num_landmarks": 0, "dual_norm": False, **FREE}]
+SYMBOLS = {"|E|": 49, "r": 16}
 
 
 def run(q, k, v, slots, *, grid: Grid, window: Grid) -> Tensor:
-    return transformer_ls(q, k, v, slots, grid=grid, window=window)
+    return transformer_ls(q, k, v, slots, windows=Windows(grid, window))
 
 
 @every_grid

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from attention import OptionError
 from attention.mechanisms.linear import linear
 from attention.mechanisms.transnormer import rela, transnormer
+from attention.parts.geometry import Windows
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
@@ -44,6 +45,7 @@ GROWTH = [
     Growth(1, 1, lambda side: {"layer": 0, "depth": 2}),  # a Diag layer
 ]
 EVERYTHING = [{"window_size": 6, "depth": 2}]
+SYMBOLS = {"|E|": 49}
 
 GRID, N = (6, 4), 24
 Q, K, V = tokens(GRID)
@@ -85,7 +87,7 @@ def test_diag_attention_of_t1_with_the_grid_as_window_is_dense_relu_attention():
     gain = draw(h, d, seed=7)
     dense = (Q @ K.mT / d**0.5).relu() @ V
     expected = dense * dense.square().mean((1, 3), keepdim=True).rsqrt() * gain[:, None]
-    assert_equal(rela(Q, K, V, gain, grid=GRID, window=GRID, norm="merged"), expected)
+    assert_equal(rela(Q, K, V, gain, windows=Windows(GRID, GRID), norm="merged"), expected)
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3, 12])

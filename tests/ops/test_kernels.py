@@ -15,6 +15,7 @@ from attention.ops.group_values import eager as groups
 from attention.ops.joint_softmax import eager as joint
 from attention.ops.random_features import eager as random_features
 from attention.ops.randomized import eager as randomized
+from attention.parts.geometry import Windows
 from bench.memory import peak_bytes
 from tests.support.calls import value_and_gradients
 from tests.support.cases import Case
@@ -49,22 +50,24 @@ def taken(case: Case, monkeypatch) -> set[str]:
 
 @pytest.mark.parametrize(("room", "count"), [(1, 9), (10_000, 6), (14_000, 3), (30_000, 2)])
 @pytest.mark.parametrize("path", ["auto", "lean"])
-def test_parts_that_fit_the_cache_make_no_difference(path, room, count, monkeypatch):
+def test_chunks_that_fit_the_cache_make_no_difference(path, room, count, monkeypatch):
     """Heads one by one or in pairs, images one by one or in pairs."""
     case = Case("eva", (4, 5), {"window_size": 2, "num_landmarks": 6})
-    attn, x, parts = case.build(), case.tokens(batch=3), []
+    attn, x, chunks = case.build(), case.tokens(batch=3), []
     expected = value_and_gradients(attn, x, case.grid)
     monkeypatch.setattr(memory, "CACHE", room)
-    monkeypatch.setattr(joint, "cache_parts", lambda *args: parts.append(list(memory.cache_parts(*args))) or parts[-1])
+    monkeypatch.setattr(
+        joint, "cache_chunks", lambda *args: chunks.append(list(memory.cache_chunks(*args))) or chunks[-1]
+    )
     with kernels.use(path):
         results = value_and_gradients(attn, x, case.grid)
-    assert [len(each) for each in parts] == [count, count]  # forward and backward
+    assert [len(each) for each in chunks] == [count, count]  # forward and backward
     for result, other in zip(results, expected, strict=True):
         torch.testing.assert_close(result, other, rtol=FP64_GRADIENT, atol=FP64_GRADIENT)
 
 
 @pytest.mark.parametrize(
-    ("grid", "window", "num_others", "kept"),
+    ("grid", "window", "num_summaries", "kept"),
     [
         ((4, 6), (2, 2), 0, True),
         ((14, 14), (7, 7), 4, True),
@@ -72,17 +75,17 @@ def test_parts_that_fit_the_cache_make_no_difference(path, room, count, monkeypa
         ((5, 7), (3, 3), 0, False),
     ],
 )
-def test_windows_are_kept_where_they_take_no_more_memory_than_tokens(grid, window, num_others, kept):
+def test_windows_are_kept_where_they_take_no_more_memory_than_tokens(grid, window, num_summaries, kept):
     tokens = [torch.randn(2, 3, grid[0] * grid[1], 4, requires_grad=True) for _ in "qkv"]
-    others = [torch.randn(2, 3, 1, num_others, 4) for _ in "kv"]
-    y = joint.joint_softmax(*tokens, None, *others, grid=grid, window=window)
+    summaries = [torch.randn(2, 3, 1, num_summaries, 4) for _ in "kv"]
+    y = joint.joint_softmax(*tokens, None, *summaries, windows=Windows(grid, window))
     *windows, _, _ = y.grad_fn.saved_tensors
     assert len(windows) == (3 if kept else 5)
     if kept:
         assert sum(x.nbytes for x in windows) <= joint.MAX_KEPT * sum(x.nbytes for x in tokens)
 
 
-def test_without_gradients_only_one_part_is_held(monkeypatch):
+def test_without_gradients_only_one_chunk_is_held(monkeypatch):
     attn = create_attention("local", dim=12, num_heads=3, grid=(28, 28), window_size=14, position_bias="none")
     x = torch.randn(4, 784, 12)
     all_weights = 4 * 3 * 4 * 196**2 * x.element_size()
@@ -91,15 +94,15 @@ def test_without_gradients_only_one_part_is_held(monkeypatch):
         assert peak_bytes(lambda: attn(x, (28, 28)), x.device) < all_weights / 4
 
 
-def test_parts_cover_every_head_of_every_image_once():
+def test_chunks_cover_every_head_of_every_image_once():
     x = torch.zeros(5, 3, 2)
     for pairs, count in (1, 15), (2, 10), (3, 5), (7, 3), (15, 1), (100, 1):
-        parts = list(memory.cache_parts(x, memory.CACHE // pairs))
-        assert len(parts) == count, pairs
-        for part in parts:
-            x[part] += 1
+        chunks = list(memory.cache_chunks(x, memory.CACHE // pairs))
+        assert len(chunks) == count, pairs
+        for chunk in chunks:
+            x[chunk] += 1
     assert (x == 6).all()
-    assert list(memory.cache_parts(torch.zeros(5, 3, device="meta"), memory.CACHE)) == [(slice(0, 5), slice(0, 3))]
+    assert list(memory.cache_chunks(torch.zeros(5, 3, device="meta"), memory.CACHE)) == [(slice(0, 5), slice(0, 3))]
 
 
 @pytest.mark.parametrize(
@@ -182,7 +185,7 @@ def test_inputs_used_twice_frozen_or_strided(case):
             x, gradients = q.detach().clone().requires_grad_(), []
             y = op(x, x, x, *rest, **options) + x.square()
             gradients += torch.autograd.grad(y.square().sum(), x)
-            for leaf in range(3):  # the others frozen
+            for leaf in range(3):  # the summaries frozen
                 inputs = [y.detach().mT.contiguous().mT.requires_grad_(i == leaf) for i, y in enumerate((q, k, v))]
                 gradients += torch.autograd.grad(op(*inputs, *rest, **options).square().sum(), inputs[leaf])
             results[path] = gradients

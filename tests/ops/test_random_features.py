@@ -37,14 +37,14 @@ def test_large_inputs_do_not_overflow():
     assert (y >= v.amin(0)).all()
 
 
-@pytest.mark.parametrize("draws", ["iid", "orthogonal"])
-def test_error_falls_with_the_root_of_the_number_of_samples(draws):
+@pytest.mark.parametrize("sampling", ["iid", "orthogonal"])
+def test_error_falls_with_the_root_of_the_number_of_samples(sampling):
     """Mean squared error ~ 1/S."""
     torch.manual_seed(0)
     q, k, v = (0.3 * draw(1, 6, 4, seed=seed) for seed in range(3))
     exact = softmax(q * 2, k, v)  # the factor sqrt(d) = 2 undoes softmax's scale: q and k count as scaled already
     few, many = (
-        (random_feature_attention(q, k, v, gaussian(draws, (1000, samples, 4), FP64)) - exact).square().mean((1, 2))
+        (random_feature_attention(q, k, v, gaussian(sampling, (1000, samples, 4), FP64)) - exact).square().mean((1, 2))
         for samples in (64, 16 * 64)
     )
     ratio = few.mean() / many.mean()

@@ -149,7 +149,11 @@ def test_what_the_kernels_do_not_cover(changed, of_q, monkeypatch):
     def covers(changed, dtype=torch.float32, d=16, is_cuda=True):
         monkeypatch.setattr(tiles.INTERPRETED, "value", is_cuda)
         q = torch.zeros(1, 2, 35, d, dtype=dtype)
-        arguments = {"keys": torch.zeros(1, 2, 1, 3, d), "values": torch.zeros(1, 2, 1, 3, d), "windows": Windows((5, 7), (3, 4))}
+        arguments = {
+            "keys": torch.zeros(1, 2, 1, 3, d),
+            "values": torch.zeros(1, 2, 1, 3, d),
+            "windows": Windows((5, 7), (3, 4)),
+        }
         return triton_joint.covers_joint_softmax(q, q, q, **arguments | changed)
 
     assert covers({})

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from attention.ops.joint_softmax.op import exact_set
+from attention.parts.geometry import Windows
 from attention.parts.groups import bins, bins_outside, chunks_outside
 from tests.support.inputs import CPU
 
@@ -24,14 +24,13 @@ def test_bins_are_disjoint_cover_the_grid_and_have_the_stated_edges(grid, counts
 
 @pytest.mark.parametrize("overlap", [(0, 0), (1, 1)])
 @pytest.mark.parametrize(("grid", "window"), [((6, 4), (2, 2)), ((5, 7), (3, 3))], ids=str)
-def test_partitions_outside_the_exact_set_complete_it(grid, window, overlap):
-    H, W = grid
-    shared = bins(grid, (2, 2), CPU)
-    outside = [bins_outside(shared, grid, window, overlap), chunks_outside(grid, window, overlap, 4, CPU)]
+def test_partitions_outside_windows_complete_them(grid, window, overlap):
+    (H, W), windows = grid, Windows(grid, window, overlap)
+    outside = [bins_outside(bins(grid, (2, 2), CPU), windows), chunks_outside(windows, 4, CPU)]
     for groups, n in itertools.product(outside, range(H * W)):
         g = (n // W // window[0]) * -(-W // window[1]) + n % W // window[1]
-        exact = exact_set(n, grid, window, overlap)[0]
-        assert sorted([*exact, *groups.index[g][groups.valid[g]].tolist()]) == list(range(H * W))
+        attended = windows.attended(n)[0]
+        assert sorted([*attended, *groups.index[g][groups.valid[g]].tolist()]) == list(range(H * W))
     chunks = outside[1]
     for g in range(len(chunks.index)):
         members = [c[v].tolist() for c, v in zip(chunks.index[g], chunks.valid[g], strict=True)]
@@ -42,5 +41,5 @@ def test_partitions_outside_the_exact_set_complete_it(grid, window, overlap):
 def test_complement_chunks_of_the_papers():
     """735/49 = 15 tokens a chunk at N = 784, 3 at 196, 63 at 3136."""
     for side, size in ((28, 15), (14, 3), (56, 63)):
-        groups = chunks_outside((side, side), (7, 7), (0, 0), 49, CPU)
+        groups = chunks_outside(Windows((side, side), (7, 7)), 49, CPU)
         assert (groups.count() == size).all()

@@ -5,6 +5,7 @@ import torch
 
 from attention import create_attention
 from attention.mechanisms.local import local
+from attention.parts.geometry import Windows
 from attention.parts.position import PositionBias, t5_bucket
 from tests.support.comparisons import assert_equal
 from tests.support.inputs import d, draw, h, tokens
@@ -41,11 +42,11 @@ def test_every_bias_row_in_use_receives_a_gradient(kind, layout, overlap):
     ],
 )
 def test_bias_table_sizes(kind, window, overlap, rows):
-    assert PositionBias(kind, 3, 64, window, overlap).table.shape[1:] == (rows, 3)
+    assert PositionBias(kind, 3, 64, Windows((28, 28), window, overlap)).table.shape[1:] == (rows, 3)
 
 
 def test_table_bias_is_a_function_of_the_offset_alone_and_tells_all_offsets_apart():
-    index = PositionBias("table", 1, 8, (3, 3), (1, 1)).index[0]
+    index = PositionBias("table", 1, 8, Windows((6, 6), (3, 3), (1, 1))).index[0]
     offsets = {}
     for query in range(9):
         for key in range(25):
@@ -57,7 +58,7 @@ def test_table_bias_is_a_function_of_the_offset_alone_and_tells_all_offsets_apar
 
 def test_released_table_confuses_offsets():
     """w = 7, e = 0: 169 offsets share 97 rows, e.g. (0, +1) and (+1, -6)."""
-    index = PositionBias("table_released", 1, 8, (7, 7)).index[0]
+    index = PositionBias("table_released", 1, 8, Windows((7, 7), (7, 7))).index[0]
     assert len(index.unique()) == 97
     assert index[1, 0] == index[7, 6]
 
@@ -69,10 +70,10 @@ def test_t5_buckets():
 
 
 def test_table_bias_at_zero_leaves_local_unchanged_and_t5_is_a_sum_over_axes():
-    q, k, v = tokens((6, 6))
-    bias = PositionBias("t5", h, d, (3, 3)).double()
+    (q, k, v), windows = tokens((6, 6)), Windows((6, 6), (3, 3))
+    bias = PositionBias("t5", h, d, windows).double()
     y, x = torch.cartesian_prod(torch.arange(3), torch.arange(3)).mT
     by, bx = (bias.table[axis][t5_bucket(c[:, None] - c, 16, 3)] for axis, c in enumerate((y, x)))
     assert_equal(bias(), (by + bx).permute(2, 0, 1))
     zero = torch.zeros(h, 9, 9, dtype=torch.float64)
-    assert_equal(local(q, k, v, zero, grid=(6, 6), window=(3, 3)), local(q, k, v, grid=(6, 6), window=(3, 3)))
+    assert_equal(local(q, k, v, zero, windows=windows), local(q, k, v, windows=windows))

@@ -41,11 +41,11 @@ def test_kernel_estimates_are_unbiased_with_the_known_variance(features):
     assert_mean((estimates - kernel) ** 2, variance)
 
 
-@pytest.mark.parametrize("draws", ["orthogonal", "orthogonal_sqrt_d"])
-def test_orthogonal_rows_are_orthogonal_in_blocks(draws):
+@pytest.mark.parametrize("sampling", ["orthogonal", "orthogonal_sqrt_d"])
+def test_orthogonal_rows_are_orthogonal_in_blocks(sampling):
     torch.manual_seed(1)
     h, s, d = 2, 11, 4
-    omega = gaussian(draws, (h, s, d), FP64)
+    omega = gaussian(sampling, (h, s, d), FP64)
     assert omega.shape == (h, s, d)
     for start in range(0, s, d):
         block = omega[:, start : start + d]
@@ -53,13 +53,13 @@ def test_orthogonal_rows_are_orthogonal_in_blocks(draws):
         off_diagonal = products - torch.diag_embed(products.diagonal(dim1=1, dim2=2))
         torch.testing.assert_close(off_diagonal, torch.zeros_like(products), rtol=0, atol=1e-12)
     norms = omega.norm(dim=-1)
-    assert torch.allclose(norms, torch.full_like(norms, d**0.5)) == (draws == "orthogonal_sqrt_d")
+    assert torch.allclose(norms, torch.full_like(norms, d**0.5)) == (sampling == "orthogonal_sqrt_d")
 
 
-@pytest.mark.parametrize("draws", ["iid", "orthogonal"])
-def test_each_row_alone_is_standard_normal(draws):
+@pytest.mark.parametrize("sampling", ["iid", "orthogonal"])
+def test_each_row_alone_is_standard_normal(sampling):
     torch.manual_seed(2)
-    omega = gaussian(draws, (40_000, 6, 4), FP64)  # independent over the first axis only
+    omega = gaussian(sampling, (40_000, 6, 4), FP64)  # independent over the first axis only
     assert_mean(omega, 0.0)
     assert_mean(omega**4, 3.0)
     assert_mean(omega[..., :, None] * omega[..., None, :], torch.eye(4, dtype=torch.float64))
@@ -75,7 +75,7 @@ def test_orthogonal_directions_are_uniform_over_rotations():
     assert_mean(omega[..., :, None] * omega[..., None, :], torch.eye(4, dtype=torch.float64))
 
 
-def test_counter_draws_follow_their_law():
+def test_counter_samples_follow_their_law():
     count = 400_000
     u, other = (counter_uniform(torch.tensor(seed), (count,)).double() for seed in (0, 2**32 - 1))
     assert u.min() > 0
@@ -90,7 +90,7 @@ def test_counter_draws_follow_their_law():
         assert_mean(z**power, moment)
 
 
-def test_counter_draws_depend_on_seed_and_position_only():
+def test_counter_samples_depend_on_seed_and_position_only():
     seed = torch.tensor(7)
     state = torch.get_rng_state()
     assert torch.equal(counter_uniform(seed, (5, 3)).flatten(), counter_uniform(seed, (20,))[:15])

@@ -11,10 +11,12 @@ from tests.support.facts import CASES, rows
 from tests.support.inputs import draw
 
 GRID, P = (4, 6), 2
-EXACT = [case for case in CASES if case.options.get("num_prefix_tokens") and not ATTENTION[case.name].plain_prefix]
+EXACT = [
+    case for case in CASES if case.options.get("num_prefix_tokens") and ATTENTION[case.name].prefix_tokens == "exact"
+]
 
 
-@pytest.mark.parametrize("name", [name for name in ATTENTION if not ATTENTION[name].plain_prefix])
+@pytest.mark.parametrize("name", [name for name in ATTENTION if ATTENTION[name].prefix_tokens == "exact"])
 def test_every_mechanism_that_is_not_plain_has_a_case(name):
     assert any(case.name == name for case in EXACT), f"tests/mechanisms/{name}.py: no case has prefix tokens"
 
@@ -32,7 +34,7 @@ def test_prefix_tokens_attend_to_all_tokens_by_softmax(case):
 
 
 @pytest.mark.parametrize("case", EXACT, ids=str)
-def test_every_token_sees_prefix_tokens_and_their_order_is_free(case):
+def test_every_token_attends_to_prefix_tokens_and_their_order_is_free(case):
     attn, x = case.build().eval(), case.tokens(batch=1).requires_grad_()
     y = attn(x, case.grid)
     probe = draw(*y.shape)
