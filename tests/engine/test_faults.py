@@ -108,7 +108,7 @@ def torchrun(directory: Path, faults: dict[int, list[Fault]], *flags: str, optio
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *flags]
     with (directory / "torchrun.log").open("w") as log:
         process = subprocess.Popen(
-            [*launcher, str(ROOT / "tests" / "launcher.py"), json.dumps(request)],
+            [*launcher, str(ROOT / "tests" / "support" / "launcher.py"), json.dumps(request)],
             cwd=ROOT, stdout=log, stderr=log, env=os.environ | ENVIRONMENT,
         )  # fmt: skip
     try:
