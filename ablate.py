@@ -30,8 +30,8 @@ from matplotlib.figure import Figure
 from attention.options import OptionError, option, parse_options
 from bench.costs import Costs, count_costs
 from engine.config import ConfigError, dump_run, load_run, read_yaml, refuse_bad_input
-from engine.interrupt import SIGNALS, STOPPED
 from engine.schema import Run
+from engine.signals import SIGNALS, STOPPED
 
 TRAIN = str(Path(__file__).with_name("train.py"))
 

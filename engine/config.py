@@ -21,6 +21,7 @@ import yaml
 
 from attention import AttentionFactory
 from attention.options import OptionError, parse_options
+from engine.errors import UserError
 from engine.files import open_regular
 from engine.images import BrokenImage
 from engine.schema import Run, check_run
@@ -40,7 +41,7 @@ Keys = tuple[str, ...]
 """Keys that lead to a value: ``("attention", "0", "window_size")``."""
 
 
-class ConfigError(Exception):
+class ConfigError(UserError):
     """A configuration that cannot be honoured. The message is one line that names the place."""
 
     def __init__(self, message: str):
@@ -49,16 +50,16 @@ class ConfigError(Exception):
 
 @contextmanager
 def refuse_bad_input() -> Iterator[None]:
-    """Scripts run inside it: refused input is one line on stderr and exit status 2.
+    """Inside it, refused input ends a script with one line on stderr and exit status 2.
 
-    All ranks refuse the same options, and the first one speaks; a broken image is met by one rank, which says so.
+    All ranks refuse the same input, and only the first prints it; a broken image is found by one rank, which prints it.
     """
     try:
         yield
     except BrokenImage as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except (ConfigError, OptionError) as error:
+    except (UserError, OptionError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None

@@ -36,9 +36,9 @@ from engine.cache import INDEX, CacheReader
 from engine.distributed import World
 from engine.files import open_regular
 from engine.images import BrokenImage, decode
-from engine.interrupt import leave_group
 from engine.sampler import EpochSampler, SeededDataset
 from engine.schema import Augment, Data, Run
+from engine.signals import leave_process_group
 
 DIGITS = Path(__file__).with_name("digits.npz")
 
@@ -388,7 +388,7 @@ def _create_loader(
         remedy=remedy,
         sampler=sampler,
         num_workers=data.workers,
-        worker_init_fn=leave_group,
+        worker_init_fn=leave_process_group,
         pin_memory=world.on_cuda,
     )
     if not world.on_cuda:

@@ -3,7 +3,7 @@
 0   finished
 1   failed: a loss that is not finite, memory or disk that does not suffice, a rank that does not answer
 2   refused before it began: configuration, data, a directory in use
-75  stopped by a signal and saved; the same command goes on (`engine.interrupt`)
+75  stopped by a signal and saved; the same command goes on (`engine.signals`)
 """
 
 import sys

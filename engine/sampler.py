@@ -35,6 +35,11 @@ class EpochSampler(Sampler[Place]):
         self.epoch, self.start, self.order_seed = epoch, start, mix_seeds(self.seed, epoch)
         self.stop = start + (self.num_images - start) // self.total_batch_size * self.total_batch_size
 
+    @property
+    def updates_per_epoch(self) -> int:
+        """Whole total batches in an epoch."""
+        return self.num_images // self.total_batch_size
+
     def order(self) -> torch.Tensor:
         """Indices of the whole epoch, of all ranks, (num_images,) int64."""
         order = torch.randperm(self.num_images, generator=torch.Generator().manual_seed(self.order_seed))

@@ -21,8 +21,8 @@ from tqdm import tqdm
 from engine.config import refuse_bad_input
 from engine.data import Images, classes_of, difference, open_split
 from engine.images import BrokenImage
-from engine.interrupt import end_at_interrupt, leave_group
 from engine.schema import Data
+from engine.signals import end_at_interrupt, leave_process_group
 
 
 @end_at_interrupt()
@@ -70,7 +70,7 @@ def open_splits(args: argparse.Namespace) -> dict[str, Images]:
 
 def read_all(images: Images, workers: int, title: str) -> Iterator[tuple[Any, int] | BrokenImage]:
     """Every sample of `images` in order, read by `workers` processes, behind a progress bar."""
-    loader = DataLoader(images, batch_size=16, num_workers=workers, collate_fn=list, worker_init_fn=leave_group)
+    loader = DataLoader(images, batch_size=16, num_workers=workers, collate_fn=list, worker_init_fn=leave_process_group)
     with tqdm(total=len(images), desc=title, unit=" images", dynamic_ncols=True) as bar:
         for samples in loader:
             yield from samples

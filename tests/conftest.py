@@ -16,7 +16,7 @@ def nursery() -> Iterator[Nursery]:
 
 @pytest.fixture
 def figure(capsys: pytest.CaptureFixture) -> Callable[[str, str], None]:
-    """Prints the figure that a row of the battery reached."""
+    """Prints the figure that a row of the stress suite reached."""
 
     def tell(row: str, text: str) -> None:
         with capsys.disabled():

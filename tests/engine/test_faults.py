@@ -1,6 +1,6 @@
 """What happens to a run that meets signals, dead ranks, full disks, spoilt numbers and a second launch.
 
-The rows S2, D1, P1, N1 and X1 of the battery.
+The rows S2, D1, P1, N1 and X1 of the stress suite.
 """
 
 import json
@@ -20,12 +20,12 @@ import torch
 import yaml
 
 import train
-from engine.checkpoint import Progress, find, list_checkpoints, load
+from engine.checkpoint import Progress, find_checkpoint, list_checkpoints, load_checkpoint
 from engine.data import PairMixup
 from engine.distributed import World
 from engine.finite import FiniteGuard
-from engine.interrupt import StopWish
 from engine.schema import Train
+from engine.signals import SignalHandler
 from tests.engine.test_resume import RUN, STEPS, Runs, light_and_full, outcome
 from tests.support.launcher import ROOT, Fault, Job, Nursery, use_few_images
 
@@ -49,7 +49,7 @@ def test_signals(signals: list[str], status: int, runs: Runs):
     """After the ranks' exchange a signal waits for the next. A second SIGINT waits for nothing and saves nothing."""
     statuses, job, output = runs.launch(*[("train.nn.utils.clip_grad_norm_", 4, name) for name in signals])
     assert statuses == [status], job.text
-    assert find(output, "last")[1]["progress"]["step"] == (5 if status == 75 else 2)
+    assert find_checkpoint(output, "last")[1]["progress"]["step"] == (5 if status == 75 else 2)
     statuses, job, _ = runs.launch(output=output)
     assert statuses == [0]
     assert outcome(job, output) == runs.expected
@@ -58,14 +58,14 @@ def test_signals(signals: list[str], status: int, runs: Runs):
 def test_a_rank_notices_that_its_parent_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     parent = os.getpid()
-    with StopWish() as stop:
-        assert not stop
+    with SignalHandler() as signals:
+        assert not signals.stop_requested()
         monkeypatch.setattr(os, "getppid", lambda: 1)
-        assert stop
+        assert signals.stop_requested()
     monkeypatch.delenv("WORLD_SIZE")
-    with StopWish() as stop:
+    with SignalHandler() as signals:
         monkeypatch.setattr(os, "getppid", lambda: parent)
-        assert not stop  # without a launcher: a shell may go away
+        assert not signals.stop_requested()  # without a launcher: a shell may go away
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> float:
@@ -122,11 +122,11 @@ def torchrun(directory: Path, faults: dict[int, list[Fault]], *flags: str, optio
     ("name", "flags"),
     [
         ("SIGUSR1", ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]),
-        pytest.param("SIGUSR1", [], marks=pytest.mark.battery),  # torchrun dies of it, and leaves its ranks behind
-        pytest.param("SIGTERM", [], marks=pytest.mark.battery),
-        pytest.param("SIGINT", [], marks=pytest.mark.battery),
-        pytest.param("SIGINT SIGINT", [], marks=pytest.mark.battery),
-        pytest.param("SIGKILL", [], marks=pytest.mark.battery),
+        pytest.param("SIGUSR1", [], marks=pytest.mark.stress),  # torchrun dies of it, and leaves its ranks behind
+        pytest.param("SIGTERM", [], marks=pytest.mark.stress),
+        pytest.param("SIGINT", [], marks=pytest.mark.stress),
+        pytest.param("SIGINT SIGINT", [], marks=pytest.mark.stress),
+        pytest.param("SIGKILL", [], marks=pytest.mark.stress),
     ],
 )
 def test_signals_through_torchrun(name: str, flags: list[str], pairs: Runs, tmp_path: Path, figure: Callable):
@@ -139,7 +139,7 @@ def test_signals_through_torchrun(name: str, flags: list[str], pairs: Runs, tmp_
             time.sleep(0.2)
         process.wait(60)
         seconds = wait_for(lambda: not session_of(str(tmp_path)), 30)
-    step = find(tmp_path / "run", "last")[1]["progress"]["step"]
+    step = find_checkpoint(tmp_path / "run", "last")[1]["progress"]["step"]
     done = max(int(words[0]) for words in job.said("random"))
     assert done - step <= (1 if " " not in name else 2)
     how = f"{name}, {'with' if flags else 'without'} the flag"
@@ -159,7 +159,7 @@ def test_signals_through_torchrun(name: str, flags: list[str], pairs: Runs, tmp_
 )
 def test_a_lost_rank_ends_the_job(action: str, message: str, pairs: Runs, nursery: Nursery, tmp_path: Path):
     command = [*pairs.command, "--output", str(tmp_path / "run")]
-    fault = {1: [("engine.finite.FiniteGuard.see_loss", 4, action)]}
+    fault = {1: [("train.exchange", 4, action)]}
     job = nursery.start([*command, "train.timeout_minutes=0.05"], tmp_path / "log", fault, 2)
     assert nursery.ask(wait=job.pids[0], timeout=60) == 1
     assert message in job.text
@@ -171,10 +171,10 @@ def test_a_lost_rank_ends_the_job(action: str, message: str, pairs: Runs, nurser
     assert outcome(job, tmp_path / "run") == pairs.expected
 
 
-@pytest.mark.battery
+@pytest.mark.stress
 @pytest.mark.parametrize("action", ["SIGKILL", "raise", "SIGSTOP"])
 def test_torchrun_restarts_a_lost_rank(action: str, pairs: Runs, tmp_path: Path, figure: Callable):
-    fault = {1: [("engine.finite.FiniteGuard.see_loss", 4, action)]}
+    fault = {1: [("train.exchange", 4, action)]}
     with torchrun(tmp_path, fault, "--max-restarts=1", options=["train.timeout_minutes=0.2"]) as (process, job):
         assert process.wait(240) == 0, job.text
     assert outcome(job, tmp_path / "run") == pairs.expected
@@ -208,14 +208,14 @@ def test_a_disk_that_fails(case: str, runs: Runs, nursery: Nursery, tmp_path: Pa
     assert any(reason in errors[0] for reason in ("No space left", "File too large", "No such file"))
     assert not list(tmp_path.rglob("*.tmp"))
     if "removed" not in case and "system" not in case:
-        assert find(output, "last", quiet=True)[1]["progress"]["step"] == 4
+        assert find_checkpoint(output, "last", quiet=True)[1]["progress"]["step"] == 4
     statuses, job = nursery.run(command, tmp_path / "log")
     assert statuses == [0], job.text
     assert outcome(job, output) == runs.expected
     figure("D1", f"{case}: {errors[0][:60]}...; goes on to the same bits")
 
 
-@pytest.mark.battery
+@pytest.mark.stress
 @pytest.mark.parametrize("megabytes", [2, 4, 8])
 def test_a_small_disk_fills(megabytes: int, runs: Runs, nursery: Nursery, tmp_path: Path, figure: Callable):
     """A real one; it needs the right to mount. Then it is read-only."""
@@ -229,12 +229,12 @@ def test_a_small_disk_fills(megabytes: int, runs: Runs, nursery: Nursery, tmp_pa
         assert statuses == [1]
         assert "No space left" in job.text
         assert not list(tmp_path.rglob("*.tmp"))
-        step = find(tmp_path / "run", "last")[1]["progress"]["step"]
+        step = find_checkpoint(tmp_path / "run", "last")[1]["progress"]["step"]
         subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
         statuses, job = nursery.run(command, log)
         assert statuses == [2]
         assert "cannot be written: Read-only file system" in job.text
-        assert find(tmp_path / "run", "last")[1]["progress"]["step"] == step
+        assert find_checkpoint(tmp_path / "run", "last")[1]["progress"]["step"] == step
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
     figure("D1", f"tmpfs of {megabytes} MB: full after step {step}, which loads; read-only: refused")
@@ -306,9 +306,9 @@ def test_what_is_not_finite_spoils_nothing(
     failed = json.loads((tmp_path / "run" / "failed_step_3.json").read_text())
     assert len(failed["images"]) == 8
     assert all(name.endswith(".pgm") for _, name in failed["images"])
-    assert load(tmp_path / "run" / "failed_step_3.pt")["progress"]["step"] in (3, 4)
+    assert load_checkpoint(tmp_path / "run" / "failed_step_3.pt")["progress"]["step"] in (3, 4)
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    saved = [load(path) for path in list_checkpoints(tmp_path / "run")]
+    saved = [load_checkpoint(path) for path in list_checkpoints(tmp_path / "run")]
     if policy == "skip" and place != "weight":
         assert not errors
         assert saved[0]["progress"] | {"step": 6, "num_skipped": 1} == saved[0]["progress"]
@@ -323,36 +323,41 @@ def test_what_is_not_finite_spoils_nothing(
 
 
 class Two(World):
-    """Two ranks, the second of which says what it is told."""
+    """Two ranks, of which the second sends what a test says."""
 
     def gather(self, values):
         return [[float(value) for value in values], self.second]
 
 
 @pytest.mark.parametrize(
-    ("second", "message"),
+    ("second", "expected"),
     [
-        ([math.nan, 0.0, 0.0], "step 0: the loss is not finite on rank 1; stopped before the update"),
-        ([1.0, math.inf, 0.0], None),  # the norm is that of all ranks: the first rank's is read
+        ([1.0, 0.5, 0.0], ((3.0, 1.0), 0.5, False)),
+        ([math.nan, 0.5, 1.0], ((3.0, pytest.approx(math.nan, nan_ok=True)), 0.5, True)),
+        ([1.0, math.inf, 0.0], ((3.0, 1.0), 0.5, False)),  # the norm is that of all ranks: the first rank's is read
     ],
 )
-def test_the_rank_is_named(second: list[float], message: str | None):
-    world, dumped = Two(torch.device("cpu"), 0, 2), []
+def test_one_exchange_carries_losses_norm_and_the_wish_to_stop(second: list[float], expected: tuple):
+    world = Two(torch.device("cpu"), 0, 2)
     object.__setattr__(world, "second", second)
-    guard = FiniteGuard(Train(), world, Progress(), lambda *what: dumped.append(what))
-    if message is None:
-        guard.see_loss(torch.tensor(3.0), False)
-        assert (guard.loss, guard.stopping) == (2.0, False)
-    else:
-        with pytest.raises(FloatingPointError, match=message):
-            guard.see_loss(torch.tensor(1.0), False)
-        assert len(dumped) == 1
+    assert train.exchange(world, torch.tensor(3.0), torch.tensor(0.5), False) == expected
+
+
+def test_the_rank_is_named():
+    dumped = []
+    guard = FiniteGuard(Train(), Progress(), lambda *what: dumped.append(what))
+    guard.check((3.0, 1.0), 0.5)
+    assert not dumped
+    message = "step 0: the loss is not finite on rank 1; stopped before the update"
+    with pytest.raises(FloatingPointError, match=message):
+        guard.check((1.0, math.nan), 0.0)
+    assert len(dumped) == 1
 
 
 def test_with_loss_scaling_a_gradient_may_be_infinite():
-    guard = FiniteGuard(Train(amp="fp16"), World(torch.device("cpu")), Progress(), lambda *what: None)
-    guard.see_loss(torch.tensor(1.0), False)
-    assert guard.accepts(torch.tensor(math.inf))
+    guard = FiniteGuard(Train(amp="fp16"), Progress(), lambda *what: None)
+    guard.check((1.0,), 0.0)
+    assert guard.accepts(1.0, torch.tensor(math.inf))
     guard.settle()
 
 

@@ -385,6 +385,6 @@ def test_200_faults_are_refused(folder, figure):
     figure("F1", refuse_all(folder, 200, CONFIGS[::20]))
 
 
-@pytest.mark.battery
+@pytest.mark.stress
 def test_2000_faults_are_refused(folder, figure):
     figure("F1", refuse_all(folder, 2000, CONFIGS))

@@ -1,6 +1,6 @@
 """Nothing is lost: killed, stopped and repeated, a run ends in the same bits as one that was left alone.
 
-The rows R1 to R5, S1, G1 and M1 of the battery; all that is random is on.
+The rows R1 to R5, S1, G1 and M1 of the stress suite; all that is random is on.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from engine.checkpoint import find
+from engine.checkpoint import find_checkpoint
 from tests.support.launcher import Fault, Job, Nursery
 
 RUN = {
@@ -53,7 +53,7 @@ STEPS = 12
 WITHIN_STEP = [
     "train.seed_everything",
     "train.nn.utils.clip_grad_norm_",
-    "engine.finite.FiniteGuard.see_loss",
+    "train.exchange",
     "train.ModelEmaV3.update",
     "engine.report.Report.end_step",
 ]
@@ -100,7 +100,7 @@ def outcome(job: Job, directory: Path, before: Job | None = None) -> dict[str, s
 
     The last update may have been made by the launch `before`, and only the evaluation have been left.
     """
-    _, last = find(directory, "last")
+    _, last = find_checkpoint(directory, "last")
     parts = {name: digest(part) for name, part in last.items() if name != "config"}
     parts["step"] = str(last["progress"]["step"])
     assert {"model", "ema", "optimizer", "scaler", "progress"} <= parts.keys()
@@ -145,7 +145,7 @@ def runs(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def light_and_full(light: int, full: int):
-    return pytest.mark.parametrize("amount", [light, pytest.param(full, marks=pytest.mark.battery)])
+    return pytest.mark.parametrize("amount", [light, pytest.param(full, marks=pytest.mark.stress)])
 
 
 def choose_kill(rng: random.Random, place: str) -> Fault:
@@ -170,7 +170,7 @@ def test_an_evaluation_may_be_all_that_is_left(runs: Runs):
 def test_log_steps_increase_through_many_kills(amount: int, runs: Runs, figure: Callable):
     rng, output, more = random.Random(2), None, [f"schedule.epochs={amount}"]
     for _ in range(amount):
-        fault = ("engine.finite.FiniteGuard.see_loss", rng.randint(2, 5), "SIGKILL")
+        fault = ("train.exchange", rng.randint(2, 5), "SIGKILL")
         statuses, _, output = runs.launch(fault, output=output, more=more)
         assert statuses == [-9]
     assert runs.launch(output=output, more=more)[0] == [0]
@@ -192,7 +192,7 @@ LIGHT_CELLS = [(0, 1, 2, "bf16"), (2, 1, 1, "null"), (0, 2, 1, "bf16"), (2, 2, 2
 
 @pytest.mark.parametrize(
     ("cell", "amount"),
-    [(cell, 1) for cell in LIGHT_CELLS] + [pytest.param(cell, 3, marks=pytest.mark.battery) for cell in CELLS],
+    [(cell, 1) for cell in LIGHT_CELLS] + [pytest.param(cell, 3, marks=pytest.mark.stress) for cell in CELLS],
 )
 def test_any_way_to_run_resumes(cell, amount: int, nursery: Nursery, tmp_path: Path, figure: Callable):
     """The last of the kills with LARA, the others with EVA."""
@@ -254,7 +254,7 @@ def test_other_options_are_refused_until_allowed(runs: Runs, figure: Callable):
     assert {path.name: path.read_bytes() for path in output.iterdir() if path.name != "lock"} == before
     allowed = ["--allow-change", "optim.weight_decay", "optim.weight_decay=0.01", "train.log_every=3"]
     assert runs.launch(output=output, more=allowed)[0] == [0]
-    groups = find(output, "last")[1]["optimizer"]["param_groups"]
+    groups = find_checkpoint(output, "last")[1]["optimizer"]["param_groups"]
     assert {group["weight_decay"] for group in groups} == {0.0, 0.01}
     figure("R5", "changed options refused key by key, allowed ones take effect")
 
@@ -265,7 +265,7 @@ def test_a_change_that_is_allowed_may_touch_every_state(runs: Runs):
     more = [word for key, value in changes.items() for word in ("--allow-change", key, f"{key}={value}")]
     statuses, job, _ = runs.launch(output=output, more=more)
     assert statuses == [0], job.text
-    assert find(output, "last")[1]["progress"]["step"] == 3 + (50 - 24) // 6 + 50 // 6
+    assert find_checkpoint(output, "last")[1]["progress"]["step"] == 3 + (50 - 24) // 6 + 50 // 6
 
 
 def test_a_finished_run_says_so(runs: Runs):
@@ -289,7 +289,7 @@ def test_a_stopped_run_loses_nothing(ranks: int, amount: int, nursery: Nursery, 
         slowest = max(slowest, time.monotonic() - float(job.said("hurt")[0][0]))
         assert statuses in ([75] * ranks, [0] * ranks), job.text
         done = int(job.said("random")[-1][0])
-        assert find(output, "last")[1]["progress"]["step"] == done
+        assert find_checkpoint(output, "last")[1]["progress"]["step"] == done
         statuses, again, _ = runs.launch(output=output)
         assert statuses == [0] * ranks
         assert outcome(again, output, job) == runs.expected

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import train
-from engine.checkpoint import find
+from engine.checkpoint import find_checkpoint
 
 ROOT = Path(train.__file__).parent
 
@@ -57,7 +57,7 @@ def test_two_processes_train_as_one(tmp_path: Path):
     done = torchrun("train.py", str(config), "train.grad_accum_steps=5", "--output", str(tmp_path / "two"))
     assert done.returncode == 0, done.stderr
 
-    one, two = (find(tmp_path / run, "last")[1] for run in ("one", "two"))
+    one, two = (find_checkpoint(tmp_path / run, "last")[1] for run in ("one", "two"))
     assert one["progress"]["step"] == two["progress"]["step"] == 20
     for part in ("model", "ema"):
         difference = sum((two[part][name] - value).double().square().sum() for name, value in one[part].items())

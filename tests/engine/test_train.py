@@ -12,7 +12,7 @@ from torch import nn
 
 import train
 from attention import ATTENTION
-from engine.checkpoint import find
+from engine.checkpoint import find_checkpoint
 from engine.optim import create_optimizer, create_schedule
 from engine.schema import Optim, Schedule
 from models import create_model
@@ -42,7 +42,7 @@ def start(directory: Path, *overrides: str) -> dict:
     config = directory / "run.yaml"
     config.write_text(yaml.safe_dump(RUN))
     train.main([str(config), *overrides, "--output", str(directory / "run")])
-    return find(directory / "run", "last")[1]
+    return find_checkpoint(directory / "run", "last")[1]
 
 
 def relative_rms(state: dict, expected: dict) -> float:
