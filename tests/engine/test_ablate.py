@@ -116,6 +116,24 @@ def test_a_run_made_with_other_options_is_not_taken_for_finished(config, launche
     assert ended.value.code.startswith("error: 3 of 3 runs failed")
 
 
+@pytest.mark.parametrize(
+    ("change", "is_finished"),
+    [({"attention": "softmax"}, True), ({"data": {"dataset": "digits"}}, True), ({"attention": "nystrom"}, False)],
+    ids=["the mechanism by its name alone", "another number of workers", "a mechanism that cannot be built"],
+)
+def test_a_finished_run_may_be_written_otherwise(config, launcher, capfd, change, is_finished):
+    """As by an older version, whose options had other names or were fewer; what it trained is what counts."""
+    output = config.parent / "out"
+    config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
+    announce(config)
+    arguments = [str(config), "--output", str(output), "--launcher", launcher]
+    ablate.main(arguments)
+    (path,) = output.glob("*/config.yaml")
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | change))
+    ablate.main(arguments)
+    assert len((config.parent / "log").read_text().splitlines()) == (1 if is_finished else 2)
+
+
 def test_a_failed_run_is_reported_and_the_others_go_on(config, launcher, capfd):
     output = config.parent / "out"
     (config.parent / "fail").touch()

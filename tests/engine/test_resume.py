@@ -15,7 +15,7 @@ import pytest
 import torch
 import yaml
 
-from engine.checkpoint import find_checkpoint
+from engine.checkpoint import find_checkpoint, list_differences, save_checkpoint
 from tests.support.launcher import Fault, Job, Nursery
 
 RUN = {
@@ -257,6 +257,52 @@ def test_other_options_are_refused_until_allowed(runs: Runs, figure: Callable):
     groups = find_checkpoint(output, "last")[1]["optimizer"]["param_groups"]
     assert {group["weight_decay"] for group in groups} == {0.0, 0.01}
     figure("R5", "changed options refused key by key, allowed ones take effect")
+
+
+def stop_with_config(runs: Runs, change: Callable[[dict], None]) -> Path:
+    """The directory of a run that was stopped early, with another configuration in its checkpoint."""
+    statuses, _, output = runs.launch(("train.nn.utils.clip_grad_norm_", 3, "SIGTERM"))
+    assert statuses == [75]
+    path, checkpoint = find_checkpoint(output, "last")
+    change(checkpoint["config"])
+    save_checkpoint(path, checkpoint)
+    return output
+
+
+def test_a_configuration_that_is_written_otherwise_is_the_same(runs: Runs):
+    """As by an older version: options that it did not write out yet have their defaults."""
+
+    def shorten(config: dict) -> None:
+        config["attention"] = RUN["attention"]
+        del config["train"]["timeout_minutes"], config["augment"]
+
+    output = stop_with_config(runs, shorten)
+    statuses, job, _ = runs.launch(output=output)
+    assert statuses == [0], job.text
+    assert outcome(job, output) == runs.expected
+
+
+def test_a_configuration_that_cannot_be_read_is_refused_in_one_line(runs: Runs):
+    output = stop_with_config(runs, lambda config: config["attention"].update(window_sides=3))
+    statuses, job, _ = runs.launch(output=output)
+    assert statuses == [2]
+    (line,) = job.text.splitlines()
+    assert line.startswith(
+        f"error: {output}/step_4.pt: this version cannot resume it; its configuration: attention(eva)"
+    )
+    assert line.endswith(".window_sides: unknown option; did you mean 'window_size'?")
+
+
+def test_only_the_mode_of_a_mechanism_may_differ_by_itself():
+    there = {"attention.released": True, "attention.2.released": True, "attention.scale": 0.5, "data.workers": 1}
+    here = there | {"attention.released": False, "data.workers": 2}
+    assert list_differences(there, here) == []
+    del here["attention.2.released"]  # an option that came later
+    assert list_differences(there, here) == list_differences(here, there) == []
+    here |= {"attention.scale": 1.0, "model.released": True}
+    lines = ["attention.scale: 0.5 there, 1.0 here", "model.released: absent there, True here"]
+    assert list_differences(there, here) == lines
+    assert list_differences(there, here, ["attention.scale"]) == lines[1:]
 
 
 def test_a_change_that_is_allowed_may_touch_every_state(runs: Runs):
