@@ -163,7 +163,7 @@ def test_a_directory_without_checkpoints(checkpoints: Checkpoints, tmp_path: Pat
     assert checkpoints.restore({}) == Progress()
 
 
-def test_a_checkpoint_is_due_by_steps_and_by_time(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_checkpoint_is_due_by_steps_and_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     options = ["train.checkpoint_steps=5", "train.checkpoint_minutes=2"]
     checkpoints = Checkpoints(tmp_path, load_run(ROOT / "configs/quickstart.yaml", options), ALONE, 100)
     assert [step for step in range(1, 12) if checkpoints.is_due(step)] == [5, 10]
@@ -354,7 +354,7 @@ def test_weights_that_are_none_are_refused(weights, whole, tmp_path: Path):
 
 
 @light_and_full(10, 100)
-def test_validation_reads_while_training_writes(amount: int, whole, checkpoints: Checkpoints, figure: Callable):
+def test_validation_reads_while_training_writes(amount: int, checkpoints: Checkpoints, figure: Callable):
     model, ending, reads, progress = Weight(0.0), threading.Event(), 0, Progress(images=8)
 
     def write() -> None:
