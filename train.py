@@ -31,7 +31,7 @@ from engine.data import count_broken, create_loaders, create_loss
 from engine.distributed import World, autocast, init_distributed, seed_everything, set_deterministic
 from engine.evaluate import evaluate_all
 from engine.failure import explain_failures
-from engine.files import lock_directory, write_whole
+from engine.files import lock_directory, write_atomically
 from engine.finite import FiniteGuard, dump_step
 from engine.optim import create_optimizer, create_schedule
 from engine.report import Report
@@ -125,7 +125,7 @@ class Trainer:
         dump = partial(dump_step, self.checkpoints, self.train_loader, self.stateful, progress)
         self.guard = FiniteGuard(self.options, progress, dump)
         if self.world.is_primary:
-            write_whole(self.output / "config.yaml", yaml.safe_dump(dump_run(run), sort_keys=False).encode())
+            write_atomically(self.output / "config.yaml", yaml.safe_dump(dump_run(run), sort_keys=False).encode())
         done = progress.epoch * self.sampler.updates_per_epoch + progress.images // self.options.total_batch_size
         total = progress.step + run.schedule.epochs * self.sampler.updates_per_epoch - done
         self.report = Report(self.output if self.world.is_primary else None, run, progress, total, self.world.device)

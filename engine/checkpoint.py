@@ -321,8 +321,8 @@ def _flatten_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def list_differences(there: Mapping[str, Any], here: Mapping[str, Any], allowed: Collection[str] = ()) -> list[str]:
     """One line for each option in which the run `here` may not differ from the run `there`, but does.
 
-    Beside `RESUMABLE_OPTIONS` and `allowed`, a mechanism's `released` may differ: it only chooses the defaults of other
-    options, which are compared themselves.
+    Besides `RESUMABLE_OPTIONS` and `allowed`, a mechanism's `released` may differ: it only chooses the defaults of
+    other options, which are compared themselves.
 
     Args:
         there, here: dotted path of an option -> value.
@@ -337,5 +337,5 @@ def list_differences(there: Mapping[str, Any], here: Mapping[str, Any], allowed:
 
 
 def rank_epoch(ranking: list[list], epoch: int, top1: float, keep: int) -> list[list]:
-    """The `keep` best [top-1, epoch] of `ranking` and the new epoch, best first; of equals the earlier comes first."""
+    """The `keep` best [top-1, epoch] of `ranking` and the new epoch, best first, the earlier of equals first."""
     return sorted([*ranking, [top1, epoch]], key=lambda entry: (-entry[0], entry[1]))[:keep]

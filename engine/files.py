@@ -59,7 +59,7 @@ def _lock(directory: Path) -> tuple[TextIO | None, str]:
     return file, ""
 
 
-def write_whole(path: Path, content: bytes | memoryview) -> None:
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Writes `content` to `path` atomically: after a crash or power cut it holds all of it or what it held before.
 
     Raises:
@@ -85,9 +85,9 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
 
 
 def write_verified(path: Path, content: bytes | memoryview) -> None:
-    """`write_whole` to `path`, after the SHA-256 of `content` beside it, so that any file there can be verified."""
-    write_whole(digest_path(path), f"{hashlib.sha256(content).hexdigest()}  {path.name}\n".encode())
-    write_whole(path, content)
+    """Writes `content` to `path`, after its SHA-256 beside it, so that any file there can be verified."""
+    write_atomically(digest_path(path), f"{hashlib.sha256(content).hexdigest()}  {path.name}\n".encode())
+    write_atomically(path, content)
 
 
 def is_intact(path: Path) -> bool:

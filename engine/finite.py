@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from engine.checkpoint import Checkpoints, Progress, Stateful
 from engine.data import Loader
-from engine.files import write_whole
+from engine.files import write_atomically
 from engine.schema import Train
 
 
@@ -111,5 +111,5 @@ def dump_step(
         "images": [[index, str(images.filename(index))] for index in indices],
     }
     path = checkpoints.directory / f"failed_step_{record['step']}.json"
-    write_whole(path, json.dumps(record, indent=1).encode())
+    write_atomically(path, json.dumps(record, indent=1).encode())
     checkpoints.write(path.with_suffix(".pt"), progress, stateful)

@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from engine.checkpoint import Progress
 from engine.config import dump_run, flatten
-from engine.files import write_whole
+from engine.files import write_atomically
 from engine.schema import Run
 from engine.waiting import DataWait
 
@@ -86,7 +86,7 @@ class Report:
             self.metrics = directory / "metrics.jsonl"
             if self.metrics.exists():
                 lines = self.metrics.read_text().splitlines(keepends=True)
-                write_whole(self.metrics, "".join(line for line in lines if _is_until(progress, line)).encode())
+                write_atomically(self.metrics, "".join(line for line in lines if _is_until(progress, line)).encode())
             self.tensorboard = SummaryWriter(directory, purge_step=self.step + 1)
             # disable=None: no bar unless stderr is a terminal.
             self.bar = tqdm(total=total_steps, initial=self.step, unit="step", dynamic_ncols=True, disable=None)

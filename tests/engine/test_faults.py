@@ -186,12 +186,12 @@ def test_torchrun_restarts_a_lost_rank(action: str, pairs: Runs, tmp_path: Path,
 
 
 DISKS = {
-    "checkpoint": {"faults": [("engine.files.write_whole", 6, "full")]},
+    "checkpoint": {"faults": [("engine.files.write_atomically", 6, "full")]},
     "checkpoint, by the system": {"limit": 100_000},
     "events, by the system": {"limit": 20_000},
     "log, by the system": {"limit": 400},
     "log": {"faults": [("engine.report.json.dumps", 3, "full")]},
-    "directory removed": {"faults": [("engine.files.write_whole", 6, "remove")]},
+    "directory removed": {"faults": [("engine.files.write_atomically", 6, "remove")]},
 }
 
 

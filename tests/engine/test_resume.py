@@ -64,7 +64,11 @@ LAST = ("engine.evaluate.autocast", 9, "SIGKILL")
 
 KILLS: dict[str, list[tuple[str, int, str]]] = {
     "step": [(target, STEPS, "SIGKILL") for target in WITHIN_STEP],
-    "write": [("os.replace", 16, "SIGKILL"), ("os.fsync", 32, "SIGKILL"), ("engine.files.write_whole", 16, "half")],
+    "write": [
+        ("os.replace", 16, "SIGKILL"),
+        ("os.fsync", 32, "SIGKILL"),
+        ("engine.files.write_atomically", 16, "half"),
+    ],
     "evaluation": [("engine.evaluate.autocast", 12, "SIGKILL")],
 }
 """Where a run is killed: function, the least number of calls in an undisturbed run, what happens."""
