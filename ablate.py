@@ -4,8 +4,8 @@
     python ablate.py configs/ablation/eva_table6.yaml data.root=/data/imagenet --output runs/eva_table6 \\
         --launcher "torchrun --nproc_per_node=8"
 
-Every run is an ordinary run directory below --output, made by train.py: called again, finished runs are skipped and
-unfinished ones resume. table.md, table.csv and table.png are written anew after every run.
+Every run is an ordinary run directory of train.py below --output. The same command again skips finished runs and
+resumes unfinished ones. table.md, table.csv and table.png are rewritten after every run.
 """
 
 import argparse
@@ -29,9 +29,10 @@ from matplotlib.figure import Figure
 
 from attention.options import OptionError, option, parse_options
 from bench.costs import Costs, count_costs
-from engine.config import ConfigError, dump_run, load_run, read_yaml, refuse_bad_input
-from engine.interrupt import SIGNALS, STOPPED
+from engine.checkpoint import list_differences
+from engine.config import ConfigError, dump_run, flatten, load_run, parse_run, read_yaml, refuse_bad_input
 from engine.schema import Run
+from engine.signals import SIGNALS, STOPPED
 
 TRAIN = str(Path(__file__).with_name("train.py"))
 
@@ -51,7 +52,7 @@ class Case:
     """One run of an ablation.
 
     Attributes:
-        changes: option -> YAML text of its value. paper: top-1 that a paper reports, percent. command: that trains it.
+        changes: option -> YAML text of its value. paper: top-1 that a paper reports, percent. command: trains the run.
     """
 
     changes: dict[str, str]
@@ -62,14 +63,14 @@ class Case:
     command: list[str]
 
     def result(self) -> dict[str, Any] | None:
-        """What train.py recorded at the end of this run; None before."""
+        """The final record of train.py; None if the run is not finished, or was made with other options."""
         try:
             config = yaml.safe_load((self.directory / "config.yaml").read_text())
             records = map(json.loads, (self.directory / "metrics.jsonl").read_text().splitlines())
             finals = [record for record in records if record["kind"] == "final"]
-        except (FileNotFoundError, json.JSONDecodeError):  # the last line of an interrupted run may be cut off
+        except (FileNotFoundError, json.JSONDecodeError):  # an interrupted run may have been cut off within a line
             return None
-        return finals[-1] if finals and config == dump_run(self.run) else None
+        return finals[-1] if finals and is_same_run(config, self.run, self.directory) else None
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -108,8 +109,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {len(failed)} of {len(cases)} runs failed: {', '.join(failed)}")
 
 
+def is_same_run(config: dict[str, Any], run: Run, source: Path) -> bool:
+    """Whether `config`, perhaps written by an older version, describes `run` as far as its results go."""
+    if config == dump_run(run):
+        return True
+    try:
+        config = dump_run(parse_run(config, str(source)))
+    except ConfigError:
+        return False
+    return not list_differences(flatten(config), flatten(dump_run(run)))
+
+
 def run_to_end(command: Sequence[str]) -> int:
-    """The exit status of a run. The signals that stop one are its own to answer: it finishes its step and saves."""
+    """Runs `command`, passes stop signals on to it, and returns its exit status; a run answers one by saving."""
     with subprocess.Popen(command) as process:
 
         def pass_on(number: int, frame: FrameType | None) -> None:
@@ -127,7 +139,7 @@ def run_to_end(command: Sequence[str]) -> int:
 def read_ablation(
     path: Path, overrides: Sequence[str], output: Path, launcher: Sequence[str]
 ) -> tuple[Ablation, list[Case]]:
-    """The ablation file `path` and its runs, all of them checked; nothing is written.
+    """The ablation file `path` and its runs, all checked; nothing is written.
 
     Raises:
         ConfigError: anything that cannot be honoured, in the file or in a run.
@@ -172,7 +184,7 @@ def to_text(value: Any) -> str:
 
 
 def tabulate(cases: Sequence[Case]) -> list[dict[str, str]]:
-    """One row of texts per run; what is not known yet is empty."""
+    """One row of texts per run; values not known yet are empty."""
     changed = dict.fromkeys(option for case in cases for option in case.changes)
     rows = []
     for case in cases:
@@ -196,7 +208,7 @@ def markdown(caption: str, rows: Sequence[dict[str, str]]) -> str:
 
 
 def short_names(cases: Sequence[Case]) -> list[str]:
-    """Each run by the last words of the options in which the runs differ: "window_size=7, num_landmarks=49"."""
+    """A name for each run from the options in which the runs differ: "window_size=7, num_landmarks=49"."""
     changed = dict.fromkeys(option for case in cases for option in case.changes)
     varied = [option for option in changed if len({case.changes.get(option) for case in cases}) > 1]
     return [

@@ -35,9 +35,9 @@ from bench.results import COLUMNS, MEMORY, NOISE, SETTINGS, describe, report, wr
 from bench.timing import Call, Spread, time_rounds
 from bench.workload import DTYPES, EXECUTIONS, MODES, Subject, Workload, attention_core, attention_layer, whole_model
 from engine.config import load_run, refuse_bad_input
-from engine.distributed import join
-from engine.interrupt import end_at_interrupt
+from engine.distributed import init_distributed
 from engine.report import provenance
+from engine.signals import end_at_interrupt
 
 CONFIGS = Path(__file__).with_name("configs")
 BATCH_TOKENS = {"cpu": 6272, "cuda": 100352}
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not args.configs:
                 print_costs_by_size()
             return
-        device = join(args.device).device
+        device = init_distributed(args.device).device
         comparisons = plan(args, device)
         torch.set_num_threads(args.threads)
         metadata = {

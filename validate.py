@@ -4,7 +4,7 @@
     python validate.py runs/eva --export eva.safetensors
     torchrun --nproc_per_node=8 validate.py runs/eva data.root=/data/imagenet
 
-The model is rebuilt from the configuration inside the checkpoint. Plain and averaged (EMA) weights are reported apart.
+The model is rebuilt from the configuration in the checkpoint. Plain and averaged (EMA) weights are reported apart.
 """
 
 import argparse
@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from attention.options import OptionError
-from engine.checkpoint import export, find, load, load_weights
+from engine.checkpoint import export_checkpoint, find_checkpoint, load_checkpoint, load_weights
 from engine.config import parse_run, refuse_bad_input
 from engine.data import count_broken, create_val_loader
-from engine.distributed import World, join
+from engine.distributed import World, init_distributed
+from engine.errors import UserError
 from engine.evaluate import evaluate
 from engine.schema import Run
 from models import create_model
@@ -44,20 +44,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with refuse_bad_input():
         path = args.checkpoint
         if not path.exists():
-            raise OptionError(str(path), "no such run directory or checkpoint")
-        found = find(path, args.weights) if path.is_dir() else (path, load(path))
+            raise UserError(f"{path}: no such run directory or checkpoint")
+        found = find_checkpoint(path, args.weights) if path.is_dir() else (path, load_checkpoint(path))
         if found is None:
-            raise OptionError(str(path), "no checkpoint there")
+            raise UserError(f"{path}: no checkpoint there")
         path, checkpoint = found
         run = parse_run(checkpoint["config"], str(path), args.overrides)
-        world = join(run.train.device)
+        world = init_distributed(run.train.device)
         try:
             results = validate(run, checkpoint, world, args.batch_size, args.skip_broken)
         finally:
-            world.leave()
+            world.destroy()
     if world.is_primary:
         if args.export:
-            export(args.export, checkpoint)
+            export_checkpoint(args.export, checkpoint)
         epoch = checkpoint["progress"]["epoch"]
         if args.json:
             print(json.dumps({"checkpoint": str(path), "epoch": epoch, **results}))
@@ -73,7 +73,7 @@ def validate(
 
     Raises:
         BrokenImage: there is one, and `skip_broken` is not set.
-        OptionError: data that cannot be used, or weights that do not fit the model that `run` describes.
+        OptionError: data that cannot be used. UserError: weights that do not fit the model that `run` describes.
     """
     model = create_model(attention=run.attention, **run.model).to(world.device)
     loader = create_val_loader(

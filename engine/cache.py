@@ -1,8 +1,8 @@
-"""A prepared data set: decoded images in one file, so that training need not decode JPEG again and again.
+"""A prepared data set: decoded images in one file, so that training need not decode JPEG in every epoch.
 
-`SPLIT.pixels` holds the images one after the other, each a binary PPM file (8-bit RGB); `SPLIT.npz` says where each
-begins, its class, its checksum and the name of the file it was made of. An image that was broken has no bytes: what
-happens to it is left to those who read, and positions are those of the data set it was made from.
+`SPLIT.pixels` holds the images one after another, each a binary PPM file (8-bit RGB). The index `SPLIT.npz` holds, for
+each image, its offset, its class, its checksum and the name of its original file. A broken image has no bytes but keeps
+its position, so that readers can treat it as in the original data set.
 """
 
 import io
@@ -26,7 +26,7 @@ class CacheReader(Reader):
     """timm reader of one split that `write_cache` has prepared.
 
     Args:
-        path: of the index; the pixels lie beside it.
+        path: of the index; the pixels are beside it.
     Raises:
         OSError: index or pixels are missing, damaged, or do not belong together.
     """
@@ -39,7 +39,7 @@ class CacheReader(Reader):
                 self.begins, self.labels, self.checksums, self.names, classes = (
                     index[name] for name in ("begins", "labels", "checksums", "names", "classes")
                 )
-        except Exception as error:  # a damaged archive raises anything
+        except Exception as error:  # reading a damaged archive may raise anything
             raise OSError(0, f"damaged index, {type(error).__name__}: {error}") from error
         if not self.pixels.is_file() or self.pixels.stat().st_size != self.begins[-1]:
             raise OSError(0, f"{self.pixels.name} is missing or has not the {self.begins[-1]} bytes of the index")
@@ -52,7 +52,7 @@ class CacheReader(Reader):
         begin, end = map(int, self.begins[index : index + 2])
         if begin == end:
             raise BrokenImage("was broken when the cache was made")
-        # Not mapped into memory: a failing disk would kill the process.
+        # Not mapped into memory: there, a disk error would kill the process.
         with open(self.pixels, "rb", buffering=0) as file:
             content = os.pread(file.fileno(), end - begin, begin)
         if zlib.crc32(content) != self.checksums[index]:
@@ -69,7 +69,7 @@ def pixels_of(path: Path) -> Path:
 
 
 def encode(image: Image.Image, short_side: int | None) -> bytes:
-    """RGB image -> PPM file, made smaller to `short_side` pixels (None: kept as it is), bicubic as in validation."""
+    """RGB image -> PPM file, its short side reduced to `short_side` pixels (None: as is), bicubic as in validation."""
     if short_side is not None and min(image.size) > short_side:
         image = resize(image, short_side, InterpolationMode.BICUBIC)
     return b"P6 %d %d 255\n" % image.size + image.tobytes()
@@ -78,7 +78,7 @@ def encode(image: Image.Image, short_side: int | None) -> bytes:
 def write_cache(
     path: Path, samples: Iterable[tuple[bytes, int] | BrokenImage], names: Iterable[str], classes: Iterable[str]
 ) -> None:
-    """Writes the index `path` and the pixels beside it, to the disk.
+    """Writes the index `path` and the pixels beside it, and flushes them to disk.
 
     Args:
         samples: PPM file and class index of every image, or `BrokenImage`, in order. names: of the images.
@@ -108,7 +108,7 @@ def write_cache(
 
 
 def _flush(file: io.BufferedWriter) -> None:
-    """Brings `file` to the disk, and out of memory where the system can, so that what is read back was written."""
+    """Flushes `file` to disk, and out of the page cache if the system can, so that it is read back from there."""
     file.flush()
     os.fsync(file.fileno())
     if hasattr(os, "posix_fadvise"):

@@ -1,10 +1,10 @@
-"""Checkpoints of a run: written whole or not at all, verified when read, plain types only.
+"""Checkpoints of a run: written completely or not at all, verified when read, plain types only.
 
 A run directory holds `step_S.pt`, made within an epoch, and `step_S_epoch_E.pt`, made after epoch E and its
-evaluation; beside each stands its SHA-256 in the format of sha256sum. A checkpoint is a dict: `config` (the resolved
-configuration, plain), `processes` and `images` (how many train, on how many), `progress` (the fields of `Progress`)
-and the state dicts `model`, `optimizer`, `scaler` and, where a weight average is kept, `ema`. Random state is no part
-of it: see `engine.sampler`.
+evaluation, each with its SHA-256 beside it in the format of sha256sum. A checkpoint is a dict. Its metadata: `config`
+(the resolved configuration, plain), `processes` and `images` (their numbers) and `progress` (the fields of `Progress`).
+Its state dicts: `model`, `optimizer`, `scaler` and, if a weight average is kept, `ema`. Random state is not saved: see
+`engine.sampler`.
 """
 
 import hashlib
@@ -23,14 +23,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from attention.options import OptionError, nearest, parse_options
-from engine.config import dump_run, flatten
+from attention.options import nearest, parse_options
+from engine.checkpoint_format import check_plain, validate_pickle
+from engine.config import ConfigError, dump_run, flatten, parse_run
 from engine.distributed import World
+from engine.errors import UserError
 from engine.files import digest_path, is_intact, read_digest, read_regular, write_verified
-from engine.inspection import check_plain, inspect
 from engine.schema import Run
 
-FREE = {
+RESUMABLE_OPTIONS = {
     "data.root",
     "data.workers",
     "train.log_every",
@@ -40,24 +41,27 @@ FREE = {
     "train.timeout_minutes",
     "train.max_skipped",
 }
-"""Options that do not change what is learned: a run may be resumed with others."""
+"""Options that do not affect what is learned: a run may be resumed with other values."""
 
-FACTS = ("config", "processes", "images", "progress")
-"""What a checkpoint holds beside states."""
+METADATA = ("config", "processes", "images", "progress")
+"""What a checkpoint holds besides state dicts."""
+
+Stateful = nn.Module | Optimizer | torch.amp.GradScaler
+"""What has a state dict in a checkpoint."""
 
 NAME = re.compile(r"step_(\d+)(?:_epoch_(\d+))?\.pt")
 
 NUM_LAST = 2
-"""How many of the newest checkpoints stay, beside the best: a file may be damaged after it was written."""
+"""How many of the newest checkpoints are kept, besides the best: a file may be damaged after it was written."""
 
 
 @dataclass
 class Progress:
-    """How far a run is.
+    """How far a run has come.
 
     Attributes:
-        epoch: finished epochs, evaluation included. step: finished updates, of all epochs.
-        images: position in the order of the epoch that is not finished, over all ranks.
+        epoch: finished epochs, evaluation included. step: finished updates, over all epochs.
+        images: position in the order of the current epoch, over all ranks.
         loss_sum, num_summed: of the updates since the last log line. num_skipped: updates that were not finite.
         metrics: of the last evaluation. ranking: [top-1, epoch] of the best epochs, best first.
     """
@@ -73,80 +77,88 @@ class Progress:
 
 
 class Checkpoints:
-    """The checkpoints of `run`, on `num_images` training images, in `directory`, which this process owns."""
+    """The checkpoints of `run`, on `num_images` training images, in `directory`, which this process has locked."""
 
     def __init__(self, directory: Path, run: Run, world: World, num_images: int):
         self.directory, self.options, self.world = directory, run.train, world
-        self.facts = {"config": dump_run(run), "processes": world.size, "images": num_images}
+        self.metadata = {"config": dump_run(run), "processes": world.size, "images": num_images}
         self.saved_at = time.monotonic()
 
-    def restore(self, parts: Mapping[str, Any], allowed: Collection[str] = ()) -> Progress:
-        """Loads the newest valid checkpoint into `parts`; where there is none, they stay as they are.
+    def restore(self, stateful: Mapping[str, Stateful], allowed: Collection[str] = ()) -> Progress:
+        """Loads the newest valid checkpoint into `stateful`; without one, nothing changes.
 
         Args:
-            parts: name -> module, optimiser or scaler.
-            allowed: options that may differ from the checkpoint's, beside `FREE`.
+            stateful: name of a state dict -> what it is loaded into.
+            allowed: options that may differ from the checkpoint's, besides `RESUMABLE_OPTIONS`.
         Raises:
-            OptionError: the run there has other options, its weights do not fit, or not every rank sees the same
-                checkpoint.
+            UserError: the run there has other options, or some that this version cannot read; its weights do not fit;
+                or not every rank sees the same checkpoint.
         """
-        found = find(self.directory, "last", quiet=not self.world.is_primary)
+        found = find_checkpoint(self.directory, "last", quiet=not self.world.is_primary)
         checkpoint = found and found[1]
         progress = parse_options(Progress, checkpoint["progress"]) if checkpoint else Progress()
         if self.world.gather([progress.epoch, progress.step]) != [[progress.epoch, progress.step]] * self.world.size:
             problem = "not every rank sees the same checkpoint; use a file system that all share"
-            raise OptionError(str(self.directory), problem)
-        here = _flatten_facts(self.facts)
+            raise UserError(f"{self.directory}: {problem}")
+        here = _flatten_metadata(self.metadata)
         for key in allowed:
             if key not in here:
-                raise OptionError("--allow-change", f"{key!r} is no option{nearest(key, here)}")
+                raise UserError(f"--allow-change: {key!r} is no option{nearest(key, here)}")
         if checkpoint is None:
             return progress
-        there = _flatten_facts(checkpoint)
-        if lines := _differences(there, here, FREE.union(allowed)):
-            raise OptionError(
-                str(self.directory),
-                "holds a run with other options; resume it with its own, start afresh in another directory, or allow a"
-                " change with --allow-change KEY\n  " + "\n  ".join(lines),
+        there = _flatten_metadata(checkpoint | {"config": self._read_config(*found)})
+        if lines := list_differences(there, here, allowed):
+            raise UserError(
+                f"{self.directory}: holds a run with other options; resume it with its own, start afresh in another"
+                " directory, or allow a change with --allow-change KEY\n  " + "\n  ".join(lines)
             )
-        for name, part in parts.items():
+        for name, target in stateful.items():
             state = checkpoint.get(name)
-            if isinstance(part, nn.Module):  # an average that is new begins from the weights
-                load_weights(part, state or checkpoint["model"], f"{self.directory}: {name}")
-            elif not isinstance(part, Optimizer):
-                part.load_state_dict(state or part.state_dict())
+            if isinstance(target, nn.Module):  # a new average begins from the weights
+                load_weights(target, state or checkpoint["model"], f"{self.directory}: {name}")
+            elif not isinstance(target, Optimizer):
+                target.load_state_dict(state or target.state_dict())
             elif there["optim.opt"] == here["optim.opt"]:
-                new = part.state_dict()["param_groups"]  # of this configuration: a change may have been allowed
+                new = target.state_dict()["param_groups"]  # of this configuration: a change may have been allowed
                 groups = [group | {"lr": old["lr"]} for group, old in zip(new, state["param_groups"], strict=True)]
-                part.load_state_dict({"state": state["state"], "param_groups": groups})
+                target.load_state_dict({"state": state["state"], "param_groups": groups})
         return progress
 
+    def _read_config(self, path: Path, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """The configuration in `checkpoint` as this version writes it: options may have been renamed or added since."""
+        try:
+            return dump_run(parse_run(checkpoint["config"], "its configuration"))
+        except ConfigError as error:
+            raise UserError(f"{path}: this version cannot resume it; {error}") from None
+
     def is_due(self, step: int) -> bool:
-        """Whether, by steps or by time, a checkpoint is to be made after update `step`, within an epoch."""
+        """Whether a checkpoint is due after update `step` of the run, by steps or by time."""
         steps, minutes = self.options.checkpoint_steps, self.options.checkpoint_minutes
         by_time = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
         return by_time or bool(steps and step % steps == 0)
 
-    def save(self, progress: Progress, parts: Mapping[str, Any]) -> None:
-        """Writes a checkpoint, and removes those that are neither among the newest nor the best.
+    def save(self, progress: Progress, stateful: Mapping[str, Stateful]) -> None:
+        """Writes a checkpoint, on the primary rank, and removes those that are neither among the newest nor the best.
 
         Raises:
             FloatingPointError: a weight, or the optimiser's state, is not finite; nothing is written.
-            OSError: it cannot be written; the files that were there stand.
+            OSError: it cannot be written; existing files are unchanged.
         """
-        if not self.world.is_primary:
-            return
-        if bad := _find_not_finite(parts):
-            raise FloatingPointError(f"step {progress.step}: {bad} is not finite; no checkpoint was made of it")
-        name = f"step_{progress.step}" + (f"_epoch_{progress.epoch}" if not progress.images else "")
-        self.write(self.directory / f"{name}.pt", progress, parts)
-        self._rotate(progress)
+        if self.world.is_primary:
+            self._save(progress, stateful)
         self.saved_at = time.monotonic()
 
-    def write(self, path: Path, progress: Progress, parts: Mapping[str, Any]) -> None:
-        """Writes `parts` as they are to `path`."""
-        states = {name: part.state_dict() for name, part in parts.items()}
-        save(path, self.facts | {"progress": asdict(progress)} | states)
+    def _save(self, progress: Progress, stateful: Mapping[str, Stateful]) -> None:
+        if bad := _find_not_finite(stateful):
+            raise FloatingPointError(f"step {progress.step}: {bad} is not finite; no checkpoint was made of it")
+        name = f"step_{progress.step}" + (f"_epoch_{progress.epoch}" if not progress.images else "")
+        self.write(self.directory / f"{name}.pt", progress, stateful)
+        self._rotate(progress)
+
+    def write(self, path: Path, progress: Progress, stateful: Mapping[str, Stateful]) -> None:
+        """Writes a checkpoint to `path`, whatever its state is."""
+        states = {name: source.state_dict() for name, source in stateful.items()}
+        save_checkpoint(path, self.metadata | {"progress": asdict(progress)} | states)
 
     def _rotate(self, progress: Progress) -> None:
         newest, *others = list_checkpoints(self.directory)
@@ -167,21 +179,23 @@ def list_checkpoints(directory: Path) -> list[Path]:
     return [path for _, path in sorted(found, key=lambda entry: (int(entry[0][1]), entry[0][2] or ""), reverse=True)]
 
 
-def find(directory: Path, which: Literal["best", "last"], quiet: bool = False) -> tuple[Path, dict[str, Any]] | None:
-    """The best or the newest checkpoint in `directory`, and its path; None where there has been none.
+def find_checkpoint(
+    directory: Path, which: Literal["best", "last"], quiet: bool = False
+) -> tuple[Path, dict[str, Any]] | None:
+    """The path and content of the best or the newest checkpoint in `directory`; None if there is none.
 
     Args:
-        which: "best": of the epoch with the highest top-1; the newest as long as none was evaluated.
-        quiet: do not say on stderr what is passed over, as not whole.
+        which: "best": of the epoch with the highest top-1, or the newest if none has been evaluated.
+        quiet: do not name on stderr the damaged ones that are passed over.
     Raises:
-        OptionError: none of them is whole.
+        UserError: all of them are damaged.
     """
     paths = list_checkpoints(directory)
     last = _first_whole(paths, quiet)
     if last is None and paths:
         if list_checkpoints(directory) == paths:
-            raise OptionError(str(directory), "none of its checkpoints is whole; start afresh in another directory")
-        return find(directory, which, quiet)  # a running training has replaced them meanwhile
+            raise UserError(f"{directory}: none of its checkpoints is whole; start afresh in another directory")
+        return find_checkpoint(directory, which, quiet)  # a running training has replaced them meanwhile
     if last is None or which == "last":
         return last
     ranking = parse_options(Progress, last[1]["progress"]).ranking
@@ -192,83 +206,82 @@ def find(directory: Path, which: Literal["best", "last"], quiet: bool = False) -
 def _first_whole(paths: Sequence[Path], quiet: bool) -> tuple[Path, dict[str, Any]] | None:
     for path in paths:
         try:
-            return path, load(path, need_digest=True)
-        except OptionError as error:
+            return path, load_checkpoint(path, need_digest=True)
+        except UserError as error:
             if not quiet:
                 print(f"{error}; passed over", file=sys.stderr, flush=True)
     return None
 
 
-def save(path: Path, checkpoint: Mapping[str, Any]) -> None:
+def save_checkpoint(path: Path, checkpoint: Mapping[str, Any]) -> None:
     """Writes `checkpoint` to `path`, with its SHA-256."""
     buffer = io.BytesIO()
     torch.save(dict(checkpoint), buffer)
     write_verified(path, buffer.getbuffer())
 
 
-def export(path: Path, checkpoint: Mapping[str, Any]) -> None:
-    """Writes the weights alone, those of the average where there is one, to `path` in the safetensors format.
+def export_checkpoint(path: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Writes the weights alone, averaged if there is an average, to `path` in the safetensors format.
 
-    The configuration goes along as metadata, so that `load` reads the file as a checkpoint.
+    The metadata goes with them, so that `load_checkpoint` reads the file as a checkpoint.
     """
     weights = checkpoint.get("ema", checkpoint["model"])
-    facts = json.dumps({name: checkpoint[name] for name in FACTS})
+    metadata = json.dumps({name: checkpoint[name] for name in METADATA})
     contiguous = {name: weight.contiguous() for name, weight in weights.items()}
-    write_verified(path, safetensors.torch.save(contiguous, metadata={"run": facts}))
+    write_verified(path, safetensors.torch.save(contiguous, metadata={"run": metadata}))
 
 
-def load(path: Path, need_digest: bool = False) -> dict[str, Any]:
-    """Reads the checkpoint at `path` into main memory, whoever made it.
+def load_checkpoint(path: Path, need_digest: bool = False) -> dict[str, Any]:
+    """Reads the checkpoint at `path` into main memory; the file need not be trusted.
 
-    It runs no code of the file's, and takes no more memory than a few times the file's size. Where a SHA-256 stands
-    beside it, the file must have it.
+    No code in the file is run, and no more memory is used than a few times its size. A SHA-256 beside it must match.
 
     Args:
         need_digest: refuse a file without a SHA-256 beside it.
     Raises:
-        OptionError: there is no such file, it is no regular file, not whole, or no checkpoint of a run.
+        UserError: there is no such file, or it is not a regular file, is damaged, or is no checkpoint of a run.
     """
     digest = read_digest(path)  # first: a running training removes the file before its digest
     content = read_regular(path)
     if digest is None and need_digest:
-        raise OptionError(str(path), "without the SHA-256 that should stand beside it")
+        raise UserError(f"{path}: without the SHA-256 that should stand beside it")
     if digest is not None and hashlib.sha256(content).hexdigest() != digest:
-        raise OptionError(str(path), "damaged, or no checkpoint that can be loaded safely: its SHA-256 is another")
+        raise UserError(f"{path}: damaged, or no checkpoint that can be loaded safely: its SHA-256 is another")
     try:
         if path.suffix == ".safetensors":
             header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
             checkpoint = json.loads(header["__metadata__"]["run"]) | {"model": safetensors.torch.load(content)}
         else:
-            inspect(content)
+            validate_pickle(content)
             checkpoint = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        check_plain({name: checkpoint.get(name) for name in FACTS})
-        for part in ("model", "ema"):
-            weights = checkpoint.get(part, {})
+        check_plain({name: checkpoint.get(name) for name in METADATA})
+        for key in ("model", "ema"):
+            weights = checkpoint.get(key, {})
             if not all(isinstance(name, str) and torch.is_tensor(value) for name, value in weights.items()):
-                raise ValueError(f"{part} are no weights")
+                raise ValueError(f"{key} are no weights")
     except Exception as error:  # a hostile file may fail in any way, and is refused in every case
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise OptionError(str(path), f"damaged, or no checkpoint that can be loaded safely ({reason})") from error
-    if not {*FACTS, "model"} <= checkpoint.keys():
-        raise OptionError(str(path), "no checkpoint of train.py: it holds no configuration")
+        raise UserError(f"{path}: damaged, or no checkpoint that can be loaded safely ({reason})") from error
+    if not {*METADATA, "model"} <= checkpoint.keys():
+        raise UserError(f"{path}: no checkpoint of train.py: it holds no configuration")
     return checkpoint
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
-    """Loads `state` into `model`; names may begin with what wrappers of torch put before them.
+    """Loads `state` into `model`; names may carry the prefixes of torch's wrappers.
 
     Raises:
-        OptionError: names or shapes that do not fit, or weights that are not finite; begins with `source`.
+        UserError: names or shapes that do not fit, or weights that are not finite; the message begins with `source`.
     """
     state = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in state.items()}
-    own = model.state_dict()
+    expected = model.state_dict()
     problems = {
-        "missing": [name for name in own if name not in state],
-        "unexpected": [name for name in state if name not in own],
+        "missing": [name for name in expected if name not in state],
+        "unexpected": [name for name in state if name not in expected],
         "of another shape": [
-            f"{name} {tuple(state[name].shape)} for {tuple(own[name].shape)}"
-            for name in own
-            if name in state and state[name].shape != own[name].shape
+            f"{name} {tuple(state[name].shape)} for {tuple(expected[name].shape)}"
+            for name in expected
+            if name in state and state[name].shape != expected[name].shape
         ],
         "not finite": [name for name, _ in model.named_parameters() if name in state and not _is_finite(state[name])],
     }
@@ -278,7 +291,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Any], source: str) -> Non
             for problem, names in problems.items()
             if names
         ]
-        raise OptionError(source, f"the checkpoint's weights do not fit: {'; '.join(texts)}")
+        raise UserError(f"{source}: the checkpoint's weights do not fit: {'; '.join(texts)}")
     model.load_state_dict(state)
 
 
@@ -286,35 +299,43 @@ def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(tensor.isfinite().all())
 
 
-def _find_not_finite(parts: Mapping[str, Any]) -> str | None:
-    """The name of a weight, or of a piece of the optimiser's state, that is not finite. Buffers may be so by design."""
-    for part, tensors in parts.items():
-        if isinstance(tensors, nn.Module):
-            named = tensors.named_parameters()
-        elif isinstance(tensors, Optimizer):
-            states = enumerate(tensors.state.values())
+def _find_not_finite(stateful: Mapping[str, Stateful]) -> str | None:
+    """The name of a weight, or of a tensor of the optimiser, that is not finite. Buffers may be infinite by design."""
+    for key, source in stateful.items():
+        if isinstance(source, nn.Module):
+            named = source.named_parameters()
+        elif isinstance(source, Optimizer):
+            states = enumerate(source.state.values())
             named = ((f"{i}.{name}", x) for i, state in states for name, x in state.items() if torch.is_tensor(x))
         else:
             continue
         if bad := next((name for name, tensor in named if not _is_finite(tensor)), None):
-            return f"{part}.{bad}"
+            return f"{key}.{bad}"
     return None
 
 
-def _flatten_facts(facts: Mapping[str, Any]) -> dict[str, Any]:
-    return flatten(facts["config"]) | {name: facts[name] for name in ("processes", "images")}
+def _flatten_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    return flatten(metadata["config"]) | {name: metadata[name] for name in ("processes", "images")}
 
 
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any], ignored: Collection[str]) -> list[str]:
-    """One line per option that two runs do not share, but for the `ignored`."""
+def list_differences(there: Mapping[str, Any], here: Mapping[str, Any], allowed: Collection[str] = ()) -> list[str]:
+    """One line for each option in which the run `here` may not differ from the run `there`, but does.
+
+    Besides `RESUMABLE_OPTIONS` and `allowed`, a mechanism's `released` may differ: it only chooses the defaults of
+    other options, which are compared themselves.
+
+    Args:
+        there, here: dotted path of an option -> value.
+    """
     absent = "absent"
+    changed = {key for key in there.keys() | here.keys() if there.get(key, absent) != here.get(key, absent)}
+    modes = {key for key in changed if key.startswith("attention.") and key.endswith(".released")}
     return [
         f"{key}: {there.get(key, absent)} there, {here.get(key, absent)} here"
-        for key in sorted((there.keys() | here.keys()) - ignored)
-        if there.get(key, absent) != here.get(key, absent)
+        for key in sorted(changed - modes - RESUMABLE_OPTIONS - set(allowed))
     ]
 
 
 def rank_epoch(ranking: list[list], epoch: int, top1: float, keep: int) -> list[list]:
-    """The `keep` best [top-1, epoch] of `ranking` and the new epoch, best first; of equals the earlier."""
+    """The `keep` best [top-1, epoch] of `ranking` and the new epoch, best first, the earlier of equals first."""
     return sorted([*ranking, [top1, epoch]], key=lambda entry: (-entry[0], entry[1]))[:keep]

@@ -1,8 +1,8 @@
 """Configuration files: YAML and command-line overrides -> a checked `Run`, and back.
 
-A run has been checked completely before a script touches data or weights: every option, the contradictions between
-options, and the geometry of the model, which is built once without memory on the meta device. Whatever does not fit is
-one line: the file and line (or the override), the dotted path, the value and the remedy.
+A run is checked completely before a script touches data or weights: every option, contradictions between options, and
+the geometry of the model, which is built once on the meta device, without memory. What does not fit is refused in one
+line: the file and line (or the override), the dotted path, the value and the remedy.
 """
 
 import codecs
@@ -21,17 +21,18 @@ import yaml
 
 from attention import AttentionFactory
 from attention.options import OptionError, parse_options
+from engine.errors import UserError
 from engine.files import open_regular
 from engine.images import BrokenImage
 from engine.schema import Run, check_run
 from models import create_model, parse_model, resolve_attention
 
 _MAX_BYTES, _MAX_DEPTH, _MAX_NODES = 2**15, 50, 2_000
-"""Of a file: its size, how deep values are nested, and how many there are, aliases written out. Files may come from
-anywhere, and PyYAML takes about a second for this much."""
+"""Limits of a file: its size, the nesting of values and their number, with aliases written out. Files are not trusted,
+and PyYAML takes about a second for this much."""
 
 _MAX_MESSAGE = 500
-"""Characters of a message, so that a long value does not bury it."""
+"""Length of a message in characters: a long value must not hide the problem."""
 
 _OTHER_BASE = re.compile(r"[-+]?(0[0-7_]+|.*:.*)")
 """Numbers that YAML 1.1 reads in base 8 or 60: ``010`` as 8, ``1:30`` as 90."""
@@ -40,7 +41,7 @@ Keys = tuple[str, ...]
 """Keys that lead to a value: ``("attention", "0", "window_size")``."""
 
 
-class ConfigError(Exception):
+class ConfigError(UserError):
     """A configuration that cannot be honoured. The message is one line that names the place."""
 
     def __init__(self, message: str):
@@ -49,16 +50,16 @@ class ConfigError(Exception):
 
 @contextmanager
 def refuse_bad_input() -> Iterator[None]:
-    """Scripts run inside it: refused input is one line on stderr and exit status 2.
+    """Inside it, refused input ends a script with one line on stderr and exit status 2.
 
-    All ranks refuse the same options, and the first one speaks; a broken image is met by one rank, which says so.
+    All ranks refuse the same input, and only the first prints it; a broken image is found by one rank, which prints it.
     """
     try:
         yield
     except BrokenImage as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
-    except (ConfigError, OptionError) as error:
+    except (UserError, OptionError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         raise SystemExit(2) from None
@@ -66,7 +67,7 @@ def refuse_bad_input() -> Iterator[None]:
 
 @dataclasses.dataclass
 class Tree:
-    """Plain options and where each of them was written.
+    """Plain options, and where each was written.
 
     Attributes:
         values: nested dicts and lists. origins: path of keys -> ``"FILE:LINE"`` or ``"override 'KEY=VALUE'"``.
@@ -76,9 +77,9 @@ class Tree:
     origins: dict[Keys, str]
 
     def origin(self, key: str) -> str:
-        """Where the option was written that an OptionError's `key` names, or the nearest mapping above it."""
+        """Where the option named by an OptionError's `key` was written, or else the nearest mapping above it."""
         key = re.sub(r"\(\w+\)", "", key)
-        spellings = (key, key.replace("[", ".").replace("]", ""))  # a wrong key may hold brackets itself
+        spellings = (key, key.replace("[", ".").replace("]", ""))  # a wrong key may contain brackets
         leading = (
             path
             for path in self.origins
@@ -92,11 +93,11 @@ def load_run(path: str | Path, overrides: Sequence[str] = (), world_size: int = 
 
     Args:
         path: YAML file with the sections of `Run`, and optionally ``base: FILE`` (relative to this file), whose options
-            hold where this file gives none. `attention` is taken as a whole from one of the two.
+            apply where this file gives none. `attention` is taken as a whole from one of the two.
         overrides: ``"key.path=value"``, the value in YAML; items of a list by their index. The last one wins.
         world_size: ranks the run is to be trained with.
     Returns:
-        The run with every option of model and attention written out.
+        The run, with every option of model and attention written out.
     Raises:
         ConfigError: anything that cannot be honoured.
     """
@@ -193,7 +194,7 @@ def read_yaml(path: str | Path) -> Tree:
 
 
 def override(tree: Tree, text: str) -> None:
-    """Puts the value of ``"key.path=value"`` in place of what `tree` holds there.
+    """Sets the option of ``"key.path=value"`` in `tree`.
 
     Raises:
         ConfigError: a path through something that is no mapping or list, or a value that is not YAML.
@@ -235,7 +236,7 @@ def _parse(tree: Tree, world_size: int) -> Run:
         try:
             with torch.device("meta"):
                 create_model(name, attention=attention, **options)
-        except (RuntimeError, TypeError) as error:  # torch cannot count so far
+        except (RuntimeError, TypeError) as error:  # sizes beyond 64 bits
             raise OptionError("model", f"cannot be built: {error}") from None
         run = dataclasses.replace(
             run, model={"name": name, **_plain(dataclasses.asdict(config))}, attention=_written_out(attention)
@@ -261,7 +262,7 @@ def _plain(value: Any) -> Any:
 
 
 def _check_plain(value: Any, key: str) -> None:
-    """Refuses what no option can be: numbers of more than 64 bits, text that cannot be printed."""
+    """Refuses values that no option can have: numbers of more than 64 bits, text that cannot be printed."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise OptionError(key, "expected a number of at most 64 bits")
     if isinstance(value, str) and not value.isprintable():
@@ -273,13 +274,13 @@ def _check_plain(value: Any, key: str) -> None:
 
 
 def _one_line(text: str) -> str:
-    """`text`, what cannot be printed as escapes, and not too much of it."""
+    """`text`, shortened, with escapes for characters that cannot be printed."""
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_MAX_MESSAGE])
     return text if len(text) < _MAX_MESSAGE else f"{text[: _MAX_MESSAGE - 3]}..."
 
 
 def _forget(origins: dict[Keys, str], path: Keys) -> None:
-    """Removes the origins of a value that is replaced, and of everything inside it."""
+    """Removes the origins of a value that is replaced, and of all values inside it."""
     for known in [known for known in origins if known[: len(path)] == path]:
         del origins[known]
 
@@ -303,7 +304,7 @@ def _parse_yaml(text: str, place: Callable[[int], str]) -> Tree:
 
 
 class _Reader(yaml.SafeLoader):
-    """PyYAML's safe loader, which notes where values stand (`origins`) and refuses what is unclear or too much."""
+    """PyYAML's safe loader; records the line of every value (`origins`), refuses what is ambiguous or too large."""
 
     def __init__(self, text: str, place: Callable[[int], str]):
         super().__init__(text)
@@ -312,7 +313,7 @@ class _Reader(yaml.SafeLoader):
         self.num_nodes = self.depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
-        """As PyYAML's, within bounds."""
+        """PyYAML's method, with limits."""
         self.num_nodes += 1
         self.depth += 1
         here = self.place(self.peek_event().start_mark.line + 1)
@@ -352,7 +353,7 @@ class _Reader(yaml.SafeLoader):
             return values
         try:
             value = self.construct_object(node)
-        except (ValueError, OverflowError) as error:  # looks like a date or a number to YAML, but is none
+        except (ValueError, OverflowError) as error:  # looks like a date or a number to YAML, but is not one
             raise ConfigError(f"{here}: {name}: {error}") from None
         if isinstance(value, int | float) and not isinstance(value, bool) and _OTHER_BASE.fullmatch(node.value):
             raise ConfigError(f"{here}: {name}: {node.value} is a number in base 8 or 60 to YAML; write it in base 10")

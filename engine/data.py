@@ -1,7 +1,7 @@
 """Images -> batches: class folders, tar files and the embedded digits, on one path of timm's readers and transforms.
 
 The embedded digits (`digits.npz`) are the 1,797 images of scikit-learn's `load_digits`, 8x8 grey levels 0..16: the test
-part of "Optical Recognition of Handwritten Digits", E. Alpaydin and C. Kaynak, UCI Machine Learning Repository (1998),
+set of "Optical Recognition of Handwritten Digits", E. Alpaydin and C. Kaynak, UCI Machine Learning Repository (1998),
 doi:10.24432/C50P49, CC BY 4.0. The file was made once, from images and labels as uint8, by scikit-learn 1.9's
 `train_test_split(images, labels, test_size=360, stratify=labels, random_state=0)` (1,437 images to train, 360 to
 validate) and `numpy.savez_compressed`; nothing else was changed.
@@ -36,9 +36,9 @@ from engine.cache import INDEX, CacheReader
 from engine.distributed import World
 from engine.files import open_regular
 from engine.images import BrokenImage, decode
-from engine.interrupt import leave_group
 from engine.sampler import EpochSampler, SeededDataset
 from engine.schema import Augment, Data, Run
+from engine.signals import leave_process_group
 
 DIGITS = Path(__file__).with_name("digits.npz")
 
@@ -57,14 +57,14 @@ def posterize(image: Image.Image, bits_to_keep: int, **kwargs: Any) -> Image.Ima
     return auto_augment.posterize(image, bits_to_keep, **kwargs)
 
 
-# timm looks its operations up by name in this table when a policy is built, so its entries are all that changes.
+# timm looks up its operations by name in this table when it builds a policy, so that replacing entries is enough.
 auto_augment.NAME_TO_OP.update(
     {name: posterize for name, op in auto_augment.NAME_TO_OP.items() if op is auto_augment.posterize}
 )
 
 
 class DigitsReader(Reader):
-    """timm reader of one split of the embedded digits; an image is handed over as a PGM file in memory."""
+    """timm reader of one split of the embedded digits; an image is a PGM file in memory."""
 
     def __init__(self, split: str):
         super().__init__()
@@ -91,14 +91,14 @@ class FolderReader(ReaderImageFolder):
 
 
 READERS = {"folder": (FolderReader, ""), "tar": (ReaderImageInTar, ".tar"), "cache": (CacheReader, INDEX)}
-"""data.dataset -> reader of a split, and what its name ends with."""
+"""data.dataset -> reader of a split, and the suffix of its name."""
 
 
 class Images(Dataset):
-    """The images of a split: transformed image and class index, or the `BrokenImage` that explains what is missing.
+    """The images of a split: transformed image and class index, or the `BrokenImage` that says why there is none.
 
     Attributes:
-        transform: of a PIL image; None: it stays as it is.
+        transform: of a PIL image; None: none.
     """
 
     def __init__(self, reader: Reader):
@@ -122,18 +122,18 @@ class Images(Dataset):
 
 
 class ImageLoader(DataLoader):
-    """Batches of `Images` without those that are broken: each of them makes its batch smaller by one.
+    """Batches of `Images` without broken ones: each of those makes its batch smaller by one.
 
-    Nothing takes the place of a broken image, so that none counts twice. The order and the number of batches stay what
-    they are: ranks keep in step, and a position in the order means the same with and without broken images.
+    No other image replaces a broken one, so that none counts twice. The order and the number of batches do not change:
+    ranks stay in step, and a position in the order means the same with and without broken images.
 
     Args:
-        stack: samples -> batch. limit: broken images that a pass may leave out; below infinity, not a whole batch.
-        remedy: what to say of one too many.
+        stack: samples -> batch. limit: broken images that a pass may leave out; if finite, never a whole batch.
+        remedy: the end of the message of `BrokenImage`.
     Attributes:
-        broken: those of the pass that runs, or of the last, a line each: file and reason.
+        broken: those of the current pass, or of the last one, a line each: file and reason.
     Raises:
-        BrokenImage: one too many.
+        BrokenImage: there are more than `limit`.
     """
 
     def __init__(self, images: Images, batch_size: int, *, stack: Callable, limit: float, remedy: str, **options: Any):
@@ -155,7 +155,7 @@ class ImageLoader(DataLoader):
 
 
 def _collate(samples: list[tuple[Any, int] | BrokenImage], stack: Callable) -> tuple[Any, list[str]]:
-    """The batch of the whole samples (None: there are none), and a line for each broken one."""
+    """The batch of the intact samples (None: there are none), and a line for each broken one."""
     whole = [sample for sample in samples if not isinstance(sample, BrokenImage)]
     return stack(whole) if whole else None, [str(sample) for sample in samples if isinstance(sample, BrokenImage)]
 
@@ -167,7 +167,7 @@ BatchAugment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 def count_broken(loader: Loader, limit: float, world: World) -> int:
-    """Broken images that the loaders of all ranks have left out, in the pass that runs or in the last.
+    """The number of broken images that the loaders of all ranks have left out, in the current pass or the last one.
 
     Raises:
         BrokenImage: more than `limit`, on every rank.
@@ -180,7 +180,7 @@ def count_broken(loader: Loader, limit: float, world: World) -> int:
 
 
 class PairMixup(Mixup):
-    """timm's mixup of a batch, of which a broken image may leave an odd number: the one in the middle stays itself."""
+    """timm's mixup, for batches of odd size too, which a broken image may cause: the middle image is unmixed."""
 
     def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         share = self._mix_batch(images)
@@ -192,10 +192,10 @@ def create_loaders(
 ) -> tuple[Loader, Loader, BatchAugment]:
     """Training loader, validation loader and batch-wise augmentation of a run.
 
-    The loaders yield images (b, 3, H, W) fp32 and class indices (b,) int64; on CUDA they are there already. Before each
-    epoch call ``train_loader.sampler.set_epoch(epoch)``. The training loader gives micro batches, `grad_accum_steps` of
-    them to an optimiser step; their images owe nothing to the random state of this process, and the batch-wise
-    augmentation nothing to any other.
+    The loaders yield images (b, 3, H, W) fp32 and class indices (b,) int64, on CUDA already on the device. Before each
+    epoch call ``train_loader.sampler.set_epoch(epoch)``. The training loader yields micro-batches, `grad_accum_steps`
+    per optimiser step. Their images do not depend on the random state of this process; the batch-wise augmentation
+    depends on it alone.
 
     Raises:
         OptionError: missing or wrong folders, an empty split, classes that differ between the splits or from the
@@ -230,7 +230,7 @@ def create_val_loader(
     batch_size: int,
     skip_broken: bool = False,
 ) -> Loader:
-    """Validation loader alone, `batch_size` images per rank; every image comes once over all ranks.
+    """Validation loader alone, `batch_size` images per rank; over all ranks every image comes once.
 
     An image that cannot be read ends the evaluation with `BrokenImage`, or is left out and counted (`skip_broken`).
 
@@ -244,9 +244,9 @@ def create_val_loader(
 
 
 def create_batch_augment(augment: Augment, num_classes: int, world: World) -> BatchAugment:
-    """What is done to a batch on its device: mixup, and on CUDA random erasing, which elsewhere the workers do.
+    """The augmentation of a batch on its device: mixup, and on CUDA random erasing, elsewhere a task of the workers.
 
-    timm's prefetcher would erase a batch ahead, with random numbers that belong to the step before.
+    timm's prefetcher would erase one batch ahead, with random numbers of the step before.
     """
     mixup = create_mixup(augment, num_classes)
     erase = RandomErasing(augment.reprob, mode=augment.remode, device=world.device) if world.on_cuda else None
@@ -259,7 +259,7 @@ def create_batch_augment(augment: Augment, num_classes: int, world: World) -> Ba
 
 
 def create_mixup(augment: Augment, num_classes: int) -> Mixup | None:
-    """timm's batch-wise mixup and cutmix, either or both; None where both are off."""
+    """timm's batch-wise mixup and cutmix, either or both; None if both are off."""
     if not augment.mixup and not augment.cutmix:
         return None
     return PairMixup(
@@ -272,7 +272,7 @@ def create_mixup(augment: Augment, num_classes: int) -> Mixup | None:
 
 
 def create_loss(augment: Augment) -> nn.Module:
-    """Cross-entropy over class indices, or over the soft targets of mixup, which smooths them itself."""
+    """Cross-entropy with class indices, or with the soft targets of mixup, which does the smoothing itself."""
     return nn.CrossEntropyLoss(label_smoothing=0.0 if augment.mixup or augment.cutmix else augment.smoothing)
 
 
@@ -301,7 +301,7 @@ def open_split(data: Data, option: str) -> Images:
         return Images(reader(str(path)))
     except (tarfile.TarError, OSError) as error:
         raise OptionError(key, f"{str(path)!r} is not a readable {data.dataset} file ({error})") from error
-    except (RuntimeError, ValueError) as error:  # timm's two readers on a split without a single image
+    except (RuntimeError, ValueError) as error:  # timm's two readers, on a split without images
         raise OptionError(key, f"no .png, .jpg or .jpeg images in {str(path)!r}") from error
 
 
@@ -329,7 +329,7 @@ def _check_num_classes(dataset: Images, num_classes: int) -> None:
 
 
 def _share(dataset: Images, world: World) -> range:
-    """Indices this rank evaluates. Not padded, unlike timm's OrderedDistributedSampler: no image is counted twice."""
+    """The indices that this rank evaluates. Unlike in timm's OrderedDistributedSampler, none is repeated as padding."""
     return range(world.rank, len(dataset), world.size)
 
 
@@ -339,7 +339,7 @@ def create_transform(
     """timm's transform of an RGB image.
 
     Args:
-        as_bytes: to a uint8 tensor (3, H, W), neither normalised nor erased; else to fp32, and both.
+        as_bytes: yields a uint8 tensor (3, H, W), neither normalised nor erased; else fp32, normalised and erased.
     """
     data, augment = run.data, run.augment
     return timm.data.create_transform(
@@ -370,9 +370,9 @@ def _create_loader(
     is_training: bool,
     limit: float,
 ) -> Loader:
-    """What timm's `create_loader` does, but with a sampler of our own, which it does not take.
+    """timm's `create_loader`, but with a sampler of our own, which it does not accept.
 
-    On CUDA, timm's prefetcher normalises on the device; images travel as uint8, beside the computation.
+    On CUDA, timm's prefetcher copies images as uint8, while the device computes, and normalises them there.
     """
     data = run.data
     dataset.transform = create_transform(run, img_size, is_training, as_bytes=world.on_cuda)
@@ -388,7 +388,7 @@ def _create_loader(
         remedy=remedy,
         sampler=sampler,
         num_workers=data.workers,
-        worker_init_fn=leave_group,
+        worker_init_fn=leave_process_group,
         pin_memory=world.on_cuda,
     )
     if not world.on_cuda:

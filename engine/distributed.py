@@ -1,4 +1,4 @@
-"""The processes of a run: their ranks and devices, and the precision, determinism and random seeds set in each."""
+"""The processes of a run: ranks and devices, and the precision, determinism and random seeds of each."""
 
 import os
 import random
@@ -12,17 +12,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from attention.options import OptionError
+from engine.errors import UserError
 
 AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class World:
-    """This process among all that work on the run.
+    """This process among those of the run.
 
     Attributes:
-        device: where this process computes. rank, size: its number, and how many processes there are.
+        device: where this process computes. rank, size: its number, and the number of processes.
     """
 
     device: torch.device
@@ -31,7 +31,7 @@ class World:
 
     @property
     def is_primary(self) -> bool:
-        """Whether this process writes files and speaks to the user."""
+        """Whether this process writes files and prints messages."""
         return self.rank == 0
 
     @property
@@ -45,7 +45,7 @@ class World:
         return tensor
 
     def gather(self, values: Sequence[float | Tensor]) -> list[list[float]]:
-        """The `values` (scalars) of every rank, by rank; waits for the device, once."""
+        """The `values` (scalars) of every rank, by rank, in one collective; waits for the device once."""
         table = torch.zeros(self.size, len(values), dtype=torch.float64, device=self.device)
         for column, value in enumerate(values):
             table[self.rank, column] = value
@@ -56,7 +56,7 @@ class World:
         return any(row[0] for row in self.gather([bool(flag)]))
 
     def copy_buffers(self, module: nn.Module) -> None:
-        """Gives every rank the buffers of the primary rank, as DistributedDataParallel does before a forward pass."""
+        """Copies the primary rank's buffers to all ranks, as DistributedDataParallel does before a forward pass."""
         if self.size > 1:
             for buffer in module.buffers():
                 dist.broadcast(buffer, 0)
@@ -66,25 +66,25 @@ class World:
         if self.size > 1:
             dist.barrier(device_ids=[self.device.index] if self.on_cuda else None)
 
-    def leave(self) -> None:
-        """Takes the process group down."""
+    def destroy(self) -> None:
+        """Destroys the process group."""
         if self.size > 1:
             dist.destroy_process_group()
 
 
-def join(device: Literal["auto", "cuda", "cpu"], timeout_minutes: float = 10.0) -> World:
-    """Enters the process group that torchrun's environment describes (nccl on cuda, gloo on cpu); alone without one.
+def init_distributed(device: Literal["auto", "cuda", "cpu"], timeout_minutes: float = 10.0) -> World:
+    """Joins the process group that torchrun's environment describes (nccl on cuda, gloo on cpu), if there is one.
 
-    A rank that waits longer than `timeout_minutes` for another fails.
-
+    Args:
+        timeout_minutes: how long a rank waits for the others before it fails.
     Raises:
-        OptionError: cuda asked for where there is none.
+        UserError: cuda was requested but is not available.
     """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda" and not torch.cuda.is_available():
-        raise OptionError("train.device", "cuda is not available here; use auto or cpu")
-    if "WORLD_SIZE" not in os.environ:  # timm would take any SLURM allocation of several tasks for a launch
+        raise UserError("train.device: cuda is not available here; use auto or cpu")
+    if "WORLD_SIZE" not in os.environ:  # timm would treat any SLURM allocation of several tasks as a launch
         return World(torch.device(device))
     local = torch.device(device, int(os.environ["LOCAL_RANK"]) if device == "cuda" else None)
     if device == "cuda":
@@ -94,12 +94,12 @@ def join(device: Literal["auto", "cuda", "cpu"], timeout_minutes: float = 10.0) 
 
 
 def autocast(amp: Literal["bf16", "fp16"] | None, device: torch.device) -> torch.autocast:
-    """Automatic mixed precision for the forward pass; does nothing for None."""
+    """Automatic mixed precision for the forward pass; disabled for None."""
     return torch.autocast(device.type, AMP_DTYPE.get(amp), enabled=amp is not None)
 
 
 def set_deterministic(deterministic: bool) -> None:
-    """Deterministic algorithms only (an operation without one raises), or the fastest. Call before CUDA is used."""
+    """Deterministic algorithms only (an operation without one raises), or the fastest. Call it before CUDA is used."""
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
@@ -108,7 +108,7 @@ def set_deterministic(deterministic: bool) -> None:
 
 def mix_seeds(*key: int) -> int:
     """One 32-bit seed for the integers `key`, e.g. (seed, epoch); neighbouring keys give unrelated seeds."""
-    return int(np.random.SeedSequence((len(key), *key)).generate_state(1)[0])  # NumPy takes no notice of last zeros
+    return int(np.random.SeedSequence((len(key), *key)).generate_state(1)[0])  # NumPy ignores trailing zeros
 
 
 def seed_everything(*key: int) -> None:

@@ -1,6 +1,6 @@
 """Exact evaluation: every image counts once, at any number of processes and any batch size."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 import torch
@@ -10,7 +10,6 @@ from torch import nn
 from engine.data import Loader
 from engine.distributed import World, autocast
 from engine.images import BrokenImage
-from engine.interrupt import StopWish
 
 
 def evaluate_all(
@@ -18,13 +17,13 @@ def evaluate_all(
     loader: Loader,
     world: World,
     amp: Literal["bf16", "fp16"] | None,
-    stop: StopWish | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """`evaluate` of every model, with the models' keys before the names of its metrics; None where it was stopped."""
+    """`evaluate` of every model, its metrics named with the model's key as a prefix; None if it was stopped."""
     metrics = {}
     for prefix, model in models.items():
-        world.copy_buffers(model)  # averages of BatchNorm and random draws differ between ranks
-        found = evaluate(model, loader, world, amp, stop)
+        world.copy_buffers(model)  # BatchNorm's averages and random features differ between ranks
+        found = evaluate(model, loader, world, amp, stop_requested)
         if found is None:
             return None
         metrics |= {f"{prefix}{name}": value for name, value in found.items()}
@@ -37,7 +36,7 @@ def evaluate(
     loader: Loader,
     world: World,
     amp: Literal["bf16", "fp16"] | None,
-    stop: StopWish | None = None,
+    stop_requested: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
     """Accuracy and loss of `model`, which may be a plain or an averaged one, over all ranks' images.
 
@@ -46,18 +45,18 @@ def evaluate(
             different numbers of batches. Its training mode is restored.
         loader: this rank's share of the validation images, from `engine.data`.
         amp: precision of the forward pass; None: fp32.
-        stop: on whose wish, on any rank, the evaluation is given up.
+        stop_requested: asked before every batch; true on any rank, it stops the evaluation on all.
     Returns:
-        None where it was given up, else
+        None if it was stopped, else
         top1, top5: percent of images whose class has the highest / one of the five highest logits (of all, where there
-        are fewer than five). loss: mean cross-entropy, nats. images: how many were counted.
+        are fewer than five). loss: mean cross-entropy, nats. images: their number.
     """
     was_training = model.training
     model.eval()
     counts = torch.zeros(3, dtype=torch.int64, device=world.device)  # top-1, top-5, images
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     for images, targets in loader:
-        if stop:
+        if stop_requested():
             break
         images, targets = images.to(world.device, non_blocking=True), targets.to(world.device, non_blocking=True)
         with autocast(amp, world.device):
@@ -68,7 +67,7 @@ def evaluate(
         counts[2] += len(targets)
         loss += F.cross_entropy(logits.float(), targets, reduction="none").double().sum()
     model.train(was_training)
-    if world.any(bool(stop)):
+    if world.any(stop_requested()):
         return None
     top1, top5, images = world.sum(counts).tolist()
     if not images:

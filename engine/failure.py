@@ -1,9 +1,9 @@
 """Failures of a run that a person can act on: one line on stderr, and an exit status.
 
 0   finished
-1   failed: a loss that is not finite, memory or disk that does not suffice, a rank that does not answer
+1   failed: a loss that is not finite, too little memory or disk, a rank that does not answer
 2   refused before it began: configuration, data, a directory in use
-75  stopped by a signal and saved; the same command goes on (`engine.interrupt`)
+75  stopped by a signal and saved; the same command resumes it (`engine.signals`)
 """
 
 import sys
@@ -20,12 +20,12 @@ from engine.schema import Train
 FAILED = 1
 
 PATIENCE = 2.0
-"""Seconds in which all ranks that wait for a lost one notice it."""
+"""Seconds within which all ranks that wait for a lost one notice it."""
 
 
 @contextmanager
 def explain_failures(options: Train, world: World) -> Iterator[None]:
-    """Inside it, such a failure ends the process with one line and status `FAILED`; other errors are this program's."""
+    """Inside it, such a failure ends the process with one line and status `FAILED`; other errors pass, as bugs."""
     try:
         yield
     except FloatingPointError as error:
@@ -37,18 +37,18 @@ def explain_failures(options: Train, world: World) -> Iterator[None]:
         text = str(error).partition("\n")[0]
         if is_out_of_memory(error):
             _end(world, f"out of memory; {_remedies(options, world)} ({text})")
-        if "gloo/transport" in text:  # on CUDA, NCCL ends the process itself
+        if "gloo/transport" in text:  # on CUDA, NCCL ends the process
             _end(world, f"{_find_missing(world)} ({text})")
         raise
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether `error` says that memory does not suffice, for which torch has no class on a CPU."""
+    """Whether `error` means that memory ran out, for which torch has no class on a CPU."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _remedies(options: Train, world: World) -> str:
-    """What to change where memory does not suffice."""
+    """What to change if memory ran out."""
     images = options.total_batch_size // (world.size * options.grad_accum_steps)
     remedies = {
         f"raise train.grad_accum_steps = {options.grad_accum_steps} ({images} images a pass)": images > 1,
@@ -60,10 +60,10 @@ def _remedies(options: Train, world: World) -> str:
 
 
 def _find_missing(world: World) -> str:
-    """Which ranks do not answer: every rank that can still speak leaves a word in the store of the process group."""
+    """Which ranks do not answer: every rank still alive sets a key in the store of the process group."""
     store = distributed_c10d._get_default_store()
     keys = {rank: f"failed/{rank}" for rank in range(world.size)}
-    with suppress(RuntimeError):  # it went with its process
+    with suppress(RuntimeError):  # its process has ended
         store.set(keys[world.rank], "")
         time.sleep(PATIENCE)
         if missing := [str(rank) for rank, key in keys.items() if not store.check([key])]:

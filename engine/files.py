@@ -1,4 +1,4 @@
-"""Files of a run directory: owned by one process, written whole or not at all, verified by a SHA-256 beside them."""
+"""Files of a run directory: locked by one process, written completely or not at all, verified by a SHA-256."""
 
 import errno
 import fcntl
@@ -12,24 +12,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from attention.options import OptionError
 from engine.distributed import World
+from engine.errors import UserError
 
 
 @contextmanager
-def own(directory: Path, world: World) -> Iterator[None]:
-    """Makes `directory` and keeps it for this run: no other process can own it until this one ends, however it ends.
+def lock_directory(directory: Path, world: World) -> Iterator[None]:
+    """Creates `directory` and locks it: no other run can use it until this process ends, however it ends.
 
-    The lock is the system's (POSIX) on the file `lock`, whose text only tells a person who has it. On a network file
-    system it holds between nodes where that passes locks on: NFSv4, GPFS, Lustre mounted with `flock`.
+    The lock is a POSIX lock on the file `lock`, whose text says which process holds it. On a network file system it
+    holds between nodes if the file system supports that: NFSv4, GPFS, Lustre mounted with `flock`.
 
     Raises:
-        OptionError: another process owns it, or it cannot be written; on every rank.
+        UserError: another process holds the lock, or the directory cannot be written; on every rank.
     """
     file, problem = _lock(directory) if world.is_primary else (None, "")
     try:
         if world.any(bool(problem)):
-            raise OptionError(str(directory), problem)
+            raise UserError(f"{directory}: {problem}")
         yield
     finally:
         if file is not None:
@@ -37,7 +37,7 @@ def own(directory: Path, world: World) -> Iterator[None]:
 
 
 def _lock(directory: Path) -> tuple[TextIO | None, str]:
-    """The file that locks `directory`, and what forbids to go on."""
+    """The open file that holds the lock of `directory`, and what is wrong ("" if nothing)."""
     file = None
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -59,8 +59,8 @@ def _lock(directory: Path) -> tuple[TextIO | None, str]:
     return file, ""
 
 
-def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Writes `content` to `path`, which afterwards, power cut or not, is either new and whole or what it was before.
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
+    """Writes `content` to `path` atomically: after a crash or power cut it holds all of it or what it held before.
 
     Raises:
         OSError: it could not be written.
@@ -85,13 +85,13 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
 
 
 def write_verified(path: Path, content: bytes | memoryview) -> None:
-    """`write_whole`, and before it the SHA-256 of `content` beside `path`: whatever stands there can be verified."""
-    write_whole(digest_path(path), f"{hashlib.sha256(content).hexdigest()}  {path.name}\n".encode())
-    write_whole(path, content)
+    """Writes `content` to `path`, after its SHA-256 beside it, so that any file there can be verified."""
+    write_atomically(digest_path(path), f"{hashlib.sha256(content).hexdigest()}  {path.name}\n".encode())
+    write_atomically(path, content)
 
 
 def is_intact(path: Path) -> bool:
-    """Whether `path` holds the bytes whose SHA-256 stands beside it."""
+    """Whether `path` matches the SHA-256 stored beside it."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest() == read_digest(path)
@@ -100,24 +100,23 @@ def is_intact(path: Path) -> bool:
 
 
 def digest_path(path: Path) -> Path:
-    """Where the SHA-256 of `path` stands."""
+    """The file that holds the SHA-256 of `path`."""
     return path.with_name(path.name + ".sha256")
 
 
 def read_digest(path: Path) -> str | None:
-    """The SHA-256 that stands beside `path`, None where none can be read."""
+    """The SHA-256 stored beside `path`, None if none can be read."""
     try:
         return read_regular(digest_path(path))[:64].decode()
-    except (OptionError, UnicodeDecodeError):
+    except (UserError, UnicodeDecodeError):
         return None
 
 
 def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
-    """Opens a file to read, but no pipe, device or directory, which could block or never end.
+    """Opens a regular file for reading; a pipe or device could block or never end.
 
     Args:
-        flags: more of `os.open`'s.
-
+        flags: further flags of `os.open`.
     Raises:
         OSError: no such file, no permission, or not a regular file (behind any symbolic links).
     """
@@ -130,19 +129,19 @@ def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
 
 
 def read_regular(path: Path) -> bytes:
-    """The content of `path`, which must be a file: a link may lead anywhere, a pipe or device may never end.
+    """The content of `path`, which must be a regular file: a link may lead anywhere, a pipe or device may never end.
 
     Raises:
-        OptionError: it is none, or cannot be read.
+        UserError: it is not a regular file, or cannot be read.
     """
     try:
         with open_regular(path, os.O_NOFOLLOW) as file:
             return file.read()
     except MemoryError:
-        raise OptionError(str(path), "larger than memory") from None
+        raise UserError(f"{path}: larger than memory") from None
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise OptionError(str(path), "a symbolic link; name the file itself") from None
+            raise UserError(f"{path}: a symbolic link; name the file itself") from None
         if error.errno == errno.ENOENT:
-            raise OptionError(str(path), "no checkpoint there") from None
-        raise OptionError(str(path), f"cannot be read: {error.strerror}") from None
+            raise UserError(f"{path}: no checkpoint there") from None
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None

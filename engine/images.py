@@ -1,7 +1,7 @@
-"""One image file -> the RGB pixels that a viewer shows, or `BrokenImage` with the reason; nothing in between.
+"""One image file -> the RGB pixels that a viewer shows, or `BrokenImage` with the reason.
 
-Files may come from anywhere: pixels, frames and formats are bounded, and what has no defined look is refused. Colour
-profiles are ignored, as in the published recipes.
+Files are not trusted: pixels, frames and formats are bounded, and an image without a defined appearance is refused.
+Colour profiles are ignored, as in the published recipes.
 """
 
 import warnings
@@ -11,40 +11,41 @@ from typing import BinaryIO
 import numpy as np
 from PIL import Image, ImageOps
 
-FORMATS = ("JPEG", "PNG", "PPM", "GIF", "BMP", "WEBP", "TIFF")
-"""What is decoded, whatever the file is called. Pillow knows others, one of which starts a PostScript interpreter."""
+from engine.errors import UserError
 
+FORMATS = ("JPEG", "PNG", "PPM", "GIF", "BMP", "WEBP", "TIFF")
+"""Formats that are decoded, whatever a file's name. Pillow knows more; one of them starts a PostScript interpreter."""
 
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
-"""Pillow's pixel formats of which the look is defined; 16-bit grey levels beside them."""
+"""Pillow's pixel formats with a defined appearance; 16-bit grey levels are handled apart."""
 
 PHOTOMETRIC = 262
 """TIFF tag: 0 where white is zero, which Pillow inverts for 8 bits only."""
 
 
-class BrokenImage(Exception):
-    """An image that cannot be used. The message is one line: the reason, and before it the file where it is known."""
+class BrokenImage(UserError):
+    """An image that cannot be used. The message is one line: the reason, preceded by the file where it is known."""
 
 
 def decode(file: BinaryIO) -> Image.Image:
     """The picture in an open file as 8-bit RGB, upright, over white where it is transparent.
 
     16-bit grey levels are rounded to 8 bits; CMYK and palettes are converted; of a JPEG with further pictures after it
-    (MPO) the first is taken. Refused are animations and pages, 32-bit integer and floating-point levels, whose range
-    no file states, more than `Image.MAX_IMAGE_PIXELS` (89 million) pixels, and whatever Pillow cannot decode
-    to its end.
+    (MPO) the first is taken. Refused are animations and multiple pages, 32-bit integer and floating-point levels, whose
+    range no file states, more than `Image.MAX_IMAGE_PIXELS` (89 million) pixels, and whatever Pillow cannot decode
+    completely.
 
     Raises:
-        BrokenImage: says why.
+        BrokenImage: the image is refused; the message says why.
     """
     try:
-        with warnings.catch_warnings(action="ignore"):  # of metadata that does not change the picture
+        with warnings.catch_warnings(action="ignore"):  # about metadata that does not affect the pixels
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             image = Image.open(file, formats=FORMATS)
             if getattr(image, "is_animated", False) and image.format != "MPO":
                 raise BrokenImage(f"{image.format} with {image.n_frames} frames; an image has one")
             image.load()
-            with suppress(Exception):  # a damaged orientation is none
+            with suppress(Exception):  # a damaged orientation tag is ignored
                 ImageOps.exif_transpose(image, in_place=True)
             return _rgb(image)
     except BrokenImage:
@@ -53,7 +54,7 @@ def decode(file: BinaryIO) -> Image.Image:
         raise BrokenImage(f"not an image, or not one of {', '.join(FORMATS)}") from None
     except (Image.DecompressionBombError, Image.DecompressionBombWarning):
         raise BrokenImage(f"more than {Image.MAX_IMAGE_PIXELS:,} pixels, perhaps a decompression bomb") from None
-    except Exception as error:  # decoders of damaged files raise anything
+    except Exception as error:  # decoders may raise anything on a damaged file
         raise BrokenImage(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from error
 
 

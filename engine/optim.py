@@ -12,7 +12,7 @@ from engine.schema import Optim, Schedule
 def create_optimizer(model: nn.Module, optim: Optim, total_batch_size: int) -> Optimizer:
     """timm's optimiser of `model`, the learning rate scaled to the total batch.
 
-    Weights of one dimension, biases and what `model.no_weight_decay()` names are not decayed.
+    One-dimensional weights, biases and what `model.no_weight_decay()` names do not decay.
     """
     return create_optimizer_v2(
         model,
@@ -27,7 +27,7 @@ def create_optimizer(model: nn.Module, optim: Optim, total_batch_size: int) -> O
 def create_schedule(optimizer: Optimizer, schedule: Schedule, updates_per_epoch: int) -> Scheduler:
     """timm's learning rate schedule, as a function of finished updates: ``step_update(step)`` before the update.
 
-    As in DeiT, warm-up counts among the epochs: the decay runs over all of them, and warm-up replaces its beginning.
+    As in DeiT, the decay runs over all epochs, and the warm-up replaces its beginning.
     """
     shape = {
         "cosine": {"sched": "cosine"},

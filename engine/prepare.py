@@ -4,8 +4,8 @@
     python -m engine.prepare /data/imagenet /data/prepared --short-side 0    # as large as they are: the same training
 
 Images become 8-bit RGB of 256 pixels at their short side, as validation at 224 pixels makes them before its crop, so
-that its input stays the same to the last bit; training crops are cut from the smaller image. At full size nothing
-changes at all. ImageNet takes about 0.35 TB, at full size 0.75 TB. Every image is read back and checked in the end.
+that its input stays bit-identical; training crops are taken from the smaller image. At full size training stays
+bit-identical too. ImageNet takes about 0.35 TB, at full size 0.75 TB. Finally every image is read back and checked.
 """
 
 import argparse
@@ -17,12 +17,12 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from attention.options import OptionError
 from engine.cache import INDEX, CacheReader, encode, pixels_of, write_cache
 from engine.config import refuse_bad_input
 from engine.data import Images, classes_of
+from engine.errors import UserError
 from engine.images import BrokenImage
-from engine.interrupt import end_at_interrupt
+from engine.signals import end_at_interrupt
 from engine.verify import add_source, discard, open_splits, read_all
 
 
@@ -42,24 +42,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
             try:
                 prepare(name, images, args.output, args.short_side or None, args.workers)
             except OSError as error:
-                raise OptionError(str(args.output), error.strerror or str(error)) from error
+                raise UserError(f"{args.output}: {error.strerror or error}") from error
 
 
 def prepare(name: str, images: Images, output: Path, short_side: int | None, workers: int) -> None:
-    """Writes the split `name` of a prepared data set and reads it back.
+    """Writes the split `name` of a prepared data set, reads it back and checks it.
 
     Raises:
-        OptionError: it is there already. OSError: no space, or no permission. BrokenImage: what was read back differs.
+        UserError: it exists already. OSError: no space, or no permission. BrokenImage: what was read back differs.
     """
     path = output / f"{name}{INDEX}"
     if path.exists():
-        raise OptionError(str(path), "is there already; remove it to prepare it anew, or name other --splits")
+        raise UserError(f"{path}: is there already; remove it to prepare it anew, or name other --splits")
     output.mkdir(parents=True, exist_ok=True)
     images.transform = partial(encode, short_side=short_side)
-    unchecked = output / f"{name}.part{INDEX}"
+    unchecked = output / f"{name}.unchecked{INDEX}"
     try:
         with closing(read_all(images, workers, f"{name}: decoding")) as samples:
-            write_cache(unchecked, _tell(samples), images.reader.filenames(), classes_of(images))
+            write_cache(unchecked, _report_broken(samples), images.reader.filenames(), classes_of(images))
         num_empty, num_bytes = check(unchecked, workers, f"{name}: checking")
         for file in (pixels_of(path), path):
             unchecked.with_suffix(file.suffix).replace(file)
@@ -70,10 +70,10 @@ def prepare(name: str, images: Images, output: Path, short_side: int | None, wor
 
 
 def check(path: Path, workers: int, title: str) -> tuple[int, int]:
-    """Reads everything back that the index `path` names: how many images were broken before, and bytes of the pixels.
+    """Reads back everything in the index `path`; returns how many images are marked as broken, and the bytes of pixels.
 
     Raises:
-        BrokenImage: others are, too.
+        BrokenImage: further images cannot be read.
     """
     written = Images(CacheReader(str(path)))
     written.transform = discard
@@ -84,8 +84,8 @@ def check(path: Path, workers: int, title: str) -> tuple[int, int]:
     return num_empty, int(written.reader.begins[-1])
 
 
-def _tell(samples: Iterable[tuple[bytes, int] | BrokenImage]) -> Iterator[tuple[bytes, int] | BrokenImage]:
-    """`samples`, with a line on stderr for each that is broken."""
+def _report_broken(samples: Iterable[tuple[bytes, int] | BrokenImage]) -> Iterator[tuple[bytes, int] | BrokenImage]:
+    """Passes `samples` on, and prints a line to stderr for each broken one."""
     for sample in samples:
         if isinstance(sample, BrokenImage):
             tqdm.write(f"broken: {sample}", file=sys.stderr)

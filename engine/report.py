@@ -1,13 +1,13 @@
-"""What a run says of itself: console, `metrics.jsonl` and TensorBoard, told by the primary rank only.
+"""The records of a run: console, `metrics.jsonl` and TensorBoard, written by the primary rank only.
 
-`metrics.jsonl` holds one JSON object a line, with its kind, the epoch and step it was made at, and values:
+`metrics.jsonl` holds one JSON object per line: its kind, the epoch and step at which it was made, and values:
 
-start   every start and resumption: command, git revision, package versions, device, processes, parameters, macs
+start   at every start and resumption: command, git revision, package versions, device, processes, parameters, macs
 train   every `log_every` updates: loss, lr, grad_norm, images_per_second, step_seconds, memory_mb; data_wait: percent
-        of the time, waiting for batches; broken: images left out so far in the epoch
-skip    every update that was skipped, as not finite: num_skipped, of the run
-eval    every evaluation: top1, top5, loss; with a weight average ema_top1, ema_top5, ema_loss
-final   the end: the last evaluation; best_top1, parameters, macs, images_per_second, step_seconds (median), memory_mb
+        of the time spent waiting for batches; broken: images left out so far in the epoch
+skip    when an update was skipped because it was not finite: num_skipped, of the run
+eval    at every evaluation: top1, top5, loss; with a weight average ema_top1, ema_top5, ema_loss
+final   at the end: last evaluation; best_top1, parameters, macs, images_per_second, step_seconds (median), memory_mb
 """
 
 import json
@@ -36,7 +36,7 @@ from tqdm import tqdm
 
 from engine.checkpoint import Progress
 from engine.config import dump_run, flatten
-from engine.files import write_whole
+from engine.files import write_atomically
 from engine.schema import Run
 from engine.waiting import DataWait
 
@@ -59,20 +59,20 @@ CONSOLE = {
     "data_wait": "{:.0f} % waiting for data",
     "num_skipped": "not finite, skipped ({} of the run)",
 }
-"""How the console shows the values it shows."""
+"""How the console formats a value; others are not shown there."""
 
 INPUT_BOUND = 20
-"""Percent of the time spent waiting for data from which on a run is said to be input-bound, once; not of the first
-record of an epoch, in which the loader's workers start."""
+"""Percent of the time spent waiting for data above which a run is reported as input-bound, once. The first record of an
+epoch, in which the loader's workers start, does not count."""
 
 
 class Report:
-    """The voice of a run.
+    """Writes the records of a run.
 
     Args:
-        directory: of the run; None: stay silent (ranks other than the primary).
-        progress: where the run starts; what an interrupted one has recorded beyond is dropped, it will be repeated.
-        total_steps: updates of the whole run. device: whose peak memory is recorded.
+        directory: of the run; None: record nothing (ranks other than the primary).
+        progress: where the run starts; later records of an interrupted run are dropped, as they will be repeated.
+        total_steps: updates of the whole run. device: its peak memory is recorded.
     """
 
     def __init__(self, directory: Path | None, run: Run, progress: Progress, total_steps: int, device: torch.device):
@@ -81,36 +81,36 @@ class Report:
         self.step_seconds: list[float] = []
         self.num_recorded = 0
         self.wait = DataWait(device)
-        self.told_input_bound = False
+        self.warned_input_bound = False
         if directory is not None:
             self.metrics = directory / "metrics.jsonl"
             if self.metrics.exists():
                 lines = self.metrics.read_text().splitlines(keepends=True)
-                write_whole(self.metrics, "".join(line for line in lines if _is_until(progress, line)).encode())
+                write_atomically(self.metrics, "".join(line for line in lines if _is_until(progress, line)).encode())
             self.tensorboard = SummaryWriter(directory, purge_step=self.step + 1)
             # disable=None: no bar unless stderr is a terminal.
             self.bar = tqdm(total=total_steps, initial=self.step, unit="step", dynamic_ncols=True, disable=None)
 
-    def start(self, epoch: int, **facts: Any) -> None:
-        """Records what the run starts, or after `epoch` epochs resumes, with."""
-        self._record("start", epoch, {**facts, **provenance(self.device)})
+    def start(self, epoch: int, **values: Any) -> None:
+        """Records how the run starts, or resumes after `epoch` epochs."""
+        self._record("start", epoch, {**values, **provenance(self.device)})
         if self.directory is not None:
             text = yaml.safe_dump(dump_run(self.run), sort_keys=False)
             self.tensorboard.add_text("config", f"```yaml\n{text}```", self.step)
 
     def images(self, images: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        """Shows up to 64 training images (B, 3, H, W) as the model gets them, but not normalised by `mean`, `std`."""
+        """Shows up to 64 training images (B, 3, H, W), with the normalisation by `mean` and `std` undone."""
         if self.directory is not None:
             images = images[:64].float().cpu() * torch.tensor(std)[:, None, None] + torch.tensor(mean)[:, None, None]
             self.tensorboard.add_image("train/images", make_grid(images.clamp(0, 1)), self.step)
 
     def begin_epoch(self) -> None:
-        """The next step begins now, so that evaluation and checkpoints are no part of its time."""
+        """Starts the clock of the next step, so that evaluation and checkpoints do not count."""
         self.step_began = time.perf_counter()
         self.workers_start = True
 
     def end_step(self) -> None:
-        """One more update is done."""
+        """Counts an update and its time."""
         now = time.perf_counter()
         self.step_seconds.append(now - self.step_began)
         self.step_began = now
@@ -119,7 +119,7 @@ class Report:
             self.bar.update()
 
     def train(self, epoch: int, **values: float) -> None:
-        """Records `values` of the training since the last such record, and its speed; `epoch` counts from 1."""
+        """Records `values` of the updates since the last such record, and their speed; `epoch` counts from 1."""
         step_seconds = statistics.fmean(self.step_seconds[self.num_recorded :])
         num_steps = len(self.step_seconds) - self.num_recorded
         self.num_recorded += num_steps
@@ -127,8 +127,8 @@ class Report:
         self._record("train", epoch, {**values, **self._speed(step_seconds), "data_wait": data_wait})
         is_input_bound = data_wait > INPUT_BOUND and not self.workers_start
         self.workers_start = False
-        if is_input_bound and self.directory is not None and not self.told_input_bound:
-            self.told_input_bound = True
+        if is_input_bound and self.directory is not None and not self.warned_input_bound:
+            self.warned_input_bound = True
             self.bar.write(
                 f"input-bound: {data_wait:.0f} % of the time goes into waiting for data; raise data.workers"
                 f" (= {self.run.data.workers}) up to the cores there are, or prepare the images (engine.prepare)"
@@ -144,7 +144,7 @@ class Report:
 
     def final(self, **values: float) -> None:
         """Records the end of the run, and its median speed since it was started or resumed."""
-        seconds = self.step_seconds or [math.nan]  # of a run that had been stopped after its last update
+        seconds = self.step_seconds or [math.nan]  # a run that was stopped after its last update has none
         values |= self._speed(statistics.median(seconds))
         self._record("final", self.run.schedule.epochs, values)
         if self.directory is not None:
@@ -174,7 +174,7 @@ class Report:
         for name, value in values.items():
             if kind != "start":
                 self.tensorboard.add_scalar(f"{kind}/{name}", value, self.step)
-        self.tensorboard.flush()  # a run may end at any time
+        self.tensorboard.flush()  # the process may be killed at any time
         text = "  ".join(form.format(values[name]) for name, form in CONSOLE.items() if name in values)
         if kind == "train" and not self.bar.disable:
             self.bar.set_postfix_str(text)
@@ -188,15 +188,15 @@ class Report:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """The most memory (MB) this process has had: allocated by torch on a CUDA device, else resident in main memory."""
+    """Peak memory of this process (MB): allocated by torch on a CUDA device, else resident in main memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
-    kilobyte = 2**10 if sys.platform != "darwin" else 1  # the unit of ru_maxrss is the system's
+    kilobyte = 2**10 if sys.platform != "darwin" else 1  # ru_maxrss is in kB, but in bytes on macOS
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte / 2**20
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """What a run is made with: command, git revision of this code (None outside a repository), device, versions."""
+    """Command, git revision of this code (None outside a repository), device and package versions."""
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         revision = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
@@ -212,7 +212,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def device_name(device: torch.device) -> str:
-    """What its maker calls the GPU or the processor; "cpu" where the system does not say."""
+    """The model name of the GPU or the processor; "cpu" if the system does not say."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     with suppress(OSError):
@@ -222,7 +222,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _is_until(progress: Progress, line: str) -> bool:
-    """Whether the record `line` is whole and was made until `progress`: an evaluation, when its epoch was finished."""
+    """Whether `line` is a complete record, made no later than `progress`; an evaluation, in a finished epoch."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError:
@@ -232,5 +232,5 @@ def _is_until(progress: Progress, line: str) -> bool:
 
 
 def _finite(value: Any) -> Any:
-    """JSON knows no infinity and no NaN (the gradient norm of an update that loss scaling skips)."""
+    """None for infinity and NaN (the gradient norm of an update that loss scaling skips), which JSON lacks."""
     return None if isinstance(value, float) and not math.isfinite(value) else value

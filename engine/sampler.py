@@ -1,7 +1,7 @@
-"""The order of the training images, and the random numbers of each: functions of a position, so that any is a start.
+"""The order of the training images, and their random numbers: functions of a position, so that any can be the start.
 
-A run has no random state to save. What is drawn for an image follows from (seed, epoch, position in the epoch's order),
-whichever process draws it; what is drawn for an optimiser step, in the main process, from (seed, step, rank).
+A run has no random state to save. The random numbers of an image depend on (seed, epoch, position in the epoch's order)
+only, whichever process draws them; those of an optimiser step, in the main process, on (seed, step, micro-batch, rank).
 """
 
 from collections.abc import Iterator
@@ -13,15 +13,15 @@ from torch.utils.data import Dataset, Sampler
 from engine.distributed import World, mix_seeds, seed_everything
 
 Place = tuple[int, int, int]
-"""Of a training image: its index in the dataset, the epoch, and its position in the epoch's order."""
+"""A training image: its index in the dataset, the epoch, and its position in the epoch's order."""
 
 
 class EpochSampler(Sampler[Place]):
     """One rank's share of a global order that depends on (seed, epoch) only.
 
-    Rank r of R takes every R-th index, so that the ranks' batches of a step together are the batch that one process
-    would take, at any R. An epoch holds whole total batches; what does not fill one is left out. With `repeats` every
-    image comes that many times in a row, so to different ranks, and the epoch is as long as without (repeated
+    Rank r of R takes every R-th index, so that at any R the ranks' batches of a step make up the batch of a single
+    process. An epoch consists of whole total batches; images that do not fill one are left out. With `repeats` every
+    image comes that many times in a row, and so on different ranks, in an epoch of the same length (repeated
     augmentation, Hoffer et al. 2020; the order of DeiT's and timm's samplers, which round down to 256 images instead).
     """
 
@@ -31,9 +31,14 @@ class EpochSampler(Sampler[Place]):
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
-        """Chooses the order of epoch `epoch`, from position `start` (over all ranks); to be called before iterating."""
+        """Selects the order of `epoch`, from position `start` (over all ranks) on; to be called before iterating."""
         self.epoch, self.start, self.order_seed = epoch, start, mix_seeds(self.seed, epoch)
         self.stop = start + (self.num_images - start) // self.total_batch_size * self.total_batch_size
+
+    @property
+    def updates_per_epoch(self) -> int:
+        """Whole total batches in an epoch."""
+        return self.num_images // self.total_batch_size
 
     def order(self) -> torch.Tensor:
         """Indices of the whole epoch, of all ranks, (num_images,) int64."""
@@ -50,7 +55,7 @@ class EpochSampler(Sampler[Place]):
 
 
 class SeededDataset(Dataset):
-    """`dataset`, each of whose images begins from random numbers of its own, in whatever process it is made."""
+    """`dataset` with a seed for each image, so that its random numbers are the same in any process."""
 
     def __init__(self, dataset: Dataset, seed: int):
         self.dataset, self.seed = dataset, seed

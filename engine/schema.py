@@ -28,7 +28,9 @@ class Data:
     crop_pct: float = option(0.875, "validation: share of the resized image kept by the centre crop", above=0, high=1)
     interpolation: Literal["bicubic", "bilinear", "nearest"] = option("bicubic", "validation resize")
     mean: tuple[float, float, float] = option((0.485, 0.456, 0.406), "channel means subtracted from images in [0, 1]")
-    std: tuple[float, float, float] = option((0.229, 0.224, 0.225), "channel deviations images are divided by", above=0)
+    std: tuple[float, float, float] = option(
+        (0.229, 0.224, 0.225), "channel standard deviations by which images are divided", above=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,9 @@
-"""Reads every image of a data set as training would, and lists those that are broken.
+"""Reads every image of a data set as training would, and lists the broken ones.
 
     python -m engine.verify /data/imagenet
     python -m engine.verify /data/prepared --dataset cache
 
-Exit status: 0 all images are whole, 1 some are broken, 2 the data set cannot be read at all.
+Exit status: 0 no image is broken, 1 some are, 2 the data set cannot be read at all.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from tqdm import tqdm
 from engine.config import refuse_bad_input
 from engine.data import Images, classes_of, difference, open_split
 from engine.images import BrokenImage
-from engine.interrupt import end_at_interrupt, leave_group
 from engine.schema import Data
+from engine.signals import end_at_interrupt, leave_process_group
 
 
 @end_at_interrupt()
@@ -41,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print("".join(f"  {sample}\n" for sample in broken), end="")
         ignored = ignored_files(Path(args.root) / name) if args.dataset == "folder" else {}
         for suffix, count in sorted(ignored.items()):
-            print(f"  {count:,} files named *{suffix} are no part of it")
+            print(f"  {count:,} files named *{suffix} are ignored")
     names = [set(classes_of(images)) for images in splits.values()]
     if len(names) == 2 and names[0] != names[1]:
         print(f"classes differ: {difference(*names)}")
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def add_source(parser: argparse.ArgumentParser) -> None:
-    """The arguments that name a data set."""
+    """Adds the arguments that name a data set."""
     parser.add_argument("root", help="directory that holds the splits, data.root of a run")
     parser.add_argument("--dataset", choices=("folder", "tar", "cache"), default="folder", help="its kind (folder)")
     parser.add_argument("--splits", nargs="+", default=["train", "val"], help="(train val)", metavar="NAME")
@@ -70,7 +70,7 @@ def open_splits(args: argparse.Namespace) -> dict[str, Images]:
 
 def read_all(images: Images, workers: int, title: str) -> Iterator[tuple[Any, int] | BrokenImage]:
     """Every sample of `images` in order, read by `workers` processes, behind a progress bar."""
-    loader = DataLoader(images, batch_size=16, num_workers=workers, collate_fn=list, worker_init_fn=leave_group)
+    loader = DataLoader(images, batch_size=16, num_workers=workers, collate_fn=list, worker_init_fn=leave_process_group)
     with tqdm(total=len(images), desc=title, unit=" images", dynamic_ncols=True) as bar:
         for samples in loader:
             yield from samples
@@ -78,7 +78,7 @@ def read_all(images: Images, workers: int, title: str) -> Iterator[tuple[Any, in
 
 
 def ignored_files(folder: Path) -> Counter[str]:
-    """Suffix -> number of files below `folder` that no reader takes for images."""
+    """Suffix -> number of files below `folder` that the readers do not recognise as images."""
     return Counter(
         os.path.splitext(name)[1].lower()
         for _, _, files in os.walk(folder, followlinks=True)
@@ -88,7 +88,7 @@ def ignored_files(folder: Path) -> Counter[str]:
 
 
 def discard(image: Any) -> None:
-    """The transform of an image that only had to be decoded."""
+    """A transform for images that need only be decoded."""
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How long training waits for data: the time in which the device that computes stands still for want of a batch."""
+"""How long training waits for data: the time for which the device is idle because the next batch is not there."""
 
 import time
 from collections.abc import Iterator
@@ -12,8 +12,8 @@ Batch = TypeVar("Batch")
 class DataWait:
     """Measures the wait for every batch that passes through `watch`.
 
-    On CUDA, where work is queued ahead, a wait counts from the moment at which the device has done all of it until the
-    batch is there. Events measure it on the device itself, and are read when `seconds` is called, not step by step.
+    On CUDA, where work is queued ahead, a wait begins when the device has finished all of it and ends when the batch is
+    there. Events measure it on the device, and are read when `seconds` is called, not at every step.
     """
 
     def __init__(self, device: torch.device):
@@ -21,7 +21,7 @@ class DataWait:
         self.waits: list[tuple] = []
 
     def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        """`batches`, each of them waited for by the clock."""
+        """`batches`; the wait for each is measured."""
         while True:
             began = self._now()
             try:
@@ -32,7 +32,7 @@ class DataWait:
             yield batch
 
     def seconds(self) -> float:
-        """Seconds waited since the last call, or since the beginning."""
+        """Seconds of waiting since the last call."""
         waits, self.waits = self.waits, []
         if self.device.type != "cuda":
             return sum(end - began for began, end in waits)

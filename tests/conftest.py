@@ -1,25 +1,25 @@
-"""What several test files use."""
+"""Fixtures of several test files."""
 
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from tests.support.launcher import Nursery
+from tests.support.launcher import ForkServer
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+def fork_server() -> Iterator[ForkServer]:
+    server = ForkServer()
+    yield server
+    server.close()
 
 
 @pytest.fixture
 def figure(capsys: pytest.CaptureFixture) -> Callable[[str, str], None]:
-    """Prints the figure that a row of the battery reached."""
+    """Prints the result that a row of the stress suite measured."""
 
-    def tell(row: str, text: str) -> None:
+    def show(row: str, text: str) -> None:
         with capsys.disabled():
             print(f"{row:<4}{text}", flush=True)
 
-    return tell
+    return show

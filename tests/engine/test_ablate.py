@@ -106,7 +106,7 @@ def test_runs_are_trained_tabulated_and_skipped_once_finished(config, launcher, 
     assert log.read_text().split() == [*NAMES, NAMES[1]]
 
 
-def test_a_run_made_with_other_options_is_not_taken_for_finished(config, launcher, capfd):
+def test_a_run_made_with_other_options_is_not_taken_for_finished(config, launcher):
     output = config.parent / "out"
     announce(config)
     arguments = [str(config), "--output", str(output), "--launcher", launcher]
@@ -114,6 +114,24 @@ def test_a_run_made_with_other_options_is_not_taken_for_finished(config, launche
     with pytest.raises(SystemExit) as ended:
         ablate.main([*arguments, "train.seed=1"])
     assert ended.value.code.startswith("error: 3 of 3 runs failed")
+
+
+@pytest.mark.parametrize(
+    ("change", "is_finished"),
+    [({"attention": "softmax"}, True), ({"data": {"dataset": "digits"}}, True), ({"attention": "nystrom"}, False)],
+    ids=["the mechanism by its name alone", "another number of workers", "a mechanism that cannot be built"],
+)
+def test_a_finished_run_may_be_written_otherwise(config, launcher, change, is_finished):
+    """As by an older version, whose options had other names or were fewer; what it trained is what counts."""
+    output = config.parent / "out"
+    config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
+    announce(config)
+    arguments = [str(config), "--output", str(output), "--launcher", launcher]
+    ablate.main(arguments)
+    (path,) = output.glob("*/config.yaml")
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | change))
+    ablate.main(arguments)
+    assert len((config.parent / "log").read_text().splitlines()) == (1 if is_finished else 2)
 
 
 def test_a_failed_run_is_reported_and_the_others_go_on(config, launcher, capfd):
@@ -133,16 +151,16 @@ def test_a_failed_run_is_reported_and_the_others_go_on(config, launcher, capfd):
     assert (config.parent / "log").read_text().split() == [*NAMES, NAMES[0]]
 
 
-def test_a_signal_is_left_to_the_run_which_saves(config, monkeypatch, capfd):
+def test_a_signal_is_left_to_the_run_which_saves(config, capfd):
     """Ctrl-C reaches both processes, SIGTERM ablate.py alone; the run ends with the status of a stopped one."""
     stopping = (
         "import os, signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75));"
         "[os.kill(os.getppid(), number) for number in (signal.SIGINT, signal.SIGTERM)]; signal.pause()"
     )
     assert ablate.run_to_end([sys.executable, "-c", stopping]) == 75
-    monkeypatch.setattr(ablate, "run_to_end", lambda command: 75)
+    launcher = shlex.join([sys.executable, "-c", "raise SystemExit(75)"])
     with pytest.raises(SystemExit) as ended:
-        ablate.main([str(config), "--output", str(config.parent / "out")])
+        ablate.main([str(config), "--output", str(config.parent / "out"), "--launcher", launcher])
     assert ended.value.code == 75
     assert "run 1/3 is stopped and saved; the same command goes on" in capfd.readouterr().out
 

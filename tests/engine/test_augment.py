@@ -66,6 +66,6 @@ def test_5000_augmented_images_pass(image, monkeypatch, figure):
     figure("A1", augment_all(image, monkeypatch, 5000))
 
 
-@pytest.mark.battery
+@pytest.mark.stress
 def test_50000_augmented_images_pass(image, monkeypatch, figure):
     figure("A1", augment_all(image, monkeypatch, 50_000))

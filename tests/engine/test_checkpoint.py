@@ -1,6 +1,6 @@
 """Checkpoints: whole or not at all, verified, ranked; files from strangers; one format for export.
 
-The rows C1 to C4 of the battery.
+The rows C1 to C4 of the stress suite.
 """
 
 import io
@@ -23,20 +23,20 @@ import torch
 from torch import nn
 
 import validate
-from attention import OptionError
 from engine.checkpoint import (
     Checkpoints,
     Progress,
-    export,
-    find,
+    export_checkpoint,
+    find_checkpoint,
     list_checkpoints,
-    load,
+    load_checkpoint,
     load_weights,
     rank_epoch,
-    save,
+    save_checkpoint,
 )
 from engine.config import dump_run, load_run
 from engine.distributed import World
+from engine.errors import UserError
 from models import create_model
 from tests.engine.test_resume import light_and_full
 from tests.support.launcher import ROOT
@@ -59,8 +59,8 @@ def checkpoints(run, tmp_path: Path) -> Checkpoints:
 def whole(run) -> dict:
     """A checkpoint of a model that can be validated."""
     model = create_model(attention=run.attention, **run.model)
-    facts = {"config": dump_run(run), "processes": 1, "images": 100, "progress": vars(Progress(epoch=1, step=3))}
-    return {**facts, "model": model.state_dict(), "ema": model.state_dict()}
+    metadata = {"config": dump_run(run), "processes": 1, "images": 100, "progress": vars(Progress(epoch=1, step=3))}
+    return {**metadata, "model": model.state_dict(), "ema": model.state_dict()}
 
 
 class Weight(nn.Module):
@@ -70,24 +70,24 @@ class Weight(nn.Module):
 
 
 def test_a_failed_save_leaves_the_old_file(whole, tmp_path: Path):
-    save(tmp_path / "last.pt", whole)
+    save_checkpoint(tmp_path / "last.pt", whole)
     with pytest.raises(AttributeError):
-        save(tmp_path / "last.pt", whole | {"unpicklable": lambda: None})
-    assert load(tmp_path / "last.pt", need_digest=True)["progress"]["step"] == 3
+        save_checkpoint(tmp_path / "last.pt", whole | {"unpicklable": lambda: None})
+    assert load_checkpoint(tmp_path / "last.pt", need_digest=True)["progress"]["step"] == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.pt", "last.pt.sha256"]
     done = subprocess.run(["sha256sum", "--check", "last.pt.sha256"], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "last.pt: OK\n"
 
 
 def test_only_plain_types_are_loaded(whole, tmp_path: Path):
-    save(tmp_path / "last.pt", whole | {"path": Path("x")})
-    with pytest.raises(OptionError, match="no checkpoint that can be loaded safely"):
-        load(tmp_path / "last.pt")
+    save_checkpoint(tmp_path / "last.pt", whole | {"path": Path("x")})
+    with pytest.raises(UserError, match="no checkpoint that can be loaded safely"):
+        load_checkpoint(tmp_path / "last.pt")
 
 
 def test_a_missing_file_is_an_error(tmp_path: Path):
-    with pytest.raises(OptionError, match=r"best\.pt: no checkpoint there"):
-        load(tmp_path / "best.pt")
+    with pytest.raises(UserError, match=r"best\.pt: no checkpoint there"):
+        load_checkpoint(tmp_path / "best.pt")
 
 
 def test_ranking_keeps_the_best_and_of_equals_the_earlier():
@@ -116,22 +116,22 @@ def test_the_newest_and_the_best_stay(checkpoints: Checkpoints, tmp_path: Path):
     save_epochs(checkpoints, 50.0, 70.0, 60.0, 40.0)
     assert names(tmp_path) == ["step_8_epoch_4.pt", "step_7.pt", "step_6_epoch_3.pt", "step_4_epoch_2.pt"]
     assert {path.name.removesuffix(".sha256") for path in tmp_path.iterdir()} == set(names(tmp_path))
-    assert find(tmp_path, "last")[1]["model"]["weight"].tolist() == [4.0, 4.0]
-    assert find(tmp_path, "best")[1]["model"]["weight"].tolist() == [2.0, 2.0]
+    assert find_checkpoint(tmp_path, "last")[1]["model"]["weight"].tolist() == [4.0, 4.0]
+    assert find_checkpoint(tmp_path, "best")[1]["model"]["weight"].tolist() == [2.0, 2.0]
 
 
 def test_a_damaged_checkpoint_is_passed_over(checkpoints: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture):
     save_epochs(checkpoints, 50.0, 70.0, 60.0)
     (tmp_path / "step_6_epoch_3.pt").write_bytes(b"")
     (tmp_path / "step_5.pt.sha256").unlink()
-    path, checkpoint = find(tmp_path, "last")
+    path, checkpoint = find_checkpoint(tmp_path, "last")
     assert (path.name, checkpoint["progress"]["epoch"]) == ("step_4_epoch_2.pt", 2)
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith(f"{tmp_path}/step_6_epoch_3.pt: damaged")
     assert second == f"{tmp_path}/step_5.pt: without the SHA-256 that should stand beside it; passed over"
     path.write_bytes(b"")
-    with pytest.raises(OptionError, match="none of its checkpoints is whole"):
-        find(tmp_path, "last")
+    with pytest.raises(UserError, match="none of its checkpoints is whole"):
+        find_checkpoint(tmp_path, "last")
 
 
 def test_nothing_is_removed_for_a_checkpoint_that_is_damaged_at_once(
@@ -159,19 +159,22 @@ def test_weights_that_are_not_finite_are_not_saved(checkpoints: Checkpoints, tmp
 
 
 def test_a_directory_without_checkpoints(checkpoints: Checkpoints, tmp_path: Path):
-    assert find(tmp_path, "last") is find(tmp_path, "best") is None
+    assert find_checkpoint(tmp_path, "last") is find_checkpoint(tmp_path, "best") is None
     assert checkpoints.restore({}) == Progress()
 
 
-def test_a_checkpoint_is_due_by_steps_and_by_time(run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_checkpoint_is_due_by_steps_and_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     options = ["train.checkpoint_steps=5", "train.checkpoint_minutes=2"]
     checkpoints = Checkpoints(tmp_path, load_run(ROOT / "configs/quickstart.yaml", options), ALONE, 100)
     assert [step for step in range(1, 12) if checkpoints.is_due(step)] == [5, 10]
     now = checkpoints.saved_at
     monkeypatch.setattr(time, "monotonic", lambda: now + 120)
-    assert checkpoints.is_due(3)
-    checkpoints.save(Progress(), {"model": Weight(0.0)})
-    assert not checkpoints.is_due(3)
+    for rank in (0, 1):  # the second only takes note of the time
+        checkpoints.world = World(torch.device("cpu"), rank, 2)
+        checkpoints.saved_at = now
+        assert checkpoints.is_due(3)
+        checkpoints.save(Progress(), {"model": Weight(0.0)})
+        assert not checkpoints.is_due(3)
 
 
 # C1
@@ -181,7 +184,7 @@ def test_a_checkpoint_is_due_by_steps_and_by_time(run, tmp_path: Path, monkeypat
 def test_every_damage_is_noticed(amount: int, whole, tmp_path: Path, figure: Callable):
     """Truncations, single bits and zeroed blocks; a third as many blocks."""
     path, rng, noticed = tmp_path / "step_1.pt", random.Random(0), 0
-    save(path, whole)
+    save_checkpoint(path, whole)
     content = path.read_bytes()
     damages = [content[: rng.randrange(len(content))] for _ in range(amount)]
     for _ in range(amount):
@@ -192,11 +195,11 @@ def test_every_damage_is_noticed(amount: int, whole, tmp_path: Path, figure: Cal
         damages.append(content[:place] + bytes(4096) + content[place + 4096 :])
     for damaged in damages:
         path.write_bytes(damaged)
-        with pytest.raises(OptionError, match="damaged"):
-            load(path)
+        with pytest.raises(UserError, match="damaged"):
+            load_checkpoint(path)
         noticed += 1
     path.write_bytes(content)
-    assert load(path)
+    assert load_checkpoint(path)
     figure("C1", f"{noticed}/{len(damages)} damages noticed")
 
 
@@ -294,15 +297,15 @@ def test_hostile_files_do_nothing(whole, tmp_path: Path, figure: Callable):
     try:
         for path in paths.values():
             begin = time.process_time()
-            with pytest.raises(OptionError) as caught:  # noqa: PT012
-                load(path)
+            with pytest.raises(UserError) as caught:  # noqa: PT012
+                load_checkpoint(path)
                 pytest.fail(f"{path} was read")
             slowest = max(slowest, time.process_time() - begin)
             assert "\n" not in str(caught.value)
             assert "MemoryError" not in str(caught.value)
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
-    assert load(tmp_path / "good")
+    assert load_checkpoint(tmp_path / "good")
     assert not (tmp_path / "canary").exists()
     assert slowest < 2
     figure("C2", f"{len(paths)}/{len(paths)} hostile files refused, the slowest after {slowest:.2f} s")
@@ -346,15 +349,15 @@ def test_weights_that_do_not_fit_are_named(
 @pytest.mark.parametrize("weights", [{"head.bias": "weights"}, {1: torch.zeros(1)}])
 def test_weights_that_are_none_are_refused(weights, whole, tmp_path: Path):
     torch.save(whole | {"ema": weights}, tmp_path / "x.pt")
-    with pytest.raises(OptionError, match=r"no checkpoint that can be loaded safely .*ema are no weights"):
-        load(tmp_path / "x.pt")
+    with pytest.raises(UserError, match=r"no checkpoint that can be loaded safely .*ema are no weights"):
+        load_checkpoint(tmp_path / "x.pt")
 
 
 # C4
 
 
 @light_and_full(10, 100)
-def test_validation_reads_while_training_writes(amount: int, whole, checkpoints: Checkpoints, figure: Callable):
+def test_validation_reads_while_training_writes(amount: int, checkpoints: Checkpoints, figure: Callable):
     model, ending, reads, progress = Weight(0.0), threading.Event(), 0, Progress(images=8)
 
     def write() -> None:
@@ -368,12 +371,13 @@ def test_validation_reads_while_training_writes(amount: int, whole, checkpoints:
         while not list_checkpoints(checkpoints.directory):
             time.sleep(0.01)
         while reads < amount or progress.step < 4:
-            assert find(checkpoints.directory, "best", quiet=True)[1]["model"]["weight"].tolist() == [0.0, 0.0]
+            _, checkpoint = find_checkpoint(checkpoints.directory, "best", quiet=True)
+            assert checkpoint["model"]["weight"].tolist() == [0.0, 0.0]
             reads += 1
     finally:
         ending.set()
         writer.join()
-    written = find(checkpoints.directory, "last")[1]["progress"]["step"]
+    written = find_checkpoint(checkpoints.directory, "last")[1]["progress"]["step"]
     assert written >= 3
     figure("C4", f"{reads}/{reads} loads succeed while {written} checkpoints are written")
 
@@ -384,8 +388,8 @@ def test_validation_reads_while_training_writes(amount: int, whole, checkpoints:
 def test_exported_weights_are_a_checkpoint_and_timms(whole, run, tmp_path: Path):
     path = tmp_path / "model.safetensors"
     ema = {name: value + 1 if value.is_floating_point() else value for name, value in whole["ema"].items()}
-    export(path, whole | {"ema": ema})
-    loaded = load(path, need_digest=True)
+    export_checkpoint(path, whole | {"ema": ema})
+    loaded = load_checkpoint(path, need_digest=True)
     assert loaded["config"] == whole["config"]
     assert loaded["progress"] == whole["progress"]
     options = {name: value for name, value in run.model.items() if name != "name"}
@@ -395,7 +399,7 @@ def test_exported_weights_are_a_checkpoint_and_timms(whole, run, tmp_path: Path)
 
 
 def test_export_by_the_command(whole, tmp_path: Path, capsys: pytest.CaptureFixture):
-    save(tmp_path / "x.pt", whole)
+    save_checkpoint(tmp_path / "x.pt", whole)
     validate.main([str(tmp_path / "x.pt"), "--export", str(tmp_path / "x.safetensors"), "--json"])
     first = json.loads(capsys.readouterr().out)
     validate.main([str(tmp_path / "x.safetensors"), "--json"])

@@ -18,6 +18,7 @@ from engine.data import create_batch_augment, create_loaders, create_loss, creat
 from engine.distributed import World, seed_everything
 from engine.sampler import EpochSampler
 from engine.schema import Augment, Data, Run, Train
+from tests.support.launcher import use_few_images
 
 # timm's readers leave it to the garbage collector to close image and tar files.
 pytestmark = pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
@@ -184,15 +185,7 @@ def test_micro_batches_fill_optimiser_steps():
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resumed_epoch_is_bit_identical(workers, monkeypatch):
-    with np.load(data.DIGITS) as arrays:
-        few = {name: arrays[name][:64] for name in arrays}
-    monkeypatch.setattr(
-        data.DigitsReader,
-        "__init__",
-        lambda self, split: self.__dict__.update(
-            images=few[f"{split}_images"], labels=few[f"{split}_labels"], class_to_idx={str(d): d for d in range(10)}
-        ),
-    )
+    use_few_images(64, 64, monkeypatch.setattr)
     run = make_run(Augment(reprob=0.5), workers=workers)
     loader = make_loaders(run)[0]
     first, second = (read_epoch(run, epoch, loader=loader) for epoch in (0, 1))

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from attention.options import OptionError
-from engine.distributed import World, join, mix_seeds, seed_everything, set_deterministic
+from engine.distributed import World, init_distributed, mix_seeds, seed_everything, set_deterministic
+from engine.errors import UserError
 
 
 @pytest.mark.parametrize("allocation", [{}, {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}], ids=["alone", "in SLURM"])
 def test_without_torchrun_a_process_is_alone(monkeypatch, allocation):
     for name, value in allocation.items():
         monkeypatch.setenv(name, value)
-    world = join("cpu")
+    world = init_distributed("cpu")
     assert world == World(torch.device("cpu"), rank=0, size=1)
     assert world.is_primary
     assert world.sum(torch.tensor(3)) == 3
@@ -33,14 +33,13 @@ def test_alone_there_is_nobody_to_wait_for():
 def test_auto_takes_what_is_there(monkeypatch):
     for available, device in ((False, "cpu"), (True, "cuda")):
         monkeypatch.setattr(torch.cuda, "is_available", lambda available=available: available)
-        assert join("auto").device.type == device
+        assert init_distributed("auto").device.type == device
 
 
 def test_cuda_is_refused_where_there_is_none(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(OptionError, match="use auto or cpu") as caught:
-        join("cuda")
-    assert caught.value.key == "train.device"
+    with pytest.raises(UserError, match=r"^train\.device: cuda is not available here; use auto or cpu$"):
+        init_distributed("cuda")
 
 
 def test_neighbouring_keys_give_unrelated_seeds():

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import multiprocessing, nn
 
 from engine.data import DIGITS, create_val_loader
-from engine.distributed import World, join
+from engine.distributed import World, init_distributed
 from engine.evaluate import evaluate
 from engine.images import BrokenImage
 from engine.schema import Data, Run
@@ -48,13 +48,13 @@ def evaluate_digits(root: str, world: World) -> list[dict[str, float]]:
 def run_rank(rank: int, size: int, port: int, root: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    world = join("cpu")
+    world = init_distributed("cpu")
     assert (world.rank, world.size, world.is_primary) == (rank, size, rank == 0)
     results = evaluate_digits(root, world)
     world.barrier()
     if rank == size - 1:
         Path(root, f"{size}.json").write_text(json.dumps(results))
-    world.leave()
+    world.destroy()
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_one_process_counts_every_image_once(root, expected):
     assert_exact(evaluate_digits(root, CPU), expected)
 
 
-@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.battery) for size in (1, 3, 4))])
+@pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.stress) for size in (1, 3, 4))])
 def test_processes_count_every_image_once(root, expected, size, figure):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

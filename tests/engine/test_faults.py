@@ -1,6 +1,6 @@
-"""What happens to a run that meets signals, dead ranks, full disks, spoilt numbers and a second launch.
+"""Runs that meet signals, dead ranks, full disks, numbers that are not finite, and a second launch.
 
-The rows S2, D1, P1, N1 and X1 of the battery.
+The rows S2, D1, P1, N1 and X1 of the stress suite.
 """
 
 import json
@@ -20,25 +20,25 @@ import torch
 import yaml
 
 import train
-from engine.checkpoint import Progress, find, list_checkpoints, load
+from engine.checkpoint import Progress, find_checkpoint, list_checkpoints, load_checkpoint
 from engine.data import PairMixup
 from engine.distributed import World
 from engine.finite import FiniteGuard
-from engine.interrupt import StopWish
 from engine.schema import Train
+from engine.signals import SignalHandler
 from tests.engine.test_resume import RUN, STEPS, Runs, light_and_full, outcome
-from tests.support.launcher import ROOT, Fault, Job, Nursery, use_few_images
+from tests.support.launcher import ROOT, Fault, ForkServer, Job, use_few_images
 
 
 @pytest.fixture(scope="module")
-def runs(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(nursery, tmp_path_factory.mktemp("runs"))
+def runs(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(fork_server, tmp_path_factory.mktemp("runs"))
 
 
 @pytest.fixture(scope="module")
-def pairs(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def pairs(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """Runs of two ranks."""
-    return Runs(nursery, tmp_path_factory.mktemp("pairs"), ranks=2)
+    return Runs(fork_server, tmp_path_factory.mktemp("pairs"), ranks=2)
 
 
 # Signals
@@ -46,26 +46,26 @@ def pairs(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 @pytest.mark.parametrize(("signals", "status"), [(["SIGINT"], 75), (["SIGINT"] * 2, 1), (["SIGUSR1"], 75)])
 def test_signals(signals: list[str], status: int, runs: Runs):
-    """After the ranks' exchange a signal waits for the next. A second SIGINT waits for nothing and saves nothing."""
+    """A signal after the ranks' exchange takes effect at the next. A second SIGINT ends the run at once, unsaved."""
     statuses, job, output = runs.launch(*[("train.nn.utils.clip_grad_norm_", 4, name) for name in signals])
     assert statuses == [status], job.text
-    assert find(output, "last")[1]["progress"]["step"] == (5 if status == 75 else 2)
+    assert find_checkpoint(output, "last")[1]["progress"]["step"] == (5 if status == 75 else 2)
     statuses, job, _ = runs.launch(output=output)
     assert statuses == [0]
     assert outcome(job, output) == runs.expected
 
 
-def test_a_rank_notices_that_its_parent_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_rank_notices_that_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     parent = os.getpid()
-    with StopWish() as stop:
-        assert not stop
+    with SignalHandler() as signals:
+        assert not signals.stop_requested()
         monkeypatch.setattr(os, "getppid", lambda: 1)
-        assert stop
+        assert signals.stop_requested()
     monkeypatch.delenv("WORLD_SIZE")
-    with StopWish() as stop:
+    with SignalHandler() as signals:
         monkeypatch.setattr(os, "getppid", lambda: parent)
-        assert not stop  # without a launcher: a shell may go away
+        assert not signals.stop_requested()  # without a launcher: a shell may go away
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> float:
@@ -94,12 +94,12 @@ def session_of(text: str) -> set[int]:
 
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""With the last, restarted ranks do not find the addresses of dead ones."""
+"""With the last, restarted ranks do not look for the addresses of dead ones."""
 
 
 @contextmanager
 def torchrun(directory: Path, faults: dict[int, list[Fault]], *flags: str, options: Sequence[str] = ()):
-    """torchrun of two ranks of RUN in the directory, and the facts they tell."""
+    """torchrun with two ranks of RUN in the directory: its process, and the job."""
     (directory / "run.yaml").write_text(yaml.safe_dump(RUN))
     command = [str(directory / "run.yaml"), "--output", str(directory / "run"), *options]
     for name in ("log", "log.0", "log.1"):
@@ -108,7 +108,7 @@ def torchrun(directory: Path, faults: dict[int, list[Fault]], *flags: str, optio
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", *flags]
     with (directory / "torchrun.log").open("w") as log:
         process = subprocess.Popen(
-            [*launcher, str(ROOT / "tests" / "launcher.py"), json.dumps(request)],
+            [*launcher, str(ROOT / "tests" / "support" / "launcher.py"), json.dumps(request)],
             cwd=ROOT, stdout=log, stderr=log, env=os.environ | ENVIRONMENT,
         )  # fmt: skip
     try:
@@ -122,25 +122,25 @@ def torchrun(directory: Path, faults: dict[int, list[Fault]], *flags: str, optio
     ("name", "flags"),
     [
         ("SIGUSR1", ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]),
-        pytest.param("SIGUSR1", [], marks=pytest.mark.battery),  # torchrun dies of it, and leaves its ranks behind
-        pytest.param("SIGTERM", [], marks=pytest.mark.battery),
-        pytest.param("SIGINT", [], marks=pytest.mark.battery),
-        pytest.param("SIGINT SIGINT", [], marks=pytest.mark.battery),
-        pytest.param("SIGKILL", [], marks=pytest.mark.battery),
+        pytest.param("SIGUSR1", [], marks=pytest.mark.stress),  # it kills torchrun, whose ranks stay behind
+        pytest.param("SIGTERM", [], marks=pytest.mark.stress),
+        pytest.param("SIGINT", [], marks=pytest.mark.stress),
+        pytest.param("SIGINT SIGINT", [], marks=pytest.mark.stress),
+        pytest.param("SIGKILL", [], marks=pytest.mark.stress),
     ],
 )
-def test_signals_through_torchrun(name: str, flags: list[str], pairs: Runs, tmp_path: Path, figure: Callable):
-    """No process is left, and nothing is lost."""
+def test_signals_through_torchrun(name: str, flags: list[str], tmp_path: Path, figure: Callable):
+    """No process is left, and no update is lost."""
     options = ["data.workers=1", "schedule.epochs=200"]
     with torchrun(tmp_path, {}, *flags, options=options) as (process, job):
-        wait_for(lambda: len(job.said("random")) > 8, 120)
+        wait_for(lambda: len(job.recorded("random")) > 8, 120)
         for one in name.split():
             process.send_signal(signal.Signals[one])
             time.sleep(0.2)
         process.wait(60)
         seconds = wait_for(lambda: not session_of(str(tmp_path)), 30)
-    step = find(tmp_path / "run", "last")[1]["progress"]["step"]
-    done = max(int(words[0]) for words in job.said("random"))
+    step = find_checkpoint(tmp_path / "run", "last")[1]["progress"]["step"]
+    done = max(int(words[0]) for words in job.recorded("random"))
     assert done - step <= (1 if " " not in name else 2)
     how = f"{name}, {'with' if flags else 'without'} the flag"
     figure("S2", f"{how}: no process {seconds:.1f} s after torchrun, {done - step} steps lost")
@@ -157,24 +157,24 @@ def test_signals_through_torchrun(name: str, flags: list[str], pairs: Runs, tmp_
         ("SIGSTOP", "error: rank 0: no answer from rank 1 "),
     ],
 )
-def test_a_lost_rank_ends_the_job(action: str, message: str, pairs: Runs, nursery: Nursery, tmp_path: Path):
+def test_a_lost_rank_ends_the_job(action: str, message: str, pairs: Runs, fork_server: ForkServer, tmp_path: Path):
     command = [*pairs.command, "--output", str(tmp_path / "run")]
-    fault = {1: [("engine.finite.FiniteGuard.see_loss", 4, action)]}
-    job = nursery.start([*command, "train.timeout_minutes=0.05"], tmp_path / "log", fault, 2)
-    assert nursery.ask(wait=job.pids[0], timeout=60) == 1
+    fault = {1: [("train.exchange", 4, action)]}
+    job = fork_server.start([*command, "train.timeout_minutes=0.05"], tmp_path / "log", fault, 2)
+    assert fork_server.ask(wait=job.pids[0], timeout=60) == 1
     assert message in job.text
     if action == "SIGSTOP":
         job.signal("SIGKILL", 1)
-    nursery.ask(wait=job.pids[1], timeout=60)
-    statuses, job = nursery.run(command, tmp_path / "log", ranks=2)
+    fork_server.ask(wait=job.pids[1], timeout=60)
+    statuses, job = fork_server.run(command, tmp_path / "log", ranks=2)
     assert statuses == [0, 0], job.text
     assert outcome(job, tmp_path / "run") == pairs.expected
 
 
-@pytest.mark.battery
+@pytest.mark.stress
 @pytest.mark.parametrize("action", ["SIGKILL", "raise", "SIGSTOP"])
 def test_torchrun_restarts_a_lost_rank(action: str, pairs: Runs, tmp_path: Path, figure: Callable):
-    fault = {1: [("engine.finite.FiniteGuard.see_loss", 4, action)]}
+    fault = {1: [("train.exchange", 4, action)]}
     with torchrun(tmp_path, fault, "--max-restarts=1", options=["train.timeout_minutes=0.2"]) as (process, job):
         assert process.wait(240) == 0, job.text
     assert outcome(job, tmp_path / "run") == pairs.expected
@@ -186,21 +186,21 @@ def test_torchrun_restarts_a_lost_rank(action: str, pairs: Runs, tmp_path: Path,
 
 
 DISKS = {
-    "checkpoint": {"faults": [("engine.files.write_whole", 6, "full")]},
+    "checkpoint": {"faults": [("engine.files.write_atomically", 6, "full")]},
     "checkpoint, by the system": {"limit": 100_000},
     "events, by the system": {"limit": 20_000},
     "log, by the system": {"limit": 400},
     "log": {"faults": [("engine.report.json.dumps", 3, "full")]},
-    "directory removed": {"faults": [("engine.files.write_whole", 6, "remove")]},
+    "directory removed": {"faults": [("engine.files.write_atomically", 6, "remove")]},
 }
 
 
 @pytest.mark.parametrize("case", DISKS)
-def test_a_disk_that_fails(case: str, runs: Runs, nursery: Nursery, tmp_path: Path, figure: Callable):
-    """One line says what failed; what was saved before stands, nothing unfinished is left, and the run goes on."""
+def test_a_disk_that_fails(case: str, runs: Runs, fork_server: ForkServer, tmp_path: Path, figure: Callable):
+    """One line says what failed; older checkpoints are unchanged, no unfinished file is left, and the run resumes."""
     more = dict(DISKS[case])
     command, output = [*runs.command, "--output", str(tmp_path / "run")], tmp_path / "run"
-    statuses, job = nursery.run(command, tmp_path / "log", {0: more.pop("faults", [])}, **more)
+    statuses, job = fork_server.run(command, tmp_path / "log", {0: more.pop("faults", [])}, **more)
     assert statuses == [1], job.text
     errors = [line for line in job.text.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
@@ -208,16 +208,16 @@ def test_a_disk_that_fails(case: str, runs: Runs, nursery: Nursery, tmp_path: Pa
     assert any(reason in errors[0] for reason in ("No space left", "File too large", "No such file"))
     assert not list(tmp_path.rglob("*.tmp"))
     if "removed" not in case and "system" not in case:
-        assert find(output, "last", quiet=True)[1]["progress"]["step"] == 4
-    statuses, job = nursery.run(command, tmp_path / "log")
+        assert find_checkpoint(output, "last", quiet=True)[1]["progress"]["step"] == 4
+    statuses, job = fork_server.run(command, tmp_path / "log")
     assert statuses == [0], job.text
     assert outcome(job, output) == runs.expected
     figure("D1", f"{case}: {errors[0][:60]}...; goes on to the same bits")
 
 
-@pytest.mark.battery
+@pytest.mark.stress
 @pytest.mark.parametrize("megabytes", [2, 4, 8])
-def test_a_small_disk_fills(megabytes: int, runs: Runs, nursery: Nursery, tmp_path: Path, figure: Callable):
+def test_a_small_disk_fills(megabytes: int, runs: Runs, fork_server: ForkServer, tmp_path: Path, figure: Callable):
     """A real one; it needs the right to mount. Then it is read-only."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(tmp_path)]
     subprocess.run(mount, check=True)
@@ -225,16 +225,16 @@ def test_a_small_disk_fills(megabytes: int, runs: Runs, nursery: Nursery, tmp_pa
         log = runs.directory / "small.log"
         big = [*runs.command, "model.embed_dim=60", "train.keep_checkpoints=100", "schedule.epochs=100"]
         command = [*big, "--output", str(tmp_path / "run")]
-        statuses, job = nursery.run(command, log)
+        statuses, job = fork_server.run(command, log)
         assert statuses == [1]
         assert "No space left" in job.text
         assert not list(tmp_path.rglob("*.tmp"))
-        step = find(tmp_path / "run", "last")[1]["progress"]["step"]
+        step = find_checkpoint(tmp_path / "run", "last")[1]["progress"]["step"]
         subprocess.run(["mount", "-o", "remount,ro", str(tmp_path)], check=True)
-        statuses, job = nursery.run(command, log)
+        statuses, job = fork_server.run(command, log)
         assert statuses == [2]
         assert "cannot be written: Read-only file system" in job.text
-        assert find(tmp_path / "run", "last")[1]["progress"]["step"] == step
+        assert find_checkpoint(tmp_path / "run", "last")[1]["progress"]["step"] == step
     finally:
         subprocess.run(["umount", str(tmp_path)], check=True)
     figure("D1", f"tmpfs of {megabytes} MB: full after step {step}, which loads; read-only: refused")
@@ -260,7 +260,7 @@ SPOILERS = {
     "input": (PairMixup, "__call__", lambda value, args, result: result[0][0].fill_(value)),
     "weight": (FiniteGuard, "begin_update", lambda value, args, _: args[1].head.bias.data.fill_(value)),
 }
-"""What is spoilt: owner and name of a function that every pass calls once, and what is done after it."""
+"""What is overwritten -> owner and name of a function that every pass calls once, and what is done after it."""
 
 
 def gradient_of(optimizer: torch.optim.Optimizer) -> torch.Tensor:
@@ -268,7 +268,7 @@ def gradient_of(optimizer: torch.optim.Optimizer) -> torch.Tensor:
 
 
 def spoil(place: str, value: float, call: int, patch: pytest.MonkeyPatch) -> None:
-    """Puts `value` in its place once, at the `call`-th call."""
+    """Overwrites a number with `value`, once, at the `call`-th call."""
     owner, name, act = SPOILERS[place]
     real, count = getattr(owner, name), 0
 
@@ -286,10 +286,10 @@ def spoil(place: str, value: float, call: int, patch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("policy", ["stop", "skip"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("place", ["loss", "gradient", "input", "weight"])
-def test_what_is_not_finite_spoils_nothing(
+def test_what_is_not_finite_reaches_no_checkpoint(
     place: str, value: float, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys, figure: Callable
 ):
-    """A weight that is spoilt stays so: skipping ends with the next checkpoint."""
+    """A bad weight stays bad: skipping updates ends with the next checkpoint."""
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
     plain = ["attention={name: softmax}", "augment.auto_augment=null", "schedule.epochs=1", "schedule.warmup_epochs=0"]
     skip = ["train.max_skipped=2"] * (policy == "skip")
@@ -306,9 +306,9 @@ def test_what_is_not_finite_spoils_nothing(
     failed = json.loads((tmp_path / "run" / "failed_step_3.json").read_text())
     assert len(failed["images"]) == 8
     assert all(name.endswith(".pgm") for _, name in failed["images"])
-    assert load(tmp_path / "run" / "failed_step_3.pt")["progress"]["step"] in (3, 4)
+    assert load_checkpoint(tmp_path / "run" / "failed_step_3.pt")["progress"]["step"] in (3, 4)
     errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
-    saved = [load(path) for path in list_checkpoints(tmp_path / "run")]
+    saved = [load_checkpoint(path) for path in list_checkpoints(tmp_path / "run")]
     if policy == "skip" and place != "weight":
         assert not errors
         assert saved[0]["progress"] | {"step": 6, "num_skipped": 1} == saved[0]["progress"]
@@ -317,57 +317,62 @@ def test_what_is_not_finite_spoils_nothing(
         assert [error.startswith(f"error: {what}") for error in errors] == [True]
         assert saved[0]["progress"]["step"] == 2
     for checkpoint in saved:
-        for part in ("model", "ema"):
-            assert all(tensor.isfinite().all() for tensor in checkpoint[part].values())
-    figure("N1", f"{value} in {place}, {policy}: told, dumped; {len(saved)} checkpoints are clean")
+        for name in ("model", "ema"):
+            assert all(tensor.isfinite().all() for tensor in checkpoint[name].values())
+    figure("N1", f"{value} in {place}, {policy}: reported, dumped; {len(saved)} checkpoints are clean")
 
 
 class Two(World):
-    """Two ranks, the second of which says what it is told."""
+    """Two ranks, of which the second sends what a test says."""
 
     def gather(self, values):
         return [[float(value) for value in values], self.second]
 
 
 @pytest.mark.parametrize(
-    ("second", "message"),
+    ("second", "expected"),
     [
-        ([math.nan, 0.0, 0.0], "step 0: the loss is not finite on rank 1; stopped before the update"),
-        ([1.0, math.inf, 0.0], None),  # the norm is that of all ranks: the first rank's is read
+        ([1.0, 0.5, 0.0], ((3.0, 1.0), 0.5, False)),
+        ([math.nan, 0.5, 1.0], ((3.0, pytest.approx(math.nan, nan_ok=True)), 0.5, True)),
+        ([1.0, math.inf, 0.0], ((3.0, 1.0), 0.5, False)),  # the norm is that of all ranks: the first rank's is read
     ],
 )
-def test_the_rank_is_named(second: list[float], message: str | None):
-    world, dumped = Two(torch.device("cpu"), 0, 2), []
+def test_one_exchange_carries_losses_norm_and_the_stop_flag(second: list[float], expected: tuple):
+    world = Two(torch.device("cpu"), 0, 2)
     object.__setattr__(world, "second", second)
-    guard = FiniteGuard(Train(), world, Progress(), lambda *what: dumped.append(what))
-    if message is None:
-        guard.see_loss(torch.tensor(3.0), False)
-        assert (guard.loss, guard.stopping) == (2.0, False)
-    else:
-        with pytest.raises(FloatingPointError, match=message):
-            guard.see_loss(torch.tensor(1.0), False)
-        assert len(dumped) == 1
+    assert train.exchange(world, torch.tensor(3.0), torch.tensor(0.5), False) == expected
+
+
+def test_the_rank_is_named():
+    dumped = []
+    guard = FiniteGuard(Train(), Progress(), lambda *what: dumped.append(what))
+    guard.check((3.0, 1.0), 0.5)
+    assert not dumped
+    message = "step 0: the loss is not finite on rank 1; stopped before the update"
+    with pytest.raises(FloatingPointError, match=message):
+        guard.check((1.0, math.nan), 0.0)
+    assert len(dumped) == 1
 
 
 def test_with_loss_scaling_a_gradient_may_be_infinite():
-    guard = FiniteGuard(Train(amp="fp16"), World(torch.device("cpu")), Progress(), lambda *what: None)
-    guard.see_loss(torch.tensor(1.0), False)
-    assert guard.accepts(torch.tensor(math.inf))
+    guard = FiniteGuard(Train(amp="fp16"), Progress(), lambda *what: None)
+    guard.check((1.0,), 0.0)
+    assert guard.accepts(1.0, torch.tensor(math.inf))
     guard.settle()
 
 
-# Owners
+# Locks
 
 
 @light_and_full(3, 20)
-def test_of_two_launches_one_wins(amount: int, runs: Runs, nursery: Nursery, tmp_path: Path, figure: Callable):
+def test_of_two_launches_one_wins(amount: int, runs: Runs, fork_server: ForkServer, tmp_path: Path, figure: Callable):
     rng = random.Random(0)
     for race in range(amount):
         output = tmp_path / str(race)
         command = [*runs.command, "--output", str(output)]
         jobs = []
         for name in "ab":
-            jobs.append(nursery.start(command, tmp_path / f"{race}{name}.log"))
+            jobs.append(fork_server.start(command, tmp_path / f"{race}{name}.log"))
             time.sleep(rng.random() * 0.1)
         statuses = [job.wait()[0] for job in jobs]
         assert sorted(statuses) == [0, 2]
@@ -377,7 +382,7 @@ def test_of_two_launches_one_wins(amount: int, runs: Runs, nursery: Nursery, tmp
     figure("X1", f"{amount}/{amount} races: one winner, undisturbed")
 
 
-def test_a_dead_owner_is_no_owner(runs: Runs):
+def test_the_lock_of_a_dead_process_is_free(runs: Runs):
     statuses, _, output = runs.launch(("train.nn.utils.clip_grad_norm_", 3, "SIGKILL"), more=["data.workers=2"])
     assert statuses == [-9]
     assert runs.launch(output=output)[0] == [0]

@@ -98,7 +98,7 @@ def test_the_zoo_is_large():
 def test_training_skips_and_counts(zoo_root, capsys, size, workers):
     """The order without the broken images, in as many batches as with them, on every rank."""
     batch_size = 18 * size
-    epoch, seen, told = NUM // batch_size * batch_size, [], set()
+    epoch, seen, reported = NUM // batch_size * batch_size, [], set()
     for rank in range(size):
         run, world = make_run(zoo_root, NUM, workers, batch_size), World(CPU.device, rank, size)
         loader, _, augment = create_loaders(run, world, img_size=16, num_classes=NUM)
@@ -117,9 +117,9 @@ def test_training_skips_and_counts(zoo_root, capsys, size, workers):
             mixed, targets = augment(images, labels)
             assert len(mixed) == len(targets)
         seen += order
-        told |= {line.removeprefix("skipped: ").split("/")[0] for line in capsys.readouterr().err.splitlines()}
+        reported |= {line.removeprefix("skipped: ").split("/")[0] for line in capsys.readouterr().err.splitlines()}
     assert len(seen) == len(set(seen)) == epoch
-    assert told == BROKEN & set(seen)
+    assert reported == BROKEN & set(seen)
 
 
 def test_training_stops_above_the_limit(zoo_root):

@@ -25,7 +25,7 @@ CONFIGS = [path for path in CONFIGS if path.parent.name != "ablation"]
 
 
 class Fault(NamedTuple):
-    """A file with a fault, and the line that has to be named; None: which is a matter of taste."""
+    """A file with a fault, and the line that the message must name; None: any line will do."""
 
     content: bytes
     line: int | None = None
@@ -33,16 +33,16 @@ class Fault(NamedTuple):
 
 def options_of(run: Run) -> Iterator[tuple[tuple[str | int, ...], dataclasses.Field, Any]]:
     """Path, field and type of every option."""
-    parts = {(name,): getattr(run, name) for name in ("data", "augment", "optim", "schedule", "train")}
+    sections = {(name,): getattr(run, name) for name in ("data", "augment", "optim", "schedule", "train")}
     model = dict(run.model)
-    parts["model",] = parse_model(model.pop("name"), model)
+    sections["model",] = parse_model(model.pop("name"), model)
     stages = enumerate(run.attention) if isinstance(run.attention, list) else [(None, run.attention)]
     for stage, options in stages:
         path = ("attention",) if stage is None else ("attention", stage)
-        parts[path] = AttentionFactory.from_options(options).config
-    for path, part in parts.items():
-        types_of = typing.get_type_hints(type(part))
-        for field in dataclasses.fields(part):
+        sections[path] = AttentionFactory.from_options(options).config
+    for path, section in sections.items():
+        types_of = typing.get_type_hints(type(section))
+        for field in dataclasses.fields(section):
             yield (*path, field.name), field, types_of[field.name]
 
 
@@ -385,6 +385,6 @@ def test_200_faults_are_refused(folder, figure):
     figure("F1", refuse_all(folder, 200, CONFIGS[::20]))
 
 
-@pytest.mark.battery
+@pytest.mark.stress
 def test_2000_faults_are_refused(folder, figure):
     figure("F1", refuse_all(folder, 2000, CONFIGS))

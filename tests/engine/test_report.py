@@ -1,4 +1,4 @@
-"""What a run says: console, metrics.jsonl and TensorBoard, by the primary rank alone."""
+"""The records of a run: console, metrics.jsonl and TensorBoard, by the primary rank alone."""
 
 import json
 import math
@@ -26,7 +26,7 @@ RUN = Run(
 IMAGES = torch.tensor([0.0, 0.5, 1.0])[:, None, None, None] * torch.ones(3, 3, 4, 4)
 
 
-def tell(directory: Path | None) -> None:
+def record_run(directory: Path | None) -> None:
     """A run of one update."""
     report = Report(directory, RUN, Progress(), total_steps=1, device=CPU)
     report.start(0, processes=1, parameters=1234, macs=5678)
@@ -45,7 +45,7 @@ def records(directory: Path) -> list[dict]:
 
 
 def test_records(tmp_path: Path):
-    tell(tmp_path)
+    record_run(tmp_path)
     start, train, evaluation, final = records(tmp_path)
     assert {**start, "processes": 1, "parameters": 1234, "macs": 5678} == start
     assert {"kind": "start", "epoch": 0, "step": 0}.items() <= start.items()
@@ -61,7 +61,7 @@ def test_records(tmp_path: Path):
 
 
 def test_console(tmp_path: Path, capsys: pytest.CaptureFixture):
-    tell(tmp_path)
+    record_run(tmp_path)
     start, train, evaluation, final = capsys.readouterr().out.splitlines()
     assert start == "start  epoch 0/2  step 0/1  1,234 parameters  5,678 MACs"
     assert train.startswith("train  epoch 1/2  step 1/1  loss 2.5000  lr 1.00e-03  gradient inf  ")
@@ -72,7 +72,7 @@ def test_console(tmp_path: Path, capsys: pytest.CaptureFixture):
 
 def test_progress_bar_on_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    tell(tmp_path)
+    record_run(tmp_path)
     out, err = capsys.readouterr()
     assert "train " not in out
     assert "1/1" in err
@@ -80,7 +80,7 @@ def test_progress_bar_on_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_tensorboard(tmp_path: Path):
-    tell(tmp_path)
+    record_run(tmp_path)
     assert sum(path.is_dir() for path in tmp_path.iterdir()) == 0  # hyper-parameters are no run of their own
     events = EventAccumulator(str(tmp_path)).Reload()
     scalars = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
@@ -94,7 +94,7 @@ def test_tensorboard(tmp_path: Path):
 
 
 def test_images_are_shown_as_they_look(tmp_path: Path):
-    tell(tmp_path)
+    record_run(tmp_path)
     grid = EventAccumulator(str(tmp_path)).Reload().Images("train/images")[0]
     (tmp_path / "grid.png").write_bytes(grid.encoded_image_string)
     with Image.open(tmp_path / "grid.png") as image:
@@ -104,16 +104,16 @@ def test_images_are_shown_as_they_look(tmp_path: Path):
 
 
 def test_what_will_be_repeated_is_dropped(tmp_path: Path):
-    tell(tmp_path)
+    record_run(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')  # the process died while writing
     Report(tmp_path, RUN, Progress(), total_steps=1, device=CPU).close()
     assert [record["kind"] for record in records(tmp_path)] == ["start"]
 
 
-def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+def test_other_ranks_record_nothing(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    tell(None)
+    record_run(None)
     assert capsys.readouterr() == ("", "")
     assert not any(tmp_path.iterdir())
 

@@ -1,6 +1,6 @@
-"""Nothing is lost: killed, stopped and repeated, a run ends in the same bits as one that was left alone.
+"""Killed, stopped and resumed, a run ends bit-identical to an undisturbed one.
 
-The rows R1 to R5, S1, G1 and M1 of the battery; all that is random is on.
+The rows R1 to R5, S1, G1 and M1 of the stress suite, with all random augmentation and regularisation on.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ import pytest
 import torch
 import yaml
 
-from engine.checkpoint import find
-from tests.support.launcher import Fault, Job, Nursery
+from engine.checkpoint import find_checkpoint, list_differences, save_checkpoint
+from tests.support.launcher import Fault, ForkServer, Job
 
 RUN = {
     "model": {
@@ -44,7 +44,7 @@ RUN = {
         "log_every": 4,
     },
 }
-"""Two epochs of six updates, on the 50 digits to which the launcher keeps."""
+"""Two epochs of six updates, on the 50 digits that the launcher leaves."""
 
 LARA = "attention={name: lara, num_landmarks: 4}"
 
@@ -53,21 +53,25 @@ STEPS = 12
 WITHIN_STEP = [
     "train.seed_everything",
     "train.nn.utils.clip_grad_norm_",
-    "engine.finite.FiniteGuard.see_loss",
+    "train.exchange",
     "train.ModelEmaV3.update",
     "engine.report.Report.end_step",
 ]
 """Functions called once an update."""
 
 LAST = ("engine.evaluate.autocast", 9, "SIGKILL")
-"""Kills a run within its last evaluation, when no update is left."""
+"""Kills a run in its last evaluation, when no update is left."""
 
 KILLS: dict[str, list[tuple[str, int, str]]] = {
     "step": [(target, STEPS, "SIGKILL") for target in WITHIN_STEP],
-    "write": [("os.replace", 16, "SIGKILL"), ("os.fsync", 32, "SIGKILL"), ("engine.files.write_whole", 16, "half")],
+    "write": [
+        ("os.replace", 16, "SIGKILL"),
+        ("os.fsync", 32, "SIGKILL"),
+        ("engine.files.write_atomically", 16, "half"),
+    ],
     "evaluation": [("engine.evaluate.autocast", 12, "SIGKILL")],
 }
-"""Where a run is killed: function, how often an undisturbed run calls it at least, what happens."""
+"""Where a run is killed: function, the least number of calls in an undisturbed run, what happens."""
 
 
 def digest(value, hasher=None) -> str:
@@ -89,31 +93,31 @@ def digest(value, hasher=None) -> str:
 
 
 def records(directory: Path) -> list[dict]:
-    """What `metrics.jsonl` says of the training, but for times and memory."""
+    """The records of `metrics.jsonl`, without times and memory."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     measured = {"images_per_second", "step_seconds", "memory_mb", "data_wait"}
     return [{k: v for k, v in line.items() if k not in measured} for line in lines if line["kind"] != "start"]
 
 
 def outcome(job: Job, directory: Path, before: Job | None = None) -> dict[str, str | list]:
-    """All that two runs must share: every part of the last checkpoint, random state after the last update, records.
+    """What must be the same in two runs: the last checkpoint, the random state after the last update, the records.
 
-    The last update may have been made by the launch `before`, and only the evaluation have been left.
+    The last update may have been made by the launch `before`, so that only the evaluation was left.
     """
-    _, last = find(directory, "last")
-    parts = {name: digest(part) for name, part in last.items() if name != "config"}
-    parts["step"] = str(last["progress"]["step"])
-    assert {"model", "ema", "optimizer", "scaler", "progress"} <= parts.keys()
-    told = job.said("random") or before.said("random")
-    states = [state for step, state in told if step == parts["step"]]
-    return parts | {"random": states, "records": records(directory)}
+    _, last = find_checkpoint(directory, "last")
+    digests = {name: digest(value) for name, value in last.items() if name != "config"}
+    digests["step"] = str(last["progress"]["step"])
+    assert {"model", "ema", "optimizer", "scaler", "progress"} <= digests.keys()
+    random_states = job.recorded("random") or before.recorded("random")
+    states = [state for step, state in random_states if step == digests["step"]]
+    return digests | {"random": states, "records": records(directory)}
 
 
 class Runs:
-    """Runs of RUN with the same overrides, and what the undisturbed one comes to."""
+    """Runs of RUN with the same overrides, and the outcome of an undisturbed one."""
 
-    def __init__(self, nursery: Nursery, directory: Path, overrides: Sequence[str] = (), ranks: int = 1):
-        self.nursery, self.directory, self.ranks, self.count = nursery, directory, ranks, 0
+    def __init__(self, fork_server: ForkServer, directory: Path, overrides: Sequence[str] = (), ranks: int = 1):
+        self.fork_server, self.directory, self.ranks, self.count = fork_server, directory, ranks, 0
         directory.mkdir(exist_ok=True)
         config = directory / "run.yaml"
         config.write_text(yaml.safe_dump(RUN))
@@ -123,15 +127,15 @@ class Runs:
         self.expected = outcome(job, output)
 
     def launch(self, *faults: Fault, output: Path | None = None, rank: int = 0, more: Sequence[str] = ()):
-        """Statuses, job and directory of a launch: in a new directory unless one is given."""
+        """The statuses, job and directory of a launch, in a new directory unless one is given."""
         self.count += 1
         output = output or self.directory / f"run{self.count}"
         command = [*self.command, *more, "--output", str(output)]
         log = self.directory / f"{self.count}.log"
-        return *self.nursery.run(command, log, {rank: faults}, self.ranks), output
+        return *self.fork_server.run(command, log, {rank: faults}, self.ranks), output
 
     def survives(self, *faults: Fault, rank: int = 0) -> list[int]:
-        """Exit statuses of a launch with faults, after which the same command ends as if there had been none."""
+        """The exit statuses of a launch with faults, after which the same command ends as if there had been none."""
         statuses, before, output = self.launch(*faults, rank=rank)
         again, job, _ = self.launch(output=output)
         assert again == [0] * self.ranks, job.text
@@ -140,12 +144,12 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Runs:
-    return Runs(nursery, tmp_path_factory.mktemp("runs"))
+def runs(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(fork_server, tmp_path_factory.mktemp("runs"))
 
 
 def light_and_full(light: int, full: int):
-    return pytest.mark.parametrize("amount", [light, pytest.param(full, marks=pytest.mark.battery)])
+    return pytest.mark.parametrize("amount", [light, pytest.param(full, marks=pytest.mark.stress)])
 
 
 def choose_kill(rng: random.Random, place: str) -> Fault:
@@ -170,7 +174,7 @@ def test_an_evaluation_may_be_all_that_is_left(runs: Runs):
 def test_log_steps_increase_through_many_kills(amount: int, runs: Runs, figure: Callable):
     rng, output, more = random.Random(2), None, [f"schedule.epochs={amount}"]
     for _ in range(amount):
-        fault = ("engine.finite.FiniteGuard.see_loss", rng.randint(2, 5), "SIGKILL")
+        fault = ("train.exchange", rng.randint(2, 5), "SIGKILL")
         statuses, _, output = runs.launch(fault, output=output, more=more)
         assert statuses == [-9]
     assert runs.launch(output=output, more=more)[0] == [0]
@@ -192,22 +196,22 @@ LIGHT_CELLS = [(0, 1, 2, "bf16"), (2, 1, 1, "null"), (0, 2, 1, "bf16"), (2, 2, 2
 
 @pytest.mark.parametrize(
     ("cell", "amount"),
-    [(cell, 1) for cell in LIGHT_CELLS] + [pytest.param(cell, 3, marks=pytest.mark.battery) for cell in CELLS],
+    [(cell, 1) for cell in LIGHT_CELLS] + [pytest.param(cell, 3, marks=pytest.mark.stress) for cell in CELLS],
 )
-def test_any_way_to_run_resumes(cell, amount: int, nursery: Nursery, tmp_path: Path, figure: Callable):
+def test_any_way_to_run_resumes(cell, amount: int, fork_server: ForkServer, tmp_path: Path, figure: Callable):
     """The last of the kills with LARA, the others with EVA."""
     workers, ranks, accumulation, amp = cell
     overrides = [f"data.workers={workers}", f"train.grad_accum_steps={accumulation}", f"train.amp={amp}"]
     rng = random.Random(str(cell))
     for mechanism, kills in (([], amount - 1), ([LARA], 1)):
         if kills:
-            runs = Runs(nursery, tmp_path / str(kills > 1 or mechanism), [*overrides, *mechanism], ranks)
+            runs = Runs(fork_server, tmp_path / str(kills > 1 or mechanism), [*overrides, *mechanism], ranks)
             for _ in range(kills):
                 assert -9 in runs.survives(choose_kill(rng, "step"))
     figure("R3", f"{amount}/{amount} kills: workers {workers}, ranks {ranks}, accumulation {accumulation}, amp {amp}")
 
 
-def test_images_owe_nothing_to_the_workers(runs: Runs):
+def test_images_do_not_depend_on_the_workers(runs: Runs):
     statuses, job, output = runs.launch(more=["data.workers=2"])
     assert statuses == [0]
     assert outcome(job, output) == runs.expected
@@ -215,19 +219,19 @@ def test_images_owe_nothing_to_the_workers(runs: Runs):
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
 def test_every_image_comes_once_at_another_number_of_processes(
-    before: int, after: int, nursery: Nursery, runs: Runs, figure: Callable
+    before: int, after: int, fork_server: ForkServer, runs: Runs, figure: Callable
 ):
     log, output = runs.directory / f"{before}to{after}.log", runs.directory / f"{before}to{after}"
     command = [*runs.command, "--output", str(output)]
-    statuses, job = nursery.run(command, log, {0: [("train.nn.utils.clip_grad_norm_", 3, "SIGTERM")]}, before)
+    statuses, job = fork_server.run(command, log, {0: [("train.nn.utils.clip_grad_norm_", 3, "SIGTERM")]}, before)
     assert statuses == [75] * before
-    places = job.said("place")
-    statuses, job = nursery.run(command, log, ranks=after)
+    places = job.recorded("place")
+    statuses, job = fork_server.run(command, log, ranks=after)
     assert 2 in statuses
     assert f"  processes: {before} there, {after} here" in job.text.splitlines()
-    statuses, job = nursery.run([*command, "--allow-change", "processes"], log, ranks=after)
+    statuses, job = fork_server.run([*command, "--allow-change", "processes"], log, ranks=after)
     assert statuses == [0] * after, job.text
-    places += job.said("place")
+    places += job.recorded("place")
     for epoch in "01":
         indices, positions = zip(*((int(index), int(p)) for index, e, p in places if e == epoch), strict=True)
         assert sorted(positions) == list(range(48))
@@ -254,9 +258,55 @@ def test_other_options_are_refused_until_allowed(runs: Runs, figure: Callable):
     assert {path.name: path.read_bytes() for path in output.iterdir() if path.name != "lock"} == before
     allowed = ["--allow-change", "optim.weight_decay", "optim.weight_decay=0.01", "train.log_every=3"]
     assert runs.launch(output=output, more=allowed)[0] == [0]
-    groups = find(output, "last")[1]["optimizer"]["param_groups"]
+    groups = find_checkpoint(output, "last")[1]["optimizer"]["param_groups"]
     assert {group["weight_decay"] for group in groups} == {0.0, 0.01}
     figure("R5", "changed options refused key by key, allowed ones take effect")
+
+
+def stop_with_config(runs: Runs, change: Callable[[dict], None]) -> Path:
+    """The directory of a run that was stopped early, with another configuration in its checkpoint."""
+    statuses, _, output = runs.launch(("train.nn.utils.clip_grad_norm_", 3, "SIGTERM"))
+    assert statuses == [75]
+    path, checkpoint = find_checkpoint(output, "last")
+    change(checkpoint["config"])
+    save_checkpoint(path, checkpoint)
+    return output
+
+
+def test_a_configuration_that_is_written_otherwise_is_the_same(runs: Runs):
+    """As by an older version: options that it did not write out yet have their defaults."""
+
+    def shorten(config: dict) -> None:
+        config["attention"] = RUN["attention"]
+        del config["train"]["timeout_minutes"], config["augment"]
+
+    output = stop_with_config(runs, shorten)
+    statuses, job, _ = runs.launch(output=output)
+    assert statuses == [0], job.text
+    assert outcome(job, output) == runs.expected
+
+
+def test_a_configuration_that_cannot_be_read_is_refused_in_one_line(runs: Runs):
+    output = stop_with_config(runs, lambda config: config["attention"].update(window_sides=3))
+    statuses, job, _ = runs.launch(output=output)
+    assert statuses == [2]
+    (line,) = job.text.splitlines()
+    assert line.startswith(
+        f"error: {output}/step_4.pt: this version cannot resume it; its configuration: attention(eva)"
+    )
+    assert line.endswith(".window_sides: unknown option; did you mean 'window_size'?")
+
+
+def test_only_the_mode_of_a_mechanism_may_differ_by_itself():
+    there = {"attention.released": True, "attention.2.released": True, "attention.scale": 0.5, "data.workers": 1}
+    here = there | {"attention.released": False, "data.workers": 2}
+    assert list_differences(there, here) == []
+    del here["attention.2.released"]  # an option that came later
+    assert list_differences(there, here) == list_differences(here, there) == []
+    here |= {"attention.scale": 1.0, "model.released": True}
+    lines = ["attention.scale: 0.5 there, 1.0 here", "model.released: absent there, True here"]
+    assert list_differences(there, here) == lines
+    assert list_differences(there, here, ["attention.scale"]) == lines[1:]
 
 
 def test_a_change_that_is_allowed_may_touch_every_state(runs: Runs):
@@ -265,7 +315,7 @@ def test_a_change_that_is_allowed_may_touch_every_state(runs: Runs):
     more = [word for key, value in changes.items() for word in ("--allow-change", key, f"{key}={value}")]
     statuses, job, _ = runs.launch(output=output, more=more)
     assert statuses == [0], job.text
-    assert find(output, "last")[1]["progress"]["step"] == 3 + (50 - 24) // 6 + 50 // 6
+    assert find_checkpoint(output, "last")[1]["progress"]["step"] == 3 + (50 - 24) // 6 + 50 // 6
 
 
 def test_a_finished_run_says_so(runs: Runs):
@@ -279,17 +329,19 @@ def test_a_finished_run_says_so(runs: Runs):
 
 @light_and_full(2, 10)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_stopped_run_loses_nothing(ranks: int, amount: int, nursery: Nursery, tmp_path: Path, figure: Callable):
-    runs, rng, slowest = Runs(nursery, tmp_path / "runs", ranks=ranks), random.Random(ranks), 0.0
+def test_a_stopped_run_loses_nothing(
+    ranks: int, amount: int, fork_server: ForkServer, tmp_path: Path, figure: Callable
+):
+    runs, rng, slowest = Runs(fork_server, tmp_path / "runs", ranks=ranks), random.Random(ranks), 0.0
     for _ in range(amount):
         place = rng.choice(list(KILLS))
         target, call, _ = choose_kill(rng, place)
         rank = 0 if place == "write" else rng.randrange(ranks)
         statuses, job, output = runs.launch((target, call, "SIGTERM"), rank=rank)
-        slowest = max(slowest, time.monotonic() - float(job.said("hurt")[0][0]))
+        slowest = max(slowest, time.monotonic() - float(job.recorded("fault")[0][0]))
         assert statuses in ([75] * ranks, [0] * ranks), job.text
-        done = int(job.said("random")[-1][0])
-        assert find(output, "last")[1]["progress"]["step"] == done
+        done = int(job.recorded("random")[-1][0])
+        assert find_checkpoint(output, "last")[1]["progress"]["step"] == done
         statuses, again, _ = runs.launch(output=output)
         assert statuses == [0] * ranks
         assert outcome(again, output, job) == runs.expected
@@ -302,8 +354,8 @@ def test_a_seed_decides_everything(runs: Runs, figure: Callable):
     assert outcome(job, output) == runs.expected
     _, job, output = runs.launch(more=["train.seed=1"])
     other = outcome(job, output)
-    assert all(other[part] != runs.expected[part] for part in ("model", "ema", "optimizer", "random", "records"))
-    figure("G1", "the same seed twice: same bits; another seed: all parts differ")
+    assert all(other[name] != runs.expected[name] for name in ("model", "ema", "optimizer", "random", "records"))
+    figure("G1", "the same seed twice: same bits; another seed: everything differs")
 
 
 @light_and_full(600, 3000)
@@ -313,7 +365,7 @@ def test_a_long_run_takes_no_more_memory(amount: int, runs: Runs, figure: Callab
     more = [f"schedule.epochs={amount // 6}", *rare, *plain]
     statuses, job, _ = runs.launch(more=more)
     assert statuses == [0]
-    step, memory, files = np.array(job.said("memory"), float).T[:, amount // 3 :]
+    step, memory, files = np.array(job.recorded("memory"), float).T[:, amount // 3 :]
     slope = 1000 * np.polyfit(step, memory, 1)[0]
     assert len(set(files)) == 1
     assert slope < 1

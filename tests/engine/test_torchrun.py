@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import train
-from engine.checkpoint import find
+from engine.checkpoint import find_checkpoint
 
 ROOT = Path(train.__file__).parent
 
@@ -57,21 +57,21 @@ def test_two_processes_train_as_one(tmp_path: Path):
     done = torchrun("train.py", str(config), "train.grad_accum_steps=5", "--output", str(tmp_path / "two"))
     assert done.returncode == 0, done.stderr
 
-    one, two = (find(tmp_path / run, "last")[1] for run in ("one", "two"))
+    one, two = (find_checkpoint(tmp_path / run, "last")[1] for run in ("one", "two"))
     assert one["progress"]["step"] == two["progress"]["step"] == 20
-    for part in ("model", "ema"):
-        difference = sum((two[part][name] - value).double().square().sum() for name, value in one[part].items())
-        assert difference.sqrt() < 1e-5 * sum(v.double().square().sum() for v in one[part].values()).sqrt()
+    for weights in ("model", "ema"):
+        difference = sum((two[weights][name] - value).double().square().sum() for name, value in one[weights].items())
+        assert difference.sqrt() < 1e-5 * sum(v.double().square().sum() for v in one[weights].values()).sqrt()
     one, two = one["progress"]["metrics"], two["progress"]["metrics"]
     assert one["images"] == two["images"] == 360
     assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
     assert one["top1"] == two["top1"]
 
     texts = [(tmp_path / run / "metrics.jsonl").read_text() for run in ("one", "two")]
-    said = [[json.loads(line) for line in text.splitlines()] for text in texts]
-    assert [line["kind"] for line in said[1]] == ["start", "train", "eval", "final"]  # one process writes
-    assert said[1][0]["processes"] == 2
-    assert said[0][1]["loss"] == pytest.approx(said[1][1]["loss"], rel=1e-5)  # the mean over both
+    records = [[json.loads(line) for line in text.splitlines()] for text in texts]
+    assert [line["kind"] for line in records[1]] == ["start", "train", "eval", "final"]  # one process writes
+    assert records[1][0]["processes"] == 2
+    assert records[0][1]["loss"] == pytest.approx(records[1][1]["loss"], rel=1e-5)  # the mean over both
 
 
 def test_a_batch_that_cannot_be_divided_is_refused_once(

@@ -1,4 +1,4 @@
-"""The training script: optimiser, schedule, precision, the loop's switches, and what it refuses."""
+"""The training script: optimiser, schedule, precision, switches, and the input that it refuses."""
 
 import json
 import math
@@ -12,7 +12,7 @@ from torch import nn
 
 import train
 from attention import ATTENTION
-from engine.checkpoint import find
+from engine.checkpoint import find_checkpoint
 from engine.optim import create_optimizer, create_schedule
 from engine.schema import Optim, Schedule
 from models import create_model
@@ -42,7 +42,7 @@ def start(directory: Path, *overrides: str) -> dict:
     config = directory / "run.yaml"
     config.write_text(yaml.safe_dump(RUN))
     train.main([str(config), *overrides, "--output", str(directory / "run")])
-    return find(directory / "run", "last")[1]
+    return find_checkpoint(directory / "run", "last")[1]
 
 
 def relative_rms(state: dict, expected: dict) -> float:
@@ -56,7 +56,7 @@ def test_the_script_fits_on_250_lines():
     assert len(Path(train.__file__).read_text().splitlines()) <= 250
 
 
-def test_initial_deviation_is_that_of_all_linear_layers():
+def test_initial_std_is_that_of_all_linear_layers():
     model = create_model("deit", attention="eva", img_size=56, patch_size=4, embed_dim=48, depth=1, init_std=0.1)
     linears = [module for module in model.modules() if isinstance(module, nn.Linear) and module.weight.numel() > 1000]
     assert len(linears) == 5

@@ -12,7 +12,7 @@ import torch
 
 import train
 import validate
-from engine.checkpoint import find
+from engine.checkpoint import find_checkpoint
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -52,7 +52,7 @@ def flat(report: dict) -> dict:
 
 @pytest.mark.parametrize("weights", ["best", "last"])
 def test_metrics_are_those_of_training(run_directory, capsys, weights):
-    path, recorded = find(run_directory, weights)
+    path, recorded = find_checkpoint(run_directory, weights)
     report = read_report(capsys, run_directory, "--weights", weights)
     assert (report["checkpoint"], report["epoch"]) == (str(path), recorded["progress"]["epoch"])
     assert flat(report) == pytest.approx(recorded["progress"]["metrics"], rel=1e-6)  # batches of another size
@@ -68,7 +68,7 @@ def test_batch_size_does_not_matter(run_directory, capsys):
 
 def test_the_checkpoint_is_enough(run_directory, tmp_path, capsys):
     copy = tmp_path / "any name"
-    copy.write_bytes(find(run_directory, "last")[0].read_bytes())
+    copy.write_bytes(find_checkpoint(run_directory, "last")[0].read_bytes())
     report = read_report(capsys, copy, "data.val_split=train")
     assert report["plain"]["images"] == report["EMA"]["images"] == 1437
 
@@ -85,7 +85,7 @@ def test_the_table_has_one_line_for_each_set_of_weights(run_directory, capsys):
     report = read_report(capsys, run_directory)
     validate.main([str(run_directory)])
     title, header, plain, ema = capsys.readouterr().out.splitlines()
-    assert title == f"{find(run_directory, 'best')[0]}, epoch {report['epoch']}"
+    assert title == f"{find_checkpoint(run_directory, 'best')[0]}, epoch {report['epoch']}"
     assert header.split() == ["weights", "images", "top-1", "%", "top-5", "%", "loss"]
     for line, name in ((plain, "plain"), (ema, "EMA")):
         metrics = report[name]
@@ -94,7 +94,7 @@ def test_the_table_has_one_line_for_each_set_of_weights(run_directory, capsys):
 
 
 def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
-    _, checkpoint = find(run_directory, "last")
+    _, checkpoint = find_checkpoint(run_directory, "last")
     del checkpoint["ema"]
     torch.save(checkpoint, tmp_path / "plain.pt")
     report = read_report(capsys, tmp_path / "plain.pt")
@@ -120,7 +120,7 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
 def test_bad_input_is_one_line(run_directory, tmp_path, monkeypatch, capsys, arguments, problem):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    content = find(run_directory, "last")[0].read_bytes()
+    content = find_checkpoint(run_directory, "last")[0].read_bytes()
     Path("good.pt").write_bytes(content)
     Path("half.pt").write_bytes(content[: len(content) // 2])
     Path("text.pt").write_text("model: deit\n")

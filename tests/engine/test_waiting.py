@@ -1,4 +1,4 @@
-"""The time spent waiting for data, by a clock that stands still unless it is told to go."""
+"""The time spent waiting for data, by a clock that the test moves."""
 
 import json
 import time
@@ -6,7 +6,6 @@ import time
 import pytest
 import torch
 
-from engine import waiting
 from engine.checkpoint import Progress
 from engine.report import Report
 from engine.schema import Data, Run
@@ -30,7 +29,7 @@ def clock(monkeypatch) -> Clock:
 
 
 def deliver(clock: Clock, seconds: list[float]):
-    """Batches each of which takes its time."""
+    """Batches that take so many seconds each."""
     for i, delay in enumerate(seconds):
         clock.now += delay
         yield i
@@ -38,7 +37,6 @@ def deliver(clock: Clock, seconds: list[float]):
 
 def test_only_the_wait_counts(clock):
     wait = DataWait(CPU)
-    assert waiting.time is time
     batches = wait.watch(deliver(clock, [3.0, 1.0, 0.5]))
     for expected in (0, 1):
         assert next(batches) == expected
@@ -54,19 +52,19 @@ def test_the_log_shows_the_share_and_says_once_when_a_run_is_input_bound(clock, 
     run = Run(model={"name": "deit_tiny_p16"}, attention="softmax", data=Data(dataset="digits", workers=3))
     report = Report(tmp_path, run, Progress(), 6, CPU)
     report.begin_epoch()
-    told = []
+    printed = []
     for _ in report.wait.watch(deliver(clock, [share / 100] * 6)):
         clock.now += 1 - share / 100
         report.end_step()
         if report.step % 2 == 0:
             report.train(1, loss=1.0)
-            told.append(capsys.readouterr().out)
+            printed.append(capsys.readouterr().out)
     report.close()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["data_wait"] for record in records] == pytest.approx([share] * 3)
-    assert all(f"{share} % waiting for data" in text for text in told)
+    assert all(f"{share} % waiting for data" in text for text in printed)
     remedy = "input-bound: 40 % of the time goes into waiting for data; raise data.workers (= 3)"
-    assert [remedy in text for text in told] == [False, share == 40, False]  # the workers start in the first
+    assert [remedy in text for text in printed] == [False, share == 40, False]  # the workers start in the first
 
 
 @pytest.mark.gpu

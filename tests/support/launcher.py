@@ -1,7 +1,7 @@
-"""Starts train.py over and over in processes that can be killed, and hurts them at chosen points.
+"""Starts train.py many times, in processes that can be killed, and injects faults.
 
-Run as a script it is the nursery: it has imported everything once, and forks a process for every line it reads. The
-points are calls of functions of the product, found by name: the product knows nothing of them.
+Run as a script this is the fork server: it imports everything once, and forks a process for every request it reads. A
+fault strikes at a call of a function, found by name, so that the code under test contains nothing for it.
 """
 
 import errno
@@ -26,20 +26,20 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 Fault = tuple[str, int, str]
-"""A function, which of its calls, and what happens then: the name of a signal, or a key of `ACTIONS`."""
+"""A function, the number of the call, and what happens then: the name of a signal, or a key of `ACTIONS`."""
 
 
 @dataclass
 class Job:
     """The processes of one launch: one, or the ranks of a group."""
 
-    nursery: "Nursery"
+    server: "ForkServer"
     pids: list[int]
     log: Path
 
     def wait(self, timeout: float = 300) -> list[int]:
-        """Exit statuses, by rank; negative: the number of the signal that ended it."""
-        return [self.nursery.ask(wait=pid, timeout=timeout) for pid in self.pids]
+        """Exit statuses, by rank; negative: the number of the signal that ended the process."""
+        return [self.server.ask(wait=pid, timeout=timeout) for pid in self.pids]
 
     def signal(self, name: str, rank: int = 0) -> None:
         os.kill(self.pids[rank], signal.Signals[name])
@@ -48,14 +48,14 @@ class Job:
     def text(self) -> str:
         return self.log.read_text()
 
-    def said(self, word: str) -> list[list[str]]:
-        """What all ranks told under the heading `word`, by rank; see `show_state`."""
+    def recorded(self, kind: str) -> list[list[str]]:
+        """The words of all records of a kind, rank after rank; see `record`."""
         lines = [line for rank in range(len(self.pids)) for line in Path(f"{self.log}.{rank}").read_text().splitlines()]
-        return [line.split()[1:] for line in lines if line.startswith(f"{word} ")]
+        return [line.split()[1:] for line in lines if line.startswith(f"{kind} ")]
 
 
-class Nursery:
-    """The process that forks, seen from the tests."""
+class ForkServer:
+    """The tests' connection to the fork server."""
 
     def __init__(self) -> None:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -64,6 +64,7 @@ class Nursery:
         )
 
     def ask(self, **request: Any) -> Any:
+        """Sends a request; its answer."""
         print(json.dumps(request), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
 
@@ -76,9 +77,10 @@ class Nursery:
         script: str = "train",
         **more: Any,
     ) -> Job:
-        """Starts the script with `command` in `ranks` processes, of which those named in `faults` meet these.
+        """Starts the script with the arguments `command` in `ranks` processes.
 
-        `more`: "limit": bytes beyond which no file may grow.
+        Args:
+            faults: rank -> its faults. more: "limit": the largest file in bytes.
         """
         environment = {}
         if ranks > 1:
@@ -89,14 +91,18 @@ class Nursery:
         pids = []
         for rank in range(ranks):
             Path(f"{log}.{rank}").write_text("")
-            own = environment and environment | {"RANK": rank, "LOCAL_RANK": rank}
-            hurt = (faults or {}).get(rank, [])
-            request = {"command": list(command), "log": str(log), "rank": rank, "faults": hurt, "environment": own}
+            request = {
+                "command": list(command),
+                "log": str(log),
+                "rank": rank,
+                "faults": (faults or {}).get(rank, []),
+                "environment": environment and environment | {"RANK": rank, "LOCAL_RANK": rank},
+            }
             pids.append(self.ask(start=script, **request, **more))
         return Job(self, pids, log)
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[list[int], Job]:
-        """`start`, and the exit statuses."""
+        """`start`, then waits; the exit statuses, and the job."""
         job = self.start(*args, **kwargs)
         return job.wait(), job
 
@@ -124,9 +130,6 @@ def _fail(*args: Any, **kwargs: Any) -> None:
     raise KeyError("a fault of the test")
 
 
-FACTS = Path(os.devnull)
-
-
 def _remove_output(path: Path, content: bytes) -> None:
     shutil.rmtree(path.parent)
 
@@ -140,14 +143,18 @@ ACTIONS: dict[str, Callable] = {
 }
 
 
-def tell(*words: Any) -> None:
-    """Says something to the test, apart from what the run says."""
-    with FACTS.open("a") as file:
+RECORDS = Path(os.devnull)
+"""Where this process writes records for the test, apart from the log of the run."""
+
+
+def record(*words: Any) -> None:
+    """Writes a record for the test; the first word is its kind."""
+    with RECORDS.open("a") as file:
         file.write(" ".join(map(str, words)) + "\n")
 
 
-def hurt(target: str, call: int, action: str) -> None:
-    """Makes the `call`-th call (from 1) of the function `target` do `action` first; 0: every call."""
+def inject(target: str, call: int, action: str) -> None:
+    """Makes the `call`-th call (from 1; 0: every call) of the function `target` do `action` first."""
     owner, name = pkgutil.resolve_name(target.rpartition(".")[0]), target.rpartition(".")[2]
     real, count = getattr(owner, name), 0
 
@@ -155,7 +162,7 @@ def hurt(target: str, call: int, action: str) -> None:
         nonlocal count
         count += 1
         if call in (0, count):
-            tell("hurt", time.monotonic())
+            record("fault", time.monotonic())
             if action in ACTIONS:
                 ACTIONS[action](*args, **kwargs)
             else:
@@ -165,8 +172,8 @@ def hurt(target: str, call: int, action: str) -> None:
     setattr(owner, name, function)
 
 
-def show_state() -> None:
-    """Prints the place of every training image, and after every update the digest of the random state and memory."""
+def record_state() -> None:
+    """Records the position of every training image, and after every update a digest of the random state, and memory."""
     import numpy as np
     import torch
 
@@ -177,20 +184,20 @@ def show_state() -> None:
 
     def function(self: Report) -> None:
         state = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()))  # noqa: NPY002
-        tell("random", self.step + 1, hashlib.sha256(state).hexdigest())
+        record("random", self.step + 1, hashlib.sha256(state).hexdigest())
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-        tell("memory", self.step + 1, resident, len(os.listdir("/proc/self/fd")))
+        record("memory", self.step + 1, resident, len(os.listdir("/proc/self/fd")))
         end_step(self)
 
-    def getitem_and_tell(self: SeededDataset, place: tuple[int, int, int]) -> Any:
-        tell("place", *place)
+    def getitem_and_record(self: SeededDataset, place: tuple[int, int, int]) -> Any:
+        record("place", *place)
         return getitem(self, place)
 
-    Report.end_step, SeededDataset.__getitem__ = function, getitem_and_tell
+    Report.end_step, SeededDataset.__getitem__ = function, getitem_and_record
 
 
 def use_few_images(train: int, val: int, patch: Callable = setattr) -> None:
-    """Leaves so many digits."""
+    """Shortens the digits to so many images of each split."""
     from engine.data import DigitsReader
 
     init = DigitsReader.__init__
@@ -203,10 +210,10 @@ def use_few_images(train: int, val: int, patch: Callable = setattr) -> None:
     patch(DigitsReader, "__init__", function)
 
 
-def child(request: dict[str, Any]) -> None:
-    """One process of a launch; does not return."""
-    global FACTS
-    FACTS = Path(f"{request['log']}.{request['rank']}")
+def run_child(request: dict[str, Any]) -> None:
+    """Runs the script in this process, one of a job, and ends it."""
+    global RECORDS
+    RECORDS = Path(f"{request['log']}.{request['rank']}")
     log = os.open(request["log"], os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
@@ -216,9 +223,9 @@ def child(request: dict[str, Any]) -> None:
     if "limit" in request:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"], request["limit"]))
     use_few_images(50, 24)
-    show_state()
+    record_state()
     for fault in request["faults"]:
-        hurt(*fault)
+        inject(*fault)
     status = 1
     try:
         __import__(request["start"]).main(request["command"])
@@ -236,6 +243,7 @@ def child(request: dict[str, Any]) -> None:
 
 
 def wait(pid: int, timeout: float) -> int:
+    """The exit status of a process; -99 if it was killed because it did not end in time."""
     end = time.monotonic() + timeout
     while time.monotonic() < end:
         done, status = os.waitpid(pid, os.WNOHANG)
@@ -253,11 +261,11 @@ def main() -> None:
     from bench.costs import Costs
 
     train.count_costs = lambda model, attention: Costs(0, 0)  # a third of the time of so short a run
-    if len(sys.argv) > 1:  # a rank of torchrun, which is hurt in its first life only
+    if len(sys.argv) > 1:  # a rank of torchrun; faults strike before a restart only
         request = json.loads(sys.argv[1])
-        rank, life = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
-        faults = request["faults"].get(rank, []) if life == "0" else []
-        child(request | {"rank": rank, "faults": faults, "environment": {}})
+        rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+        faults = request["faults"].get(rank, []) if restarts == "0" else []
+        run_child(request | {"rank": rank, "faults": faults, "environment": {}})
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:
         request = json.loads(line)
@@ -265,7 +273,7 @@ def main() -> None:
             pid = os.fork()
             if not pid:
                 answers.close()
-                child(request)
+                run_child(request)
             print(pid, file=answers, flush=True)
         else:
             print(wait(request["wait"], request["timeout"]), file=answers, flush=True)

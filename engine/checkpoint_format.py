@@ -1,8 +1,8 @@
-"""What a checkpoint file may contain, whoever made it: looked at before torch reads it.
+"""What a checkpoint file may contain, checked before torch reads it, because the file need not be trusted.
 
-`torch.load(weights_only=True)` runs no code, but it believes what a file says of the sizes of its tensors, and it makes
-whatever its own list of types allows, a byte array of a terabyte among them. A checkpoint of this project holds an
-uncompressed archive of plain values, ordered mappings and dense tensors; everything else is refused here.
+`torch.load(weights_only=True)` runs no code, but it trusts the tensor sizes that a file states, and creates any object
+of its list of types, a byte array of a terabyte among them. A checkpoint of this project is an uncompressed archive of
+plain values, ordered mappings and dense tensors; everything else is refused here.
 """
 
 import io
@@ -14,10 +14,10 @@ from collections import OrderedDict
 from typing import Any
 
 MAX_PICKLE = 2**21
-"""Bytes of the structure, tensors apart; 5,000 tensors take 0.6 MB."""
+"""Bytes of the pickle, without the tensors' data; that of 5,000 tensors has 0.6 MB."""
 
 MAX_PLAIN = 10_000
-"""Values of the plain part (the configuration), written out: what refers to itself would have no end."""
+"""Values in the metadata, with references written out: a value that contains itself would have no end."""
 
 MEMBER = re.compile(r"[^/]+/(data\.pkl|data/\d+|version|byteorder|\.[a-z_]+|\.data/serialization_id)")
 
@@ -25,7 +25,7 @@ OPERATIONS = re.compile(
     "PROTO|STOP|MARK|EMPTY_(DICT|LIST|TUPLE)|TUPLE[123]?|APPENDS?|SETITEMS?|NONE|NEWTRUE|NEWFALSE|BININT[12]?|LONG1"
     "|BINFLOAT|BINUNICODE|GLOBAL|REDUCE|BUILD|BINPERSID|(LONG_)?BIN(PUT|GET)"
 )
-"""What pickles of protocol 2, which torch writes, are made of; none makes room for more than the file holds."""
+"""Operations of the pickles that torch writes (protocol 2); none allocates more than the file holds."""
 
 ITEM_SIZE = {
     f"{name}Storage": size
@@ -35,12 +35,12 @@ ITEM_SIZE = {
 """torch's storage types -> bytes of an element."""
 
 
-def inspect(content: bytes) -> None:
-    """Reads the structure of a checkpoint's bytes without making a tensor.
+def validate_pickle(content: bytes) -> None:
+    """Checks the archive and the pickle of a checkpoint file without creating a tensor.
 
     Raises:
-        ValueError, pickle.UnpicklingError, zipfile.BadZipFile and others: the file holds anything that `save` does not
-            write, or claims more bytes than it has.
+        ValueError, pickle.UnpicklingError, zipfile.BadZipFile and others: the file holds anything that
+            `save_checkpoint` does not write, or claims more bytes than it has.
     """
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
         members = archive.infolist()
@@ -62,13 +62,13 @@ def inspect(content: bytes) -> None:
             raise ValueError(f"a pickle with {operation.name}")
         if operation.name in ("BINPUT", "LONG_BINPUT"):
             num_put += 1
-            if argument > num_put:  # Python makes room for as many objects as the number says
+            if argument > num_put:  # Python allocates a table of that size
                 raise ValueError("a pickle that numbers its objects at random")
     _Reader(structure, sizes).load()
 
 
 class _Reader(pickle.Unpickler):
-    """Makes the structure, with None for every tensor."""
+    """Unpickles plain values, with None for every tensor."""
 
     def __init__(self, structure: bytes, sizes: dict[str, int]):
         super().__init__(io.BytesIO(structure))
@@ -84,7 +84,7 @@ class _Reader(pickle.Unpickler):
         raise pickle.UnpicklingError(f"a pickle with {module}.{name}"[:100])
 
     def persistent_load(self, pid: tuple) -> int:
-        """Number of elements of a storage."""
+        """The number of elements of a storage."""
         kind, item_size, key, _, num_elements = pid
         if kind != "storage" or self.sizes.get(f"data/{key}") != item_size * num_elements:
             raise ValueError(f"a tensor of {num_elements} elements, which the archive does not hold")
@@ -98,10 +98,10 @@ def _check_tensor(num_elements: int, offset: int, size: tuple, stride: tuple, *r
 
 
 def check_plain(value: Any) -> None:
-    """Refuses what is not plain, or too much, or too deep to be a configuration.
+    """Checks that `value` is a plain value of bounded size and depth, as metadata is.
 
     Raises:
-        ValueError: what it is.
+        ValueError: it is not.
     """
     rest, num_seen = [(value, 0)], 0
     while rest:
@@ -110,8 +110,8 @@ def check_plain(value: Any) -> None:
         if num_seen > MAX_PLAIN or depth > 20:
             raise ValueError("a configuration of too many values")
         if isinstance(value, dict):
-            rest += [(part, depth + 1) for item in value.items() for part in item]
+            rest += [(item, depth + 1) for pair in value.items() for item in pair]
         elif isinstance(value, list | tuple):
-            rest += [(part, depth + 1) for part in value]
+            rest += [(item, depth + 1) for item in value]
         elif not isinstance(value, str | int | float | None):
             raise ValueError(f"a configuration with a {type(value).__name__}")
