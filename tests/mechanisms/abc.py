@@ -14,6 +14,7 @@ CASES = [Case("abc", (5, 7), {"num_landmarks": 6})]
 EFFECTS = {"num_landmarks": ({}, 6), "attn_drop": ({}, 0.5)}
 SYMMETRIES = [(ALL, {"num_landmarks": 6})]
 GROWTH = [Growth(1, 1)]
+SYMBOLS = {"c": 49}
 
 
 @every_grid

@@ -31,6 +31,7 @@ REFUSED = [
     ({"num_top_keys": 197}, r"num_top_keys = 197: more than the tokens .*; at most 196"),
     ({"num_bits": 64}, r"num_bits = 64 is above the largest valid value 63"),
 ]
+SYMBOLS = {"J": 49, "k": 32, "bits": 63}
 
 
 @every_grid

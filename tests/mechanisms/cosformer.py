@@ -19,6 +19,7 @@ CASES = [case(), case({"layout": "2d"}), case(PREFIX), case({**PREFIX, "layout":
 EFFECTS = {"layout": ({}, "2d")}
 SYMMETRIES = [({"transposed"}, {"layout": "2d"}), (set(), {})]
 GROWTH = [Growth(1, 1)]
+SYMBOLS = {}
 
 GRID, N = (6, 4), 24
 Q, K, V = tokens(GRID)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import OptionError, create_attention
+from attention import AttentionFactory, OptionError, create_attention
 from attention.mechanisms.lara import lara
 from attention.mechanisms.ra import ra
 from attention.ops.random_features.op import random_feature_attention
@@ -21,7 +21,6 @@ from tests.support.symmetry import BLOCKS
 
 case = partial(Case, "lara", (5, 7), stochastic=True)
 FEW = {"num_landmarks": 6}
-SINGLE = {"proposal": "single", "weighting": "balance", "landmark_transform": "none"}
 
 CASES = [
     case(FEW),
@@ -32,7 +31,7 @@ CASES = [
     case({**FEW, "proposal": "mixture", "weighting": "coupled_density"}),
     case({**FEW, "proposal": "mixture", "samples_per_proposal": 2}),
     case({**FEW, "samples_per_proposal": 2, "antithetic": True}),
-    case({**FEW, **SINGLE}, well_conditioned=False),  # draws a key
+    case({**FEW, "proposal": "single"}, well_conditioned=False),  # draws a key
     case({**FEW, **PREFIX}),
 ]
 EFFECTS = {
@@ -43,6 +42,7 @@ EFFECTS = {
     "beta": (FEW, 1.0),
     "samples_per_proposal": (FEW, 2),
     "antithetic": ({**FEW, "samples_per_proposal": 2}, True),
+    "released": (FEW, True),
     "noise": (FEW, "released"),
 }
 SYMMETRIES = [
@@ -56,15 +56,18 @@ REFUSED = [
     ({"grid": (4, 6), "num_landmarks": 25}, r"attention\(lara\).num_landmarks = 25 .* 4x6 .* nearest valid: 24"),
     ({"weighting": "balance", "beta": 1.0}, r"attention\(lara\).beta = 1.0: .* set beta: 2.0"),
     ({"antithetic": True}, r"attention\(lara\).antithetic = True: .* set antithetic: False"),
-    ({"proposal": "single"}, r"attention\(lara\).weighting = decoupled: .* set weighting: balance"),
-    ({"proposal": "single", "weighting": "balance"}, r"landmark_transform = light: .* set landmark_transform: none"),
+    ({"proposal": "single", "weighting": "decoupled"}, r"\(lara\).weighting = decoupled: .* set weighting: balance"),
+    ({"proposal": "single", "landmark_transform": "light"}, r"transform = light: .* set landmark_transform: none"),
+    ({"proposal": "single", "samples_per_proposal": 2}, r"samples_per_proposal = 2: .* set samples_per_proposal: 1"),
+    ({"proposal": "single", "beta": 1.0}, r"attention\(lara\).beta = 1.0: .* set beta: 2.0"),
     ({"samples_per_proposal": 3}, r"attention\(lara\).samples_per_proposal: 3 is not a choice"),
 ]
 RELEASED = {
-    "lara_poolmixed_light_opt": {"noise": "released"},
-    "lara_poolmixed_dense_opt": {"noise": "released", "landmark_transform": "dense"},
-    "train_lara_poolmixed_opt": {"noise": "released", "num_landmarks": 16},
+    "lara_poolmixed_light_opt": {"released": True},
+    "lara_poolmixed_dense_opt": {"released": True, "landmark_transform": "dense"},
+    "train_lara_poolmixed_opt": {"released": True, "num_landmarks": 16},
 }
+SYMBOLS = {"c": 49}
 
 N, C, D = 6, 3, 4
 Q, K, V = (0.8 * draw(2, 2, N, D, seed=seed) for seed in range(3))
@@ -209,7 +212,7 @@ def captured(attn, monkeypatch) -> tuple[Tensor, Tensor | None, Tensor, Tensor |
     return calls[0]
 
 
-def test_draws_follow_the_options(monkeypatch):
+def test_noise_follows_the_options(monkeypatch):
     _, _, noise, uniform = captured(layer(), monkeypatch)
     assert noise.shape == (3, 2, 4, 1, 4)
     assert uniform is None
@@ -220,7 +223,7 @@ def test_draws_follow_the_options(monkeypatch):
     assert uniform.shape == (3, 2, 4, 1)
     many = captured(layer(num_landmarks=24, samples_per_proposal=2, noise="released"), monkeypatch)[2]
     assert many.std().item() == pytest.approx(4**-0.25, abs=0.05)
-    single = layer(proposal="single", weighting="balance", landmark_transform="none", num_landmarks=7)
+    single = layer(proposal="single", num_landmarks=7)
     q_bar, k_bar, noise, uniform = captured(single, monkeypatch)
     assert (q_bar.shape, k_bar) == ((3, 2, 1, 4), None)
     assert (noise.shape, uniform.shape) == ((3, 2, 1, 7, 4), (3, 2, 1, 7))
@@ -231,6 +234,16 @@ def test_draws_follow_the_options(monkeypatch):
     assert uniform is None
 
 
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [({}, ("decoupled", "light", "unit")), ({"proposal": "single"}, ("balance", "none", "unit"))],
+    ids=str,
+)
+def test_the_configuration_shows_the_options_that_fit_the_proposal(options, chosen):
+    config = AttentionFactory.from_options({"name": "lara", **options}).config
+    assert (config.weighting, config.landmark_transform, config.noise) == chosen
+
+
 def test_a_second_sample_acts_in_training_only():
     one, two = layer().eval(), layer(samples_per_proposal=2).eval()
     x = torch.randn(2, 24, 8)
@@ -238,7 +251,7 @@ def test_a_second_sample_acts_in_training_only():
 
 
 def test_a_single_proposal_tells_queries_apart_in_evaluation():
-    attn = layer(proposal="single", weighting="balance", landmark_transform="none").eval()
+    attn = layer(proposal="single").eval()
     assert attn(torch.randn(2, 24, 8), (4, 6)).std(1).min() > 1e-3
 
 

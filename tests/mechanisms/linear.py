@@ -21,6 +21,7 @@ EFFECTS = {}
 SYMMETRIES = [(ALL, {})]
 GROWTH = [Growth(1, 1)]
 REFUSED = [({"eps": 1e-6}, r"attention\(linear\).eps: unknown option; known: none")]
+SYMBOLS = {}
 
 GRID = (6, 4)
 Q, K, V = tokens(GRID)

@@ -18,6 +18,7 @@ CASES = [case({"pool_size": 3}), case({"pool_size": 3, **PREFIX})]
 EFFECTS = {"pool_size": ({}, 3), "attn_drop": ({}, 0.5)}
 SYMMETRIES = [({"transposed"}, {"pool_size": 3})]
 GROWTH = [Growth(1, 1)]
+SYMBOLS = {"M": 49}
 
 
 def test_linear_sra_pools_to_one_size_and_agrees_with_a_convolution_that_averages():

@@ -27,6 +27,7 @@ CASES = [
 EFFECTS = {"num_landmarks": ({}, 6), "sharing": ({}, "kv"), "attn_drop": ({}, 0.5)}
 SYMMETRIES = [(set(), FEW)]  # the projection knows every position
 GROWTH = [Growth(1, 1)]
+SYMBOLS = {"c": 49}
 
 
 @every_grid

@@ -37,7 +37,7 @@ REFUSED = [
     ({"num_global": 0, "separate_global": True}, r"separate_global = True: .* set num_global above 0"),
 ]
 EVERYTHING = [{"radius": 24}, {"radius": 0, "num_global": 24}]
-SYMBOLS = {"rho": 24, "g": 1}
+SYMBOLS = {"w": 3 * 24, "g": 1}  # tiles of rho = 24 queries
 
 
 @every_grid

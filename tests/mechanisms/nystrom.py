@@ -45,6 +45,7 @@ REFUSED = [
     ({"conv": "none", "conv_size": 3}, r"attention\(nystrom\).conv_size = 3: does not act with"),
 ]
 EVERYTHING = [{"num_landmarks": 24, "conv": "none", "pinv_iterations": 40}]
+SYMBOLS = {"c": 49, "i": 6, "t": 33}
 
 
 @every_grid

@@ -19,6 +19,7 @@ EFFECTS = {"num_landmarks": (FEW, 4)}
 SYMMETRIES = [(ALL, FEW)]
 GROWTH = [Growth(1, 1)]
 REFUSED = [({"num_landmarks": 197}, r"attention\(orthoformer\).num_landmarks = 197: .* at most 196")]
+SYMBOLS = {"c": 49}
 
 
 @every_grid

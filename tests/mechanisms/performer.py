@@ -22,17 +22,16 @@ from tests.support.symmetry import ALL
 GRID = (3, 5)
 
 
-def case(sampling: str = "redraw", **options) -> Case:
-    return Case(
-        "performer", (5, 7), {"num_samples": 10, "sampling": sampling, **options}, stochastic=sampling == "redraw"
-    )
+def case(feature_redraw: str = "redraw", **options) -> Case:
+    options = {"num_samples": 10, "feature_redraw": feature_redraw, **options}
+    return Case("performer", (5, 7), options, stochastic=feature_redraw == "redraw")
 
 
 CASES = [
     case(),
-    case(draws="orthogonal"),
-    case(eval_draws="orthogonal_sqrt_d"),
-    case(redraw_every=2),
+    case(omega_sampling="orthogonal"),
+    case(eval_omega_sampling="orthogonal_sqrt_d"),
+    case(feature_redraw_interval=2),
     case("fixed", features="hyperbolic"),
     case("learnable"),
     replace(case(features="trigonometric"), well_conditioned=False),
@@ -42,20 +41,28 @@ CASES = [
 ]
 EFFECTS = {
     "num_samples": ({}, 10),
+    "released": ({}, True),
     "features": ({}, "hyperbolic"),
-    "draws": ({}, "orthogonal"),
-    "eval_draws": ({}, "orthogonal"),
-    "sampling": ({}, "fixed"),
-    "redraw_every": ({}, 2),
+    "omega_sampling": ({}, "orthogonal"),
+    "eval_omega_sampling": ({}, "orthogonal"),
+    "feature_redraw": ({}, "fixed"),
+    "feature_redraw_interval": ({}, 2),
 }
 SYMMETRIES = [(ALL, {"features": x}) for x in ("positive", "hyperbolic", "trigonometric", "relu", "favorp")]
 GROWTH = [Growth(1, 1)]
 REFUSED = [
-    ({"sampling": "fixed", "redraw_every": 2}, r"attention\(performer\).redraw_every = 2: .*; leave it out"),
-    ({"sampling": "learnable", "eval_draws": "iid"}, r"attention\(performer\).eval_draws = iid: .*; leave it out"),
+    (
+        {"feature_redraw": "fixed", "feature_redraw_interval": 2},
+        r"attention\(performer\).feature_redraw_interval = 2: .*; set feature_redraw_interval: 1",
+    ),
+    (
+        {"feature_redraw": "learnable", "eval_omega_sampling": "orthogonal"},
+        r"attention\(performer\).eval_omega_sampling = orthogonal: .*; set eval_omega_sampling: iid",
+    ),
     ({"features": "fourier"}, r"attention\(performer\).features: 'fourier' is not a choice"),
 ]
-RELEASED = {"performer_favorp_64": {"features": "favorp", "num_samples": 64}}
+RELEASED = {"performer_favorp_64": {"released": True, "num_samples": 64}}
+SYMBOLS = {"s": 128}
 
 
 def layer(**options):
@@ -100,15 +107,13 @@ def test_hyperbolic_features_are_positive_ones_at_mirrored_samples():
     assert_equal(performer(q, k, v, omega, features="hyperbolic"), mirrored)
 
 
-def test_negative_normalisers_are_counted_and_keep_their_sign():
+def test_negative_normalisers_keep_their_sign():
     q, k, v, omega = draw(1, 2, 40, 4), draw(1, 2, 40, 4, seed=1), draw(1, 2, 40, 4, seed=2), draw(2, 1, 4, seed=3)
-    count = torch.zeros((), dtype=torch.int64)
-    y = performer(3 * q, 3 * k, v, omega, count, features="trigonometric")
+    y = performer(3 * q, 3 * k, v, omega, features="trigonometric")
     angle = (scale(3 * q) @ omega.mT)[..., :, None, :] - (scale(3 * k) @ omega.mT)[..., None, :, :]
     kernel = angle.cos().mean(-1) * (scale(3 * k).square().sum(-1) / 2).exp()[..., None, :]
     normaliser = kernel.sum(-1, keepdim=True)
-    assert count == (normaliser < 0).sum()
-    assert 0 < count < normaliser.numel()
+    assert 0 < (normaliser < 0).sum() < normaliser.numel()
     assert_equal(y, kernel @ v / normaliser)
 
 
@@ -116,19 +121,14 @@ def test_a_vanishing_normaliser_is_raised_to_its_floor():
     q, omega = torch.zeros(1, 1, 1, 1, dtype=torch.float64), torch.ones(1, 1, 1, dtype=torch.float64)
     k = torch.tensor([-torch.pi / 2, torch.pi / 2], dtype=torch.float64).view(1, 1, 2, 1)  # cosines of 6e-17
     v = torch.tensor([2.0, 0.0], dtype=torch.float64).view(1, 1, 2, 1)
-    count = torch.zeros((), dtype=torch.int64)
-    y = performer(q, k, v, omega, count, features="trigonometric")
-    assert count == 1
+    y = performer(q, k, v, omega, features="trigonometric")
     assert y.abs() < 1e-9  # 1e-16 / 1e-6; the ratio itself is 1
 
 
-@pytest.mark.parametrize("features", ["trigonometric", "favorp"])
-def test_the_count_is_kept_out_of_checkpoints(features):
-    attn = layer(features=features)
-    attn(50 * torch.randn(2, 15, 8), GRID)
-    assert attn.num_clamped > 0
-    assert set(attn.state_dict()) == {"qkv.weight", "qkv.bias", "proj.weight", "proj.bias", "omega"}
-    assert layer().num_clamped is None
+@pytest.mark.parametrize("features", ["positive", "trigonometric", "favorp"])
+def test_samples_are_all_that_is_stored(features):
+    stored = {"qkv.weight", "qkv.bias", "proj.weight", "proj.bias", "omega"}
+    assert set(layer(features=features).state_dict()) == stored
 
 
 def test_training_redraws_and_evaluation_keeps_the_stored_samples(monkeypatch):
@@ -141,9 +141,9 @@ def test_training_redraws_and_evaluation_keeps_the_stored_samples(monkeypatch):
 
 
 def test_fixed_and_learnable_samples(monkeypatch):
-    attn = layer(sampling="fixed")
+    attn = layer(feature_redraw="fixed")
     assert samples(attn, monkeypatch) is samples(attn.eval(), monkeypatch) is attn.omega
-    assert isinstance(layer(sampling="learnable").omega, torch.nn.Parameter)
+    assert isinstance(layer(feature_redraw="learnable").omega, torch.nn.Parameter)
 
 
 def test_orthogonal_evaluation_after_independent_training(monkeypatch):
@@ -152,35 +152,35 @@ def test_orthogonal_evaluation_after_independent_training(monkeypatch):
     def are_orthogonal(omega):
         return [torch.allclose(b @ b.mT, torch.diag_embed((b @ b.mT).diagonal()), atol=1e-5) for b in omega[:, :4]]
 
-    attn = layer(eval_draws="orthogonal")
+    attn = layer(eval_omega_sampling="orthogonal")
     assert are_orthogonal(samples(attn.eval(), monkeypatch)) == [True, True]
     assert are_orthogonal(samples(attn.train(), monkeypatch)) == [False, False]
-    assert are_orthogonal(samples(layer(draws="orthogonal"), monkeypatch)) == [True, True]
+    assert are_orthogonal(samples(layer(omega_sampling="orthogonal"), monkeypatch)) == [True, True]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_samples_are_shared_by_as_many_passes_as_asked(compiled):
     torch.compiler.reset()
-    attn = layer(redraw_every=3)
+    attn = layer(feature_redraw_interval=3)
     forward = torch.compile(attn, fullgraph=True, backend="eager") if compiled else attn
     used = []
     for _ in range(7):
         forward(torch.zeros(1, 15, 8), GRID)
         used.append(attn.train_omega.clone())
     assert [torch.equal(a, b) for a, b in itertools.pairwise(used)] == [True, True, False, True, True, False]
-    again = layer(redraw_every=3)
+    again = layer(feature_redraw_interval=3)
     again.load_state_dict(attn.state_dict())
     torch.manual_seed(1)
     again(torch.zeros(1, 15, 8), GRID)  # the eighth pass, after a resumption
     assert torch.equal(again.train_omega, used[-1])
 
 
-@pytest.mark.parametrize("redraw_every", [1, 2])
-def test_recomputation_uses_the_samples_of_its_own_pass(redraw_every):
+@pytest.mark.parametrize("interval", [1, 2])
+def test_recomputation_uses_the_samples_of_its_own_pass(interval):
     """Activation checkpointing runs a pass twice: neither samples nor their count may tell."""
     gradients = []
     for recompute in (False, True):
-        attn = layer(redraw_every=redraw_every).double()
+        attn = layer(feature_redraw_interval=interval).double()
         torch.manual_seed(2)
         for _ in range(5):
             x = draw(2, 15, 8)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import create_attention
+from attention import AttentionFactory, create_attention
 from attention.mechanisms.ra import ra
 from attention.mechanisms.softmax import softmax
 from attention.ops.random_features.op import random_feature_attention
@@ -36,6 +36,7 @@ EFFECTS = {
     "num_eval_samples": ({}, 2),
     "proposal": ({}, "biased"),
     "hyperbolic": ({}, True),
+    "released": ({}, True),
     "noise": ({}, "released"),
     "eval_noise": ({}, False),
 }
@@ -48,7 +49,8 @@ GROWTH = [Growth(2, 2), Growth(2, 2, lambda side: {"proposal": "biased"})]
 REFUSED = [
     ({"proposal": "biased", "num_eval_samples": 2}, r"attention\(ra\).num_eval_samples = 2: .* set eval_noise: true"),
 ]
-RELEASED = {"ra_biased_m1": {"proposal": "biased"}}
+RELEASED = {"ra_biased_m1": {"proposal": "biased", "released": True}}
+SYMBOLS = {"s": 1}
 
 N, D = 5, 4
 Q, K, V = (1.5 * draw(1, 1, N, D, seed=seed) for seed in range(3))
@@ -137,24 +139,39 @@ def test_training_draws_for_each_image_apart():
 def test_noise_and_samples_follow_the_options():
     q = torch.zeros(2, 3, 40, 16)
 
-    def draws(training=True, **options):
+    def sample_noise(training=True, **options):
         attn = create_attention("ra", dim=48, num_heads=3, grid=(5, 8), num_samples=7, **options)
-        return attn.train(training).draws(q)
+        return attn.train(training).sample_noise(q)
 
-    noise, uniform = draws()
+    noise, uniform = sample_noise()
     assert (noise.shape, uniform.shape) == ((2, 3, 40, 7, 16), (2, 3, 40, 7))
     assert noise.std().item() == pytest.approx(1, abs=0.02)
-    assert draws(noise="released")[0].std().item() == pytest.approx(16**-0.25, abs=0.01)
-    noise, uniform = draws(training=False, num_eval_samples=4)
+    assert sample_noise(noise="released")[0].std().item() == pytest.approx(16**-0.25, abs=0.01)
+    noise, uniform = sample_noise(training=False, num_eval_samples=4)
     assert (noise.shape, uniform.shape) == ((3, 40, 4, 16), (3, 40, 4))
     assert noise.std().item() == pytest.approx(1, abs=0.03)
-    noise, uniform = draws(training=False, eval_noise=False)
+    noise, uniform = sample_noise(training=False, eval_noise=False)
     assert not noise.any()
     assert uniform.unique().numel() > 100
-    noise, uniform = draws(training=False, proposal="biased")
+    noise, uniform = sample_noise(training=False, proposal="biased")
     assert not noise.any()
     assert uniform is None
-    assert draws(training=False, proposal="biased", eval_noise=True)[0].any()
+    assert sample_noise(training=False, proposal="biased", eval_noise=True)[0].any()
+
+
+@pytest.mark.parametrize(
+    ("options", "eval_noise"),
+    [
+        ({}, True),
+        ({"released": True}, False),
+        ({"proposal": "biased"}, False),
+        ({"proposal": "mean_key"}, False),
+        ({"proposal": "biased", "eval_noise": True}, True),
+    ],
+    ids=str,
+)
+def test_the_configuration_says_whether_evaluation_adds_noise(options, eval_noise):
+    assert AttentionFactory.from_options({"name": "ra", **options}).config.eval_noise is eval_noise
 
 
 def test_only_random_evaluation_has_a_seed():

@@ -15,6 +15,7 @@ CASES = [Case("rfa", (5, 7), {"num_samples": 10}, stochastic=True, well_conditio
 EFFECTS = {"num_samples": ({}, 10)}
 SYMMETRIES = [(ALL, {})]
 GROWTH = [Growth(1, 1)]
+SYMBOLS = {"s": 64}
 
 Q, K, V = tokens((6, 4))
 OMEGA, SIGMA = draw(h, 40, d, seed=6), torch.tensor([0.8, 1.3], dtype=torch.float64)

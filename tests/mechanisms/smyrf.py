@@ -21,6 +21,7 @@ EFFECTS = {"cluster_size": (SMALL, 8), "num_rounds": (SMALL, 1), "attn_drop": (S
 SYMMETRIES = [(ALL, {"cluster_size": 5})]
 GROWTH = [Growth(1, 1)]  # sorting, N log N, is no MAC and saves N indices
 REFUSED = [({"cluster_size": 197}, r"attention\(smyrf\).cluster_size = 197: .* at most 196")]
+SYMBOLS = {"c": 49, "r": 2}
 
 
 @every_grid

@@ -27,6 +27,7 @@ REFUSED = [
     ({"causal": True, "num_prefix_tokens": 1}, r"causal = True: prefix tokens see every token"),
 ]
 RELEASED = {"softmax_2d": {}}
+SYMBOLS = {}
 
 
 def test_by_hand():

@@ -1,5 +1,6 @@
 """Sparse Transformer."""
 
+import math
 from functools import partial
 
 import pytest
@@ -27,6 +28,7 @@ REFUSED = [
     ({"num_summary": 15}, r"num_summary = 15: a block has 14 tokens; at most 14"),
 ]
 EVERYTHING = [{"block_size": 24}, {"block_size": 4, "num_summary": 4}]
+SYMBOLS = {"b": math.isqrt, "c": 1}
 
 
 @every_grid

@@ -1,5 +1,6 @@
 """Spatial-reduction attention."""
 
+import math
 from functools import partial
 
 import torch
@@ -27,6 +28,7 @@ GROWTH = [
 ]
 REFUSED = [({"reduction": 15}, r"attention\(sra\).reduction = 15: larger than the 14x14 grid; at most 14")]
 EVERYTHING = [{"reduction": 1}]
+SYMBOLS = {"R": lambda N: math.isqrt(N // 49)}
 
 
 @every_grid

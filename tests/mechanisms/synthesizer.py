@@ -17,6 +17,7 @@ CASES = [case({"rank": 2}), case({"rank": 2, **PREFIX})]
 EFFECTS = {"rank": ({}, 2), "attn_drop": ({}, 0.5)}
 SYMMETRIES = [(set(), {})]  # the weights know every position
 GROWTH = [Growth(2, 2)]
+SYMBOLS = {"p": 8}
 
 
 @every_grid

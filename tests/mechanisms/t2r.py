@@ -14,6 +14,7 @@ CASES = [Case("t2r", (5, 7), {"num_features": 6}, mixes_values=False, well_condi
 EFFECTS = {"num_features": ({}, 6)}
 SYMMETRIES = [(ALL, {})]
 GROWTH = [Growth(1, 1)]
+SYMBOLS = {"m": 32}
 
 Q, K, V = tokens((6, 4))
 WEIGHT, BIAS = draw(h, 8, d, seed=4), draw(h, 8, seed=5)

@@ -15,6 +15,7 @@ CASES = [Case("xca", (5, 7), mixes_values=False)]
 EFFECTS = {"attn_drop": ({}, 0.5)}
 SYMMETRIES = [(ALL, {})]
 GROWTH = [Growth(1, 1)]
+SYMBOLS = {}
 
 GRID, N = (6, 4), 24
 Q, K, V = tokens(GRID)

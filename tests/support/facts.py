@@ -16,6 +16,8 @@ REQUIRED = {
     "EFFECTS": "for every option, options that give it its context and a value other than there (grid 5 x 7)",
     "SYMMETRIES": "a list of (rearrangements of tokens that commute with the layer, options), see symmetry.py",
     "GROWTH": "a list of Growth: orders of multiply-accumulates and of memory",
+    "SYMBOLS": "what the letters of the docstring's formula of cost are at default options, beside N, C, h and d; "
+    "some are functions of N",
 }
 OPTIONAL = {
     "REFUSED": "a list of (options, pattern of the message): refused for 16 channels, 2 heads, a grid of 14 x 14",

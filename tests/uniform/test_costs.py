@@ -9,7 +9,7 @@ import io
 import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,10 @@ from bench.costs import Costs, costs_of, count_costs
 from bench.papers import read_papers
 from engine.config import load_run
 from models import resolve_attention
-from tests.support.cases import CASES, HEAD_DIM, HEADS, Case
-from tests.uniform.test_growth import GROWTH, SIDES, Growth, label, order
+from tests.support.cases import HEAD_DIM, HEADS, Case
+from tests.support.facts import CASES, FACTS, rows
+from tests.support.growth import SIDES, Growth, order
+from tests.uniform.test_growth import label
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -77,40 +79,6 @@ def test_a_mechanism_that_does_not_state_its_cost_is_named():
         Free.cost(LayerContext(dim=4, num_heads=1, grid=(2, 2)), None)
 
 
-SYMBOLS: dict[str, dict[str, float | Callable[[int], float]]] = {
-    "softmax": {},
-    "local": {"|E|": 49},
-    "performer": {"s": 128},
-    "ra": {"s": 1},
-    "lara": {"c": 49},
-    "eva": {"|E|": 49, "c": 49},
-    "sra": {"R": lambda N: math.isqrt(N // 49)},
-    "combiner": {"u": 49},
-    "transformer_ls": {"|E|": 49, "r": 16},
-    "smyrf": {"c": 49, "r": 2},
-    "scatterbrain": {"|E|": 49, "s": 96},
-    "linear": {},
-    "xca": {},
-    "cosformer": {},
-    "transnormer": {"|E|": 49},
-    "t2r": {"m": 32},
-    "rfa": {"s": 64},
-    "dpfp": {"nu": 1},
-    "linear_sra": {"M": 49},
-    "nystrom": {"c": 49, "i": 6, "t": 33},
-    "linformer": {"c": 49},
-    "abc": {"c": 49},
-    "synthesizer": {"p": 8},
-    "orthoformer": {"c": 49},
-    "longformer": {"rho": 24, "g": 1},
-    "sparse_transformer": {"b": math.isqrt, "c": 1},
-    "bigbird": {"w": 3, "g": 2, "r": 3, "b": 16},
-    "clustered": {"J": 49, "k": 32, "bits": 63},
-    "reformer": {"l": 4, "c": 49},
-}
-"""What the letters of a docstring's formula are at default options, beside N, C, h and d; some follow N."""
-
-
 def evaluate(formula: str, symbols: Mapping[str, float]) -> float:
     """``"2 N (|E| + c) C / R^2"`` -> its value: products need no sign; left to right, as quotients."""
     tokens = re.findall(r"\|E\||[A-Za-z]+|\d+|[-+/^()]", formula)
@@ -138,7 +106,7 @@ def test_formulas_are_read_as_they_are_written():
 def test_the_docstring_tells_the_cost(name, N):
     """To within a tenth: a formula in words leaves small terms to the prose, or out."""
     costs = layer_costs(name, (math.isqrt(N), math.isqrt(N)))
-    own = {letter: value(N) if callable(value) else value for letter, value in SYMBOLS[name].items()}
+    own = {letter: value(N) if callable(value) else value for letter, value in FACTS[name].SYMBOLS.items()}
     values = [
         evaluate(formula, {"N": N, "C": 192, "h": 3, "d": 64, **own})
         for formula in read_docstring(name)["cost"].split(" or ")
@@ -146,12 +114,10 @@ def test_the_docstring_tells_the_cost(name, N):
     assert values == pytest.approx([cost.macs for cost in costs], rel=0.1)
 
 
-@pytest.mark.parametrize("growth", GROWTH, ids=label)
-def test_cost_grows_as_is_measured(growth: Growth):
-    """At the sizes of tests/uniform/test_growth.py: one head of 8 channels."""
-    macs = [
-        stated_with(growth.name, growth.options(side), dim=8, num_heads=1, grid=(side, side)).macs for side in SIDES
-    ]
+@pytest.mark.parametrize(("name", "growth"), rows("GROWTH"), ids=label)
+def test_cost_grows_as_is_measured(name: str, growth: Growth):
+    """At the sizes of tests/support/growth.py: one head of 8 channels."""
+    macs = [stated_with(name, growth.options(side), dim=8, num_heads=1, grid=(side, side)).macs for side in SIDES]
     assert order(macs) == pytest.approx(growth.macs, abs=0.15)
 
 

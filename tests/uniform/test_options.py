@@ -1,13 +1,14 @@
 """Options of mechanisms: documented, frozen, each with an effect; what cannot be honoured is refused by name."""
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
 
 from attention import ATTENTION, OptionError, create_attention
 from tests.support.cases import Case
-from tests.support.facts import FACTS, rows
+from tests.support.facts import CASES, FACTS, rows
 
 GRID = (5, 7)
 
@@ -23,23 +24,49 @@ def test_options_are_documented_frozen_dataclasses(name):
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_every_option_has_a_row(name):
-    assert set(FACTS[name].EFFECTS) == {field.name for field in dataclasses.fields(ATTENTION[name].Config)}
+    assert set(FACTS[name].EFFECTS) == set(options_of(name))
 
 
-def outputs(name: str, options: dict) -> list[torch.Tensor]:
+def options_of(name: str) -> list[str]:
+    """The names of a mechanism's options."""
+    return [field.name for field in dataclasses.fields(ATTENTION[name].Config)]
+
+
+def outputs(case: Case) -> list[torch.Tensor]:
     """What two training passes and one evaluation give from fixed seeds."""
-    case = Case(name, GRID, options)
     attn, x = case.build(), case.tokens()
     torch.manual_seed(1)
-    return [attn.train()(x, GRID), attn(x, GRID), attn.eval()(x, GRID)]
+    return [attn.train()(x, case.grid), attn(x, case.grid), attn.eval()(x, case.grid)]
 
 
 @pytest.mark.parametrize(("name", "changed"), rows("EFFECTS"))
 def test_every_option_has_an_effect(name, changed):
     context, value = FACTS[name].EFFECTS[changed]
-    before, same, after = (outputs(name, options) for options in (context, context, {**context, changed: value}))
+    contexts = context, context, {**context, changed: value}
+    before, same, after = (outputs(Case(name, GRID, options)) for options in contexts)
     assert all(torch.equal(a, b) for a, b in zip(before, same, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def with_options(case: Case, **options: Any) -> Case:
+    """The case with further options."""
+    return dataclasses.replace(case, options={**case.options, **options})
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "released" in options_of(case.name)], ids=str)
+def test_released_is_short_for_options_that_can_be_set_by_themselves(case):
+    """Over all cases, since what it chooses depends on the other options."""
+    plain, released = (with_options(case, released=switch) for switch in (False, True))
+    ours, theirs = (dataclasses.asdict(chosen.build().config) for chosen in (plain, released))
+    choices = {name: value for name, value in theirs.items() if value != ours[name] and name != "released"}
+    by_hand = with_options(plain, **choices)
+    assert dataclasses.asdict(by_hand.build().config) == {**theirs, "released": False}
+    assert all(torch.equal(a, b) for a, b in zip(outputs(released), outputs(by_hand), strict=True))
+    for name, value in choices.items():
+        assert name not in case.options
+        assert dataclasses.asdict(with_options(plain, **{name: value}).build().config) == {**ours, name: value}
+        kept = with_options(released, **{name: ours[name]})
+        assert dataclasses.asdict(kept.build().config) == {**theirs, name: ours[name]}
 
 
 @pytest.mark.parametrize(("name", "refused"), rows("REFUSED"))
