@@ -20,14 +20,14 @@ DOCSTRING = re.compile(
 
 
 def table() -> str:
-    """One row per mechanism of `ATTENTION`: name, paper, idea, cost as a formula and in figures, and a configuration if
-    there is one.
+    """One row per mechanism of `ATTENTION` that a configuration ships for: name, paper, idea, cost as a formula and in
+    figures, and the configuration.
 
     Raises:
         ValueError: a mechanism's file does not begin as it should.
     """
     header = "name", "paper", "idea", "cost", "MACs (M)", "parameters", "config"
-    rows = [header, ("---",) * len(header), *map(row, ATTENTION)]
+    rows = [header, ("---",) * len(header), *(row(name) for name in ATTENTION if config(name))]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 

@@ -139,8 +139,26 @@ def test_scatterbrain_on_windows_needs_no_support():
     assert factory == AttentionFactory.from_options({"name": "scatterbrain", "position_bias": "none"})
 
 
-@pytest.mark.parametrize("layout", ["1d", "2d"])
-@pytest.mark.filterwarnings("ignore:.* is now scatterbrain_lsh:FutureWarning")
-def test_a_hostile_size_of_earlier_clusters_is_refused(layout):
-    with pytest.raises(OptionError, match=r"^attention\(scatterbrain_lsh\).cluster_size: expected int, got 'a'"):
-        AttentionFactory.from_options({"name": "scatterbrain", "support": "lsh", "window_size": "a", "layout": layout})
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"window_size": "a"}, r"window_size: expected int, got 'a'"),
+        ({"window_size": "a", "layout": "1d"}, r"window_size: expected int, got 'a'"),
+        ({"window_size": True}, r"window_size: expected int, got True"),
+        ({"window_size": -7}, r"window_size = -7 is below the least valid value 1"),
+        ({"layout": "3d"}, r"layout: '3d' is not a choice"),
+        ({"position_bias": "table"}, r"position_bias: 'table' is not a choice"),
+        ({"overlap": 1}, r"overlap: 1 is not a choice"),
+        ({"complement": "released"}, r"complement: 'released' is not a choice"),
+        ({"support": "lhs"}, r"support: 'lhs' is not a choice; did you mean 'lsh'\?"),
+    ],
+    ids=str,
+)
+def test_what_was_invalid_with_hashing_still_is(options, message):
+    with pytest.raises(OptionError, match=rf"^attention\(scatterbrain\).{message}"):
+        AttentionFactory.from_options({"name": "scatterbrain", "support": "lsh", **options})
+
+
+def test_rounds_of_hashing_without_support_are_no_option_of_windows():
+    with pytest.raises(OptionError, match=r"^attention\(scatterbrain\).num_rounds: unknown option"):
+        AttentionFactory.from_options({"name": "scatterbrain", "num_rounds": 3})

@@ -1,8 +1,9 @@
 """The README's own words, executed."""
 
 import re
+import shutil
+import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,7 @@ import yaml
 
 import attention
 from attention import ATTENTION
-from attention.__main__ import row, table
-from models import create_model
-from tests.uniform.test_twins import test_op_equals_its_literal_twin_in_value_and_all_gradients as assert_twins
+from attention.__main__ import config, table
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -27,24 +26,30 @@ def test_opening_example():
     assert names["model"](torch.randn(1, 3, 224, 224)).shape == (1, 1000)
 
 
-def test_your_own_attention(monkeypatch):
-    (code,) = (block for block in PYTHON if "class Pooled" in block)
-    module = types.ModuleType("attention.pooled")
-    monkeypatch.setitem(sys.modules, "attention.pooled", module)
-    monkeypatch.setattr(attention, "pooled", module, raising=False)
-    exec(code, vars(module))
-    (line,) = re.findall(r"`\"pooled\": (\w+)`", README)
-    monkeypatch.setitem(ATTENTION, "pooled", getattr(module, line))
-
-    from tests.support import cases
-
-    (line,) = re.findall(r"`(Case\(\"pooled\".*?)`", README)
-    case = eval(line, vars(cases))
-    for training in (True, False):
-        assert_twins(case, training)
-    assert row("pooled") == ("`pooled`", "", "softmax over the means of c bins of the grid", "2 N c C", "")
-    model = create_model("deit_tiny_p16", attention={"name": "pooled", "num_landmarks": 16}, num_classes=3)
-    assert model(torch.randn(1, 3, 224, 224)).shape == (1, 3)
+@pytest.mark.parametrize("declared", [True, False], ids=["prefix tokens exact", "prefix tokens not declared"])
+def test_your_own_attention(declared, tmp_path):
+    """The README's addition in a copy of the project, under every uniform suite: its three files are all it takes."""
+    for folder in ("attention", "models", "engine", "bench", "configs", "tests"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml", ROOT / "README.md"):
+        shutil.copy(path, tmp_path)
+    section = README[README.index("## Add your own attention") : README.index("## Fast paths")]
+    mechanism, registry, facts = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    if not declared:
+        mechanism = re.sub(r".*prefix_tokens = .*\n", "", mechanism)
+        facts = facts.replace(', Case("pooled", (5, 7), {**SMALL, **PREFIX})', "").replace("PREFIX, ", "")
+    named = re.findall(r"`((?:attention|tests)/[\w/]+\.py)`", section)
+    assert named == ["attention/mechanisms/pooled.py", "attention/__init__.py", "tests/mechanisms/pooled.py"]
+    (tmp_path / named[0]).write_text(mechanism)
+    line, entry = registry.strip("\n").split("\n\n")
+    written = (tmp_path / named[1]).read_text().replace("\nATTENTION", f"\n{line}\n\nATTENTION", 1)
+    (tmp_path / named[1]).write_text(re.sub(r"(\nATTENTION[^\n]*)", rf"\1\n{entry}", written, count=1))
+    (tmp_path / named[2]).write_text(facts)
+    tests = ["tests/uniform", "tests/mechanisms/pooled.py", "tests/test_layers.py", "tests/test_recipes.py"]
+    table = ["tests/test_readme.py::test_mechanism_table_is_that_of_the_docstrings"]
+    chosen = ["-p", "no:cacheprovider", "-k", "pooled or table or facts", *tests, *table]
+    run = subprocess.run([sys.executable, "-m", "pytest", *chosen], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-5000:]
 
 
 def test_mechanism_table_is_that_of_the_docstrings():
@@ -54,17 +59,17 @@ def test_mechanism_table_is_that_of_the_docstrings():
 
 def test_mechanism_table_links_to_configurations_of_the_mechanism():
     rows = dict(re.findall(r"^\| `(\w+)` \|.*\]\((configs/[\w/]+\.yaml)\)", README, re.MULTILINE))
-    assert set(rows) == set(ATTENTION)
+    assert set(rows) == {name for name in ATTENTION if config(name)}
     for name, path in rows.items():
         mechanisms = yaml.safe_load((ROOT / path).read_text())["attention"]
         assert name in [m["name"] for m in (mechanisms if isinstance(mechanisms, list) else [mechanisms])]
 
 
 @pytest.mark.parametrize(
-    "path", sorted(set(re.findall(r"\b(?:configs|attention|models|engine|tests)/[\w/]+\.\w+", README)))
+    "path", sorted(set(re.findall(r"\b(?:configs|attention|models|engine|bench|tests)/[\w/]+\.\w+", README)))
 )
 def test_files_it_names_exist(path):
-    assert (ROOT / path).exists() or path == "attention/pooled.py"
+    assert (ROOT / path).exists() or path.endswith("/pooled.py")
 
 
 def test_commands_name_real_scripts_and_options():
@@ -74,6 +79,8 @@ def test_commands_name_real_scripts_and_options():
 
 
 def test_a_docstring_of_another_shape_is_refused(monkeypatch):
-    monkeypatch.setattr(attention.eva, "__doc__", "EVA. Cost: linear.")
-    with pytest.raises(ValueError, match=r"attention\.eva: its docstring .* 'Title \(authors year, arXiv:number\)"):
+    monkeypatch.setattr(attention.mechanisms.eva, "__doc__", "EVA. Cost: linear.")
+    with pytest.raises(
+        ValueError, match=r"attention\.mechanisms\.eva: its docstring .* 'Title \(authors year, arXiv:number\)"
+    ):
         table()

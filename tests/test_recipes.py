@@ -95,8 +95,10 @@ def test_every_row_of_the_papers_tables_has_a_configuration(table):
             assert figures[table] == top1
 
 
-def test_every_mechanism_has_a_quickstart():
-    assert {path.stem for path in CONFIGS.glob("quickstart/*.yaml")} >= set(ATTENTION)
+def test_every_mechanism_with_a_configuration_is_in_the_list_of_the_digits(tmp_path):
+    _, cases = ablate.read_ablation(CONFIGS / "ablation/mechanisms.yaml", [], tmp_path, ["python"])
+    shipped = {path.stem for path in CONFIGS.glob("*/*.yaml")} & set(ATTENTION)
+    assert [case.run.attention["name"] for case in cases] == [name for name in ATTENTION if name in shipped]
 
 
 @pytest.mark.parametrize("path", IMAGENET, ids=name)
@@ -123,5 +125,5 @@ def test_an_ablation_is_read_and_all_its_runs_checked(path, tmp_path):
     ablation, cases = ablate.read_ablation(path, [], tmp_path / "output", ["python"])
     assert ablation.caption
     assert len(cases) >= 8
-    assert all(case.paper is not None for case in cases) == ("quickstart" not in path.stem)
+    assert all(case.paper is not None for case in cases) == (path.stem not in ("quickstart", "mechanisms"))
     assert not list(tmp_path.iterdir())

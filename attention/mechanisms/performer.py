@@ -150,7 +150,7 @@ class Performer(Attention):
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, s = context.num_tokens, context.dim, config.num_samples
-        samples = s * C if config.sampling == "learnable" else 0
+        samples = s * C if config.feature_redraw == "learnable" else 0
         if config.features in ("positive", "hyperbolic"):
             directions = 1 if config.features == "positive" else 2  # of a sample; it is projected on once
             return Cost(samples, 2 * N * s * C + 2 * N * directions * s * C)

@@ -59,6 +59,7 @@ CASES = [
     case({"window_size": 0, "num_landmarks": 6, **PREFIX}),
 ]
 EFFECTS = {
+    "released": (SMALL, True),
     "window_size": (SMALL, 2),
     "num_landmarks": (SMALL, 4),
     "layout": (SMALL, "1d"),

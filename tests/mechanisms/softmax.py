@@ -24,7 +24,7 @@ SYMMETRIES = [
 GROWTH = [Growth(2, 2)]  # by its definition; fused kernels save less, see below
 REFUSED = [
     ({"num_heads": 3}, r"num_heads = 3 does not divide dim = 16"),
-    ({"causal": True, "num_prefix_tokens": 1}, r"causal = True: prefix tokens see every token"),
+    ({"causal": True, "num_prefix_tokens": 1}, r"causal = True: prefix tokens attend to every token"),
 ]
 RELEASED = {"softmax_2d": {}}
 SYMBOLS = {}

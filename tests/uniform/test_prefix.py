@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from attention import ATTENTION
+from attention import ATTENTION, OptionError
 from models import create_model
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
@@ -79,10 +79,15 @@ def test_windows_landmarks_and_positions_are_the_grids_alone(case):
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-def test_deit_with_class_token_and_registers_takes_any_mechanism(name):
+def test_deit_with_class_token_and_registers_takes_every_mechanism_that_declares_them(name):
     torch.manual_seed(0)
     options = {"img_size": 32, "patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 5}
-    model = create_model("deit", attention=name, class_token=True, reg_tokens=2, **options)
+    options |= {"attention": name, "class_token": True, "reg_tokens": 2}
+    if ATTENTION[name].prefix_tokens == "refused":
+        with pytest.raises(OptionError, match=f"num_prefix_tokens = 3: {name} does not declare what it does"):
+            create_model("deit", **options)
+        return
+    model = create_model("deit", **options)
     images = torch.randn(2, 3, 32, 32)
     features = model.forward_features(images)
     assert features.shape == (2, 3 + 64, 12)
