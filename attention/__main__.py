@@ -33,9 +33,9 @@ def table() -> str:
 
 def row(name: str) -> tuple[str, ...]:
     """The cells of mechanism `name`."""
-    told, costs = read_docstring(name), layer_costs(name, (28, 28))
-    paper = f"[{told['authors']}](https://arxiv.org/abs/{told['number']})" if told["number"] else ""
-    idea, cost = (told[part].replace("|", r"\|").replace("^2", "²").replace("^3", "³") for part in ("idea", "cost"))
+    found, costs = read_docstring(name), layer_costs(name, (28, 28))
+    paper = f"[{found['authors']}](https://arxiv.org/abs/{found['number']})" if found["number"] else ""
+    idea, cost = (found[part].replace("|", r"\|").replace("^2", "²").replace("^3", "³") for part in ("idea", "cost"))
     macs, parameters = (
         " or ".join(f"{c.macs / 1e6:.1f}" for c in costs),
         " or ".join(f"{c.parameters:,}" for c in costs),
@@ -50,11 +50,11 @@ def read_docstring(name: str) -> re.Match[str]:
         ValueError: it does not begin as it should.
     """
     module = ATTENTION[name].__module__
-    told = DOCSTRING.match(" ".join((sys.modules[module].__doc__ or "").split()))
-    if told is None:
+    found = DOCSTRING.match(" ".join((sys.modules[module].__doc__ or "").split()))
+    if found is None:
         shape = "'Title (authors year, arXiv:number): idea.' ... 'Cost: formula multiply-accumulates'"
         raise ValueError(f"{module}: its docstring does not have the shape {shape}")
-    return told
+    return found
 
 
 def layer_costs(name: str, grid: Grid) -> list[Cost]:

@@ -23,7 +23,7 @@ PrefixTokens = Literal["refused", "plain", "exact"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerContext:
-    """What a network tells an attention layer of its place, and what a mechanism may need.
+    """Where an attention layer stands in a network: what the network knows of it and a mechanism may need.
 
     Attributes:
         dim: channels C; num_heads: heads h, a divisor of C.
@@ -62,7 +62,7 @@ class LayerContext:
 
 
 class Cost(NamedTuple):
-    """Of a layer, beside those of its four C x C projections; negative where it has fewer."""
+    """Of a layer, in addition to its four C x C projections; negative where it has fewer of these."""
 
     parameters: int
     macs: int
@@ -115,7 +115,7 @@ class Attention(nn.Module):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Any) -> Cost:
-        """What a layer costs beside its four C x C projections (4 C^2 + 4 C parameters, 4 N C^2 MACs), exactly.
+        """What a layer costs in addition to its four C x C projections (4 C^2 + 4 C parameters, 4 N C^2 MACs), exactly.
 
         Multiply-accumulates are those of matrix products and convolutions, padding included, for one image in
         evaluation. Prefix tokens are not counted.

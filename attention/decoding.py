@@ -13,7 +13,7 @@ from attention.window_options import windows_on
 
 
 class EvaDecoder:
-    """Causal EVA in evaluation, one token at a time: the rows of the whole sequence's forward pass, one by one.
+    """Causal EVA in evaluation, one token at a time: the rows of the forward pass over the whole sequence.
 
     decoder = EvaDecoder(attn, grid)
     y = torch.cat([decoder(x_n) for x_n in x.split(1, dim=1)], dim=1)  # attn(x, grid)

@@ -26,7 +26,7 @@ class HashedSupport:
     """Options of `scatterbrain` that had another meaning, or none, with ``support: lsh``."""
 
     support: Literal["local", "lsh"]
-    window_size: int = option(7, "clusters were as large as the windows that they took the place of", low=1)
+    window_size: int = option(7, "clusters were as large as the windows that they replaced", low=1)
     layout: Literal["1d", "2d"] = option("2d", "of these windows")
     overlap: Literal[0] = option(0, "had no meaning")
     position_bias: Literal["none"] = option("none", "had no meaning")

@@ -48,7 +48,7 @@ def option(
 def released_option():
     """The field `released`: one switch for all that a mechanism's released code does otherwise.
 
-    What it switches are options of their own, null by default, whose rule it is part of.
+    The options that it switches are null by default, and their rules depend on it.
     """
     return option(False, "what is null as the released code has it")
 

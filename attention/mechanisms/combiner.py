@@ -7,7 +7,7 @@ and a span value v_bar_g that the span's summary query q_bar_g attends to
     y_n = [sum_own exp(l_nm) v_m + sum_{g != own} exp(q_n . k_bar_g / sqrt(d)) v_bar_g] / [the same without values]
     v_bar_g = sum_{m in g} softmax_m(q_bar_g . k_m / sqrt(d)) v_m,   q_bar_g = max_{m in g} ReLU(U q_m), likewise k_bar
 
-Its published code for both directions keeps the own span's summary beside its tokens; here nothing counts twice.
+The published bidirectional code also keeps the summary of a query's own span; here nothing counts twice.
 Cost: 2 N (u + N/u) C + 2 N (1 + d) C multiply-accumulates, the last for the summaries; N^1.5 at u = sqrt(N).
 """
 

@@ -36,7 +36,7 @@ def cosformer(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid) -> Tensor:
     weighted_q, weighted_k = reweight(phi_q, grid), reweight(phi_k, grid)
     if not k_prefix.shape[2]:
         return linear_attention(weighted_q, weighted_k, v)
-    # Features with a position beside those without: a key has the one kind or the other.
+    # Features with and without a position side by side: a key has only one of the two kinds.
     keys = torch.cat([F.pad(k_prefix, (weighted_k.shape[-1], 0)), F.pad(weighted_k, (0, k.shape[-1]))], 2)
     return linear_attention(torch.cat([weighted_q, phi_q], -1), keys, v)
 

@@ -112,7 +112,7 @@ class Longformer(Attention):
         radius: int = option(24, "farthest key rho: tokens in raster order, or rows and columns; w = 2 rho + 1", low=0)
         layout: Literal["1d", "2d"] = option("1d", "band of the raster order, or square windows around each query")
         num_global: int = option(1, "global tokens g, spread evenly over the grid", low=0)
-        separate_global: bool = option(False, "projections of their own for the global rows, copied from qkv at first")
+        separate_global: bool = option(False, "separate projections for the global rows, initialised as copies of qkv")
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def __init__(self, context: LayerContext, config: Config):

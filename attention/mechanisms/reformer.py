@@ -74,7 +74,7 @@ def differences(code: Tensor, own: Tensor, attended: Tensor) -> Tensor:
 def hash_buckets(q: Tensor, *rotations: Tensor) -> Tensor:
     """argmax [q R; -q R] in every round: q (B, h, N, d), rotations R (h, l, d, s/2) -> (B, h, l, N) int64 below s.
 
-    With several sets of rotations a bucket is the tuple of theirs, as one number below the product of their s.
+    With several sets of rotations a bucket is the tuple of their buckets, as one number below the product of their s.
     """
     bucket = 0
     for R in rotations:

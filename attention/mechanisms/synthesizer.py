@@ -4,8 +4,8 @@ The factorised random variant,
 
     y = softmax(R_1 R_2^T) v,   R_1, R_2: N x p for every head, learned.
 
-There are no queries and keys, and no projections of them. The factors belong to one grid, and to prefix tokens, which
-have rows of their own; on another grid those of the grid are resampled.
+There are no queries and keys, and no projections of them. The factors have a row for every token of one grid and for
+every prefix token; on another grid the rows of the grid are resampled.
 Cost: N^2 C + h p N^2 - 2 N C^2 multiply-accumulates: values, weights (once per batch), less two projections.
 """
 

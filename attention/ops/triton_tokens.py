@@ -20,7 +20,7 @@ PROGRAMS = 1024
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """`x` in `dtype`, rounded to nearest. Triton's interpreter would cut bf16 off: it adds half a place first."""
+    """`x` in `dtype`, rounded to nearest. Triton's interpreter would cut bf16 off: half a unit is added first."""
     if INTERPRETED and dtype == tl.bfloat16 and x.dtype == tl.float32:
         bits = x.to(tl.uint32, bitcast=True)
         x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
@@ -122,7 +122,7 @@ def precision() -> str:
 
 
 def launch_options(S: Any) -> dict[str, Any]:
-    """How a kernel is compiled beside its sizes."""
+    """How a kernel is compiled, apart from its sizes."""
     num_warps = getattr(S, "num_warps", 8 if S.block_d > 64 else 4)
     return {"num_warps": num_warps, "num_stages": 2, "enable_fp_fusion": True}
 

@@ -23,7 +23,7 @@ Layout = Literal["1d", "2d"]
 def split_heads(x: Tensor, count: int, num_heads: int) -> tuple[Tensor, ...]:
     """(B, N, count*C) -> `count` tensors (B, h, N, d)."""
     B, N, width = x.shape
-    # Taken apart before transposed, so that their gradients meet in the order of x.
+    # Unbound before they are transposed, so that their gradients lie in memory as x does.
     return tuple(y.transpose(1, 2) for y in x.view(B, N, count, num_heads, width // (count * num_heads)).unbind(2))
 
 

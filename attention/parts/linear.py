@@ -1,4 +1,4 @@
-"""Linear layers that mechanisms learn beside the projections."""
+"""Linear layers that mechanisms learn in addition to the projections."""
 
 from torch import Tensor, nn
 

@@ -24,7 +24,7 @@ class PositionBias(nn.Module):
         t5: logarithmic buckets (Raffel et al. 2020), b_y(dy) + b_x(dx) in 2-D; their number follows the window size.
             In causal attention all of them are for what lies before the query.
         table_released: the released code's; in 2-D a row stride of w+2e, so that some offsets share a row; in 1-D a
-            row per pair of cells.
+            row per pair of tokens.
         t5_released: the released code's; offsets of the flattened window, times d^-1/2, N(0, 1) at the start.
         none: no bias.
     """

@@ -153,9 +153,10 @@ def test_a_failed_run_is_reported_and_the_others_go_on(config, launcher, capfd):
 
 def test_a_signal_is_left_to_the_run_which_saves(config, capfd):
     """Ctrl-C reaches both processes, SIGTERM ablate.py alone; the run ends with the status of a stopped one."""
-    stopping = (
-        "import os, signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(75));"
-        "[os.kill(os.getppid(), number) for number in (signal.SIGINT, signal.SIGTERM)]; signal.pause()"
+    stopping = (  # blocked until it is waited for, so that the signal cannot come too early
+        "import os, signal; signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]);"
+        "[os.kill(os.getppid(), number) for number in (signal.SIGINT, signal.SIGTERM)];"
+        "signal.sigwait([signal.SIGTERM]); raise SystemExit(75)"
     )
     assert ablate.run_to_end([sys.executable, "-c", stopping]) == 75
     launcher = shlex.join([sys.executable, "-c", "raise SystemExit(75)"])

@@ -45,10 +45,10 @@ def _program(h, c, W, S: tl.constexpr):
     program, blocks = tl.program_id(0), tl.cdiv(c, S.block_c)
     head, first, batch = program % h, program // h % blocks * S.block_c, program // h // blocks
     group, token = first + tl.arange(0, S.block_c), tl.arange(0, S.block_c * S.block_t)
-    owner, place = first + token // S.block_t, token % S.block_t
-    y = owner // (W // S.columns) * S.rows + place // S.columns
-    x = owner % (W // S.columns) * S.columns + place % S.columns
-    return batch, head, group, y * W + x, group < c, (owner < c) & (place < S.rows * S.columns)
+    owner, position = first + token // S.block_t, token % S.block_t
+    y = owner // (W // S.columns) * S.rows + position // S.columns
+    x = owner % (W // S.columns) * S.columns + position % S.columns
+    return batch, head, group, y * W + x, group < c, (owner < c) & (position < S.rows * S.columns)
 
 
 @triton.jit
