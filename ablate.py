@@ -10,6 +10,7 @@ resumes unfinished ones. table.md, table.csv and table.png are rewritten after e
 
 import argparse
 import csv
+import functools
 import itertools
 import json
 import re
@@ -19,6 +20,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -58,9 +60,13 @@ class Case:
     changes: dict[str, str]
     paper: float | None
     run: Run
-    costs: Costs
     directory: Path
     command: list[str]
+
+    @functools.cached_property
+    def costs(self) -> Costs:
+        """Parameters and MACs of the run's model."""
+        return count_costs(self.run.model, self.run.attention)
 
     def result(self) -> dict[str, Any] | None:
         """The final record of train.py; None if the run is not finished, or was made with other options."""
@@ -130,7 +136,10 @@ def run_to_end(command: Sequence[str]) -> int:
 
         handlers = {number: signal.signal(number, pass_on) for number in SIGNALS}
         try:
-            return process.wait()
+            while True:
+                # A signal may interrupt another thread than this one, which an endless wait would not notice.
+                with suppress(subprocess.TimeoutExpired):
+                    return process.wait(timeout=1)
         finally:
             for number, handler in handlers.items():
                 signal.signal(number, handler)
@@ -173,7 +182,7 @@ def read_ablation(
         except ConfigError as error:
             raise ConfigError(f"{tree.origin(key)}: {key}: {error}") from None
         command = [*launcher, TRAIN, str(base), *overrides, *settings, "--output", str(output / name)]
-        cases[name] = Case(changes, paper, run, count_costs(run.model, run.attention), output / name, command)
+        cases[name] = Case(changes, paper, run, output / name, command)
     return ablation, list(cases.values())
 
 

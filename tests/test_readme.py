@@ -11,8 +11,9 @@ import torch
 import yaml
 
 import attention
-from attention import ATTENTION
+from attention import ATTENTION, LayerContext, OptionError
 from attention.__main__ import config, table
+from attention.options import parse_options
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -26,30 +27,41 @@ def test_opening_example():
     assert names["model"](torch.randn(1, 3, 224, 224)).shape == (1, 1000)
 
 
-@pytest.mark.parametrize("declared", [True, False], ids=["prefix tokens exact", "prefix tokens not declared"])
-def test_your_own_attention(declared, tmp_path):
+SECTION = README[README.index("## Add your own attention") : README.index("## Fast paths")]
+MECHANISM, REGISTRY, FACTS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+
+
+def test_your_own_attention(tmp_path):
     """The README's addition in a copy of the project, under every uniform suite: its three files are all it takes."""
     for folder in ("attention", "models", "engine", "bench", "configs", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml", ROOT / "README.md"):
         shutil.copy(path, tmp_path)
-    section = README[README.index("## Add your own attention") : README.index("## Fast paths")]
-    mechanism, registry, facts = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    if not declared:
-        mechanism = re.sub(r".*prefix_tokens = .*\n", "", mechanism)
-        facts = facts.replace(', Case("pooled", (5, 7), {**SMALL, **PREFIX})', "").replace("PREFIX, ", "")
-    named = re.findall(r"`((?:attention|tests)/[\w/]+\.py)`", section)
+    named = re.findall(r"`((?:attention|tests)/[\w/]+\.py)`", SECTION)
     assert named == ["attention/mechanisms/pooled.py", "attention/__init__.py", "tests/mechanisms/pooled.py"]
-    (tmp_path / named[0]).write_text(mechanism)
-    line, entry = registry.strip("\n").split("\n\n")
-    written = (tmp_path / named[1]).read_text().replace("\nATTENTION", f"\n{line}\n\nATTENTION", 1)
-    (tmp_path / named[1]).write_text(re.sub(r"(\nATTENTION[^\n]*)", rf"\1\n{entry}", written, count=1))
-    (tmp_path / named[2]).write_text(facts)
+    mechanism, registry, facts = (tmp_path / path for path in named)
+    line, entry = REGISTRY.strip("\n").split("\n\n")
+    written = registry.read_text().replace("\nATTENTION", f"\n{line}\n\nATTENTION", 1)
+    registry.write_text(re.sub(r"(\nATTENTION[^\n]*)", rf"\1\n{entry}", written, count=1))
+    mechanism.write_text(MECHANISM)
+    facts.write_text(FACTS)
     tests = ["tests/uniform", "tests/mechanisms/pooled.py", "tests/test_layers.py", "tests/test_recipes.py"]
     table = ["tests/test_readme.py::test_mechanism_table_is_that_of_the_docstrings"]
     chosen = ["-p", "no:cacheprovider", "-k", "pooled or table or facts", *tests, *table]
     run = subprocess.run([sys.executable, "-m", "pytest", *chosen], cwd=tmp_path, capture_output=True, text=True)
     assert run.returncode == 0, run.stdout[-5000:]
+
+
+def test_your_own_attention_refuses_class_tokens_until_it_declares_them():
+    undeclared, count = re.subn(r".*prefix_tokens = .*\n", "", MECHANISM)
+    assert count == 1
+    names = {"__name__": "attention.mechanisms.pooled"}
+    exec(undeclared, names)
+    context = {"dim": 8, "num_heads": 2, "grid": (14, 14)}
+    options = parse_options(names["Pooled"].Config, {})
+    assert names["Pooled"](LayerContext(**context), options)(torch.randn(1, 196, 8), (14, 14)).shape == (1, 196, 8)
+    with pytest.raises(OptionError, match="num_prefix_tokens = 1: pooled does not declare what it does"):
+        names["Pooled"](LayerContext(**context, num_prefix_tokens=1), options)
 
 
 def test_mechanism_table_is_that_of_the_docstrings():

@@ -193,8 +193,8 @@ REFUSED = {  # name: (text in place of one in VALID, or of all; the whole messag
     ),
     "landmarks beyond all": (
         VALID.replace("name: local\n  window_size: 7", f"name: eva\n  num_landmarks: {2**62}"),
-        f"run.yaml:5: attention(eva).num_landmarks = {2**62} cannot part the 14x14 grid into rows x columns; "
-        "nearest valid: 196",
+        f"run.yaml:5: attention(eva).num_landmarks = {2**62} does not divide the 14x14 grid into rows x columns of "
+        "bins; nearest valid: 196",
     ),
     "text that cannot be printed": (
         VALID + 'data: {root: "a\\0b"}\n',
@@ -227,7 +227,7 @@ REFUSED = {  # name: (text in place of one in VALID, or of all; the whole messag
     ),
     "landmarks": (
         VALID.replace("name: local\n  window_size: 7", "name: eva\n  num_landmarks: 197"),
-        "run.yaml:5: attention(eva).num_landmarks = 197 cannot part the 14x14 grid",
+        "run.yaml:5: attention(eva).num_landmarks = 197 does not divide the 14x14 grid",
     ),
 }
 

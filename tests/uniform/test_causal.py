@@ -1,4 +1,4 @@
-"""Causal attention: no output depends on later tokens; and, as prefix tokens see every token, there are none."""
+"""Causal attention: no output depends on later tokens; and, as prefix tokens attend to every token, there are none."""
 
 import pytest
 import torch
@@ -26,6 +26,6 @@ def test_outputs_ignore_later_tokens(case, training):
 
 @pytest.mark.parametrize("case", CAUSAL_CASES, ids=str)
 def test_causal_attention_refuses_prefix_tokens(case):
-    message = rf"attention\({case.name}\).causal = True: prefix tokens see every token"
+    message = rf"attention\({case.name}\).causal = True: prefix tokens attend to every token"
     with pytest.raises(OptionError, match=message):
         create_model("deit", attention={"name": case.name, **case.options}, class_token=True)
