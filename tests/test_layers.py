@@ -82,6 +82,17 @@ def test_a_mechanism_fits_on_two_screens(path):
     assert len(path.read_text().splitlines()) <= 180
 
 
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "attention").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_windows_travel_as_one_value(path):
+    """No function takes their grid, size and overlap as keywords; in a mechanism no function takes any keyword."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and node.args.kwarg:
+            assert node.args.kwarg.arg != "windows", f"{path}: {node.name}"
+            assert path.parent.name != "mechanisms", f"{path}: {node.name} takes **{node.args.kwarg.arg}"
+
+
 def test_inheritance_depth_is_one():
     from attention import ATTENTION, Attention
 
