@@ -77,7 +77,16 @@ ATTENTION: dict[str, type[Attention]] = {
     "reformer": Reformer,
 }
 
-__all__ = ["ATTENTION", "Attention", "AttentionFactory", "Grid", "LayerContext", "OptionError", "create_attention"]
+__all__ = [
+    "ATTENTION",
+    "Attention",
+    "AttentionFactory",
+    "Grid",
+    "LayerContext",
+    "OptionError",
+    "create_attention",
+    "kernels",
+]
 
 
 @dataclass(frozen=True)
@@ -125,15 +134,3 @@ def create_attention(name: str, **options: Any) -> Attention:
     """
     context = {field.name: options.pop(field.name) for field in fields(LayerContext) if field.name in options}
     return AttentionFactory.from_options({"name": name, **options})(**context)
-
-
-__all__ = [
-    "ATTENTION",
-    "Attention",
-    "AttentionFactory",
-    "Grid",
-    "LayerContext",
-    "OptionError",
-    "create_attention",
-    "kernels",
-]

@@ -45,13 +45,13 @@ def stated_costs(model: str) -> dict[str, Costs]:
     """
     config = parse_model(model, {})
     side = config.img_size // config.patch_size
-    place = partial(
+    context = partial(
         LayerContext, dim=config.embed_dim, num_heads=config.num_heads, grid=(side, side), depth=config.depth
     )
 
     def of_layers(name: str) -> Costs:
         mechanism, options = ATTENTION[name], AttentionFactory.from_options(name).config
-        costs = (mechanism.cost(place(layer=layer), options) for layer in range(config.depth))
+        costs = (mechanism.cost(context(layer=layer), options) for layer in range(config.depth))
         return Costs(*map(sum, zip(*costs, strict=True)))
 
     counted = count_costs({"name": model, "img_size": config.img_size}, "softmax")

@@ -1,5 +1,6 @@
 """The table of the kernels' times."""
 
+import itertools
 from functools import partial
 
 import pytest
@@ -12,8 +13,7 @@ from bench.check_kernels import Case, LaraCase, PerformerCase
 @pytest.fixture
 def rows(monkeypatch) -> list[dict[str, str]]:
     """Without a GPU: of small cases on their paths for a CPU, by a clock that sets itself forward by 2 ms."""
-    ticks = iter(range(10**6))
-    clock = lambda: next(ticks) * 0.002  # noqa: E731
+    clock = partial(next, itertools.count(step=0.002))
     cases = [Case((4, 6), (2, 3), d=16), PerformerCase(24, 10), LaraCase(24, 6)]
     monkeypatch.setattr(check_kernels, "TIMED", [case._replace(dtype=torch.bfloat16) for case in cases])
     monkeypatch.setattr(check_kernels, "time_rounds", partial(check_kernels.time_rounds, clock=clock))
