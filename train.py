@@ -25,10 +25,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from attention import kernels
 from bench.costs import count_costs
-from engine.checkpoint import Checkpoints, rank_epoch
+from engine.checkpoint import Checkpoints
 from engine.config import dump_run, load_run, refuse_bad_input
-from engine.data import count_broken, create_loaders, create_loss
-from engine.distributed import World, autocast, init_distributed, seed_everything, set_deterministic
+from engine.data import check_broken, create_loaders, create_loss, identify_data
+from engine.distributed import World, autocast, exchange, init_distributed, seed_everything, set_deterministic
 from engine.evaluate import evaluate_all
 from engine.failure import explain_failures
 from engine.files import lock_directory, write_atomically
@@ -89,9 +89,10 @@ class Trainer:
 
         self.stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
         if self.ema:
-            self.stateful["ema"] = self.ema.module
+            self.stateful["model_ema"] = self.ema.module
         cleanup.enter_context(lock_directory(output, world))
-        self.checkpoints = Checkpoints(output, run, world, self.sampler.num_images)
+        identity = identify_data(self.train_loader.dataset.dataset, self.val_loader.dataset)
+        self.checkpoints = Checkpoints(output, run, world, self.sampler.num_images, identity)
         self.progress = self.checkpoints.restore(self.stateful, allowed)
 
     def train(self) -> bool:
@@ -101,6 +102,7 @@ class Trainer:
             Whether the run is finished; if not, the same command resumes it.
         Raises:
             FloatingPointError: a loss or gradient is not finite; raised on every rank, and nothing is saved after it.
+            BrokenImage: more images are broken than the options allow.
         """
         progress, epochs, stopped = self.progress, self.run.schedule.epochs, False
         if progress.epoch < epochs:
@@ -111,7 +113,6 @@ class Trainer:
             self.sampler.set_epoch(progress.epoch, progress.images)
             batches = self.prepare_batches()
             stopped = self.train_epoch(batches) or self.finish_epoch()
-            self.save()
             self.world.barrier()  # no rank ends, or starts an epoch that might fail, while the checkpoint is written
         return progress.epoch == epochs
 
@@ -134,7 +135,7 @@ class Trainer:
         self.report.start(progress.epoch, processes=self.world.size, kernels=kernels.resolved(), **self.costs)
 
     def train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
-        """Makes the updates that are left of an epoch; returns whether a signal has stopped the run."""
+        """Makes the updates that are left of an epoch, and saves; returns whether a signal has stopped the run."""
         options, progress, sampler, stopped = self.options, self.progress, self.sampler, False
         self.model.train()
         self.report.begin_epoch()
@@ -158,10 +159,10 @@ class Trainer:
                     loss=progress.loss_sum / progress.num_summed,
                     lr=self.optimizer.param_groups[0]["lr"],
                     grad_norm=grad_norm.item(),
-                    broken=count_broken(self.train_loader, self.run.data.max_broken, self.world),
+                    broken=progress.broken,
                 )
                 progress.loss_sum, progress.num_summed = 0.0, 0
-            if self.checkpoints.is_due(progress.step) and not stopped:
+            if stopped or progress.images == sampler.stop or self.checkpoints.is_due(progress.step):
                 self.save()
         return stopped
 
@@ -184,7 +185,7 @@ class Trainer:
             The loss, averaged over all ranks, or None if the update was skipped; the gradient norm before clipping; and
             whether any rank was asked to stop.
         """
-        num_micro, loss_sum = self.options.grad_accum_steps, 0.0
+        num_micro, loss_sum, batch_size = self.options.grad_accum_steps, 0.0, self.train_loader.batch_sampler.batch_size
         self.guard.begin_update(self.model)
         for micro in range(num_micro):
             images, targets = next(batches)
@@ -193,9 +194,11 @@ class Trainer:
             with nullcontext() if self.world.size == 1 or is_last else self.network.no_sync():
                 with autocast(self.options.amp, self.world.device):
                     loss = self.criterion(self.network(images), targets) / num_micro
-                stop = self.signals.stop_requested()
-                losses, norm, stopped = exchange(self.world, loss.detach(), self.guard.unread_norm, stop)
+                mine = loss.detach(), self.guard.unread_norm, self.signals.stop_requested(), batch_size - len(images)
+                losses, norm, stopped, num_broken = exchange(self.world, *mine)
                 self.guard.check(losses, norm)
+                self.progress.broken += num_broken
+                check_broken(self.progress.broken, self.run.data.max_broken)
                 loss_sum += sum(losses) / len(losses)
                 self.scaler.scale(loss).backward()
         self.scaler.unscale_(self.optimizer)  # clipping needs the gradients without the loss scale of fp16
@@ -210,36 +213,28 @@ class Trainer:
         return loss_sum if accepted else None, grad_norm, stopped
 
     def finish_epoch(self) -> bool:
-        """Evaluates if it is time to, and counts the epoch; returns whether a signal has stopped the run."""
+        """Evaluates if it is time to, counts the epoch and saves; returns whether a signal has stopped the run."""
         progress, epoch = self.progress, self.progress.epoch + 1
         is_last = epoch == self.run.schedule.epochs
         if is_last or epoch % self.options.eval_every == 0:
+            self.world.barrier()  # no rank begins an evaluation, which might fail, while the checkpoint is written
             models = {"": self.model} | ({"ema_": self.ema.module} if self.ema else {})
             metrics = evaluate_all(models, self.val_loader, self.world, self.options.amp, self.signals.stop_requested)
             if metrics is None:
                 return True
             progress.metrics = metrics
-            progress.ranking = rank_epoch(progress.ranking, epoch, metrics["top1"], self.options.keep_checkpoints)
+            progress.rank(epoch, self.options.keep_checkpoints)
             self.report.eval(epoch, metrics)
-        progress.epoch, progress.images = epoch, 0
+        progress.epoch, progress.images, progress.broken = epoch, 0, 0
         if is_last:
-            self.report.final(**progress.metrics, best_top1=progress.ranking[0][0], **self.costs)
+            self.report.final(**progress.metrics, **progress.best(), **self.costs)
+        self.save()
         return False
 
     def save(self) -> None:
         """Makes a checkpoint."""
         self.guard.settle()
         self.checkpoints.save(self.progress, self.stateful)
-
-
-def exchange(world: World, loss: Tensor, norm: Tensor | float, stop: bool) -> tuple[tuple[float, ...], float, bool]:
-    """The losses of all ranks, the gradient norm (the same on every rank), and whether any rank was asked to stop.
-
-    One collective carries all three, and it is the only time that an update waits for the device. Between forward and
-    backward pass this costs least: the device is idle only until the first kernel of the backward pass is queued.
-    """
-    losses, norms, stops = zip(*world.gather([loss, norm, stop]), strict=True)
-    return losses, norms[0], any(stops)
 
 
 if __name__ == "__main__":

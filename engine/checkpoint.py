@@ -1,12 +1,13 @@
 """Checkpoints of a run: written completely or not at all, verified when read, plain types only.
 
-A run directory holds `step_S.pt`, made within an epoch, and `step_S_epoch_E.pt`, made after epoch E and its
-evaluation, each with its SHA-256 beside it in the format of sha256sum. A checkpoint is a dict. Its metadata: `config`
-(the resolved configuration, plain), `processes` and `images` (their numbers) and `progress` (the fields of `Progress`).
-Its state dicts: `model`, `optimizer`, `scaler` and, if a weight average is kept, `ema`. Random state is not saved: see
-`engine.sampler`.
+A run directory holds `step_S.pt`, made within an epoch and before its evaluation, and `step_S_epoch_E.pt`, made after
+epoch E and its evaluation, each with its SHA-256 beside it in the format of sha256sum. A checkpoint is a dict. Its
+metadata: `config` (the resolved configuration, plain), `processes` and `images` (their numbers), `progress` (the fields
+of `Progress`), and what `engine.data.identify_data` says of the data. Its state dicts: `model`, `optimizer`, `scaler`
+and, if a weight average is kept, `model_ema`, timm's name for it. Random state is not saved: see `engine.sampler`.
 """
 
+import argparse
 import hashlib
 import io
 import json
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 from attention.options import nearest, parse_options
 from engine.checkpoint_format import check_plain, validate_pickle
 from engine.config import ConfigError, dump_run, flatten, parse_run
+from engine.data import difference
 from engine.distributed import World
 from engine.errors import UserError
 from engine.files import digest_path, is_intact, read_digest, read_regular, write_verified
@@ -34,6 +36,8 @@ from engine.schema import Run
 RESUMABLE_OPTIONS = {
     "data.root",
     "data.workers",
+    "data.max_broken",
+    "data.broken_val",
     "train.log_every",
     "train.keep_checkpoints",
     "train.checkpoint_steps",
@@ -45,6 +49,14 @@ RESUMABLE_OPTIONS = {
 
 METADATA = ("config", "processes", "images", "progress")
 """What a checkpoint holds besides state dicts."""
+
+IDENTITY = ("classes", "train_files", "val_files")
+"""Metadata that checkpoints of earlier versions lack: `engine.data.identify_data`."""
+
+WEIGHTS = {"plain": "model", "ema": "model_ema"}
+"""Kind of weights, as trained or averaged -> its state dict in a checkpoint."""
+
+Weights = Literal["plain", "ema"]
 
 Stateful = nn.Module | Optimizer | torch.amp.GradScaler
 """What has a state dict in a checkpoint."""
@@ -61,27 +73,47 @@ class Progress:
 
     Attributes:
         epoch: finished epochs, evaluation included. step: finished updates, over all epochs.
-        images: position in the order of the current epoch, over all ranks.
+        images: position in the order of the current epoch, over all ranks. broken: images before it that were left out.
         loss_sum, num_summed: of the updates since the last log line. num_skipped: updates that were not finite.
-        metrics: of the last evaluation. ranking: [top-1, epoch] of the best epochs, best first.
+        metrics: of the last evaluation. ranking, ema_ranking: [top-1, epoch] of the best epochs, best first, by the
+            plain and by the averaged weights.
     """
 
     epoch: int = 0
     step: int = 0
     images: int = 0
+    broken: int = 0
     loss_sum: float = 0.0
     num_summed: int = 0
     num_skipped: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     ranking: list[list] = field(default_factory=list)
+    ema_ranking: list[list] = field(default_factory=list)
+
+    def rank(self, epoch: int, keep: int) -> None:
+        """Ranks `epoch` by its `metrics`, and forgets all but the `keep` best of each kind of weights."""
+        self.ranking = rank_epoch(self.ranking, epoch, self.metrics["top1"], keep)
+        if "ema_top1" in self.metrics:
+            self.ema_ranking = rank_epoch(self.ema_ranking, epoch, self.metrics["ema_top1"], keep)
+
+    def best(self) -> dict[str, float]:
+        """The highest top-1 of each kind of weights, as `engine.report` names it."""
+        rankings = {"best_top1": self.ranking, "best_ema_top1": self.ema_ranking}
+        return {name: ranking[0][0] for name, ranking in rankings.items() if ranking}
 
 
 class Checkpoints:
-    """The checkpoints of `run`, on `num_images` training images, in `directory`, which this process has locked."""
+    """The checkpoints of `run`, on `num_images` training images, in `directory`, which this process has locked.
 
-    def __init__(self, directory: Path, run: Run, world: World, num_images: int):
+    Args:
+        identity: of the data, see `engine.data.identify_data`.
+    """
+
+    def __init__(
+        self, directory: Path, run: Run, world: World, num_images: int, identity: Mapping[str, Any] | None = None
+    ):
         self.directory, self.options, self.world = directory, run.train, world
-        self.metadata = {"config": dump_run(run), "processes": world.size, "images": num_images}
+        self.metadata = {"config": dump_run(run), "processes": world.size, "images": num_images, **(identity or {})}
         self.saved_at = time.monotonic()
 
     def restore(self, stateful: Mapping[str, Stateful], allowed: Collection[str] = ()) -> Progress:
@@ -89,10 +121,11 @@ class Checkpoints:
 
         Args:
             stateful: name of a state dict -> what it is loaded into.
-            allowed: options that may differ from the checkpoint's, besides `RESUMABLE_OPTIONS`.
+            allowed: options, or names in the metadata, that may differ from the checkpoint's, besides
+                `RESUMABLE_OPTIONS`.
         Raises:
-            UserError: the run there has other options, or some that this version cannot read; its weights do not fit;
-                or not every rank sees the same checkpoint.
+            UserError: the run there has other options or data, or options that this version cannot read; its weights do
+                not fit; or not every rank sees the same checkpoint.
         """
         found = find_checkpoint(self.directory, "last", quiet=not self.world.is_primary)
         checkpoint = found and found[1]
@@ -107,6 +140,7 @@ class Checkpoints:
         if checkpoint is None:
             return progress
         there = _flatten_metadata(checkpoint | {"config": self._read_config(*found)})
+        here = {key: value for key, value in here.items() if key not in IDENTITY or key in there}
         if lines := list_differences(there, here, allowed):
             raise UserError(
                 f"{self.directory}: holds a run with other options; resume it with its own, start afresh in another"
@@ -115,7 +149,7 @@ class Checkpoints:
         for name, target in stateful.items():
             state = checkpoint.get(name)
             if isinstance(target, nn.Module):  # a new average begins from the weights
-                load_weights(target, state or checkpoint["model"], f"{self.directory}: {name}")
+                load_weights(target, state or checkpoint.get("model", {}), f"{self.directory}: {name}")
             elif not isinstance(target, Optimizer):
                 target.load_state_dict(state or target.state_dict())
             elif there["optim.opt"] == here["optim.opt"]:
@@ -165,7 +199,7 @@ class Checkpoints:
         if not is_intact(newest):
             print(f"{newest}: not what was written to it; all older checkpoints are kept", file=sys.stderr, flush=True)
             return
-        best = {epoch for _, epoch in progress.ranking}
+        best = {epoch for _, epoch in progress.ranking + progress.ema_ranking}
         for path in others[NUM_LAST - 1 :]:
             epoch = NAME.fullmatch(path.name)[2]
             if epoch is None or int(epoch) not in best:
@@ -180,13 +214,13 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def find_checkpoint(
-    directory: Path, which: Literal["best", "last"], quiet: bool = False
+    directory: Path, which: Literal["best", "last"], quiet: bool = False, weights: Weights = "plain"
 ) -> tuple[Path, dict[str, Any]] | None:
     """The path and content of the best or the newest checkpoint in `directory`; None if there is none.
 
     Args:
-        which: "best": of the epoch with the highest top-1, or the newest if none has been evaluated.
-        quiet: do not name on stderr the damaged ones that are passed over.
+        which: "best": of the epoch with the highest top-1, or the newest if none has been ranked.
+        quiet: do not name on stderr the damaged ones that are passed over. weights: by whose top-1.
     Raises:
         UserError: all of them are damaged.
     """
@@ -195,12 +229,47 @@ def find_checkpoint(
     if last is None and paths:
         if list_checkpoints(directory) == paths:
             raise UserError(f"{directory}: none of its checkpoints is whole; start afresh in another directory")
-        return find_checkpoint(directory, which, quiet)  # a running training has replaced them meanwhile
+        return find_checkpoint(directory, which, quiet, weights)  # a running training has replaced them meanwhile
     if last is None or which == "last":
         return last
-    ranking = parse_options(Progress, last[1]["progress"]).ranking
+    progress = parse_options(Progress, last[1]["progress"])
+    ranking = progress.ranking if weights == "plain" else progress.ema_ranking
     ranked = {match[2]: path for path in paths if (match := NAME.fullmatch(path.name))[2]}
     return _first_whole([ranked[str(epoch)] for _, epoch in ranking if str(epoch) in ranked], quiet) or last
+
+
+def find_weights(
+    path: Path, which: Literal["best", "last"], weights: Weights | None
+) -> list[tuple[Path, dict[str, Any], list[Weights]]]:
+    """Path and content of the checkpoints to take weights from, and the kinds to take from each, averaged ones last.
+
+    Args:
+        path: a checkpoint file, or a directory, in which `find_checkpoint` chooses for each kind.
+        weights: None: all kinds that are kept.
+    Raises:
+        UserError: there is no checkpoint, or none with such weights.
+    """
+    if not path.exists():
+        raise UserError(f"{path}: no such run directory or checkpoint")
+    file = None if path.is_dir() else (path, load_checkpoint(path))
+    chosen: dict[Path, tuple[dict[str, Any], list[Weights]]] = {}
+    for kind in [weights] if weights else WEIGHTS:
+        found = file or find_checkpoint(path, which, weights=kind)
+        if found is None:
+            raise UserError(f"{path}: no checkpoint there")
+        if WEIGHTS[kind] in found[1]:
+            chosen.setdefault(found[0], (found[1], []))[1].append(kind)
+    if not chosen:
+        raise UserError(f"{found[0]}: holds no {weights} weights, only {', '.join(kept_weights(found[1]))}")
+    return [(at, *entry) for at, entry in chosen.items()]
+
+
+def parse_weights(text: str) -> Weights:
+    """The kind of weights that the argument --weights names."""
+    if text not in WEIGHTS:
+        renamed = f"; the {text} checkpoint is --select {text}" if text in ("best", "last") else ""
+        raise argparse.ArgumentTypeError(f"{text!r} is no kind of weights, {' or '.join(WEIGHTS)}{renamed}")
+    return text
 
 
 def _first_whole(paths: Sequence[Path], quiet: bool) -> tuple[Path, dict[str, Any]] | None:
@@ -220,15 +289,14 @@ def save_checkpoint(path: Path, checkpoint: Mapping[str, Any]) -> None:
     write_verified(path, buffer.getbuffer())
 
 
-def export_checkpoint(path: Path, checkpoint: Mapping[str, Any]) -> None:
-    """Writes the weights alone, averaged if there is an average, to `path` in the safetensors format.
+def export_checkpoint(path: Path, checkpoint: Mapping[str, Any], weights: Weights) -> None:
+    """Writes the weights of one kind alone to `path` in the safetensors format.
 
-    The metadata goes with them, so that `load_checkpoint` reads the file as a checkpoint.
+    The metadata and the kind (`weights`) go with them, so that `load_checkpoint` reads the file as a checkpoint.
     """
-    weights = checkpoint.get("ema", checkpoint["model"])
-    metadata = json.dumps({name: checkpoint[name] for name in METADATA})
-    contiguous = {name: weight.contiguous() for name, weight in weights.items()}
-    write_verified(path, safetensors.torch.save(contiguous, metadata={"run": metadata}))
+    metadata = {name: checkpoint[name] for name in (*METADATA, *IDENTITY) if name in checkpoint} | {"weights": weights}
+    contiguous = {name: weight.contiguous() for name, weight in checkpoint[WEIGHTS[weights]].items()}
+    write_verified(path, safetensors.torch.save(contiguous, metadata={"run": json.dumps(metadata)}))
 
 
 def load_checkpoint(path: Path, need_digest: bool = False) -> dict[str, Any]:
@@ -250,21 +318,42 @@ def load_checkpoint(path: Path, need_digest: bool = False) -> dict[str, Any]:
     try:
         if path.suffix == ".safetensors":
             header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-            checkpoint = json.loads(header["__metadata__"]["run"]) | {"model": safetensors.torch.load(content)}
+            checkpoint = json.loads(header["__metadata__"]["run"])
+            checkpoint[WEIGHTS[_exported_weights(checkpoint)]] = safetensors.torch.load(content)
         else:
             validate_pickle(content)
             checkpoint = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            if "ema" in checkpoint:  # its name in earlier versions
+                checkpoint["model_ema"] = checkpoint.pop("ema")
         check_plain({name: checkpoint.get(name) for name in METADATA})
-        for key in ("model", "ema"):
+        _check_identity(checkpoint)
+        for key in WEIGHTS.values():
             weights = checkpoint.get(key, {})
             if not all(isinstance(name, str) and torch.is_tensor(value) for name, value in weights.items()):
                 raise ValueError(f"{key} are no weights")
     except Exception as error:  # a hostile file may fail in any way, and is refused in every case
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(f"{path}: damaged, or no checkpoint that can be loaded safely ({reason})") from error
-    if not {*METADATA, "model"} <= checkpoint.keys():
+    if not {*METADATA} <= checkpoint.keys() or not kept_weights(checkpoint):
         raise UserError(f"{path}: no checkpoint of train.py: it holds no configuration")
     return checkpoint
+
+
+def kept_weights(checkpoint: Mapping[str, Any]) -> list[Weights]:
+    """The kinds of weights that `checkpoint` holds."""
+    return [kind for kind, key in WEIGHTS.items() if key in checkpoint]
+
+
+def _exported_weights(metadata: Mapping[str, Any]) -> Weights:
+    """The kind of weights in an exported file. Earlier versions exported the average where there was one."""
+    return metadata.get("weights") or ("ema" if metadata["config"]["train"].get("ema_decay") else "plain")
+
+
+def _check_identity(checkpoint: Mapping[str, Any]) -> None:
+    """Checks the metadata `IDENTITY`, whose number of values is that of the classes."""
+    classes, digests = checkpoint.get("classes", []), [checkpoint.get(name, "") for name in IDENTITY[1:]]
+    if not isinstance(classes, list) or not all(isinstance(text, str) for text in classes + digests):
+        raise ValueError("class names or digests that are none")
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
@@ -315,7 +404,8 @@ def _find_not_finite(stateful: Mapping[str, Stateful]) -> str | None:
 
 
 def _flatten_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    return flatten(metadata["config"]) | {name: metadata[name] for name in ("processes", "images")}
+    names = ("processes", "images", *IDENTITY)
+    return flatten(metadata["config"]) | {name: metadata[name] for name in names if name in metadata}
 
 
 def list_differences(there: Mapping[str, Any], here: Mapping[str, Any], allowed: Collection[str] = ()) -> list[str]:
@@ -328,12 +418,15 @@ def list_differences(there: Mapping[str, Any], here: Mapping[str, Any], allowed:
         there, here: dotted path of an option -> value.
     """
     absent = "absent"
+
+    def describe(key: str) -> str:
+        if key == "classes":
+            return difference(there.get(key, []), here.get(key, []), ("the run there", "the data here"))
+        return f"{there.get(key, absent)} there, {here.get(key, absent)} here"
+
     changed = {key for key in there.keys() | here.keys() if there.get(key, absent) != here.get(key, absent)}
     modes = {key for key in changed if key.startswith("attention.") and key.endswith(".released")}
-    return [
-        f"{key}: {there.get(key, absent)} there, {here.get(key, absent)} here"
-        for key in sorted(changed - modes - RESUMABLE_OPTIONS - set(allowed))
-    ]
+    return [f"{key}: {describe(key)}" for key in sorted(changed - modes - RESUMABLE_OPTIONS - set(allowed))]
 
 
 def rank_epoch(ranking: list[list], epoch: int, top1: float, keep: int) -> list[list]:

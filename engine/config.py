@@ -23,7 +23,6 @@ from attention import AttentionFactory
 from attention.options import OptionError, parse_options
 from engine.errors import UserError
 from engine.files import open_regular
-from engine.images import BrokenImage
 from engine.schema import Run, check_run
 from models import create_model, parse_model, resolve_attention
 
@@ -52,13 +51,10 @@ class ConfigError(UserError):
 def refuse_bad_input() -> Iterator[None]:
     """Inside it, refused input ends a script with one line on stderr and exit status 2.
 
-    All ranks refuse the same input, and only the first prints it; a broken image is found by one rank, which prints it.
+    All ranks refuse the same input, and only the first prints it.
     """
     try:
         yield
-    except BrokenImage as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
     except (UserError, OptionError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)

@@ -7,11 +7,13 @@ doi:10.24432/C50P49, CC BY 4.0. The file was made once, from images and labels a
 validate) and `numpy.savez_compressed`; nothing else was changed.
 """
 
+import hashlib
 import io
 import math
+import os
 import sys
 import tarfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -174,9 +176,18 @@ def count_broken(loader: Loader, limit: float, world: World) -> int:
     """
     loader = loader.loader if isinstance(loader, PrefetchLoader) else loader
     broken = int(world.sum(torch.tensor(len(loader.broken), device=world.device)))
+    check_broken(broken, limit)
+    return broken
+
+
+def check_broken(broken: int, limit: float) -> None:
+    """Refuses so many broken images in an epoch, over all ranks.
+
+    Raises:
+        BrokenImage: they are more than `limit`.
+    """
     if broken > limit:
         raise BrokenImage(f"{broken} images of this epoch are broken, more than data.max_broken = {limit}; {VERIFY}")
-    return broken
 
 
 class PairMixup(Mixup):
@@ -205,7 +216,7 @@ def create_loaders(
     assert not rest, "check_run refuses a total batch that cannot be divided"
     train, val = open_split(run.data, "train_split"), open_split(run.data, "val_split")
     if classes_of(train) != classes_of(val):
-        names = difference(set(classes_of(train)), set(classes_of(val)))
+        names = difference(classes_of(train), classes_of(val))
         raise OptionError("data.val_split", f"classes differ from training: {names}")
     _check_num_classes(train, num_classes)
     if len(train) < run.train.total_batch_size:
@@ -213,10 +224,11 @@ def create_loaders(
             "train.total_batch_size",
             f" = {run.train.total_batch_size} exceeds the {len(train)} training images; lower it",
         )
+    val_limit = math.inf if run.data.broken_val == "skip" else 0
     sampler = EpochSampler(len(train), run.train.total_batch_size, world, run.train.seed, run.augment.repeats)
     return (
         _create_loader(train, sampler, batch_size, run, world, img_size, True, run.data.max_broken),
-        _create_loader(val, _share(val, world), batch_size, run, world, img_size, False, 0),
+        _create_loader(val, _share(val, world), batch_size, run, world, img_size, False, val_limit),
         create_batch_augment(run.augment, num_classes, world),
     )
 
@@ -312,14 +324,40 @@ def classes_of(dataset: Images) -> list[str]:
     return sorted(index, key=index.get)
 
 
-def difference(train: set[str], val: set[str]) -> str:
-    """Names of the classes that only one of the splits has, ten of each at most."""
-    only = {"training": sorted(train - val), "validation": sorted(val - train)}
-    return "; ".join(
-        f"only in {split}: {', '.join(names[:10])}{', ...' if names[10:] else ''} ({len(names)})"
-        for split, names in only.items()
+def difference(first: Sequence[str], second: Sequence[str], places: Sequence[str] = ("training", "validation")) -> str:
+    """How two lists of class names differ: the names that only one of them has, ten of each at most, or their order."""
+    only = zip(places, (sorted(set(first) - set(second)), sorted(set(second) - set(first))), strict=True)
+    texts = [
+        f"only in {place}: {', '.join(map(_shown, names[:10]))}{', ...' if names[10:] else ''} ({len(names)})"
+        for place, names in only
         if names
-    )
+    ]
+    return "; ".join(texts) or "the same names in another order"
+
+
+def _shown(name: str) -> str:
+    """A name from a stranger's file, fit to be printed."""
+    return (name if name.isprintable() else ascii(name))[:100]
+
+
+def identify_data(train: Images, val: Images) -> dict[str, Any]:
+    """What of the data is part of a run: class names, and a digest of each split's list of files."""
+    return {"classes": classes_of(train), "train_files": digest_files(train), "val_files": digest_files(val)}
+
+
+def digest_files(images: Images) -> str:
+    """SHA-256 of the class index and the name, relative to the split, of every image in order."""
+    reader = images.reader
+    if isinstance(reader, ReaderImageFolder):  # whose own relative names take 10 s for ImageNet, these 1 s
+        root = os.path.join(reader.root, "")
+        files = ((path.removeprefix(root), label) for path, label in reader.samples)
+    else:
+        labels = reader.targets if isinstance(reader, ReaderImageInTar) else reader.labels
+        files = zip(reader.filenames(), labels, strict=True)
+    digest = hashlib.sha256()
+    for name, label in files:
+        digest.update(f"{label} {name}\0".encode(errors="surrogateescape"))
+    return digest.hexdigest()
 
 
 def _check_num_classes(dataset: Images, num_classes: int) -> None:
@@ -379,7 +417,7 @@ def _create_loader(
     if is_training:
         remedy = f"too many broken images (data.max_broken = {limit} of an epoch, or a whole batch); {VERIFY}"
     else:
-        remedy = f"refused in validation; {VERIFY}, and validate.py --skip-broken leaves them out"
+        remedy = f"refused in validation; {VERIFY}; data.broken_val=skip (validate.py: --skip-broken) leaves them out"
     loader = ImageLoader(
         SeededDataset(dataset, run.train.seed) if is_training else dataset,
         batch_size,

@@ -55,6 +55,13 @@ class World:
         """Whether `flag` is true on any rank."""
         return any(row[0] for row in self.gather([bool(flag)]))
 
+    def first(self, text: str) -> str:
+        """The first of all ranks' texts that is not empty; "" if all are."""
+        texts = [text] * self.size
+        if self.size > 1:
+            dist.all_gather_object(texts, text)
+        return next(filter(None, texts), "")
+
     def copy_buffers(self, module: nn.Module) -> None:
         """Copies the primary rank's buffers to all ranks, as DistributedDataParallel does before a forward pass."""
         if self.size > 1:
@@ -91,6 +98,18 @@ def init_distributed(device: Literal["auto", "cuda", "cpu"], timeout_minutes: fl
         torch.cuda.set_device(local)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=timeout_minutes))
     return World(local, dist.get_rank(), dist.get_world_size())
+
+
+def exchange(
+    world: World, loss: Tensor, norm: Tensor | float, stop: bool, num_broken: int
+) -> tuple[tuple[float, ...], float, bool, int]:
+    """All ranks' losses, the gradient norm (the same on every rank), whether any is to stop, the sum of `num_broken`.
+
+    One collective carries them all, and it is the only time that an update waits for the device. Between forward and
+    backward pass this costs least: the device is idle only until the first kernel of the backward pass is queued.
+    """
+    losses, norms, stops, nums_broken = zip(*world.gather([loss, norm, stop, num_broken]), strict=True)
+    return losses, norms[0], any(stops), int(sum(nums_broken))
 
 
 def autocast(amp: Literal["bf16", "fp16"] | None, device: torch.device) -> torch.autocast:

@@ -1,5 +1,6 @@
 """Exact evaluation: every image counts once, at any number of processes and any batch size."""
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Literal
 
@@ -7,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from engine.data import Loader
+from engine.data import Loader, count_broken
 from engine.distributed import World, autocast
 from engine.images import BrokenImage
 
@@ -19,7 +20,10 @@ def evaluate_all(
     amp: Literal["bf16", "fp16"] | None,
     stop_requested: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """`evaluate` of every model, its metrics named with the model's key as a prefix; None if it was stopped."""
+    """`evaluate` of every model, its metrics named with the model's key as a prefix; None if it was stopped.
+
+    If broken images were left out, `broken` is their number.
+    """
     metrics = {}
     for prefix, model in models.items():
         world.copy_buffers(model)  # BatchNorm's averages and random features differ between ranks
@@ -27,6 +31,8 @@ def evaluate_all(
         if found is None:
             return None
         metrics |= {f"{prefix}{name}": value for name, value in found.items()}
+    if broken := count_broken(loader, math.inf, world):
+        metrics["broken"] = broken
     return metrics
 
 
@@ -50,25 +56,33 @@ def evaluate(
         None if it was stopped, else
         top1, top5: percent of images whose class has the highest / one of the five highest logits (of all, where there
         are fewer than five). loss: mean cross-entropy, nats. images: their number.
+    Raises:
+        BrokenImage: on every rank, if any rank's loader refuses an image, or if there is no image at all.
     """
     was_training = model.training
     model.eval()
     counts = torch.zeros(3, dtype=torch.int64, device=world.device)  # top-1, top-5, images
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
-    for images, targets in loader:
-        if stop_requested():
-            break
-        images, targets = images.to(world.device, non_blocking=True), targets.to(world.device, non_blocking=True)
-        with autocast(amp, world.device):
-            logits = model(images)
-        hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
-        counts[0] += hits[:, 0].sum()
-        counts[1] += hits.sum()
-        counts[2] += len(targets)
-        loss += F.cross_entropy(logits.float(), targets, reduction="none").double().sum()
+    problem = ""
+    try:
+        for images, targets in loader:
+            if stop_requested():
+                break
+            images, targets = images.to(world.device, non_blocking=True), targets.to(world.device, non_blocking=True)
+            with autocast(amp, world.device):
+                logits = model(images)
+            hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
+            counts[0] += hits[:, 0].sum()
+            counts[1] += hits.sum()
+            counts[2] += len(targets)
+            loss += F.cross_entropy(logits.float(), targets, reduction="none").double().sum()
+    except BrokenImage as error:  # of this rank's share
+        problem = str(error)
     model.train(was_training)
     if world.any(stop_requested()):
         return None
+    if problem := world.first(problem):
+        raise BrokenImage(problem)
     top1, top5, images = world.sum(counts).tolist()
     if not images:
         raise BrokenImage("not one validation image could be read")

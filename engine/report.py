@@ -4,10 +4,12 @@
 
 start   at every start and resumption: command, git revision, package versions, device, processes, parameters, macs
 train   every `log_every` updates: loss, lr, grad_norm, images_per_second, step_seconds, memory_mb; data_wait: percent
-        of the time spent waiting for batches; broken: images left out so far in the epoch
+        of the time spent waiting for batches; broken: images left out so far in the epoch, over all ranks
 skip    when an update was skipped because it was not finite: num_skipped, of the run
-eval    at every evaluation: top1, top5, loss; with a weight average ema_top1, ema_top5, ema_loss
-final   at the end: last evaluation; best_top1, parameters, macs, images_per_second, step_seconds (median), memory_mb
+eval    at every evaluation: top1, top5, loss; with a weight average ema_top1, ema_top5, ema_loss; broken: images that
+        were left out, if any
+final   at the end: last evaluation; best_top1, best_ema_top1, parameters, macs, images_per_second, step_seconds
+        (median), memory_mb
 """
 
 import json
@@ -50,6 +52,7 @@ CONSOLE = {
     "ema_top5": "EMA top-5 {:.2f} %",
     "ema_loss": "EMA loss {:.4f}",
     "best_top1": "best top-1 {:.2f} %",
+    "best_ema_top1": "best EMA top-1 {:.2f} %",
     "lr": "lr {:.2e}",
     "grad_norm": "gradient {:.2f}",
     "parameters": "{:,} parameters",

@@ -25,6 +25,9 @@ class Data:
     val_split: str = option("val", "folder (tar: NAME.tar, cache: NAME.npz) of validation images below root")
     workers: int = option(8, "loader processes per rank", low=0)
     max_broken: int = option(10, "broken training images that an epoch may leave out, over all ranks", low=0)
+    broken_val: Literal["refuse", "skip"] = option(
+        "refuse", "broken validation images: end the evaluation, or be left out, named and counted in its metrics"
+    )
     crop_pct: float = option(0.875, "validation: share of the resized image kept by the centre crop", above=0, high=1)
     interpolation: Literal["bicubic", "bilinear", "nearest"] = option("bicubic", "validation resize")
     mean: tuple[float, float, float] = option((0.485, 0.456, 0.406), "channel means subtracted from images in [0, 1]")
@@ -100,7 +103,9 @@ class Train:
     seed: int = option(0, "seed of weights, order and augmentation", low=0)
     ema_decay: float | None = option(None, "decay of the weight average per step; null: none", above=0, high=1)
     eval_every: int = option(1, "epochs between evaluations; the last epoch is always evaluated", low=1)
-    keep_checkpoints: int = option(3, "how many of the best epoch checkpoints stay, beside the last", low=1)
+    keep_checkpoints: int = option(
+        3, "how many of the best epoch checkpoints stay, by each kind of weights, beside the last", low=1
+    )
     checkpoint_minutes: float | None = option(
         15.0, "minutes after which a checkpoint is made within an epoch; null: none", above=0
     )

@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ignored = ignored_files(Path(args.root) / name) if args.dataset == "folder" else {}
         for suffix, count in sorted(ignored.items()):
             print(f"  {count:,} files named *{suffix} are ignored")
-    names = [set(classes_of(images)) for images in splits.values()]
+    names = [classes_of(images) for images in splits.values()]
     if len(names) == 2 and names[0] != names[1]:
         print(f"classes differ: {difference(*names)}")
     sys.exit(num_broken > 0)

@@ -28,6 +28,7 @@ from engine.checkpoint import (
     Progress,
     export_checkpoint,
     find_checkpoint,
+    kept_weights,
     list_checkpoints,
     load_checkpoint,
     load_weights,
@@ -60,7 +61,7 @@ def whole(run) -> dict:
     """A checkpoint of a model that can be validated."""
     model = create_model(attention=run.attention, **run.model)
     metadata = {"config": dump_run(run), "processes": 1, "images": 100, "progress": vars(Progress(epoch=1, step=3))}
-    return {**metadata, "model": model.state_dict(), "ema": model.state_dict()}
+    return {**metadata, "model": model.state_dict(), "model_ema": model.state_dict()}
 
 
 class Weight(nn.Module):
@@ -348,7 +349,7 @@ def test_weights_that_do_not_fit_are_named(
 
 @pytest.mark.parametrize("weights", [{"head.bias": "weights"}, {1: torch.zeros(1)}])
 def test_weights_that_are_none_are_refused(weights, whole, tmp_path: Path):
-    torch.save(whole | {"ema": weights}, tmp_path / "x.pt")
+    torch.save(whole | {"model_ema": weights}, tmp_path / "x.pt")
     with pytest.raises(UserError, match=r"no checkpoint that can be loaded safely .*ema are no weights"):
         load_checkpoint(tmp_path / "x.pt")
 
@@ -387,14 +388,15 @@ def test_validation_reads_while_training_writes(amount: int, checkpoints: Checkp
 
 def test_exported_weights_are_a_checkpoint_and_timms(whole, run, tmp_path: Path):
     path = tmp_path / "model.safetensors"
-    ema = {name: value + 1 if value.is_floating_point() else value for name, value in whole["ema"].items()}
-    export_checkpoint(path, whole | {"ema": ema})
+    ema = {name: value + 1 if value.is_floating_point() else value for name, value in whole["model_ema"].items()}
+    export_checkpoint(path, whole | {"model_ema": ema, "classes": [*"0123456789"]}, "ema")
     loaded = load_checkpoint(path, need_digest=True)
-    assert loaded["config"] == whole["config"]
+    assert kept_weights(loaded) == ["ema"]
+    assert (loaded["config"], loaded["classes"]) == (whole["config"], [*"0123456789"])
     assert loaded["progress"] == whole["progress"]
     options = {name: value for name, value in run.model.items() if name != "name"}
     by_timm = timm.create_model("deit", attention=run.attention, checkpoint_path=str(path), **options).state_dict()
-    for weights in (loaded["model"], by_timm, safetensors.torch.load_file(path)):
+    for weights in (loaded["model_ema"], by_timm, safetensors.torch.load_file(path)):
         assert all(torch.equal(weights[name], value) for name, value in ema.items())
 
 
@@ -403,4 +405,6 @@ def test_export_by_the_command(whole, tmp_path: Path, capsys: pytest.CaptureFixt
     validate.main([str(tmp_path / "x.pt"), "--export", str(tmp_path / "x.safetensors"), "--json"])
     first = json.loads(capsys.readouterr().out)
     validate.main([str(tmp_path / "x.safetensors"), "--json"])
-    assert json.loads(capsys.readouterr().out)["plain"] == first["EMA"]
+    assert json.loads(capsys.readouterr().out) == {
+        "ema": first["ema"] | {"checkpoint": str(tmp_path / "x.safetensors")}
+    }

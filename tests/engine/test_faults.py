@@ -317,7 +317,7 @@ def test_what_is_not_finite_reaches_no_checkpoint(
         assert [error.startswith(f"error: {what}") for error in errors] == [True]
         assert saved[0]["progress"]["step"] == 2
     for checkpoint in saved:
-        for name in ("model", "ema"):
+        for name in ("model", "model_ema"):
             assert all(tensor.isfinite().all() for tensor in checkpoint[name].values())
     figure("N1", f"{value} in {place}, {policy}: reported, dumped; {len(saved)} checkpoints are clean")
 
@@ -332,15 +332,16 @@ class Two(World):
 @pytest.mark.parametrize(
     ("second", "expected"),
     [
-        ([1.0, 0.5, 0.0], ((3.0, 1.0), 0.5, False)),
-        ([math.nan, 0.5, 1.0], ((3.0, pytest.approx(math.nan, nan_ok=True)), 0.5, True)),
-        ([1.0, math.inf, 0.0], ((3.0, 1.0), 0.5, False)),  # the norm is that of all ranks: the first rank's is read
+        ([1.0, 0.5, 0.0, 0.0], ((3.0, 1.0), 0.5, False, 2)),
+        ([math.nan, 0.5, 1.0, 0.0], ((3.0, pytest.approx(math.nan, nan_ok=True)), 0.5, True, 2)),
+        # The norm is that of all ranks: the first rank's is read.
+        ([1.0, math.inf, 0.0, 1.0], ((3.0, 1.0), 0.5, False, 3)),
     ],
 )
-def test_one_exchange_carries_losses_norm_and_the_stop_flag(second: list[float], expected: tuple):
+def test_one_exchange_carries_losses_norm_stop_flag_and_broken_images(second: list[float], expected: tuple):
     world = Two(torch.device("cpu"), 0, 2)
     object.__setattr__(world, "second", second)
-    assert train.exchange(world, torch.tensor(3.0), torch.tensor(0.5), False) == expected
+    assert train.exchange(world, torch.tensor(3.0), torch.tensor(0.5), False, 2) == expected
 
 
 def test_the_rank_is_named():

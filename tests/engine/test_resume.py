@@ -107,7 +107,7 @@ def outcome(job: Job, directory: Path, before: Job | None = None) -> dict[str, s
     _, last = find_checkpoint(directory, "last")
     digests = {name: digest(value) for name, value in last.items() if name != "config"}
     digests["step"] = str(last["progress"]["step"])
-    assert {"model", "ema", "optimizer", "scaler", "progress"} <= digests.keys()
+    assert {"model", "model_ema", "optimizer", "scaler", "progress"} <= digests.keys()
     random_states = job.recorded("random") or before.recorded("random")
     states = [state for step, state in random_states if step == digests["step"]]
     return digests | {"random": states, "records": records(directory)}
@@ -354,7 +354,7 @@ def test_a_seed_decides_everything(runs: Runs, figure: Callable):
     assert outcome(job, output) == runs.expected
     _, job, output = runs.launch(more=["train.seed=1"])
     other = outcome(job, output)
-    assert all(other[name] != runs.expected[name] for name in ("model", "ema", "optimizer", "random", "records"))
+    assert all(other[name] != runs.expected[name] for name in ("model", "model_ema", "optimizer", "random", "records"))
     figure("G1", "the same seed twice: same bits; another seed: everything differs")
 
 

@@ -59,7 +59,7 @@ def test_two_processes_train_as_one(tmp_path: Path):
 
     one, two = (find_checkpoint(tmp_path / run, "last")[1] for run in ("one", "two"))
     assert one["progress"]["step"] == two["progress"]["step"] == 20
-    for weights in ("model", "ema"):
+    for weights in ("model", "model_ema"):
         difference = sum((two[weights][name] - value).double().square().sum() for name, value in one[weights].items())
         assert difference.sqrt() < 1e-5 * sum(v.double().square().sum() for v in one[weights].values()).sqrt()
     one, two = one["progress"]["metrics"], two["progress"]["metrics"]

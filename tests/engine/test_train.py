@@ -183,7 +183,7 @@ def test_weight_average(tmp_path: Path):
     last = start(tmp_path, "train.ema_decay=0.5")
     assert {"top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss"} <= last["progress"]["metrics"].keys()
     assert last["progress"]["metrics"]["ema_loss"] != last["progress"]["metrics"]["loss"]
-    assert 1e-4 < relative_rms(last["ema"], last["model"]) < 1
+    assert 1e-4 < relative_rms(last["model_ema"], last["model"]) < 1
 
 
 @pytest.mark.parametrize("name", ATTENTION)

@@ -12,7 +12,7 @@ import torch
 
 import train
 import validate
-from engine.checkpoint import find_checkpoint
+from engine.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -28,6 +28,7 @@ TINY = [
     "schedule.warmup_epochs=0",
     "train.total_batch_size=128",
     "train.ema_decay=0.9",
+    "train.keep_checkpoints=2",
     "train.device=cpu",
 ]
 
@@ -46,19 +47,67 @@ def read_report(capsys, *arguments) -> dict:
 
 def flat(report: dict) -> dict:
     """As train.py records its metrics."""
-    plain, ema = report["plain"], {f"ema_{name}": value for name, value in report["EMA"].items()}
-    return plain | ema
+    metrics = {kind: {k: v for k, v in report[kind].items() if k not in ("checkpoint", "epoch")} for kind in report}
+    return metrics["plain"] | {f"ema_{name}": value for name, value in metrics["ema"].items()}
 
 
-@pytest.mark.parametrize("weights", ["best", "last"])
-def test_metrics_are_those_of_training(run_directory, capsys, weights):
-    path, recorded = find_checkpoint(run_directory, weights)
-    report = read_report(capsys, run_directory, "--weights", weights)
-    assert (report["checkpoint"], report["epoch"]) == (str(path), recorded["progress"]["epoch"])
+@pytest.mark.parametrize("which", ["best", "last"])
+def test_metrics_are_those_of_training(run_directory, capsys, which):
+    path, recorded = find_checkpoint(run_directory, which)
+    report = read_report(capsys, run_directory, "--select", which)
+    for kind in ("plain", "ema"):
+        assert (report[kind]["checkpoint"], report[kind]["epoch"]) == (str(path), recorded["progress"]["epoch"])
     assert flat(report) == pytest.approx(recorded["progress"]["metrics"], rel=1e-6)  # batches of another size
     assert report["plain"]["images"] == 360
-    assert report["plain"]["loss"] != report["EMA"]["loss"]
+    assert report["plain"]["loss"] != report["ema"]["loss"]
     assert read_report(capsys, path) == report
+
+
+@pytest.fixture
+def apart(run_directory, tmp_path):
+    """The run's directory, had its first epoch been the best by the averaged weights."""
+    for path in run_directory.glob("step_*_epoch_?.pt"):
+        checkpoint = load_checkpoint(path)
+        checkpoint["progress"]["ema_ranking"] = [[90.0, 1], [80.0, 2]]
+        save_checkpoint(tmp_path / path.name, checkpoint)
+    return tmp_path
+
+
+def test_each_kind_of_weights_is_taken_where_it_was_best(apart, capsys):
+    report = read_report(capsys, apart)
+    assert [(kind, report[kind]["epoch"]) for kind in report] == [("plain", 2), ("ema", 1)]
+    for kind in report:
+        assert read_report(capsys, apart, "--weights", kind) == {kind: report[kind]}
+        assert read_report(capsys, report[kind]["checkpoint"], "--weights", kind) == {kind: report[kind]}
+
+
+@pytest.mark.parametrize(("kind", "epoch"), [(None, 1), ("ema", 1), ("plain", 2)])
+def test_an_export_names_the_weights_that_it_holds(apart, capsys, kind, epoch):
+    chosen = ["--weights", kind] if kind else []
+    report = read_report(capsys, apart, *chosen, "--export", apart / "x.safetensors")
+    expected = report[kind or "ema"] | {"checkpoint": str(apart / "x.safetensors")}
+    assert expected["epoch"] == epoch
+    assert read_report(capsys, apart / "x.safetensors") == {kind or "ema": expected}
+
+
+def test_the_former_meaning_of_weights_says_its_new_name(run_directory, capsys):
+    with pytest.raises(SystemExit) as caught:
+        validate.main([str(run_directory), "--weights", "best"])
+    assert caught.value.code == 2
+    assert "--weights: 'best' is no kind of weights, plain or ema; the best checkpoint is --select best" in (
+        capsys.readouterr().err
+    )
+
+
+def test_other_class_names_are_warned_of(run_directory, tmp_path, capsys):
+    _, checkpoint = find_checkpoint(run_directory, "last")
+    save_checkpoint(tmp_path / "x.pt", checkpoint | {"classes": [*"012345678", "ten\x1b[0m"]})
+    validate.main([str(tmp_path / "x.pt"), "--weights", "plain"])
+    (line,) = capsys.readouterr().err.splitlines()
+    names = "only in the checkpoint: 'ten\\x1b[0m' (1); only in the data: 9 (1)"
+    assert line == f"warning: the classes are not those of the training: {names}"
+    validate.main([str(run_directory), "--weights", "plain"])
+    assert not capsys.readouterr().err
 
 
 def test_batch_size_does_not_matter(run_directory, capsys):
@@ -70,7 +119,7 @@ def test_the_checkpoint_is_enough(run_directory, tmp_path, capsys):
     copy = tmp_path / "any name"
     copy.write_bytes(find_checkpoint(run_directory, "last")[0].read_bytes())
     report = read_report(capsys, copy, "data.val_split=train")
-    assert report["plain"]["images"] == report["EMA"]["images"] == 1437
+    assert report["plain"]["images"] == report["ema"]["images"] == 1437
 
 
 def test_two_processes_report_the_same(run_directory, capsys):
@@ -84,21 +133,20 @@ def test_two_processes_report_the_same(run_directory, capsys):
 def test_the_table_has_one_line_for_each_set_of_weights(run_directory, capsys):
     report = read_report(capsys, run_directory)
     validate.main([str(run_directory)])
-    title, header, plain, ema = capsys.readouterr().out.splitlines()
-    assert title == f"{find_checkpoint(run_directory, 'best')[0]}, epoch {report['epoch']}"
-    assert header.split() == ["weights", "images", "top-1", "%", "top-5", "%", "loss"]
-    for line, name in ((plain, "plain"), (ema, "EMA")):
+    header, plain, ema = capsys.readouterr().out.splitlines()
+    assert header.split() == ["weights", "images", "top-1", "%", "top-5", "%", "loss", "epoch", "checkpoint"]
+    for line, name in ((plain, "plain"), (ema, "ema")):
         metrics = report[name]
         values = (f"{metrics['top1']:.3f}", f"{metrics['top5']:.3f}", f"{metrics['loss']:.4f}")
-        assert line.split() == [name, "360", *values]
+        assert line.split() == [name, "360", *values, str(metrics["epoch"]), metrics["checkpoint"]]
 
 
 def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
     _, checkpoint = find_checkpoint(run_directory, "last")
-    del checkpoint["ema"]
+    del checkpoint["model_ema"]
     torch.save(checkpoint, tmp_path / "plain.pt")
     report = read_report(capsys, tmp_path / "plain.pt")
-    assert report.keys() == {"checkpoint", "epoch", "plain"}
+    assert report.keys() == {"plain"}
     assert math.isfinite(report["plain"]["loss"])
 
 
@@ -110,6 +158,7 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
         (["text.pt"], "text.pt: damaged, or no checkpoint that can be loaded safely"),
         (["half.pt"], "half.pt: damaged, or no checkpoint that can be loaded safely"),
         (["state.pt"], "state.pt: no checkpoint of train.py: it holds no configuration"),
+        (["plain.pt", "--weights", "ema"], "plain.pt: holds no ema weights, only plain"),
         (["good.pt", "data.rot=/data"], "data.rot: unknown option; did you mean 'root'?"),
         (["good.pt", "data.dataset=folder"], "data.root: required for data.dataset=folder"),
         (["good.pt", "model.num_classes=11"], "model.num_classes = 11, but the images have 10 classes"),
@@ -125,6 +174,9 @@ def test_bad_input_is_one_line(run_directory, tmp_path, monkeypatch, capsys, arg
     Path("half.pt").write_bytes(content[: len(content) // 2])
     Path("text.pt").write_text("model: deit\n")
     torch.save({"weight": torch.zeros(3)}, "state.pt")
+    plain = torch.load("good.pt")
+    del plain["model_ema"]
+    torch.save(plain, "plain.pt")
     before = sorted(tmp_path.iterdir())
     with pytest.raises(SystemExit) as caught:
         validate.main(arguments)
