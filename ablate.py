@@ -193,17 +193,23 @@ def to_text(value: Any) -> str:
 
 
 def tabulate(cases: Sequence[Case]) -> list[dict[str, str]]:
-    """One row of texts per run; values not known yet are empty."""
+    """One row of texts per run; values not known yet are empty.
+
+    Accuracies are those after the last epoch: "top-1" of the plain weights, "EMA top-1" of averaged ones, if any run
+    keeps them.
+    """
     changed = dict.fromkeys(option for case in cases for option in case.changes)
-    rows = []
+    averages, rows = any(case.run.train.ema_decay for case in cases), []
     for case in cases:
         result = case.result() or {}
+        averaged = {"EMA top-1 (%)": (result.get("ema_top1"), ".2f")} if averages else {}
         numbers = {
             "parameters (M)": (case.costs.parameters / 1e6, ".3f"),
             "MACs (G)": (case.costs.macs / 1e9, ".3f"),
             "step (s)": (result.get("step_seconds"), ".3f"),
             "peak memory (MB)": (result.get("memory_mb"), ".0f"),
             "top-1 (%)": (result.get("top1"), ".2f"),
+            **averaged,
             "paper (%)": (case.paper, ".2f"),
         }
         texts = {name: "" if number is None else f"{number:{form}}" for name, (number, form) in numbers.items()}

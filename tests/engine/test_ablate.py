@@ -59,7 +59,7 @@ def launcher(tmp_path) -> str:
         "output.mkdir(parents=True, exist_ok=True)\n"
         "run = json.loads((folder / 'announced').read_text())[output.name]\n"
         "(output / 'config.yaml').write_text(run)\n"
-        "final = {'kind': 'final', 'top1': 97.5, 'step_seconds': 0.0123, 'memory_mb': 321.4}\n"
+        "final = {'kind': 'final', 'top1': 97.5, 'ema_top1': 98.5, 'step_seconds': 0.0123, 'memory_mb': 321.4}\n"
         "(output / 'metrics.jsonl').write_text('{\"kind\": \"eval\", \"top1\": 1.0}\\n' + json.dumps(final) + '\\n')\n"
     )
     return shlex.join([sys.executable, str(path)])
@@ -104,6 +104,13 @@ def test_runs_are_trained_tabulated_and_skipped_once_finished(config, launcher, 
     (output / NAMES[1] / "metrics.jsonl").write_text('{"kind": "final", "top')  # interrupted while it was written
     ablate.main(arguments)
     assert log.read_text().split() == [*NAMES, NAMES[1]]
+
+
+def test_averaged_weights_have_a_column_of_their_own(config, launcher):
+    config.write_text("base: base.yaml\nruns:\n  - {train.ema_decay: 0.9}\n  - {}\n")
+    announce(config)
+    ablate.main([str(config), "--output", str(config.parent / "out"), "--launcher", launcher])
+    assert [(row["top-1 (%)"], row["EMA top-1 (%)"]) for row in rows(config.parent / "out")] == [("97.50", "98.50")] * 2
 
 
 def test_a_run_made_with_other_options_is_not_taken_for_finished(config, launcher):

@@ -28,6 +28,7 @@ from engine.checkpoint import (
     Progress,
     export_checkpoint,
     find_checkpoint,
+    find_weights,
     kept_weights,
     list_checkpoints,
     load_checkpoint,
@@ -107,6 +108,79 @@ def save_epochs(checkpoints: Checkpoints, *top1s: float) -> None:
         progress.ranking = rank_epoch(progress.ranking, epoch, top1, keep=2)
         progress.epoch, progress.step, progress.images = epoch, 2 * epoch, 0
         checkpoints.save(progress, {"model": Weight(epoch)})
+
+
+def test_each_kind_of_weights_has_its_own_best(checkpoints: Checkpoints, tmp_path: Path):
+    """Epochs 2 and 3 by the plain weights, 1 and 4 by the averaged ones."""
+    progress = Progress()
+    for epoch, (top1, ema_top1) in enumerate([(50.0, 90.0), (86.0, 20.0), (70.0, 20.0), (60.0, 80.0), (40.0, 24.0)], 1):
+        progress.metrics = {"top1": top1, "ema_top1": ema_top1}
+        progress.rank(epoch, keep=2)
+        progress.epoch = progress.step = epoch
+        checkpoints.save(progress, {"model": Weight(epoch), "model_ema": Weight(-epoch)})
+    assert names(tmp_path) == [f"step_{epoch}_epoch_{epoch}.pt" for epoch in (5, 4, 3, 2, 1)]
+    for progress.step, progress.images in ((6, 8), (7, 16)):
+        checkpoints.save(progress, {"model": Weight(6), "model_ema": Weight(-6)})
+    assert names(tmp_path) == ["step_7.pt", "step_6.pt", *(f"step_{epoch}_epoch_{epoch}.pt" for epoch in (4, 3, 2, 1))]
+    assert progress.best() == {"best_top1": 86.0, "best_ema_top1": 90.0}
+    for weights, epoch in (("plain", 2), ("ema", 1)):
+        assert find_checkpoint(tmp_path, "best", weights=weights)[1]["progress"]["epoch"] == epoch
+        ((path, _, kinds),) = find_weights(tmp_path, "best", weights)
+        assert (path.name, kinds) == (f"step_{epoch}_epoch_{epoch}.pt", [weights])
+    both = find_weights(tmp_path, "best", None)
+    assert [(path.name, kinds) for path, _, kinds in both] == [
+        ("step_2_epoch_2.pt", ["plain"]),
+        ("step_1_epoch_1.pt", ["ema"]),
+    ]
+
+
+def test_a_checkpoint_of_an_earlier_version_resumes(run, tmp_path: Path):
+    """One ranking, averaged weights by another name, and nothing said of the data."""
+    progress = {
+        name: value for name, value in vars(Progress(epoch=1, ranking=[[50.0, 1]])).items() if "ema" not in name
+    }
+    metadata = {"config": dump_run(run), "processes": 1, "images": 100, "progress": progress}
+    states = {"model": Weight(1).state_dict(), "ema": Weight(2).state_dict()}
+    save_checkpoint(tmp_path / "step_5_epoch_1.pt", metadata | states)
+    checkpoints = Checkpoints(tmp_path, run, ALONE, 100, IDENTITY)
+    models = {"model": Weight(0), "model_ema": Weight(0)}
+    restored = checkpoints.restore(models)
+    assert (restored.ranking, restored.ema_ranking) == ([[50.0, 1]], [])
+    assert [model.weight[0].item() for model in models.values()] == [1, 2]
+    ((_, checkpoint, kinds),) = find_weights(tmp_path, "best", None)
+    assert (kinds, checkpoint["model_ema"]["weight"].tolist()) == (["plain", "ema"], [2, 2])
+
+
+IDENTITY = {"classes": ["cat", "dog"], "train_files": "a" * 64, "val_files": "b" * 64}
+OTHERS = {
+    "classes": (["cat", "cow"], "only in the run there: dog (1); only in the data here: cow (1)"),
+    "train_files": ("c" * 64, f"{'a' * 64} there, {'c' * 64} here"),
+    "val_files": ("c" * 64, f"{'b' * 64} there, {'c' * 64} here"),
+}
+
+
+@pytest.mark.parametrize("key", OTHERS)
+def test_other_data_is_refused_until_allowed(key: str, run, tmp_path: Path):
+    other, message = OTHERS[key]
+    Checkpoints(tmp_path, run, ALONE, 100, IDENTITY).save(Progress(step=7), {"model": Weight(1)})
+    checkpoints = Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {key: other})
+    with pytest.raises(UserError) as caught:
+        checkpoints.restore({})
+    assert str(caught.value).splitlines()[1:] == [f"  {key}: {message}"]
+    assert checkpoints.restore({}, [key]).step == 7
+
+
+def test_many_classes_can_be_kept(run, tmp_path: Path):
+    classes = [f"n{i:08}" for i in range(21_841)]
+    Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {"classes": classes}).save(Progress(), {"model": Weight(1)})
+    assert find_checkpoint(tmp_path, "last")[1]["classes"] == classes
+
+
+@pytest.mark.parametrize("change", [{"classes": "cat"}, {"classes": [1]}, {"val_files": [0]}])
+def test_an_identity_that_is_none_is_refused(change: dict, whole, tmp_path: Path):
+    torch.save(whole | change, tmp_path / "x.pt")
+    with pytest.raises(UserError, match="class names or digests that are none"):
+        load_checkpoint(tmp_path / "x.pt")
 
 
 def names(directory: Path) -> list[str]:
@@ -398,6 +472,32 @@ def test_exported_weights_are_a_checkpoint_and_timms(whole, run, tmp_path: Path)
     by_timm = timm.create_model("deit", attention=run.attention, checkpoint_path=str(path), **options).state_dict()
     for weights in (loaded["model_ema"], by_timm, safetensors.torch.load_file(path)):
         assert all(torch.equal(weights[name], value) for name, value in ema.items())
+
+
+def test_timm_finds_the_averaged_weights(whole, run, tmp_path: Path):
+    """As its own scripts do, with and without --use-ema; an exported file holds one kind."""
+    averaged = {name: value + 1 if value.is_floating_point() else value for name, value in whole["model_ema"].items()}
+    save_checkpoint(tmp_path / "x.pt", whole | {"model_ema": averaged})
+    for kind in ("plain", "ema"):
+        export_checkpoint(tmp_path / f"{kind}.safetensors", whole | {"model_ema": averaged}, kind)
+    model = create_model(attention=run.attention, **run.model)
+    for name, use_ema, expected in (
+        ("x.pt", True, averaged),
+        ("x.pt", False, whole["model"]),
+        ("ema.safetensors", True, averaged),
+        ("plain.safetensors", True, whole["model"]),
+    ):
+        timm.models.load_checkpoint(model, str(tmp_path / name), use_ema=use_ema)
+        assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items()), name
+
+
+@pytest.mark.parametrize(("decay", "kind"), [(0.9, "ema"), (None, "plain")])
+def test_an_export_of_an_earlier_version_held_the_average(decay: float | None, kind: str, whole, tmp_path: Path):
+    config = whole["config"] | {"train": whole["config"]["train"] | {"ema_decay": decay}}
+    metadata = {"config": config} | {name: whole[name] for name in ("processes", "images", "progress")}
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(safetensors.torch.save(whole["model"], metadata={"run": json.dumps(metadata)}))
+    assert kept_weights(load_checkpoint(path)) == [kind]
 
 
 def test_export_by_the_command(whole, tmp_path: Path, capsys: pytest.CaptureFixture):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import shutil
 import tarfile
 
 import numpy as np
@@ -13,8 +14,16 @@ from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch.utils.data import DistributedSampler
 
 from attention.options import OptionError
-from engine import data
-from engine.data import create_batch_augment, create_loaders, create_loss, create_mixup, create_val_loader
+from engine import data, prepare
+from engine.data import (
+    create_batch_augment,
+    create_loaders,
+    create_loss,
+    create_mixup,
+    create_val_loader,
+    digest_files,
+    open_split,
+)
 from engine.distributed import World, seed_everything
 from engine.sampler import EpochSampler
 from engine.schema import Augment, Data, Run, Train
@@ -119,6 +128,28 @@ def test_folder_and_tar_give_the_same_batches(image_root, augment):
         assert torch.equal(labels, tar_labels)
     assert epochs["folder"][1][1].tolist() == [0, 0, 1, 1, 2, 2]
     assert train.dataset.dataset.reader.class_name_to_idx == {name: index for index, name in enumerate(CLASSES)}
+
+
+def test_the_files_have_one_digest_wherever_they_are(image_root, tmp_path):
+    def digests(root, **options) -> list[str]:
+        data = Data(root=root and str(root), **options)
+        return [digest_files(open_split(data, option)) for option in ("train_split", "val_split")]
+
+    expected = digests(image_root)
+    assert len({*expected, *digests(image_root, dataset="tar"), *digests(None, dataset="digits")}) == 6
+    shutil.copytree(image_root, tmp_path / "moved")
+    assert digests(tmp_path / "moved") == expected
+    assert digests(f"{tmp_path}/moved/../moved/") == expected
+    assert digests(tmp_path / "moved", dataset="tar") == digests(image_root, dataset="tar")
+    prepare.main([str(image_root), str(tmp_path / "prepared"), "--workers", "0"])
+    assert digests(tmp_path / "prepared", dataset="cache") == expected
+    folder = tmp_path / "moved" / "train" / CLASSES[0]
+    (folder / "0.png").rename(folder / "00.png")
+    assert [a == b for a, b in zip(digests(tmp_path / "moved"), expected, strict=True)] == [False, True]
+    (folder / "00.png").rename(folder / "0.png")
+    assert digests(tmp_path / "moved") == expected
+    (tmp_path / "moved" / "val" / CLASSES[0] / "0.png").rename(tmp_path / "moved" / "val" / CLASSES[1] / "4.png")
+    assert [a == b for a, b in zip(digests(tmp_path / "moved"), expected, strict=True)] == [True, False]
 
 
 def test_validation_crop_is_the_papers(image_root):

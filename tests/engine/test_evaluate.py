@@ -45,13 +45,20 @@ def evaluate_digits(root: str, world: World) -> list[dict[str, float]]:
     return [evaluate(Linear(), create_loader(root, world, size), world, None) for size in BATCH_SIZES]
 
 
+def refuse(is_broken: bool):
+    yield torch.zeros(2, 10), torch.arange(2)
+    if is_broken:
+        raise BrokenImage("x.png: of the last rank")
+
+
 def run_rank(rank: int, size: int, port: int, root: str) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     world = init_distributed("cpu")
     assert (world.rank, world.size, world.is_primary) == (rank, size, rank == 0)
     results = evaluate_digits(root, world)
-    world.barrier()
+    with pytest.raises(BrokenImage, match=r"x\.png: of the last rank"):  # on every rank
+        evaluate(nn.Identity(), refuse(rank == size - 1), world, None)
     if rank == size - 1:
         Path(root, f"{size}.json").write_text(json.dumps(results))
     world.destroy()

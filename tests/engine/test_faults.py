@@ -26,7 +26,7 @@ from engine.distributed import World
 from engine.finite import FiniteGuard
 from engine.schema import Train
 from engine.signals import SignalHandler
-from tests.engine.test_resume import RUN, STEPS, Runs, light_and_full, outcome
+from tests.engine.test_resume import RUN, STEPS, Runs, light_and_full, outcome, records
 from tests.support.launcher import ROOT, Fault, ForkServer, Job, use_few_images
 
 
@@ -180,6 +180,50 @@ def test_torchrun_restarts_a_lost_rank(action: str, pairs: Runs, tmp_path: Path,
     assert outcome(job, tmp_path / "run") == pairs.expected
     assert "no answer from rank 1" in job.text or "local_rank: 1" in (tmp_path / "torchrun.log").read_text()
     figure("P1", f"rank 1 {action}: named, restarted by torchrun, same bits")
+
+
+# Broken images
+
+
+def test_a_broken_validation_image_costs_no_epoch(runs: Runs):
+    """Image 2 of the first evaluation, after 48 for training: the epoch's updates are saved, and not made again."""
+    more = ["train.checkpoint_steps=0", "train.ema_decay=null"]
+    statuses, job, output = runs.launch(("engine.data.decode", 50, "full"), more=more)
+    assert statuses == [1]
+    assert job.text.splitlines()[-1].startswith("error: ")
+    assert "data.broken_val=skip (validate.py: --skip-broken) leaves them out" in job.text.splitlines()[-1]
+    assert [path.name for path in list_checkpoints(output)] == ["step_6.pt"]
+    statuses, job, _ = runs.launch(
+        ("engine.data.decode", 2, "full"), output=output, more=[*more, "data.broken_val=skip"]
+    )
+    assert statuses == [0], job.text
+    assert {epoch for _, epoch, _ in job.recorded("place")} == {"1"}
+    first, second = (record for record in records(output) if record["kind"] == "eval")
+    assert (first["epoch"], first["images"], first["broken"]) == (1, 23, 1)
+    assert (second["images"], second.get("broken")) == (24, None)
+
+
+def test_the_count_of_broken_images_survives_a_stop(runs: Runs):
+    statuses, _, output = runs.launch(
+        ("engine.data.decode", 3, "full"), ("train.nn.utils.clip_grad_norm_", 3, "SIGTERM")
+    )
+    assert statuses == [75]
+    statuses, job, _ = runs.launch(("engine.data.decode", 2, "full"), output=output, more=["data.max_broken=1"])
+    assert statuses == [1]
+    assert "error: 2 images of this epoch are broken, more than data.max_broken = 1" in job.text
+    statuses, job, _ = runs.launch(output=output)
+    assert statuses == [0], job.text
+    counts = [(record["step"], record["broken"]) for record in records(output) if record["kind"] == "train"]
+    assert counts == [(4, 1), (6, 1), (10, 0), (12, 0)]
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("call", [26, 2])
+def test_ranks_that_meet_a_broken_image_end_alike(call: int, pairs: Runs, fork_server: ForkServer, tmp_path: Path):
+    """The second rank's, in validation after 24 for training, and in training."""
+    command = [*pairs.command, "data.max_broken=0", "--output", str(tmp_path / "run")]
+    statuses, job = fork_server.run(command, tmp_path / "log", {1: [("engine.data.decode", call, "full")]}, 2)
+    assert statuses == [1, 1], job.text
 
 
 # Disks
