@@ -151,7 +151,8 @@ class Trainer:
             progress.step += 1
             progress.images += options.total_batch_size
             self.report.end_step()
-            is_logged = (number + 1) % options.log_every == 0 or progress.images == sampler.stop
+            is_complete = progress.images == sampler.stop
+            is_logged = is_complete or (number + 1) % options.log_every == 0
             if is_logged and progress.num_summed:
                 self.guard.settle()
                 self.report.train(
@@ -162,7 +163,7 @@ class Trainer:
                     broken=progress.broken,
                 )
                 progress.loss_sum, progress.num_summed = 0.0, 0
-            if stopped or progress.images == sampler.stop or self.checkpoints.is_due(progress.step):
+            if stopped or self.checkpoints.is_due(progress.step) or (is_complete and self.is_evaluated(progress.epoch)):
                 self.save()
         return stopped
 
@@ -215,8 +216,7 @@ class Trainer:
     def finish_epoch(self) -> bool:
         """Evaluates if it is time to, counts the epoch and saves; returns whether a signal has stopped the run."""
         progress, epoch = self.progress, self.progress.epoch + 1
-        is_last = epoch == self.run.schedule.epochs
-        if is_last or epoch % self.options.eval_every == 0:
+        if self.is_evaluated(progress.epoch):
             self.world.barrier()  # no rank begins an evaluation, which might fail, while the checkpoint is written
             models = {"": self.model} | ({"ema_": self.ema.module} if self.ema else {})
             metrics = evaluate_all(models, self.val_loader, self.world, self.options.amp, self.signals.stop_requested)
@@ -226,10 +226,14 @@ class Trainer:
             progress.rank(epoch, self.options.keep_checkpoints)
             self.report.eval(epoch, metrics)
         progress.epoch, progress.images, progress.broken = epoch, 0, 0
-        if is_last:
+        if epoch == self.run.schedule.epochs:
             self.report.final(**progress.metrics, **progress.best(), **self.costs)
         self.save()
         return False
+
+    def is_evaluated(self, epoch: int) -> bool:
+        """Whether an evaluation follows the updates of `epoch`, counted from 0."""
+        return (epoch + 1) % self.options.eval_every == 0 or epoch + 1 == self.run.schedule.epochs
 
     def save(self) -> None:
         """Makes a checkpoint."""
