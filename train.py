@@ -45,8 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("config", help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the file's")
     parser.add_argument("--output", type=Path, required=True, help="directory of the run; an unfinished run resumes")
-    difference = "option (or processes, images: their number) in which the run there may differ; may be repeated"
-    parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=difference)
+    difference = "what may differ from the run there: an option, processes, images, classes, train_files or val_files"
+    parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=f"{difference}; repeatable")
     args = parser.parse_intermixed_args(arguments)
     with refuse_bad_input():
         run = load_run(args.config, args.overrides, int(os.environ.get("WORLD_SIZE", "1")))

@@ -53,8 +53,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             world.destroy()
     if world.is_primary:
         if args.export:
-            _, checkpoint, kinds = found[-1]  # averaged weights come last
+            path, checkpoint, kinds = found[-1]  # averaged weights come last
             export_checkpoint(args.export, checkpoint, kinds[-1])
+            print(f"{args.export}: the {kinds[-1]} weights of {path}", file=sys.stderr)
         print(json.dumps(results) if args.json else table(results))
 
 

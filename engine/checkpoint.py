@@ -143,8 +143,8 @@ class Checkpoints:
         here = {key: value for key, value in here.items() if key not in IDENTITY or key in there}
         if lines := list_differences(there, here, allowed):
             raise UserError(
-                f"{self.directory}: holds a run with other options; resume it with its own, start afresh in another"
-                " directory, or allow a change with --allow-change KEY\n  " + "\n  ".join(lines)
+                f"{self.directory}: holds a run with other options or data; resume it with its own, start afresh in"
+                " another directory, or allow a change with --allow-change KEY\n  " + "\n  ".join(lines)
             )
         for name, target in stateful.items():
             state = checkpoint.get(name)
