@@ -2,8 +2,6 @@
 
 import json
 import math
-import os
-import socket
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
-from torch import multiprocessing, nn
+from torch import nn
 
 from engine.data import DIGITS, create_val_loader
 from engine.distributed import World, init_distributed
@@ -51,16 +49,16 @@ def refuse(is_broken: bool):
         raise BrokenImage("x.png: of the last rank")
 
 
-def run_rank(rank: int, size: int, port: int, root: str) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+def main(arguments: list[str]) -> None:
+    """One of several processes; the last writes what it found."""
+    (root,) = arguments
     world = init_distributed("cpu")
-    assert (world.rank, world.size, world.is_primary) == (rank, size, rank == 0)
+    is_last = world.rank == world.size - 1
     results = evaluate_digits(root, world)
     with pytest.raises(BrokenImage, match=r"x\.png: of the last rank"):  # on every rank
-        evaluate(nn.Identity(), refuse(rank == size - 1), world, None)
-    if rank == size - 1:
-        Path(root, f"{size}.json").write_text(json.dumps(results))
+        evaluate(nn.Identity(), refuse(is_last), world, None)
+    if is_last:
+        Path(root, f"{world.size}.json").write_text(json.dumps(results))
     world.destroy()
 
 
@@ -103,11 +101,9 @@ def test_one_process_counts_every_image_once(root, expected):
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.stress) for size in (1, 3, 4))])
-def test_processes_count_every_image_once(root, expected, size, figure):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    multiprocessing.spawn(run_rank, (size, port, root), nprocs=size)
+def test_processes_count_every_image_once(root, expected, size, fork_server, tmp_path, figure):
+    statuses, job = fork_server.run([root], tmp_path / "log", ranks=size, script=__name__)
+    assert statuses == [0] * size, job.text
     results = json.loads(Path(root, f"{size}.json").read_text())
     assert_exact(results, expected)
     figure("P2", f"{size} ranks: {len(results)}/{len(BATCH_SIZES)} batch sizes count {NUM_IMAGES} images alike")

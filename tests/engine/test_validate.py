@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -122,12 +119,15 @@ def test_the_checkpoint_is_enough(run_directory, tmp_path, capsys):
     assert report["plain"]["images"] == report["ema"]["images"] == 1437
 
 
-def test_two_processes_report_the_same(run_directory, capsys):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command = [*torchrun, str(ROOT / "validate.py"), str(run_directory), "--json"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    output = subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
-    assert flat(json.loads(output)) == pytest.approx(flat(read_report(capsys, run_directory)), rel=1e-6)
+def test_two_processes_report_the_same(run_directory, fork_server, tmp_path):
+    reports = []
+    for ranks in (1, 2):
+        command = [str(run_directory), "--json"]
+        statuses, job = fork_server.run(command, tmp_path / "log", ranks=ranks, script="validate")
+        assert statuses == [0] * ranks, job.text
+        (line,) = [line for line in job.text.splitlines() if line.startswith("{")]
+        reports.append(flat(json.loads(line)))
+    assert reports[1] == pytest.approx(reports[0], rel=1e-6)
 
 
 def test_the_table_has_one_line_for_each_set_of_weights(run_directory, capsys):

@@ -11,7 +11,7 @@ from models.convert import from_timm_pvt, resample_pos_embed
 def stock_model(name, **options):
     """A timm model with no parameter left at a value such as 0 or 1 that could hide a missing one."""
     torch.manual_seed(0)
-    model = timm.create_model(name, num_classes=1000, **options).eval()
+    model = timm.create_model(name, **options).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.03)
@@ -23,6 +23,10 @@ def assert_same_logits(stock, ours, images):
         expected = stock(images)
         torch.testing.assert_close(ours.eval()(images), expected, rtol=0, atol=1e-5)
     assert expected.std() > 0.1  # so that 1e-5 means something
+
+
+def shapes(model) -> dict[str, torch.Size]:
+    return {name: value.shape for name, value in model.state_dict().items()}
 
 
 WITHOUT_CLASS_TOKEN = {"class_token": False, "global_pool": "avg", "fc_norm": False}
@@ -39,10 +43,14 @@ WITHOUT_CLASS_TOKEN = {"class_token": False, "global_pool": "avg", "fc_norm": Fa
 )
 @pytest.mark.parametrize("class_token", [False, True])
 def test_deit(stock_name, name, class_token):
-    stock = stock_model(stock_name, **({} if class_token else WITHOUT_CLASS_TOKEN))
-    model = create_model(name, class_token=class_token)
+    """Names and shapes of the whole model; logits of its first two layers, and of all of the smallest."""
+    options = {"num_classes": 1000, **({} if class_token else WITHOUT_CLASS_TOKEN)}
+    with torch.device("meta"):
+        ours, stock = create_model(name, class_token=class_token), timm.create_model(stock_name, **options)
+    assert list(shapes(ours).items()) == list(shapes(stock).items())
+    depth = {} if name == "deit_tiny_p16" else {"depth": 2}
+    stock, model = stock_model(stock_name, **options, **depth), create_model(name, class_token=class_token, **depth)
     model.load_state_dict(stock.state_dict(), strict=True)
-    assert list(model.state_dict()) == list(stock.state_dict())
     assert_same_logits(stock, model, torch.randn(1, 3, 224, 224))
 
 
@@ -55,8 +63,12 @@ def test_register_tokens():
 
 @pytest.mark.parametrize("size", ["b0", "b1", "b2", "b3", "b4", "b5"])
 def test_pvt(size):
-    stock = stock_model(f"pvt_v2_{size}")
-    model = create_model(f"pvtv2_{size}", attention="sra")
+    """Names and shapes of the whole model; logits of a block of every stage, and of all blocks of the smallest."""
+    with torch.device("meta"):
+        ours, stock = create_model(f"pvtv2_{size}", attention="sra"), timm.create_model(f"pvt_v2_{size}")
+    assert shapes(ours) == {name: value.shape for name, value in from_timm_pvt(stock.state_dict()).items()}
+    depths = {} if size == "b0" else {"depths": (1, 1, 1, 1)}
+    stock, model = stock_model(f"pvt_v2_{size}", **depths), create_model(f"pvtv2_{size}", attention="sra", **depths)
     model.load_state_dict(from_timm_pvt(stock.state_dict()), strict=True)
     assert_same_logits(stock, model, torch.randn(1, 3, 224, 224))
 

@@ -6,6 +6,7 @@ fault strikes at a call of a function, found by name, so that the code under tes
 
 import errno
 import hashlib
+import importlib
 import json
 import os
 import pickle
@@ -77,7 +78,7 @@ class ForkServer:
         script: str = "train",
         **more: Any,
     ) -> Job:
-        """Starts the script with the arguments `command` in `ranks` processes.
+        """Starts the function `main` of the module `script` with the arguments `command` in `ranks` processes.
 
         Args:
             faults: rank -> its faults. more: "limit": the largest file in bytes.
@@ -228,7 +229,7 @@ def run_child(request: dict[str, Any]) -> None:
         inject(*fault)
     status = 1
     try:
-        __import__(request["start"]).main(request["command"])
+        importlib.import_module(request["start"]).main(request["command"])
         status = 0
     except SystemExit as end:
         status = end.code
