@@ -12,6 +12,7 @@ the same round. --rounds 3 is a quick look.
 """
 
 import argparse
+import functools
 import itertools
 import math
 import os
@@ -309,21 +310,30 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 def print_costs(rows: Sequence[PaperRow]) -> None:
-    """Prints parameters and MACs of every row beside the paper's figures, as Markdown."""
-    print(f"| configuration | parameters (M) | paper | MACs (G) | paper | source | note |\n|{' --- |' * 7}")
+    """Prints parameters and MACs of every row beside the paper's and the released code's figures, as Markdown."""
+    columns = "configuration", "parameters (M)", "paper", "MACs (G)", "paper", "released code", "top-1 (%)", "source"
+    print(f"| {' | '.join(columns)} | note |\n|{' --- |' * (len(columns) + 1)}")
     for row in rows:
-        run = load_run(CONFIGS / row.config, row.overrides)
-        parameters, macs = count_costs(run.model, run.attention)
-        columns = [
+        parameters, macs = costs_of_run(row.config, row.overrides)
+        cells = [
             " ".join((row.config, *row.overrides)),
             f"{parameters / 1e6:.3f}",
             row.parameters or "",
             f"{macs / 1e9:.3f}",
             row.macs or "",
+            row.released_macs or "",
+            row.top1 or "",
             row.source,
             row.note,
         ]
-        print(f"| {' | '.join(map(str, columns))} |")
+        print(f"| {' | '.join(map(str, cells))} |")
+
+
+@functools.cache
+def costs_of_run(config: str, overrides: tuple[str, ...]) -> Costs:
+    """Costs of the model of a file below configs/; several rows may be of the same."""
+    run = load_run(CONFIGS / config, overrides)
+    return count_costs(run.model, run.attention)
 
 
 def print_costs_by_size() -> None:

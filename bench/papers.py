@@ -1,4 +1,4 @@
-"""The rows of the papers' tables that print what a model costs, and the configurations that reproduce them."""
+"""The rows of the papers' tables that print what a model reaches and costs, and the configurations that quote them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,12 @@ class PaperRow:
 
     config: str  # a file below configs/
     overrides: tuple[str, ...] = option((), "key.path=value, as on a command line")
+    source: str = option("", "paper and table; empty: for comparison")
+    top1: float | None = option(None, "percent", above=0)
     parameters: float | None = option(None, "millions", above=0)
     macs: float | None = option(None, 'billions, printed as "G"', above=0)
-    source: str = option("", "paper and table; empty: for comparison")
-    note: str = option("", "why our count differs from the figures")
+    released_macs: float | None = option(None, "billions, counted in the papers' released code", above=0)
+    note: str = option("", "why our count does not round to what is printed")
 
 
 @dataclass(frozen=True, kw_only=True)

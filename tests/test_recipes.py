@@ -1,58 +1,33 @@
 """Every shipped configuration is read, opens like a lab notebook, and states the recipe of the papers."""
 
+import dataclasses
+import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 import ablate
-from attention import ATTENTION
+from attention import ATTENTION, AttentionFactory
+from bench.papers import read_papers
 from engine.config import load_run
+from engine.schema import Run
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 BASES = [CONFIGS / "deit.yaml", CONFIGS / "pvtv2.yaml"]
 ABLATIONS = sorted(CONFIGS.glob("ablation/*.yaml"))
 RUNS = sorted(set(CONFIGS.rglob("*.yaml")) - {*BASES, *ABLATIONS})
 IMAGENET = [path for path in RUNS if "quickstart" not in str(path.relative_to(CONFIGS))]
+ROWS = read_papers()
 
-TABLES = {  # every row of these tables that the mechanisms here cover: model -> mechanisms -> top-1
-    "EVA Table 1": {
-        "deit_tiny_p16": {"local": 67.10, "performer": 65.92, "lara": 71.48, "eva": 73.00, "softmax": 72.98},
-        "deit_small_p16": {"local": 74.06, "performer": 74.29, "lara": 79.48, "eva": 80.65, "softmax": 80.36},
-        "pvtv2_b3_2xheads": {"local": 83.34, "performer": 82.40, "lara": 83.47, "eva": 83.71, "sra": 83.14},
-    },
-    "EVA Table 2": {
-        "deit_tiny_p8": {
-            "performer": 67.19,
-            "local": 70.62,
-            "scatterbrain": 73.50,
-            "nystrom": 74.20,
-            "lara": 75.02,
-            "combiner": 75.56,
-            "transformer_ls": 76.41,
-            "eva": 76.67,
-            "softmax": 77.16,
-        }
-    },
-    "LARA Table 1": {
-        "deit_tiny_p16": {"performer": 65.92, "lara": 71.48, "ra": 71.86, "softmax": 72.20},
-        "deit_tiny_p8": {"performer": 67.79, "lara": 74.16},
-        "deit_small_p16": {"performer": 74.29, "lara": 79.48, "ra": 80.04, "softmax": 79.90},
-        "deit_small_p8": {"performer": 74.57, "lara": 80.62},
-    },
-    "LARA Table 2": {
-        "pvtv2_b1_2xheads": {"sra": 78.7, "performer": 77.3, "lara": 79.6},
-        "pvtv2_b2_2xheads": {"sra": 82.1, "performer": 81.0, "lara": 82.6},
-        "pvtv2_b3_2xheads": {"sra": 83.3, "performer": 82.4, "lara": 83.6},
-        "pvtv2_b4_2xheads": {"sra": 83.6, "performer": 82.7, "lara": 84.0},
-    },
-    "LARA Table 8": {"deit_small_p16": {"sra": 74.4, "linformer": 76.0, "nystrom": 79.3}},
-    "LARA Table 5": {
-        "deit_tiny_p16": {"ra": 71.86, "ra_biased": 72.98},
-        "deit_small_p16": {"ra": 80.04, "ra_biased": 80.49},
-    },
-}
+load = functools.cache(load_run)
+
+
+def stages(run: Run) -> list[dict[str, Any]]:
+    """Options of the attention of every stage; one for all where the model has no stages."""
+    return run.attention if isinstance(run.attention, list) else [run.attention]
 
 
 def name(path: Path) -> str:
@@ -74,26 +49,51 @@ def test_a_file_opens_with_what_it_reproduces_its_command_its_cost_and_the_expec
 
 @pytest.mark.parametrize("path", RUNS, ids=name)
 def test_a_configuration_is_read_and_its_model_built(path):
-    run = load_run(path)
+    run = load(path)
     if path in IMAGENET:
         assert (run.model["name"], run.model["num_classes"]) == (path.parent.name, 1000)
         assert run.data.dataset == "folder"
     else:
         assert (run.data.dataset, run.model["num_classes"]) == ("digits", 10)
     if path.parent != CONFIGS:
-        stages = run.attention if isinstance(run.attention, list) else [run.attention]
-        (mechanism,) = {stage["name"] for stage in stages[:3]}
+        names = [stage["name"] for stage in stages(run)]
+        (mechanism,) = set(names[:3])
         assert f"{path.stem}_".startswith(f"{mechanism}_")
-        assert [stage["name"] for stage in stages[3:]] in ([], ["softmax"])
+        assert names[3:] in ([], ["softmax"])
 
 
-@pytest.mark.parametrize("table", TABLES)
-def test_every_row_of_the_papers_tables_has_a_configuration(table):
-    for model, rows in TABLES[table].items():
-        for mechanism, top1 in rows.items():
-            expected = re.search(r"# Expected top-1: (.*)\.\n", header(CONFIGS / model / f"{mechanism}.yaml"))[1]
-            figures = {source: float(figure) for figure, source in re.findall(r"([\d.]+) \((.*?)\)", expected)}
-            assert figures[table] == top1
+def test_figures_quoted_are_those_of_the_papers_tables():
+    """All rows that papers.yaml has of a configuration are quoted in its first lines, and nothing else is."""
+    quoted = set()
+    for path in RUNS:
+        expected = re.search(r"# Expected top-1: (.*)\.\n", header(path))[1]
+        figures = re.findall(r"(\d+\.\d+) \((.*?)\)", expected)
+        quoted |= {(f"{name(path)}.yaml", source, float(top1)) for top1, source in figures}
+    assert quoted == {(row.config, row.source, row.top1) for row in ROWS if row.top1}
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.note and not row.overrides], ids=lambda row: row.config)
+def test_a_configuration_says_why_its_count_is_not_the_printed_one(row):
+    assert row.note in header(CONFIGS / row.config).replace("\n# ", " ")
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.released_macs], ids=lambda row: row.config)
+def test_a_figure_made_by_the_released_code_is_quoted_for_its_model(row):
+    """Whatever `released` chooses is as released; tests/uniform/test_costs.py compares the counts."""
+    for options in stages(load(CONFIGS / row.config, row.overrides)):
+        assert options == as_released(options)
+
+
+def as_released(options: dict[str, Any]) -> dict[str, Any]:
+    """A mechanism's options, with those that `released` makes a difference to as it chooses them."""
+    fields = ATTENTION[options["name"]].Config.__dataclass_fields__
+    if "released" not in fields:
+        return options
+    given = {key: value for key, value in options.items() if key == "name" or not fields[key].metadata["chosen"]}
+    papers, released = (
+        dataclasses.asdict(AttentionFactory.from_options(given | {"released": value}).config) for value in (False, True)
+    )
+    return options | {key: released[key] for key in released if released[key] != papers[key]}
 
 
 def test_every_mechanism_with_a_configuration_is_in_the_list_of_the_digits():
@@ -104,7 +104,7 @@ def test_every_mechanism_with_a_configuration_is_in_the_list_of_the_digits():
 
 @pytest.mark.parametrize("path", IMAGENET, ids=name)
 def test_the_recipe_is_that_of_the_papers(path):
-    run = load_run(path)
+    run = load(path)
     pvt = path.parent.name.startswith("pvtv2")
     optim, schedule, augment = run.optim, run.schedule, run.augment
     assert (optim.opt, optim.betas, optim.eps, optim.weight_decay) == ("adamw", (0.9, 0.999), 1e-8, 0.05)
@@ -128,3 +128,7 @@ def test_an_ablation_is_read_and_all_its_runs_checked(path, tmp_path):
     assert len(cases) >= 8
     assert all(case.paper is not None for case in cases) == (path.stem not in ("quickstart", "mechanisms"))
     assert not list(tmp_path.iterdir())
+    for case in cases:  # a figure that a configuration quotes too is of one model
+        for row in ROWS:
+            if case.paper and (row.top1, row.config.partition("/")[0]) == (case.paper, case.run.model["name"]):
+                assert case.run.attention == load(CONFIGS / row.config).attention

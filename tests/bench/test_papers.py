@@ -12,11 +12,11 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 def test_every_row_has_its_configuration():
     rows = read_papers()
-    assert len({(row.config, row.overrides) for row in rows}) == len(rows)
+    assert len({(row.config, row.overrides, row.source) for row in rows}) == len(rows)
     for row in rows:
         assert (CONFIGS / row.config).is_file()
-        assert bool(row.source) == bool(row.parameters or row.macs)
-        assert row.source or not row.note
+        assert bool(row.source) == bool(row.top1 or row.parameters or row.macs)
+        assert row.source or not (row.note or row.released_macs)
 
 
 def test_a_row(tmp_path):

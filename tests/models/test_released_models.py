@@ -12,9 +12,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from engine.config import load_run
 from models import create_model
 from models.convert import from_released
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 RELEASED = Path(__file__).parents[1] / "data" / "released"
 CASES = json.loads((RELEASED / "models" / "cases.json").read_text())
 
@@ -40,11 +42,11 @@ MODELS = {
         },
     ),
 }
-LAYOUTS = {
-    "evit_tiny_p16_eva.json": ("deit_tiny_p16", EVA),
-    "evit_tiny_p8_lara.json": ("deit_tiny_p8", LARA),
-    "pvt_medium2_eva.json": ("pvtv2_b3_2xheads", EVA),
-    "pvt_medium2_lara_dense.json": ("pvtv2_b3_2xheads", LARA_PVT),
+LAYOUTS = {  # of the models of these configurations
+    "evit_tiny_p16_eva.json": "deit_tiny_p16/eva.yaml",
+    "evit_tiny_p8_lara.json": "deit_tiny_p8/lara.yaml",
+    "pvt_medium2_eva.json": "pvtv2_b3_2xheads/eva.yaml",
+    "pvt_medium2_lara_dense.json": "pvtv2_b3_2xheads/lara.yaml",
 }
 
 
@@ -84,9 +86,9 @@ def name_of(released_name, value):
 @pytest.mark.parametrize("file", LAYOUTS)
 def test_full_size_layouts(file):
     layout = json.loads((RELEASED / "layouts" / file).read_text())
-    name, attention = LAYOUTS[file]
+    run = load_run(CONFIGS / LAYOUTS[file])
     with torch.device("meta"):
-        model = create_model(name, attention)
+        model = create_model(attention=run.attention, **run.model)
         released = {key: torch.empty(shape) for key, shape in layout["shapes"].items()}
     model.load_state_dict(from_released(released), strict=True)
     assert sum(parameter.numel() for parameter in model.parameters()) == layout["num_parameters"]
