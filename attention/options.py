@@ -33,15 +33,16 @@ def option(
     low: float | None = None,
     high: float | None = None,
     above: float | None = None,
+    below: float | None = None,
     chosen: Callable[[Any], Any] | None = None,
 ):
-    """A dataclass field: default, meaning (with its unit) and range, ``low <= value <= high`` and ``value > above``.
+    """A dataclass field: default, meaning (with its unit) and range: from `low` to `high`, between `above` and `below`.
 
     Args:
         chosen: the value that follows from the other options where this one is null: a function of them all, which
             `parse_options` calls.
     """
-    limits = {"low": low, "high": high, "above": above}
+    limits = {"low": low, "high": high, "above": above, "below": below}
     return dataclasses.field(default=default, metadata={"meaning": meaning, "chosen": chosen, **limits})
 
 
@@ -143,10 +144,12 @@ def _check_range(value: Any, limits: Mapping[str, Any], key: str) -> None:
     for item in value if isinstance(value, tuple) else (value,):
         if isinstance(item, bool) or not isinstance(item, int | float):
             continue
-        low, high, above = limits.get("low"), limits.get("high"), limits.get("above")
+        low, high, above, below = (limits.get(name) for name in ("low", "high", "above", "below"))
         if low is not None and item < low:
             raise OptionError(key, f" = {item} is below the least valid value {low}")
         if high is not None and item > high:
             raise OptionError(key, f" = {item} is above the largest valid value {high}")
         if above is not None and item <= above:
             raise OptionError(key, f" = {item} must be greater than {above}")
+        if below is not None and item >= below:
+            raise OptionError(key, f" = {item} must be less than {below}")

@@ -31,6 +31,8 @@ class CacheReader(Reader):
         OSError: index or pixels are missing, damaged, or do not belong together.
     """
 
+    ignored = ()
+
     def __init__(self, path: str):
         super().__init__()
         self.pixels = pixels_of(Path(path))

@@ -10,13 +10,13 @@ validate) and `numpy.savez_compressed`; nothing else was changed.
 import hashlib
 import io
 import math
-import os
+import statistics
 import sys
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import timm.data
@@ -27,8 +27,6 @@ from timm.data.loader import PrefetchLoader, fast_collate
 from timm.data.mixup import mixup_target
 from timm.data.random_erasing import RandomErasing
 from timm.data.readers.reader import Reader
-from timm.data.readers.reader_image_folder import ReaderImageFolder
-from timm.data.readers.reader_image_in_tar import ReaderImageInTar
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
 from tqdm import tqdm
@@ -36,8 +34,8 @@ from tqdm import tqdm
 from attention.options import OptionError
 from engine.cache import INDEX, CacheReader
 from engine.distributed import World
-from engine.files import open_regular
 from engine.images import BrokenImage, decode
+from engine.readers import FolderReader, LayoutError, TarReader, suffix_of
 from engine.sampler import EpochSampler, SeededDataset
 from engine.schema import Augment, Data, Run
 from engine.signals import leave_process_group
@@ -68,6 +66,8 @@ auto_augment.NAME_TO_OP.update(
 class DigitsReader(Reader):
     """timm reader of one split of the embedded digits; an image is a PGM file in memory."""
 
+    ignored = ()
+
     def __init__(self, split: str):
         super().__init__()
         with np.load(DIGITS) as arrays:
@@ -84,15 +84,7 @@ class DigitsReader(Reader):
         return f"{self.labels[index]}/{index}.pgm"
 
 
-class FolderReader(ReaderImageFolder):
-    """timm's reader of class folders, which opens nothing but regular files."""
-
-    def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
-        path, label = self.samples[index]
-        return open_regular(path), label
-
-
-READERS = {"folder": (FolderReader, ""), "tar": (ReaderImageInTar, ".tar"), "cache": (CacheReader, INDEX)}
+READERS = {"folder": (FolderReader, ""), "tar": (TarReader, ".tar"), "cache": (CacheReader, INDEX)}
 """data.dataset -> reader of a split, and the suffix of its name."""
 
 
@@ -100,12 +92,13 @@ class Images(Dataset):
     """The images of a split: transformed image and class index, or the `BrokenImage` that says why there is none.
 
     Attributes:
-        transform: of a PIL image; None: none.
+        transform: of a PIL image; None: none. mode: "RGB", or "L" for grey levels.
     """
 
     def __init__(self, reader: Reader):
         self.reader = reader
         self.transform: Callable[[Image.Image], Any] | None = None
+        self.mode = "RGB"
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -117,7 +110,7 @@ class Images(Dataset):
         try:
             file, label = self.reader[index]
             with file:
-                image = decode(file)
+                image = decode(file, self.mode)
         except (BrokenImage, OSError, tarfile.TarError) as error:
             return BrokenImage(f"{self.filename(index)}: {error}")
         return image if self.transform is None else self.transform(image), int(label)
@@ -165,7 +158,7 @@ def _collate(samples: list[tuple[Any, int] | BrokenImage], stack: Callable) -> t
 Loader = ImageLoader | PrefetchLoader
 
 BatchAugment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Images (b, 3, H, W) and class indices (b,) -> images and, after mixup, soft targets (b, classes)."""
+"""Images (b, C, H, W) and class indices (b,) -> images and, after mixup, soft targets (b, classes)."""
 
 
 def count_broken(loader: Loader, limit: float, world: World) -> int:
@@ -203,7 +196,7 @@ def create_loaders(
 ) -> tuple[Loader, Loader, BatchAugment]:
     """Training loader, validation loader and batch-wise augmentation of a run.
 
-    The loaders yield images (b, 3, H, W) fp32 and class indices (b,) int64, on CUDA already on the device. Before each
+    The loaders yield images (b, C, H, W) fp32 and class indices (b,) int64, on CUDA already on the device. Before each
     epoch call ``train_loader.sampler.set_epoch(epoch)``. The training loader yields micro-batches, `grad_accum_steps`
     per optimiser step. Their images do not depend on the random state of this process; the batch-wise augmentation
     depends on it alone.
@@ -219,6 +212,9 @@ def create_loaders(
         names = difference(classes_of(train), classes_of(val))
         raise OptionError("data.val_split", f"classes differ from training: {names}")
     _check_num_classes(train, num_classes)
+    if world.is_primary:
+        report_ignored("data.train_split", train)
+        report_ignored("data.val_split", val)
     if len(train) < run.train.total_batch_size:
         raise OptionError(
             "train.total_batch_size",
@@ -251,6 +247,8 @@ def create_val_loader(
     """
     val = open_split(run.data, "val_split")
     _check_num_classes(val, num_classes)
+    if world.is_primary:
+        report_ignored("data.val_split", val)
     limit = math.inf if skip_broken else 0
     return _create_loader(val, _share(val, world), batch_size, run, world, img_size, False, limit)
 
@@ -313,15 +311,30 @@ def open_split(data: Data, option: str) -> Images:
         return Images(reader(str(path)))
     except (tarfile.TarError, OSError) as error:
         raise OptionError(key, f"{str(path)!r} is not a readable {data.dataset} file ({error})") from error
-    except (RuntimeError, ValueError) as error:  # timm's two readers, on a split without images
-        raise OptionError(key, f"no .png, .jpg or .jpeg images in {str(path)!r}") from error
+    except LayoutError as error:
+        raise OptionError(key, f"{str(path)!r}: {error}") from error
 
 
 def classes_of(dataset: Images) -> list[str]:
     """Class names in the order of their indices."""
-    reader = dataset.reader
-    index = reader.class_name_to_idx if hasattr(reader, "class_name_to_idx") else reader.class_to_idx
+    index = dataset.reader.class_to_idx
     return sorted(index, key=index.get)
+
+
+def describe_ignored(dataset: Images) -> str:
+    """The number of files that are no images, and one of them, for the ten commonest suffixes; "" if there are none."""
+    named: dict[str, list[str]] = {}
+    for path in dataset.reader.ignored:
+        named.setdefault(suffix_of(path), []).append(path)
+    kinds = sorted(named.items(), key=lambda item: -len(item[1]))
+    texts = [f"{len(paths):,} {f'*{suffix}' if suffix else 'without suffix'} ({paths[0]!r})" for suffix, paths in kinds]
+    return f"ignored files: {', '.join([*texts[:10], *(['...'] if texts[10:] else [])])}" if texts else ""
+
+
+def report_ignored(name: str, dataset: Images) -> None:
+    """Says on stderr which files of the split `name` are no images, if there are any."""
+    if text := describe_ignored(dataset):
+        print(f"{name}: {text}", file=sys.stderr, flush=True)
 
 
 def difference(first: Sequence[str], second: Sequence[str], places: Sequence[str] = ("training", "validation")) -> str:
@@ -347,15 +360,8 @@ def identify_data(train: Images, val: Images) -> dict[str, Any]:
 
 def digest_files(images: Images) -> str:
     """SHA-256 of the class index and the name, relative to the split, of every image in order."""
-    reader = images.reader
-    if isinstance(reader, ReaderImageFolder):  # whose own relative names take 10 s for ImageNet, these 1 s
-        root = os.path.join(reader.root, "")
-        files = ((path.removeprefix(root), label) for path, label in reader.samples)
-    else:
-        labels = reader.targets if isinstance(reader, ReaderImageInTar) else reader.labels
-        files = zip(reader.filenames(), labels, strict=True)
     digest = hashlib.sha256()
-    for name, label in files:
+    for name, label in zip(images.reader.filenames(), images.reader.labels, strict=True):
         digest.update(f"{label} {name}\0".encode(errors="surrogateescape"))
     return digest.hexdigest()
 
@@ -371,13 +377,23 @@ def _share(dataset: Images, world: World) -> range:
     return range(world.rank, len(dataset), world.size)
 
 
+def num_channels(run: Run) -> int:
+    """Channels of the images that the model takes: 3, RGB, or 1, grey levels."""
+    return run.model.get("in_chans", 3)  # a run without a model, for its images alone, takes RGB
+
+
+def per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
+    """`data.mean` or `data.std` for so many channels: as it is, one value for each, or the mean of three for grey."""
+    return tuple(values) if len(values) == channels else (statistics.fmean(values),) * channels
+
+
 def create_transform(
     run: Run, img_size: int | tuple[int, int], is_training: bool, as_bytes: bool
 ) -> Callable[[Image.Image], Any]:
-    """timm's transform of an RGB image.
+    """timm's transform of an image with the channels that the model takes.
 
     Args:
-        as_bytes: yields a uint8 tensor (3, H, W), neither normalised nor erased; else fp32, normalised and erased.
+        as_bytes: yields a uint8 tensor (C, H, W), neither normalised nor erased; else fp32, normalised and erased.
     """
     data, augment = run.data, run.augment
     return timm.data.create_transform(
@@ -391,8 +407,8 @@ def create_transform(
         interpolation=augment.interpolation if is_training else data.interpolation,
         re_prob=augment.reprob,
         re_mode=augment.remode,
-        mean=data.mean,
-        std=data.std,
+        mean=per_channel(data.mean, num_channels(run)),
+        std=per_channel(data.std, num_channels(run)),
         crop_pct=data.crop_pct,
         use_prefetcher=as_bytes,
     )
@@ -413,6 +429,8 @@ def _create_loader(
     On CUDA, timm's prefetcher copies images as uint8, while the device computes, and normalises them there.
     """
     data = run.data
+    channels = num_channels(run)
+    dataset.mode = "L" if channels == 1 else "RGB"
     dataset.transform = create_transform(run, img_size, is_training, as_bytes=world.on_cuda)
     if is_training:
         remedy = f"too many broken images (data.max_broken = {limit} of an epoch, or a whole batch); {VERIFY}"
@@ -431,4 +449,5 @@ def _create_loader(
     )
     if not world.on_cuda:
         return loader
-    return PrefetchLoader(loader, mean=data.mean, std=data.std, device=world.device)
+    mean, std = per_channel(data.mean, channels), per_channel(data.std, channels)
+    return PrefetchLoader(loader, mean=mean, std=std, channels=channels, device=world.device)

@@ -47,7 +47,7 @@ def evaluate(
     """Accuracy and loss of `model`, which may be a plain or an averaged one, over all ranks' images.
 
     Args:
-        model: images (b, 3, H, W) -> logits (b, classes); not wrapped for distributed training, as ranks may hold
+        model: images (b, C, H, W) -> logits (b, classes); not wrapped for distributed training, as ranks may hold
             different numbers of batches. Its training mode is restored.
         loader: this rank's share of the validation images, from `engine.data`.
         amp: precision of the forward pass; None: fp32.

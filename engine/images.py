@@ -1,4 +1,4 @@
-"""One image file -> the RGB pixels that a viewer shows, or `BrokenImage` with the reason.
+"""One image file -> the RGB or grey pixels that a viewer shows, or `BrokenImage` with the reason.
 
 Files are not trusted: pixels, frames and formats are bounded, and an image without a defined appearance is refused.
 Colour profiles are ignored, as in the published recipes.
@@ -6,7 +6,7 @@ Colour profiles are ignored, as in the published recipes.
 
 import warnings
 from contextlib import suppress
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -15,6 +15,12 @@ from engine.errors import UserError
 
 FORMATS = ("JPEG", "PNG", "PPM", "GIF", "BMP", "WEBP", "TIFF")
 """Formats that are decoded, whatever a file's name. Pillow knows more; one of them starts a PostScript interpreter."""
+
+SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
+    *(".ppm", ".pgm", ".pbm", ".pnm"),
+)
+"""How files of these formats are named."""
 
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 """Pillow's pixel formats with a defined appearance; 16-bit grey levels are handled apart."""
@@ -27,13 +33,13 @@ class BrokenImage(UserError):
     """An image that cannot be used. The message is one line: the reason, preceded by the file where it is known."""
 
 
-def decode(file: BinaryIO) -> Image.Image:
-    """The picture in an open file as 8-bit RGB, upright, over white where it is transparent.
+def decode(file: BinaryIO, mode: Literal["RGB", "L"] = "RGB") -> Image.Image:
+    """The picture in an open file as 8-bit RGB or grey levels (L), upright, over white where it is transparent.
 
-    16-bit grey levels are rounded to 8 bits; CMYK and palettes are converted; of a JPEG with further pictures after it
-    (MPO) the first is taken. Refused are animations and multiple pages, 32-bit integer and floating-point levels, whose
-    range no file states, more than `Image.MAX_IMAGE_PIXELS` (89 million) pixels, and whatever Pillow cannot decode
-    completely.
+    16-bit grey levels are rounded to 8 bits; CMYK and palettes are converted; colours become grey by their luma (ITU-R
+    601-2), as in timm; of a JPEG with further pictures after it (MPO) the first is taken. Refused are animations and
+    multiple pages, 32-bit integer and floating-point levels, whose range no file states, more than
+    `Image.MAX_IMAGE_PIXELS` (89 million) pixels, and whatever Pillow cannot decode completely.
 
     Raises:
         BrokenImage: the image is refused; the message says why.
@@ -47,7 +53,8 @@ def decode(file: BinaryIO) -> Image.Image:
             image.load()
             with suppress(Exception):  # a damaged orientation tag is ignored
                 ImageOps.exif_transpose(image, in_place=True)
-            return _rgb(image)
+            image = _rgb(image)
+            return image if mode == "RGB" else image.convert(mode)  # exact where the picture is grey
     except BrokenImage:
         raise
     except Image.UnidentifiedImageError:

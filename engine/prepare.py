@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from engine.cache import INDEX, CacheReader, encode, pixels_of, write_cache
 from engine.config import refuse_bad_input
-from engine.data import Images, classes_of
+from engine.data import Images, classes_of, report_ignored
 from engine.errors import UserError
 from engine.images import BrokenImage
 from engine.signals import end_at_interrupt
@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 prepare(name, images, args.output, args.short_side or None, args.workers)
             except OSError as error:
                 raise UserError(f"{args.output}: {error.strerror or error}") from error
+            report_ignored(name, images)
 
 
 def prepare(name: str, images: Images, output: Path, short_side: int | None, workers: int) -> None:

@@ -38,6 +38,7 @@ from tqdm import tqdm
 
 from engine.checkpoint import Progress
 from engine.config import dump_run, flatten
+from engine.data import per_channel
 from engine.files import write_atomically
 from engine.schema import Run
 from engine.waiting import DataWait
@@ -102,9 +103,10 @@ class Report:
             self.tensorboard.add_text("config", f"```yaml\n{text}```", self.step)
 
     def images(self, images: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        """Shows up to 64 training images (B, 3, H, W), with the normalisation by `mean` and `std` undone."""
+        """Shows up to 64 training images (B, C, H, W), with the normalisation by `mean` and `std` undone."""
         if self.directory is not None:
-            images = images[:64].float().cpu() * torch.tensor(std)[:, None, None] + torch.tensor(mean)[:, None, None]
+            mean, std = (torch.tensor(per_channel(x, images.shape[1]))[:, None, None] for x in (mean, std))
+            images = images[:64].float().cpu() * std + mean
             self.tensorboard.add_image("train/images", make_grid(images.clamp(0, 1)), self.step)
 
     def begin_epoch(self) -> None:

@@ -4,6 +4,7 @@ A run has no random state to save. The random numbers of an image depend on (see
 only, whichever process draws them; those of an optimiser step, in the main process, on (seed, step, micro-batch, rank).
 """
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,7 +44,8 @@ class EpochSampler(Sampler[Place]):
     def order(self) -> torch.Tensor:
         """Indices of the whole epoch, of all ranks, (num_images,) int64."""
         order = torch.randperm(self.num_images, generator=torch.Generator().manual_seed(self.order_seed))
-        return order.repeat_interleave(self.repeats)[: self.num_images]
+        distinct = math.ceil(self.num_images / self.repeats)
+        return order[:distinct].repeat_interleave(self.repeats)[: self.num_images]
 
     def __len__(self) -> int:
         return (self.stop - self.start) // self.world.size

@@ -4,10 +4,10 @@
 (`models.MODELS[name]`, `attention.ATTENTION[name].Config`), checked with the same strictness when a file is read.
 """
 
+import re
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
-from timm.data import create_transform
 from timm.optim import list_optimizers
 
 from attention.options import OptionError, nearest, option
@@ -30,9 +30,14 @@ class Data:
     )
     crop_pct: float = option(0.875, "validation: share of the resized image kept by the centre crop", above=0, high=1)
     interpolation: Literal["bicubic", "bilinear", "nearest"] = option("bicubic", "validation resize")
-    mean: tuple[float, float, float] = option((0.485, 0.456, 0.406), "channel means subtracted from images in [0, 1]")
-    std: tuple[float, float, float] = option(
-        (0.229, 0.224, 0.225), "channel standard deviations by which images are divided", above=0
+    mean: tuple[float] | tuple[float, float, float] = option(
+        (0.485, 0.456, 0.406),
+        "subtracted from images in [0, 1]: one for each channel or for all; grey images: the mean of three",
+        low=0,
+        high=1,
+    )
+    std: tuple[float] | tuple[float, float, float] = option(
+        (0.229, 0.224, 0.225), "standard deviation by which images are divided, likewise", above=0, high=1
     )
 
 
@@ -41,20 +46,24 @@ class Augment:
     """Training augmentation, in timm's vocabulary. Defaults: DeiT without repeated augmentation."""
 
     scale: tuple[float, float] = option((0.08, 1.0), "random resized crop: range of the area kept", above=0, high=1)
-    ratio: tuple[float, float] = option((0.75, 4 / 3), "random resized crop: range of the aspect ratio", above=0)
+    ratio: tuple[float, float] = option(
+        (0.75, 4 / 3), "random resized crop: range of the aspect ratio", low=0.1, high=10
+    )
     hflip: float = option(0.5, "probability of a horizontal flip", low=0, high=1)
-    color_jitter: float = option(0.4, "colour jitter factor; acts where auto_augment is none, as in timm", low=0)
+    color_jitter: float = option(
+        0.4, "colour jitter factor; acts where auto_augment is none, as in timm", low=0, high=2
+    )
     auto_augment: str | None = option(
         "rand-m9-mstd0.5-inc1", "timm's RandAugment / AutoAugment policy string; null: none"
     )
     interpolation: Literal["bicubic", "bilinear", "random"] = option("bicubic", "training resize")
     reprob: float = option(0.25, "probability of random erasing", low=0, high=1)
     remode: Literal["pixel", "const", "rand"] = option("pixel", "filling of erased areas")
-    mixup: float = option(0.8, "mixup alpha; 0: off", low=0)
-    cutmix: float = option(1.0, "cutmix alpha; 0: off", low=0)
+    mixup: float = option(0.8, "mixup alpha; 0: off", low=0, high=100)
+    cutmix: float = option(1.0, "cutmix alpha; 0: off", low=0, high=100)
     mixup_switch_prob: float = option(0.5, "probability of cutmix where both are on", low=0, high=1)
-    smoothing: float = option(0.1, "label smoothing", low=0, high=1)
-    repeats: int = option(0, "repeated augmentation: views of an image per epoch; 0: off", low=0)
+    smoothing: float = option(0.1, "label smoothing", low=0, below=1)
+    repeats: int = option(0, "repeated augmentation: views of an image per epoch; 0: off", low=0, high=100)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,13 +72,13 @@ class Optim:
 
     opt: str = option("adamw", "timm optimiser name")
     lr: float = option(
-        5e-4, "learning rate at a total batch of lr_base_size; scaled linearly to the total batch", above=0
+        5e-4, "learning rate at a total batch of lr_base_size; scaled linearly to the total batch", above=0, high=100
     )
-    lr_base_size: int = option(512, "total batch for which lr is stated, images", low=1)
-    betas: tuple[float, float] = option((0.9, 0.999), "Adam's averaging coefficients", low=0, high=1)
-    eps: float = option(1e-8, "Adam's epsilon", above=0)
-    weight_decay: float = option(0.05, "decoupled weight decay; matrices only", low=0)
-    clip_grad: float | None = option(5.0, "largest gradient norm; null: no clipping", above=0)
+    lr_base_size: int = option(512, "total batch for which lr is stated, images", low=1, high=2**20)
+    betas: tuple[float, float] = option((0.9, 0.999), "Adam's averaging coefficients", low=0, below=1)
+    eps: float = option(1e-8, "Adam's epsilon", above=0, high=1)
+    weight_decay: float = option(0.05, "decoupled weight decay; matrices only", low=0, high=100)
+    clip_grad: float | None = option(5.0, "largest gradient norm; null: no clipping", above=0, high=1e6)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,18 +86,20 @@ class Schedule:
     """Learning rate over time, made by timm, updated after every optimiser step."""
 
     sched: Literal["cosine", "linear", "constant"] = option("cosine", "shape after the warm-up")
-    epochs: int = option(300, "epochs in all, warm-up included", low=1)
-    warmup_epochs: int = option(10, "epochs of linear warm-up", low=0)
-    warmup_lr: float = option(1e-6, "learning rate of the first step", low=0)
-    min_lr: float = option(1e-5, "learning rate at the end", low=0)
+    epochs: int = option(300, "epochs in all, warm-up included", low=1, high=100_000)
+    warmup_epochs: int = option(10, "epochs of linear warm-up", low=0, high=100_000)
+    warmup_lr: float = option(1e-6, "learning rate of the first step", low=0, high=100)
+    min_lr: float = option(1e-5, "learning rate at the end", low=0, high=100)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
     """How the loop runs."""
 
-    total_batch_size: int = option(1024, "images per optimiser step, over all ranks and accumulation steps", low=1)
-    grad_accum_steps: int = option(1, "backward passes per optimiser step", low=1)
+    total_batch_size: int = option(
+        1024, "images per optimiser step, over all ranks and accumulation steps", low=1, high=2**20
+    )
+    grad_accum_steps: int = option(1, "backward passes per optimiser step", low=1, high=2**20)
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda where there is one")
     amp: Literal["bf16", "fp16"] | None = option("bf16", "automatic mixed precision; null: off")
     compile: bool = option(False, "torch.compile the model")
@@ -101,7 +112,7 @@ class Train:
     channels_last: bool = option(False, "NHWC memory format (PVT)")
     deterministic: bool = option(False, "deterministic algorithms only, at some cost in speed")
     seed: int = option(0, "seed of weights, order and augmentation", low=0)
-    ema_decay: float | None = option(None, "decay of the weight average per step; null: none", above=0, high=1)
+    ema_decay: float | None = option(None, "decay of the weight average per step; null: none", above=0, below=1)
     eval_every: int = option(1, "epochs between evaluations; the last epoch is always evaluated", low=1)
     keep_checkpoints: int = option(
         3, "how many of the best epoch checkpoints stay, by each kind of weights, beside the last", low=1
@@ -176,7 +187,6 @@ def check_run(run: Run, world_size: int = 1) -> None:
         ),
         (augment.scale[0] > augment.scale[1], "augment.scale", f" = {list(augment.scale)} is not in ascending order"),
         (augment.ratio[0] > augment.ratio[1], "augment.ratio", f" = {list(augment.ratio)} is not in ascending order"),
-        (max(optim.betas) == 1, "optim.betas", f" = {list(optim.betas)}: both must be below 1"),
         (
             optim.opt not in (known := list_optimizers()),
             "optim.opt",
@@ -186,7 +196,67 @@ def check_run(run: Run, world_size: int = 1) -> None:
     for contradicts, key, problem in contradictions:
         if contradicts:
             raise OptionError(key, problem)
-    try:
-        create_transform(32, is_training=True, auto_augment=augment.auto_augment)
-    except (AssertionError, ValueError) as error:
-        raise OptionError("augment.auto_augment", f" = {augment.auto_augment!r}: timm says {str(error)!r}") from None
+    if augment.auto_augment is not None:
+        check_policy(augment.auto_augment)
+    if run.model["in_chans"] not in (1, 3):
+        raise OptionError("model.in_chans", f" = {run.model['in_chans']}: images have 3 channels (RGB) or 1 (grey)")
+
+
+POLICIES = {
+    "rand": {
+        "m": range(31),
+        "n": range(1, 11),
+        "p": (0.0, 1.0),
+        "mstd": (0.0, 1000.0),
+        "mmax": range(1, 31),
+        "inc": range(2),
+        "t": ("weights", "3a", "3aw"),
+    },
+    "augmix": {
+        "m": range(11),
+        "w": range(1, 11),
+        "d": range(1, 11),
+        "a": (0.01, 100.0),
+        "b": range(2),
+        "mstd": (0.0, 1000.0),
+    },
+    **{name: {"mstd": (0.0, 1000.0)} for name in ("original", "originalr", "v0", "v0r", "3a")},
+}
+"""timm's policies -> their sections -> valid values: integers, least and largest number, or words."""
+
+
+def check_policy(policy: str) -> None:
+    """Refuses a policy unless every section of it acts. timm itself passes over much that it does not understand.
+
+    Raises:
+        OptionError: an unknown policy, a section that is unknown or twice there, or a value out of range.
+    """
+
+    def refuse(problem: str) -> NoReturn:
+        raise OptionError("augment.auto_augment", f" = {policy!r}: {problem}")
+
+    family, *sections = policy.split("-")
+    if family not in POLICIES:
+        refuse(f"unknown policy {family!r}{nearest(family, POLICIES)}")
+    found = {}
+    for section in sections:
+        name, value = re.fullmatch(r"(t|[a-z]*)(.*)", section, re.DOTALL).groups()
+        if name not in POLICIES[family]:
+            refuse(f"unknown section {section!r}; known: {', '.join(POLICIES[family])}, each with its value")
+        if name in found:
+            refuse(f"{name!r} twice; leave one out")
+        if not _is_valid(value, valid := POLICIES[family][name]):
+            words = isinstance(valid[0], str)
+            refuse(f"{section!r} is not {name} with {', '.join(valid) if words else f'{valid[0]} to {valid[-1]}'}")
+        found[name] = value
+    highest = int(found.get("mmax", 10))
+    if family == "rand" and int(found.get("m", 10)) > highest:
+        refuse(f"timm clips magnitudes to {highest}; add or raise mmax")
+
+
+def _is_valid(value: str, valid: range | tuple) -> bool:
+    if isinstance(valid, range):
+        return value.isdecimal() and int(value) in valid
+    if isinstance(valid[0], str):
+        return value in valid
+    return re.fullmatch(r"[0-9]+(\.[0-9]+)?", value) is not None and valid[0] <= float(value) <= valid[1]

@@ -9,17 +9,14 @@ Exit status: 0 no image is broken, 1 some are, 2 the data set cannot be read at 
 import argparse
 import os
 import sys
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-from timm.data.readers.img_extensions import get_img_extensions
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from engine.config import refuse_bad_input
-from engine.data import Images, classes_of, difference, open_split
+from engine.data import Images, classes_of, describe_ignored, difference, open_split
 from engine.images import BrokenImage
 from engine.schema import Data
 from engine.signals import end_at_interrupt, leave_process_group
@@ -39,9 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         num_broken += len(broken)
         print(f"{name}: {len(images):,} images of {len(classes_of(images)):,} classes, {len(broken):,} broken")
         print("".join(f"  {sample}\n" for sample in broken), end="")
-        ignored = ignored_files(Path(args.root) / name) if args.dataset == "folder" else {}
-        for suffix, count in sorted(ignored.items()):
-            print(f"  {count:,} files named *{suffix} are ignored")
+        if ignored := describe_ignored(images):
+            print(f"  {ignored}")
     names = [classes_of(images) for images in splits.values()]
     if len(names) == 2 and names[0] != names[1]:
         print(f"classes differ: {difference(*names)}")
@@ -75,16 +71,6 @@ def read_all(images: Images, workers: int, title: str) -> Iterator[tuple[Any, in
         for samples in loader:
             yield from samples
             bar.update(len(samples))
-
-
-def ignored_files(folder: Path) -> Counter[str]:
-    """Suffix -> number of files below `folder` that the readers do not recognise as images."""
-    return Counter(
-        os.path.splitext(name)[1].lower()
-        for _, _, files in os.walk(folder, followlinks=True)
-        for name in files
-        if os.path.splitext(name)[1].lower() not in get_img_extensions(as_set=True)
-    )
 
 
 def discard(image: Any) -> None:

@@ -76,9 +76,9 @@ class Deit(Backbone):
         dynamic_img_size: bool = option(
             False, "accept images of any size, a multiple of the patch: position embeddings are resampled for each"
         )
-        drop_rate: float = option(0.0, "dropout rate before the classifier", low=0, high=1)
-        proj_drop_rate: float = option(0.0, "dropout rate after attention and MLP layers", low=0, high=1)
-        drop_path_rate: float = option(0.0, "stochastic depth: rate of the last block, linear from 0", low=0, high=1)
+        drop_rate: float = option(0.0, "dropout rate before the classifier", low=0, below=1)
+        proj_drop_rate: float = option(0.0, "dropout rate after attention and MLP layers", low=0, below=1)
+        drop_path_rate: float = option(0.0, "stochastic depth: rate of the last block, linear from 0", low=0, below=1)
         init_std: float = option(
             0.02, "std of the initial weights of linear layers; layers narrower than DeiT's need more", above=0
         )

@@ -92,9 +92,9 @@ class Pvt(Backbone):
         )
         qkv_bias: bool = option(True, "bias of the query, key and value projections")
         global_pool: Literal["avg", ""] = option("avg", "classifier's input: mean over the grid, or '': the grid")
-        drop_rate: float = option(0.0, "dropout rate before the classifier", low=0, high=1)
-        proj_drop_rate: float = option(0.0, "dropout rate after attention and MLP layers", low=0, high=1)
-        drop_path_rate: float = option(0.0, "stochastic depth: rate of the last block, linear from 0", low=0, high=1)
+        drop_rate: float = option(0.0, "dropout rate before the classifier", low=0, below=1)
+        proj_drop_rate: float = option(0.0, "dropout rate after attention and MLP layers", low=0, below=1)
+        drop_path_rate: float = option(0.0, "stochastic depth: rate of the last block, linear from 0", low=0, below=1)
 
         def __post_init__(self):
             for dim, num_heads in zip(self.embed_dims, self.num_heads, strict=True):

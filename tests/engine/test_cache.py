@@ -31,7 +31,7 @@ def root(tmp_path_factory):
                 pixels = rng.integers(0, 256, (20, 31 + i, 3), dtype=np.uint8)
                 Image.fromarray(pixels).save(root / split / name / f"{i}.png")
     (root / BROKEN).write_bytes(b"broken")
-    (root / "val" / "a" / "3.webp").write_bytes(b"")
+    (root / "val" / "a" / "3.heic").write_bytes(b"")
     return root
 
 
@@ -135,7 +135,7 @@ def test_scan(root, capsys, workers):
         "train: 8 images of 2 classes, 0 broken",
         "val: 6 images of 2 classes, 1 broken",
         "  b/2.png: not an image, or not one of JPEG, PNG, PPM, GIF, BMP, WEBP, TIFF",
-        "  1 files named *.webp are ignored",
+        "  ignored files: 1 *.heic ('a/3.heic')",
     ]
     assert "val" in output.err  # the progress bar
 
@@ -211,3 +211,4 @@ def test_broken_names_are_printed(root, tmp_path, capsys):
     output = capsys.readouterr()
     assert output.out == "val: 6 images, 0.000 GB, 1 broken\n"
     assert "broken: b/2.png: not an image" in output.err
+    assert output.err.splitlines()[-1] == "val: ignored files: 1 *.heic ('a/3.heic')"

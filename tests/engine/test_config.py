@@ -282,9 +282,9 @@ CONTRADICTIONS = {
     "schedule.min_lr=0.1": "schedule.min_lr = 0.1 is above the peak learning rate 0.001 (lr 0.0005 scaled from 512",
     "augment.scale=[0.5,0.2]": "augment.scale = [0.5, 0.2] is not in ascending order",
     "augment.ratio=[2,1]": "augment.ratio = [2.0, 1.0] is not in ascending order",
-    "optim.betas=[0.9,1]": "optim.betas = [0.9, 1.0]: both must be below 1",
+    "optim.betas=[0.9,1]": "optim.betas = 1.0 must be less than 1",
     "optim.opt=adamv": "optim.opt = 'adamv' is not an optimiser of timm; did you mean 'adam",
-    "augment.auto_augment=rand-x9": "augment.auto_augment = 'rand-x9': timm says 'Unknown RandAugment config section'",
+    "augment.auto_augment=rand-x9": "augment.auto_augment = 'rand-x9': unknown section 'x9'; known: m, n,",
 }
 
 

@@ -117,7 +117,10 @@ def test_training_skips_and_counts(zoo_root, capsys, size, workers):
             mixed, targets = augment(images, labels)
             assert len(mixed) == len(targets)
         seen += order
-        reported |= {line.removeprefix("skipped: ").split("/")[0] for line in capsys.readouterr().err.splitlines()}
+        told = capsys.readouterr().err.splitlines()
+        reported |= {line[9:].split("/")[0] for line in told if line.startswith("skipped: ")}
+        ignored = [f"data.{split}_split: ignored files: 1 *.txt ('rgb.png/notes.txt')" for split in ("train", "val")]
+        assert [line for line in told if not line.startswith("skipped: ")] == (ignored if rank == 0 else [])
     assert len(seen) == len(set(seen)) == epoch
     assert reported == BROKEN & set(seen)
 

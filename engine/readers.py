@@ -1,0 +1,174 @@
+"""Readers of a split as class folders, or as a tar file of them, by the same rules.
+
+The classes are the folders of the first level, as in torchvision's `ImageFolder`: an image further below belongs to the
+first folder on its way. Images are known by their suffixes; other files are ignored, and listed.
+"""
+
+import io
+import os
+import posixpath
+import tarfile
+from collections.abc import Iterable, Iterator
+from typing import BinaryIO, NamedTuple
+
+from timm.data.readers.reader import Reader
+from timm.utils.misc import natural_key
+
+from engine.files import open_regular
+from engine.images import SUFFIXES
+
+
+class LayoutError(ValueError):
+    """Files that do not make up classes; the message says why, and the remedy."""
+
+
+class Layout(NamedTuple):
+    """The files of a split in the order of their paths, numbers by value.
+
+    Attributes:
+        samples: path and class index of every image. class_to_idx: class name -> index. ignored: paths of other files.
+    """
+
+    samples: list[tuple[str, int]]
+    class_to_idx: dict[str, int]
+    ignored: list[str]
+
+
+def classify(paths: Iterable[str]) -> Layout:
+    """The layout of a split of the files `paths`, which are relative to it; one that ends in "/" is an empty folder.
+
+    Raises:
+        LayoutError: there is no image, one in no class folder, or a class folder without.
+    """
+    images, others = [], []
+    for path in _in_order(paths):
+        (images if is_image(path) else others).append(path)
+    if not images:
+        raise LayoutError(f"no images (files named {', '.join(f'*{suffix}' for suffix in SUFFIXES)})")
+    if outside := [path for path in images if "/" not in path]:
+        raise LayoutError(
+            f"{len(outside):,} images lie in no class folder, such as {outside[0]!r}; move or remove them"
+        )
+    class_to_idx = {name: index for index, name in enumerate(_in_order({_first_folder(path) for path in images}))}
+    for path in others:
+        if "/" in path and _first_folder(path) not in class_to_idx:
+            raise LayoutError(f"the class folder {_first_folder(path)!r} holds no image; remove it")
+    samples = [(path, class_to_idx[_first_folder(path)]) for path in images]
+    return Layout(samples, class_to_idx, [path for path in others if not path.endswith("/")])
+
+
+def is_image(path: str) -> bool:
+    """Whether the name of a file is that of an image."""
+    return suffix_of(path) in SUFFIXES
+
+
+def suffix_of(path: str) -> str:
+    """Suffix of a file's name in lower case, with its dot; "" if it has none."""
+    return posixpath.splitext(path)[1].lower()
+
+
+def _first_folder(path: str) -> str:
+    return path.partition("/")[0]
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """timm's order, numbers by value; names that it takes for equal ("01" and "1", "A" and "a") in that of the text."""
+    return sorted(sorted(names), key=natural_key)
+
+
+class FolderReader(Reader):
+    """timm reader of class folders, which opens nothing but regular files.
+
+    Raises:
+        LayoutError: see `classify`; or one folder is reached on two ways, as in a loop of links.
+        OSError: a folder cannot be read.
+    """
+
+    def __init__(self, root: str):
+        super().__init__()
+        self.root = root
+        self.samples, self.class_to_idx, self.ignored = classify(find_files(root))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
+        path, label = self.samples[index]
+        return open_regular(os.path.join(self.root, path)), label
+
+    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        return self.samples[index][0]
+
+
+def find_files(root: str) -> Iterator[str]:
+    """Paths of the files below the folder `root`, relative to it; links to folders are followed."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    known = {}
+    for folder, subfolders, files in os.walk(root, onerror=refuse, followlinks=True):
+        path = os.path.relpath(folder, root)
+        status = os.stat(folder)
+        first = known.setdefault((status.st_dev, status.st_ino), path)
+        if first != path:
+            raise LayoutError(f"{path!r} and {first!r} are one folder; remove the link")
+        prefix = "" if path == "." else f"{path}/"
+        yield from (prefix + name for name in files)
+        if prefix and not files and not subfolders:
+            yield prefix
+
+
+class TarReader(Reader):
+    """timm reader of a tar file of class folders, or of a tar file of one for every class, as ImageNet is published.
+
+    Folders that hold all of the images are no classes, unless there is but one. Of two files of one name the later one
+    counts, as in tar.
+
+    Raises:
+        LayoutError: see `classify`; or an image is stored as a link. OSError, TarError: it cannot be read.
+    """
+
+    def __init__(self, path: str):
+        super().__init__()
+        self.path = path
+        with tarfile.open(path, "r:") as tar:
+            places = {name: place for name, *place in find_members(tar)}
+        folders = {posixpath.dirname(name) for name in places if is_image(name)}
+        shared = posixpath.commonpath(folders) if folders else ""
+        shared = posixpath.dirname(shared) if folders == {shared} else shared
+        prefix = f"{shared}/" if shared else ""
+        self.samples, self.class_to_idx, self.ignored = classify(
+            name.removeprefix(prefix) for name in places if name.startswith(prefix)
+        )
+        self.ignored += [name for name in places if not name.startswith(prefix)]
+        self.places = [places[prefix + name] for name, _ in self.samples]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
+        begin, size = self.places[index]
+        with open(self.path, "rb", buffering=0) as file:  # not kept open: workers would share its position
+            return io.BytesIO(os.pread(file.fileno(), size, begin)), self.samples[index][1]
+
+    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        return self.samples[index][0]
+
+
+def find_members(tar: tarfile.TarFile, folder: str = "", begin: int = 0) -> Iterator[tuple[str, int, int]]:
+    """Name, first byte and size of the files in `tar`, whose own first byte is `begin`, and in tar files inside it."""
+    for member in tar:
+        name = posixpath.normpath(posixpath.join(folder, member.name.lstrip("/")))
+        if member.isreg() and not member.issparse():
+            place = begin + member.offset_data
+            if suffix_of(name) == ".tar":
+                with tarfile.open(fileobj=tar.extractfile(member), mode="r:") as inner:
+                    yield from find_members(inner, name[: -len(".tar")], place)
+            else:
+                yield name, place, member.size
+        elif is_image(name) and not member.isdir():
+            raise LayoutError(f"{name!r} is stored as a link, or sparse; make the file with `tar --dereference`")
+    tar.fileobj.seek(tar.offset)
+    if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # where tarfile stops without a word
+        raise tarfile.ReadError(f"damaged, or cut off, at byte {begin + tar.offset:,}")

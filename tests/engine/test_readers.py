@@ -1,0 +1,236 @@
+"""Class folders and tar files of them: classes are the first level, nothing is left out without being listed."""
+
+import io
+import os
+import tarfile
+
+import pytest
+from PIL import Image
+from timm.data.readers.reader_image_folder import ReaderImageFolder
+
+from attention.options import OptionError
+from engine.data import classes_of, describe_ignored, open_split
+from engine.images import FORMATS, SUFFIXES, BrokenImage
+from engine.readers import FolderReader, TarReader, classify
+from engine.schema import Data
+
+
+def write_folder(root, paths, name="train"):
+    for path in paths:
+        (root / name / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / name / path).write_text(path)
+
+
+def make_tar(paths, prefix="", contents=None) -> bytes:
+    """A tar file; the content of each file in it is its path, where `contents` has nothing else."""
+    file = io.BytesIO()
+    with tarfile.open(fileobj=file, mode="w") as tar:
+        for path in paths:
+            content = (contents or {}).get(path, path.encode())
+            member = tarfile.TarInfo(prefix + path)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return file.getvalue()
+
+
+def split_of(root, kind):
+    return open_split(Data(dataset=kind, root=str(root)), "train_split")
+
+
+@pytest.fixture(params=["folder", "tar", "tar below folders", "tar of tars"])
+def open_paths(request, tmp_path):
+    """Writes files whose content is their path, as a split of every kind, and opens it."""
+
+    def write_and_open(paths):
+        if request.param == "folder":
+            write_folder(tmp_path, paths)
+            return split_of(tmp_path, "folder")
+        if request.param == "tar of tars":
+            inner = {}
+            for path in paths:
+                name, _, below = path.partition("/")
+                inner.setdefault(f"{name}.tar" if below else name, []).append(below)
+            made = {name: make_tar(below, "./") if below[0] else b"" for name, below in inner.items()}
+            content = make_tar(made, contents=made)
+        else:
+            content = make_tar(paths, "./data/train/" if request.param == "tar below folders" else "")
+        (tmp_path / "train.tar").write_bytes(content)
+        return split_of(tmp_path, "tar")
+
+    return write_and_open
+
+
+def test_classes_are_the_first_level(open_paths):
+    paths = ["a/red/1.png", "b/red/2.png", "b/3.JPEG", "b/notes.txt"]
+    images = open_paths(paths)
+    assert classes_of(images) == ["a", "b"]
+    assert [images.filename(i) for i in range(len(images))] == ["a/red/1.png", "b/3.JPEG", "b/red/2.png"]
+    labels = []
+    for i in range(len(images)):
+        file, label = images.reader[i]
+        with file:
+            assert images.filename(i).endswith(file.read().decode())  # an inner tar file does not know its folder
+        labels.append(label)
+    assert labels == [0, 1, 1]
+    assert describe_ignored(images) == "ignored files: 1 *.txt ('b/notes.txt')"
+
+
+@pytest.mark.parametrize(
+    ("paths", "problem"),
+    [
+        (["notes.txt"], r"no images \(files named \*\.jpg"),
+        (["a/1.png", "b/2.png", "3.png"], r"images in no class folder: 1, such as '3.png'; move or remove them"),
+        (["a/1.png", "b/2.png", "c/3.heic", "c/4.txt"], "the class folder 'c' holds no image; remove it"),
+    ],
+)
+def test_what_makes_no_classes_is_refused(open_paths, paths, problem):
+    with pytest.raises(OptionError, match=f"train(.tar)?': {problem}") as caught:
+        open_paths(paths)
+    assert caught.value.key == "data.train_split"
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["folder", "tar"])
+def test_images_without_any_folder_are_refused(tmp_path, kind):
+    write_folder(tmp_path, ["1.png", "2.png"])
+    (tmp_path / "train.tar").write_bytes(make_tar(["1.png", "2.png"]))
+    with pytest.raises(OptionError, match=r"images in no class folder: 2, such as '1.png'"):
+        split_of(tmp_path, kind)
+
+
+def test_the_order_is_timms(tmp_path):
+    """On folders of images alone, so that class indices, checkpoints and prepared files of earlier versions hold."""
+    paths = [
+        f"{name}/{name}_{i}.{end}" for name in ("n2", "n10", "N1", "m") for i in (9, 10, 1) for end in ("JPEG", "png")
+    ]
+    write_folder(tmp_path, paths)
+    theirs = ReaderImageFolder(str(tmp_path / "train"))
+    ours = FolderReader(str(tmp_path / "train"))
+    assert ours.class_to_idx == theirs.class_to_idx
+    assert [(str(tmp_path / "train" / path), label) for path, label in ours.samples] == theirs.samples
+    (tmp_path / "train.tar").write_bytes(make_tar(sorted(paths, reverse=True), "train/"))
+    tar = TarReader(str(tmp_path / "train.tar"))
+    assert (tar.samples, tar.class_to_idx) == (ours.samples, ours.class_to_idx)
+
+
+def test_names_of_equal_order_are_ordered_too():
+    """For timm "01" and "1" are equal, and so their order that of a set, another one in every process."""
+    paths = [f"{name}/{i}.png" for name in ("1", "01", "001", "a", "A") for i in ("7", "07")]
+    layouts = [classify(order) for order in (paths, paths[::-1], paths[5:] + paths[:5])]
+    assert layouts[0] == layouts[1] == layouts[2]
+    assert list(layouts[0].class_to_idx) == ["001", "01", "1", "A", "a"]
+
+
+@pytest.mark.parametrize(("link", "target"), [("a/again", "."), ("a/below/all", "../.."), ("c", "a"), ("a/b", "../b")])
+def test_no_folder_counts_twice(tmp_path, link, target):
+    """A loop of links, or one folder under two names."""
+    write_folder(tmp_path, ["a/1.png", "a/below/2.png", "b/3.png"])
+    (tmp_path / "train" / link).symlink_to(target)
+    with pytest.raises(OptionError, match=r"are one folder; remove the link$"):
+        split_of(tmp_path, "folder")
+
+
+def test_links_to_folders_and_files_elsewhere_are_followed(tmp_path):
+    write_folder(tmp_path, ["1.png", "2.png"], "store")
+    write_folder(tmp_path, ["a/3.png"])
+    (tmp_path / "train" / "b").symlink_to(tmp_path / "store")
+    (tmp_path / "train" / "a" / "4.png").symlink_to(tmp_path / "store" / "1.png")
+    assert [name for name, _ in split_of(tmp_path, "folder").reader.samples] == [
+        "a/3.png",
+        "a/4.png",
+        "b/1.png",
+        "b/2.png",
+    ]
+
+
+def test_an_empty_class_folder_is_refused(tmp_path):
+    write_folder(tmp_path, ["a/1.png", "b/2.png"])
+    (tmp_path / "train" / "a" / "empty").mkdir()
+    assert describe_ignored(split_of(tmp_path, "folder")) == ""
+    (tmp_path / "train" / "c").mkdir()
+    with pytest.raises(OptionError, match="the class folder 'c' holds no image; remove it"):
+        split_of(tmp_path, "folder")
+
+
+def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
+    def scandir(path):
+        if str(path).endswith("/b"):
+            raise PermissionError(13, "Permission denied", path)
+        return real(path)
+
+    real = os.scandir
+    write_folder(tmp_path, ["a/1.png", "b/2.png"])
+    monkeypatch.setattr(os, "scandir", scandir)
+    with pytest.raises(OptionError, match="Permission denied"):
+        split_of(tmp_path, "folder")
+
+
+def test_suffixes_are_those_of_the_formats_that_are_decoded():
+    known = {suffix for suffix, name in Image.registered_extensions().items() if name in (*FORMATS, "MPO")}
+    assert set(SUFFIXES) == known - {".pfm"}  # floating-point levels, which are refused
+    assert ".webp" in SUFFIXES
+    layout = classify(f"a/{number}{suffix}" for number, suffix in enumerate(map(str.upper, SUFFIXES)))
+    assert len(layout.samples) == len(SUFFIXES)
+
+
+def test_many_ignored_suffixes_are_one_line(tmp_path):
+    write_folder(tmp_path, ["a/1.png", "a/x", "a/y", "a/\x1b[0m", *(f"a/{i}.s{i}" for i in range(20))])
+    text = describe_ignored(split_of(tmp_path, "folder"))
+    assert text.startswith("ignored files: 3 without suffix ('a/\\x1b[0m'), 1 *.s0 ('a/0.s0'), ")
+    assert text.endswith("1 *.s8 ('a/8.s8'), ...")
+
+
+PATHS = [f"{name}/{i}.png" for name in "ab" for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[: 4 * 1024 + 100] + b"\x01" + content[4 * 1024 + 101 :],  # a header in the middle
+        lambda content: content[: 4 * 1024],  # between two files
+        lambda content: content[: 4 * 1024 + 300],  # within a header
+        lambda content: content[: 4 * 1024 + 512 + 2],  # within a file
+    ],
+)
+def test_a_damaged_tar_is_refused(tmp_path, damage):
+    """tarfile itself ends the list there, as if the rest had never been."""
+    content = make_tar(PATHS)
+    assert content[: 4 * 1024].count(b".png\0") == 4 * 2
+    (tmp_path / "train.tar").write_bytes(content)
+    assert len(split_of(tmp_path, "tar")) == 6
+    (tmp_path / "train.tar").write_bytes(damage(content))
+    with pytest.raises(
+        OptionError, match=r"not a readable tar file \((damaged, or cut off, at byte 4,096|unexpected end)"
+    ):
+        split_of(tmp_path, "tar")
+
+
+def test_of_two_files_of_one_name_the_later_counts(tmp_path):
+    with tarfile.open(tmp_path / "train.tar", "w") as tar:
+        for content in (b"old", b"newer"):
+            member = tarfile.TarInfo("a/1.png")
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    images = split_of(tmp_path, "tar")
+    assert len(images) == 1
+    assert images.reader[0][0].read() == b"newer"
+
+
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE])
+def test_links_in_a_tar_are_refused(tmp_path, kind):
+    with tarfile.open(tmp_path / "train.tar", "w") as tar:
+        tar.addfile(tarfile.TarInfo("a/1.png"))
+        link = tarfile.TarInfo("b/2.png")
+        link.type, link.linkname = kind, "a/1.png"
+        tar.addfile(link)
+    with pytest.raises(
+        OptionError, match=r"'b/2.png' is stored as a link, or sparse; make the file with `tar --dereference`"
+    ):
+        split_of(tmp_path, "tar")
+
+
+def test_a_tar_that_is_cut_later_breaks_images(tmp_path):
+    (tmp_path / "train.tar").write_bytes(make_tar(PATHS))
+    images = split_of(tmp_path, "tar")
+    os.truncate(tmp_path / "train.tar", 2048)
+    assert all(isinstance(images[i], BrokenImage) for i in range(len(images)))
