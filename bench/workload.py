@@ -111,8 +111,8 @@ def whole_model(text: str) -> Subject:
         OptionError, ConfigError: unknown model of timm, or a refused file. Other names are checked at construction.
     """
 
-    def images(_: nn.Module, size: Grid, batch: int, device: torch.device | str) -> tuple[Tensor]:
-        return (torch.randn(batch, 3, *size, device=device),)
+    def images(model: nn.Module, size: Grid, batch: int, device: torch.device | str) -> tuple[Tensor]:
+        return (torch.randn(batch, model.in_chans, *size, device=device),)
 
     if text.endswith(".yaml"):
         run = load_run(text)

@@ -5,11 +5,12 @@ import PIL
 import pytest
 import timm.data
 from PIL import Image, ImageOps
-from timm.data.auto_augment import AugmentOp
+from timm.data.auto_augment import AugmentOp, rand_augment_choices
 
+from attention.options import OptionError
 from engine import data
 from engine.distributed import seed_everything
-from engine.schema import Augment
+from engine.schema import POLICIES, Augment, check_policy
 
 
 @pytest.fixture
@@ -69,3 +70,104 @@ def test_5000_augmented_images_pass(image, monkeypatch, figure):
 @pytest.mark.stress
 def test_50000_augmented_images_pass(image, monkeypatch, figure):
     figure("A1", augment_all(image, monkeypatch, 50_000))
+
+
+def parse(policy: str):
+    """What timm makes of a policy."""
+    return timm.data.create_transform(32, is_training=True, auto_augment=policy, separate=True)[1].transforms[0]
+
+
+def ops(policy) -> list[AugmentOp]:
+    return policy.ops if hasattr(policy, "ops") else [op for ops in policy.policy for op in ops]
+
+
+OP = {
+    "m": lambda policy: {op.magnitude for op in ops(policy)},
+    "p": lambda policy: {op.prob for op in ops(policy)},
+    "mstd": lambda policy: {op.magnitude_std for op in ops(policy)},
+    "mmax": lambda policy: {op.magnitude_max for op in ops(policy)},
+}
+UNDERSTOOD = {  # policy with a section: what timm understood, and what was meant
+    "rand-m7": (OP["m"], {7}),
+    "rand-m30-mmax30": (OP["m"], {30}),
+    "rand-n3": (lambda policy: policy.num_layers, 3),
+    "rand-n10-t3aw": (lambda policy: policy.num_layers, 10),
+    "rand-p0.25": (OP["p"], {0.25}),
+    "rand-p1": (OP["p"], {1}),
+    "rand-mstd0.5": (OP["mstd"], {0.5}),
+    "rand-mstd101": (OP["mstd"], {float("inf")}),  # uniform, as timm documents
+    "rand-mmax20": (OP["mmax"], {20}),
+    "rand-inc1": (lambda policy: [op.name for op in policy.ops], rand_augment_choices("", increasing=True)),
+    "rand-inc0": (lambda policy: [op.name for op in policy.ops], rand_augment_choices("", increasing=False)),
+    **{
+        f"rand-t{name}": (lambda policy: [op.name for op in policy.ops], list(rand_augment_choices(name)))
+        for name in ("weights", "3a", "3aw")
+    },
+    "augmix-m5": (OP["m"], {5}),
+    "augmix-w4": (lambda policy: policy.width, 4),
+    "augmix-d2": (lambda policy: policy.depth, 2),
+    "augmix-a0.5": (lambda policy: policy.alpha, 0.5),
+    "augmix-b1": (lambda policy: policy.blended, True),
+    "augmix-mstd0.5": (OP["mstd"], {0.5}),
+    **{f"{name}-mstd0.5": (OP["mstd"], {0.5}) for name in ("original", "originalr", "v0", "v0r", "3a")},
+}
+
+
+@pytest.mark.parametrize("policy", UNDERSTOOD)
+def test_timm_understands_what_is_accepted(policy, image):
+    check_policy(policy)
+    understood, meant = UNDERSTOOD[policy]
+    transform = parse(policy)
+    assert understood(transform) == meant
+    seed_everything(0)
+    assert transform(image).size == image.size
+
+
+def test_every_section_of_a_policy_is_tried():
+    tried = {tuple(section.rstrip("0123456789.") for section in policy.split("-")[:2]) for policy in UNDERSTOOD}
+    names = {(family.rstrip("0123456789."), name) for family, names in POLICIES.items() for name in names}
+    assert {(family, "t" if name.startswith("t") else name) for family, name in tried} == names
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["rand", "rand-m9-mstd0.5-inc1", "rand-m6-n4-mstd1.0", "rand-m9-n3-mstd0.5", "augmix-m5-w4-d2", "v0", "3a"],
+)
+def test_policies_of_published_recipes_are_accepted(policy):
+    check_policy(policy)
+    parse(policy)
+
+
+@pytest.mark.parametrize(
+    ("policy", "problem"),
+    [
+        ("rand-mxyz-inc", "unknown section 'mxyz'; known: m, n, p, mstd, mmax, inc, t, each with its value"),
+        ("rand-m9-inc", "'inc' is not inc with 0 to 1"),
+        ("rand-m9-mstd", "'mstd' is not mstd with 0.0 to 1000.0"),
+        ("rand-m9-mstdinf", "unknown section 'mstdinf'"),
+        ("rand-m9-mstd0.5.5", "'mstd0.5.5' is not mstd"),
+        ("rand-m9.5", "'m9.5' is not m with 0 to 30"),
+        ("rand-m99", "'m99' is not m with 0 to 30"),
+        ("rand-m15", "timm clips magnitudes to 10; add or raise mmax"),
+        ("rand-mmax5", "timm clips magnitudes to 5; add or raise mmax"),
+        ("rand-n0", "'n0' is not n with 1 to 10"),
+        ("rand-n1000000000", "'n1000000000' is not n with 1 to 10"),
+        ("rand-p7", "'p7' is not p with 0.0 to 1.0"),
+        ("rand-inc2", "'inc2' is not inc with 0 to 1"),
+        ("rand-m9-m3", "'m' twice; leave one out"),
+        ("rand-tweigths", "'tweigths' is not t with weights, 3a, 3aw"),
+        ("rand-w0", "unknown section 'w0'"),
+        ("rand--m9", "unknown section ''"),
+        ("rand-m9\nn3", "'m9\\nn3' is not m with"),
+        ("random-m9", "unknown policy 'random'; did you mean 'rand'?"),
+        ("augmix-m5-x1", "unknown section 'x1'; known: m, w, d, a, b, mstd"),
+        ("augmix-m5-w0", "'w0' is not w with 1 to 10"),
+        ("original-m9", "unknown section 'm9'; known: mstd"),
+        ("v1", "unknown policy 'v1'; known: 3a, augmix"),
+        ("", "unknown policy ''; known: "),
+    ],
+)
+def test_policies_that_timm_would_bend_are_refused(policy, problem):
+    with pytest.raises(OptionError) as caught:
+        check_policy(policy)
+    assert str(caught.value).startswith(f"augment.auto_augment = {policy!r}: {problem}")

@@ -2,8 +2,10 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
@@ -284,6 +286,8 @@ CONTRADICTIONS = {
     "augment.ratio=[2,1]": "augment.ratio = [2.0, 1.0] is not in ascending order",
     "optim.betas=[0.9,1]": "optim.betas = 1.0 must be less than 1",
     "optim.opt=adamv": "optim.opt = 'adamv' is not an optimiser of timm; did you mean 'adam",
+    "model.in_chans=2": "model.in_chans = 2: images have 3 channels (RGB) or 1 (grey)",
+    "model.in_chans=4": "model.in_chans = 4: images have 3 channels (RGB) or 1 (grey)",
     "augment.auto_augment=rand-x9": "augment.auto_augment = 'rand-x9': unknown section 'x9'; known: m, n,",
 }
 
@@ -291,6 +295,73 @@ CONTRADICTIONS = {
 @pytest.mark.parametrize("overrides", CONTRADICTIONS)
 def test_contradictions_are_refused(tmp_path, overrides):
     assert f": {CONTRADICTIONS[overrides]}" in refusal(write(tmp_path, VALID), *overrides.split())
+
+
+NONSENSE = {  # option: values that have no sense, each refused for itself
+    "data.mean": ("[-0.1]", "[0.5, 0.5, 124]", "[0.5, 0.5]"),
+    "data.std": ("[0]", "[58.0]", "[]"),
+    "augment.ratio": ("[0.0, 1.0]", "[0.001, 1.0]", "[1, 1000]"),
+    "augment.scale": ("[0.0, 1.0]", "[0.5, 2.0]"),
+    "augment.color_jitter": ("-0.1", "1000"),
+    "augment.interpolation": ("lanczos", "bicubc"),
+    "augment.hflip": ("-0.5", "1.5"),
+    "augment.reprob": ("-0.5", "1.5"),
+    "augment.mixup": ("-1", "1.0e+9"),
+    "augment.cutmix": ("-1", "1.0e+9"),
+    "augment.smoothing": ("-0.1", "1", "1.5"),
+    "augment.repeats": ("-1", "1000000000"),
+    "optim.lr": ("0", "1.0e+6"),
+    "optim.lr_base_size": ("0", "1000000000"),
+    "optim.betas": ("[-0.1, 0.9]", "[0.9, 1]"),
+    "optim.eps": ("0", "2"),
+    "optim.weight_decay": ("-0.1", "1000"),
+    "optim.clip_grad": ("0", "1.0e+9"),
+    "schedule.epochs": ("0", "1000000000"),
+    "schedule.warmup_epochs": ("-1", "1000000000"),
+    "schedule.warmup_lr": ("-1", "1.0e+6"),
+    "schedule.min_lr": ("-1", "1.0e+6"),
+    "train.total_batch_size": ("0", "1000000000"),
+    "train.grad_accum_steps": ("0", "1000000000"),
+    "train.ema_decay": ("0", "1"),
+    "model.drop_path_rate": ("-0.1", "1"),
+    "model.drop_rate": ("-0.1", "1"),
+    "model.proj_drop_rate": ("-0.1", "1"),
+}
+
+
+@pytest.mark.parametrize("key", NONSENSE)
+def test_nonsense_is_refused(tmp_path, key):
+    path = write(tmp_path, VALID)
+    for value in NONSENSE[key]:
+        assert refusal(path, f"{key}={value}").startswith(f"override '{key}={value}': {key}")
+
+
+WITHOUT_HIGH = {
+    "data.workers": "of processes that the machine can have",
+    "data.max_broken": "of the images that there are",
+    "train.seed": "any number is one",
+    "train.eval_every": "above the epochs: the last alone",
+    "train.keep_checkpoints": "above the epochs: all of them",
+    "train.checkpoint_minutes": "above the run's time: none",
+    "train.checkpoint_steps": "above the epoch's steps: none",
+    "train.max_skipped": "above the run's steps: all may be skipped",
+    "train.timeout_minutes": "of what a launch is to wait for",
+    "train.log_every": "above the epoch's steps: one line at its end",
+}
+"""Options without an upper bound, and what large values mean."""
+
+
+def test_every_number_has_bounds():
+    for section in dataclasses.fields(Run):
+        if section.name in ("model", "attention"):
+            continue
+        types = typing.get_type_hints(section.default_factory)
+        for field in dataclasses.fields(section.default_factory):
+            key = f"{section.name}.{field.name}"
+            if re.search(r"\b(int|float)\b", str(types[field.name])):
+                limits = {name for name, limit in field.metadata.items() if limit is not None}
+                assert limits & {"low", "above"}, key
+                assert limits & {"high", "below"} or key in WITHOUT_HIGH, key
 
 
 def test_batch_must_divide_by_the_ranks(tmp_path):

@@ -23,6 +23,7 @@ from engine.data import (
     create_val_loader,
     digest_files,
     open_split,
+    per_channel,
 )
 from engine.distributed import World, seed_everything
 from engine.sampler import EpochSampler
@@ -239,6 +240,59 @@ def test_random_erasing_acts():
     assert (whole != 0).all()
 
 
+def grey_twin(run: Run) -> Run:
+    """`run` of a model of grey images; random erasing is left out, whose noise has as many channels as the image."""
+    return dataclasses.replace(run, model={"in_chans": 1}, augment=dataclasses.replace(run.augment, reprob=0.0))
+
+
+@pytest.mark.parametrize("policy", ["rand-m9-mstd0.5-inc1", "augmix-m5-w4-d2", "original-mstd0.5", "3a", None])
+def test_grey_images_are_those_of_rgb_in_one_channel(policy, monkeypatch):
+    """The digits are grey, and every operation treats channels alike: the same image as in RGB, to the last bit."""
+    use_few_images(48, 32, monkeypatch.setattr)
+    grey_run = grey_twin(make_run(Augment(auto_augment=policy), mean=(0.5,) * 3, std=(0.25,) * 3))
+    rgb_run = dataclasses.replace(grey_run, model={})
+    grey, rgb = read_epoch(grey_run, 0), read_epoch(rgb_run, 0)
+    assert grey.shape == (48, 1, 8, 8)
+    assert rgb.shape == (48, 3, 8, 8)
+    assert grey.std() > 0.5
+    assert torch.equal(grey.expand_as(rgb), rgb)
+    (grey, labels), (rgb, _) = next(iter(make_loaders(grey_run)[1])), next(iter(make_loaders(rgb_run)[1]))
+    assert torch.equal(grey.expand_as(rgb), rgb)
+    mixed, targets = make_loaders(grey_run)[2](grey.clone(), labels)
+    assert mixed.shape == grey.shape
+    assert targets.shape == (len(grey), 10)
+
+
+def test_colours_become_their_luma(image_root, tmp_path):
+    """Of files and of what was prepared of them."""
+    prepare.main([str(image_root), str(tmp_path), "--splits", "val", "--workers", "0", "--short-side", "0"])
+    image = (
+        Image.open(image_root / "val" / CLASSES[0] / "0.png").convert("L").resize((24, 16), Image.Resampling.BICUBIC)
+    )
+    expected = torch.from_numpy(np.array(image.crop((5, 1, 19, 15)))) / 255
+    batches = []
+    for kind, root in (("folder", image_root), ("cache", tmp_path)):
+        run = grey_twin(make_run(dataset=kind, root=str(root), mean=(0.0,), std=(1.0,)))
+        ((images, _),) = create_val_loader(run, CPU, img_size=14, num_classes=3, batch_size=6)
+        batches.append(images)
+    assert batches[0].shape == (6, 1, 14, 14)
+    assert torch.equal(batches[0][0, 0], expected)
+    assert torch.equal(*batches)
+
+
+@pytest.mark.parametrize(
+    ("values", "channels", "expected"),
+    [
+        ((0.1, 0.2, 0.6), 3, (0.1, 0.2, 0.6)),
+        ((0.1, 0.2, 0.6), 1, (0.3,)),
+        ((0.5,), 3, (0.5, 0.5, 0.5)),
+        ((0.5,), 1, (0.5,)),
+    ],
+)
+def test_mean_and_std_per_channel(values, channels, expected):
+    assert per_channel(values, channels) == pytest.approx(expected)
+
+
 class OnCuda(World):
     """Takes the path for CUDA, timm's prefetcher, on any device."""
 
@@ -261,6 +315,17 @@ def test_prefetched_batches_equal_plain_ones():
     ):
         torch.testing.assert_close(images.cpu(), plain_images, rtol=1e-5, atol=1e-5)
         assert labels.tolist() == plain_labels.tolist()
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")
+def test_prefetched_grey_batches_equal_plain_ones(monkeypatch):
+    use_few_images(32, 32, monkeypatch.setattr)
+    prefetching, run = OnCuda(CPU.device), grey_twin(make_run(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6)))
+    images = read_epoch(run, 0, prefetching)
+    torch.testing.assert_close(images, read_epoch(run, 0), rtol=1e-5, atol=1e-5)
+    for mode in ("const", "rand", "pixel"):
+        erase = create_batch_augment(dataclasses.replace(PLAIN, reprob=1.0, remode=mode), 10, prefetching)
+        assert (erase(images.clone(), torch.zeros(32))[0] != images).flatten(1).any(1).all()
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])

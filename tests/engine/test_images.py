@@ -45,10 +45,22 @@ def test_shown(name):
     assert np.abs(pixels[2:8:4, 4:16:8] - expected).max() <= tolerance
 
 
+@pytest.mark.parametrize("name", SHOWN)
+def test_shown_in_grey(name):
+    """Grey levels as they are, and the luma of colours."""
+    image = decode(io.BytesIO(ZOO[name].content), "L")
+    assert (image.mode, image.size) == ("L", (16, 8))
+    pixels = np.asarray(image).astype(int)
+    expected = np.array(ZOO[name].shown).reshape(2, 2, 3) @ [0.299, 0.587, 0.114]
+    exact = (expected == np.round(expected)).all() and not name.endswith("jpg")
+    assert np.abs(pixels[2:8:4, 4:16:8] - expected).max() <= (1e-9 if exact else 8 if name.endswith("jpg") else 1)
+
+
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name):
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_refused(name, mode):
     with pytest.raises(BrokenImage, match=ZOO[name].shown) as caught:
-        decode(io.BytesIO(ZOO[name].content))
+        decode(io.BytesIO(ZOO[name].content), mode)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 250
 

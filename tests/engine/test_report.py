@@ -103,6 +103,18 @@ def test_images_are_shown_as_they_look(tmp_path: Path):
     assert [pixels[4, x].tolist() for x in (4, 10, 16)] == [[0, 0, 0], [127, 127, 127], [255, 255, 255]]
 
 
+def test_grey_images_are_shown_as_they_look(tmp_path: Path):
+    """With the normalisation that they have: the mean of the channels' means, 0.25, and of their deviations."""
+    report = Report(tmp_path, RUN, Progress(), total_steps=1, device=CPU)
+    report.images((IMAGES[:, :1] - 0.25) / (1.75 / 3), RUN.data.mean, RUN.data.std)
+    report.close()
+    grid = EventAccumulator(str(tmp_path)).Reload().Images("train/images")[0]
+    (tmp_path / "grid.png").write_bytes(grid.encoded_image_string)
+    with Image.open(tmp_path / "grid.png") as image:
+        pixels = np.asarray(image)
+    assert [pixels[4, x].tolist() for x in (4, 10, 16)] == [[0, 0, 0], [127, 127, 127], [255, 255, 255]]
+
+
 def test_what_will_be_repeated_is_dropped(tmp_path: Path):
     record_run(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
