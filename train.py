@@ -138,7 +138,7 @@ class Trainer:
         """Makes the updates that are left of an epoch, and saves; returns whether a signal has stopped the run."""
         options, progress, sampler, stopped = self.options, self.progress, self.sampler, False
         self.model.train()
-        self.report.begin_epoch()
+        self.report.begin_epoch(progress.epoch + 1)
         while progress.images < sampler.stop and not stopped:
             number = progress.images // options.total_batch_size
             self.schedule.step_update(progress.epoch * sampler.updates_per_epoch + number)

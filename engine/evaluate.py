@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from engine.bar import progress_bar
 from engine.data import Loader, count_broken
 from engine.distributed import World, autocast
 from engine.images import BrokenImage
@@ -63,19 +64,22 @@ def evaluate(
     model.eval()
     counts = torch.zeros(3, dtype=torch.int64, device=world.device)  # top-1, top-5, images
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    num_images = len(loader.sampler) * world.size if isinstance(loader, Loader) else None
     problem = ""
     try:
-        for images, targets in loader:
-            if stop_requested():
-                break
-            images, targets = images.to(world.device, non_blocking=True), targets.to(world.device, non_blocking=True)
-            with autocast(amp, world.device):
-                logits = model(images)
-            hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
-            counts[0] += hits[:, 0].sum()
-            counts[1] += hits.sum()
-            counts[2] += len(targets)
-            loss += F.cross_entropy(logits.float(), targets, reduction="none").double().sum()
+        with progress_bar("evaluation", num_images, leave=False, hidden=not world.is_primary) as bar:
+            for images, targets in loader:
+                if stop_requested():
+                    break
+                images, targets = images.to(world.device, non_blocking=True), targets.to(world.device, non_blocking=True)
+                with autocast(amp, world.device):
+                    logits = model(images)
+                hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
+                counts[0] += hits[:, 0].sum()
+                counts[1] += hits.sum()
+                counts[2] += len(targets)
+                loss += F.cross_entropy(logits.float(), targets, reduction="none").double().sum()
+                bar.update(len(targets) * world.size)
     except BrokenImage as error:  # of this rank's share
         problem = str(error)
     model.train(was_training)

@@ -34,8 +34,8 @@ import yaml
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from torchvision.utils import make_grid
-from tqdm import tqdm
 
+from engine.bar import progress_bar
 from engine.checkpoint import Progress
 from engine.config import dump_run, flatten
 from engine.data import per_channel
@@ -92,8 +92,8 @@ class Report:
                 lines = self.metrics.read_text().splitlines(keepends=True)
                 write_atomically(self.metrics, "".join(line for line in lines if _is_until(progress, line)).encode())
             self.tensorboard = SummaryWriter(directory, purge_step=self.step + 1)
-            # disable=None: no bar unless stderr is a terminal.
-            self.bar = tqdm(total=total_steps, initial=self.step, unit="step", dynamic_ncols=True, disable=None)
+            title, batch_size = self._title(progress.epoch + 1), run.train.total_batch_size
+            self.bar = progress_bar(title, total_steps * batch_size, initial=self.step * batch_size)
 
     def start(self, epoch: int, **values: Any) -> None:
         """Records how the run starts, or resumes after `epoch` epochs."""
@@ -109,10 +109,13 @@ class Report:
             images = images[:64].float().cpu() * std + mean
             self.tensorboard.add_image("train/images", make_grid(images.clamp(0, 1)), self.step)
 
-    def begin_epoch(self) -> None:
-        """Starts the clock of the next step, so that evaluation and checkpoints do not count."""
+    def begin_epoch(self, epoch: int) -> None:
+        """Starts the clock of the next step, so that evaluation and checkpoints do not count; `epoch` counts from 1."""
         self.step_began = time.perf_counter()
         self.workers_start = True
+        if self.directory is not None:
+            self.bar.unpause()
+            self.bar.set_description(self._title(epoch))
 
     def end_step(self) -> None:
         """Counts an update and its time."""
@@ -121,7 +124,7 @@ class Report:
         self.step_began = now
         self.step += 1
         if self.directory is not None:
-            self.bar.update()
+            self.bar.update(self.run.train.total_batch_size)
 
     def train(self, epoch: int, **values: float) -> None:
         """Records `values` of the updates since the last such record, and their speed; `epoch` counts from 1."""
@@ -163,6 +166,9 @@ class Report:
             self.tensorboard.close()
             self.bar.close()
 
+    def _title(self, epoch: int) -> str:
+        return f"epoch {epoch}/{self.run.schedule.epochs}"
+
     def _speed(self, step_seconds: float) -> dict[str, float]:
         return {
             "images_per_second": self.run.train.total_batch_size / step_seconds,
@@ -182,7 +188,7 @@ class Report:
         self.tensorboard.flush()  # the process may be killed at any time
         text = "  ".join(form.format(values[name]) for name, form in CONSOLE.items() if name in values)
         if kind == "train" and not self.bar.disable:
-            self.bar.set_postfix_str(text)
+            self.bar.set_postfix_str(CONSOLE["loss"].format(values["loss"]))
             return
         if kind == "train":
             seconds = (self.total_steps - self.step) * values["step_seconds"]

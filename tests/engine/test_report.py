@@ -1,8 +1,15 @@
 """The records of a run: console, metrics.jsonl and TensorBoard, by the primary rank alone."""
 
+import fcntl
 import json
 import math
+import os
+import re
+import struct
 import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -11,9 +18,14 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from engine.bar import progress_bar
 from engine.checkpoint import Progress
+from engine.data import create_val_loader
+from engine.distributed import World
+from engine.evaluate import evaluate
 from engine.report import Report, peak_memory_mb, provenance
 from engine.schema import Data, Run, Schedule, Train
+from tests.support.launcher import use_few_images
 
 CPU = torch.device("cpu")
 RUN = Run(
@@ -32,7 +44,7 @@ def record_run(directory: Path | None) -> None:
     report.start(0, processes=1, parameters=1234, macs=5678)
     mean, std = (torch.tensor(values)[:, None, None] for values in (RUN.data.mean, RUN.data.std))
     report.images((IMAGES - mean) / std, RUN.data.mean, RUN.data.std)
-    report.begin_epoch()
+    report.begin_epoch(1)
     report.end_step()
     report.train(1, loss=2.5, lr=1e-3, grad_norm=math.inf)
     report.eval(1, {"top1": 50.0, "top5": 90.0, "loss": 1.5, "ema_top1": 40.0})
@@ -70,13 +82,65 @@ def test_console(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert final.startswith("final  epoch 2/2  step 1/1  top-1 50.00 %  best top-1 50.00 %  5,678 MACs  ")
 
 
-def test_progress_bar_on_a_terminal(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+@contextmanager
+def terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """stderr as a terminal of `width` columns; afterwards the list holds what was drawn on its lines."""
+    (controller, terminal), drawn, content = os.openpty(), [], b""
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    with os.fdopen(terminal, "w") as file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", file)
+        yield drawn
+    with suppress(OSError):  # the end of what the closed side has written
+        while True:
+            content += os.read(controller, 2**16)
+    os.close(controller)
+    drawn += [line for line in re.split(r"[\r\n]+", content.decode()) if line.strip()]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_progress_bar_on_a_terminal(tmp_path, capsys, monkeypatch, width):
+    with terminal(width, monkeypatch) as drawn:
+        record_run(tmp_path)
+    assert "train " not in capsys.readouterr().out
+    assert drawn[0].startswith("epoch 1/2:   0%|   ")
+    assert re.fullmatch(r"epoch 1/2: 100%\|█{20,}\| ETA 00:00, [\d.]+k? images/s, loss 2\.5000", drawn[-1])
+    assert {len(line) for line in drawn} == {width - 1}  # tqdm keeps out of the last column
+
+
+@pytest.mark.parametrize(("width", "least"), [(80, 12), (120, 50)])
+def test_a_long_run_leaves_room_for_the_bar(monkeypatch, width, least):
+    with terminal(width, monkeypatch), progress_bar("epoch 300/300", 300 * 1_281_167) as bar:
+        bar.set_postfix_str("loss 6.9078")
+        state = {"n": 1_281_167, "elapsed": 7000, "rate": 999, "ncols": width}
+        line = bar.format_meter(**bar.format_dict | state)
+    shown = re.fullmatch(r"epoch 300/300:   0%\|(.+)\| ETA 106:30:52, 999 images/s, loss 6\.9078", line)
+    assert len(line) == width
+    assert len(shown[1]) >= least
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_evaluation_has_a_bar_and_leaves_none(monkeypatch, width):
+    def eager(*args, **kwargs):
+        bar = progress_bar(*args, **kwargs)
+        bar.mininterval = 0
+        return bar
+
+    use_few_images(8, 48, monkeypatch.setattr)
+    monkeypatch.setattr("engine.evaluate.progress_bar", eager)
+    run = Run(model={}, attention="softmax", data=Data(dataset="digits", workers=0))
+    world = World(CPU)
+    loader = create_val_loader(run, world, img_size=4, num_classes=10, batch_size=16)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 10))
+    with terminal(width, monkeypatch) as drawn:
+        evaluate(model, loader, world, None)
+    assert [line[:16] for line in drawn] == [f"evaluation: {share:3d}%" for share in (0, 33, 67, 100)]
+    assert re.fullmatch(r"evaluation:  67%\|█+[^|]* *\| ETA 00:00, [\d.]+k? images/s", drawn[2])
+    assert {len(line) for line in drawn} == {width - 1}
+
+
+def test_no_bar_without_a_terminal(tmp_path, capsys):
     record_run(tmp_path)
-    out, err = capsys.readouterr()
-    assert "train " not in out
-    assert "1/1" in err
-    assert "loss 2.5000  lr 1.00e-03" in err
+    assert capsys.readouterr().err == ""
 
 
 def test_tensorboard(tmp_path: Path):

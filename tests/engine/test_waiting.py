@@ -51,7 +51,7 @@ def test_only_the_wait_counts(clock):
 def test_the_log_shows_the_share_and_says_once_when_a_run_is_input_bound(clock, tmp_path, capsys, share):
     run = Run(model={"name": "deit_tiny_p16"}, attention="softmax", data=Data(dataset="digits", workers=3))
     report = Report(tmp_path, run, Progress(), 6, CPU)
-    report.begin_epoch()
+    report.begin_epoch(1)
     printed = []
     for _ in report.wait.watch(deliver(clock, [share / 100] * 6)):
         clock.now += 1 - share / 100
