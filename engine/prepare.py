@@ -4,8 +4,9 @@
     python -m engine.prepare /data/imagenet /data/prepared --short-side 0    # as large as they are: the same training
 
 Images become 8-bit RGB of 256 pixels at their short side, as validation at 224 pixels makes them before its crop, so
-that its input stays bit-identical; training crops are taken from the smaller image. At full size training stays
-bit-identical too. ImageNet takes about 0.35 TB, at full size 0.75 TB. Finally every image is read back and checked.
+that its input stays bit-identical, but for colours in a model of grey images; training crops are taken from the smaller
+image. At full size training stays bit-identical too. ImageNet takes about 0.35 TB, at full size 0.75 TB. Finally every
+image is read back and checked.
 """
 
 import argparse

@@ -4,12 +4,14 @@ import io
 import math
 import os
 import re
+from contextlib import suppress
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from bench.loading import write_jpegs
 from engine.data import classes_of, count_broken, create_loaders, create_val_loader
 from engine.distributed import World, seed_everything
 from engine.files import open_regular
@@ -207,3 +209,50 @@ def test_white_lies_under_what_is_clear(mode):
     file = io.BytesIO()
     image.save(file, "PNG")
     assert decode(file).getpixel((0, 0)) == WHITE
+
+
+def scan_of(content: bytes) -> range:
+    """The bytes of a JPEG file that hold its compressed pixels: from the end of the header of its scan to the end."""
+    begin = content.index(b"\xff\xda")
+    return range(begin + 2 + int.from_bytes(content[begin + 2 : begin + 4], "big"), len(content) - 2)
+
+
+def flip(content: bytes, place: int) -> bytes:
+    return content[:place] + bytes([content[place] ^ 1 << place % 8]) + content[place + 1 :]
+
+
+DAMAGE = {  # what happens at a byte of the compressed pixels -> the share that decodes without an error
+    "one bit is flipped": (flip, (0.9, 1.0)),
+    "512 bytes are zero": (lambda content, place: content[:place] + bytes(512) + content[place + 512 :], (0.9, 1.0)),
+    "512 bytes are lost": (lambda content, place: content[:place] + content[place + 512 :], (0.9, 1.0)),
+    "the file ends": (lambda content, place: content[:place], (0.0, 0.0)),
+}
+
+
+def try_damage(root, count: int, kind: str) -> str:
+    """Damages JPEG files at `count` places, one at a time, and holds the share that decodes to what the README says."""
+    rng, (damage, (least, most)), wrong = np.random.default_rng(0), DAMAGE[kind], []
+    contents = [path.read_bytes() for path in sorted(write_jpegs(root, 2).rglob("*.jpg"))]
+    wholes = [np.asarray(decode(io.BytesIO(content)), int) for content in contents]
+    for number in range(count):
+        content, whole = contents[number % 2], wholes[number % 2]
+        scan = scan_of(content)
+        place = int(rng.integers(scan.start, scan.stop - 512))
+        with suppress(BrokenImage):
+            image = np.asarray(decode(io.BytesIO(damage(content, place))))
+            wrong.append((np.abs(image - whole).max(2) > 8).mean() > 0.1)
+    assert least <= len(wrong) / count <= most
+    return (
+        f"{kind}: {len(wrong)} of {count} decode without an error, {sum(wrong)} of them wrong over a tenth of the image"
+    )
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_what_damage_in_a_jpeg_is_noticed(tmp_path, kind):
+    try_damage(tmp_path, 10, kind)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_what_damage_in_many_jpegs_is_noticed(tmp_path, kind, figure):
+    figure("I2", try_damage(tmp_path, 300, kind))
