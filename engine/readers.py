@@ -46,9 +46,7 @@ def classify(paths: Iterable[str]) -> Layout:
     if not images:
         raise LayoutError(f"no images (files named {', '.join(f'*{suffix}' for suffix in SUFFIXES)})")
     if outside := [path for path in images if "/" not in path]:
-        raise LayoutError(
-            f"{len(outside):,} images lie in no class folder, such as {outside[0]!r}; move or remove them"
-        )
+        raise LayoutError(f"images in no class folder: {len(outside):,}, such as {outside[0]!r}; move or remove them")
     class_to_idx = {name: index for index, name in enumerate(_in_order({_first_folder(path) for path in images}))}
     for path in others:
         if "/" in path and _first_folder(path) not in class_to_idx:
@@ -76,8 +74,27 @@ def _in_order(names: Iterable[str]) -> list[str]:
     return sorted(sorted(names), key=natural_key)
 
 
-class FolderReader(Reader):
-    """timm reader of class folders, which opens nothing but regular files.
+class LayoutReader(Reader):
+    """timm reader of the images of a layout; where their content is, its subclasses know."""
+
+    def __init__(self, layout: Layout):
+        super().__init__()
+        self.samples, self.class_to_idx, self.ignored = layout
+
+    @property
+    def labels(self) -> list[int]:
+        """Class indices, in the order of the images."""
+        return [label for _, label in self.samples]
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        return self.samples[index][0]
+
+
+class FolderReader(LayoutReader):
+    """Reads class folders, and opens nothing but regular files.
 
     Raises:
         LayoutError: see `classify`; or one folder is reached on two ways, as in a loop of links.
@@ -85,19 +102,12 @@ class FolderReader(Reader):
     """
 
     def __init__(self, root: str):
-        super().__init__()
+        super().__init__(classify(find_files(root)))
         self.root = root
-        self.samples, self.class_to_idx, self.ignored = classify(find_files(root))
-
-    def __len__(self) -> int:
-        return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
         path, label = self.samples[index]
         return open_regular(os.path.join(self.root, path)), label
-
-    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
-        return self.samples[index][0]
 
 
 def find_files(root: str) -> Iterator[str]:
@@ -119,8 +129,8 @@ def find_files(root: str) -> Iterator[str]:
             yield prefix
 
 
-class TarReader(Reader):
-    """timm reader of a tar file of class folders, or of a tar file of one for every class, as ImageNet is published.
+class TarReader(LayoutReader):
+    """Reads a tar file of class folders, or of a tar file of one for every class, as ImageNet is published.
 
     Folders that hold all of the images are no classes, unless there is but one. Of two files of one name the later one
     counts, as in tar.
@@ -130,30 +140,20 @@ class TarReader(Reader):
     """
 
     def __init__(self, path: str):
-        super().__init__()
-        self.path = path
         with tarfile.open(path, "r:") as tar:
             places = {name: place for name, *place in find_members(tar)}
         folders = {posixpath.dirname(name) for name in places if is_image(name)}
         shared = posixpath.commonpath(folders) if folders else ""
         shared = posixpath.dirname(shared) if folders == {shared} else shared
         prefix = f"{shared}/" if shared else ""
-        self.samples, self.class_to_idx, self.ignored = classify(
-            name.removeprefix(prefix) for name in places if name.startswith(prefix)
-        )
+        super().__init__(classify(name.removeprefix(prefix) for name in places if name.startswith(prefix)))
         self.ignored += [name for name in places if not name.startswith(prefix)]
-        self.places = [places[prefix + name] for name, _ in self.samples]
-
-    def __len__(self) -> int:
-        return len(self.samples)
+        self.path, self.places = path, [places[prefix + name] for name, _ in self.samples]
 
     def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
         begin, size = self.places[index]
         with open(self.path, "rb", buffering=0) as file:  # not kept open: workers would share its position
             return io.BytesIO(os.pread(file.fileno(), size, begin)), self.samples[index][1]
-
-    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
-        return self.samples[index][0]
 
 
 def find_members(tar: tarfile.TarFile, folder: str = "", begin: int = 0) -> Iterator[tuple[str, int, int]]:

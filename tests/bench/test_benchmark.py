@@ -240,3 +240,12 @@ def test_refuses_arguments(arguments, message, capsys):
     with pytest.raises(SystemExit, match="2"):
         benchmark.main(arguments.split())
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_models_of_grey_images_are_given_those(tmp_path):
+    config = tmp_path / "grey.yaml"
+    config.write_text("model: {name: deit_tiny_p16, in_chans: 1}\nattention: softmax\n")
+    for text in (str(config), "timm:resnet18:in_chans=1"):
+        subject = whole_model(text)
+        with torch.device("meta"):
+            assert subject.example(subject.build((32, 32)), (32, 32), 2, "meta")[0].shape == (2, 1, 32, 32)
