@@ -65,23 +65,25 @@ def evaluate(
     counts = torch.zeros(3, dtype=torch.int64, device=world.device)  # top-1, top-5, images
     loss = torch.zeros((), dtype=torch.float64, device=world.device)
     num_images = len(loader.sampler) * world.size if isinstance(loader, Loader) else None
+    bar = progress_bar("evaluation", num_images, leave=False, hidden=not world.is_primary)
     problem = ""
     try:
-        with progress_bar("evaluation", num_images, leave=False, hidden=not world.is_primary) as bar:
-            for images, targets in loader:
-                if stop_requested():
-                    break
-                images, targets = images.to(world.device, non_blocking=True), targets.to(world.device, non_blocking=True)
-                with autocast(amp, world.device):
-                    logits = model(images)
-                hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
-                counts[0] += hits[:, 0].sum()
-                counts[1] += hits.sum()
-                counts[2] += len(targets)
-                loss += F.cross_entropy(logits.float(), targets, reduction="none").double().sum()
-                bar.update(len(targets) * world.size)
+        for images, targets in loader:
+            if stop_requested():
+                break
+            images, targets = images.to(world.device, non_blocking=True), targets.to(world.device, non_blocking=True)
+            with autocast(amp, world.device):
+                logits = model(images)
+            hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
+            counts[0] += hits[:, 0].sum()
+            counts[1] += hits.sum()
+            counts[2] += len(targets)
+            loss += F.cross_entropy(logits.float(), targets, reduction="none").double().sum()
+            bar.update(len(targets) * world.size)
     except BrokenImage as error:  # of this rank's share
         problem = str(error)
+    finally:
+        bar.close()
     model.train(was_training)
     if world.any(stop_requested()):
         return None

@@ -132,7 +132,8 @@ def test_the_files_have_one_digest_wherever_they_are(image_root, tmp_path):
         return [digest_files(open_split(data, option)) for option in ("train_split", "val_split")]
 
     expected = digests(image_root)
-    assert len({*expected, *digests(image_root, dataset="tar"), *digests(None, dataset="digits")}) == 6
+    assert digests(image_root, dataset="tar") == expected  # of the same files
+    assert len({*expected, *digests(None, dataset="digits")}) == 4
     shutil.copytree(image_root, tmp_path / "moved")
     assert digests(tmp_path / "moved") == expected
     assert digests(f"{tmp_path}/moved/../moved/") == expected
