@@ -21,7 +21,6 @@ import yaml
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.nn.parallel import DistributedDataParallel
 
 from attention import kernels
 from bench.costs import count_costs
@@ -122,7 +121,7 @@ class Trainer:
         self.cleanup.enter_context(kernels.use(self.options.kernels))
         if self.options.compile:
             self.model.compile(dynamic=False)  # a batch that broken images made smaller is compiled separately
-        self.network = DistributedDataParallel(self.model) if self.world.size > 1 else self.model
+        self.network = self.world.average_gradients(self.model)
         dump = partial(dump_step, self.checkpoints, self.train_loader, self.stateful, progress)
         self.guard = FiniteGuard(self.options, progress, dump)
         if self.world.is_primary:

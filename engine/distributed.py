@@ -11,6 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
 
 from engine.errors import UserError
 
@@ -68,6 +70,19 @@ class World:
             for buffer in module.buffers():
                 dist.broadcast(buffer, 0)
 
+    def average_gradients(self, module: nn.Module) -> nn.Module:
+        """`module`, wrapped so that a backward pass averages its gradients over all ranks while it goes on.
+
+        On a CPU the averages do not depend on how DistributedDataParallel arranges the gradients in its buckets, which
+        it does anew after its first update: a resumed run repeats the very bits at any number of ranks.
+        """
+        if self.size == 1:
+            return module
+        network = DistributedDataParallel(module)
+        if not self.on_cuda:  # there it costs bandwidth
+            network.register_comm_hook(None, average_in_rank_order)
+        return network
+
     def barrier(self) -> None:
         """Waits until every rank is here."""
         if self.size > 1:
@@ -110,6 +125,24 @@ def exchange(
     """
     losses, norms, stops, nums_broken = zip(*world.gather([loss, norm, stop, num_broken]), strict=True)
     return losses, norms[0], any(stops), int(sum(nums_broken))
+
+
+def average_in_rank_order(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
+    """A communication hook: every gradient is added up rank after rank, wherever in the bucket it lies.
+
+    All-reduce adds up each chunk of a bucket from another rank on; with three and more ranks the order matters.
+    """
+    mine = bucket.buffer()
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+
+    def average(future: Future) -> Tensor:
+        future.wait()  # raises if a rank has not answered
+        total, *others = gathered
+        for other in others:
+            total += other
+        return total.div_(len(gathered))
+
+    return dist.all_gather(gathered, mine, async_op=True).get_future().then(average)
 
 
 def autocast(amp: Literal["bf16", "fp16"] | None, device: torch.device) -> torch.autocast:

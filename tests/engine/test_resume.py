@@ -211,6 +211,32 @@ def test_any_way_to_run_resumes(cell, amount: int, fork_server: ForkServer, tmp_
     figure("R3", f"{amount}/{amount} kills: workers {workers}, ranks {ranks}, accumulation {accumulation}, amp {amp}")
 
 
+SHORT = ["attention={name: softmax}", "augment.auto_augment=null", "schedule.epochs=1", "train.total_batch_size=24"]
+"""Two updates, of a batch that one to four ranks share."""
+
+
+@pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.stress)])
+def test_any_number_of_ranks_ends_in_the_same_bits(ranks: int, fork_server: ForkServer, tmp_path: Path):
+    """The gradients of three numbers add up to other bits in another order."""
+    runs = Runs(fork_server, tmp_path / "runs", [*SHORT, "schedule.warmup_epochs=0"], ranks)
+    assert runs.survives(("train.seed_everything", 2, "SIGTERM")) == [75] * ranks
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_a_run_that_is_restarted_at_every_step(ranks: int, fork_server: ForkServer, tmp_path: Path, figure: Callable):
+    """With random augmentation and regularisation, and EVA."""
+    runs = Runs(fork_server, tmp_path / "runs", ["train.total_batch_size=24"], ranks)
+    output, statuses, num_launches = None, [75] * ranks, 0
+    while statuses == [75] * ranks:
+        statuses, job, output = runs.launch(("train.nn.utils.clip_grad_norm_", 1, "SIGUSR1"), output=output)
+        num_launches += 1
+        assert statuses in ([75] * ranks, [0] * ranks), job.text
+    assert num_launches > 4
+    assert outcome(job, output) == runs.expected
+    figure("R3", f"{ranks} rank(s), restarted {num_launches - 1} times: same bits")
+
+
 def test_images_do_not_depend_on_the_workers(runs: Runs):
     statuses, job, output = runs.launch(more=["data.workers=2"])
     assert statuses == [0]
