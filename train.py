@@ -32,7 +32,7 @@ from engine.evaluate import evaluate_all
 from engine.failure import explain_failures
 from engine.files import lock_directory, write_atomically
 from engine.finite import FiniteGuard, dump_step
-from engine.optim import create_optimizer, create_schedule
+from engine.optim import check_optimizer, create_optimizer, create_schedule
 from engine.report import Report
 from engine.schema import Run
 from engine.signals import STOPPED, SignalHandler
@@ -71,6 +71,7 @@ class Trainer:
 
     def __init__(self, run: Run, world: World, output: Path, allowed: Sequence[str], cleanup: ExitStack):
         self.run, self.options, self.world, self.output, self.cleanup = run, run.train, world, output, cleanup
+        check_optimizer(run.optim, world.device)
         self.costs = count_costs(run.model, run.attention)._asdict()
         seed_everything(self.options.seed)  # without the rank: every rank makes the same initial weights
         self.layout = torch.channels_last if self.options.channels_last else torch.contiguous_format
@@ -205,6 +206,7 @@ class Trainer:
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.run.optim.clip_grad or math.inf)
         accepted = self.guard.accepts(loss_sum, grad_norm)
         if accepted:
+            seed_everything(self.options.seed, self.progress.step)  # without the rank: some optimisers draw numbers
             self.scaler.step(self.optimizer)
             if self.ema:
                 self.ema.update(self.model, self.progress.step + 1)
@@ -237,6 +239,7 @@ class Trainer:
     def save(self) -> None:
         """Makes a checkpoint."""
         self.guard.settle()
+        self.report.sync()
         self.checkpoints.save(self.progress, self.stateful)
 
 

@@ -25,12 +25,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from attention.options import nearest, parse_options
-from engine.checkpoint_format import check_plain, validate_pickle
+from engine.checkpoint_format import check_plain, read_archive
 from engine.config import ConfigError, dump_run, flatten, parse_run
 from engine.data import difference
 from engine.distributed import World
 from engine.errors import UserError
 from engine.files import digest_path, is_intact, read_digest, read_regular, write_verified
+from engine.optim import create_optimizer, restore_optimizer
 from engine.schema import Run
 
 RESUMABLE_OPTIONS = {
@@ -44,6 +45,7 @@ RESUMABLE_OPTIONS = {
     "train.checkpoint_minutes",
     "train.timeout_minutes",
     "train.max_skipped",
+    "train.max_overflows",
 }
 """Options that do not affect what is learned: a run may be resumed with other values."""
 
@@ -75,6 +77,7 @@ class Progress:
         epoch: finished epochs, evaluation included. step: finished updates, over all epochs.
         images: position in the order of the current epoch, over all ranks. broken: images before it that were left out.
         loss_sum, num_summed: of the updates since the last log line. num_skipped: updates that were not finite.
+        num_overflows: updates skipped by loss scaling (fp16) since the last that was not.
         metrics: of the last evaluation. ranking, ema_ranking: [top-1, epoch] of the best epochs, best first, by the
             plain and by the averaged weights.
     """
@@ -86,6 +89,7 @@ class Progress:
     loss_sum: float = 0.0
     num_summed: int = 0
     num_skipped: int = 0
+    num_overflows: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
     ranking: list[list] = field(default_factory=list)
     ema_ranking: list[list] = field(default_factory=list)
@@ -124,8 +128,9 @@ class Checkpoints:
             allowed: options, or names in the metadata, that may differ from the checkpoint's, besides
                 `RESUMABLE_OPTIONS`.
         Raises:
-            UserError: the run there has other options or data, or options that this version cannot read; its weights do
-                not fit; or not every rank sees the same checkpoint.
+            UserError: the run there has other options or data, or options that this version cannot read; its weights or
+                the optimiser's state do not fit; it has more epochs than are asked for; or not every rank sees the same
+                checkpoint.
         """
         found = find_checkpoint(self.directory, "last", quiet=not self.world.is_primary)
         checkpoint = found and found[1]
@@ -139,12 +144,19 @@ class Checkpoints:
                 raise UserError(f"--allow-change: {key!r} is no option{nearest(key, here)}")
         if checkpoint is None:
             return progress
-        there = _flatten_metadata(checkpoint | {"config": self._read_config(*found)})
+        run = self._read_run(*found)
+        there = _flatten_metadata(checkpoint | {"config": dump_run(run)})
         here = {key: value for key, value in here.items() if key not in IDENTITY or key in there}
         if lines := list_differences(there, here, allowed):
             raise UserError(
                 f"{self.directory}: holds a run with other options or data; resume it with its own, start afresh in"
                 " another directory, or allow a change with --allow-change KEY\n  " + "\n  ".join(lines)
+            )
+        epochs, before = here["schedule.epochs"], there["schedule.epochs"]
+        if epochs <= progress.epoch and epochs != before:
+            raise UserError(
+                f"{self.directory}: schedule.epochs = {epochs}, but {progress.epoch} of {before} epochs are done there;"
+                f" choose more than {progress.epoch}"
             )
         for name, target in stateful.items():
             state = checkpoint.get(name)
@@ -153,15 +165,14 @@ class Checkpoints:
             elif not isinstance(target, Optimizer):
                 target.load_state_dict(state or target.state_dict())
             elif there["optim.opt"] == here["optim.opt"]:
-                new = target.state_dict()["param_groups"]  # of this configuration: a change may have been allowed
-                groups = [group | {"lr": old["lr"]} for group, old in zip(new, state["param_groups"], strict=True)]
-                target.load_state_dict({"state": state["state"], "param_groups": groups})
+                former = create_optimizer(stateful["model"], run.optim, run.train.total_batch_size)
+                restore_optimizer(target, state, former, f"{self.directory}: {name}")
         return progress
 
-    def _read_config(self, path: Path, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-        """The configuration in `checkpoint` as this version writes it: options may have been renamed or added since."""
+    def _read_run(self, path: Path, checkpoint: Mapping[str, Any]) -> Run:
+        """The run in `checkpoint` as this version reads it: options may have been renamed or added since."""
         try:
-            return dump_run(parse_run(checkpoint["config"], "its configuration"))
+            return parse_run(checkpoint["config"], "its configuration")
         except ConfigError as error:
             raise UserError(f"{path}: this version cannot resume it; {error}") from None
 
@@ -283,10 +294,19 @@ def _first_whole(paths: Sequence[Path], quiet: bool) -> tuple[Path, dict[str, An
 
 
 def save_checkpoint(path: Path, checkpoint: Mapping[str, Any]) -> None:
-    """Writes `checkpoint` to `path`, with its SHA-256."""
+    """Writes `checkpoint` to `path`, with its SHA-256, if `load_checkpoint` will read it.
+
+    Raises:
+        ValueError: it would not; nothing is written. OSError: it cannot be written.
+    """
     buffer = io.BytesIO()
     torch.save(dict(checkpoint), buffer)
-    write_verified(path, buffer.getbuffer())
+    content = buffer.getvalue()
+    try:
+        _check_values(read_archive(content))
+    except Exception as error:
+        raise ValueError(f"{path}: not written, as it could not be read again: {error}") from error
+    write_verified(path, content)
 
 
 def export_checkpoint(path: Path, checkpoint: Mapping[str, Any], weights: Weights) -> None:
@@ -321,16 +341,10 @@ def load_checkpoint(path: Path, need_digest: bool = False) -> dict[str, Any]:
             checkpoint = json.loads(header["__metadata__"]["run"])
             checkpoint[WEIGHTS[_exported_weights(checkpoint)]] = safetensors.torch.load(content)
         else:
-            validate_pickle(content)
-            checkpoint = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            checkpoint = read_archive(content)
             if "ema" in checkpoint:  # its name in earlier versions
                 checkpoint["model_ema"] = checkpoint.pop("ema")
-        check_plain({name: checkpoint.get(name) for name in METADATA})
-        _check_identity(checkpoint)
-        for key in WEIGHTS.values():
-            weights = checkpoint.get(key, {})
-            if not all(isinstance(name, str) and torch.is_tensor(value) for name, value in weights.items()):
-                raise ValueError(f"{key} are no weights")
+        _check_values(checkpoint)
     except Exception as error:  # a hostile file may fail in any way, and is refused in every case
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise UserError(f"{path}: damaged, or no checkpoint that can be loaded safely ({reason})") from error
@@ -347,6 +361,16 @@ def kept_weights(checkpoint: Mapping[str, Any]) -> list[Weights]:
 def _exported_weights(metadata: Mapping[str, Any]) -> Weights:
     """The kind of weights in an exported file. Earlier versions exported the average where there was one."""
     return metadata.get("weights") or ("ema" if metadata["config"]["train"].get("ema_decay") else "plain")
+
+
+def _check_values(checkpoint: Mapping[str, Any]) -> None:
+    """Checks the metadata and the weights of a checkpoint that has been read."""
+    check_plain({name: checkpoint.get(name) for name in METADATA})
+    _check_identity(checkpoint)
+    for key in WEIGHTS.values():
+        weights = checkpoint.get(key, {})
+        if not all(isinstance(name, str) and torch.is_tensor(value) for name, value in weights.items()):
+            raise ValueError(f"{key} are no weights")
 
 
 def _check_identity(checkpoint: Mapping[str, Any]) -> None:

@@ -13,6 +13,8 @@ import zipfile
 from collections import OrderedDict
 from typing import Any
 
+import torch
+
 MAX_PICKLE = 2**21
 """Bytes of the pickle, without the tensors' data; that of 5,000 tensors has 0.6 MB."""
 
@@ -33,6 +35,12 @@ ITEM_SIZE = {
     for name in names.split()
 }
 """torch's storage types -> bytes of an element."""
+
+
+def read_archive(content: bytes) -> dict[str, Any]:
+    """The checkpoint in the bytes of a file, in main memory, after `validate_pickle`, whose errors it raises."""
+    validate_pickle(content)
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
 def validate_pickle(content: bytes) -> None:
@@ -81,6 +89,8 @@ class _Reader(pickle.Unpickler):
             return _check_tensor
         if module == "torch" and name in ITEM_SIZE:
             return ITEM_SIZE[name]
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype  # an option of some optimisers
         raise pickle.UnpicklingError(f"a pickle with {module}.{name}"[:100])
 
     def persistent_load(self, pid: tuple) -> int:

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 
+import torch
 from torch import Tensor, nn
 
 from engine.checkpoint import Checkpoints, Progress, Stateful
@@ -19,7 +20,7 @@ class FiniteGuard:
     The losses of all ranks are checked before the backward pass. To read the gradient norm before the optimiser's step
     would make every update wait for the device once more, so it is read with the losses of the next update: by then the
     weights may be spoilt, but nothing has been saved. Only where updates may be skipped is it read at once. With fp16,
-    loss scaling expects gradients that are not finite, and skips them itself.
+    loss scaling expects gradients that are not finite, and skips them itself; here they are counted.
 
     Args:
         progress: counts the skipped updates. dump: writes down the update that many updates ago, and the reason; see
@@ -64,7 +65,7 @@ class FiniteGuard:
                 buffer.copy_(before)
             self.dump(reason, 0)
             return False
-        self.unread_norm = 0.0 if scaled else norm
+        self.unread_norm = norm
         return True
 
     def settle(self) -> None:
@@ -76,9 +77,20 @@ class FiniteGuard:
         self._check_norm(float(self.unread_norm))
 
     def _check_norm(self, norm: float) -> None:
-        self.unread_norm = 0.0
-        if not math.isfinite(norm):
+        is_unread, self.unread_norm = torch.is_tensor(self.unread_norm), 0.0
+        if self.options.amp == "fp16" and is_unread:
+            self._count_overflow(not math.isfinite(norm))
+        elif not math.isfinite(norm):
             self._stop(f"the gradient norm is {norm}; no checkpoint was made after it", 1)
+
+    def _count_overflow(self, overflows: bool) -> None:
+        count = self.progress.num_overflows = self.progress.num_overflows + 1 if overflows else 0
+        if count > self.options.max_overflows:
+            self._stop(
+                f"the gradient was not finite in {count} updates in a row, at any loss scale; train.max_overflows ="
+                f" {self.options.max_overflows}; lower optim.lr, or set train.amp=bf16 (with --allow-change)",
+                1,
+            )
 
     def _stop(self, reason: str, updates_ago: int) -> None:
         self.dump(reason, updates_ago)

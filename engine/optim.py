@@ -1,11 +1,20 @@
 """Optimiser and learning rate schedule of a run, both made by timm."""
 
+import io
+from collections.abc import Mapping
+from typing import Any
+
+import torch
 from timm.optim import create_optimizer_v2
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
 from torch.optim import Optimizer
 
+from attention.options import OptionError
+from engine.checkpoint_format import read_archive
+from engine.distributed import seed_everything
+from engine.errors import UserError
 from engine.schema import Optim, Schedule
 
 
@@ -22,6 +31,64 @@ def create_optimizer(model: nn.Module, optim: Optim, total_batch_size: int) -> O
         betas=optim.betas,
         eps=optim.eps,
     )
+
+
+def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any], former: Optimizer, source: str) -> None:
+    """Loads the state dict `state` into `optimizer`, but for options that have been changed since.
+
+    Parameter groups hold options and state alike (LAMB counts its steps there), so what has not been changed is taken
+    from `state`.
+
+    Args:
+        former: a new optimiser of the same weights and of the options that were saved: what differs has been changed.
+    Raises:
+        UserError: the state is that of other groups of weights; the message begins with `source`.
+    """
+    here, before, there = optimizer.param_groups, former.param_groups, state["param_groups"]
+    if [len(group["params"]) for group in here] != [len(group["params"]) for group in there]:
+        raise UserError(
+            f"{source}: the checkpoint's state is for other groups of weights; optim.weight_decay = 0 makes one group,"
+            " any other makes two: keep it, or start afresh in another directory"
+        )
+    groups = []
+    for new, old, saved in zip(here, before, there, strict=True):
+        names, known = new.keys() - {"params", "lr"}, old.keys() & saved.keys()  # lr is set before every update
+        changed = {name for name in names if name not in known or new[name] != old[name]}
+        groups.append(saved | {name: new[name] for name in changed})
+    optimizer.load_state_dict({**state, "param_groups": groups})
+
+
+@torch.compiler.set_stance("force_eager")
+def check_optimizer(optim: Optim, device: torch.device) -> None:
+    """Refuses an optimiser that cannot train, be saved or be resumed: a trial on a tiny model shows it.
+
+    Raises:
+        OptionError: it failed.
+    """
+
+    def train(model: nn.Module, optimizer: Optimizer) -> None:
+        seed_everything(0)  # as before every update of a run
+        for _ in range(2):
+            for weight in model.parameters():
+                weight.grad = torch.randn_like(weight)
+            optimizer.step()
+
+    model, resumed = (nn.Sequential(nn.Conv2d(3, 16, 2), nn.Linear(16, 17)).to(device) for _ in range(2))
+    try:
+        optimizer, other = (create_optimizer(m, optim, optim.lr_base_size) for m in (model, resumed))
+        train(model, optimizer)
+        saved = io.BytesIO()
+        torch.save(optimizer.state_dict(), saved)
+        resumed.load_state_dict(model.state_dict())
+        restore_optimizer(other, read_archive(saved.getvalue()), other, optim.opt)
+        train(model, optimizer)
+        train(resumed, other)
+        if not all(map(torch.equal, model.parameters(), resumed.parameters())):
+            raise ValueError("resumed, it makes other updates")
+    except Exception as error:  # whatever it raises, it cannot be used
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        problem = f" = {optim.opt!r} cannot be used, a trial failed ({reason}); choose another, such as adamw"
+        raise OptionError("optim.opt", problem) from error
 
 
 def create_schedule(optimizer: Optimizer, schedule: Schedule, updates_per_epoch: int) -> Scheduler:

@@ -14,6 +14,7 @@ final   at the end: last evaluation; best_top1, best_ema_top1, parameters, macs,
 
 import json
 import math
+import os
 import platform
 import re
 import resource
@@ -159,6 +160,12 @@ class Report:
             options = {key: str(value) for key, value in flatten(dump_run(self.run)).items()}
             for summary in hparams(options, {f"final/{name}": value for name, value in values.items()}):
                 self.tensorboard.file_writer.add_summary(summary, self.step)
+
+    def sync(self) -> None:
+        """Waits until the records are on disk, so that no checkpoint outlives them."""
+        if self.directory is not None:
+            with self.metrics.open("rb") as file:
+                os.fsync(file.fileno())
 
     def close(self) -> None:
         """Closes files and progress bar."""

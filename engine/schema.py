@@ -127,6 +127,12 @@ class Train:
         " for the device once more",
         low=0,
     )
+    max_overflows: int = option(
+        40,
+        "fp16: optimiser steps in a row that loss scaling may skip, for a gradient that is not finite, before the run"
+        " stops; it halves the loss scale, 65536 at first, at each",
+        low=1,
+    )
     timeout_minutes: float = option(10.0, "minutes for which a rank waits for the others before it fails", above=0)
     log_every: int = option(50, "optimiser steps between log lines", low=1)
 

@@ -14,6 +14,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,7 +83,7 @@ def test_a_failed_save_leaves_the_old_file(whole, tmp_path: Path):
 
 
 def test_only_plain_types_are_loaded(whole, tmp_path: Path):
-    save_checkpoint(tmp_path / "last.pt", whole | {"path": Path("x")})
+    torch.save(whole | {"path": Path("x")}, tmp_path / "last.pt")
     with pytest.raises(UserError, match="no checkpoint that can be loaded safely"):
         load_checkpoint(tmp_path / "last.pt")
 
@@ -225,6 +226,59 @@ def test_nothing_is_removed_for_a_checkpoint_that_is_damaged_at_once(
     save_epochs(checkpoints, 90.0, 80.0, 70.0, 60.0)
     assert set(before) <= set(names(tmp_path))
     assert "all older checkpoints are kept" in capsys.readouterr().err
+
+
+class Strange(torch.optim.SGD):
+    """An optimiser with state that no reader takes."""
+
+    def state_dict(self) -> dict:
+        return {**super().state_dict(), "kind": torch.float16, "path": Path("x")}
+
+
+def test_what_cannot_be_read_is_neither_written_nor_a_reason_to_remove(checkpoints: Checkpoints, tmp_path: Path):
+    save_epochs(checkpoints, 50.0, 70.0, 60.0)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    weight = Weight(1.0)
+    for step in (7, 8, 9):
+        with pytest.raises(ValueError, match=rf"step_{step}\.pt: not written, as it could not be read again: .*Path"):
+            checkpoints.save(
+                Progress(epoch=3, step=step, images=8), {"model": weight, "optimizer": Strange(weight.parameters())}
+            )
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_metadata_that_cannot_be_read_is_not_written(whole, tmp_path: Path):
+    with pytest.raises(ValueError, match="too many values"):
+        save_checkpoint(tmp_path / "x.pt", whole | {"images": list(range(10**5))})
+    assert not list(tmp_path.iterdir())
+
+
+def test_dtypes_are_read(whole, tmp_path: Path):
+    """As options of an optimiser."""
+    state = {"dtype": torch.bfloat16, "average": torch.ones(3, dtype=torch.bfloat16)}
+    save_checkpoint(tmp_path / "x.pt", whole | {"optimizer": state})
+    read = load_checkpoint(tmp_path / "x.pt")["optimizer"]
+    assert read["dtype"] is torch.bfloat16
+    assert torch.equal(read["average"], state["average"])
+
+
+def test_fewer_epochs_than_are_done_are_refused(run, tmp_path: Path):
+    def resume(done: int, epochs: int, former: int = 4) -> Progress:
+        allowed = ["schedule.epochs"]
+        there, here = (
+            Checkpoints(tmp_path, replace(run, schedule=replace(run.schedule, epochs=n)), ALONE, 100)
+            for n in (former, epochs)
+        )
+        there.save(Progress(epoch=done, step=10 * done), {"model": Weight(0.0)})
+        return here.restore({"model": Weight(0.0)}, allowed)
+
+    assert resume(done=1, epochs=2).epoch == 1
+    assert resume(done=4, epochs=5).epoch == 4
+    assert resume(done=5, epochs=5, former=5).epoch == 5
+    for epochs in (5, 6):
+        message = rf"{tmp_path}: schedule.epochs = {epochs}, but 6 of 8 epochs are done there; choose more than 6"
+        with pytest.raises(UserError, match=message):
+            resume(done=6, epochs=epochs, former=8)
 
 
 def test_weights_that_are_not_finite_are_not_saved(checkpoints: Checkpoints, tmp_path: Path):

@@ -406,6 +406,45 @@ def test_with_loss_scaling_a_gradient_may_be_infinite():
     guard.settle()
 
 
+def overflow(guard: FiniteGuard, *norms: float) -> None:
+    """Updates with these gradient norms, in two micro-batches each."""
+    for norm in norms:
+        for _ in range(2):
+            guard.check((1.0,), float(guard.unread_norm))
+        assert guard.accepts(1.0, torch.tensor(norm))
+
+
+def test_only_so_many_overflows_in_a_row_are_skipped():
+    progress, dumped = Progress(step=9), []
+    guard = FiniteGuard(Train(amp="fp16", max_overflows=3), progress, lambda *what: dumped.append(what))
+    overflow(guard, math.inf, math.nan, math.inf, 1.0, math.inf, math.inf)
+    guard.settle()
+    guard.settle()
+    assert progress.num_overflows == 2
+    guard = FiniteGuard(Train(amp="fp16", max_overflows=3), Progress(**vars(progress)), guard.dump)  # resumed
+    overflow(guard, math.inf, math.inf)
+    message = r"^step 8: the gradient was not finite in 4 updates in a row.*train\.max_overflows = 3; lower optim\.lr"
+    with pytest.raises(FloatingPointError, match=message):
+        guard.settle()
+    assert len(dumped) == 1
+
+
+def test_loss_scaling_does_not_skip_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    """The count outlives the process."""
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
+    plain = ["attention={name: softmax}", "augment.auto_augment=null", "schedule.epochs=1", "schedule.warmup_epochs=0"]
+    command = [str(tmp_path / "run.yaml"), *plain, "train.amp=fp16", "--output", str(tmp_path / "run")]
+    use_few_images(50, 24, monkeypatch.setattr)
+    scale = torch.amp.GradScaler.scale
+    monkeypatch.setattr(torch.amp.GradScaler, "scale", lambda self, loss: scale(self, loss) * math.inf)
+    for limit, step in ((2, 2), (3, 3)):
+        with pytest.raises(SystemExit) as caught:
+            train.main([*command, f"train.max_overflows={limit}"])
+        assert caught.value.code == 1
+        assert f"error: step {step}: the gradient was not finite in {limit + 1} " in capsys.readouterr().err
+        assert (tmp_path / "run" / f"failed_step_{step}.json").exists()
+
+
 # Locks
 
 

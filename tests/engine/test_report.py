@@ -11,6 +11,7 @@ import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,6 +27,7 @@ from engine.evaluate import evaluate
 from engine.report import Report, peak_memory_mb, provenance
 from engine.schema import Data, Run, Schedule, Train
 from tests.support.launcher import use_few_images
+from train import Trainer
 
 CPU = torch.device("cpu")
 RUN = Run(
@@ -49,6 +51,7 @@ def record_run(directory: Path | None) -> None:
     report.train(1, loss=2.5, lr=1e-3, grad_norm=math.inf)
     report.eval(1, {"top1": 50.0, "top5": 90.0, "loss": 1.5, "ema_top1": 40.0})
     report.final(top1=50.0, best_top1=50.0, macs=5678)
+    report.sync()
     report.close()
 
 
@@ -185,6 +188,21 @@ def test_what_will_be_repeated_is_dropped(tmp_path: Path):
         file.write('{"kind": "train", "st')  # the process died while writing
     Report(tmp_path, RUN, Progress(), total_steps=1, device=CPU).close()
     assert [record["kind"] for record in records(tmp_path)] == ["start"]
+
+
+def test_records_are_on_disk_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    report = Report(tmp_path, RUN, Progress(), total_steps=1, device=CPU)
+    report.start(0, processes=1)
+    done = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: done.append(os.path.samestat(os.fstat(descriptor), metrics)))
+    metrics = os.stat(tmp_path / "metrics.jsonl")
+    checkpoints = SimpleNamespace(save=lambda *what: done.append("checkpoint"))
+    trainer = SimpleNamespace(
+        report=report, checkpoints=checkpoints, guard=SimpleNamespace(settle=lambda: None), progress=None, stateful=None
+    )
+    Trainer.save(trainer)
+    report.close()
+    assert done == [True, "checkpoint"]
 
 
 def test_other_ranks_record_nothing(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):

@@ -14,8 +14,12 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from timm.optim import list_optimizers
 
+from attention.options import OptionError
 from engine.checkpoint import find_checkpoint, list_differences, save_checkpoint
+from engine.optim import check_optimizer
+from engine.schema import Optim
 from tests.support.launcher import Fault, ForkServer, Job
 
 RUN = {
@@ -223,6 +227,28 @@ def test_any_number_of_ranks_ends_in_the_same_bits(ranks: int, fork_server: Fork
 
 
 @pytest.mark.stress
+@pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
+@pytest.mark.parametrize(("name", "ranks"), [*((name, 1) for name in list_optimizers()), ("kron", 2), ("lamb", 3)])
+def test_any_optimizer_resumes_or_is_refused(name: str, ranks: int, fork_server: ForkServer, tmp_path: Path):
+    """Ranks whose weights drifted apart would go on otherwise, as all begin with those of the first."""
+    command, output = [*SHORT, "schedule.warmup_epochs=0", f"optim.opt={name}"], tmp_path / "refused"
+    try:
+        check_optimizer(Optim(opt=name), torch.device("cpu"))
+        refusal = None
+    except OptionError as error:
+        refusal = f"error: {error}\n"
+    if refusal:
+        (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
+        command = [str(tmp_path / "run.yaml"), *command, "--output", str(output)]
+        statuses, job = fork_server.run(command, tmp_path / "log")
+        assert (statuses, job.text) == ([2], refusal)
+        assert not output.exists()
+    else:
+        runs = Runs(fork_server, tmp_path / "runs", command, ranks)
+        assert runs.survives(("train.seed_everything", 2, "SIGTERM")) == [75] * ranks
+
+
+@pytest.mark.stress
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_run_that_is_restarted_at_every_step(ranks: int, fork_server: ForkServer, tmp_path: Path, figure: Callable):
     """With random augmentation and regularisation, and EVA."""
@@ -350,6 +376,10 @@ def test_a_finished_run_says_so(runs: Runs):
     statuses, job, _ = runs.launch(output=output)
     assert statuses == [0]
     assert f"{output} is finished: 2 epochs, top-1 " in job.text
+    statuses, job, _ = runs.launch(output=output, more=["--allow-change", "schedule.epochs", "schedule.epochs=1"])
+    assert statuses == [2]
+    (line,) = job.text.splitlines()
+    assert line.endswith(f"{output}: schedule.epochs = 1, but 2 of 2 epochs are done there; choose more than 2")
     assert {path.name: path.read_bytes() for path in output.iterdir() if path.name != "lock"} == before
 
 

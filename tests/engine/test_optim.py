@@ -1,0 +1,138 @@
+"""Every optimiser of timm trains, is saved and resumes to the same bits, or is refused before any work."""
+
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from timm.optim import list_optimizers
+from torch import nn
+
+from attention.options import OptionError
+from engine.checkpoint import Checkpoints, Progress
+from engine.config import load_run
+from engine.distributed import World, seed_everything
+from engine.errors import UserError
+from engine.optim import check_optimizer, create_optimizer, restore_optimizer
+from engine.schema import Optim, Run
+from tests.engine.test_resume import digest
+from tests.support.launcher import ROOT
+
+CPU = torch.device("cpu")
+NEED_CUDA = tuple(name for name in list_optimizers() if name.startswith(("bnb", "fused")))
+REFUSED = ("adahessian", "adan", "adanw", "cadan", "cadanw", *NEED_CUDA)
+ACCEPTED = [name for name in list_optimizers() if name not in REFUSED]
+
+LIGHT = ("adamw", "sgd", "lamb", "lambc", "adafactorbv", "adopt", "lion", "madgrad", "muon", "nadam", "rmsproptf")
+"""One of each kind: with steps in tensors, in numbers and in the groups, with dtypes, without any state."""
+
+pytestmark = pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")  # by kron
+
+
+@pytest.fixture(scope="module")
+def run() -> Run:
+    small = ["model.depth=1", "model.img_size=8", "attention={name: softmax}"]
+    return load_run(ROOT / "configs/quickstart.yaml", [*small, "data.workers=0"])
+
+
+class Weights(nn.Module):
+    """One of every number of dimensions, of which some optimisers factorise or orthogonalise a few."""
+
+    def __init__(self):
+        super().__init__()
+        shapes = (1,), (5,), (6, 4), (20, 33), (1, 9, 4), (4, 3, 2, 2)
+        self.weights = nn.ParameterList(torch.randn(shape) for shape in shapes)
+
+
+@torch.compiler.set_stance("force_eager")
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, begin: int, end: int) -> None:
+    """Updates with random gradients that depend on their number only."""
+    for step in range(begin, end):
+        seed_everything(step)
+        for weight in model.parameters():
+            weight.grad = torch.randn(weight.shape)
+        optimizer.step()
+
+
+def light_and_all(light: Collection[str]):
+    marked = [name if name in light else pytest.param(name, marks=pytest.mark.stress) for name in ACCEPTED]
+    return pytest.mark.parametrize("name", marked)
+
+
+@light_and_all(LIGHT)
+def test_every_optimizer_resumes_to_the_same_bits(name: str, run: Run, tmp_path: Path):
+    run = replace(run, optim=Optim(opt=name))
+    checkpoints = Checkpoints(tmp_path, run, World(CPU), 100)
+    model, resumed = Weights(), Weights()
+    optimizer, other = (create_optimizer(weights, run.optim, 512) for weights in (model, resumed))
+    train(model, optimizer, 0, 2)
+    checkpoints.save(Progress(step=2, images=8), {"model": model, "optimizer": optimizer})
+    train(model, optimizer, 2, 5)
+    assert checkpoints.restore({"model": resumed, "optimizer": other}).step == 2
+    train(resumed, other, 2, 5)
+    assert digest(resumed.state_dict()) == digest(model.state_dict())
+    assert digest(other.state_dict()) == digest(optimizer.state_dict())
+
+
+@light_and_all([name for name in ACCEPTED if not name.startswith("kron")])  # which is slow at first
+def test_the_trial_accepts_what_works(name: str):
+    check_optimizer(Optim(opt=name), CPU)
+
+
+CHANGES = {"betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.5}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_an_option_that_was_changed_is_all_that_changes(name: str):
+    """Timm's optimisers keep an option under one name or several, or not at all."""
+    former = create_optimizer(Weights(), Optim(opt=name), 512)
+    state = former.state_dict()
+    for group in state["param_groups"]:
+        group["step"] = 7
+    for option, value in CHANGES.items():
+        optimizer = create_optimizer(Weights(), Optim(opt=name, **{option: value}), 512)
+        new = optimizer.state_dict()["param_groups"]
+        restore_optimizer(optimizer, state, former, "x")
+        assert optimizer.state_dict()["param_groups"] == [group | {"step": 7} for group in new]
+
+
+def test_random_state_is_resumed():
+    """Kron keeps it beside the state of the weights."""
+    former, optimizer = (create_optimizer(Weights(), Optim(opt="kron"), 512) for _ in range(2))
+    former.rng.random()
+    restore_optimizer(optimizer, former.state_dict(), former, "x")
+    assert optimizer.rng.random() == former.rng.random()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_that_cannot_work_is_refused(name: str):
+    if name in NEED_CUDA and torch.cuda.is_available():
+        pytest.skip("depends on what is installed")
+    with pytest.raises(OptionError, match=rf"^optim\.opt = '{name}' cannot be used, a trial failed .*such as adamw$"):
+        check_optimizer(Optim(opt=name), CPU)
+
+
+def test_the_trial_sees_state_that_is_lost(monkeypatch: pytest.MonkeyPatch):
+    class Forgetful(torch.optim.SGD):
+        count = 0
+
+        def step(self) -> None:
+            self.count += 1
+            for group in self.param_groups:
+                group["lr"] = 0.1 / self.count
+            super().step()
+
+    def create(model: nn.Module, optim: Optim, total_batch_size: int) -> Forgetful:
+        return Forgetful(model.parameters())
+
+    monkeypatch.setattr("engine.optim.create_optimizer", create)
+    with pytest.raises(OptionError, match="resumed, it makes other updates"):
+        check_optimizer(Optim(), CPU)
+
+
+def test_state_of_other_groups_is_refused():
+    """Without weight decay timm makes one group, and the state of weights has their numbers in the groups."""
+    former, optimizer = (create_optimizer(Weights(), Optim(weight_decay=value), 512) for value in (0.05, 0.0))
+    with pytest.raises(UserError, match=r"^x: the checkpoint's state is for other groups of weights; optim\.weight_d"):
+        restore_optimizer(optimizer, former.state_dict(), former, "x")
