@@ -59,7 +59,8 @@ class ForkServer:
     """The tests' connection to the fork server."""
 
     def __init__(self) -> None:
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+        # Without dynamo: kron, an optimiser, would compile itself for minutes.
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}
         self.process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
