@@ -5,7 +5,8 @@
         --launcher "torchrun --nproc_per_node=8"
 
 Every run is an ordinary run directory of train.py below --output. The same command again skips finished runs and
-resumes unfinished ones. table.md, table.csv and table.png are rewritten after every run.
+resumes unfinished ones; at the same time, on another machine perhaps, it takes those that are not running elsewhere.
+table.md, table.csv and table.png are rewritten after every run.
 """
 
 import argparse
@@ -33,8 +34,9 @@ from attention.options import OptionError, option, parse_options
 from bench.costs import Costs, count_costs
 from engine.checkpoint import list_differences
 from engine.config import ConfigError, dump_run, flatten, load_run, parse_run, read_yaml, refuse_bad_input
+from engine.files import hold_lock, is_locked
 from engine.schema import Run
-from engine.signals import SIGNALS, STOPPED
+from engine.signals import STOPPED, handle_signals
 
 TRAIN = str(Path(__file__).with_name("train.py"))
 
@@ -99,18 +101,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(shlex.join(case.command))
         return
     args.output.mkdir(parents=True, exist_ok=True)
-    failed = []
+    failed, elsewhere = [], []
     for number, case in enumerate(cases, start=1):
-        print(f"run {number}/{len(cases)}: {case.directory}", "(finished)" * bool(case.result()), flush=True)
-        status = 0 if case.result() else run_to_end(case.command)
+        name = f"run {number}/{len(cases)}"
+        print(f"{name}: {case.directory}", "(finished)" * bool(case.result()), flush=True)
+        case.directory.mkdir(parents=True, exist_ok=True)
+        with hold_lock(case.directory / "ablate.lock", wait=False) as is_held:  # train.py locks later than it begins
+            is_free = is_held and not is_locked(case.directory)
+            status = run_to_end(case.command) if is_free and not case.result() else 0
         if status == STOPPED:
-            print(f"run {number}/{len(cases)} is stopped and saved; the same command goes on", flush=True)
+            print(f"{name} is stopped; the same command goes on", flush=True)
             sys.exit(STOPPED)
         if status or not case.result():
-            failed.append(str(case.directory))
-            print(f"run {number}/{len(cases)} failed: {shlex.join(case.command)}", file=sys.stderr, flush=True)
+            if not is_free or is_locked(case.directory):
+                elsewhere.append(str(case.directory))
+                print(f"{name} is running elsewhere", flush=True)
+            else:
+                failed.append(str(case.directory))
+                print(f"{name} failed: {shlex.join(case.command)}", file=sys.stderr, flush=True)
         write_tables(ablation.caption, cases, args.output)
     print(markdown(ablation.caption, tabulate(cases)))
+    if elsewhere:
+        print(f"{len(elsewhere)} of {len(cases)} runs are running elsewhere: {', '.join(elsewhere)}")
     if failed:
         sys.exit(f"error: {len(failed)} of {len(cases)} runs failed: {', '.join(failed)}")
 
@@ -127,22 +139,25 @@ def is_same_run(config: dict[str, Any], run: Run, source: Path) -> bool:
 
 
 def run_to_end(command: Sequence[str]) -> int:
-    """Runs `command`, passes stop signals on to it, and returns its exit status; a run answers one by saving."""
+    """Runs `command`, passes stop signals on to it, which a run answers by saving, and returns its exit status.
+
+    After a signal that is `STOPPED`, whatever the status: torchrun ends with 1 when its ranks are stopped.
+    """
+    stopped = False
     with subprocess.Popen(command) as process:
 
         def pass_on(number: int, frame: FrameType | None) -> None:
+            nonlocal stopped
+            stopped = True
             if number != signal.SIGINT:  # which a terminal sends to both
                 process.send_signal(number)
 
-        handlers = {number: signal.signal(number, pass_on) for number in SIGNALS}
-        try:
-            while True:
+        with handle_signals(pass_on):
+            while process.poll() is None:
                 # A signal may interrupt another thread than this one, which an endless wait would not notice.
                 with suppress(subprocess.TimeoutExpired):
-                    return process.wait(timeout=1)
-        finally:
-            for number, handler in handlers.items():
-                signal.signal(number, handler)
+                    process.wait(timeout=1)
+    return STOPPED if stopped else process.returncode
 
 
 def read_ablation(
@@ -234,6 +249,11 @@ def short_names(cases: Sequence[Case]) -> list[str]:
 
 def write_tables(caption: str, cases: Sequence[Case], output: Path) -> None:
     """Writes table.md, table.csv and table.png into `output`."""
+    with hold_lock(output / "lock", wait=True):
+        _write_tables(caption, cases, output)
+
+
+def _write_tables(caption: str, cases: Sequence[Case], output: Path) -> None:
     rows = tabulate(cases)
     (output / "table.md").write_text(markdown(caption, rows))
     with (output / "table.csv").open("w", newline="") as file:

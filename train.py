@@ -4,7 +4,7 @@
     torchrun --nproc_per_node=8 train.py configs/deit_tiny_p8/eva.yaml data.root=/data/imagenet --output runs/eva
 
 The same command on the directory of an unfinished run resumes it from its last checkpoint, within an epoch too. On
-SIGTERM, SIGINT and SIGUSR1 it saves a checkpoint and exits with status 75.
+SIGTERM, SIGINT, SIGUSR1, SIGHUP and SIGQUIT it saves a checkpoint and exits with status 75.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from attention import kernels
 from bench.costs import count_costs
 from engine.checkpoint import Checkpoints
 from engine.config import dump_run, load_run, refuse_bad_input
-from engine.data import check_broken, create_loaders, create_loss, identify_data
+from engine.data import check_broken, check_workers, create_loaders, create_loss, has_lost_workers, identify_data
 from engine.distributed import World, autocast, exchange, init_distributed, seed_everything, set_deterministic
 from engine.evaluate import evaluate_all
 from engine.failure import explain_failures
@@ -103,6 +103,7 @@ class Trainer:
         Raises:
             FloatingPointError: a loss or gradient is not finite; raised on every rank, and nothing is saved after it.
             BrokenImage: more images are broken than the options allow.
+            WorkersLost: loader workers were killed again and again; raised on every rank, after saving.
         """
         progress, epochs, stopped = self.progress, self.run.schedule.epochs, False
         if progress.epoch < epochs:
@@ -114,6 +115,8 @@ class Trainer:
             batches = self.prepare_batches()
             stopped = self.train_epoch(batches) or self.finish_epoch()
             self.world.barrier()  # no rank ends, or starts an epoch that might fail, while the checkpoint is written
+        if stopped:
+            check_workers(self.train_loader, self.world)
         return progress.epoch == epochs
 
     def begin(self) -> None:
@@ -195,7 +198,8 @@ class Trainer:
             with nullcontext() if self.world.size == 1 or is_last else self.network.no_sync():
                 with autocast(self.options.amp, self.world.device):
                     loss = self.criterion(self.network(images), targets) / num_micro
-                mine = loss.detach(), self.guard.unread_norm, self.signals.stop_requested(), batch_size - len(images)
+                stop = self.signals.stop_requested() or has_lost_workers(self.train_loader)
+                mine = loss.detach(), self.guard.unread_norm, stop, batch_size - len(images)
                 losses, norm, stopped, num_broken = exchange(self.world, *mine)
                 self.guard.check(losses, norm)
                 self.progress.broken += num_broken

@@ -28,7 +28,7 @@ from timm.data.mixup import mixup_target
 from timm.data.random_erasing import RandomErasing
 from timm.data.readers.reader import Reader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, Sampler, default_collate
+from torch.utils.data import Dataset, Sampler, default_collate
 from tqdm import tqdm
 
 from attention.options import OptionError
@@ -38,7 +38,7 @@ from engine.images import BrokenImage, decode
 from engine.readers import FolderReader, LayoutError, TarReader, suffix_of
 from engine.sampler import EpochSampler, SeededDataset
 from engine.schema import Augment, Data, Run
-from engine.signals import leave_process_group
+from engine.workers import RestartingLoader, WorkersLost
 
 DIGITS = Path(__file__).with_name("digits.npz")
 
@@ -116,7 +116,7 @@ class Images(Dataset):
         return image if self.transform is None else self.transform(image), int(label)
 
 
-class ImageLoader(DataLoader):
+class ImageLoader(RestartingLoader):
     """Batches of `Images` without broken ones: each of those makes its batch smaller by one.
 
     No other image replaces a broken one, so that none counts twice. The order and the number of batches do not change:
@@ -167,8 +167,7 @@ def count_broken(loader: Loader, limit: float, world: World) -> int:
     Raises:
         BrokenImage: more than `limit`, on every rank.
     """
-    loader = loader.loader if isinstance(loader, PrefetchLoader) else loader
-    broken = int(world.sum(torch.tensor(len(loader.broken), device=world.device)))
+    broken = int(world.sum(torch.tensor(len(_image_loader(loader).broken), device=world.device)))
     check_broken(broken, limit)
     return broken
 
@@ -181,6 +180,30 @@ def check_broken(broken: int, limit: float) -> None:
     """
     if broken > limit:
         raise BrokenImage(f"{broken} images of this epoch are broken, more than data.max_broken = {limit}; {VERIFY}")
+
+
+def has_lost_workers(loader: Loader) -> bool:
+    """Whether so many workers of `loader` were killed that a run should save and end."""
+    return _image_loader(loader).has_lost_workers
+
+
+def check_workers(loader: Loader, world: World) -> None:
+    """Ends a run that has lost loader workers.
+
+    Raises:
+        WorkersLost: `has_lost_workers` on any rank; raised on every one.
+    """
+    lost = [str(rank) for rank, (flag,) in enumerate(world.gather([has_lost_workers(loader)])) if flag]
+    if lost:
+        workers = _image_loader(loader).num_workers
+        raise WorkersLost(
+            f"loader workers of rank {', '.join(lost)} were killed again and again (out of memory?); lower data.workers"
+            f" = {workers}; the run is saved, and the same command resumes it"
+        )
+
+
+def _image_loader(loader: Loader) -> ImageLoader:
+    return loader.loader if isinstance(loader, PrefetchLoader) else loader
 
 
 class PairMixup(Mixup):
@@ -444,7 +467,6 @@ def _create_loader(
         remedy=remedy,
         sampler=sampler,
         num_workers=data.workers,
-        worker_init_fn=leave_process_group,
         pin_memory=world.on_cuda,
     )
     if not world.on_cuda:

@@ -1,7 +1,8 @@
 """Failures of a run that a person can act on: one line on stderr, and an exit status.
 
 0   finished
-1   failed: a loss that is not finite, a broken image, too little memory or disk, a rank that does not answer
+1   failed: a loss that is not finite, a broken image, too little memory or disk, a rank that does not answer, loader
+    workers that are killed
 2   refused before it began: configuration, data, a directory in use
 75  stopped by a signal and saved; the same command resumes it (`engine.signals`)
 """
@@ -17,6 +18,7 @@ from torch.distributed import distributed_c10d
 from engine.distributed import World
 from engine.images import BrokenImage
 from engine.schema import Train
+from engine.workers import WorkersLost
 
 FAILED = 1
 
@@ -29,7 +31,7 @@ def explain_failures(options: Train, world: World) -> Iterator[None]:
     """Inside it, such a failure ends the process with one line and status `FAILED`; other errors pass, as bugs."""
     try:
         yield
-    except (FloatingPointError, BrokenImage) as error:
+    except (FloatingPointError, BrokenImage, WorkersLost) as error:
         _end(world, str(error))
     except OSError as error:
         what = error.strerror or str(error).strip().splitlines()[-1]

@@ -59,6 +59,32 @@ def _lock(directory: Path) -> tuple[TextIO | None, str]:
     return file, ""
 
 
+@contextmanager
+def hold_lock(path: Path, wait: bool) -> Iterator[bool]:
+    """Locks the file `path` while inside, or with `wait` as soon as no other process does.
+
+    Yields:
+        Whether this process has the lock; true also where locks do not work.
+    """
+    with path.open("a") as file:
+        is_held = True
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError as error:
+            is_held = error.errno not in (errno.EACCES, errno.EAGAIN)
+        yield is_held
+
+
+def is_locked(directory: Path) -> bool:
+    """Whether a run in another process holds the lock of `directory`; False where locks do not work."""
+    try:
+        with (directory / "lock").open() as file:
+            os.lockf(file.fileno(), os.F_TEST, 0)
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EAGAIN)
+    return False
+
+
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Writes `content` to `path` atomically: after a crash or power cut it holds all of it or what it held before.
 

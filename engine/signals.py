@@ -3,19 +3,38 @@
 SIGTERM   a scheduler ends or preempts the job; torchrun ends its ranks
 SIGINT    Ctrl-C; a second one ends the process at once
 SIGUSR1   a scheduler's warning before the time limit (SLURM: ``--signal=USR1@120``)
+SIGHUP    the terminal, or the connection to it, is gone; under nohup it stays ignored
+SIGQUIT   Ctrl-\\
 """
 
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 STOPPED = 75
 """Exit status of a run that was stopped and can be resumed: EX_TEMPFAIL, "try again later", of sysexits.h."""
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP, signal.SIGQUIT)
+
+
+@contextmanager
+def handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Inside it, `handler` receives the stop signals.
+
+    Signals that were ignored before stay ignored: by nohup, or by a shell for jobs in its background. Not those of a
+    rank: torchrun heeds them nevertheless, and kills the ranks half a minute after it has passed one on.
+    """
+    is_rank = "WORLD_SIZE" in os.environ
+    heeded = [number for number in SIGNALS if is_rank or signal.getsignal(number) != signal.SIG_IGN]
+    before = {number: signal.signal(number, handler) for number in heeded}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
 
 class SignalHandler:
@@ -24,12 +43,12 @@ class SignalHandler:
     def __enter__(self) -> "SignalHandler":
         self.received = False
         self.parent = os.getppid() if "WORLD_SIZE" in os.environ else None  # without a launcher a shell may go away
-        self.previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        self.handling = handle_signals(self._handle)
+        self.handling.__enter__()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        for number, handler in self.previous.items():
-            signal.signal(number, handler)
+        self.handling.__exit__(kind, error, traceback)
 
     def stop_requested(self) -> bool:
         """Whether this process has received a signal, or its launcher has died, and it should stop."""
@@ -43,7 +62,7 @@ class SignalHandler:
 
 @contextmanager
 def end_at_interrupt() -> Iterator[None]:
-    """Inside it, Ctrl-C and SIGTERM unwind the process, which ends with one line and the status that shells use.
+    """Inside it, stop signals unwind the process, which ends with one line and the status that shells use.
 
     Killed at once, it would leave unfinished files, and loader workers that wait forever to hand over what they read.
     """
@@ -51,20 +70,9 @@ def end_at_interrupt() -> Iterator[None]:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(number)
 
-    before = signal.signal(signal.SIGTERM, interrupt)
     try:
-        yield
+        with handle_signals(interrupt):
+            yield
     except KeyboardInterrupt as error:
         print("interrupted", file=sys.stderr)
         raise SystemExit(128 + (error.args[0] if error.args else signal.SIGINT)) from None
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def leave_process_group(worker: int) -> None:
-    """Takes a loader worker out of the process group, so that signals to all of it do not end the worker.
-
-    torchrun and terminals send such signals, and the step that the run still finishes needs the worker's images. The
-    worker ends with its parent, however that ends.
-    """
-    os.setsid()

@@ -12,14 +12,14 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from torch.utils.data import DataLoader
 from tqdm import tqdm
 
 from engine.config import refuse_bad_input
 from engine.data import Images, classes_of, describe_ignored, difference, open_split
 from engine.images import BrokenImage
 from engine.schema import Data
-from engine.signals import end_at_interrupt, leave_process_group
+from engine.signals import end_at_interrupt
+from engine.workers import RestartingLoader
 
 
 @end_at_interrupt()
@@ -66,7 +66,7 @@ def open_splits(args: argparse.Namespace) -> dict[str, Images]:
 
 def read_all(images: Images, workers: int, title: str) -> Iterator[tuple[Any, int] | BrokenImage]:
     """Every sample of `images` in order, read by `workers` processes, behind a progress bar."""
-    loader = DataLoader(images, batch_size=16, num_workers=workers, collate_fn=list, worker_init_fn=leave_process_group)
+    loader = RestartingLoader(images, batch_size=16, num_workers=workers, collate_fn=list)
     with tqdm(total=len(images), desc=title, unit=" images", dynamic_ncols=True) as bar:
         for samples in loader:
             yield from samples

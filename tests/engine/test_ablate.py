@@ -3,6 +3,8 @@
 import csv
 import json
 import shlex
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -141,6 +143,66 @@ def test_a_finished_run_may_be_written_otherwise(config, launcher, change, is_fi
     assert len((config.parent / "log").read_text().splitlines()) == (1 if is_finished else 2)
 
 
+def test_a_finished_run_may_be_asked_for_otherwise(config, launcher):
+    """With other values of options that a run may be resumed with, its result stands."""
+    output = config.parent / "out"
+    config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
+    announce(config)
+    arguments = [str(config), "--output", str(output), "--launcher", launcher]
+    ablate.main(arguments)
+    ablate.main([*arguments, "data.workers=3", "train.log_every=7"])
+    assert len((config.parent / "log").read_text().splitlines()) == 1
+    assert [row["top-1 (%)"] for row in rows(output)] == ["97.50"]
+
+
+@pytest.mark.parametrize("lock", ["lock", "ablate.lock"], ids=["of train.py", "of ablate.py"])
+def test_a_run_that_another_process_trains_is_left_to_it(config, launcher, capfd, lock):
+    config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n  - {attention: linear}\n")
+    announce(config)
+    output, log = config.parent / "out", config.parent / "log"
+    arguments = [str(config), "--output", str(output), "--launcher", launcher]
+    directory = output / "attention=softmax"
+    directory.mkdir(parents=True)
+    hold = "file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    other = [sys.executable, "-c", f"import fcntl, sys; {hold}", str(directory / lock)]
+    with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        ablate.main(arguments)
+        process.communicate()
+    assert log.read_text().split() == ["attention=linear"]
+    assert f"1 of 2 runs are running elsewhere: {directory}\n" in capfd.readouterr().out
+    assert [row["top-1 (%)"] for row in rows(output)] == ["", "97.50"]
+    ablate.main(arguments)
+    assert log.read_text().split() == ["attention=linear", "attention=softmax"]
+    assert [row["top-1 (%)"] for row in rows(output)] == ["97.50"] * 2
+
+
+def test_a_run_that_another_process_begins_first_is_left_to_it(config, monkeypatch, capfd):
+    """It was free when it was looked at, and train.py refuses it."""
+    config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
+    answers = iter([False, True])
+    monkeypatch.setattr(ablate, "is_locked", lambda directory: next(answers))
+    refusing = shlex.join([sys.executable, "-c", "raise SystemExit(2)"])
+    ablate.main([str(config), "--output", str(config.parent / "out"), "--launcher", refusing])
+    assert "run 1/1 is running elsewhere\n" in capfd.readouterr().out
+
+
+@pytest.mark.stress
+def test_two_ablations_share_one_output(config, figure):
+    """At the same time, with real runs: both end with status 0, and the table is complete."""
+    output = config.parent / "out"
+    command = [sys.executable, ablate.__file__, str(config), "--output", str(output)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=config.parent) for _ in range(2)]
+    texts = [process.communicate(timeout=300)[0] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert all(row["top-1 (%)"] for row in rows(output))
+    for path in output.glob("*/metrics.jsonl"):
+        assert path.read_text().count('"kind": "start"') == 1
+    shared = sum(text.count("is running elsewhere\n") for text in texts)
+    assert shared
+    figure("X2", f"two ablate.py on one output: both 0, no run trained twice, {shared} left to the other")
+
+
 def test_a_failed_run_is_reported_and_the_others_go_on(config, launcher, capfd):
     output = config.parent / "out"
     (config.parent / "fail").touch()
@@ -166,11 +228,19 @@ def test_a_signal_is_left_to_the_run_which_saves(config, capfd):
         "signal.sigwait([signal.SIGTERM]); raise SystemExit(75)"
     )
     assert ablate.run_to_end([sys.executable, "-c", stopping]) == 75
+    assert ablate.run_to_end([sys.executable, "-c", stopping.replace("75", "1")]) == 75  # torchrun, of stopped ranks
     launcher = shlex.join([sys.executable, "-c", "raise SystemExit(75)"])
     with pytest.raises(SystemExit) as ended:
         ablate.main([str(config), "--output", str(config.parent / "out"), "--launcher", launcher])
     assert ended.value.code == 75
-    assert "run 1/3 is stopped and saved; the same command goes on" in capfd.readouterr().out
+    assert "run 1/3 is stopped; the same command goes on" in capfd.readouterr().out
+
+
+def test_a_signal_that_nohup_ignores_ends_nothing():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    hang_up = "import os, signal; os.kill(os.getppid(), signal.SIGHUP)"
+    assert ablate.run_to_end([sys.executable, "-c", hang_up]) == 0
+    signal.signal(signal.SIGHUP, before)
 
 
 def test_dry_run_shows_everything_and_writes_nothing(config, capsys):

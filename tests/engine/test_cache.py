@@ -175,9 +175,9 @@ def test_an_interrupted_preparation_leaves_nothing(root, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_what_was_not_checked_is_not_kept(root, tmp_path, monkeypatch, capsys, number):
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    before = signal.signal(number, signal.SIG_DFL)  # a shell's background job ignores SIGINT
 
     def interrupt(*arguments):
         assert [file.name for file in sorted(tmp_path.iterdir())] == ["train.unchecked.npz", "train.unchecked.pixels"]
@@ -186,7 +186,7 @@ def test_what_was_not_checked_is_not_kept(root, tmp_path, monkeypatch, capsys, n
     monkeypatch.setattr(prepare, "check", interrupt)
     with pytest.raises(SystemExit, match=str(128 + number)):
         prepare.main([str(root), str(tmp_path), "--workers", "0"])
-    signal.signal(signal.SIGINT, before)
+    signal.signal(number, before)
     assert list(tmp_path.iterdir()) == []
     assert capsys.readouterr().err.endswith("interrupted\n")
 

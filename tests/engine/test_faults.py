@@ -1,6 +1,6 @@
-"""Runs that meet signals, dead ranks, full disks, numbers that are not finite, and a second launch.
+"""Runs that meet signals, dead ranks and workers, full disks, numbers that are not finite, and a second launch.
 
-The rows S2, D1, P1, N1 and X1 of the stress suite.
+The rows S2, D1, P1, W1, N1 and X1 of the stress suite.
 """
 
 import json
@@ -25,7 +25,7 @@ from engine.data import PairMixup
 from engine.distributed import World
 from engine.finite import FiniteGuard
 from engine.schema import Train
-from engine.signals import SignalHandler
+from engine.signals import SIGNALS, SignalHandler
 from tests.engine.test_resume import RUN, STEPS, Runs, light_and_full, outcome, records
 from tests.support.launcher import ROOT, Fault, ForkServer, Job, use_few_images
 
@@ -44,7 +44,16 @@ def pairs(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> 
 # Signals
 
 
-@pytest.mark.parametrize(("signals", "status"), [(["SIGINT"], 75), (["SIGINT"] * 2, 1), (["SIGUSR1"], 75)])
+@pytest.mark.parametrize(
+    ("signals", "status"),
+    [
+        (["SIGINT"], 75),
+        (["SIGINT"] * 2, 1),
+        (["SIGUSR1"], 75),
+        pytest.param(["SIGHUP"] * 2, 75, marks=pytest.mark.stress),
+        pytest.param(["SIGQUIT"] * 2, 75, marks=pytest.mark.stress),
+    ],
+)
 def test_signals(signals: list[str], status: int, runs: Runs):
     """A signal after the ranks' exchange takes effect at the next. A second SIGINT ends the run at once, unsaved."""
     statuses, job, output = runs.launch(*[("train.nn.utils.clip_grad_norm_", 4, name) for name in signals])
@@ -53,6 +62,25 @@ def test_signals(signals: list[str], status: int, runs: Runs):
     statuses, job, _ = runs.launch(output=output)
     assert statuses == [0]
     assert outcome(job, output) == runs.expected
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+@pytest.mark.parametrize(("previous", "is_rank", "is_heeded"), [("DFL", 0, 1), ("IGN", 0, 0), ("IGN", 1, 1)])
+def test_signals_that_were_ignored_stay_ignored_but_by_a_rank(
+    number: signal.Signals, previous: str, is_rank: bool, is_heeded: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """As nohup has it. torchrun would kill a rank that ignores the signal it was sent."""
+    if is_rank:
+        monkeypatch.setenv("WORLD_SIZE", "2")
+    previous = getattr(signal, f"SIG_{previous}")
+    before = signal.signal(number, previous)
+    try:
+        with SignalHandler() as signals:
+            signal.raise_signal(number)
+            assert signals.stop_requested() == is_heeded
+        assert signal.getsignal(number) == previous
+    finally:
+        signal.signal(number, before)
 
 
 def test_a_rank_notices_that_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch):
@@ -124,6 +152,8 @@ def torchrun(directory: Path, faults: dict[int, list[Fault]], *flags: str, optio
         ("SIGUSR1", ["--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"]),
         pytest.param("SIGUSR1", [], marks=pytest.mark.stress),  # it kills torchrun, whose ranks stay behind
         pytest.param("SIGTERM", [], marks=pytest.mark.stress),
+        pytest.param("SIGHUP", [], marks=pytest.mark.stress),
+        pytest.param("SIGQUIT", [], marks=pytest.mark.stress),
         pytest.param("SIGINT", [], marks=pytest.mark.stress),
         pytest.param("SIGINT SIGINT", [], marks=pytest.mark.stress),
         pytest.param("SIGKILL", [], marks=pytest.mark.stress),
@@ -285,6 +315,43 @@ def test_a_small_disk_fills(megabytes: int, runs: Runs, fork_server: ForkServer,
 
 
 # Memory
+
+
+@pytest.mark.parametrize(
+    ("steps", "workers"),
+    [([1, 2], 1), *(pytest.param([step], 2, marks=pytest.mark.stress) for step in (1, 3, 9))],
+)
+def test_loader_workers_that_are_killed(steps: list[int], workers: int, runs: Runs, figure: Callable):
+    """Others replace them once in an epoch. The second time the run saves, ends with one line, and resumes."""
+    command = {"more": [f"data.workers={workers}"]}
+    status, job, output = runs.launch(
+        *[("train.nn.utils.clip_grad_norm_", step, "workers") for step in steps], **command
+    )
+    lost = len(steps) > 1
+    assert status == [1 if lost else 0], job.text
+    assert "Traceback" not in job.text
+    assert job.text.count("a loader worker was killed (out of memory?)") == len(steps)
+    if lost:
+        assert job.text.splitlines()[-1].startswith("error: loader workers of rank 0 were killed again and again")
+        assert find_checkpoint(output, "last")[1]["progress"]["step"] == 3
+        status, job, _ = runs.launch(output=output, **command)
+        assert status == [0]
+    assert outcome(job, output) == runs.expected
+    figure("W1", f"workers killed at step {steps}: {'saved, resumed' if lost else 'replaced'}, same bits")
+
+
+@pytest.mark.stress
+def test_workers_of_one_rank_that_are_killed(pairs: Runs, figure: Callable):
+    """Every rank ends, none with the status of a run that was stopped."""
+    faults = [("train.nn.utils.clip_grad_norm_", step, "workers") for step in (1, 2)]
+    statuses, job, output = pairs.launch(*faults, rank=1, more=["data.workers=1"])
+    assert statuses == [1, 1], job.text
+    assert "error: rank 0: loader workers of rank 1 were killed again and again" in job.text
+    assert find_checkpoint(output, "last")[1]["progress"]["step"] == 3
+    statuses, job, _ = pairs.launch(output=output)
+    assert statuses == [0, 0]
+    assert outcome(job, output) == pairs.expected
+    figure("W1", "workers of rank 1 killed twice: both ranks saved and ended, resumed to the same bits")
 
 
 def test_out_of_memory_says_what_to_lower(runs: Runs):

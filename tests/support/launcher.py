@@ -132,6 +132,13 @@ def _fail(*args: Any, **kwargs: Any) -> None:
     raise KeyError("a fault of the test")
 
 
+def _kill_workers(*args: Any, **kwargs: Any) -> None:
+    import multiprocessing
+
+    for worker in multiprocessing.active_children():
+        worker.kill()
+
+
 def _remove_output(path: Path, content: bytes) -> None:
     shutil.rmtree(path.parent)
 
@@ -142,6 +149,7 @@ ACTIONS: dict[str, Callable] = {
     "raise": _fail,
     "memory": _no_memory,
     "remove": _remove_output,
+    "workers": _kill_workers,
 }
 
 

@@ -1,0 +1,130 @@
+"""slurm.sh, with stand-ins for SLURM: a stopped run is queued again until it is finished, a failed one is not.
+
+The row S3 of the stress suite.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.engine.test_faults import wait_for
+from tests.engine.test_torchrun import RUN
+from tests.support.launcher import ROOT
+
+SCONTROL = """#!/bin/bash
+if [[ $1 == show ]]; then printf '127.0.0.1\\nother\\n'; else echo "$*" >> "$PLACE/requests"; fi
+"""
+
+SRUN = """#!/bin/bash
+echo "$*" >> "$PLACE/launches"
+while [[ $1 == -* ]]; do shift; done
+for ((i = 0; i < SLURM_NTASKS; i++)); do SLURM_PROCID=$i SLURM_LOCALID=$i "$@" & done
+highest=0
+for rank in $(jobs -p); do
+    wait "$rank"
+    status=$?
+    ((highest = status > highest ? status : highest))
+done
+exit "$highest"
+"""
+
+RANK = """#!/bin/bash
+echo "$RANK $LOCAL_RANK $WORLD_SIZE $MASTER_ADDR $MASTER_PORT $*" >> "$PLACE/ranks"
+statuses=($(sed -n "$(wc -l < "$PLACE/launches")p" "$PLACE/statuses"))
+exit "${statuses[$RANK]}"
+"""
+"""Stands for a rank of train.py: ends with the status that the launch's line in `statuses` gives for it."""
+
+WAITING_RANK = """#!/bin/bash
+trap 'exit 75' TERM
+echo $$ >> "$PLACE/ranks"
+while :; do sleep 0.05; done
+"""
+
+
+class Cluster:
+    """SLURM, as far as slurm.sh sees it; `rank` stands for python."""
+
+    def __init__(self, place: Path, rank: str):
+        self.place = place
+        for name, text in {"scontrol": SCONTROL, "srun": SRUN, "python": rank}.items():
+            (place / name).write_text(text)
+            (place / name).chmod(0o755)
+        job = {"SLURM_JOB_ID": "31234", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NTASKS": "2", "SLURM_CPUS_PER_TASK": "3"}
+        self.environment = os.environ | job | {"PLACE": str(place), "PATH": f"{place}:{os.environ['PATH']}"}
+
+    def start(self, *arguments: str) -> subprocess.Popen:
+        return subprocess.Popen(["bash", str(ROOT / "slurm.sh"), *arguments], cwd=ROOT, env=self.environment)
+
+    def submit(self, *arguments: str) -> list[int]:
+        """The statuses of the job's launches: it starts again for as long as it has itself queued again."""
+        statuses = []
+        while len(statuses) == len(self.lines("requests")):
+            statuses.append(self.start(*arguments).wait(120))
+        assert set(self.lines("requests")) <= {"requeue 31234"}
+        return statuses
+
+    def lines(self, name: str) -> list[str]:
+        return (self.place / name).read_text().splitlines() if (self.place / name).exists() else []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "statuses"),
+    [
+        (["75 75", "75 75", "0 0"], [0, 0, 0]),
+        (["0 0"], [0]),
+        (["1 1"], [1]),
+        (["2 2"], [2]),
+        (["75 75", "1 1"], [0, 1]),
+        (["75 137"], [137]),  # killed while the others saved
+        (["138 138"], [138]),  # the warning came before the run could heed it
+    ],
+)
+def test_a_stopped_run_is_queued_again_and_no_other(ranks: list[str], statuses: list[int], tmp_path: Path):
+    (tmp_path / "statuses").write_text("\n".join([*ranks, "0 0"]))
+    cluster = Cluster(tmp_path, RANK)
+    assert cluster.submit("a b.yaml", "--output", "x") == statuses
+    launches, started = cluster.lines("launches"), cluster.lines("ranks")
+    assert len(launches) == len(ranks)
+    assert all("--cpus-per-task=3 " in launch for launch in launches)
+    assert sorted(started[:2]) == [f"{i} {i} 2 127.0.0.1 31234 train.py a b.yaml --output x" for i in range(2)]
+
+
+def test_a_cancelled_job_is_not_queued_again(tmp_path: Path):
+    """SLURM sends SIGTERM to the ranks, which save, and to the script."""
+    cluster = Cluster(tmp_path, WAITING_RANK)
+    job = cluster.start()
+    wait_for(lambda: len(cluster.lines("ranks")) == 2)
+    for pid in (job.pid, *map(int, cluster.lines("ranks"))):
+        os.kill(pid, signal.SIGTERM)
+    assert job.wait(30) == -signal.SIGTERM
+    time.sleep(0.2)
+    assert cluster.lines("requests") == []
+
+
+@pytest.mark.stress
+def test_a_run_is_trained_through_a_warning(tmp_path: Path, figure: Callable):
+    """Two ranks of train.py receive SIGUSR1, save and end; the job starts again and finishes the run."""
+    real = f'#!/bin/bash\necho $$ >> "$PLACE/ranks"\nexec {sys.executable} "$@"\n'
+    cluster, output = Cluster(tmp_path, real), tmp_path / "run"
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN | {"schedule": {"epochs": 4, "warmup_epochs": 0}}))
+    arguments = [str(tmp_path / "run.yaml"), "--output", str(output)]
+    job = cluster.start(*arguments)
+    metrics = output / "metrics.jsonl"
+    wait_for(lambda: metrics.exists() and '"train"' in metrics.read_text(), 120)
+    for pid in map(int, cluster.lines("ranks")):
+        os.kill(pid, signal.SIGUSR1)
+    assert job.wait(60) == 0
+    assert cluster.lines("requests") == ["requeue 31234"]
+    assert '"final"' not in metrics.read_text()
+    assert cluster.start(*arguments).wait(240) == 0
+    assert cluster.lines("requests") == ["requeue 31234"]
+    assert metrics.read_text().count('"final"') == 1
+    figure("S3", "slurm.sh: warned, saved, queued again, finished, not queued again")

@@ -1,0 +1,114 @@
+"""Loader workers that are killed, as by the kernel when memory runs out."""
+
+import errno
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+
+from engine.data import check_workers
+from engine.distributed import World
+from engine.sampler import EpochSampler, SeededDataset
+from engine.workers import RestartingLoader, WorkersLost
+
+CPU = World(torch.device("cpu"))
+
+
+class Noise(torch.utils.data.Dataset):
+    """Items that depend on the random state, which `SeededDataset` sets."""
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        if index < 0:
+            raise KeyError(index)
+        return index, torch.rand(3)
+
+
+@pytest.fixture(autouse=True)
+def _short_wait(monkeypatch: pytest.MonkeyPatch):
+    """torch asks every 5 s whether its workers are alive."""
+    monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
+
+
+def train_loader(workers: int) -> RestartingLoader:
+    sampler = EpochSampler(80, 4, CPU, seed=0)
+    sampler.set_epoch(1, start=8)
+    return RestartingLoader(SeededDataset(Noise(), 0), 4, sampler=sampler, num_workers=workers)
+
+
+def read(loader: RestartingLoader, deaths: set[int] = frozenset()) -> Iterator[list[torch.Tensor]]:
+    """All batches; a worker is killed after each of those in `deaths`."""
+    others = set(multiprocessing.active_children())
+    for number, batch in enumerate(loader):
+        yield batch
+        if number in deaths:
+            (set(multiprocessing.active_children()) - others).pop().kill()
+
+
+def begin() -> tuple[Iterator[list[torch.Tensor]], multiprocessing.Process]:
+    """A pass of 18 batches, of which one is read, and its worker."""
+    others = set(multiprocessing.active_children())
+    batches = read(train_loader(1))
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - others
+    return batches, worker
+
+
+@pytest.mark.parametrize("deaths", [{2}, {2, 9}])
+def test_the_batches_are_the_same_whatever_happens_to_the_workers(deaths: set[int], capfd: pytest.CaptureFixture):
+    expected = list(read(train_loader(0)))
+    loader = train_loader(2)
+    batches = list(read(loader, deaths))
+    assert len(batches) == len(expected) == 18
+    for batch, twin in zip(batches, expected, strict=True):
+        assert all(torch.equal(value, other) for value, other in zip(batch, twin, strict=True))
+    assert loader.num_deaths == len(deaths)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("a loader worker was killed")]
+    assert [line.endswith("new ones go on") for line in lines] == [True, False][: len(deaths)]
+    if len(deaths) == 1:
+        check_workers(loader, CPU)
+    else:
+        assert lines[1].endswith("this process reads the rest")
+        with pytest.raises(WorkersLost, match=r"rank 0 were killed .* lower data\.workers = 2"):
+            check_workers(loader, CPU)
+    assert len(list(read(loader))) == 18
+    check_workers(loader, CPU)  # every pass begins with workers
+
+
+def test_a_worker_that_dies_interrupts_nothing_else():
+    """torch's handler of SIGCHLD would raise its error wherever the process happens to be."""
+    batches, worker = begin()
+    worker.kill()
+    worker.join()
+    assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
+    assert len(list(batches)) == 17
+
+
+def test_without_memory_for_new_workers_this_process_reads(monkeypatch: pytest.MonkeyPatch):
+    def fork() -> int:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(os, "fork", fork)
+    loader = train_loader(1)
+    assert len(list(read(loader))) == 18
+    assert loader.has_lost_workers
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_the_data_set_is_not_taken_for_a_death(workers: int):
+    loader = RestartingLoader(Noise(), 2, sampler=[1, 2, 3, -1], num_workers=workers)
+    with pytest.raises(KeyError, match="-1"):
+        list(loader)
+    assert not loader.num_deaths
+
+
+def test_only_torch_ends_a_worker_by_a_signal():
+    """SLURM sends a warning to every process of a job."""
+    batches, worker = begin()
+    for number in (signal.SIGUSR1, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        os.kill(worker.pid, number)
+    assert len(list(batches)) == 17
+    assert worker.exitcode == 0
