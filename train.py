@@ -112,8 +112,7 @@ class Trainer:
             print(f"{self.output} is finished: {progress.epoch} epochs, top-1 {progress.metrics['top1']:.2f} %")
         while progress.epoch < epochs and not stopped:
             self.sampler.set_epoch(progress.epoch, progress.images)
-            batches = self.prepare_batches()
-            stopped = self.train_epoch(batches) or self.finish_epoch()
+            stopped = self.train_epoch(self.prepare_batches()) or self.finish_epoch()
             self.world.barrier()  # no rank ends, or starts an epoch that might fail, while the checkpoint is written
         if stopped:
             check_workers(self.train_loader, self.world)

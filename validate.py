@@ -11,18 +11,19 @@ run directory each kind from the epoch that was best by it.
 import argparse
 import json
 import math
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint import WEIGHTS, Weights, export_checkpoint, find_weights, load_weights, parse_weights
+from engine.checkpoint import WEIGHTS, Weights, build_model, export_checkpoint, find_weights, parse_weights
 from engine.config import parse_run, refuse_bad_input
 from engine.data import classes_of, count_broken, create_val_loader, difference
 from engine.distributed import World, init_distributed
+from engine.errors import UserError
 from engine.evaluate import evaluate
-from engine.schema import Run
-from models import create_model
+from engine.schema import Data, Run
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -33,16 +34,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
     parser.add_argument("--weights", type=parse_weights, help="plain or ema: the kind of weights (each that is kept)")
     parser.add_argument("--select", choices=("best", "last"), default="best", help="which of a run directory (best)")
-    parser.add_argument("--batch-size", type=int, default=128, help="images per process and step (128)")
+    parser.add_argument("--batch-size", type=int, help="images per process and step (128, fewer where they are large)")
     parser.add_argument("--skip-broken", action="store_true", help="leave out and count images that cannot be read")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write weights (ema where kept) and configuration")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_intermixed_args(arguments)
-    if args.batch_size < 1:
+    if args.batch_size is not None and args.batch_size < 1:
         parser.error(f"--batch-size must be at least 1, got {args.batch_size}")
     with refuse_bad_input():
         found = find_weights(args.checkpoint, args.select, args.weights)
-        runs = [parse_run(checkpoint["config"], str(path), args.overrides) for path, checkpoint, _ in found]
+        if args.export and not args.export.parent.is_dir():
+            raise UserError(f"{args.export}: no directory {str(args.export.parent)!r}")
+        workers = min(Data.workers, os.cpu_count() or 1)  # a file does not decide how many processes start
+        overrides = [f"data.workers={workers}", *args.overrides]
+        runs = [parse_run(checkpoint["config"], str(path), overrides) for path, checkpoint, _ in found]
         world, results = init_distributed(runs[0].train.device), {}
         try:
             for run, (path, checkpoint, kinds) in zip(runs, found, strict=True):
@@ -52,11 +57,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         finally:
             world.destroy()
     if world.is_primary:
+        print(json.dumps(results) if args.json else table(results))
         if args.export:
             path, checkpoint, kinds = found[-1]  # averaged weights come last
-            export_checkpoint(args.export, checkpoint, kinds[-1])
+            with refuse_bad_input():
+                export_checkpoint(args.export, checkpoint, kinds[-1])
             print(f"{args.export}: the {kinds[-1]} weights of {path}", file=sys.stderr)
-        print(json.dumps(results) if args.json else table(results))
 
 
 def validate(
@@ -64,22 +70,23 @@ def validate(
     checkpoint: dict[str, Any],
     kinds: Sequence[Weights],
     world: World,
-    batch_size: int,
+    batch_size: int | None = None,
     skip_broken: bool = False,
 ) -> dict[Weights, dict[str, float]]:
     """Metrics of `engine.evaluate` for the `kinds` of weights in the checkpoint, and with `skip_broken` how many images
     were broken.
 
+    Args:
+        batch_size: images per process and step; None: see `create_val_loader`.
     Raises:
         BrokenImage: there is one, and `skip_broken` is not set.
         OptionError: data that cannot be used. UserError: weights that do not fit the model that `run` describes.
     """
-    model = create_model(attention=run.attention, **run.model).to(world.device)
     loader = create_val_loader(
         run,
         world,
-        img_size=model.config.img_size,
-        num_classes=model.num_classes,
+        img_size=run.model["img_size"],
+        num_classes=run.model["num_classes"],
         batch_size=batch_size,
         skip_broken=skip_broken,
     )
@@ -87,9 +94,9 @@ def validate(
     if known is not None and known != here and world.is_primary:
         names = difference(known, here, ("the checkpoint", "the data"))
         print(f"warning: the classes are not those of the training: {names}", file=sys.stderr)
+    models = {kind: build_model(run, checkpoint[WEIGHTS[kind]], WEIGHTS[kind]).to(world.device) for kind in kinds}
     results = {}
-    for kind in kinds:
-        load_weights(model, checkpoint[WEIGHTS[kind]], WEIGHTS[kind])
+    for kind, model in models.items():
         results[kind] = evaluate(model, loader, world, run.train.amp)
         if skip_broken:
             results[kind]["broken"] = count_broken(loader, math.inf, world)

@@ -25,14 +25,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from attention.options import nearest, parse_options
-from engine.checkpoint_format import check_plain, read_archive
+from engine.checkpoint_format import ForeignFile, check_plain, read_archive, read_safetensors
 from engine.config import ConfigError, dump_run, flatten, parse_run
 from engine.data import difference
 from engine.distributed import World
-from engine.errors import UserError
-from engine.files import digest_path, is_intact, read_digest, read_regular, write_verified
+from engine.errors import UserError, one_line
+from engine.files import digest_path, is_intact, read_digests, read_regular, write_verified
 from engine.optim import create_optimizer, restore_optimizer
 from engine.schema import Run
+from models import create_model
 
 RESUMABLE_OPTIONS = {
     "data.root",
@@ -313,10 +314,17 @@ def export_checkpoint(path: Path, checkpoint: Mapping[str, Any], weights: Weight
     """Writes the weights of one kind alone to `path` in the safetensors format.
 
     The metadata and the kind (`weights`) go with them, so that `load_checkpoint` reads the file as a checkpoint.
+
+    Raises:
+        UserError: it cannot be written; what is there is unchanged.
     """
     metadata = {name: checkpoint[name] for name in (*METADATA, *IDENTITY) if name in checkpoint} | {"weights": weights}
     contiguous = {name: weight.contiguous() for name, weight in checkpoint[WEIGHTS[weights]].items()}
-    write_verified(path, safetensors.torch.save(contiguous, metadata={"run": json.dumps(metadata)}))
+    content = safetensors.torch.save(contiguous, metadata={"run": json.dumps(metadata)})
+    try:
+        write_verified(path, content)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}; what was there is unchanged") from error
 
 
 def load_checkpoint(path: Path, need_digest: bool = False) -> dict[str, Any]:
@@ -329,27 +337,41 @@ def load_checkpoint(path: Path, need_digest: bool = False) -> dict[str, Any]:
     Raises:
         UserError: there is no such file, or it is not a regular file, is damaged, or is no checkpoint of a run.
     """
-    digest = read_digest(path)  # first: a running training removes the file before its digest
+    digests = read_digests(path)  # a running training removes the file before its digest,
     content = read_regular(path)
-    if digest is None and need_digest:
+    digests += read_digests(path)  # and replaces both
+    if not digests and need_digest:
         raise UserError(f"{path}: without the SHA-256 that should stand beside it")
-    if digest is not None and hashlib.sha256(content).hexdigest() != digest:
+    if digests and hashlib.sha256(content).hexdigest() not in digests:
         raise UserError(f"{path}: damaged, or no checkpoint that can be loaded safely: its SHA-256 is another")
+    return parse_checkpoint(content, str(path))
+
+
+def parse_checkpoint(content: bytes, source: str) -> dict[str, Any]:
+    """The checkpoint in the bytes of a file, as `save_checkpoint` or `export_checkpoint` writes it.
+
+    Raises:
+        UserError: damaged, or no checkpoint of a run; the message begins with `source`.
+    """
     try:
-        if path.suffix == ".safetensors":
-            header = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")])
-            checkpoint = json.loads(header["__metadata__"]["run"])
-            checkpoint[WEIGHTS[_exported_weights(checkpoint)]] = safetensors.torch.load(content)
+        if content[8:9] == b"{":
+            weights, metadata = read_safetensors(content)
+            checkpoint = json.loads(metadata)
+            checkpoint[WEIGHTS[_exported_weights(checkpoint)]] = weights
         else:
             checkpoint = read_archive(content)
             if "ema" in checkpoint:  # its name in earlier versions
                 checkpoint["model_ema"] = checkpoint.pop("ema")
         _check_values(checkpoint)
+    except ForeignFile as error:
+        raise UserError(
+            f"{source}: no checkpoint of train.py: it holds no configuration; it seems to be {error}, and"
+            " timm.create_model(NAME, attention=..., checkpoint_path=...) loads the weights of such a file"
+            " (those of other codes after models.convert)"
+        ) from None
     except Exception as error:  # a hostile file may fail in any way, and is refused in every case
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise UserError(f"{path}: damaged, or no checkpoint that can be loaded safely ({reason})") from error
-    if not {*METADATA} <= checkpoint.keys() or not kept_weights(checkpoint):
-        raise UserError(f"{path}: no checkpoint of train.py: it holds no configuration")
+        reason = one_line(" ".join(f"{type(error).__name__}: {error}".split()), 200)
+        raise UserError(f"{source}: damaged, or no checkpoint that can be loaded safely ({reason})") from error
     return checkpoint
 
 
@@ -365,11 +387,14 @@ def _exported_weights(metadata: Mapping[str, Any]) -> Weights:
 
 def _check_values(checkpoint: Mapping[str, Any]) -> None:
     """Checks the metadata and the weights of a checkpoint that has been read."""
-    check_plain({name: checkpoint.get(name) for name in METADATA})
+    if not {*METADATA} <= checkpoint.keys() or not kept_weights(checkpoint):
+        raise ValueError(f"holds {', '.join(map(repr, checkpoint))} only")
+    check_plain({name: checkpoint[name] for name in METADATA})
+    _check_progress(checkpoint["progress"])
     _check_identity(checkpoint)
     for key in WEIGHTS.values():
-        weights = checkpoint.get(key, {})
-        if not all(isinstance(name, str) and torch.is_tensor(value) for name, value in weights.items()):
+        weights = checkpoint.get(key, {}).items()
+        if not all(isinstance(name, str) and name.isprintable() and torch.is_tensor(x) for name, x in weights):
             raise ValueError(f"{key} are no weights")
 
 
@@ -380,11 +405,55 @@ def _check_identity(checkpoint: Mapping[str, Any]) -> None:
         raise ValueError("class names or digests that are none")
 
 
+def _check_progress(progress: Any) -> None:
+    """Checks types and ranges of the fields of `Progress`.
+
+    Raises:
+        ValueError: of the first that no run has.
+    """
+    fields = vars(parse_options(Progress, progress, "progress"))
+    rankings = [value for value in fields.values() if isinstance(value, list)]
+    numbers = [*fields["metrics"].values(), *(number for ranking in rankings for pair in ranking for number in pair)]
+    counts = [value for value in fields.values() if isinstance(value, int)]
+    if (
+        not all(isinstance(number, int | float) for number in numbers)
+        or any(len(pair) != 2 for ranking in rankings for pair in ranking)
+        or not all(0 <= count < 2**53 for count in counts)
+    ):
+        raise ValueError(f"progress that no run makes: {progress}")
+
+
+def build_model(run: Run, state: Mapping[str, Any], source: str) -> nn.Module:
+    """The model that `run` describes, with the weights `state`.
+
+    Nothing is allocated before `state` is known to fit: `run` may come from a file that is not trusted.
+
+    Raises:
+        UserError: see `load_weights`.
+    """
+    with torch.device("meta"):
+        model = create_model(attention=run.attention, **run.model)
+    check_fit(model, state, source)
+    model = create_model(attention=run.attention, **run.model)
+    load_weights(model, state, source)
+    return model
+
+
 def load_weights(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
     """Loads `state` into `model`; names may carry the prefixes of torch's wrappers.
 
     Raises:
-        UserError: names or shapes that do not fit, or weights that are not finite; the message begins with `source`.
+        UserError: names or shapes that do not fit, a model that takes far more memory than the weights, or weights that
+            are not finite; the message begins with `source`.
+    """
+    model.load_state_dict(check_fit(model, state, source))
+
+
+def check_fit(model: nn.Module, state: Mapping[str, Any], source: str) -> dict[str, torch.Tensor]:
+    """`state` without the prefixes of torch's wrappers, checked against `model`, which may be on the meta device.
+
+    Raises:
+        UserError: see `load_weights`.
     """
     state = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in state.items()}
     expected = model.state_dict()
@@ -396,8 +465,10 @@ def load_weights(model: nn.Module, state: Mapping[str, Any], source: str) -> Non
             for name in expected
             if name in state and state[name].shape != expected[name].shape
         ],
-        "not finite": [name for name, _ in model.named_parameters() if name in state and not _is_finite(state[name])],
     }
+    if not any(problems.values()):
+        _check_memory(model, state, source)
+        problems["not finite"] = _list_not_finite(model, state)
     if any(problems.values()):
         texts = [
             f"{len(names)} {problem}: {', '.join(names[:5])}{', ...' * (len(names) > 5)}"
@@ -405,25 +476,43 @@ def load_weights(model: nn.Module, state: Mapping[str, Any], source: str) -> Non
             if names
         ]
         raise UserError(f"{source}: the checkpoint's weights do not fit: {'; '.join(texts)}")
-    model.load_state_dict(state)
+    return state
+
+
+def _check_memory(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
+    """Refuses weights that share memory, which those of a model would not."""
+    needed = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    held = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in state.values()}.values())
+    if needed > 4 * held + 2**28:  # weights may have fewer bits there; tables that are not saved take something
+        raise UserError(f"{source}: the model takes {needed:,} bytes, but the checkpoint holds {held:,} for it")
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
     return bool(tensor.isfinite().all())
 
 
+def _list_not_finite(model: nn.Module, state: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of parameters and buffers that are not finite in `state`.
+
+    A buffer of one number may be NaN: it can stand for a value that a mechanism has not had yet.
+    """
+    parameters = {name for name, _ in model.named_parameters()}
+    return [name for name, x in state.items() if (x.ndim or name in parameters) and not _is_finite(x)]
+
+
 def _find_not_finite(stateful: Mapping[str, Stateful]) -> str | None:
-    """The name of a weight, or of a tensor of the optimiser, that is not finite. Buffers may be infinite by design."""
+    """The name of a weight, or of a tensor of the optimiser, that is not finite."""
     for key, source in stateful.items():
         if isinstance(source, nn.Module):
-            named = source.named_parameters()
+            bad = _list_not_finite(source, source.state_dict())
         elif isinstance(source, Optimizer):
             states = enumerate(source.state.values())
             named = ((f"{i}.{name}", x) for i, state in states for name, x in state.items() if torch.is_tensor(x))
+            bad = [name for name, tensor in named if not _is_finite(tensor)]
         else:
             continue
-        if bad := next((name for name, tensor in named if not _is_finite(tensor)), None):
-            return f"{key}.{bad}"
+        if bad:
+            return f"{key}.{bad[0]}"
     return None
 
 

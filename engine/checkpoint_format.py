@@ -6,17 +6,25 @@ plain values, ordered mappings and dense tensors; everything else is refused her
 """
 
 import io
+import json
+import math
 import pickle
 import pickletools
 import re
 import zipfile
 from collections import OrderedDict
+from collections.abc import Mapping, Set
 from typing import Any
 
+import safetensors.torch
 import torch
+from torch import Tensor
 
 MAX_PICKLE = 2**21
 """Bytes of the pickle, without the tensors' data; that of 5,000 tensors has 0.6 MB."""
+
+MAX_MEMBERS = 30_000
+"""Files in the archive, one for each tensor."""
 
 MAX_PLAIN = 10_000
 """Values in the metadata, with references written out: a value that contains itself would have no end."""
@@ -37,42 +45,102 @@ ITEM_SIZE = {
 """torch's storage types -> bytes of an element."""
 
 
+LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+"""How files of torch.save begin that are no archives, from before torch 1.6."""
+
+
+class ForeignFile(Exception):
+    """A file that is no checkpoint of this project. The message says what it seems to be."""
+
+
 def read_archive(content: bytes) -> dict[str, Any]:
-    """The checkpoint in the bytes of a file, in main memory, after `validate_pickle`, whose errors it raises."""
-    validate_pickle(content)
-    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    """The checkpoint in the archive `content`, as torch.save writes it, in main memory; the file need not be trusted.
 
-
-def validate_pickle(content: bytes) -> None:
-    """Checks the archive and the pickle of a checkpoint file without creating a tensor.
+    torch reads a copy, which is made here of what has been checked: that another reader may find other members in the
+    same file, or other sizes, makes no difference.
 
     Raises:
-        ValueError, pickle.UnpicklingError, zipfile.BadZipFile and others: the file holds anything that
-            `save_checkpoint` does not write, or claims more bytes than it has.
+        ForeignFile: a file of another program. ValueError, pickle.UnpicklingError, zipfile.BadZipFile and
+            others: the file holds anything that `save_checkpoint` does not write, claims more bytes than it has, or has
+            bytes that do not match their CRC.
     """
+    if content.startswith(LEGACY):
+        raise ForeignFile("a file of torch.save before torch 1.6")
+    members = _read_members(content)
+    _check_pickle(members["data.pkl"], {name: len(data) for name, data in members.items()})
+    copy = io.BytesIO()
+    with zipfile.ZipFile(copy, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(f"archive/{name}", data)
+    del members
+    copy.seek(0)
+    return torch.load(copy, map_location="cpu", weights_only=True)
+
+
+def read_safetensors(content: bytes) -> tuple[dict[str, Tensor], str]:
+    """The weights in a file of the safetensors format, and the metadata that `export_checkpoint` gave them.
+
+    Raises:
+        ForeignFile: without such metadata. Others: the file is damaged.
+    """
+    size = int.from_bytes(content[:8], "little")
+    if size > MAX_PICKLE:
+        raise ValueError(f"a header of more than {MAX_PICKLE} bytes")
+    weights = safetensors.torch.load(content)
+    header = json.loads(content[8 : 8 + size])
+    if "run" not in header.get("__metadata__", {}):
+        raise ForeignFile("weights in the safetensors format")
+    return weights, header["__metadata__"]["run"]
+
+
+def _read_members(content: bytes) -> dict[str, bytes]:
+    """Name in the archive -> bytes, which have been checked against their CRC."""
+    if content.count(b"PK\x01\x02") > MAX_MEMBERS:  # each makes an object of half a kilobyte
+        raise ValueError(f"an archive of more than {MAX_MEMBERS} files")
     with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        members = archive.infolist()
-        names = [member.filename for member in members]
-        if strange := [name for name in names if not MEMBER.fullmatch(name)]:
+        members = {member.filename.partition("/")[2]: member for member in archive.infolist()}
+        if strange := [member.filename for member in archive.infolist() if not MEMBER.fullmatch(member.filename)]:
             raise ValueError(f"an archive with {strange[0][:40]!r}")
-        if len(set(names)) < len(names) or sum(member.file_size for member in members) > len(content):
+        sizes = {name: member.file_size for name, member in members.items()}
+        if len(members) < len(archive.infolist()) or sum(sizes.values()) > len(content):
             raise ValueError("an archive that claims more than it holds")
-        if any(member.compress_type != zipfile.ZIP_STORED for member in members):
+        if any(member.compress_type != zipfile.ZIP_STORED for member in members.values()):
             raise ValueError("a compressed archive")
-        sizes = {name.partition("/")[2]: member.file_size for name, member in zip(names, members, strict=True)}
         if sizes.get("data.pkl", MAX_PICKLE + 1) > MAX_PICKLE:
             raise ValueError(f"no structure of at most {MAX_PICKLE} bytes")
-        structure = archive.read(next(name for name in names if name.endswith("/data.pkl")))
+        if min(member.header_offset for member in members.values()) or content[-22:-18] != b"PK\x05\x06":
+            raise ValueError("an archive with something before or after it")
+        return {name: archive.read(member) for name, member in members.items()}
 
-    num_put = 0
+
+def _check_pickle(structure: bytes, sizes: Mapping[str, int]) -> None:
+    """Checks the pickle of an archive with members of these `sizes`, without creating a tensor."""
+    num_put, names, problem = 0, set(), ""
     for operation, argument, _ in pickletools.genops(structure):
         if not OPERATIONS.fullmatch(operation.name):
-            raise ValueError(f"a pickle with {operation.name}")
+            problem = f"a pickle with {operation.name}"
         if operation.name in ("BINPUT", "LONG_BINPUT"):
             num_put += 1
             if argument > num_put:  # Python allocates a table of that size
-                raise ValueError("a pickle that numbers its objects at random")
+                problem = "a pickle that numbers its objects at random"
+        if operation.name == "BINUNICODE":
+            names.add(argument)
+    _refuse_foreign(names)
+    if problem:
+        raise ValueError(problem)
     _Reader(structure, sizes).load()
+
+
+def _refuse_foreign(names: Set[str]) -> None:
+    """Raises ForeignFile for a pickle that another program wrote, by the `names` in it."""
+    if {"config", "progress"} <= names:
+        return
+    if {"arch", "state_dict"} <= names:
+        raise ForeignFile("a checkpoint of timm's train.py")
+    if names & {"state_dict", "model"}:
+        raise ForeignFile("a checkpoint of another training script")
+    if any(name.endswith(("weight", "bias")) for name in names):
+        raise ForeignFile("a state dict, weights alone")
 
 
 class _Reader(pickle.Unpickler):
@@ -103,7 +171,8 @@ class _Reader(pickle.Unpickler):
 
 def _check_tensor(num_elements: int, offset: int, size: tuple, stride: tuple, *rest: Any) -> None:
     last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    if min((offset, *size, *stride)) < 0 or (0 not in size and last >= num_elements):
+    outside = 0 not in size and last >= num_elements
+    if min((offset, *size, *stride)) < 0 or outside or math.prod(size) > num_elements:  # or expanded: larger in a model
         raise ValueError(f"a tensor of size {size} in {num_elements} elements")
 
 

@@ -21,7 +21,7 @@ import yaml
 
 from attention import AttentionFactory
 from attention.options import OptionError, parse_options
-from engine.errors import UserError
+from engine.errors import UserError, one_line
 from engine.files import open_regular
 from engine.schema import Run, check_run
 from models import create_model, parse_model, resolve_attention
@@ -29,9 +29,6 @@ from models import create_model, parse_model, resolve_attention
 _MAX_BYTES, _MAX_DEPTH, _MAX_NODES = 2**15, 50, 2_000
 """Limits of a file: its size, the nesting of values and their number, with aliases written out. Files are not trusted,
 and PyYAML takes about a second for this much."""
-
-_MAX_MESSAGE = 500
-"""Length of a message in characters: a long value must not hide the problem."""
 
 _OTHER_BASE = re.compile(r"[-+]?(0[0-7_]+|.*:.*)")
 """Numbers that YAML 1.1 reads in base 8 or 60: ``010`` as 8, ``1:30`` as 90."""
@@ -44,7 +41,7 @@ class ConfigError(UserError):
     """A configuration that cannot be honoured. The message is one line that names the place."""
 
     def __init__(self, message: str):
-        super().__init__(_one_line(message))
+        super().__init__(one_line(message))
 
 
 @contextmanager
@@ -211,8 +208,9 @@ def override(tree: Tree, text: str) -> None:
         elif not isinstance(container, dict):
             raise ConfigError(f"{origin}: {where} is {container!r}, not a mapping; give {where} as a whole")
         if depth < len(path) - 1:
-            tree.origins.setdefault(path[: depth + 1], origin)
-            container = container.setdefault(name, {}) if isinstance(container, dict) else container[name]
+            if isinstance(container, dict) and name not in container:
+                container[name], tree.origins[path[: depth + 1]] = {}, origin
+            container = container[name]
         else:
             container[name] = new.values
     _forget(tree.origins, path)
@@ -232,7 +230,7 @@ def _parse(tree: Tree, world_size: int) -> Run:
         try:
             with torch.device("meta"):
                 create_model(name, attention=attention, **options)
-        except (RuntimeError, TypeError) as error:  # sizes beyond 64 bits
+        except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64 bits
             raise OptionError("model", f"cannot be built: {error}") from None
         run = dataclasses.replace(
             run, model={"name": name, **_plain(dataclasses.asdict(config))}, attention=_written_out(attention)
@@ -267,12 +265,6 @@ def _check_plain(value: Any, key: str) -> None:
         value.items() if isinstance(value, Mapping) else enumerate(value if isinstance(value, list) else ())
     ):
         _check_plain(item, f"{key}.{name}" if key else str(name))
-
-
-def _one_line(text: str) -> str:
-    """`text`, shortened, with escapes for characters that cannot be printed."""
-    text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[:_MAX_MESSAGE])
-    return text if len(text) < _MAX_MESSAGE else f"{text[: _MAX_MESSAGE - 3]}..."
 
 
 def _forget(origins: dict[Keys, str], path: Keys) -> None:

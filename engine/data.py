@@ -27,6 +27,7 @@ from timm.data.loader import PrefetchLoader, fast_collate
 from timm.data.mixup import mixup_target
 from timm.data.random_erasing import RandomErasing
 from timm.data.readers.reader import Reader
+from timm.layers import to_2tuple
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler, default_collate
 from tqdm import tqdm
@@ -258,10 +259,12 @@ def create_val_loader(
     *,
     img_size: int | tuple[int, int],
     num_classes: int,
-    batch_size: int,
+    batch_size: int | None = None,
     skip_broken: bool = False,
 ) -> Loader:
     """Validation loader alone, `batch_size` images per rank; over all ranks every image comes once.
+
+    By default a batch has 128 images, or fewer if they are larger than 256 x 256 pixels.
 
     An image that cannot be read ends the evaluation with `BrokenImage`, or is left out and counted (`skip_broken`).
 
@@ -272,6 +275,7 @@ def create_val_loader(
     _check_num_classes(val, num_classes)
     if world.is_primary:
         report_ignored("data.val_split", val)
+    batch_size = batch_size or max(1, min(128, 128 * 256**2 // math.prod(to_2tuple(img_size))))
     limit = math.inf if skip_broken else 0
     return _create_loader(val, _share(val, world), batch_size, run, world, img_size, False, limit)
 

@@ -7,8 +7,8 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
@@ -111,18 +111,47 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
 
 
 def write_verified(path: Path, content: bytes | memoryview) -> None:
-    """Writes `content` to `path`, after its SHA-256 beside it, so that any file there can be verified."""
-    write_atomically(digest_path(path), f"{hashlib.sha256(content).hexdigest()}  {path.name}\n".encode())
-    write_atomically(path, content)
+    """Writes `content` to `path`, and its SHA-256 beside it, so that any file there can be verified.
+
+    While a file is replaced, the digests of what it held and of what it will hold both stand beside it: whenever this
+    is interrupted, `path` holds all of one of the two, and is intact.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    new, old, known = hashlib.sha256(content).hexdigest(), _sha256(path), read_digests(path)
+    valid = [old] if old and (old in known or not known) else []
+    _write_digests(path, [new, *valid])
+    try:
+        write_atomically(path, content)
+    except OSError:
+        with suppress(OSError):
+            _write_digests(path, valid)
+        raise
+    if valid:
+        _write_digests(path, [new])
+
+
+def _write_digests(path: Path, digests: Sequence[str]) -> None:
+    """Writes `digests` beside `path`, in the format of sha256sum; without any, removes that file."""
+    if digests:
+        write_atomically(digest_path(path), "".join(f"{digest}  {path.name}\n" for digest in digests).encode())
+    else:
+        digest_path(path).unlink()
+
+
+def _sha256(path: Path) -> str | None:
+    """The SHA-256 of `path`, None if it cannot be read."""
+    try:
+        with open_regular(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None
 
 
 def is_intact(path: Path) -> bool:
-    """Whether `path` matches the SHA-256 stored beside it."""
-    try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest() == read_digest(path)
-    except OSError:
-        return False
+    """Whether `path` has a SHA-256 that stands beside it."""
+    return _sha256(path) in read_digests(path)
 
 
 def digest_path(path: Path) -> Path:
@@ -130,12 +159,13 @@ def digest_path(path: Path) -> Path:
     return path.with_name(path.name + ".sha256")
 
 
-def read_digest(path: Path) -> str | None:
-    """The SHA-256 stored beside `path`, None if none can be read."""
+def read_digests(path: Path) -> list[str]:
+    """The SHA-256 that stands beside `path`: none if it cannot be read, two while `path` is replaced."""
     try:
-        return read_regular(digest_path(path))[:64].decode()
-    except (UserError, UnicodeDecodeError):
-        return None
+        text = read_regular(digest_path(path), 1024).decode(errors="replace")
+    except UserError:
+        return []
+    return [line[:64] for line in text.split("\n")]
 
 
 def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
@@ -154,15 +184,18 @@ def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
     return open(descriptor, "rb")
 
 
-def read_regular(path: Path) -> bytes:
+def read_regular(path: Path, limit: int = -1) -> bytes:
     """The content of `path`, which must be a regular file: a link may lead anywhere, a pipe or device may never end.
+
+    Args:
+        limit: bytes to read at most; -1: all.
 
     Raises:
         UserError: it is not a regular file, or cannot be read.
     """
     try:
         with open_regular(path, os.O_NOFOLLOW) as file:
-            return file.read()
+            return file.read(limit)
     except MemoryError:
         raise UserError(f"{path}: larger than memory") from None
     except OSError as error:

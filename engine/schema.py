@@ -23,12 +23,12 @@ class Data:
     root: str | None = option(None, "directory that holds the two splits; digits need none")
     train_split: str = option("train", "folder (tar: NAME.tar, cache: NAME.npz) of training images below root")
     val_split: str = option("val", "folder (tar: NAME.tar, cache: NAME.npz) of validation images below root")
-    workers: int = option(8, "loader processes per rank", low=0)
+    workers: int = option(8, "loader processes per rank", low=0, high=256)
     max_broken: int = option(10, "broken training images that an epoch may leave out, over all ranks", low=0)
     broken_val: Literal["refuse", "skip"] = option(
         "refuse", "broken validation images: end the evaluation, or be left out, named and counted in its metrics"
     )
-    crop_pct: float = option(0.875, "validation: share of the resized image kept by the centre crop", above=0, high=1)
+    crop_pct: float = option(0.875, "validation: share of the resized image kept by the centre crop", low=0.25, high=1)
     interpolation: Literal["bicubic", "bilinear", "nearest"] = option("bicubic", "validation resize")
     mean: tuple[float] | tuple[float, float, float] = option(
         (0.485, 0.456, 0.406),
@@ -132,8 +132,11 @@ class Train:
         "fp16: optimiser steps in a row that loss scaling may skip, for a gradient that is not finite, before the run"
         " stops; it halves the loss scale, 65536 at first, at each",
         low=1,
+        high=10_000,
     )
-    timeout_minutes: float = option(10.0, "minutes for which a rank waits for the others before it fails", above=0)
+    timeout_minutes: float = option(
+        10.0, "minutes for which a rank waits for the others before it fails", above=0, high=10_080
+    )
     log_every: int = option(50, "optimiser steps between log lines", low=1)
 
 

@@ -1,5 +1,6 @@
 """What the model families share: the transformer block, and the parts of timm's model contract common to them."""
 
+import math
 from typing import Any, ClassVar
 
 from timm.layers import DropPath, LayerNorm, register_notrace_module, trunc_normal_
@@ -7,6 +8,9 @@ from timm.models import checkpoint
 from torch import Tensor, nn
 
 from attention import Attention, Grid, OptionError
+
+MAX_TOKENS = 2**16
+"""Largest grid of a model: masks and tables grow with it, and cost no weights that would show how large they are."""
 
 # fx tracing cannot follow the geometry that mechanisms compute from a grid: attention layers are leaves of its graphs.
 register_notrace_module(Attention)
@@ -111,6 +115,13 @@ def init_linear(module: nn.Module) -> None:
         trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+def check_tokens(grid: Grid) -> None:
+    """Raises an OptionError for a grid of more than `MAX_TOKENS`."""
+    if math.prod(grid) > MAX_TOKENS:
+        problem = f"makes {grid[0]} x {grid[1]} tokens, above the largest valid number {MAX_TOKENS}; lower it"
+        raise OptionError("model.img_size", problem)
 
 
 def check_heads(dim: int, num_heads: int) -> None:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from attention import AttentionFactory, Grid, OptionError
 from attention.options import option
-from models.base import Backbone, Block, check_heads
+from models.base import Backbone, Block, check_heads, check_tokens
 
 
 class TokenMlp(Mlp):
@@ -58,14 +58,14 @@ class Deit(Backbone):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        img_size: int | tuple[int, int] = option(224, "image side, or height and width; pixels", low=1)
+        img_size: int | tuple[int, int] = option(224, "image side, or height and width; pixels", low=1, high=4096)
         patch_size: int = option(16, "side of a patch, pixels", low=1)
         in_chans: int = option(3, "image channels", low=1)
         num_classes: int = option(1000, "classes; 0: no classifier", low=0)
         embed_dim: int = option(192, "channels of a token", low=1)
-        depth: int = option(12, "blocks", low=1, high=1000)
+        depth: int = option(12, "blocks", low=1, high=100)
         num_heads: int = option(3, "attention heads of a block", low=1)
-        mlp_ratio: float = option(4.0, "width of the MLP over that of a token", above=0)
+        mlp_ratio: float = option(4.0, "width of the MLP over that of a token", above=0, high=64)
         qkv_bias: bool = option(True, "bias of the query, key and value projections")
         stem: Literal["linear", "conv"] = option("linear", "patch embedding: linear, or strided convolutions")
         class_token: bool = option(False, "a class token before the patches")
@@ -92,6 +92,7 @@ class Deit(Backbone):
                         "model.img_size",
                         f" = {side} is not a multiple of patch_size = {self.patch_size}; nearest: {valid}",
                     )
+            check_tokens(tuple(side // self.patch_size for side in to_2tuple(self.img_size)))
             if self.global_pool == "token" and not self.class_token:
                 raise OptionError("model.global_pool", " = token needs class_token: true")
             if self.stem == "conv":

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from attention import AttentionFactory, Grid
 from attention.options import option
-from models.base import Backbone, Block, check_heads
+from models.base import Backbone, Block, check_heads, check_tokens
 
 
 class OverlapPatchEmbed(nn.Module):
@@ -76,15 +76,18 @@ class Pvt(Backbone):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         img_size: int | tuple[int, int] = option(
-            224, "image side, or height and width, that attention is built for; pixels. Others are accepted", low=1
+            224,
+            "image side, or height and width, that attention is built for; pixels. Others are accepted",
+            low=1,
+            high=4096,
         )
         in_chans: int = option(3, "image channels", low=1)
         num_classes: int = option(1000, "classes; 0: no classifier", low=0)
         embed_dims: tuple[int, int, int, int] = option((64, 128, 320, 512), "channels of a token, per stage", low=1)
-        depths: tuple[int, int, int, int] = option((3, 4, 6, 3), "blocks per stage", low=1, high=1000)
+        depths: tuple[int, int, int, int] = option((3, 4, 6, 3), "blocks per stage", low=1, high=100)
         num_heads: tuple[int, int, int, int] = option((1, 2, 5, 8), "attention heads of a block, per stage", low=1)
         mlp_ratios: tuple[float, float, float, float] = option(
-            (8.0, 8.0, 4.0, 4.0), "width of the MLP over that of a token, per stage", above=0
+            (8.0, 8.0, 4.0, 4.0), "width of the MLP over that of a token, per stage", above=0, high=64
         )
         mlp_relu: bool = option(False, "ReLU before an MLP's convolution, as in PVT-v2-Li (with attention linear_sra)")
         reductions: tuple[int, int, int, int] = option(
@@ -97,6 +100,7 @@ class Pvt(Backbone):
         drop_path_rate: float = option(0.0, "stochastic depth: rate of the last block, linear from 0", low=0, below=1)
 
         def __post_init__(self):
+            check_tokens(tuple(math.ceil(side / 4) for side in to_2tuple(self.img_size)))
             for dim, num_heads in zip(self.embed_dims, self.num_heads, strict=True):
                 check_heads(dim, num_heads)
 

@@ -105,7 +105,7 @@ class Clustered(Attention):
         num_clusters: int = option(49, "clusters of queries", low=1)
         num_top_keys: int = option(32, "keys k that each query weighs anew (improved clustered); 0: clustered", low=0)
         num_bits: int = option(63, "hash bits of a query", low=1, high=63)
-        num_iterations: int = option(10, "iterations of Lloyd's algorithm", low=0)
+        num_iterations: int = option(10, "iterations of Lloyd's algorithm", low=0, high=1000)
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)

@@ -46,7 +46,7 @@ class LinearSra(Attention):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        pool_size: int = option(7, "side of the pooled grid in bins", low=1)
+        pool_size: int = option(7, "side of the pooled grid in bins", low=1, high=64)
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def __init__(self, context: LayerContext, config: Config):

@@ -94,8 +94,10 @@ class Ra(Attention):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_samples: int = option(1, "samples per query in training", low=1)
-        num_eval_samples: int = option(1, "samples per query in evaluation; acts where evaluation is random", low=1)
+        num_samples: int = option(1, "samples per query in training", low=1, high=1024)
+        num_eval_samples: int = option(
+            1, "samples per query in evaluation; acts where evaluation is random", low=1, high=1024
+        )
         proposal: Proposal = option("unbiased", "key that centres a sample: drawn, mean by attention, or plain mean")
         hyperbolic: bool = option(False, "hyperbolic instead of positive features")
         released: bool = released_option()

@@ -121,7 +121,7 @@ class Reformer(Attention):
         chunk_size: int = option(
             49, "tokens c of a chunk, which attends to 2c keys; N / c chunks, 2N / c buckets", low=1
         )
-        num_rounds: int = option(4, "rounds l of hashing", low=1)
+        num_rounds: int = option(4, "rounds l of hashing", low=1, high=64)
         same_bucket: bool = option(False, "attend within a bucket alone, not to all of a chunk and the one before")
 
     def __init__(self, context: LayerContext, config: Config):

@@ -3,17 +3,24 @@
 The rows C1 to C4 of the stress suite.
 """
 
+import copy
+import errno
 import io
+import itertools
 import json
+import math
 import os
 import pickle
 import random
 import resource
+import struct
 import subprocess
 import threading
 import time
 import zipfile
+import zlib
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +30,10 @@ import timm
 import torch
 from torch import nn
 
+import engine.checkpoint as checkpoint_module
 import validate
+from attention import create_attention
+from engine import files
 from engine.checkpoint import (
     Checkpoints,
     Progress,
@@ -34,15 +44,17 @@ from engine.checkpoint import (
     list_checkpoints,
     load_checkpoint,
     load_weights,
+    parse_checkpoint,
     rank_epoch,
     save_checkpoint,
 )
 from engine.config import dump_run, load_run
 from engine.distributed import World
 from engine.errors import UserError
+from engine.files import digest_path
 from models import create_model
-from tests.engine.test_resume import light_and_full
-from tests.support.launcher import ROOT
+from tests.engine.test_resume import digest, light_and_full
+from tests.support.launcher import ROOT, ForkServer
 
 ALONE = World(torch.device("cpu"))
 OPTIONS = ["model.depth=1", "model.embed_dim=24", "model.img_size=8", "attention={name: softmax}", "data.workers=0"]
@@ -80,6 +92,105 @@ def test_a_failed_save_leaves_the_old_file(whole, tmp_path: Path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.pt", "last.pt.sha256"]
     done = subprocess.run(["sha256sum", "--check", "last.pt.sha256"], cwd=tmp_path, capture_output=True, text=True)
     assert done.stdout == "last.pt: OK\n"
+
+
+def export_plain(path: Path, checkpoint: dict) -> None:
+    export_checkpoint(path, checkpoint, "plain")
+
+
+WRITERS = {"checkpoint": (save_checkpoint, "x.pt"), "export": (export_plain, "x.safetensors")}
+
+
+def step_of(path: Path) -> int:
+    return load_checkpoint(path, need_digest=True)["progress"]["step"]
+
+
+def end_at(call: int, renamed: bool) -> Callable:
+    """os.replace that ends the program at that call, before or after it has renamed the file."""
+    replace, calls = os.replace, itertools.count(1)
+
+    def function(source: Path, target: Path) -> None:
+        is_call = next(calls) == call
+        if renamed or not is_call:
+            replace(source, target)
+        if is_call:
+            raise KeyboardInterrupt
+
+    return function
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_a_file_that_is_replaced_is_whole_whenever_that_ends(
+    writer: str, whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Ended before and after every rename, as by a kill."""
+    write, name = WRITERS[writer]
+    path = tmp_path / name
+    for call, renamed in itertools.product((1, 2, 3), (False, True)):
+        write(path, change(whole, progress__step=1))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", end_at(call, renamed))
+            with pytest.raises(KeyboardInterrupt):
+                write(path, change(whole, progress__step=2))
+        assert step_of(path) == (1 if (call, renamed) < (2, True) else 2)
+    write(path, change(whole, progress__step=3))
+    done = subprocess.run(["sha256sum", "--check", f"{name}.sha256"], cwd=tmp_path, capture_output=True, text=True)
+    assert (step_of(path), done.stdout) == (3, f"{name}: OK\n")
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_file_is_unchanged_where_a_new_one_cannot_be_written(
+    call: int, writer: str, whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    write, name = WRITERS[writer]
+    path, write_atomically, calls = tmp_path / name, files.write_atomically, itertools.count(1)
+    write(path, change(whole, progress__step=1))
+
+    def fill_disk(target: Path, content: bytes) -> None:
+        if next(calls) == call:
+            raise OSError(errno.ENOSPC, "No space left on device", str(target))
+        write_atomically(target, content)
+
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "write_atomically", fill_disk)
+        problem = f"{path}: cannot be written: No space left on device; what was there is unchanged"
+        with pytest.raises(UserError if writer == "export" else OSError) as caught:
+            write(path, change(whole, progress__step=2))
+    assert writer == "checkpoint" or str(caught.value) == problem
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
+def test_a_file_without_a_digest_is_whole_while_it_is_replaced(whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path = tmp_path / "x.safetensors"
+    export_plain(path, whole)
+    digest_path(path).unlink()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", end_at(2, renamed=False))
+        with pytest.raises(KeyboardInterrupt):
+            export_plain(path, change(whole, progress__step=2))
+    assert step_of(path) == 3
+
+
+@pytest.mark.parametrize("text", [b"", b"\n", b"\xff", b"0" * 64])
+def test_a_digest_that_is_damaged_is_not_that_of_the_file(text: bytes, whole, tmp_path: Path):
+    save_checkpoint(tmp_path / "x.pt", whole)
+    digest_path(tmp_path / "x.pt").write_bytes(text)
+    with pytest.raises(UserError, match="damaged"):
+        load_checkpoint(tmp_path / "x.pt")
+
+
+def test_a_file_may_be_replaced_while_it_is_read(whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, read_regular = tmp_path / "x.pt", checkpoint_module.read_regular
+    save_checkpoint(path, change(whole, progress__step=1))
+
+    def replace_and_read(path: Path) -> bytes:
+        save_checkpoint(path, change(whole, progress__step=2))
+        return read_regular(path)
+
+    monkeypatch.setattr(checkpoint_module, "read_regular", replace_and_read)
+    assert step_of(path) == 2
 
 
 def test_only_plain_types_are_loaded(whole, tmp_path: Path):
@@ -287,6 +398,24 @@ def test_weights_that_are_not_finite_are_not_saved(checkpoints: Checkpoints, tmp
     assert not list(tmp_path.iterdir())
 
 
+def test_buffers_that_are_not_finite_are_neither_saved_nor_loaded(checkpoints: Checkpoints, tmp_path: Path):
+    model = nn.BatchNorm1d(3)
+    model.running_var[1] = math.nan
+    with pytest.raises(FloatingPointError, match=r"step 0: model\.running_var is not finite"):
+        checkpoints.save(Progress(), {"model": model})
+    assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match="x: the checkpoint's weights do not fit: 1 not finite: running_var"):
+        load_weights(nn.BatchNorm1d(3), model.state_dict(), "x")
+
+
+def test_a_number_that_a_mechanism_has_not_had_yet_may_be_nan(checkpoints: Checkpoints, tmp_path: Path):
+    context = {"dim": 8, "num_heads": 2, "grid": (3, 5)}
+    model = create_attention("performer", **context, num_samples=5, feature_redraw_interval=2)
+    assert model.last_draw.isnan()
+    checkpoints.save(Progress(), {"model": model})
+    load_weights(model, find_checkpoint(tmp_path, "last")[1]["model"], "x")
+
+
 def test_a_directory_without_checkpoints(checkpoints: Checkpoints, tmp_path: Path):
     assert find_checkpoint(tmp_path, "last") is find_checkpoint(tmp_path, "best") is None
     assert checkpoints.restore({}) == Progress()
@@ -330,6 +459,22 @@ def test_every_damage_is_noticed(amount: int, whole, tmp_path: Path, figure: Cal
     path.write_bytes(content)
     assert load_checkpoint(path)
     figure("C1", f"{noticed}/{len(damages)} damages noticed")
+
+
+@light_and_full(30, 3000)
+def test_without_a_digest_a_flipped_bit_changes_nothing_or_is_noticed(amount: int, whole, figure: Callable):
+    """What it may change is the date of a member, or a byte that fills a gap."""
+    content, rng, noticed = saved(whole), random.Random(0), 0
+    expected = digest(parse_checkpoint(content, "x"))
+    for _ in range(amount):
+        place = rng.randrange(len(content))
+        damaged = content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :]
+        try:
+            assert digest(parse_checkpoint(damaged, "x")) == expected
+        except UserError:
+            noticed += 1
+    assert noticed > amount // 3
+    figure("C1", f"without a digest, {noticed}/{amount} flipped bits noticed, the others change no value")
 
 
 # C2
@@ -389,9 +534,7 @@ def hostile_files(directory: Path, whole: dict) -> dict[str, Path]:
         "deep": with_pickle(content, deep),
         "long": with_pickle(content, b"\x80\x02" + b"N0" * 2**20 + b"N."),
     }
-    buffer = io.BytesIO()
-    torch.save(whole | {"config": bomb}, buffer)
-    contents["aliases"] = buffer.getvalue()
+    contents["aliases"] = saved(whole | {"config": bomb})
     paths = {name: directory / f"{name}.pt" for name in (*contents, "link", "FIFO", "device")}
     for name, value in contents.items():
         paths[name].write_bytes(value)
@@ -417,13 +560,138 @@ def claim_terabyte(structure: bytes) -> bytes:
     return structure[:place] + b"\x8a\x05" + (2**38).to_bytes(5, "little") + structure[end:]
 
 
+def change(whole: dict, **values) -> dict:
+    """`whole` with other values at dotted paths, which are written with `__`."""
+    changed = copy.deepcopy(whole)
+    for path, value in values.items():
+        *keys, last = path.split("__")
+        container = changed
+        for key in keys:
+            container = container[key]
+        container[last] = value
+    return changed
+
+
+def claim_storage(whole: dict, **options: int) -> dict:
+    """A model with these options, all of whose weights share one storage."""
+    changed = change(whole, **{f"config__model__{name}": value for name, value in options.items()})
+    with torch.device("meta"):
+        model = create_model(attention=changed["config"]["attention"], **changed["config"]["model"])
+    shared = torch.zeros(max(x.numel() for x in model.state_dict().values()))
+    weights = {name: shared[: x.numel()].view(x.shape) for name, x in model.state_dict().items()}
+    return changed | {"model": weights, "model_ema": weights}
+
+
+def two_directories(content: bytes) -> bytes:
+    """An archive before which another one stands, with a directory of its own at the offset that both state.
+
+    Python counts that offset from the start of the archive, torch from the start of the file, where the first weight
+    has 16 MB.
+    """
+    content, name, size = with_members(content, {}), b"archive/data/0", 2**24
+    start = int.from_bytes(content[-6:-2], "little")
+    directory, packer = bytearray(content[start:-22]), zlib.compressobj(wbits=-15)
+    data, crc = packer.compress(bytes(size)) + packer.flush(), zlib.crc32(bytes(size))
+    entry = directory.index(name) - 46
+    struct.pack_into("<H", directory, entry + 10, zipfile.ZIP_DEFLATED)
+    struct.pack_into("<3L", directory, entry + 16, crc, len(data), size)
+    struct.pack_into("<L", directory, entry + 42, start + len(directory))
+    header = struct.pack("<4s5H3L2H", b"PK\3\4", 20, 0, 8, 0, 33, crc, len(data), size, len(name), 0)
+    return content[:start] + directory + header + name + data + content
+
+
+def flip_bit(content: bytes) -> bytes:
+    """A bit of a weight."""
+    place = content.index(torch.full((4,), 0.75).numpy().tobytes())
+    return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
+
+
+def saved(checkpoint: dict) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(checkpoint, buffer)
+    return buffer.getvalue()
+
+
+def hostile_checkpoints(directory: Path, whole: dict) -> dict[str, Path]:
+    """Files that are archives of plain values, as far as a glance shows."""
+    content, bias, stem = saved(whole), whole["model"]["head.bias"], "patch_embed.proj.1.running_var"
+    config = [
+        ("model__depth", 1000),
+        ("model__img_size", 10**6),
+        ("model__img_size", 4096),
+        ("model__num_classes", 10**9),
+        ("model__mlp_ratio", 1e300),
+        ("model__reg_tokens", 10**9),
+        ("model__in_chans", 10**9),
+        ("model__embed_dim", 24 * 10**15),
+        ("model__name", "\x1b[2J"),
+        ("model__\x1b[2J", 1),
+        ("model", []),
+        ("attention", {"name": "reformer", "num_rounds": 10**9}),
+        ("attention", {"name": "ra", "num_eval_samples": 10**9}),
+        ("attention", {"name": "bigbird", "num_random": 10**9}),
+        ("data", 5),
+        ("data__crop_pct", 0.002),
+        ("data__root", "\x1b[2J"),
+        ("data__mean", [math.nan] * 3),
+        ("train__timeout_minutes", 1e300),
+        ("train__seed", 10**400),
+    ]
+    progress = [
+        ("epoch", "\x1b[2J"),
+        ("step", -1),
+        ("images", 10**30),
+        ("ranking", [[1.0]]),
+        ("metrics", {"top1": "\x1b[2J"}),
+    ]
+    changes = [("config__" + key, value) for key, value in config]
+    changes += [("progress__" + key, value) for key, value in progress]
+    contents = {f"{key}={value!r}"[:80]: saved(change(whole, **{key: value})) for key, value in changes}
+    contents |= {
+        "progress": saved(whole | {"progress": [1, 2]}),
+        "wide and deep": saved(claim_storage(whole, embed_dim=1008, depth=8)),
+        "expanded": saved(change(whole, **{"model__head.bias": torch.zeros(1).expand(10)})),
+        "name": saved(change(whole, **{"model__\x1b[2J\n": bias})),
+        "NaN in BatchNorm": saved(change(whole, **{f"model__{stem}": torch.full_like(whole["model"][stem], math.nan)})),
+        "infinite average": saved(change(whole, **{"model_ema__head.bias": bias / 0})),
+        "flipped bit": flip_bit(saved(change(whole, **{"model__head.bias": torch.full((10,), 0.75)}))),
+        "prefix": b"#!/bin/sh\n" + content,
+        "suffix": content + b"\n",
+        "comment": content[:-2] + b"\x04\0PK\5\6",
+        "two directories": two_directories(content),
+        "two structures": with_members(content, {"other/data.pkl": b"\x80\x02}."}),
+        "many files": b"PK\1\2" * 40_000 + content,
+        "half": content[: len(content) // 2],
+        "empty archive": archive({}),
+    }
+    paths = {name: directory / f"{i}.pt" for i, name in enumerate(contents)}
+    for name, value in contents.items():
+        paths[name].write_bytes(value)
+    return paths
+
+
+def with_members(content: bytes, more: dict[str, bytes]) -> bytes:
+    """The archive `content` with more members."""
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        return archive({name: file.read(name) for name in file.namelist()} | more)
+
+
+@contextmanager
+def little_memory(amount: int = 2**30):
+    """Inside it, no more memory than that can be had."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + amount, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 def test_hostile_files_do_nothing(whole, tmp_path: Path, figure: Callable):
     """Within 2 s each, and 1 GB of memory beyond what the imports take."""
     paths, slowest = hostile_files(tmp_path, whole), 0.0
-    used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, before[1]))
-    try:
+    with little_memory():
         for path in paths.values():
             begin = time.process_time()
             with pytest.raises(UserError) as caught:  # noqa: PT012
@@ -432,12 +700,50 @@ def test_hostile_files_do_nothing(whole, tmp_path: Path, figure: Callable):
             slowest = max(slowest, time.process_time() - begin)
             assert "\n" not in str(caught.value)
             assert "MemoryError" not in str(caught.value)
-    finally:
-        resource.setrlimit(resource.RLIMIT_AS, before)
     assert load_checkpoint(tmp_path / "good")
     assert not (tmp_path / "canary").exists()
     assert slowest < 2
     figure("C2", f"{len(paths)}/{len(paths)} hostile files refused, the slowest after {slowest:.2f} s")
+
+
+def test_hostile_checkpoints_are_refused_before_any_evaluation(
+    whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, figure: Callable
+):
+    monkeypatch.setattr(validate, "evaluate", lambda *args: pytest.fail("evaluated"))
+    paths, slowest = hostile_checkpoints(tmp_path, whole), 0.0
+    with little_memory():
+        for name, path in paths.items():
+            begin = time.process_time()
+            with pytest.raises(SystemExit) as caught:
+                validate.main([str(path), "data.workers=0"])
+            slowest = max(slowest, time.process_time() - begin)
+            error = capsys.readouterr().err
+            assert (name, caught.value.code) == (name, 2)
+            assert error.startswith("error: ")
+            assert error[:-1].isprintable(), (name, error)
+    assert slowest < 2
+    figure("C2", f"{len(paths)}/{len(paths)} hostile checkpoints refused, the slowest after {slowest:.2f} s")
+
+
+@pytest.mark.stress
+def test_what_hostile_files_cost(whole, fork_server: ForkServer, tmp_path: Path, figure: Callable):
+    """validate.py on each of them, in a process of its own: status, time, memory beyond that of the imports."""
+    paths = hostile_files(tmp_path, whole) | hostile_checkpoints(tmp_path, whole)
+    sound = tmp_path / "sound.pt"
+    sound.write_bytes(saved(change(whole, config__data__workers=10**6)))  # without effect
+    assert fork_server.run([str(sound)], tmp_path / "log", script="validate")[0] == [0]
+    for name, path in paths.items():
+        begin = time.monotonic()
+        statuses, job = fork_server.run([str(path)], tmp_path / "log", script="validate")
+        seconds, megabytes = time.monotonic() - begin, float(job.recorded("peak")[0][0])
+        figure("C2", f"{name[:60]!r}: status {statuses[0]}, {seconds:.1f} s, {megabytes:.0f} MB")
+        assert statuses == [2], job.text
+        assert seconds < 10
+        assert megabytes < 1024
+        assert job.text.startswith("error: ")
+        assert job.text[:-1].isprintable()
+    assert not (tmp_path / "canary").exists()
+    figure("C2", f"{len(paths)}/{len(paths)} hostile files refused in one line by validate.py")
 
 
 # C3
@@ -556,9 +862,9 @@ def test_an_export_of_an_earlier_version_held_the_average(decay: float | None, k
 
 def test_export_by_the_command(whole, tmp_path: Path, capsys: pytest.CaptureFixture):
     save_checkpoint(tmp_path / "x.pt", whole)
-    validate.main([str(tmp_path / "x.pt"), "--export", str(tmp_path / "x.safetensors"), "--json"])
+    validate.main([str(tmp_path / "x.pt"), "--export", str(tmp_path / "x.safetensors"), "data.workers=0", "--json"])
     first = json.loads(capsys.readouterr().out)
-    validate.main([str(tmp_path / "x.safetensors"), "--json"])
+    validate.main([str(tmp_path / "x.safetensors"), "data.workers=0", "--json"])
     assert json.loads(capsys.readouterr().out) == {
         "ema": first["ema"] | {"checkpoint": str(tmp_path / "x.safetensors")}
     }

@@ -337,7 +337,6 @@ def test_nonsense_is_refused(tmp_path, key):
 
 
 WITHOUT_HIGH = {
-    "data.workers": "of processes that the machine can have",
     "data.max_broken": "of the images that there are",
     "train.seed": "any number is one",
     "train.eval_every": "above the epochs: the last alone",
@@ -345,7 +344,6 @@ WITHOUT_HIGH = {
     "train.checkpoint_minutes": "above the run's time: none",
     "train.checkpoint_steps": "above the epoch's steps: none",
     "train.max_skipped": "above the run's steps: all may be skipped",
-    "train.timeout_minutes": "of what a launch is to wait for",
     "train.log_every": "above the epoch's steps: one line at its end",
 }
 """Options without an upper bound, and what large values mean."""

@@ -17,7 +17,7 @@ import yaml
 from timm.optim import list_optimizers
 
 from attention.options import OptionError
-from engine.checkpoint import find_checkpoint, list_differences, save_checkpoint
+from engine.checkpoint import find_checkpoint, list_checkpoints, list_differences, save_checkpoint
 from engine.optim import check_optimizer
 from engine.schema import Optim
 from tests.support.launcher import Fault, ForkServer, Job
@@ -168,6 +168,28 @@ def test_a_killed_run_ends_in_the_same_bits(place: str, amount: int, runs: Runs,
     for _ in range(amount):
         assert runs.survives(choose_kill(rng, place)) == [-9]
     figure("R1", f"{amount}/{amount} runs killed in {place} end in the same SHA-256")
+
+
+@pytest.mark.stress
+def test_a_run_killed_in_the_second_save_of_a_step_ends_in_the_same_bits(runs: Runs, figure: Callable):
+    """The first was damaged afterwards. Killed before each rename, at each flush to the disk, and within writing."""
+    killed, signal = 0, ("engine.evaluate.autocast", 1, "SIGTERM")
+    kills = [("os.replace", call, "SIGKILL") for call in range(1, 6)]
+    kills += [("os.fsync", call, "SIGKILL") for call in range(1, 11, 2)]
+    kills += [("engine.files.write_atomically", call, "half") for call in range(1, 5)]
+    for kill in kills:
+        statuses, _, output = runs.launch(signal)
+        assert statuses == [75]
+        newest = list_checkpoints(output)[0]
+        newest.write_bytes(newest.read_bytes()[:-1])
+        (status,), before, _ = runs.launch(kill, signal, output=output)
+        assert status in (-9, 75)
+        killed += status == -9
+        statuses, job, _ = runs.launch(output=output)
+        assert statuses == [0], job.text
+        assert outcome(job, output, before) == runs.expected, kill
+    assert killed >= len(kills) // 2
+    figure("R1", f"{killed}/{killed} runs killed in saving a step a second time end in the same SHA-256")
 
 
 def test_an_evaluation_may_be_all_that_is_left(runs: Runs):

@@ -1,15 +1,21 @@
 """validate.py from a short run on the digits to its report."""
 
+import argparse
 import json
 import math
+import os
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 
 import train
 import validate
 from engine.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
+from engine.config import parse_run
+from engine.data import create_val_loader
+from engine.distributed import World
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -38,7 +44,7 @@ def run_directory(tmp_path_factory):
 
 
 def read_report(capsys, *arguments) -> dict:
-    validate.main([*map(str, arguments), "--json"])
+    validate.main([*map(str, arguments), "data.workers=0", "--json"])
     return json.loads(capsys.readouterr().out)
 
 
@@ -99,11 +105,11 @@ def test_the_former_meaning_of_weights_says_its_new_name(run_directory, capsys):
 def test_other_class_names_are_warned_of(run_directory, tmp_path, capsys):
     _, checkpoint = find_checkpoint(run_directory, "last")
     save_checkpoint(tmp_path / "x.pt", checkpoint | {"classes": [*"012345678", "ten\x1b[0m"]})
-    validate.main([str(tmp_path / "x.pt"), "--weights", "plain"])
+    validate.main([str(tmp_path / "x.pt"), "--weights", "plain", "data.workers=0"])
     (line,) = capsys.readouterr().err.splitlines()
     names = "only in the checkpoint: 'ten\\x1b[0m' (1); only in the data: 9 (1)"
     assert line == f"warning: the classes are not those of the training: {names}"
-    validate.main([str(run_directory), "--weights", "plain"])
+    validate.main([str(run_directory), "--weights", "plain", "data.workers=0"])
     assert not capsys.readouterr().err
 
 
@@ -122,7 +128,7 @@ def test_the_checkpoint_is_enough(run_directory, tmp_path, capsys):
 def test_two_processes_report_the_same(run_directory, fork_server, tmp_path):
     reports = []
     for ranks in (1, 2):
-        command = [str(run_directory), "--json"]
+        command = [str(run_directory), "data.workers=0", "--json"]
         statuses, job = fork_server.run(command, tmp_path / "log", ranks=ranks, script="validate")
         assert statuses == [0] * ranks, job.text
         (line,) = [line for line in job.text.splitlines() if line.startswith("{")]
@@ -132,7 +138,7 @@ def test_two_processes_report_the_same(run_directory, fork_server, tmp_path):
 
 def test_the_table_has_one_line_for_each_set_of_weights(run_directory, capsys):
     report = read_report(capsys, run_directory)
-    validate.main([str(run_directory)])
+    validate.main([str(run_directory), "data.workers=0"])
     header, plain, ema = capsys.readouterr().out.splitlines()
     assert header.split() == ["weights", "images", "top-1", "%", "top-5", "%", "loss", "epoch", "checkpoint"]
     for line, name in ((plain, "plain"), (ema, "ema")):
@@ -157,8 +163,13 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
         (["."], ".: no checkpoint there"),
         (["text.pt"], "text.pt: damaged, or no checkpoint that can be loaded safely"),
         (["half.pt"], "half.pt: damaged, or no checkpoint that can be loaded safely"),
-        (["state.pt"], "state.pt: no checkpoint of train.py: it holds no configuration"),
         (["plain.pt", "--weights", "ema"], "plain.pt: holds no ema weights, only plain"),
+        (["state.pt"], "state.pt: no checkpoint of train.py: it holds no configuration; it seems to be a state dict"),
+        (["timm.pth.tar"], "it seems to be a checkpoint of timm's train.py, and timm.create_model(NAME, attention="),
+        (["other.pth"], "it seems to be a checkpoint of another training script"),
+        (["old.pth"], "it seems to be a file of torch.save before torch 1.6"),
+        (["plain.safetensors"], "it seems to be weights in the safetensors format"),
+        (["good.pt", "--export", "nowhere/x.safetensors"], "nowhere/x.safetensors: no directory 'nowhere'"),
         (["good.pt", "data.rot=/data"], "data.rot: unknown option; did you mean 'root'?"),
         (["good.pt", "data.dataset=folder"], "data.root: required for data.dataset=folder"),
         (["good.pt", "model.num_classes=11"], "model.num_classes = 11, but the images have 10 classes"),
@@ -173,10 +184,15 @@ def test_bad_input_is_one_line(run_directory, tmp_path, monkeypatch, capsys, arg
     Path("good.pt").write_bytes(content)
     Path("half.pt").write_bytes(content[: len(content) // 2])
     Path("text.pt").write_text("model: deit\n")
-    torch.save({"weight": torch.zeros(3)}, "state.pt")
     plain = torch.load("good.pt")
     del plain["model_ema"]
     torch.save(plain, "plain.pt")
+    weights, args = {"weight": torch.zeros(3)}, argparse.Namespace(model="vit_tiny_patch16_224")
+    torch.save(weights, "state.pt")
+    torch.save(weights, "old.pth", _use_new_zipfile_serialization=False)
+    torch.save({"epoch": 1, "arch": "vit", "state_dict": weights, "args": args}, "timm.pth.tar")
+    torch.save({"model": weights, "optimizer": {}, "args": args}, "other.pth")
+    safetensors.torch.save_file(weights, "plain.safetensors")
     before = sorted(tmp_path.iterdir())
     with pytest.raises(SystemExit) as caught:
         validate.main(arguments)
@@ -185,6 +201,37 @@ def test_bad_input_is_one_line(run_directory, tmp_path, monkeypatch, capsys, arg
     assert (output.out, output.err.count("\n")) == ("", 1)
     assert problem in output.err
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("option", [[], ["data.workers=3"]])
+def test_a_file_does_not_decide_how_many_processes_start(run_directory, tmp_path, monkeypatch, option):
+    runs = []
+    monkeypatch.setattr(validate, "validate", lambda run, *args: runs.append(run) or {"plain": {}, "ema": {}})
+    _, checkpoint = find_checkpoint(run_directory, "last")
+    checkpoint["config"]["data"]["workers"] = 10**6
+    torch.save(checkpoint, tmp_path / "x.pt")
+    validate.main([str(tmp_path / "x.pt"), "--json", *option])
+    assert runs[0].data.workers == (3 if option else min(8, os.cpu_count()))
+
+
+@pytest.mark.parametrize(("img_size", "expected"), [(56, 128), ([512, 256], 64), (4096, 1)])
+def test_large_images_come_in_small_batches(run_directory, img_size, expected):
+    run = parse_run(find_checkpoint(run_directory, "last")[1]["config"], "x")
+    loader = create_val_loader(run, World(torch.device("cpu")), img_size=img_size, num_classes=10)
+    assert loader.batch_size == expected
+
+
+def test_results_are_printed_before_an_export_that_fails(run_directory, tmp_path, capsys):
+    (tmp_path / "x.safetensors").mkdir()
+    with pytest.raises(SystemExit) as caught:
+        validate.main([str(run_directory), "data.workers=0", "--export", str(tmp_path / "x.safetensors")])
+    output = capsys.readouterr()
+    assert caught.value.code == 2
+    assert "top-1" in output.out
+    assert (
+        output.err
+        == f"error: {tmp_path}/x.safetensors: cannot be written: Is a directory; what was there is unchanged\n"
+    )
 
 
 def test_batch_size_must_be_positive(run_directory, capsys):

@@ -224,6 +224,7 @@ def run_child(request: dict[str, Any]) -> None:
     """Runs the script in this process, one of a job, and ends it."""
     global RECORDS
     RECORDS = Path(f"{request['log']}.{request['rank']}")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # MB
     log = os.open(request["log"], os.O_WRONLY | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)
@@ -249,6 +250,7 @@ def run_child(request: dict[str, Any]) -> None:
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
+        record("peak", resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024 - before)
         os._exit(status)
 
 
