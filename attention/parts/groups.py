@@ -20,11 +20,13 @@ class Groups(NamedTuple):
     Attributes:
         index: (G, c, t) int64 raster indices; padding points at some token. valid: (G, c, t) bool, false at padding.
         tiles: the windows of the grid that the groups are, without padding; None where they are none.
+        padded_means: whether means divide by t, and not by the number of members.
     """
 
     index: Tensor
     valid: Tensor
     tiles: Windows | None = None
+    padded_means: bool = False
 
     def count(self) -> Tensor:
         """Members per group, (G, c)."""
@@ -55,7 +57,7 @@ def _bin_counts(count: int, grid: Grid) -> list[Grid]:
 
 def bins(grid: Grid, counts: Grid, device: torch.device, margin: Grid = (0, 0)) -> Groups:
     """Disjoint rectangular bins with edges floor(i*H/rows), floor(j*W/columns), each grown by `margin` rows and
-    columns within the grid.
+    columns within the grid; means of grown bins count what lies outside it as zeros, as in the released code of EVA.
     """
     rows, rows_valid = _chunks(torch.tensor(grid[0], device=device), grid[0], counts[0], margin[0])
     columns, columns_valid = _chunks(torch.tensor(grid[1], device=device), grid[1], counts[1], margin[1])
@@ -63,7 +65,8 @@ def bins(grid: Grid, counts: Grid, device: torch.device, margin: Grid = (0, 0)) 
     valid = rows_valid[:, None, :, None] & columns_valid[None, :, None, :]
     equal = grid[0] % counts[0] == grid[1] % counts[1] == 0 and margin == (0, 0)
     tiles = Windows(grid, (grid[0] // counts[0], grid[1] // counts[1])) if equal else None
-    return Groups(index.flatten(2).flatten(0, 1)[None], valid.flatten(2).flatten(0, 1)[None], tiles)
+    index, valid = (x.flatten(2).flatten(0, 1)[None] for x in (index, valid))
+    return Groups(index, valid, tiles, padded_means=margin != (0, 0))
 
 
 def bins_outside(groups: Groups, windows: Windows) -> Groups:
@@ -125,10 +128,14 @@ def gather_groups(x: Tensor, groups: Groups) -> Tensor:
 
 
 def group_mean(x: Tensor, groups: Groups) -> Tensor:
-    """Means of tokens (B, h, N, d) over the valid members of groups: (B, h, G, c, d); zero for an empty group."""
+    """Means of tokens (B, h, N, d) over the valid members of groups: (B, h, G, c, d); zero for an empty group.
+
+    With `padded_means` sums over the valid members, divided by the t of the longest group.
+    """
     if groups.tiles:
         tiles = groups.tiles.view(x).movedim(1, 5)  # heads side by side, as they lie in memory
         total = tiles.sum(3, dtype=compute_dtype(x)).sum(3).flatten(1, 2).transpose(1, 2)[:, :, None]
         return (total / groups.index.shape[-1]).to(x.dtype)
     weight = groups.valid[..., None].to(x.dtype)
-    return (gather_groups(x, groups) * weight).sum(-2) / groups.count()[..., None].clamp(min=1)
+    count = groups.index.shape[-1] if groups.padded_means else groups.count()[..., None].clamp(min=1)
+    return (gather_groups(x, groups) * weight).sum(-2) / count

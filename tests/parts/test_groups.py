@@ -5,8 +5,8 @@ import itertools
 import pytest
 
 from attention.parts.geometry import Windows
-from attention.parts.groups import bins, bins_outside, chunks_outside
-from tests.support.inputs import CPU
+from attention.parts.groups import bins, bins_outside, chunks_outside, group_mean
+from tests.support.inputs import CPU, one_head
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (5, 7), (24, 24)], ids=str)
@@ -20,6 +20,13 @@ def test_bins_are_disjoint_cover_the_grid_and_have_the_stated_edges(grid, counts
         y, x = (range(a * size // n, (a + 1) * size // n) for a, size, n in ((i, H, rows), (j, W, columns)))
         c = i * columns + j
         assert groups.index[0, c][groups.valid[0, c]].tolist() == [a * W + b for a in y for b in x]
+
+
+def test_means_of_grown_bins_count_what_lies_outside_the_grid():
+    """Released code: three tokens in every bin of one, grown by one on either side; at the border one of them is 0."""
+    x = one_head(3, 6, 12)
+    assert group_mean(x, bins((1, 3), (1, 3), CPU)).flatten().tolist() == [3, 6, 12]
+    assert group_mean(x, bins((1, 3), (1, 3), CPU, (0, 1))).flatten().tolist() == [3, 7, 6]
 
 
 @pytest.mark.parametrize("overlap", [(0, 0), (1, 1)])
