@@ -36,19 +36,23 @@ class Groups(NamedTuple):
 def bin_counts(count: int, grid: Grid, key: str) -> Grid:
     """Factors `count` into (rows, columns) of bins over the grid, the bins as square as can be.
 
+    A grid that is not square gets bins of equal size where some factors make them, the squarest of these: 16 bins of a
+    12x4 grid are 4x4, each of 3x1 tokens, and not 8x2.
+
     Raises:
         OptionError: no such factors exist; names `key`, both numbers and the nearest count that has them.
     """
-    choices = _bin_counts(count, grid)
+    (H, W), choices = grid, _bin_counts(count, grid)
     if not choices:
-        H, W = grid
         near = min(count, H * W)
         valid = (c for far in range(near) for c in (near - far, near + far) if _bin_counts(c, grid))
         raise OptionError(
             key,
             f" = {count} does not divide the {H}x{W} grid into rows x columns of bins; nearest valid: {next(valid)}",
         )
-    return min(choices, key=lambda rows_columns: abs(math.log(grid[0] * rows_columns[1] / (grid[1] * rows_columns[0]))))
+    equal = [(rows, columns) for rows, columns in choices if H % rows == W % columns == 0]
+    choices = equal if equal and H != W else choices
+    return min(choices, key=lambda rows_columns: abs(math.log(H * rows_columns[1] / (W * rows_columns[0]))))
 
 
 def _bin_counts(count: int, grid: Grid) -> list[Grid]:

@@ -5,8 +5,26 @@ import itertools
 import pytest
 
 from attention.parts.geometry import Windows
-from attention.parts.groups import bins, bins_outside, chunks_outside, group_mean
+from attention.parts.groups import bin_counts, bins, bins_outside, chunks_outside, group_mean
 from tests.support.inputs import CPU, one_head
+
+
+@pytest.mark.parametrize(
+    ("count", "grid", "counts"),
+    [
+        (16, (12, 4), (4, 4)),  # 8x2 are squarer, but of unequal size
+        (16, (4, 12), (4, 4)),
+        (48, (16, 15), (16, 3)),
+        (12, (6, 8), (3, 4)),  # of the factors that divide the grid the squarest
+        (8, (5, 7), (2, 4)),  # no factors divide it
+        (12, (6, 6), (3, 4)),  # 2x6 divide it, but a square grid's bins are as square as can be
+        (49, (28, 28), (7, 7)),
+        (49, (24, 24), (7, 7)),
+        (9, (1, 35), (1, 9)),
+    ],
+)
+def test_bins_are_of_equal_size_where_they_can_be_and_then_square(count, grid, counts):
+    assert bin_counts(count, grid, "num_landmarks") == counts
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (5, 7), (24, 24)], ids=str)
