@@ -121,7 +121,7 @@ def _attended(windows: Windows, device: torch.device) -> Tensor:
     """(g, N) bool: which tokens each window attends to."""
     index = windows.indices(device) + 1  # padding: 0
     attended = torch.zeros(len(index), math.prod(windows.grid) + 1, dtype=torch.bool, device=device)
-    return attended.scatter(1, index, True)[:, 1:]
+    return attended.scatter(1, index, 1)[:, 1:]  # tracing knows no scatter of True
 
 
 def gather_groups(x: Tensor, groups: Groups) -> Tensor:
