@@ -31,8 +31,9 @@ class EvaDecoder:
         self.attn, self.windows = attn, windows_on(attn.config, grid)
         self.position, self.tokens, self.summaries, self.groups = 0, {}, [], []
         if attn.config.num_landmarks:
-            index, valid, _ = attn.groups(attn.config, grid, torch.device("cpu"))
-            self.groups = [members[inside].tolist() for members, inside in zip(index[0], valid[0], strict=True)]
+            table = attn.groups(attn.config, grid, torch.device("cpu"))
+            self.groups = [index[valid].tolist() for index, valid in zip(table.index[0], table.valid[0], strict=True)]
+            self.padded_size = table.index.shape[-1] if table.padded_means else None
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
@@ -70,8 +71,8 @@ class EvaDecoder:
         c, groups = len(self.summaries), self.groups
         if c < len(groups) and self.position == groups[c][-1]:
             q, k, v = self.gather(groups[c])
-            index = torch.arange(q.shape[2], device=q.device)[None, None]
-            whole = Groups(index, torch.ones_like(index, dtype=torch.bool))
+            last, index = q.shape[2] - 1, torch.arange(self.padded_size or q.shape[2], device=q.device)[None, None]
+            whole = Groups(index.clamp(max=last), index <= last, padded_means=self.padded_size is not None)
             k_tilde, mu, omega = self.attn.landmarks(q, k, whole, first=c)
             beta, log_mass = group_values(k, v, omega, whole)
             self.summaries.append((k_tilde, mu, omega, log_mass, beta))

@@ -114,7 +114,8 @@ class Eva(Attention):
         noise: Noise | None = noise_option()
         released_overlap_groups: bool | None = option(
             None,
-            "grow the bins by the overlap too; null: as released, where that acts and is not causal",
+            "grow the bins by the overlap too, and divide means at the border by the tokens of a whole bin; null: as "
+            "released, where that acts and is not causal",
             chosen=lambda c: bool(c.released and c.overlap and c.partition == "all" and not c.causal),
         )
         causal: bool = window_option("causal")

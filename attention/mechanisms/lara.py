@@ -115,7 +115,7 @@ class Lara(Attention):
             chosen=lambda c: "balance" if c.proposal == "single" else "decoupled",
         )
         beta: float = option(2.0, "coefficient of the query-specific term; acts with weighting decoupled", low=0)
-        samples_per_proposal: Literal[1, 2] = option(1, "training samples of each proposal")
+        samples_per_proposal: Literal[1, 2] = option(1, "training samples of each proposal; 2 double the released beta")
         antithetic: bool = option(False, "two samples per proposal mirror each other about their mean")
         released: bool = released_option()
         noise: Noise | None = noise_option()

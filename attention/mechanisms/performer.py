@@ -26,6 +26,8 @@ from attention.parts.geometry import Grid
 from attention.parts.sampling import OmegaSampling, gaussian, omega_sampling_option
 
 Features = Literal["positive", "hyperbolic", "trigonometric", "relu", "favorp"]
+CLAMPED = ("trigonometric", "relu")
+"""Features with a `_released` variant, whose normalisers have the released code's floor."""
 
 
 @with_fast_path(eager.performer, eager.covers_performer, triton="attention.ops.random_features.triton_random_features")
@@ -36,7 +38,7 @@ def performer(
     v: Tensor,
     omega: Tensor,
     *,
-    features: Features = "positive",
+    features: Features | Literal["trigonometric_released", "relu_released"] = "positive",
 ) -> Tensor:
     """Attention with the estimated kernel.
 
@@ -45,6 +47,7 @@ def performer(
         features: positive, hyperbolic: LARA paper appendix C. trigonometric: sines and cosines; a normaliser can be
             negative, its magnitude is kept above 1e-6. relu: ReLU(s^(-1/2) omega . x) + 1e-3, no estimate of softmax.
             favorp: positive features as the papers' released code has them, with 1e-4 added and normalisers above 1e-2.
+            trigonometric_released, relu_released: with normalisers above 1e-2, to which negative ones are raised too.
     Returns:
         (B, h, N, d), float32 at least.
     """
@@ -54,8 +57,8 @@ def performer(
     if features == "hyperbolic":
         log_q, log_k, half = q @ omega.mT, omega @ k.mT, k.square().sum(-1)[..., None, :] / 2
         return mix_features(torch.cat([log_q, -log_q], -1), torch.cat([log_k, -log_k], -2) - half, v)
-    feature_map, floor = FEATURE_MAPS[features]
-    return linear_attention(*feature_map(q, k, omega), v, floor)
+    feature_map, *normaliser = FEATURE_MAPS[features]
+    return linear_attention(*feature_map(q, k, omega), v, *normaliser)
 
 
 def performer_reference(q, k, v, omega, *, features="positive"):
@@ -63,27 +66,30 @@ def performer_reference(q, k, v, omega, *, features="positive"):
     q, k = q * q.shape[-1] ** -0.25, k * k.shape[-1] ** -0.25
     half_q, half_k = (q**2).sum(-1, keepdim=True) / 2, (k**2).sum(-1, keepdim=True) / 2
     on_q, on_k = q @ omega.mT, k @ omega.mT
-    least = 0.0
+    released = features.endswith("_released")
+    least = 1e-2 if released or features == "favorp" else 0.0
     if features == "positive":
         kernel = torch.exp(on_q - half_q) @ torch.exp(on_k - half_k).mT
     elif features == "hyperbolic":
         kernel = sum(torch.exp(sign * on_q - half_q) @ torch.exp(sign * on_k - half_k).mT / 2 for sign in (1, -1))
-    elif features == "trigonometric":
+    elif features.startswith("trigonometric"):
         waves = (on_q[..., :, None, :] - on_k[..., None, :, :]).cos().mean(-1)
         kernel = torch.exp(half_q) * waves * torch.exp(half_k).mT
-        least = 1e-6 * torch.exp(half_q + half_k.amax(-2, keepdim=True)).detach()
+        largest_q = half_q.amax(-2, keepdim=True) if released else half_q
+        least = (least or 1e-6) * torch.exp(largest_q + half_k.amax(-2, keepdim=True)).detach()
     else:
         s = omega.shape[-2]
-        if features == "relu":
+        if features.startswith("relu"):
             phi_q, phi_k = torch.relu(on_q / s**0.5) + 1e-3, torch.relu(on_k / s**0.5) + 1e-3
         else:
             phi_q = torch.exp(on_q - half_q - on_q.amax(-1, keepdim=True).detach()) / s**0.5 + 1e-4
             phi_k = torch.exp(on_k - half_k - on_k.amax((-2, -1), keepdim=True).detach()) / s**0.5 + 1e-4
-            least = 1e-2
         kernel = phi_q @ phi_k.mT
     normaliser = kernel.sum(-1, keepdim=True)
-    floor = torch.copysign(torch.ones_like(normaliser) * least, normaliser)
-    return kernel @ v / torch.where(normaliser.abs() < least, floor, normaliser)
+    floor = torch.ones_like(normaliser) * least
+    if released:
+        return kernel @ v / torch.where(normaliser < least, floor, normaliser)
+    return kernel @ v / torch.where(normaliser.abs() < least, torch.copysign(floor, normaliser), normaliser)
 
 
 class Performer(Attention):
@@ -99,6 +105,12 @@ class Performer(Attention):
             None,
             "feature map of the kernel; favorp: the released code's positive features; null: positive",
             chosen=lambda c: "favorp" if c.released else "positive",
+        )
+        released_clamp: bool | None = option(
+            None,
+            "raise normalisers of trigonometric and relu features to 1e-2, negative ones too (favorp has it always); "
+            "null: as released",
+            chosen=lambda c: c.released and c.features in CLAMPED,
         )
         omega_sampling: OmegaSampling = omega_sampling_option()
         eval_omega_sampling: OmegaSampling | None = option(
@@ -118,6 +130,8 @@ class Performer(Attention):
         if config.feature_redraw != "redraw":
             neutral = {"eval_omega_sampling": config.omega_sampling, "feature_redraw_interval": 1}
             self.refuse_unused(neutral, f"nothing is redrawn with feature_redraw: {config.feature_redraw}")
+        if config.features not in CLAMPED:
+            self.refuse_unused({"released_clamp": False}, f"acts with features {' and '.join(CLAMPED)}")
         omega = self.sample_omega(config.eval_omega_sampling, self.qkv.weight)
         if config.feature_redraw == "learnable":
             self.omega = nn.Parameter(omega)
@@ -160,4 +174,5 @@ class Performer(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         fresh = self.training and self.config.feature_redraw == "redraw"
         omega = self.redraw(q) if fresh else self.omega
-        return performer(q, k, v, omega, features=self.config.features).to(v.dtype)
+        features = self.config.features + "_released" * self.config.released_clamp
+        return performer(q, k, v, omega, features=features).to(v.dtype)

@@ -81,6 +81,18 @@ def first_order(backward: Callable) -> Callable:
     return run
 
 
+def refuse_transforms(op: str) -> None:
+    """Raises the RuntimeError for a fast path of `op` within a transform of torch.func or forward differentiation.
+
+    Both questions are those that `torch.autograd.Function` and `torch.autograd.forward_ad` ask themselves.
+    """
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        raise RuntimeError(
+            f"the fast path of {op} has gradients by backward() alone; call torch.func (grad, vmap, jvp, ...) and"
+            " torch.autograd.forward_ad within kernels.use('plain')"
+        )
+
+
 def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | None = None) -> Callable:
     """Decorates an op: `fast` stands in for it where it `covers` its arguments, unless the path is plain; on the path
     "triton" the kernel of the module `triton` before that, where it covers them.
@@ -93,12 +105,17 @@ def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | No
 
         @functools.wraps(op)
         def run(*args, **kwargs):
-            if _path == "plain" or torch.compiler.is_exporting():  # an exported graph is made of torch's own operators
+            # graphs that are exported or traced are made of torch's own operators
+            if _path == "plain" or torch.compiler.is_exporting() or torch.jit.is_tracing():
                 return op(*args, **kwargs)
             name, module = op.__name__, _triton.get(op.__name__) if _path == "triton" else None
             if module and getattr(module, f"covers_{name}")(*args, **kwargs):
-                return getattr(module, name)(*args, **kwargs)
-            return (fast if covers(*args, **kwargs) else op)(*args, **kwargs)
+                chosen = getattr(module, name)
+            else:
+                chosen = fast if covers(*args, **kwargs) else op
+            if chosen is not op and not torch.compiler.is_compiling():  # whose graphs would hold the question
+                refuse_transforms(name)
+            return chosen(*args, **kwargs)
 
         return run
 

@@ -73,9 +73,21 @@ def elu_plus_one(x: Tensor) -> Tensor:
 
 def trigonometric(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
     """exp(||x||^2 / 2) [sin, cos](omega . x), less exp(||q||^2 / 2) and exp(max ||k||^2 / 2), which cancel."""
-    on_q, on_k, half = q @ omega.mT, k @ omega.mT, k.square().sum(-1, keepdim=True) / 2
-    size = (half - half.amax(-2, keepdim=True).detach()).exp() / omega.shape[-2]
+    on_q, on_k = q @ omega.mT, k @ omega.mT
+    size = relative_size(k) / omega.shape[-2]
     return torch.cat([on_q.sin(), on_q.cos()], -1), torch.cat([on_k.sin(), on_k.cos()], -1) * size
+
+
+def trigonometric_released(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
+    """The same with exp(||q||^2 / 2 - max ||q||^2 / 2), which a clamped normaliser does not cancel."""
+    phi_q, phi_k = trigonometric(q, k, omega)
+    return phi_q * relative_size(q), phi_k
+
+
+def relative_size(x: Tensor) -> Tensor:
+    """exp(||x||^2 / 2) over its largest value, which has no gradient: (..., N, d) -> (..., N, 1)."""
+    half = x.square().sum(-1, keepdim=True) / 2
+    return (half - half.amax(-2, keepdim=True).detach()).exp()
 
 
 def relu(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,5 +107,11 @@ def favorp(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
     return positive(q, -1), positive(k, (-2, -1))
 
 
-FEATURE_MAPS = {"trigonometric": (trigonometric, 1e-6), "relu": (relu, 0.0), "favorp": (favorp, 1e-2)}
-"""Features that can vanish or turn negative: their map, and the floor of a normaliser's magnitude."""
+FEATURE_MAPS = {
+    "trigonometric": (trigonometric, 1e-6, True),
+    "trigonometric_released": (trigonometric_released, 1e-2, False),
+    "relu": (relu, 0.0, True),
+    "relu_released": (relu, 1e-2, False),
+    "favorp": (favorp, 1e-2, True),
+}
+"""Features that can vanish or turn negative: their map, the floor of a normaliser, and whether it keeps its sign."""

@@ -20,11 +20,13 @@ class Groups(NamedTuple):
     Attributes:
         index: (G, c, t) int64 raster indices; padding points at some token. valid: (G, c, t) bool, false at padding.
         tiles: the windows of the grid that the groups are, without padding; None where they are none.
+        padded_means: whether means divide by t, and not by the number of members.
     """
 
     index: Tensor
     valid: Tensor
     tiles: Windows | None = None
+    padded_means: bool = False
 
     def count(self) -> Tensor:
         """Members per group, (G, c)."""
@@ -34,19 +36,23 @@ class Groups(NamedTuple):
 def bin_counts(count: int, grid: Grid, key: str) -> Grid:
     """Factors `count` into (rows, columns) of bins over the grid, the bins as square as can be.
 
+    A grid that is not square gets bins of equal size where some factors make them, the squarest of these: 16 bins of a
+    12x4 grid are 4x4, each of 3x1 tokens, and not 8x2.
+
     Raises:
         OptionError: no such factors exist; names `key`, both numbers and the nearest count that has them.
     """
-    choices = _bin_counts(count, grid)
+    (H, W), choices = grid, _bin_counts(count, grid)
     if not choices:
-        H, W = grid
         near = min(count, H * W)
         valid = (c for far in range(near) for c in (near - far, near + far) if _bin_counts(c, grid))
         raise OptionError(
             key,
             f" = {count} does not divide the {H}x{W} grid into rows x columns of bins; nearest valid: {next(valid)}",
         )
-    return min(choices, key=lambda rows_columns: abs(math.log(grid[0] * rows_columns[1] / (grid[1] * rows_columns[0]))))
+    equal = [(rows, columns) for rows, columns in choices if H % rows == W % columns == 0]
+    choices = equal if equal and H != W else choices
+    return min(choices, key=lambda rows_columns: abs(math.log(H * rows_columns[1] / (W * rows_columns[0]))))
 
 
 def _bin_counts(count: int, grid: Grid) -> list[Grid]:
@@ -55,7 +61,7 @@ def _bin_counts(count: int, grid: Grid) -> list[Grid]:
 
 def bins(grid: Grid, counts: Grid, device: torch.device, margin: Grid = (0, 0)) -> Groups:
     """Disjoint rectangular bins with edges floor(i*H/rows), floor(j*W/columns), each grown by `margin` rows and
-    columns within the grid.
+    columns within the grid; means of grown bins count what lies outside it as zeros, as in the released code of EVA.
     """
     rows, rows_valid = _chunks(torch.tensor(grid[0], device=device), grid[0], counts[0], margin[0])
     columns, columns_valid = _chunks(torch.tensor(grid[1], device=device), grid[1], counts[1], margin[1])
@@ -63,7 +69,8 @@ def bins(grid: Grid, counts: Grid, device: torch.device, margin: Grid = (0, 0)) 
     valid = rows_valid[:, None, :, None] & columns_valid[None, :, None, :]
     equal = grid[0] % counts[0] == grid[1] % counts[1] == 0 and margin == (0, 0)
     tiles = Windows(grid, (grid[0] // counts[0], grid[1] // counts[1])) if equal else None
-    return Groups(index.flatten(2).flatten(0, 1)[None], valid.flatten(2).flatten(0, 1)[None], tiles)
+    index, valid = (x.flatten(2).flatten(0, 1)[None] for x in (index, valid))
+    return Groups(index, valid, tiles, padded_means=margin != (0, 0))
 
 
 def bins_outside(groups: Groups, windows: Windows) -> Groups:
@@ -114,7 +121,7 @@ def _attended(windows: Windows, device: torch.device) -> Tensor:
     """(g, N) bool: which tokens each window attends to."""
     index = windows.indices(device) + 1  # padding: 0
     attended = torch.zeros(len(index), math.prod(windows.grid) + 1, dtype=torch.bool, device=device)
-    return attended.scatter(1, index, True)[:, 1:]
+    return attended.scatter(1, index, 1)[:, 1:]  # tracing knows no scatter of True
 
 
 def gather_groups(x: Tensor, groups: Groups) -> Tensor:
@@ -125,10 +132,14 @@ def gather_groups(x: Tensor, groups: Groups) -> Tensor:
 
 
 def group_mean(x: Tensor, groups: Groups) -> Tensor:
-    """Means of tokens (B, h, N, d) over the valid members of groups: (B, h, G, c, d); zero for an empty group."""
+    """Means of tokens (B, h, N, d) over the valid members of groups: (B, h, G, c, d); zero for an empty group.
+
+    With `padded_means` sums over the valid members, divided by the t of the longest group.
+    """
     if groups.tiles:
         tiles = groups.tiles.view(x).movedim(1, 5)  # heads side by side, as they lie in memory
         total = tiles.sum(3, dtype=compute_dtype(x)).sum(3).flatten(1, 2).transpose(1, 2)[:, :, None]
         return (total / groups.index.shape[-1]).to(x.dtype)
     weight = groups.valid[..., None].to(x.dtype)
-    return (gather_groups(x, groups) * weight).sum(-2) / groups.count()[..., None].clamp(min=1)
+    count = groups.index.shape[-1] if groups.padded_means else groups.count()[..., None].clamp(min=1)
+    return (gather_groups(x, groups) * weight).sum(-2) / count

@@ -119,6 +119,14 @@ RELEASED = {
     "eva_2d_rpe": AS_RELEASED,
     "eva_2d_norpe": {**AS_RELEASED, "position_bias": "none"},
     "train_eva_2d_rpe": AS_RELEASED,
+    "eva_2d_overlap_rpe": {**AS_RELEASED, "window_size": 4, "overlap": 2, "num_landmarks": 16},
+    "train_eva_2d_overlap_norpe": {
+        **AS_RELEASED,
+        "window_size": 2,
+        "overlap": 1,
+        "num_landmarks": 16,
+        "position_bias": "none",
+    },
 }
 SYMBOLS = {"|E|": 49, "c": 49}
 

@@ -66,6 +66,7 @@ RELEASED = {
     "lara_poolmixed_light_opt": {"released": True},
     "lara_poolmixed_dense_opt": {"released": True, "landmark_transform": "dense"},
     "train_lara_poolmixed_opt": {"released": True, "num_landmarks": 16},
+    "lara_poolmixed_light_opt_12x4": {"released": True, "num_landmarks": 16},
 }
 SYMBOLS = {"c": 49}
 

@@ -36,6 +36,14 @@ CASES = [
     case("learnable"),
     replace(case(features="trigonometric"), well_conditioned=False),
     case(features="relu"),
+    # a floor again, and relative to the largest exp(|q|^2 / 2) among the queries, which has no gradient
+    replace(
+        case(features="trigonometric", released_clamp=True),
+        well_conditioned=False,
+        mixes_values=False,
+        gradients_are_slopes=False,
+    ),
+    replace(case(features="relu", released_clamp=True), mixes_values=False),
     # its normaliser has a floor; what is added to its features is relative to a maximum without a gradient, as released
     replace(case(features="favorp"), mixes_values=False, gradients_are_slopes=False),
 ]
@@ -43,6 +51,7 @@ EFFECTS = {
     "num_samples": ({}, 10),
     "released": ({}, True),
     "features": ({}, "hyperbolic"),
+    "released_clamp": ({"features": "trigonometric"}, True),
     "omega_sampling": ({}, "orthogonal"),
     "eval_omega_sampling": ({}, "orthogonal"),
     "feature_redraw": ({}, "fixed"),
@@ -59,9 +68,14 @@ REFUSED = [
         {"feature_redraw": "learnable", "eval_omega_sampling": "orthogonal"},
         r"attention\(performer\).eval_omega_sampling = orthogonal: .*; set eval_omega_sampling: iid",
     ),
+    ({"released_clamp": True}, r"released_clamp = True: acts with features .*; set released_clamp: False"),
     ({"features": "fourier"}, r"attention\(performer\).features: 'fourier' is not a choice"),
 ]
-RELEASED = {"performer_favorp_64": {"released": True, "num_samples": 64}}
+RELEASED = {
+    "performer_favorp_64": {"released": True, "num_samples": 64},
+    "performer_fourier_16": {"released": True, "num_samples": 16, "features": "trigonometric"},
+    "performer_relu_16": {"released": True, "num_samples": 16, "features": "relu"},
+}
 SYMBOLS = {"s": 128}
 
 
@@ -123,6 +137,15 @@ def test_a_vanishing_normaliser_is_raised_to_its_floor():
     v = torch.tensor([2.0, 0.0], dtype=torch.float64).view(1, 1, 2, 1)
     y = performer(q, k, v, omega, features="trigonometric")
     assert y.abs() < 1e-9  # 1e-16 / 1e-6; the ratio itself is 1
+
+
+def test_the_released_code_raises_negative_normalisers_too():
+    """The kernel exp((|q|^2 - pi^2) / 2) cos(q) of the key 0 is exp(-pi^2 / 2), below the floor, and -1."""
+    q, k, v, omega = one_head(0, math.pi), one_head(0), one_head(3), torch.ones(1, 1, 1).double()
+    ours = performer(q, k, v, omega, features="trigonometric")
+    released = performer(q, k, v, omega, features="trigonometric_released")
+    assert_equal(ours, one_head(3, 3))
+    assert_equal(released, one_head(3 * math.exp(-(math.pi**2) / 2) / 1e-2, -3 / 1e-2))
 
 
 @pytest.mark.parametrize("features", ["positive", "trigonometric", "favorp"])

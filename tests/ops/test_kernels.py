@@ -2,11 +2,13 @@
 here all of them are held to what a user may do with a layer.
 """
 
+import contextlib
 import importlib
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from attention import create_attention, kernels
@@ -232,6 +234,30 @@ def test_second_order_gradients_are_refused_and_plain_ones_exist(case):
         slope()
     with kernels.use("plain"):
         assert slope().isfinite().all()
+
+
+TRANSFORMS = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).square().sum())(x),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "vmap": lambda f, x: torch.func.vmap(f)(x[:, None]),
+    "forward_ad": lambda f, x: f(forward_ad.make_dual(x, x)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # jvp's own
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@every_layer
+def test_transforms_are_refused_and_plain_ones_exist(case, transform):
+    attn, x = case.build().eval(), case.tokens()
+
+    def run():
+        with forward_ad.dual_level() if transform == "forward_ad" else contextlib.nullcontext():
+            TRANSFORMS[transform](lambda x: attn(x, case.grid), x)
+
+    with pytest.raises(RuntimeError, match=r"fast path of .* within kernels.use\('plain'\)"):
+        run()
+    with kernels.use("plain"):
+        run()
 
 
 @every_layer

@@ -5,8 +5,26 @@ import itertools
 import pytest
 
 from attention.parts.geometry import Windows
-from attention.parts.groups import bins, bins_outside, chunks_outside
-from tests.support.inputs import CPU
+from attention.parts.groups import bin_counts, bins, bins_outside, chunks_outside, group_mean
+from tests.support.inputs import CPU, one_head
+
+
+@pytest.mark.parametrize(
+    ("count", "grid", "counts"),
+    [
+        (16, (12, 4), (4, 4)),  # 8x2 are squarer, but of unequal size
+        (16, (4, 12), (4, 4)),
+        (48, (16, 15), (16, 3)),
+        (12, (6, 8), (3, 4)),  # of the factors that divide the grid the squarest
+        (8, (5, 7), (2, 4)),  # no factors divide it
+        (12, (6, 6), (3, 4)),  # 2x6 divide it, but a square grid's bins are as square as can be
+        (49, (28, 28), (7, 7)),
+        (49, (24, 24), (7, 7)),
+        (9, (1, 35), (1, 9)),
+    ],
+)
+def test_bins_are_of_equal_size_where_they_can_be_and_then_square(count, grid, counts):
+    assert bin_counts(count, grid, "num_landmarks") == counts
 
 
 @pytest.mark.parametrize("grid", [(4, 4), (5, 7), (24, 24)], ids=str)
@@ -20,6 +38,13 @@ def test_bins_are_disjoint_cover_the_grid_and_have_the_stated_edges(grid, counts
         y, x = (range(a * size // n, (a + 1) * size // n) for a, size, n in ((i, H, rows), (j, W, columns)))
         c = i * columns + j
         assert groups.index[0, c][groups.valid[0, c]].tolist() == [a * W + b for a in y for b in x]
+
+
+def test_means_of_grown_bins_count_what_lies_outside_the_grid():
+    """Released code: three tokens in every bin of one, grown by one on either side; at the border one of them is 0."""
+    x = one_head(3, 6, 12)
+    assert group_mean(x, bins((1, 3), (1, 3), CPU)).flatten().tolist() == [3, 6, 12]
+    assert group_mean(x, bins((1, 3), (1, 3), CPU, (0, 1))).flatten().tolist() == [3, 7, 6]
 
 
 @pytest.mark.parametrize("overlap", [(0, 0), (1, 1)])

@@ -35,14 +35,16 @@ def random_feature_attention(
 
 
 @full_precision
-def linear_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, floor: float = 1e-6) -> Tensor:
+def linear_attention(phi_q: Tensor, phi_k: Tensor, v: Tensor, floor: float = 1e-6, signed: bool = True) -> Tensor:
     """Attention of the kernel phi_q . phi_k, sums over keys taken once: sum_m (phi_q_n . phi_k_m) v_m over their sum.
 
     Args:
         phi_q: features (..., N, f) of queries. phi_k: (..., M, f). v: (..., M, d).
-        floor: least magnitude of a normaliser; its sign stays. A query without any weight gives 0 above floor 0.
+        floor: least magnitude of a normaliser. A query without any weight gives 0 above floor 0.
+        signed: whether a normaliser keeps its sign; if not, negative ones are raised to the floor (released code).
     Returns:
         (..., N, d). Cost: 2 N f d multiply-accumulates at M = N.
     """
     normaliser = phi_q @ phi_k.sum(-2)[..., None]
-    return phi_q @ (phi_k.mT @ v) / normaliser.abs().clamp(min=floor).copysign(normaliser)
+    raised = normaliser.abs().clamp(min=floor).copysign(normaliser) if signed else normaliser.clamp(min=floor)
+    return phi_q @ (phi_k.mT @ v) / raised
