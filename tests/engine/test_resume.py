@@ -441,7 +441,7 @@ def test_a_seed_decides_everything(runs: Runs, figure: Callable):
 def test_a_long_run_takes_no_more_memory(amount: int, runs: Runs, figure: Callable):
     plain = ["attention={name: softmax}", "model.depth=1", "augment.auto_augment=null"]
     rare = ["train.eval_every=10", "train.checkpoint_steps=20"]
-    more = [f"schedule.epochs={amount // 6}", *rare, *plain]
+    more = [f"schedule.epochs={amount // 12}", "train.total_batch_size=4", *rare, *plain]
     statuses, job, _ = runs.launch(more=more)
     assert statuses == [0]
     step, memory, files = np.array(job.recorded("memory"), float).T[:, amount // 3 :]
