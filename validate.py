@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint import WEIGHTS, Weights, build_model, export_checkpoint, find_weights, parse_weights
+from engine.checkpoint import WEIGHTS, Weights, export_checkpoint, find_weights, parse_weights
 from engine.config import parse_run, refuse_bad_input
 from engine.data import classes_of, count_broken, create_val_loader, difference
 from engine.distributed import World, init_distributed
 from engine.errors import UserError
 from engine.evaluate import evaluate
 from engine.schema import Data, Run
+from engine.weights import build_model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

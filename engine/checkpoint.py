@@ -15,7 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,8 +32,9 @@ from engine.distributed import World
 from engine.errors import UserError, one_line
 from engine.files import digest_path, is_intact, read_digests, read_regular, write_verified
 from engine.optim import create_optimizer, restore_optimizer
+from engine.progress import Progress, check_progress
 from engine.schema import Run
-from models import create_model
+from engine.weights import is_finite, list_not_finite, load_weights
 
 RESUMABLE_OPTIONS = {
     "data.root",
@@ -68,43 +69,6 @@ NAME = re.compile(r"step_(\d+)(?:_epoch_(\d+))?\.pt")
 
 NUM_LAST = 2
 """How many of the newest checkpoints are kept, besides the best: a file may be damaged after it was written."""
-
-
-@dataclass
-class Progress:
-    """How far a run has come.
-
-    Attributes:
-        epoch: finished epochs, evaluation included. step: finished updates, over all epochs.
-        images: position in the order of the current epoch, over all ranks. broken: images before it that were left out.
-        loss_sum, num_summed: of the updates since the last log line. num_skipped: updates that were not finite.
-        num_overflows: updates skipped by loss scaling (fp16) since the last that was not.
-        metrics: of the last evaluation. ranking, ema_ranking: [top-1, epoch] of the best epochs, best first, by the
-            plain and by the averaged weights.
-    """
-
-    epoch: int = 0
-    step: int = 0
-    images: int = 0
-    broken: int = 0
-    loss_sum: float = 0.0
-    num_summed: int = 0
-    num_skipped: int = 0
-    num_overflows: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
-    ranking: list[list] = field(default_factory=list)
-    ema_ranking: list[list] = field(default_factory=list)
-
-    def rank(self, epoch: int, keep: int) -> None:
-        """Ranks `epoch` by its `metrics`, and forgets all but the `keep` best of each kind of weights."""
-        self.ranking = rank_epoch(self.ranking, epoch, self.metrics["top1"], keep)
-        if "ema_top1" in self.metrics:
-            self.ema_ranking = rank_epoch(self.ema_ranking, epoch, self.metrics["ema_top1"], keep)
-
-    def best(self) -> dict[str, float]:
-        """The highest top-1 of each kind of weights, as `engine.report` names it."""
-        rankings = {"best_top1": self.ranking, "best_ema_top1": self.ema_ranking}
-        return {name: ranking[0][0] for name, ranking in rankings.items() if ranking}
 
 
 class Checkpoints:
@@ -390,7 +354,7 @@ def _check_values(checkpoint: Mapping[str, Any]) -> None:
     if not {*METADATA} <= checkpoint.keys() or not kept_weights(checkpoint):
         raise ValueError(f"holds {', '.join(map(repr, checkpoint))} only")
     check_plain({name: checkpoint[name] for name in METADATA})
-    _check_progress(checkpoint["progress"])
+    check_progress(checkpoint["progress"])
     _check_identity(checkpoint)
     for key in WEIGHTS.values():
         weights = checkpoint.get(key, {}).items()
@@ -405,110 +369,15 @@ def _check_identity(checkpoint: Mapping[str, Any]) -> None:
         raise ValueError("class names or digests that are none")
 
 
-def _check_progress(progress: Any) -> None:
-    """Checks types and ranges of the fields of `Progress`.
-
-    Raises:
-        ValueError: of the first that no run has.
-    """
-    fields = vars(parse_options(Progress, progress, "progress"))
-    rankings = [value for value in fields.values() if isinstance(value, list)]
-    numbers = [*fields["metrics"].values(), *(number for ranking in rankings for pair in ranking for number in pair)]
-    counts = [value for value in fields.values() if isinstance(value, int)]
-    if (
-        not all(isinstance(number, int | float) for number in numbers)
-        or any(len(pair) != 2 for ranking in rankings for pair in ranking)
-        or not all(0 <= count < 2**53 for count in counts)
-    ):
-        raise ValueError(f"progress that no run makes: {progress}")
-
-
-def build_model(run: Run, state: Mapping[str, Any], source: str) -> nn.Module:
-    """The model that `run` describes, with the weights `state`.
-
-    Nothing is allocated before `state` is known to fit: `run` may come from a file that is not trusted.
-
-    Raises:
-        UserError: see `load_weights`.
-    """
-    with torch.device("meta"):
-        model = create_model(attention=run.attention, **run.model)
-    check_fit(model, state, source)
-    model = create_model(attention=run.attention, **run.model)
-    load_weights(model, state, source)
-    return model
-
-
-def load_weights(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
-    """Loads `state` into `model`; names may carry the prefixes of torch's wrappers.
-
-    Raises:
-        UserError: names or shapes that do not fit, a model that takes far more memory than the weights, or weights that
-            are not finite; the message begins with `source`.
-    """
-    model.load_state_dict(check_fit(model, state, source))
-
-
-def check_fit(model: nn.Module, state: Mapping[str, Any], source: str) -> dict[str, torch.Tensor]:
-    """`state` without the prefixes of torch's wrappers, checked against `model`, which may be on the meta device.
-
-    Raises:
-        UserError: see `load_weights`.
-    """
-    state = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in state.items()}
-    expected = model.state_dict()
-    problems = {
-        "missing": [name for name in expected if name not in state],
-        "unexpected": [name for name in state if name not in expected],
-        "of another shape": [
-            f"{name} {tuple(state[name].shape)} for {tuple(expected[name].shape)}"
-            for name in expected
-            if name in state and state[name].shape != expected[name].shape
-        ],
-    }
-    if not any(problems.values()):
-        _check_memory(model, state, source)
-        problems["not finite"] = _list_not_finite(model, state)
-    if any(problems.values()):
-        texts = [
-            f"{len(names)} {problem}: {', '.join(names[:5])}{', ...' * (len(names) > 5)}"
-            for problem, names in problems.items()
-            if names
-        ]
-        raise UserError(f"{source}: the checkpoint's weights do not fit: {'; '.join(texts)}")
-    return state
-
-
-def _check_memory(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
-    """Refuses weights that share memory, which those of a model would not."""
-    needed = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
-    held = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in state.values()}.values())
-    if needed > 4 * held + 2**28:  # weights may have fewer bits there; tables that are not saved take something
-        raise UserError(f"{source}: the model takes {needed:,} bytes, but the checkpoint holds {held:,} for it")
-
-
-def _is_finite(tensor: torch.Tensor) -> bool:
-    return bool(tensor.isfinite().all())
-
-
-def _list_not_finite(model: nn.Module, state: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of parameters and buffers that are not finite in `state`.
-
-    A buffer of one number may be NaN: it can stand for a value that a mechanism has not had yet.
-    """
-    parameters = {name for name, _ in model.named_parameters()}
-    return [name for name, x in state.items() if (x.ndim or name in parameters) and not _is_finite(x)]
-
-
 def _find_not_finite(stateful: Mapping[str, Stateful]) -> str | None:
     """The name of a weight, or of a tensor of the optimiser, that is not finite."""
     for key, source in stateful.items():
         if isinstance(source, nn.Module):
-            bad = _list_not_finite(source, source.state_dict())
+            bad = list_not_finite(source, source.state_dict())
         elif isinstance(source, Optimizer):
             states = enumerate(source.state.values())
             named = ((f"{i}.{name}", x) for i, state in states for name, x in state.items() if torch.is_tensor(x))
-            bad = [name for name, tensor in named if not _is_finite(tensor)]
+            bad = [name for name, tensor in named if not is_finite(tensor)]
         else:
             continue
         if bad:
@@ -540,8 +409,3 @@ def list_differences(there: Mapping[str, Any], here: Mapping[str, Any], allowed:
     changed = {key for key in there.keys() | here.keys() if there.get(key, absent) != here.get(key, absent)}
     modes = {key for key in changed if key.startswith("attention.") and key.endswith(".released")}
     return [f"{key}: {describe(key)}" for key in sorted(changed - modes - RESUMABLE_OPTIONS - set(allowed))]
-
-
-def rank_epoch(ranking: list[list], epoch: int, top1: float, keep: int) -> list[list]:
-    """The `keep` best [top-1, epoch] of `ranking` and the new epoch, best first, the earlier of equals first."""
-    return sorted([*ranking, [top1, epoch]], key=lambda entry: (-entry[0], entry[1]))[:keep]

@@ -8,9 +8,10 @@ from dataclasses import asdict
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint import Checkpoints, Progress, Stateful
+from engine.checkpoint import Checkpoints, Stateful
 from engine.data import Loader
 from engine.files import write_atomically
+from engine.progress import Progress
 from engine.schema import Train
 
 

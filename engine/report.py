@@ -37,10 +37,10 @@ from torch.utils.tensorboard.summary import hparams
 from torchvision.utils import make_grid
 
 from engine.bar import progress_bar
-from engine.checkpoint import Progress
 from engine.config import dump_run, flatten
 from engine.data import per_channel
 from engine.files import write_atomically
+from engine.progress import Progress
 from engine.schema import Run
 from engine.waiting import DataWait
 

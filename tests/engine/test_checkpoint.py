@@ -36,22 +36,21 @@ from attention import create_attention
 from engine import files
 from engine.checkpoint import (
     Checkpoints,
-    Progress,
     export_checkpoint,
     find_checkpoint,
     find_weights,
     kept_weights,
     list_checkpoints,
     load_checkpoint,
-    load_weights,
     parse_checkpoint,
-    rank_epoch,
     save_checkpoint,
 )
 from engine.config import dump_run, load_run
 from engine.distributed import World
 from engine.errors import UserError
 from engine.files import digest_path
+from engine.progress import Progress, rank_epoch
+from engine.weights import load_weights
 from models import create_model
 from tests.engine.test_resume import digest, light_and_full
 from tests.support.launcher import ROOT, ForkServer

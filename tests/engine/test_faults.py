@@ -20,10 +20,11 @@ import torch
 import yaml
 
 import train
-from engine.checkpoint import Progress, find_checkpoint, list_checkpoints, load_checkpoint
+from engine.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
 from engine.data import PairMixup
 from engine.distributed import World
 from engine.finite import FiniteGuard
+from engine.progress import Progress
 from engine.schema import Train
 from engine.signals import SIGNALS, SignalHandler
 from tests.engine.test_resume import RUN, STEPS, Runs, light_and_full, outcome, records

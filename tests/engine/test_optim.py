@@ -10,11 +10,12 @@ from timm.optim import list_optimizers
 from torch import nn
 
 from attention.options import OptionError
-from engine.checkpoint import Checkpoints, Progress
+from engine.checkpoint import Checkpoints
 from engine.config import load_run
 from engine.distributed import World, seed_everything
 from engine.errors import UserError
 from engine.optim import check_optimizer, create_optimizer, restore_optimizer
+from engine.progress import Progress
 from engine.schema import Optim, Run
 from tests.engine.test_resume import digest
 from tests.support.launcher import ROOT

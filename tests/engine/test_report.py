@@ -20,10 +20,10 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine.bar import progress_bar
-from engine.checkpoint import Progress
 from engine.data import create_val_loader
 from engine.distributed import World
 from engine.evaluate import evaluate
+from engine.progress import Progress
 from engine.report import Report, peak_memory_mb, provenance
 from engine.schema import Data, Run, Schedule, Train
 from tests.support.launcher import use_few_images

@@ -6,7 +6,7 @@ import time
 import pytest
 import torch
 
-from engine.checkpoint import Progress
+from engine.progress import Progress
 from engine.report import Report
 from engine.schema import Data, Run
 from engine.waiting import DataWait

@@ -1,0 +1,90 @@
+"""Weights on their way into a model: nothing is allocated, and nothing loaded, before they are known to fit it."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.errors import UserError
+from engine.schema import Run
+from models import create_model
+
+
+def build_model(run: Run, state: Mapping[str, Any], source: str) -> nn.Module:
+    """The model that `run` describes, with the weights `state`.
+
+    Nothing is allocated before `state` is known to fit: `run` may come from a file that is not trusted.
+
+    Raises:
+        UserError: see `load_weights`.
+    """
+    with torch.device("meta"):
+        model = create_model(attention=run.attention, **run.model)
+    check_fit(model, state, source)
+    model = create_model(attention=run.attention, **run.model)
+    load_weights(model, state, source)
+    return model
+
+
+def load_weights(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
+    """Loads `state` into `model`; names may carry the prefixes of torch's wrappers.
+
+    Raises:
+        UserError: names or shapes that do not fit, a model that takes far more memory than the weights, or weights that
+            are not finite; the message begins with `source`.
+    """
+    model.load_state_dict(check_fit(model, state, source))
+
+
+def check_fit(model: nn.Module, state: Mapping[str, Any], source: str) -> dict[str, torch.Tensor]:
+    """`state` without the prefixes of torch's wrappers, checked against `model`, which may be on the meta device.
+
+    Raises:
+        UserError: see `load_weights`.
+    """
+    state = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in state.items()}
+    expected = model.state_dict()
+    problems = {
+        "missing": [name for name in expected if name not in state],
+        "unexpected": [name for name in state if name not in expected],
+        "of another shape": [
+            f"{name} {tuple(state[name].shape)} for {tuple(expected[name].shape)}"
+            for name in expected
+            if name in state and state[name].shape != expected[name].shape
+        ],
+    }
+    if not any(problems.values()):
+        _check_memory(model, state, source)
+        problems["not finite"] = list_not_finite(model, state)
+    if any(problems.values()):
+        texts = [
+            f"{len(names)} {problem}: {', '.join(names[:5])}{', ...' * (len(names) > 5)}"
+            for problem, names in problems.items()
+            if names
+        ]
+        raise UserError(f"{source}: the checkpoint's weights do not fit: {'; '.join(texts)}")
+    return state
+
+
+def _check_memory(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
+    """Refuses weights that share memory, which those of a model would not."""
+    needed = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    held = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in state.values()}.values())
+    if needed > 4 * held + 2**28:  # weights may have fewer bits there; tables that are not saved take something
+        raise UserError(f"{source}: the model takes {needed:,} bytes, but the checkpoint holds {held:,} for it")
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values of `tensor` are."""
+    return bool(tensor.isfinite().all())
+
+
+def list_not_finite(model: nn.Module, state: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names of parameters and buffers that are not finite in `state`.
+
+    A buffer of one number may be NaN: it can stand for a value that a mechanism has not had yet.
+    """
+    parameters = {name for name, _ in model.named_parameters()}
+    return [name for name, x in state.items() if (x.ndim or name in parameters) and not is_finite(x)]
