@@ -35,6 +35,7 @@ from tqdm import tqdm
 from attention.options import OptionError
 from engine.cache import INDEX, CacheReader
 from engine.distributed import World
+from engine.errors import one_line
 from engine.images import BrokenImage, decode
 from engine.readers import FolderReader, LayoutError, TarReader, suffix_of
 from engine.sampler import EpochSampler, SeededDataset
@@ -145,7 +146,7 @@ class ImageLoader(RestartingLoader):
                 raise BrokenImage(f"{broken[-1]}; {self.remedy}")
             for line in broken:
                 if line not in known:
-                    tqdm.write(f"skipped: {line}", file=sys.stderr)
+                    tqdm.write(f"skipped: {one_line(line)}", file=sys.stderr)
             if batch is not None:
                 yield batch
 
@@ -262,12 +263,12 @@ def create_val_loader(
     batch_size: int | None = None,
     skip_broken: bool = False,
 ) -> Loader:
-    """Validation loader alone, `batch_size` images per rank; over all ranks every image comes once.
-
-    By default a batch has 128 images, or fewer if they are larger than 256 x 256 pixels.
+    """Validation loader alone; over all ranks every image comes once.
 
     An image that cannot be read ends the evaluation with `BrokenImage`, or is left out and counted (`skip_broken`).
 
+    Args:
+        batch_size: images per rank; None: `choose_batch_size`.
     Raises:
         OptionError: missing or wrong folder, an empty split, or a number of classes other than the model's.
     """
@@ -275,9 +276,14 @@ def create_val_loader(
     _check_num_classes(val, num_classes)
     if world.is_primary:
         report_ignored("data.val_split", val)
-    batch_size = batch_size or max(1, min(128, 128 * 256**2 // math.prod(to_2tuple(img_size))))
+    batch_size = batch_size or choose_batch_size(img_size)
     limit = math.inf if skip_broken else 0
     return _create_loader(val, _share(val, world), batch_size, run, world, img_size, False, limit)
+
+
+def choose_batch_size(img_size: int | tuple[int, int]) -> int:
+    """Images per batch without gradients: 128, or fewer if they are larger than 256 x 256 pixels."""
+    return max(1, min(128, 128 * 256**2 // math.prod(to_2tuple(img_size))))
 
 
 def create_batch_augment(augment: Augment, num_classes: int, world: World) -> BatchAugment:

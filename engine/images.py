@@ -50,11 +50,7 @@ def decode(file: BinaryIO, mode: Literal["RGB", "L"] = "RGB") -> Image.Image:
             image = Image.open(file, formats=FORMATS)
             if getattr(image, "is_animated", False) and image.format != "MPO":
                 raise BrokenImage(f"{image.format} with {image.n_frames} frames; an image has one")
-            image.load()
-            with suppress(Exception):  # a damaged orientation tag is ignored
-                ImageOps.exif_transpose(image, in_place=True)
-            image = _rgb(image)
-            return image if mode == "RGB" else image.convert(mode)  # exact where the picture is grey
+            return convert(image, mode)
     except BrokenImage:
         raise
     except Image.UnidentifiedImageError:
@@ -63,6 +59,19 @@ def decode(file: BinaryIO, mode: Literal["RGB", "L"] = "RGB") -> Image.Image:
         raise BrokenImage(f"more than {Image.MAX_IMAGE_PIXELS:,} pixels, perhaps a decompression bomb") from None
     except Exception as error:  # decoders may raise anything on a damaged file
         raise BrokenImage(" ".join(f"{type(error).__name__}: {error}".split())[:200]) from error
+
+
+def convert(image: Image.Image, mode: Literal["RGB", "L"] = "RGB") -> Image.Image:
+    """The picture in `image`, which is turned upright in place, as `decode` gives it.
+
+    Raises:
+        BrokenImage: it has no defined appearance. Whatever Pillow raises for a damaged file.
+    """
+    image.load()
+    with suppress(Exception):  # a damaged orientation tag is ignored
+        ImageOps.exif_transpose(image, in_place=True)
+    image = _rgb(image)
+    return image if mode == "RGB" else image.convert(mode)  # exact where the picture is grey
 
 
 def _rgb(image: Image.Image) -> Image.Image:

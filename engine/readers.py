@@ -7,15 +7,19 @@ first folder on its way. Images are known by their suffixes; other files are ign
 import io
 import os
 import posixpath
+import sys
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
 from timm.data.readers.reader import Reader
 from timm.utils.misc import natural_key
 
+from engine.errors import UserError
 from engine.files import open_regular
 from engine.images import SUFFIXES
+
+_NO_IMAGES = f"no images (files named {', '.join(f'*{suffix}' for suffix in SUFFIXES)})"
 
 
 class LayoutError(ValueError):
@@ -44,7 +48,7 @@ def classify(paths: Iterable[str]) -> Layout:
     for path in _in_order(paths):
         (images if is_image(path) else others).append(path)
     if not images:
-        raise LayoutError(f"no images (files named {', '.join(f'*{suffix}' for suffix in SUFFIXES)})")
+        raise LayoutError(_NO_IMAGES)
     if outside := [path for path in images if "/" not in path]:
         raise LayoutError(f"images in no class folder: {len(outside):,}, such as {outside[0]!r}; move or remove them")
     class_to_idx = {name: index for index, name in enumerate(_in_order({_first_folder(path) for path in images}))}
@@ -110,6 +114,31 @@ class FolderReader(LayoutReader):
         return open_regular(os.path.join(self.root, path)), label
 
 
+def list_files(names: Iterable[str]) -> list[str]:
+    """The files that `names` stand for, in their order: a file itself, a folder its images and those below, - the files
+    that standard input names, one a line.
+
+    Raises:
+        UserError: no such file or folder, a folder without images, or standard input is empty.
+    """
+    files = []
+    for name in names:
+        try:
+            if name == "-":
+                found = [os.fsdecode(line) for line in sys.stdin.buffer.read().splitlines() if line]
+            elif os.path.isdir(name):
+                found = [os.path.join(name, path) for path in _in_order(filter(is_image, find_files(name)))]
+            else:
+                os.stat(name)
+                found = [name]
+        except (OSError, LayoutError) as error:
+            raise UserError(f"{name}: {getattr(error, 'strerror', error)}") from None
+        if not found:
+            raise UserError(f"{name}: {'no file is named on standard input' if name == '-' else _NO_IMAGES}")
+        files += found
+    return files
+
+
 def find_files(root: str) -> Iterator[str]:
     """Paths of the files below the folder `root`, relative to it; links to folders are followed."""
 
@@ -127,6 +156,23 @@ def find_files(root: str) -> Iterator[str]:
         yield from (prefix + name for name in files)
         if prefix and not files and not subfolders:
             yield prefix
+
+
+class FileReader(Reader):
+    """timm reader of the files `paths`; the label of each is its position. It opens nothing but regular files."""
+
+    def __init__(self, paths: Sequence[str]):
+        super().__init__()
+        self.paths = paths
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
+        return open_regular(self.paths[index]), index
+
+    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        return self.paths[index]
 
 
 class TarReader(LayoutReader):

@@ -9,11 +9,13 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from PIL import Image
 
 import attention
 from attention import ATTENTION, LayerContext, OptionError
 from attention.__main__ import config, table
 from attention.options import parse_options
+from tests.engine.test_predict import CLASSES, make_checkpoint
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -25,6 +27,18 @@ def test_opening_example():
     exec(PYTHON[0], names)
     assert names["y"].shape == (2, 784, 192)
     assert names["model"](torch.randn(1, 3, 224, 224)).shape == (1, 1000)
+
+
+def test_prediction(tmp_path, monkeypatch, capsys):
+    (tmp_path / "runs/eva").mkdir(parents=True)
+    make_checkpoint(tmp_path / "runs/eva/step_3_epoch_1.pt")
+    Image.new("RGB", (20, 30), "red").save(tmp_path / "photo.jpg")
+    monkeypatch.chdir(tmp_path)
+    (example,) = [code for code in PYTHON if "engine.inference" in code]
+    names = {}
+    exec(example, names)
+    assert (names["logits"].shape, names["model"].training) == ((1, 10), False)
+    assert capsys.readouterr().out.strip() in names["classes"] == CLASSES
 
 
 SECTION = README[README.index("## Add your own attention") : README.index("## Fast paths")]
@@ -86,7 +100,7 @@ def test_files_it_names_exist(path):
 
 def test_commands_name_real_scripts_and_options():
     commands = re.findall(r"^(?:python|torchrun[^\n]*?) ?(\w+\.py)", README, re.MULTILINE)
-    assert {"train.py", "validate.py", "ablate.py"} <= set(commands)
+    assert {"train.py", "validate.py", "predict.py", "ablate.py"} <= set(commands)
     assert all((ROOT / script).exists() for script in commands)
 
 

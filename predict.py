@@ -1,0 +1,106 @@
+"""Asks a trained model what images show: its most probable classes, with their probabilities.
+
+    python predict.py runs/eva photo.jpg other.png             # a run directory, or any checkpoint or exported file
+    python predict.py eva.safetensors photos/ --top 1 --output predictions.csv
+    find photos -name '*.jpg' | python predict.py runs/eva - --output predictions.json
+
+Images are prepared as in validation, and predictions come in their order. A folder stands for the images in it and
+below. A file that cannot be read as an image is named, counted and left out.
+
+Exit status: 0 all images were read, 1 some were not, 2 the input was refused.
+"""
+
+import argparse
+import csv
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+
+from engine.bar import progress_bar
+from engine.checkpoint import parse_weights
+from engine.config import refuse_bad_input
+from engine.distributed import init_distributed
+from engine.errors import UserError, one_line
+from engine.files import write_atomically
+from engine.inference import Prediction, create_loader, load, predict
+from engine.readers import list_files
+from engine.signals import end_at_interrupt
+
+
+@end_at_interrupt()
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Predict the classes of images.")
+    parser.add_argument("checkpoint", type=Path, help="directory of a run, or a checkpoint file")
+    parser.add_argument("images", nargs="+", metavar="IMAGE", help="image, folder of images, or - for a list on stdin")
+    parser.add_argument("--top", type=int, default=5, help="classes to name for each image (5)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write FILE (.csv or .json) instead of printing")
+    parser.add_argument("--weights", type=parse_weights, help="plain or ema: the kind of weights (ema where kept)")
+    parser.add_argument("--select", choices=("best", "last"), default="best", help="which of a run directory (best)")
+    parser.add_argument("--batch-size", type=int, help="images per step (128, fewer where they are large)")
+    parser.add_argument(
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda where there is one"
+    )
+    parser.add_argument("--amp", choices=("bf16", "fp16"), help="automatic mixed precision (off)")
+    args = parser.parse_args(arguments)
+    for name in ("top", "batch_size"):
+        if (value := getattr(args, name)) is not None and value < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+    with refuse_bad_input():
+        if args.output and (args.output.suffix not in WRITERS or not args.output.parent.is_dir()):
+            raise UserError(
+                f"{args.output}: not a file .csv or .json in a directory that exists; choose another --output"
+            )
+        device = init_distributed(args.device).device
+        files = list_files(args.images)
+        trained = load(args.checkpoint, weights=args.weights, select=args.select)
+    trained.model.to(device)
+    loader, predictions = create_loader(trained, files, args.batch_size), []
+    with progress_bar("prediction", len(files), leave=False) as bar:
+        for prediction in predict(trained, loader, args.top, args.amp):
+            if args.output:
+                predictions.append(prediction)
+            else:
+                tqdm.write(describe(prediction))
+            bar.update()
+    if args.output:
+        content = WRITERS[args.output.suffix](predictions)
+        with refuse_bad_input():
+            try:
+                write_atomically(args.output, content.encode(errors="surrogateescape"))
+            except OSError as error:
+                raise UserError(f"{args.output}: cannot be written: {error.strerror}") from None
+    if loader.broken:
+        print(f"left out: {len(loader.broken):,} of {len(files):,} files are no readable images", file=sys.stderr)
+        sys.exit(1)
+
+
+def describe(prediction: Prediction) -> str:
+    """One line that can be printed, whatever the names hold."""
+    pairs = zip(prediction.classes, prediction.probabilities, strict=True)
+    return "  ".join([f"{one_line(prediction.file)}:", *(f"{one_line(name, 60)} {100 * p:.2f} %" for name, p in pairs)])
+
+
+def to_csv(predictions: Sequence[Prediction]) -> str:
+    """A row for each image: file, class_1, probability_1, class_2, ..."""
+    text = io.StringIO()
+    top = len(predictions[0].classes) if predictions else 0
+    rows = csv.writer(text, lineterminator="\n")
+    rows.writerow(["file", *(f"{column}_{i}" for i in range(1, top + 1) for column in ("class", "probability"))])
+    for file, classes, probabilities in predictions:
+        rows.writerow([file, *(x for pair in zip(classes, probabilities, strict=True) for x in pair)])
+    return text.getvalue()
+
+
+def to_json(predictions: Sequence[Prediction]) -> str:
+    """A list with an object for each image: file, classes, probabilities."""
+    return json.dumps([prediction._asdict() for prediction in predictions], indent=1)
+
+
+WRITERS = {".csv": to_csv, ".json": to_json}
+
+if __name__ == "__main__":
+    main()
