@@ -25,7 +25,7 @@ from engine.checkpoint import parse_weights
 from engine.config import refuse_bad_input
 from engine.distributed import init_distributed
 from engine.errors import UserError, one_line
-from engine.files import write_atomically
+from engine.files import write_text
 from engine.inference import Prediction, create_loader, load, predict
 from engine.readers import list_files
 from engine.signals import end_at_interrupt
@@ -67,12 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 tqdm.write(describe(prediction))
             bar.update()
     if args.output:
-        content = WRITERS[args.output.suffix](predictions)
         with refuse_bad_input():
-            try:
-                write_atomically(args.output, content.encode(errors="surrogateescape"))
-            except OSError as error:
-                raise UserError(f"{args.output}: cannot be written: {error.strerror}") from None
+            write_text(args.output, WRITERS[args.output.suffix](predictions))
     if loader.broken:
         print(f"left out: {len(loader.broken):,} of {len(files):,} files are no readable images", file=sys.stderr)
         sys.exit(1)

@@ -110,6 +110,18 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
         os.close(directory)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Writes `text`, a result for the user, to `path` as `write_atomically` does; names of files keep their bytes.
+
+    Raises:
+        UserError: it cannot be written; what is there is unchanged.
+    """
+    try:
+        write_atomically(path, text.encode(errors="surrogateescape"))
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}; what was there is unchanged") from error
+
+
 def write_verified(path: Path, content: bytes | memoryview) -> None:
     """Writes `content` to `path`, and its SHA-256 beside it, so that any file there can be verified.
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from engine.data import DIGITS, create_val_loader
 from engine.distributed import World, init_distributed
-from engine.evaluate import evaluate
+from engine.evaluate import accuracy_by_class, class_table, evaluate
 from engine.images import BrokenImage
 from engine.schema import Data, Run
 
@@ -117,6 +117,18 @@ def test_by_hand(num_classes, top5):
     result = evaluate(nn.Identity(), [(logits[:3], targets[:3]), (logits[3:], targets[3:])], CPU, None)
     loss = F.cross_entropy(logits.double(), targets).item()
     assert result == {"top1": 25.0, "top5": top5, "loss": pytest.approx(loss, rel=1e-6), "images": 4}
+
+
+def test_every_class_by_hand():
+    logits = -torch.arange(8.0).repeat(5, 1)
+    targets, by_class = torch.tensor([0, 4, 0, 7, 4]), torch.zeros(8, 3, dtype=torch.int64)
+    evaluate(nn.Identity(), [(logits[:3], targets[:3]), (logits[3:], targets[3:])], CPU, None, by_class=by_class)
+    expected = torch.zeros_like(by_class)
+    expected[0], expected[4], expected[7] = torch.tensor([2, 2, 2]), torch.tensor([2, 0, 2]), torch.tensor([1, 0, 0])
+    assert by_class.tolist() == expected.tolist()
+    _, one, *_, last = accuracy_by_class(by_class, "abcdefgh")
+    assert one == {"class": "b", "images": 0, "top1": None, "top5": None}
+    assert class_table({"ema": [one, last]}) == "weights,class,images,top1,top5\nema,b,0,,\nema,h,1,0.0,0.0\n"
 
 
 def test_no_image_at_all_is_refused():

@@ -1,11 +1,13 @@
 """validate.py from a short run on the digits to its report."""
 
 import argparse
+import csv
 import json
 import math
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -14,7 +16,7 @@ import train
 import validate
 from engine.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from engine.config import parse_run
-from engine.data import create_val_loader
+from engine.data import DigitsReader, create_val_loader
 from engine.distributed import World
 
 ROOT = Path(__file__).parents[2]
@@ -45,7 +47,14 @@ def run_directory(tmp_path_factory):
 
 def read_report(capsys, *arguments) -> dict:
     validate.main([*map(str, arguments), "data.workers=0", "--json"])
-    return json.loads(capsys.readouterr().out)
+    return without_speed(json.loads(capsys.readouterr().out))
+
+
+def without_speed(report: dict) -> dict:
+    """`report` without what differs from call to call."""
+    for result in report.values():
+        assert result.pop("images_per_second") == pytest.approx(result["images"] / result.pop("seconds"))
+    return report
 
 
 def flat(report: dict) -> dict:
@@ -128,23 +137,52 @@ def test_the_checkpoint_is_enough(run_directory, tmp_path, capsys):
 def test_two_processes_report_the_same(run_directory, fork_server, tmp_path):
     reports = []
     for ranks in (1, 2):
-        command = [str(run_directory), "data.workers=0", "--json"]
+        command = [str(run_directory), "data.workers=0", "--json", "--per-class", str(tmp_path / f"{ranks}.csv")]
         statuses, job = fork_server.run(command, tmp_path / "log", ranks=ranks, script="validate")
         assert statuses == [0] * ranks, job.text
         (line,) = [line for line in job.text.splitlines() if line.startswith("{")]
-        reports.append(flat(json.loads(line)))
+        reports.append(flat(without_speed(json.loads(line))))
     assert reports[1] == pytest.approx(reports[0], rel=1e-6)
+    assert (tmp_path / "1.csv").read_text() == (tmp_path / "2.csv").read_text()
 
 
 def test_the_table_has_one_line_for_each_set_of_weights(run_directory, capsys):
     report = read_report(capsys, run_directory)
     validate.main([str(run_directory), "data.workers=0"])
     header, plain, ema = capsys.readouterr().out.splitlines()
-    assert header.split() == ["weights", "images", "top-1", "%", "top-5", "%", "loss", "epoch", "checkpoint"]
+    assert header.split() == [
+        "weights",
+        "images",
+        "top-1",
+        "%",
+        "top-5",
+        "%",
+        "loss",
+        "images/s",
+        "epoch",
+        "checkpoint",
+    ]
     for line, name in ((plain, "plain"), (ema, "ema")):
         metrics = report[name]
         values = (f"{metrics['top1']:.3f}", f"{metrics['top5']:.3f}", f"{metrics['loss']:.4f}")
-        assert line.split() == [name, "360", *values, str(metrics["epoch"]), metrics["checkpoint"]]
+        *cells, speed, epoch, checkpoint = line.split()
+        assert [*cells, epoch, checkpoint] == [name, "360", *values, str(metrics["epoch"]), metrics["checkpoint"]]
+        assert float(speed) > 0
+
+
+def test_the_accuracy_of_every_class(run_directory, tmp_path, capsys):
+    """Written as CSV; with their numbers of images they make up that of all images."""
+    path = tmp_path / "classes.csv"
+    report = read_report(capsys, run_directory, "--per-class", path)
+    rows = list(csv.DictReader(path.read_text().splitlines()))
+    assert [(row["weights"], row["class"]) for row in rows] == [(kind, n) for kind in report for n in "0123456789"]
+    for kind, result in report.items():
+        images = np.array([int(row["images"]) for row in rows if row["weights"] == kind])
+        assert images.tolist() == np.bincount(DigitsReader("val").labels).tolist()
+        for metric in ("top1", "top5"):
+            shares = np.array([float(row[metric]) for row in rows if row["weights"] == kind])
+            assert len(set(shares)) > 3
+            assert sum(shares * images) / 360 == pytest.approx(result[metric])
 
 
 def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
@@ -170,6 +208,7 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
         (["old.pth"], "it seems to be a file of torch.save before torch 1.6"),
         (["plain.safetensors"], "it seems to be weights in the safetensors format"),
         (["good.pt", "--export", "nowhere/x.safetensors"], "nowhere/x.safetensors: no directory 'nowhere'"),
+        (["good.pt", "--per-class", "nowhere/x.csv"], "nowhere/x.csv: no directory 'nowhere'"),
         (["good.pt", "data.rot=/data"], "data.rot: unknown option; did you mean 'root'?"),
         (["good.pt", "data.dataset=folder"], "data.root: required for data.dataset=folder"),
         (["good.pt", "model.num_classes=11"], "model.num_classes = 11, but the images have 10 classes"),
@@ -242,4 +281,4 @@ def test_batch_size_must_be_positive(run_directory, capsys):
 
 
 def test_validate_stays_short():
-    assert len((ROOT / "validate.py").read_text().splitlines()) <= 120
+    assert len((ROOT / "validate.py").read_text().splitlines()) <= 150
