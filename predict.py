@@ -14,6 +14,7 @@ import argparse
 import csv
 import io
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,13 +60,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         trained = load(args.checkpoint, weights=args.weights, select=args.select)
     trained.model.to(device)
     loader, predictions = create_loader(trained, files, args.batch_size), []
-    with progress_bar("prediction", len(files), leave=False) as bar:
-        for prediction in predict(trained, loader, args.top, args.amp):
-            if args.output:
-                predictions.append(prediction)
-            else:
-                tqdm.write(describe(prediction))
-            bar.update()
+    try:
+        with progress_bar("prediction", len(files), leave=False) as bar:
+            for prediction in predict(trained, loader, args.top, args.amp):
+                if args.output:
+                    predictions.append(prediction)
+                else:
+                    tqdm.write(describe(prediction))
+                bar.update()
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # which Python flushes when it ends
+        return
     if args.output:
         with refuse_bad_input():
             write_text(args.output, WRITERS[args.output.suffix](predictions))

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import os
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -136,6 +137,16 @@ def test_a_line_for_each_image(capsys):
     for line, row in zip(lines, ask("runs/eva", "digits/1.png", "digits/2.png", "--top", "3"), strict=True):
         pairs = zip(row["classes"], row["probabilities"], strict=True)
         assert line == "  ".join([f"{row['file']}:", *(f"{name} {100 * p:.2f} %" for name, p in pairs)])
+
+
+def test_a_reader_that_has_read_enough_ends_it(monkeypatch, capsys):
+    """As `| head -1` does."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "w", buffering=1) as closed:
+        monkeypatch.setattr(sys, "stdout", closed)
+        predict.main(["runs/eva", "few/deeper"])
+    assert not capsys.readouterr().err
 
 
 def test_names_cannot_control_the_terminal(tmp_path, capsys):
