@@ -146,7 +146,7 @@ class ImageLoader(RestartingLoader):
                 raise BrokenImage(f"{broken[-1]}; {self.remedy}")
             for line in broken:
                 if line not in known:
-                    tqdm.write(f"skipped: {one_line(line)}", file=sys.stderr)
+                    tqdm.write(f"skipped: {one_line(line, 5000)}", file=sys.stderr)
             if batch is not None:
                 yield batch
 
