@@ -32,11 +32,11 @@ from engine.evaluate import evaluate_all
 from engine.failure import explain_failures
 from engine.files import lock_directory, write_atomically
 from engine.finite import FiniteGuard, dump_step
+from engine.init import create_initial_model
 from engine.optim import check_optimizer, create_optimizer, create_schedule
 from engine.report import Report
 from engine.schema import Run
 from engine.signals import STOPPED, SignalHandler
-from models import create_model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -75,7 +75,7 @@ class Trainer:
         self.costs = count_costs(run.model, run.attention)._asdict()
         seed_everything(self.options.seed)  # without the rank: every rank makes the same initial weights
         self.layout = torch.channels_last if self.options.channels_last else torch.contiguous_format
-        self.model = create_model(attention=run.attention, **run.model).to(world.device, memory_format=self.layout)
+        self.model = create_initial_model(run, output, world).to(world.device, memory_format=self.layout)
         self.model.set_grad_checkpointing(self.options.grad_checkpointing)
         self.train_loader, self.val_loader, self.augment = create_loaders(
             run, world, img_size=self.model.config.img_size, num_classes=self.model.num_classes

@@ -71,6 +71,10 @@ NUM_LAST = 2
 """How many of the newest checkpoints are kept, besides the best: a file may be damaged after it was written."""
 
 
+class ForeignCheckpoint(UserError):
+    """A healthy file of another program: it holds no run."""
+
+
 class Checkpoints:
     """The checkpoints of `run`, on `num_images` training images, in `directory`, which this process has locked.
 
@@ -315,7 +319,8 @@ def parse_checkpoint(content: bytes, source: str) -> dict[str, Any]:
     """The checkpoint in the bytes of a file, as `save_checkpoint` or `export_checkpoint` writes it.
 
     Raises:
-        UserError: damaged, or no checkpoint of a run; the message begins with `source`.
+        UserError: damaged, or no checkpoint of a run (ForeignCheckpoint where another program wrote it); the message
+            begins with `source`.
     """
     try:
         if content[8:9] == b"{":
@@ -328,7 +333,7 @@ def parse_checkpoint(content: bytes, source: str) -> dict[str, Any]:
                 checkpoint["model_ema"] = checkpoint.pop("ema")
         _check_values(checkpoint)
     except ForeignFile as error:
-        raise UserError(
+        raise ForeignCheckpoint(
             f"{source}: no checkpoint of train.py: it holds no configuration; it seems to be {error}, and"
             " timm.create_model(NAME, attention=..., checkpoint_path=...) loads the weights of such a file"
             " (those of other codes after models.convert)"

@@ -5,6 +5,7 @@ of its list of types, a byte array of a terabyte among them. A checkpoint of thi
 plain values, ordered mappings and dense tensors; everything else is refused here.
 """
 
+import argparse
 import io
 import json
 import math
@@ -53,12 +54,14 @@ class ForeignFile(Exception):
     """A file that is no checkpoint of this project. The message says what it seems to be."""
 
 
-def read_archive(content: bytes) -> dict[str, Any]:
+def read_archive(content: bytes, foreign: bool = False) -> dict[str, Any]:
     """The checkpoint in the archive `content`, as torch.save writes it, in main memory; the file need not be trusted.
 
     torch reads a copy, which is made here of what has been checked: that another reader may find other members in the
     same file, or other sizes, makes no difference.
 
+    Args:
+        foreign: accept files of other programs too, and the `argparse.Namespace` that many of them hold.
     Raises:
         ForeignFile: a file of another program. ValueError, pickle.UnpicklingError, zipfile.BadZipFile and
             others: the file holds anything that `save_checkpoint` does not write, claims more bytes than it has, or has
@@ -67,14 +70,15 @@ def read_archive(content: bytes) -> dict[str, Any]:
     if content.startswith(LEGACY):
         raise ForeignFile("a file of torch.save before torch 1.6")
     members = _read_members(content)
-    _check_pickle(members["data.pkl"], {name: len(data) for name, data in members.items()})
+    _check_pickle(members["data.pkl"], {name: len(data) for name, data in members.items()}, foreign)
     copy = io.BytesIO()
     with zipfile.ZipFile(copy, "w") as archive:
         for name, data in members.items():
             archive.writestr(f"archive/{name}", data)
     del members
     copy.seek(0)
-    return torch.load(copy, map_location="cpu", weights_only=True)
+    with torch.serialization.safe_globals([argparse.Namespace] * foreign):
+        return torch.load(copy, map_location="cpu", weights_only=True)
 
 
 def read_safetensors(content: bytes) -> tuple[dict[str, Tensor], str]:
@@ -113,11 +117,11 @@ def _read_members(content: bytes) -> dict[str, bytes]:
         return {name: archive.read(member) for name, member in members.items()}
 
 
-def _check_pickle(structure: bytes, sizes: Mapping[str, int]) -> None:
+def _check_pickle(structure: bytes, sizes: Mapping[str, int], foreign: bool) -> None:
     """Checks the pickle of an archive with members of these `sizes`, without creating a tensor."""
     num_put, names, problem = 0, set(), ""
     for operation, argument, _ in pickletools.genops(structure):
-        if not OPERATIONS.fullmatch(operation.name):
+        if not OPERATIONS.fullmatch(operation.name) and not (foreign and operation.name == "NEWOBJ"):
             problem = f"a pickle with {operation.name}"
         if operation.name in ("BINPUT", "LONG_BINPUT"):
             num_put += 1
@@ -125,10 +129,11 @@ def _check_pickle(structure: bytes, sizes: Mapping[str, int]) -> None:
                 problem = "a pickle that numbers its objects at random"
         if operation.name == "BINUNICODE":
             names.add(argument)
-    _refuse_foreign(names)
+    if not foreign:
+        _refuse_foreign(names)
     if problem:
         raise ValueError(problem)
-    _Reader(structure, sizes).load()
+    _Reader(structure, sizes, foreign).load()
 
 
 def _refuse_foreign(names: Set[str]) -> None:
@@ -146,9 +151,9 @@ def _refuse_foreign(names: Set[str]) -> None:
 class _Reader(pickle.Unpickler):
     """Unpickles plain values, with None for every tensor."""
 
-    def __init__(self, structure: bytes, sizes: dict[str, int]):
+    def __init__(self, structure: bytes, sizes: Mapping[str, int], foreign: bool):
         super().__init__(io.BytesIO(structure))
-        self.sizes = sizes
+        self.sizes, self.foreign = sizes, foreign
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
@@ -159,6 +164,8 @@ class _Reader(pickle.Unpickler):
             return ITEM_SIZE[name]
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype  # an option of some optimisers
+        if self.foreign and (module, name) == ("argparse", "Namespace"):
+            return argparse.Namespace
         raise pickle.UnpicklingError(f"a pickle with {module}.{name}"[:100])
 
     def persistent_load(self, pid: tuple) -> int:

@@ -14,6 +14,16 @@ from attention.options import OptionError, nearest, option
 
 
 @dataclass(frozen=True, kw_only=True)
+class Init:
+    """Weights that a run starts from; a run that is resumed has its own."""
+
+    weights: str | None = option(
+        None, "file (of timm, DeiT, PVT-v2 or a run), run directory, or timm:NAME of timm's hub; null: none"
+    )
+    strict: bool = option(False, "refuse weights unless all of them, and of the model, load as they are")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Data:
     """Where the images are and how a validation image is prepared."""
 
@@ -146,6 +156,7 @@ class Run:
 
     model: dict[str, Any]
     attention: Any
+    init: Init = field(default_factory=Init)
     data: Data = field(default_factory=Data)
     augment: Augment = field(default_factory=Augment)
     optim: Optim = field(default_factory=Optim)

@@ -45,27 +45,37 @@ def check_fit(model: nn.Module, state: Mapping[str, Any], source: str) -> dict[s
         UserError: see `load_weights`.
     """
     state = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in state.items()}
-    expected = model.state_dict()
-    problems = {
-        "missing": [name for name in expected if name not in state],
-        "unexpected": [name for name in state if name not in expected],
-        "of another shape": [
-            f"{name} {tuple(state[name].shape)} for {tuple(expected[name].shape)}"
-            for name in expected
-            if name in state and state[name].shape != expected[name].shape
-        ],
-    }
-    if not any(problems.values()):
+    problems = describe_misfits(state, model.state_dict())
+    if not problems:
         _check_memory(model, state, source)
-        problems["not finite"] = list_not_finite(model, state)
-    if any(problems.values()):
-        texts = [
-            f"{len(names)} {problem}: {', '.join(names[:5])}{', ...' * (len(names) > 5)}"
-            for problem, names in problems.items()
-            if names
-        ]
-        raise UserError(f"{source}: the checkpoint's weights do not fit: {'; '.join(texts)}")
+        problems = _describe({"not finite": list_not_finite(model, state)})
+    if problems:
+        raise UserError(f"{source}: the checkpoint's weights do not fit: {problems}")
     return state
+
+
+def describe_misfits(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> str:
+    """What of the names and shapes in `state` is not as `expected`; empty where nothing is."""
+    return _describe(
+        {
+            "missing": [name for name in expected if name not in state],
+            "unexpected": [name for name in state if name not in expected],
+            "of another shape": [
+                f"{name} {tuple(state[name].shape)} for {tuple(expected[name].shape)}"
+                for name in expected
+                if name in state and state[name].shape != expected[name].shape
+            ],
+        }
+    )
+
+
+def _describe(problems: Mapping[str, list[str]]) -> str:
+    """``2 missing: head.weight, head.bias; 1 unexpected: fc.weight``, of each problem at most five names."""
+    return "; ".join(
+        f"{len(names)} {problem}: {', '.join(names[:5])}{', ...' * (len(names) > 5)}"
+        for problem, names in problems.items()
+        if names
+    )
 
 
 def _check_memory(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:

@@ -12,8 +12,14 @@ from attention import Grid, OptionError
 StateDict = dict[str, Tensor]
 
 
+PREFIX_TOKENS = "cls_token", "dist_token", "reg_token"
+"""Tokens before those of the grid, in this order; the second is that of distilled DeiT, which our models do without."""
+
+
 def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | None = None) -> StateDict:
-    """Adapts a state dict's position embeddings, where it has any, to the image size of a DeiT.
+    """Adapts a state dict's position embeddings, where it has any, to the image size and prefix tokens of a DeiT.
+
+    A prefix token that the state dict lacks keeps the model's position embedding.
 
     Args:
         state_dict: of the same model built for another image size. model: to load it into.
@@ -22,19 +28,33 @@ def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | Non
     Raises:
         OptionError: no grid is given and the number of position embeddings is no square.
     """
-    pos_embed = state_dict.get("pos_embed")
-    if pos_embed is None:
+    pos_embed, own = state_dict.get("pos_embed"), getattr(model, "pos_embed", None)
+    if pos_embed is None or own is None:
         return state_dict
+    there, here = _count_prefix_tokens(state_dict), _count_prefix_tokens(dict(model.named_parameters()))
+    num_prefix = sum(there.values())
+    total = pos_embed.shape[1] - num_prefix
     if grid is None:
-        tokens = pos_embed.shape[1] - model.num_prefix_tokens
-        side = math.isqrt(tokens)
-        if tokens == model.grid[0] * model.grid[1]:
-            return state_dict
-        if side * side != tokens:
-            raise OptionError("grid", f"{tokens} position embeddings are no square; name their (H, W)")
-        grid = side, side
-    pos_embed = resample_abs_pos_embed(pos_embed, model.grid, grid, model.num_prefix_tokens)
-    return {**state_dict, "pos_embed": pos_embed}
+        is_grid = {n: n == math.prod(model.grid) or math.isqrt(n) ** 2 == n for n in (total, pos_embed.shape[1])}
+        total = next((n for n, fits in is_grid.items() if fits), total)
+        if not is_grid[total]:
+            raise OptionError("grid", f"{total} position embeddings are no square; name their (H, W)")
+        grid = model.grid if total == math.prod(model.grid) else (math.isqrt(total), math.isqrt(total))
+    if num_prefix and pos_embed.shape[1] == math.prod(grid):  # prefix tokens have none, as in DeiT III
+        pos_embed = torch.cat([pos_embed.new_zeros(1, num_prefix, pos_embed.shape[2]), pos_embed], 1)
+    if grid == model.grid and there == here and pos_embed is state_dict["pos_embed"]:
+        return state_dict
+    *rows, patches = pos_embed.split([*there.values(), math.prod(grid)], 1)
+    *own_rows, _ = own.detach().to(pos_embed).split([*here.values(), math.prod(model.grid)], 1)
+    prefix = dict(zip(here, own_rows, strict=True))
+    prefix |= {name: row for name, row in zip(there, rows, strict=True) if here.get(name) == there[name]}
+    patches = resample_abs_pos_embed(patches, model.grid, grid, num_prefix_tokens=0)
+    return {**state_dict, "pos_embed": torch.cat([*prefix.values(), patches], 1)}
+
+
+def _count_prefix_tokens(tensors: StateDict) -> dict[str, int]:
+    """Name -> number, of the kinds of prefix tokens there are."""
+    return {name: tensors[name].shape[1] for name in PREFIX_TOKENS if name in tensors}
 
 
 def from_timm_pvt(state_dict: StateDict) -> StateDict:
@@ -61,9 +81,9 @@ def from_released(state_dict: StateDict) -> StateDict:
     for key, value in state_dict.items():
         for pattern, replacement in _RELEASED_NAMES:
             key = re.sub(pattern, replacement, key)
-        if key == "pos_embed":
+        if key == "pos_embed" and value.ndim == 4:
             value = value.flatten(1, 2)  # (1, H, W, C)
-        elif key.endswith("position_bias.table"):
+        elif key.endswith("position_bias.table") and value.ndim == 2:
             value = value[None]  # (rows, h): one table
         if not key.endswith(".relative_position_index"):
             converted[key] = value

@@ -33,7 +33,7 @@ class Fault(NamedTuple):
 
 def options_of(run: Run) -> Iterator[tuple[tuple[str | int, ...], dataclasses.Field, Any]]:
     """Path, field and type of every option."""
-    sections = {(name,): getattr(run, name) for name in ("data", "augment", "optim", "schedule", "train")}
+    sections = {(name,): getattr(run, name) for name in ("init", "data", "augment", "optim", "schedule", "train")}
     model = dict(run.model)
     sections["model",] = parse_model(model.pop("name"), model)
     stages = enumerate(run.attention) if isinstance(run.attention, list) else [(None, run.attention)]

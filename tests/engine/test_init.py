@@ -1,0 +1,321 @@
+"""Weights of other models at the start of a run: what fits is loaded, and a table says what became of each."""
+
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import timm
+import torch
+from torch import Tensor, nn
+
+from attention import ATTENTION
+from engine.checkpoint import Checkpoints, export_checkpoint
+from engine.config import load_run
+from engine.distributed import World
+from engine.errors import UserError
+from engine.init import Source, create_initial_model, fit_weights, read_weights
+from engine.progress import Progress
+from engine.schema import Run
+from models import create_model
+from tests.support.launcher import ROOT
+
+WORLD = World(torch.device("cpu"))
+SMALL = ("img_size=32", "patch_size=8", "embed_dim=24", "depth=2", "num_heads=2", "num_classes=5", "stem=linear")
+MODEL = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 5}
+WITHOUT_CLASS_TOKEN = {"class_token": False, "global_pool": "avg", "fc_norm": False}
+
+
+def stock(**options) -> nn.Module:
+    """A small ViT of timm with a class token, no weight at its initial value."""
+    torch.manual_seed(0)
+    model = timm.create_model("vit_tiny_patch16_224", **{**MODEL, **options}).eval()
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.1)
+    return model
+
+
+def build(attention="softmax", **options) -> nn.Module:
+    return create_model("deit", attention=attention, **{**MODEL, **options}).eval()
+
+
+def fit(model: nn.Module, state: dict[str, Tensor], **source) -> dict[str, list[str]]:
+    """Loads what fits, and says what became of each weight."""
+    taken, outcome = fit_weights(model, Source(state, **source), "init.weights=file")
+    model.load_state_dict(taken, strict=False)
+    assert sorted(taken) == sorted(name.split(" ")[0] for name in outcome["loaded"] + outcome["adapted"])
+    of_model = [names for kind, names in outcome.items() if kind != "dropped"]
+    assert sorted(name.split(" ")[0] for names in of_model for name in names) == sorted(model.state_dict())
+    return outcome
+
+
+def run_of(*overrides: str) -> Run:
+    small = [f"model.{option}" for option in SMALL]
+    return load_run(ROOT / "configs/quickstart.yaml", [*small, "attention={name: softmax}", *overrides])
+
+
+def write(path: Path, state: dict) -> str:
+    safetensors.torch.save_file(state, path) if path.suffix == ".safetensors" else torch.save(state, path)
+    return str(path)
+
+
+def test_stock_weights_load_as_they_are_and_give_the_same_logits():
+    source, model = stock(), build(class_token=True)
+    outcome = fit(model, source.state_dict())
+    assert [kind for kind, names in outcome.items() if names] == ["loaded"]
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(model(images), source(images), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_shared_projections_load_into_every_mechanism(name):
+    """The table names what a mechanism learns or draws itself, and nothing of the source is lost."""
+    source = stock(**WITHOUT_CLASS_TOKEN, img_size=112).state_dict()
+    model = build(name, img_size=112)
+    outcome = fit(model, source)
+    assert outcome["re-made"] == outcome["dropped"] == []
+    assert {entry.split(" ")[0].split(".")[3] for entry in outcome["adapted"]} <= {"qkv"}
+    buffers = {key for key, _ in model.named_buffers()}
+    assert all(".attn." in key for key in outcome["fresh"] + outcome["drawn"])
+    assert set(outcome["drawn"]) <= buffers
+    assert not set(outcome["fresh"]) & buffers
+    count, attn = ATTENTION[name].num_projections, model.blocks[1].attn
+    q, k, v = source["blocks.1.attn.qkv.weight"].chunk(3)
+    assert torch.equal(attn.qkv.weight, torch.cat({3: [q, k, v], 2: [q, v], 1: [v]}[count]))
+    assert torch.equal(attn.proj.weight, source["blocks.1.attn.proj.weight"])
+
+
+def test_another_image_size_is_resampled_as_timm_does():
+    source, model = stock(), build(img_size=(48, 64), class_token=True)
+    outcome = fit(model, source.state_dict())
+    assert outcome["adapted"] == ["pos_embed (1, 17, 24) -> (1, 49, 24)"]
+    source.set_input_size((48, 64))
+    images = torch.randn(2, 3, 48, 64)
+    torch.testing.assert_close(model(images), source(images), rtol=0, atol=1e-5)
+
+
+def test_another_patch_size_is_resampled_as_timm_does():
+    source, model = stock(), build(img_size=64, patch_size=16, class_token=True)
+    outcome = fit(model, source.state_dict())
+    assert outcome["adapted"] == ["patch_embed.proj.weight (24, 3, 8, 8) -> (24, 3, 16, 16)"]
+    source.set_input_size(64, patch_size=16)
+    images = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(model(images), source(images), rtol=0, atol=1e-5)
+
+
+def test_grey_images_get_the_sum_of_the_colours():
+    source, model = stock(), build(in_chans=1, class_token=True)
+    fit(model, source.state_dict())
+    image = torch.randn(1, 1, 32, 32)
+    torch.testing.assert_close(model(image), source(image.expand(-1, 3, -1, -1)), rtol=0, atol=1e-5)
+
+
+def test_other_classes_get_a_new_head():
+    model = build(num_classes=7, class_token=True)
+    head = model.head.weight.clone()
+    outcome = fit(model, stock().state_dict())
+    assert outcome["re-made"] == ["head.weight", "head.bias"]
+    assert outcome["dropped"] == []
+    assert torch.equal(model.head.weight, head)
+
+
+def test_without_the_class_token_its_position_goes_too():
+    source = stock().state_dict()
+    model = build()
+    outcome = fit(model, source)
+    assert (outcome["dropped"], outcome["fresh"]) == (["cls_token"], [])
+    assert torch.equal(model.pos_embed, source["pos_embed"][:, 1:])
+
+
+def test_a_class_token_that_the_source_lacks_is_fresh():
+    source = stock(**WITHOUT_CLASS_TOKEN).state_dict()
+    model = build(class_token=True, reg_tokens=2)
+    own = model.pos_embed[:, :3].clone()
+    assert fit(model, source)["fresh"] == ["cls_token", "reg_token"]
+    assert torch.equal(model.pos_embed, torch.cat([own, source["pos_embed"]], 1))
+
+
+def test_prefix_tokens_without_positions_as_in_deit_3():
+    source = stock(no_embed_class=True, reg_tokens=2)
+    model = build(class_token=True, reg_tokens=2)
+    fit(model, source.state_dict())
+    images = torch.randn(2, 3, 32, 32)
+    torch.testing.assert_close(model(images), source(images), rtol=0, atol=1e-5)
+
+
+def test_distilled_weights_lose_the_second_token_and_head():
+    torch.manual_seed(0)
+    source = timm.create_model("deit_tiny_distilled_patch16_224", **MODEL).state_dict()
+    model = build(class_token=True)
+    assert fit(model, source)["dropped"] == ["dist_token", "head_dist.weight", "head_dist.bias"]
+    assert torch.equal(model.pos_embed, source["pos_embed"][:, [0, *range(2, 18)]])
+
+
+def test_bias_tables_are_resampled_to_other_windows():
+    source = build({"name": "eva", "window_size": 2, "num_landmarks": 4}).state_dict()
+    model = build({"name": "eva", "window_size": 4, "num_landmarks": 4})
+    outcome = fit(model, source)
+    assert outcome["adapted"] == [f"blocks.{i}.attn.position_bias.table (1, 9, 2) -> (1, 49, 2)" for i in (0, 1)]
+    old, new = source["blocks.0.attn.position_bias.table"][0], model.blocks[0].attn.position_bias.table[0]
+    torch.testing.assert_close(new.view(7, 7, 2)[3, 3], old.view(3, 3, 2)[1, 1], rtol=0.2, atol=0.01)  # the middle
+
+
+def test_a_pyramid_of_timm_loads_by_its_own_names():
+    sizes = {"embed_dims": (8, 16, 20, 32), "depths": (1, 1, 1, 1), "num_classes": 3}
+    source = timm.create_model("pvt_v2_b0", **sizes).state_dict()
+    model = create_model("pvtv2_b0", attention="local", **{**sizes, "img_size": 224})
+    assert fit(model, source)["fresh"]
+    assert not fit(create_model("pvtv2_b0", attention="sra", **sizes), source)["fresh"]
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda state: dict(list(state.items())[: len(state) // 2]), "missing: blocks.1.norm1.weight"),
+        (
+            lambda state: {name: x[..., :12] for name, x in state.items()},
+            "of another shape: blocks.0.norm1.weight (12,)",
+        ),
+        (lambda state: {f"layer4.{name}": x for name, x in state.items()}, "another architecture"),
+        (lambda state: state | {"blocks.0.ls1.gamma": torch.ones(24)}, "1 unexpected: blocks.0.ls1.gamma"),
+        (lambda state: state | {"norm.weight": torch.full((24,), torch.nan)}, "1 weights are not finite: norm.weight"),
+        (lambda state: state | {"pos_embed": torch.zeros(1, 15, 24)}, "no square"),
+        (lambda state: state | {"patch_embed.proj.weight": torch.zeros(24, 192)}, "cannot be resampled"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused_in_one_line(change, says):
+    with pytest.raises(UserError) as caught:
+        fit(build(class_token=True), change(stock().state_dict()))
+    assert str(caught.value).startswith("init.weights=file: ")
+    assert says in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+ANYTHING_OF_ANOTHER = {"epoch": 3, "args": Namespace(lr=0.1, opt="adamw")}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap"),
+    [
+        ("vit.safetensors", lambda state: state),
+        ("vit.pth", lambda state: state),
+        ("deit.pth", lambda state: {"model": state}),
+        (
+            "timm.pth.tar",
+            lambda state: {"state_dict": {}, "state_dict_ema": state, "arch": "vit", **ANYTHING_OF_ANOTHER},
+        ),
+        ("compiled.pth", lambda state: {"model": {f"_orig_mod.{key}": x for key, x in state.items()}}),
+    ],
+)
+def test_files_of_other_programs(name, wrap, tmp_path):
+    state = stock().state_dict()
+    read = read_weights(write(tmp_path / name, wrap(state))).state
+    assert read.keys() == state.keys()
+    assert all(torch.equal(read[key], state[key]) for key in state)
+
+
+def start(run: Run, output: Path) -> nn.Module:
+    torch.manual_seed(1)
+    return create_initial_model(run, output, WORLD)
+
+
+def test_an_own_run_its_checkpoint_and_its_export_start_another(tmp_path, capsys):
+    """With the grid of the source, which is no square; the table says it all, once, and not where the run resumes."""
+    run, before, output = run_of("model.img_size=[32, 48]"), tmp_path / "before", tmp_path / "after"
+    before.mkdir()
+    output.mkdir()
+    trained = start(run, before)
+    Checkpoints(before, run, WORLD, 100).save(Progress(step=1, images=8), {"model": trained, "model_ema": build()})
+    Checkpoints(before, run, WORLD, 100).save(Progress(step=2, images=16), {"model": trained})
+    exported = tmp_path / "softmax.safetensors"
+    export_checkpoint(exported, torch.load(before / "step_2.pt"), "plain")
+    assert capsys.readouterr().out == ""
+    for source in (before, before / "step_2.pt", exported):
+        new = run_of("attention={name: lara, num_landmarks: 4}", "model.num_classes=3", f"init.weights={source}")
+        model = start(new, output)
+        assert torch.equal(model.blocks[0].attn.qkv.weight, trained.blocks[0].attn.qkv.weight)
+        out, err = capsys.readouterr()
+        *lines, dropped = out.splitlines()
+        assert lines == [
+            f"init.weights={source}",
+            "  loaded     28",
+            "  adapted     1  pos_embed (1, 24, 24) -> (1, 16, 24)",
+            "  fresh      16  "
+            + ", ".join(
+                f"blocks.*.attn.landmark_{x}.{part} (2)"
+                for x in "qk"
+                for part in ("linear.weight", "linear.bias", "norm.weight", "norm.bias")
+            ),
+            "  drawn       0",
+            "  re-made     2  head.weight, head.bias",
+        ]
+        assert (dropped, err) == ("  dropped     0", "")
+    Checkpoints(output, new, WORLD, 100).save(Progress(step=1, images=8), {"model": model})
+    resumed = run_of("attention={name: lara, num_landmarks: 4}", "init.weights=gone.pt")
+    start(resumed, output)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_averaged_weights_come_first(tmp_path):
+    run, plain, average = run_of(), build(), build()
+    Checkpoints(tmp_path, run, WORLD, 100).save(Progress(step=1, images=8), {"model": plain, "model_ema": average})
+    assert torch.equal(read_weights(str(tmp_path)).state["pos_embed"], average.pos_embed)
+
+
+def test_strict_refuses_anything_but_loaded(tmp_path):
+    file = write(tmp_path / "vit.pth", stock().state_dict())
+    start(run_of("model.class_token=true", f"init.weights={file}", "init.strict=true"), tmp_path)
+    says = r"init\.strict=true, but not all is loaded as it is: 1 adapted \(pos_embed .*; 1 dropped \(cls_token\)$"
+    with pytest.raises(UserError, match=says):
+        start(run_of(f"init.weights={file}", "init.strict=true"), tmp_path)
+
+
+class Evil:
+    def __reduce__(self):
+        return (print, ("executed",))
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (None, "no such run directory or checkpoint"),
+        (b"\xff\xd8 a picture", "damaged, or no checkpoint"),
+        ({"weight": Evil(), "state_dict": {}}, "cannot be loaded safely (UnpicklingError: a pickle with "),
+        ({"state_dict": {"epoch": 3}}, "holds no weights, but 'state_dict'"),
+    ],
+)
+def test_other_files_are_refused_in_one_line(content, says, tmp_path, capsys):
+    path = tmp_path / "file.pth"
+    if content is not None:
+        path.write_bytes(content) if isinstance(content, bytes) else torch.save(content, path)
+    with pytest.raises(UserError) as caught:
+        read_weights(str(path))
+    assert says in str(caught.value)
+    assert str(caught.value).startswith(str(path))
+    assert str(caught.value).isprintable()
+    assert capsys.readouterr().out == ""
+
+
+def test_a_name_of_timms_hub(monkeypatch):
+    state, create = stock().state_dict(), timm.create_model
+    monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", lambda *_, **__: state)
+    monkeypatch.setattr(timm, "create_model", lambda name, **options: create(name, **MODEL, **options))
+    source = read_weights("timm:vit_tiny_patch16_224.augreg_in21k_ft_in1k")
+    assert source.state["pos_embed"].shape == (1, 17, 24)
+    assert source.images == {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+
+
+def test_timms_errors_are_one_line():
+    with pytest.raises(
+        UserError, match=r"^init\.weights=timm:vit_tinny: timm cannot load it \(RuntimeError: Unknown model"
+    ):
+        read_weights("timm:vit_tinny")
+
+
+def test_images_normalised_otherwise_are_warned_of(tmp_path, capsys, monkeypatch):
+    images = {"mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25)}  # the quickstart has 0.5 for both
+    monkeypatch.setattr("engine.init.read_weights", lambda name: Source(stock().state_dict(), images=images))
+    start(run_of("init.weights=timm:any"), tmp_path)
+    hint = "warning: data.std is [0.5, 0.5, 0.5], that of these weights was [0.25, 0.25, 0.25]"
+    assert capsys.readouterr().err == f"{hint}: data.std=[0.25, 0.25, 0.25] keeps it\n"
