@@ -160,7 +160,7 @@ class Trainer:
                 self.report.train(
                     progress.epoch + 1,
                     loss=progress.loss_sum / progress.num_summed,
-                    lr=self.optimizer.param_groups[0]["lr"],
+                    lr=max(group["lr"] for group in self.optimizer.param_groups),
                     grad_norm=grad_norm.item(),
                     broken=progress.broken,
                 )

@@ -138,16 +138,17 @@ def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str,
         UserError: the source is no model of these blocks, or not finite; the message begins with `place`.
     """
     expected = model.state_dict()
-    original = from_timm_pvt(from_released(source.state))
-    state = original | _cut_projections(original, model)
-    blocks = [{name: x for name, x in tensors.items() if SHARED.search(name)} for tensors in (state, expected)]
-    if misfits := describe_misfits(*blocks):
-        remedy = "choose the model (model.name, model.depth, ...) that the weights were made for"
-        raise UserError(f"{place}: weights of another architecture: {misfits}; {remedy}")
     try:
+        original = from_timm_pvt(from_released(source.state))
+        state = original | _cut_projections(original, model)
+        blocks = [{name: x for name, x in tensors.items() if SHARED.search(name)} for tensors in (state, expected)]
+        if misfits := describe_misfits(*blocks):
+            remedy = "choose the model (model.name, model.depth, ...) that the weights were made for"
+            raise UserError(f"{place}: weights of another architecture: {misfits}; {remedy}")
         state |= _resample(state, model, source.grid)
-    except (RuntimeError, ValueError, AssertionError) as error:
-        raise UserError(f"{place}: its embeddings cannot be resampled: {one_line(str(error), 200)}") from None
+    except (AssertionError, LookupError, RuntimeError, ValueError) as error:  # shapes that no such model has
+        reason = one_line(" ".join(f"{type(error).__name__}: {error}".split()), 200)
+        raise UserError(f"{place}: weights that cannot be adapted to the model ({reason})") from None
     taken = {name: x for name, x in state.items() if name in expected and x.shape == expected[name].shape}
     if bad := list_not_finite(model, taken):
         raise UserError(f"{place}: {len(bad)} weights are not finite: {', '.join(bad[:5])}")

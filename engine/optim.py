@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ from engine.schema import Optim, Schedule
 def create_optimizer(model: nn.Module, optim: Optim, total_batch_size: int) -> Optimizer:
     """timm's optimiser of `model`, the learning rate scaled to the total batch.
 
-    One-dimensional weights, biases and what `model.no_weight_decay()` names do not decay.
+    One-dimensional weights, biases and what `model.no_weight_decay()` names do not decay. With `layer_decay` the
+    groups are timm's, by `model.group_matcher()`: their `lr_scale` is the factor that the schedule applies.
     """
     return create_optimizer_v2(
         model,
@@ -30,6 +32,7 @@ def create_optimizer(model: nn.Module, optim: Optim, total_batch_size: int) -> O
         weight_decay=optim.weight_decay,
         betas=optim.betas,
         eps=optim.eps,
+        layer_decay=optim.layer_decay,
     )
 
 
@@ -48,7 +51,8 @@ def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any], former: Op
     if [len(group["params"]) for group in here] != [len(group["params"]) for group in there]:
         raise UserError(
             f"{source}: the checkpoint's state is for other groups of weights; optim.weight_decay = 0 makes one group,"
-            " any other makes two: keep it, or start afresh in another directory"
+            " any other makes two, and optim.layer_decay makes them of every layer: keep both, or start afresh in"
+            " another directory"
         )
     groups = []
     for new, old, saved in zip(here, before, there, strict=True):
@@ -73,6 +77,7 @@ def check_optimizer(optim: Optim, device: torch.device) -> None:
                 weight.grad = torch.randn_like(weight)
             optimizer.step()
 
+    optim = replace(optim, layer_decay=None)  # the trial's model has no layers
     model, resumed = (nn.Sequential(nn.Conv2d(3, 16, 2), nn.Linear(16, 17)).to(device) for _ in range(2))
     try:
         optimizer, other = (create_optimizer(m, optim, optim.lr_base_size) for m in (model, resumed))

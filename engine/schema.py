@@ -88,6 +88,12 @@ class Optim:
     betas: tuple[float, float] = option((0.9, 0.999), "Adam's averaging coefficients", low=0, below=1)
     eps: float = option(1e-8, "Adam's epsilon", above=0, high=1)
     weight_decay: float = option(0.05, "decoupled weight decay; matrices only", low=0, high=100)
+    layer_decay: float | None = option(
+        None,
+        "factor of the learning rate from each layer to the one before it, as in timm; null: none",
+        above=0,
+        high=1,
+    )
     clip_grad: float | None = option(5.0, "largest gradient norm; null: no clipping", above=0, high=1e6)
 
 

@@ -19,7 +19,8 @@ CONFIGS = Path(__file__).parent.parent / "configs"
 BASES = [CONFIGS / "deit.yaml", CONFIGS / "pvtv2.yaml"]
 ABLATIONS = sorted(CONFIGS.glob("ablation/*.yaml"))
 RUNS = sorted(set(CONFIGS.rglob("*.yaml")) - {*BASES, *ABLATIONS})
-IMAGENET = [path for path in RUNS if "quickstart" not in str(path.relative_to(CONFIGS))]
+FINETUNE = sorted(CONFIGS.glob("finetune/*.yaml"))
+IMAGENET = [path for path in RUNS if path not in FINETUNE and "quickstart" not in str(path.relative_to(CONFIGS))]
 ROWS = read_papers()
 
 load = functools.cache(load_run)
@@ -53,9 +54,13 @@ def test_a_configuration_is_read_and_its_model_built(path):
     if path in IMAGENET:
         assert (run.model["name"], run.model["num_classes"]) == (path.parent.name, 1000)
         assert run.data.dataset == "folder"
+    elif path in FINETUNE:
+        mechanism = run.attention["name"]
+        assert f"{path.stem}_".startswith(f"{run.model['name']}_{mechanism}_")
+        assert run.init.weights
     else:
         assert (run.data.dataset, run.model["num_classes"]) == ("digits", 10)
-    if path.parent != CONFIGS:
+    if path in IMAGENET:
         names = [stage["name"] for stage in stages(run)]
         (mechanism,) = set(names[:3])
         assert f"{path.stem}_".startswith(f"{mechanism}_")

@@ -1,5 +1,6 @@
 """Weights of other models at the start of a run: what fits is loaded, and a table says what became of each."""
 
+import re
 from argparse import Namespace
 from pathlib import Path
 
@@ -161,12 +162,21 @@ def test_bias_tables_are_resampled_to_other_windows():
     torch.testing.assert_close(new.view(7, 7, 2)[3, 3], old.view(3, 3, 2)[1, 1], rtol=0.2, atol=0.01)  # the middle
 
 
-def test_a_pyramid_of_timm_loads_by_its_own_names():
+def test_a_pyramid_loads_by_the_names_of_timm_and_of_its_authors():
     sizes = {"embed_dims": (8, 16, 20, 32), "depths": (1, 1, 1, 1), "num_classes": 3}
     source = timm.create_model("pvt_v2_b0", **sizes).state_dict()
     model = create_model("pvtv2_b0", attention="local", **{**sizes, "img_size": 224})
     assert fit(model, source)["fresh"]
-    assert not fit(create_model("pvtv2_b0", attention="sra", **sizes), source)["fresh"]
+    authors = {}
+    for key, x in source.items():
+        key = key.replace("dwconv", "dwconv.dwconv").replace("patch_embed", "patch_embed1")
+        for ours, theirs in {"downsample": "patch_embed", "blocks": "block", "norm": "norm"}.items():
+            key = re.sub(rf"^stages\.(\d)\.{ours}", lambda match, name=theirs: f"{name}{int(match[1]) + 1}", key)
+        authors[key] = x
+    assert "block4.0.mlp.dwconv.dwconv.weight" in authors
+    for state in (source, authors):
+        outcome = fit(create_model("pvtv2_b0", attention="sra", **sizes), state)
+        assert [kind for kind, names in outcome.items() if names] == ["loaded"]
 
 
 @pytest.mark.parametrize(
@@ -181,7 +191,9 @@ def test_a_pyramid_of_timm_loads_by_its_own_names():
         (lambda state: state | {"blocks.0.ls1.gamma": torch.ones(24)}, "1 unexpected: blocks.0.ls1.gamma"),
         (lambda state: state | {"norm.weight": torch.full((24,), torch.nan)}, "1 weights are not finite: norm.weight"),
         (lambda state: state | {"pos_embed": torch.zeros(1, 15, 24)}, "no square"),
-        (lambda state: state | {"patch_embed.proj.weight": torch.zeros(24, 192)}, "cannot be resampled"),
+        (lambda state: state | {"patch_embed.proj.weight": torch.zeros(24, 192)}, "cannot be adapted"),
+        (lambda state: state | {"cls_token": torch.zeros(24)}, "cannot be adapted"),
+        (lambda state: state | {"blocks.0.attn.q.weight": torch.zeros(24, 24)}, "cannot be adapted"),
     ],
 )
 def test_weights_that_do_not_fit_are_refused_in_one_line(change, says):

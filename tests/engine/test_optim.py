@@ -14,9 +14,10 @@ from engine.checkpoint import Checkpoints
 from engine.config import load_run
 from engine.distributed import World, seed_everything
 from engine.errors import UserError
-from engine.optim import check_optimizer, create_optimizer, restore_optimizer
+from engine.optim import check_optimizer, create_optimizer, create_schedule, restore_optimizer
 from engine.progress import Progress
-from engine.schema import Optim, Run
+from engine.schema import Optim, Run, Schedule
+from models import create_model
 from tests.engine.test_resume import digest
 from tests.support.launcher import ROOT
 
@@ -137,3 +138,18 @@ def test_state_of_other_groups_is_refused():
     former, optimizer = (create_optimizer(Weights(), Optim(weight_decay=value), 512) for value in (0.05, 0.0))
     with pytest.raises(UserError, match=r"^x: the checkpoint's state is for other groups of weights; optim\.weight_d"):
         restore_optimizer(optimizer, former.state_dict(), former, "x")
+
+
+def test_layer_decay_scales_the_rates_of_timms_groups(caplog):
+    """The head's rate is the schedule's, and each layer has half the rate of the next; the trial has no objection."""
+    optim = Optim(layer_decay=0.5)
+    check_optimizer(optim, CPU)
+    assert not caplog.records
+    model = create_model("deit", attention="eva", img_size=56, patch_size=4, embed_dim=12, depth=2, class_token=True)
+    optimizer = create_optimizer(model, optim, 512)
+    create_schedule(optimizer, Schedule(sched="constant", warmup_epochs=0), 7).step_update(0)
+    rates = {id(weight): group["lr"] for group in optimizer.param_groups for weight in group["params"]}
+    layers = {"patch_embed.": 3, "pos_embed": 3, "cls_token": 3, "blocks.0.": 2, "blocks.1.": 1, "norm.": 1, "head.": 0}
+    for name, weight in model.named_parameters():
+        (depth,) = (depth for prefix, depth in layers.items() if name.startswith(prefix))
+        assert rates[id(weight)] == pytest.approx(5e-4 * 0.5**depth), name
