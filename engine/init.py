@@ -65,7 +65,10 @@ def create_initial_model(run: Run, output: Path, world: World) -> nn.Module:
     if name is None or list_checkpoints(output):
         return model
     place = f"init.weights={name}"
-    source = read_weights(name)
+    try:
+        source = read_weights(name)
+    except UserError as error:
+        raise UserError(f"init.weights: {error}") from None
     state, outcome = fit_weights(model, source, place)
     if run.init.strict and any(names for kind, names in outcome.items() if kind != "loaded"):
         raise UserError(f"{place}: init.strict=true, but not all is loaded as it is: {_summary(outcome)}")
@@ -108,7 +111,7 @@ def _read_timm(name: str) -> Source:
     except Exception as error:  # timm's own and many of the hub's
         reason = one_line(" ".join(f"{type(error).__name__}: {error}".split()), 200)
         remedy = "see timm.list_pretrained(); without a network download the file elsewhere and name that"
-        raise UserError(f"init.weights={TIMM}{name}: timm cannot load it ({reason}); {remedy}") from None
+        raise UserError(f"{TIMM}{name}: timm cannot load it ({reason}); {remedy}") from None
     return Source(model.state_dict(), images={key: model.pretrained_cfg[key] for key in ("mean", "std")})
 
 
@@ -122,7 +125,9 @@ def _read_foreign(path: Path) -> dict[str, Tensor]:
         remedy = "save its weights alone, with torch.save(model.state_dict(), FILE)"
         raise UserError(f"{path}: cannot be loaded safely ({reason}); {remedy}") from None
     state = next((found[key] for key in NESTED if isinstance(found.get(key), Mapping)), found)
-    if not state or not all(isinstance(key, str) and torch.is_tensor(x) for key, x in state.items()):
+    if not state or not all(
+        isinstance(key, str) and key.isprintable() and torch.is_tensor(x) for key, x in state.items()
+    ):
         raise UserError(f"{path}: holds no weights, but {one_line(', '.join(map(repr, found)), 100)}")
     return clean_state_dict(state)
 

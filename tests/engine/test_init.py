@@ -295,6 +295,7 @@ class Evil:
         (b"\xff\xd8 a picture", "damaged, or no checkpoint"),
         ({"weight": Evil(), "state_dict": {}}, "cannot be loaded safely (UnpicklingError: a pickle with "),
         ({"state_dict": {"epoch": 3}}, "holds no weights, but 'state_dict'"),
+        ({"state_dict": {"\x1b[2J.weight": torch.zeros(1)}}, "holds no weights, but 'state_dict'"),
     ],
 )
 def test_other_files_are_refused_in_one_line(content, says, tmp_path, capsys):
@@ -319,10 +320,9 @@ def test_a_name_of_timms_hub(monkeypatch):
 
 
 def test_timms_errors_are_one_line():
-    with pytest.raises(
-        UserError, match=r"^init\.weights=timm:vit_tinny: timm cannot load it \(RuntimeError: Unknown model"
-    ):
-        read_weights("timm:vit_tinny")
+    says = r"^init\.weights: timm:vit_tinny: timm cannot load it \(RuntimeError: Unknown model"
+    with pytest.raises(UserError, match=says):
+        start(run_of("init.weights=timm:vit_tinny"), Path("none"))
 
 
 def test_images_normalised_otherwise_are_warned_of(tmp_path, capsys, monkeypatch):
