@@ -136,15 +136,11 @@ def init_linear(module: nn.Module) -> None:
             nn.init.zeros_(module.bias)
 
 
-def accepts(attn: Attention, grid: Grid) -> bool:
-    """Whether an attention layer without prefix tokens takes an (H, W) grid; nothing is computed to see."""
+def check_grid(attn: Attention, grid: Grid) -> None:
+    """Raises the OptionError of an attention layer that cannot take an (H, W) grid; nothing is computed to see."""
     state = {name: value.to("meta") for name, value in [*attn.named_parameters(), *attn.named_buffers()]}
-    tokens = torch.empty(1, math.prod(grid), attn.num_heads * attn.head_dim, device="meta")
-    try:
-        functional_call(attn, state, (tokens, grid))
-    except OptionError:
-        return False
-    return True
+    shape = 1, attn.num_prefix_tokens + math.prod(grid), attn.num_heads * attn.head_dim
+    functional_call(attn, state, (torch.empty(shape, device="meta"), grid))
 
 
 def check_tokens(grid: Grid) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from attention import AttentionFactory, Grid, OptionError
 from attention.options import option
-from models.base import Backbone, Block, check_heads, check_tokens, intermediate_outputs
+from models.base import Backbone, Block, check_grid, check_heads, check_tokens, intermediate_outputs
 
 
 class TokenMlp(Mlp):
@@ -172,14 +172,15 @@ class Deit(Backbone):
         Raises:
             OptionError: sizes that the model cannot be built for; it stays as it is.
         """
-        changed = {} if img_size is None else {"img_size": img_size}
+        changed = {} if img_size is None else {"img_size": to_2tuple(img_size)}
         if patch_size is not None:
             height, width = to_2tuple(patch_size)
             if height != width or (self.config.stem == "conv" and height != self.config.patch_size):
                 raise OptionError("patch_size", f" = {patch_size!r}: patches are square, those of a conv stem fixed")
             changed["patch_size"] = height
-        self.config = dataclasses.replace(self.config, **changed)
-        before = self.grid
+        config, before = dataclasses.replace(self.config, **changed), self.grid
+        check_grid(self.blocks[0].attn, tuple(side // config.patch_size for side in to_2tuple(config.img_size)))
+        self.config = config
         self.patch_embed.set_input_size(**changed)
         if self.grid != before:
             resampled = resample_abs_pos_embed(self.pos_embed, self.grid, before, self.num_prefix_tokens)

@@ -7,6 +7,7 @@ mechanism in its layer's context. Parameter names are those of timm's PyramidVis
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,9 +15,9 @@ from timm.layers import LayerNorm, calculate_drop_path_rates, to_2tuple
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from attention import AttentionFactory, Grid
+from attention import AttentionFactory, Grid, OptionError
 from attention.options import option
-from models.base import Backbone, Block, accepts, check_heads, check_tokens, intermediate_outputs
+from models.base import Backbone, Block, check_grid, check_heads, check_tokens, intermediate_outputs
 
 
 class OverlapPatchEmbed(nn.Module):
@@ -153,9 +154,12 @@ class Pvt(Backbone):
         """Side of the smallest square image, in steps of the last stage's stride, that the attention takes; pixels."""
         layers = {4 * 2**s: stage.blocks[0].attn for s, stage in enumerate(self.stages)}
         largest, step = max(to_2tuple(self.config.img_size)), max(layers)
-        sides = range(step, largest, step)
-        fits = (side for side in sides if all(accepts(a, (side // s, side // s)) for s, a in reversed(layers.items())))
-        return next(fits, largest)
+        for side in range(step, largest, step):
+            with suppress(OptionError):
+                for stride, attn in reversed(layers.items()):  # the smallest grid first
+                    check_grid(attn, (side // stride, side // stride))
+                return side
+        return largest
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images -> the last stage's normalised grid (B, C, H, W)."""

@@ -96,6 +96,7 @@ def test_set_patch_size():
     [
         ({"img_size": 100}, "model.img_size = 100 is not a multiple of patch_size = 8; nearest: 96"),
         ({"patch_size": 7}, "model.img_size = 48 is not a multiple of patch_size = 7; nearest: 49"),
+        ({"img_size": 8}, r"num_landmarks = 6 does not divide the 1x1 grid"),
         ({"patch_size": (8, 4)}, r"patch_size = \(8, 4\): patches are square"),
     ],
 )
