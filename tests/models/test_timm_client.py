@@ -1,15 +1,18 @@
 """What users of timm type, beside what test_models.py holds of its contract."""
 
 import dataclasses
+import math
 
 import pytest
 import timm
 import torch
 
-from attention import OptionError
+from attention import ATTENTION, OptionError
 from models import create_model
+from models.base import check_grid
 from models.convert import resample_pos_embed
 from tests.models.test_models import EVA, TINY, families, tiny_images, tiny_model
+from tests.support.facts import FACTS
 
 
 @families
@@ -53,13 +56,24 @@ def test_the_smallest_image_is_declared():
     assert features.pretrained_cfg["min_input_size"] == (3, 128, 128)
 
 
-def test_seeing_what_attention_accepts_leaves_weights_and_random_state():
-    model = tiny_model("pvtv2_b0", "ra")
-    weights = {key: value.clone() for key, value in model.state_dict().items()}
+def refusal(function, *arguments):
+    """The message of the OptionError that a call raises; None: it raises none."""
+    try:
+        function(*arguments)
+    except OptionError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_grids_are_checked_as_the_layer_does_and_without_a_trace(name):
+    case = FACTS[name].CASES[0]
+    attn = case.build(torch.float32)
+    weights = {key: value.clone() for key, value in attn.state_dict().items()}
     state = torch.get_rng_state()
-    assert model.min_side() == 32
+    refusals = [refusal(check_grid, attn, grid) for grid in (case.grid, (1, 1))]
     assert torch.equal(state, torch.get_rng_state())
-    torch.testing.assert_close(model.state_dict(), weights, rtol=0, atol=0)
+    torch.testing.assert_close(attn.state_dict(), weights, rtol=0, atol=0)
+    assert refusals == [refusal(attn, torch.zeros(1, math.prod(grid), 12), grid) for grid in (case.grid, (1, 1))]
 
 
 def test_set_input_size():
