@@ -26,6 +26,10 @@ class OptionError(ValueError):
         self.key = key
 
 
+class UnknownOptionError(OptionError, TypeError):
+    """An option that does not exist: also a TypeError, as for any unknown keyword argument."""
+
+
 def option(
     default: Any,
     meaning: str,
@@ -70,7 +74,8 @@ def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:
             Options that are null and have a rule, see `option`, get the value that it chooses.
         path: dotted path of this mapping in the user's configuration, to begin error messages with.
     Raises:
-        OptionError: unknown name, missing required option, wrong type, value outside its choices or range.
+        OptionError: unknown name (an UnknownOptionError), missing required option, wrong type, value outside its
+            choices or range.
     """
     if not isinstance(options, Mapping):
         raise OptionError(path, f"expected a mapping of options, got {options!r}")
@@ -80,7 +85,7 @@ def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:
     for name, value in options.items():
         key = f"{path}.{name}" if path else str(name)
         if name not in fields:
-            raise OptionError(key, f"unknown option{nearest(name, fields)}")
+            raise UnknownOptionError(key, f"unknown option{nearest(name, fields)}")
         values[name] = _check(types_of[name], value, key)
         _check_range(values[name], fields[name].metadata, key)
     for name, field in fields.items():

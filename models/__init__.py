@@ -9,9 +9,10 @@ same.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
+from contextlib import nullcontext
 from typing import Any
 
+import torch
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
 from torch import nn
 
@@ -53,7 +54,8 @@ def create_model(name: str, attention: Mechanism | Sequence[Mechanism] = "softma
     Args:
         name: key of `MODELS`.
         attention: a mechanism; for PVT-v2 one for all stages but the last, which keeps softmax, or a list of four.
-        options: fields of the family's `Config`, in place of the size's; and those of `timm.create_model`.
+        options: fields of the family's `Config`, in place of the size's; and those of `timm.create_model` and of its
+            models: device, dtype, and attn_drop_rate for the option `attn_drop` of every mechanism.
     Raises:
         OptionError: unknown model, mechanism or option, wrong type or value, or a geometry that cannot be honoured.
     """
@@ -104,26 +106,50 @@ def _written_out(mechanism: Mechanism, path: str) -> dict[str, Any]:
     return {"name": mechanism} if isinstance(mechanism, str) else dict(mechanism)
 
 
-def _build(name: str, attention: Mechanism | Sequence[Mechanism] = "softmax", **options: Any) -> Backbone:
+def _build(
+    name: str, attention: Mechanism | Sequence[Mechanism] = "softmax", attn_drop_rate: float = 0.0, **options: Any
+) -> Backbone:
     resolved = resolve_attention(name, attention)
-    factories = map(AttentionFactory.from_options, resolved if isinstance(resolved, list) else [resolved])
-    return family_of(name)(parse_model(name, options), *factories)
+    stages = resolved if isinstance(resolved, list) else [resolved]
+    if attn_drop_rate:
+        stages = [{**stage, "attn_drop": attn_drop_rate} for stage in stages]
+    return family_of(name)(parse_model(name, options), *map(AttentionFactory.from_options, stages))
 
 
 def _entrypoint(name: str):
     """timm's constructor of model `name`."""
+    family, sizes = MODELS[name]
 
-    def construct(pretrained: bool = False, **options: Any) -> nn.Module:
-        return build_model_with_cfg(
-            partial(_build, name),
-            name,
-            pretrained,
-            pretrained_filter_fn=resample_pos_embed,
-            feature_cfg={"out_indices": family_of(name).feature_indices, "feature_cls": "getter"},
-            **options,
-        )
+    def construct(
+        pretrained: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **options: Any,
+    ) -> nn.Module:
+        backbone = None
+
+        def build(**given: Any) -> Backbone:
+            nonlocal backbone
+            backbone = _build(name, **given)
+            return backbone
+
+        with nullcontext() if device is None else torch.device(device):
+            model = build_model_with_cfg(
+                build,
+                name,
+                pretrained,
+                pretrained_filter_fn=resample_pos_embed,
+                feature_cfg={"out_indices": family.feature_indices, "feature_cls": "getter"},
+                **options,
+            )
+        if family is Pvt:
+            side = backbone.min_side()
+            model.pretrained_cfg["min_input_size"] = (3, side, side)
+        return model if dtype is None else model.to(dtype)
 
     construct.__name__ = name
+    size = ", ".join(f"{option}={value}" for option, value in sizes.items()) or "its defaults"
+    construct.__doc__ = f"{family.__name__} with {size}; see `models.create_model` for attention and options."
     return construct
 
 
@@ -132,6 +158,7 @@ default_cfgs = generate_default_cfgs(
         name: {
             "input_size": (3, 224, 224),
             "fixed_input_size": family is Deit,
+            "pool_size": (7, 7) if family is Pvt else None,
             "crop_pct": 0.875,
             "interpolation": "bicubic",
             "first_conv": "patch_embed.proj",

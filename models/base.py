@@ -3,9 +3,11 @@
 import math
 from typing import Any, ClassVar
 
+import torch
 from timm.layers import DropPath, LayerNorm, register_notrace_module, trunc_normal_
 from timm.models import checkpoint
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from attention import Attention, Grid, OptionError
 
@@ -97,6 +99,7 @@ class Backbone(nn.Module):
             if num_classes
             else nn.Identity()
         )
+        self.head.train(self.training)
         init_linear(self.head)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
@@ -109,12 +112,35 @@ class Backbone(nn.Module):
         return self.forward_head(self.forward_features(x))
 
 
+def intermediate_outputs(
+    final: Tensor | None, intermediates: list[Tensor], prefixes: list[Tensor] | None = None, *, as_dict: bool
+) -> Any:
+    """What `forward_intermediates` returns, as timm's models do: a list, a pair (final, list), or a dict of these."""
+    if as_dict:
+        outputs = {
+            "image_features": final,
+            "image_intermediates": intermediates,
+            "image_intermediates_prefix": prefixes,
+        }
+        return {key: value for key, value in outputs.items() if value is not None}
+    if prefixes is not None:
+        intermediates = list(zip(intermediates, prefixes, strict=True))
+    return intermediates if final is None else (final, intermediates)
+
+
 def init_linear(module: nn.Module) -> None:
     """Initialises a linear layer: truncated normal of std 0.02, bias 0. Other layers stay as they are."""
     if isinstance(module, nn.Linear):
         trunc_normal_(module.weight, std=0.02)
         if module.bias is not None:
             nn.init.zeros_(module.bias)
+
+
+def check_grid(attn: Attention, grid: Grid) -> None:
+    """Raises the OptionError of an attention layer that cannot take an (H, W) grid; nothing is computed to see."""
+    state = {name: value.to("meta") for name, value in [*attn.named_parameters(), *attn.named_buffers()]}
+    shape = 1, attn.num_prefix_tokens + math.prod(grid), attn.num_heads * attn.head_dim
+    functional_call(attn, state, (torch.empty(shape, device="meta"), grid))
 
 
 def check_tokens(grid: Grid) -> None:

@@ -4,6 +4,7 @@ By default as in the papers of EVA and LARA: no class token, and the mean over t
 `class_token: true` gives stock DeiT. Parameter names are those of timm's VisionTransformer.
 """
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
@@ -22,11 +23,12 @@ from timm.layers import (
     trunc_normal_,
 )
 from timm.models._features import feature_take_indices
+from timm.models._input import update_model_input_size
 from torch import Tensor, nn
 
 from attention import AttentionFactory, Grid, OptionError
 from attention.options import option
-from models.base import Backbone, Block, check_heads, check_tokens
+from models.base import Backbone, Block, check_grid, check_heads, check_tokens, intermediate_outputs
 
 
 class TokenMlp(Mlp):
@@ -77,6 +79,7 @@ class Deit(Backbone):
             False, "accept images of any size, a multiple of the patch: position embeddings are resampled for each"
         )
         drop_rate: float = option(0.0, "dropout rate before the classifier", low=0, below=1)
+        pos_drop_rate: float = option(0.0, "dropout rate after the position embeddings", low=0, below=1)
         proj_drop_rate: float = option(0.0, "dropout rate after attention and MLP layers", low=0, below=1)
         drop_path_rate: float = option(0.0, "stochastic depth: rate of the last block, linear from 0", low=0, below=1)
         init_std: float = option(
@@ -106,7 +109,7 @@ class Deit(Backbone):
 
     def __init__(self, config: Config, attention: AttentionFactory):
         super().__init__(config, config.embed_dim, ("token", "avg", "") if config.class_token else ("avg", ""))
-        dim = config.embed_dim
+        dim = self.embed_dim = config.embed_dim
         self.patch_embed = PatchEmbed(
             config.img_size,
             config.patch_size,
@@ -117,11 +120,11 @@ class Deit(Backbone):
         )
         if config.stem == "conv":
             self.patch_embed.proj = conv_stem(config.in_chans, dim, config.patch_size)
-        self.grid: Grid = self.patch_embed.grid_size
         self.num_prefix_tokens = config.class_token + config.reg_tokens
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim)) if config.class_token else None
         self.reg_token = nn.Parameter(torch.empty(1, config.reg_tokens, dim)) if config.reg_tokens else None
         self.pos_embed = nn.Parameter(torch.empty(1, self.num_prefix_tokens + self.patch_embed.num_patches, dim))
+        self.pos_drop = nn.Dropout(config.pos_drop_rate)
         shared = {}
         self.blocks = nn.ModuleList(
             Block(
@@ -156,6 +159,36 @@ class Deit(Backbone):
         for token in self.prefix_tokens():
             nn.init.normal_(token, std=1e-6)
 
+    @property
+    def grid(self) -> Grid:
+        """The (H, W) of patches that the position embeddings are for."""
+        return self.patch_embed.grid_size
+
+    def set_input_size(
+        self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
+    ) -> None:
+        """Takes images or patches of another size from now on, in pixels; resamples embeddings as timm does.
+
+        Raises:
+            OptionError: sizes that the model cannot be built for; it stays as it is.
+        """
+        changed = {} if img_size is None else {"img_size": to_2tuple(img_size)}
+        if patch_size is not None:
+            height, width = to_2tuple(patch_size)
+            if height != width or (self.config.stem == "conv" and height != self.config.patch_size):
+                raise OptionError("patch_size", f" = {patch_size!r}: patches are square, those of a conv stem fixed")
+            changed["patch_size"] = height
+        config, before = dataclasses.replace(self.config, **changed), self.grid
+        check_grid(self.blocks[0].attn, tuple(side // config.patch_size for side in to_2tuple(config.img_size)))
+        self.config = config
+        self.patch_embed.set_input_size(**changed)
+        if self.grid != before:
+            resampled = resample_abs_pos_embed(self.pos_embed, self.grid, before, self.num_prefix_tokens)
+            self.pos_embed = nn.Parameter(resampled.detach(), requires_grad=self.pos_embed.requires_grad)
+        for info in self.feature_info:
+            info["reduction"] = self.config.patch_size
+        update_model_input_size(self, self.patch_embed.img_size, patch_size=patch_size)
+
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that group parameters by depth, for timm's layer-wise learning rates."""
         return {
@@ -172,7 +205,7 @@ class Deit(Backbone):
             pos_embed = resample_abs_pos_embed(pos_embed, (H, W), self.grid, self.num_prefix_tokens)
         x = x.flatten(1, 2).contiguous()  # else all blocks inherit the convolution's channel-first strides
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
-        return torch.cat([*prefix, x], dim=1) + pos_embed, (H, W)
+        return self.pos_drop(torch.cat([*prefix, x], dim=1) + pos_embed), (H, W)
 
     def prefix_tokens(self) -> list[nn.Parameter]:
         """The class token and the registers, as far as there are any, each (1, tokens, C)."""
@@ -194,15 +227,18 @@ class Deit(Backbone):
         stop_early: bool = False,
         output_fmt: Literal["NCHW", "NLC"] = "NCHW",
         intermediates_only: bool = False,
+        output_dict: bool = False,
     ) -> Any:
         """Outputs of the blocks `indices` (the last n for an int, all for None), as in timm's VisionTransformer.
 
         Returns:
             The list of intermediates alone if `intermediates_only`, else (final features, list). An intermediate is
             (B, C, H, W) or (B, N, C), in a pair with its prefix tokens if `return_prefix_tokens` and there are any.
+            With `output_dict` the same under timm's keys: image_features, image_intermediates and, where they were in
+            pairs, image_intermediates_prefix.
         """
         taken, last = feature_take_indices(len(self.blocks), indices)
-        intermediates = []
+        intermediates, prefixes = [], []
         x, (H, W) = self.embed(x)
         for layer, block in enumerate(self.blocks[: last + 1] if stop_early else self.blocks):
             x = block(x, (H, W))
@@ -211,8 +247,12 @@ class Deit(Backbone):
                 prefix, y = y[:, : self.num_prefix_tokens], y[:, self.num_prefix_tokens :]
                 if output_fmt == "NCHW":
                     y = y.mT.unflatten(2, (H, W)).contiguous()
-                intermediates.append((y, prefix) if return_prefix_tokens and self.num_prefix_tokens else y)
-        return intermediates if intermediates_only else (self.norm(x), intermediates)
+                intermediates.append(y)
+                prefixes.append(prefix)
+        prefixes = prefixes if return_prefix_tokens and self.num_prefix_tokens else None
+        return intermediate_outputs(
+            None if intermediates_only else self.norm(x), intermediates, prefixes, as_dict=output_dict
+        )
 
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True

@@ -7,6 +7,7 @@ mechanism in its layer's context. Parameter names are those of timm's PyramidVis
 
 import math
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,9 +15,9 @@ from timm.layers import LayerNorm, calculate_drop_path_rates, to_2tuple
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from attention import AttentionFactory, Grid
+from attention import AttentionFactory, Grid, OptionError
 from attention.options import option
-from models.base import Backbone, Block, check_heads, check_tokens
+from models.base import Backbone, Block, check_grid, check_heads, check_tokens, intermediate_outputs
 
 
 class OverlapPatchEmbed(nn.Module):
@@ -149,6 +150,17 @@ class Pvt(Backbone):
         ]
         return {"stem": r"^patch_embed", "blocks": r"^stages\.(\d+)" if coarse else fine}
 
+    def min_side(self) -> int:
+        """Side of the smallest square image, in steps of the last stage's stride, that the attention takes; pixels."""
+        layers = {4 * 2**s: stage.blocks[0].attn for s, stage in enumerate(self.stages)}
+        largest, step = max(to_2tuple(self.config.img_size)), max(layers)
+        for side in range(step, largest, step):
+            with suppress(OptionError):
+                for stride, attn in reversed(layers.items()):  # the smallest grid first
+                    check_grid(attn, (side // stride, side // stride))
+                return side
+        return largest
+
     def forward_features(self, x: Tensor) -> Tensor:
         """Images -> the last stage's normalised grid (B, C, H, W)."""
         x = self.patch_embed(x)
@@ -164,11 +176,13 @@ class Pvt(Backbone):
         stop_early: bool = False,
         output_fmt: Literal["NCHW"] = "NCHW",
         intermediates_only: bool = False,
+        output_dict: bool = False,
     ) -> Any:
         """Grids (B, C, H, W) after the stages `indices` (the last n for an int, all for None), always normalised.
 
         Returns:
-            The list of intermediates alone if `intermediates_only`, else (final features, list).
+            The list of intermediates alone if `intermediates_only`, else (final features, list); with `output_dict` the
+            same under timm's keys, image_features and image_intermediates.
         """
         assert output_fmt == "NCHW", "the features of a pyramid are grids"
         taken, last = feature_take_indices(len(self.stages), indices)
@@ -178,7 +192,7 @@ class Pvt(Backbone):
             x = stage(x)
             if s in taken:
                 intermediates.append(x)
-        return intermediates if intermediates_only else (x, intermediates)
+        return intermediate_outputs(None if intermediates_only else x, intermediates, as_dict=output_dict)
 
     def prune_intermediate_layers(
         self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True

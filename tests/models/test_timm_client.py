@@ -1,0 +1,166 @@
+"""What users of timm type, beside what test_models.py holds of its contract."""
+
+import dataclasses
+import math
+
+import pytest
+import timm
+import torch
+
+from attention import ATTENTION, OptionError
+from models import create_model
+from models.base import check_grid
+from models.convert import resample_pos_embed
+from tests.models.test_models import EVA, TINY, families, tiny_images, tiny_model
+from tests.support.facts import FACTS
+
+
+@families
+def test_device_and_dtype(name):
+    model = timm.create_model(name, attention=EVA, device="meta", dtype=torch.bfloat16, **TINY[name])
+    tensors = model.state_dict().values()
+    assert {value.device.type for value in tensors} == {"meta"}
+    assert {value.dtype for value in tensors if value.is_floating_point()} == {torch.bfloat16}
+    assert model(tiny_images(name).to("meta", torch.bfloat16)).dtype == torch.bfloat16
+    features = timm.create_model(name, features_only=True, device="meta", **TINY[name])
+    assert {parameter.device.type for parameter in features.parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("options", [{"depht": 3}, {"attention": {"name": "eva", "windw_size": 3}}])
+def test_unknown_options_are_type_errors(options):
+    with pytest.raises(TypeError, match=r"unknown option; did you mean '(depth|window_size)'"):
+        timm.create_model("deit_tiny_p16", device="meta", **options)
+    with pytest.raises(OptionError) as error:
+        timm.create_model("deit_tiny_p16", depth=0)
+    assert not isinstance(error.value, TypeError)
+
+
+@families
+def test_a_new_classifier_is_in_the_mode_of_its_model(name):
+    model = tiny_model(name).eval()
+    model.reset_classifier(3)
+    assert not any(module.training for module in model.modules())
+    model.train().reset_classifier(0)
+    assert all(module.training for module in model.modules())
+
+
+def test_the_smallest_image_is_declared():
+    sizes = {"softmax": 32, "eva": 128}
+    for attention, side in sizes.items():
+        model = create_model("pvtv2_b0", attention, depths=(1, 1, 1, 1), device="meta")
+        assert model.pretrained_cfg["min_input_size"] == (3, side, side)
+        model(torch.empty(1, 3, side, side, device="meta"))
+    with pytest.raises(OptionError, match="num_landmarks"):
+        model(torch.empty(1, 3, 96, 96, device="meta"))
+    features = timm.create_model("pvtv2_b0", attention="eva", depths=(1, 1, 1, 1), features_only=True, device="meta")
+    assert features.pretrained_cfg["min_input_size"] == (3, 128, 128)
+
+
+def refusal(function, *arguments):
+    """The message of the OptionError that a call raises; None: it raises none."""
+    try:
+        function(*arguments)
+    except OptionError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_grids_are_checked_as_the_layer_does_and_without_a_trace(name):
+    case = FACTS[name].CASES[0]
+    attn = case.build(torch.float32)
+    weights = {key: value.clone() for key, value in attn.state_dict().items()}
+    state = torch.get_rng_state()
+    refusals = [refusal(check_grid, attn, grid) for grid in (case.grid, (1, 1))]
+    assert torch.equal(state, torch.get_rng_state())
+    torch.testing.assert_close(attn.state_dict(), weights, rtol=0, atol=0)
+    assert refusals == [refusal(attn, torch.zeros(1, math.prod(grid), 12), grid) for grid in (case.grid, (1, 1))]
+
+
+def test_set_input_size():
+    model = tiny_model("deit", class_token=True, reg_tokens=2).eval()
+    larger = tiny_model("deit", class_token=True, reg_tokens=2, img_size=(72, 56)).eval()
+    larger.load_state_dict(resample_pos_embed(model.state_dict(), larger, grid=(6, 5)))
+    model.pos_embed.requires_grad_(False)
+    model.set_input_size((72, 56))
+    assert model.config == larger.config
+    assert model.grid == (9, 7)
+    assert not model.pos_embed.requires_grad
+    images = torch.randn(2, 3, 72, 56)
+    torch.testing.assert_close(model(images), larger(images), rtol=0, atol=0)
+
+
+def test_set_patch_size():
+    model = tiny_model("deit").eval()
+    stock = timm.create_model(
+        "vit_tiny_patch16_224", **TINY["deit"], class_token=False, global_pool="avg", fc_norm=False
+    )
+    softmax = tiny_model("deit", "softmax")
+    stock.load_state_dict(softmax.state_dict())
+    for net in (model, softmax, stock.eval()):
+        net.set_input_size(patch_size=4)
+    assert model.grid == (12, 10)
+    assert model.config == dataclasses.replace(tiny_model("deit").config, patch_size=4)
+    assert {info["reduction"] for info in model.feature_info} == {4}
+    assert model(tiny_images("deit")).shape == (2, 5)
+    torch.testing.assert_close(softmax.eval()(tiny_images("deit")), stock(tiny_images("deit")))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"img_size": 100}, "model.img_size = 100 is not a multiple of patch_size = 8; nearest: 96"),
+        ({"patch_size": 7}, "model.img_size = 48 is not a multiple of patch_size = 7; nearest: 49"),
+        ({"img_size": 8}, r"num_landmarks = 6 does not divide the 1x1 grid"),
+        ({"patch_size": (8, 4)}, r"patch_size = \(8, 4\): patches are square"),
+    ],
+)
+def test_sizes_that_cannot_be_set_leave_the_model(sizes, message):
+    model = tiny_model("deit")
+    with pytest.raises(OptionError, match=message):
+        model.set_input_size(**sizes)
+    assert model.config == tiny_model("deit").config
+    assert model(tiny_images("deit")).shape == (2, 5)
+
+
+@families
+def test_output_dict(name):
+    model = tiny_model(name).eval()
+    images = tiny_images(name)
+    final, intermediates = model.forward_intermediates(images, [0, 2])
+    outputs = model.forward_intermediates(images, [0, 2], output_dict=True)
+    torch.testing.assert_close(outputs, {"image_features": final, "image_intermediates": intermediates})
+    alone = model.forward_intermediates(images, [0, 2], output_dict=True, intermediates_only=True)
+    assert set(alone) == {"image_intermediates"}
+
+
+def test_output_dict_with_prefix_tokens():
+    model = tiny_model("deit", class_token=True).eval()
+    arguments = {"indices": [1], "return_prefix_tokens": True, "intermediates_only": True}
+    ((patches, token),) = model.forward_intermediates(tiny_images("deit"), **arguments)
+    outputs = model.forward_intermediates(tiny_images("deit"), output_dict=True, **arguments)
+    torch.testing.assert_close(outputs, {"image_intermediates": [patches], "image_intermediates_prefix": [token]})
+
+
+@families
+def test_dropout_of_attention_weights(name):
+    model = tiny_model(name, attn_drop_rate=0.25)
+    rates = [module.config.attn_drop for module in model.modules() if hasattr(module, "num_heads")]
+    assert rates == [0.25] * len(rates) != []
+    with pytest.raises(OptionError, match=r"attention\(performer\).attn_drop: unknown option"):
+        tiny_model(name, "performer", attn_drop_rate=0.25)
+    tiny_model(name, "performer", attn_drop_rate=0.0)
+
+
+def test_dropout_after_position_embeddings():
+    model = tiny_model("deit", pos_drop_rate=0.5)
+    tokens, _ = model.embed(tiny_images("deit"))
+    assert 0.4 < (tokens == 0).double().mean() < 0.6
+    kept, _ = model.eval().embed(tiny_images("deit"))
+    torch.testing.assert_close(tokens, torch.where(tokens == 0, 0, 2 * kept))
+
+
+def test_width_and_docstrings():
+    assert tiny_model("deit").embed_dim == 24
+    for name in TINY:
+        assert timm.models.model_entrypoint(name).__doc__
+    assert "patch_size=8, embed_dim=192, num_heads=3" in timm.models.model_entrypoint("deit_tiny_p8").__doc__
