@@ -33,7 +33,7 @@ from matplotlib.figure import Figure
 from attention.options import OptionError, option, parse_options
 from bench.costs import Costs, count_costs
 from engine.checkpoint import list_differences
-from engine.config import ConfigError, dump_run, flatten, load_run, parse_run, read_yaml, refuse_bad_input
+from engine.config import ConfigError, dump_run, find_config, flatten, load_run, parse_run, read_yaml, refuse_bad_input
 from engine.files import hold_lock, is_locked
 from engine.schema import Run
 from engine.signals import STOPPED, handle_signals
@@ -83,7 +83,7 @@ class Case:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Run an ablation: a YAML grid -> runs -> one table.")
-    parser.add_argument("config", type=Path, help="YAML file, see configs/ablation/")
+    parser.add_argument("config", type=find_config, help="YAML file, see configs/ablation/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options of every run")
     parser.add_argument("--output", type=Path, required=True, help="directory of the runs and the table")
     parser.add_argument("--launcher", default="", help='what starts train.py, e.g. "torchrun --nproc_per_node=8"')

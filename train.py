@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from attention import kernels
 from bench.costs import count_costs
 from engine.checkpoint import Checkpoints
-from engine.config import dump_run, load_run, refuse_bad_input
+from engine.config import dump_run, find_config, load_run, refuse_bad_input
 from engine.data import check_broken, check_workers, create_loaders, create_loss, has_lost_workers, identify_data
 from engine.distributed import World, autocast, exchange, init_distributed, seed_everything, set_deterministic
 from engine.evaluate import evaluate_all
@@ -41,7 +41,7 @@ from engine.signals import STOPPED, SignalHandler
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train a model.", formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", help="YAML file, see configs/")
+    parser.add_argument("config", type=find_config, help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the file's")
     parser.add_argument("--output", type=Path, required=True, help="directory of the run; an unfinished run resumes")
     difference = "what may differ from the run there: an option, processes, images, classes, train_files or val_files"

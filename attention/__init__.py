@@ -44,6 +44,8 @@ from attention.ops import dispatch as kernels
 from attention.options import OptionError, nearest, parse_options
 from attention.parts.geometry import Grid
 
+__version__ = "0.1.0"  # the project's: pyproject.toml reads it here
+
 ATTENTION: dict[str, type[Attention]] = {
     "softmax": Softmax,
     "local": Local,

@@ -33,6 +33,9 @@ and PyYAML takes about a second for this much."""
 _OTHER_BASE = re.compile(r"[-+]?(0[0-7_]+|.*:.*)")
 """Numbers that YAML 1.1 reads in base 8 or 60: ``010`` as 8, ``1:30`` as 90."""
 
+_SHIPPED = Path(__file__).parents[1]
+"""Where `configs` lies: the root of a clone, or of the installed packages."""
+
 Keys = tuple[str, ...]
 """Keys that lead to a value: ``("attention", "0", "window_size")``."""
 
@@ -79,6 +82,15 @@ class Tree:
             if not path or any(f"{spelling}.".startswith(f"{'.'.join(path)}.") for spelling in spellings)
         )
         return self.origins[max(leading, key=lambda path: (len(".".join(path)), -len(path)))]
+
+
+def find_config(path: str) -> Path:
+    """The file that a command line names: `path`, or if only the project has such a ``configs/...``, the project's.
+
+    So ``configs/quickstart.yaml`` means the same in a clone and, where the project is installed, in any directory.
+    """
+    shipped = _SHIPPED / path
+    return shipped if path.startswith("configs/") and shipped.exists() and not Path(path).exists() else Path(path)
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -> Run:

@@ -2,7 +2,8 @@
 
 `metrics.jsonl` holds one JSON object per line: its kind, the epoch and step at which it was made, and values:
 
-start   at every start and resumption: command, git revision, package versions, device, processes, parameters, macs
+start   at every start and resumption: command, version, git revision, package versions, device, processes, parameters,
+        macs
 train   every `log_every` updates: loss, lr, grad_norm, images_per_second, step_seconds, memory_mb; data_wait: percent
         of the time spent waiting for batches; broken: images left out so far in the epoch, over all ranks
 skip    when an update was skipped because it was not finite: num_skipped, of the run
@@ -26,6 +27,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from torchvision.utils import make_grid
 
+from attention import __version__
 from engine.bar import progress_bar
 from engine.config import dump_run, flatten
 from engine.data import per_channel
@@ -214,14 +217,18 @@ def peak_memory_mb(device: torch.device) -> float:
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Command, git revision of this code (None outside a repository), device and package versions."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    """Command, version and git revision of this code (None where it is installed), device and package versions."""
+    code, run = Path(__file__), partial(subprocess.run, capture_output=True, text=True, check=True)
     try:
-        revision = subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+        # Where this is installed, the folder may lie in the repository of another project, which does not track it.
+        run(["git", "-C", code.parent, "ls-files", "--error-unmatch", code.name])
+        describe = ["git", "-C", code.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        revision = run(describe).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         revision = None
     return {
         "command": shlex.join(sys.argv),
+        "version": __version__,
         "git": revision,
         "device": device_name(device),
         "python": platform.python_version(),

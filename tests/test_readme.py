@@ -4,9 +4,13 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
+import timm
 import torch
 import yaml
 from PIL import Image
@@ -39,6 +43,46 @@ def test_prediction(tmp_path, monkeypatch, capsys):
     exec(example, names)
     assert (names["logits"].shape, names["model"].training) == ((1, 10), False)
     assert capsys.readouterr().out.strip() in names["classes"] == CLASSES
+
+
+CLIENTS = README[README.index("## In other people's models") : README.index("## Add your own attention")]
+IN_TIMM, SEQUENCE, CAUSAL = re.findall(r"```python\n(.*?)```", CLIENTS, re.DOTALL)
+
+
+def run_example(code: str, **names: Any) -> dict[str, Any]:
+    """The names that an example of at most 15 lines leaves, given those that it takes for granted."""
+    assert len(list(filter(None, code.splitlines()))) <= 15
+    names |= {"torch": torch, "create_attention": attention.create_attention}
+    exec(code, names)
+    return names
+
+
+def test_attention_in_timm_takes_stock_weights():
+    softmax = IN_TIMM.replace('ATTENTION["eva"]', 'ATTENTION["softmax"]')
+    softmax = softmax.replace('"name": "eva", "window_size": 7, "num_landmarks": 49', '"name": "softmax"')
+    stock, image = timm.create_model("vit_tiny_patch16_224", depth=2).eval(), torch.randn(2, 3, 224, 224)
+    with patch("timm.create_model", partial(timm.create_model, depth=2)):
+        vit, same = (run_example(code)["vit"].eval() for code in (IN_TIMM, softmax))
+    missing, unexpected = vit.load_state_dict(stock.state_dict(), strict=False)
+    assert not unexpected
+    assert {name.split(".")[3] for name in missing} == {"position_bias", "landmarks"}
+    same.load_state_dict(stock.state_dict())
+    with torch.no_grad():
+        torch.testing.assert_close(same(image), stock(image))
+        assert vit(image).isfinite().all()
+
+
+def test_attention_on_sequences():
+    assert run_example(SEQUENCE, x=torch.randn(2, 512, 64))["y"].shape == (2, 300, 64)
+
+
+def test_causal_attention():
+    x = torch.randn(2, 512, 64)
+    names = run_example(CAUSAL, x=x)
+    whole, later = names["attn"](x, (1, 512)), names["attn"](torch.cat([x[:, :300], x[:, 300:] + 1], 1), (1, 512))
+    torch.testing.assert_close(names["y"], whole)
+    torch.testing.assert_close(later[:, :300], whole[:, :300])
+    assert not torch.allclose(later[:, 300:], whole[:, 300:])
 
 
 SECTION = README[README.index("## Add your own attention") : README.index("## Fast paths")]

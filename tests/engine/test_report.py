@@ -6,6 +6,7 @@ import math
 import os
 import re
 import struct
+import subprocess
 import sys
 import termios
 from collections.abc import Iterator
@@ -214,6 +215,14 @@ def test_other_ranks_record_nothing(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 def test_provenance_outside_a_repository(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("GIT_DIR", "/nonexistent")
+    assert provenance(CPU)["git"] is None
+
+
+def test_provenance_installed_in_the_repository_of_another_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    commit = ["-c", "user.name=a", "-c", "user.email=a", "commit", "--quiet", "--allow-empty", "--message=theirs"]
+    for command in (["init", "--quiet"], commit):
+        subprocess.run(["git", "-C", tmp_path, *command], check=True)
+    monkeypatch.setattr("engine.report.__file__", str(tmp_path / "report.py"))
     assert provenance(CPU)["git"] is None
 
 

@@ -1,0 +1,98 @@
+"""What pyproject.toml declares is what the code is, and installed it trains from any directory."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tomllib
+from importlib import import_module
+from importlib.metadata import packages_distributions, version
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import attention
+from engine.config import find_config
+from tests.test_layers import EVERY_FILE, LIBRARIES, ROOT, SCRIPTS, imports
+
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = PYPROJECT["project"]
+REQUIREMENTS = {
+    canonicalize_name(requirement.name): requirement
+    for requirement in map(Requirement, PROJECT["dependencies"] + PROJECT["optional-dependencies"]["triton"])
+}
+PACKAGED = [path for package in (*LIBRARIES, "configs") for path in (ROOT / package).rglob("*") if path.is_file()]
+
+
+def test_what_is_imported_is_declared():
+    own = {*SCRIPTS, *LIBRARIES, *sys.stdlib_module_names}
+    files = [*ROOT.glob("*.py"), *EVERY_FILE]
+    imported = {module.partition(".")[0] for path in files for module, _ in imports(path)} - own
+    distributions = packages_distributions()
+    undeclared = {
+        name for name in imported if not REQUIREMENTS.keys() & map(canonicalize_name, distributions.get(name, [name]))
+    }
+    assert imported >= {"torch", "numpy", "PIL", "yaml"}
+    assert not undeclared
+
+
+@pytest.mark.parametrize("name", REQUIREMENTS)
+def test_a_declared_package_has_a_lower_bound_that_this_environment_meets(name):
+    requirement = REQUIREMENTS[name]
+    assert [specifier.operator for specifier in requirement.specifier] == [">="]
+    if requirement.marker is None or requirement.marker.evaluate():
+        assert requirement.specifier.contains(version(name), prereleases=True)
+
+
+def test_all_scripts_are_installed_and_are_commands():
+    assert set(PYPROJECT["tool"]["setuptools"]["py-modules"]) == SCRIPTS
+    commands = {target: command for command, target in PROJECT["scripts"].items()}
+    assert commands == {f"{script}:main": f"eav-{script}" for script in SCRIPTS}
+    assert all(callable(import_module(script).main) for script in SCRIPTS)
+
+
+def test_all_files_of_the_packages_are_installed():
+    data = PYPROJECT["tool"]["setuptools"]["package-data"]["*"]
+    left_out = {path for path in PACKAGED if path.suffix not in (".py", ".pyc") and not any(map(path.match, data))}
+    assert not left_out
+    assert all((ROOT / package / "py.typed").exists() for package in LIBRARIES)
+
+
+def test_the_version_is_one():
+    assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == attention.__version__
+    assert f"\n## {attention.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_configurations_are_found_from_any_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_config("configs/quickstart.yaml") == ROOT / "configs/quickstart.yaml"
+    assert find_config("configs/quickstrat.yaml") == Path("configs/quickstrat.yaml")
+    assert find_config("README.md") == Path("README.md")
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs/quickstart.yaml").touch()
+    assert find_config("configs/quickstart.yaml") == Path("configs/quickstart.yaml")
+
+
+@pytest.mark.stress
+def test_installed_it_trains_the_quickstart_in_an_empty_directory(tmp_path, figure):
+    """The wheel, made from the source distribution, without the clone; its dependencies are this environment's."""
+    source, dist, site, empty = (tmp_path / name for name in ("source", "dist", "site", "empty"))
+    shutil.copytree(ROOT, source, ignore=shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "runs"))
+    subprocess.run([sys.executable, "-m", "build", "--outdir", dist, source], check=True)
+    (wheel,) = dist.glob("*.whl")
+    subprocess.run([sys.executable, "-m", "pip", "install", "--no-deps", "--target", site, wheel], check=True)
+    assert all((site / path.relative_to(ROOT)).exists() for path in PACKAGED if path.suffix != ".pyc")
+    empty.mkdir()
+    environment = os.environ | {"PYTHONPATH": str(site)}
+    run = "configs/quickstart.yaml", "--output", "runs/quickstart", "schedule.epochs=3"
+    for command in (("eav-train", *run), ("eav-validate", "runs/quickstart")):
+        subprocess.run([site / "bin" / command[0], *command[1:]], check=True, cwd=empty, env=environment)
+    records = [json.loads(line) for line in (empty / "runs/quickstart/metrics.jsonl").read_text().splitlines()]
+    assert records[0]["git"] is None
+    assert records[0]["version"] == attention.__version__
+    assert records[-1]["top1"] > 80
+    figure("P1", f"installed from the wheel: {records[-1]['top1']:.2f} % after 3 epochs of the quickstart")
