@@ -11,6 +11,7 @@ import argparse
 import hashlib
 import io
 import json
+import pickle
 import re
 import sys
 import time
@@ -273,7 +274,7 @@ def save_checkpoint(path: Path, checkpoint: Mapping[str, Any]) -> None:
     content = buffer.getvalue()
     try:
         _check_values(read_archive(content))
-    except Exception as error:
+    except (ValueError, pickle.UnpicklingError) as error:  # of the reader; too little memory is another matter
         raise ValueError(f"{path}: not written, as it could not be read again: {error}") from error
     write_verified(path, content)
 
