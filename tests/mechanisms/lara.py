@@ -70,6 +70,7 @@ RELEASED = {
     "lara_poolmixed_dense_opt": {"released": True, "landmark_transform": "dense"},
     "train_lara_poolmixed_opt": {"released": True, "num_landmarks": 16},
     "lara_poolmixed_light_opt_12x4": {"released": True, "num_landmarks": 16},
+    "lara_pool_bh_8x11": {"released": True, "num_landmarks": 9, "proposal": "pool", "weighting": "balance"},
 }
 SYMBOLS = {"c": 49}
 
