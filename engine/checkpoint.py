@@ -81,7 +81,7 @@ NUM_LAST = 2
 
 
 class ForeignCheckpoint(UserError):
-    """A healthy file of another program: it holds no run."""
+    """A healthy file of another program: it holds no run, or one that cannot be had here."""
 
 
 class Checkpoints:
@@ -338,8 +338,8 @@ def parse_checkpoint(content: bytes, source: str) -> dict[str, Any]:
         except ReleasedFile:
             checkpoint = from_released_file(read_foreign(content))
         _check_values(checkpoint)
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from None
+    except UserError as error:  # what only the released code can do
+        raise ForeignCheckpoint(f"{source}: {error}") from None
     except ForeignFile as error:
         raise ForeignCheckpoint(
             f"{source}: no checkpoint of train.py: it holds no configuration; it seems to be {error}, and"

@@ -241,7 +241,8 @@ def _parse(tree: Tree, world_size: int) -> Run:
         _check_plain(tree.values, "")
         if missing := [key for key, value in flatten(tree.values).items() if value == MISSING]:
             raise MissingOptions(
-                f"{tree.origin('')}: does not say all options, and none is guessed; give {'=... '.join(missing)}=..."
+                f"{tree.origin('')}: does not say all options, and none is guessed: give {'=... '.join(missing)}=..."
+                " (python -m models.convert writes a file that says them)"
             )
         run = parse_options(Run, tree.values)
         options = dict(run.model)

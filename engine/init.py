@@ -95,7 +95,7 @@ def read_weights(name: str) -> Source:
     try:
         _, checkpoint, kinds = find_weights(path, "best", None)[-1]
         there = parse_run(checkpoint["config"], str(path))
-    except (ForeignCheckpoint, MissingOptions):  # the run says what its model is
+    except (ForeignCheckpoint, MissingOptions):  # a new run says itself what its model is
         return Source(_read_foreign(path))
     sides, patch_size = to_2tuple(there.model["img_size"]), there.model.get("patch_size", 1)
     grid = sides[0] // patch_size, sides[1] // patch_size

@@ -51,7 +51,7 @@ class Arguments:
         value = self.values.get(name)
         if value is None:
             return MISSING
-        if type(value) is not kind:
+        if type(value) is not kind and not (kind is float and type(value) is int):
             refuse(name, value, f"that is no {kind.__name__}")
         return value
 

@@ -27,12 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         run = parse_run(checkpoint["config"], str(path), args.overrides)
         build_model(run, checkpoint[WEIGHTS[kinds[-1]]], str(path))  # refuses weights that do not fit
         export_checkpoint(args.output, checkpoint | {"config": dump_run(run)}, kinds[-1])
-    print(f"{args.output}: the {kinds[-1]} weights of {path}, {run.model['name']} with {describe(run.attention)}")
-
-
-def describe(attention) -> str:
-    """Name of the mechanism, of a pyramid that of its first stage."""
-    return (attention[0] if isinstance(attention, list) else attention)["name"]
+    print(f"{args.output}: the {kinds[-1]} weights of {path}, of the model {run.model['name']}")
 
 
 if __name__ == "__main__":

@@ -112,7 +112,7 @@ def test_the_command_writes_an_ordinary_export(tmp_path, monkeypatch, capsys):
     path, exported = tmp_path / "ckpt.pth", tmp_path / "eva.safetensors"
     write_released(path, weights_of(EVA_FILE), GOLDEN[EVA_FILE], monkeypatch)
     convert([str(path), str(exported)])
-    assert capsys.readouterr().out == f"{exported}: the plain weights of {path}, deit with eva\n"
+    assert capsys.readouterr().out == f"{exported}: the plain weights of {path}, of the model deit\n"
     ((_, checkpoint, _),) = find_weights(exported, "best", None)
     attention, data = checkpoint["config"]["attention"], checkpoint["config"]["data"]
     assert {"mu_scale": 0.5, "noise": "released", "position_bias": "table_released"}.items() <= attention.items()
@@ -144,7 +144,8 @@ def test_an_option_that_is_not_in_the_file_must_be_given(argument, option, tmp_p
         return assert_logits(read(path), EVA_FILE)
     with pytest.raises(MissingOptions) as caught:
         read(path)
-    assert str(caught.value) == f"{path}: does not say all options, and none is guessed; give {option}=..."
+    problem = f"{path}: does not say all options, and none is guessed: give {option}=..."
+    assert str(caught.value) == f"{problem} (python -m models.convert writes a file that says them)"
 
 
 def test_weights_alone_load_with_every_option_given(tmp_path):
@@ -173,7 +174,7 @@ def test_features_of_random_samples_are_not_guessed(tmp_path, monkeypatch):
     for argument, option in {"proj_method": "attention.features", "attn_name": "attention"}.items():
         left = {key: value for key, value in args.items() if key != argument}
         path = write_released(tmp_path / f"{argument}.pth", state, left, monkeypatch)
-        with pytest.raises(MissingOptions, match=f"none is guessed; give {option}=...$"):
+        with pytest.raises(MissingOptions, match=f"none is guessed: give {option}=... "):
             read(path)
 
 
@@ -193,6 +194,7 @@ def test_what_only_that_code_can_do_is_refused_by_name(args, says, tmp_path, mon
     with pytest.raises(UserError) as caught:
         read(path)
     assert str(caught.value).startswith(f"{path}: weights of the released code of EVA and LARA, with {says}")
+    assert read_weights(str(path)).state.keys() == state.keys()  # a new run says itself what its model is
 
 
 NAMES = {
