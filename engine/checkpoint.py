@@ -26,7 +26,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from attention.options import nearest, parse_options
-from engine.checkpoint_format import ForeignFile, check_plain, read_archive, read_safetensors
+from engine.checkpoint_format import (
+    ForeignFile,
+    ReleasedFile,
+    check_plain,
+    read_archive,
+    read_foreign,
+    read_safetensors,
+)
 from engine.config import ConfigError, dump_run, flatten, parse_run
 from engine.data import difference
 from engine.distributed import World
@@ -34,6 +41,7 @@ from engine.errors import UserError, one_line
 from engine.files import digest_path, is_intact, read_digests, read_regular, write_verified
 from engine.optim import create_optimizer, restore_optimizer
 from engine.progress import Progress, check_progress
+from engine.released import from_released_file
 from engine.schema import Run
 from engine.weights import is_finite, list_not_finite, load_weights
 
@@ -73,7 +81,7 @@ NUM_LAST = 2
 
 
 class ForeignCheckpoint(UserError):
-    """A healthy file of another program: it holds no run."""
+    """A healthy file of another program: it holds no run, or one that cannot be had here."""
 
 
 class Checkpoints:
@@ -317,22 +325,21 @@ def load_checkpoint(path: Path, need_digest: bool = False) -> dict[str, Any]:
 
 
 def parse_checkpoint(content: bytes, source: str) -> dict[str, Any]:
-    """The checkpoint in the bytes of a file, as `save_checkpoint` or `export_checkpoint` writes it.
+    """The checkpoint in the bytes of a file, as `save_checkpoint`, `export_checkpoint` or the released code of EVA and
+    LARA writes it.
 
     Raises:
         UserError: damaged, or no checkpoint of a run (ForeignCheckpoint where another program wrote it); the message
             begins with `source`.
     """
     try:
-        if content[8:9] == b"{":
-            weights, metadata = read_safetensors(content)
-            checkpoint = json.loads(metadata)
-            checkpoint[WEIGHTS[_exported_weights(checkpoint)]] = weights
-        else:
-            checkpoint = read_archive(content)
-            if "ema" in checkpoint:  # its name in earlier versions
-                checkpoint["model_ema"] = checkpoint.pop("ema")
+        try:
+            checkpoint = _read_own(content)
+        except ReleasedFile:
+            checkpoint = from_released_file(read_foreign(content))
         _check_values(checkpoint)
+    except UserError as error:  # what only the released code can do
+        raise ForeignCheckpoint(f"{source}: {error}") from None
     except ForeignFile as error:
         raise ForeignCheckpoint(
             f"{source}: no checkpoint of train.py: it holds no configuration; it seems to be {error}, and"
@@ -342,6 +349,18 @@ def parse_checkpoint(content: bytes, source: str) -> dict[str, Any]:
     except Exception as error:  # a hostile file may fail in any way, and is refused in every case
         reason = one_line(" ".join(f"{type(error).__name__}: {error}".split()), 200)
         raise UserError(f"{source}: damaged, or no checkpoint that can be loaded safely ({reason})") from error
+    return checkpoint
+
+
+def _read_own(content: bytes) -> dict[str, Any]:
+    """The checkpoint in a file of this project."""
+    if content[8:9] == b"{":
+        weights, metadata = read_safetensors(content)
+        checkpoint = json.loads(metadata)
+        return checkpoint | {WEIGHTS[_exported_weights(checkpoint)]: weights}
+    checkpoint = read_archive(content)
+    if "ema" in checkpoint:  # its name in earlier versions
+        checkpoint["model_ema"] = checkpoint.pop("ema")
     return checkpoint
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import safetensors.torch
 import timm
 import torch
 from timm.layers import resample_patch_embed, resize_rel_pos_bias_table_simple, to_2tuple
@@ -17,8 +16,8 @@ from torch import Tensor, nn
 
 from attention import Attention, Grid
 from engine.checkpoint import WEIGHTS, ForeignCheckpoint, find_weights, list_checkpoints
-from engine.checkpoint_format import read_archive
-from engine.config import parse_run
+from engine.checkpoint_format import read_foreign
+from engine.config import MissingOptions, parse_run
 from engine.distributed import World
 from engine.errors import UserError, one_line
 from engine.files import read_regular
@@ -95,9 +94,9 @@ def read_weights(name: str) -> Source:
     path = Path(name).expanduser().resolve()
     try:
         _, checkpoint, kinds = find_weights(path, "best", None)[-1]
-    except ForeignCheckpoint:
+        there = parse_run(checkpoint["config"], str(path))
+    except (ForeignCheckpoint, MissingOptions):  # a new run says itself what its model is
         return Source(_read_foreign(path))
-    there = parse_run(checkpoint["config"], str(path))
     sides, patch_size = to_2tuple(there.model["img_size"]), there.model.get("patch_size", 1)
     grid = sides[0] // patch_size, sides[1] // patch_size
     state = clean_state_dict(checkpoint[WEIGHTS[kinds[-1]]])
@@ -119,7 +118,7 @@ def _read_foreign(path: Path) -> dict[str, Tensor]:
     """The weights in a file of another program."""
     content = read_regular(path)
     try:
-        found = safetensors.torch.load(content) if content[8:9] == b"{" else read_archive(content, foreign=True)
+        found = read_foreign(content)
     except Exception as error:  # a hostile file may fail in any way, and is refused in every case
         reason = one_line(" ".join(f"{type(error).__name__}: {error}".split()), 200)
         remedy = "save its weights alone, with torch.save(model.state_dict(), FILE)"

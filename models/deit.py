@@ -5,6 +5,7 @@ By default as in the papers of EVA and LARA: no class token, and the mean over t
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from timm.layers import (
+    GluMlp,
     LayerNorm,
     Mlp,
     PatchEmbed,
@@ -33,6 +35,16 @@ from models.base import Backbone, Block, check_grid, check_heads, check_tokens, 
 
 class TokenMlp(Mlp):
     """timm's Mlp, which has no use for the grid."""
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        return super().forward(x)
+
+
+class TokenGluMlp(GluMlp):
+    """timm's GluMlp (Shazeer, 2020): GELU of one half of the hidden channels gates the other."""
+
+    def __init__(self, dim: int, hidden_dim: int, drop: float):
+        super().__init__(dim, 2 * hidden_dim, act_layer=nn.GELU, gate_last=False, drop=drop)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         return super().forward(x)
@@ -68,6 +80,7 @@ class Deit(Backbone):
         depth: int = option(12, "blocks", low=1, high=100)
         num_heads: int = option(3, "attention heads of a block", low=1)
         mlp_ratio: float = option(4.0, "width of the MLP over that of a token", above=0, high=64)
+        use_glu: bool = option(False, "gated MLPs, of two thirds of that width (GEGLU)")
         qkv_bias: bool = option(True, "bias of the query, key and value projections")
         stem: Literal["linear", "conv"] = option("linear", "patch embedding: linear, or strided convolutions")
         class_token: bool = option(False, "a class token before the patches")
@@ -125,7 +138,10 @@ class Deit(Backbone):
         self.reg_token = nn.Parameter(torch.empty(1, config.reg_tokens, dim)) if config.reg_tokens else None
         self.pos_embed = nn.Parameter(torch.empty(1, self.num_prefix_tokens + self.patch_embed.num_patches, dim))
         self.pos_drop = nn.Dropout(config.pos_drop_rate)
-        shared = {}
+        shared, hidden_dim = {}, int(dim * config.mlp_ratio)
+        mlp = functools.partial(TokenMlp, dim, hidden_dim, drop=config.proj_drop_rate)
+        if config.use_glu:
+            mlp = functools.partial(TokenGluMlp, dim, 2 * hidden_dim // 3, drop=config.proj_drop_rate)
         self.blocks = nn.ModuleList(
             Block(
                 dim,
@@ -140,7 +156,7 @@ class Deit(Backbone):
                     proj_drop=config.proj_drop_rate,
                     shared=shared,
                 ),
-                TokenMlp(dim, int(dim * config.mlp_ratio), drop=config.proj_drop_rate),
+                mlp(),
                 drop_path,
             )
             for layer, drop_path in enumerate(calculate_drop_path_rates(config.drop_path_rate, config.depth))

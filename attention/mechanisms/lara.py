@@ -10,8 +10,6 @@ importance sampling (section 4, eq. 10; appendix G.3, Algorithm 3):
 Cost: 5 N c C multiply-accumulates, N c C of them for query-specific alpha, and c^2 C for the densities; linear in N.
 """
 
-import functools
-import itertools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,7 +33,7 @@ from attention.ops.random_features.proposals import (
 from attention.options import option, released_option
 from attention.parts.features import full_precision, log_features, scale
 from attention.parts.geometry import Grid, split_prefix
-from attention.parts.groups import Groups, bin_counts, bins, group_mean
+from attention.parts.groups import Groups, group_mean, pools_option, segments
 from attention.parts.linear import LandmarkTransform
 from attention.parts.sampling import Noise, mixture_noise, noise_option, noise_std, random_seed
 
@@ -83,7 +81,7 @@ def lara_reference(
     centre, densities = propose_reference(q_bar, k, k_bar if k_bar is None else k_bar * d**-0.25, proposal)
     r = torch.softmax(q @ q_bar.mT, 2)  # over queries, (B, h, N, C)
     noise = noise.expand(B, h, C, -1, d)
-    for c, s in itertools.product(range(C), range(noise.shape[3])):
+    for c, s in ((c, s) for c in range(C) for s in range(noise.shape[3])):
         u = uniform if uniform is None else uniform.expand(B, h, C, -1)[:, :, c, s, None]
         omega = centre(c, u) + noise[:, :, c, s]
         density = densities(omega)
@@ -119,6 +117,7 @@ class Lara(Attention):
         antithetic: bool = option(False, "two samples per proposal mirror each other about their mean")
         released: bool = released_option()
         noise: Noise | None = noise_option()
+        released_pools: bool | None = pools_option()
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__(context, config)
@@ -127,19 +126,20 @@ class Lara(Attention):
         neutral |= {"beta": self.Config.beta} if config.weighting != "decoupled" else {}
         if self.single:  # one proposal needs no landmarks, and all its samples weigh the same
             neutral |= {"weighting": "balance", "landmark_transform": "none", "samples_per_proposal": 1}
+            neutral |= {"released_pools": False}
         self.refuse_unused(neutral, "does not act with these options")
         if not self.single:
             self.segments(context.grid, torch.device("cpu"))  # refuses a count that no rows x columns of bins make
         width = {"light": self.head_dim, "dense": context.dim}.get(config.landmark_transform)
-        transform = functools.partial(LandmarkTransform, width) if width else nn.Identity
-        self.landmark_q = transform()
+        self.landmark_q = LandmarkTransform(width) if width else nn.Identity()
         if config.proposal in POOLED:
-            self.landmark_k = transform()
+            self.landmark_k = LandmarkTransform(width) if width else nn.Identity()
         self.register_buffer("eval_seed", random_seed() if self.single else None)
 
     def segments(self, grid: Grid, device: torch.device) -> Groups:
-        """The partition of this grid."""
-        return bins(grid, bin_counts(self.config.num_landmarks, grid, "attention(lara).num_landmarks"), device)
+        """The segments of this grid."""
+        config, key = self.config, "attention(lara).num_landmarks"
+        return segments(config.num_landmarks, grid, device, key, pooled=config.released_pools)
 
     def sample_noise(self, q: Tensor, num_proposals: int) -> tuple[Tensor, Tensor | None]:
         """Noise (..., c, s, d) and the uniforms (..., c, s) of mixtures.

@@ -2,6 +2,7 @@
 
 import math
 import re
+from collections.abc import Iterable
 
 import torch
 from timm.layers import resample_abs_pos_embed
@@ -74,11 +75,13 @@ def from_timm_pvt(state_dict: StateDict) -> StateDict:
 def from_released(state_dict: StateDict) -> StateDict:
     """The published code of EVA and LARA (its `model` entry of a checkpoint) -> ours, for its DeiT and its PVT-v2.
 
-    Bias tables load with `position_bias: table_released`; their index, which is computed here, is left out. Numbers
-    agree under the mechanism's options for what the released code does otherwise.
+    Bias tables load with `position_bias: table_released` or `t5_released`; their index, which is computed here, is left
+    out. Numbers agree under the mechanism's options for what the released code does otherwise.
     """
     converted = {}
     for key, value in state_dict.items():
+        if key.endswith(".local_relative_position_bias_table") and value.ndim == 3:
+            value = value.permute(1, 2, 0).flatten(0, 1)  # (h, w, e) of blocks of the raster order
         for pattern, replacement in _RELEASED_NAMES:
             key = re.sub(pattern, replacement, key)
         if key == "pos_embed" and value.ndim == 4:
@@ -90,15 +93,20 @@ def from_released(state_dict: StateDict) -> StateDict:
     return converted
 
 
+def is_released(names: Iterable[str]) -> bool:
+    """Whether there are names of weights among `names` that only models of the published code have."""
+    return any(name == "norm_before_pooling.weight" or ".attn.attn_fn." in name for name in names)
+
+
 _RELEASED_NAMES = [
     (r"^norm_before_pooling\.", "norm."),
     (r"\.attn\.attn_fn\.", ".attn."),
-    (r"\.local_relative_position_bias_table$", ".position_bias.table"),
+    (r"\.(local_relative_position_bias_table|rel_pos_bias\.relative_attention_bias\.weight)$", ".position_bias.table"),
     (r"\.adaptive_mu_([qk])\.0\.", r".landmarks.\1.linear."),
     (r"\.adaptive_mu_([qk])\.1\.", r".landmarks.\1.norm."),
     (r"\.([qk])_bar_gen\.2\.", r".landmark_\1.linear."),
     (r"\.([qk])_bar_gen\.3\.", r".landmark_\1.norm."),
-    (r"\.eval_proj$", ".omega"),
+    (r"\.(eval|random)_proj$", ".omega"),
     (r"^patch_embed1\.", "patch_embed."),
     (r"\.dwconv\.dwconv\.", ".dwconv."),
     *[(rf"^patch_embed{s + 1}\.", f"stages.{s}.downsample.") for s in (1, 2, 3)],
