@@ -126,16 +126,16 @@ def confusion_csv(records: AllRecords) -> bytes:
 def confusion_picture(records: AllRecords, suffix: str) -> bytes:
     """The confusion matrix of each kind of weights, coloured by the share of the row's images.
 
-    A cell has 2 pixels at least, so that every one of 1,000,000 can be seen.
+    A cell has about 2 pixels at least, so that every one of 1,000,000 can be seen.
     """
     num_classes = len(next(iter(records.values())).names)
-    side = max(5.0, 0.45 * min(num_classes, NUM_COUNTED), num_classes / 50)  # inches of 100 pixels
+    side = max(5.0, 0.45 * min(num_classes, NUM_COUNTED), num_classes / 45)  # inches of 100 pixels
     figure = Figure((len(records) * (side + 2), side + 1.5), layout="constrained")
     panels = figure.subplots(1, len(records), squeeze=False)[0]
     for axes, (kind, found) in zip(panels, records.items(), strict=True):
         _draw_confusion(axes, confusion_matrix(found), found.names)
         axes.set_title(f"{kind} weights: top-1 {100 * (found.predicted == found.label).double().mean():.2f} %")
-    figure.colorbar(axes.images[0], ax=panels, label="share of the class's images", shrink=0.8)
+    figure.colorbar(axes.images[0], ax=panels, label="share of the class's images", shrink=0.8, aspect=40)
     return _encode(figure, suffix)
 
 
