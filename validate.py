@@ -50,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.batch_size is not None and args.batch_size < 1:
         parser.error(f"--batch-size must be at least 1, got {args.batch_size}")
     with refuse_bad_input():
-        found = find_weights(args.checkpoint, args.select, args.weights)
         outputs = chosen_outputs(args)
+        found = find_weights(args.checkpoint, args.select, args.weights)
         if args.export and not args.export.parent.is_dir():
             raise UserError(f"{args.export}: no directory {str(args.export.parent)!r}")
         workers = min(Data.workers, os.cpu_count() or 1)  # a file does not decide how many processes start

@@ -37,8 +37,8 @@ def match_classes(known: Sequence[str] | None, here: Sequence[str], num_classes:
         return [position[name] for name in here], f"classes: {some if len(here) < num_classes else every}"
     names = difference(known, here, PLACES) if known else ""
     if len(here) != num_classes:
-        problem = f" = {num_classes}, but the images have {len(here)} classes{names and '; '}{names}"
-        raise OptionError("model.num_classes", problem)
+        reason = names or "the checkpoint has no names of them, by which to match some"
+        raise OptionError("model.num_classes", f" = {num_classes}, but the images have {len(here)} classes; {reason}")
     numbers = [int(name) if name.isdecimal() else -1 for name in here]
     if sorted(numbers) == [*range(num_classes)] and not any(name in position for name in here):
         note = f"classes: the data's names, 0 to {num_classes - 1}, are taken for positions in the checkpoint's"

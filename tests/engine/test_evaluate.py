@@ -130,10 +130,9 @@ def assert_recorded(table, root, split):
     np.testing.assert_allclose(table["loss"], -log_prob.gather(1, labels[:, None])[:, 0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("split", ["digits", "few"])
-def test_one_process_records_every_image_once(root, split):
-    found = record_digits(root, CPU, split)
-    assert_recorded({column: getattr(found, column).tolist() for column in COLUMNS}, root, split)
+def test_one_process_records_every_image_that_can_be_read(root):
+    found = record_digits(root, CPU, "few")
+    assert_recorded({column: getattr(found, column).tolist() for column in COLUMNS}, root, "few")
 
 
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.stress) for size in (1, 3, 4))])

@@ -95,7 +95,9 @@ def test_the_confusion_matrix_is_complete(records):
 
 @pytest.fixture
 def as_figures(monkeypatch):
+    """What pictures show, which takes longest to draw."""
     monkeypatch.setattr(outputs, "_encode", lambda figure, suffix: figure)
+    monkeypatch.setattr(outputs, "GRID", 3)
 
 
 @pytest.mark.usefixtures("as_figures")
@@ -126,7 +128,7 @@ def test_the_worst_mistakes_come_first(records, run):
     label, predicted = found.label.numpy(), logits.argmax(1)
     wrong = [i for i in np.argsort(-found.loss.numpy()) if label[i] != predicted[i]]
     (part,) = figure.subfigs
-    assert part.get_suptitle() == f"ema weights: the worst 25 of {len(wrong)} mistakes"
+    assert part.get_suptitle() == f"ema weights: the worst 9 of {len(wrong)} mistakes"
     images = Images(DigitsReader("val"))
     images.mode, images.transform = "L", create_transform(run, 8, is_training=False, as_bytes=False)
     names = [*NAMES[:8], "\\x1b[0m", "馬"]
@@ -144,10 +146,10 @@ def test_fewer_mistakes_than_tiles(records):
     right.label[7] = (right.label[7] + 1) % 10
     (part,) = outputs.mistakes_picture({"ema": right}).subfigs
     assert part.get_suptitle() == "ema weights: the worst 1 of 1 mistakes"
-    assert [len(axes.images) for axes in part.axes] == [1] + [0] * 24
+    assert [len(axes.images) for axes in part.axes] == [1] + [0] * 8
 
 
-@pytest.mark.parametrize("suffix", [".png", ".pdf"])
+@pytest.mark.parametrize("suffix", [".png", pytest.param(".pdf", marks=pytest.mark.stress)])
 def test_pictures_are_files_of_their_format(records, suffix):
     """Names with signs of TeX, and without glyphs, are drawn without an error or a warning."""
     content = outputs.confusion_picture({"ema": records["ema"][0]}, suffix)
@@ -337,9 +339,13 @@ def test_real_labels_are_for_files_named_as_imagenets(tmp_path, records):
 
 
 @pytest.mark.parametrize(
-    "attention", ["softmax", "{name: eva, window_size: 2, num_landmarks: 4}", "{name: local, window_size: 2}"]
+    ("attention", "img_size"),
+    [
+        ("softmax", "16"),
+        ("{name: eva, window_size: 2, num_landmarks: 4}", "[8, 24]"),
+        ("{name: local, window_size: 2}", "16"),
+    ],
 )
-@pytest.mark.parametrize("img_size", ["16", "[8, 24]"])
 def test_images_of_another_size(attention, img_size):
     options = [*OPTIONS, "model.patch_size=2", f"attention={attention}"]
     small, large = (
