@@ -79,7 +79,7 @@ def read_real_labels(file: str, images: Images, columns: Sequence[int]) -> list[
     except AssertionError:
         raise UserError(f"--real-labels: {file} is not for {len(names):,} images, as many as the data has") from None
     except KeyError as error:
-        raise UserError(f"--real-labels: {file}: the data has no class number {error}") from None
+        raise UserError(f"--real-labels: {file}: the data has no class number {one_line(str(error), 100)}") from None
     except (TypeError, ValueError, RecursionError):
         raise UserError(f"--real-labels: {file} is no list, in JSON, of each image's list of class numbers") from None
     own = [label in real for label, real in zip(images.reader.labels, labels, strict=True) if real]

@@ -117,7 +117,7 @@ def check_output(path: Path, option: str, suffixes: Collection[str]) -> None:
     """Checks, before there is anything to write, that `write_file` could write to the `path` that an option names.
 
     Raises:
-        UserError: it ends in none of `suffixes`, or cannot be written; nothing has changed there.
+        UserError: it ends in none of `suffixes`, or cannot be written.
     """
     if path.suffix not in suffixes:
         raise UserError(f"{path}: {option} writes {' or '.join(suffixes)}; name such a file")

@@ -114,7 +114,7 @@ def build_models(
     """The models of `run` with `kinds` of weights of a checkpoint, resampled where its images had another size.
 
     Returns:
-        They, and a line that says what was resampled, "" for the same size.
+        Kind -> model, and a line that says what was resampled ("": nothing, as the size is the same).
     Raises:
         UserError: weights that do not fit, or cannot be resampled.
     """
