@@ -110,6 +110,7 @@ def test_the_picture_of_the_confusion_matrix(records):
         top1 = 100 * np.mean(found.label.numpy() == logits.argmax(1))
         assert axes.get_title() == f"{kind} weights: top-1 {top1:.2f} %"
         assert [tick.get_text() for tick in axes.get_yticklabels()] == [*NAMES[:8], "\\x1b[0m", "馬"]
+        assert not any(tick.get_parse_math() for tick in [*axes.get_xticklabels(), *axes.get_yticklabels()])
 
 
 @pytest.mark.usefixtures("as_figures")
@@ -149,7 +150,8 @@ def test_fewer_mistakes_than_tiles(records):
     assert [len(axes.images) for axes in part.axes] == [1] + [0] * 8
 
 
-@pytest.mark.parametrize("suffix", [".png", pytest.param(".pdf", marks=pytest.mark.stress)])
+@pytest.mark.stress
+@pytest.mark.parametrize("suffix", [".png", ".pdf"])
 def test_pictures_are_files_of_their_format(records, suffix):
     """Names with signs of TeX, and without glyphs, are drawn without an error or a warning."""
     content = outputs.confusion_picture({"ema": records["ema"][0]}, suffix)
