@@ -6,7 +6,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import timm
 import torch
@@ -15,14 +15,14 @@ from timm.models import adapt_input_conv, clean_state_dict
 from torch import Tensor, nn
 
 from attention import Attention, Grid
-from engine.checkpoint import WEIGHTS, ForeignCheckpoint, find_weights, list_checkpoints
+from engine.checkpoint import WEIGHTS, ForeignCheckpoint, Weights, find_weights, list_checkpoints
 from engine.checkpoint_format import read_foreign
-from engine.config import MissingOptions, parse_run
+from engine.config import MISSING, MissingOptions, parse_run
 from engine.distributed import World
 from engine.errors import UserError, one_line
 from engine.files import read_regular
 from engine.schema import Run
-from engine.weights import describe_misfits, list_not_finite
+from engine.weights import build_model, check_state, describe_misfits, list_not_finite, load_weights
 from models import create_model
 from models.convert import from_released, from_timm_pvt, resample_pos_embed
 
@@ -97,10 +97,40 @@ def read_weights(name: str) -> Source:
         there = parse_run(checkpoint["config"], str(path))
     except (ForeignCheckpoint, MissingOptions):  # a new run says itself what its model is
         return Source(_read_foreign(path))
-    sides, patch_size = to_2tuple(there.model["img_size"]), there.model.get("patch_size", 1)
+    return _own_source(there, checkpoint[WEIGHTS[kinds[-1]]])
+
+
+def _own_source(run: Run, state: Mapping[str, Tensor]) -> Source:
+    """The weights `state` of a run's model."""
+    sides, patch_size = to_2tuple(run.model["img_size"]), run.model.get("patch_size", 1)
     grid = sides[0] // patch_size, sides[1] // patch_size
-    state = clean_state_dict(checkpoint[WEIGHTS[kinds[-1]]])
-    return Source(state, grid, {"mean": there.data.mean, "std": there.data.std})
+    return Source(clean_state_dict(state), grid, {"mean": run.data.mean, "std": run.data.std})
+
+
+def build_models(
+    run: Run, checkpoint: Mapping[str, Any], kinds: Sequence[Weights]
+) -> tuple[dict[Weights, nn.Module], str]:
+    """The models of `run` with `kinds` of weights of a checkpoint, resampled where its images had another size.
+
+    Returns:
+        Kind -> model, and a line that says what was resampled ("": nothing, as the size is the same).
+    Raises:
+        UserError: weights that do not fit, or cannot be resampled.
+    """
+    img_size = to_2tuple(checkpoint["config"]["model"].get("img_size", MISSING))
+    if img_size in (to_2tuple(run.model["img_size"]), to_2tuple(MISSING)):
+        return {kind: build_model(run, checkpoint[WEIGHTS[kind]], WEIGHTS[kind]) for kind in kinds}, ""
+    trained = parse_run(checkpoint["config"], "the checkpoint's configuration")
+    title, models = f"model.img_size = {run.model['img_size']}, trained at {trained.model['img_size']}", {}
+    for kind in kinds:
+        place, state = WEIGHTS[kind], checkpoint[WEIGHTS[kind]]
+        check_state(trained, state, place)
+        models[kind] = create_model(attention=run.attention, **run.model)
+        taken, outcome = fit_weights(models[kind], _own_source(trained, state), place)
+        if rest := _summary({name: names for name, names in outcome.items() if name != "adapted"}):
+            raise UserError(f"{place}: {title}: not all weights can be resampled: {rest}")
+        load_weights(models[kind], taken, place)
+    return models, f"{title}; resampled: {', '.join(_merge_layers(outcome['adapted'])) or 'nothing'}"
 
 
 def _read_timm(name: str) -> Source:

@@ -20,12 +20,21 @@ def build_model(run: Run, state: Mapping[str, Any], source: str) -> nn.Module:
     Raises:
         UserError: see `load_weights`.
     """
-    with torch.device("meta"):
-        model = create_model(attention=run.attention, **run.model)
-    check_fit(model, state, source)
+    check_state(run, state, source)
     model = create_model(attention=run.attention, **run.model)
     load_weights(model, state, source)
     return model
+
+
+def check_state(run: Run, state: Mapping[str, Any], source: str) -> None:
+    """Checks that `state` fits the model that `run` describes, of which nothing is allocated.
+
+    Raises:
+        UserError: see `load_weights`.
+    """
+    with torch.device("meta"):
+        model = create_model(attention=run.attention, **run.model)
+    check_fit(model, state, source)
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Any], source: str) -> None:

@@ -15,7 +15,9 @@ CONTRACT = {"attention.base", "attention.costs", "attention.options", "attention
 LIBRARIES = {
     "attention": {"torch", "triton"},
     "models": {"torch", "timm"},
-    "engine": {"torch", "torchvision", "timm", "yaml", "numpy", "PIL", "tqdm", "safetensors"},
+    "engine": {
+        *("torch", "torchvision", "torchmetrics", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "safetensors"),
+    },
     "bench": {"torch", "torchvision", "timm", "yaml", "numpy", "PIL", "tqdm", "triton"},
 }
 BELOW = {  # folder or file -> what of this project it may import
