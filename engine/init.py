@@ -1,6 +1,5 @@
 """The weights that a run starts from: those of another model as far as they fit, and a table of what became of them."""
 
-import math
 import re
 import sys
 from collections import Counter
@@ -10,7 +9,7 @@ from typing import NamedTuple
 
 import timm
 import torch
-from timm.layers import resample_patch_embed, resize_rel_pos_bias_table_simple, to_2tuple
+from timm.layers import resample_patch_embed
 from timm.models import adapt_input_conv, clean_state_dict
 from torch import Tensor, nn
 
@@ -21,10 +20,11 @@ from engine.config import MissingOptions, parse_run
 from engine.distributed import World
 from engine.errors import UserError, one_line
 from engine.files import read_regular
+from engine.freeze import describe_freeze, freeze
 from engine.schema import Run
 from engine.weights import describe_misfits, list_not_finite
 from models import create_model
-from models.convert import from_released, from_timm_pvt, resample_pos_embed
+from models.convert import from_released, from_timm_pvt, resample_bias_tables, resample_pos_embed
 
 TIMM = "timm:"
 """What names of timm's hub begin with."""
@@ -42,12 +42,12 @@ class Source(NamedTuple):
     """Weights of another model.
 
     Attributes:
-        state: name -> weight. grid: (H, W) of its position embeddings, where known.
+        state: name -> weight. model: their model, where known; it may be on the meta device.
         images: `mean` and `std` by which its images were normalised, as far as known.
     """
 
     state: dict[str, Tensor]
-    grid: Grid | None = None
+    model: nn.Module | None = None
     images: Mapping[str, Sequence[float]] = {}
 
 
@@ -60,9 +60,22 @@ def create_initial_model(run: Run, output: Path, world: World) -> nn.Module:
         UserError: weights that cannot be read or do not fit the model, or with `init.strict` not all of them.
     """
     model = create_model(attention=run.attention, **run.model)
+    is_resumed = bool(list_checkpoints(output))
+    initial = [name for name, _ in model.named_parameters()]
+    if run.init.weights is not None and not is_resumed:
+        initial = _load_initial_weights(model, run, world)
+    if (frozen := freeze(model, run.train.freeze)) and world.is_primary:
+        print(f"train.freeze: {describe_freeze(model, frozen)}", flush=True)
+        if random := [] if is_resumed else [name for name in frozen if name in initial]:
+            names = one_line(", ".join(_merge_layers(random)), 200)
+            hint = f"{len(random)} of the frozen parameters stay at their random initial values: {names}"
+            print(f"warning: train.freeze: {hint}", file=sys.stderr, flush=True)
+    return model
+
+
+def _load_initial_weights(model: nn.Module, run: Run, world: World) -> list[str]:
+    """Loads the weights that `init` names, and returns the names of the model's that stay as they were."""
     name = run.init.weights
-    if name is None or list_checkpoints(output):
-        return model
     place = f"init.weights={name}"
     try:
         source = read_weights(name)
@@ -74,11 +87,13 @@ def create_initial_model(run: Run, output: Path, world: World) -> nn.Module:
     model.load_state_dict(state, strict=False)
     if world.is_primary:
         print("\n".join([place, *_table(outcome)]), flush=True)
+        if source.model is None:
+            print(f"  heads    not known from this file; model.num_heads={list_heads(model)} is taken", flush=True)
         for key, value in source.images.items():
             if list(value) != list(getattr(run.data, key)):
                 hint = f"is {list(getattr(run.data, key))}, that of these weights was {list(value)}"
                 print(f"warning: data.{key} {hint}: data.{key}={list(value)} keeps it", file=sys.stderr, flush=True)
-    return model
+    return [entry.split(" ")[0] for entry in outcome["fresh"] + outcome["re-made"]]
 
 
 def read_weights(name: str) -> Source:
@@ -97,10 +112,10 @@ def read_weights(name: str) -> Source:
         there = parse_run(checkpoint["config"], str(path))
     except (ForeignCheckpoint, MissingOptions):  # a new run says itself what its model is
         return Source(_read_foreign(path))
-    sides, patch_size = to_2tuple(there.model["img_size"]), there.model.get("patch_size", 1)
-    grid = sides[0] // patch_size, sides[1] // patch_size
+    with torch.device("meta"):
+        model = create_model(attention=there.attention, **there.model)
     state = clean_state_dict(checkpoint[WEIGHTS[kinds[-1]]])
-    return Source(state, grid, {"mean": there.data.mean, "std": there.data.std})
+    return Source(state, model, {"mean": there.data.mean, "std": there.data.std})
 
 
 def _read_timm(name: str) -> Source:
@@ -111,7 +126,7 @@ def _read_timm(name: str) -> Source:
         reason = one_line(" ".join(f"{type(error).__name__}: {error}".split()), 200)
         remedy = "see timm.list_pretrained(); without a network download the file elsewhere and name that"
         raise UserError(f"{TIMM}{name}: timm cannot load it ({reason}); {remedy}") from None
-    return Source(model.state_dict(), images={key: model.pretrained_cfg[key] for key in ("mean", "std")})
+    return Source(model.state_dict(), model, {key: model.pretrained_cfg[key] for key in ("mean", "std")})
 
 
 def _read_foreign(path: Path) -> dict[str, Tensor]:
@@ -136,10 +151,12 @@ def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str,
 
     Returns:
         The state dict to load, and kind -> names: loaded (as it is), adapted (resampled, or the part that is used),
-        fresh (the model's own: what the source does not have), drawn (likewise, random numbers of attention), re-made
-        (the head, for other classes), dropped (of the source: what the model has no place for).
+        fresh (the model's own: what the source does not have, or has in another sense), drawn (likewise, random
+        numbers of attention), re-made (the head, for other classes), dropped (of the source: what the model has no
+        place for).
     Raises:
-        UserError: the source is no model of these blocks, or not finite; the message begins with `place`.
+        UserError: the source is no model of these blocks and attention heads, or not finite; the message begins with
+            `place`.
     """
     expected = model.state_dict()
     try:
@@ -149,11 +166,20 @@ def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str,
         if misfits := describe_misfits(*blocks):
             remedy = "choose the model (model.name, model.depth, ...) that the weights were made for"
             raise UserError(f"{place}: weights of another architecture: {misfits}; {remedy}")
-        state |= _resample(state, model, source.grid)
+        if source.model is not None and (there := list_heads(source.model)) != (here := list_heads(model)):
+            problem = f"weights of a model with num_heads={there}, but model.num_heads={here}: they would load, and"
+            raise UserError(f"{place}: {problem} mean something else; set model.num_heads={there}")
+        state |= _resample(state, model, getattr(getattr(source.model, "patch_embed", None), "grid_size", None))
+        tables, others = resample_bias_tables(state, model, source.model)
+        state |= tables
     except (AssertionError, LookupError, RuntimeError, ValueError) as error:  # shapes that no such model has
         reason = one_line(" ".join(f"{type(error).__name__}: {error}".split()), 200)
         raise UserError(f"{place}: weights that cannot be adapted to the model ({reason})") from None
-    taken = {name: x for name, x in state.items() if name in expected and x.shape == expected[name].shape}
+    taken = {
+        name: x
+        for name, x in state.items()
+        if name in expected and x.shape == expected[name].shape and name not in others
+    }
     if bad := list_not_finite(model, taken):
         raise UserError(f"{place}: {len(bad)} weights are not finite: {', '.join(bad[:5])}")
     parameters = dict(model.named_parameters())
@@ -165,7 +191,11 @@ def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str,
             for name, x in taken.items()
             if x is not original[name]
         ],
-        "fresh": [name for name in absent if name not in HEAD and (name in parameters or ".attn." not in name)],
+        "fresh": [
+            f"{name} ({others[name]})" if name in others else name
+            for name in absent
+            if name not in HEAD and (name in parameters or ".attn." not in name)
+        ],
         "drawn": [name for name in absent if name not in parameters and ".attn." in name],
         "re-made": [name for name in absent if name in HEAD],
         "dropped": [name for name in state if name not in taken and not (name in HEAD and name in expected)],
@@ -185,21 +215,20 @@ def _cut_projections(state: Mapping[str, Tensor], model: nn.Module) -> dict[str,
 
 
 def _resample(state: Mapping[str, Tensor], model: nn.Module, grid: Grid | None) -> dict[str, Tensor]:
-    """Position embeddings, patch embedding and bias tables in the sizes of `model`, by timm's functions."""
+    """Position embeddings and patch embedding in the sizes of `model`, by timm's functions."""
     changed = {"pos_embed": resample_pos_embed(dict(state), model, grid)["pos_embed"]} if "pos_embed" in state else {}
     patches, key = model.patch_embed.proj, "patch_embed.proj.weight"
     if isinstance(patches, nn.Conv2d) and key in state:
         weight = adapt_input_conv(patches.in_channels, state[key], state[key].shape[1])
         changed[key] = resample_patch_embed(weight, list(patches.kernel_size))
-    for name, layer in _attention_layers(model):
-        key, config = f"{name}.position_bias.table", layer.config
-        if key in state and (config.position_bias, config.layout) == ("table", "2d"):
-            table, shape = state[key][0], layer.position_bias.table.shape[1:]
-            side = math.isqrt(len(table))
-            if side % 2 and side**2 == len(table) and table.shape != shape and table.shape[1] == shape[1]:
-                window = (math.isqrt(shape[0]) + 1) // 2
-                changed[key] = resize_rel_pos_bias_table_simple(table.float(), (window, window), shape)[None]
     return changed
+
+
+def list_heads(model: nn.Module) -> int | list[int]:
+    """The attention heads of a model, ours or timm's: `num_heads` of its blocks, a list of one per stage."""
+    layers = {name.rpartition("blocks.")[0]: layer for name, layer in model.named_modules() if name.endswith(".attn")}
+    heads = [getattr(layer, "num_heads", 0) for layer in layers.values()]
+    return heads[0] if len(heads) == 1 else heads
 
 
 def _attention_layers(model: nn.Module) -> list[tuple[str, Attention]]:

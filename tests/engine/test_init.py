@@ -41,9 +41,9 @@ def build(attention="softmax", **options) -> nn.Module:
     return create_model("deit", attention=attention, **{**MODEL, **options}).eval()
 
 
-def fit(model: nn.Module, state: dict[str, Tensor], **source) -> dict[str, list[str]]:
+def fit(model: nn.Module, state: dict[str, Tensor], source: nn.Module | None = None) -> dict[str, list[str]]:
     """Loads what fits, and says what became of each weight."""
-    taken, outcome = fit_weights(model, Source(state, **source), "init.weights=file")
+    taken, outcome = fit_weights(model, Source(state, source), "init.weights=file")
     model.load_state_dict(taken, strict=False)
     assert sorted(taken) == sorted(name.split(" ")[0] for name in outcome["loaded"] + outcome["adapted"])
     of_model = [names for kind, names in outcome.items() if kind != "dropped"]
@@ -160,6 +160,93 @@ def test_bias_tables_are_resampled_to_other_windows():
     assert outcome["adapted"] == [f"blocks.{i}.attn.position_bias.table (1, 9, 2) -> (1, 49, 2)" for i in (0, 1)]
     old, new = source["blocks.0.attn.position_bias.table"][0], model.blocks[0].attn.position_bias.table[0]
     torch.testing.assert_close(new.view(7, 7, 2)[3, 3], old.view(3, 3, 2)[1, 1], rtol=0.2, atol=0.01)  # the middle
+
+
+WINDOWS = {"window_size": 4, "layout": "1d"}
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "becomes"),
+    [
+        (WINDOWS, WINDOWS | {"window_size": 2}, "adapted (1, 7, 2) -> (1, 3, 2)"),
+        (WINDOWS, WINDOWS | {"overlap": 2}, "adapted (1, 7, 2) -> (1, 11, 2)"),
+        (WINDOWS | {"window_size": 2, "overlap": 2}, WINDOWS, "loaded"),
+        (WINDOWS | {"causal": True}, WINDOWS | {"causal": True, "window_size": 2}, "adapted (1, 4, 2) -> (1, 2, 2)"),
+        (WINDOWS | {"causal": True, "window_size": 7}, WINDOWS, "fresh (there it is of table 1d causal)"),
+        (WINDOWS | {"window_size": 13}, {"window_size": 3}, "fresh (there it is of table 1d)"),
+        ({"position_bias": "t5"}, {}, "fresh (there it is of t5 2d)"),
+        ({"position_bias": "t5"}, {"position_bias": "t5"}, "loaded"),
+        (
+            {"position_bias": "t5"},
+            {"position_bias": "t5", "window_size": 3},
+            "fresh (of another window, and t5 2d cannot be resampled)",
+        ),
+        (
+            {"position_bias": "table_released"},
+            {"position_bias": "table_released", "window_size": 3},
+            "fresh (of another window, and table_released 2d cannot be resampled)",
+        ),
+        ({"position_bias": "none"}, {}, "fresh"),
+        ({}, {"position_bias": "none"}, None),
+    ],
+)
+def test_bias_tables_of_other_windows_and_kinds(there, here, becomes):
+    """Also where their shapes are the same, if the model is known: a state dict does not say what its rows are."""
+    source = build({"name": "local", "window_size": 4, **there})
+    for known in (source, None) if becomes is None or ("(there" not in becomes and "t5" not in becomes) else (source,):
+        model = build({"name": "local", "window_size": 4, **here})
+        before = [block.attn.position_bias.table for block in model.blocks]
+        before = [table if table is None else table.clone() for table in before]
+        outcome = fit(model, source.state_dict(), known)
+        found = [f"{kind} {entry}" for kind in ("loaded", "adapted", "fresh") for entry in outcome[kind]]
+        found = [entry for entry in found if "position_bias" in entry]
+        kind, _, change = (becomes or "").partition(" ")
+        names = [f"blocks.{i}.attn.position_bias.table" for i in (0, 1)] if becomes else []
+        assert found == [f"{kind} {name} {change}".rstrip() for name in names]
+        tables = [block.attn.position_bias.table for block in model.blocks]
+        assert kind != "fresh" or all(map(torch.equal, tables, before))
+
+
+def test_a_table_of_one_axis_keeps_its_middle_and_its_ends():
+    models = [build({"name": "local", "layout": "1d", "window_size": size}) for size in (3, 5)]
+    with torch.no_grad():
+        for block in models[0].blocks:
+            block.attn.position_bias.table.copy_(torch.arange(5.0)[None, :, None].expand(1, 5, 2))
+    fit(models[1], models[0].state_dict())
+    new = models[1].blocks[0].attn.position_bias.table[0, :, 0]
+    assert new[4].item() == pytest.approx(2)
+    assert new.diff().min() > 0
+    torch.testing.assert_close(new, 4 - new.flip(0))
+
+
+HEADS = (
+    r"^init\.weights=file: weights of a model with num_heads=%s, but model\.num_heads=%s: .*; set model\.num_heads=%s$"
+)
+
+
+@pytest.mark.parametrize("make", [build, stock])
+def test_another_number_of_heads_is_refused(make):
+    """The projections have the same shapes, but are cut into heads otherwise."""
+    source = make(num_heads=4)
+    with pytest.raises(UserError, match=HEADS % (4, 2, 4)):
+        fit(build(), source.state_dict(), source)
+    fit(build(num_heads=4), source.state_dict(), source)
+
+
+def test_another_number_of_heads_in_a_stage_is_refused():
+    sizes = {"embed_dims": (8, 16, 20, 32), "depths": (1, 1, 1, 1), "num_classes": 3, "num_heads": (1, 2, 5, 8)}
+    here = create_model("pvtv2_b0", attention="sra", **{**sizes, "num_heads": (2, 4, 10, 16)})
+    for source in (create_model("pvtv2_b0", attention="sra", **sizes), timm.create_model("pvt_v2_b0", **sizes)):
+        heads = [re.escape(str(heads)) for heads in ([1, 2, 5, 8], [2, 4, 10, 16], [1, 2, 5, 8])]
+        with pytest.raises(UserError, match=HEADS % tuple(heads)):
+            fit(here, source.state_dict(), source)
+
+
+def test_heads_that_a_file_does_not_name_are_said_to_be_taken(tmp_path, capsys):
+    file = write(tmp_path / "vit.pth", stock().state_dict())
+    start(run_of(f"init.weights={file}"), tmp_path)
+    line = "  heads    not known from this file; model.num_heads=2 is taken"
+    assert capsys.readouterr().out.splitlines()[-1] == line
 
 
 def test_a_pyramid_loads_by_the_names_of_timm_and_of_its_authors():
