@@ -79,11 +79,13 @@ def resample_bias_tables(
         their_kind, their_windows = _bias_options(source.get_submodule(name)) if source else (kind, fits and windows)
         if their_kind != kind:
             reasons[key] = f"there it is of {' '.join(their_kind)}"
-        elif their_windows != windows and kind[0] != "table":
+        elif fits and (kind[0] == "table" or their_windows == windows):
+            continue
+        elif kind[0] != "table":
             reasons[key] = f"of another window, and {' '.join(kind)} cannot be resampled"
         elif table.shape[::2] != bias.table.shape[::2] or ("2d" in kind and math.isqrt(rows) ** 2 != rows):
             reasons[key] = f"{tuple(table.shape)} there is no such table"
-        elif not fits:
+        else:
             tables[key] = _resize_table(table, bias.table.shape[1], "2d" in kind)
     return tables, reasons
 

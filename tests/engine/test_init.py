@@ -186,6 +186,7 @@ WINDOWS = {"window_size": 4, "layout": "1d"}
             {"position_bias": "table_released", "window_size": 3},
             "fresh (of another window, and table_released 2d cannot be resampled)",
         ),
+        ({"position_bias": "table_released"}, {"position_bias": "table_released"}, "loaded"),
         ({"position_bias": "none"}, {}, "fresh"),
         ({}, {"position_bias": "none"}, None),
     ],
