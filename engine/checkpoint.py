@@ -359,6 +359,8 @@ def _read_own(content: bytes) -> dict[str, Any]:
         checkpoint = json.loads(metadata)
         return checkpoint | {WEIGHTS[_exported_weights(checkpoint)]: weights}
     checkpoint = read_archive(content)
+    if not isinstance(checkpoint, dict):
+        raise ValueError(f"holds a {type(checkpoint).__name__}")
     if "ema" in checkpoint:  # its name in earlier versions
         checkpoint["model_ema"] = checkpoint.pop("ema")
     return checkpoint

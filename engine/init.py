@@ -22,7 +22,7 @@ from engine.errors import UserError, one_line
 from engine.files import read_regular
 from engine.freeze import describe_freeze, freeze
 from engine.schema import Run
-from engine.weights import describe_misfits, list_not_finite
+from engine.weights import describe_blocks, describe_misfits, list_not_finite
 from models import create_model
 from models.convert import from_released, from_timm_pvt, resample_bias_tables, resample_pos_embed
 
@@ -34,8 +34,13 @@ NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 HEAD = ("head.weight", "head.bias")
 
-SHARED = re.compile(r"(^|\.)blocks\.\d+\.(?!attn\.(?!qkv\.|proj\.))")
-"""What every mechanism has in a block: all but its attention's weights beside the projections."""
+EXPECTED = f"expected a run directory, a checkpoint, a .safetensors or .pth file of weights, or {TIMM}NAME"
+OF_ANOTHER = "choose the model (model.name, model.depth, ...) that the weights were made for"
+"""Remedies of a wrong source."""
+
+SHARED = re.compile(r"(^|\.)blocks\.\d+\.(?!attn\.(?!qkv\.|proj\.))|^patch_embed\.backbone\.")
+"""What every mechanism has in a block: all but its attention's weights beside the projections. And the convolutions
+before the patches of a hybrid, which no model here has."""
 
 
 class Source(NamedTuple):
@@ -112,6 +117,8 @@ def read_weights(name: str) -> Source:
         there = parse_run(checkpoint["config"], str(path))
     except (ForeignCheckpoint, MissingOptions):  # a new run says itself what its model is
         return Source(_read_foreign(path))
+    except UserError as error:
+        raise UserError(f"{error}; {EXPECTED}") from None
     with torch.device("meta"):
         model = create_model(attention=there.attention, **there.model)
     state = clean_state_dict(checkpoint[WEIGHTS[kinds[-1]]])
@@ -142,7 +149,7 @@ def _read_foreign(path: Path) -> dict[str, Tensor]:
     if not state or not all(
         isinstance(key, str) and key.isprintable() and torch.is_tensor(x) for key, x in state.items()
     ):
-        raise UserError(f"{path}: holds no weights, but {one_line(', '.join(map(repr, found)), 100)}")
+        raise UserError(f"{path}: holds no weights, but {one_line(', '.join(map(repr, found)), 100)}; {EXPECTED}")
     return clean_state_dict(state)
 
 
@@ -164,8 +171,9 @@ def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str,
         state = original | _cut_projections(original, model)
         blocks = [{name: x for name, x in tensors.items() if SHARED.search(name)} for tensors in (state, expected)]
         if misfits := describe_misfits(*blocks):
-            remedy = "choose the model (model.name, model.depth, ...) that the weights were made for"
-            raise UserError(f"{place}: weights of another architecture: {misfits}; {remedy}")
+            there, here = (describe_blocks(tensors) for tensors in (state, expected))
+            problem = f"weights of another architecture: {there}, where the model has {here} ({one_line(misfits, 200)})"
+            raise UserError(f"{place}: {problem}; {OF_ANOTHER}")
         if source.model is not None and (there := list_heads(source.model)) != (here := list_heads(model)):
             problem = f"weights of a model with num_heads={there}, but model.num_heads={here}: they would load, and"
             raise UserError(f"{place}: {problem} mean something else; set model.num_heads={there}")
@@ -174,7 +182,7 @@ def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str,
         state |= tables
     except (AssertionError, LookupError, RuntimeError, ValueError) as error:  # shapes that no such model has
         reason = one_line(" ".join(f"{type(error).__name__}: {error}".split()), 200)
-        raise UserError(f"{place}: weights that cannot be adapted to the model ({reason})") from None
+        raise UserError(f"{place}: weights that cannot be adapted to the model ({reason}); {OF_ANOTHER}") from None
     taken = {
         name: x
         for name, x in state.items()
