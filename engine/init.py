@@ -59,7 +59,7 @@ class Source(NamedTuple):
 def create_initial_model(run: Run, output: Path, world: World) -> nn.Module:
     """The model of `run` with the weights that `init` names, unless the run in `output` has weights of its own.
 
-    The primary rank prints what became of every weight.
+    What `train.freeze` names is frozen. The primary rank prints what became of every weight, and how many are trained.
 
     Raises:
         UserError: weights that cannot be read or do not fit the model, or with `init.strict` not all of them.
@@ -180,7 +180,7 @@ def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str,
         state |= _resample(state, model, getattr(getattr(source.model, "patch_embed", None), "grid_size", None))
         tables, others = resample_bias_tables(state, model, source.model)
         state |= tables
-    except (AssertionError, LookupError, RuntimeError, ValueError) as error:  # shapes that no such model has
+    except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:  # as no such model has
         reason = one_line(" ".join(f"{type(error).__name__}: {error}".split()), 200)
         raise UserError(f"{place}: weights that cannot be adapted to the model ({reason}); {OF_ANOTHER}") from None
     taken = {

@@ -78,7 +78,7 @@ def describe_blocks(state: Mapping[str, torch.Tensor]) -> str:
     if not stages:
         return f"no blocks, but {one_line(', '.join(state), 80)}"
     norms = [f"{prefix}{min(indices, key=int)}.norm1.weight" for prefix, indices in stages.items()]
-    widths = dict.fromkeys(str(len(state[name])) for name in norms if name in state)
+    widths = dict.fromkeys(str(state[name].numel()) for name in norms if name in state)
     of_width = f" of width {', '.join(widths)}" if widths else ""
     return f"{' + '.join(str(len(indices)) for indices in stages.values())} blocks{of_width}"
 

@@ -76,7 +76,8 @@ def resample_bias_tables(
         if table is None or bias is None or bias.table is None:
             continue
         (kind, windows), fits, rows = _bias_options(layer), table.shape == bias.table.shape, table.shape[1]
-        their_kind, their_windows = _bias_options(source.get_submodule(name)) if source else (kind, fits and windows)
+        is_known = source is not None
+        their_kind, their_windows = _bias_options(source.get_submodule(name)) if is_known else (kind, fits and windows)
         if their_kind != kind:
             reasons[key] = f"there it is of {' '.join(their_kind)}"
         elif fits and (kind[0] == "table" or their_windows == windows):

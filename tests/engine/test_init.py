@@ -303,6 +303,7 @@ def test_a_pyramid_loads_by_the_names_of_timm_and_of_its_authors():
             "of another shape: blocks.0.norm1.weight (12,)",
         ),
         (lambda state: {f"layer4.{name}": x for name, x in state.items()}, "another architecture"),
+        (lambda state: {name: torch.ones(()) for name in state}, "another architecture"),
         (lambda state: state | {"blocks.0.ls1.gamma": torch.ones(24)}, "1 unexpected: blocks.0.ls1.gamma"),
         (lambda state: state | {"norm.weight": torch.full((24,), torch.nan)}, "1 weights are not finite: norm.weight"),
         (
@@ -344,6 +345,15 @@ def test_another_family_is_refused_in_one_line_that_says_what_it_is(name, says):
     assert message.endswith(remedy)
     assert message.isprintable()
     assert len(message) < 600
+
+
+def test_a_configuration_that_is_not_of_its_weights_is_refused():
+    """As no program writes it."""
+    local = {"name": "local", "window_size": 4}
+    source = build(local)
+    for other in (build("softmax"), build(local, depth=1)):
+        with pytest.raises(UserError, match="cannot be adapted to the model"):
+            fit(source, source.state_dict(), other)
 
 
 def test_one_family_of_ours_is_refused_by_the_other():
