@@ -32,6 +32,7 @@ from engine.evaluate import evaluate_all
 from engine.failure import explain_failures
 from engine.files import lock_directory, write_atomically
 from engine.finite import FiniteGuard, dump_step
+from engine.freeze import set_train_mode
 from engine.init import create_initial_model
 from engine.optim import check_optimizer, create_optimizer, create_schedule
 from engine.report import Report
@@ -87,9 +88,8 @@ class Trainer:
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.options.amp == "fp16")
         self.ema = ModelEmaV3(self.model, decay=self.options.ema_decay) if self.options.ema_decay else None
 
-        self.stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
-        if self.ema:
-            self.stateful["model_ema"] = self.ema.module
+        average = {"model_ema": self.ema.module} if self.ema else {}
+        self.stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, **average}
         cleanup.enter_context(lock_directory(output, world))
         identity = identify_data(self.train_loader.dataset.dataset, self.val_loader.dataset)
         self.checkpoints = Checkpoints(output, run, world, self.sampler.num_images, identity)
@@ -139,7 +139,7 @@ class Trainer:
     def train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
         """Makes the updates that are left of an epoch, and saves; returns whether a signal has stopped the run."""
         options, progress, sampler, stopped = self.options, self.progress, self.sampler, False
-        self.model.train()
+        set_train_mode(self.model)
         self.report.begin_epoch(progress.epoch + 1)
         while progress.images < sampler.stop and not stopped:
             number = progress.images // options.total_batch_size

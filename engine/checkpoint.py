@@ -142,7 +142,7 @@ class Checkpoints:
                 load_weights(target, state or checkpoint.get("model", {}), f"{self.directory}: {name}")
             elif not isinstance(target, Optimizer):
                 target.load_state_dict(state or target.state_dict())
-            elif there["optim.opt"] == here["optim.opt"]:
+            elif all(there[key] == here[key] for key in ("optim.opt", "train.freeze")):  # its state is of these weights
                 former = create_optimizer(stateful["model"], run.optim, run.train.total_batch_size)
                 restore_optimizer(target, state, former, f"{self.directory}: {name}")
         return progress
@@ -359,6 +359,8 @@ def _read_own(content: bytes) -> dict[str, Any]:
         checkpoint = json.loads(metadata)
         return checkpoint | {WEIGHTS[_exported_weights(checkpoint)]: weights}
     checkpoint = read_archive(content)
+    if not isinstance(checkpoint, dict):
+        raise ValueError(f"holds a {type(checkpoint).__name__}")
     if "ema" in checkpoint:  # its name in earlier versions
         checkpoint["model_ema"] = checkpoint.pop("ema")
     return checkpoint

@@ -23,6 +23,7 @@ from attention import AttentionFactory
 from attention.options import OptionError, parse_options
 from engine.errors import UserError, one_line
 from engine.files import open_regular
+from engine.freeze import freeze
 from engine.schema import Run, check_run
 from models import create_model, parse_model, resolve_attention
 
@@ -253,13 +254,14 @@ def _parse(tree: Tree, world_size: int) -> Run:
         attention = resolve_attention(name, run.attention)
         try:
             with torch.device("meta"):
-                create_model(name, attention=attention, **options)
+                model = create_model(name, attention=attention, **options)
         except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64 bits
             raise OptionError("model", f"cannot be built: {error}") from None
         run = dataclasses.replace(
             run, model={"name": name, **_plain(dataclasses.asdict(config))}, attention=_written_out(attention)
         )
         check_run(run, world_size)
+        freeze(model, run.train.freeze)
     except OptionError as error:
         raise ConfigError(f"{tree.origin(error.key)}: {error}") from None
     return run

@@ -1,6 +1,5 @@
 """The weights that a run starts from: those of another model as far as they fit, and a table of what became of them."""
 
-import math
 import re
 import sys
 from collections import Counter
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple
 
 import timm
 import torch
-from timm.layers import resample_patch_embed, resize_rel_pos_bias_table_simple, to_2tuple
+from timm.layers import resample_patch_embed, to_2tuple
 from timm.models import adapt_input_conv, clean_state_dict
 from torch import Tensor, nn
 
@@ -21,10 +20,18 @@ from engine.config import MISSING, MissingOptions, parse_run
 from engine.distributed import World
 from engine.errors import UserError, one_line
 from engine.files import read_regular
+from engine.freeze import describe_freeze, freeze
 from engine.schema import Run
-from engine.weights import build_model, check_state, describe_misfits, list_not_finite, load_weights
+from engine.weights import (
+    build_model,
+    check_state,
+    describe_blocks,
+    describe_misfits,
+    list_not_finite,
+    load_weights,
+)
 from models import create_model
-from models.convert import from_released, from_timm_pvt, resample_pos_embed
+from models.convert import from_released, from_timm_pvt, resample_bias_tables, resample_pos_embed
 
 TIMM = "timm:"
 """What names of timm's hub begin with."""
@@ -34,35 +41,53 @@ NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
 
 HEAD = ("head.weight", "head.bias")
 
-SHARED = re.compile(r"(^|\.)blocks\.\d+\.(?!attn\.(?!qkv\.|proj\.))")
-"""What every mechanism has in a block: all but its attention's weights beside the projections."""
+EXPECTED = f"expected a run directory, a checkpoint, a .safetensors or .pth file of weights, or {TIMM}NAME"
+OF_ANOTHER = "choose the model (model.name, model.depth, ...) that the weights were made for"
+"""Remedies of a wrong source."""
+
+SHARED = re.compile(r"(^|\.)blocks\.\d+\.(?!attn\.(?!qkv\.|proj\.))|^patch_embed\.backbone\.")
+"""What every mechanism has in a block: all but its attention's weights beside the projections. And the convolutions
+before the patches of a hybrid, which no model here has."""
 
 
 class Source(NamedTuple):
     """Weights of another model.
 
     Attributes:
-        state: name -> weight. grid: (H, W) of its position embeddings, where known.
+        state: name -> weight. model: their model, where known; it may be on the meta device.
         images: `mean` and `std` by which its images were normalised, as far as known.
     """
 
     state: dict[str, Tensor]
-    grid: Grid | None = None
+    model: nn.Module | None = None
     images: Mapping[str, Sequence[float]] = {}
 
 
 def create_initial_model(run: Run, output: Path, world: World) -> nn.Module:
     """The model of `run` with the weights that `init` names, unless the run in `output` has weights of its own.
 
-    The primary rank prints what became of every weight.
+    What `train.freeze` names is frozen. The primary rank prints what became of every weight, and how many are trained.
 
     Raises:
         UserError: weights that cannot be read or do not fit the model, or with `init.strict` not all of them.
     """
     model = create_model(attention=run.attention, **run.model)
+    is_resumed = bool(list_checkpoints(output))
+    initial = [name for name, _ in model.named_parameters()]
+    if run.init.weights is not None and not is_resumed:
+        initial = _load_initial_weights(model, run, world)
+    if (frozen := freeze(model, run.train.freeze)) and world.is_primary:
+        print(f"train.freeze: {describe_freeze(model, frozen)}", flush=True)
+        if random := [] if is_resumed else [name for name in frozen if name in initial]:
+            names = one_line(", ".join(_merge_layers(random)), 200)
+            hint = f"{len(random)} of the frozen parameters stay at their random initial values: {names}"
+            print(f"warning: train.freeze: {hint}", file=sys.stderr, flush=True)
+    return model
+
+
+def _load_initial_weights(model: nn.Module, run: Run, world: World) -> list[str]:
+    """Loads the weights that `init` names, and returns the names of the model's that stay as they were."""
     name = run.init.weights
-    if name is None or list_checkpoints(output):
-        return model
     place = f"init.weights={name}"
     try:
         source = read_weights(name)
@@ -74,11 +99,13 @@ def create_initial_model(run: Run, output: Path, world: World) -> nn.Module:
     model.load_state_dict(state, strict=False)
     if world.is_primary:
         print("\n".join([place, *_table(outcome)]), flush=True)
+        if source.model is None:
+            print(f"  heads    not known from this file; model.num_heads={list_heads(model)} is taken", flush=True)
         for key, value in source.images.items():
             if list(value) != list(getattr(run.data, key)):
                 hint = f"is {list(getattr(run.data, key))}, that of these weights was {list(value)}"
                 print(f"warning: data.{key} {hint}: data.{key}={list(value)} keeps it", file=sys.stderr, flush=True)
-    return model
+    return [entry.split(" ")[0] for entry in outcome["fresh"] + outcome["re-made"]]
 
 
 def read_weights(name: str) -> Source:
@@ -97,14 +124,16 @@ def read_weights(name: str) -> Source:
         there = parse_run(checkpoint["config"], str(path))
     except (ForeignCheckpoint, MissingOptions):  # a new run says itself what its model is
         return Source(_read_foreign(path))
+    except UserError as error:
+        raise UserError(f"{error}; {EXPECTED}") from None
     return _own_source(there, checkpoint[WEIGHTS[kinds[-1]]])
 
 
 def _own_source(run: Run, state: Mapping[str, Tensor]) -> Source:
     """The weights `state` of a run's model."""
-    sides, patch_size = to_2tuple(run.model["img_size"]), run.model.get("patch_size", 1)
-    grid = sides[0] // patch_size, sides[1] // patch_size
-    return Source(clean_state_dict(state), grid, {"mean": run.data.mean, "std": run.data.std})
+    with torch.device("meta"):
+        model = create_model(attention=run.attention, **run.model)
+    return Source(clean_state_dict(state), model, {"mean": run.data.mean, "std": run.data.std})
 
 
 def build_models(
@@ -141,7 +170,7 @@ def _read_timm(name: str) -> Source:
         reason = one_line(" ".join(f"{type(error).__name__}: {error}".split()), 200)
         remedy = "see timm.list_pretrained(); without a network download the file elsewhere and name that"
         raise UserError(f"{TIMM}{name}: timm cannot load it ({reason}); {remedy}") from None
-    return Source(model.state_dict(), images={key: model.pretrained_cfg[key] for key in ("mean", "std")})
+    return Source(model.state_dict(), model, {key: model.pretrained_cfg[key] for key in ("mean", "std")})
 
 
 def _read_foreign(path: Path) -> dict[str, Tensor]:
@@ -157,7 +186,7 @@ def _read_foreign(path: Path) -> dict[str, Tensor]:
     if not state or not all(
         isinstance(key, str) and key.isprintable() and torch.is_tensor(x) for key, x in state.items()
     ):
-        raise UserError(f"{path}: holds no weights, but {one_line(', '.join(map(repr, found)), 100)}")
+        raise UserError(f"{path}: holds no weights, but {one_line(', '.join(map(repr, found)), 100)}; {EXPECTED}")
     return clean_state_dict(state)
 
 
@@ -166,10 +195,12 @@ def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str,
 
     Returns:
         The state dict to load, and kind -> names: loaded (as it is), adapted (resampled, or the part that is used),
-        fresh (the model's own: what the source does not have), drawn (likewise, random numbers of attention), re-made
-        (the head, for other classes), dropped (of the source: what the model has no place for).
+        fresh (the model's own: what the source does not have, or has in another sense), drawn (likewise, random
+        numbers of attention), re-made (the head, for other classes), dropped (of the source: what the model has no
+        place for).
     Raises:
-        UserError: the source is no model of these blocks, or not finite; the message begins with `place`.
+        UserError: the source is no model of these blocks and attention heads, or not finite; the message begins with
+            `place`.
     """
     expected = model.state_dict()
     try:
@@ -177,13 +208,23 @@ def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str,
         state = original | _cut_projections(original, model)
         blocks = [{name: x for name, x in tensors.items() if SHARED.search(name)} for tensors in (state, expected)]
         if misfits := describe_misfits(*blocks):
-            remedy = "choose the model (model.name, model.depth, ...) that the weights were made for"
-            raise UserError(f"{place}: weights of another architecture: {misfits}; {remedy}")
-        state |= _resample(state, model, source.grid)
-    except (AssertionError, LookupError, RuntimeError, ValueError) as error:  # shapes that no such model has
+            there, here = (describe_blocks(tensors) for tensors in (state, expected))
+            problem = f"weights of another architecture: {there}, where the model has {here} ({one_line(misfits, 200)})"
+            raise UserError(f"{place}: {problem}; {OF_ANOTHER}")
+        if source.model is not None and (there := list_heads(source.model)) != (here := list_heads(model)):
+            problem = f"weights of a model with num_heads={there}, but model.num_heads={here}: they would load, and"
+            raise UserError(f"{place}: {problem} mean something else; set model.num_heads={there}")
+        state |= _resample(state, model, getattr(getattr(source.model, "patch_embed", None), "grid_size", None))
+        tables, others = resample_bias_tables(state, model, source.model)
+        state |= tables
+    except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:  # as no such model has
         reason = one_line(" ".join(f"{type(error).__name__}: {error}".split()), 200)
-        raise UserError(f"{place}: weights that cannot be adapted to the model ({reason})") from None
-    taken = {name: x for name, x in state.items() if name in expected and x.shape == expected[name].shape}
+        raise UserError(f"{place}: weights that cannot be adapted to the model ({reason}); {OF_ANOTHER}") from None
+    taken = {
+        name: x
+        for name, x in state.items()
+        if name in expected and x.shape == expected[name].shape and name not in others
+    }
     if bad := list_not_finite(model, taken):
         raise UserError(f"{place}: {len(bad)} weights are not finite: {', '.join(bad[:5])}")
     parameters = dict(model.named_parameters())
@@ -195,7 +236,11 @@ def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str,
             for name, x in taken.items()
             if x is not original[name]
         ],
-        "fresh": [name for name in absent if name not in HEAD and (name in parameters or ".attn." not in name)],
+        "fresh": [
+            f"{name} ({others[name]})" if name in others else name
+            for name in absent
+            if name not in HEAD and (name in parameters or ".attn." not in name)
+        ],
         "drawn": [name for name in absent if name not in parameters and ".attn." in name],
         "re-made": [name for name in absent if name in HEAD],
         "dropped": [name for name in state if name not in taken and not (name in HEAD and name in expected)],
@@ -215,21 +260,20 @@ def _cut_projections(state: Mapping[str, Tensor], model: nn.Module) -> dict[str,
 
 
 def _resample(state: Mapping[str, Tensor], model: nn.Module, grid: Grid | None) -> dict[str, Tensor]:
-    """Position embeddings, patch embedding and bias tables in the sizes of `model`, by timm's functions."""
+    """Position embeddings and patch embedding in the sizes of `model`, by timm's functions."""
     changed = {"pos_embed": resample_pos_embed(dict(state), model, grid)["pos_embed"]} if "pos_embed" in state else {}
     patches, key = model.patch_embed.proj, "patch_embed.proj.weight"
     if isinstance(patches, nn.Conv2d) and key in state:
         weight = adapt_input_conv(patches.in_channels, state[key], state[key].shape[1])
         changed[key] = resample_patch_embed(weight, list(patches.kernel_size))
-    for name, layer in _attention_layers(model):
-        key, config = f"{name}.position_bias.table", layer.config
-        if key in state and (config.position_bias, config.layout) == ("table", "2d"):
-            table, shape = state[key][0], layer.position_bias.table.shape[1:]
-            side = math.isqrt(len(table))
-            if side % 2 and side**2 == len(table) and table.shape != shape and table.shape[1] == shape[1]:
-                window = (math.isqrt(shape[0]) + 1) // 2
-                changed[key] = resize_rel_pos_bias_table_simple(table.float(), (window, window), shape)[None]
     return changed
+
+
+def list_heads(model: nn.Module) -> int | list[int]:
+    """The attention heads of a model, ours or timm's: `num_heads` of its blocks, a list of one per stage."""
+    layers = {name.rpartition("blocks.")[0]: layer for name, layer in model.named_modules() if name.endswith(".attn")}
+    heads = [getattr(layer, "num_heads", 0) for layer in layers.values()]
+    return heads[0] if len(heads) == 1 else heads
 
 
 def _attention_layers(model: nn.Module) -> list[tuple[str, Attention]]:

@@ -128,6 +128,11 @@ class Train:
     channels_last: bool = option(False, "NHWC memory format (PVT)")
     deterministic: bool = option(False, "deterministic algorithms only, at some cost in speed")
     seed: int = option(0, "seed of weights, order and augmentation", low=0)
+    freeze: str | tuple[str, ...] | None = option(
+        None,
+        "parameters that are not trained: backbone (all but the classifier), or patterns of the names of parameters or"
+        " modules (blocks.[0-5], pos_embed); null: none",
+    )
     ema_decay: float | None = option(None, "decay of the weight average per step; null: none", above=0, below=1)
     eval_every: int = option(1, "epochs between evaluations; the last epoch is always evaluated", low=1)
     keep_checkpoints: int = option(

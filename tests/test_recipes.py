@@ -7,13 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import timm
+import torch
 import yaml
 
 import ablate
 from attention import ATTENTION, AttentionFactory
 from bench.papers import read_papers
 from engine.config import load_run
+from engine.distributed import World
+from engine.init import create_initial_model
 from engine.schema import Run
+from models import create_model
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 BASES = [CONFIGS / "deit.yaml", CONFIGS / "pvtv2.yaml"]
@@ -124,6 +130,44 @@ def test_the_recipe_is_that_of_the_papers(path):
     assert (augment.repeats, run.train.channels_last) == ((3, True) if pvt else (0, False))
     assert run.model["drop_path_rate"] == (0.3 if run.model["name"][:8] in ("pvtv2_b3", "pvtv2_b4") else 0.1)
     assert optim.clip_grad == (1.0 if pvt and path.stem == "lara" else 5.0)
+
+
+DEIT_FINETUNING = ("adamw", 5e-6, 1e-8, "constant", 30, 5, 512)
+FINETUNING = {
+    "deit_tiny_p16_softmax_384": (DEIT_FINETUNING, ["loaded", "adapted"]),
+    "deit_tiny_p8_eva_784": (DEIT_FINETUNING, ["loaded", "adapted"]),
+    "deit_tiny_p16_softmax_cifar10": (("sgd", 0.01, 1e-4, "cosine", 1000, 5, 768), ["loaded", "re-made"]),
+    "deit_tiny_p16_eva": (("adamw", 5e-5, 1e-8, "cosine", 30, 5, 512), ["loaded", "fresh"]),
+    "deit_small_p16_softmax_linear_probe": (("sgd", 2e-3, 0, "cosine", 100, 0, 1024), ["loaded", "re-made"]),
+}
+"""Optimiser, learning rate at 512 images, weight decay, schedule, epochs, those of the warm-up and the batch; and what
+becomes of the weights that are named."""
+
+
+@pytest.mark.parametrize("path", FINETUNE, ids=name)
+def test_fine_tuning_follows_its_recipe_and_takes_its_weights(path, tmp_path, capsys):
+    """Those of a small model of the same kind in their place."""
+    run = load(path)
+    recipe, becomes = FINETUNING[path.stem]
+    optim, schedule = run.optim, run.schedule
+    found = (optim.opt, optim.lr * 512 / optim.lr_base_size, optim.weight_decay, schedule.sched, schedule.epochs)
+    assert (*found, schedule.warmup_epochs, run.train.total_batch_size) == recipe
+    small = {"embed_dim": 24, "depth": 2, "num_heads": 2}
+    if run.init.weights.startswith("timm:"):
+        source = timm.create_model(run.init.weights.removeprefix("timm:"), **small)
+    else:
+        there = load(CONFIGS / f"{run.init.weights.removeprefix('runs/').replace('_eva', '/eva')}.yaml")
+        source = create_model(attention=there.attention, **{**there.model, **small})
+    weights = tmp_path / "small.safetensors"
+    safetensors.torch.save_file(source.state_dict(), weights)
+    overrides = [f"model.{key}={value}" for key, value in small.items()]
+    model = create_initial_model(
+        load(path, (*overrides, f"init.weights={weights}")), tmp_path, World(torch.device("cpu"))
+    )
+    kinds = [line.split()[0] for line in capsys.readouterr().out.splitlines() if re.match(r"  [\w-]+ +[1-9]", line)]
+    assert kinds == becomes
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert (trained == ["head.weight", "head.bias"]) is path.stem.endswith("_linear_probe")
 
 
 @pytest.mark.parametrize("path", ABLATIONS, ids=name)

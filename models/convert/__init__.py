@@ -5,10 +5,11 @@ import re
 from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
-from attention import Grid, OptionError
+from attention import Attention, Grid, OptionError
 
 StateDict = dict[str, Tensor]
 
@@ -56,6 +57,52 @@ def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | Non
 def _count_prefix_tokens(tensors: StateDict) -> dict[str, int]:
     """Name -> number, of the kinds of prefix tokens there are."""
     return {name: tensors[name].shape[1] for name in PREFIX_TOKENS if name in tensors}
+
+
+def resample_bias_tables(
+    state_dict: StateDict, model: nn.Module, source: nn.Module | None = None
+) -> tuple[StateDict, dict[str, str]]:
+    """Adapts a state dict's relative position bias to the windows of `model`, where its tables have a row per offset.
+
+    Args:
+        source: the model that the state dict is of, which may be on the meta device. Where it is not known its tables
+            are taken for those of the same kind, and as many rows for those of the same windows.
+    Returns:
+        The tables that had to be resampled, and name -> reason, of those that `model` has no use for.
+    """
+    tables, reasons = {}, {}
+    for name, layer in model.named_modules():
+        table, bias = state_dict.get(key := f"{name}.position_bias.table"), getattr(layer, "position_bias", None)
+        if table is None or bias is None or bias.table is None:
+            continue
+        (kind, windows), fits, rows = _bias_options(layer), table.shape == bias.table.shape, table.shape[1]
+        is_known = source is not None
+        their_kind, their_windows = _bias_options(source.get_submodule(name)) if is_known else (kind, fits and windows)
+        if their_kind != kind:
+            reasons[key] = f"there it is of {' '.join(their_kind)}"
+        elif fits and (kind[0] == "table" or their_windows == windows):
+            continue
+        elif kind[0] != "table":
+            reasons[key] = f"of another window, and {' '.join(kind)} cannot be resampled"
+        elif table.shape[::2] != bias.table.shape[::2] or ("2d" in kind and math.isqrt(rows) ** 2 != rows):
+            reasons[key] = f"{tuple(table.shape)} there is no such table"
+        else:
+            tables[key] = _resize_table(table, bias.table.shape[1], "2d" in kind)
+    return tables, reasons
+
+
+def _bias_options(layer: Attention) -> tuple[tuple[str, ...], tuple[int, int]]:
+    """What the rows of a bias table stand for: its kind, and the window's side and overlap."""
+    config = layer.config
+    kind = config.position_bias, config.layout, *(["causal"] if getattr(config, "causal", False) else [])
+    return kind, (config.window_size, getattr(config, "overlap", 0))
+
+
+def _resize_table(table: Tensor, rows: int, is_square: bool) -> Tensor:
+    """A bias table (1, rows, h) of a row per offset, on an axis or a square; resized as timm resizes them."""
+    before, after = ((side := math.isqrt(n), side) if is_square else (1, n) for n in (table.shape[1], rows))
+    images = table.float().mT.unflatten(2, before)  # (1, h, y, x)
+    return F.interpolate(images, after, mode="bicubic", align_corners=False).flatten(2).mT
 
 
 def from_timm_pvt(state_dict: StateDict) -> StateDict:
