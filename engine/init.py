@@ -114,7 +114,7 @@ def load_timm(name: str) -> nn.Module:
         return timm.create_model(name, pretrained=True)
     except Exception as error:  # timm's own and many of the hub's
         reason = one_line(" ".join(f"{type(error).__name__}: {error}".split()), 200)
-        remedy = f"see timm.list_pretrained(); without a network name a folder of it, {TIMM}local-dir:FOLDER"
+        remedy = f"see timm.list_pretrained(); offline, name a folder that holds it: {TIMM}local-dir:FOLDER"
         raise UserError(f"{TIMM}{name}: timm cannot load it ({reason}); {remedy}") from None
 
 

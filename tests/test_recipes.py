@@ -20,7 +20,8 @@ BASES = [CONFIGS / "deit.yaml", CONFIGS / "pvtv2.yaml"]
 ABLATIONS = sorted(CONFIGS.glob("ablation/*.yaml"))
 RUNS = sorted(set(CONFIGS.rglob("*.yaml")) - {*BASES, *ABLATIONS})
 FINETUNE = sorted(CONFIGS.glob("finetune/*.yaml"))
-IMAGENET = [path for path in RUNS if path not in FINETUNE and "quickstart" not in str(path.relative_to(CONFIGS))]
+DISTILL = sorted(CONFIGS.glob("distill/*.yaml"))
+IMAGENET = sorted({path for path in RUNS if "quickstart" not in str(path.relative_to(CONFIGS))} - {*FINETUNE, *DISTILL})
 ROWS = read_papers()
 
 load = functools.cache(load_run)
@@ -54,10 +55,10 @@ def test_a_configuration_is_read_and_its_model_built(path):
     if path in IMAGENET:
         assert (run.model["name"], run.model["num_classes"]) == (path.parent.name, 1000)
         assert run.data.dataset == "folder"
-    elif path in FINETUNE:
+    elif path in FINETUNE + DISTILL:
         mechanism = run.attention["name"]
         assert f"{path.stem}_".startswith(f"{run.model['name']}_{mechanism}_")
-        assert run.init.weights
+        assert run.init.weights if path in FINETUNE else run.distill.teacher
     else:
         assert (run.data.dataset, run.model["num_classes"]) == ("digits", 10)
     if path in IMAGENET:
