@@ -18,6 +18,7 @@ from timm.layers import (
     GluMlp,
     LayerNorm,
     Mlp,
+    PatchDropout,
     PatchEmbed,
     calculate_drop_path_rates,
     global_pool_nlc,
@@ -94,6 +95,9 @@ class Deit(Backbone):
             False, "accept images of any size, a multiple of the patch: position embeddings are resampled for each"
         )
         drop_rate: float = option(0.0, "dropout rate before the classifier", low=0, below=1)
+        patch_drop_rate: float = option(
+            0.0, "share of patches left out in training, where attention ignores their order", low=0, below=1
+        )
         pos_drop_rate: float = option(0.0, "dropout rate after the position embeddings", low=0, below=1)
         proj_drop_rate: float = option(0.0, "dropout rate after attention and MLP layers", low=0, below=1)
         drop_path_rate: float = option(0.0, "stochastic depth: rate of the last block, linear from 0", low=0, below=1)
@@ -149,6 +153,7 @@ class Deit(Backbone):
         self.reg_token = nn.Parameter(torch.empty(1, config.reg_tokens, dim)) if config.reg_tokens else None
         self.pos_embed = nn.Parameter(torch.empty(1, self.num_prefix_tokens + self.patch_embed.num_patches, dim))
         self.pos_drop = nn.Dropout(config.pos_drop_rate)
+        self.patch_drop = PatchDropout(config.patch_drop_rate, self.num_prefix_tokens)
         shared, hidden_dim = {}, int(dim * config.mlp_ratio)
         mlp = functools.partial(TokenMlp, dim, hidden_dim, drop=config.proj_drop_rate)
         if config.use_glu:
@@ -172,6 +177,7 @@ class Deit(Backbone):
             )
             for layer, drop_path in enumerate(calculate_drop_path_rates(config.drop_path_rate, config.depth))
         )
+        self._check_patch_drop()
         self.norm = LayerNorm(dim)
         self.feature_info = [
             {"module": f"blocks.{layer}", "num_chs": dim, "reduction": config.patch_size}
@@ -192,6 +198,16 @@ class Deit(Backbone):
     def grid(self) -> Grid:
         """The (H, W) of patches that the position embeddings are for."""
         return self.patch_embed.grid_size
+
+    def _check_patch_drop(self) -> None:
+        """Refuses to leave out patches where attention needs the whole grid, or as many as are left cannot do."""
+        rate, attn = self.config.patch_drop_rate, self.blocks[0].attn
+        if not rate:
+            return
+        if not attn.ignores_order:
+            problem = f" = {rate}: attention({attn.name()}) needs the whole grid; set it to 0, or use softmax"
+            raise OptionError("model.patch_drop_rate", problem)
+        check_grid(attn, (1, max(1, int(self.patch_embed.num_patches * (1 - rate)))))
 
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
@@ -226,7 +242,10 @@ class Deit(Backbone):
         }
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Images -> tokens (B, prefix + N, C) with position embeddings, and the grid of the N."""
+        """Images -> tokens (B, prefix + N, C) with position embeddings, and the grid of the N.
+
+        The grid of what `patch_drop_rate` leaves in training is (1, N).
+        """
         x = self.patch_embed(x)
         _, H, W, _ = x.shape
         pos_embed = self.pos_embed
@@ -234,7 +253,11 @@ class Deit(Backbone):
             pos_embed = resample_abs_pos_embed(pos_embed, (H, W), self.grid, self.num_prefix_tokens)
         x = x.flatten(1, 2).contiguous()  # else all blocks inherit the convolution's channel-first strides
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
-        return self.pos_drop(torch.cat([*prefix, x], dim=1) + pos_embed), (H, W)
+        x = self.pos_drop(torch.cat([*prefix, x], dim=1) + pos_embed)
+        if not (self.training and self.config.patch_drop_rate):
+            return x, (H, W)
+        x = self.patch_drop(x)
+        return x, (1, x.shape[1] - self.num_prefix_tokens)
 
     def prefix_tokens(self) -> list[nn.Parameter]:
         """The class token, the distillation token and the registers, as far as there are any, each (1, tokens, C)."""
