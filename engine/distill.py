@@ -19,6 +19,9 @@ from engine.init import TIMM, load_timm
 from engine.schema import Distill, Run
 from engine.weights import build_model
 
+Normalisation = tuple[Sequence[float], Sequence[float]]
+"""Mean and standard deviation, each with one value for every channel."""
+
 
 class Teacher(nn.Module):
     """A trained model in evaluation mode: images (B, C, H, W) as a run normalises them -> logits (B, classes).
@@ -26,8 +29,7 @@ class Teacher(nn.Module):
     Grey images, (B, 1, H, W), are three equal channels to a model of RGB images. No gradients are computed.
 
     Args:
-        mean, std: by which the run normalises images, one value for each channel. own_mean, own_std: by which those
-            were normalised that the model was trained with.
+        given: of the run. own: of the images that the model was trained with.
     Attributes:
         shape: (C, H, W) of the images that the model was trained with.
         classes: their names in the order of the logits; None: not known.
@@ -36,19 +38,14 @@ class Teacher(nn.Module):
     def __init__(
         self,
         model: nn.Module,
-        shape: tuple[int, int, int],
+        shape: Sequence[int],
         classes: list[str] | None,
-        *,
-        mean: Sequence[float],
-        std: Sequence[float],
-        own_mean: Sequence[float],
-        own_std: Sequence[float],
+        given: Normalisation,
+        own: Normalisation,
     ):
         super().__init__()
-        self.model, self.shape, self.classes = model.eval().requires_grad_(False), shape, classes
-        mean, std, own_mean, own_std = (
-            torch.tensor(values, dtype=torch.float64)[:, None, None] for values in (mean, std, own_mean, own_std)
-        )
+        self.model, self.shape, self.classes = model.eval().requires_grad_(False), tuple(shape), classes
+        (mean, std), (own_mean, own_std) = (torch.tensor(x, dtype=torch.float64)[..., None, None] for x in (given, own))
         self.register_buffer("scale", (std / own_std).float())
         self.register_buffer("shift", ((mean - own_mean) / own_std).float())
 
@@ -110,7 +107,7 @@ def create_criterion(run: Run, model: nn.Module, images: Images, world: World) -
     loss, distill = create_loss(run.augment), run.distill
     if distill.teacher is None:
         return Criterion(loss, distill)
-    shape = num_channels(run), *to_2tuple(run.model["img_size"])
+    shape = _image_shape(run)
     try:
         teacher = read_teacher(distill.teacher, run).to(world.device)
         check_teacher(teacher, shape, classes_of(images), world.device)
@@ -119,12 +116,10 @@ def create_criterion(run: Run, model: nn.Module, images: Images, world: World) -
     if run.model.get("dist_token"):
         model.set_distilled_training()
     if world.is_primary:
-        about = (
-            ""
-            if shape == teacher.shape
-            else f"; trained with images of {_text(teacher.shape)}, asked about {_text(shape)}"
-        )
-        print(f"distill.teacher={distill.teacher}: {distill.type}, alpha {distill.alpha:g}{about}", flush=True)
+        line = f"distill.teacher={distill.teacher}: {distill.type}, alpha {distill.alpha:g}"
+        if shape != teacher.shape:
+            line += f"; trained with images of {_text(teacher.shape)}, asked about {_text(shape)}"
+        print(line, flush=True)
     return Criterion(loss, distill, teacher)
 
 
@@ -136,13 +131,10 @@ def read_teacher(name: str, run: Run) -> Teacher:
     Raises:
         UserError: no such model, or weights alone, which do not say of what model they are.
     """
-    channels = num_channels(run)
-    given = {key: per_channel(getattr(run.data, key), channels) for key in ("mean", "std")}
     if name.startswith(TIMM):
         model = load_timm(name.removeprefix(TIMM))
         config = model.pretrained_cfg
-        own = {"own_mean": config["mean"], "own_std": config["std"]}
-        return Teacher(model, tuple(config["input_size"]), None, **given, **own)
+        return Teacher(model, config["input_size"], None, _normalisation(run), (config["mean"], config["std"]))
     try:
         found, checkpoint, kinds = find_weights(Path(name).expanduser(), "best", None)[-1]  # averaged ones come last
     except ForeignCheckpoint:
@@ -150,10 +142,7 @@ def read_teacher(name: str, run: Run) -> Teacher:
         raise UserError(f"weights alone, which do not say of what model they are; {remedy}") from None
     there, state = parse_run(checkpoint["config"], str(found)), WEIGHTS[kinds[-1]]
     model = build_model(there, checkpoint[state], f"{found}: {state}")
-    channels = num_channels(there)
-    own = {f"own_{key}": per_channel(getattr(there.data, key), channels) for key in ("mean", "std")}
-    shape = channels, *to_2tuple(there.model["img_size"])
-    return Teacher(model, shape, checkpoint.get("classes"), **given, **own)
+    return Teacher(model, _image_shape(there), checkpoint.get("classes"), _normalisation(run), _normalisation(there))
 
 
 def check_teacher(teacher: Teacher, shape: tuple[int, int, int], classes: Sequence[str], device: torch.device) -> None:
@@ -184,6 +173,15 @@ def digest_weights(state: Mapping[str, Tensor]) -> str:
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}\0".encode())
         digest.update(x.cpu().contiguous().view(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _normalisation(run: Run) -> Normalisation:
+    channels = num_channels(run)
+    return per_channel(run.data.mean, channels), per_channel(run.data.std, channels)
+
+
+def _image_shape(run: Run) -> tuple[int, int, int]:
+    return num_channels(run), *to_2tuple(run.model["img_size"])
 
 
 def _text(shape: Sequence[int]) -> str:
