@@ -44,7 +44,7 @@ class Teacher(nn.Module):
         own: Normalisation,
     ):
         super().__init__()
-        self.model, self.shape, self.classes = model.eval().requires_grad_(False), tuple(shape), classes
+        self.model, self.shape, self.classes = model.eval(), tuple(shape), classes
         (mean, std), (own_mean, own_std) = (torch.tensor(x, dtype=torch.float64)[..., None, None] for x in (given, own))
         self.register_buffer("scale", (std / own_std).float())
         self.register_buffer("shift", ((mean - own_mean) / own_std).float())
