@@ -108,6 +108,12 @@ class Attention(nn.Module):
         """The mechanism's name, that of its file."""
         return cls.__module__.rpartition(".")[2]
 
+    @property
+    def ignores_order(self) -> bool:
+        """Whether a token's output is a function of the set of tokens, wherever they stand, so that some may be left
+        out; the grid then is (1, N)."""
+        return self.prefix_tokens == "plain" and not getattr(self.config, "causal", False)
+
     @classmethod
     def refuse(cls, name: str, value: Any, problem: str) -> None:
         """Raises the OptionError for option `name` of this mechanism."""

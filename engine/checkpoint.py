@@ -3,7 +3,7 @@
 A run directory holds `step_S.pt`, made within an epoch and before its evaluation, and `step_S_epoch_E.pt`, made after
 epoch E and its evaluation, each with its SHA-256 beside it in the format of sha256sum. A checkpoint is a dict. Its
 metadata: `config` (the resolved configuration, plain), `processes` and `images` (their numbers), `progress` (the fields
-of `Progress`), and what `engine.data.identify_data` says of the data. Its state dicts: `model`, `optimizer`, `scaler`
+of `Progress`), and what identifies the data and a teacher (`IDENTITY`). Its state dicts: `model`, `optimizer`, `scaler`
 and, if a weight average is kept, `model_ema`, timm's name for it. Random state is not saved: see `engine.sampler`.
 """
 
@@ -63,8 +63,8 @@ RESUMABLE_OPTIONS = {
 METADATA = ("config", "processes", "images", "progress")
 """What a checkpoint holds besides state dicts."""
 
-IDENTITY = ("classes", "train_files", "val_files")
-"""Metadata that checkpoints of earlier versions lack: `engine.data.identify_data`."""
+IDENTITY = ("classes", "train_files", "val_files", "teacher_weights")
+"""Metadata that checkpoints of earlier versions lack: `engine.data.identify_data`, and of a teacher a digest."""
 
 WEIGHTS = {"plain": "model", "ema": "model_ema"}
 """Kind of weights, as trained or averaged -> its state dict in a checkpoint."""
@@ -88,7 +88,7 @@ class Checkpoints:
     """The checkpoints of `run`, on `num_images` training images, in `directory`, which this process has locked.
 
     Args:
-        identity: of the data, see `engine.data.identify_data`.
+        identity: of the data, see `engine.data.identify_data`, and of a teacher, `engine.distill.Criterion.identity`.
     """
 
     def __init__(

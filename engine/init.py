@@ -39,7 +39,7 @@ TIMM = "timm:"
 NESTED = ("state_dict_ema", "model_ema", "state_dict", "model")
 """Where training scripts keep weights in their files, the first there is counts: timm's order, averaged ones first."""
 
-HEAD = ("head.weight", "head.bias")
+HEAD = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
 
 EXPECTED = f"expected a run directory, a checkpoint, a .safetensors or .pth file of weights, or {TIMM}NAME"
 OF_ANOTHER = "choose the model (model.name, model.depth, ...) that the weights were made for"
@@ -117,7 +117,8 @@ def read_weights(name: str) -> Source:
         UserError: no such file or name, or no weights in it.
     """
     if name.startswith(TIMM):
-        return _read_timm(name.removeprefix(TIMM))
+        model = load_timm(name.removeprefix(TIMM))
+        return Source(model.state_dict(), model, {key: model.pretrained_cfg[key] for key in ("mean", "std")})
     path = Path(name).expanduser().resolve()
     try:
         _, checkpoint, kinds = find_weights(path, "best", None)[-1]
@@ -162,15 +163,18 @@ def build_models(
     return models, f"{title}; resampled: {', '.join(_merge_layers(outcome['adapted'])) or 'nothing'}"
 
 
-def _read_timm(name: str) -> Source:
-    """The weights of timm's hub under this name, which timm downloads or takes from its cache."""
+def load_timm(name: str) -> nn.Module:
+    """The model of timm's hub under this name, whose weights timm downloads or takes from its cache.
+
+    Raises:
+        UserError: timm cannot load it.
+    """
     try:
-        model = timm.create_model(name, pretrained=True)
+        return timm.create_model(name, pretrained=True)
     except Exception as error:  # timm's own and many of the hub's
         reason = one_line(" ".join(f"{type(error).__name__}: {error}".split()), 200)
-        remedy = "see timm.list_pretrained(); without a network download the file elsewhere and name that"
+        remedy = f"see timm.list_pretrained(); offline, name a folder that holds it: {TIMM}local-dir:FOLDER"
         raise UserError(f"{TIMM}{name}: timm cannot load it ({reason}); {remedy}") from None
-    return Source(model.state_dict(), model, {key: model.pretrained_cfg[key] for key in ("mean", "std")})
 
 
 def _read_foreign(path: Path) -> dict[str, Tensor]:
@@ -196,7 +200,7 @@ def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str,
     Returns:
         The state dict to load, and kind -> names: loaded (as it is), adapted (resampled, or the part that is used),
         fresh (the model's own: what the source does not have, or has in another sense), drawn (likewise, random
-        numbers of attention), re-made (the head, for other classes), dropped (of the source: what the model has no
+        numbers of attention), re-made (a head, for other classes), dropped (of the source: what the model has no
         place for).
     Raises:
         UserError: the source is no model of these blocks and attention heads, or not finite; the message begins with
@@ -229,6 +233,7 @@ def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str,
         raise UserError(f"{place}: {len(bad)} weights are not finite: {', '.join(bad[:5])}")
     parameters = dict(model.named_parameters())
     absent = [name for name in expected if name not in taken]
+    remade = [name for name in absent if name in HEAD and name in state]
     outcome = {
         "loaded": [name for name, x in taken.items() if x is original[name]],
         "adapted": [
@@ -239,11 +244,11 @@ def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str,
         "fresh": [
             f"{name} ({others[name]})" if name in others else name
             for name in absent
-            if name not in HEAD and (name in parameters or ".attn." not in name)
+            if name not in remade and (name in parameters or ".attn." not in name)
         ],
         "drawn": [name for name in absent if name not in parameters and ".attn." in name],
-        "re-made": [name for name in absent if name in HEAD],
-        "dropped": [name for name in state if name not in taken and not (name in HEAD and name in expected)],
+        "re-made": remade,
+        "dropped": [name for name in state if name not in taken and name not in remade],
     }
     return taken, outcome
 

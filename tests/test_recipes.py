@@ -26,7 +26,8 @@ BASES = [CONFIGS / "deit.yaml", CONFIGS / "pvtv2.yaml"]
 ABLATIONS = sorted(CONFIGS.glob("ablation/*.yaml"))
 RUNS = sorted(set(CONFIGS.rglob("*.yaml")) - {*BASES, *ABLATIONS})
 FINETUNE = sorted(CONFIGS.glob("finetune/*.yaml"))
-IMAGENET = [path for path in RUNS if path not in FINETUNE and "quickstart" not in str(path.relative_to(CONFIGS))]
+DISTILL = sorted(CONFIGS.glob("distill/*.yaml"))
+IMAGENET = sorted({path for path in RUNS if "quickstart" not in str(path.relative_to(CONFIGS))} - {*FINETUNE, *DISTILL})
 ROWS = read_papers()
 
 load = functools.cache(load_run)
@@ -60,10 +61,10 @@ def test_a_configuration_is_read_and_its_model_built(path):
     if path in IMAGENET:
         assert (run.model["name"], run.model["num_classes"]) == (path.parent.name, 1000)
         assert run.data.dataset == "folder"
-    elif path in FINETUNE:
+    elif path in FINETUNE + DISTILL:
         mechanism = run.attention["name"]
         assert f"{path.stem}_".startswith(f"{run.model['name']}_{mechanism}_")
-        assert run.init.weights
+        assert run.init.weights if path in FINETUNE else run.distill.teacher
     else:
         assert (run.data.dataset, run.model["num_classes"]) == ("digits", 10)
     if path in IMAGENET:
@@ -138,7 +139,7 @@ FINETUNING = {
     "deit_tiny_p8_eva_784": (DEIT_FINETUNING, ["loaded", "adapted"]),
     "deit_tiny_p16_softmax_cifar10": (("sgd", 0.01, 1e-4, "cosine", 1000, 5, 768), ["loaded", "re-made"]),
     "deit_tiny_p16_eva": (("adamw", 5e-5, 1e-8, "cosine", 30, 5, 512), ["loaded", "fresh"]),
-    "deit_small_p16_softmax_linear_probe": (("sgd", 2e-3, 0, "cosine", 100, 0, 1024), ["loaded", "re-made"]),
+    "deit_small_p16_softmax_linear_probe": (("sgd", 2e-3, 0, "cosine", 100, 0, 1024), ["loaded", "fresh"]),
 }
 """Optimiser, learning rate at 512 images, weight decay, schedule, epochs, those of the warm-up and the batch; and what
 becomes of the weights that are named."""

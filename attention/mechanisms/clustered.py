@@ -99,6 +99,7 @@ class Clustered(Attention):
     """Clusters of queries attend at once; improved on their likeliest keys."""
 
     prefix_tokens = "plain"
+    ignores_order = False  # clusters begin at positions
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

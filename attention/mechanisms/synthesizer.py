@@ -42,6 +42,7 @@ class Synthesizer(Attention):
     """Learned weights between positions, the same for every image."""
 
     prefix_tokens = "plain"
+    ignores_order = False  # weights belong to positions
     num_projections = 1
 
     @dataclass(frozen=True, kw_only=True)

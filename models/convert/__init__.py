@@ -15,7 +15,7 @@ StateDict = dict[str, Tensor]
 
 
 PREFIX_TOKENS = "cls_token", "dist_token", "reg_token"
-"""Tokens before those of the grid, in this order; the second is that of distilled DeiT, which our models do without."""
+"""Tokens before those of the grid, in this order."""
 
 
 def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | None = None) -> StateDict:

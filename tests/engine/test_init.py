@@ -180,6 +180,22 @@ def test_distilled_weights_lose_the_second_token_and_head():
     assert torch.equal(model.pos_embed, source["pos_embed"][:, [0, *range(2, 18)]])
 
 
+def test_a_distilled_student_of_plain_weights_and_of_distilled_ones():
+    torch.manual_seed(0)
+    plain, distilled = stock().state_dict(), timm.create_model("deit_tiny_distilled_patch16_224", **MODEL)
+    tokens = {"class_token": True, "dist_token": True}
+    model = build(**tokens)
+    outcome = fit(model, plain)
+    assert outcome["fresh"] == ["dist_token", "head_dist.weight", "head_dist.bias"]
+    assert outcome["re-made"] == outcome["dropped"] == []
+    assert torch.equal(model.pos_embed[:, [0, *range(2, 18)]], plain["pos_embed"])
+    outcome = fit(build(**tokens), distilled.state_dict())
+    assert [kind for kind, names in outcome.items() if names] == ["loaded"]
+    outcome = fit(build(**tokens, num_classes=7), distilled.state_dict())
+    assert outcome["re-made"] == ["head.weight", "head.bias", "head_dist.weight", "head_dist.bias"]
+    assert outcome["dropped"] == []
+
+
 def test_bias_tables_are_resampled_to_other_windows():
     source = build({"name": "eva", "window_size": 2, "num_landmarks": 4}).state_dict()
     model = build({"name": "eva", "window_size": 4, "num_landmarks": 4})
