@@ -190,8 +190,8 @@ class Attention(nn.Module):
             raise ValueError(f"attention({self.name()}): refuses a key_mask, for {self.key_mask_refusal}")
         if key_mask.dtype != torch.bool or key_mask.shape != shape:
             raise ValueError(
-                f"attention({self.name()}): got a key_mask of {key_mask.dtype} {tuple(key_mask.shape)}; it is torch.bool"
-                f" {tuple(shape)}, (B, N), true at the tokens of the grid that count"
+                f"attention({self.name()}): got a key_mask of {key_mask.dtype} {tuple(key_mask.shape)}; give torch.bool"
+                f" {shape}, (B, N), true at the tokens of the grid that count"
             )
 
     def extra_repr(self) -> str:

@@ -171,7 +171,9 @@ class Lara(Attention):
             segments, k_grid = self.segments(grid, q.device).masked(mask), split_prefix(k, q.shape[2])[1]
             filled = None if mask is None else segments.count()[:, 0, 0] > 0
             q_bar = self.landmark_q(group_mean(q, segments)[:, :, 0])
-            k_bar = self.landmark_k(group_mean(k_grid, segments)[:, :, 0]) if config.proposal in proposals.POOLED else None
+            k_bar = (
+                self.landmark_k(group_mean(k_grid, segments)[:, :, 0]) if config.proposal in proposals.POOLED else None
+            )
         noise, uniform = self.sample_noise(q, q_bar.shape[2])
         options = {"weighting": config.weighting, "beta": config.beta, "key_mask": key_mask, "filled": filled}
         options["proposal"] = "mixture" if self.single else config.proposal

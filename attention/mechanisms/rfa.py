@@ -24,9 +24,7 @@ from attention.parts.sampling import gaussian
 
 
 @full_precision
-def rfa(
-    q: Tensor, k: Tensor, v: Tensor, omega: Tensor, sigma: Tensor, *, key_mask: Tensor | None = None
-) -> Tensor:
+def rfa(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, sigma: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
     """Attention with the estimated kernel.
 
     Args:

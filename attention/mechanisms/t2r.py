@@ -20,9 +20,7 @@ from attention.parts.geometry import Grid
 
 
 @full_precision
-def t2r(
-    q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor, *, key_mask: Tensor | None = None
-) -> Tensor:
+def t2r(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
     """Attention with learned features.
 
     Args:

@@ -1,5 +1,6 @@
 """Key masks: what does not count is as if it were not there; or the mechanism refuses a mask, and says why."""
 
+import itertools
 import sys
 
 import pytest
@@ -19,6 +20,14 @@ MASKED = [case for case in CASES if ATTENTION[case.name].key_mask_refusal is Non
 REFUSED = [name for name in ATTENTION if ATTENTION[name].key_mask_refusal is not None]
 OF_A_SET = {"softmax", "performer", "linear", "xca", "cosformer", "transnormer", "t2r", "rfa", "dpfp", "abc"}
 """Mechanisms that know of tokens no more than their order."""
+every_case = pytest.mark.parametrize("case", MASKED, ids=str)
+one_case_of_each = pytest.mark.parametrize(  # and in the stress suite every one
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=[pytest.mark.stress] * (case.name == before.name))
+        for before, case in itertools.pairwise([CASES[-1], *MASKED])
+    ],
+)
 
 
 def masks(grid: Grid) -> Tensor:
@@ -75,8 +84,8 @@ def without_masked(name: str, args: list, options: dict, b: int) -> tuple[list, 
     return args, options
 
 
-@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
-@pytest.mark.parametrize("case", MASKED, ids=str)
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.stress)], ids=["train", "eval"])
+@one_case_of_each
 def test_masked_op_is_its_twin_without_the_masked_tokens(case, training):
     """In value and in all gradients, which are zero for tokens that do not count."""
     key_mask = masks(case.grid)
@@ -135,7 +144,11 @@ REMOVED = [
 ]
 
 
-@pytest.mark.parametrize(("name", "options", "other", "key_mask"), REMOVED, ids=str)
+@pytest.mark.parametrize(
+    ("name", "options", "other", "key_mask"),
+    REMOVED,
+    ids=lambda x: f"{int(x.sum())}-tokens" if isinstance(x, Tensor) else str(x),
+)
 def test_a_sequence_with_masked_tokens_is_the_sequence_without_them(name, options, other, key_mask):
     n, case = int(key_mask.sum()), Case(name, (1, 24), options)
     attn, shorter = case.build().eval(), Case(name, (1, n), {**options, **other}).build().eval()
@@ -145,7 +158,7 @@ def test_a_sequence_with_masked_tokens_is_the_sequence_without_them(name, option
     torch.testing.assert_close(y[:, counts], shorter(x[:, counts], (1, n)), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", MASKED, ids=str)
+@every_case
 def test_masked_tokens_have_no_effect_no_gradient_and_outputs_of_zero(case):
     """Not even NaN, and of an image in which no token counts."""
     attn, key_mask = case.build(), F.pad(masks(case.grid), (0, 0, 0, 1))
@@ -165,7 +178,7 @@ def test_masked_tokens_have_no_effect_no_gradient_and_outputs_of_zero(case):
         assert torch.equal(result, other)
 
 
-@pytest.mark.parametrize("case", MASKED, ids=str)
+@every_case
 def test_a_mask_of_ones_is_none(case):
     attn, x = case.build().eval(), case.tokens()
     ones = torch.ones_like(masks(case.grid))
@@ -173,7 +186,7 @@ def test_a_mask_of_ones_is_none(case):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", MASKED, ids=str)
+@one_case_of_each
 def test_half_types_are_finite(case, dtype):
     attn, x = case.build(torch.float32), 30 * case.tokens(torch.float32, batch=3)
     key_mask = F.pad(masks(case.grid), (0, 0, 0, 1))
@@ -185,9 +198,8 @@ def test_half_types_are_finite(case, dtype):
     assert attn.to(dtype)(x.to(dtype), case.grid, key_mask).isfinite().all()
 
 
-@pytest.mark.parametrize("name", {case.name for case in MASKED})
-def test_no_path_ignores_a_mask(name):
-    case = next(case for case in MASKED if case.name == name)
+@one_case_of_each
+def test_no_path_ignores_a_mask(case):
     attn, x, key_mask, results = case.build().eval(), case.tokens(), masks(case.grid), []
     for path in ("plain", "auto", "lean"):
         with kernels.use(path):
@@ -211,10 +223,10 @@ def test_kernels_do_not_cover_masks(monkeypatch):
     assert not triton_groups.covers_group_values(None, None, None, groups.masked(key_mask))
 
 
-@pytest.mark.parametrize("name", ["softmax", "eva", "lara"])
-def test_masks_compile_into_one_graph(name):
+@pytest.mark.stress
+@every_case
+def test_masks_compile_into_one_graph(case):
     torch.compiler.reset()
-    case = next(case for case in MASKED if case.name == name)
     attn, x, key_mask = case.build().eval(), case.tokens(), masks(case.grid)
     compiled = torch.compile(attn, fullgraph=True, dynamic=False, backend="eager")
     torch.testing.assert_close(compiled(x, case.grid, key_mask), attn(x, case.grid, key_mask))
@@ -240,6 +252,6 @@ def test_refused_by_name_with_the_reason(name):
 )
 def test_masks_of_another_type_or_shape_are_refused(key_mask, got):
     case = Case("softmax", (5, 7))
-    message = rf"attention\(softmax\): got a key_mask of {got}; it is torch.bool \(2, 35\), \(B, N\), true at"
+    message = rf"attention\(softmax\): got a key_mask of {got}; give torch.bool \(2, 35\), \(B, N\), true at"
     with pytest.raises(ValueError, match=message):
         case.build()(case.tokens(), (5, 7), key_mask)

@@ -81,8 +81,8 @@ def group_logits(
 
 
 def group_prior(q: Tensor, groups: Groups, visibility: Visibility, log_count: bool, windows: Windows) -> Tensor | None:
-    """Added to t_nc, broadcast to (..., g, w, c): log |P_c| with `log_count`, -inf for a group that is not attended to; None
-    for nothing.
+    """Added to t_nc, broadcast to (..., g, w, c): log |P_c| with `log_count`, -inf for a group that is not attended to;
+    None for nothing.
     """
     if groups.tiles and not windows.causal and not log_count:  # tiles have members
         return None
@@ -92,8 +92,8 @@ def group_prior(q: Tensor, groups: Groups, visibility: Visibility, log_count: bo
 
 
 def attended_groups(groups: Groups, visibility: Visibility, windows: Windows) -> Tensor:
-    """Which groups every query attends to, broadcast to (..., g, w, c): those with members; in causal attention only those
-    that end before the query's window ("paper"), or before the query ("released").
+    """Which groups every query attends to, broadcast to (..., g, w, c): those with members; in causal attention only
+    those that end before the query's window ("paper"), or before the query ("released").
     """
     filled = (groups.count() > 0)[..., None, :]
     if not windows.causal:
