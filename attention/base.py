@@ -167,22 +167,26 @@ class Attention(nn.Module):
                 f" {P + H * W}; give the (H, W) of these tokens"
             )
         if key_mask is None:
-            return self.proj_drop(self.proj(merge_heads(self.mix(x, grid))))
+            y = self.attend_all(self.project(x, grid), grid)
+            return self.proj_drop(self.proj(merge_heads(y)))
         self.check_key_mask(key_mask, (len(x), H * W))
         counts = F.pad(key_mask, (P, 0), value=True)
         # Where no token of an image counts, its zeros attend to each other.
-        y = self.mix(stand_in(x, counts), grid, counts | ~counts.any(1, keepdim=True))
+        y = self.attend_all(self.project(stand_in(x, counts), grid), grid, counts | ~counts.any(1, keepdim=True))
         return self.proj_drop(self.proj(merge_heads(y))).masked_fill(~counts[..., None], 0)
 
-    def mix(self, x: Tensor, grid: Grid, *key_mask: Tensor) -> Tensor:
-        """Tokens (B, P + N, C) and, unless all count, their mask (B, P + N) -> attended values (B, h, P + N, d)."""
-        q, *others = self.project(x, grid)
+    def attend_all(self, projected: tuple[Tensor, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        """What `project` gives, queries of all P + N tokens among it -> their attended values (B, h, P + N, d).
+
+        key_mask: see `attend`.
+        """
+        (q, *others), mask = projected, [] if key_mask is None else [key_mask]
         if self.num_prefix_tokens == 0 or self.prefix_tokens == "plain":
-            return self.attend(q, *others, grid, *key_mask)
+            return self.attend(q, *others, grid, *mask)
         q_prefix, q = split_prefix(q, grid[0] * grid[1])
-        attn_mask = key_mask[0][:, None, None] if key_mask else None
+        attn_mask = None if key_mask is None else key_mask[:, None, None]
         y_prefix = F.scaled_dot_product_attention(q_prefix, *others[:2], attn_mask, self.attn_drop)
-        return torch.cat([y_prefix, self.attend(q, *others, grid, *key_mask)], 2)
+        return torch.cat([y_prefix, self.attend(q, *others, grid, *mask)], 2)
 
     def check_key_mask(self, key_mask: Tensor, shape: tuple[int, int]) -> None:
         """Raises the ValueError for a mask that the mechanism does not take, or that is not bool of `shape` (B, N)."""
