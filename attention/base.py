@@ -144,8 +144,9 @@ class Attention(nn.Module):
         """Queries (B, h, N, d), keys and values (B, h, P + N, d) -> attended values (B, h, N, d).
 
         Where prefix tokens are plain there are queries of all P + N tokens. A mechanism without `key_mask_refusal` also
-        takes key_mask, None or (B, P + N) bool, at least one true for every image: keys where it is false have weights
-        of exactly zero, and their queries, whose outputs nobody reads, no say. See `stand_in` for what they hold.
+        takes key_mask, None or (B, P + N) bool: which tokens count, at least one of every image. Masked keys have
+        weights of exactly zero, masked queries no influence on other outputs, and their own are never read.
+        `stand_in` says what they hold.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define attend")
 
@@ -169,7 +170,7 @@ class Attention(nn.Module):
         if key_mask is None:
             y = self.attend_all(self.project(x, grid), grid)
             return self.proj_drop(self.proj(merge_heads(y)))
-        self.check_key_mask(key_mask, (len(x), H * W))
+        self.check_key_mask(key_mask, (x.shape[0], H * W))
         counts = F.pad(key_mask, (P, 0), value=True)
         # Where no token of an image counts, its zeros attend to each other.
         y = self.attend_all(self.project(stand_in(x, counts), grid), grid, counts | ~counts.any(1, keepdim=True))

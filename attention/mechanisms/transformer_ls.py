@@ -132,7 +132,9 @@ class TransformerLs(Attention):
         attention = 2 * queries * config.num_landmarks * C
         return Cost(window.parameters + (C + 1) * slots + norms, window.macs + averages + attention)
 
-    def attend(self, q, k, v, slots: Tensor | None, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, grid: Grid, key_mask: Tensor | None = None
+    ) -> Tensor:
         windows, bias = windows_on(self.config, grid, key_mask), self.position_bias()
         options = {"windows": windows, "attn_drop": self.attn_drop}
         if slots is None:

@@ -82,8 +82,8 @@ def attended_in_window(n, q, k, v, bias=None, *, windows):
 
 
 def window_logits(q: Tensor, k: Tensor, bias: Tensor | None, windows: Windows) -> Tensor:
-    """Logits q . k / sqrt(d) + bias within each window: (B, h, g, w, e), fp32, -inf where nothing is attended to; the
-    least number with a key mask, which may leave a hidden query no key.
+    """Logits q . k / sqrt(d) + bias within each window: (B, h, g, w, e), fp32, -inf where nothing is attended to; with
+    a key mask, which may leave a masked query no key, the least number.
 
     Queries and keys are those of the grid, (B, h, N, d).
     """
