@@ -1,8 +1,8 @@
 """Key masks: which tokens of each image count, (B, N) bool, true for those that do.
 
 The polarity is that of `F.scaled_dot_product_attention` and of Hugging Face's attention_mask. Masked tokens, where it
-is false, have weights of exactly zero, and the others are as if these were not there. Without a mask every function here
-is the identity, or the plain mean.
+is false, have weights of exactly zero, and the others are as if these were not there. Without a mask every function
+here is the identity, or the plain mean.
 """
 
 import torch
