@@ -96,6 +96,12 @@ def test_attention_on_sequences():
     assert not y[1, 300:].any()
 
 
+def test_mechanisms_that_refuse_key_masks_are_named():
+    (sentence,) = re.findall(r"refused, with the reason, by (.*?)\.\n", CLIENTS, re.DOTALL)
+    refusing = {name for name, mechanism in ATTENTION.items() if mechanism.key_mask_refusal}
+    assert set(re.findall(r"`(\w+)`", sentence)) == refusing
+
+
 def test_causal_attention():
     x = torch.randn(2, 512, 64)
     names = run_example(CAUSAL, x=x)
