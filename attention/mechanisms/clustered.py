@@ -100,6 +100,7 @@ class Clustered(Attention):
 
     prefix_tokens = "plain"
     ignores_order = False  # clusters begin at positions
+    key_mask_refusal = "its clusters are those of all queries"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -43,6 +43,7 @@ class Synthesizer(Attention):
 
     prefix_tokens = "plain"
     ignores_order = False  # weights belong to positions
+    key_mask_refusal = "its learned weights are of all positions of the grid, the same for every image"
     num_projections = 1
 
     @dataclass(frozen=True, kw_only=True)

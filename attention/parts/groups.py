@@ -18,7 +18,8 @@ class Groups(NamedTuple):
     """Members of c groups, for G sets of queries: G = 1 where all queries share them, G = g windows otherwise.
 
     Attributes:
-        index: (G, c, t) int64 raster indices; padding points at some token. valid: (G, c, t) bool, false at padding.
+        index: (G, c, t) int64 raster indices; padding points at some token. valid: (G, c, t) bool, false at padding;
+            (B, 1, G, c, t) where tokens of images are masked.
         tiles: the windows of the grid that the groups are, without padding; None where they are none.
         padded_means: whether means divide by t, and not by the number of members.
     """
@@ -29,8 +30,14 @@ class Groups(NamedTuple):
     padded_means: bool = False
 
     def count(self) -> Tensor:
-        """Members per group, (G, c)."""
+        """Members per group, (..., G, c)."""
         return self.valid.sum(-1)
+
+    def masked(self, key_mask: Tensor | None) -> "Groups":
+        """Without the tokens that key_mask (B, N) hides: valid (B, 1, G, c, t). Groups may become empty."""
+        if key_mask is None:
+            return self
+        return self._replace(valid=self.valid & key_mask[:, self.index][:, None], tiles=None)
 
 
 def bin_counts(count: int, grid: Grid, key: str) -> Grid:
