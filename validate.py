@@ -26,7 +26,7 @@ from engine.data import classes_of, count_broken, create_val_loader, indices_rea
 from engine.distributed import World, init_distributed
 from engine.errors import UserError
 from engine.evaluate import evaluate
-from engine.init import build_models
+from engine.fit import build_models
 from engine.outputs import add_outputs, chosen_outputs, write_outputs
 from engine.records import Records, gather_records
 from engine.schema import Data, Run

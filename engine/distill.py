@@ -15,8 +15,8 @@ from engine.config import parse_run
 from engine.data import Images, classes_of, create_loss, difference, num_channels, per_channel
 from engine.distributed import World
 from engine.errors import UserError, one_line
-from engine.init import TIMM, load_timm
 from engine.schema import Distill, Run
+from engine.sources import TIMM, load_timm
 from engine.weights import build_model
 
 Normalisation = tuple[Sequence[float], Sequence[float]]

@@ -16,9 +16,11 @@ from engine.checkpoint import Checkpoints, export_checkpoint, load_checkpoint
 from engine.config import load_run
 from engine.distributed import World
 from engine.errors import UserError
-from engine.init import EXPECTED, Source, create_initial_model, fit_weights, read_weights
+from engine.fit import fit_weights
+from engine.init import create_initial_model
 from engine.progress import Progress
 from engine.schema import Run
+from engine.sources import EXPECTED, Source, read_weights
 from models import create_model
 from tests.support.launcher import ROOT
 

@@ -19,7 +19,7 @@ from engine.config import dump_run, load_run
 from engine.data import DigitsReader, Images, create_transform, show_images
 from engine.errors import UserError
 from engine.files import check_output, write_file
-from engine.init import build_models
+from engine.fit import build_models
 from engine.records import Records
 from models import create_model
 

@@ -20,9 +20,9 @@ from engine.checkpoint import find_weights
 from engine.checkpoint_format import Record
 from engine.config import MissingOptions, parse_run, read_config
 from engine.errors import UserError
-from engine.init import read_weights
 from engine.released import from_released_file
 from engine.schema import Data
+from engine.sources import read_weights
 from engine.weights import build_model
 from models import create_model, parse_model, resolve_attention
 from models.convert import from_released
