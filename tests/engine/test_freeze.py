@@ -87,6 +87,11 @@ def test_a_pattern_that_cannot_be_meant_is_refused_before_any_work(value: str, s
     assert str(caught.value).startswith("override 'train.freeze=")
 
 
+def test_a_list_of_patterns_with_brackets_is_quoted():
+    assert run_of('train.freeze=[pos_embed, "blocks.[0-1]"]').train.freeze == ("pos_embed", "blocks.[0-1]")
+    assert run_of("train.freeze=blocks.[0-1]").train.freeze == "blocks.[0-1]"
+
+
 def test_without_a_classifier_nothing_would_be_trained():
     with pytest.raises(ConfigError, match="freezes every parameter"):
         run_of("model.num_classes=0", "train.freeze=backbone")
