@@ -233,8 +233,8 @@ def find_weights(
     """Path and content of the checkpoints to take weights from, and the kinds to take from each, averaged ones last.
 
     Args:
-        path: a checkpoint file, or a directory: of a run, in which `find_checkpoint` chooses for each kind, or in timm's
-            `local-dir:` layout.
+        path: a checkpoint file, the directory of a run, in which `find_checkpoint` chooses for each kind, or one in
+            timm's `local-dir:` layout.
         weights: None: all kinds that are kept.
     Raises:
         UserError: there is no checkpoint, or none with such weights.

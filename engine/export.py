@@ -1,6 +1,6 @@
 """A trained model for other programs: the name of what is written says for which.
 
-DIR/               timm's `local-dir:` layout: timm.create_model("local-dir:DIR", pretrained=True), after `import models`
+DIR/               timm's `local-dir:` layout, for timm.create_model("local-dir:DIR", pretrained=True)
 FILE.safetensors   the weights with the run's configuration, for the scripts here and timm's `checkpoint_path`
 FILE.onnx          the graph for ONNX Runtime, images of one size, any number of them
 FILE.pt2           the graph for torch.export.load, likewise
@@ -57,7 +57,7 @@ def check_target(target: str) -> None:
     if not parent.is_dir():
         raise UserError(f"{target}: no directory {str(parent)!r}")
     if kind not in PACKAGES:
-        raise UserError(f"{target}: cannot be exported to; choose a directory DIR/ or a file .safetensors, .onnx or .pt2")
+        raise UserError(f"{target}: no kind of export; choose a directory DIR/ or a file .safetensors, .onnx or .pt2")
     for package in PACKAGES[kind]:
         try:
             importlib.import_module(package)
@@ -173,7 +173,7 @@ def largest_difference(model: nn.Module, compute: Callable[[Tensor], Tensor], im
 
 
 def _kind(target: str) -> str:
-    """The suffix of a file, or / for a directory: a name that ends so, or that of a directory without a known suffix."""
+    """The suffix of a file, or / for a directory: a name that ends so, or a directory that is there."""
     path = Path(target)
     return "/" if target.endswith("/") or (path.is_dir() and path.suffix not in PACKAGES) else path.suffix
 

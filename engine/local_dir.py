@@ -79,7 +79,7 @@ def read_local_dir(directory: Path) -> dict[str, Any]:
         there = json.loads(text)
         name, cfg, args = there["architecture"], there["pretrained_cfg"], dict(there.get("model_args", {}))
         if name not in MODELS:
-            remedy = f"timm.create_model('local-dir:{directory}', pretrained=True) loads it, if timm or a package has it"
+            remedy = f"timm.create_model('local-dir:{directory}', pretrained=True) loads it, if timm knows it"
             raise UserError(f"{path}: of the model {one_line(repr(name), 60)}, which is none of these; {remedy}")
         attention, (in_chans, *img_size) = args.pop("attention", "softmax"), cfg["input_size"]
         model = {"name": name, "img_size": img_size, "in_chans": in_chans, "num_classes": there["num_classes"], **args}
