@@ -301,6 +301,8 @@ def load_checkpoint(path: Path, need_digest: bool = False) -> dict[str, Any]:
     Raises:
         UserError: there is no such file, or it is not a regular file, is damaged, or is no checkpoint of a run.
     """
+    if path.suffix in (".onnx", ".pt2"):
+        raise UserError(f"{path}: a graph without a configuration; name the run or checkpoint that it was made of")
     digests = read_digests(path)  # a running training removes the file before its digest,
     content = read_regular(path)
     digests += read_digests(path)  # and replaces both

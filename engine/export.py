@@ -40,8 +40,8 @@ PACKAGES = {"/": (), ".safetensors": (), ".onnx": ("onnx", "onnxscript", "onnxru
 """A directory, or a file of this suffix -> the packages that it needs besides those of the project."""
 
 MAX_DIFFERENCE = 1e-3
-"""Of a graph's logits from the model's, relative to the largest. Rounding makes 1e-6, or 1e-4 where it moves a token to
-another cluster; a wrong option or operator makes 1e-2 and more."""
+"""Of a graph's logits from the model's, relative to the largest. Rounding makes 1e-7 to 1e-6, and more should it move a
+token to another cluster; a wrong option or operator makes 1e-2 and more."""
 
 BATCH_SIZES = (1, 3)
 """Of the images that a graph is tried on, other than the two that it is made with."""

@@ -18,6 +18,7 @@ from engine.config import ConfigError, dump_run, parse_run
 from engine.errors import UserError
 from engine.export import check_target, export, to_onnx, to_pt2
 from engine.inference import load
+from engine.init import read_weights
 from engine.local_dir import describe_model
 from engine.progress import Progress
 from tests.support.facts import FACTS
@@ -90,6 +91,7 @@ def test_timm_rebuilds_a_directory(model, attention, tmp_path):
         found = load(tmp_path / directory)
         assert torch.equal(outputs(found.model), expected)
         assert found.classes == CLASSES
+        assert read_weights(str(tmp_path / directory)).state.keys() == checkpoint["model"].keys()
 
 
 def test_an_export_without_a_history_is_read(tmp_path):
