@@ -78,10 +78,10 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
     """
     path, kind, state = Path(target), _kind(target), WEIGHTS[weights]
     checkpoint = {**checkpoint, "config": dump_run(run)}
+    model = build_model(run, checkpoint[state], state).eval()
     if kind == ".safetensors":
         export_checkpoint(path, checkpoint, weights)
         return ""
-    model = build_model(run, checkpoint[state], state).eval()
     description = describe_model(model, run, checkpoint.get("classes"))
     if kind == "/":
         content = to_safetensors({**checkpoint, state: model.state_dict()}, weights)

@@ -25,7 +25,11 @@ def upcast(x: Tensor) -> Tensor:
 
 def autocast_off(x: Tensor) -> contextlib.AbstractContextManager:
     """Autocast off on the device of `x`."""
-    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)  # meta has none
+    if x.is_meta or not torch.is_autocast_enabled(
+        x.device.type
+    ):  # meta has none; exported graphs cannot be saved with it
+        return contextlib.nullcontext()
+    return torch.autocast(x.device.type, enabled=False)
 
 
 def full_precision(function):
