@@ -24,12 +24,9 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def autocast_off(x: Tensor) -> contextlib.AbstractContextManager:
-    """Autocast off on the device of `x`."""
-    if x.is_meta or not torch.is_autocast_enabled(
-        x.device.type
-    ):  # meta has none; exported graphs cannot be saved with it
-        return contextlib.nullcontext()
-    return torch.autocast(x.device.type, enabled=False)
+    """Autocast off on the device of `x`, where it is on: torch.export.load cannot read every graph that says so."""
+    is_on = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # meta has none
+    return torch.autocast(x.device.type, enabled=False) if is_on else contextlib.nullcontext()
 
 
 def full_precision(function):
