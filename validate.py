@@ -25,7 +25,6 @@ from engine.classes import ClassSubset, match_classes, read_real_labels, real_ac
 from engine.config import parse_run, refuse_bad_input
 from engine.data import classes_of, count_broken, create_val_loader, indices_read, show_images
 from engine.distributed import World, init_distributed
-from engine.errors import UserError
 from engine.evaluate import evaluate
 from engine.export import check_target, export
 from engine.fit import build_models

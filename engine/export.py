@@ -32,9 +32,9 @@ from engine.config import dump_run
 from engine.data import num_channels
 from engine.errors import UserError, one_line
 from engine.files import digest_path, write_atomically, write_verified
+from engine.fit import build_models
 from engine.local_dir import CONFIG, WEIGHTS_FILES, describe_model
 from engine.schema import Run
-from engine.weights import build_model
 
 PACKAGES = {"/": (), ".safetensors": (), ".onnx": ("onnx", "onnxscript", "onnxruntime"), ".pt2": ()}
 """A directory, or a file of this suffix -> the packages that it needs besides those of the project."""
@@ -77,14 +77,14 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
         UserError: it cannot be exported, or written; what is there is unchanged.
     """
     path, kind, state = Path(target), _kind(target), WEIGHTS[weights]
-    checkpoint = {**checkpoint, "config": dump_run(run)}
-    model = build_model(run, checkpoint[state], state).eval()
+    model = build_models(run, checkpoint, [weights])[0][weights].eval()
+    checkpoint = {**checkpoint, "config": dump_run(run), state: model.state_dict()}
     if kind == ".safetensors":
         export_checkpoint(path, checkpoint, weights)
         return ""
     description = describe_model(model, run, checkpoint.get("classes"))
     if kind == "/":
-        content = to_safetensors({**checkpoint, state: model.state_dict()}, weights)
+        content = to_safetensors(checkpoint, weights)
         _write(path, lambda: _write_together(path, {WEIGHTS_FILES[0]: content, CONFIG: description.encode()}))
         return ""
     images = torch.randn(sum(BATCH_SIZES), num_channels(run), *to_2tuple(run.model["img_size"]))

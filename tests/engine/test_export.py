@@ -18,9 +18,9 @@ from engine.config import ConfigError, dump_run, parse_run
 from engine.errors import UserError
 from engine.export import check_target, export, to_onnx, to_pt2
 from engine.inference import load
-from engine.init import read_weights
 from engine.local_dir import describe_model
 from engine.progress import Progress
+from engine.sources import read_weights
 from tests.support.facts import FACTS
 
 EVA = {"name": "eva", "window_size": 2, "num_landmarks": 4}
