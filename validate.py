@@ -2,6 +2,7 @@
 
     python validate.py runs/eva                                # a run directory, or any checkpoint file
     python validate.py runs/eva --predictions predictions.csv --confusion confusion.png --mistakes mistakes.png
+    python validate.py runs/eva --export eva.onnx              # or .safetensors, .pt2, or DIR/ for timm
     torchrun --nproc_per_node=8 validate.py runs/eva data.root=/data/imagenet
 
 The model is rebuilt from the configuration in the checkpoint; another `model.img_size` resamples its embeddings. Plain
@@ -19,13 +20,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint import Weights, export_checkpoint, find_weights, parse_weights
+from engine.checkpoint import Weights, find_weights, parse_weights
 from engine.classes import ClassSubset, match_classes, read_real_labels, real_accuracy
 from engine.config import parse_run, refuse_bad_input
 from engine.data import classes_of, count_broken, create_val_loader, indices_read, show_images
 from engine.distributed import World, init_distributed
-from engine.errors import UserError
 from engine.evaluate import evaluate
+from engine.export import check_target, export
 from engine.fit import build_models
 from engine.outputs import add_outputs, chosen_outputs, write_outputs
 from engine.records import Records, gather_records
@@ -42,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--select", choices=("best", "last"), default="best", help="which of a run directory (best)")
     parser.add_argument("--batch-size", type=int, help="images per process and step (128, fewer where they are large)")
     parser.add_argument("--skip-broken", action="store_true", help="leave out and count images that cannot be read")
-    parser.add_argument("--export", type=Path, metavar="FILE", help="write weights (ema where kept) and configuration")
+    parser.add_argument("--export", metavar="TARGET", help="write the model: DIR/ for timm, .safetensors, .onnx, .pt2")
     parser.add_argument("--real-labels", metavar="FILE", help="ImageNet's ReaL labels too: real.json, or timm for its")
     add_outputs(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -52,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with refuse_bad_input():
         outputs = chosen_outputs(args)
         found = find_weights(args.checkpoint, args.select, args.weights)
-        if args.export and not args.export.parent.is_dir():
-            raise UserError(f"{args.export}: no directory {str(args.export.parent)!r}")
+        if args.export:
+            check_target(args.export)
         workers = min(Data.workers, os.cpu_count() or 1)  # a file does not decide how many processes start
         overrides = [f"data.workers={workers}", *args.overrides]
         runs = [parse_run(checkpoint["config"], str(path), overrides) for path, checkpoint, _ in found]
@@ -73,8 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.export:
             path, checkpoint, kinds = found[-1]  # averaged weights come last
             with refuse_bad_input():
-                export_checkpoint(args.export, checkpoint, kinds[-1])
-            print(f"{args.export}: the {kinds[-1]} weights of {path}", file=sys.stderr)
+                note = export(args.export, runs[-1], checkpoint, kinds[-1])
+            print(f"{args.export}: the {kinds[-1]} weights of {path}{note}", file=sys.stderr)
 
 
 def validate(

@@ -20,7 +20,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Literal
 
-import safetensors.torch
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -39,6 +38,7 @@ from engine.data import difference
 from engine.distributed import World
 from engine.errors import UserError, one_line
 from engine.files import digest_path, is_intact, read_digests, read_regular, write_verified
+from engine.local_dir import find_weights_file, is_local_dir, read_local_dir
 from engine.optim import create_optimizer, restore_optimizer
 from engine.progress import Progress, check_progress
 from engine.released import from_released_file
@@ -233,14 +233,18 @@ def find_weights(
     """Path and content of the checkpoints to take weights from, and the kinds to take from each, averaged ones last.
 
     Args:
-        path: a checkpoint file, or a directory, in which `find_checkpoint` chooses for each kind.
+        path: a checkpoint file, the directory of a run, in which `find_checkpoint` chooses for each kind, or one in
+            timm's `local-dir:` layout.
         weights: None: all kinds that are kept.
     Raises:
         UserError: there is no checkpoint, or none with such weights.
     """
     if not path.exists():
         raise UserError(f"{path}: no such run directory or checkpoint")
-    file = None if path.is_dir() else (path, load_checkpoint(path))
+    if is_local_dir(path) and not list_checkpoints(path):
+        file = find_weights_file(path), load_local_dir(path)
+    else:
+        file = None if path.is_dir() else (path, load_checkpoint(path))
     chosen: dict[Path, tuple[dict[str, Any], list[Weights]]] = {}
     for kind in [weights] if weights else WEIGHTS:
         found = file or find_checkpoint(path, which, weights=kind)
@@ -287,23 +291,6 @@ def save_checkpoint(path: Path, checkpoint: Mapping[str, Any]) -> None:
     write_verified(path, content)
 
 
-def export_checkpoint(path: Path, checkpoint: Mapping[str, Any], weights: Weights) -> None:
-    """Writes the weights of one kind alone to `path` in the safetensors format.
-
-    The metadata and the kind (`weights`) go with them, so that `load_checkpoint` reads the file as a checkpoint.
-
-    Raises:
-        UserError: it cannot be written; what is there is unchanged.
-    """
-    metadata = {name: checkpoint[name] for name in (*METADATA, *IDENTITY) if name in checkpoint} | {"weights": weights}
-    contiguous = {name: weight.contiguous() for name, weight in checkpoint[WEIGHTS[weights]].items()}
-    content = safetensors.torch.save(contiguous, metadata={"run": json.dumps(metadata)})
-    try:
-        write_verified(path, content)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}; what was there is unchanged") from error
-
-
 def load_checkpoint(path: Path, need_digest: bool = False) -> dict[str, Any]:
     """Reads the checkpoint at `path` into main memory; the file need not be trusted.
 
@@ -314,6 +301,8 @@ def load_checkpoint(path: Path, need_digest: bool = False) -> dict[str, Any]:
     Raises:
         UserError: there is no such file, or it is not a regular file, is damaged, or is no checkpoint of a run.
     """
+    if path.suffix in (".onnx", ".pt2"):
+        raise UserError(f"{path}: a graph without a configuration; name the run or checkpoint that it was made of")
     digests = read_digests(path)  # a running training removes the file before its digest,
     content = read_regular(path)
     digests += read_digests(path)  # and replaces both
@@ -324,9 +313,21 @@ def load_checkpoint(path: Path, need_digest: bool = False) -> dict[str, Any]:
     return parse_checkpoint(content, str(path))
 
 
+def load_local_dir(directory: Path) -> dict[str, Any]:
+    """The checkpoint in a directory in timm's `local-dir:` layout, which need not be trusted; timm's keep no history.
+
+    Raises:
+        UserError: it is damaged, or holds no model of `models.MODELS`.
+    """
+    try:
+        return load_checkpoint(find_weights_file(directory))
+    except ForeignCheckpoint:
+        return read_local_dir(directory)
+
+
 def parse_checkpoint(content: bytes, source: str) -> dict[str, Any]:
-    """The checkpoint in the bytes of a file, as `save_checkpoint`, `export_checkpoint` or the released code of EVA and
-    LARA writes it.
+    """The checkpoint in the bytes of a file, as `save_checkpoint`, `engine.export` or the released code of EVA and LARA
+    writes it.
 
     Raises:
         UserError: damaged, or no checkpoint of a run (ForeignCheckpoint where another program wrote it); the message

@@ -117,7 +117,7 @@ def read_foreign(content: bytes) -> dict[str, Any]:
 
 
 def read_safetensors(content: bytes) -> tuple[dict[str, Tensor], str]:
-    """The weights in a file of the safetensors format, and the metadata that `export_checkpoint` gave them.
+    """The weights in a file of the safetensors format, and the metadata that `engine.export` gave them.
 
     Raises:
         ForeignFile: without such metadata. Others: the file is damaged.

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from timm.models import build_model_with_cfg, generate_default_cfgs, register_model
+from timm.models._input import update_model_args
 from torch import nn
 
 from attention import AttentionFactory, OptionError
@@ -60,7 +61,10 @@ def create_model(name: str, attention: Mechanism | Sequence[Mechanism] = "softma
         OptionError: unknown model, mechanism or option, wrong type or value, or a geometry that cannot be honoured.
     """
     family_of(name)
-    return _entrypoint(name)(attention=attention, **options)
+    model = _entrypoint(name)(attention=attention, **options)
+    of_placement = "device", "dtype"
+    update_model_args(model, attention=attention, **{k: v for k, v in options.items() if k not in of_placement})
+    return model
 
 
 def parse_model(name: str, options: Mapping[str, Any]) -> Any:

@@ -23,7 +23,8 @@ PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PROJECT = PYPROJECT["project"]
 REQUIREMENTS = {
     canonicalize_name(requirement.name): requirement
-    for requirement in map(Requirement, PROJECT["dependencies"] + PROJECT["optional-dependencies"]["triton"])
+    for extra in (PROJECT["dependencies"], *(PROJECT["optional-dependencies"][name] for name in ("triton", "export")))
+    for requirement in map(Requirement, extra)
 }
 PACKAGED = [path for package in (*LIBRARIES, "configs") for path in (ROOT / package).rglob("*") if path.is_file()]
 

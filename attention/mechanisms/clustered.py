@@ -85,7 +85,8 @@ def hamming_clusters(bits: Tensor, num_clusters: int, num_iterations: int) -> Te
 
 def pack(bits: Tensor) -> Tensor:
     """Bits (..., b), b <= 63, as one non-negative int64 (...)."""
-    return (bits.long() << torch.arange(bits.shape[-1], device=bits.device)).sum(-1)
+    placed = torch.bitwise_left_shift(bits.long(), torch.arange(bits.shape[-1], device=bits.device))
+    return placed[..., :32].sum(-1) | placed[..., 32:].sum(-1)  # ONNX Runtime sums int64 as float64: exact for 32 bits
 
 
 def popcount(x: Tensor) -> Tensor:

@@ -58,7 +58,8 @@ def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int
     y = (logits.softmax(-1) @ gather_tokens(v, attended)).flatten(3, 4)
     position = position[..., :N]
     log_mass = logits.logsumexp(-1).flatten(3).gather(3, position).mT  # (B, h, N, l)
-    of_round, of_prefix = torch.cat([log_mass, on_prefix], -1).softmax(-1).split([num_rounds, on_prefix.shape[-1]], -1)
+    weights = torch.cat([log_mass, on_prefix], -1).softmax(-1)
+    of_round, of_prefix = weights[..., :num_rounds], weights[..., num_rounds:]
     y = y.gather(3, position[..., None].expand(*position.shape, y.shape[-1]))
     return (of_round.mT[..., None] * y).sum(2) + of_prefix @ v_prefix
 

@@ -24,8 +24,9 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def autocast_off(x: Tensor) -> contextlib.AbstractContextManager:
-    """Autocast off on the device of `x`."""
-    return contextlib.nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)  # meta has none
+    """Autocast off on the device of `x`, where it is on: torch.export.load cannot read every graph that says so."""
+    is_on = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # meta has none
+    return torch.autocast(x.device.type, enabled=False) if is_on else contextlib.nullcontext()
 
 
 def full_precision(function):

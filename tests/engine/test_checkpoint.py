@@ -36,7 +36,6 @@ from attention import create_attention
 from engine import files
 from engine.checkpoint import (
     Checkpoints,
-    export_checkpoint,
     find_checkpoint,
     find_weights,
     kept_weights,
@@ -48,6 +47,7 @@ from engine.checkpoint import (
 from engine.config import dump_run, load_run
 from engine.distributed import World
 from engine.errors import UserError
+from engine.export import export_checkpoint
 from engine.files import digest_path
 from engine.progress import Progress, rank_epoch
 from engine.weights import load_weights

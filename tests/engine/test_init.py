@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from attention import ATTENTION
-from engine.checkpoint import Checkpoints, export_checkpoint, load_checkpoint
+from engine.checkpoint import Checkpoints, load_checkpoint
 from engine.config import load_run
 from engine.distributed import World
 from engine.errors import UserError
+from engine.export import export_checkpoint
 from engine.fit import fit_weights
 from engine.init import create_initial_model
 from engine.progress import Progress

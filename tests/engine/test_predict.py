@@ -15,9 +15,10 @@ from PIL import Image, ImageOps
 
 import predict
 import validate
-from engine.checkpoint import export_checkpoint, load_checkpoint, save_checkpoint
+from engine.checkpoint import load_checkpoint, save_checkpoint
 from engine.config import dump_run, load_run
 from engine.data import DigitsReader
+from engine.export import export_checkpoint
 from engine.images import decode
 from engine.inference import load
 from engine.progress import Progress

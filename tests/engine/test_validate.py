@@ -333,6 +333,8 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
         (["nowhere"], "nowhere: no such run directory or checkpoint"),
         (["."], ".: no checkpoint there"),
         (["text.pt"], "text.pt: damaged, or no checkpoint that can be loaded safely"),
+        (["x.onnx"], "x.onnx: a graph without a configuration; name the run or checkpoint that it was made of"),
+        (["good.pt", "--export", "x.bin"], "x.bin: no kind of export; choose a directory DIR/ or a file"),
         (["half.pt"], "half.pt: damaged, or no checkpoint that can be loaded safely"),
         (["plain.pt", "--weights", "ema"], "plain.pt: holds no ema weights, only plain"),
         (["state.pt"], "state.pt: no checkpoint of train.py: it holds no configuration; it seems to be a state dict"),
@@ -356,6 +358,7 @@ def test_bad_input_is_one_line(run_directory, tmp_path, monkeypatch, capsys, arg
     Path("good.pt").write_bytes(content)
     Path("half.pt").write_bytes(content[: len(content) // 2])
     Path("text.pt").write_text("model: deit\n")
+    Path("x.onnx").touch()
     plain = torch.load("good.pt")
     del plain["model_ema"]
     torch.save(plain, "plain.pt")

@@ -1,0 +1,224 @@
+"""Exports: what timm, torch.export and ONNX Runtime make of a checkpoint, and what is left where one fails."""
+
+import json
+import os
+import sys
+from dataclasses import asdict
+
+import pytest
+import timm
+import torch
+from timm.layers import to_2tuple
+
+import models
+from attention import ATTENTION
+from engine import export as export_module
+from engine.checkpoint import load_checkpoint
+from engine.config import ConfigError, dump_run, parse_run
+from engine.errors import UserError
+from engine.export import check_target, export, to_onnx, to_pt2
+from engine.inference import load
+from engine.local_dir import describe_model
+from engine.progress import Progress
+from engine.sources import read_weights
+from tests.support.facts import FACTS
+
+EVA = {"name": "eva", "window_size": 2, "num_landmarks": 4}
+DEIT = {"name": "deit", "img_size": [24, 16], "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 3}
+PVT = {
+    **{"name": "pvtv2_b0", "img_size": 64, "embed_dims": [8, 8, 8, 8], "depths": [1, 1, 1, 1]},
+    **{"num_heads": [1, 1, 2, 2], "mlp_ratios": [1, 1, 1, 1]},
+}
+DATA = {"crop_pct": 0.9, "interpolation": "bilinear", "mean": [0.1, 0.2, 0.3], "std": [0.5]}
+CLASSES = ["tench", "über", "house,\n3"]
+
+
+def trained(model: dict, attention="softmax") -> dict:
+    """A checkpoint of a model that has learned random numbers."""
+    model = {**model, "num_classes": len(CLASSES), "init_std": 0.2} if model["name"] == "deit" else model
+    run = parse_run({"model": {"num_classes": len(CLASSES), **model}, "attention": attention, "data": DATA}, "x")
+    torch.manual_seed(0)
+    state = models.create_model(attention=run.attention, **run.model).state_dict()
+    metadata = {"config": dump_run(run), "processes": 1, "images": 9, "progress": asdict(Progress(epoch=7))}
+    return metadata | {"classes": CLASSES, "model": state}
+
+
+def model_of(checkpoint: dict) -> torch.nn.Module:
+    run = parse_run(checkpoint["config"], "x")
+    model = models.create_model(attention=run.attention, **run.model).eval()
+    model.load_state_dict(checkpoint["model"])
+    return model
+
+
+def export_plain(target: str, checkpoint: dict) -> str:
+    return export(target, parse_run(checkpoint["config"], "x"), checkpoint, "plain")
+
+
+@torch.no_grad()
+def outputs(model: torch.nn.Module, batch: int = 2) -> torch.Tensor:
+    size = model.in_chans, *to_2tuple(model.config.img_size)
+    return model(torch.randn(batch, *size, generator=torch.Generator().manual_seed(1)))
+
+
+@pytest.mark.parametrize(
+    ("model", "attention"),
+    [
+        ({**DEIT, "in_chans": 1, "class_token": True, "drop_path_rate": 0.1}, EVA),
+        ({**DEIT, "name": "deit_tiny_p16", "global_pool": "avg", "dynamic_img_size": True}, "xca"),
+        (PVT, [{"name": "performer", "num_samples": 4}, "linear", "sra", "softmax"]),
+    ],
+    ids=["class token", "other sizes", "pvt"],
+)
+def test_timm_rebuilds_a_directory(model, attention, tmp_path):
+    checkpoint = trained(model, attention)
+    assert export_plain(f"{tmp_path}/new/", checkpoint) == ""
+    assert sorted(os.listdir(tmp_path / "new")) == ["config.json", "model.safetensors"]
+    rebuilt = timm.create_model(f"local-dir:{tmp_path}/new", pretrained=True).eval()
+    again = tmp_path / "pushed"  # push_to_hf_hub uploads what save_for_hf writes
+    timm.models.save_for_hf(rebuilt, again, safe_serialization=True)
+    expected = outputs(model_of(checkpoint))
+    for there in (rebuilt, timm.create_model(f"local-dir:{again}", pretrained=True).eval()):
+        assert torch.equal(outputs(there), expected)
+        assert there.pretrained_cfg["label_names"] == CLASSES
+        grey = model.get("in_chans") == 1
+        assert timm.data.resolve_model_data_config(there) == {
+            "input_size": (1, 24, 16) if grey else (3, 64, 64) if model is PVT else (3, 24, 16),
+            **{"interpolation": "bilinear", "crop_pct": 0.9, "crop_mode": "center"},
+            **({"mean": [pytest.approx(0.2)], "std": [0.5]} if grey else {"mean": [0.1, 0.2, 0.3], "std": [0.5] * 3}),
+        }
+    assert not any("rate" in name for name in json.loads((tmp_path / "new/config.json").read_text())["model_args"])
+    for directory in ("new", "pushed"):
+        found = load(tmp_path / directory)
+        assert torch.equal(outputs(found.model), expected)
+        assert found.classes == CLASSES
+        assert read_weights(str(tmp_path / directory)).state.keys() == checkpoint["model"].keys()
+
+
+def test_an_export_without_a_history_is_read(tmp_path):
+    """Of a model that timm has written, from timm's factory or ours, with or without pickle."""
+    for number, create in enumerate((timm.create_model, models.create_model)):
+        model = create("deit_tiny_p16", attention={"name": "xca"}, depth=1, num_classes=2, img_size=32).eval()
+        timm.models.save_for_hf(model, tmp_path / str(number), safe_serialization=bool(number))
+        found = load(tmp_path / str(number))
+        assert torch.equal(outputs(found.model), outputs(model))
+        assert found.classes == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"architecture": "resnet18"}, "of the model 'resnet18', which is none of these; timm.create_model('"),
+        ({"architecture": ["deit"]}, "damaged, or no description of a model by timm (TypeError: "),
+        ({"pretrained_cfg": 3}, "damaged, or no description of a model by timm (TypeError: "),
+        ({"model_args": {"num_classes": 9}}, "do not fit: "),
+        ({"model_args": {"attention": {"name": "eva", "windw": 2}}}, "attention(eva).windw: unknown option"),
+        ({"model_args": {"attention": {"name": "__import__('os')"}}}, "unknown mechanism \"__import__('os')\""),
+        ({"model_args": {"depth": 10**9}}, "model.depth"),
+        ({"model_args": {"features_only": True}}, "model.features_only: unknown option"),
+    ],
+)
+def test_a_strangers_directory_is_refused_in_one_line(changes, problem, tmp_path):
+    model = models.create_model("deit_tiny_p16", depth=1, num_classes=2, img_size=32)
+    timm.models.save_for_hf(model, tmp_path, safe_serialization=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    for key, value in changes.items():
+        config[key] = config[key] | value if isinstance(value, dict) else value
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises((UserError, ConfigError)) as caught:
+        load(tmp_path)
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_timm_refuses_wrong_attention_by_name(tmp_path):
+    export_plain(f"{tmp_path}/", trained(DEIT, EVA))
+    path = tmp_path / "config.json"
+    path.write_text(path.read_text().replace('"window_size"', '"windw_size"'))
+    with pytest.raises(ValueError, match=r"attention\(eva\).windw_size: unknown option; did you mean 'window_size'"):
+        timm.create_model(f"local-dir:{tmp_path}", pretrained=True)
+
+
+def test_graphs_take_any_number_of_images(tmp_path, monkeypatch):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    graphs = []  # one for both, to save time
+
+    def trace(model, images, original=export_module._trace):
+        graphs[:] = graphs or [original(model, images)]
+        return graphs[0]
+
+    monkeypatch.setattr(export_module, "_trace", trace)
+    checkpoint = trained({**DEIT, "in_chans": 1}, {"name": "linear"})
+    for suffix in (".pt2", ".onnx"):
+        assert "on batches of 1 and 3 differs by " in export_plain(f"{tmp_path}/x{suffix}", checkpoint)
+    images, description = torch.randn(4, 1, 24, 16), {"config.json": ""}
+    graph = torch.export.load(tmp_path / "x.pt2", extra_files=description).module()
+    session = onnxruntime.InferenceSession(tmp_path / "x.onnx", providers=["CPUExecutionProvider"])
+    (logits,) = session.run(["logits"], {"images": images.numpy()})
+    for found in (graph(images), torch.from_numpy(logits)):
+        torch.testing.assert_close(found, model_of(checkpoint)(images), rtol=1e-5, atol=1e-5)
+    for text in (description, session.get_modelmeta().custom_metadata_map):
+        assert json.loads(text["config.json"])["label_names"] == CLASSES
+
+
+def test_a_graph_that_computes_something_else_is_not_written(tmp_path, monkeypatch):
+    (tmp_path / "x.pt2").write_text("before")
+    zeros = lambda images: images.new_zeros(len(images), 3)  # noqa: E731
+    monkeypatch.setattr(export_module, "to_pt2", lambda *args: (b"after", zeros))
+    with pytest.raises(UserError, match=r"x.pt2: not written: its logits differ from the model's by .* above 1e-03"):
+        export_plain(f"{tmp_path}/x.pt2", trained(DEIT))
+    assert (tmp_path / "x.pt2").read_text() == "before"
+
+
+def test_a_directory_that_cannot_be_written_stays(tmp_path, monkeypatch):
+    export_plain(f"{tmp_path}/x/", trained(DEIT))
+    before = {path: path.read_bytes() for path in (tmp_path / "x").iterdir()}
+
+    def fail(path, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(export_module, "write_atomically", fail)
+    with pytest.raises(UserError, match="x: cannot be written: No space left on device; what was there is unchanged"):
+        export_plain(f"{tmp_path}/x/", trained(DEIT, "xca"))
+    assert {path: path.read_bytes() for path in (tmp_path / "x").iterdir()} == before
+    assert os.listdir(tmp_path) == ["x"]
+
+
+def test_a_directory_replaces_what_was_verified(tmp_path):
+    export_plain(f"{tmp_path}/model.safetensors", trained(DEIT))
+    export_plain(str(tmp_path), trained(DEIT, "xca"))
+    assert load_checkpoint(tmp_path / "model.safetensors")["config"]["attention"]["name"] == "xca"
+
+
+@pytest.mark.parametrize(
+    ("target", "problem"),
+    [
+        ("x.bin", "x.bin: no kind of export; choose a directory DIR/ or a file .safetensors, .onnx or .pt2"),
+        ("no/x.pt2", "no/x.pt2: no directory 'no'"),
+        ("x.onnx", r"x.onnx: needs the package onnxruntime \(.*\); pip install 'efficient-attention-vision\[export\]'"),
+    ],
+)
+def test_targets_are_checked_before_any_work(target, problem, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for package in ("onnx", "onnxscript"):  # not imported here, which takes seconds
+        monkeypatch.setitem(sys.modules, package, sys)
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    with pytest.raises(UserError, match=problem):
+        check_target(target)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("name", ATTENTION)
+def test_every_mechanism(name, tmp_path):
+    case = FACTS[name].CASES[0]
+    img_size = [4 * side for side in case.grid]
+    checkpoint = trained({**DEIT, "img_size": img_size, "depth": 2}, {"name": name, **case.options})
+    model, images = model_of(checkpoint), torch.randn(2, 3, *img_size)
+    export_plain(f"{tmp_path}/", checkpoint)
+    assert torch.equal(timm.create_model(f"local-dir:{tmp_path}", pretrained=True).eval()(images), model(images))
+    description = describe_model(model, parse_run(checkpoint["config"], "x"), CLASSES)
+    for write in (to_pt2, to_onnx):
+        _, compute = write(model, images, description)
+        difference = export_module.largest_difference(model, compute, torch.randn(4, 3, *img_size))
+        print(f"{name} {write.__name__} {difference:.1e}")
+        assert difference < 1e-5
+        assert torch.equal(compute(images), compute(images))  # whatever a mechanism samples
