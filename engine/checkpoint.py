@@ -344,8 +344,8 @@ def parse_checkpoint(content: bytes, source: str) -> dict[str, Any]:
     except ForeignFile as error:
         raise ForeignCheckpoint(
             f"{source}: no checkpoint of train.py: it holds no configuration; it seems to be {error}, and"
-            " timm.create_model(NAME, attention=..., checkpoint_path=...) loads the weights of such a file"
-            " (those of other codes after models.convert)"
+            f" `python -m models.convert {source} FILE.safetensors --config CONFIG.yaml` makes one of it, where"
+            " CONFIG.yaml describes its model"
         ) from None
     except Exception as error:  # a hostile file may fail in any way, and is refused in every case
         reason = one_line(" ".join(f"{type(error).__name__}: {error}".split()), 200)

@@ -27,7 +27,7 @@ def create_initial_model(run: Run, output: Path, world: World) -> nn.Module:
     is_resumed = bool(list_checkpoints(output))
     initial = [name for name, _ in model.named_parameters()]
     if run.init.weights is not None and not is_resumed:
-        initial = _load_initial_weights(model, run, world)
+        initial = load_initial_weights(model, run, world)
     if (frozen := freeze(model, run.train.freeze)) and world.is_primary:
         print(f"train.freeze: {describe_freeze(model, frozen)}", flush=True)
         if random := [] if is_resumed else [name for name in frozen if name in initial]:
@@ -37,8 +37,13 @@ def create_initial_model(run: Run, output: Path, world: World) -> nn.Module:
     return model
 
 
-def _load_initial_weights(model: nn.Module, run: Run, world: World) -> list[str]:
-    """Loads the weights that `init` names, and returns the names of the model's that stay as they were."""
+def load_initial_weights(model: nn.Module, run: Run, world: World) -> list[str]:
+    """Loads the weights that `init` names, and prints what became of them; returns the names of those of the model that
+    stay as they were.
+
+    Raises:
+        UserError: see `create_initial_model`.
+    """
     name = run.init.weights
     place = f"init.weights={name}"
     try:
