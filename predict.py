@@ -11,12 +11,11 @@ Exit status: 0 all images were read, 1 some were not, 2 the input was refused.
 """
 
 import argparse
-import csv
-import io
 import json
 import os
 import sys
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 
 from tqdm import tqdm
@@ -25,10 +24,11 @@ from engine.bar import progress_bar
 from engine.checkpoint import parse_weights
 from engine.config import refuse_bad_input
 from engine.distributed import init_distributed
-from engine.errors import UserError, one_line
-from engine.files import write_text
+from engine.errors import one_line
+from engine.files import check_output, to_csv, write_file
 from engine.inference import Prediction, create_loader, load, predict
 from engine.readers import list_files
+from engine.records import top_columns
 from engine.signals import end_at_interrupt
 
 
@@ -51,10 +51,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if (value := getattr(args, name)) is not None and value < 1:
             parser.error(f"--{name.replace('_', '-')} must be at least 1, got {value}")
     with refuse_bad_input():
-        if args.output and (args.output.suffix not in WRITERS or not args.output.parent.is_dir()):
-            raise UserError(
-                f"{args.output}: not a file .csv or .json in a directory that exists; choose another --output"
-            )
+        if args.output:
+            check_output(args.output, "--output", WRITERS)
         device = init_distributed(args.device).device
         files = list_files(args.images)
         trained = load(args.checkpoint, weights=args.weights, select=args.select)
@@ -73,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     if args.output:
         with refuse_bad_input():
-            write_text(args.output, WRITERS[args.output.suffix](predictions))
+            write_file(args.output, WRITERS[args.output.suffix](predictions))
     if loader.broken:
         print(f"left out: {len(loader.broken):,} of {len(files):,} files are no readable images", file=sys.stderr)
         sys.exit(1)
@@ -85,23 +83,18 @@ def describe(prediction: Prediction) -> str:
     return "  ".join([f"{one_line(prediction.file)}:", *(f"{one_line(name, 60)} {100 * p:.2f} %" for name, p in pairs)])
 
 
-def to_csv(predictions: Sequence[Prediction]) -> str:
+def predictions_csv(predictions: Sequence[Prediction]) -> bytes:
     """A row for each image: file, class_1, probability_1, class_2, ..."""
-    text = io.StringIO()
-    top = len(predictions[0].classes) if predictions else 0
-    rows = csv.writer(text, lineterminator="\n")
-    rows.writerow(["file", *(f"{column}_{i}" for i in range(1, top + 1) for column in ("class", "probability"))])
-    for file, classes, probabilities in predictions:
-        rows.writerow([file, *(x for pair in zip(classes, probabilities, strict=True) for x in pair)])
-    return text.getvalue()
+    header = ["file", *top_columns(len(predictions[0].classes) if predictions else 0)]
+    return to_csv(header, ([row.file, *chain(*zip(*row[1:], strict=True))] for row in predictions))
 
 
-def to_json(predictions: Sequence[Prediction]) -> str:
+def predictions_json(predictions: Sequence[Prediction]) -> bytes:
     """A list with an object for each image: file, classes, probabilities."""
-    return json.dumps([prediction._asdict() for prediction in predictions], indent=1)
+    return json.dumps([prediction._asdict() for prediction in predictions], indent=1).encode()
 
 
-WRITERS = {".csv": to_csv, ".json": to_json}
+WRITERS = {".csv": predictions_csv, ".json": predictions_json}
 
 if __name__ == "__main__":
     main()

@@ -26,12 +26,14 @@ from attention import kernels
 from bench.costs import count_costs
 from engine.checkpoint import Checkpoints
 from engine.config import dump_run, find_config, load_run, refuse_bad_input
-from engine.data import check_broken, check_workers, create_loaders, create_loss, has_lost_workers, identify_data
+from engine.data import check_broken, check_workers, create_loaders, has_lost_workers, identify_data
+from engine.distill import create_criterion
 from engine.distributed import World, autocast, exchange, init_distributed, seed_everything, set_deterministic
 from engine.evaluate import evaluate_all
 from engine.failure import explain_failures
 from engine.files import lock_directory, write_atomically
 from engine.finite import FiniteGuard, dump_step
+from engine.freeze import set_train_mode
 from engine.init import create_initial_model
 from engine.optim import check_optimizer, create_optimizer, create_schedule
 from engine.report import Report
@@ -44,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("config", type=find_config, help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the file's")
     parser.add_argument("--output", type=Path, required=True, help="directory of the run; an unfinished run resumes")
-    difference = "what may differ from the run there: an option, processes, images, classes, train_files or val_files"
+    difference = "what may differ: an option, processes, images, classes, train_files, val_files or teacher_weights"
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=f"{difference}; repeatable")
     args = parser.parse_intermixed_args(arguments)
     with refuse_bad_input():
@@ -81,18 +83,16 @@ class Trainer:
             run, world, img_size=self.model.config.img_size, num_classes=self.model.num_classes
         )
         self.sampler = self.train_loader.sampler
-        self.criterion = create_loss(run.augment)
+        self.criterion = create_criterion(run, self.model, self.train_loader.dataset.dataset, world)
         self.optimizer = create_optimizer(self.model, run.optim, self.options.total_batch_size)
         self.schedule = create_schedule(self.optimizer, run.schedule, self.sampler.updates_per_epoch)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.options.amp == "fp16")
         self.ema = ModelEmaV3(self.model, decay=self.options.ema_decay) if self.options.ema_decay else None
-
-        self.stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler}
-        if self.ema:
-            self.stateful["model_ema"] = self.ema.module
+        average = {"model_ema": self.ema.module} if self.ema else {}
+        self.stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, **average}
         cleanup.enter_context(lock_directory(output, world))
         identity = identify_data(self.train_loader.dataset.dataset, self.val_loader.dataset)
-        self.checkpoints = Checkpoints(output, run, world, self.sampler.num_images, identity)
+        self.checkpoints = Checkpoints(output, run, world, self.sampler.num_images, identity | self.criterion.identity)
         self.progress = self.checkpoints.restore(self.stateful, allowed)
 
     def train(self) -> bool:
@@ -139,7 +139,7 @@ class Trainer:
     def train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
         """Makes the updates that are left of an epoch, and saves; returns whether a signal has stopped the run."""
         options, progress, sampler, stopped = self.options, self.progress, self.sampler, False
-        self.model.train()
+        set_train_mode(self.model)
         self.report.begin_epoch(progress.epoch + 1)
         while progress.images < sampler.stop and not stopped:
             number = progress.images // options.total_batch_size
@@ -196,7 +196,7 @@ class Trainer:
             is_last = micro + 1 == num_micro
             with nullcontext() if self.world.size == 1 or is_last else self.network.no_sync():
                 with autocast(self.options.amp, self.world.device):
-                    loss = self.criterion(self.network(images), targets) / num_micro
+                    loss = self.criterion(images, self.network(images), targets) / num_micro
                 stop = self.signals.stop_requested() or has_lost_workers(self.train_loader)
                 mine = loss.detach(), self.guard.unread_norm, stop, batch_size - len(images)
                 losses, norm, stopped, num_broken = exchange(self.world, *mine)

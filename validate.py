@@ -1,11 +1,12 @@
 """Evaluates a checkpoint on the validation images, every one of them once: exact top-1, top-5 and mean loss.
 
     python validate.py runs/eva                                # a run directory, or any checkpoint file
-    python validate.py runs/eva --weights ema --export eva.safetensors --per-class classes.csv
+    python validate.py runs/eva --predictions predictions.csv --confusion confusion.png --mistakes mistakes.png
     torchrun --nproc_per_node=8 validate.py runs/eva data.root=/data/imagenet
 
-The model is rebuilt from the configuration in the checkpoint. Plain and averaged (EMA) weights are reported apart, of a
-run directory each kind from the epoch that was best by it.
+The model is rebuilt from the configuration in the checkpoint; another `model.img_size` resamples its embeddings. Plain
+and averaged (EMA) weights are reported apart, of a run directory each kind from the epoch that was best by it. The data
+may be other data: `engine.classes.match_classes` says which of the model's classes theirs are.
 """
 
 import argparse
@@ -18,17 +19,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from engine.checkpoint import WEIGHTS, Weights, export_checkpoint, find_weights, parse_weights
+from engine.checkpoint import Weights, export_checkpoint, find_weights, parse_weights
+from engine.classes import ClassSubset, match_classes, read_real_labels, real_accuracy
 from engine.config import parse_run, refuse_bad_input
-from engine.data import classes_of, count_broken, create_val_loader, difference
+from engine.data import classes_of, count_broken, create_val_loader, indices_read, show_images
 from engine.distributed import World, init_distributed
 from engine.errors import UserError
-from engine.evaluate import accuracy_by_class, class_table, evaluate
-from engine.files import write_text
+from engine.evaluate import evaluate
+from engine.fit import build_models
+from engine.outputs import add_outputs, chosen_outputs, write_outputs
+from engine.records import Records, gather_records
 from engine.schema import Data, Run
-from engine.weights import build_model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -42,33 +43,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--batch-size", type=int, help="images per process and step (128, fewer where they are large)")
     parser.add_argument("--skip-broken", action="store_true", help="leave out and count images that cannot be read")
     parser.add_argument("--export", type=Path, metavar="FILE", help="write weights (ema where kept) and configuration")
-    parser.add_argument("--per-class", type=Path, metavar="FILE", help="write the accuracy of every class, as CSV")
+    parser.add_argument("--real-labels", metavar="FILE", help="ImageNet's ReaL labels too: real.json, or timm for its")
+    add_outputs(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     args = parser.parse_intermixed_args(arguments)
     if args.batch_size is not None and args.batch_size < 1:
         parser.error(f"--batch-size must be at least 1, got {args.batch_size}")
     with refuse_bad_input():
+        outputs = chosen_outputs(args)
         found = find_weights(args.checkpoint, args.select, args.weights)
-        for path in filter(None, (args.export, args.per_class)):
-            if not path.parent.is_dir():
-                raise UserError(f"{path}: no directory {str(path.parent)!r}")
+        if args.export and not args.export.parent.is_dir():
+            raise UserError(f"{args.export}: no directory {str(args.export.parent)!r}")
         workers = min(Data.workers, os.cpu_count() or 1)  # a file does not decide how many processes start
         overrides = [f"data.workers={workers}", *args.overrides]
         runs = [parse_run(checkpoint["config"], str(path), overrides) for path, checkpoint, _ in found]
-        world, results = init_distributed(runs[0].train.device), {}
+        world, results, records = init_distributed(runs[0].train.device), {}, {} if outputs else None
         try:
             for run, (path, checkpoint, kinds) in zip(runs, found, strict=True):
-                metrics = validate(run, checkpoint, kinds, world, args.batch_size, args.skip_broken)
+                options = args.batch_size, args.skip_broken, args.real_labels, records
+                metrics = validate(run, checkpoint, kinds, world, *options)
                 source = {"checkpoint": str(path), "epoch": checkpoint["progress"]["epoch"]}
                 results |= {kind: source | metrics[kind] for kind in kinds}
         finally:
             world.destroy()
     if world.is_primary:
-        by_class = {kind: result.pop("classes", []) for kind, result in results.items()}
         print(json.dumps(results) if args.json else table(results))
-        if args.per_class:
-            with refuse_bad_input():
-                write_text(args.per_class, class_table(by_class))
+        with refuse_bad_input():
+            write_outputs(outputs, records)
         if args.export:
             path, checkpoint, kinds = found[-1]  # averaged weights come last
             with refuse_bad_input():
@@ -83,37 +84,42 @@ def validate(
     world: World,
     batch_size: int | None = None,
     skip_broken: bool = False,
+    real_labels: str | None = None,
+    records: dict[Weights, Records] | None = None,
 ) -> dict[Weights, dict[str, Any]]:
     """Results for the `kinds` of weights in the checkpoint: metrics of `engine.evaluate`, wall time (`seconds`) and
-    `images_per_second`, `classes` (see `accuracy_by_class`), and with `skip_broken` how many images were `broken`.
+    `images_per_second`, with `skip_broken` how many images were `broken`, with `real_labels` those of `real_accuracy`.
 
     Args:
-        batch_size: images per process and step; None: see `create_val_loader`.
+        batch_size: images per process and step; None: see `create_val_loader`. real_labels: see `read_real_labels`.
+        records: where given, what was found of single images is added, for each of `kinds`.
     Raises:
         BrokenImage: there is one, and `skip_broken` is not set.
         OptionError: data that cannot be used. UserError: weights that do not fit the model that `run` describes.
     """
+    img_size, num_classes = run.model["img_size"], run.model["num_classes"]
     loader = create_val_loader(
-        run,
-        world,
-        img_size=run.model["img_size"],
-        num_classes=run.model["num_classes"],
-        batch_size=batch_size,
-        skip_broken=skip_broken,
+        run, world, img_size=img_size, num_classes=None, batch_size=batch_size, skip_broken=skip_broken
     )
-    known, here = checkpoint.get("classes"), classes_of(loader.dataset)
-    if known is not None and known != here and world.is_primary:
-        names = difference(known, here, ("the checkpoint", "the data"))
-        print(f"warning: the classes are not those of the training: {names}", file=sys.stderr)
-    models = {kind: build_model(run, checkpoint[WEIGHTS[kind]], WEIGHTS[kind]).to(world.device) for kind in kinds}
+    names, shown = classes_of(loader.dataset), show_images(loader.dataset, run)
+    columns, note = match_classes(checkpoint.get("classes"), names, num_classes)
+    real = read_real_labels(real_labels, shown, columns) if real_labels else None
+    models, resampled = build_models(run, checkpoint, kinds)
+    for line in filter(None, [note, resampled]) if world.is_primary else ():
+        print(line, file=sys.stderr)
     results = {}
     for kind, model in models.items():
-        counts = torch.zeros(len(here), 3, dtype=torch.int64, device=world.device)
+        model = (model if columns == [*range(num_classes)] else ClassSubset(model, columns)).to(world.device)
+        rows = None if records is None and real is None else []
         begin = time.perf_counter()
-        metrics = evaluate(model, loader, world, run.train.amp, by_class=counts)
+        metrics = evaluate(model, loader, world, run.train.amp, rows=rows)
         seconds = time.perf_counter() - begin
         results[kind] = {**metrics, "seconds": seconds, "images_per_second": metrics["images"] / seconds}
-        results[kind]["classes"] = accuracy_by_class(counts, here)
+        found = None if rows is None else gather_records(rows, indices_read(loader), shown, names, world)
+        if real:
+            results[kind] |= real_accuracy(found, real)
+        if records is not None:
+            records[kind] = found
         if skip_broken:
             results[kind]["broken"] = count_broken(loader, math.inf, world)
     return results
@@ -127,6 +133,9 @@ def table(results: dict[Weights, dict[str, Any]]) -> str:
     row = "{:<8}{images:>8}{top1:>10.3f}{top5:>10.3f}{loss:>10.4f}{images_per_second:>10.1f}{epoch:>7}  {checkpoint}"
     for kind, result in results.items():
         lines.append(row.format(kind, **result))
+        if "real_top1" in result:
+            line = "{:<8}{real_images:>8}{real_top1:>10.3f}{real_top5:>10.3f}  by their ReaL labels"
+            lines.append(line.format(kind, **result))
         if result.get("broken"):
             lines.append(f"left out: {result['broken']} broken images")
     return "\n".join(lines)

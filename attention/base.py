@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from attention.options import OptionError
 from attention.parts.geometry import Grid, merge_heads, split_heads, split_prefix
 from attention.parts.linear import init_linear
+from attention.parts.masking import stand_in
 
 PrefixTokens = Literal["refused", "plain", "exact"]
 
@@ -83,6 +84,8 @@ class Attention(nn.Module):
     gets queries of the grid and keys of all P + N, every token of the grid attends to the prefix tokens, and windows,
     landmarks and positions are the grid's alone.
     """
+    key_mask_refusal: ClassVar[str | None] = "it does not declare what it does with masked tokens"
+    """Why the mechanism refuses a key mask; None where `attend` takes one as its last argument."""
     num_projections: ClassVar[int] = 3
     """How many of queries, keys and values `qkv` makes: 2 where keys are queries, 1 where there are only values."""
 
@@ -107,6 +110,12 @@ class Attention(nn.Module):
     def name(cls) -> str:
         """The mechanism's name, that of its file."""
         return cls.__module__.rpartition(".")[2]
+
+    @property
+    def ignores_order(self) -> bool:
+        """Whether a token's output is a function of the set of tokens, wherever they stand, so that some may be left
+        out; the grid then is (1, N)."""
+        return self.prefix_tokens == "plain" and not getattr(self.config, "causal", False)
 
     @classmethod
     def refuse(cls, name: str, value: Any, problem: str) -> None:
@@ -140,15 +149,23 @@ class Attention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         """Queries (B, h, N, d), keys and values (B, h, P + N, d) -> attended values (B, h, N, d).
 
-        Where prefix tokens are plain there are queries of all P + N tokens.
+        Where prefix tokens are plain there are queries of all P + N tokens. A mechanism without `key_mask_refusal` also
+        takes key_mask, None or (B, P + N) bool: which tokens count, at least one of every image. Masked keys have
+        weights of exactly zero, masked queries no influence on other outputs, and their own are never read.
+        `stand_in` says what they hold.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define attend")
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+    def forward(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         """(B, P + N, C) tokens, N of an (H, W) grid -> (B, P + N, C). The grid may differ from construction's.
 
+        Args:
+            key_mask: which tokens of the grid count, (B, N) bool: true for those that do, as for torch's attention and
+                Hugging Face's attention_mask. What others hold has no effect and no gradient; their outputs are zero.
+
         Raises:
-            ValueError: another number of tokens than the prefix tokens and the grid make.
+            ValueError: another number of tokens than the prefix tokens and the grid make; a mask of another shape or
+                type, or for a mechanism that refuses masks.
         """
         (H, W), P = grid, self.num_prefix_tokens
         if x.shape[1] != P + H * W:
@@ -156,14 +173,37 @@ class Attention(nn.Module):
                 f"attention({self.name()}): got {x.shape[1]} tokens, but {P} prefix tokens and a {H}x{W} grid make"
                 f" {P + H * W}; give the (H, W) of these tokens"
             )
-        q, *others = self.project(x, grid)
-        if P == 0 or self.prefix_tokens == "plain":
-            y = self.attend(q, *others, grid)
-        else:
-            q_prefix, q = split_prefix(q, H * W)
-            y_prefix = F.scaled_dot_product_attention(q_prefix, *others[:2], dropout_p=self.attn_drop)
-            y = torch.cat([y_prefix, self.attend(q, *others, grid)], 2)
-        return self.proj_drop(self.proj(merge_heads(y)))
+        if key_mask is None:
+            y = self.attend_all(self.project(x, grid), grid)
+            return self.proj_drop(self.proj(merge_heads(y)))
+        self.check_key_mask(key_mask, (x.shape[0], H * W))
+        counts = F.pad(key_mask, (P, 0), value=True)
+        # Where no token of an image counts, its zeros attend to each other.
+        y = self.attend_all(self.project(stand_in(x, counts), grid), grid, counts | ~counts.any(1, keepdim=True))
+        return self.proj_drop(self.proj(merge_heads(y))).masked_fill(~counts[..., None], 0)
+
+    def attend_all(self, projected: tuple[Tensor, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        """What `project` gives, queries of all P + N tokens among it -> their attended values (B, h, P + N, d).
+
+        key_mask: see `attend`.
+        """
+        (q, *others), mask = projected, [] if key_mask is None else [key_mask]
+        if self.num_prefix_tokens == 0 or self.prefix_tokens == "plain":
+            return self.attend(q, *others, grid, *mask)
+        q_prefix, q = split_prefix(q, grid[0] * grid[1])
+        attn_mask = None if key_mask is None else key_mask[:, None, None]
+        y_prefix = F.scaled_dot_product_attention(q_prefix, *others[:2], attn_mask, self.attn_drop)
+        return torch.cat([y_prefix, self.attend(q, *others, grid, *mask)], 2)
+
+    def check_key_mask(self, key_mask: Tensor, shape: tuple[int, int]) -> None:
+        """Raises the ValueError for a mask that the mechanism does not take, or that is not bool of `shape` (B, N)."""
+        if self.key_mask_refusal:
+            raise ValueError(f"attention({self.name()}): refuses a key_mask, for {self.key_mask_refusal}")
+        if key_mask.dtype != torch.bool or key_mask.shape != shape:
+            raise ValueError(
+                f"attention({self.name()}): got a key_mask of {key_mask.dtype} {tuple(key_mask.shape)}; give torch.bool"
+                f" {shape}, (B, N), true at the tokens of the grid that count"
+            )
 
     def extra_repr(self) -> str:
         return f"{self.config}"

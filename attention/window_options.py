@@ -2,9 +2,12 @@
 
 from typing import Any
 
+from torch import Tensor
+
 from attention.base import Attention, LayerContext
 from attention.options import option
 from attention.parts.geometry import Grid, Windows, raster
+from attention.parts.masking import of_grid
 from attention.parts.position import CAUSAL_INDEX, PositionBias
 
 OPTIONS = {
@@ -37,15 +40,19 @@ def window_option(name: str):
     return option(**OPTIONS[name])
 
 
-def windows_on(config: Any, grid: Grid) -> Windows:
-    """The windows of a mechanism's options on this grid; without tokens where window_size is 0."""
+def windows_on(config: Any, grid: Grid, key_mask: Tensor | None = None) -> Windows:
+    """The windows of a mechanism's options on this grid; without tokens where window_size is 0.
+
+    key_mask: which tokens count, (B, P + N) bool.
+    """
     side, overlap = config.window_size, getattr(config, "overlap", 0)
     sides = (side, side), (overlap, overlap)
     if side == 0:
         sides = (0, 0), (0, 0)
     elif config.layout == "1d":
         sides = (1, side), (0, overlap)
-    return Windows(raster(grid, config.layout), *sides, getattr(config, "causal", False))
+    key_mask = of_grid(key_mask, grid[0] * grid[1])
+    return Windows(raster(grid, config.layout), *sides, getattr(config, "causal", False), key_mask)
 
 
 def position_bias(attn: Attention, context: LayerContext) -> PositionBias:

@@ -3,7 +3,7 @@
 A run directory holds `step_S.pt`, made within an epoch and before its evaluation, and `step_S_epoch_E.pt`, made after
 epoch E and its evaluation, each with its SHA-256 beside it in the format of sha256sum. A checkpoint is a dict. Its
 metadata: `config` (the resolved configuration, plain), `processes` and `images` (their numbers), `progress` (the fields
-of `Progress`), and what `engine.data.identify_data` says of the data. Its state dicts: `model`, `optimizer`, `scaler`
+of `Progress`), and what identifies the data and a teacher (`IDENTITY`). Its state dicts: `model`, `optimizer`, `scaler`
 and, if a weight average is kept, `model_ema`, timm's name for it. Random state is not saved: see `engine.sampler`.
 """
 
@@ -26,7 +26,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from attention.options import nearest, parse_options
-from engine.checkpoint_format import ForeignFile, check_plain, read_archive, read_safetensors
+from engine.checkpoint_format import (
+    ForeignFile,
+    ReleasedFile,
+    check_plain,
+    read_archive,
+    read_foreign,
+    read_safetensors,
+)
 from engine.config import ConfigError, dump_run, flatten, parse_run
 from engine.data import difference
 from engine.distributed import World
@@ -34,6 +41,7 @@ from engine.errors import UserError, one_line
 from engine.files import digest_path, is_intact, read_digests, read_regular, write_verified
 from engine.optim import create_optimizer, restore_optimizer
 from engine.progress import Progress, check_progress
+from engine.released import from_released_file
 from engine.schema import Run
 from engine.weights import is_finite, list_not_finite, load_weights
 
@@ -55,8 +63,8 @@ RESUMABLE_OPTIONS = {
 METADATA = ("config", "processes", "images", "progress")
 """What a checkpoint holds besides state dicts."""
 
-IDENTITY = ("classes", "train_files", "val_files")
-"""Metadata that checkpoints of earlier versions lack: `engine.data.identify_data`."""
+IDENTITY = ("classes", "train_files", "val_files", "teacher_weights")
+"""Metadata that checkpoints of earlier versions lack: `engine.data.identify_data`, and of a teacher a digest."""
 
 WEIGHTS = {"plain": "model", "ema": "model_ema"}
 """Kind of weights, as trained or averaged -> its state dict in a checkpoint."""
@@ -73,14 +81,14 @@ NUM_LAST = 2
 
 
 class ForeignCheckpoint(UserError):
-    """A healthy file of another program: it holds no run."""
+    """A healthy file of another program: it holds no run, or one that cannot be had here."""
 
 
 class Checkpoints:
     """The checkpoints of `run`, on `num_images` training images, in `directory`, which this process has locked.
 
     Args:
-        identity: of the data, see `engine.data.identify_data`.
+        identity: of the data, see `engine.data.identify_data`, and of a teacher, `engine.distill.Criterion.identity`.
     """
 
     def __init__(
@@ -134,7 +142,7 @@ class Checkpoints:
                 load_weights(target, state or checkpoint.get("model", {}), f"{self.directory}: {name}")
             elif not isinstance(target, Optimizer):
                 target.load_state_dict(state or target.state_dict())
-            elif there["optim.opt"] == here["optim.opt"]:
+            elif all(there[key] == here[key] for key in ("optim.opt", "train.freeze")):  # its state is of these weights
                 former = create_optimizer(stateful["model"], run.optim, run.train.total_batch_size)
                 restore_optimizer(target, state, former, f"{self.directory}: {name}")
         return progress
@@ -317,22 +325,21 @@ def load_checkpoint(path: Path, need_digest: bool = False) -> dict[str, Any]:
 
 
 def parse_checkpoint(content: bytes, source: str) -> dict[str, Any]:
-    """The checkpoint in the bytes of a file, as `save_checkpoint` or `export_checkpoint` writes it.
+    """The checkpoint in the bytes of a file, as `save_checkpoint`, `export_checkpoint` or the released code of EVA and
+    LARA writes it.
 
     Raises:
         UserError: damaged, or no checkpoint of a run (ForeignCheckpoint where another program wrote it); the message
             begins with `source`.
     """
     try:
-        if content[8:9] == b"{":
-            weights, metadata = read_safetensors(content)
-            checkpoint = json.loads(metadata)
-            checkpoint[WEIGHTS[_exported_weights(checkpoint)]] = weights
-        else:
-            checkpoint = read_archive(content)
-            if "ema" in checkpoint:  # its name in earlier versions
-                checkpoint["model_ema"] = checkpoint.pop("ema")
+        try:
+            checkpoint = _read_own(content)
+        except ReleasedFile:
+            checkpoint = from_released_file(read_foreign(content))
         _check_values(checkpoint)
+    except UserError as error:  # what only the released code can do
+        raise ForeignCheckpoint(f"{source}: {error}") from None
     except ForeignFile as error:
         raise ForeignCheckpoint(
             f"{source}: no checkpoint of train.py: it holds no configuration; it seems to be {error}, and"
@@ -342,6 +349,20 @@ def parse_checkpoint(content: bytes, source: str) -> dict[str, Any]:
     except Exception as error:  # a hostile file may fail in any way, and is refused in every case
         reason = one_line(" ".join(f"{type(error).__name__}: {error}".split()), 200)
         raise UserError(f"{source}: damaged, or no checkpoint that can be loaded safely ({reason})") from error
+    return checkpoint
+
+
+def _read_own(content: bytes) -> dict[str, Any]:
+    """The checkpoint in a file of this project."""
+    if content[8:9] == b"{":
+        weights, metadata = read_safetensors(content)
+        checkpoint = json.loads(metadata)
+        return checkpoint | {WEIGHTS[_exported_weights(checkpoint)]: weights}
+    checkpoint = read_archive(content)
+    if not isinstance(checkpoint, dict):
+        raise ValueError(f"holds a {type(checkpoint).__name__}")
+    if "ema" in checkpoint:  # its name in earlier versions
+        checkpoint["model_ema"] = checkpoint.pop("ema")
     return checkpoint
 
 

@@ -5,7 +5,6 @@ of its list of types, a byte array of a terabyte among them. A checkpoint of thi
 plain values, ordered mappings and dense tensors; everything else is refused here.
 """
 
-import argparse
 import io
 import json
 import math
@@ -21,6 +20,8 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from models.convert import is_released
+
 MAX_PICKLE = 2**21
 """Bytes of the pickle, without the tensors' data; that of 5,000 tensors has 0.6 MB."""
 
@@ -29,6 +30,9 @@ MAX_MEMBERS = 30_000
 
 MAX_PLAIN = 10_000
 """Values in the metadata, with references written out: a value that contains itself would have no end."""
+
+MAX_CLASSES = 100
+"""Kinds of objects that a file of another program may hold."""
 
 MEMBER = re.compile(r"[^/]+/(data\.pkl|data/\d+|version|byteorder|\.[a-z_]+|\.data/serialization_id)")
 
@@ -54,6 +58,28 @@ class ForeignFile(Exception):
     """A file that is no checkpoint of this project. The message says what it seems to be."""
 
 
+class ReleasedFile(ForeignFile):
+    """A file with weights of the released code of EVA and LARA."""
+
+
+class Record:
+    """An object in a file of another program: the name of its class, and its state. The class itself is never built.
+
+    Attributes:
+        kind: ``"argparse.Namespace"``. state: what the file has for it.
+    """
+
+    kind = ""
+    state: Any = None
+
+    def __init__(self, *arguments: Any):
+        if self.kind != "functools.partial":  # which pickles itself as a call; an object is made without one
+            raise pickle.UnpicklingError(f"a pickle with a call of {self.kind}"[:100])
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
 def read_archive(content: bytes, foreign: bool = False) -> dict[str, Any]:
     """The checkpoint in the archive `content`, as torch.save writes it, in main memory; the file need not be trusted.
 
@@ -61,7 +87,7 @@ def read_archive(content: bytes, foreign: bool = False) -> dict[str, Any]:
     same file, or other sizes, makes no difference.
 
     Args:
-        foreign: accept files of other programs too, and the `argparse.Namespace` that many of them hold.
+        foreign: accept files of other programs too; their objects are `Record`.
     Raises:
         ForeignFile: a file of another program. ValueError, pickle.UnpicklingError, zipfile.BadZipFile and
             others: the file holds anything that `save_checkpoint` does not write, claims more bytes than it has, or has
@@ -70,15 +96,24 @@ def read_archive(content: bytes, foreign: bool = False) -> dict[str, Any]:
     if content.startswith(LEGACY):
         raise ForeignFile("a file of torch.save before torch 1.6")
     members = _read_members(content)
-    _check_pickle(members["data.pkl"], {name: len(data) for name, data in members.items()}, foreign)
+    records = _check_pickle(members["data.pkl"], {name: len(data) for name, data in members.items()}, foreign)
     copy = io.BytesIO()
     with zipfile.ZipFile(copy, "w") as archive:
         for name, data in members.items():
             archive.writestr(f"archive/{name}", data)
     del members
     copy.seek(0)
-    with torch.serialization.safe_globals([argparse.Namespace] * foreign):
+    with torch.serialization.safe_globals([(record, record.kind) for record in records]):
         return torch.load(copy, map_location="cpu", weights_only=True)
+
+
+def read_foreign(content: bytes) -> dict[str, Any]:
+    """What is in a file of another program, in the safetensors format or as torch.save writes it.
+
+    Raises:
+        Exception: the file is damaged, or holds what need not be trusted.
+    """
+    return safetensors.torch.load(content) if content[8:9] == b"{" else read_archive(content, foreign=True)
 
 
 def read_safetensors(content: bytes) -> tuple[dict[str, Tensor], str]:
@@ -93,7 +128,8 @@ def read_safetensors(content: bytes) -> tuple[dict[str, Tensor], str]:
     weights = safetensors.torch.load(content)
     header = json.loads(content[8 : 8 + size])
     if "run" not in header.get("__metadata__", {}):
-        raise ForeignFile("weights in the safetensors format")
+        kind = ReleasedFile if is_released(weights) else ForeignFile
+        raise kind("weights in the safetensors format")
     return weights, header["__metadata__"]["run"]
 
 
@@ -117,8 +153,10 @@ def _read_members(content: bytes) -> dict[str, bytes]:
         return {name: archive.read(member) for name, member in members.items()}
 
 
-def _check_pickle(structure: bytes, sizes: Mapping[str, int], foreign: bool) -> None:
-    """Checks the pickle of an archive with members of these `sizes`, without creating a tensor."""
+def _check_pickle(structure: bytes, sizes: Mapping[str, int], foreign: bool) -> list[type[Record]]:
+    """Checks the pickle of an archive with members of these `sizes`, without creating a tensor; the kinds of records
+    in it.
+    """
     num_put, names, problem = 0, set(), ""
     for operation, argument, _ in pickletools.genops(structure):
         if not OPERATIONS.fullmatch(operation.name) and not (foreign and operation.name == "NEWOBJ"):
@@ -133,13 +171,17 @@ def _check_pickle(structure: bytes, sizes: Mapping[str, int], foreign: bool) -> 
         _refuse_foreign(names)
     if problem:
         raise ValueError(problem)
-    _Reader(structure, sizes, foreign).load()
+    reader = _Reader(structure, sizes, foreign)
+    reader.load()
+    return list(reader.records.values())
 
 
 def _refuse_foreign(names: Set[str]) -> None:
-    """Raises ForeignFile for a pickle that another program wrote, by the `names` in it."""
+    """Raises ForeignFile for a file that another program wrote, by the `names` in it."""
     if {"config", "progress"} <= names:
         return
+    if is_released(names):
+        raise ReleasedFile("weights of the released code of EVA and LARA")
     if {"arch", "state_dict"} <= names:
         raise ForeignFile("a checkpoint of timm's train.py")
     if names & {"state_dict", "model"}:
@@ -154,6 +196,7 @@ class _Reader(pickle.Unpickler):
     def __init__(self, structure: bytes, sizes: Mapping[str, int], foreign: bool):
         super().__init__(io.BytesIO(structure))
         self.sizes, self.foreign = sizes, foreign
+        self.records: dict[str, type[Record]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("collections", "OrderedDict"):
@@ -164,8 +207,9 @@ class _Reader(pickle.Unpickler):
             return ITEM_SIZE[name]
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype  # an option of some optimisers
-        if self.foreign and (module, name) == ("argparse", "Namespace"):
-            return argparse.Namespace
+        if self.foreign and len(self.records) < MAX_CLASSES:
+            kind = f"{module}.{name}"
+            return self.records.setdefault(kind, type("Record", (Record,), {"kind": kind}))
         raise pickle.UnpicklingError(f"a pickle with {module}.{name}"[:100])
 
     def persistent_load(self, pid: tuple) -> int:

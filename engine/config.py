@@ -23,12 +23,16 @@ from attention import AttentionFactory
 from attention.options import OptionError, parse_options
 from engine.errors import UserError, one_line
 from engine.files import open_regular
+from engine.freeze import freeze
 from engine.schema import Run, check_run
 from models import create_model, parse_model, resolve_attention
 
 _MAX_BYTES, _MAX_DEPTH, _MAX_NODES = 2**15, 50, 2_000
 """Limits of a file: its size, the nesting of values and their number, with aliases written out. Files are not trusted,
 and PyYAML takes about a second for this much."""
+
+MISSING = "???"
+"""The value of an option that must be given, as in OmegaConf: a checkpoint of another code may not say it."""
 
 _OTHER_BASE = re.compile(r"[-+]?(0[0-7_]+|.*:.*)")
 """Numbers that YAML 1.1 reads in base 8 or 60: ``010`` as 8, ``1:30`` as 90."""
@@ -45,6 +49,10 @@ class ConfigError(UserError):
 
     def __init__(self, message: str):
         super().__init__(one_line(message))
+
+
+class MissingOptions(ConfigError):
+    """A configuration with options that are `MISSING`."""
 
 
 @contextmanager
@@ -232,6 +240,11 @@ def override(tree: Tree, text: str) -> None:
 def _parse(tree: Tree, world_size: int) -> Run:
     try:
         _check_plain(tree.values, "")
+        if missing := [key for key, value in flatten(tree.values).items() if value == MISSING]:
+            raise MissingOptions(
+                f"{tree.origin('')}: does not say all options, and none is guessed: give {'=... '.join(missing)}=..."
+                " (python -m models.convert writes a file that says them)"
+            )
         run = parse_options(Run, tree.values)
         options = dict(run.model)
         name = options.pop("name", None)
@@ -241,13 +254,14 @@ def _parse(tree: Tree, world_size: int) -> Run:
         attention = resolve_attention(name, run.attention)
         try:
             with torch.device("meta"):
-                create_model(name, attention=attention, **options)
+                model = create_model(name, attention=attention, **options)
         except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64 bits
             raise OptionError("model", f"cannot be built: {error}") from None
         run = dataclasses.replace(
             run, model={"name": name, **_plain(dataclasses.asdict(config))}, attention=_written_out(attention)
         )
         check_run(run, world_size)
+        freeze(model, run.train.freeze)
     except OptionError as error:
         raise ConfigError(f"{tree.origin(error.key)}: {error}") from None
     return run

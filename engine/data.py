@@ -129,6 +129,7 @@ class ImageLoader(RestartingLoader):
         remedy: the end of the message of `BrokenImage`.
     Attributes:
         broken: those of the current pass, or of the last one, a line each: file and reason.
+        omitted: their positions in the order of the pass.
     Raises:
         BrokenImage: there are more than `limit`.
     """
@@ -137,11 +138,13 @@ class ImageLoader(RestartingLoader):
         super().__init__(images, batch_size, collate_fn=partial(_collate, stack=stack), **options)
         self.limit, self.remedy = limit, remedy
         self.broken: list[str] = []
+        self.omitted: list[int] = []
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        known, self.broken = set(self.broken), []
-        for batch, broken in super().__iter__():
+        known, self.broken, self.omitted = set(self.broken), [], []
+        for number, (batch, positions, broken) in enumerate(super().__iter__()):
             self.broken += broken
+            self.omitted += [number * self.batch_size + position for position in positions]
             if len(self.broken) > self.limit or (batch is None and self.limit < math.inf):
                 raise BrokenImage(f"{broken[-1]}; {self.remedy}")
             for line in broken:
@@ -151,10 +154,11 @@ class ImageLoader(RestartingLoader):
                 yield batch
 
 
-def _collate(samples: list[tuple[Any, int] | BrokenImage], stack: Callable) -> tuple[Any, list[str]]:
-    """The batch of the intact samples (None: there are none), and a line for each broken one."""
+def _collate(samples: list[tuple[Any, int] | BrokenImage], stack: Callable) -> tuple[Any, list[int], list[str]]:
+    """The batch of the intact samples (None: there are none); position, and a line, of each broken one."""
     whole = [sample for sample in samples if not isinstance(sample, BrokenImage)]
-    return stack(whole) if whole else None, [str(sample) for sample in samples if isinstance(sample, BrokenImage)]
+    broken = [position for position, sample in enumerate(samples) if isinstance(sample, BrokenImage)]
+    return stack(whole) if whole else None, broken, [str(samples[position]) for position in broken]
 
 
 Loader = ImageLoader | PrefetchLoader
@@ -172,6 +176,12 @@ def count_broken(loader: Loader, limit: float, world: World) -> int:
     broken = int(world.sum(torch.tensor(len(_image_loader(loader).broken), device=world.device)))
     check_broken(broken, limit)
     return broken
+
+
+def indices_read(loader: Loader) -> list[int]:
+    """The indices of the images that the last pass of this rank's `loader` has yielded, in their order."""
+    omitted = set(_image_loader(loader).omitted)
+    return [index for position, index in enumerate(loader.sampler) if position not in omitted]
 
 
 def check_broken(broken: int, limit: float) -> None:
@@ -259,7 +269,7 @@ def create_val_loader(
     world: World,
     *,
     img_size: int | tuple[int, int],
-    num_classes: int,
+    num_classes: int | None,
     batch_size: int | None = None,
     skip_broken: bool = False,
 ) -> Loader:
@@ -268,12 +278,14 @@ def create_val_loader(
     An image that cannot be read ends the evaluation with `BrokenImage`, or is left out and counted (`skip_broken`).
 
     Args:
+        num_classes: that the images must have; None: any number.
         batch_size: images per rank; None: `choose_batch_size`.
     Raises:
-        OptionError: missing or wrong folder, an empty split, or a number of classes other than the model's.
+        OptionError: missing or wrong folder, an empty split, or another number of classes.
     """
     val = open_split(run.data, "val_split")
-    _check_num_classes(val, num_classes)
+    if num_classes is not None:
+        _check_num_classes(val, num_classes)
     if world.is_primary:
         report_ignored("data.val_split", val)
     batch_size = batch_size or choose_batch_size(img_size)
@@ -408,6 +420,14 @@ def _check_num_classes(dataset: Images, num_classes: int) -> None:
 def _share(dataset: Images, world: World) -> range:
     """The indices that this rank evaluates. Unlike in timm's OrderedDistributedSampler, none is repeated as padding."""
     return range(world.rank, len(dataset), world.size)
+
+
+def show_images(images: Images, run: Run) -> Images:
+    """`images` as the model of `run` sees them in validation, but as bytes (C, H, W), not normalised."""
+    shown = Images(images.reader)
+    shown.mode = images.mode
+    shown.transform = create_transform(run, run.model["img_size"], is_training=False, as_bytes=True)
+    return shown
 
 
 def num_channels(run: Run) -> int:

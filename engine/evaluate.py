@@ -1,10 +1,8 @@
 """Exact evaluation: every image counts once, at any number of processes and any batch size."""
 
-import csv
-import io
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +12,7 @@ from engine.bar import progress_bar
 from engine.data import Loader, count_broken
 from engine.distributed import World, autocast
 from engine.images import BrokenImage
+from engine.records import TOP, record
 
 
 def evaluate_all(
@@ -46,7 +45,7 @@ def evaluate(
     world: World,
     amp: Literal["bf16", "fp16"] | None,
     stop_requested: Callable[[], bool] = lambda: False,
-    by_class: torch.Tensor | None = None,
+    rows: list[torch.Tensor] | None = None,
 ) -> dict[str, float] | None:
     """Accuracy and loss of `model`, which may be a plain or an averaged one, over all ranks' images.
 
@@ -56,7 +55,7 @@ def evaluate(
         loader: this rank's share of the validation images, from `engine.data`.
         amp: precision of the forward pass; None: fp32.
         stop_requested: asked before every batch; true on any rank, it stops the evaluation on all.
-        by_class: zeros (classes, 3) int64 on the device, for the images, top-1 and top-5 hits of every class.
+        rows: where given, `record` of every batch of this rank is added; else nothing is kept of single images.
     Returns:
         None if it was stopped, else
         top1, top5: percent of images whose class has the highest / one of the five highest logits (of all, where there
@@ -78,14 +77,15 @@ def evaluate(
             images, targets = images.to(world.device, non_blocking=True), targets.to(world.device, non_blocking=True)
             with autocast(amp, world.device):
                 logits = model(images)
-            hits = logits.topk(min(5, logits.shape[1])).indices == targets[:, None]
+            classes = logits.topk(min(TOP, logits.shape[1])).indices
+            hits = classes == targets[:, None]
             counts[0] += hits[:, 0].sum()
             counts[1] += hits.sum()
             counts[2] += len(targets)
-            if by_class is not None:
-                found = torch.stack([torch.ones_like(targets), hits[:, 0], hits.any(1)], 1)
-                by_class.index_add_(0, targets, found)
-            loss += F.cross_entropy(logits.float(), targets, reduction="none").double().sum()
+            losses = F.cross_entropy(logits.float(), targets, reduction="none").double()
+            loss += losses.sum()
+            if rows is not None:
+                rows.append(record(logits, targets, losses, classes))
             bar.update(len(targets) * world.size)
     except BrokenImage as error:  # of this rank's share
         problem = str(error)
@@ -97,8 +97,6 @@ def evaluate(
     if problem := world.first(problem):
         raise BrokenImage(problem)
     top1, top5, images = world.sum(counts).tolist()
-    if by_class is not None:
-        world.sum(by_class)
     if not images:
         raise BrokenImage("not one validation image could be read")
     return {
@@ -107,24 +105,3 @@ def evaluate(
         "loss": world.sum(loss).item() / images,
         "images": images,
     }
-
-
-def accuracy_by_class(counts: torch.Tensor, classes: Sequence[str]) -> list[dict[str, Any]]:
-    """Name (`class`), number of `images`, `top1` and `top5` (percent; None without images) of each of `classes`.
-
-    Args:
-        counts: `by_class` of `evaluate`.
-    """
-    return [
-        {"class": name, "images": n, "top1": 100 * top1 / n if n else None, "top5": 100 * top5 / n if n else None}
-        for name, (n, top1, top5) in zip(classes, counts.tolist(), strict=True)
-    ]
-
-
-def class_table(by_class: Mapping[str, Sequence[Mapping[str, Any]]]) -> str:
-    """CSV of kind of weights -> `accuracy_by_class`, a row for each kind and class."""
-    text = io.StringIO()
-    writer = csv.DictWriter(text, ["weights", "class", "images", "top1", "top5"], lineterminator="\n")
-    writer.writeheader()
-    writer.writerows({"weights": kind, **row} for kind, rows in by_class.items() for row in rows)
-    return text.getvalue()

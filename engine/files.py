@@ -1,16 +1,19 @@
-"""Files of a run directory: locked by one process, written completely or not at all, verified by a SHA-256."""
+"""Files: of a run directory, locked by one process and verified by a SHA-256; all written completely or not at all."""
 
+import csv
 import errno
 import fcntl
 import hashlib
+import io
 import os
 import socket
 import stat
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 from engine.distributed import World
 from engine.errors import UserError
@@ -110,14 +113,42 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
         os.close(directory)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Writes `text`, a result for the user, to `path` as `write_atomically` does; names of files keep their bytes.
+def check_output(path: Path, option: str, suffixes: Collection[str]) -> None:
+    """Checks, before there is anything to write, that `write_file` could write to the `path` that an option names.
+
+    Raises:
+        UserError: it ends in none of `suffixes`, or cannot be written.
+    """
+    if path.suffix not in suffixes:
+        raise UserError(f"{path}: {option} writes {' or '.join(suffixes)}; name such a file")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: no directory {str(path.parent)!r}")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name):
+            pass
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def to_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
+    """The content of a CSV file; names of files keep their bytes."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    return text.getvalue().encode(errors="surrogateescape")
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes `content`, a result for the user, to `path` as `write_atomically` does.
 
     Raises:
         UserError: it cannot be written; what is there is unchanged.
     """
     try:
-        write_atomically(path, text.encode(errors="surrogateescape"))
+        write_atomically(path, content)
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}; what was there is unchanged") from error
 

@@ -54,7 +54,7 @@ def load(path: str | Path, *, weights: Weights | None = None, select: Literal["b
     state, num_classes = WEIGHTS[kinds[-1]], run.model["num_classes"]
     classes = checkpoint.get("classes")
     if classes is None:
-        print(f"{found}: of an earlier version, without class names; they are numbers here", file=sys.stderr)
+        print(f"{found}: without class names; they are numbers here", file=sys.stderr)
         classes = [str(index) for index in range(num_classes)]
     if len(classes) != num_classes or not classes:
         raise UserError(f"{found}: holds {len(classes)} class names, but model.num_classes = {num_classes}")

@@ -24,6 +24,22 @@ class Init:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Distill:
+    """Distillation as in DeiT: the loss is (1 - alpha) x cross-entropy + alpha x divergence from a teacher."""
+
+    teacher: str | None = option(
+        None, "trained model: run directory, checkpoint or export, or timm:NAME of timm's hub; null: none"
+    )
+    type: Literal["hard", "soft", "soft_released"] = option(
+        "hard",
+        "cross-entropy with the teacher's class, or tau^2 x the divergence of the predictions; soft_released: also"
+        " divided by the number of classes, as by DeiT's code",
+    )
+    alpha: float = option(0.5, "weight of the teacher", low=0, high=1)
+    tau: float = option(1.0, "temperature of soft predictions", above=0, high=1000)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Data:
     """Where the images are and how a validation image is prepared."""
 
@@ -128,6 +144,11 @@ class Train:
     channels_last: bool = option(False, "NHWC memory format (PVT)")
     deterministic: bool = option(False, "deterministic algorithms only, at some cost in speed")
     seed: int = option(0, "seed of weights, order and augmentation", low=0)
+    freeze: str | tuple[str, ...] | None = option(
+        None,
+        "parameters that are not trained: backbone (all but the classifier), or patterns of the names of parameters or"
+        " modules (blocks.[0-5], pos_embed); null: none",
+    )
     ema_decay: float | None = option(None, "decay of the weight average per step; null: none", above=0, below=1)
     eval_every: int = option(1, "epochs between evaluations; the last epoch is always evaluated", low=1)
     keep_checkpoints: int = option(
@@ -163,6 +184,7 @@ class Run:
     model: dict[str, Any]
     attention: Any
     init: Init = field(default_factory=Init)
+    distill: Distill = field(default_factory=Distill)
     data: Data = field(default_factory=Data)
     augment: Augment = field(default_factory=Augment)
     optim: Optim = field(default_factory=Optim)
@@ -178,7 +200,7 @@ def check_run(run: Run, world_size: int = 1) -> None:
     Raises:
         OptionError: the first contradiction; its key is the option to change.
     """
-    augment, optim, schedule, train = run.augment, run.optim, run.schedule, run.train
+    distill, augment, optim, schedule, train = run.distill, run.augment, run.optim, run.schedule, run.train
     share = world_size * train.grad_accum_steps
     batch_size, rest = divmod(train.total_batch_size, share)
     peak_lr = optim.lr * train.total_batch_size / optim.lr_base_size
@@ -210,6 +232,16 @@ def check_run(run: Run, world_size: int = 1) -> None:
             schedule.sched != "constant" and schedule.min_lr > peak_lr,
             "schedule.min_lr",
             f" = {schedule.min_lr:g} is above {scaled}",
+        ),
+        (
+            distill.teacher is None and distill != Distill(),
+            "distill.teacher",
+            " = null, but other options of distill are given: name a teacher, or leave them out",
+        ),
+        (
+            distill.type == "hard" and distill.tau != Distill.tau,
+            "distill.tau",
+            f" = {distill.tau:g} acts on soft predictions: set distill.type=soft, or leave it out",
         ),
         (augment.scale[0] > augment.scale[1], "augment.scale", f" = {list(augment.scale)} is not in ascending order"),
         (augment.ratio[0] > augment.ratio[1], "augment.ratio", f" = {list(augment.ratio)} is not in ascending order"),

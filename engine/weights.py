@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.errors import UserError
+from engine.errors import UserError, one_line
 from engine.schema import Run
 from models import create_model
 
@@ -20,12 +20,21 @@ def build_model(run: Run, state: Mapping[str, Any], source: str) -> nn.Module:
     Raises:
         UserError: see `load_weights`.
     """
-    with torch.device("meta"):
-        model = create_model(attention=run.attention, **run.model)
-    check_fit(model, state, source)
+    check_state(run, state, source)
     model = create_model(attention=run.attention, **run.model)
     load_weights(model, state, source)
     return model
+
+
+def check_state(run: Run, state: Mapping[str, Any], source: str) -> None:
+    """Checks that `state` fits the model that `run` describes, of which nothing is allocated.
+
+    Raises:
+        UserError: see `load_weights`.
+    """
+    with torch.device("meta"):
+        model = create_model(attention=run.attention, **run.model)
+    check_fit(model, state, source)
 
 
 def load_weights(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
@@ -67,6 +76,20 @@ def describe_misfits(state: Mapping[str, torch.Tensor], expected: Mapping[str, t
             ],
         }
     )
+
+
+def describe_blocks(state: Mapping[str, torch.Tensor]) -> str:
+    """``2 + 2 blocks of width 64, 128``, of every stage; or the first names, where there are no blocks."""
+    stages: dict[str, set[str]] = {}
+    for name in state:
+        if match := re.match(r"(.*?\bblocks\.)(\d+)\.", name):
+            stages.setdefault(match[1], set()).add(match[2])
+    if not stages:
+        return f"no blocks, but {one_line(', '.join(state), 80)}"
+    norms = [f"{prefix}{min(indices, key=int)}.norm1.weight" for prefix, indices in stages.items()]
+    widths = dict.fromkeys(str(state[name].numel()) for name in norms if name in state)
+    of_width = f" of width {', '.join(widths)}" if widths else ""
+    return f"{' + '.join(str(len(indices)) for indices in stages.values())} blocks{of_width}"
 
 
 def _describe(problems: Mapping[str, list[str]]) -> str:

@@ -145,6 +145,8 @@ def _entrypoint(name: str):
         if family is Pvt:
             side = backbone.min_side()
             model.pretrained_cfg["min_input_size"] = (3, side, side)
+        elif backbone.config.dist_token:
+            model.pretrained_cfg["classifier"] = ("head", "head_dist")
         return model if dtype is None else model.to(dtype)
 
     construct.__name__ = name

@@ -74,7 +74,7 @@ class Backbone(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters without weight decay, beside biases and vectors: embeddings and bias tables."""
-        suffixes = "pos_embed", "cls_token", "reg_token", "position_bias.table"
+        suffixes = "pos_embed", "cls_token", "dist_token", "reg_token", "position_bias.table"
         return {name for name, _ in self.named_parameters() if name.endswith(suffixes)}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
@@ -93,14 +93,17 @@ class Backbone(nn.Module):
                 raise OptionError("global_pool", f" = {global_pool!r} is not one of {self.poolings}")
             self.global_pool = global_pool
         self.num_classes = num_classes
+        self.head = self.create_head()
+
+    def create_head(self) -> nn.Module:
+        """A new classifier of `num_classes`, in the mode of the model."""
         like = next(self.parameters())
-        self.head = (
-            nn.Linear(self.num_features, num_classes, device=like.device, dtype=like.dtype)
-            if num_classes
+        head = (
+            nn.Linear(self.num_features, self.num_classes, device=like.device, dtype=like.dtype)
+            if self.num_classes
             else nn.Identity()
         )
-        self.head.train(self.training)
-        init_linear(self.head)
+        return head.train(self.training).apply(init_linear)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Features of `forward_features` -> logits (B, num_classes), or the classifier's input (B, C)."""

@@ -1,10 +1,12 @@
 """DeiT (Touvron et al., 2021): a plain vision transformer over one grid of patches.
 
 By default as in the papers of EVA and LARA: no class token, and the mean over tokens after the final LayerNorm.
-`class_token: true` gives stock DeiT. Parameter names are those of timm's VisionTransformer.
+`class_token: true` gives stock DeiT, and with `dist_token: true` its distilled one (section 4), whose evaluation is the
+mean of two heads. Parameter names are those of timm's VisionTransformer and VisionTransformerDistilled.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -13,8 +15,10 @@ from typing import Any, Literal
 
 import torch
 from timm.layers import (
+    GluMlp,
     LayerNorm,
     Mlp,
+    PatchDropout,
     PatchEmbed,
     calculate_drop_path_rates,
     global_pool_nlc,
@@ -33,6 +37,16 @@ from models.base import Backbone, Block, check_grid, check_heads, check_tokens, 
 
 class TokenMlp(Mlp):
     """timm's Mlp, which has no use for the grid."""
+
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+        return super().forward(x)
+
+
+class TokenGluMlp(GluMlp):
+    """timm's GluMlp (Shazeer, 2020): GELU of one half of the hidden channels gates the other."""
+
+    def __init__(self, dim: int, hidden_dim: int, drop: float):
+        super().__init__(dim, 2 * hidden_dim, act_layer=nn.GELU, gate_last=False, drop=drop)
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
         return super().forward(x)
@@ -68,10 +82,12 @@ class Deit(Backbone):
         depth: int = option(12, "blocks", low=1, high=100)
         num_heads: int = option(3, "attention heads of a block", low=1)
         mlp_ratio: float = option(4.0, "width of the MLP over that of a token", above=0, high=64)
+        use_glu: bool = option(False, "gated MLPs, of two thirds of that width (GEGLU)")
         qkv_bias: bool = option(True, "bias of the query, key and value projections")
         stem: Literal["linear", "conv"] = option("linear", "patch embedding: linear, or strided convolutions")
         class_token: bool = option(False, "a class token before the patches")
-        reg_tokens: int = option(0, "register tokens, after the class token and before the patches", low=0)
+        dist_token: bool = option(False, "a distillation token after the class token, and a second head that reads it")
+        reg_tokens: int = option(0, "register tokens, after those two and before the patches", low=0)
         global_pool: Literal["avg", "token", ""] | None = option(
             None, "classifier's input; null: the class token where there is one, else the mean; '': all tokens"
         )
@@ -79,6 +95,9 @@ class Deit(Backbone):
             False, "accept images of any size, a multiple of the patch: position embeddings are resampled for each"
         )
         drop_rate: float = option(0.0, "dropout rate before the classifier", low=0, below=1)
+        patch_drop_rate: float = option(
+            0.0, "share of patches left out in training, where attention ignores their order", low=0, below=1
+        )
         pos_drop_rate: float = option(0.0, "dropout rate after the position embeddings", low=0, below=1)
         proj_drop_rate: float = option(0.0, "dropout rate after attention and MLP layers", low=0, below=1)
         drop_path_rate: float = option(0.0, "stochastic depth: rate of the last block, linear from 0", low=0, below=1)
@@ -98,6 +117,12 @@ class Deit(Backbone):
             check_tokens(tuple(side // self.patch_size for side in to_2tuple(self.img_size)))
             if self.global_pool == "token" and not self.class_token:
                 raise OptionError("model.global_pool", " = token needs class_token: true")
+            if self.dist_token and not self.class_token:
+                raise OptionError("model.dist_token", " = true needs class_token: true")
+            if self.dist_token and self.global_pool not in (None, "token"):
+                raise OptionError(
+                    "model.global_pool", f" = {self.global_pool!r}: with dist_token, heads read their tokens"
+                )
             if self.stem == "conv":
                 if self.patch_size not in (4, 8, 16):
                     raise OptionError("model.patch_size", f" = {self.patch_size}: the conv stem takes 4, 8 or 16")
@@ -108,7 +133,8 @@ class Deit(Backbone):
                     )
 
     def __init__(self, config: Config, attention: AttentionFactory):
-        super().__init__(config, config.embed_dim, ("token", "avg", "") if config.class_token else ("avg", ""))
+        poolings = ("token",) if config.dist_token else ("token", "avg") if config.class_token else ("avg",)
+        super().__init__(config, config.embed_dim, (*poolings, ""))
         dim = self.embed_dim = config.embed_dim
         self.patch_embed = PatchEmbed(
             config.img_size,
@@ -120,12 +146,18 @@ class Deit(Backbone):
         )
         if config.stem == "conv":
             self.patch_embed.proj = conv_stem(config.in_chans, dim, config.patch_size)
-        self.num_prefix_tokens = config.class_token + config.reg_tokens
+        self.num_prefix_tokens = config.class_token + config.dist_token + config.reg_tokens
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim)) if config.class_token else None
+        self.dist_token = nn.Parameter(torch.empty(1, 1, dim)) if config.dist_token else None
+        self.distilled_training = False
         self.reg_token = nn.Parameter(torch.empty(1, config.reg_tokens, dim)) if config.reg_tokens else None
         self.pos_embed = nn.Parameter(torch.empty(1, self.num_prefix_tokens + self.patch_embed.num_patches, dim))
         self.pos_drop = nn.Dropout(config.pos_drop_rate)
-        shared = {}
+        self.patch_drop = PatchDropout(config.patch_drop_rate, self.num_prefix_tokens)
+        shared, hidden_dim = {}, int(dim * config.mlp_ratio)
+        mlp = functools.partial(TokenMlp, dim, hidden_dim, drop=config.proj_drop_rate)
+        if config.use_glu:
+            mlp = functools.partial(TokenGluMlp, dim, 2 * hidden_dim // 3, drop=config.proj_drop_rate)
         self.blocks = nn.ModuleList(
             Block(
                 dim,
@@ -140,11 +172,12 @@ class Deit(Backbone):
                     proj_drop=config.proj_drop_rate,
                     shared=shared,
                 ),
-                TokenMlp(dim, int(dim * config.mlp_ratio), drop=config.proj_drop_rate),
+                mlp(),
                 drop_path,
             )
             for layer, drop_path in enumerate(calculate_drop_path_rates(config.drop_path_rate, config.depth))
         )
+        self._check_patch_drop()
         self.norm = LayerNorm(dim)
         self.feature_info = [
             {"module": f"blocks.{layer}", "num_chs": dim, "reduction": config.patch_size}
@@ -158,11 +191,23 @@ class Deit(Backbone):
         trunc_normal_(self.pos_embed, std=0.02)
         for token in self.prefix_tokens():
             nn.init.normal_(token, std=1e-6)
+        if self.dist_token is not None:
+            trunc_normal_(self.dist_token, std=0.02)
 
     @property
     def grid(self) -> Grid:
         """The (H, W) of patches that the position embeddings are for."""
         return self.patch_embed.grid_size
+
+    def _check_patch_drop(self) -> None:
+        """Refuses to leave out patches where attention needs the whole grid, or as many as are left cannot do."""
+        rate, attn = self.config.patch_drop_rate, self.blocks[0].attn
+        if not rate:
+            return
+        if not attn.ignores_order:
+            problem = f" = {rate}: attention({attn.name()}) needs the whole grid; set it to 0, or use softmax"
+            raise OptionError("model.patch_drop_rate", problem)
+        check_grid(attn, (1, max(1, int(self.patch_embed.num_patches * (1 - rate)))))
 
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
@@ -192,12 +237,15 @@ class Deit(Backbone):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that group parameters by depth, for timm's layer-wise learning rates."""
         return {
-            "stem": r"^cls_token|^reg_token|pos_embed|patch_embed",
+            "stem": r"^cls_token|^dist_token|^reg_token|pos_embed|patch_embed",
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
         }
 
     def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
-        """Images -> tokens (B, prefix + N, C) with position embeddings, and the grid of the N."""
+        """Images -> tokens (B, prefix + N, C) with position embeddings, and the grid of the N.
+
+        The grid of what `patch_drop_rate` leaves in training is (1, N).
+        """
         x = self.patch_embed(x)
         _, H, W, _ = x.shape
         pos_embed = self.pos_embed
@@ -205,11 +253,15 @@ class Deit(Backbone):
             pos_embed = resample_abs_pos_embed(pos_embed, (H, W), self.grid, self.num_prefix_tokens)
         x = x.flatten(1, 2).contiguous()  # else all blocks inherit the convolution's channel-first strides
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
-        return self.pos_drop(torch.cat([*prefix, x], dim=1) + pos_embed), (H, W)
+        x = self.pos_drop(torch.cat([*prefix, x], dim=1) + pos_embed)
+        if not (self.training and self.config.patch_drop_rate):
+            return x, (H, W)
+        x = self.patch_drop(x)
+        return x, (1, x.shape[1] - self.num_prefix_tokens)
 
     def prefix_tokens(self) -> list[nn.Parameter]:
-        """The class token and the registers, as far as there are any, each (1, tokens, C)."""
-        return [token for token in (self.cls_token, self.reg_token) if token is not None]
+        """The class token, the distillation token and the registers, as far as there are any, each (1, tokens, C)."""
+        return [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images -> normalised tokens (B, prefix + N, C)."""
@@ -269,3 +321,37 @@ class Deit(Backbone):
     def pool(self, x: Tensor) -> Tensor:
         """Tokens -> (B, C), or all tokens where nothing is pooled."""
         return global_pool_nlc(x, self.global_pool, self.num_prefix_tokens)
+
+    def get_classifier(self) -> nn.Module | tuple[nn.Module, nn.Module]:
+        """The head; with a distillation token both heads."""
+        return self.head if self.dist_token is None else (self.head, self.head_dist)
+
+    def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
+        """Gives the model a new classifier (0 classes: none), and another pooling where one is named."""
+        super().reset_classifier(num_classes, global_pool)
+        if self.dist_token is not None:
+            self.head_dist = self.create_head()
+
+    def set_distilled_training(self, enable: bool = True) -> None:
+        """Makes the outputs in training the logits of both heads, for a loss with a teacher, instead of their mean.
+
+        Raises:
+            OptionError: the model has no distillation token.
+        """
+        if self.dist_token is None:
+            raise OptionError("model.dist_token", " = false: there is no second head to train")
+        self.distilled_training = enable
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+        """Features of `forward_features` -> logits (B, num_classes), or the classifier's input (B, C).
+
+        With a distillation token these are the means of two, of the class and the distillation token; in distilled
+        training the logits are returned apart.
+        """
+        if self.dist_token is None or self.global_pool == "":
+            return super().forward_head(x, pre_logits)
+        x, x_dist = self.head_drop(x[:, 0]), self.head_drop(x[:, 1])
+        if pre_logits:
+            return (x + x_dist) / 2
+        x, x_dist = self.head(x), self.head_dist(x_dist)
+        return (x, x_dist) if self.training and self.distilled_training else (x + x_dist) / 2

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import pytest
 import timm
 import torch
+import transformers
 import yaml
 from PIL import Image
 
@@ -46,7 +47,7 @@ def test_prediction(tmp_path, monkeypatch, capsys):
 
 
 CLIENTS = README[README.index("## In other people's models") : README.index("## Add your own attention")]
-IN_TIMM, SEQUENCE, CAUSAL = re.findall(r"```python\n(.*?)```", CLIENTS, re.DOTALL)
+IN_TIMM, IN_TRANSFORMERS, SEQUENCE, CAUSAL = re.findall(r"```python\n(.*?)```", CLIENTS, re.DOTALL)
 
 
 def run_example(code: str, **names: Any) -> dict[str, Any]:
@@ -72,8 +73,33 @@ def test_attention_in_timm_takes_stock_weights():
         assert vit(image).isfinite().all()
 
 
+def test_attention_in_hugging_face_keeps_its_weights_and_outputs():
+    config = partial(transformers.ViTConfig, num_hidden_layers=1, intermediate_size=64)
+    softmax = IN_TRANSFORMERS.replace('create_attention("eva"', 'create_attention("softmax"')
+    stock, image = transformers.ViTModel(config()).eval(), torch.randn(1, 3, 224, 224)
+    with patch("transformers.ViTConfig", config):
+        vit, same = (run_example(code)["vit"].eval() for code in (IN_TRANSFORMERS, softmax))
+    missing, unexpected = vit.load_state_dict(stock.state_dict(), strict=False)
+    assert not unexpected
+    assert {name.split(".")[4] for name in missing} == {"position_bias", "landmarks"}
+    same.load_state_dict(stock.state_dict())
+    with torch.no_grad():
+        expected = stock(image).last_hidden_state
+        torch.testing.assert_close(same(image).last_hidden_state, expected)
+        assert not torch.allclose(vit(image).last_hidden_state, expected)
+
+
 def test_attention_on_sequences():
-    assert run_example(SEQUENCE, x=torch.randn(2, 512, 64))["y"].shape == (2, 300, 64)
+    y = run_example(SEQUENCE, x=torch.randn(2, 512, 64))["y"]
+    assert y.shape == (2, 512, 64)
+    assert y[1, :300].all()
+    assert not y[1, 300:].any()
+
+
+def test_mechanisms_that_refuse_key_masks_are_named():
+    (sentence,) = re.findall(r"refused, with the reason, by (.*?)\.\n", CLIENTS, re.DOTALL)
+    refusing = {name for name, mechanism in ATTENTION.items() if mechanism.key_mask_refusal}
+    assert set(re.findall(r"`(\w+)`", sentence)) == refusing
 
 
 def test_causal_attention():

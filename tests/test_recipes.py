@@ -7,20 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
+import timm
+import torch
 import yaml
 
 import ablate
 from attention import ATTENTION, AttentionFactory
 from bench.papers import read_papers
 from engine.config import load_run
+from engine.distributed import World
+from engine.init import create_initial_model
 from engine.schema import Run
+from models import create_model
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 BASES = [CONFIGS / "deit.yaml", CONFIGS / "pvtv2.yaml"]
 ABLATIONS = sorted(CONFIGS.glob("ablation/*.yaml"))
 RUNS = sorted(set(CONFIGS.rglob("*.yaml")) - {*BASES, *ABLATIONS})
 FINETUNE = sorted(CONFIGS.glob("finetune/*.yaml"))
-IMAGENET = [path for path in RUNS if path not in FINETUNE and "quickstart" not in str(path.relative_to(CONFIGS))]
+DISTILL = sorted(CONFIGS.glob("distill/*.yaml"))
+IMAGENET = sorted({path for path in RUNS if "quickstart" not in str(path.relative_to(CONFIGS))} - {*FINETUNE, *DISTILL})
 ROWS = read_papers()
 
 load = functools.cache(load_run)
@@ -54,10 +61,10 @@ def test_a_configuration_is_read_and_its_model_built(path):
     if path in IMAGENET:
         assert (run.model["name"], run.model["num_classes"]) == (path.parent.name, 1000)
         assert run.data.dataset == "folder"
-    elif path in FINETUNE:
+    elif path in FINETUNE + DISTILL:
         mechanism = run.attention["name"]
         assert f"{path.stem}_".startswith(f"{run.model['name']}_{mechanism}_")
-        assert run.init.weights
+        assert run.init.weights if path in FINETUNE else run.distill.teacher
     else:
         assert (run.data.dataset, run.model["num_classes"]) == ("digits", 10)
     if path in IMAGENET:
@@ -124,6 +131,44 @@ def test_the_recipe_is_that_of_the_papers(path):
     assert (augment.repeats, run.train.channels_last) == ((3, True) if pvt else (0, False))
     assert run.model["drop_path_rate"] == (0.3 if run.model["name"][:8] in ("pvtv2_b3", "pvtv2_b4") else 0.1)
     assert optim.clip_grad == (1.0 if pvt and path.stem == "lara" else 5.0)
+
+
+DEIT_FINETUNING = ("adamw", 5e-6, 1e-8, "constant", 30, 5, 512)
+FINETUNING = {
+    "deit_tiny_p16_softmax_384": (DEIT_FINETUNING, ["loaded", "adapted"]),
+    "deit_tiny_p8_eva_784": (DEIT_FINETUNING, ["loaded", "adapted"]),
+    "deit_tiny_p16_softmax_cifar10": (("sgd", 0.01, 1e-4, "cosine", 1000, 5, 768), ["loaded", "re-made"]),
+    "deit_tiny_p16_eva": (("adamw", 5e-5, 1e-8, "cosine", 30, 5, 512), ["loaded", "fresh"]),
+    "deit_small_p16_softmax_linear_probe": (("sgd", 2e-3, 0, "cosine", 100, 0, 1024), ["loaded", "fresh"]),
+}
+"""Optimiser, learning rate at 512 images, weight decay, schedule, epochs, those of the warm-up and the batch; and what
+becomes of the weights that are named."""
+
+
+@pytest.mark.parametrize("path", FINETUNE, ids=name)
+def test_fine_tuning_follows_its_recipe_and_takes_its_weights(path, tmp_path, capsys):
+    """Those of a small model of the same kind in their place."""
+    run = load(path)
+    recipe, becomes = FINETUNING[path.stem]
+    optim, schedule = run.optim, run.schedule
+    found = (optim.opt, optim.lr * 512 / optim.lr_base_size, optim.weight_decay, schedule.sched, schedule.epochs)
+    assert (*found, schedule.warmup_epochs, run.train.total_batch_size) == recipe
+    small = {"embed_dim": 24, "depth": 2, "num_heads": 2}
+    if run.init.weights.startswith("timm:"):
+        source = timm.create_model(run.init.weights.removeprefix("timm:"), **small)
+    else:
+        there = load(CONFIGS / f"{run.init.weights.removeprefix('runs/').replace('_eva', '/eva')}.yaml")
+        source = create_model(attention=there.attention, **{**there.model, **small})
+    weights = tmp_path / "small.safetensors"
+    safetensors.torch.save_file(source.state_dict(), weights)
+    overrides = [f"model.{key}={value}" for key, value in small.items()]
+    model = create_initial_model(
+        load(path, (*overrides, f"init.weights={weights}")), tmp_path, World(torch.device("cpu"))
+    )
+    kinds = [line.split()[0] for line in capsys.readouterr().out.splitlines() if re.match(r"  [\w-]+ +[1-9]", line)]
+    assert kinds == becomes
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    assert (trained == ["head.weight", "head.bias"]) is path.stem.endswith("_linear_probe")
 
 
 @pytest.mark.parametrize("path", ABLATIONS, ids=name)

@@ -20,11 +20,17 @@ from attention.options import option
 from attention.parts.features import upcast
 from attention.parts.geometry import Grid, split_heads
 from attention.parts.linear import init_linear
+from attention.parts.masking import mask_logits
 
 
-def abc(q: Tensor, k: Tensor, v: Tensor, control: Tensor, attn_drop: float = 0.0) -> Tensor:
-    """Queries, keys, values (B, h, N, d) and logits of the control (B, h, N, c) -> (B, h, N, d)."""
-    weights = upcast(control).softmax(-2).to(v.dtype).mT
+def abc(
+    q: Tensor, k: Tensor, v: Tensor, control: Tensor, attn_drop: float = 0.0, *, key_mask: Tensor | None = None
+) -> Tensor:
+    """Queries, keys, values (B, h, N, d) and logits of the control (B, h, N, c) -> (B, h, N, d).
+
+    key_mask: which tokens count, (B, N) bool.
+    """
+    weights = mask_logits(upcast(control), key_mask, -2).softmax(-2).to(v.dtype).mT
     return softmax(q, weights @ k, weights @ v, attn_drop)
 
 
@@ -42,6 +48,7 @@ class Abc(Attention):
     """Softmax over learned slots. Papers: LARA Table 4 'ABC'."""
 
     prefix_tokens = "plain"
+    key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -62,5 +69,7 @@ class Abc(Attention):
         N, C, slots = context.num_tokens, context.dim, context.num_heads * config.num_landmarks
         return Cost((C + 1) * slots, N * slots * C + 4 * N * config.num_landmarks * C)  # control; writing, reading
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, control: Tensor, grid: Grid) -> Tensor:
-        return abc(q, k, v, control, self.attn_drop)
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, control: Tensor, grid: Grid, key_mask: Tensor | None = None
+    ) -> Tensor:
+        return abc(q, k, v, control, self.attn_drop, key_mask=key_mask)

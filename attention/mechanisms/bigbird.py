@@ -104,6 +104,7 @@ class Bigbird(Attention):
     """Sliding, global and random blocks of keys. Papers: LARA Table 9."""
 
     prefix_tokens = "exact"
+    key_mask_refusal = "its global blocks have fixed positions"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -99,6 +99,8 @@ class Clustered(Attention):
     """Clusters of queries attend at once; improved on their likeliest keys."""
 
     prefix_tokens = "plain"
+    ignores_order = False  # clusters begin at positions
+    key_mask_refusal = "its clusters are those of all queries"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

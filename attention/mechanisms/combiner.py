@@ -53,11 +53,13 @@ def combiner(
     inside = upcast((q_bar * q.shape[-1] ** -0.5)[:, :, :, None] @ keys.mT)  # (B, h, g, 1, w)
     mask = windows.mask(q.device)
     if mask is not None:
-        inside = inside.masked_fill(~mask[:, None], -torch.inf)
+        inside = inside.masked_fill(~mask[..., None, :], torch.finfo(inside.dtype).min)
     v_bar = (inside.softmax(-1).to(v.dtype) @ values)[:, :, None, :, 0]  # (B, h, 1, g, d)
     left_out = torch.eye(k_bar.shape[2], dtype=torch.bool, device=q.device)
-    left_out = torch.ones_like(left_out).triu() if windows.causal else left_out
-    left_out = inside.new_zeros(left_out.shape).masked_fill(left_out, -torch.inf)[:, None]  # (g, 1, g)
+    left_out = (torch.ones_like(left_out).triu() if windows.causal else left_out)[:, None]  # (g, 1, g)
+    if windows.key_mask is not None:
+        left_out = left_out | ~mask.any(-1)[:, :, None, None]  # (B, 1, g, 1, g): spans without a token
+    left_out = inside.new_zeros(left_out.shape).masked_fill(left_out, -torch.inf)
     return joint_softmax(q, k, v, bias, k_bar[:, :, None], v_bar, left_out, windows=windows, attn_drop=attn_drop)
 
 
@@ -66,13 +68,16 @@ def combiner_reference(q, k, v, q_bar, k_bar, bias=None, *, windows, attn_drop=0
     scale, y = q.shape[-1] ** -0.5, torch.zeros_like(q)
     keys, values = (split_prefix(x, q.shape[2])[1] for x in (k, v))
     spans = [index[index >= 0] for index in windows.indices(q.device)]
-    summaries = []
-    for g, span in enumerate(spans):
+    if windows.key_mask is not None:
+        spans = [span[windows.key_mask[0, span]] for span in spans]
+    spans = {g: span for g, span in enumerate(spans) if len(span)}
+    summaries = {}
+    for g, span in spans.items():
         inside = (scale * q_bar[:, :, g, None] @ keys[:, :, span].mT).softmax(-1)
-        summaries.append(inside @ values[:, :, span])
+        summaries[g] = inside @ values[:, :, span]
     for n in range(q.shape[2]):
         attended = [attended_in_window(n, q, k, v, bias, windows=windows)]
-        for g, span in enumerate(spans):
+        for g, span in spans.items():
             if n not in span and (span.min() < n or not windows.causal):
                 attended.append((scale * (q[:, :, n] * k_bar[:, :, g]).sum(-1, keepdim=True), summaries[g]))
         logits, values = torch.cat([logit for logit, _ in attended], -1), torch.cat([value for _, value in attended], 2)
@@ -84,6 +89,7 @@ class Combiner(Attention):
     """Own span exactly, other spans by summaries. Papers: EVA Tables 2, 3, 15 'Combiner'."""
 
     prefix_tokens = "exact"
+    key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -110,11 +116,14 @@ class Combiner(Attention):
         return nn.Sequential(linear, nn.ReLU())
 
     def pool(self, x: Tensor, windows: Windows) -> Tensor:
-        """Maximum or mean of tokens (B, h, N, d) over each span: (B, h, g, d)."""
+        """Maximum or mean of tokens (B, h, N, d) over each span: (B, h, g, d); of none it is zero."""
         spans, mask = windows.partition(x), windows.mask(x.device)
+        if mask is None:
+            return spans.amax(-2) if self.config.pool == "max" else spans.mean(-2)
+        hidden, count = ~mask[..., None], mask.sum(-1, keepdim=True)
         if self.config.pool == "max":
-            return (spans if mask is None else spans.masked_fill(~mask[..., None], -torch.inf)).amax(-2)
-        return spans.mean(-2) if mask is None else spans.sum(-2) / mask.sum(-1, keepdim=True)
+            return spans.masked_fill(hidden, -torch.inf).amax(-2).masked_fill(count == 0, 0)
+        return spans.masked_fill(hidden, 0).sum(-2) / count.clamp(min=1)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
@@ -125,7 +134,7 @@ class Combiner(Attention):
         attention = 2 * queries * windows.count * C
         return Cost(window.parameters + transforms * d * d, window.macs + summaries + attention)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        windows, keys = windows_on(self.config, grid), split_prefix(k, q.shape[2])[1]
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        windows, keys = windows_on(self.config, grid, key_mask), split_prefix(k, q.shape[2])[1]
         q_bar, k_bar = self.pool(self.summary_q(q), windows), self.pool(self.summary_k(keys), windows)
         return combiner(q, k, v, q_bar, k_bar, self.position_bias(), windows=windows, attn_drop=self.attn_drop)

@@ -21,32 +21,41 @@ from attention.ops.random_features.op import linear_attention
 from attention.options import option
 from attention.parts.features import full_precision
 from attention.parts.geometry import Grid, raster, split_prefix
+from attention.parts.masking import of_grid
 
 
 @full_precision
-def cosformer(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid) -> Tensor:
+def cosformer(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
     """Attention re-weighted by distance along both axes of the grid; (1, N) for the raster order.
 
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens have no position, and their weights no factor.
+        key_mask: which keys count, (B, P + N) bool. Positions and lengths are those without the rows and columns of
+            which no token counts; in raster order, without the tokens.
     Returns:
         (B, h, N, d), float32 at least; 0 for a query without positive weights.
     """
     phi_q, (k_prefix, phi_k) = q.relu(), split_prefix(k.relu(), q.shape[2])
-    weighted_q, weighted_k = reweight(phi_q, grid), reweight(phi_k, grid)
+    mask = of_grid(key_mask, q.shape[2])
+    weighted_q, weighted_k = reweight(phi_q, grid, mask), reweight(phi_k, grid, mask)
     if not k_prefix.shape[2]:
-        return linear_attention(weighted_q, weighted_k, v)
+        return linear_attention(weighted_q, weighted_k, v, key_mask=key_mask)
     # Features with and without a position side by side: a key has only one of the two kinds.
     keys = torch.cat([F.pad(k_prefix, (weighted_k.shape[-1], 0)), F.pad(weighted_k, (0, k.shape[-1]))], 2)
-    return linear_attention(torch.cat([weighted_q, phi_q], -1), keys, v)
+    return linear_attention(torch.cat([weighted_q, phi_q], -1), keys, v, key_mask=key_mask)
 
 
-def reweight(x: Tensor, grid: Grid) -> Tensor:
+def reweight(x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
     """[x cos(theta), x sin(theta)], theta = pi i / (2 side), along each axis of more than one token."""
-    positions = torch.meshgrid(*(torch.arange(side, device=x.device) for side in grid), indexing="ij")
-    for position, side in zip(positions, grid, strict=True):
+    for axis, side in enumerate(grid):
         if side > 1:
-            theta = position.reshape(-1, 1).to(x.dtype) * (math.pi / 2 / side)
+            position, step = torch.arange(side, device=x.device), math.pi / 2 / side
+            if key_mask is not None:
+                lines = key_mask.unflatten(1, grid).any(2 - axis)  # rows or columns, (B, side)
+                position = lines.cumsum(1)[:, None] - 1
+                step = math.pi / 2 / lines.sum(1).clamp(min=1).to(x.dtype)[:, None, None, None]
+            position = position.unsqueeze(-1 - axis).expand(*position.shape[:-1], *grid).flatten(-2)
+            theta = position[..., None].to(x.dtype) * step
             x = torch.cat([x * theta.cos(), x * theta.sin()], -1)
     return x
 
@@ -65,6 +74,7 @@ class Cosformer(Attention):
     """Kernel attention with ReLU features and a cosine of distance."""
 
     prefix_tokens = "exact"
+    key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -75,5 +85,5 @@ class Cosformer(Attention):
         axes = sum(side > 1 for side in raster(context.grid, config.layout))
         return Cost(0, linear_attention_macs(context, context.head_dim * 2**axes))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        return cosformer(q, k, v, grid=raster(grid, self.config.layout)).to(v.dtype)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        return cosformer(q, k, v, grid=raster(grid, self.config.layout), key_mask=key_mask).to(v.dtype)

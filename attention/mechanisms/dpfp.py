@@ -22,9 +22,9 @@ from attention.parts.geometry import Grid
 
 
 @full_precision
-def dpfp(q: Tensor, k: Tensor, v: Tensor, *, nu: int) -> Tensor:
+def dpfp(q: Tensor, k: Tensor, v: Tensor, *, nu: int, key_mask: Tensor | None = None) -> Tensor:
     """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least; 0 for a query without weights."""
-    return linear_attention(projection(q, nu), projection(k, nu), v)
+    return linear_attention(projection(q, nu), projection(k, nu), v, key_mask=key_mask)
 
 
 def projection(x: Tensor, nu: int) -> Tensor:
@@ -48,6 +48,7 @@ class Dpfp(Attention):
     """Kernel attention with products of rectified coordinates."""
 
     prefix_tokens = "plain"
+    key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -62,5 +63,5 @@ class Dpfp(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         return Cost(0, linear_attention_macs(context, 2 * config.nu * context.head_dim))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        return dpfp(q, k, v, nu=self.config.nu).to(v.dtype)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        return dpfp(q, k, v, nu=self.config.nu, key_mask=key_mask).to(v.dtype)

@@ -55,8 +55,7 @@ def eva(
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d). k_tilde: landmarks (B, h, G, c, d), G = 1 or g windows.
         mu: proposal means (B, h, G, c, d); omega: samples (B, h, G, c, s, d), both in the scale d^-1/4 of the features.
-        bias: position bias of the window (h, w, e).
-        groups: members of the groups. visibility: which of them a causal query attends to.
+        bias: position bias of the window (h, w, e). groups: their members. visibility: those a causal query attends to.
         log_count: adds log |P_c| to a group's logit. attn_drop: dropout rate of the weights.
     Returns:
         (B, h, N, d).
@@ -89,6 +88,7 @@ class Eva(Attention):
     """Exact window plus control variates for groups. Papers: EVA Tables 1-3, 6 (|E| and C), 8 (all other options)."""
 
     prefix_tokens = "exact"
+    key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -169,12 +169,12 @@ class Eva(Attention):
         groups += (queries + G) * c * s * C if s > 1 else 0  # samples at queries and at their means
         return Cost(window.parameters + landmarks.parameters + trained, window.macs + landmarks.macs + groups)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config, bias = self.config, self.position_bias()
-        options = {"windows": windows_on(config, grid), "attn_drop": self.attn_drop}
+        options = {"windows": windows_on(config, grid, key_mask), "attn_drop": self.attn_drop}
         if not config.num_landmarks:
             return local(q, k, v, bias, **options)
-        groups = self.groups(config, grid, q.device)
+        groups = self.groups(config, grid, q.device).masked(options["windows"].key_mask)
         landmarks = self.landmarks(q, split_prefix(k, q.shape[2])[1], groups)
         options |= {"groups": groups, "visibility": config.visibility, "log_count": config.log_count}
         return eva(q, k, v, *landmarks, bias, **options)

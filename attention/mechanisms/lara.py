@@ -10,8 +10,6 @@ importance sampling (section 4, eq. 10; appendix G.3, Algorithm 3):
 Cost: 5 N c C multiply-accumulates, N c C of them for query-specific alpha, and c^2 C for the densities; linear in N.
 """
 
-import functools
-import itertools
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,22 +19,14 @@ from torch import Tensor, nn
 from attention.base import Attention, Cost, LayerContext
 from attention.costs import landmark_cost
 from attention.ops.dispatch import with_fast_path
-from attention.ops.random_features import eager
+from attention.ops.random_features import eager, proposals
 from attention.ops.random_features.op import mix_features
-from attention.ops.random_features.proposals import (
-    POOLED,
-    Proposal,
-    Weighting,
-    log_weights,
-    propose,
-    propose_reference,
-    weights_reference,
-)
 from attention.options import option, released_option
 from attention.parts.features import full_precision, log_features, scale
 from attention.parts.geometry import Grid, split_prefix
-from attention.parts.groups import Groups, bin_counts, bins, group_mean
+from attention.parts.groups import Groups, group_mean, pools_option, segments
 from attention.parts.linear import LandmarkTransform
+from attention.parts.masking import mask_logits, masked_mean, of_grid
 from attention.parts.sampling import Noise, mixture_noise, noise_option, noise_std, random_seed
 
 
@@ -51,9 +41,11 @@ def lara(
     noise: Tensor,
     uniform: Tensor | None = None,
     *,
-    proposal: Proposal = "pool_mixed",
-    weighting: Weighting = "decoupled",
+    proposal: proposals.Proposal = "pool_mixed",
+    weighting: proposals.Weighting = "decoupled",
     beta: float = 2.0,
+    key_mask: Tensor | None = None,
+    filled: Tensor | None = None,
 ) -> Tensor:
     """Self-normalised multiple importance sampling with shared proposals (LARA paper eq. 10).
 
@@ -62,15 +54,17 @@ def lara(
         noise: Gaussian part of omega in the features' scale, s samples of each proposal, broadcast to (B, h, c, s, d).
         uniform: in (0, 1), (..., c, s); chooses the mixture's component, whose mean stands in without it.
         proposal: of q_c, see `propose`. weighting, beta: of alpha, see `query_weights`; "balance" is eq. 36.
+        key_mask: which keys count, (B, M) bool. filled: whose segments have tokens that count, (B, c) bool.
     Returns:
         (B, h, N, d), float32 at least.
     """
     q, k, q_bar = scale(q), scale(k), scale(q_bar)
-    proposals = propose(q_bar, k, None if k_bar is None else scale(k_bar), uniform, proposal)
-    omega = (proposals.mean + noise).flatten(2, 3)  # (B, h, c s, d)
-    log_k = log_features(k, omega).mT  # (B, h, c s, M)
-    log_ratio = proposals.log_ratio(omega, log_k)
-    log_weight = log_weights(q, q_bar, omega, log_ratio, weighting, beta)
+    k_bar = None if k_bar is None else scale(k_bar)
+    drawn = proposals.propose(q_bar, k, k_bar, uniform, proposal, key_mask, filled)
+    omega = (drawn.mean + noise).flatten(2, 3)  # (B, h, c s, d)
+    log_k = mask_logits(log_features(k, omega).mT, key_mask)  # (B, h, c s, M)
+    log_ratio = mask_logits(drawn.log_ratio(omega, log_k), filled)
+    log_weight = proposals.log_weights(q, q_bar, omega, log_ratio, weighting, beta, key_mask, filled)
     return mix_features(q @ omega.mT + log_weight, log_k, v)
 
 
@@ -80,14 +74,14 @@ def lara_reference(
     """`lara` by the paper's Algorithm 3: densities and ratios of sums, one sample at a time."""
     q, k, q_bar = (x * x.shape[-1] ** -0.25 for x in (q, k, q_bar))
     (B, h, C, d), kernel = q_bar.shape, 0
-    centre, densities = propose_reference(q_bar, k, k_bar if k_bar is None else k_bar * d**-0.25, proposal)
+    centre, densities = proposals.propose_reference(q_bar, k, k_bar if k_bar is None else k_bar * d**-0.25, proposal)
     r = torch.softmax(q @ q_bar.mT, 2)  # over queries, (B, h, N, C)
     noise = noise.expand(B, h, C, -1, d)
-    for c, s in itertools.product(range(C), range(noise.shape[3])):
+    for c, s in ((c, s) for c in range(C) for s in range(noise.shape[3])):
         u = uniform if uniform is None else uniform.expand(B, h, C, -1)[:, :, c, s, None]
         omega = centre(c, u) + noise[:, :, c, s]
         density = densities(omega)
-        weight = weights_reference(omega, density, r, c, weighting, beta)  # (B, h, N)
+        weight = proposals.weights_reference(omega, density, r, c, weighting, beta)  # (B, h, N)
         xi_q, xi_k = (torch.exp(x @ omega[..., None] - (x**2).sum(-1, keepdim=True) / 2) for x in (q, k))
         kernel = kernel + weight[..., None] * xi_q * xi_k.mT
     return kernel @ v / kernel.sum(-1, keepdim=True)
@@ -97,6 +91,7 @@ class Lara(Attention):
     """Linear randomized attention over segments of the grid."""
 
     prefix_tokens = "exact"
+    key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -109,7 +104,7 @@ class Lara(Attention):
         proposal: Literal["mixture", "attended_keys", "pool", "pool_mixed", "single"] = option(
             "pool_mixed", "proposal distributions: eq. 32, 33, 34, 35; single: one mixture about the mean query"
         )
-        weighting: Weighting | None = option(
+        weighting: proposals.Weighting | None = option(
             None,
             "weights alpha: eq. 36, 37 (b_c for q_c; as printed), 38; null: decoupled; single: balance",
             chosen=lambda c: "balance" if c.proposal == "single" else "decoupled",
@@ -119,6 +114,7 @@ class Lara(Attention):
         antithetic: bool = option(False, "two samples per proposal mirror each other about their mean")
         released: bool = released_option()
         noise: Noise | None = noise_option()
+        released_pools: bool | None = pools_option()
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__(context, config)
@@ -127,19 +123,20 @@ class Lara(Attention):
         neutral |= {"beta": self.Config.beta} if config.weighting != "decoupled" else {}
         if self.single:  # one proposal needs no landmarks, and all its samples weigh the same
             neutral |= {"weighting": "balance", "landmark_transform": "none", "samples_per_proposal": 1}
+            neutral |= {"released_pools": False}
         self.refuse_unused(neutral, "does not act with these options")
         if not self.single:
             self.segments(context.grid, torch.device("cpu"))  # refuses a count that no rows x columns of bins make
         width = {"light": self.head_dim, "dense": context.dim}.get(config.landmark_transform)
-        transform = functools.partial(LandmarkTransform, width) if width else nn.Identity
-        self.landmark_q = transform()
-        if config.proposal in POOLED:
-            self.landmark_k = transform()
+        self.landmark_q = LandmarkTransform(width) if width else nn.Identity()
+        if config.proposal in proposals.POOLED:
+            self.landmark_k = LandmarkTransform(width) if width else nn.Identity()
         self.register_buffer("eval_seed", random_seed() if self.single else None)
 
     def segments(self, grid: Grid, device: torch.device) -> Groups:
-        """The partition of this grid."""
-        return bins(grid, bin_counts(self.config.num_landmarks, grid, "attention(lara).num_landmarks"), device)
+        """The segments of this grid."""
+        config, key = self.config, "attention(lara).num_landmarks"
+        return segments(config.num_landmarks, grid, device, key, pooled=config.released_pools)
 
     def sample_noise(self, q: Tensor, num_proposals: int) -> tuple[Tensor, Tensor | None]:
         """Noise (..., c, s, d) and the uniforms (..., c, s) of mixtures.
@@ -161,20 +158,23 @@ class Lara(Attention):
         if config.proposal == "single":
             return Cost(0, features + (N + c) * C)  # the proposal's weights of keys; its density at c samples
         width = {"light": context.head_dim, "dense": C, "none": 0}[config.landmark_transform]
-        landmarks = landmark_cost(context, width, 2 if config.proposal in POOLED else 1, c)
-        proposals = {"pool": 0, "pool_mixed": 2 * c * c * C}.get(config.proposal, 2 * N * c * C)
+        landmarks = landmark_cost(context, width, 2 if config.proposal in proposals.POOLED else 1, c)
+        sampling = {"pool": 0, "pool_mixed": 2 * c * c * C}.get(config.proposal, 2 * N * c * C)
         alpha = {"balance": 0, "decoupled": N * c * C}.get(config.weighting, N * c * (C + c * h))
-        return Cost(landmarks.parameters, landmarks.macs + features + proposals + c * c * C + alpha)  # c^2 C: densities
+        return Cost(landmarks.parameters, landmarks.macs + features + sampling + c * c * C + alpha)  # c^2 C: densities
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        config, k_bar = self.config, None
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        config, k_bar, filled, mask = self.config, None, None, of_grid(key_mask, q.shape[2])
         if self.single:
-            q_bar = q.mean(2, keepdim=True)
+            q_bar = masked_mean(q, mask)[:, :, None]
         else:
-            segments, k_grid = self.segments(grid, q.device), split_prefix(k, q.shape[2])[1]
+            segments, k_grid = self.segments(grid, q.device).masked(mask), split_prefix(k, q.shape[2])[1]
+            filled = None if mask is None else segments.count()[:, 0, 0] > 0
             q_bar = self.landmark_q(group_mean(q, segments)[:, :, 0])
-            k_bar = self.landmark_k(group_mean(k_grid, segments)[:, :, 0]) if config.proposal in POOLED else None
+            k_bar = (
+                self.landmark_k(group_mean(k_grid, segments)[:, :, 0]) if config.proposal in proposals.POOLED else None
+            )
         noise, uniform = self.sample_noise(q, q_bar.shape[2])
-        options = {"weighting": config.weighting, "beta": config.beta}
+        options = {"weighting": config.weighting, "beta": config.beta, "key_mask": key_mask, "filled": filled}
         options["proposal"] = "mixture" if self.single else config.proposal
         return lara(q, k, v, q_bar, k_bar, noise, uniform, **options).to(v.dtype)

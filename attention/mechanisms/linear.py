@@ -19,9 +19,9 @@ from attention.parts.geometry import Grid
 
 
 @full_precision
-def linear(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def linear(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
     """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least; 0 for a query whose weights vanish."""
-    return linear_attention(elu_plus_one(q), elu_plus_one(k), v)
+    return linear_attention(elu_plus_one(q), elu_plus_one(k), v, key_mask=key_mask)
 
 
 def linear_reference(q, k, v):
@@ -34,6 +34,7 @@ class Linear(Attention):
     """Kernel attention with the features elu + 1. Papers: EVA Table 5 'ELU' (language)."""
 
     prefix_tokens = "plain"
+    key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -43,5 +44,5 @@ class Linear(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         return Cost(0, linear_attention_macs(context, context.head_dim))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        return linear(q, k, v).to(v.dtype)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        return linear(q, k, v, key_mask=key_mask).to(v.dtype)

@@ -43,6 +43,7 @@ class LinearSra(Attention):
     """Softmax over a grid pooled to 7 x 7. Paper: PVT-v2 'Li'."""
 
     prefix_tokens = "exact"
+    key_mask_refusal = "its bins average every token of the grid"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

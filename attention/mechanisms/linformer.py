@@ -50,6 +50,7 @@ class Linformer(Attention):
     """Softmax over learned linear combinations of tokens. Papers: EVA Table 3, LARA Table 8 'Linformer'."""
 
     prefix_tokens = "exact"
+    key_mask_refusal = "its learned projection is of all positions of the grid"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -41,6 +41,7 @@ class Local(Attention):
     """Attention within windows, with a learned relative position bias. Papers: EVA Tables 1-3 'Local'."""
 
     prefix_tokens = "exact"
+    key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -60,5 +61,6 @@ class Local(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         return window_cost(context, config)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        return local(q, k, v, self.position_bias(), windows=windows_on(self.config, grid), attn_drop=self.attn_drop)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        windows = windows_on(self.config, grid, key_mask)
+        return local(q, k, v, self.position_bias(), windows=windows, attn_drop=self.attn_drop)

@@ -106,6 +106,7 @@ class Longformer(Attention):
     """A band of keys and global tokens."""
 
     prefix_tokens = "exact"
+    key_mask_refusal = "its global tokens have fixed positions"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -87,6 +87,7 @@ class Nystrom(Attention):
     """Attention through segment means. Papers: EVA Table 2, LARA Table 8 'Nystromformer'."""
 
     prefix_tokens = "exact"
+    key_mask_refusal = "its pseudo-inverse takes every landmark and its convolution every token"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

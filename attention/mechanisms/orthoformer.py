@@ -59,6 +59,7 @@ class Orthoformer(Attention):
     """Attention through orthogonal queries. Paper: LARA Table 3 'Orthoformer' (video)."""
 
     prefix_tokens = "plain"
+    key_mask_refusal = "its landmarks are chosen among all queries"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

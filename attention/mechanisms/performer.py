@@ -39,11 +39,12 @@ def performer(
     omega: Tensor,
     *,
     features: Features | Literal["trigonometric_released", "relu_released"] = "positive",
+    key_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention with the estimated kernel.
 
     Args:
-        q, k, v: (B, h, N, d). omega: samples (h, s, d).
+        q, k, v: (B, h, N, d). omega: samples (h, s, d). key_mask: which keys count, (B, N) bool.
         features: positive, hyperbolic: LARA paper appendix C. trigonometric: sines and cosines; a normaliser can be
             negative, its magnitude is kept above 1e-6. relu: ReLU(s^(-1/2) omega . x) + 1e-3, no estimate of softmax.
             favorp: positive features as the papers' released code has them, with 1e-4 added and normalisers above 1e-2.
@@ -53,12 +54,12 @@ def performer(
     """
     q, k = scale(q), scale(k)
     if features == "positive":
-        return random_feature_attention(q, k, v, omega)
+        return random_feature_attention(q, k, v, omega, key_mask=key_mask)
     if features == "hyperbolic":
         log_q, log_k, half = q @ omega.mT, omega @ k.mT, k.square().sum(-1)[..., None, :] / 2
-        return mix_features(torch.cat([log_q, -log_q], -1), torch.cat([log_k, -log_k], -2) - half, v)
+        return mix_features(torch.cat([log_q, -log_q], -1), torch.cat([log_k, -log_k], -2) - half, v, key_mask)
     feature_map, *normaliser = FEATURE_MAPS[features]
-    return linear_attention(*feature_map(q, k, omega), v, *normaliser)
+    return linear_attention(*feature_map(q, k, omega), v, *normaliser, key_mask=key_mask)
 
 
 def performer_reference(q, k, v, omega, *, features="positive"):
@@ -96,6 +97,7 @@ class Performer(Attention):
     """Random feature attention over all tokens. Papers: EVA and LARA 'Performer', 'RFA'."""
 
     prefix_tokens = "plain"
+    key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -171,8 +173,8 @@ class Performer(Attention):
         num_features = 2 * s if config.features == "trigonometric" else s
         return Cost(samples, 2 * N * s * C + linear_attention_macs(context, num_features))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         fresh = self.training and self.config.feature_redraw == "redraw"
         omega = self.redraw(q) if fresh else self.omega
         features = self.config.features + "_released" * self.config.released_clamp
-        return performer(q, k, v, omega, features=features).to(v.dtype)
+        return performer(q, k, v, omega, features=features, key_mask=key_mask).to(v.dtype)

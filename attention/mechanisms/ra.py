@@ -20,6 +20,7 @@ from attention.ops.randomized import eager
 from attention.options import option, released_option
 from attention.parts.features import full_precision, scale
 from attention.parts.geometry import Grid
+from attention.parts.masking import mask_logits, masked_mean
 from attention.parts.sampling import Noise, attended_keys, mixture_noise, noise_option, noise_std, random_seed
 
 Proposal = Literal["unbiased", "biased", "mean_key"]
@@ -36,6 +37,7 @@ def ra(
     *,
     proposal: Proposal = "unbiased",
     hyperbolic: bool = False,
+    key_mask: Tensor | None = None,
 ) -> Tensor:
     """Mean over samples of f_n(omega) (LARA paper eq. 6), omega = q'_n + key + noise.
 
@@ -45,20 +47,21 @@ def ra(
         proposal: the key is drawn from pi_n ("unbiased"), or is its mean ("biased", eq. 31), or the plain mean of keys.
         hyperbolic: f and p_n of the hyperbolic features (corollary C.1). f is even there, so that drawing from one half
             of p_n is enough.
+        key_mask: which keys count, (B, N) bool.
     Returns:
         (B, h, N, d), float32 at least.
     """
     q, k = scale(q), scale(k)
     if proposal == "mean_key":
-        key = k.mean(-2)[:, :, None, None]
+        key = masked_mean(k, key_mask)[:, :, None, None]
     else:
-        key = attended_keys((q @ k.mT).softmax(-1), k, uniform if proposal == "unbiased" else None)
+        key = attended_keys(mask_logits(q @ k.mT, key_mask).softmax(-1), k, uniform if proposal == "unbiased" else None)
     omega = q[:, :, :, None] + key + noise  # (B, h, N, s, d)
     logits = omega.flatten(2, 3) @ k.mT  # (B, h, N s, M)
     if hyperbolic:
         on_q = (omega * q[:, :, :, None]).sum(-1).flatten(2)[..., None]
         logits = torch.logaddexp(on_q + logits, -on_q - logits)
-    weights = (logits - k.square().sum(-1)[:, :, None] / 2).softmax(-1)
+    weights = mask_logits(logits - k.square().sum(-1)[:, :, None] / 2, key_mask).softmax(-1)
     return weights.unflatten(2, omega.shape[2:4]).mean(3) @ v
 
 
@@ -91,6 +94,7 @@ class Ra(Attention):
     """Randomized attention over all tokens."""
 
     prefix_tokens = "plain"
+    key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -132,6 +136,7 @@ class Ra(Attention):
         logits, values = config.num_eval_samples, 1
         return Cost(0, (key + logits + values) * context.num_tokens**2 * context.dim)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         noise, uniform = self.sample_noise(q)
-        return ra(q, k, v, noise, uniform, proposal=self.config.proposal, hyperbolic=self.config.hyperbolic).to(v.dtype)
+        options = {"proposal": self.config.proposal, "hyperbolic": self.config.hyperbolic, "key_mask": key_mask}
+        return ra(q, k, v, noise, uniform, **options).to(v.dtype)

@@ -113,6 +113,7 @@ class Reformer(Attention):
     """Attention by rounds of hashing. Papers: EVA Table 3, LARA Table 9, Scatterbrain Table 2."""
 
     prefix_tokens = "exact"
+    key_mask_refusal = "its chunks of equal size are cut from all tokens"
 
     num_projections = 2
 

@@ -24,16 +24,16 @@ from attention.parts.sampling import gaussian
 
 
 @full_precision
-def rfa(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, sigma: Tensor) -> Tensor:
+def rfa(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, sigma: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
     """Attention with the estimated kernel.
 
     Args:
-        q, k, v: (B, h, N, d). omega: samples (h, s, d). sigma: (h).
+        q, k, v: (B, h, N, d). omega: samples (h, s, d). sigma: (h). key_mask: which keys count, (B, N) bool.
     Returns:
         (B, h, N, d), float32 at least.
     """
     q, k = (F.normalize(x, dim=-1) / sigma[:, None, None] for x in (q, k))
-    return linear_attention(*trigonometric(q, k, omega), v)
+    return linear_attention(*trigonometric(q, k, omega), v, key_mask=key_mask)
 
 
 def rfa_reference(q, k, v, omega, sigma):
@@ -50,6 +50,7 @@ class Rfa(Attention):
     """Random features of unit queries and keys. Papers: EVA Table 5 'RFA' (language)."""
 
     prefix_tokens = "plain"
+    key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -70,6 +71,6 @@ class Rfa(Attention):
         features = 2 * context.num_tokens * s * context.dim
         return Cost(context.num_heads, features + linear_attention_macs(context, 2 * s))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         omega = self.sample(q) if self.training else self.omega
-        return rfa(q, k, v, omega, self.log_sigma.exp()).to(v.dtype)
+        return rfa(q, k, v, omega, self.log_sigma.exp(), key_mask=key_mask).to(v.dtype)

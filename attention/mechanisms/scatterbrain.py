@@ -23,6 +23,7 @@ from attention.options import option, released_option
 from attention.parts.features import full_precision, log_features, phi, scale
 from attention.parts.geometry import Grid, Layout, Windows, split_prefix
 from attention.parts.leave_one_out import LeaveOneOut, merge_all_but_one, subtract
+from attention.parts.masking import mask_logits
 from attention.parts.position import BiasKind
 from attention.parts.sampling import OmegaSampling, gaussian, omega_sampling_option
 from attention.window_options import position_bias, window_option, windows_on
@@ -48,11 +49,11 @@ def scatterbrain(
         (B, h, N, d), float32 at least.
     """
     k_grid, v_grid = (split_prefix(x, q.shape[2])[1] for x in (k, v))
-    log_k = log_features(scale(k_grid), omega)  # (B, h, N, s)
+    log_k = mask_logits(log_features(scale(k_grid), omega), windows.key_mask, -2)  # (B, h, N, s)
     log_own = windows.partition_keys(log_k).mT  # (B, h, g, s, e)
     mask = windows.mask(q.device)
     if mask is not None:
-        log_own = log_own.masked_fill(~mask[:, None], torch.finfo(log_own.dtype).min)
+        log_own = log_own.masked_fill(~mask[..., None, :], torch.finfo(log_own.dtype).min)
     own = log_own.logsumexp(-1), log_own.softmax(-1) @ windows.partition_keys(v_grid)
     if leave_one_out == "merge":
         log_mass, beta = merge_all_but_one(*own)
@@ -67,16 +68,17 @@ def scatterbrain_reference(q, k, v, omega, bias=None, *, windows, leave_one_out=
     """`scatterbrain`, query by query: eq. 30."""
     N, S = q.shape[2], omega.shape[-2]
     phi_q, phi_k, v_grid, y = phi(q, omega), phi(k[:, :, -N:], omega), v[:, :, -N:], torch.zeros_like(q)
+    counted = [m for m in range(N) if windows.key_mask is None or windows.key_mask[0, m]]
     for n in range(N):
         window, *_ = windows.attended(n)
-        outside = [m for m in range(N) if m not in window]
+        outside = [m for m in counted if m not in window]
         logits, values = attended_in_window(n, q, k, v, bias, windows=windows)
         mass = phi_k[:, :, outside].sum(2)  # (B, h, s)
         mean = phi_k[:, :, outside].mT @ v_grid[:, :, outside] / (mass[..., None] if outside else 1)
         if leave_one_out == "released":
-            largest = phi_k.amax(2).detach()
+            largest = phi_k[:, :, counted].amax(2).detach()
             mean = mean * (mass / mass.maximum(1e-3 * largest))[..., None]
-            mass = mass + 1e-5 * phi_k.sum(2)
+            mass = mass + 1e-5 * phi_k[:, :, counted].sum(2)
         exact, estimate = logits.exp(), phi_q[:, :, n] * mass / S
         numerator = (exact[:, :, None] @ values + estimate[:, :, None] @ mean)[:, :, 0]
         y[:, :, n] = numerator / (exact.sum(-1) + estimate.sum(-1))[..., None]
@@ -87,6 +89,7 @@ class Scatterbrain(Attention):
     """Windows exactly over random features. Papers: EVA Tables 2, 15 'Scatterbrain'."""
 
     prefix_tokens = "exact"
+    key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -125,10 +128,10 @@ class Scatterbrain(Attention):
         inside, outside = windows.count * windows.num_keys * s * C, queries * s * C  # their values
         return Cost(window.parameters, window.macs + features + total + inside + outside)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config = self.config
         omega = self.sample_omega(q) if self.training and config.feature_redraw == "redraw" else self.omega
         if config.features == "hyperbolic":
             omega = torch.cat([omega, -omega], -2)
-        options = {"windows": windows_on(config, grid), "leave_one_out": config.leave_one_out}
+        options = {"windows": windows_on(config, grid, key_mask), "leave_one_out": config.leave_one_out}
         return scatterbrain(q, k, v, omega, self.position_bias(), **options).to(v.dtype)

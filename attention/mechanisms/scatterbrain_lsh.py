@@ -77,6 +77,7 @@ class ScatterbrainLsh(Attention):
     """Hashed clusters exactly over random features. Paper: Scatterbrain section 4."""
 
     prefix_tokens = "exact"
+    key_mask_refusal = "its clusters of equal size are cut from all tokens"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -76,6 +76,7 @@ class Smyrf(Attention):
     """Attention within hashed clusters. Paper: Scatterbrain Table 1 'SMYRF'."""
 
     prefix_tokens = "plain"
+    key_mask_refusal = "its clusters of equal size are cut from all tokens"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -17,11 +17,25 @@ from attention.options import option
 from attention.parts.geometry import Grid
 
 
-def softmax(q: Tensor, k: Tensor, v: Tensor, attn_drop: float = 0.0, *, causal: bool = False) -> Tensor:
+def softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_drop: float = 0.0,
+    *,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+) -> Tensor:
     """Scaled dot-product attention of queries (B, h, N, d) over keys and values (B, h, M, d) -> (B, h, N, d).
 
-    `causal`: query n attends to the keys up to the n-th.
+    `causal`: query n attends to the keys up to the n-th. `key_mask`: which keys count, (B, M) bool.
     """
+    if key_mask is not None:
+        shown = key_mask[:, None, None]
+        if causal:  # a masked query attends to itself, if to nothing else
+            earlier = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
+            shown = shown & earlier | torch.eye(q.shape[2], dtype=torch.bool, device=q.device)
+        return F.scaled_dot_product_attention(q, k, v, shown, attn_drop)
     return F.scaled_dot_product_attention(q, k, v, dropout_p=attn_drop, is_causal=causal)
 
 
@@ -37,6 +51,7 @@ class Softmax(Attention):
     """Exact attention over all tokens. Papers: EVA and LARA 'Softmax'."""
 
     prefix_tokens = "plain"
+    key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -47,5 +62,5 @@ class Softmax(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         return Cost(0, 2 * context.num_tokens**2 * context.dim)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        return softmax(q, k, v, self.attn_drop, causal=self.config.causal)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        return softmax(q, k, v, self.attn_drop, causal=self.config.causal, key_mask=key_mask)

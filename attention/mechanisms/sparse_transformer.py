@@ -60,6 +60,7 @@ class SparseTransformer(Attention):
     """A query's own block and the last tokens of every block."""
 
     prefix_tokens = "exact"
+    key_mask_refusal = "its summary tokens have fixed positions"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -56,6 +56,7 @@ class Sra(Attention):
     """Softmax over a grid reduced by a strided convolution. Papers: EVA Table 1, LARA Tables 2 and 8 'SRA'."""
 
     prefix_tokens = "exact"
+    key_mask_refusal = "its convolution shrinks the grid with every token of it"
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -42,6 +42,8 @@ class Synthesizer(Attention):
     """Learned weights between positions, the same for every image."""
 
     prefix_tokens = "plain"
+    ignores_order = False  # weights belong to positions
+    key_mask_refusal = "its learned weights are of all positions of the grid, the same for every image"
     num_projections = 1
 
     @dataclass(frozen=True, kw_only=True)

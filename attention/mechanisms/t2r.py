@@ -20,16 +20,16 @@ from attention.parts.geometry import Grid
 
 
 @full_precision
-def t2r(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def t2r(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
     """Attention with learned features.
 
     Args:
-        q, k, v: (B, h, N, d). weight: (h, m, d). bias: (h, m).
+        q, k, v: (B, h, N, d). weight: (h, m, d). bias: (h, m). key_mask: which keys count, (B, N) bool.
     Returns:
         (B, h, N, d), float32 at least; 0 for a query without positive weights.
     """
     phi_q, phi_k = ((x @ weight.mT + bias[:, None]).relu() for x in (q, k))
-    return linear_attention(phi_q, phi_k, v)
+    return linear_attention(phi_q, phi_k, v, key_mask=key_mask)
 
 
 def t2r_reference(q, k, v, weight, bias):
@@ -45,6 +45,7 @@ class T2r(Attention):
     """Kernel attention with learned ReLU features. Papers: EVA Table 5 'T2R' (language)."""
 
     prefix_tokens = "plain"
+    key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -62,6 +63,6 @@ class T2r(Attention):
         features = 2 * context.num_tokens * m * C
         return Cost(m * C + context.num_heads * m, features + linear_attention_macs(context, m))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         bias = self.feature_bias.view(self.num_heads, -1)
-        return t2r(q, k, v, self.feature_weight, bias).to(v.dtype)
+        return t2r(q, k, v, self.feature_weight, bias, key_mask=key_mask).to(v.dtype)

@@ -25,6 +25,7 @@ from attention.options import option
 from attention.parts.features import upcast
 from attention.parts.geometry import Grid, Layout, Windows, merge_heads, split_heads, split_prefix
 from attention.parts.linear import init_linear
+from attention.parts.masking import mask_logits
 from attention.parts.position import BiasKind
 from attention.window_options import position_bias, window_option, windows_on
 
@@ -51,7 +52,7 @@ def transformer_ls(
     Returns:
         (B, h, N, d).
     """
-    pi = upcast(slots).softmax(-1).to(k.dtype)
+    pi = mask_logits(upcast(slots), windows.key_mask).softmax(-1).to(k.dtype)
     k_bar, v_bar = (normalise(pi @ split_prefix(x, q.shape[2])[1], norm_weight, norm_bias) for x in (k, v))
     return joint_softmax(q, k, v, bias, k_bar[:, :, None], v_bar[:, :, None], windows=windows, attn_drop=attn_drop)
 
@@ -68,7 +69,8 @@ def transformer_ls_reference(q, k, v, slots, norm_weight=None, norm_bias=None, b
     (B, h, N, d), scale = q.shape, q.shape[-1] ** -0.5
     k_bar, v_bar = [], []
     for j in range(slots.shape[2]):
-        pi = slots[:, :, j].exp() / slots[:, :, j].exp().sum(-1, keepdim=True)
+        weights = slots[:, :, j].exp() * (1 if windows.key_mask is None else windows.key_mask[:, None])
+        pi = weights / weights.sum(-1, keepdim=True)
         for x, averages in ((k, k_bar), (v, v_bar)):
             average = (pi[..., None] * x[:, :, -N:]).sum(2)  # (B, h, d)
             if norm_weight is not None:
@@ -90,6 +92,7 @@ class TransformerLs(Attention):
     """A window and dynamic projections of all tokens. Papers: EVA Tables 2, 3, 15 'Long-Short', 'Transformer-LS'."""
 
     prefix_tokens = "exact"
+    key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -129,8 +132,11 @@ class TransformerLs(Attention):
         attention = 2 * queries * config.num_landmarks * C
         return Cost(window.parameters + (C + 1) * slots + norms, window.macs + averages + attention)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, grid: Grid) -> Tensor:
-        bias, options = self.position_bias(), {"windows": windows_on(self.config, grid), "attn_drop": self.attn_drop}
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, grid: Grid, key_mask: Tensor | None = None
+    ) -> Tensor:
+        windows, bias = windows_on(self.config, grid, key_mask), self.position_bias()
+        options = {"windows": windows, "attn_drop": self.attn_drop}
         if slots is None:
             return local(q, k, v, bias, **options)
         norm = (self.norm_slots.weight, self.norm_slots.bias) if self.config.dual_norm else (None, None)

@@ -23,6 +23,7 @@ from attention.ops.joint_softmax.op import attended_in_window, window_logits
 from attention.options import option
 from attention.parts.features import elu_plus_one, full_precision
 from attention.parts.geometry import Grid, Windows, split_prefix
+from attention.parts.masking import mask_tokens, of_grid
 
 Variant = Literal["t1", "t2"]
 Norm = Literal["merged", "heads"]
@@ -30,10 +31,15 @@ FEATURE_MAPS = {"t1": F.elu, "t2": elu_plus_one}
 
 
 @full_precision
-def transnormer(q: Tensor, k: Tensor, v: Tensor, gain: Tensor, *, variant: Variant, norm: Norm) -> Tensor:
-    """NormAttention: q (B, h, N, d), k, v (B, h, P + N, d) and gain (h, d) -> (B, h, N, d), float32 at least."""
+def transnormer(
+    q: Tensor, k: Tensor, v: Tensor, gain: Tensor, *, variant: Variant, norm: Norm, key_mask: Tensor | None = None
+) -> Tensor:
+    """NormAttention: q (B, h, N, d), k, v (B, h, P + N, d) and gain (h, d) -> (B, h, N, d), float32 at least.
+
+    key_mask: which keys count, (B, P + N) bool.
+    """
     phi = FEATURE_MAPS[variant]
-    return rms_norm(phi(q) @ (phi(k).mT @ v), gain, norm)
+    return rms_norm(phi(q) @ (mask_tokens(phi(k), key_mask).mT @ v), gain, norm)
 
 
 @full_precision
@@ -76,6 +82,7 @@ class Transnormer(Attention):
     """Windows in the first half of the layers, linear attention in the second."""
 
     prefix_tokens = "exact"
+    key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -99,11 +106,12 @@ class Transnormer(Attention):
             return Cost(C, 2 * context.num_tokens * context.head_dim * C)
         return Cost(C if config.variant == "t1" else 0, window_macs(Windows(context.grid, (w, w)), C))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        windows = Windows(grid, (self.config.window_size, self.config.window_size))
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        side, mask = self.config.window_size, of_grid(key_mask, grid[0] * grid[1])
+        windows = Windows(grid, (side, side), key_mask=mask)
         if self.in_windows and self.config.variant == "t2":
             return local(q, k, v, windows=windows)
         gain, norm = self.gain.view(self.num_heads, -1), self.config.norm
         if self.in_windows:
             return rela(q, k, v, gain, norm=norm, windows=windows).to(v.dtype)
-        return transnormer(q, k, v, gain, variant=self.config.variant, norm=norm).to(v.dtype)
+        return transnormer(q, k, v, gain, variant=self.config.variant, norm=norm, key_mask=key_mask).to(v.dtype)

@@ -16,11 +16,18 @@ from attention.base import Attention, Cost, LayerContext
 from attention.options import option
 from attention.parts.features import full_precision
 from attention.parts.geometry import Grid
+from attention.parts.masking import mask_tokens
 
 
 @full_precision
-def xca(q: Tensor, k: Tensor, v: Tensor, temperature: Tensor, attn_drop: float = 0.0) -> Tensor:
-    """Queries, keys and values (B, h, N, d) and temperature (h) -> (B, h, N, d), float32 at least."""
+def xca(
+    q: Tensor, k: Tensor, v: Tensor, temperature: Tensor, attn_drop: float = 0.0, *, key_mask: Tensor | None = None
+) -> Tensor:
+    """Queries, keys and values (B, h, N, d) and temperature (h) -> (B, h, N, d), float32 at least.
+
+    key_mask: which tokens count, (B, N) bool.
+    """
+    q, k = mask_tokens(q, key_mask), mask_tokens(k, key_mask)
     products = F.normalize(q, dim=-2).mT @ F.normalize(k, dim=-2)  # (B, h, d, d)
     weights = F.dropout((products * temperature[:, None, None]).softmax(-1), attn_drop)
     return v @ weights.mT
@@ -40,6 +47,7 @@ class Xca(Attention):
     """Softmax over channels. Papers: LARA Table 8 'XCIT'."""
 
     prefix_tokens = "plain"
+    key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -53,5 +61,5 @@ class Xca(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         return Cost(context.num_heads, 2 * context.num_tokens * context.head_dim * context.dim)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        return xca(q, k, v, self.temperature, self.attn_drop).to(v.dtype)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        return xca(q, k, v, self.temperature, self.attn_drop, key_mask=key_mask).to(v.dtype)

@@ -105,8 +105,10 @@ def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | No
 
         @functools.wraps(op)
         def run(*args, **kwargs):
-            # graphs that are exported or traced are made of torch's own operators
-            if _path == "plain" or torch.compiler.is_exporting() or torch.jit.is_tracing():
+            kwargs = {name: value for name, value in kwargs.items() if value is not None}
+            # graphs that are exported or traced are made of torch's own operators; no fast path knows key masks
+            of_torch = torch.compiler.is_exporting() or torch.jit.is_tracing()
+            if _path == "plain" or of_torch or "key_mask" in kwargs:
                 return op(*args, **kwargs)
             name, module = op.__name__, _triton.get(op.__name__) if _path == "triton" else None
             if module and getattr(module, f"covers_{name}")(*args, **kwargs):

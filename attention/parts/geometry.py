@@ -66,12 +66,14 @@ class Windows(NamedTuple):
         size: rows and columns of a window; (0, 0): one window of all queries that attends to no token of the grid.
         overlap: rows and columns by which a window's keys reach beyond it on every side.
         causal: whether a query attends to no later token; windows are blocks of the raster order then.
+        key_mask: which tokens of each image count, (B, N) bool; all, where it is None.
     """
 
     grid: Grid
     size: Grid
     overlap: Grid = (0, 0)
     causal: bool = False
+    key_mask: Tensor | None = None
 
     @property
     def count(self) -> int:
@@ -132,7 +134,9 @@ class Windows(NamedTuple):
         return self.partition_keys(tokens)[0, 0, :, :, 0] - 1
 
     def mask(self, device: torch.device) -> Tensor | None:
-        """Which keys of every window lie in the grid: (g, e) bool; None where all do."""
+        """Which keys of every window lie in the grid, (g, e) bool, and count, (B, 1, g, e); None where all do."""
+        if self.key_mask is not None:
+            return self.partition_keys(self.key_mask[:, None, :, None])[..., 0]
         return self.indices(device) >= 0 if self.padded else None
 
     def index_of(self, n: int) -> int:
@@ -142,7 +146,7 @@ class Windows(NamedTuple):
 
     def attended(self, n: int) -> tuple[list[int], list[int], int]:
         """What token n attends to in its window, for the literal twins: raster indices of the keys, their positions
-        among the window's e, and n's own position among its w.
+        among the window's e, and n's own position among its w. With a key mask, of one image.
         """
         if self.size == (0, 0):
             return [], [], 0
@@ -153,4 +157,5 @@ class Windows(NamedTuple):
         H, W = self.grid
         inside = [(a * W + b, position) for a, b, position in keys if 0 <= a < H and 0 <= b < W]
         inside = [(m, position) for m, position in inside if m <= n or not self.causal]
+        inside = [(m, position) for m, position in inside if self.key_mask is None or self.key_mask[0, m]]
         return [m for m, _ in inside], [position for _, position in inside], y % rows * columns + x % columns

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from attention.options import OptionError
+from attention.options import OptionError, option
 from attention.parts.features import compute_dtype
 from attention.parts.geometry import Grid, Windows
 
@@ -18,7 +18,8 @@ class Groups(NamedTuple):
     """Members of c groups, for G sets of queries: G = 1 where all queries share them, G = g windows otherwise.
 
     Attributes:
-        index: (G, c, t) int64 raster indices; padding points at some token. valid: (G, c, t) bool, false at padding.
+        index: (G, c, t) int64 raster indices; padding points at some token. valid: (G, c, t) bool, false at padding;
+            (B, 1, G, c, t) where tokens of images are masked.
         tiles: the windows of the grid that the groups are, without padding; None where they are none.
         padded_means: whether means divide by t, and not by the number of members.
     """
@@ -29,8 +30,14 @@ class Groups(NamedTuple):
     padded_means: bool = False
 
     def count(self) -> Tensor:
-        """Members per group, (G, c)."""
+        """Members per group, (..., G, c)."""
         return self.valid.sum(-1)
+
+    def masked(self, key_mask: Tensor | None) -> "Groups":
+        """Without the tokens that key_mask (B, N) hides: valid (B, 1, G, c, t). Groups may become empty."""
+        if key_mask is None:
+            return self
+        return self._replace(valid=self.valid & key_mask[:, self.index][:, None], tiles=None)
 
 
 def bin_counts(count: int, grid: Grid, key: str) -> Grid:
@@ -59,18 +66,44 @@ def _bin_counts(count: int, grid: Grid) -> list[Grid]:
     return [(a, count // a) for a in range(1, min(count, grid[0]) + 1) if count % a == 0 and count // a <= grid[1]]
 
 
-def bins(grid: Grid, counts: Grid, device: torch.device, margin: Grid = (0, 0)) -> Groups:
+def bins(grid: Grid, counts: Grid, device: torch.device, margin: Grid = (0, 0), *, overlapping: bool = False) -> Groups:
     """Disjoint rectangular bins with edges floor(i*H/rows), floor(j*W/columns), each grown by `margin` rows and
     columns within the grid; means of grown bins count what lies outside it as zeros, as in the released code of EVA.
+
+    Args:
+        overlapping: bins of adaptive average pooling, which end at ceil((i+1)*H/rows): no partition where that is no
+            integer.
     """
-    rows, rows_valid = _chunks(torch.tensor(grid[0], device=device), grid[0], counts[0], margin[0])
-    columns, columns_valid = _chunks(torch.tensor(grid[1], device=device), grid[1], counts[1], margin[1])
+    rows, rows_valid = _chunks(torch.tensor(grid[0], device=device), grid[0], counts[0], margin[0], overlapping)
+    columns, columns_valid = _chunks(torch.tensor(grid[1], device=device), grid[1], counts[1], margin[1], overlapping)
     index = rows[:, None, :, None] * grid[1] + columns[None, :, None, :]
     valid = rows_valid[:, None, :, None] & columns_valid[None, :, None, :]
     equal = grid[0] % counts[0] == grid[1] % counts[1] == 0 and margin == (0, 0)
     tiles = Windows(grid, (grid[0] // counts[0], grid[1] // counts[1])) if equal else None
     index, valid = (x.flatten(2).flatten(0, 1)[None] for x in (index, valid))
     return Groups(index, valid, tiles, padded_means=margin != (0, 0))
+
+
+def pools_option():
+    """The field `released_pools`."""
+    return option(
+        None,
+        "segments of adaptive average pooling: as many rows as columns of them where their number is a square, and "
+        "overlapping where these do not divide the grid; null: as released",
+        chosen=lambda c: c.released and c.proposal != "single",
+    )
+
+
+def segments(count: int, grid: Grid, device: torch.device, key: str, *, pooled: bool) -> Groups:
+    """Bins, `count` of them, or with `pooled` those of adaptive average pooling, see `pools_option`.
+
+    Raises:
+        OptionError: see `bin_counts`.
+    """
+    counts, side = bin_counts(count, grid, key), math.isqrt(count)
+    if pooled and side**2 == count and side <= min(grid):
+        counts = side, side
+    return bins(grid, counts, device, overlapping=pooled)
 
 
 def bins_outside(groups: Groups, windows: Windows) -> Groups:
@@ -104,15 +137,17 @@ def tokens_outside(windows: Windows) -> tuple[int, int]:
     return N - max(y) * max(x), N - min(y) * min(x)
 
 
-def _chunks(total: Tensor, most: int, count: int, margin: int = 0) -> tuple[Tensor, Tensor]:
+def _chunks(total: Tensor, most: int, count: int, margin: int = 0, overlapping: bool = False) -> tuple[Tensor, Tensor]:
     """Positions of `count` contiguous chunks of range(total), with edges floor(i*total/count): (..., count, t), and
-    validity.
+    validity. Overlapping ones begin there and end at ceil((i+1)*total/count).
 
     `total` (...) may differ per window; `most` is its largest value, known without looking at the device.
     """
-    edge = torch.arange(count + 1, device=total.device) * total[..., None] // count
-    start, stop = edge[..., :-1, None] - margin, edge[..., 1:, None] + margin
-    position = start + torch.arange(max(-(-most // count), 1) + 2 * margin, device=total.device)
+    edge = torch.arange(count + 1, device=total.device) * total[..., None]
+    start = edge[..., :-1, None] // count - margin
+    stop = (edge[..., 1:, None] + (count - 1) * overlapping) // count + margin
+    longest = max(-(-most // count), 1) + (overlapping and most % count > 1)
+    position = start + torch.arange(longest + 2 * margin, device=total.device)
     valid = (position < stop) & (position >= 0) & (position < total[..., None, None])
     return position.minimum(total[..., None, None] - 1).clamp(min=0), valid
 

@@ -262,11 +262,12 @@ def test_a_checkpoint_of_an_earlier_version_resumes(run, tmp_path: Path):
     assert (kinds, checkpoint["model_ema"]["weight"].tolist()) == (["plain", "ema"], [2, 2])
 
 
-IDENTITY = {"classes": ["cat", "dog"], "train_files": "a" * 64, "val_files": "b" * 64}
+IDENTITY = {"classes": ["cat", "dog"], "train_files": "a" * 64, "val_files": "b" * 64, "teacher_weights": "none"}
 OTHERS = {
     "classes": (["cat", "cow"], "only in the run there: dog (1); only in the data here: cow (1)"),
     "train_files": ("c" * 64, f"{'a' * 64} there, {'c' * 64} here"),
     "val_files": ("c" * 64, f"{'b' * 64} there, {'c' * 64} here"),
+    "teacher_weights": ("c" * 64, f"none there, {'c' * 64} here"),
 }
 
 

@@ -11,15 +11,20 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
-from engine.data import DIGITS, create_val_loader
+from engine.data import DIGITS, classes_of, create_val_loader, indices_read
 from engine.distributed import World, init_distributed
-from engine.evaluate import accuracy_by_class, class_table, evaluate
+from engine.evaluate import evaluate
 from engine.images import BrokenImage
+from engine.outputs import classes_csv
+from engine.records import Records, gather_records
 from engine.schema import Data, Run
 
 CPU = World(torch.device("cpu"))
 NUM_IMAGES = 1003  # of which every rank and batch has its own share: 17 x 59
 BATCH_SIZES = (1, 7, 64)
+COLUMNS = ("index", "label", "loss", "classes", "probability")
+BROKEN = (0, 4, 9)
+"""Of the ten images of another split."""
 
 
 class Linear(nn.Module):
@@ -33,14 +38,21 @@ class Linear(nn.Module):
         return images.flatten(1).double() @ self.weight
 
 
-def create_loader(root: str, world: World, batch_size: int):
-    data = Data(root=root, workers=0, val_split="digits")
+def create_loader(root: str, world: World, batch_size: int, split: str = "digits"):
+    data = Data(root=root, workers=0, val_split=split)
     run = Run(model={}, attention="softmax", data=data)
-    return create_val_loader(run, world, img_size=8, num_classes=10, batch_size=batch_size)
+    is_few = split == "few"
+    return create_val_loader(run, world, img_size=8, num_classes=10, batch_size=batch_size, skip_broken=is_few)
 
 
 def evaluate_digits(root: str, world: World) -> list[dict[str, float]]:
     return [evaluate(Linear(), create_loader(root, world, size), world, None) for size in BATCH_SIZES]
+
+
+def record_digits(root: str, world: World, split: str) -> Records:
+    loader, rows = create_loader(root, world, 7, split), []
+    evaluate(Linear(), loader, world, None, rows=rows)
+    return gather_records(rows, indices_read(loader), loader.dataset, classes_of(loader.dataset), world)
 
 
 def refuse(is_broken: bool):
@@ -55,16 +67,18 @@ def main(arguments: list[str]) -> None:
     world = init_distributed("cpu")
     is_last = world.rank == world.size - 1
     results = evaluate_digits(root, world)
+    records = [record_digits(root, world, split) for split in ("digits", "few")]
     with pytest.raises(BrokenImage, match=r"x\.png: of the last rank"):  # on every rank
         evaluate(nn.Identity(), refuse(is_last), world, None)
     if is_last:
-        Path(root, f"{world.size}.json").write_text(json.dumps(results))
+        tables = [{column: getattr(found, column).tolist() for column in COLUMNS} for found in records]
+        Path(root, f"{world.size}.json").write_text(json.dumps([results, tables]))
     world.destroy()
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory) -> str:
-    """NUM_IMAGES of the digits as files."""
+    """NUM_IMAGES of the digits as files, and a few more, some of them broken."""
     root = tmp_path_factory.mktemp("root")
     for digit in range(10):
         (root / "digits" / str(digit)).mkdir(parents=True)
@@ -72,6 +86,10 @@ def root(tmp_path_factory) -> str:
         for i, (image, label) in enumerate(zip(arrays["train_images"], arrays["train_labels"], strict=True)):
             if i < NUM_IMAGES:
                 Image.fromarray(image * 15).save(root / "digits" / str(label) / f"{i}.png")
+    for digit in range(10):
+        (root / "few" / str(digit)).mkdir(parents=True)
+        content = next((root / "digits" / str(digit)).iterdir()).read_bytes()
+        (root / "few" / str(digit) / "x.png").write_bytes(content[:60] if digit in BROKEN else content)
     return str(root)
 
 
@@ -100,12 +118,31 @@ def test_one_process_counts_every_image_once(root, expected):
     assert_exact(evaluate_digits(root, CPU), expected)
 
 
+def assert_recorded(table, root, split):
+    """Against logits of all images at once: every one is there that is not broken, once."""
+    images, labels = next(iter(create_loader(root, CPU, 2000, split)))
+    log_prob = Linear()(images).detach().float().log_softmax(1)
+    index = [i for i in range(10) if i not in BROKEN] if split == "few" else [*range(NUM_IMAGES)]
+    assert (table["index"], table["label"]) == (index, labels.tolist())
+    top = log_prob.topk(5)
+    assert table["classes"] == top.indices.tolist()
+    np.testing.assert_allclose(table["probability"], top.values.exp(), rtol=1e-5)
+    np.testing.assert_allclose(table["loss"], -log_prob.gather(1, labels[:, None])[:, 0], rtol=1e-5, atol=1e-6)
+
+
+def test_one_process_records_every_image_that_can_be_read(root):
+    found = record_digits(root, CPU, "few")
+    assert_recorded({column: getattr(found, column).tolist() for column in COLUMNS}, root, "few")
+
+
 @pytest.mark.parametrize("size", [2, *(pytest.param(size, marks=pytest.mark.stress) for size in (1, 3, 4))])
 def test_processes_count_every_image_once(root, expected, size, fork_server, tmp_path, figure):
     statuses, job = fork_server.run([root], tmp_path / "log", ranks=size, script=__name__)
     assert statuses == [0] * size, job.text
-    results = json.loads(Path(root, f"{size}.json").read_text())
+    results, tables = json.loads(Path(root, f"{size}.json").read_text())
     assert_exact(results, expected)
+    for split, table in zip(("digits", "few"), tables, strict=True):
+        assert_recorded(table, root, split)
     figure("P2", f"{size} ranks: {len(results)}/{len(BATCH_SIZES)} batch sizes count {NUM_IMAGES} images alike")
 
 
@@ -121,14 +158,25 @@ def test_by_hand(num_classes, top5):
 
 def test_every_class_by_hand():
     logits = -torch.arange(8.0).repeat(5, 1)
-    targets, by_class = torch.tensor([0, 4, 0, 7, 4]), torch.zeros(8, 3, dtype=torch.int64)
-    evaluate(nn.Identity(), [(logits[:3], targets[:3]), (logits[3:], targets[3:])], CPU, None, by_class=by_class)
-    expected = torch.zeros_like(by_class)
-    expected[0], expected[4], expected[7] = torch.tensor([2, 2, 2]), torch.tensor([2, 0, 2]), torch.tensor([1, 0, 0])
-    assert by_class.tolist() == expected.tolist()
-    _, one, *_, last = accuracy_by_class(by_class, "abcdefgh")
-    assert one == {"class": "b", "images": 0, "top1": None, "top5": None}
-    assert class_table({"ema": [one, last]}) == "weights,class,images,top1,top5\nema,b,0,,\nema,h,1,0.0,0.0\n"
+    targets, rows = torch.tensor([0, 4, 0, 7, 4]), []
+    evaluate(nn.Identity(), [(logits[:3], targets[:3]), (logits[3:], targets[3:])], CPU, None, rows=rows)
+    found = gather_records(rows, range(5), range(5), "abcdefgh", CPU)
+    header, *lines = classes_csv({"ema": found}).decode().splitlines()
+    assert header == "weights,class,images,top1,top5"
+    assert lines[0] == "ema,a,2,100.0,100.0"
+    assert lines[4] == "ema,e,2,0.0,100.0"
+    assert lines[7] == "ema,h,1,0.0,0.0"
+    assert [lines[i] for i in (1, 2, 3, 5, 6)] == [f"ema,{name},0,," for name in "bcdfg"]
+
+
+def test_nothing_is_kept_of_single_images_where_no_one_asks(monkeypatch):
+    monkeypatch.setattr("engine.evaluate.record", None)
+    assert evaluate(nn.Identity(), [(torch.eye(3), torch.arange(3))], CPU, None)["top1"] == 100
+
+
+def test_a_rank_without_an_image_has_no_records():
+    found = gather_records([], [], range(2), "abc", CPU)
+    assert (len(found.index), found.classes.shape) == (0, (0, 3))
 
 
 def test_no_image_at_all_is_refused():

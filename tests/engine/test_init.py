@@ -1,5 +1,6 @@
 """Weights of other models at the start of a run: what fits is loaded, and a table says what became of each."""
 
+import itertools
 import re
 from argparse import Namespace
 from pathlib import Path
@@ -11,13 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from attention import ATTENTION
-from engine.checkpoint import Checkpoints, export_checkpoint
+from engine.checkpoint import Checkpoints, export_checkpoint, load_checkpoint
 from engine.config import load_run
 from engine.distributed import World
 from engine.errors import UserError
-from engine.init import Source, create_initial_model, fit_weights, read_weights
+from engine.fit import fit_weights
+from engine.init import create_initial_model
 from engine.progress import Progress
 from engine.schema import Run
+from engine.sources import EXPECTED, Source, read_weights
 from models import create_model
 from tests.support.launcher import ROOT
 
@@ -41,9 +44,9 @@ def build(attention="softmax", **options) -> nn.Module:
     return create_model("deit", attention=attention, **{**MODEL, **options}).eval()
 
 
-def fit(model: nn.Module, state: dict[str, Tensor], **source) -> dict[str, list[str]]:
+def fit(model: nn.Module, state: dict[str, Tensor], source: nn.Module | None = None) -> dict[str, list[str]]:
     """Loads what fits, and says what became of each weight."""
-    taken, outcome = fit_weights(model, Source(state, **source), "init.weights=file")
+    taken, outcome = fit_weights(model, Source(state, source), "init.weights=file")
     model.load_state_dict(taken, strict=False)
     assert sorted(taken) == sorted(name.split(" ")[0] for name in outcome["loaded"] + outcome["adapted"])
     of_model = [names for kind, names in outcome.items() if kind != "dropped"]
@@ -69,12 +72,38 @@ def test_stock_weights_load_as_they_are_and_give_the_same_logits():
     torch.testing.assert_close(model(images), source(images), rtol=0, atol=1e-5)
 
 
+LEARNED = {
+    "local": {"position_bias"},
+    "lara": {"landmark_q", "landmark_k"},
+    "eva": {"landmarks", "position_bias"},
+    "sra": {"sr", "norm"},
+    "combiner": {"summary_q", "summary_k", "position_bias"},
+    "transformer_ls": {"norm_full", "norm_slots", "slots", "position_bias"},
+    "scatterbrain": {"position_bias"},
+    "xca": {"temperature"},
+    "transnormer": {"gain"},
+    "t2r": {"feature_weight", "feature_bias"},
+    "rfa": {"log_sigma"},
+    "linear_sra": {"sr", "norm"},
+    "nystrom": {"filters"},
+    "linformer": {"projection"},
+    "abc": {"control"},
+    "synthesizer": {"factors"},
+}
+"""What a mechanism has that softmax attention has not, by default: T2R's paper, for one, converts a trained transformer
+by new feature maps beside its projections. The others run on softmax weights as they are: Performer, SMYRF, clustered
+attention and more."""
+
+
 @pytest.mark.parametrize("name", ATTENTION)
 def test_shared_projections_load_into_every_mechanism(name):
     """The table names what a mechanism learns or draws itself, and nothing of the source is lost."""
     source = stock(**WITHOUT_CLASS_TOKEN, img_size=112).state_dict()
     model = build(name, img_size=112)
+    own = {key: value.clone() for key, value in model.state_dict().items()}
     outcome = fit(model, source)
+    assert {key.split(".")[3] for key in outcome["fresh"]} == LEARNED.get(name, set())
+    assert all(torch.equal(model.state_dict()[key], own[key]) for key in outcome["fresh"] + outcome["drawn"])
     assert outcome["re-made"] == outcome["dropped"] == []
     assert {entry.split(" ")[0].split(".")[3] for entry in outcome["adapted"]} <= {"qkv"}
     buffers = {key for key, _ in model.named_buffers()}
@@ -153,6 +182,22 @@ def test_distilled_weights_lose_the_second_token_and_head():
     assert torch.equal(model.pos_embed, source["pos_embed"][:, [0, *range(2, 18)]])
 
 
+def test_a_distilled_student_of_plain_weights_and_of_distilled_ones():
+    torch.manual_seed(0)
+    plain, distilled = stock().state_dict(), timm.create_model("deit_tiny_distilled_patch16_224", **MODEL)
+    tokens = {"class_token": True, "dist_token": True}
+    model = build(**tokens)
+    outcome = fit(model, plain)
+    assert outcome["fresh"] == ["dist_token", "head_dist.weight", "head_dist.bias"]
+    assert outcome["re-made"] == outcome["dropped"] == []
+    assert torch.equal(model.pos_embed[:, [0, *range(2, 18)]], plain["pos_embed"])
+    outcome = fit(build(**tokens), distilled.state_dict())
+    assert [kind for kind, names in outcome.items() if names] == ["loaded"]
+    outcome = fit(build(**tokens, num_classes=7), distilled.state_dict())
+    assert outcome["re-made"] == ["head.weight", "head.bias", "head_dist.weight", "head_dist.bias"]
+    assert outcome["dropped"] == []
+
+
 def test_bias_tables_are_resampled_to_other_windows():
     source = build({"name": "eva", "window_size": 2, "num_landmarks": 4}).state_dict()
     model = build({"name": "eva", "window_size": 4, "num_landmarks": 4})
@@ -160,6 +205,94 @@ def test_bias_tables_are_resampled_to_other_windows():
     assert outcome["adapted"] == [f"blocks.{i}.attn.position_bias.table (1, 9, 2) -> (1, 49, 2)" for i in (0, 1)]
     old, new = source["blocks.0.attn.position_bias.table"][0], model.blocks[0].attn.position_bias.table[0]
     torch.testing.assert_close(new.view(7, 7, 2)[3, 3], old.view(3, 3, 2)[1, 1], rtol=0.2, atol=0.01)  # the middle
+
+
+WINDOWS = {"window_size": 4, "layout": "1d"}
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "becomes"),
+    [
+        (WINDOWS, WINDOWS | {"window_size": 2}, "adapted (1, 7, 2) -> (1, 3, 2)"),
+        (WINDOWS, WINDOWS | {"overlap": 2}, "adapted (1, 7, 2) -> (1, 11, 2)"),
+        (WINDOWS | {"window_size": 2, "overlap": 2}, WINDOWS, "loaded"),
+        (WINDOWS | {"causal": True}, WINDOWS | {"causal": True, "window_size": 2}, "adapted (1, 4, 2) -> (1, 2, 2)"),
+        (WINDOWS | {"causal": True, "window_size": 7}, WINDOWS, "fresh (there it is of table 1d causal)"),
+        (WINDOWS | {"window_size": 13}, {"window_size": 3}, "fresh (there it is of table 1d)"),
+        ({"position_bias": "t5"}, {}, "fresh (there it is of t5 2d)"),
+        ({"position_bias": "t5"}, {"position_bias": "t5"}, "loaded"),
+        (
+            {"position_bias": "t5"},
+            {"position_bias": "t5", "window_size": 3},
+            "fresh (of another window, and t5 2d cannot be resampled)",
+        ),
+        (
+            {"position_bias": "table_released"},
+            {"position_bias": "table_released", "window_size": 3},
+            "fresh (of another window, and table_released 2d cannot be resampled)",
+        ),
+        ({"position_bias": "table_released"}, {"position_bias": "table_released"}, "loaded"),
+        ({"position_bias": "none"}, {}, "fresh"),
+        ({}, {"position_bias": "none"}, None),
+    ],
+)
+def test_bias_tables_of_other_windows_and_kinds(there, here, becomes):
+    """Also where their shapes are the same, if the model is known: a state dict does not say what its rows are."""
+    source = build({"name": "local", "window_size": 4, **there})
+    for known in (source, None) if becomes is None or ("(there" not in becomes and "t5" not in becomes) else (source,):
+        model = build({"name": "local", "window_size": 4, **here})
+        before = [block.attn.position_bias.table for block in model.blocks]
+        before = [table if table is None else table.clone() for table in before]
+        outcome = fit(model, source.state_dict(), known)
+        found = [f"{kind} {entry}" for kind in ("loaded", "adapted", "fresh") for entry in outcome[kind]]
+        found = [entry for entry in found if "position_bias" in entry]
+        kind, _, change = (becomes or "").partition(" ")
+        names = [f"blocks.{i}.attn.position_bias.table" for i in (0, 1)] if becomes else []
+        assert found == [f"{kind} {name} {change}".rstrip() for name in names]
+        tables = [block.attn.position_bias.table for block in model.blocks]
+        assert kind != "fresh" or all(map(torch.equal, tables, before))
+
+
+def test_a_table_of_one_axis_keeps_its_middle_and_its_ends():
+    models = [build({"name": "local", "layout": "1d", "window_size": size}) for size in (3, 5)]
+    with torch.no_grad():
+        for block in models[0].blocks:
+            block.attn.position_bias.table.copy_(torch.arange(5.0)[None, :, None].expand(1, 5, 2))
+    fit(models[1], models[0].state_dict())
+    new = models[1].blocks[0].attn.position_bias.table[0, :, 0]
+    assert new[4].item() == pytest.approx(2)
+    assert new.diff().min() > 0
+    torch.testing.assert_close(new, 4 - new.flip(0))
+
+
+HEADS = (
+    r"^init\.weights=file: weights of a model with num_heads=%s, but model\.num_heads=%s: .*; set model\.num_heads=%s$"
+)
+
+
+@pytest.mark.parametrize("make", [build, stock])
+def test_another_number_of_heads_is_refused(make):
+    """The projections have the same shapes, but are cut into heads otherwise."""
+    source = make(num_heads=4)
+    with pytest.raises(UserError, match=HEADS % (4, 2, 4)):
+        fit(build(), source.state_dict(), source)
+    fit(build(num_heads=4), source.state_dict(), source)
+
+
+def test_another_number_of_heads_in_a_stage_is_refused():
+    sizes = {"embed_dims": (8, 16, 20, 32), "depths": (1, 1, 1, 1), "num_classes": 3, "num_heads": (1, 2, 5, 8)}
+    here = create_model("pvtv2_b0", attention="sra", **{**sizes, "num_heads": (2, 4, 10, 16)})
+    for source in (create_model("pvtv2_b0", attention="sra", **sizes), timm.create_model("pvt_v2_b0", **sizes)):
+        heads = [re.escape(str(heads)) for heads in ([1, 2, 5, 8], [2, 4, 10, 16], [1, 2, 5, 8])]
+        with pytest.raises(UserError, match=HEADS % tuple(heads)):
+            fit(here, source.state_dict(), source)
+
+
+def test_heads_that_a_file_does_not_name_are_said_to_be_taken(tmp_path, capsys):
+    file = write(tmp_path / "vit.pth", stock().state_dict())
+    start(run_of(f"init.weights={file}"), tmp_path)
+    line = "  heads    not known from this file; model.num_heads=2 is taken"
+    assert capsys.readouterr().out.splitlines()[-1] == line
 
 
 def test_a_pyramid_loads_by_the_names_of_timm_and_of_its_authors():
@@ -188,8 +321,13 @@ def test_a_pyramid_loads_by_the_names_of_timm_and_of_its_authors():
             "of another shape: blocks.0.norm1.weight (12,)",
         ),
         (lambda state: {f"layer4.{name}": x for name, x in state.items()}, "another architecture"),
+        (lambda state: {name: torch.ones(()) for name in state}, "another architecture"),
         (lambda state: state | {"blocks.0.ls1.gamma": torch.ones(24)}, "1 unexpected: blocks.0.ls1.gamma"),
         (lambda state: state | {"norm.weight": torch.full((24,), torch.nan)}, "1 weights are not finite: norm.weight"),
+        (
+            lambda state: state | {"patch_embed.backbone.conv.weight": torch.ones(1)},
+            "1 unexpected: patch_embed.backbone.conv.weight",
+        ),
         (lambda state: state | {"pos_embed": torch.zeros(1, 15, 24)}, "no square"),
         (lambda state: state | {"patch_embed.proj.weight": torch.zeros(24, 192)}, "cannot be adapted"),
         (lambda state: state | {"cls_token": torch.zeros(24)}, "cannot be adapted"),
@@ -202,6 +340,48 @@ def test_weights_that_do_not_fit_are_refused_in_one_line(change, says):
     assert str(caught.value).startswith("init.weights=file: ")
     assert says in str(caught.value)
     assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("resnet18", "no blocks, but conv1.weight, bn1.weight, "),
+        ("convnext_atto", "2 + 2 + 6 + 2 blocks, where the model has 2 blocks of width 24 ("),
+        ("pvt_v2_b0", "2 + 2 + 2 + 2 blocks of width 32, 64, 160, 256, where "),
+        ("deit_small_patch16_224", "12 blocks of width 384, where the model has 2 blocks of width 24 ("),
+        ("xcit_nano_12_p16_224", "cannot be adapted to the model"),
+    ],
+)
+def test_another_family_is_refused_in_one_line_that_says_what_it_is(name, says):
+    with torch.device("meta"):
+        source = timm.create_model(name)
+    remedy = "; choose the model (model.name, model.depth, ...) that the weights were made for"
+    with pytest.raises(UserError) as caught:
+        fit(build(), source.state_dict(), source)
+    message = str(caught.value)
+    assert says in message
+    assert message.endswith(remedy)
+    assert message.isprintable()
+    assert len(message) < 600
+
+
+def test_a_configuration_that_is_not_of_its_weights_is_refused():
+    """As no program writes it."""
+    local = {"name": "local", "window_size": 4}
+    source = build(local)
+    for other in (build("softmax"), build(local, depth=1)):
+        with pytest.raises(UserError, match="cannot be adapted to the model"):
+            fit(source, source.state_dict(), other)
+
+
+def test_one_family_of_ours_is_refused_by_the_other():
+    sizes = {"embed_dims": (8, 16, 20, 32), "depths": (1, 1, 1, 1), "num_classes": 3}
+    models = [build(), create_model("pvtv2_b0", attention="sra", **sizes)]
+    blocks = ["2 blocks of width 24", "1 + 1 + 1 + 1 blocks of width 8, 16, 20, 32"]
+    for (there, source), (here, model) in itertools.permutations(zip(blocks, models, strict=True)):
+        says = f"weights of another architecture: {there}, where the model has {here} ("
+        with pytest.raises(UserError, match=re.escape(says)):
+            fit(model, source.state_dict(), source)
 
 
 ANYTHING_OF_ANOTHER = {"epoch": 3, "args": Namespace(lr=0.1, opt="adamw")}
@@ -264,6 +444,9 @@ def test_an_own_run_its_checkpoint_and_its_export_start_another(tmp_path, capsys
         ]
         assert (dropped, err) == ("  dropped     0", "")
     Checkpoints(output, new, WORLD, 100).save(Progress(step=1, images=8), {"model": model})
+    export_checkpoint(exported, torch.load(output / "step_1.pt"), "plain")
+    for path in (output / "step_1.pt", exported):
+        assert load_checkpoint(path)["config"]["init"] == {"weights": str(source), "strict": False}
     resumed = run_of("attention={name: lara, num_landmarks: 4}", "init.weights=gone.pt")
     start(resumed, output)
     assert capsys.readouterr() == ("", "")
@@ -296,6 +479,12 @@ class Evil:
         ({"weight": Evil(), "state_dict": {}}, "cannot be loaded safely (UnpicklingError: a pickle with "),
         ({"state_dict": {"epoch": 3}}, "holds no weights, but 'state_dict'"),
         ({"state_dict": {"\x1b[2J.weight": torch.zeros(1)}}, "holds no weights, but 'state_dict'"),
+        (b"", "damaged, or no checkpoint"),
+        ([1, 2], "holds a list"),
+        (torch.zeros(3), "holds a Tensor"),
+        ({"state": {}, "param_groups": []}, "holds 'state', 'param_groups' only"),
+        (nn.Linear(1, 1), "a pickle with a call of torch._utils._rebuild_parameter"),
+        ((2**62).to_bytes(8, "little") + b'{"a": 1}', "a header of more than"),
     ],
 )
 def test_other_files_are_refused_in_one_line(content, says, tmp_path, capsys):
@@ -306,8 +495,15 @@ def test_other_files_are_refused_in_one_line(content, says, tmp_path, capsys):
         read_weights(str(path))
     assert says in str(caught.value)
     assert str(caught.value).startswith(str(path))
+    assert str(caught.value).endswith((EXPECTED, "save its weights alone, with torch.save(model.state_dict(), FILE)"))
     assert str(caught.value).isprintable()
     assert capsys.readouterr().out == ""
+
+
+def test_a_directory_of_something_else_is_refused(tmp_path):
+    (tmp_path / "epoch_3.pth").touch()
+    with pytest.raises(UserError, match=f"^{tmp_path}: no checkpoint there; {re.escape(EXPECTED)}$"):
+        read_weights(str(tmp_path))
 
 
 def test_a_name_of_timms_hub(monkeypatch):

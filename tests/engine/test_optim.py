@@ -145,11 +145,13 @@ def test_layer_decay_scales_the_rates_of_timms_groups(caplog):
     optim = Optim(layer_decay=0.5)
     check_optimizer(optim, CPU)
     assert not caplog.records
-    model = create_model("deit", attention="eva", img_size=56, patch_size=4, embed_dim=12, depth=2, class_token=True)
+    tokens = {"class_token": True, "dist_token": True}
+    model = create_model("deit", attention="eva", img_size=56, patch_size=4, embed_dim=12, depth=2, **tokens)
     optimizer = create_optimizer(model, optim, 512)
     create_schedule(optimizer, Schedule(sched="constant", warmup_epochs=0), 7).step_update(0)
     rates = {id(weight): group["lr"] for group in optimizer.param_groups for weight in group["params"]}
-    layers = {"patch_embed.": 3, "pos_embed": 3, "cls_token": 3, "blocks.0.": 2, "blocks.1.": 1, "norm.": 1, "head.": 0}
+    layers = {"patch_embed.": 3, "pos_embed": 3, "cls_token": 3, "dist_token": 3}
+    layers |= {"blocks.0.": 2, "blocks.1.": 1, "norm.": 1, "head.": 0, "head_dist.": 0}
     for name, weight in model.named_parameters():
         (depth,) = (depth for prefix, depth in layers.items() if name.startswith(prefix))
         assert rates[id(weight)] == pytest.approx(5e-4 * 0.5**depth), name

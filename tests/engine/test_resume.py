@@ -6,6 +6,8 @@ The rows R1 to R5, S1, G1 and M1 of the stress suite, with all random augmentati
 import hashlib
 import json
 import random
+import re
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -284,6 +286,37 @@ def test_a_run_that_is_restarted_at_every_step(ranks: int, fork_server: ForkServ
     assert num_launches > 4
     assert outcome(job, output, before) == runs.expected
     figure("R3", f"{ranks} rank(s), restarted {num_launches - 1} times: same bits")
+
+
+TWO_HEADS = ["model.class_token=true", "model.dist_token=true"]
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [
+        (1, ["distill.type=soft", "distill.tau=3.0"]),
+        (1, TWO_HEADS),
+        (2, [*TWO_HEADS, "train.grad_accum_steps=2", "train.amp=bf16", "augment.mixup=0", "augment.cutmix=0"]),
+    ],
+)
+def test_a_distilled_run_resumes_with_its_teacher_only(
+    ranks: int, overrides: list[str], fork_server: ForkServer, runs: Runs, tmp_path: Path
+):
+    """The teacher is another run, and its weights are in no checkpoint of this one."""
+    teacher = shutil.copytree(runs.directory / "run1", tmp_path / "teacher")
+    students = Runs(fork_server, tmp_path / "runs", [*overrides, f"distill.teacher={teacher}", LARA], ranks)
+    rng = random.Random(ranks)
+    for _ in range(3):
+        assert -9 in students.survives(choose_kill(rng, "step"))
+    statuses, _, output = students.launch(("train.seed_everything", 4, "SIGTERM"))
+    assert statuses == [75] * ranks
+    shutil.rmtree(teacher)
+    assert runs.launch(output=teacher, more=["train.seed=1"])[0] == [0]
+    statuses, job, _ = students.launch(output=output)
+    assert statuses == [2] * ranks
+    (line,) = job.text.splitlines()[2:]
+    assert re.fullmatch(r"  teacher_weights: [0-9a-f]{64} there, [0-9a-f]{64} here", line)
 
 
 def test_images_do_not_depend_on_the_workers(runs: Runs):

@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import io
 import json
 import math
 import os
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from PIL import Image
 
 import train
 import validate
@@ -18,6 +20,9 @@ from engine.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
 from engine.config import parse_run
 from engine.data import DigitsReader, create_val_loader
 from engine.distributed import World
+from engine.evaluate import evaluate
+from engine.images import decode
+from engine.inference import load
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -137,13 +142,18 @@ def test_the_checkpoint_is_enough(run_directory, tmp_path, capsys):
 def test_two_processes_report_the_same(run_directory, fork_server, tmp_path):
     reports = []
     for ranks in (1, 2):
-        command = [str(run_directory), "data.workers=0", "--json", "--per-class", str(tmp_path / f"{ranks}.csv")]
+        files = ["--per-class", str(tmp_path / f"{ranks}.csv"), "--predictions", str(tmp_path / f"images_{ranks}.csv")]
+        command = [str(run_directory), "data.workers=0", "--json", *files]
         statuses, job = fork_server.run(command, tmp_path / "log", ranks=ranks, script="validate")
         assert statuses == [0] * ranks, job.text
         (line,) = [line for line in job.text.splitlines() if line.startswith("{")]
         reports.append(flat(without_speed(json.loads(line))))
     assert reports[1] == pytest.approx(reports[0], rel=1e-6)
     assert (tmp_path / "1.csv").read_text() == (tmp_path / "2.csv").read_text()
+    one, two = ([*csv.reader((tmp_path / f"images_{n}.csv").read_text().splitlines())] for n in (1, 2))
+    assert len(one) == 1 + 2 * reports[0]["images"] > 40
+    assert [row[:4] for row in one] == [row[:4] for row in two]
+    assert [float(row[4]) for row in one[1:]] == pytest.approx([float(row[4]) for row in two[1:]], rel=1e-5)
 
 
 def test_the_table_has_one_line_for_each_set_of_weights(run_directory, capsys):
@@ -183,6 +193,129 @@ def test_the_accuracy_of_every_class(run_directory, tmp_path, capsys):
             shares = np.array([float(row[metric]) for row in rows if row["weights"] == kind])
             assert len(set(shares)) > 3
             assert sum(shares * images) / 360 == pytest.approx(result[metric])
+
+
+def logits_of(path: Path, weights: str = "plain") -> tuple[np.ndarray, np.ndarray]:
+    """Of all held-out digits at once, by another way than validate.py's; and their classes."""
+    model, transform, _ = load(path, weights=weights)
+    reader = DigitsReader("val")
+    with torch.no_grad():
+        logits = model(torch.stack([transform(decode(reader[index][0])) for index in range(len(reader))]))
+    return logits.double().numpy(), reader.labels.astype(int)
+
+
+def test_files_of_single_images(run_directory, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("engine.outputs.GRID", 2)  # drawn in less time
+    names = {"--predictions": "p.csv", "--confusion": "c.csv", "--mistakes": "m.png"}
+    files = [argument for pair in names.items() for argument in pair]
+    report = read_report(capsys, run_directory, "--weights", "plain", *files)["plain"]
+    logits, labels = logits_of(run_directory)
+    rows = list(csv.DictReader(Path("p.csv").read_text().splitlines()))
+    assert [(row["file"], row["label"]) for row in rows] == [(f"{n}/{i}.pgm", str(n)) for i, n in enumerate(labels)]
+    assert [int(row["class_1"]) for row in rows] == logits.argmax(1).tolist()
+    assert [int(row["class_5"]) for row in rows] == np.argsort(-logits, 1)[:, 4].tolist()
+    probability = np.exp(logits).max(1) / np.exp(logits).sum(1)
+    assert [float(row["probability_1"]) for row in rows] == pytest.approx(probability.tolist(), rel=1e-4)
+    counts = np.zeros((10, 10), int)
+    np.add.at(counts, (labels, logits.argmax(1)), 1)
+    (_, *table) = csv.reader(Path("c.csv").read_text().splitlines())
+    assert table == [["plain", str(i), *map(str, row)] for i, row in enumerate(counts)]
+    assert 100 * np.trace(counts) / 360 == pytest.approx(report["top1"])
+    assert Image.open(io.BytesIO(Path("m.png").read_bytes())).width == 340
+
+
+@pytest.fixture
+def shuffled(run_directory, tmp_path) -> Path:
+    """The run's checkpoint, had its classes been in another order."""
+    _, checkpoint = find_checkpoint(run_directory, "last")
+    order = [3, 1, 4, 5, 9, 2, 6, 8, 7, 0]
+    for name in ("head.weight", "head.bias"):
+        checkpoint["model"][name] = checkpoint["model"][name][order]
+    save_checkpoint(tmp_path / "x.pt", checkpoint | {"classes": [str(i) for i in order]})
+    return tmp_path / "x.pt"
+
+
+def test_classes_in_another_order_are_matched_by_name(run_directory, shuffled, capsys):
+    _, recorded = find_checkpoint(run_directory, "last")
+    validate.main([str(shuffled), "--weights", "plain", "data.workers=0", "--json"])
+    output, expected = capsys.readouterr(), recorded["progress"]["metrics"]
+    found = {name: value for name, value in json.loads(output.out)["plain"].items() if name in expected}
+    assert found == pytest.approx({name: expected[name] for name in ("top1", "top5", "loss", "images")}, rel=1e-6)
+    assert output.err == "classes: those of the checkpoint in another order, matched by name\n"
+
+
+def write_images(root: Path, digits: str) -> list[int]:
+    """Some held-out digits as class folders, named as ImageNet's images; their indices."""
+    reader = DigitsReader("val")
+    chosen = [index for index in range(100) if str(reader.labels[index]) in digits]
+    for number, index in enumerate(chosen, 1):
+        folder = root / "val" / str(reader.labels[index])
+        folder.mkdir(parents=True, exist_ok=True)
+        decode(reader[index][0]).save(folder / f"ILSVRC2012_val_{number:08}.JPEG", format="PNG")
+    return chosen
+
+
+def test_some_of_the_classes(run_directory, tmp_path, capsys):
+    """Logits are restricted to them, and ReaL labels are theirs."""
+    chosen = write_images(tmp_path, "358")
+    real = [[int(DigitsReader("val").labels[index]), 8] for index in chosen]
+    (tmp_path / "real.json").write_text(json.dumps(real))
+    data = [
+        "data.dataset=folder",
+        f"data.root={tmp_path}",
+        "data.workers=0",
+        "--real-labels",
+        str(tmp_path / "real.json"),
+    ]
+    validate.main([str(run_directory), *data, "--weights", "plain", "--json"])
+    output = capsys.readouterr()
+    assert output.err == "classes: the data has 3 of the checkpoint's 10; the logits of the others are left out\n"
+    found = json.loads(output.out)["plain"]
+    logits, labels = (x[chosen] for x in logits_of(run_directory))
+    logits, targets = logits[:, [3, 5, 8]], np.searchsorted([3, 5, 8], labels)
+    log_prob = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    assert found["top1"] == pytest.approx(100 * np.mean(logits.argmax(1) == targets))
+    assert found["loss"] == pytest.approx(-log_prob[np.arange(len(chosen)), targets].mean(), rel=1e-5)
+    is_real = (logits.argmax(1) == targets) | (logits.argmax(1) == 2)
+    assert (found["real_top1"], found["real_images"]) == (pytest.approx(100 * is_real.mean()), len(chosen))
+    assert found["real_top1"] > found["top1"]
+    validate.main([str(run_directory), *data, "--weights", "plain"])
+    assert capsys.readouterr().out.splitlines()[2].split()[:3] == [
+        "plain",
+        f"{len(chosen)}",
+        f"{found['real_top1']:.3f}",
+    ]
+
+
+def test_images_of_another_size_are_said(run_directory, capsys):
+    validate.main([str(run_directory), "data.workers=0", "--weights", "plain", "model.img_size=12"])
+    output = capsys.readouterr()
+    resampled = "resampled: pos_embed (1, 4, 16) -> (1, 9, 16)"
+    assert output.err == f"model.img_size = 12, trained at 8; {resampled}\n"
+    model, _, _ = load(run_directory, weights="plain")
+    model.set_input_size(12)
+    run = parse_run(find_checkpoint(run_directory, "best")[1]["config"], "x", ["model.img_size=12"])
+    loader = create_val_loader(run, World(torch.device("cpu")), img_size=12, num_classes=10)
+    expected = evaluate(model, loader, World(torch.device("cpu")), None)
+    assert output.out.splitlines()[1].split()[2] == f"{expected['top1']:.3f}"
+
+
+@pytest.mark.parametrize(
+    ("option", "name", "problem"),
+    [
+        ("--per-class", "x.csv", "x.csv: cannot be written: Is a directory"),
+        ("--predictions", "x.csv", "x.csv: cannot be written: Is a directory"),
+        ("--confusion", "x.csv", "x.csv: cannot be written: Is a directory"),
+        ("--mistakes", "x.csv", "x.csv: --mistakes writes .png; name such a file"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_the_evaluation(tmp_path, capsys, option, name, problem):
+    (tmp_path / "x.csv").mkdir()
+    with pytest.raises(SystemExit, match="2"):
+        validate.main([str(tmp_path), option, str(tmp_path / name)])
+    output = capsys.readouterr()
+    assert (output.out, output.err) == ("", f"error: {tmp_path}/{problem}\n")
 
 
 def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):

@@ -120,6 +120,14 @@ RELEASED = {
     "eva_2d_norpe": {**AS_RELEASED, "position_bias": "none"},
     "train_eva_2d_rpe": AS_RELEASED,
     "eva_2d_overlap_rpe": {**AS_RELEASED, "window_size": 4, "overlap": 2, "num_landmarks": 16},
+    "eva_2d_overlap_t5_noln": {
+        **AS_RELEASED,
+        "window_size": 4,
+        "overlap": 2,
+        "num_landmarks": 16,
+        "position_bias": "t5_released",
+        "landmark_transform": "linear",
+    },
     "train_eva_2d_overlap_norpe": {
         **AS_RELEASED,
         "window_size": 2,

@@ -13,6 +13,7 @@ from attention.mechanisms.ra import ra
 from attention.ops.random_features.op import random_feature_attention
 from attention.ops.random_features.proposals import query_weights
 from attention.parts.features import log_features, scale
+from attention.parts.groups import group_mean
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal, assert_mean, standard_errors
 from tests.support.growth import Growth
@@ -44,6 +45,7 @@ EFFECTS = {
     "antithetic": ({**FEW, "samples_per_proposal": 2}, True),
     "released": (FEW, True),
     "noise": (FEW, "released"),
+    "released_pools": (FEW, True),
 }
 SYMMETRIES = [
     *((BLOCKS, {**FEW, "proposal": x}) for x in ("pool", "pool_mixed", "attended_keys", "mixture")),
@@ -60,6 +62,7 @@ REFUSED = [
     ({"proposal": "single", "landmark_transform": "light"}, r"transform = light: .* set landmark_transform: none"),
     ({"proposal": "single", "samples_per_proposal": 2}, r"samples_per_proposal = 2: .* set samples_per_proposal: 1"),
     ({"proposal": "single", "beta": 1.0}, r"attention\(lara\).beta = 1.0: .* set beta: 2.0"),
+    ({"proposal": "single", "released_pools": True}, r"released_pools = True: .* set released_pools: False"),
     ({"samples_per_proposal": 3}, r"attention\(lara\).samples_per_proposal: 3 is not a choice"),
 ]
 RELEASED = {
@@ -67,6 +70,7 @@ RELEASED = {
     "lara_poolmixed_dense_opt": {"released": True, "landmark_transform": "dense"},
     "train_lara_poolmixed_opt": {"released": True, "num_landmarks": 16},
     "lara_poolmixed_light_opt_12x4": {"released": True, "num_landmarks": 16},
+    "lara_pool_bh_8x11": {"released": True, "num_landmarks": 9, "proposal": "pool", "weighting": "balance"},
 }
 SYMBOLS = {"c": 49}
 
@@ -78,6 +82,17 @@ UNIFORM = torch.rand(2, 2, C, 1, generator=torch.Generator().manual_seed(6), dty
 EXPLICIT = {name: {"weighting": name, "beta": 2.0} for name in ("coupled", "coupled_density", "decoupled")}
 EXPLICIT["balance"] = {"weighting": "decoupled", "beta": 0.0}
 every_weighting = pytest.mark.parametrize("weighting", EXPLICIT)
+
+
+@pytest.mark.parametrize(
+    ("grid", "count"), [((12, 16), 49), ((12, 16), 64), ((24, 24), 49), ((8, 5), 9), ((12, 4), 16)]
+)
+def test_released_pools_are_those_of_adaptive_average_pooling(grid, count):
+    attn = create_attention("lara", dim=8, num_heads=2, grid=grid, num_landmarks=count, released=True)
+    x, side = draw(2, 3, math.prod(grid), D, seed=11), math.isqrt(count)
+    pooled = torch.nn.functional.adaptive_avg_pool2d(x.mT.unflatten(3, grid).flatten(0, 1), side)
+    means = group_mean(x, attn.segments(grid, x.device))[:, :, 0]
+    assert_equal(means, pooled.flatten(2).mT.unflatten(0, (2, 3)))
 
 
 def layer(grid=(4, 6), **options):

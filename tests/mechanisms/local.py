@@ -65,6 +65,7 @@ EVERYTHING = [
 RELEASED = {
     "local_2d_rpe": {"released": True},
     "local_2d_norpe": {"position_bias": "none"},
+    "local_1d_overlap_rpe": {"released": True, "layout": "1d", "window_size": 5, "overlap": 2},
 }
 SYMBOLS = {"|E|": 49}
 

@@ -75,6 +75,7 @@ RELEASED = {
     "performer_favorp_64": {"released": True, "num_samples": 64},
     "performer_fourier_16": {"released": True, "num_samples": 16, "features": "trigonometric"},
     "performer_relu_16": {"released": True, "num_samples": 16, "features": "relu"},
+    "performer_favorp_16_learnable": {"released": True, "num_samples": 16, "feature_redraw": "learnable"},
 }
 SYMBOLS = {"s": 128}
 

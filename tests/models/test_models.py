@@ -14,6 +14,7 @@ from torch import nn
 import models
 from attention import OptionError, create_attention
 from attention.options import parse_options
+from bench.costs import count_costs
 from models import MODELS, create_model, parse_model, resolve_attention
 from models.convert import resample_pos_embed
 from models.deit import Deit
@@ -160,6 +161,14 @@ def test_contract(name):
     assert tiny_model(name, num_classes=0, global_pool="")(images).shape == final
 
 
+def test_gated_mlps_have_two_thirds_of_the_width():
+    mlp = create_model("deit", **TINY["deit"], use_glu=True, mlp_ratio=3.5).eval().blocks[0].mlp
+    x = torch.randn(2, 30, 24)
+    values, gates = mlp.fc1(x).chunk(2, -1)
+    assert gates.shape[-1] == 56  # 2/3 of 84
+    torch.testing.assert_close(mlp(x, (5, 6)), mlp.fc2(torch.nn.functional.gelu(values) * gates))
+
+
 def test_class_token():
     options = TINY["deit"] | {"class_token": True}
     model = create_model("deit", **options).eval()
@@ -175,6 +184,48 @@ def test_class_token():
     torch.testing.assert_close(torch.cat([token, patches], 1), features)
     with pytest.raises(OptionError, match="class_token"):
         parse_model("deit", {"global_pool": "token"})
+
+
+def test_distillation_token():
+    """In training without a teacher too, the output is the mean of both heads, as in timm."""
+    options = TINY["deit"] | {"class_token": True, "dist_token": True}
+    model, images = create_model("deit", **options), tiny_images("deit")
+    assert model.num_prefix_tokens == model.blocks[0].attn.num_prefix_tokens == 2
+    x, x_dist = model.forward_features(images)[:, :2].unbind(1)
+    logits = model.head(x), model.head_dist(x_dist)
+    torch.testing.assert_close(model(images), (logits[0] + logits[1]) / 2)
+    model.set_distilled_training()
+    torch.testing.assert_close(model(images), logits)
+    model.eval()
+    torch.testing.assert_close(model(images), (logits[0] + logits[1]) / 2)
+    assert model.get_classifier() == (model.head, model.head_dist)
+    modules = dict(model.named_modules())
+    assert tuple(modules[name] for name in model.pretrained_cfg["classifier"]) == model.get_classifier()
+    model.reset_classifier(7)
+    assert [head.out_features for head in model.get_classifier()] == [7, 7]
+    assert not model.head_dist.training
+    model.reset_classifier(0)
+    torch.testing.assert_close(model(images), (x + x_dist) / 2)
+    model.reset_classifier(0, "")
+    torch.testing.assert_close(model(images), model.forward_features(images))
+    with pytest.raises(OptionError, match="global_pool = 'avg' is not one of"):
+        model.reset_classifier(5, "avg")
+    with pytest.raises(OptionError, match="global_pool = 'avg': with dist_token, heads read their tokens"):
+        create_model("deit", **options, global_pool="avg")
+    with pytest.raises(OptionError, match="dist_token = false: there is no second head"):
+        tiny_model("deit").set_distilled_training()
+
+
+def test_costs_of_the_distillation_token():
+    """Two heads, and a token more in all else; attention of all tokens to all."""
+    plain, distilled = (
+        count_costs({"name": "deit", **TINY["deit"], "class_token": True, "dist_token": value}, "softmax")
+        for value in (False, True)
+    )
+    head = 24 * 5
+    per_token, pairs = 12 * 24**2, 2 * 24 * (32**2 - 31**2)
+    assert distilled.macs - plain.macs == head + 3 * (per_token + pairs)
+    assert distilled.parameters - plain.parameters == head + 5 + 24 + 24  # bias, token, position
 
 
 @families
@@ -264,7 +315,7 @@ def test_weight_decay_acts_on_matrices_only(name):
     undecayed = ("pos_embed", "position_bias.table")
     for key, parameter in model.named_parameters():
         assert decay[id(parameter)] == (0.05 if parameter.ndim > 1 and not key.endswith(undecayed) else 0), key
-    prefixed = tiny_model("deit", "softmax", class_token=True, reg_tokens=2)
+    prefixed = tiny_model("deit", "softmax", class_token=True, dist_token=True, reg_tokens=2)
     _, decayed = param_groups_weight_decay(prefixed, 0.05, no_weight_decay_list=prefixed.no_weight_decay())
     assert not any(parameter is token for parameter in decayed["params"] for token in prefixed.prefix_tokens())
 
@@ -433,6 +484,7 @@ def test_attention_is_written_out():
         ("deit", "softmax", {"num_heads": 5}, "model.num_heads = 5 does not divide the width 192"),
         ("deit", "eva", {"stem": "conv", "patch_size": 14}, "model.patch_size = 14: the conv stem takes 4, 8 or 16"),
         ("deit", "eva", {"stem": "conv", "embed_dim": 90}, "model.embed_dim = 90: the conv stem needs a multiple of 8"),
+        ("deit", "softmax", {"dist_token": True}, "model.dist_token = true needs class_token: true"),
         ("deit", ["softmax"], {}, "attention: deit takes one mechanism, got ['softmax']"),
         ("pvtv2_b0", ["sra", "sra"], {}, "attention: pvtv2_b0 takes one mechanism or a list of 4, got ['sra', 'sra']"),
         ("pvtv2_b0", ["sra", "sra", "sr", "sra"], {}, "attention[2].name: unknown mechanism 'sr'; did you mean 'sra'?"),

@@ -18,10 +18,10 @@ def stock_model(name, **options):
     return model
 
 
-def assert_same_logits(stock, ours, images):
+def assert_same_logits(stock, ours, images, atol=1e-5):
     with torch.no_grad():
         expected = stock(images)
-        torch.testing.assert_close(ours.eval()(images), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(ours.eval()(images), expected, rtol=0, atol=atol)
     assert expected.std() > 0.1  # so that 1e-5 means something
 
 
@@ -59,6 +59,22 @@ def test_register_tokens():
     model = create_model("deit_tiny_p16", class_token=True, reg_tokens=3)
     model.load_state_dict(stock.state_dict(), strict=True)
     assert_same_logits(stock, model, torch.randn(1, 3, 224, 224))
+
+
+def test_distilled():
+    """Names and shapes of the whole model, and the logits of its first two layers."""
+    name, tokens = "deit_tiny_distilled_patch16_224", {"class_token": True, "dist_token": True}
+    with torch.device("meta"):
+        assert shapes(create_model("deit_tiny_p16", **tokens)) == shapes(timm.create_model(name))
+    stock = stock_model(name, depth=2).double()
+    model = create_model("deit_tiny_p16", **tokens, depth=2, dtype=torch.float64)
+    model.load_state_dict(stock.state_dict(), strict=True)
+    images = torch.randn(1, 3, 224, 224, dtype=torch.float64)
+    assert_same_logits(stock, model, images, atol=1e-9)
+    for net in (stock.train(), model.train()):
+        net.set_distilled_training()
+    torch.testing.assert_close(model(images), stock(images), rtol=0, atol=1e-9)
+    assert isinstance(model(images), tuple)
 
 
 @pytest.mark.parametrize("size", ["b0", "b1", "b2", "b3", "b4", "b5"])

@@ -159,6 +159,50 @@ def test_dropout_after_position_embeddings():
     torch.testing.assert_close(tokens, torch.where(tokens == 0, 0, 2 * kept))
 
 
+@pytest.mark.parametrize("tokens", [{"class_token": True}, {"class_token": False, "global_pool": "avg"}])
+def test_patches_left_out_are_those_of_timm(tokens):
+    """A third of 30, the same by the same seed, in value and gradient; none in evaluation."""
+    model = tiny_model("deit", "softmax", patch_drop_rate=0.35, **tokens)
+    stock = timm.create_model(
+        "vit_tiny_patch16_224", **TINY["deit"], **tokens, patch_drop_rate=0.35, fc_norm=False
+    ).train()
+    stock.load_state_dict(model.state_dict())
+    assert model.embed(tiny_images("deit"))[1] == (1, 19)
+    gradients = []
+    for net in (model, stock):
+        torch.manual_seed(3)
+        logits = net(tiny_images("deit"))
+        gradients.append(torch.autograd.grad(logits.square().sum(), net.parameters()))
+    torch.testing.assert_close(gradients[0], gradients[1])
+    assert model.eval().embed(tiny_images("deit"))[1] == (6, 5)
+    torch.testing.assert_close(model(tiny_images("deit")), stock.eval()(tiny_images("deit")))
+
+
+@pytest.mark.parametrize("name", ATTENTION)
+def test_patches_are_left_out_where_attention_ignores_order(name):
+    """The attention of what is left is that of an image of these tokens alone."""
+    case = FACTS[name].CASES[0]
+    options = {
+        "img_size": (10, 14),
+        "patch_size": 2,
+        "embed_dim": 12,
+        "depth": 1,
+        "num_heads": 2,
+        "patch_drop_rate": 0.2,
+    }
+    attention = {"name": name, **case.options}
+    if not case.build().ignores_order:
+        with pytest.raises(
+            OptionError, match=rf"patch_drop_rate = 0\.2: attention\({name}\) needs the whole grid; set"
+        ):
+            create_model("deit", attention, **options)
+        return
+    model = create_model("deit", attention, **options)
+    model(torch.randn(2, 3, 10, 14)).sum().backward()
+    tokens, grid = model.embed(torch.randn(2, 3, 10, 14))
+    assert (tokens.shape[1], grid) == (28, (1, 28))
+
+
 def test_width_and_docstrings():
     assert tiny_model("deit").embed_dim == 24
     for name in TINY:

@@ -11,8 +11,11 @@ from tests.support.cases import Case
 from tests.support.comparisons import FP64, FP64_GRADIENT
 
 
-def capture_op(case: Case, attn: Attention, x: Tensor) -> tuple:
-    """(op, positional arguments, keyword arguments) of the call that the mechanism makes for `x`."""
+def capture_op(case: Case, attn: Attention, x: Tensor, key_mask: Tensor | None = None) -> tuple:
+    """(op, positional arguments, keyword arguments) of the call that the mechanism makes for `x`.
+
+    A keyword that is None is left out: twins know no masks, what these mean is what removing tokens does.
+    """
     module, name = importlib.import_module(f"attention.mechanisms.{case.name}"), case.op or case.name
     op, calls = getattr(module, name), []
 
@@ -22,9 +25,10 @@ def capture_op(case: Case, attn: Attention, x: Tensor) -> tuple:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, name, spy)
-        attn(x, case.grid)
+        attn(x, case.grid) if key_mask is None else attn(x, case.grid, key_mask)
     assert len(calls) == 1
-    return op, *calls[0]
+    args, options = calls[0]
+    return op, args, {key: value for key, value in options.items() if value is not None}
 
 
 def value_and_gradients(attn, x: Tensor, grid, amp: bool = False) -> list[Tensor]:

@@ -79,10 +79,10 @@ def test_windows_landmarks_and_positions_are_the_grids_alone(case):
 
 
 @pytest.mark.parametrize("name", ATTENTION)
-def test_deit_with_class_token_and_registers_takes_every_mechanism_that_declares_them(name):
+def test_deit_with_all_prefix_tokens_takes_every_mechanism_that_declares_them(name):
     torch.manual_seed(0)
     options = {"img_size": 32, "patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 5}
-    options |= {"attention": name, "class_token": True, "reg_tokens": 2}
+    options |= {"attention": name, "class_token": True, "dist_token": True, "reg_tokens": 1}
     if ATTENTION[name].prefix_tokens == "refused":
         with pytest.raises(OptionError, match=f"num_prefix_tokens = 3: {name} does not declare what it does"):
             create_model("deit", **options)
@@ -93,6 +93,6 @@ def test_deit_with_class_token_and_registers_takes_every_mechanism_that_declares
     assert features.shape == (2, 3 + 64, 12)
     logits = model(images)
     logits.square().sum().backward()
-    for parameter in (model.cls_token, model.reg_token):
+    for parameter in (model.cls_token, model.dist_token, model.reg_token):
         assert parameter.grad.abs().sum() > 0
     assert logits.shape == (2, 5)

@@ -22,6 +22,8 @@ def label(argument) -> str:
 def test_what_commutes(name, row):
     commuting, options = row
     attn, x = layer(name, GRID, **options), draw(B, 24, h * d)
+    in_law = [kinds for other, (kinds, _) in rows("SYMMETRIES_IN_LAW") if other == name]
+    assert not attn.ignores_order or "any" in set().union(commuting, *in_law)
     y, turned = attn(x, GRID), layer(name, GRID[::-1], **options)
     turned.load_state_dict(attn.state_dict())
     differences = {kind: attn(x[:, order], GRID) - y[:, order] for kind, order in permutations().items()}

@@ -29,7 +29,7 @@ def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[T
     """
     keys, values = gather_groups(scale(k), groups), gather_groups(v, groups)
     log_xi = log_features(keys, omega).mT  # (B, h, G, c, s, t)
-    log_xi = log_xi.masked_fill(~groups.valid[:, :, None], torch.finfo(log_xi.dtype).min)
+    log_xi = log_xi.masked_fill(~groups.valid[..., None, :], torch.finfo(log_xi.dtype).min)
     return (log_xi.softmax(-1) @ values).flatten(3, 4), log_xi.logsumexp(-1)
 
 
@@ -69,7 +69,8 @@ def group_logits(
     q = q.reshape(B, h, G, g * w // G, d)
     logits = q * d**-0.5 @ k_tilde.mT
     if prior is not None:
-        logits = logits + prior.reshape(G, len(prior) * prior.shape[1] // G, prior.shape[2])
+        g_prior, w_prior, c = prior.shape[-3:]
+        logits = logits + prior.reshape(*prior.shape[:-3], G, g_prior * w_prior // G, c)
 
     if omega.shape[-2] > 1:
         log_ratio = log_mass - (omega @ mu[..., None])[..., 0]
@@ -80,25 +81,25 @@ def group_logits(
 
 
 def group_prior(q: Tensor, groups: Groups, visibility: Visibility, log_count: bool, windows: Windows) -> Tensor | None:
-    """Added to t_nc, broadcast to (g, w, c): log |P_c| with `log_count`, -inf for a group that is not attended to; None
-    for nothing.
+    """Added to t_nc, broadcast to (..., g, w, c): log |P_c| with `log_count`, -inf for a group that is not attended to;
+    None for nothing.
     """
     if groups.tiles and not windows.causal and not log_count:  # tiles have members
         return None
-    count = groups.count()[:, None].to(compute_dtype(q))
+    count = groups.count()[..., None, :].to(compute_dtype(q))
     attended = attended_groups(groups, visibility, windows)
     return (count.log() if log_count else torch.zeros_like(count)).masked_fill(~attended, -torch.inf)
 
 
 def attended_groups(groups: Groups, visibility: Visibility, windows: Windows) -> Tensor:
-    """Which groups every query attends to, broadcast to (g, w, c): those with members; in causal attention only those
-    that end before the query's window ("paper"), or before the query ("released").
+    """Which groups every query attends to, broadcast to (..., g, w, c): those with members; in causal attention only
+    those that end before the query's window ("paper"), or before the query ("released").
     """
-    filled = (groups.count() > 0)[:, None]
+    filled = (groups.count() > 0)[..., None, :]
     if not windows.causal:
         return filled
     n = torch.arange(windows.count * windows.num_queries, device=filled.device)
-    last = groups.index.where(groups.valid, -1).amax(-1)
+    last = groups.index.where(groups.valid, -1).amax(-1)[..., None, :]
     start = n if visibility == "released" else n - n % windows.size[1] - windows.overlap[1]
     return filled & (last < start.view(windows.count, windows.num_queries, 1))
 

@@ -204,8 +204,8 @@ sample_values.register_autograd(_backward, setup_context=_save)
 
 
 def covers_group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> bool:
-    """Not: groups of every window's own, and what is not `supported`."""
-    return groups.index.shape[0] == 1 and supported(k, v)
+    """Not: groups of every window's own or of every image's, and what is not `supported`."""
+    return groups.valid.shape[:-2] == (1,) and supported(k, v)
 
 
 def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:

@@ -23,8 +23,9 @@ MAX_KEPT = 1.1
 
 
 def covers(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0):
-    """Not: dropped weights, overlapping windows, no window, and logits that differ among images."""
-    return attn_drop == 0 and windows.overlap == (0, 0) != windows.size and (keys is not None or values is None)
+    """Not: dropped weights, overlapping windows, no window, and logits or masks that differ among images."""
+    shared = (keys is not None or values is None) and windows.key_mask is None
+    return attn_drop == 0 and windows.overlap == (0, 0) != windows.size and shared
 
 
 def joint_softmax(

@@ -31,8 +31,8 @@ def joint_softmax(
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d). bias: position bias of the window, (h, w, e).
         keys, values: of the summary tokens, (B, h, G, c, d), G = 1 or g windows.
-        logits: with keys, what is added to the logits q . key / sqrt(d), broadcast to (g, w, c); without, the logits
-            themselves, (B, h, g, w, c).
+        logits: with keys, what is added to the logits q . key / sqrt(d), broadcast to (g, w, c), with masked tokens to
+            (B, h, g, w, c); without, the logits themselves, (B, h, g, w, c).
         windows: what is attended to token by token. attn_drop: dropout rate of the weights.
     Returns:
         (B, h, N, d).
@@ -82,7 +82,8 @@ def attended_in_window(n, q, k, v, bias=None, *, windows):
 
 
 def window_logits(q: Tensor, k: Tensor, bias: Tensor | None, windows: Windows) -> Tensor:
-    """Logits q . k / sqrt(d) + bias within each window: (B, h, g, w, e), fp32, -inf where nothing is attended to.
+    """Logits q . k / sqrt(d) + bias within each window: (B, h, g, w, e), fp32, -inf where nothing is attended to; with
+    a key mask, which may leave a masked query no key, the least number.
 
     Queries and keys are those of the grid, (B, h, N, d).
     """
@@ -90,7 +91,8 @@ def window_logits(q: Tensor, k: Tensor, bias: Tensor | None, windows: Windows) -
     logits = upcast(logits) if bias is None else upcast(logits) + bias[:, None]
     mask = windows.mask(q.device)
     if mask is not None:
-        logits = logits.masked_fill(~mask[:, None], -torch.inf)
+        least = -torch.inf if windows.key_mask is None else torch.finfo(logits.dtype).min
+        logits = logits.masked_fill(~mask[..., None, :], least)
     if windows.causal:
         later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(windows.overlap[1] + 1)
         logits = logits.masked_fill(later, -torch.inf)

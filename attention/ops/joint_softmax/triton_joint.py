@@ -453,13 +453,13 @@ _joint_softmax.register_autograd(_backward, setup_context=_save)
 def covers_joint_softmax(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0) -> bool:
     """Whether the kernels can compute a joint softmax of these arguments.
 
-    Not: float64, heads wider than 128 channels, no window, causal attention, dropped weights, summary tokens of every
-    window's own or without keys, and added logits that differ within a window or are learned.
+    Not: float64, heads wider than 128 channels, no window, causal attention, masked keys, dropped weights, summary
+    tokens of every window's own or without keys, and added logits that differ within a window or are learned.
     """
     shared = values is None or (keys is not None and keys.shape[2] == 1)
     of_windows = logits is None or set(logits.shape[:-3] + logits.shape[-2:-1]) <= {1}
     constant = logits is None or not logits.requires_grad
-    plain = windows.causal or attn_drop > 0 or windows.size == (0, 0)
+    plain = windows.causal or attn_drop > 0 or windows.size == (0, 0) or windows.key_mask is not None
     return supported(q, k, v) and not plain and shared and of_windows and constant
 
 

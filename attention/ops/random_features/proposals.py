@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from attention.parts.features import log_features
+from attention.parts.masking import mask_logits, masked_mean, of_grid
 from attention.parts.sampling import attended_keys
 
 Proposal = Literal["mixture", "attended_keys", "pool", "pool_mixed"]
@@ -45,7 +46,15 @@ class Proposals(NamedTuple):
         return log_features(self.q_bar, omega).mT + mass - self.log_total[:, :, None]
 
 
-def propose(q_bar: Tensor, k: Tensor, k_bar: Tensor | None, uniform: Tensor | None, proposal: Proposal) -> Proposals:
+def propose(
+    q_bar: Tensor,
+    k: Tensor,
+    k_bar: Tensor | None,
+    uniform: Tensor | None,
+    proposal: Proposal,
+    key_mask: Tensor | None = None,
+    filled: Tensor | None = None,
+) -> Proposals:
     """Proposals about landmarks of queries and a key each.
 
     Args:
@@ -53,11 +62,12 @@ def propose(q_bar: Tensor, k: Tensor, k_bar: Tensor | None, uniform: Tensor | No
         uniform: in (0, 1), (..., c, s); chooses the mixture's component, whose mean stands in without it.
         proposal: the key is drawn by attention (eq. 32), their mean by attention (33), k_bar_c (34), or k_bar mixed by
             self-attention among landmarks (35).
+        key_mask: which keys count, (B, M) bool. filled: which landmarks do, (B, c) bool.
     """
     if proposal in POOLED:
-        key = k_bar if proposal == "pool" else (k_bar @ k_bar.mT).softmax(-1) @ k_bar
+        key = k_bar if proposal == "pool" else mask_logits(k_bar @ k_bar.mT, filled).softmax(-1) @ k_bar
         return Proposals((q_bar + key)[:, :, :, None])
-    affinity = q_bar @ k.mT
+    affinity = mask_logits(q_bar @ k.mT, key_mask)
     mean = q_bar[:, :, :, None] + attended_keys(affinity.softmax(-1), k, uniform)
     return Proposals(mean, q_bar, affinity.logsumexp(-1)) if proposal == "mixture" else Proposals(mean)
 
@@ -97,7 +107,14 @@ def own_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def log_weights(
-    q: Tensor, q_bar: Tensor, omega: Tensor, log_ratio: Tensor, weighting: Weighting, beta: float
+    q: Tensor,
+    q_bar: Tensor,
+    omega: Tensor,
+    log_ratio: Tensor,
+    weighting: Weighting,
+    beta: float,
+    key_mask: Tensor | None = None,
+    filled: Tensor | None = None,
 ) -> Tensor:
     """log alpha_nc - log q_c(omega_c) / N(omega_c; 0, I) of every sample, (B, h, N or 1, c s).
 
@@ -105,16 +122,27 @@ def log_weights(
         q: (B, h, N, d). q_bar: (B, h, c, d). omega: s samples of each proposal, (B, h, c s, d).
         log_ratio: log q_c'(omega) / N(omega; 0, I) of every sample under every proposal, (B, h, c s, c').
         weighting, beta: see `query_weights`; "balance" is the balance heuristic alone (eq. 36).
+        key_mask, filled: see `propose`; the queries are the last of the keys. Proposals that do not count have the
+            least number, and in log_ratio too.
     """
+    of_samples = None if filled is None else filled.repeat_interleave(omega.shape[2] // q_bar.shape[2], 1)
     if weighting == "balance":  # b_c / q_c is one over the sum of all densities
-        return -log_ratio.logsumexp(-1)[:, :, None]
+        return mask_logits(-log_ratio.logsumexp(-1)[:, :, None], of_samples)
     own = own_ratio(log_ratio)
-    alpha = query_weights(q, q_bar, omega, log_ratio, own, weighting, beta)
-    return alpha.clamp(min=MIN_ALPHA).log().to(q.dtype) - own[:, :, None]
+    alpha = query_weights(q, q_bar, omega, log_ratio, own, weighting, beta, key_mask, filled)
+    return mask_logits(alpha.clamp(min=MIN_ALPHA).log().to(q.dtype) - own[:, :, None], of_samples)
 
 
 def query_weights(
-    q: Tensor, q_bar: Tensor, omega: Tensor, log_ratio: Tensor, own: Tensor, weighting: Weighting, beta: float
+    q: Tensor,
+    q_bar: Tensor,
+    omega: Tensor,
+    log_ratio: Tensor,
+    own: Tensor,
+    weighting: Weighting,
+    beta: float,
+    key_mask: Tensor | None = None,
+    filled: Tensor | None = None,
 ) -> Tensor:
     """alpha_nc at every sample, (B, h, N, c s): the balance heuristic b plus a query-specific term that sums to zero.
 
@@ -125,10 +153,10 @@ def query_weights(
     if weighting == "coupled_density":
         omega, log_ratio, own = omega.double(), log_ratio.double(), own.double()
     balance = (own - log_ratio.logsumexp(-1)).exp()[:, :, None]
-    r = (q @ q_bar.mT).softmax(-2).to(log_ratio.dtype)
+    r = mask_logits(q @ q_bar.mT, of_grid(key_mask, q.shape[2]), -2).softmax(-2).to(log_ratio.dtype)
     r_own = r.repeat_interleave(omega.shape[2] // q_bar.shape[2], -1)
     if weighting == "decoupled":
-        return balance + beta * (r_own - r.mean(-1, keepdim=True))
+        return balance + beta * (r_own - masked_mean(r.mT, filled)[..., None])
     correction = r_own - r @ log_ratio.softmax(-1).mT
     if weighting == "coupled":
         return balance + balance * correction

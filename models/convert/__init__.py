@@ -2,18 +2,20 @@
 
 import math
 import re
+from collections.abc import Iterable
 
 import torch
+import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
-from attention import Grid, OptionError
+from attention import Attention, Grid, OptionError
 
 StateDict = dict[str, Tensor]
 
 
 PREFIX_TOKENS = "cls_token", "dist_token", "reg_token"
-"""Tokens before those of the grid, in this order; the second is that of distilled DeiT, which our models do without."""
+"""Tokens before those of the grid, in this order."""
 
 
 def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | None = None) -> StateDict:
@@ -57,6 +59,52 @@ def _count_prefix_tokens(tensors: StateDict) -> dict[str, int]:
     return {name: tensors[name].shape[1] for name in PREFIX_TOKENS if name in tensors}
 
 
+def resample_bias_tables(
+    state_dict: StateDict, model: nn.Module, source: nn.Module | None = None
+) -> tuple[StateDict, dict[str, str]]:
+    """Adapts a state dict's relative position bias to the windows of `model`, where its tables have a row per offset.
+
+    Args:
+        source: the model that the state dict is of, which may be on the meta device. Where it is not known its tables
+            are taken for those of the same kind, and as many rows for those of the same windows.
+    Returns:
+        The tables that had to be resampled, and name -> reason, of those that `model` has no use for.
+    """
+    tables, reasons = {}, {}
+    for name, layer in model.named_modules():
+        table, bias = state_dict.get(key := f"{name}.position_bias.table"), getattr(layer, "position_bias", None)
+        if table is None or bias is None or bias.table is None:
+            continue
+        (kind, windows), fits, rows = _bias_options(layer), table.shape == bias.table.shape, table.shape[1]
+        is_known = source is not None
+        their_kind, their_windows = _bias_options(source.get_submodule(name)) if is_known else (kind, fits and windows)
+        if their_kind != kind:
+            reasons[key] = f"there it is of {' '.join(their_kind)}"
+        elif fits and (kind[0] == "table" or their_windows == windows):
+            continue
+        elif kind[0] != "table":
+            reasons[key] = f"of another window, and {' '.join(kind)} cannot be resampled"
+        elif table.shape[::2] != bias.table.shape[::2] or ("2d" in kind and math.isqrt(rows) ** 2 != rows):
+            reasons[key] = f"{tuple(table.shape)} there is no such table"
+        else:
+            tables[key] = _resize_table(table, bias.table.shape[1], "2d" in kind)
+    return tables, reasons
+
+
+def _bias_options(layer: Attention) -> tuple[tuple[str, ...], tuple[int, int]]:
+    """What the rows of a bias table stand for: its kind, and the window's side and overlap."""
+    config = layer.config
+    kind = config.position_bias, config.layout, *(["causal"] if getattr(config, "causal", False) else [])
+    return kind, (config.window_size, getattr(config, "overlap", 0))
+
+
+def _resize_table(table: Tensor, rows: int, is_square: bool) -> Tensor:
+    """A bias table (1, rows, h) of a row per offset, on an axis or a square; resized as timm resizes them."""
+    before, after = ((side := math.isqrt(n), side) if is_square else (1, n) for n in (table.shape[1], rows))
+    images = table.float().mT.unflatten(2, before)  # (1, h, y, x)
+    return F.interpolate(images, after, mode="bicubic", align_corners=False).flatten(2).mT
+
+
 def from_timm_pvt(state_dict: StateDict) -> StateDict:
     """timm's PyramidVisionTransformerV2 -> ours: the projections `q` and `kv` become the rows of one, `qkv`.
 
@@ -74,11 +122,13 @@ def from_timm_pvt(state_dict: StateDict) -> StateDict:
 def from_released(state_dict: StateDict) -> StateDict:
     """The published code of EVA and LARA (its `model` entry of a checkpoint) -> ours, for its DeiT and its PVT-v2.
 
-    Bias tables load with `position_bias: table_released`; their index, which is computed here, is left out. Numbers
-    agree under the mechanism's options for what the released code does otherwise.
+    Bias tables load with `position_bias: table_released` or `t5_released`; their index, which is computed here, is left
+    out. Numbers agree under the mechanism's options for what the released code does otherwise.
     """
     converted = {}
     for key, value in state_dict.items():
+        if key.endswith(".local_relative_position_bias_table") and value.ndim == 3:
+            value = value.permute(1, 2, 0).flatten(0, 1)  # (h, w, e) of blocks of the raster order
         for pattern, replacement in _RELEASED_NAMES:
             key = re.sub(pattern, replacement, key)
         if key == "pos_embed" and value.ndim == 4:
@@ -90,15 +140,20 @@ def from_released(state_dict: StateDict) -> StateDict:
     return converted
 
 
+def is_released(names: Iterable[str]) -> bool:
+    """Whether there are names of weights among `names` that only models of the published code have."""
+    return any(name == "norm_before_pooling.weight" or ".attn.attn_fn." in name for name in names)
+
+
 _RELEASED_NAMES = [
     (r"^norm_before_pooling\.", "norm."),
     (r"\.attn\.attn_fn\.", ".attn."),
-    (r"\.local_relative_position_bias_table$", ".position_bias.table"),
+    (r"\.(local_relative_position_bias_table|rel_pos_bias\.relative_attention_bias\.weight)$", ".position_bias.table"),
     (r"\.adaptive_mu_([qk])\.0\.", r".landmarks.\1.linear."),
     (r"\.adaptive_mu_([qk])\.1\.", r".landmarks.\1.norm."),
     (r"\.([qk])_bar_gen\.2\.", r".landmark_\1.linear."),
     (r"\.([qk])_bar_gen\.3\.", r".landmark_\1.norm."),
-    (r"\.eval_proj$", ".omega"),
+    (r"\.(eval|random)_proj$", ".omega"),
     (r"^patch_embed1\.", "patch_embed."),
     (r"\.dwconv\.dwconv\.", ".dwconv."),
     *[(rf"^patch_embed{s + 1}\.", f"stages.{s}.downsample.") for s in (1, 2, 3)],

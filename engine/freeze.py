@@ -1,0 +1,66 @@
+"""Weights that a run does not train: they keep their values, and BatchNorm layers of them their statistics."""
+
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from attention.options import OptionError, nearest
+
+BACKBONE = "backbone"
+"""In place of a pattern: all but the classifier."""
+
+
+def freeze(model: nn.Module, patterns: str | Sequence[str] | None) -> list[str]:
+    """Leaves parameters of `model` out of its training: an optimiser made afterwards does not know them.
+
+    Args:
+        patterns: of names of parameters, or of the modules that hold them, as a shell has them (``blocks.[0-5]``); or
+            `BACKBONE`.
+    Returns:
+        The names of these parameters.
+    Raises:
+        OptionError: a pattern that matches nothing, or all parameters are frozen.
+    """
+    parameters = dict(model.named_parameters())
+    patterns = [patterns] if isinstance(patterns, str) else patterns or []
+    frozen = {name for pattern in patterns for name in _match(pattern, model)}
+    if frozen == {*parameters}:
+        problem = f" = {', '.join(patterns)} freezes every parameter; leave some to be trained, such as the classifier"
+        raise OptionError("train.freeze", problem)
+    for name in frozen:
+        parameters[name].requires_grad_(False)
+    return [name for name in parameters if name in frozen]
+
+
+def _match(pattern: str, model: nn.Module) -> list[str]:
+    """The names of the parameters that one pattern means."""
+    names = [name for name, _ in model.named_parameters()]
+    if pattern == BACKBONE:
+        classifiers = model.get_classifier()  # of timm's distilled models there are two
+        modules = classifiers if isinstance(classifiers, tuple) else (classifiers,)
+        trained = {id(weight) for module in modules for weight in module.parameters()}
+        return [name for name, weight in model.named_parameters() if id(weight) not in trained]
+    found = [name for name in names if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")]
+    if not found:
+        depth = pattern.count(".") + 1
+        known = {".".join(name.split(".")[:depth]) for name in names} | {BACKBONE}
+        raise OptionError("train.freeze", f" = {pattern!r} matches no parameter{nearest(pattern, known)}")
+    return found
+
+
+def describe_freeze(model: nn.Module, frozen: Sequence[str]) -> str:
+    """``2 parameters (1,930 numbers) are trained, 150 (5,524,416) are frozen``."""
+    sizes = {name: weight.numel() for name, weight in model.named_parameters()}
+    kept = [sizes[name] for name in frozen]
+    count, total = len(sizes) - len(kept), sum(sizes.values()) - sum(kept)
+    return f"{count} parameters ({total:,} numbers) are trained, {len(kept)} ({sum(kept):,}) are frozen"
+
+
+def set_train_mode(model: nn.Module) -> None:
+    """Training mode, but for BatchNorm layers whose parameters are all frozen: their statistics do not move either."""
+    model.train()
+    for module in model.modules():
+        if isinstance(module, _BatchNorm) and module.affine and not any(p.requires_grad for p in module.parameters()):
+            module.eval()

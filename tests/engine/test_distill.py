@@ -1,0 +1,264 @@
+"""Distillation: the loss against its formulas, and the teachers that are taken and refused."""
+
+import math
+from pathlib import Path
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from engine.checkpoint import Checkpoints, export_checkpoint
+from engine.config import ConfigError, load_run
+from engine.data import create_loss, open_split
+from engine.distill import Criterion, create_criterion, digest_weights, distillation_loss
+from engine.distributed import World
+from engine.errors import UserError
+from engine.progress import Progress
+from engine.schema import Augment, Distill, Run
+from models import create_model
+from tests.support.launcher import ROOT
+
+WORLD = World(torch.device("cpu"))
+MODEL = ("img_size=16", "patch_size=8", "embed_dim=12", "depth=1", "num_heads=2", "stem=linear")
+DISTILLED = ("model.class_token=true", "model.dist_token=true")
+DIGITS = [str(digit) for digit in range(10)]
+
+
+def run_of(*overrides: str) -> Run:
+    small = [f"model.{option}" for option in MODEL]
+    return load_run(ROOT / "configs/quickstart.yaml", [*small, "attention={name: softmax}", *overrides])
+
+
+def build(run: Run, seed: int = 0) -> nn.Module:
+    """The model of `run`, with weights that are not small."""
+    torch.manual_seed(seed)
+    model = create_model(attention=run.attention, **run.model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.2)
+    return model
+
+
+def train(directory: Path, *overrides: str, classes: list[str] | None = DIGITS, **more: nn.Module) -> nn.Module:
+    """Leaves a checkpoint of a run in `directory`; its model."""
+    run = run_of(*overrides)
+    model = build(run)
+    identity = {} if classes is None else {"classes": classes}
+    Checkpoints(directory, run, WORLD, 100, identity).save(Progress(step=1, images=8), {"model": model} | more)
+    return model.eval()
+
+
+def criterion_of(run: Run, model: nn.Module | None = None) -> Criterion:
+    return create_criterion(run, model or build(run), open_split(run.data, "train_split"), WORLD)
+
+
+def softmax(z: list[float]) -> list[float]:
+    total = sum(map(math.exp, z))
+    return [math.exp(value) / total for value in z]
+
+
+def on_paper(outputs, teacher: Tensor, targets: Tensor, distill: Distill) -> float:
+    """Equations 2 and 3 of the paper, image by image and class by class; `targets` are probabilities."""
+    z_cls, z_dist = (z.tolist() for z in (outputs if isinstance(outputs, tuple) else (outputs, outputs)))
+    tau, loss = distill.tau, 0.0
+    for cls, dist, taught, y in zip(z_cls, z_dist, teacher.tolist(), targets.tolist(), strict=True):
+        loss -= (1 - distill.alpha) * sum(p * math.log(q) for p, q in zip(y, softmax(cls), strict=True))
+        if distill.type == "hard":
+            loss -= distill.alpha * math.log(softmax(dist)[taught.index(max(taught))])
+            continue
+        p, q = softmax([z / tau for z in taught]), softmax([z / tau for z in dist])
+        divergence = tau**2 * sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+        loss += distill.alpha * divergence / (len(cls) if distill.type == "soft_released" else 1)
+    return loss / len(z_cls)
+
+
+class Fixed(nn.Module):
+    """A teacher of the same logits for any images."""
+
+    def __init__(self, logits: Tensor):
+        super().__init__()
+        self.model, self.logits = nn.Identity(), logits
+
+    def forward(self, images: None) -> Tensor:
+        return self.logits
+
+
+@pytest.mark.parametrize("two_heads", [False, True])
+@pytest.mark.parametrize(
+    "distill",
+    [
+        Distill(teacher="x"),
+        Distill(teacher="x", alpha=0.9),
+        Distill(teacher="x", type="soft", alpha=0.1, tau=3.0),
+        Distill(teacher="x", type="soft_released", tau=2.0),
+    ],
+)
+def test_the_loss_is_that_of_the_paper(distill: Distill, two_heads: bool):
+    torch.manual_seed(0)
+    logits, other, teacher = (2 * torch.randn(4, 5, dtype=torch.float64) for _ in range(3))
+    outputs = (logits, other) if two_heads else logits
+    soft, indices = torch.rand(4, 5, dtype=torch.float64).softmax(1), torch.tensor([3, 0, 4, 3])
+    for targets, smooth in ((soft, 0.0), (indices, 0.1)):
+        loss = Criterion(create_loss(Augment(mixup=0, cutmix=0, smoothing=smooth)), distill, Fixed(teacher))
+        expected = soft if targets is soft else 0.9 * nn.functional.one_hot(indices, 5) + 0.1 / 5
+        assert loss(None, outputs, targets).item() == pytest.approx(on_paper(outputs, teacher, expected, distill))
+
+
+def test_a_teacher_that_agrees_adds_nothing_to_a_soft_loss():
+    logits = torch.randn(3, 7)
+    assert distillation_loss(logits, logits, "soft", 2.0).item() == pytest.approx(0, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["hard", "soft"])
+def test_half_precision_logits_make_a_loss_in_fp32(kind):
+    logits, teacher = torch.randn(2, 3, 50).bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = distillation_loss(logits, teacher, kind, 3.0)
+    torch.testing.assert_close(loss, distillation_loss(logits.float(), teacher.float(), kind, 3.0))
+
+
+@pytest.mark.parametrize("options", [(), ("distill.type=soft", "distill.tau=2.0")], ids=str)
+def test_gradients_of_a_step(options: tuple[str, ...], tmp_path: Path):
+    """In float64, with the gradients of both heads' logits as one has them on paper."""
+    teacher = train(tmp_path, "model.embed_dim=16").double()
+    run = run_of(*DISTILLED, f"distill.teacher={tmp_path}", *options)
+    model = build(run).double()
+    criterion = criterion_of(run, model)
+    criterion.teacher.double()
+    images, targets = torch.randn(3, 3, 16, 16, dtype=torch.float64), torch.tensor([1, 0, 7])
+    criterion(images, model(images), targets).backward()
+    twin = build(run).double()
+    twin.set_distilled_training()
+    logits, distilled = twin(images)
+    taught, tau = teacher(images), run.distill.tau
+    p = (taught / tau).softmax(1) if options else nn.functional.one_hot(taught.argmax(1), 10)
+    by_logits = logits.softmax(1) - nn.functional.one_hot(targets, 10), tau * ((distilled / tau).softmax(1) - p)
+    torch.autograd.backward((logits, distilled), [0.5 / 3 * gradient.detach() for gradient in by_logits])
+    for name, weight in model.named_parameters():
+        expected = twin.get_parameter(name).grad
+        torch.testing.assert_close(weight.grad, expected, rtol=0, atol=1e-8 * expected.abs().max().item(), msg=name)
+    assert all(weight.grad is None for weight in criterion.teacher.parameters())
+
+
+def test_a_teacher_sees_images_as_it_was_trained_with(tmp_path: Path):
+    """Of another normalisation and, to a run of grey images, in three equal channels; averaged weights come first."""
+    own = "data.mean=[0.4, 0.5, 0.6]", "data.std=[0.2, 0.3, 0.25]"
+    average = build(run_of(*own), seed=1).eval()
+    train(tmp_path, *own, model_ema=average)
+    pixels = torch.rand(2, 3, 16, 16)
+    mean, std = (torch.tensor(values)[:, None, None] for values in ((0.4, 0.5, 0.6), (0.2, 0.3, 0.25)))
+    colour = criterion_of(run_of(f"distill.teacher={tmp_path}"))
+    torch.testing.assert_close(colour.teacher((pixels - 0.5) / 0.5), average((pixels - mean) / std))
+    grey = criterion_of(run_of(f"distill.teacher={tmp_path}", "model.in_chans=1"))
+    levels = pixels[:, :1]
+    torch.testing.assert_close(grey.teacher((levels - 0.5) / 0.5), average((levels - mean) / std))
+
+
+def test_an_equal_normalisation_leaves_images_alone(tmp_path: Path):
+    model, images = train(tmp_path), torch.randn(2, 3, 16, 16)
+    teacher = criterion_of(run_of(f"distill.teacher={tmp_path}")).teacher
+    assert torch.equal(teacher(images), model(images))
+
+
+def test_without_a_teacher_the_loss_is_of_the_targets_alone():
+    run = run_of(*DISTILLED)
+    model = build(run)
+    criterion, logits = criterion_of(run, model), torch.randn(3, 10)
+    assert not model.distilled_training
+    assert criterion.identity == {"teacher_weights": "none"}
+    assert torch.equal(
+        criterion(None, logits, torch.tensor([1, 2, 3])), criterion.loss(logits, torch.tensor([1, 2, 3]))
+    )
+
+
+def test_the_identity_is_of_the_weights(tmp_path: Path):
+    """Wherever they lie, in a checkpoint or an export; one bit makes another."""
+    model = train(tmp_path)
+    export_checkpoint(tmp_path / "teacher.safetensors", torch.load(tmp_path / "step_1.pt"), "plain")
+    sources = tmp_path, tmp_path / "step_1.pt", tmp_path / "teacher.safetensors"
+    digests = {criterion_of(run_of(f"distill.teacher={source}")).identity["teacher_weights"] for source in sources}
+    assert digests == {digest_weights(model.state_dict())}
+    with torch.no_grad():
+        model.head.bias[3] = model.head.bias[3].nextafter(torch.tensor(9.0))
+    assert digest_weights(model.state_dict()) not in digests
+
+
+def test_a_name_of_timms_hub(monkeypatch, capsys):
+    """A convolutional network takes images of any size, and says so; its own normalisation is timm's."""
+    stock = timm.create_model("resnet10t", num_classes=10)
+
+    def create(name: str, pretrained: bool) -> nn.Module:
+        assert (name, pretrained) == ("resnet10t.c3_in1k", True)
+        return stock
+
+    monkeypatch.setattr(timm, "create_model", create)
+    criterion = criterion_of(run_of("distill.teacher=timm:resnet10t.c3_in1k"))
+    images = torch.randn(2, 3, 16, 16)
+    assert not stock.training
+    mean, std = (torch.tensor(stock.pretrained_cfg[key])[:, None, None] for key in ("mean", "std"))
+    torch.testing.assert_close(criterion.teacher(images), stock((images * 0.5 + 0.5 - mean) / std))
+    about = "trained with images of 3 x 176 x 176, asked about 3 x 16 x 16"
+    assert capsys.readouterr().out == f"distill.teacher=timm:resnet10t.c3_in1k: hard, alpha 0.5; {about}\n"
+
+
+@pytest.mark.parametrize(
+    ("teacher", "overrides", "says"),
+    [
+        (
+            {"options": ["model.num_classes=7"], "classes": None},
+            [],
+            "it has 7 classes, the images have 10; choose a teacher of the same classes",
+        ),
+        (
+            {"classes": [*DIGITS[:9], "nine"]},
+            [],
+            "other classes: only in the teacher: nine (1); only in the data: 9 (1); choose a teacher of the same",
+        ),
+        ({"options": ["model.img_size=24"]}, [], "trained with images of 3 x 24 x 24, it does not take 3 x 16 x 16 ("),
+        ({"options": ["model.in_chans=1"]}, [], "trained with images of 1 x 16 x 16, it does not take 3 x 16 x 16 ("),
+    ],
+)
+def test_a_teacher_of_other_images_or_classes_is_refused(teacher, overrides, says, tmp_path):
+    train(tmp_path, *teacher.pop("options", []), **teacher)
+    with pytest.raises(UserError) as caught:
+        criterion_of(run_of(f"distill.teacher={tmp_path}", *overrides))
+    assert str(caught.value).startswith(f"distill.teacher={tmp_path}: {says}")
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        (
+            "weights.pth",
+            "weights alone, which do not say of what model they are; name timm:NAME of timm's hub, or a run",
+        ),
+        ("none", "no such run directory or checkpoint"),
+        ("", "no checkpoint there"),
+    ],
+)
+def test_what_is_no_model_is_refused(name: str, says: str, tmp_path: Path):
+    torch.save(build(run_of()).state_dict(), tmp_path / "weights.pth")
+    with pytest.raises(UserError) as caught:
+        criterion_of(run_of(f"distill.teacher={tmp_path / name}"))
+    assert str(caught.value).startswith(f"distill.teacher={tmp_path / name}: ")
+    assert says in str(caught.value)
+    assert str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["distill.alpha=1.5", "distill.teacher=x"], "distill.alpha = 1.5 is above the largest valid value 1"),
+        (["distill.tau=0", "distill.teacher=x"], "distill.tau = 0.0 must be greater than 0"),
+        (["distill.type=sofd", "distill.teacher=x"], "distill.type: 'sofd' is not a choice; did you mean 'soft'?"),
+        (["distill.type=soft"], "distill.teacher = null, but other options of distill are given: name a teacher"),
+        (["distill.tau=2.0", "distill.teacher=x"], "distill.tau = 2 acts on soft predictions: set distill.type=soft"),
+        (["model.dist_token=true"], "model.dist_token = true needs class_token: true"),
+    ],
+)
+def test_options_that_contradict_are_refused(overrides: list[str], says: str):
+    with pytest.raises(ConfigError) as caught:
+        run_of(*overrides)
+    assert says in str(caught.value)

@@ -1,0 +1,387 @@
+"""What validate.py writes of single images, and evaluation on other data: each held to an independent computation."""
+
+import csv
+import io
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from timm.data import RealLabelsImagenet
+
+from attention import OptionError
+from engine import outputs
+from engine.classes import ClassSubset, match_classes, read_real_labels, real_accuracy
+from engine.config import dump_run, load_run
+from engine.data import DigitsReader, Images, create_transform, show_images
+from engine.errors import UserError
+from engine.files import check_output, write_file
+from engine.fit import build_models
+from engine.records import Records
+from models import create_model
+
+ROOT = Path(__file__).parents[2]
+NAMES = ["zero", "o,ne", "$two$", "three", "four", "five", "six", "seven", "\x1b[0m", "馬"]
+OPTIONS = ["model.depth=1", "model.embed_dim=24", "model.img_size=8", "model.in_chans=1"]
+OPTIONS += ["model.stem=linear", "model.num_heads=2"]
+
+
+@pytest.fixture(scope="module")
+def run():
+    return load_run(ROOT / "configs/quickstart.yaml", [*OPTIONS, "attention=softmax"])
+
+
+def make_records(run, seed: int, omitted: int = 5) -> tuple[Records, np.ndarray]:
+    """Records of random logits of the held-out digits, as of images that were read but for one, and the logits."""
+    images = Images(DigitsReader("val"))
+    images.mode = "L"
+    index = np.delete(np.arange(len(images)), omitted)
+    logits = np.random.default_rng(seed).normal(size=(len(index), 10))
+    label = images.reader.labels[index].astype(np.int64)
+    log_prob = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    classes = np.argsort(-logits, 1)[:, :5]
+    found = (
+        index,
+        label,
+        -log_prob[np.arange(len(index)), label],
+        classes,
+        np.exp(np.take_along_axis(log_prob, classes, 1)),
+    )
+    return Records(show_images(images, run), NAMES, *map(torch.from_numpy, found)), logits
+
+
+@pytest.fixture(scope="module")
+def records(run):
+    return {kind: make_records(run, seed) for seed, kind in enumerate(("plain", "ema"))}
+
+
+def rows_of(content: bytes) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(content.decode())))
+
+
+def test_predictions_name_every_image_once(records):
+    rows = rows_of(outputs.predictions_csv({kind: found for kind, (found, _) in records.items()}))
+    assert [row["weights"] for row in rows] == ["plain"] * 359 + ["ema"] * 359
+    for part, (_, logits) in zip((rows[:359], rows[359:]), records.values(), strict=True):
+        files = [f"{label}/{index}.pgm" for index, label in enumerate(DigitsReader("val").labels) if index != 5]
+        assert [row["file"] for row in part] == files
+        assert [row["label"] for row in part] == [NAMES[int(file[0])] for file in files]
+        probabilities = np.exp(logits) / np.exp(logits).sum(1, keepdims=True)
+        for i in range(1, 6):
+            place = [NAMES.index(row[f"class_{i}"]) for row in part]
+            np.testing.assert_array_equal(place, np.argsort(-logits, 1)[:, i - 1])
+            shown = [float(row[f"probability_{i}"]) for row in part]
+            np.testing.assert_allclose(shown, probabilities[np.arange(359), place], rtol=1e-12)
+
+
+def confusion(found: Records, logits: np.ndarray) -> np.ndarray:
+    counts = np.zeros((10, 10), int)
+    np.add.at(counts, (found.label.numpy(), logits.argmax(1)), 1)
+    return counts
+
+
+def test_the_confusion_matrix_is_complete(records):
+    rows = rows_of(outputs.confusion_csv({kind: found for kind, (found, _) in records.items()}))
+    assert [(row.pop("weights"), row.pop("true")) for row in rows] == [
+        (kind, name) for kind in records for name in NAMES
+    ]
+    assert all([*row] == NAMES for row in rows)
+    counts = np.array([[int(n) for n in row.values()] for row in rows])
+    np.testing.assert_array_equal(counts, np.concatenate([confusion(*pair) for pair in records.values()]))
+
+
+@pytest.fixture
+def as_figures(monkeypatch):
+    """What pictures show, which takes longest to draw."""
+    monkeypatch.setattr(outputs, "_encode", lambda figure, suffix: figure)
+    monkeypatch.setattr(outputs, "GRID", 3)
+
+
+@pytest.mark.usefixtures("as_figures")
+def test_the_picture_of_the_confusion_matrix(records):
+    figure = outputs.confusion_picture({kind: found for kind, (found, _) in records.items()}, ".png")
+    for axes, (kind, (found, logits)) in zip(figure.axes, records.items(), strict=False):
+        counts = confusion(found, logits)
+        np.testing.assert_allclose(axes.images[0].get_array(), counts / counts.sum(1, keepdims=True))
+        assert [text.get_text() for text in axes.texts] == [str(n) if n else "" for n in counts.flat]
+        top1 = 100 * np.mean(found.label.numpy() == logits.argmax(1))
+        assert axes.get_title() == f"{kind} weights: top-1 {top1:.2f} %"
+        assert [tick.get_text() for tick in axes.get_yticklabels()] == [*NAMES[:8], "\\x1b[0m", "馬"]
+        assert not any(tick.get_parse_math() for tick in [*axes.get_xticklabels(), *axes.get_yticklabels()])
+
+
+@pytest.mark.usefixtures("as_figures")
+def test_of_many_classes_some_are_named_in_the_picture(records):
+    many = [f"n{i:08}" for i in range(1000)]
+    figure = outputs.confusion_picture({"ema": records["ema"][0]._replace(names=many)}, ".png")
+    assert figure.axes[0].images[0].get_array().shape == (1000, 1000)
+    assert [tick.get_text() for tick in figure.axes[0].get_xticklabels()] == many[::25]
+    assert not figure.axes[0].texts
+
+
+@pytest.mark.usefixtures("as_figures")
+def test_the_worst_mistakes_come_first(records, run):
+    found, logits = records["ema"]
+    figure = outputs.mistakes_picture({"ema": found})
+    label, predicted = found.label.numpy(), logits.argmax(1)
+    wrong = [i for i in np.argsort(-found.loss.numpy()) if label[i] != predicted[i]]
+    (part,) = figure.subfigs
+    assert part.get_suptitle() == f"ema weights: the worst 9 of {len(wrong)} mistakes"
+    images = Images(DigitsReader("val"))
+    images.mode, images.transform = "L", create_transform(run, 8, is_training=False, as_bytes=False)
+    names = [*NAMES[:8], "\\x1b[0m", "馬"]
+    for axes, i in zip(part.axes, wrong, strict=False):
+        probability = np.exp(logits[i].max()) / np.exp(logits[i]).sum()
+        assert axes.get_title() == f"{names[label[i]]} → {names[predicted[i]]}\n{probability:.3f}"
+        seen = images[int(found.index[i])][0] * np.mean(run.data.std) + np.mean(run.data.mean)
+        np.testing.assert_allclose(axes.images[0].get_array(), 255 * seen[0], atol=0.01)
+
+
+@pytest.mark.usefixtures("as_figures")
+def test_fewer_mistakes_than_tiles(records):
+    found, _ = records["ema"]
+    right = found._replace(label=found.predicted.clone())
+    right.label[7] = (right.label[7] + 1) % 10
+    (part,) = outputs.mistakes_picture({"ema": right}).subfigs
+    assert part.get_suptitle() == "ema weights: the worst 1 of 1 mistakes"
+    assert [len(axes.images) for axes in part.axes] == [1] + [0] * 8
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("suffix", [".png", ".pdf"])
+def test_pictures_are_files_of_their_format(records, suffix):
+    """Names with signs of TeX, and without glyphs, are drawn without an error or a warning."""
+    content = outputs.confusion_picture({"ema": records["ema"][0]}, suffix)
+    assert content.startswith(b"%PDF") if suffix == ".pdf" else Image.open(io.BytesIO(content)).size[0] > 400
+
+
+@pytest.mark.stress
+def test_pictures_and_tables_of_imagenet(figure):
+    """50,000 images of 1,000 classes: every mistake has a pixel of its own."""
+    generator = torch.Generator().manual_seed(0)
+    label, classes = torch.arange(50_000) % 1000, torch.randint(1000, (50_000, 5), generator=generator)
+    classes[:, 0] = torch.where(torch.rand(50_000, generator=generator) < 0.8, label, classes[:, 0])
+    found = Records(
+        None, [f"n{i:08}" for i in range(1000)], torch.arange(50_000), label, label * 0.1, classes, classes * 0.0
+    )
+    rows = rows_of(outputs.confusion_csv({"ema": found}))
+    assert sum(int(n) for row in rows for n in [*row.values()][2:]) == 50_000
+    content = outputs.confusion_picture({"ema": found}, ".png")
+    pixels = np.asarray(Image.open(io.BytesIO(content)).convert("L"))
+    assert min(pixels.shape) > 2000
+    figure(
+        "O1", f"confusion matrix of 1,000 classes: {pixels.shape[1]} x {pixels.shape[0]} pixels, {len(content):,} bytes"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("x.txt", "x.txt: --confusion writes .csv or .png or .pdf; name such a file"),
+        ("x", "x: --confusion writes .csv or .png or .pdf; name such a file"),
+        ("no/x.csv", "no/x.csv: no directory 'no'"),
+        ("dir.csv", "dir.csv: cannot be written: Is a directory"),
+        (f"{'x' * 300}.csv", "cannot be written: File name too long"),
+        ("/proc/x.csv", "/proc/x.csv: cannot be written: "),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before(tmp_path, monkeypatch, name, problem):
+    monkeypatch.chdir(tmp_path)
+    Path("dir.csv").mkdir()
+    with pytest.raises(UserError) as caught:
+        check_output(Path(name), "--confusion", (".csv", ".png", ".pdf"))
+    assert problem in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["dir.csv"]
+
+
+def test_what_can_be_written_is_unchanged_until_it_is(tmp_path, monkeypatch):
+    path = tmp_path / "x.csv"
+    path.write_bytes(b"before")
+    check_output(path, "--confusion", (".csv",))
+    monkeypatch.setattr("os.fsync", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    with pytest.raises(
+        UserError, match=r"x\.csv: cannot be written: No space left on device; what was there is unchan"
+    ):
+        write_file(path, b"after")
+    assert (path.read_bytes(), [*tmp_path.iterdir()]) == (b"before", [path])
+
+
+def test_a_file_is_named_once(tmp_path):
+    options = {name.replace("-", "_"): None for name in outputs.OUTPUTS}
+    twice = SimpleNamespace(**options | {"per_class": [tmp_path / "x.csv"], "confusion": [tmp_path / "x.csv"]})
+    with pytest.raises(UserError, match=r"x\.csv: named twice; choose another --confusion"):
+        outputs.chosen_outputs(twice)
+
+
+WNIDS = ["n01", "n02", "n03", "n04"]
+
+
+@pytest.mark.parametrize(
+    ("known", "here", "columns", "note"),
+    [
+        (WNIDS, WNIDS, [0, 1, 2, 3], ""),
+        (WNIDS, ["n04", "n02"], [3, 1], "classes: the data has 2 of the checkpoint's 4; the logits of the others"),
+        (
+            WNIDS,
+            ["n02", "n01", "n04", "n03"],
+            [1, 0, 3, 2],
+            "classes: those of the checkpoint in another order, matche",
+        ),
+        (WNIDS, ["3", "0", "1", "2"], [3, 0, 1, 2], "classes: the data's names, 0 to 3, are taken for positions in"),
+        (WNIDS, ["000", "001", "002", "003"], [0, 1, 2, 3], "classes: the data's names, 0 to 3, are taken"),
+        (["3", "2", "1", "0"], ["0", "1", "2", "3"], [3, 2, 1, 0], "classes: those of the checkpoint in another order"),
+        (
+            ["10", "11", "12", "3"],
+            ["0", "1", "2", "3"],
+            [0, 1, 2, 3],
+            "warning: the classes are not those of the train",
+        ),
+        (
+            WNIDS,
+            ["1", "2", "3", "4"],
+            [0, 1, 2, 3],
+            "warning: the classes are not those of the training: only in the c",
+        ),
+        (WNIDS, ["n01", "n02", "n03", "x"], [0, 1, 2, 3], "warning: the classes are not those of the training: only"),
+        (None, ["a", "b", "c", "d"], [0, 1, 2, 3], ""),
+        (None, ["2", "1", "0", "3"], [2, 1, 0, 3], ""),
+        (["a", "b"], ["a", "b", "c", "d"], [0, 1, 2, 3], ""),  # names that are not of this model
+    ],
+)
+def test_classes_of_other_data(known, here, columns, note):
+    found, line = match_classes(known, here, 4)
+    assert found == columns
+    assert line.startswith(note)
+    assert (bool(line), line.count("\n")) == (bool(note), 0)
+
+
+@pytest.mark.parametrize("here", [["n01", "x"], ["0", "1", "2"], [*WNIDS, "n05"]])
+def test_another_number_of_classes_is_refused_where_names_do_not_say_which(here):
+    with pytest.raises(
+        OptionError, match=rf"model.num_classes = 4, but the images have {len(here)} classes; only in the"
+    ):
+        match_classes(WNIDS, here, 4)
+
+
+def test_a_subset_has_the_logits_of_its_classes():
+    logits = torch.randn(5, 7, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(ClassSubset(torch.nn.Identity(), [6, 0, 2])(logits), logits[:, [6, 0, 2]])
+
+
+class NamedReader:
+    """Of images that are not there, whose names are ImageNet's."""
+
+    def __init__(self):
+        self.order = np.random.default_rng(0).permutation(40)
+        self.labels = np.arange(40) % 10
+
+    def __len__(self):
+        return 40
+
+    def filename(self, index):
+        return f"{self.labels[index]}/ILSVRC2012_val_{self.order[index] + 1:08}.JPEG"
+
+
+def write_real(path: Path, reader: NamedReader, columns: list[int]) -> None:
+    """For most images their own class among others, for every seventh none."""
+    labels = {int(reader.order[i]): [columns[reader.labels[i]], (3 * i) % 10] * (i % 7 > 0) for i in range(40)}
+    path.write_text(json.dumps([labels[i] for i in range(40)]))
+
+
+@pytest.mark.parametrize("columns", [[*range(10)], [*range(9, -1, -1)]])
+def test_real_labels_are_counted_as_timm_does(tmp_path, columns):
+    reader = NamedReader()
+    write_real(tmp_path / "real.json", reader, columns)
+    logits = torch.randn(40, 10, generator=torch.Generator().manual_seed(1))
+    theirs = RealLabelsImagenet([reader.filename(i) for i in range(40)], tmp_path / "real.json")
+    full = torch.zeros(40, 10)
+    full[:, columns] = logits  # of the model's classes, as timm takes them
+    theirs.add_result(full)
+    labels = read_real_labels(str(tmp_path / "real.json"), Images(reader), columns)
+    found = Records(None, NAMES, torch.arange(40), None, None, logits.topk(5).indices, None)
+    ours = real_accuracy(found, labels)
+    expected = {"real_top1": theirs.get_accuracy(1), "real_top5": theirs.get_accuracy(5), "real_images": 34}
+    assert ours == pytest.approx(expected)
+    assert ours["real_top1"] not in (0, ours["real_top5"])
+    rest = real_accuracy(found._replace(index=torch.arange(1, 40), classes=found.classes[1:]), labels)
+    assert rest == ours  # without the first image, which has no labels
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "no.json: No such file or directory"),
+        ("{", "no.json is no list, in JSON, of each image's list of class numbers"),
+        ("[[1]]", "no.json is not for 40 images, as many as the data has"),
+        (json.dumps([[10]] * 40), "no.json: the data has no class number 10"),
+        (json.dumps([1] * 40), "no.json is no list, in JSON"),
+        (json.dumps([[[]]] * 40), "no.json is no list, in JSON"),
+        (json.dumps([[i * 3 % 10] for i in range(40)]), "no.json agree with the data's on "),
+        (json.dumps([[]] * 40), "no.json agree with the data's on 0 of 0 images"),
+        pytest.param("timm", "timm is not for 40 images", marks=pytest.mark.stress),
+    ],
+)
+def test_wrong_real_labels_are_one_line(tmp_path, content, problem):
+    path = "timm" if content == "timm" else str(tmp_path / "no.json")
+    if content not in (None, "timm"):
+        Path(path).write_text(content)
+    with pytest.raises(UserError) as caught:
+        read_real_labels(path, Images(NamedReader()), range(10))
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_real_labels_are_for_files_named_as_imagenets(tmp_path, records):
+    (tmp_path / "x.json").write_text(json.dumps([[0]] * 360))
+    with pytest.raises(UserError, match=r"--real-labels: for files ILSVRC2012_val_\*\.JPEG, not for 0.pgm"):
+        read_real_labels(str(tmp_path / "x.json"), records["ema"][0].images, range(10))
+
+
+@pytest.mark.parametrize(
+    ("attention", "img_size"),
+    [
+        ("softmax", "16"),
+        ("{name: eva, window_size: 2, num_landmarks: 4}", "[8, 24]"),
+        ("{name: local, window_size: 2}", "16"),
+    ],
+)
+def test_images_of_another_size(attention, img_size):
+    options = [*OPTIONS, "model.patch_size=2", f"attention={attention}"]
+    small, large = (
+        load_run(ROOT / "configs/quickstart.yaml", [*options, *o]) for o in ([], [f"model.img_size={img_size}"])
+    )
+    torch.manual_seed(0)
+    expected = create_model(attention=small.attention, **small.model).eval()
+    checkpoint = {
+        "config": dump_run(small),
+        "model": {f"module.{k}": v.clone() for k, v in expected.state_dict().items()},
+    }
+    models, line = build_models(large, checkpoint, ["plain"])
+    expected.set_input_size(large.model["img_size"])
+    images = torch.randn(2, 1, *expected.patch_embed.img_size)
+    with torch.no_grad():
+        torch.testing.assert_close(models["plain"].eval()(images), expected(images), rtol=1e-5, atol=1e-6)
+    tokens = expected.pos_embed.shape[1]
+    resampled = f"pos_embed (1, 16, 24) -> (1, {tokens}, 24)"
+    assert line == f"model.img_size = {large.model['img_size']}, trained at 8; resampled: {resampled}"
+    assert build_models(small, checkpoint, ["plain"])[1] == ""
+
+
+def test_weights_that_cannot_be_resampled_are_refused():
+    options = [*OPTIONS, "attention={name: linformer, num_landmarks: 4}"]
+    small, large = (
+        load_run(ROOT / "configs/quickstart.yaml", [*options, f"model.img_size={size}"]) for size in (8, 16)
+    )
+    checkpoint = {
+        "config": dump_run(small),
+        "model": create_model(attention=small.attention, **small.model).state_dict(),
+    }
+    problem = (
+        "model: model.img_size = 16, trained at 8: not all weights can be resampled: 1 fresh (blocks.*.attn.projecti"
+    )
+    with pytest.raises(UserError) as caught:
+        build_models(large, checkpoint, ["plain"])
+    assert str(caught.value).startswith(problem)

@@ -1,0 +1,256 @@
+"""Key masks: what does not count is as if it were not there; or the mechanism refuses a mask, and says why."""
+
+import itertools
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention import ATTENTION, Grid, kernels
+from attention.parts.geometry import Windows
+from attention.parts.groups import Groups, bins
+from tests.support.calls import capture_op
+from tests.support.cases import Case
+from tests.support.comparisons import FP64, FP64_GRADIENT
+from tests.support.facts import CASES
+
+MASKED = [case for case in CASES if ATTENTION[case.name].key_mask_refusal is None]
+REFUSED = [name for name in ATTENTION if ATTENTION[name].key_mask_refusal is not None]
+OF_A_SET = {"softmax", "performer", "linear", "xca", "cosformer", "transnormer", "t2r", "rfa", "dpfp", "abc"}
+"""Mechanisms that know of tokens no more than their order."""
+one_case_of_each = pytest.mark.parametrize(  # and in the stress suite every one
+    "case",
+    [
+        pytest.param(case, id=str(case), marks=[pytest.mark.stress] * (case.name == before.name))
+        for before, case in itertools.pairwise([CASES[-1], *MASKED])
+    ],
+)
+
+
+def masks(grid: Grid) -> Tensor:
+    """Of two images, (2, N): with holes, and no token in the first window and group; a smaller image, padded."""
+    (H, W), generator = grid, torch.Generator().manual_seed(5)
+    holes = torch.rand(H, W, generator=generator) > 0.4
+    holes[0], holes[:4, :4], holes[-1, -1] = False, False, True
+    smaller = torch.zeros(H, W, dtype=torch.bool)
+    smaller[: H - 2, : W - 1] = True
+    return torch.stack([holes, smaller]).flatten(1)
+
+
+def with_prefix(case: Case, key_mask: Tensor) -> Tensor:
+    """The mask of prefix tokens, which always count, and of those of the grid."""
+    return F.pad(key_mask, (case.options.get("num_prefix_tokens", 0), 0), value=True)
+
+
+def leaf(x):
+    floating = isinstance(x, Tensor) and x.is_floating_point()
+    return x.detach().clone().requires_grad_() if floating else x
+
+
+def of_image(value, b: int):
+    """What a twin takes for one image of two: its tokens, and windows and groups without what does not count."""
+    if isinstance(value, Windows) and value.key_mask is not None:
+        return value._replace(key_mask=value.key_mask[b, None])
+    if isinstance(value, Groups):
+        return value._replace(valid=value.valid[b, 0])
+    return value[b, None] if isinstance(value, Tensor) and value.shape[0] == 2 else value
+
+
+def taken(x: Tensor | None, keep: Tensor, axis: int) -> Tensor | None:
+    """What counts of x along the axis, counted from the last; x itself where it is the same for all."""
+    of_each = isinstance(x, Tensor) and x.dim() >= axis and x.shape[-axis] == len(keep)
+    return x.movedim(-axis, 0)[keep].movedim(0, -axis) if of_each else x
+
+
+def without_masked(name: str, args: list, options: dict, b: int) -> tuple[list, dict]:
+    """Arguments of an op that takes a mask, for image b and without one: without the tokens that do not count, and the
+    landmarks of segments that have no others.
+    """
+    keep, filled = options.pop("key_mask")[b], options.pop("filled", None)
+    queries = keep[-args[0].shape[2] :]
+    args[:3] = taken(args[0], queries, 2), taken(args[1], keep, 2), taken(args[2], keep, 2)
+    if name == "abc":
+        args[3] = taken(args[3], keep, 2)
+    if name == "ra":
+        args[3:] = taken(args[3], keep, 3), taken(args[4], keep, 2)
+    if name == "lara" and filled is not None:
+        args[3:] = (taken(x, filled[b], axis) for x, axis in zip(args[3:], (2, 2, 3, 2), strict=True))
+    if name == "cosformer":
+        (H, W), n = options["grid"], int(queries.sum())
+        options["grid"] = (1, n) if H == 1 else (H - 2, W - 1)
+    return args, options
+
+
+@pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.stress)], ids=["train", "eval"])
+@one_case_of_each
+def test_masked_op_is_its_twin_without_the_masked_tokens(case, training):
+    """In value and in all gradients, which are zero for tokens that do not count."""
+    key_mask = masks(case.grid)
+    attn = case.build().train(training)
+    op, args, options = capture_op(case, attn, case.tokens(), key_mask)
+    args, twin = [leaf(x) for x in args], getattr(sys.modules[op.__module__], f"{op.__name__}_reference")
+    y, probe = op(*args, **options), torch.randn(args[0].shape, dtype=torch.float64)
+    counts = with_prefix(case, key_mask)[:, -y.shape[2] :]
+    images = [1] if case.name == "cosformer" and case.options.get("layout") == "2d" else [0, 1]
+    total, total_twin = 0, 0
+    for b in images:
+        own, own_options = [of_image(x, b) for x in args], {key: of_image(x, b) for key, x in options.items()}
+        removed = "key_mask" in options
+        if removed:
+            own, own_options = without_masked(case.name, own, {**options}, b)
+        expected = twin(*own, **own_options)
+        expected = expected if removed else expected[:, :, counts[b]]
+        result, weight = y[b, None][:, :, counts[b]], probe[b, None][:, :, counts[b]]
+        torch.testing.assert_close(result, expected, rtol=FP64, atol=FP64)
+        total, total_twin = total + (result * weight).sum(), total_twin + (expected * weight).sum()
+    inputs = [x for x in args if isinstance(x, Tensor) and x.requires_grad]
+    gradients, gradients_twin = (torch.autograd.grad(t, inputs, allow_unused=True) for t in (total, total_twin))
+    for gradient, expected, x in zip(gradients, gradients_twin, inputs, strict=True):
+        gradient, expected = (torch.zeros_like(x) if g is None else g for g in (gradient, expected))
+        torch.testing.assert_close(gradient, expected, rtol=FP64_GRADIENT, atol=FP64_GRADIENT)
+
+
+ANY = torch.rand(24, generator=torch.Generator().manual_seed(6)) > 0.4
+PADDED, LAST_OF_SIX = torch.arange(24) < 18, torch.arange(24) % 6 < 5
+WINDOWS = {"window_size": 6, "layout": "1d", "position_bias": "none"}
+REMOVED = [
+    *((case.name, case.options, {}, ANY) for case in MASKED if case.name in OF_A_SET and "depth" not in case.options),
+    ("softmax", {"causal": True}, {}, ANY),
+    ("cosformer", {"layout": "2d"}, {}, ANY),
+    ("ra", {"proposal": "biased"}, {}, ANY),
+    ("ra", {"proposal": "mean_key"}, {}, ANY),
+    # windows from the first token on; windows and groups without a token vanish
+    *(("local", {**WINDOWS, "window_size": 8, **options}, {}, PADDED) for options in ({}, {"overlap": 3})),
+    ("local", {"window_size": 7, "layout": "1d", "causal": True}, {}, PADDED),
+    *(("transnormer", {"window_size": 4, "depth": 2, "variant": variant}, {}, PADDED) for variant in ("t1", "t2")),
+    *(("combiner", {**WINDOWS, **options}, {}, PADDED) for options in ({}, {"pool": "mean"}, {"causal": True})),
+    ("transformer_ls", {**WINDOWS, "num_landmarks": 3}, {}, PADDED),
+    ("scatterbrain", WINDOWS, {}, PADDED),
+    ("scatterbrain", {**WINDOWS, "overlap": 2}, {}, PADDED),
+    ("eva", {"window_size": 7, "layout": "1d", "num_landmarks": 0}, {}, PADDED),
+    ("eva", {"window_size": 7, "layout": "1d", "num_landmarks": 4}, {"num_landmarks": 3}, PADDED),
+    ("eva", {**WINDOWS, "num_landmarks": 4, "causal": True}, {"num_landmarks": 3}, PADDED),
+    ("lara", {"num_landmarks": 4}, {"num_landmarks": 3}, PADDED),
+    ("lara", {"num_landmarks": 4, "proposal": "mixture", "weighting": "coupled"}, {"num_landmarks": 3}, PADDED),
+    # one token of every window and group is gone
+    ("eva", {**WINDOWS, "num_landmarks": 4}, {"window_size": 5}, LAST_OF_SIX),
+    ("eva", {**WINDOWS, "num_landmarks": 4, "causal": True, "log_count": True}, {"window_size": 5}, LAST_OF_SIX),
+    ("eva", {"window_size": 0, "num_landmarks": 4, "num_samples": 2}, {}, LAST_OF_SIX),
+    ("lara", {"num_landmarks": 4}, {}, LAST_OF_SIX),
+    ("lara", {"num_landmarks": 4, "proposal": "single"}, {}, LAST_OF_SIX),
+    ("lara", {"num_landmarks": 4, "proposal": "attended_keys", "num_prefix_tokens": 2}, {}, LAST_OF_SIX),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "other", "key_mask"),
+    REMOVED,
+    ids=lambda x: f"{int(x.sum())}-tokens" if isinstance(x, Tensor) else str(x),
+)
+def test_a_sequence_with_masked_tokens_is_the_sequence_without_them(name, options, other, key_mask):
+    n, case = int(key_mask.sum()), Case(name, (1, 24), options)
+    attn, shorter = case.build().eval(), Case(name, (1, n), {**options, **other}).build().eval()
+    shorter.load_state_dict(attn.state_dict())
+    x, counts = case.tokens(), with_prefix(case, key_mask[None])[0]
+    y = attn(x, (1, 24), key_mask.expand(2, -1))
+    torch.testing.assert_close(y[:, counts], shorter(x[:, counts], (1, n)), rtol=1e-12, atol=1e-12)
+
+
+@one_case_of_each
+def test_masked_tokens_have_no_effect_no_gradient_and_outputs_of_zero(case):
+    """Not even NaN, and of an image in which no token counts."""
+    attn, key_mask = case.build(), F.pad(masks(case.grid), (0, 0, 0, 1))
+    counts, x = with_prefix(case, key_mask), case.tokens(batch=3)
+    results = []
+    for content, upstream in ((torch.nan, 1.0), (7.0, -5.0)):
+        tokens = torch.where(counts[..., None], x, content).requires_grad_()
+        torch.manual_seed(0)
+        y = attn(tokens, case.grid, key_mask)
+        y.backward(torch.where(counts[..., None], x, upstream))
+        assert not y[~counts].any()
+        assert not tokens.grad[~counts].any()
+        results.append([y, tokens.grad, *(p.grad for p in attn.parameters() if p.grad is not None)])
+        attn.zero_grad()
+    for result, other in zip(*results, strict=True):
+        assert result.isfinite().all()
+        assert torch.equal(result, other)
+
+
+@one_case_of_each
+def test_a_mask_of_ones_is_none(case):
+    attn, x = case.build().eval(), case.tokens()
+    ones = torch.ones_like(masks(case.grid))
+    torch.testing.assert_close(attn(x, case.grid, ones), attn(x, case.grid), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.stress)], ids=str)
+@one_case_of_each
+def test_half_types_are_finite(case, dtype):
+    attn, x = case.build(torch.float32), 30 * case.tokens(torch.float32, batch=3)
+    key_mask = F.pad(masks(case.grid), (0, 0, 0, 1))
+    with torch.autocast("cpu", dtype):
+        y = attn(x, case.grid, key_mask)
+    assert y.isfinite().all()
+    y.float().mean().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in attn.parameters() if parameter.grad is not None)
+    assert attn.to(dtype)(x.to(dtype), case.grid, key_mask).isfinite().all()
+
+
+@one_case_of_each
+def test_no_path_ignores_a_mask(case):
+    attn, x, key_mask, results = case.build().eval(), case.tokens(), masks(case.grid), []
+    for path in ("plain", "auto", "lean"):
+        with kernels.use(path):
+            results.append(attn(x, case.grid, key_mask))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+def test_kernels_do_not_cover_masks(monkeypatch):
+    pytest.importorskip("triton")
+    from attention.ops.group_values import triton_groups
+    from attention.ops.joint_softmax import triton_joint
+
+    for module in (triton_groups, triton_joint):
+        monkeypatch.setattr(module, "supported", lambda *tensors: True)
+    key_mask, windows = masks((5, 7)), Windows((5, 7), (3, 3))
+    assert triton_joint.covers_joint_softmax(None, None, None, windows=windows)
+    assert not triton_joint.covers_joint_softmax(None, None, None, windows=windows._replace(key_mask=key_mask))
+    groups = bins((5, 7), (2, 3), torch.device("cpu"))
+    assert triton_groups.covers_group_values(None, None, None, groups)
+    assert not triton_groups.covers_group_values(None, None, None, groups.masked(key_mask))
+
+
+@pytest.mark.stress
+@one_case_of_each
+def test_masks_compile_into_one_graph(case):
+    torch.compiler.reset()
+    attn, x, key_mask = case.build().eval(), case.tokens(), masks(case.grid)
+    compiled = torch.compile(attn, fullgraph=True, dynamic=False, backend="eager")
+    torch.testing.assert_close(compiled(x, case.grid, key_mask), attn(x, case.grid, key_mask))
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_by_name_with_the_reason(name):
+    reason = ATTENTION[name].key_mask_refusal
+    case = next(case for case in CASES if case.name == name)
+    with pytest.raises(ValueError, match=rf"attention\({name}\): refuses a key_mask, for {reason}"):
+        case.build()(case.tokens(), case.grid, masks(case.grid))
+
+
+@pytest.mark.parametrize(
+    ("key_mask", "got"),
+    [
+        (torch.ones(2, 35, dtype=torch.int64), r"torch.int64 \(2, 35\)"),
+        (torch.ones(2, 34, dtype=torch.bool), r"torch.bool \(2, 34\)"),
+        (torch.ones(1, 35, dtype=torch.bool), r"torch.bool \(1, 35\)"),
+    ],
+    ids=["type", "tokens", "images"],
+)
+def test_masks_of_another_type_or_shape_are_refused(key_mask, got):
+    case = Case("softmax", (5, 7))
+    message = rf"attention\(softmax\): got a key_mask of {got}; give torch.bool \(2, 35\), \(B, N\), true at"
+    with pytest.raises(ValueError, match=message):
+        case.build()(case.tokens(), (5, 7), key_mask)
