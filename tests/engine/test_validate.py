@@ -338,7 +338,10 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
         (["half.pt"], "half.pt: damaged, or no checkpoint that can be loaded safely"),
         (["plain.pt", "--weights", "ema"], "plain.pt: holds no ema weights, only plain"),
         (["state.pt"], "state.pt: no checkpoint of train.py: it holds no configuration; it seems to be a state dict"),
-        (["timm.pth.tar"], "it seems to be a checkpoint of timm's train.py, and timm.create_model(NAME, attention="),
+        (
+            ["timm.pth.tar"],
+            "it seems to be a checkpoint of timm's train.py, and `python -m models.convert timm.",
+        ),
         (["other.pth"], "it seems to be a checkpoint of another training script"),
         (["old.pth"], "it seems to be a file of torch.save before torch 1.6"),
         (["plain.safetensors"], "it seems to be weights in the safetensors format"),
