@@ -32,7 +32,7 @@ BELOW = {  # folder or file -> what of this project it may import
     "attention/window_options.py": {"attention.base", "attention.options", "attention.parts"},
     "attention": {"attention"},
     "models": {"attention", "attention.options", "models"},
-    "models/convert/__main__.py": {"engine"},  # a script, which reads and writes files
+    "models/convert/__main__.py": {"models", "engine"},  # a script, which reads and writes files
     "engine": {"attention", "models", "engine"},
     "bench": {"attention", "models", "engine", "bench"},
 }
