@@ -30,7 +30,7 @@ NUM_TICKS = 40
 """About how many class names the picture shows where there are more."""
 
 GRID = 5
-"""The worst mistakes are shown in so many rows and columns for each kind of weights."""
+"""The worst mistakes are shown in so many columns, and at most as many rows, for each kind of weights."""
 
 
 class Output(NamedTuple):
@@ -159,16 +159,23 @@ def mistakes_picture(records: AllRecords) -> bytes:
 
     Above each stand its class, what it is taken for, and the probability of that.
     """
-    figure = Figure((len(records) * GRID * 1.7, GRID * 1.9 + 0.5), layout="constrained")
-    for part, (kind, found) in zip(figure.subfigures(1, len(records), squeeze=False)[0], records.items(), strict=True):
-        wrong = (found.predicted != found.label).nonzero()[:, 0]
-        worst = wrong[found.loss[wrong].argsort(descending=True, stable=True)][: GRID**2].tolist()
-        part.suptitle(f"{kind} weights: the worst {len(worst)} of {len(wrong):,} mistakes")
-        for axes, row in zip(part.subplots(GRID, GRID).flat, worst + [None] * (GRID**2 - len(worst)), strict=True):
+    wrong = {kind: _list_mistakes(found) for kind, found in records.items()}
+    num_rows = min(GRID, max([1, *(math.ceil(len(rows) / GRID) for rows in wrong.values())]))
+    figure = Figure((len(records) * GRID * 1.7, num_rows * 1.9 + 0.5), layout="constrained")
+    for part, (kind, rows) in zip(figure.subfigures(1, len(records), squeeze=False)[0], wrong.items(), strict=True):
+        worst = rows[: GRID**2]
+        part.suptitle(f"{kind} weights: the worst {len(worst)} of {len(rows):,} mistakes")
+        for number, axes in enumerate(part.subplots(num_rows, GRID, squeeze=False).flat):
             axes.set_axis_off()
-            if row is not None:
-                _draw_mistake(axes, found, row)
+            if number < len(worst):
+                _draw_mistake(axes, records[kind], worst[number])
     return _encode(figure, ".png")
+
+
+def _list_mistakes(found: Records) -> list[int]:
+    """The rows of `found` whose class is not the predicted one, highest loss first."""
+    wrong = (found.predicted != found.label).nonzero()[:, 0]
+    return wrong[found.loss[wrong].argsort(descending=True, stable=True)].tolist()
 
 
 def _draw_mistake(axes: Axes, found: Records, row: int) -> None:
