@@ -95,6 +95,8 @@ def read_archive(content: bytes, foreign: bool = False) -> dict[str, Any]:
     """
     if content.startswith(LEGACY):
         raise ForeignFile("a file of torch.save before torch 1.6")
+    if not zipfile.is_zipfile(io.BytesIO(content)):
+        raise ValueError("neither a whole file of torch.save nor in the safetensors format")
     members = _read_members(content)
     records = _check_pickle(members["data.pkl"], {name: len(data) for name, data in members.items()}, foreign)
     copy = io.BytesIO()

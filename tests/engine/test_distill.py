@@ -8,12 +8,13 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from engine.checkpoint import Checkpoints, export_checkpoint
+from engine.checkpoint import Checkpoints
 from engine.config import ConfigError, load_run
 from engine.data import create_loss, open_split
 from engine.distill import Criterion, create_criterion, digest_weights, distillation_loss
 from engine.distributed import World
 from engine.errors import UserError
+from engine.export import export_checkpoint
 from engine.progress import Progress
 from engine.schema import Augment, Distill, Run
 from models import create_model
