@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.files import open_regular
+from engine.files import open_regular, write_file
 from engine.readers import ArrayReader, LayoutError
 
 IMAGES, LABELS = "-images-idx3-ubyte", "-labels-idx1-ubyte"
@@ -73,3 +73,13 @@ def read_idx(path: Path, num_dims: int) -> np.ndarray:
         problem = "goes on after" if len(content) > size else f"ends after {len(content):,} of"
         raise LayoutError(f"{path.name!r} {problem} the {size:,} bytes of its header")
     return np.frombuffer(content, np.uint8).reshape(shape)
+
+
+def write_idx(path: Path, values: np.ndarray) -> None:
+    """Writes bytes as a gzipped IDX file: the same bytes, the same file.
+
+    Raises:
+        UserError: it cannot be written; what is there is unchanged.
+    """
+    header = struct.pack(f">{1 + values.ndim}I", UBYTE + values.ndim, *values.shape)
+    write_file(path, gzip.compress(header + values.astype(np.uint8).tobytes(), mtime=0))
