@@ -2,6 +2,7 @@
 
 import gzip
 import struct
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from engine import sample, verify
 from engine.data import classes_of, open_split
 from engine.schema import Data
 
+REFERENCE = Path(__file__).parents[2] / "reference"
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 3, 5), dtype=np.uint8)
 LABELS = np.array([7, 2, 7, 5, 2, 5], np.uint8)
 IMAGES_HEADER, LABELS_HEADER = struct.pack(">4I", 2051, 6, 3, 5), struct.pack(">2I", 2049, 6)
@@ -112,6 +114,13 @@ def test_a_sample_holds_the_first_of_each_class(tmp_path, capsys):
     assert "class 2 of train has 2 images; --per-class is 3" in capsys.readouterr().err
     sample.main([*options, "1"])
     assert {path.name: path.read_bytes() for path in (tmp_path / "sample").iterdir()} == written
+
+
+def test_the_shipped_sample_is_balanced():
+    images = open_split(Data(dataset="idx", root=str(REFERENCE), val_split="t10k"), "val_split")
+    assert classes_of(images) == list("0123456789")
+    assert np.bincount(images.reader.labels).tolist() == [200] * 10
+    assert images.reader.images.shape == (2000, 28, 28)
 
 
 def test_the_scan_reads_them_too(tmp_path, capsys):
