@@ -1,4 +1,4 @@
-"""Images -> batches: class folders, tar files and the embedded digits, on one path of timm's readers and transforms.
+"""Images -> batches: class folders, tar or IDX files, embedded digits, on one path of timm's readers and transforms.
 
 The embedded digits (`digits.npz`) are the 1,797 images of scikit-learn's `load_digits`, 8x8 grey levels 0..16: the test
 set of "Optical Recognition of Handwritten Digits", E. Alpaydin and C. Kaynak, UCI Machine Learning Repository (1998),
@@ -341,7 +341,7 @@ def open_split(data: Data, option: str) -> Images:
         raise OptionError("data.root", f"no directory {data.root!r}")
     reader, endings = READERS[data.dataset]
     paths = [root / f"{split}{ending}" for ending in endings]
-    path = next((path for path in paths if (path.is_dir() if data.dataset == "folder" else path.is_file())), None)
+    path = next(filter(Path.is_dir if data.dataset == "folder" else Path.is_file, paths), None)
     if path is None:
         known = tuple(ending for _, endings in READERS.values() for ending in endings if ending)
         found = sorted(entry.name for entry in root.iterdir() if entry.is_dir() or entry.name.endswith(known))
