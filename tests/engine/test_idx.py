@@ -103,17 +103,15 @@ def test_a_sample_holds_the_first_of_each_class(tmp_path, capsys):
     assert classes_of(images) == ["2", "5", "7"]
     assert images.reader.labels.tolist() == [2, 0, 1]
     assert np.array_equal(images.reader.images, PIXELS[[0, 1, 3]])
-    written = {path.name: path.read_bytes() for path in (tmp_path / "sample").iterdir()}
+    assert all(path.read_bytes()[4:8] == bytes(4) for path in (tmp_path / "sample").iterdir())  # no time: gzip's MTIME
     with pytest.raises(SystemExit):
         sample.main([*options, "2"])
     assert "train-images-idx3-ubyte.gz: is there already" in capsys.readouterr().err
-    for path in (tmp_path / "sample").iterdir():
+    for path in list((tmp_path / "sample").iterdir()):
         path.unlink()
     with pytest.raises(SystemExit):
         sample.main([*options, "3"])
     assert "class 2 of train has 2 images; --per-class is 3" in capsys.readouterr().err
-    sample.main([*options, "1"])
-    assert {path.name: path.read_bytes() for path in (tmp_path / "sample").iterdir()} == written
 
 
 def test_the_shipped_sample_is_balanced():
