@@ -1,6 +1,6 @@
 """Shows what attention does in a trained model.
 
-    python analyze.py QUESTION --help
+python analyze.py QUESTION --help
 """
 
 import argparse
