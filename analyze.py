@@ -9,7 +9,9 @@ from importlib import import_module
 
 from engine.config import refuse_bad_input
 
-QUESTIONS: dict[str, str] = {}
+QUESTIONS: dict[str, str] = {
+    "maps": "what attends to what in each layer and head, how far, and through all layers, on images",
+}
 """Module of `analysis` -> what it shows."""
 
 

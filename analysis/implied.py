@@ -23,25 +23,27 @@ class NoMatrix(UserError):
 
 
 class LayerInput(NamedTuple):
-    """What an attention layer of a model gets: its name there, the layer, tokens (B, P + N, C) and their grid."""
+    """What an attention layer gets: the layer, tokens (B, P + N, C) and their grid."""
 
-    name: str
     attn: Attention
     x: Tensor
     grid: Grid
 
 
+def attention_layers(model: nn.Module) -> list[Attention]:
+    """The attention layers of a model, in their order."""
+    return [module for module in model.modules() if isinstance(module, Attention)]
+
+
 @torch.no_grad()
 def attention_inputs(model: nn.Module, images: Tensor) -> tuple[list[LayerInput], Tensor]:
     """Runs `model` on images (B, C, H, W) -> what each attention layer gets, in their order, and the model's output."""
-    found, hooks = [], []
-    for name, layer in model.named_modules():
-        if isinstance(layer, Attention):
+    found = []
 
-            def keep(attn: Attention, inputs: tuple[Tensor, Grid], name: str = name) -> None:
-                found.append(LayerInput(name, attn, *inputs))
+    def keep(attn: Attention, inputs: tuple[Tensor, Grid]) -> None:
+        found.append(LayerInput(attn, *inputs))
 
-            hooks.append(layer.register_forward_pre_hook(keep))
+    hooks = [layer.register_forward_pre_hook(keep) for layer in attention_layers(model)]
     try:
         return found, model(images)
     finally:
