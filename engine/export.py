@@ -121,7 +121,9 @@ def to_pt2(model: nn.Module, images: Tensor, description: str) -> tuple[bytes, C
     """The file of torch.export.save for images (B, C, H, W) of any B, and what is computed by the graph in it."""
     file = io.BytesIO()
     torch.export.save(_trace(model, images), file, extra_files={CONFIG: description})
-    return file.getvalue(), torch.export.load(io.BytesIO(file.getvalue())).module()
+    with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns of the bytes that it reads itself
+        program = torch.export.load(io.BytesIO(file.getvalue()))
+    return file.getvalue(), program.module()
 
 
 def to_onnx(model: nn.Module, images: Tensor, description: str) -> tuple[bytes, Callable[[Tensor], Tensor]]:

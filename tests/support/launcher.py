@@ -268,6 +268,7 @@ def wait(pid: int, timeout: float) -> int:
 
 
 def main() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # of tests in the background it would stay ignored
     import train
     import validate  # noqa: F401
     from bench.costs import Costs
