@@ -1,6 +1,6 @@
 """Shows what attention does in a trained model.
 
-    python analyze.py QUESTION --help
+python analyze.py QUESTION --help
 """
 
 import argparse
@@ -9,7 +9,10 @@ from importlib import import_module
 
 from engine.config import refuse_bad_input
 
-QUESTIONS: dict[str, str] = {}
+QUESTIONS: dict[str, str] = {
+    "replace": "what a trained model loses when another mechanism takes the place of its own, without training",
+    "error": "how far mechanisms are from softmax attention on a trained model's queries, keys and values",
+}
 """Module of `analysis` -> what it shows."""
 
 
