@@ -139,7 +139,7 @@ def main(args: argparse.Namespace) -> None:
                 rows += measure(reference, softmax, name, attention, args)
                 bar.update()
     title = f"{args.checkpoint}: error against softmax of the same queries, keys and values; {len(inputs[0][0])} images"
-    title += f"; {args.mode} mode, without training, mean ± standard deviation of {args.draws} draws"
+    title += f"; {args.mode} mode, without training, mean ± standard deviation over draws: {args.draws}"
     print(f"{title}\n\n{shared.markdown([readable(row) for row in rows])}")
     setting = args.mode, len(inputs[0][0]), args.draws
     lines = (line for row in rows for line in values(row, setting))
@@ -244,14 +244,14 @@ HEADER = (
 
 def values(row: Row, setting: Sequence[Any]) -> Iterator[list[Any]]:
     """The rows of the CSV file: one for each layer."""
-    for layer, bits in enumerate(row.entropies):
+    for layer, nats in enumerate(row.entropies):
         found = row.spread(layer) or (None, None)
-        place = [row.name, row.options, *setting, row.budget, row.temperature, layer, bits]
+        place = [row.name, row.options, *setting, row.budget, row.temperature, layer, nats]
         yield [*place, *found, row.untrained, row.peak, row.problem]
 
 
 def draw(title: str, rows: Sequence[Row]) -> bytes:
-    """Error against budget, a panel for each temperature and a line for each mechanism; arrows where it has no size."""
+    """Error against budget, a panel for each temperature and a line for each mechanism, a point where it has no size."""
     temperatures = dict.fromkeys(row.temperature for row in rows)
     names = dict.fromkeys(row.name for row in rows if row.errors)
     figure = Figure(figsize=(1 + 4.5 * len(temperatures), 6 + 0.16 * len(names)), layout="constrained")
@@ -274,9 +274,11 @@ def draw(title: str, rows: Sequence[Row]) -> bytes:
         budgets = sorted({row.budget for row in rows if row.budget})
         axes.set_xticks(budgets, map(str, budgets))
         axes.minorticks_off()
-        axes.set_xlabel("budget: landmarks, samples, tokens of a window or cluster\n(right of the last: no such size)")
         axes.set_title(f"temperature {temperature:g}: entropy {mean(here[0].entropies):.2f} nats" if here else "")
         axes.grid(alpha=0.4)
-    panels[0].set_ylabel("mean squared error of attended values / their mean square")
+    panels[0].set_ylim(bottom=-2e-4)
+    x_label = "budget: landmarks, samples, tokens of a window or cluster\n(right of the last: no such size)"
+    panels[len(panels) // 2].set_xlabel(x_label)
+    panels[0].set_ylabel("normalised mean squared error of attended values")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=max(3, 3 * len(panels)))
     return shared.to_png(figure)

@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> None:
             rows.append(measure(reference, name, attention, inputs, targets, args.draws, args.mode))
     count = len(reference.images)
     title = f"{args.checkpoint}: top-1 {own:.2f} % with its own attention, {count} images"
-    title += f"; {args.mode} mode, without training, mean ± standard deviation of {args.draws} draws"
+    title += f"; {args.mode} mode, without training, mean ± standard deviation over draws: {args.draws}"
     print(f"{title}\n\n{shared.markdown([readable(row, own) for row in rows])}")
     header = ["attention", "options", "mode", "images", "draws", "top1", "top1_std", "change", "error", "error_std"]
     header += ["macs", "peak_bytes", "untrained_parameters", "problem"]
@@ -159,7 +159,7 @@ def draw(title: str, rows: Sequence[Row], own: float) -> bytes:
     accuracy, error = figure.subplots(1, 2, sharey=True)
     for axes, column, label in (
         (accuracy, "top1", "top-1 (%)"),
-        (error, "error", "mean squared error of attended values / their mean square"),
+        (error, "error", "normalised mean squared error\nof attended values"),
     ):
         for hollow in (False, True):
             chosen = [(i, *getattr(row, column)) for i, row in enumerate(rows) if bool(row.untrained) == hollow]
@@ -167,14 +167,14 @@ def draw(title: str, rows: Sequence[Row], own: float) -> bytes:
                 y, means, deviation = zip(*chosen, strict=True)
                 deviation = [d or 0 for d in deviation]
                 face = {"markerfacecolor": "white"} if hollow else {}
-                note = "with untrained parameters" if hollow else "without parameters of its own"
+                note = "with untrained parameters" if hollow else "all parameters trained"
                 color = "#d55e00" if hollow else "#0072b2"
                 axes.errorbar(means, y, xerr=deviation, fmt="s" if hollow else "o", color=color, label=note, **face)
         axes.set_xlabel(label)
         axes.grid(axis="x", alpha=0.4)
     accuracy.axvline(own, color="black", linestyle="--", label=f"its own attention: {own:.2f} %")
     error.set_xscale("symlog", linthresh=0.01)  # softmax has an error of zero
-    error.set_xlim(left=-0.001)
+    error.set_xlim(-0.001, 2 * max([0.01, *(row.error[0] for row in rows)]))
     accuracy.set_yticks(range(len(rows)), [row.name for row in rows])
     accuracy.invert_yaxis()
     figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=3)
