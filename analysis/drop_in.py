@@ -59,7 +59,9 @@ class Reference:
 def add_arguments(parser: argparse.ArgumentParser, num_images: int) -> None:
     """Adds what the questions about other mechanisms have in common."""
     parser.add_argument("checkpoint", type=Path, metavar="RUN", help="directory of a run, checkpoint or export")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the run's, next")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key.path=value", help="options in place of the run's (right after RUN)"
+    )
     parser.add_argument(
         "--attention",
         nargs="+",

@@ -119,7 +119,13 @@ class Softmax:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     shared.add_arguments(parser, NUM_IMAGES)
-    parser.add_argument("--budgets", type=int, nargs="+", default=[16, 49, 196], help="landmarks, samples, window ...")
+    parser.add_argument(
+        "--budgets",
+        type=int,
+        nargs="+",
+        default=[16, 49, 196],
+        help="sizes of each: its landmarks, samples, tokens of a window, ... (16 49 196)",
+    )
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0], help="logits are divided by them (1)")
 
 
@@ -251,7 +257,7 @@ def values(row: Row, setting: Sequence[Any]) -> Iterator[list[Any]]:
 
 
 def draw(title: str, rows: Sequence[Row]) -> bytes:
-    """Error against budget, a panel for each temperature and a line for each mechanism, a point where it has no size."""
+    """Error against budget: a panel for each temperature, a line for each mechanism, a point where it has no size."""
     temperatures = dict.fromkeys(row.temperature for row in rows)
     names = dict.fromkeys(row.name for row in rows if row.errors)
     figure = Figure(figsize=(1 + 4.5 * len(temperatures), 6 + 0.16 * len(names)), layout="constrained")
