@@ -15,7 +15,7 @@ from timm.layers import to_2tuple
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from attention import Attention, AttentionFactory, Grid
+from attention import Attention, AttentionFactory, Grid, OptionError
 from engine.checkpoint import find_weights
 from engine.classes import ClassSubset, match_classes
 from engine.config import Tree, find_config, override, parse_run, read_yaml
@@ -158,10 +158,14 @@ def drop_in(
             as in training, and nothing else does.
         state: weights in place of the reference's.
     Raises:
-        OptionError: the mechanism cannot be built on this grid.
+        OptionError: the mechanism cannot be built on this grid, or needs projections that the run does not have.
     """
     torch.manual_seed(seed)
     model = create_model(**reference.run.model | {"attention": attention})
+    for layer, own in zip(attention_layers(model), attention_layers(reference.model), strict=True):
+        if own.num_projections not in (3, layer.num_projections):
+            problem = f" needs {layer.num_projections} projections of tokens, but {own.name()} of the run makes"
+            raise OptionError(f"attention({layer.name()})", f"{problem} {own.num_projections}; give another run")
     source = reference.source if state is None else reference.source._replace(state=dict(state))
     taken, outcome = fit_weights(model, source, "the reference")
     model.load_state_dict(taken, strict=False)

@@ -158,16 +158,14 @@ def attend_by_softmax(reference: Reference, inputs: Sequence[tuple[Tensor, Grid]
     """Softmax attention with the weights of a trained model.
 
     Raises:
-        UserError: they do not make queries, keys and values.
+        OptionError: they do not make queries, keys and values.
     """
     state = dict(reference.source.state)
     for name, x in state.items():
         if name.endswith((".attn.qkv.weight", ".attn.qkv.bias")):
             q, *others = x.chunk(3)
             state[name] = torch.cat([q / temperature, *others])
-    model, untrained = shared.drop_in(reference, {"name": "softmax"}, 0, "evaluation", state)
-    if untrained:
-        raise UserError("the run's attention has no weights of queries, keys and values; give a run of another one")
+    model, _ = shared.drop_in(reference, {"name": "softmax"}, 0, "evaluation", state)
     layers = shared.attention_layers(model)
     outputs = [shared.attended(layer, *given) for layer, given in zip(layers, inputs, strict=True)]
     entropies = [entropy(layer, *given) for layer, given in zip(layers, inputs, strict=True)]
@@ -260,7 +258,7 @@ def draw(title: str, rows: Sequence[Row]) -> bytes:
     """Error against budget: a panel for each temperature, a line for each mechanism, a point where it has no size."""
     temperatures = dict.fromkeys(row.temperature for row in rows)
     names = dict.fromkeys(row.name for row in rows if row.errors)
-    figure = Figure(figsize=(1 + 4.5 * len(temperatures), 6 + 0.16 * len(names)), layout="constrained")
+    figure = Figure(figsize=(max(8, 1 + 4.5 * len(temperatures)), 6 + 0.16 * len(names)), layout="constrained")
     figure.suptitle(title, fontsize=9, wrap=True)
     panels = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
     for axes, temperature in zip(panels, temperatures, strict=True):

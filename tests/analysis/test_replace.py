@@ -2,6 +2,7 @@
 
 import argparse
 import csv
+import dataclasses
 import math
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import analyze
 from analysis import drop_in
 from analysis.error import SIZES, attend_by_softmax, size_option, with_budget
 from analysis.replace import plan_finetuning
-from attention import ATTENTION
+from attention import ATTENTION, OptionError
 from engine.checkpoint import save_checkpoint
 from engine.config import dump_run, load_run
 from engine.progress import Progress
@@ -123,6 +124,12 @@ def test_draws_are_those_of_the_seed(reference):
     assert torch.equal(kept[0], again[0])
     assert not torch.equal(kept[0], other[0])
     assert not torch.equal(fresh[0], fresh[1])
+
+
+def test_a_run_without_queries_is_refused(reference):
+    model, _ = drop_in.drop_in(reference, {"name": "synthesizer"}, 0, EVALUATION)
+    with pytest.raises(OptionError, match="needs 3 projections of tokens, but synthesizer of the run makes 1"):
+        attend_by_softmax(dataclasses.replace(reference, model=model), [], 1.0)
 
 
 def test_every_mechanism_has_options_and_at_most_one_size():
