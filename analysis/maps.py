@@ -26,10 +26,10 @@ from PIL import Image
 from torch import Tensor
 
 from analysis.distributions import as_distribution, distances, entropy, key_grid, mean_distance, rollout
+from analysis.drop_in import read_mechanisms
 from analysis.implied import LayerInput, NoMatrix, attention_inputs, attention_layers, implied_matrix
-from attention import AttentionFactory, Grid
+from attention import Grid
 from engine.bar import progress_bar
-from engine.config import Tree, override
 from engine.errors import UserError, one_line
 from engine.files import open_regular, to_csv, write_file
 from engine.images import BrokenImage, decode
@@ -157,21 +157,6 @@ def parse_query(text: str | None) -> Grid | None:
     if not found:
         raise UserError(f"--query {text}: expected ROW,COLUMN of a patch, such as 3,4")
     return int(found[1]), int(found[2])
-
-
-def read_mechanisms(texts: Sequence[str]) -> dict[str, Any]:
-    """What --attention names -> the mechanism, with options where these are given, in YAML.
-
-    Raises:
-        ConfigError: no YAML. OptionError: an unknown mechanism or option.
-    """
-    found = {}
-    for text in texts:
-        tree = Tree({}, {})
-        override(tree, f"attention={text}")
-        found[text] = tree.values["attention"]
-        AttentionFactory.from_options(found[text], "--attention")
-    return found
 
 
 def read_image(file: str) -> Image.Image:
