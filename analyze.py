@@ -1,0 +1,27 @@
+"""Shows what attention does in a trained model.
+
+    python analyze.py QUESTION --help
+"""
+
+import argparse
+from collections.abc import Sequence
+from importlib import import_module
+
+from engine.config import refuse_bad_input
+
+QUESTIONS: dict[str, str] = {}
+"""Module of `analysis` -> what it shows."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="Show what attention does in a trained model.")
+    questions = parser.add_subparsers(dest="question", required=True, metavar="QUESTION")
+    for name, shows in QUESTIONS.items():
+        import_module(f"analysis.{name}").add_arguments(questions.add_parser(name, help=shows, description=shows))
+    args = parser.parse_args(arguments)
+    with refuse_bad_input():
+        import_module(f"analysis.{args.question}").main(args)
+
+
+if __name__ == "__main__":
+    main()
