@@ -1,6 +1,6 @@
 """Shows what attention does in a trained model.
 
-    python analyze.py QUESTION --help
+python analyze.py QUESTION --help
 """
 
 import argparse
@@ -9,7 +9,9 @@ from importlib import import_module
 
 from engine.config import refuse_bad_input
 
-QUESTIONS: dict[str, str] = {}
+QUESTIONS: dict[str, str] = {
+    "oracle": "how near low rank, sparse, and both come to its attention matrices, at one budget",
+}
 """Module of `analysis` -> what it shows."""
 
 
