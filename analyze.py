@@ -13,6 +13,7 @@ QUESTIONS: dict[str, str] = {
     "maps": "what attends to what in each layer and head, how far, and through all layers, on images",
     "replace": "what a trained model loses when another mechanism takes the place of its own, without training",
     "error": "how far mechanisms are from softmax attention on a trained model's queries, keys and values",
+    "oracle": "how near low rank, sparse, and both come to its attention matrices, at one budget",
 }
 """Module of `analysis` -> what it shows."""
 
