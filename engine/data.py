@@ -1,4 +1,4 @@
-"""Images -> batches: class folders, tar files and the embedded digits, on one path of timm's readers and transforms.
+"""Images -> batches: class folders, tar or IDX files, embedded digits, on one path of timm's readers and transforms.
 
 The embedded digits (`digits.npz`) are the 1,797 images of scikit-learn's `load_digits`, 8x8 grey levels 0..16: the test
 set of "Optical Recognition of Handwritten Digits", E. Alpaydin and C. Kaynak, UCI Machine Learning Repository (1998),
@@ -8,7 +8,6 @@ validate) and `numpy.savez_compressed`; nothing else was changed.
 """
 
 import hashlib
-import io
 import math
 import statistics
 import sys
@@ -36,8 +35,9 @@ from attention.options import OptionError
 from engine.cache import INDEX, CacheReader
 from engine.distributed import World
 from engine.errors import one_line
+from engine.idx import ENDINGS, IdxReader
 from engine.images import BrokenImage, decode
-from engine.readers import FolderReader, LayoutError, TarReader, suffix_of
+from engine.readers import ArrayReader, FolderReader, LayoutError, TarReader, suffix_of
 from engine.sampler import EpochSampler, SeededDataset
 from engine.schema import Augment, Data, Run
 from engine.workers import RestartingLoader, WorkersLost
@@ -65,29 +65,21 @@ auto_augment.NAME_TO_OP.update(
 )
 
 
-class DigitsReader(Reader):
-    """timm reader of one split of the embedded digits; an image is a PGM file in memory."""
-
-    ignored = ()
+class DigitsReader(ArrayReader):
+    """Reads one split of the embedded digits."""
 
     def __init__(self, split: str):
-        super().__init__()
         with np.load(DIGITS) as arrays:
-            self.images, self.labels = arrays[f"{split}_images"], arrays[f"{split}_labels"]
-        self.class_to_idx = {str(digit): digit for digit in range(10)}
-
-    def __len__(self) -> int:
-        return len(self.images)
-
-    def __getitem__(self, index: int) -> tuple[io.BytesIO, int]:
-        return io.BytesIO(b"P5 8 8 16\n" + self.images[index].tobytes()), int(self.labels[index])
-
-    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
-        return f"{self.labels[index]}/{index}.pgm"
+            super().__init__(arrays[f"{split}_images"], arrays[f"{split}_labels"], map(str, range(10)), white=16)
 
 
-READERS = {"folder": (FolderReader, ""), "tar": (TarReader, ".tar"), "cache": (CacheReader, INDEX)}
-"""data.dataset -> reader of a split, and the suffix of its name."""
+READERS = {
+    "folder": (FolderReader, ("",)),
+    "tar": (TarReader, (".tar",)),
+    "cache": (CacheReader, (INDEX,)),
+    "idx": (IdxReader, ENDINGS),
+}
+"""data.dataset -> reader of a split, and what may follow the split's name in that of its file ("": it is a folder)."""
 
 
 class Images(Dataset):
@@ -347,11 +339,15 @@ def open_split(data: Data, option: str) -> Images:
     root = Path(data.root)
     if not root.is_dir():
         raise OptionError("data.root", f"no directory {data.root!r}")
-    reader, suffix = READERS[data.dataset]
-    path = root / f"{split}{suffix}"
-    if not (path.is_file() if suffix else path.is_dir()):
-        found = sorted(entry.name for entry in root.iterdir() if entry.is_dir() or entry.suffix in (".tar", INDEX))
-        raise OptionError(key, f"no {path.name!r} in {data.root!r}; found there: {', '.join(found[:20]) or 'nothing'}")
+    reader, endings = READERS[data.dataset]
+    paths = [root / f"{split}{ending}" for ending in endings]
+    path = next(filter(Path.is_dir if data.dataset == "folder" else Path.is_file, paths), None)
+    if path is None:
+        known = tuple(ending for _, endings in READERS.values() for ending in endings if ending)
+        found = sorted(entry.name for entry in root.iterdir() if entry.is_dir() or entry.name.endswith(known))
+        raise OptionError(
+            key, f"no {paths[0].name!r} in {data.root!r}; found there: {', '.join(found[:20]) or 'nothing'}"
+        )
     try:
         return Images(reader(str(path)))
     except (tarfile.TarError, OSError) as error:

@@ -136,7 +136,7 @@ def confusion_picture(records: AllRecords, suffix: str) -> bytes:
         _draw_confusion(axes, confusion_matrix(found), found.names)
         axes.set_title(f"{kind} weights: top-1 {100 * (found.predicted == found.label).double().mean():.2f} %")
     figure.colorbar(axes.images[0], ax=panels, label="share of the class's images", shrink=0.8, aspect=40)
-    return _encode(figure, suffix)
+    return encode(figure, suffix)
 
 
 def _draw_confusion(axes: Axes, counts: np.ndarray, names: list[str]) -> None:
@@ -169,7 +169,7 @@ def mistakes_picture(records: AllRecords) -> bytes:
             axes.set_axis_off()
             if number < len(worst):
                 _draw_mistake(axes, records[kind], worst[number])
-    return _encode(figure, ".png")
+    return encode(figure, ".png")
 
 
 def _list_mistakes(found: Records) -> list[int]:
@@ -186,8 +186,8 @@ def _draw_mistake(axes: Axes, found: Records, row: int) -> None:
     axes.set_title(title, fontsize=8, parse_math=False)
 
 
-def _encode(figure: Figure, suffix: str) -> bytes:
-    """The file of a figure."""
+def encode(figure: Figure, suffix: str = ".png") -> bytes:
+    """The content of a figure's file."""
     content = io.BytesIO()
     with warnings.catch_warnings(action="ignore"):  # about glyphs of class names that the font lacks
         figure.savefig(content, format=suffix[1:], dpi=100)

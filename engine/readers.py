@@ -12,6 +12,7 @@ import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO, NamedTuple
 
+import numpy as np
 from timm.data.readers.reader import Reader
 from timm.utils.misc import natural_key
 
@@ -156,6 +157,32 @@ def find_files(root: str) -> Iterator[str]:
         yield from (prefix + name for name in files)
         if prefix and not files and not subfolders:
             yield prefix
+
+
+class ArrayReader(Reader):
+    """timm reader of grey images in memory, each as a PGM file.
+
+    Args:
+        images: bytes (number, height, width). labels: class indices. classes: names, in the order of their indices.
+        white: the largest level.
+    """
+
+    ignored = ()
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, classes: Iterable[str], white: int = 255):
+        super().__init__()
+        self.images, self.labels = images, labels
+        self.class_to_idx = {name: index for index, name in enumerate(classes)}
+        self.header = b"P5 %d %d %d\n" % (images.shape[2], images.shape[1], white)
+
+    def __len__(self) -> int:
+        return len(self.images)
+
+    def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
+        return io.BytesIO(self.header + self.images[index].tobytes()), int(self.labels[index])
+
+    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        return f"{self.labels[index]}/{index}.pgm"
 
 
 class FileReader(Reader):

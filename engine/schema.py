@@ -43,12 +43,17 @@ class Distill:
 class Data:
     """Where the images are and how a validation image is prepared."""
 
-    dataset: Literal["folder", "tar", "cache", "digits"] = option(
-        "folder", "class folders, tar files of them, what engine.prepare made of either, or the embedded digits"
+    dataset: Literal["folder", "tar", "cache", "idx", "digits"] = option(
+        "folder",
+        "class folders, tar files of them, what engine.prepare made of either, IDX files, or the embedded digits",
     )
     root: str | None = option(None, "directory that holds the two splits; digits need none")
-    train_split: str = option("train", "folder (tar: NAME.tar, cache: NAME.npz) of training images below root")
-    val_split: str = option("val", "folder (tar: NAME.tar, cache: NAME.npz) of validation images below root")
+    train_split: str = option(
+        "train", "folder (tar: NAME.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte) of training images"
+    )
+    val_split: str = option(
+        "val", "folder (tar: NAME.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte) of validation images"
+    )
     workers: int = option(8, "loader processes per rank", low=0, high=256)
     max_broken: int = option(10, "broken training images that an epoch may leave out, over all ranks", low=0)
     broken_val: Literal["refuse", "skip"] = option(

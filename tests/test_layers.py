@@ -21,6 +21,7 @@ LIBRARIES = {
         *EXPORT,
     },
     "bench": {"torch", "torchvision", "timm", "yaml", "numpy", "PIL", "tqdm", "triton"},
+    "analysis": {"torch", "timm", "numpy", "PIL", "matplotlib", "tqdm"},
 }
 BELOW = {  # folder or file -> what of this project it may import
     "attention/parts": {"attention.options", "attention.parts"},
@@ -35,6 +36,7 @@ BELOW = {  # folder or file -> what of this project it may import
     "models/convert/__main__.py": {"models", "engine"},  # a script, which reads and writes files
     "engine": {"attention", "models", "engine"},
     "bench": {"attention", "models", "engine", "bench"},
+    "analysis": {"attention", "models", "engine", "bench", "analysis"},
 }
 MODELS_MAY_TAKE = {"Attention", "AttentionFactory", "Grid", "OptionError", "LayerContext"} | {
     *("option", "nearest", "parse_options"),

@@ -96,7 +96,7 @@ def test_the_confusion_matrix_is_complete(records):
 @pytest.fixture
 def as_figures(monkeypatch):
     """What pictures show, which takes longest to draw."""
-    monkeypatch.setattr(outputs, "_encode", lambda figure, suffix: figure)
+    monkeypatch.setattr(outputs, "encode", lambda figure, suffix: figure)
     monkeypatch.setattr(outputs, "GRID", 3)
 
 

@@ -1,0 +1,83 @@
+"""Approximations of a matrix A of N rows: low rank, sparse, and both.
+
+The budget of all is the mean of the numbers kept per row: rank r and N s entries anywhere cost 2 r + s, for the two
+factors of an N x N matrix of rank r hold 2 N r numbers (an entry's position is not counted).
+"""
+
+import torch
+from torch import Tensor
+
+
+def truncate(a: Tensor, rank: int) -> Tensor:
+    """The matrix of `rank` nearest to `a` (M, N): its largest singular values (Eckart and Young, 1936)."""
+    u, s, vh = torch.linalg.svd(a, full_matrices=False)
+    return u[:, :rank] * s[:rank] @ vh[:rank]
+
+
+def keep_largest(a: Tensor, count: int) -> Tensor:
+    """The matrix of `count` entries, fewer than all, nearest to `a`: those of the largest magnitude, wherever they
+    stand. Of entries that tie for the last places none is kept."""
+    size = a.abs()
+    return a.where(size > size.flatten().kthvalue(a.numel() - count).values, 0)
+
+
+def robust_pca(
+    a: Tensor, weight: float | None = None, tolerance: float = 1e-7, max_steps: int = 1000
+) -> tuple[Tensor, Tensor]:
+    """Low-rank L and sparse S of least ||L||_* + weight ||S||_1 where L + S = A (Candes et al. 2011, arXiv:0912.3599).
+
+    By the inexact augmented Lagrangian method (Lin et al. 2010, arXiv:1009.5055, Algorithm 5, with its parameters).
+
+    Args:
+        a: (M, N), not zero. weight: of the entries; None: max(M, N)^(-1/2), for which recovery is proved.
+        tolerance: of the residual, relative to ||A||_F.
+    Raises:
+        RuntimeError: not reached in `max_steps`.
+    """
+    weight = weight or max(a.shape) ** -0.5
+    spectral, norm = torch.linalg.matrix_norm(a, 2), a.norm()
+    multiplier, sparse = a / torch.maximum(spectral, a.abs().max() / weight), torch.zeros_like(a)
+    mu, largest_mu = 1.25 / spectral, 1.25e7 / spectral
+    for _ in range(max_steps):
+        u, s, vh = torch.linalg.svd(a - sparse + multiplier / mu, full_matrices=False)
+        low = u * (s - 1 / mu).relu() @ vh
+        rest = a - low + multiplier / mu
+        sparse = rest.sign() * (rest.abs() - weight / mu).relu()
+        residual = a - low - sparse
+        if residual.norm() <= tolerance * norm:
+            return low, sparse
+        multiplier = multiplier + mu * residual
+        mu = torch.minimum(1.5 * mu, largest_mu)
+    raise RuntimeError(f"robust PCA: residual {residual.norm() / norm:.1e} of the norm after {max_steps} steps")
+
+
+def godec(a: Tensor, rank: int, count: int, tolerance: float = 3e-3, max_steps: int = 1000) -> tuple[Tensor, Tensor]:
+    """L of `rank` and S of `count` entries with small ||A - L - S||_F (GoDec; Zhou and Tao, ICML 2011).
+
+    L and S are fitted in turn, each to what the other leaves, from the best S alone and from none; the better counts.
+
+    Args:
+        a: (M, N). tolerance: it ends where a step lowers the error by a smaller share, or to rounding.
+    """
+    starts = keep_largest(a, count), torch.zeros_like(a)
+    found = [_alternate(a, start, rank, count, tolerance, max_steps) for start in starts]
+    return min(found, key=lambda parts: (a - sum(parts)).norm())
+
+
+def _alternate(
+    a: Tensor, sparse: Tensor, rank: int, count: int, tolerance: float, max_steps: int
+) -> tuple[Tensor, Tensor]:
+    """GoDec from `sparse`. L is fitted by the paper's two projections, which go on from those of the step before: the
+    error never rises."""
+    right, before = torch.linalg.svd(a - sparse, full_matrices=False).Vh[:rank].mT, torch.inf
+    for _ in range(max_steps):
+        rest = a - sparse
+        left = torch.linalg.qr(rest @ right).Q
+        right = rest.mT @ left
+        low = left @ right.mT
+        sparse = keep_largest(a - low, count)
+        error = (a - low - sparse).norm()
+        if error > (1 - tolerance) * before or error <= 1e-14 * a.norm():
+            break
+        before = error
+    return low, sparse

@@ -1,0 +1,153 @@
+"""analyze.py maps on a tiny model: its numbers, its files, and what it refuses."""
+
+import csv
+import math
+
+import pytest
+import torch
+from PIL import Image
+
+import analyze
+from analysis.implied import NoMatrix, attention_inputs
+from analysis.maps import LayerMaps, Row, describe_layer, draw_layers, draw_maps, draw_rollout, why_no_rollout
+from engine.checkpoint import save_checkpoint
+from engine.config import dump_run, load_run
+from engine.inference import load
+from engine.progress import Progress
+from models import create_model
+from tests.test_packaging import ROOT
+
+OPTIONS = ["model.depth=2", "model.embed_dim=24", "model.num_heads=2", "model.img_size=12", "model.patch_size=4"]
+OPTIONS += ["model.stem=linear", "model.class_token=true", "attention=softmax", "train.device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A directory with a checkpoint of random weights and a picture."""
+    place = tmp_path_factory.mktemp("maps")
+    run = load_run(ROOT / "configs/quickstart.yaml", OPTIONS)
+    torch.manual_seed(0)
+    state = create_model(attention=run.attention, **run.model).state_dict()
+    metadata = {"config": dump_run(run), "processes": 1, "images": 100, "progress": vars(Progress(epoch=1, step=3))}
+    save_checkpoint(place / "step_3_epoch_1.pt", metadata | {"classes": list("0123456789"), "model": state})
+    Image.linear_gradient("L").save(place / "photo.png")
+    (place / "text.png").write_text("no image")
+    return place
+
+
+def describe(model, grid=(3, 3), query=0):
+    images = torch.linspace(-1, 1, 3 * 16 * math.prod(grid)).view(1, 3, 4 * grid[0], 4 * grid[1]).double()
+    layers, _ = attention_inputs(model.double().eval(), images)
+    return layers, [describe_layer(layer, query) for layer in layers]
+
+
+def small(**options):
+    torch.manual_seed(0)
+    sizes = {"img_size": (12, 20), "patch_size": 4, "embed_dim": 24, "num_heads": 2, "depth": 2, "num_classes": 3}
+    return create_model("deit", **sizes | options)
+
+
+def test_command(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("analysis.maps.encode", lambda figure: b"")  # seconds of rendering, see the next test
+    images, output = [str(place / "photo.png")], tmp_path / "maps"
+    analyze.main(["maps", str(place), *images, "--attention", "softmax", "xca", "--output", str(output)])
+    shown = capsys.readouterr()
+    refusal = "attention(xca) has no attention matrix: it mixes the channels of its values"
+    assert shown.err.strip() == f"left out: {refusal}"
+    assert "| softmax | 2 |" in shown.out
+    written = sorted(str(path.relative_to(output)) for path in output.rglob("*.*"))
+    pictures = [f"{name}/1_photo_{kind}.png" for name in ("softmax", "xca") for kind in ("mean", "query", "rollout")]
+    assert written == ["layers.csv", "layers.png", *pictures]
+    with (output / "layers.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    heads = [(row["attention"], row["layer"], row["head"]) for row in rows[:4]]
+    assert heads == [("softmax", layer, head) for layer in "12" for head in "12"]
+    assert {row["problem"] for row in rows[4:]} == {refusal}
+    assert float(rows[0]["equal_entropy"]) == pytest.approx(math.log(10))
+    assert 0 < float(rows[0]["entropy"]) < math.log(10)
+
+
+@pytest.mark.stress
+def test_figures_are_pictures(place, tmp_path):
+    names = ["softmax", "xca", "{name: local, window_size: 2}"]
+    analyze.main(["maps", str(place), str(place / "photo.png"), "--attention", *names, "--output", str(tmp_path)])
+    pictures = list(tmp_path.rglob("*.png"))
+    assert len(pictures) == 10
+    for picture in pictures:
+        with Image.open(picture) as image:
+            assert min(image.size) > 100
+
+
+def test_numbers_are_those_of_the_weights():
+    layers, (found, _) = describe(small(class_token=True), (3, 5), query=4)
+    q, k, _ = layers[0].attn.project(layers[0].x, (3, 5))
+    weights = (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1)[0].detach()
+    torch.testing.assert_close(found.of_query, weights[:, 4], rtol=0, atol=1e-9)
+    torch.testing.assert_close(found.of_all, weights.mean(1), rtol=0, atol=1e-9)
+    torch.testing.assert_close(found.entropy, -(weights * weights.log()).sum(-1).mean(-1))
+    torch.testing.assert_close(found.of_heads, weights.mean(0))
+    patches = weights[:, 1:, 1:] / weights[:, 1:, 1:].sum(-1, keepdim=True)
+    places = torch.tensor([(y, x) for y in range(3) for x in range(5)]).double()
+    torch.testing.assert_close(found.distance, (patches * torch.cdist(places, places)).sum(-1).mean(-1))
+    assert (found.grid, found.keys, found.num_prefix_tokens) == ((3, 5), (3, 5), 1)
+
+
+def test_figures_show_the_weights_of_the_grid():
+    _, maps = describe(small(class_token=True), (3, 5), query=4)
+    figure = draw_maps(maps, "of_query", "title")
+    shown = [axes.images[0].get_array() for axes in figure.axes if axes.images]
+    expected = [head[1:].view(3, 5) / head[1:].max() for layer in maps for head in layer.of_query]
+    for array, weights in zip(shown, expected, strict=True):
+        torch.testing.assert_close(torch.from_numpy(array.data), weights)
+    assert [patch.get_xy() for patch in figure.axes[0].patches] == [(2.5, -0.5)] * 2  # token 4 is row 0, column 3
+    assert len(draw_rollout(maps, torch.zeros(3, 12, 20), "the patch", "title").axes) == 4
+
+
+def test_a_layer_without_a_matrix_says_so_in_the_figures():
+    _, maps = describe(small(attention={"name": "transformer_ls", "window_size": 3}), (3, 5))
+    assert all(isinstance(found, NoMatrix) for found in maps)
+    rows = [Row("transformer_ls", "photo.png", layer, found) for layer, found in enumerate(maps, start=1)]
+    assert "left out: attention(transformer_ls)" in draw_layers(rows).get_suptitle()
+    for figure in (draw_maps(maps, "of_all", ""), draw_rollout(maps, torch.zeros(3, 12, 20), "", "")):
+        texts = "".join(text.get_text() for axes in figure.axes for text in axes.texts)
+        assert "attention(transformer_ls) has no attention matrix:\nits outputs are not linear" in texts
+
+
+def test_a_pyramid_has_maps_of_fewer_keys_and_no_rollout():
+    sizes = {"embed_dims": (8, 8, 8, 8), "num_heads": (1, 1, 2, 2), "depths": (1, 1, 1, 1), "img_size": (64, 96)}
+    torch.manual_seed(0)
+    _, maps = describe(create_model("pvtv2_b0", attention="sra", num_classes=3, **sizes), (16, 24))
+    assert [(found.grid, found.keys) for found in maps[:2]] == [((16, 24), (2, 3)), ((8, 12), (2, 3))]
+    assert "not the same tokens" in why_no_rollout(maps)
+    assert isinstance(maps[0], LayerMaps)
+
+
+def test_another_mechanism_takes_the_weights(place):
+    image = torch.rand(2, 3, 12, 12)
+    own, same = (load(place, attention=attention).model for attention in (None, "softmax"))
+    torch.testing.assert_close(same(image), own(image), rtol=0, atol=0)
+    local = load(place, attention={"name": "local", "window_size": 2}).model
+    torch.testing.assert_close(local.blocks[1].attn.qkv.weight, own.blocks[1].attn.qkv.weight)
+    assert not torch.equal(local(image), own(image))
+    assert not local.training
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["text.png"], "text.png: not an image"),
+        (["none.png"], "none.png: No such file"),
+        (["photo.png", "--attention", "evva"], "unknown mechanism 'evva'; did you mean 'eva'"),
+        (["photo.png", "--attention", "{name: eva, windw: 3}"], "attention(eva).windw"),
+        (["photo.png", "--query", "3"], "--query 3: expected ROW,COLUMN"),
+        (["photo.png", "--query", "3,0"], "--query 3,0: outside the 3x3 grid; at most 2,2"),
+        (["photo.png", "--output", "photo.png"], "--output: photo.png: cannot be made"),
+    ],
+)
+def test_refusals(place, tmp_path, capsys, monkeypatch, arguments, problem):
+    monkeypatch.chdir(place)
+    with pytest.raises(SystemExit) as stop:
+        analyze.main(["maps", ".", "--output", str(tmp_path), *arguments])
+    assert stop.value.code == 2
+    assert problem in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

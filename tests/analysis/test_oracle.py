@@ -1,0 +1,199 @@
+"""Decompositions recover what was planted and are optimal where theory says so; the oracle's budgets and figures."""
+
+import csv
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from PIL import Image
+
+import analyze
+from analysis import oracle
+from analysis.decompositions import godec, keep_largest, robust_pca, truncate
+from analysis.matrices import Layer, capture, process1
+from analysis.oracle import decomposition_fits, relative_error, scatterbrain_fits
+from attention.parts.geometry import merge_heads
+from engine.checkpoint import save_checkpoint
+from engine.config import dump_run, load_run
+from engine.progress import Progress
+from models import create_model
+
+ROOT = Path(__file__).parents[2]
+TINY = ["model.depth=2", "model.embed_dim=24", "model.img_size=24", "model.num_heads=2", "train.device=cpu"]
+DEIT = {"img_size": (16, 24), "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 3}
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def planted():
+    """A (50, 60) matrix of rank 2, and 60 entries of a sparse one."""
+    low = torch.randn(50, 2, dtype=torch.float64) @ torch.randn(2, 60, dtype=torch.float64)
+    sparse = torch.zeros_like(low)
+    sparse.view(-1)[torch.randperm(low.numel())[:60]] = 3 * torch.randn(60, dtype=torch.float64).sign()
+    return low, sparse
+
+
+@pytest.mark.parametrize("decompose", [robust_pca, lambda a: godec(a, 2, 60)], ids=["robust_pca", "godec"])
+def test_planted_parts_are_recovered(decompose, planted):
+    found = decompose(sum(planted))
+    for part, expected in zip(found, planted, strict=True):
+        assert (part - expected).norm() <= 1e-6 * expected.norm()
+    assert torch.linalg.matrix_rank(found[0]) == 2
+    assert torch.equal(found[1] != 0, planted[1] != 0)
+
+
+def test_robust_pca_minimises_its_objective():
+    """Of a matrix without such parts no optimum of another weight is better."""
+    a = torch.randn(12, 9, dtype=torch.float64)
+
+    def objective(weight: float, low: torch.Tensor, sparse: torch.Tensor) -> float:
+        torch.testing.assert_close(low + sparse, a, rtol=0, atol=1e-5)
+        return (torch.linalg.svdvals(low).sum() + weight * sparse.abs().sum()).item()
+
+    for weight, other in itertools.permutations((0.2, 12**-0.5, 0.4), 2):
+        assert objective(weight, *robust_pca(a, weight)) < objective(weight, *robust_pca(a, other)) - 1e-3
+    assert torch.equal(robust_pca(a)[0], robust_pca(a, 12**-0.5)[0])
+
+
+def test_robust_pca_says_that_it_has_not_converged(planted):
+    with pytest.raises(RuntimeError, match="after 3 steps"):
+        robust_pca(sum(planted), max_steps=3)
+
+
+def test_truncation_is_optimal():
+    """Its squared error is the tail of the squared singular values; no other row space of that rank does better."""
+    a = torch.randn(9, 12, dtype=torch.float64)
+    error = (a - truncate(a, 4)).norm()
+    assert torch.linalg.matrix_rank(truncate(a, 4)) == 4
+    torch.testing.assert_close(error, torch.linalg.svdvals(a)[4:].norm(), rtol=1e-12, atol=0)
+    for _ in range(50):
+        basis = torch.linalg.qr(torch.randn(12, 4, dtype=torch.float64)).Q
+        assert (a - a @ basis @ basis.mT).norm() > error
+
+
+def test_the_largest_entries_are_optimal():
+    """Over all supports of that size. Of ties for the last place none is kept, so that the budget holds."""
+    a = torch.randn(2, 4, dtype=torch.float64)
+    kept = keep_largest(a, 3)
+    assert (kept != 0).sum() == 3
+    supports = itertools.combinations(range(8), 3)
+    assert (a - kept).norm() == min((a.flatten().index_fill(0, torch.tensor(s), 0)).norm() for s in supports)
+    assert keep_largest(torch.tensor([2.0, 1, 1, -3]), 3).tolist() == [2, 0, 0, -3]
+    assert not keep_largest(a, 0).any()
+
+
+def test_regimes_of_process1_come_in_the_order_of_theorem_1():
+    """As beta rises: low rank suffices and entries do not; only both together suffice; entries suffice."""
+    suffices = []
+    for times in (0.1, 0.45, 1.5):
+        a = process1(1, times * math.log(120), tokens=120).matrices[0, 0]
+        fits = decomposition_fits(a, robust_pca(a)[0], 16)
+        suffices.append({method for method, fit in fits.items() if fit.error < 0.15})
+    both = {"robust PCA", "GoDec"}
+    assert suffices == [{"low rank"} | both, both, {"sparse"} | both]
+
+
+@pytest.mark.parametrize("budget", [8, 13, 30])
+def test_every_method_keeps_to_the_budget_and_both_parts_are_no_worse_than_one(budget):
+    layer = process1(2, 2.5, tokens=60)
+    fits = decomposition_fits(layer.matrices[0, 0], robust_pca(layer.matrices[0, 0])[0], budget)
+    assert max(fits["robust PCA"].error, fits["GoDec"].error) <= min(fits["low rank"].error, fits["sparse"].error)
+    mechanism = scatterbrain_fits(layer, layer.matrices, budget, 1)
+    for fit in (*fits.values(), *itertools.chain(*mechanism)):
+        assert 2 * fit.rank + fit.density * 60 <= budget + 1e-9
+        assert 2 * fit.rank + fit.density * 60 > budget - 2
+
+
+@pytest.mark.parametrize("num_prefix", [0, 3])
+def test_scatterbrain_is_exact_where_all_tokens_are_alike_and_nowhere_else(num_prefix):
+    q, k = torch.randn(2, 2, 3, 20 + num_prefix, 4, dtype=torch.float64)
+    for layer, exact in ((Layer("", 0 * q, 0 * k, (4, 5)), True), (Layer("", q, k, (4, 5)), False)):
+        fits = scatterbrain_fits(layer, layer.matrices, 8 + 2 * num_prefix, 2)
+        assert (len(fits), len(fits[0])) == (2, 3)
+        assert all((fit.error < 1e-9) == exact for fit in itertools.chain(*fits))
+
+
+def test_the_matrices_are_those_of_the_model():
+    """Times the values, projected, they are what the layers put out; prefix tokens included."""
+    model = create_model("deit", attention="softmax", class_token=True, **DEIT).double().eval()
+    outputs = {}
+    for name, block in enumerate(model.blocks):
+        block.attn.register_forward_hook(lambda attn, inputs, y, name=name: outputs.update({name: (*inputs, y)}))
+    layers = capture(model, torch.randn(2, 3, 16, 24, dtype=torch.float64))
+    assert [(layer.name, layer.grid) for layer in layers] == [("blocks.0.attn", (4, 6)), ("blocks.1.attn", (4, 6))]
+    for layer, block, (x, grid, y) in zip(layers, model.blocks, outputs.values(), strict=True):
+        *_, v = block.attn.project(x, grid)
+        torch.testing.assert_close(block.attn.proj(merge_heads(layer.matrices @ v)), y, rtol=0, atol=1e-12)
+
+
+def test_what_is_not_softmax_is_said(capsys):
+    images = torch.randn(1, 3, 16, 24, dtype=torch.float64)
+    mixed = create_model("deit", attention={"name": "eva", "window_size": 2, "num_landmarks": 4}, **DEIT).double()
+    assert len(capture(mixed.eval(), images)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("attention(eva): its queries and keys were not trained for softmax")
+    assert not capture(create_model("deit", attention="synthesizer", **DEIT).double().eval(), images)
+    assert capsys.readouterr().err.startswith("blocks.0.attn: left out, as it has no key for every one")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    run = load_run(ROOT / "configs/quickstart.yaml", [*TINY, "attention=softmax"])
+    state = create_model(attention=run.attention, **run.model).state_dict()
+    metadata = {"config": dump_run(run), "processes": 1, "images": 9, "progress": vars(Progress(epoch=1, step=3))}
+    path = tmp_path_factory.mktemp("oracle") / "step_3_epoch_1.pt"
+    save_checkpoint(path, metadata | {"model": state})
+    return str(path)
+
+
+def test_table_rows_and_figure(checkpoint, tmp_path, capsys):
+    options = ["--images", "2", "--budgets", "16", "8", "--draws", "2", "--output", str(tmp_path)]
+    analyze.main(["oracle", checkpoint, "data.crop_pct=0.9", *options])
+    with (tmp_path / "oracle.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 2 * 2 * (1 + 2 * len(oracle.METHODS))  # layers, images, heads
+    assert all(0 <= float(row["entropy"]) <= math.log(36) for row in rows)
+    chosen = [float(row["error"]) for row in rows if row["layer"] == "blocks.1.attn" and row["budget"] == "8"]
+    text = capsys.readouterr().out
+    sparse = chosen[1 :: len(oracle.METHODS)]
+    assert f"| {sum(sparse) / len(sparse):.3f} ± " in text
+    with Image.open(tmp_path / "oracle.png") as image:
+        assert image.size[0] > 1000
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--budgets", "8", "36"], "--budgets 36: blocks.0.attn has rows of 36; give 8 to 35"),
+        (["--budgets", "7"], "--budgets 7: blocks.0.attn has rows of 36; give 8 to 35"),
+        (["--images", "0"], "--images 0: give 1 or more"),
+        (["--images", "361"], "--images 361: there are 360 validation images; give at most as many"),
+        (["--draws", "0"], "--draws 0: give 1 or more"),
+        (["--output", "absent"], "absent/oracle.csv: no directory 'absent'"),
+    ],
+)
+def test_refusals_are_one_line(options, problem, checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        analyze.main(["oracle", checkpoint, *options])
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.strip() == f"error: {problem}"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_random_process_has_no_options_of_a_run(capsys):
+    with pytest.raises(SystemExit):
+        analyze.main(["oracle", "process1", "data.crop_pct=0.9"])
+    assert "process1 data.crop_pct=0.9: a random process has no such options" in capsys.readouterr().err
+
+
+def test_relative_error_is_of_each_matrix():
+    a = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]])
+    assert relative_error(0 * a, a).tolist() == [1, 1]
+    assert relative_error(a + torch.tensor([0.0, 5.0]), a).tolist() == [1, 5]
