@@ -227,7 +227,7 @@ def with_budget(attention: Mapping[str, Any], budget: int, num_tokens: int) -> d
 
 def readable(row: Row) -> dict[str, str]:
     """Title of a column -> its text."""
-    layers = {f"layer {i}": shared.quote(row.spread(i), ".3g") for i in range(len(row.entropies))}
+    layers = {f"layer {i + 1}": shared.quote(row.spread(i), ".3g") for i in range(len(row.entropies))}
     return {
         "attention": row.name,
         "options": row.options,
@@ -249,10 +249,10 @@ HEADER = (
 
 
 def values(row: Row, setting: Sequence[Any]) -> Iterator[list[Any]]:
-    """The rows of the CSV file: one for each layer."""
+    """The rows of the CSV file: one for each layer, counted from 1."""
     for layer, nats in enumerate(row.entropies):
         found = row.spread(layer) or (None, None)
-        place = [row.name, row.options, *setting, row.budget, row.temperature, layer, nats]
+        place = [row.name, row.options, *setting, row.budget, row.temperature, layer + 1, nats]
         yield [*place, *found, row.untrained, row.peak, row.problem]
 
 
@@ -282,7 +282,7 @@ def draw(title: str, rows: Sequence[Row]) -> bytes:
         axes.minorticks_off()
         axes.set_title(f"temperature {temperature:g}: entropy {mean(here[0].entropies):.2f} nats" if here else "")
         axes.grid(alpha=0.4)
-    panels[0].set_ylim(bottom=-2e-4)
+    panels[0].set_ylim(-2e-4, 1.5 * panels[0].get_ylim()[1])
     x_label = "budget: landmarks, samples, tokens of a window or cluster\n(right of the last: no such size)"
     panels[len(panels) // 2].set_xlabel(x_label)
     panels[0].set_ylabel("normalised mean squared error of attended values")

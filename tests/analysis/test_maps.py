@@ -9,7 +9,8 @@ from PIL import Image
 
 import analyze
 from analysis.implied import NoMatrix, attention_inputs
-from analysis.maps import LayerMaps, Row, describe_layer, draw_layers, draw_maps, draw_rollout, why_no_rollout
+from analysis.layer_maps import LayerMaps, Row, describe_layer
+from analysis.map_figures import draw_layers, draw_maps, draw_rollout, why_no_rollout
 from engine.checkpoint import save_checkpoint
 from engine.config import dump_run, load_run
 from engine.inference import load

@@ -74,7 +74,7 @@ def test_error_of_randomized_attention_falls_with_the_number_of_samples(checkpoi
     rows = ask(checkpoint, tmp_path, "error", *names, "--budgets", "1", "4", "16", "--images", "16", "--draws", "4")
     assert {float(row["error"]) for row in rows if row["attention"] == "softmax"} == {0}
     found = {
-        int(row["budget"]): float(row["error"]) for row in rows if row["attention"] == "ra" and row["layer"] == "0"
+        int(row["budget"]): float(row["error"]) for row in rows if row["attention"] == "ra" and row["layer"] == "1"
     }
     assert found[1] > 0.01
     assert found[1] / found[4] == pytest.approx(4, rel=0.25)

@@ -1,0 +1,138 @@
+"""What the attention matrices of a model's layers say in numbers, and their tables."""
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from analysis.distributions import as_distribution, distances, entropy, key_grid, mean_distance
+from analysis.implied import LayerInput, NoMatrix, implied_matrix
+from attention import Grid
+from engine.files import to_csv
+
+
+class LayerMaps(NamedTuple):
+    """What the attention matrix of a layer says, of every head: see `analysis.distributions`.
+
+    Attributes:
+        grid, keys: (H, W) of the layer's tokens and of its keys. num_prefix_tokens: P.
+        entropy, distance: (h,); their values for equal weights are `equal_entropy` and `equal_distance`.
+        row_sum: mean over queries, (h,). negative: share of the weights' magnitude that is negative, (h,).
+        query: index of the chosen query among the P + N. of_query, of_all: its weights, and their mean over all
+            queries, (h, P + M). of_heads: mean over heads of the distributions, (P + N, P + M).
+    """
+
+    grid: Grid
+    keys: Grid
+    num_prefix_tokens: int
+    entropy: Tensor
+    distance: Tensor
+    equal_entropy: float
+    equal_distance: float
+    row_sum: Tensor
+    negative: Tensor
+    query: int
+    of_query: Tensor
+    of_all: Tensor
+    of_heads: Tensor
+
+
+class Row(NamedTuple):
+    """A layer of a model on an image: what its attention says, or why that is not known."""
+
+    attention: str
+    file: str
+    layer: int
+    found: LayerMaps | NoMatrix
+
+
+@torch.no_grad()
+def describe_layer(layer: LayerInput, query: int) -> LayerMaps | NoMatrix:
+    """What a layer's attention to the tokens of one image says, or why it has no matrix."""
+    attn, x, grid = layer
+    try:
+        weights = implied_matrix(attn, attn.project(x, grid), grid)[0]
+    except NoMatrix as problem:
+        return problem
+    P, magnitude = attn.num_prefix_tokens, weights.abs().sum((-2, -1))
+    keys = key_grid(weights.shape[-1] - P, grid)
+    return LayerMaps(
+        grid=grid,
+        keys=keys,
+        num_prefix_tokens=P,
+        entropy=entropy(weights),
+        distance=mean_distance(weights[:, P:, P:], grid, keys),
+        equal_entropy=math.log(weights.shape[-1]),
+        equal_distance=distances(grid, keys).mean().item(),
+        row_sum=weights.sum(-1).mean(-1),
+        negative=-weights.clamp(max=0).sum((-2, -1)) / magnitude,
+        query=query,
+        of_query=weights[:, query],
+        of_all=weights.mean(1),
+        of_heads=as_distribution(weights).nanmean(0),
+    )
+
+
+def mean_over_images(rows: Sequence[Row], field: str) -> Iterator[tuple[str, int, Tensor]]:
+    """Attention, layer and the mean over images of `field` (h,), of the layers that have it."""
+
+    def key(row: Row) -> tuple[str, int]:
+        return row.attention, row.layer
+
+    for (attention, layer), same in groupby(sorted(rows, key=key), key):
+        found = [getattr(row.found, field) for row in same if isinstance(row.found, LayerMaps)]
+        if found:
+            yield attention, layer, torch.stack(found).nanmean(0)
+
+
+def tabulate(rows: Sequence[Row]) -> str:
+    """A Markdown table of every layer: means over images, of every head."""
+    fields = ("entropy", "distance", "row_sum", "negative")
+    means = {field: {(name, layer): x for name, layer, x in mean_over_images(rows, field)} for field in fields}
+    lines = {}
+    for row in rows:
+        key, found = (row.attention, row.layer), row.found
+        if isinstance(found, NoMatrix):
+            lines[key] = [*key, str(found), "", "", ""]
+            continue
+        heads = {field: means[field][key] for field in fields}
+        lines[key] = [
+            *key,
+            f"{numbers(heads['entropy'], '.2f')} ({found.equal_entropy:.2f})",
+            f"{numbers(heads['distance'], '.2f')} ({found.equal_distance:.2f})",
+            numbers(heads["row_sum"], ".3g"),
+            numbers(100 * heads["negative"], ".2g"),
+        ]
+    header = ["attention", "layer", "entropy by head (of equal weights), nats"]
+    header += ["distance by head (of equal weights), tokens", "row sums", "negative weights (%)"]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (header, ["---"] * len(header), *lines.values()))
+
+
+def layers_csv(rows: Sequence[Row]) -> bytes:
+    """A row for each attention, image, layer and head."""
+    fields = ["entropy", "equal_entropy", "distance", "equal_distance", "row_sum", "negative"]
+
+    def lines() -> Iterator[list[Any]]:
+        for attention, file, layer, found in rows:
+            if isinstance(found, NoMatrix):
+                yield [attention, file, layer, *[None] * 7, str(found)]
+                continue
+            for head in range(len(found.entropy)):
+                values = (getattr(found, field) for field in fields)
+                numbers = (value[head].item() if isinstance(value, Tensor) else value for value in values)
+                yield [attention, file, layer, head + 1, *numbers, None]
+
+    return to_csv(["attention", "file", "layer", "head", *fields, "problem"], lines())
+
+
+def list_problems(rows: Sequence[Row]) -> list[str]:
+    """Why layers are left out, every reason once."""
+    return list(dict.fromkeys(str(row.found) for row in rows if isinstance(row.found, NoMatrix)))
+
+
+def numbers(values: Tensor, form: str) -> str:
+    """The numbers of heads, with spaces between them."""
+    return " ".join(f"{value:{form}}" for value in values.tolist())
