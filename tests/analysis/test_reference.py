@@ -1,0 +1,38 @@
+"""The trained model and the images in reference/ are what its README says."""
+
+import json
+import re
+from hashlib import sha256
+from pathlib import Path
+
+from analysis.drop_in import load_reference, top1
+from engine.config import dump_run, load_run
+
+ROOT = Path(__file__).parents[2]
+REFERENCE = ROOT / "reference"
+WEIGHTS = REFERENCE / "fashion_mnist.safetensors"
+
+
+def test_reference_has_learned():
+    reference = load_reference(WEIGHTS, [f"data.root={REFERENCE}"], 200)
+    assert top1(reference.model, reference) > 88
+
+
+def test_reference_is_that_of_its_configuration_and_log():
+    shipped = load_run(REFERENCE / "config.yaml", [])
+    config = load_run(ROOT / "configs/fashion_mnist/softmax.yaml", [])
+    for section in ("model", "attention", "augment", "optim", "schedule"):
+        assert dump_run(shipped)[section] == dump_run(config)[section]
+    *_, final = map(json.loads, (REFERENCE / "metrics.jsonl").read_text().splitlines())
+    stated = re.search(r"top-1 was ([\d.]+) % on all ([\d,]+)", " ".join((REFERENCE / "README.md").read_text().split()))
+    assert float(stated[1]) == final["top1"]
+    assert int(stated[2].replace(",", "")) == final["images"]
+    assert f"seen: {stated[1]} " in (ROOT / "configs/fashion_mnist/softmax.yaml").read_text()
+    assert f"{stated[1]} % of all test images" in (ROOT / "README.md").read_text()
+
+
+def test_reference_is_intact_and_small():
+    digest, name = (REFERENCE / "fashion_mnist.safetensors.sha256").read_text().split()
+    assert name == WEIGHTS.name
+    assert sha256(WEIGHTS.read_bytes()).hexdigest() == digest
+    assert WEIGHTS.stat().st_size <= 2e6
