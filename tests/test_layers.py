@@ -22,6 +22,7 @@ LIBRARIES = {
     },
     "bench": {"torch", "torchvision", "timm", "yaml", "numpy", "PIL", "tqdm", "triton"},
     "analysis": {"torch", "timm", "numpy", "PIL", "matplotlib", "tqdm"},
+    "ablation": {"torch", "yaml", "matplotlib"},
 }
 BELOW = {  # folder or file -> what of this project it may import
     "attention/parts": {"attention.options", "attention.parts"},
@@ -37,6 +38,7 @@ BELOW = {  # folder or file -> what of this project it may import
     "engine": {"attention", "models", "engine"},
     "bench": {"attention", "models", "engine", "bench"},
     "analysis": {"attention", "models", "engine", "bench", "analysis"},
+    "ablation": {"attention", "models", "engine", "bench", "ablation"},
 }
 MODELS_MAY_TAKE = {"Attention", "AttentionFactory", "Grid", "OptionError", "LayerContext"} | {
     *("option", "nearest", "parse_options"),

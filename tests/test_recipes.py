@@ -12,7 +12,7 @@ import timm
 import torch
 import yaml
 
-import ablate
+from ablation.sweep import read_ablation
 from attention import ATTENTION, AttentionFactory
 from bench.papers import read_papers
 from engine.config import load_run
@@ -175,12 +175,13 @@ def test_fine_tuning_follows_its_recipe_and_takes_its_weights(path, tmp_path, ca
 
 @pytest.mark.parametrize("path", ABLATIONS, ids=name)
 def test_an_ablation_is_read_and_all_its_runs_checked(path, tmp_path):
-    ablation, cases = ablate.read_ablation(path, [], tmp_path / "output", ["python"])
+    ablation, settings = read_ablation(path, [], tmp_path / "output", ["python"])
     assert ablation.caption
-    assert len(cases) >= 8
-    assert all(case.paper is not None for case in cases) == (path.stem not in ("quickstart", "mechanisms"))
+    assert len(settings) >= 8
+    assert all(setting.paper is not None for setting in settings) == (path.stem not in ("quickstart", "mechanisms"))
     assert not list(tmp_path.iterdir())
-    for case in cases:  # a figure that a configuration quotes too is of one model
+    for setting in settings:  # a figure that a configuration quotes too is of one model
+        run = setting.cases[0].run
         for row in ROWS:
-            if case.paper and (row.top1, row.config.partition("/")[0]) == (case.paper, case.run.model["name"]):
-                assert case.run.attention == load(CONFIGS / row.config).attention
+            if setting.paper and (row.top1, row.config.partition("/")[0]) == (setting.paper, run.model["name"]):
+                assert run.attention == load(CONFIGS / row.config).attention

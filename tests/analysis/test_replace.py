@@ -10,8 +10,8 @@ import pytest
 import torch
 import yaml
 
-import ablate
 import analyze
+from ablation.sweep import read_ablation
 from analysis import drop_in
 from analysis.error import SIZES, attend_by_softmax, size_option, with_budget
 from analysis.replace import plan_finetuning
@@ -150,9 +150,10 @@ def test_what_is_replaced_can_be_trained_on(tmp_path):
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(dump_run(load_run(ROOT / "configs/quickstart.yaml", OPTIONS))))
     plan, mechanisms = tmp_path / "finetune.yaml", {"eva": {"name": "eva", "window_size": 2, "num_landmarks": 4}}
     plan.write_bytes(plan_finetuning(argparse.Namespace(checkpoint=tmp_path, finetune=3), mechanisms))
-    _, [case] = ablate.read_ablation(plan, [], tmp_path, ["python"])
-    assert case.run.attention | mechanisms["eva"] == case.run.attention
-    assert (case.run.init.weights, case.run.schedule.epochs) == (str(tmp_path), 3)
+    _, [setting] = read_ablation(plan, [], tmp_path, ["python"])
+    run = setting.cases[0].run
+    assert run.attention | mechanisms["eva"] == run.attention
+    assert (run.init.weights, run.schedule.epochs) == (str(tmp_path), 3)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,15 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import ablate
+from ablation import worker
+from ablation.figures import draw_results
+from ablation.replicates import T_975, Spread, measure
+from ablation.sweep import Case, in_order, read_ablation, short_names
+from ablation.tables import ONE_RUN, for_programs, markdown, tabulate, write_tables
 from engine.config import dump_run
 
 BASE = """\
@@ -36,6 +42,17 @@ NAMES = [
     "attention.window_size=2,attention.position_bias=table",
     "attention=name=softmax",
 ]
+
+
+REPLICATED = """\
+caption: Windows
+base: base.yaml
+seeds: 3
+runs:
+  - {attention: softmax}
+  - {attention.window_size: 1}
+  - {attention.window_size: 2}
+"""
 
 
 @pytest.fixture
@@ -69,14 +86,18 @@ def launcher(tmp_path) -> str:
 
 def announce(config: Path, *overrides: str) -> None:
     """Tells the launcher what train.py would make of the configuration."""
-    _, cases = ablate.read_ablation(config, overrides, config.parent, [])
-    dumped = {case.directory.name: yaml.safe_dump(dump_run(case.run)) for case in cases}
+    _, settings = read_ablation(config, overrides, config.parent, [])
+    dumped = {case.directory.name: yaml.safe_dump(dump_run(case.run)) for case in in_order(settings)}
     (config.parent / "announced").write_text(json.dumps(dumped))
 
 
-def rows(output: Path) -> list[dict[str, str]]:
-    with (output / "table.csv").open() as file:
+def read_csv(path: Path) -> list[dict[str, str]]:
+    with path.open() as file:
         return list(csv.DictReader(file))
+
+
+def rows(output: Path) -> list[dict[str, str]]:
+    return read_csv(output / "table.csv")
 
 
 def test_runs_are_trained_tabulated_and_skipped_once_finished(config, launcher, capfd):
@@ -181,7 +202,7 @@ def test_a_run_that_another_process_begins_first_is_left_to_it(config, monkeypat
     """It was free when it was looked at, and train.py refuses it."""
     config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
     answers = iter([False, True])
-    monkeypatch.setattr(ablate, "is_locked", lambda directory: next(answers))
+    monkeypatch.setattr(worker, "is_locked", lambda directory: next(answers))
     refusing = shlex.join([sys.executable, "-c", "raise SystemExit(2)"])
     ablate.main([str(config), "--output", str(config.parent / "out"), "--launcher", refusing])
     assert "run 1/1 is running elsewhere\n" in capfd.readouterr().out
@@ -227,8 +248,8 @@ def test_a_signal_is_left_to_the_run_which_saves(config, capfd):
         "[os.kill(os.getppid(), number) for number in (signal.SIGINT, signal.SIGTERM)];"
         "signal.sigwait([signal.SIGTERM]); raise SystemExit(75)"
     )
-    assert ablate.run_to_end([sys.executable, "-c", stopping]) == 75
-    assert ablate.run_to_end([sys.executable, "-c", stopping.replace("75", "1")]) == 75  # torchrun, of stopped ranks
+    assert worker.run_to_end([sys.executable, "-c", stopping]) == 75
+    assert worker.run_to_end([sys.executable, "-c", stopping.replace("75", "1")]) == 75  # torchrun, of stopped ranks
     launcher = shlex.join([sys.executable, "-c", "raise SystemExit(75)"])
     with pytest.raises(SystemExit) as ended:
         ablate.main([str(config), "--output", str(config.parent / "out"), "--launcher", launcher])
@@ -239,7 +260,7 @@ def test_a_signal_is_left_to_the_run_which_saves(config, capfd):
 def test_a_signal_that_nohup_ignores_ends_nothing():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     hang_up = "import os, signal; os.kill(os.getppid(), signal.SIGHUP)"
-    assert ablate.run_to_end([sys.executable, "-c", hang_up]) == 0
+    assert worker.run_to_end([sys.executable, "-c", hang_up]) == 0
     signal.signal(signal.SIGHUP, before)
 
 
@@ -273,6 +294,15 @@ def test_dry_run_shows_everything_and_writes_nothing(config, capsys):
             "windows.yaml:7: runs.0: override 'attention={name: softmacks}': attention.name",
         ),
         ("77.16", "high", "windows.yaml:7: runs.0: paper: expected a number, got 'high'"),
+        ("grid:", "seeds: 0\ngrid:", "windows.yaml:3: seeds: expected a number of seeds, or a list of different ones"),
+        ("grid:", "seeds: [1, 1]\ngrid:", "windows.yaml:3: seeds: expected a number of seeds, or a list of different"),
+        ("grid:", "seeds: [-1, 1]\ngrid:", "windows.yaml:3: seeds: expected a number of seeds, or a list of different"),
+        ("grid:", "seeds: three\ngrid:", "windows.yaml:3: seeds: expected"),
+        (
+            "grid:",
+            "seeds: 2\ngrid:\n  train.seed: [3, 4]",
+            "windows.yaml:4: grid: train.seed is given beside seeds; leave one of them out",
+        ),
         (ABLATION, "base: base.yaml\n", "windows.yaml:1: runs: no runs; give grid or runs"),
     ],
 )
@@ -308,10 +338,86 @@ def test_a_run_is_trained_for_real(config):
     assert row["parameters (M)"] == f"{final['parameters'] / 1e6:.3f}"
 
 
+def finish(case: Case, **final: float) -> None:
+    """What train.py leaves of a finished run."""
+    case.directory.mkdir(parents=True)
+    (case.directory / "config.yaml").write_text(yaml.safe_dump(dump_run(case.run)))
+    record = {"kind": "final", "step_seconds": 0.0123, "memory_mb": 321.4} | final
+    (case.directory / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+
+
+def test_seeds_are_runs_of_their_own_and_a_row_together(config):
+    """Means and deviations by hand. Window 1 is 2, 3 and 4 below softmax: 4.303 / sqrt(3) from 3; window 2 is noise."""
+    config.write_text(REPLICATED)
+    output = config.parent / "out"
+    ablation, settings = read_ablation(config, [], output, ["python"])
+    names = ["attention=softmax", "attention.window_size=1", "attention.window_size=2"]
+    names = [f"{name},train.seed={seed}" for seed in range(3) for name in names]
+    cases = in_order(settings)
+    assert [case.directory.name for case in cases] == names  # every row once before any row twice
+    assert [case.run.train.seed for case in cases] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert [case.command[-3] for case in cases] == [f"train.seed={case.run.train.seed}" for case in cases]
+    reached = [90, 88, 90.5, 91, 88, 92.5, 92, 88, 91]
+    for case, top1 in zip(cases, reached, strict=True):
+        finish(case, top1=top1)
+    write_tables(ablation.caption, settings, output)
+    softmax, small, large = rows(output)
+    assert [row["seeds"] for row in (softmax, small, large)] == ["3", "3", "3"]
+    assert (softmax["top-1 (%)"], softmax["top-1 std"], softmax["top-1 difference"]) == ("91.00", "1.00", "")
+    assert (small["top-1 difference"], small["top-1 difference std"]) == ("-3.00", "1.00")
+    assert small["top-1 difference 95 % half width"] == f"{4.303 / 3**0.5:.2f}"
+    assert (large["top-1 difference"], large["top-1 difference std"]) == ("+0.33", "1.26")
+    table = (output / "table.md").read_text()
+    assert "| 3 | 91.00 ± 1.00 |  |" in table
+    assert "| 88.00 ± 0.00 | -3.00 ± 1.00 |" in table
+    assert "| 91.33 ± 1.04 | +0.33 ± 1.26 (noise) |" in table
+    assert "noise where the 95 % interval of Student's t" in table
+    runs = read_csv(output / "runs.csv")
+    assert [(run["directory"], float(run["top-1 (%)"])) for run in runs] == list(zip(names, reached, strict=True))
+    assert [run["train.seed"] for run in runs] == [*"000111222"]
+
+
+def test_a_row_shows_the_seeds_that_are_finished(config):
+    """Of the first row all three, of the second one, which no deviation can be told of, and of the third none."""
+    config.write_text(REPLICATED)
+    ablation, settings = read_ablation(config, [], config.parent, ["python"])
+    for case in (*settings[0].cases, settings[1].cases[1]):
+        finish(case, top1=97.5)
+    table = tabulate(settings, for_programs)
+    assert list(zip(table["seeds"], table["top-1 (%)"], table["top-1 std"], strict=True)) == [
+        ("3", "97.50", "0.00"),
+        ("1", "97.50", ""),
+        ("0", "", ""),
+    ]
+    assert "| 1 | 97.50 | +0.00 (one seed) |" in markdown(ablation.caption, settings)
+    assert len(draw_results(ablation.caption, settings).axes) == 2
+
+
+def test_without_seeds_the_table_says_what_one_run_is_worth(config):
+    ablation, settings = read_ablation(config, [], config.parent, ["python"])
+    assert ONE_RUN in markdown(ablation.caption, settings)
+
+
+def test_quantiles_are_those_of_students_t():
+    for freedom in (1, 2, 3, 10, 30):
+        t = torch.linspace(0, T_975[freedom - 1], 100_001, dtype=torch.float64)
+        density = torch.distributions.StudentT(torch.tensor(float(freedom), dtype=torch.float64)).log_prob(t).exp()
+        assert torch.trapezoid(density, t).item() == pytest.approx(0.475, abs=2e-5)
+    assert len(T_975) == 30
+
+
+def test_one_difference_is_never_clear():
+    (_, second) = measure([{0: {"top1": 1.0}, 1: {"top1": 2.0}}, {1: {"top1": 90.0}, 2: {"top1": 90.0}}], "top1")
+    assert second.difference.mean == 88.0
+    assert second.difference.n == 1
+    assert second.difference.is_noise
+    assert not Spread(mean=0.5, std=0.0, n=2).is_noise
+
+
 def test_short_names_tell_runs_apart_by_what_varies(tmp_path):
-    _, cases = ablate.read_ablation(
+    _, settings = read_ablation(
         Path(ablate.__file__).parent / "configs/ablation/quickstart.yaml", [], tmp_path, ["python"]
     )
-    names = ablate.short_names(cases)
+    names = short_names(settings)
     assert names[0] == "window_size=2, num_landmarks=1"
-    assert len(set(names)) == len(cases) == 9
+    assert len(set(names)) == len(settings) == 9

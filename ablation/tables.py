@@ -1,0 +1,132 @@
+"""The tables of a sweep, as far as its runs are finished: a row for each setting, and for each run."""
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ablation.figures import draw_results
+from ablation.replicates import Measured, Spread, measure
+from ablation.sweep import Setting, accuracies, has_replicates, in_order
+from engine.files import hold_lock, to_csv, write_file
+
+ONE_RUN = (
+    "One run per row: how far other seeds would end from it is not known, and rows that are near cannot be ranked."
+)
+REPLICATES = (
+    "± is the standard deviation over seeds. Differences are to the first row, between runs of the same seed, and noise"
+    " where the 95 % interval of Student's t over them contains 0 (row by row: of 20 rows without any effect, one will"
+    " seem to have one)."
+)
+
+Table = dict[str, list[str]]
+"""Title of a column -> texts of its rows; what is not known yet is empty."""
+
+
+def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measured]], Table]) -> Table:
+    """A row for each setting.
+
+    Accuracies are those after the last epoch: "top-1" of the plain weights, "EMA top-1" of averaged ones, if any run
+    keeps them. Of several seeds, step time and memory are means.
+
+    Args:
+        write: the columns of an accuracy of several seeds, from its name and values: `for_readers` or `for_programs`.
+    """
+    results = [setting.results() for setting in settings]
+    table = {
+        **changed_options(settings),
+        "parameters (M)": [f"{setting.costs.parameters / 1e6:.3f}" for setting in settings],
+        "MACs (G)": [f"{setting.costs.macs / 1e9:.3f}" for setting in settings],
+        "step (s)": means(measure(results, "step_seconds"), ".3f"),
+        "peak memory (MB)": means(measure(results, "memory_mb"), ".0f"),
+    }
+    if has_replicates(settings):
+        table["seeds"] = [str(len(runs)) for runs in results]
+    else:
+        write = for_one_seed
+    for name, key in accuracies(settings).items():
+        table |= write(name, measure(results, key))
+    return table | {"paper (%)": [text(setting.paper, ".2f") for setting in settings]}
+
+
+def changed_options(settings: Sequence[Setting]) -> Table:
+    changed = dict.fromkeys(option for setting in settings for option in setting.changes)
+    return {option: [setting.changes.get(option, "") for setting in settings] for option in changed}
+
+
+def for_one_seed(name: str, measured: Sequence[Measured]) -> Table:
+    return {f"{name} (%)": means(measured, ".2f")}
+
+
+def for_programs(name: str, measured: Sequence[Measured]) -> Table:
+    """One number in a column. The interval is from difference - half width to difference + half width."""
+    spreads, differences = [own.spread for own in measured], [own.difference for own in measured]
+    return {
+        f"{name} (%)": [text(spread and spread.mean, ".2f") for spread in spreads],
+        f"{name} std": [text(spread and spread.std, ".2f") for spread in spreads],
+        f"{name} difference": [text(difference and difference.mean, "+.2f") for difference in differences],
+        f"{name} difference std": [text(difference and difference.std, ".2f") for difference in differences],
+        f"{name} difference 95 % half width": [text(d and d.half_width, ".2f") for d in differences],
+    }
+
+
+def for_readers(name: str, measured: Sequence[Measured]) -> Table:
+    """Mean ± standard deviation in one column, and the difference in another, with what it is worth."""
+    return {
+        f"{name} (%)": [plus_minus(own.spread, ".2f") for own in measured],
+        f"{name} difference": [plus_minus(d := own.difference, "+.2f") + verdict(d) for own in measured],
+    }
+
+
+def verdict(difference: Spread | None) -> str:
+    """What is to be said of a difference that is not clear."""
+    if difference is None or not difference.is_noise:
+        return ""
+    return " (noise)" if difference.n > 1 else " (one seed)"
+
+
+def plus_minus(spread: Spread | None, form: str) -> str:
+    if spread is None:
+        return ""
+    return f"{spread.mean:{form}}" + (f" ± {spread.std:.2f}" if spread.n > 1 else "")
+
+
+def means(measured: Sequence[Measured], form: str) -> list[str]:
+    return [text(own.spread and own.spread.mean, form) for own in measured]
+
+
+def text(number: float | None, form: str) -> str:
+    """Empty for what is not known, which nan and infinity stand for, too."""
+    return f"{number:{form}}" if number is not None and math.isfinite(number) else ""
+
+
+def markdown(caption: str, settings: Sequence[Setting]) -> str:
+    """The table for readers, between its caption and what it can tell."""
+    table = tabulate(settings, for_readers)
+    lines = [list(table), ["---"] * len(table), *zip(*table.values(), strict=True)]
+    rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"{caption}\n\n{rows}\n{REPLICATES if has_replicates(settings) else ONE_RUN}\n"
+
+
+def list_runs(settings: Sequence[Setting]) -> Table:
+    """A row for each run, in the order of training."""
+    runs = [(case, case.result() or {}) for case in in_order(settings)]
+    columns = {f"{name} (%)": key for name, key in accuracies(settings).items()} | {
+        "step (s)": "step_seconds",
+        "peak memory (MB)": "memory_mb",
+    }
+    rounds = len(settings[0].cases)
+    return {
+        "directory": [case.directory.name for case, _ in runs],
+        **{option: texts * rounds for option, texts in changed_options(settings).items()},
+        "train.seed": [str(case.run.train.seed) for case, _ in runs],
+        **{title: [text(result.get(key), ".6g") for _, result in runs] for title, key in columns.items()},
+    }
+
+
+def write_tables(caption: str, settings: Sequence[Setting], output: Path) -> None:
+    """Writes table.md, table.csv, runs.csv and table.png into `output`."""
+    with hold_lock(output / "lock", wait=True):
+        write_file(output / "table.md", markdown(caption, settings).encode())
+        for name, table in ("table.csv", tabulate(settings, for_programs)), ("runs.csv", list_runs(settings)):
+            write_file(output / name, to_csv(list(table), zip(*table.values(), strict=True)))
+        draw_results(caption, settings).savefig(output / "table.png", dpi=150)
