@@ -18,18 +18,16 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import torch
-from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator
 from tqdm import tqdm
 
 from attention import ATTENTION, Grid
 from attention.options import OptionError, nearest
 from bench.costs import Costs, count_costs, stated_costs
+from bench.figures import draw_figures
 from bench.memory import limit_memory, memory_permitting
 from bench.papers import PaperRow, read_papers
 from bench.results import COLUMNS, MEMORY, NOISE, SETTINGS, describe, report, write_tables
@@ -264,49 +262,6 @@ def size_text(comparison: Comparison) -> str:
     if height != width:
         return f"{height}x{width}"
     return str(height * width if comparison.kind != "model" else height)
-
-
-def draw_figures(rows: Sequence[dict[str, Any]], output: Path) -> None:
-    """Draws attention.png, of layers, and model.png into the directory `output`."""
-    for kind, same_kind in itertools.groupby(rows, key=itemgetter("kind")):
-        draw(list(same_kind), output / f"{kind}.png")
-
-
-def draw(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """Time and peak memory relative to the baseline, where it fits, against size; a column of panels for every setting.
-
-    One size makes no figure.
-    """
-    measured = [row for row in rows if row["speedup"]]
-    setting_of = itemgetter(*SETTINGS[2:])
-    sizes, settings = list(dict.fromkeys(row["size"] for row in measured)), list(dict.fromkeys(map(setting_of, rows)))
-    if len(sizes) < 2:
-        return
-    are_squares = all(size.isdecimal() for size in sizes)
-    positions = dict(zip(sizes, map(int, sizes) if are_squares else range(len(sizes)), strict=True))
-    measures = {"time": lambda row: 1 / row["speedup"], "peak memory": itemgetter("peak_ratio")}
-    figure = Figure(figsize=(4 + 3.5 * len(settings), 6), layout="constrained")
-    panels = figure.subplots(2, len(settings), sharex=True, sharey="row", squeeze=False)
-    for (label, measure), line in zip(measures.items(), panels, strict=True):
-        line[0].set_ylabel(f"{label}, {rows[0]['baseline']} = 1")
-        for setting, axes in zip(settings, line, strict=True):
-            for name in dict.fromkeys(row["name"] for row in rows):
-                points = [row for row in measured if (name, *setting_of(row)) == (row["name"], *setting)]
-                xs, ys = [positions[row["size"]] for row in points], [measure(row) for row in points]
-                axes.plot(xs, ys, "o-", label=name)
-            if axes in panels[0]:
-                axes.set_title("{}, {}\n{}".format(*setting))
-            axes.set_xscale("log" if are_squares else "linear")
-            axes.set_xticks(list(positions.values()), sizes)
-            axes.set_xticks([], minor=True)
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(LogLocator(2, subs=(1, 1.5)))
-            axes.set_yticks([], minor=True)
-            axes.yaxis.set_major_formatter("{x:g}")
-            axes.grid(alpha=0.3)
-    figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside right upper")
-    figure.supxlabel("side of the image (pixels)" if rows[0]["kind"] == "model" else "tokens")
-    figure.savefig(path, dpi=150)
 
 
 def print_costs(rows: Sequence[PaperRow]) -> None:

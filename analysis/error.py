@@ -17,6 +17,7 @@ from analysis import drop_in as shared
 from analysis.drop_in import Reference
 from analysis.implied import attention_layers
 from attention import ATTENTION, Attention, Grid, OptionError
+from bench.figures import line_style
 from bench.memory import peak_bytes
 from engine.errors import UserError
 from engine.files import to_csv, write_file
@@ -24,11 +25,6 @@ from engine.outputs import encode
 
 NUM_IMAGES = 16
 """Images by default: of 14x14 tokens and three heads, 9,408 outputs of a layer."""
-
-COLORS = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7", "#8c8c8c")
-"""Okabe and Ito's, which colour-blind people tell apart, with grey in the place of yellow."""
-STYLES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
-"""Markers and lines of the first eight mechanisms, the next eight, ..."""
 
 
 def whole(budget: int, num_tokens: int) -> int:
@@ -266,15 +262,14 @@ def draw(title: str, rows: Sequence[Row]) -> bytes:
     for axes, temperature in zip(panels, temperatures, strict=True):
         here = [row for row in rows if row.temperature == temperature and row.errors]
         for number, name in enumerate(names):
-            marker, line = STYLES[number // len(COLORS) % len(STYLES)]
-            style = {"color": COLORS[number % len(COLORS)], "marker": marker, "label": name, "capsize": 2}
+            style = line_style(number) | {"label": name, "capsize": 2}
             points = [(row.budget, *row.spread()) for row in here if row.name == name]
             if not points:
                 continue
             x, y, deviation = zip(*points, strict=True)
             if x == (None,):
-                x, line = (max([1, *(row.budget or 1 for row in rows)]) * 1.5,), "none"
-            axes.errorbar(x, y, yerr=[d or 0 for d in deviation], linestyle=line, **style)
+                x, style["linestyle"] = (max([1, *(row.budget or 1 for row in rows)]) * 1.5,), "none"
+            axes.errorbar(x, y, yerr=[d or 0 for d in deviation], **style)
         axes.set_xscale("log")
         axes.set_yscale("symlog", linthresh=1e-3)  # an error may be zero
         budgets = sorted({row.budget for row in rows if row.budget})

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ import timm
 import torch
 import yaml
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import Attention, AttentionFactory, Grid, kernels
 from attention.options import OptionError, nearest
@@ -172,6 +174,7 @@ class Workload:
 
     Modes: `forward` in training mode, with a graph; `forward+backward` to all parameters and all inputs but images;
     `train`, with a step of AdamW too; `inference` in evaluation mode, without a graph. Half precision is autocast.
+    On the path "plain" torch's softmax attention is its definition too, with the whole matrix in memory.
 
     Raises:
         torch.OutOfMemoryError: the GPU is too small.
@@ -205,7 +208,8 @@ class Workload:
             self.call()
 
     def forward(self) -> Tensor:
-        with kernels.use(self.path), autocast(self.amp, self.device):
+        torchs_own = sdpa_kernel(SDPBackend.MATH) if self.path == "plain" else nullcontext()
+        with kernels.use(self.path), torchs_own, autocast(self.amp, self.device):
             return self.network(*self.inputs)
 
     def backward(self) -> None:

@@ -20,7 +20,7 @@ LIBRARIES = {
         *("torch", "torchvision", "torchmetrics", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "safetensors"),
         *EXPORT,
     },
-    "bench": {"torch", "torchvision", "timm", "yaml", "numpy", "PIL", "tqdm", "triton"},
+    "bench": {"torch", "torchvision", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "triton"},
     "analysis": {"torch", "timm", "numpy", "PIL", "matplotlib", "tqdm"},
     "ablation": {"torch", "yaml", "matplotlib"},
 }

@@ -149,7 +149,7 @@ def test_what_does_not_fit_has_no_figures(tmp_path, monkeypatch, capsys, method,
     assert all(row["speedup"] is None for row in rows)
     assert all(row["macs"] for row in rows)
     assert "out of memory" in capsys.readouterr().out
-    assert not (tmp_path / "attention.png").exists()
+    assert (tmp_path / "attention.png").exists()
 
 
 def test_inputs_that_do_not_fit(tmp_path, capsys):
@@ -180,6 +180,13 @@ def test_paths_are_compared_in_the_same_rounds(tmp_path):
     saved = {row["name"]: row["saved_bytes"] for row in rows}
     assert list(saved) == ["softmax", *entries]
     assert saved[entries[1]] < saved[entries[0]] < saved[entries[2]]
+
+
+def test_plain_softmax_keeps_its_matrix(tmp_path):
+    rows = run("--attention", "softmax@plain", "--tokens", "64", "--modes", "forward", output=tmp_path)
+    fused, plain = (row["saved_bytes"] for row in rows)
+    matrix = 2 * 3 * 64 * 64 * 4
+    assert fused < matrix < plain
 
 
 def test_models_have_paths(tmp_path):
