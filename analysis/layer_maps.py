@@ -10,8 +10,14 @@ from torch import Tensor
 
 from analysis.distributions import as_distribution, distances, entropy, key_grid, mean_distance
 from analysis.implied import LayerInput, NoMatrix, implied_matrix
+from analysis.tables import markdown
 from attention import Grid
 from engine.files import to_csv
+
+COLUMNS = (
+    *("attention", "layer", "entropy by head (of equal weights), nats", "distance by head (of equal weights), tokens"),
+    *("row sums", "negative weights (%)", "left out"),
+)
 
 
 class LayerMaps(NamedTuple):
@@ -54,7 +60,7 @@ def describe_layer(layer: LayerInput, query: int) -> LayerMaps | NoMatrix:
     """What a layer's attention to the tokens of one image says, or why it has no matrix."""
     attn, x, grid = layer
     try:
-        weights = implied_matrix(attn, attn.project(x, grid), grid)[0]
+        weights = implied_matrix(attn, attn.project(x, grid), grid)[0].cpu()
     except NoMatrix as problem:
         return problem
     P, magnitude = attn.num_prefix_tokens, weights.abs().sum((-2, -1))
@@ -95,20 +101,18 @@ def tabulate(rows: Sequence[Row]) -> str:
     lines = {}
     for row in rows:
         key, found = (row.attention, row.layer), row.found
+        line = lines[key] = dict.fromkeys(COLUMNS, "") | {"attention": row.attention, "layer": str(row.layer)}
         if isinstance(found, NoMatrix):
-            lines[key] = [*key, str(found), "", "", ""]
+            line["left out"] = str(found)
             continue
         heads = {field: means[field][key] for field in fields}
-        lines[key] = [
-            *key,
-            f"{numbers(heads['entropy'], '.2f')} ({found.equal_entropy:.2f})",
-            f"{numbers(heads['distance'], '.2f')} ({found.equal_distance:.2f})",
-            numbers(heads["row_sum"], ".3g"),
-            numbers(100 * heads["negative"], ".2g"),
-        ]
-    header = ["attention", "layer", "entropy by head (of equal weights), nats"]
-    header += ["distance by head (of equal weights), tokens", "row sums", "negative weights (%)"]
-    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in (header, ["---"] * len(header), *lines.values()))
+        line |= {
+            COLUMNS[2]: f"{numbers(heads['entropy'], '.2f')} ({found.equal_entropy:.2f})",
+            COLUMNS[3]: f"{numbers(heads['distance'], '.2f')} ({found.equal_distance:.2f})",
+            "row sums": numbers(heads["row_sum"], ".3g"),
+            "negative weights (%)": numbers(100 * heads["negative"], ".2g"),
+        }
+    return markdown(list(lines.values()))
 
 
 def layers_csv(rows: Sequence[Row]) -> bytes:

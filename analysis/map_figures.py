@@ -14,11 +14,7 @@ from analysis.distributions import rollout
 from analysis.implied import NoMatrix
 from analysis.layer_maps import LayerMaps, Row, list_problems, mean_over_images
 from attention import Grid
-
-COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
-"""Okabe and Ito's, which colour-blind readers tell apart."""
-
-MARKERS = "osD^vX"
+from engine.palette import marker_style
 
 
 def draw_maps(layers: Sequence[LayerMaps | NoMatrix], field: str, title: str) -> Figure:
@@ -58,10 +54,10 @@ def draw_maps(layers: Sequence[LayerMaps | NoMatrix], field: str, title: str) ->
     return figure
 
 
-def draw_weights(axes: Axes, weights: Tensor, grid: Grid, **style: Any) -> None:
+def draw_weights(axes: Axes, weights: Tensor, grid: Grid, **options: Any) -> None:
     """Draws weights (N,) of a token grid, in multiples of the largest; negative ones are white."""
     values = (weights / weights.max().clamp(min=1e-300)).view(grid).numpy()
-    axes.imshow(values, cmap=colormaps["viridis"].with_extremes(under="white"), vmin=0, vmax=1, **style)
+    axes.imshow(values, cmap=colormaps["viridis"].with_extremes(under="white"), vmin=0, vmax=1, **options)
 
 
 def mark(axes: Axes, index: int, grid: Grid, size: tuple[int, int]) -> None:
@@ -127,13 +123,18 @@ def draw_layers(rows: Sequence[Row]) -> Figure:
         strict=True,
     ):
         for index, name in enumerate(names):
-            style = {"color": COLORS[index % len(COLORS)], "marker": MARKERS[index % len(MARKERS)]}
             means = [(layer, found) for attention, layer, found in mean_over_images(rows, field) if attention == name]
             shift = 0.12 * (index - (len(names) - 1) / 2)
             points = [(layer + shift, value) for layer, found in means for value in found.tolist()]
             if points:
-                axes.scatter(*zip(*points, strict=True), alpha=0.8, s=26, **style, label=f"{name}: a head")
-                axes.plot([layer for layer, _ in means], [found.nanmean() for _, found in means], color=style["color"])
+                axes.scatter(
+                    *zip(*points, strict=True), alpha=0.8, s=26, **marker_style(index), label=f"{name}: a head"
+                )
+                axes.plot(
+                    [layer for layer, _ in means],
+                    [found.nanmean() for _, found in means],
+                    color=marker_style(index)["color"],
+                )
         equal = {row.layer: getattr(row.found, f"equal_{field}") for row in rows if isinstance(row.found, LayerMaps)}
         if equal:
             axes.plot(*zip(*sorted(equal.items()), strict=True), "k--", label="equal weights")

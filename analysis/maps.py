@@ -13,58 +13,58 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
 from matplotlib.figure import Figure
-from PIL import Image
+from torch import Tensor, nn
 
-from analysis.drop_in import read_mechanisms
+from analysis import command_line
+from analysis.drop_in import drop_in
 from analysis.implied import LayerInput, NoMatrix, attention_inputs, attention_layers
 from analysis.layer_maps import LayerMaps, Row, describe_layer, layers_csv, list_problems, tabulate
 from analysis.map_figures import draw_layers, draw_maps, draw_rollout
-from attention import Grid
-from engine.bar import progress_bar
+from analysis.trained import Trained, load_trained, read_images
+from attention import Grid, OptionError
+from engine.data import Images
 from engine.errors import UserError, one_line
-from engine.files import open_regular, write_file
-from engine.images import BrokenImage, decode
-from engine.inference import Trained, load
+from engine.files import write_file
 from engine.outputs import encode
-from engine.readers import list_files
+from engine.readers import FileReader, list_files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("checkpoint", type=Path, metavar="RUN", help="directory of a run, or a checkpoint file")
+    command_line.add_run(parser)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="image, folder of images, or - for a list on stdin")
-    parser.add_argument(
-        "--attention",
-        nargs="+",
-        metavar="NAME",
-        help="mechanisms in place of the run's, with its weights: eva, or '{name: eva, window_size: 7}'",
-    )
+    command_line.add_mechanisms(parser, "the run's own")
     parser.add_argument(
         "--query",
         metavar="ROW,COLUMN",
         help="the patch, from 0,0, whose weights are shown (the class token where there is one, else the centre)",
     )
-    parser.add_argument("--output", type=Path, default=Path("maps"), metavar="DIR", help="directory to write to (maps)")
 
 
 def main(args: argparse.Namespace) -> None:
-    place = parse_query(args.query)
-    mechanisms = read_mechanisms(args.attention) if args.attention else {"": None}
-    pictures = [(file, read_image(file)) for file in list_files(args.images)]
-    make_directory(args.output)
+    place, files = parse_query(args.query), list_files(args.images)
+    mechanisms = command_line.read_mechanisms(args.attention) if args.attention else {"": None}
+    trained = load_trained(args)
+    images, _ = read_images(Images(FileReader(files)), range(len(files)), trained.run)
+    command_line.make_output(args.output, ["maps.csv", "maps.png"])
     rows = []
-    with progress_bar("maps", len(pictures) * len(mechanisms), leave=False) as bar:
+    with command_line.progress("maps", len(files) * len(mechanisms), "images") as bar:
         for text, options in mechanisms.items():
-            torch.manual_seed(0)  # what the weights hold nothing for is drawn
-            trained = load(args.checkpoint, attention=options)
-            trained.model.double()
             name = text or ", ".join(dict.fromkeys(layer.name() for layer in attention_layers(trained.model)))
-            model = f"attention {name}" + (" in place of the run's, without training" if text else "")
+            bar.set_postfix_str(name)
+            try:
+                model = drop_in(trained, options, 0)[0] if text else trained.model
+            except OptionError as error:
+                layers = range(1, 1 + len(attention_layers(trained.model)))
+                rows += [Row(name, file, layer, NoMatrix(str(error))) for file in files for layer in layers]
+                bar.update(len(files))
+                continue
+            title = f"attention {name}" + (" in place of the run's, without training" if text else "")
             directory = args.output / re.sub(r"[^\w.=]+", "-", name).strip("-")
-            for number, (file, picture) in enumerate(pictures, start=1):
-                layers, figures = examine(trained, picture, place, f"{one_line(Path(file).name, 40)}, {model}")
-                make_directory(directory)
+            for number, (file, image) in enumerate(zip(files, images, strict=True), start=1):
+                start = f"{one_line(Path(file).name, 40)}, {title}"
+                layers, figures = examine(model.double(), trained, image, place, start)
+                command_line.make_output(directory, ())
                 rows += [Row(name, file, index, found) for index, found in enumerate(layers, start=1)]
                 for shows, figure in figures.items():
                     write_file(directory / f"{number}_{Path(file).stem}_{shows}.png", encode(figure))
@@ -72,29 +72,31 @@ def main(args: argparse.Namespace) -> None:
     print(tabulate(rows))
     for problem in list_problems(rows):
         print(f"left out: {problem}", file=sys.stderr)
-    write_file(args.output / "layers.csv", layers_csv(rows))
-    write_file(args.output / "layers.png", encode(draw_layers(rows)))
-    print(f"{args.output}: layers.csv, layers.png, and of every image its maps (query, mean) and their rollout")
+    write_file(args.output / "maps.csv", layers_csv(rows))
+    write_file(args.output / "maps.png", encode(draw_layers(rows)))
+    print(
+        f"{args.output}: maps.csv, maps.png, and by mechanism of every image its maps (query, mean) and their rollout"
+    )
 
 
 def examine(
-    trained: Trained, picture: Image.Image, place: Grid | None, title: str
+    model: nn.Module, trained: Trained, image: Tensor, place: Grid | None, title: str
 ) -> tuple[list[LayerMaps | NoMatrix], dict[str, Figure]]:
-    """What the layers of a model in float64 attend to in a picture, and its figures.
+    """What the layers of a model in float64 attend to in an image (C, H, W), and its figures.
 
     Args:
-        place: see `choose_queries`.
+        trained: what the model is, or was before it got other attention. place: see `choose_queries`.
     """
-    image = trained.transform(picture)[None].double()
-    inputs, logits = attention_inputs(trained.model, image)
-    queries, query = choose_queries(inputs, place, getattr(trained.model, "cls_token", None) is not None)
+    inputs, logits = attention_inputs(model, image[None].to(trained.device).double())
+    queries, query = choose_queries(inputs, place, getattr(model, "cls_token", None) is not None)
     layers = [describe_layer(*pair) for pair in zip(inputs, queries, strict=True)]
     probability, index = logits[0].softmax(-1).max(-1)
-    title += f"\npredicted: {one_line(trained.classes[index], 40)} ({100 * probability:.1f} %)"
+    predicted = trained.classes[index] if trained.classes else f"class {index}"
+    title += f"\npredicted: {one_line(predicted, 40)} ({100 * probability:.1f} %)"
     return layers, {
         "query": draw_maps(layers, "of_query", f"{title}; weights of {query}"),
         "mean": draw_maps(layers, "of_all", f"{title}; weights of all queries, mean"),
-        "rollout": draw_rollout(layers, image[0], query, title),
+        "rollout": draw_rollout(layers, image, query, title),
     }
 
 
@@ -110,34 +112,6 @@ def parse_query(text: str | None) -> Grid | None:
     if not found:
         raise UserError(f"--query {text}: expected ROW,COLUMN of a patch, such as 3,4")
     return int(found[1]), int(found[2])
-
-
-def read_image(file: str) -> Image.Image:
-    """The picture in a file.
-
-    Raises:
-        BrokenImage: it is none, or cannot be read.
-    """
-    try:
-        with open_regular(file) as content:
-            return decode(content)
-    except BrokenImage as error:
-        raise BrokenImage(f"{file}: {error}") from None
-    except OSError as error:
-        raise BrokenImage(f"{file}: {error.strerror or error}") from None
-
-
-def make_directory(path: Path) -> Path:
-    """`path`, a directory from now on.
-
-    Raises:
-        UserError: it cannot be made.
-    """
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output: {path}: cannot be made: {error.strerror}") from None
-    return path
 
 
 def choose_queries(layers: Sequence[LayerInput], place: Grid | None, class_token: bool) -> tuple[list[int], str]:

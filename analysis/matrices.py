@@ -1,16 +1,15 @@
 """Softmax attention matrices to look at: a trained model's on its images, and those of a random process."""
 
+import argparse
 import math
 import sys
-from collections.abc import Sequence
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from analysis.drop_in import load_reference
 from analysis.implied import attention_inputs
+from analysis.trained import load_trained, read_sample
 from attention import Grid
 from engine.errors import UserError
 
@@ -32,8 +31,8 @@ class Layer(NamedTuple):
         return (self.q @ self.k.mT * self.q.shape[-1] ** -0.5).softmax(-1)
 
 
-def read_layers(path: Path, overrides: Sequence[str], count: int) -> list[Layer]:
-    """Queries and keys of every attention layer of a trained model, for `count` of its validation images.
+def read_layers(args: argparse.Namespace) -> list[Layer]:
+    """Queries and keys of every attention layer of the trained model, for `args.images` of its validation images.
 
     Layers without a key for every token, or of more than `MAX_TOKENS`, are named on stderr and left out; so is what
     the queries and keys were trained for, where it is not softmax.
@@ -42,12 +41,14 @@ def read_layers(path: Path, overrides: Sequence[str], count: int) -> list[Layer]
         UserError: no such model, too few images, a broken one, or no layer is left.
         OptionError: a wrong option, or data that cannot be used.
     """
-    reference = load_reference(path, overrides, count)
-    if len(reference.images) < count:
-        raise UserError(f"--images {count}: there are {len(reference.images)} validation images; give at most as many")
-    layers = capture(reference.model.cpu().double(), reference.images.double())
+    trained = load_trained(args)
+    images = read_sample(trained, args.images).images
+    if len(images) < args.images:
+        raise UserError(f"--images {args.images}: there are {len(images)} validation images; give at most as many")
+    layers = capture(trained.model.cpu().double(), images.double())
     if not layers:
-        raise UserError(f"{path}: no layer has a key for every one of at most {MAX_TOKENS} tokens; choose another run")
+        problem = f"no layer has a key for every one of at most {MAX_TOKENS} tokens"
+        raise UserError(f"{args.checkpoint}: {problem}; choose another run")
     return layers
 
 
@@ -55,16 +56,15 @@ def read_layers(path: Path, overrides: Sequence[str], count: int) -> list[Layer]
 def capture(model: nn.Module, images: Tensor) -> list[Layer]:
     """The layers of `read_layers`, of a model and images (B, C, H, W) in float64."""
     layers, notes = [], []
-    names = {module: name for name, module in model.named_modules()}
-    for attn, x, grid in attention_inputs(model, images)[0]:
+    for number, (attn, x, grid) in enumerate(attention_inputs(model, images)[0], start=1):
         q, *others = attn.project(x, grid)
         if not others or q.shape != others[0].shape or q.shape[2] > MAX_TOKENS:
-            notes.append(f"{names[attn]}: left out, as it has no key for every one of at most {MAX_TOKENS} tokens")
+            notes.append(f"layer {number}: left out, as it has no key for every one of at most {MAX_TOKENS} tokens")
             continue
         if attn.name() != "softmax" or attn.config.causal:
             trained = "were not trained for softmax over all tokens, whose matrices are shown"
             notes.append(f"attention({attn.name()}): its queries and keys {trained}")
-        layers.append(Layer(names[attn], q, others[0], grid))
+        layers.append(Layer(f"layer {number}", q, others[0], grid))
     for note in dict.fromkeys(notes):
         print(note, file=sys.stderr)
     return layers

@@ -12,21 +12,22 @@ import argparse
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
-from tqdm import tqdm
 
+from analysis import command_line
 from analysis.decompositions import godec, keep_largest, robust_pca, truncate
 from analysis.matrices import Layer, process1_layers, read_layers
+from analysis.tables import markdown, quote, spread
 from attention import create_attention
 from engine.errors import UserError
-from engine.files import check_output, to_csv, write_file
+from engine.files import to_csv, write_file
 from engine.outputs import encode
+from engine.palette import line_style, marker_style
 
 SHARES = 1 / 4, 1 / 2, 3 / 4
 """Of the budget, for low rank, where a method has both parts."""
@@ -37,13 +38,9 @@ LOWEST_BUDGET = 8
 FLOOR = 1e-3
 """The least error that the figure tells apart."""
 
-METHODS = {  # name -> colour (Okabe and Ito's) and marker
-    "low rank": ("#0072B2", "o"),
-    "sparse": ("#D55E00", "s"),
-    "robust PCA": ("#009E73", "^"),
-    "GoDec": ("#000000", "v"),
-    "Scatterbrain": ("#CC79A7", "D"),
-}
+METHODS = "low rank", "sparse", "robust PCA", "GoDec", "Scatterbrain"
+
+PROCESS = "process1"
 
 
 class Row(NamedTuple):
@@ -66,13 +63,11 @@ class Row(NamedTuple):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="run directory or checkpoint; process1: no model, a random process")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
-    parser.add_argument("--images", type=int, default=4, help="validation images, or samples of process1 (4)")
+    command_line.add_run(parser, f"; {PROCESS}: no model, a random process")
+    parser.add_argument("--images", type=int, default=4, help=f"validation images, or samples of {PROCESS} (4)")
     parser.add_argument("--budgets", type=int, nargs="+", default=[8, 16, 32, 64], help="numbers per row (8 16 32 64)")
     parser.add_argument("--draws", type=int, default=3, help="of Scatterbrain's random features (3)")
-    parser.add_argument("--seed", type=int, default=0, help="of these and of process1 (0)")
-    parser.add_argument("--output", type=Path, default=Path(), help="directory of table and figure (the present one)")
+    parser.add_argument("--seed", type=int, default=0, help=f"of these and of {PROCESS} (0)")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -81,32 +76,28 @@ def main(args: argparse.Namespace) -> None:
     Raises:
         UserError, OptionError: what cannot be honoured.
     """
-    for name in ("images", "draws"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name} {getattr(args, name)}: give 1 or more")
-    csv, png = (args.output / f"oracle.{suffix}" for suffix in ("csv", "png"))
-    for path in (csv, png):
-        check_output(path, "--output", [path.suffix])
+    command_line.check_positive(args, "images", "draws")
+    command_line.make_output(args.output, ["oracle.csv", "oracle.png"])
     torch.manual_seed(args.seed)
-    if args.run == "process1" and args.overrides:
-        raise UserError(f"process1 {args.overrides[0]}: a random process has no such options; leave them out")
-    if args.run == "process1":
-        layers = process1_layers(args.images)
-    else:
-        layers = read_layers(Path(args.run), args.overrides, args.images)
-    budgets = sorted(set(args.budgets))
+    is_random = str(args.checkpoint) == PROCESS
+    if is_random and args.overrides:
+        raise UserError(f"{PROCESS} {args.overrides[0]}: a random process has no such options; leave them out")
+    layers = process1_layers(args.images) if is_random else read_layers(args)
+    budgets, rows = sorted(set(args.budgets)), []
     for layer in layers:
         check_budgets(budgets, layer)
     total = sum(layer.q.shape[0] * layer.q.shape[1] for layer in layers)
-    rows = []
-    with tqdm(desc="oracle", total=total, unit=" matrices", dynamic_ncols=True, disable=None, leave=False) as bar:
+    with command_line.progress("oracle", total, "matrices") as bar:
         for layer in layers:
             for found in compare(layer, budgets, args.draws):
                 rows += found
                 bar.update()
-    print(table(rows))
-    write_file(csv, to_csv(Row._fields, rows))
-    write_file(png, picture(rows, args.run))
+    count = len({(row.layer, row.image, row.head) for row in rows})
+    title = f"{args.checkpoint}: {count} softmax attention matrices, mean ± standard deviation over them"
+    print(f"{title}\n\nRelative Frobenius error\n\n{markdown(errors(rows))}")
+    print(f"\nRank and density (% of the entries)\n\n{markdown(sizes(rows))}")
+    write_file(args.output / "oracle.csv", to_csv(Row._fields, rows))
+    write_file(args.output / "oracle.png", encode(draw(title, rows)))
 
 
 def check_budgets(budgets: Sequence[int], layer: Layer) -> None:
@@ -211,60 +202,49 @@ def scatterbrain_fits(layer: Layer, matrices: Tensor, budget: int, draws: int) -
     return [[best(fit[image][head] for fit in fits) for head in range(h)] for image in range(B)]
 
 
-def table(rows: Sequence[Row]) -> str:
-    """Markdown: the error by layer and budget, then rank and density by budget; mean +- standard deviation over
-    matrices."""
-    lines = [f"Relative Frobenius error, mean ± standard deviation over {count_matrices(rows)} matrices"]
-    lines += ["", *markdown(["layer", "entropy (nats)", "budget", *METHODS])]
-    at_budget = [row for row in rows if row.budget is not None]
-    for layer, budget in dict.fromkeys((row.layer, row.budget) for row in at_budget):
-        here = [row for row in at_budget if (row.layer, row.budget) == (layer, budget)]
-        errors = [spread([row.error for row in here if row.method == method]) for method in METHODS]
-        lines += markdown([layer, spread([row.entropy for row in here], 2), str(budget), *errors], head=False)
-    lines += ["", "Rank and density (% of the entries)", "", *markdown(["budget", *METHODS])]
+def errors(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """The error by layer and budget: title of a column -> its text."""
+    lines = []
+    for layer, budget in dict.fromkeys((row.layer, row.budget) for row in rows if row.budget):
+        here = [row for row in rows if (row.layer, row.budget) == (layer, budget)]
+        entropy = spread(row.entropy for row in here if row.method == here[0].method)
+        line = {"layer": layer, "entropy (nats)": quote(entropy, ".2f"), "budget": str(budget)}
+        by_method = {name: spread(row.error for row in here if row.method == name) for name in METHODS}
+        lines.append(line | {name: quote(found, ".3f") for name, found in by_method.items()})
+    return lines
+
+
+def sizes(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """Mean rank and density by budget; without one, those that robust PCA takes."""
+    lines = []
     for budget in dict.fromkeys(row.budget for row in rows):
-        cells = [describe([row for row in rows if (row.budget, row.method) == (budget, method)]) for method in METHODS]
-        lines += markdown(["any" if budget is None else str(budget), *cells], head=False)
-    return "\n".join(lines)
+        line = {"budget": "any" if budget is None else str(budget)}
+        for name in METHODS:
+            here = [row for row in rows if (row.budget, row.method) == (budget, name)]
+            means = here and (fmean(row.rank for row in here), fmean(100 * row.density for row in here))
+            line[name] = f"{means[0]:.1f}, {means[1]:.1f} %" if here else ""
+        lines.append(line)
+    return lines
 
 
-def count_matrices(rows: Sequence[Row]) -> int:
-    return len({(row.layer, row.image, row.head) for row in rows})
-
-
-def markdown(cells: Sequence[str], head: bool = True) -> list[str]:
-    lines = [cells, ["---"] * len(cells)] if head else [cells]
-    return [f"| {' | '.join(line)} |" for line in lines]
-
-
-def spread(values: Sequence[float], digits: int = 3) -> str:
-    return f"{fmean(values):.{digits}f} ± {pstdev(values):.{digits}f}"
-
-
-def describe(rows: Sequence[Row]) -> str:
-    """Mean rank and density; empty without rows."""
-    return f"{fmean(row.rank for row in rows):.1f}, {fmean(100 * row.density for row in rows):.1f} %" if rows else ""
-
-
-def picture(rows: Sequence[Row], title: str) -> bytes:
-    """PNG: the error against the budget, mean and standard deviation over matrices; and of every matrix against its
-    entropy, at the middle budget."""
-    rows = [row for row in rows if row.budget is not None]
+def draw(title: str, rows: Sequence[Row]) -> Figure:
+    """The error against the budget, mean and standard deviation over matrices; and of every matrix against its entropy,
+    at the middle budget."""
+    rows = [row for row in rows if row.budget]
     budgets = sorted({row.budget for row in rows})
     middle = budgets[len(budgets) // 2]
     figure = Figure((11, 4.8), layout="constrained")
-    figure.suptitle(f"{title}: {count_matrices(rows)} softmax attention matrices", parse_math=False)
+    figure.suptitle(title, fontsize=10, parse_math=False)
     by_budget, by_entropy = figure.subplots(1, 2, sharey=True)
-    for number, (method, (color, marker)) in enumerate(METHODS.items()):
-        errors = [[row.error for row in rows if (row.method, row.budget) == (method, budget)] for budget in budgets]
+    for number, method in enumerate(METHODS):
+        here = [[row.error for row in rows if (row.method, row.budget) == (method, budget)] for budget in budgets]
         places = [budget * 1.02 ** (number - 2) for budget in budgets]  # so that bars do not hide each other
-        style = {"color": color, "marker": marker, "markersize": 5, "label": method}
-        means, deviations = [max(fmean(here), FLOOR) for here in errors], [pstdev(here) for here in errors]
+        means, deviations = zip(*map(spread, here), strict=True)
+        means, deviations = [max(mean, FLOOR) for mean in means], [deviation or 0 for deviation in deviations]
         below = [min(deviation, mean - FLOOR) for mean, deviation in zip(means, deviations, strict=True)]
-        by_budget.errorbar(places, means, [below, deviations], capsize=2, **style)
-        here = [row for row in rows if (row.method, row.budget) == (method, middle)]
-        heights = [max(row.error, FLOOR) for row in here]
-        by_entropy.plot([row.entropy for row in here], heights, linestyle="", alpha=0.6, **style)
+        by_budget.errorbar(places, means, [below, deviations], capsize=2, markersize=5, **line_style(number))
+        points = [(row.entropy, max(row.error, FLOOR)) for row in rows if (row.method, row.budget) == (method, middle)]
+        by_entropy.scatter(*zip(*points, strict=True), s=25, alpha=0.6, label=method, **marker_style(number))
     by_budget.set_xscale("log", base=2)
     by_budget.set_xticks(budgets, budgets)
     by_budget.set_xlabel("budget: 2 x rank + entries per row (numbers)")
@@ -274,4 +254,4 @@ def picture(rows: Sequence[Row], title: str) -> bytes:
     for axes in (by_budget, by_entropy):
         axes.grid(alpha=0.3)
     figure.legend(*by_entropy.get_legend_handles_labels(), loc="outside lower center", ncols=len(METHODS))
-    return encode(figure)
+    return figure

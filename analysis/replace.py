@@ -1,32 +1,52 @@
-"""What becomes of a trained model that gets another mechanism, without training: the drop-in test of Scatterbrain."""
+"""What becomes of a trained model that gets another mechanism, without training: the drop-in test of Scatterbrain.
+
+python analyze.py replace runs/softmax --attention local performer lara eva
+python analyze.py replace runs/softmax --attention local eva --finetune 2     # then trains on with each: ablate.py
+"""
 
 import argparse
-import json
-from collections.abc import Mapping, Sequence
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
+import yaml
 from matplotlib.figure import Figure
-from tqdm import tqdm
+from torch import Tensor, nn
 
-from analysis import drop_in as shared
-from analysis.drop_in import Reference, Spread
+from analysis import command_line
+from analysis.drop_in import attended, drop_in, layer_errors, layer_inputs, merge_modes, set_mode
 from analysis.implied import attention_layers
-from attention import OptionError
+from analysis.tables import Spread, describe, markdown, quote, spread
+from analysis.trained import Sample, Trained, load_trained, read_sample
+from attention import Grid, OptionError
 from bench.costs import count_costs
 from bench.memory import peak_bytes
+from engine.classes import ClassSubset
+from engine.config import dump_run, parse_run
+from engine.data import choose_batch_size, open_split
 from engine.errors import UserError
 from engine.files import to_csv, write_file
 from engine.outputs import encode
+from engine.palette import COLORS
 
-NUM_IMAGES = 2000
-"""The most images that are classified by default: every command takes minutes, and they are held in memory."""
+NUM_IMAGES = 500
+"""Images that are classified by default: every mechanism, three times, takes minutes."""
 
 NUM_COMPARED = 32
 """Images on which errors of attention layers, and the memory of a forward pass, are measured."""
+
+ABLATE = Path(__file__).parents[1] / "ablate.py"
+
+HEADER = (
+    *("attention", "options", "mode", "images", "draws", "top1", "top1_std", "change", "error", "error_std"),
+    *("macs", "peak_bytes", "untrained_parameters", "problem"),
+)
 
 
 @dataclass(frozen=True)
@@ -34,13 +54,14 @@ class Row:
     """What was measured of a mechanism: mean and standard deviation over draws.
 
     Attributes:
-        name: as on the command line. options: of the mechanism. top1: percent. error: of attended values, see
-            `normalised_error`, mean over layers. macs: of one image. peak: bytes that a forward pass of
-            `NUM_COMPARED` images allocates at one time. untrained: parameters. problem: why there is no result.
+        name: as on the command line. options: of the mechanism. mode: see `merge_modes`. top1: percent. error: of
+            attended values, see `normalised_error`, mean over layers. macs: of one image. peak: bytes that a forward
+            pass of `NUM_COMPARED` images allocates at one time. untrained: parameters. problem: why there is no result.
     """
 
     name: str
-    options: str = ""
+    options: str
+    mode: str = ""
     top1: Spread | None = None
     error: Spread | None = None
     macs: int | None = None
@@ -49,84 +70,123 @@ class Row:
     problem: str = ""
 
 
+@dataclass(frozen=True)
+class Own:
+    """What the trained model does with its own attention.
+
+    Attributes:
+        top1: percent. inputs: tokens and grid of every attention layer, of `NUM_COMPARED` images. attended: what these
+            make of them.
+    """
+
+    top1: float
+    inputs: Sequence[tuple[Tensor, Grid]]
+    attended: Sequence[Tensor]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    shared.add_arguments(parser, NUM_IMAGES)
-    parser.add_argument("--finetune", type=int, metavar="EPOCHS", help="write an ablation that trains them on, too")
+    command_line.add_run(parser)
+    command_line.add_drop_in(parser, NUM_IMAGES, ["evaluation"])
+    parser.add_argument("--finetune", type=int, metavar="EPOCHS", help="then train on with each, in DIR/finetune")
 
 
 def main(args: argparse.Namespace) -> None:
-    shared.check_arguments(args)
-    mechanisms = shared.read_mechanisms(args.attention)
-    if args.finetune is not None:
-        write_file(args.output / "finetune.yaml", plan_finetuning(args, mechanisms))
-    reference = shared.load_reference(args.checkpoint, args.overrides, args.images)
-    own = shared.top1(reference.model, reference)
-    inputs = shared.layer_inputs(reference, NUM_COMPARED)
-    targets = [
-        shared.attended(layer, *given) for layer, given in zip(attention_layers(reference.model), inputs, strict=True)
-    ]
-    rows = []
-    with tqdm(mechanisms.items(), unit=" mechanisms", dynamic_ncols=True, leave=False, disable=None) as bar:
-        for name, attention in bar:
-            bar.set_description(name)
-            rows.append(measure(reference, name, attention, inputs, targets, args.draws, args.mode))
-    count = len(reference.images)
-    title = f"{args.checkpoint}: top-1 {own:.2f} % with its own attention, {count} images"
-    title += f"; {args.mode} mode, without training, mean ± standard deviation over draws: {args.draws}"
-    print(f"{title}\n\n{shared.markdown([readable(row, own) for row in rows])}")
-    header = ["attention", "options", "mode", "images", "draws", "top1", "top1_std", "change", "error", "error_std"]
-    header += ["macs", "peak_bytes", "untrained_parameters", "problem"]
-    setting = args.mode, count, args.draws
-    write_file(args.output / "replace.csv", to_csv(header, (values(row, own, setting) for row in rows)))
-    write_file(args.output / "replace.png", draw(title, rows, own))
-    if args.finetune is not None:
-        print(f"\nto train them on: python ablate.py {args.output}/finetune.yaml --output {args.output}/finetune")
+    command_line.check_positive(args, "draws", "images", *["finetune"] * (args.finetune is not None))
+    command_line.make_output(args.output, ["replace.csv", "replace.png"])
+    mechanisms = command_line.read_mechanisms(args.attention)
+    if args.finetune is not None and args.weights:
+        raise UserError("--finetune goes on from averaged weights where they are kept; leave out --weights")
+    trained = load_trained(args)
+    base = None if args.finetune is None else finetuning(trained, args.finetune)
+    sample = read_sample(trained, args.images)
+    own, rows = measure_own(trained, sample), []
+    with command_line.progress("replace", len(mechanisms), "mechanisms") as bar:
+        for name, attention in mechanisms.items():
+            bar.set_postfix_str(name)
+            rows += measure(trained, sample, own, name, attention, args)
+            bar.update()
+    count = len(sample.images)
+    title = f"{args.checkpoint}: top-1 {own.top1:.2f} % with its own attention, {count} images"
+    title += f"; others without training, {' and '.join(args.modes)} mode"
+    title += f", mean ± standard deviation over draws: {args.draws}"
+    print(f"{title}\n\n{markdown([readable(row, own.top1) for row in rows])}")
+    lines = (values(row, own.top1, count, args.draws) for row in rows)
+    write_file(args.output / "replace.csv", to_csv(HEADER, lines))
+    write_file(args.output / "replace.png", encode(draw(title, rows, own.top1)))
+    if base is not None:
+        built = [mechanisms[name] for name in dict.fromkeys(row.name for row in rows if row.top1)]
+        train_on(base, built, args.output / "finetune")
 
 
-def plan_finetuning(args: argparse.Namespace, mechanisms: Mapping[str, Mapping[str, Any]]) -> bytes:
-    """An ablation file that trains the run's model on with each of the mechanisms.
+def finetuning(trained: Trained, epochs: int) -> dict[str, Any]:
+    """The configuration of a run that trains the model on.
 
     Raises:
-        UserError: RUN is not the directory of a run.
+        ConfigError: it cannot be. OptionError: there are no training images.
     """
-    base = (args.checkpoint / "config.yaml").resolve()
-    if not base.is_file():
-        raise UserError(f"--finetune: {base} is not there; give the directory of a run as RUN")
-    changes = {"init.weights": str(args.checkpoint.resolve()), "schedule.epochs": args.finetune}
-    runs = [{"attention": attention, **changes} for attention in mechanisms.values()]
-    plan = {"caption": f"{args.checkpoint}, trained on with other attention", "base": str(base), "runs": runs}
-    return json.dumps(plan, indent=1).encode()  # which is YAML
+    options = dump_run(trained.run)
+    options["init"]["weights"] = str(trained.path.resolve())
+    options["schedule"] |= {"epochs": epochs, "warmup_epochs": min(options["schedule"]["warmup_epochs"], epochs - 1)}
+    open_split(parse_run(options, f"--finetune {epochs}").data, "train_split")
+    return options
+
+
+def train_on(base: Mapping[str, Any], mechanisms: Sequence[Mapping[str, Any]], directory: Path) -> None:
+    """Becomes the ablation of these mechanisms, which trains each on from `base`, and resumes what is unfinished."""
+    directory.mkdir(exist_ok=True)
+    caption = f"{base['init']['weights']}, trained on for {base['schedule']['epochs']} epochs"
+    plan = {"caption": caption, "base": "base.yaml", "runs": [{"attention": options} for options in mechanisms]}
+    for name, content in (("base", base), ("plan", plan)):
+        write_file(directory / f"{name}.yaml", yaml.safe_dump(content, sort_keys=False).encode())
+    command = [str(ABLATE), str(directory / "plan.yaml"), "--output", str(directory)]
+    print(f"\ntraining on; to go on after an interruption: python {' '.join(command)}")
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *command])
+
+
+def measure_own(trained: Trained, sample: Sample) -> Own:
+    inputs = layer_inputs(trained, compared(sample))
+    layers = zip(attention_layers(trained.model), inputs, strict=True)
+    return Own(top1(trained.model, trained, sample), inputs, [attended(layer, *given) for layer, given in layers])
+
+
+def compared(sample: Sample) -> Tensor:
+    """`NUM_COMPARED` of the images, evenly spaced."""
+    count = min(NUM_COMPARED, len(sample.images))
+    return sample.images[torch.arange(count) * len(sample.images) // count]
+
+
+@torch.no_grad()
+def top1(model: nn.Module, trained: Trained, sample: Sample) -> float:
+    """Percent of the images whose class has the highest logit."""
+    model = ClassSubset(model, sample.columns).to(trained.device)
+    parts = sample.images.split(choose_batch_size(tuple(sample.images.shape[2:])))
+    found = torch.cat([model(part.to(trained.device)).argmax(1).cpu() for part in parts])
+    return 100 * (found == sample.classes).double().mean().item()
 
 
 def measure(
-    reference: Reference,
-    name: str,
-    attention: dict[str, Any],
-    inputs: Sequence[tuple[Any, ...]],
-    targets: Sequence[torch.Tensor],
-    draws: int,
-    mode: shared.Mode,
-) -> Row:
-    """The row of a mechanism.
-
-    Args:
-        inputs, targets: what the attention layers of the trained model get, and the values that they attend to.
-    """
-    accuracies, errors = [], []
+    trained: Trained, sample: Sample, own: Own, name: str, attention: Mapping[str, Any], args: argparse.Namespace
+) -> Iterator[Row]:
+    """The rows of a mechanism, one for each mode that makes a difference."""
+    found = {mode: [] for mode in args.modes}
     try:
-        for seed in range(draws):
-            model, untrained = shared.drop_in(reference, attention, seed, mode)
-            layers = attention_layers(model)
-            errors.append(mean(shared.layer_errors(layers, inputs, targets)))
-            accuracies.append(shared.top1(model, reference))
+        for seed in range(args.draws):
+            model, untrained = drop_in(trained, attention, seed)
+            for mode, results in found.items():
+                set_mode(model, mode, seed)
+                error = mean(layer_errors(model, own.inputs, own.attended))
+                results.append((top1(model, trained, sample), error))
     except OptionError as error:
-        return Row(name, shared.describe(attention), problem=str(error))
-    images = reference.images[:NUM_COMPARED].to(reference.device)
+        yield Row(name, describe(attention), problem=str(error))
+        return
+    images = compared(sample).to(trained.device)
     with torch.no_grad():
-        peak = peak_bytes(partial(model, images), reference.device)
-    macs = count_costs(reference.run.model, attention).macs
-    spreads = map(shared.mean_and_deviation, (accuracies, errors))
-    return Row(name, shared.describe(attention), *spreads, macs, peak, untrained)
+        peak = peak_bytes(partial(model.eval(), images), trained.device)
+    macs = count_costs(trained.run.model, attention).macs
+    for mode, results in merge_modes(found).items():
+        accuracy, error = map(spread, zip(*results, strict=True))
+        yield Row(name, describe(attention), mode, accuracy, error, macs, peak, untrained)
 
 
 def readable(row: Row, own: float) -> dict[str, str]:
@@ -134,49 +194,50 @@ def readable(row: Row, own: float) -> dict[str, str]:
     return {
         "attention": row.name,
         "options": row.options,
+        "mode": row.mode,
         "untrained parameters": f"{row.untrained:,}" if row.untrained else "",
-        "top-1 (%)": shared.quote(row.top1, ".2f"),
+        "top-1 (%)": quote(row.top1, ".2f"),
         "change (points)": "" if row.top1 is None else f"{row.top1[0] - own:+.2f}",
-        "error": shared.quote(row.error, ".3f"),
+        "error": quote(row.error, ".3f"),
         "MACs (G)": "" if row.macs is None else f"{row.macs / 1e9:.4f}",
         "peak (MiB)": "" if row.peak is None else f"{row.peak / 2**20:.1f}",
         "cannot be built": row.problem,
     }
 
 
-def values(row: Row, own: float, setting: Sequence[Any]) -> list[Any]:
+def values(row: Row, own: float, images: int, draws: int) -> list[Any]:
     """The row of the CSV file."""
     top1, error = row.top1 or (None, None), row.error or (None, None)
     change = None if row.top1 is None else row.top1[0] - own
-    found = [*top1, change, *error, row.macs, row.peak, row.untrained, row.problem]
-    return [row.name, row.options, *setting, *found]
+    setting = [row.name, row.options, row.mode, images, draws]
+    return [*setting, *top1, change, *error, row.macs, row.peak, row.untrained, row.problem]
 
 
-def draw(title: str, rows: Sequence[Row], own: float) -> bytes:
+def draw(title: str, rows: Sequence[Row], own: float) -> Figure:
     """Top-1 and error of every mechanism that could be built, best first, with standard deviations over draws."""
     rows = sorted((row for row in rows if row.top1), key=lambda row: -row.top1[0])
-    figure = Figure(figsize=(10, 1.8 + 0.27 * len(rows)), layout="constrained")
-    figure.suptitle(title, fontsize=9, wrap=True)
+    figure = Figure(figsize=(10, 2.2 + 0.27 * len(rows)), layout="constrained")
+    figure.suptitle(title, fontsize=9, wrap=True, parse_math=False)
     accuracy, error = figure.subplots(1, 2, sharey=True)
     for axes, column, label in (
         (accuracy, "top1", "top-1 (%)"),
         (error, "error", "normalised mean squared error\nof attended values"),
     ):
-        for hollow in (False, True):
+        for color, marker, hollow in ((COLORS[5], "o", False), (COLORS[4], "s", True)):
             chosen = [(i, *getattr(row, column)) for i, row in enumerate(rows) if bool(row.untrained) == hollow]
             if chosen:
                 y, means, deviation = zip(*chosen, strict=True)
                 deviation = [d or 0 for d in deviation]
                 face = {"markerfacecolor": "white"} if hollow else {}
                 note = "with untrained parameters" if hollow else "all parameters trained"
-                color = "#d55e00" if hollow else "#0072b2"
-                axes.errorbar(means, y, xerr=deviation, fmt="s" if hollow else "o", color=color, label=note, **face)
+                axes.errorbar(means, y, xerr=deviation, fmt=marker, color=color, label=note, **face)
         axes.set_xlabel(label)
         axes.grid(axis="x", alpha=0.4)
     accuracy.axvline(own, color="black", linestyle="--", label=f"its own attention: {own:.2f} %")
     error.set_xscale("symlog", linthresh=0.01)  # softmax has an error of zero
     error.set_xlim(-0.001, 2 * max([0.01, *(row.error[0] for row in rows)]))
-    accuracy.set_yticks(range(len(rows)), [row.name for row in rows])
+    names = [row.name if row.mode in ("evaluation", "any") else f"{row.name}, {row.mode}" for row in rows]
+    accuracy.set_yticks(range(len(rows)), names, parse_math=False)
     accuracy.invert_yaxis()
     figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return encode(figure)
+    return figure

@@ -15,17 +15,7 @@ from matplotlib.ticker import LogLocator
 from bench.results import SETTINGS
 from engine.files import write_file
 from engine.outputs import encode
-
-COLORS = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7", "#8c8c8c")
-"""Okabe and Ito's, which colour-blind people tell apart, with grey in the place of yellow."""
-STYLES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
-"""Markers and lines of the first eight of them, the next eight, ..."""
-
-
-def line_style(number: int) -> dict[str, str]:
-    """Colour, marker and line of the mechanism with this number, as matplotlib's keywords."""
-    marker, line = STYLES[number // len(COLORS) % len(STYLES)]
-    return {"color": COLORS[number % len(COLORS)], "marker": marker, "linestyle": line}
+from engine.palette import line_style
 
 
 class Scale(NamedTuple):

@@ -3,10 +3,10 @@
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from PIL import Image
@@ -19,13 +19,10 @@ from engine.config import parse_run
 from engine.data import ImageLoader, Images, choose_batch_size, create_transform, num_channels
 from engine.distributed import autocast
 from engine.errors import UserError
-from engine.fit import fit_weights
 from engine.images import convert
 from engine.readers import FileReader
 from engine.schema import Data
-from engine.sources import source_of
 from engine.weights import build_model
-from models import create_model
 
 
 class Trained(NamedTuple):
@@ -47,17 +44,15 @@ def load(
     *,
     weights: Weights | None = None,
     select: Literal["best", "last"] = "best",
-    attention: Mapping[str, Any] | None = None,
 ) -> Trained:
     """The model in a run directory, a checkpoint or an exported file, which need not be trusted.
 
     Args:
         weights: "plain" or "ema", as trained or averaged; None: averaged where they are kept.
         select: which checkpoint of a run directory, the best by these weights or the last.
-        attention: another mechanism in the place of the model's own; what these weights hold nothing for is drawn anew.
     Raises:
         UserError: there is no such file, it is no checkpoint of train.py, or it is damaged or contradicts itself.
-        ConfigError: its configuration cannot be honoured. OptionError: the model cannot have this `attention`.
+        ConfigError: its configuration cannot be honoured.
     """
     found, checkpoint, kinds = find_weights(Path(path), select, weights)[-1]  # averaged weights come last
     run = parse_run(checkpoint["config"], str(found))
@@ -69,10 +64,6 @@ def load(
     if len(classes) != num_classes or not classes:
         raise UserError(f"{found}: holds {len(classes)} class names, but model.num_classes = {num_classes}")
     model = build_model(run, checkpoint[state], f"{found}: {state}").eval()
-    if attention is not None:
-        source, options = source_of(run, model.state_dict()), run.model | {"attention": attention}
-        model = create_model(**options).eval()
-        model.load_state_dict(fit_weights(model, source, f"{found}: {state}")[0], strict=False)
     mode = "L" if num_channels(run) == 1 else "RGB"
     transform = create_transform(run, run.model["img_size"], is_training=False, as_bytes=False)
     return Trained(model, Compose([partial(convert, mode=mode), transform]), classes)

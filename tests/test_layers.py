@@ -21,7 +21,7 @@ LIBRARIES = {
         *EXPORT,
     },
     "bench": {"torch", "torchvision", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "triton"},
-    "analysis": {"torch", "timm", "numpy", "PIL", "matplotlib", "tqdm"},
+    "analysis": {"torch", "timm", "yaml", "matplotlib", "tqdm"},
     "ablation": {"torch", "yaml", "matplotlib"},
 }
 BELOW = {  # folder or file -> what of this project it may import

@@ -11,26 +11,18 @@ import analyze
 from analysis.implied import NoMatrix, attention_inputs
 from analysis.layer_maps import LayerMaps, Row, describe_layer
 from analysis.map_figures import draw_layers, draw_maps, draw_rollout, why_no_rollout
-from engine.checkpoint import save_checkpoint
-from engine.config import dump_run, load_run
-from engine.inference import load
-from engine.progress import Progress
 from models import create_model
-from tests.test_packaging import ROOT
+from tests.analysis.models import save_model
 
 OPTIONS = ["model.depth=2", "model.embed_dim=24", "model.num_heads=2", "model.img_size=12", "model.patch_size=4"]
-OPTIONS += ["model.stem=linear", "model.class_token=true", "attention=softmax", "train.device=cpu"]
+OPTIONS += ["model.stem=linear", "model.class_token=true"]
 
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A directory with a checkpoint of random weights and a picture."""
     place = tmp_path_factory.mktemp("maps")
-    run = load_run(ROOT / "configs/quickstart.yaml", OPTIONS)
-    torch.manual_seed(0)
-    state = create_model(attention=run.attention, **run.model).state_dict()
-    metadata = {"config": dump_run(run), "processes": 1, "images": 100, "progress": vars(Progress(epoch=1, step=3))}
-    save_checkpoint(place / "step_3_epoch_1.pt", metadata | {"classes": list("0123456789"), "model": state})
+    save_model(place, OPTIONS)
     Image.linear_gradient("L").save(place / "photo.png")
     (place / "text.png").write_text("no image")
     return place
@@ -58,8 +50,8 @@ def test_command(place, tmp_path, capsys, monkeypatch):
     assert "| softmax | 2 |" in shown.out
     written = sorted(str(path.relative_to(output)) for path in output.rglob("*.*"))
     pictures = [f"{name}/1_photo_{kind}.png" for name in ("softmax", "xca") for kind in ("mean", "query", "rollout")]
-    assert written == ["layers.csv", "layers.png", *pictures]
-    with (output / "layers.csv").open() as file:
+    assert written == ["maps.csv", "maps.png", *pictures]
+    with (output / "maps.csv").open() as file:
         rows = list(csv.DictReader(file))
     heads = [(row["attention"], row["layer"], row["head"]) for row in rows[:4]]
     assert heads == [("softmax", layer, head) for layer in "12" for head in "12"]
@@ -123,14 +115,10 @@ def test_a_pyramid_has_maps_of_fewer_keys_and_no_rollout():
     assert isinstance(maps[0], LayerMaps)
 
 
-def test_another_mechanism_takes_the_weights(place):
-    image = torch.rand(2, 3, 12, 12)
-    own, same = (load(place, attention=attention).model for attention in (None, "softmax"))
-    torch.testing.assert_close(same(image), own(image), rtol=0, atol=0)
-    local = load(place, attention={"name": "local", "window_size": 2}).model
-    torch.testing.assert_close(local.blocks[1].attn.qkv.weight, own.blocks[1].attn.qkv.weight)
-    assert not torch.equal(local(image), own(image))
-    assert not local.training
+def test_a_mechanism_that_the_grid_cannot_have_is_left_out_with_the_reason(place, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("analysis.maps.encode", lambda figure: b"")
+    analyze.main(["maps", str(place), str(place / "photo.png"), "--output", str(tmp_path), "--attention", "lara"])
+    assert "left out: attention(lara).num_landmarks = 49" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -142,7 +130,7 @@ def test_another_mechanism_takes_the_weights(place):
         (["photo.png", "--attention", "{name: eva, windw: 3}"], "attention(eva).windw"),
         (["photo.png", "--query", "3"], "--query 3: expected ROW,COLUMN"),
         (["photo.png", "--query", "3,0"], "--query 3,0: outside the 3x3 grid; at most 2,2"),
-        (["photo.png", "--output", "photo.png"], "--output: photo.png: cannot be made"),
+        (["photo.png", "--output", "photo.png"], "--output photo.png: cannot be made"),
     ],
 )
 def test_refusals(place, tmp_path, capsys, monkeypatch, arguments, problem):

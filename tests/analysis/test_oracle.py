@@ -3,7 +3,6 @@
 import csv
 import itertools
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -15,13 +14,10 @@ from analysis.decompositions import godec, keep_largest, robust_pca, truncate
 from analysis.matrices import Layer, capture, process1
 from analysis.oracle import decomposition_fits, relative_error, scatterbrain_fits
 from attention.parts.geometry import merge_heads
-from engine.checkpoint import save_checkpoint
-from engine.config import dump_run, load_run
-from engine.progress import Progress
 from models import create_model
+from tests.analysis.models import save_model
 
-ROOT = Path(__file__).parents[2]
-TINY = ["model.depth=2", "model.embed_dim=24", "model.img_size=24", "model.num_heads=2", "train.device=cpu"]
+TINY = ["model.depth=2", "model.embed_dim=24", "model.img_size=24", "model.num_heads=2"]
 DEIT = {"img_size": (16, 24), "patch_size": 4, "embed_dim": 24, "depth": 2, "num_heads": 2, "num_classes": 3}
 
 
@@ -126,7 +122,7 @@ def test_the_matrices_are_those_of_the_model():
     for name, block in enumerate(model.blocks):
         block.attn.register_forward_hook(lambda attn, inputs, y, name=name: outputs.update({name: (*inputs, y)}))
     layers = capture(model, torch.randn(2, 3, 16, 24, dtype=torch.float64))
-    assert [(layer.name, layer.grid) for layer in layers] == [("blocks.0.attn", (4, 6)), ("blocks.1.attn", (4, 6))]
+    assert [(layer.name, layer.grid) for layer in layers] == [("layer 1", (4, 6)), ("layer 2", (4, 6))]
     for layer, block, (x, grid, y) in zip(layers, model.blocks, outputs.values(), strict=True):
         *_, v = block.attn.project(x, grid)
         torch.testing.assert_close(block.attn.proj(merge_heads(layer.matrices @ v)), y, rtol=0, atol=1e-12)
@@ -139,27 +135,22 @@ def test_what_is_not_softmax_is_said(capsys):
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("attention(eva): its queries and keys were not trained for softmax")
     assert not capture(create_model("deit", attention="synthesizer", **DEIT).double().eval(), images)
-    assert capsys.readouterr().err.startswith("blocks.0.attn: left out, as it has no key for every one")
+    assert capsys.readouterr().err.startswith("layer 1: left out, as it has no key for every one")
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
-    run = load_run(ROOT / "configs/quickstart.yaml", [*TINY, "attention=softmax"])
-    state = create_model(attention=run.attention, **run.model).state_dict()
-    metadata = {"config": dump_run(run), "processes": 1, "images": 9, "progress": vars(Progress(epoch=1, step=3))}
-    path = tmp_path_factory.mktemp("oracle") / "step_3_epoch_1.pt"
-    save_checkpoint(path, metadata | {"model": state})
-    return str(path)
+    return str(save_model(tmp_path_factory.mktemp("oracle"), TINY))
 
 
 def test_table_rows_and_figure(checkpoint, tmp_path, capsys):
     options = ["--images", "2", "--budgets", "16", "8", "--draws", "2", "--output", str(tmp_path)]
-    analyze.main(["oracle", checkpoint, "data.crop_pct=0.9", *options])
+    analyze.main(["oracle", checkpoint, *options, "data.crop_pct=0.9"])
     with (tmp_path / "oracle.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2 * 2 * 2 * (1 + 2 * len(oracle.METHODS))  # layers, images, heads
     assert all(0 <= float(row["entropy"]) <= math.log(36) for row in rows)
-    chosen = [float(row["error"]) for row in rows if row["layer"] == "blocks.1.attn" and row["budget"] == "8"]
+    chosen = [float(row["error"]) for row in rows if row["layer"] == "layer 2" and row["budget"] == "8"]
     text = capsys.readouterr().out
     sparse = chosen[1 :: len(oracle.METHODS)]
     assert f"| {sum(sparse) / len(sparse):.3f} ± " in text
@@ -170,12 +161,11 @@ def test_table_rows_and_figure(checkpoint, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--budgets", "8", "36"], "--budgets 36: blocks.0.attn has rows of 36; give 8 to 35"),
-        (["--budgets", "7"], "--budgets 7: blocks.0.attn has rows of 36; give 8 to 35"),
-        (["--images", "0"], "--images 0: give 1 or more"),
+        (["--budgets", "8", "36"], "--budgets 36: layer 1 has rows of 36; give 8 to 35"),
+        (["--budgets", "7"], "--budgets 7: layer 1 has rows of 36; give 8 to 35"),
+        (["--images", "0"], "--images = 0 is below the least valid value 1"),
         (["--images", "361"], "--images 361: there are 360 validation images; give at most as many"),
-        (["--draws", "0"], "--draws 0: give 1 or more"),
-        (["--output", "absent"], "absent/oracle.csv: no directory 'absent'"),
+        (["--draws", "0"], "--draws = 0 is below the least valid value 1"),
     ],
 )
 def test_refusals_are_one_line(options, problem, checkpoint, tmp_path, monkeypatch, capsys):

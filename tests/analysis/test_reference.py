@@ -5,8 +5,10 @@ import re
 from hashlib import sha256
 from pathlib import Path
 
-from analysis.drop_in import load_reference, top1
+from analysis.replace import top1
+from analysis.trained import read_sample
 from engine.config import dump_run, load_run
+from tests.analysis.models import load_model
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "reference"
@@ -14,8 +16,8 @@ WEIGHTS = REFERENCE / "fashion_mnist.safetensors"
 
 
 def test_reference_has_learned():
-    reference = load_reference(WEIGHTS, [f"data.root={REFERENCE}"], 200)
-    assert top1(reference.model, reference) > 88
+    trained = load_model(WEIGHTS, f"data.root={REFERENCE}")
+    assert top1(trained.model, trained, read_sample(trained, 200)) > 88
 
 
 def test_reference_is_that_of_its_configuration_and_log():

@@ -1,54 +1,61 @@
 """analyze.py replace and error, on a model of random weights whose logits vary."""
 
-import argparse
 import csv
 import dataclasses
 import math
+import os
+import sys
 from pathlib import Path
 
 import pytest
 import torch
-import yaml
 
 import analyze
 from ablation.sweep import read_ablation
-from analysis import drop_in
-from analysis.error import SIZES, attend_by_softmax, size_option, with_budget
-from analysis.replace import plan_finetuning
+from analysis import error, replace
+from analysis.approximation import attend_by_softmax
+from analysis.budgets import SIZES, size_option, with_budget
+from analysis.command_line import MODES, read_mechanisms
+from analysis.drop_in import attended, drop_in, layer_inputs, merge_modes, normalised_error, set_mode
+from analysis.error_figures import AXES
+from analysis.implied import attention_layers
+from analysis.trained import Trained, read_sample
 from attention import ATTENTION, OptionError
-from engine.checkpoint import save_checkpoint
-from engine.config import dump_run, load_run
-from engine.progress import Progress
-from models import create_model
+from engine.checkpoint import load_checkpoint
+from engine.config import read_yaml
+from engine.export import export_checkpoint
+from tests.analysis.models import load_model, save_model
 
-ROOT = Path(__file__).parents[2]
-OPTIONS = ["model.depth=2", "model.embed_dim=24", "model.img_size=16", "model.stem=linear", "attention=softmax"]
-EVALUATION, SAMPLED = "evaluation", "sampled"
+OPTIONS = ["model.depth=2", "model.embed_dim=24", "model.img_size=16", "model.stem=linear"]
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     """A checkpoint of a model on 4x4 tokens, with queries and keys of variance about 1."""
-    path = tmp_path_factory.mktemp("analysis") / "step_3_epoch_1.pt"
-    run = load_run(ROOT / "configs/quickstart.yaml", [*OPTIONS, "train.device=cpu"])
-    torch.manual_seed(0)
-    state = create_model(attention=run.attention, **run.model).state_dict()
-    state = {name: 10 * x if name.endswith("qkv.weight") else x for name, x in state.items()}
-    classes = [str(digit) for digit in range(10)]
-    metadata = {"config": dump_run(run), "processes": 1, "images": 100, "classes": classes}
-    save_checkpoint(path, metadata | {"progress": vars(Progress(epoch=1, step=3)), "model": state})
-    return path
+    return save_model(tmp_path_factory.mktemp("analysis"), OPTIONS, scale=10)
 
 
 @pytest.fixture(scope="module")
-def reference(checkpoint) -> drop_in.Reference:
-    return drop_in.load_reference(checkpoint, [], 20)
+def trained(checkpoint) -> Trained:
+    return load_model(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def inputs(trained):
+    return layer_inputs(trained, read_sample(trained, 5).images)
+
+
+@pytest.fixture(autouse=True)
+def unrendered(request, monkeypatch):
+    """Figures are drawn, but rendered in stress tests alone: a second for each."""
+    if "stress" not in request.keywords:
+        for module in (error, replace):
+            monkeypatch.setattr(module, "encode", lambda figure: b"")
 
 
 def ask(checkpoint: Path, output: Path, question: str, *arguments: str) -> list[dict[str, str]]:
     """The rows of the table that analyze.py writes."""
     analyze.main([question, str(checkpoint), "--output", str(output), *arguments])
-    assert (output / f"{question}.png").read_bytes().startswith(b"\x89PNG")
     with (output / f"{question}.csv").open(newline="") as file:
         return list(csv.DictReader(file))
 
@@ -70,8 +77,10 @@ def test_softmax_in_the_place_of_softmax_changes_nothing(checkpoint, tmp_path, c
 
 def test_error_of_randomized_attention_falls_with_the_number_of_samples(checkpoint, tmp_path):
     """As 1 / S, the mean of S independent and unbiased estimates; softmax's own is zero."""
-    names = "--attention", "softmax", "ra"
-    rows = ask(checkpoint, tmp_path, "error", *names, "--budgets", "1", "4", "16", "--images", "16", "--draws", "4")
+    names, only = ("--attention", "softmax", "ra"), ("--temperatures", "1", "--modes", "evaluation")
+    rows = ask(
+        checkpoint, tmp_path, "error", *names, "--budgets", "1", "4", "16", "--images", "16", "--draws", "4", *only
+    )
     assert {float(row["error"]) for row in rows if row["attention"] == "softmax"} == {0}
     found = {
         int(row["budget"]): float(row["error"]) for row in rows if row["attention"] == "ra" and row["layer"] == "1"
@@ -81,59 +90,71 @@ def test_error_of_randomized_attention_falls_with_the_number_of_samples(checkpoi
     assert found[1] / found[16] == pytest.approx(16, rel=0.25)
 
 
-def test_errors_are_those_of_the_twin(reference):
+def test_errors_are_those_of_the_twin(trained, inputs):
     """Against softmax written out, on the inputs of the second layer; zeros have the error 1."""
-    inputs = drop_in.layer_inputs(reference, 5)
-    softmax = attend_by_softmax(reference, inputs, 0.5)
-    q, k, v = drop_in.attention_layers(reference.model)[1].project(*inputs[1])
+    softmax = attend_by_softmax(trained, inputs, 0.5)
+    q, k, v = attention_layers(trained.model)[1].project(*inputs[1])
     weights = (2 * q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
     torch.testing.assert_close(softmax.outputs[1], weights @ v)
     assert softmax.entropies[1] == pytest.approx(
         -(weights * weights.clamp(min=1e-30).log()).sum(-1).mean().item(), rel=1e-5
     )
-    assert drop_in.normalised_error(torch.zeros(3), torch.ones(3)) == 1
-    assert drop_in.normalised_error(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 3.0])) == pytest.approx(0.1)
+    assert normalised_error(torch.zeros(3), torch.ones(3)) == 1
+    assert normalised_error(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 3.0])) == pytest.approx(0.1)
 
 
-def test_entropy_rises_with_the_temperature(reference):
-    inputs = drop_in.layer_inputs(reference, 4)
-    found = [attend_by_softmax(reference, inputs, temperature).entropies[0] for temperature in (0.25, 1, 4, 1e6)]
+def test_entropy_rises_with_the_temperature(trained, inputs):
+    found = [attend_by_softmax(trained, inputs, temperature).entropies[0] for temperature in (0.25, 1, 4, 1e6)]
     assert found == sorted(found)
     assert found[-1] == pytest.approx(math.log(16), abs=1e-5)
 
 
-def test_draws_are_those_of_the_seed(reference):
-    """And noise is kept in evaluation, drawn where it is sampled, by attention alone."""
-    inputs = drop_in.layer_inputs(reference, 4)
+def test_draws_are_those_of_the_seed(trained, inputs):
+    """Noise is kept in evaluation, and drawn where it is sampled, by attention alone."""
 
-    def outputs(seed: int, mode: drop_in.Mode) -> list[torch.Tensor]:
-        model, _ = drop_in.drop_in(reference, {"name": "performer", "num_samples": 8}, seed, mode)
-        layer = drop_in.attention_layers(model)[0]
-        assert [module for module in model.modules() if module.training] == (
-            drop_in.attention_layers(model) if mode == SAMPLED else []
-        )
-        return [drop_in.attended(layer, *inputs[0]) for _ in range(2)]
+    def outputs(seed: int, mode: str) -> list[torch.Tensor]:
+        model, _ = drop_in(trained, {"name": "performer", "num_samples": 8}, seed)
+        set_mode(model, mode, seed)
+        layers = attention_layers(model)
+        assert [module for module in model.modules() if module.training] == (layers if mode == "sampled" else [])
+        return [attended(layers[0], *inputs[0]) for _ in range(2)]
 
-    kept, again, other, fresh = (
-        outputs(0, EVALUATION),
-        outputs(0, EVALUATION),
-        outputs(1, EVALUATION),
-        outputs(0, SAMPLED),
-    )
+    kept, again, other = (outputs(seed, "evaluation") for seed in (0, 0, 1))
+    fresh, fresh_again = (outputs(0, "sampled") for _ in range(2))
     assert torch.equal(kept[0], kept[1])
     assert torch.equal(kept[0], again[0])
     assert not torch.equal(kept[0], other[0])
     assert not torch.equal(fresh[0], fresh[1])
+    assert torch.equal(fresh[0], fresh_again[0])
 
 
-def test_a_run_without_queries_is_refused(reference):
-    model, _ = drop_in.drop_in(reference, {"name": "synthesizer"}, 0, EVALUATION)
+@pytest.mark.stress
+def test_figures_are_pictures(checkpoint, tmp_path):
+    names = "--attention", "softmax", "local", "performer", "--budgets", "4", "16", "--images", "4", "--draws", "2"
+    ask(checkpoint, tmp_path, "error", *names)
+    ask(checkpoint, tmp_path, "replace", *names[:4])
+    found = {path.name: path.read_bytes()[:4] for path in tmp_path.glob("*.png")}
+    assert found == dict.fromkeys(["replace.png", *(f"error_{name}.png" for name in AXES)], b"\x89PNG")
+
+
+def test_modes_are_apart_only_where_they_differ(checkpoint, tmp_path):
+    assert merge_modes({"evaluation": [1, 2], "sampled": [1, 2]}) == {"any": [1, 2]}
+    assert merge_modes({"sampled": [1, 2]}) == {"sampled": [1, 2]}
+    names = "--attention", "linear", "performer"
+    rows = ask(checkpoint, tmp_path, "error", *names, "--budgets", "4", "--images", "4", "--draws", "2")
+    modes = {name: {row["mode"] for row in rows if row["attention"] == name} for name in names[1:]}
+    assert modes == {"linear": {"any"}, "performer": set(MODES)}
+    assert {row["temperature"] for row in rows} == {"0.25", "1.0", "4.0"}
+
+
+def test_a_run_without_queries_is_refused(trained, inputs):
+    model, _ = drop_in(trained, {"name": "synthesizer"}, 0)
     with pytest.raises(OptionError, match="needs 3 projections of tokens, but synthesizer of the run makes 1"):
-        attend_by_softmax(dataclasses.replace(reference, model=model), [], 1.0)
+        attend_by_softmax(dataclasses.replace(trained, model=model), inputs, 1.0)
 
 
 def test_every_mechanism_has_options_and_at_most_one_size():
-    known = drop_in.read_mechanisms(None)
+    known = read_mechanisms(None)
     assert set(known) == set(ATTENTION)
     sized = {name: size_option(attention) for name, attention in known.items()}
     assert {name for name, size in sized.items() if size is None} == {"softmax", "linear", "xca", "cosformer", "dpfp"}
@@ -146,14 +167,25 @@ def test_every_mechanism_has_options_and_at_most_one_size():
             )
 
 
-def test_what_is_replaced_can_be_trained_on(tmp_path):
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(dump_run(load_run(ROOT / "configs/quickstart.yaml", OPTIONS))))
-    plan, mechanisms = tmp_path / "finetune.yaml", {"eva": {"name": "eva", "window_size": 2, "num_landmarks": 4}}
-    plan.write_bytes(plan_finetuning(argparse.Namespace(checkpoint=tmp_path, finetune=3), mechanisms))
-    _, [setting] = read_ablation(plan, [], tmp_path, ["python"])
-    run = setting.cases[0].run
-    assert run.attention | mechanisms["eva"] == run.attention
-    assert (run.init.weights, run.schedule.epochs) == (str(tmp_path), 3)
+@pytest.mark.parametrize("is_export", [False, True], ids=["checkpoint", "export"])
+def test_what_is_replaced_is_trained_on_by_an_ablation(is_export, checkpoint, tmp_path, monkeypatch):
+    """Of the mechanisms that the grid can have, from the same weights."""
+    if is_export:
+        export = tmp_path / "model.safetensors"
+        export_checkpoint(export, load_checkpoint(checkpoint), "plain")
+        checkpoint = export
+    monkeypatch.setattr(os, "execv", lambda file, command: commands.append((file, command)))
+    commands, names = [], ["lara", "{name: eva, window_size: 2, num_landmarks: 4}"]
+    options = "--finetune", "1", "data.crop_pct=0.9"
+    ask(checkpoint, tmp_path / "out", "replace", "--images", "4", "--draws", "1", "--attention", *names, *options)
+    [(python, [_, script, plan, _, output])] = commands
+    assert (python, Path(script).name) == (sys.executable, "ablate.py")
+    _, [setting] = read_ablation(Path(plan), [], Path(output), ["python"])
+    [case] = setting.cases
+    assert (case.run.attention["name"], case.run.attention["num_landmarks"]) == ("eva", 4)
+    assert (case.run.init.weights, case.run.schedule.epochs) == (str(checkpoint), 1)
+    assert (case.run.data.crop_pct, case.run.train.device) == (0.9, "cpu")
+    assert read_yaml(plan).values["runs"] == [{"attention": read_mechanisms(names)[names[1]]}]
 
 
 @pytest.mark.parametrize(
@@ -162,12 +194,16 @@ def test_what_is_replaced_can_be_trained_on(tmp_path):
         (["--attention", "evaa"], "did you mean 'eva'"),
         (["--attention", "{name: eva, window: 7}"], "--attention(eva).window: unknown option"),
         (["--draws", "0"], "--draws = 0 is below the least valid value 1"),
-        (["--finetune", "1"], "config.yaml is not there; give the directory of a run"),
+        (["--finetune", "0"], "--finetune = 0 is below the least valid value 1"),
+        (["--finetune", "1", "data.train_split=absent"], "data.train_split: 'absent' is no split of the digits"),
+        (["modle.depth=3"], "modle: unknown option; did you mean 'model'"),
+        (["--output", "/proc/absent"], "--output /proc/absent: cannot be made"),
+        (["--output", "/proc"], "cannot be written"),
         (["--images", "0"], "--images = 0 is below the least valid value 1"),
     ],
 )
 def test_refusals(checkpoint, tmp_path, capsys, arguments, expected):
     with pytest.raises(SystemExit) as caught:
-        ask(checkpoint, tmp_path, "replace", *arguments)
+        analyze.main(["replace", str(checkpoint), "--output", str(tmp_path), *arguments])
     assert caught.value.code == 2
     assert expected in capsys.readouterr().err

@@ -5,8 +5,9 @@ from typing import Any
 
 from matplotlib.axes import Axes
 
-from bench.figures import COLORS, STYLES, draw, line_style
+from bench.figures import draw
 from bench.results import COLUMNS
+from engine.palette import COLORS, STYLES, line_style
 
 
 def row(name: str, size: str, seconds: float | None, mode: str = "forward", kind: str = "attention") -> dict[str, Any]:

@@ -1,0 +1,125 @@
+"""How far mechanisms are from softmax attention of the same queries, keys and values, in numbers."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from analysis.budgets import size_option, with_budget
+from analysis.distributions import entropy
+from analysis.drop_in import CHUNK, attended, drop_in, layer_errors, merge_modes, set_mode
+from analysis.implied import attention_layers
+from analysis.tables import Spread, describe, spread
+from analysis.trained import Trained
+from attention import Attention, Grid, OptionError
+from bench.memory import peak_bytes
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured of a mechanism at a budget and temperature.
+
+    Attributes:
+        name: as on the command line. options: with that of the budget. budget: None where it has no option of its size.
+        temperature: that logits are divided by. entropies: of softmax's weights, of each layer, in nats. mode: see
+            `merge_modes`. errors: of each draw and layer, see `normalised_error`. untrained: parameters. peak: bytes
+            that the first layer allocates at one time for `CHUNK` images. problem: why there is no result.
+    """
+
+    name: str
+    options: str
+    budget: int | None
+    temperature: float
+    entropies: Sequence[float]
+    mode: str = ""
+    errors: Sequence[Sequence[float]] = ()
+    untrained: int = 0
+    peak: int | None = None
+    problem: str = ""
+
+    def spread(self, layer: int | None = None) -> Spread | None:
+        """Mean and standard deviation over draws, of one layer or of the mean over layers."""
+        if not self.errors:
+            return None
+        return spread(mean(found) if layer is None else found[layer] for found in self.errors)
+
+
+@dataclass(frozen=True)
+class Softmax:
+    """What mechanisms are compared with: softmax attention of a trained model's queries, keys and values.
+
+    Attributes:
+        temperature: that logits are divided by. state: weights whose queries are divided by it. inputs: of every
+            attention layer: tokens (B, P + N, C), those of the trained model, and grid. outputs: attended values.
+        entropies: of the weights of each layer, in nats, mean over queries and heads.
+    """
+
+    temperature: float
+    state: Mapping[str, Tensor]
+    inputs: Sequence[tuple[Tensor, Grid]]
+    outputs: Sequence[Tensor]
+    entropies: Sequence[float]
+
+
+@torch.no_grad()
+def attend_by_softmax(trained: Trained, inputs: Sequence[tuple[Tensor, Grid]], temperature: float) -> Softmax:
+    """Softmax attention with the weights of a trained model.
+
+    Raises:
+        OptionError: they do not make queries, keys and values.
+    """
+    state = dict(trained.source.state)
+    for name, x in state.items():
+        if name.endswith((".attn.qkv.weight", ".attn.qkv.bias")):
+            q, *others = x.chunk(3)
+            state[name] = torch.cat([q / temperature, *others])
+    model, _ = drop_in(trained, {"name": "softmax"}, 0, state)
+    layers = attention_layers(model)
+    outputs = [attended(layer, *given) for layer, given in zip(layers, inputs, strict=True)]
+    entropies = [softmax_entropy(layer, *given) for layer, given in zip(layers, inputs, strict=True)]
+    return Softmax(temperature, state, inputs, outputs, entropies)
+
+
+@torch.no_grad()
+def softmax_entropy(layer: Attention, x: Tensor, grid: Grid) -> float:
+    """Of the weights of softmax attention, in nats, mean over queries and heads; log N if all are equal."""
+    found = []
+    for part in x.split(CHUNK):
+        q, k, _ = layer.project(part, grid)
+        found.append(entropy((q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)).mean(-1))
+    return torch.cat(found).mean().item()
+
+
+def measure(
+    trained: Trained,
+    softmax: Softmax,
+    name: str,
+    attention: Mapping[str, Any],
+    budgets: Sequence[int],
+    draws: int,
+    modes: Sequence[str],
+) -> Iterator[Row]:
+    """The rows of a mechanism, for each budget one, or one for each mode where it makes a difference."""
+    for budget in budgets if size_option(attention) else [None]:
+        row = partial(Row, name, budget=budget, temperature=softmax.temperature, entropies=softmax.entropies)
+        options, found = attention, {mode: [] for mode in modes}
+        try:
+            if budget is not None:
+                options = with_budget(attention, budget, math.prod(softmax.inputs[0][1]))
+            for seed in range(draws):
+                model, untrained = drop_in(trained, options, seed, softmax.state)
+                for mode, errors in found.items():
+                    set_mode(model, mode, seed)
+                    errors.append(layer_errors(model, softmax.inputs, softmax.outputs))
+        except OptionError as error:
+            yield row(describe(options), problem=str(error))
+            continue
+        x, grid = softmax.inputs[0]
+        peak = peak_bytes(partial(attended, attention_layers(model.eval())[0], x[:CHUNK], grid), trained.device)
+        for mode, errors in merge_modes(found).items():
+            yield row(describe(options), mode=mode, errors=errors, untrained=untrained, peak=peak)

@@ -1,0 +1,89 @@
+"""Figures of how far mechanisms are from softmax attention: against budget, memory, entropy and layer."""
+
+from collections.abc import Callable, Sequence
+from statistics import mean
+
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullLocator
+
+from analysis.approximation import Row
+from analysis.drop_in import CHUNK
+from engine.palette import line_style
+
+LARGEST = 10.0
+"""The largest error that the figures tell apart; zeros have an error of 1."""
+
+Points = list[tuple[float, float, float | None]]
+"""Place on the horizontal axis, mean and standard deviation of the error."""
+
+
+def by_budget(rows: Sequence[Row], budgets: Sequence[int]) -> Points:
+    return [(row.budget or 1.5 * budgets[-1], *row.spread()) for row in rows if row.temperature == 1]
+
+
+def by_memory(rows: Sequence[Row], budgets: Sequence[int]) -> Points:
+    return sorted((row.peak / 2**20, *row.spread()) for row in rows if row.temperature == 1)
+
+
+def by_entropy(rows: Sequence[Row], budgets: Sequence[int]) -> Points:
+    return [(mean(row.entropies), *row.spread()) for row in at_middle(rows, budgets)]
+
+
+def by_layer(rows: Sequence[Row], budgets: Sequence[int]) -> Points:
+    rows = [row for row in at_middle(rows, budgets) if row.temperature == 1]
+    return [(layer + 1, *row.spread(layer)) for row in rows for layer in range(len(row.entropies))]
+
+
+def at_middle(rows: Sequence[Row], budgets: Sequence[int]) -> list[Row]:
+    """The rows of the middle budget, which is measured at every temperature, and those without a budget."""
+    return [row for row in rows if row.budget in (None, budgets[len(budgets) // 2])]
+
+
+AXES: dict[str, tuple[Callable[[Sequence[Row], Sequence[int]], Points], str]] = {
+    "budget": (
+        by_budget,
+        "budget: landmarks, samples, tokens of a window or cluster\n(right of the last: no such size)",
+    ),
+    "memory": (by_memory, f"peak memory of the first layer for {CHUNK} images (MiB)"),
+    "entropy": (by_entropy, "entropy of softmax's weights (nats), at {temperatures}\nand a budget of {middle}"),
+    "layer": (by_layer, "layer, at a budget of {middle}"),
+}
+"""What the error is shown against -> the points of a mechanism, and the label of the axis."""
+
+
+def draw(title: str, rows: Sequence[Row], against: str, modes: Sequence[str], budgets: Sequence[int]) -> Figure:
+    """The error against one of `AXES`: a panel for each mode, a line for each mechanism."""
+    (points_of, label), names = AXES[against], list(dict.fromkeys(row.name for row in rows if row.errors))
+    temperatures = ", ".join(f"{row:g}" for row in dict.fromkeys(row.temperature for row in rows))
+    label = label.format(temperatures=f"temperatures {temperatures}", middle=budgets[len(budgets) // 2])
+    figure = Figure(figsize=(1.5 + 5.5 * len(modes), 5.5 + 0.07 * len(names)), layout="constrained")
+    figure.suptitle(title, fontsize=9, wrap=True, parse_math=False)
+    panels = figure.subplots(1, len(modes), sharex=True, sharey=True, squeeze=False)[0]
+    shown = {}
+    for axes, mode in zip(panels, modes, strict=True):
+        for number, name in enumerate(names):
+            here = [row for row in rows if row.name == name and row.errors and row.mode in (mode, "any")]
+            if points := points_of(here, budgets):
+                x, means, deviations = zip(*points, strict=True)
+                y = [min(value, LARGEST) for value in means]
+                bars = [0 if value > LARGEST else d or 0 for value, d in zip(means, deviations, strict=True)]
+                below = [min(bar, value) for bar, value in zip(bars, y, strict=True)]
+                shown[name] = axes.errorbar(x, y, [below, bars], capsize=2, markersize=5, **line_style(number))
+        axes.set_yscale("symlog", linthresh=1e-3)  # an error may be zero
+        axes.set_ylim(-2e-4, 1.5 * LARGEST)
+        axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
+        axes.set_title(f"{mode} mode", fontsize=10)
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+    if against in ("budget", "memory"):
+        panels[0].set_xscale("log", base=2)
+        panels[0].xaxis.set_major_formatter("{x:g}")
+    if against == "budget":
+        panels[0].set_xticks(budgets)
+        panels[0].xaxis.set_minor_locator(NullLocator())
+    if against == "layer":
+        panels[0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    note = f"(those above {LARGEST:g} at {LARGEST:g}; dotted: of zeros)"
+    panels[0].set_ylabel(f"normalised mean squared error of attended values\n{note}")
+    figure.legend(shown.values(), shown, loc="outside lower center", ncols=min(6, 3 * len(modes)))
+    return figure

@@ -1,0 +1,32 @@
+"""Checkpoints of small models with random weights, as train.py writes them."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from analysis.trained import Trained, load_trained
+from engine.checkpoint import save_checkpoint
+from engine.config import dump_run, load_run
+from engine.progress import Progress
+from models import create_model
+
+ROOT = Path(__file__).parents[2]
+
+
+def save_model(directory: Path, options: Sequence[str], scale: float = 1.0) -> Path:
+    """The checkpoint of a model on the embedded digits whose attention's projections are multiplied by `scale`."""
+    run = load_run(ROOT / "configs/quickstart.yaml", [*options, "attention=softmax", "train.device=cpu"])
+    torch.manual_seed(0)
+    state = create_model(attention=run.attention, **run.model).state_dict()
+    state = {name: scale * x if name.endswith("qkv.weight") else x for name, x in state.items()}
+    classes = [str(digit) for digit in range(10)]
+    metadata = {"config": dump_run(run), "processes": 1, "images": 100, "classes": classes}
+    path = directory / "step_3_epoch_1.pt"
+    save_checkpoint(path, metadata | {"progress": vars(Progress(epoch=1, step=3)), "model": state})
+    return path
+
+
+def load_model(path: Path, *overrides: str) -> Trained:
+    return load_trained(argparse.Namespace(checkpoint=path, select="best", weights=None, overrides=overrides))
