@@ -12,7 +12,7 @@ import analyze
 from analysis import oracle
 from analysis.decompositions import godec, keep_largest, robust_pca, truncate
 from analysis.matrices import Layer, capture, process1
-from analysis.oracle import decomposition_fits, relative_error, scatterbrain_fits
+from analysis.oracle import Row, decomposition_fits, relative_error, scatterbrain_fits
 from attention.parts.geometry import merge_heads
 from models import create_model
 from tests.analysis.models import save_model
@@ -187,3 +187,21 @@ def test_relative_error_is_of_each_matrix():
     a = torch.tensor([[[3.0, 4.0]], [[1.0, 0.0]]])
     assert relative_error(0 * a, a).tolist() == [1, 1]
     assert relative_error(a + torch.tensor([0.0, 5.0]), a).tolist() == [1, 5]
+
+
+def test_figure_and_tables_show_the_rows():
+    """Of two matrices: mean and deviation at each budget; each against its entropy; errors below the floor at it."""
+    fits = [(8, "GoDec", 0, 0.2), (8, "GoDec", 1, 0.4), (16, "GoDec", 0, 0.1), (16, "GoDec", 1, 1e-9)]
+    others = (method for method in oracle.METHODS if method != "GoDec")
+    fits += [(budget, method, i, 0.5) for method in others for budget in (8, 16) for i in (0, 1)]
+    rows = [Row("layer 1", i, 0, 3.0 + i, budget, method, 2, 0.25, error) for budget, method, i, error in fits]
+    by_budget, by_entropy = oracle.draw("", rows).axes
+    x, y = by_budget.containers[3].lines[0].get_data()
+    assert x == pytest.approx([8 * 1.02, 16 * 1.02])
+    assert y == pytest.approx([0.3, (0.1 + 1e-9) / 2])
+    bar = by_budget.containers[3].lines[2][0].get_segments()[0]
+    assert bar[:, 1] == pytest.approx([0.3 - 0.02**0.5, 0.3 + 0.02**0.5])
+    assert by_entropy.collections[3].get_offsets().tolist() == [[3.0, 0.1], [4.0, oracle.FLOOR]]
+    assert oracle.errors(rows)[0]["GoDec"] == "0.300 ± 0.141"
+    assert oracle.errors(rows)[0]["entropy (nats)"] == "3.50 ± 0.71"
+    assert oracle.sizes(rows)[0] == {"budget": "8"} | dict.fromkeys(oracle.METHODS, "2.0, 25.0 %")

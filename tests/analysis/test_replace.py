@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,11 +14,11 @@ import torch
 import analyze
 from ablation.sweep import read_ablation
 from analysis import error, replace
-from analysis.approximation import attend_by_softmax
+from analysis.approximation import Row, attend_by_softmax
 from analysis.budgets import SIZES, size_option, with_budget
 from analysis.command_line import MODES, read_mechanisms
 from analysis.drop_in import attended, drop_in, layer_inputs, merge_modes, normalised_error, set_mode
-from analysis.error_figures import AXES
+from analysis.error_figures import AXES, draw
 from analysis.implied import attention_layers
 from analysis.trained import Trained, read_sample
 from attention import ATTENTION, OptionError
@@ -103,6 +104,18 @@ def test_errors_are_those_of_the_twin(trained, inputs):
     assert normalised_error(torch.tensor([1.0, 4.0]), torch.tensor([1.0, 3.0])) == pytest.approx(0.1)
 
 
+def test_accuracy_is_that_of_evenly_spaced_images(trained):
+    sample, every = read_sample(trained, 40), read_sample(trained, 1000)
+    assert (len(sample.images), len(every.images)) == (40, 360)
+    assert torch.equal(sample.images, every.images[::9])
+    assert torch.equal(sample.classes, every.classes[::9])
+    columns = [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]
+    with torch.no_grad():
+        right = (trained.model(sample.images).argmax(1) == 9 - sample.classes).tolist()
+    assert replace.top1(trained.model, trained, dataclasses.replace(sample, columns=columns)) == 100 * sum(right) / 40
+    assert 0 < sum(right) < 40
+
+
 def test_entropy_rises_with_the_temperature(trained, inputs):
     found = [attend_by_softmax(trained, inputs, temperature).entropies[0] for temperature in (0.25, 1, 4, 1e6)]
     assert found == sorted(found)
@@ -135,6 +148,45 @@ def test_figures_are_pictures(checkpoint, tmp_path):
     ask(checkpoint, tmp_path, "replace", *names[:4])
     found = {path.name: path.read_bytes()[:4] for path in tmp_path.glob("*.png")}
     assert found == dict.fromkeys(["replace.png", *(f"error_{name}.png" for name in AXES)], b"\x89PNG")
+
+
+def bars(axes) -> list[tuple]:
+    """Of each errorbar of a panel: its points, and how far its bars go."""
+    found = []
+    for container in axes.containers:
+        points, _, (lines,) = container.lines
+        found.append((points.get_xydata().tolist(), [segment[:, 1].tolist() for segment in lines.get_segments()]))
+    return found
+
+
+def test_figures_of_error_show_the_rows():
+    """At two budgets, and another temperature; an error above the largest is at it, without a bar."""
+    row = partial(Row, "lara", "", entropies=(1.0, 2.0), peak=2**20)
+    rows = [
+        row(budget=4, temperature=1.0, mode="evaluation", errors=[[0.1, 0.3], [0.3, 0.5]]),
+        row(budget=16, temperature=1.0, mode="evaluation", errors=[[20.0, 30.0], [40.0, 50.0]]),
+        row(budget=16, temperature=4.0, mode="sampled", errors=[[0.25, 0.75]]),
+    ]
+    shown = {name: [bars(axes) for axes in draw("", rows, name, MODES, [4, 16]).axes] for name in AXES}
+    low, high = 0.3 - 0.1 * 2**0.5, 0.3 + 0.1 * 2**0.5
+    assert shown["budget"] == [[([[4, pytest.approx(0.3)], [16, 10]], [pytest.approx([low, high]), [10, 10]])], []]
+    assert shown["memory"] == [[([[1, pytest.approx(0.3)], [1, 10]], [pytest.approx([low, high]), [10, 10]])], []]
+    assert shown["entropy"] == [[([[1.5, 10]], [[10, 10]])], [([[1.5, 0.5]], [[0.5, 0.5]])]]
+    assert shown["layer"] == [[([[1, 10], [2, 10]], [[10, 10]] * 2)], []]
+
+
+def test_figure_of_replacement_shows_the_rows():
+    rows = [
+        replace.Row("eva", "", "any", (70.0, 1.0), (0.5, 0.125), untrained=3),
+        replace.Row("local", "", "any", (80.0, None), (0.25, None)),
+        replace.Row("lara", "", problem="no"),
+    ]
+    accuracy, error = replace.draw("", rows, 90.0).axes
+    assert [label.get_text() for label in accuracy.get_yticklabels()] == ["local", "eva"]
+    for axes, expected in ((accuracy, [[80, 0], [70, 1]]), (error, [[0.25, 0], [0.5, 1]])):
+        assert [container.lines[0].get_xydata()[0].tolist() for container in axes.containers] == expected
+    assert error.containers[1].lines[2][0].get_segments()[0][:, 0].tolist() == [0.375, 0.625]
+    assert accuracy.get_legend_handles_labels()[1][-1] == "with untrained parameters"
 
 
 def test_modes_are_apart_only_where_they_differ(checkpoint, tmp_path):
