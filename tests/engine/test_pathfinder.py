@@ -106,7 +106,7 @@ def test_linear_classifiers_stay_at_chance(images):
 @pytest.mark.parametrize(("tokens", "length", "distractors"), [(14, 12, 1), (20, 16, 2)])
 def test_linear_classifiers_stay_at_chance_on_thousands(monkeypatch, tokens, length, distractors):
     monkeypatch.setitem(globals(), "TOKENS", tokens)
-    labels = np.arange(4000) % 2
+    labels = np.arange(2000) % 2
     rngs = map(np.random.default_rng, range(len(labels)))
     images = [pathfinder.draw(rng, y, tokens, length, distractors) for rng, y in zip(rngs, labels, strict=True)]
     check_that_nothing_but_the_whole_tells(np.array(images), labels)
