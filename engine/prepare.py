@@ -2,6 +2,7 @@
 
     python -m engine.prepare /data/imagenet /data/prepared                   # short side 256
     python -m engine.prepare /data/imagenet /data/prepared --short-side 0    # as large as they are: the same training
+    python -m engine.prepare --make pathfinder runs/data/pathfinder          # draws one instead: engine/pathfinder.py
 
 Images become 8-bit RGB of 256 pixels at their short side, as validation at 224 pixels makes them before its crop, so
 that its input stays bit-identical, but for colours in a model of grey images; training crops are taken from the smaller
@@ -18,6 +19,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from engine import pathfinder
 from engine.cache import INDEX, CacheReader, encode, pixels_of, write_cache
 from engine.config import refuse_bad_input
 from engine.data import Images, classes_of, report_ignored
@@ -26,11 +28,20 @@ from engine.images import BrokenImage
 from engine.signals import end_at_interrupt
 from engine.verify import add_source, discard, open_splits, read_all
 
+MAKERS = {"pathfinder": pathfinder.main}
+"""Name of a data set that is drawn -> what draws it, by arguments of its own."""
+
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
+    make = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    make.add_argument("--make", choices=MAKERS, help="draw a data set instead: --make pathfinder --help")
+    choice, others = make.parse_known_args(arguments)
+    if choice.make:
+        MAKERS[choice.make](others)
+        return
     parser = argparse.ArgumentParser(
-        description="Decode a data set once.", formatter_class=argparse.RawDescriptionHelpFormatter
+        description="Decode a data set once.", formatter_class=argparse.RawDescriptionHelpFormatter, parents=[make]
     )
     add_source(parser)
     parser.add_argument("output", type=Path, help="directory of the prepared data set")
