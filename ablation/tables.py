@@ -34,8 +34,8 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
     results = [setting.results() for setting in settings]
     table = {
         **changed_options(settings),
-        "parameters (M)": [f"{setting.costs.parameters / 1e6:.3f}" for setting in settings],
-        "MACs (G)": [f"{setting.costs.macs / 1e9:.3f}" for setting in settings],
+        "parameters (M)": [f"{setting.costs.parameters / 1e6:.4g}" for setting in settings],
+        "MACs (G)": [f"{setting.costs.macs / 1e9:.4g}" for setting in settings],
         "step (s)": means(measure(results, "step_seconds"), ".3f"),
         "peak memory (MB)": means(measure(results, "memory_mb"), ".0f"),
     }
@@ -100,11 +100,16 @@ def text(number: float | None, form: str) -> str:
 
 
 def markdown(caption: str, settings: Sequence[Setting]) -> str:
-    """The table for readers, between its caption and what it can tell."""
+    """The table for readers, between its caption, which has what is the same in all rows, and what it can tell."""
     table = tabulate(settings, for_readers)
+    given = (*changed_options(settings), "parameters (M)", "MACs (G)", "seeds", "paper (%)")
+    same = {title: texts[0] for title, texts in table.items() if title in given and len(set(texts)) == 1 < len(texts)}
+    table = {title: texts for title, texts in table.items() if title not in same}
+    stated = ", ".join(f"{title} = {text}" for title, text in same.items() if text)
     lines = [list(table), ["---"] * len(table), *zip(*table.values(), strict=True)]
     rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"{caption}\n\n{rows}\n{REPLICATES if has_replicates(settings) else ONE_RUN}\n"
+    note = REPLICATES if has_replicates(settings) else ONE_RUN
+    return f"{caption}\n\n" + f"All rows: {stated}.\n\n" * bool(stated) + f"{rows}\n{note}\n"
 
 
 def list_runs(settings: Sequence[Setting]) -> Table:

@@ -114,7 +114,7 @@ def test_runs_are_trained_tabulated_and_skipped_once_finished(config, launcher, 
     # 16 tokens, 1 layer; MACs by hand: patches + projections + attention + MLP + head
     patches, linear, head = 16 * 12 * 192, 12 * 16 * 12 * 12, 120
     macs = [patches + linear + 2 * 16 * keys * 12 + head for keys in (1, 4, 16)]
-    assert [row["MACs (G)"] for row in table] == [f"{count / 1e9:.3f}" for count in macs]
+    assert [row["MACs (G)"] for row in table] == [f"{count / 1e9:.4g}" for count in macs]
     for row in table:
         assert (row["step (s)"], row["peak memory (MB)"], row["top-1 (%)"]) == ("0.012", "321", "97.50")
     markdown = (output / "table.md").read_text()
@@ -335,7 +335,7 @@ def test_a_run_is_trained_for_real(config):
     assert row["top-1 (%)"] == f"{final['top1']:.2f}"
     assert row["step (s)"] == f"{final['step_seconds']:.3f}"
     assert float(row["peak memory (MB)"]) > 10
-    assert row["parameters (M)"] == f"{final['parameters'] / 1e6:.3f}"
+    assert row["parameters (M)"] == f"{final['parameters'] / 1e6:.4g}"
 
 
 def finish(case: Case, **final: float) -> None:
@@ -368,13 +368,25 @@ def test_seeds_are_runs_of_their_own_and_a_row_together(config):
     assert small["top-1 difference 95 % half width"] == f"{4.303 / 3**0.5:.2f}"
     assert (large["top-1 difference"], large["top-1 difference std"]) == ("+0.33", "1.26")
     table = (output / "table.md").read_text()
-    assert "| 3 | 91.00 ± 1.00 |  |" in table
+    assert "\n\nAll rows: seeds = 3.\n\n" in table
+    assert "| 91.00 ± 1.00 |  |" in table
     assert "| 88.00 ± 0.00 | -3.00 ± 1.00 |" in table
     assert "| 91.33 ± 1.04 | +0.33 ± 1.26 (noise) |" in table
     assert "noise where the 95 % interval of Student's t" in table
     runs = read_csv(output / "runs.csv")
     assert [(run["directory"], float(run["top-1 (%)"])) for run in runs] == list(zip(names, reached, strict=True))
     assert [run["train.seed"] for run in runs] == [*"000111222"]
+
+
+def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
+    config.write_text(ABLATION[: ABLATION.index("runs:")])
+    ablation, settings = read_ablation(config, [], config.parent, ["python"])
+    caption, same, header, *_ = filter(None, markdown(ablation.caption, settings).split("\n"))
+    assert caption == "Windows"
+    assert same == "All rows: attention.position_bias = table."
+    columns = ["attention.window_size", "parameters (M)", "MACs (G)", "step (s)", "peak memory (MB)", "top-1 (%)"]
+    assert header == f"| {' | '.join(columns)} |"  # without a paper's, which gives none
+    assert "attention.position_bias" in tabulate(settings, for_programs)
 
 
 def test_a_row_shows_the_seeds_that_are_finished(config):
