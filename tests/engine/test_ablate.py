@@ -2,10 +2,14 @@
 
 import csv
 import json
+import os
+import random
 import shlex
 import signal
 import subprocess
 import sys
+import time
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
@@ -19,6 +23,7 @@ from ablation.replicates import T_975, Spread, measure
 from ablation.sweep import Case, in_order, read_ablation, short_names
 from ablation.tables import ONE_RUN, for_programs, markdown, tabulate, write_tables
 from engine.config import dump_run
+from engine.signals import STOPPED
 
 BASE = """\
 model: {name: deit, img_size: 32, patch_size: 8, embed_dim: 12, depth: 1, num_heads: 2, num_classes: 10}
@@ -188,7 +193,7 @@ def test_a_run_that_another_process_trains_is_left_to_it(config, launcher, capfd
     other = [sys.executable, "-c", f"import fcntl, sys; {hold}", str(directory / lock)]
     with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        ablate.main(arguments)
+        ablate.main([*arguments, "--no-wait"])
         process.communicate()
     assert log.read_text().split() == ["attention=linear"]
     assert f"1 of 2 runs are running elsewhere: {directory}\n" in capfd.readouterr().out
@@ -201,11 +206,155 @@ def test_a_run_that_another_process_trains_is_left_to_it(config, launcher, capfd
 def test_a_run_that_another_process_begins_first_is_left_to_it(config, monkeypatch, capfd):
     """It was free when it was looked at, and train.py refuses it."""
     config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
-    answers = iter([False, True])
+    answers = chain([False], repeat(True))
     monkeypatch.setattr(worker, "is_locked", lambda directory: next(answers))
     refusing = shlex.join([sys.executable, "-c", "raise SystemExit(2)"])
-    ablate.main([str(config), "--output", str(config.parent / "out"), "--launcher", refusing])
+    ablate.main([str(config), "--output", str(config.parent / "out"), "--launcher", refusing, "--no-wait"])
     assert "run 1/1 is running elsewhere\n" in capfd.readouterr().out
+
+
+def test_a_run_whose_process_is_killed_is_taken_over(config, launcher, monkeypatch, capfd):
+    """By a worker that has nothing else left to do, and waits."""
+    config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
+    announce(config)
+    _, [setting] = read_ablation(config, [], config.parent / "out", shlex.split(launcher))
+    (case,) = setting.cases
+    case.directory.mkdir(parents=True)
+    hold = "file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    other = [sys.executable, "-c", f"import fcntl, sys; {hold}", str(case.directory / "ablate.lock")]
+    with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        monkeypatch.setattr(worker.time, "sleep", lambda seconds: (process.kill(), process.wait()))
+        worker.train_all([case], {case.directory: None}, wait=True, after_each=lambda: None)
+    assert case.result()
+    assert "run 1/1 is running elsewhere\nwaiting for 1 runs elsewhere" in capfd.readouterr().out
+
+
+def test_a_run_that_failed_in_another_worker_is_tried_again_by_the_next_command_only(config, launcher):
+    config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
+    announce(config)
+    _, [setting] = read_ablation(config, [], config.parent / "out", shlex.split(launcher))
+    (case,) = setting.cases
+    before = {case.directory: worker.last_failure(case)}
+    case.directory.mkdir(parents=True)
+    worker.failure_mark(case).touch()
+    worker.train_all([case], before, wait=True, after_each=lambda: None)
+    assert not case.result()
+    worker.train_all([case], {case.directory: worker.last_failure(case)}, wait=True, after_each=lambda: None)
+    assert case.result()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "jobs", "expected"),
+    [
+        (0, None, 2, [None, None]),
+        (4, None, 2, ["0,2", "1,3"]),
+        (2, None, 3, ["0", "1", "0"]),
+        (2, "4,GPU-5", 2, ["4", "GPU-5"]),
+    ],
+)
+def test_workers_share_the_devices(monkeypatch, gpus, visible, jobs, expected):
+    monkeypatch.setattr(worker.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(worker.os, "sched_getaffinity", lambda process: range(7))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    environments = worker.share_devices(jobs)
+    assert [environment.get("CUDA_VISIBLE_DEVICES") for environment in environments] == expected
+    assert [environment["OMP_NUM_THREADS"] for environment in environments] == [str(7 // jobs)] * jobs
+
+
+def test_jobs_are_processes_with_a_log_each(tmp_path, capfd):
+    say = "import os, sys; print(os.environ['OMP_NUM_THREADS']); print('oh', file=sys.stderr); raise SystemExit(9)"
+    worker.run_jobs([sys.executable, "-c", say], 2, tmp_path)
+    for number in (1, 2):
+        assert (tmp_path / f"worker_{number}.log").read_text().endswith("oh\n")
+    assert f"a worker ended with status 9: {tmp_path}/worker_2.log\n" in capfd.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        worker.run_jobs([sys.executable, "-c", f"raise SystemExit({STOPPED})"], 2, tmp_path)
+    assert ended.value.code == STOPPED
+
+
+TWELVE = """\
+base: base.yaml
+seeds: 3
+grid:
+  attention.window_size: [1, 2]
+  schedule.epochs: [2, 3]
+"""
+STAND_IN = """\
+import fcntl, hashlib, json, sys, time
+from pathlib import Path
+
+output = Path(sys.argv[-1])
+file = (output / "lock").open("a")
+try:
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    sys.exit(2)
+epochs = output / "epochs"
+with (output / "metrics.jsonl").open("a") as metrics:
+    print(json.dumps({"kind": "start"}), file=metrics, flush=True)
+    for epoch in range(int(epochs.read_text()) if epochs.exists() else 0, 4):
+        time.sleep(0.05)
+        epochs.write_text(str(epoch + 1))
+    run = json.loads((Path(sys.argv[2]).parent / "announced").read_text())[output.name]
+    (output / "config.yaml").write_text(run)
+    top1 = int(hashlib.sha256(output.name.encode()).hexdigest()[:4], 16) / 1000
+    print(json.dumps({"kind": "final", "top1": top1, "step_seconds": 1, "memory_mb": 1}), file=metrics)
+"""
+"""Locks, resumes and records as train.py does, in a moment."""
+
+KILLS = int(os.environ.get("SWEEP_KILLS", "3"))
+"""How many sweeps are disturbed; 20 in a full examination."""
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("trainer", ["stand-in", "train.py"])
+def test_a_sweep_whose_workers_are_killed_is_that_of_one_worker(trainer, config, fork_server, figure):
+    """Two of three, at random moments, one of them with the run that it trains."""
+    config.write_text(TWELVE)
+    announce(config)
+    (config.parent / "stand_in.py").write_text(STAND_IN)
+    launcher = [sys.executable, *([str(config.parent / "stand_in.py")] if trainer == "stand-in" else [])]
+    outputs = {}
+
+    def start(number: int, worker: int):
+        output = outputs[number] = config.parent / f"out_{number}"
+        command = [str(config), "--output", str(output), "--launcher", shlex.join(launcher)]
+        return fork_server.start(command, config.parent / f"log_{number}_{worker}", script="ablate")
+
+    began = time.monotonic()
+    assert start(0, 0).wait() == [0]
+    seconds, amount = time.monotonic() - began, KILLS if trainer == "stand-in" else 1
+    taken_over = 0
+    for number in range(1, amount + 1):
+        rng = random.Random(number)
+        jobs = [start(number, worker) for worker in range(3)]
+        for job, moment in zip(jobs[:2], sorted(rng.uniform(0.05, 0.5) for _ in range(2)), strict=True):
+            time.sleep(moment * seconds / 3)
+            children = Path(f"/proc/{job.pids[0]}/task/{job.pids[0]}/children").read_text().split()
+            job.signal("SIGKILL")
+            if job is jobs[1]:
+                for child in children:
+                    os.kill(int(child), signal.SIGKILL)
+        statuses = [job.wait()[0] for job in jobs]
+        assert statuses == [-9, -9, 0], jobs[2].text
+        for path in outputs[number].glob("*/metrics.jsonl"):
+            kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
+            assert kinds.count("final") == 1
+            taken_over += kinds.count("start") - 1
+        assert len(list(outputs[number].glob("*/metrics.jsonl"))) == 12
+        tables = [rows(outputs[i]) for i in (0, number)]
+        for table in tables:
+            for row in table:
+                del row["step (s)"], row["peak memory (MB)"]
+        assert tables[0] == tables[1]
+        assert all(row["seeds"] == "3" for row in tables[0])
+    figure(
+        "X3", f"two of three workers killed, {amount} times ({trainer}): as one worker; {taken_over} runs taken over"
+    )
 
 
 @pytest.mark.stress
@@ -316,6 +465,14 @@ def test_all_runs_are_checked_before_the_first_starts(config, launcher, capsys, 
     assert error.replace(f"{config.parent}/", "").startswith(f"error: {expected}")
     assert error.count("\n") == 1
     assert sorted(config.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("jobs", ["0", "-2", "5000"])
+def test_a_number_of_jobs_that_cannot_be_is_refused(config, capsys, jobs):
+    with pytest.raises(SystemExit) as ended:
+        ablate.main([str(config), "--output", str(config.parent / "out"), "--jobs", jobs])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: --jobs {jobs}: expected 1 to 1024\n"
 
 
 def test_an_absent_launcher_is_refused(config, capsys):
