@@ -7,19 +7,20 @@
 Every run is an ordinary run directory of train.py below --output. The same command again skips finished runs and
 resumes unfinished ones; at the same time, on another machine perhaps, it takes those that are not running elsewhere,
 and those whose process is killed. --jobs K starts it K times, each with its share of the GPUs or CPUs.
-table.md, table.csv, runs.csv and table.png are rewritten after every run.
+The tables (table.md, table.csv, table.json, runs.csv) are rewritten after every run, the figures (table.png,
+pareto.png, curves.png, heat_map.png) after runs of minutes and at the end, which a signal brings about, too.
 """
 
 import argparse
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
-from ablation.sweep import Case, in_order, read_ablation
-from ablation.tables import markdown, write_tables
+from ablation.sweep import Case, Setting, in_order, read_ablation
+from ablation.tables import markdown, write_figures, write_tables
 from ablation.worker import is_busy, last_failure, run_jobs, train_all
 from engine.config import ConfigError, find_config, refuse_bad_input
 from engine.signals import end_at_interrupt
@@ -53,16 +54,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
         return
     args.output.mkdir(parents=True, exist_ok=True)
     failures = {case.directory: last_failure(case) for case in cases}
-    write = partial(write_tables, ablation.caption, settings, args.output)
-    with end_at_interrupt():
-        if args.jobs > 1:
-            worker = [sys.executable, __file__, str(args.config), *args.overrides, "--output", str(args.output)]
-            worker += ["--launcher", shlex.join(launcher), *["--no-wait"] * args.no_wait]
-            run_jobs(worker, args.jobs, args.output)
-        else:
-            train_all(cases, failures, not args.no_wait, write)
-        write()
-    print(markdown(ablation.caption, settings))
+    write = Writer(ablation.caption, settings, args.output)
+    try:
+        with end_at_interrupt():
+            if args.jobs > 1:
+                worker = [sys.executable, __file__, str(args.config), *args.overrides, "--output", str(args.output)]
+                worker += ["--launcher", shlex.join(launcher), *["--no-wait"] * args.no_wait]
+                run_jobs(worker, args.jobs, args.output)
+            else:
+                train_all(cases, failures, not args.no_wait, write.after_each)
+    finally:
+        write.all()
+        print(markdown(ablation.caption, settings))
     failed = [case for case in cases if last_failure(case) != failures[case.directory]]
     unfinished = [case for case in cases if not case.result() and case not in failed]
     if any(map(is_busy, unfinished)):
@@ -71,6 +74,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {len(unfinished)} of {len(cases)} runs are not finished: {list_directories(unfinished)}")
     if failed:
         sys.exit(f"error: {len(failed)} of {len(cases)} runs failed: {list_directories(failed)}")
+
+
+class Writer:
+    """Writes what a sweep has found so far into `output`."""
+
+    def __init__(self, caption: str, settings: Sequence[Setting], output: Path):
+        self.arguments, self.drawn = (caption, settings, output), time.monotonic()
+
+    def after_each(self) -> None:
+        """After each run the tables, and the figures too where the last are a minute old."""
+        write_tables(*self.arguments)
+        if time.monotonic() - self.drawn > 60:
+            write_figures(*self.arguments)
+            self.drawn = time.monotonic()
+
+    def all(self) -> None:
+        write_tables(*self.arguments)
+        write_figures(*self.arguments)
 
 
 def list_directories(cases: Sequence[Case]) -> str:

@@ -62,3 +62,10 @@ def measure(results: Sequence[Mapping[int, Mapping[str, Any]]], name: str) -> li
     first = values[0]
     differences = [None, *(spread(own[seed] - first[seed] for seed in own if seed in first) for own in values[1:])]
     return [Measured(own, spread(own.values()), d) for own, d in zip(values, differences, strict=True)]
+
+
+def plus_minus(spread: Spread | None, form: str) -> str:
+    """Mean and, of several values, standard deviation as text; empty for None."""
+    if spread is None:
+        return ""
+    return f"{spread.mean:{form}}" + (f" ± {spread.std:.2f}" if spread.n > 1 else "")

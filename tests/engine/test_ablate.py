@@ -18,10 +18,11 @@ import yaml
 
 import ablate
 from ablation import worker
-from ablation.figures import draw_results
+from ablation.curves import draw_curves, read_curve
+from ablation.figures import draw_heat_map, draw_pareto, draw_results, non_dominated
 from ablation.replicates import T_975, Spread, measure
-from ablation.sweep import Case, in_order, read_ablation, short_names
-from ablation.tables import ONE_RUN, for_programs, markdown, tabulate, write_tables
+from ablation.sweep import Case, Setting, in_order, read_ablation, short_names
+from ablation.tables import ONE_RUN, for_programs, markdown, tabulate, to_json, write_tables
 from engine.config import dump_run
 from engine.signals import STOPPED
 
@@ -83,8 +84,10 @@ def launcher(tmp_path) -> str:
         "output.mkdir(parents=True, exist_ok=True)\n"
         "run = json.loads((folder / 'announced').read_text())[output.name]\n"
         "(output / 'config.yaml').write_text(run)\n"
+        "evaluation = {'kind': 'eval', 'epoch': 1, 'loss': 1.0}\n"
         "final = {'kind': 'final', 'top1': 97.5, 'ema_top1': 98.5, 'step_seconds': 0.0123, 'memory_mb': 321.4}\n"
-        "(output / 'metrics.jsonl').write_text('{\"kind\": \"eval\", \"top1\": 1.0}\\n' + json.dumps(final) + '\\n')\n"
+        "lines = json.dumps(evaluation) + '\\n' + json.dumps(final) + '\\n'\n"
+        "(output / 'metrics.jsonl').write_text(lines)\n"
     )
     return shlex.join([sys.executable, str(path)])
 
@@ -119,7 +122,7 @@ def test_runs_are_trained_tabulated_and_skipped_once_finished(config, launcher, 
     # 16 tokens, 1 layer; MACs by hand: patches + projections + attention + MLP + head
     patches, linear, head = 16 * 12 * 192, 12 * 16 * 12 * 12, 120
     macs = [patches + linear + 2 * 16 * keys * 12 + head for keys in (1, 4, 16)]
-    assert [row["MACs (G)"] for row in table] == [f"{count / 1e9:.4g}" for count in macs]
+    assert [row["MACs (G)"] for row in table] == [f"{count / 1e9:#.4g}" for count in macs]
     for row in table:
         assert (row["step (s)"], row["peak memory (MB)"], row["top-1 (%)"]) == ("0.012", "321", "97.50")
     markdown = (output / "table.md").read_text()
@@ -332,8 +335,10 @@ def test_a_sweep_whose_workers_are_killed_is_that_of_one_worker(trainer, config,
     for number in range(1, amount + 1):
         rng = random.Random(number)
         jobs = [start(number, worker) for worker in range(3)]
-        for job, moment in zip(jobs[:2], sorted(rng.uniform(0.05, 0.5) for _ in range(2)), strict=True):
-            time.sleep(moment * seconds / 3)
+        for job, num_begun in zip(jobs[:2], sorted(rng.sample(range(1, 9), 2)), strict=True):
+            while len(list(outputs[number].glob("*/metrics.jsonl"))) < num_begun:
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, seconds / 36))
             children = Path(f"/proc/{job.pids[0]}/task/{job.pids[0]}/children").read_text().split()
             job.signal("SIGKILL")
             if job is jobs[1]:
@@ -452,6 +457,19 @@ def test_dry_run_shows_everything_and_writes_nothing(config, capsys):
             "seeds: 2\ngrid:\n  train.seed: [3, 4]",
             "windows.yaml:4: grid: train.seed is given beside seeds; leave one of them out",
         ),
+        (
+            "base: base.yaml",
+            "base: base.yaml\nbases: [base.yaml]",
+            "windows.yaml:3: bases: given beside base; leave one",
+        ),
+        ("base: base.yaml", "bases: [base.yaml, absent.yaml]", "windows.yaml:3: grid: absent.yaml: No such file"),
+        (ABLATION, "bases:\n  - base.yaml\n  - absent.yaml", "windows.yaml:3: bases.1: absent.yaml: No such file"),
+        (ABLATION, "bases: [base.yaml, base.yaml]", "windows.yaml:1: bases.1: a second run with"),
+        (
+            "caption: Windows",
+            "paper: EVA Table 22",
+            "windows.yaml:1: paper: 'EVA Table 22' is no source in bench/papers.yaml; did you mean 'EVA Table 2'?",
+        ),
         (ABLATION, "base: base.yaml\n", "windows.yaml:1: runs: no runs; give grid or runs"),
     ],
 )
@@ -492,7 +510,7 @@ def test_a_run_is_trained_for_real(config):
     assert row["top-1 (%)"] == f"{final['top1']:.2f}"
     assert row["step (s)"] == f"{final['step_seconds']:.3f}"
     assert float(row["peak memory (MB)"]) > 10
-    assert row["parameters (M)"] == f"{final['parameters'] / 1e6:.4g}"
+    assert row["parameters (M)"] == f"{final['parameters'] / 1e6:#.4g}"
 
 
 def finish(case: Case, **final: float) -> None:
@@ -517,6 +535,7 @@ def test_seeds_are_runs_of_their_own_and_a_row_together(config):
     reached = [90, 88, 90.5, 91, 88, 92.5, 92, 88, 91]
     for case, top1 in zip(cases, reached, strict=True):
         finish(case, top1=top1)
+    output.mkdir(exist_ok=True)
     write_tables(ablation.caption, settings, output)
     softmax, small, large = rows(output)
     assert [row["seeds"] for row in (softmax, small, large)] == ["3", "3", "3"]
@@ -546,6 +565,28 @@ def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
     assert "attention.position_bias" in tabulate(settings, for_programs)
 
 
+def test_a_papers_table_is_a_list_of_configurations_with_the_papers_figures(tmp_path):
+    path = Path(ablate.__file__).parent / "configs/ablation/eva_table2.yaml"
+    ablation, settings = read_ablation(path, [], tmp_path, ["python"])
+    assert settings[1].cases[0].directory == tmp_path / "deit_tiny_p8-performer"
+    assert settings[1].cases[0].command[2].endswith("/deit_tiny_p8/performer.yaml")
+    table = tabulate(settings[:2], for_programs)
+    assert table["base"] == ["deit_tiny_p8/softmax", "deit_tiny_p8/performer"]
+    assert [table[title][1] for title in ("MACs (G)", "paper: MACs (G)", "paper (%)")] == ["4.655", "4.9", "67.19"]
+    note = "deit_tiny_p8/performer, not as the paper prints it: 4.9 G is the cost of 96 features"
+    assert note in markdown(ablation.caption, settings[:2])
+
+
+def test_bases_are_changed_in_turn(config):
+    (config.parent / "other.yaml").write_text(BASE.replace("depth: 1", "depth: 2"))
+    config.write_text(ABLATION.replace("base: base.yaml", "bases: [base.yaml, other.yaml]"))
+    _, settings = read_ablation(config, [], config.parent, ["python"])
+    depths = [setting.cases[0].run.model["depth"] for setting in settings]
+    assert depths == [1, 1, 1, 2, 2, 2]
+    assert settings[3].cases[0].directory.name.endswith(f"-other,{NAMES[0]}")
+    assert [setting.paper and setting.paper.top1 for setting in settings] == [None, None, 77.16] * 2
+
+
 def test_a_row_shows_the_seeds_that_are_finished(config):
     """Of the first row all three, of the second one, which no deviation can be told of, and of the third none."""
     config.write_text(REPLICATED)
@@ -565,6 +606,80 @@ def test_a_row_shows_the_seeds_that_are_finished(config):
 def test_without_seeds_the_table_says_what_one_run_is_worth(config):
     ablation, settings = read_ablation(config, [], config.parent, ["python"])
     assert ONE_RUN in markdown(ablation.caption, settings)
+
+
+def grid_of_numbers(config: Path) -> list[Setting]:
+    """3 x 2 settings, of which the first has three seeds, the last none and each other one."""
+    config.write_text(
+        "base: base.yaml\nseeds: 3\ngrid:\n  attention.window_size: [4, 1, 2]\n  schedule.epochs: [10, 9]\n"
+    )
+    _, settings = read_ablation(config, [], config.parent, ["python"])
+    for number, setting in enumerate(settings[:-1]):
+        for case in setting.cases[: 3 if number == 0 else 1]:
+            finish(case, top1=90 + number, step_seconds=0.1 * abs(number - 2))
+    return settings
+
+
+def test_two_axes_of_numbers_make_a_heat_map(config):
+    settings = grid_of_numbers(config)
+    figure = draw_heat_map("Windows", settings)
+    axes = figure.axes[0]
+    assert (axes.get_ylabel(), axes.get_xlabel()) == ("attention.window_size", "schedule.epochs")
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "2", "4"]  # ascending, as is no list above
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["9", "10"]
+    texts = {text.get_position(): text.get_text() for text in axes.texts}
+    assert texts == {(1, 2): "90.00 ± 0.00", (0, 2): "91.00", (1, 0): "92.00", (0, 0): "93.00", (1, 1): "94.00"}
+    assert draw_heat_map("Windows", settings[:-1]) is None  # a combination is missing
+    assert draw_heat_map("Windows", settings[::2]) is None  # one axis
+
+
+def test_the_settings_that_no_other_beats_are_named(config):
+    """By step time: the third takes none, the fourth and fifth 0.1 s and 0.2 s more for a percent each."""
+    settings = grid_of_numbers(config)
+    by_macs, by_time, _ = draw_pareto("Windows", settings).axes
+    names = short_names(settings)
+    assert [text.get_text() for text in by_time.texts] == names[2:5]
+    assert [text.get_text() for text in by_macs.texts] == [names[3], names[4]]  # windows of 1 and 2 cost less than of 4
+    assert non_dominated([(1, 5), (1, 5), (1, 4), (2, 5), (2, 6)]) == [True, True, False, False, True]
+
+
+def test_curves_are_of_all_runs_finished_or_not(config):
+    settings = grid_of_numbers(config)
+    old, new, cut = (setting.cases[0].directory / "metrics.jsonl" for setting in settings[:3])
+    train = [{"kind": "train", "epoch": 1, "step": step, "step_seconds": 36} for step in (50, 100)]
+    evaluation = {"kind": "eval", "epoch": 1, "step": 100, "loss": 0.5}
+    old.write_text("".join(json.dumps(record) + "\n" for record in (*train, evaluation)))
+    new.write_text(json.dumps(evaluation | {"elapsed_seconds": 7200}) + "\n")
+    cut.write_text(json.dumps(evaluation) + '\n{"kind": "ev')
+    assert read_curve(old.parent) == [(1, 1.0, 0.5)]  # 100 steps of 36 seconds
+    assert read_curve(new.parent) == [(1, 2.0, 0.5)]
+    by_epoch, by_hours = draw_curves("Windows", settings).axes
+    assert len(by_epoch.lines) == len(by_hours.lines) == 3
+    assert read_curve(config.parent / "none") == []
+
+
+def test_the_json_has_every_final_record(config):
+    settings = grid_of_numbers(config)
+    rows = json.loads(to_json("Windows", settings))["rows"]
+    assert [row["name"] for row in rows] == short_names(settings)
+    assert rows[0]["changes"] == {"attention.window_size": "4", "schedule.epochs": "10"}
+    assert [record["top1"] for record in rows[0]["runs"].values()] == [90, 90, 90]
+    assert rows[-1]["runs"] == {}
+    assert rows[0]["macs"] == settings[0].costs.macs
+
+
+def test_a_sweep_that_is_stopped_shows_what_it_has(config, launcher, capfd):
+    announce(config)
+    stopping = f"raise SystemExit({STOPPED})"
+    arguments = [str(config), "--output", str(config.parent / "out"), "--launcher"]
+    _, settings = read_ablation(config, [], config.parent / "out", ["python"])
+    finish(settings[0].cases[0], top1=91.25)
+    with pytest.raises(SystemExit) as ended:
+        ablate.main([*arguments, shlex.join([sys.executable, "-c", stopping])])
+    assert ended.value.code == STOPPED
+    assert "| 91.25 |" in capfd.readouterr().out
+    for name in ("table", "pareto", "curves"):
+        assert (config.parent / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_quantiles_are_those_of_students_t():
