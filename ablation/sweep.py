@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from ablation.search import sample
 from attention.options import OptionError, nearest, option, parse_options
 from bench.costs import Costs, count_costs
 from bench.papers import PaperRow, read_papers
@@ -35,6 +36,10 @@ class Ablation:
         None, "train.seed of the runs of every setting: a list, or 3 for [0, 1, 2]; null: one run, of base's seed"
     )
     grid: dict[str, Any] | None = option(None, "option key.path -> list of values; one setting per combination")
+    trials: int | None = option(
+        None, "so many settings from grid, whose values may be {range: [LOW, HIGH]} or {log_range: [LOW, HIGH]}", low=1
+    )
+    trials_seed: int = option(0, "seed of their choice", low=0)
     runs: tuple[dict[str, Any], ...] = option(
         (), "options key.path -> value of each setting; paper: its top-1 in a paper"
     )
@@ -93,11 +98,7 @@ def read_ablation(
     tree, settings = read_yaml(path), {}
     try:
         ablation = parse_options(Ablation, tree.values)
-        grid = ablation.grid or {}
-        for key, values in grid.items():
-            if not isinstance(values, list) or not values:
-                raise OptionError(f"grid.{key}", f"expected a list of values, got {values!r}")
-        product = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if values]
+        product = combine(ablation)
         if not ablation.base and not ablation.bases:
             raise OptionError("base", "required, but not given; or give bases")
         if ablation.base and ablation.bases:
@@ -139,6 +140,25 @@ def read_ablation(
             cases.append(Case(dataclasses.replace(run, train=train), directory, command))
         settings[name] = Setting(changes, paper, tuple(cases))
     return ablation, list(settings.values())
+
+
+def combine(ablation: Ablation) -> list[dict[str, Any]]:
+    """The settings of `grid`: all combinations, or `trials` of them.
+
+    Raises:
+        OptionError: a value of `grid` that is no list, or no range of a search.
+    """
+    grid = ablation.grid or {}
+    if ablation.trials and not grid:
+        raise OptionError("trials", f" = {ablation.trials}, but there is no grid to choose from")
+    if ablation.trials:
+        return sample(grid, ablation.trials, ablation.trials_seed)
+    for key, values in grid.items():
+        if isinstance(values, dict):
+            raise OptionError(f"grid.{key}", f"{values!r} needs trials: how many settings to choose")
+        if not isinstance(values, list) or not values:
+            raise OptionError(f"grid.{key}", f"expected a list of values, got {values!r}")
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if values]
 
 
 def to_name(texts: Sequence[str]) -> str:

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import random
 import shlex
@@ -21,6 +22,7 @@ from ablation import worker
 from ablation.curves import draw_curves, read_curve
 from ablation.figures import draw_heat_map, draw_pareto, draw_results, non_dominated
 from ablation.replicates import T_975, Spread, measure
+from ablation.search import sample
 from ablation.sweep import Case, Setting, in_order, read_ablation, short_names
 from ablation.tables import ONE_RUN, for_programs, markdown, tabulate, to_json, write_tables
 from engine.config import dump_run
@@ -70,6 +72,18 @@ def config(tmp_path) -> Path:
 
 
 @pytest.fixture
+def pictures() -> None:
+    """Of a test that looks at the figures."""
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request, monkeypatch) -> None:
+    """Figures take a second of each sweep."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr(ablate, "write_figures", lambda *arguments: None)
+
+
+@pytest.fixture
 def launcher(tmp_path) -> str:
     """Stands for train.py: notes the run, and finishes it with the configuration that `announce` wrote."""
     path = tmp_path / "launcher.py"
@@ -108,7 +122,7 @@ def rows(output: Path) -> list[dict[str, str]]:
     return read_csv(output / "table.csv")
 
 
-def test_runs_are_trained_tabulated_and_skipped_once_finished(config, launcher, capfd):
+def test_runs_are_trained_tabulated_and_skipped_once_finished(config, launcher, pictures, capfd):
     output, log = config.parent / "out", config.parent / "log"
     announce(config, "train.seed=3")
     arguments = [str(config), "train.seed=3", "--output", str(output), "--launcher", launcher]
@@ -313,6 +327,10 @@ KILLS = int(os.environ.get("SWEEP_KILLS", "3"))
 """How many sweeps are disturbed; 20 in a full examination."""
 
 
+def children_of(process: int) -> list[int]:
+    return [*map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
+
+
 @pytest.mark.stress
 @pytest.mark.parametrize("trainer", ["stand-in", "train.py"])
 def test_a_sweep_whose_workers_are_killed_is_that_of_one_worker(trainer, config, fork_server, figure):
@@ -339,11 +357,12 @@ def test_a_sweep_whose_workers_are_killed_is_that_of_one_worker(trainer, config,
             while len(list(outputs[number].glob("*/metrics.jsonl"))) < num_begun:
                 time.sleep(0.01)
             time.sleep(rng.uniform(0, seconds / 36))
-            children = Path(f"/proc/{job.pids[0]}/task/{job.pids[0]}/children").read_text().split()
+            while not (children := children_of(job.pids[0])) and job is jobs[1]:
+                time.sleep(0.01)
             job.signal("SIGKILL")
             if job is jobs[1]:
                 for child in children:
-                    os.kill(int(child), signal.SIGKILL)
+                    os.kill(child, signal.SIGKILL)
         statuses = [job.wait()[0] for job in jobs]
         assert statuses == [-9, -9, 0], jobs[2].text
         for path in outputs[number].glob("*/metrics.jsonl"):
@@ -378,7 +397,7 @@ def test_two_ablations_share_one_output(config, figure):
     figure("X2", f"two ablate.py on one output: both 0, no run trained twice, {shared} left to the other")
 
 
-def test_a_failed_run_is_reported_and_the_others_go_on(config, launcher, capfd):
+def test_a_failed_run_is_reported_and_the_others_go_on(config, launcher, pictures, capfd):
     output = config.parent / "out"
     (config.parent / "fail").touch()
     config.write_text(ABLATION.replace(", paper: 77.16", ""))  # nothing to plot when the first run has failed
@@ -457,6 +476,30 @@ def test_dry_run_shows_everything_and_writes_nothing(config, capsys):
             "seeds: 2\ngrid:\n  train.seed: [3, 4]",
             "windows.yaml:4: grid: train.seed is given beside seeds; leave one of them out",
         ),
+        (
+            "[1, 2]",
+            "{range: [1, 2]}",
+            "windows.yaml:4: grid.attention.window_size: {'range': [1, 2]} needs trials: how",
+        ),
+        ("grid:", "trials: 9\ngrid:", "windows.yaml:3: trials = 9, but grid has fewer combinations; choose at most 2"),
+        ("grid:", "trials: 0\ngrid:", "windows.yaml:3: trials = 0 is below the least valid value 1"),
+        *(
+            (
+                ABLATION,
+                f"base: base.yaml\ntrials: 2\ngrid:\n  optim.lr: {axis}\n",
+                f"windows.yaml:4: grid.optim.lr{problem}",
+            )
+            for axis, problem in (
+                ("{rnage: [1, 2]}", ": expected a list, range: [LOW, HIGH] or log_range: [LOW, HIGH], got {'rnage'"),
+                ("0.1", ": expected a list, range: [LOW, HIGH] or log_range: [LOW, HIGH], got 0.1"),
+                ("{}", ": expected a list, range: [LOW, HIGH] or log_range: [LOW, HIGH], got {}"),
+                ("{range: [2.0, 1.0]}", ".range: expected two rising numbers, got [2.0, 1.0]"),
+                ("{range: [1.0]}", ".range: expected two numbers, got [1.0]"),
+                ("{range: [1.0, .inf]}", ".range: expected two rising numbers, got [1.0, inf]"),
+                ("{log_range: [0, 1]}", ".log_range: expected two rising numbers above 0, got [0, 1]"),
+            )
+        ),
+        (ABLATION, "base: base.yaml\ntrials: 2\nruns:\n  - {}\n", "windows.yaml:2: trials = 2, but there is no grid"),
         (
             "base: base.yaml",
             "base: base.yaml\nbases: [base.yaml]",
@@ -668,7 +711,7 @@ def test_the_json_has_every_final_record(config):
     assert rows[0]["macs"] == settings[0].costs.macs
 
 
-def test_a_sweep_that_is_stopped_shows_what_it_has(config, launcher, capfd):
+def test_a_sweep_that_is_stopped_shows_what_it_has(config, pictures, capfd):
     announce(config)
     stopping = f"raise SystemExit({STOPPED})"
     arguments = [str(config), "--output", str(config.parent / "out"), "--launcher"]
@@ -680,6 +723,21 @@ def test_a_sweep_that_is_stopped_shows_what_it_has(config, launcher, capfd):
     assert "| 91.25 |" in capfd.readouterr().out
     for name in ("table", "pareto", "curves"):
         assert (config.parent / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_search_covers_its_ranges_and_a_longer_one_goes_on(config):
+    """Of 16 points of a Sobol sequence each sixteenth of a range has one; numbers are whole between whole bounds."""
+    axes = {"a": {"range": [0.0, 1.6]}, "b": {"log_range": [1.0e-4, 1.0]}, "c": {"range": [1, 4]}, "d": ["x", "y"]}
+    settings = sample(axes, 16, seed=0)
+    assert sorted(int(10 * setting["a"]) for setting in settings) == list(range(16))
+    assert sorted(int(4 * math.log10(setting["b"]) + 16) for setting in settings) == list(range(16))
+    assert sorted(setting["c"] for setting in settings) == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
+    assert sorted(setting["d"] for setting in settings) == ["x"] * 8 + ["y"] * 8
+    assert sample(axes, 20, seed=0)[:16] == settings != sample(axes, 16, seed=1)
+    grid = "grid:\n  optim.lr: {log_range: [1.0e-4, 1.0e-2]}\n  attention.window_size: [1, 2]\n"
+    config.write_text(f"base: base.yaml\ntrials: 4\n{grid}")
+    _, settings = read_ablation(config, [], config.parent, ["python"])
+    assert len({setting.cases[0].run.optim.lr for setting in settings}) == 4
 
 
 def test_quantiles_are_those_of_students_t():
