@@ -68,12 +68,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(markdown(ablation.caption, settings))
     failed = [case for case in cases if last_failure(case) != failures[case.directory]]
     unfinished = [case for case in cases if not case.result() and case not in failed]
-    if any(map(is_busy, unfinished)):
+    are_elsewhere = any(map(is_busy, unfinished))
+    if are_elsewhere:
         print(f"{len(unfinished)} of {len(cases)} runs are running elsewhere: {list_directories(unfinished)}")
-    elif unfinished:
-        sys.exit(f"error: {len(unfinished)} of {len(cases)} runs are not finished: {list_directories(unfinished)}")
     if failed:
         sys.exit(f"error: {len(failed)} of {len(cases)} runs failed: {list_directories(failed)}")
+    if unfinished and not are_elsewhere:
+        sys.exit(f"error: {len(unfinished)} of {len(cases)} runs are not finished: {list_directories(unfinished)}")
 
 
 class Writer:

@@ -57,8 +57,11 @@ class Measured:
 
 
 def measure(results: Sequence[Mapping[int, Mapping[str, Any]]], name: str) -> list[Measured]:
-    """The measurement `name` of every setting, whose `results` are seed -> final record of train.py."""
-    values = [{seed: record[name] for seed, record in runs.items() if name in record} for runs in results]
+    """The measurement `name` of every setting, whose `results` are seed -> final record of train.py.
+
+    A record may lack it: no average is kept, or no step was timed, as the run was stopped after its last.
+    """
+    values = [{seed: record[name] for seed, record in runs.items() if record.get(name) is not None} for runs in results]
     first = values[0]
     differences = [None, *(spread(own[seed] - first[seed] for seed in own if seed in first) for own in values[1:])]
     return [Measured(own, spread(own.values()), d) for own, d in zip(values, differences, strict=True)]

@@ -748,6 +748,12 @@ def test_quantiles_are_those_of_students_t():
     assert len(T_975) == 30
 
 
+def test_what_a_run_did_not_measure_is_left_out():
+    """A run that is stopped after its last step, and resumed, times none."""
+    (measured,) = measure([{0: {"step_seconds": None}, 1: {"step_seconds": 0.5}, 2: {}}], "step_seconds")
+    assert (measured.values, measured.spread.n) == ({1: 0.5}, 1)
+
+
 def test_one_difference_is_never_clear():
     (_, second) = measure([{0: {"top1": 1.0}, 1: {"top1": 2.0}}, {1: {"top1": 90.0}, 2: {"top1": 90.0}}], "top1")
     assert second.difference.mean == 88.0
