@@ -8,6 +8,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from ablation.sweep import Setting, short_names
+from engine.palette import line_style
 
 
 class Evaluation(NamedTuple):
@@ -43,7 +44,7 @@ def draw_curves(caption: str, settings: Sequence[Setting]) -> Figure:
     by_epoch.set(xlabel="epoch", ylabel="validation loss", yscale="log")
     by_hours.set(xlabel="hours")
     for number, (name, setting) in enumerate(zip(short_names(settings), settings, strict=True)):
-        style = {"color": f"C{number % 10}", "linestyle": ("-", "--", ":", "-.")[number // 10 % 4], "linewidth": 1}
+        style = line_style(number) | {"linewidth": 1, "markersize": 3}
         for case in setting.cases:
             if curve := read_curve(case.directory):
                 epochs, hours, losses = zip(*curve, strict=True)

@@ -9,6 +9,9 @@ from matplotlib.figure import Figure
 
 from ablation.replicates import Measured, measure, plus_minus
 from ablation.sweep import Setting, has_replicates, short_names, varied_options
+from engine.palette import COLORS
+
+ORANGE, BLUE, GREY = COLORS[4], COLORS[5], COLORS[7]
 
 
 def draw_results(caption: str, settings: Sequence[Setting]) -> Figure:
@@ -36,13 +39,13 @@ def draw_top1(axes: Axes, settings: Sequence[Setting], measured: Sequence[Measur
         x = [spread.mean for spread in means.values()]
         if has_replicates(settings):
             seeds = [(value, y + 0.2) for y, own in enumerate(measured) for value in own.values.values()]
-            axes.scatter(*zip(*seeds, strict=True), s=8, color="grey", label="single seeds")
+            axes.scatter(*zip(*seeds, strict=True), s=8, color=GREY, label="single seeds")
             bars = [spread.std if spread.n > 1 else 0 for spread in means.values()]
-            axes.errorbar(x, list(means), xerr=bars, fmt="o", capsize=3, label="mean ± standard deviation")
+            axes.errorbar(x, list(means), xerr=bars, fmt="o", color=BLUE, capsize=3, label="mean ± standard deviation")
         else:
-            axes.scatter(x, list(means), marker="o", label="measured")
+            axes.scatter(x, list(means), marker="o", color=BLUE, label="measured")
     if papers:
-        axes.scatter(list(papers.values()), list(papers), marker="x", color="C1", label="paper")
+        axes.scatter(list(papers.values()), list(papers), marker="x", color=ORANGE, label="paper")
     if means or papers:
         axes.legend(fontsize=8)
 
@@ -54,9 +57,9 @@ def draw_differences(axes: Axes, measured: Sequence[Measured]) -> None:
     axes.axvline(0, color="black", linewidth=1)
     differences = {y: own.difference for y, own in enumerate(measured) if own.difference}
     kinds = (
-        ("95 % interval without 0", {"color": "C0"}, lambda d: not d.is_noise),
-        ("noise: 95 % interval with 0", {"color": "grey", "mfc": "white"}, lambda d: d.is_noise and d.n > 1),
-        ("one seed", {"color": "grey", "marker": "."}, lambda d: d.n == 1),
+        ("95 % interval without 0", {"color": BLUE}, lambda d: not d.is_noise),
+        ("noise: 95 % interval with 0", {"color": GREY, "mfc": "white"}, lambda d: d.is_noise and d.n > 1),
+        ("one seed", {"color": GREY, "marker": "."}, lambda d: d.n == 1),
     )
     for label, style, belongs in kinds:
         points = {y: difference for y, difference in differences.items() if belongs(difference)}
@@ -129,13 +132,13 @@ def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
         ]
         best = non_dominated([(cost, top1.mean) for cost, top1, _ in found])
         for is_best, (cost, top1, name) in zip(best, found, strict=True):
-            color = "C0" if is_best else "grey"
+            color = BLUE if is_best else GREY
             axes.errorbar(cost, top1.mean, top1.std if top1.n > 1 else 0, fmt="o", color=color, capsize=2, markersize=5)
             if is_best:
                 axes.annotate(name, (cost, top1.mean), (4, 4), textcoords="offset points", fontsize=7, parse_math=False)
         front = sorted((cost, top1.mean) for is_best, (cost, top1, _) in zip(best, found, strict=True) if is_best)
         if front:
-            axes.step(*zip(*front, strict=True), where="post", color="C0", linewidth=1, alpha=0.5)
+            axes.step(*zip(*front, strict=True), where="post", color=BLUE, linewidth=1, alpha=0.5)
     figure.axes[0].set_ylabel("top-1 (%)")
     return figure
 

@@ -42,9 +42,8 @@ def train_all(
             if case.result():
                 continue
             case.directory.mkdir(parents=True, exist_ok=True)
-            with hold_lock(
-                case.directory / "ablate.lock", wait=False
-            ) as is_held:  # train.py locks later than it begins
+            # A lock of its own: train.py locks the directory later than it begins.
+            with hold_lock(case.directory / "ablate.lock", wait=False) as is_held:
                 is_free = is_held and not is_locked(case.directory)
                 if is_free and not case.result() and last_failure(case) == failures[case.directory]:
                     is_free = train(case, name)
@@ -98,6 +97,8 @@ def run_jobs(command: Sequence[str], jobs: int, output: Path) -> None:
 
 def is_busy(case: Case) -> bool:
     """Whether another process trains the run."""
+    if not case.directory.exists():
+        return False
     with hold_lock(case.directory / "ablate.lock", wait=False) as is_held:
         return not is_held or is_locked(case.directory)
 

@@ -253,6 +253,7 @@ def test_a_run_that_failed_in_another_worker_is_tried_again_by_the_next_command_
     _, [setting] = read_ablation(config, [], config.parent / "out", shlex.split(launcher))
     (case,) = setting.cases
     before = {case.directory: worker.last_failure(case)}
+    assert not worker.is_busy(case)
     case.directory.mkdir(parents=True)
     worker.failure_mark(case).touch()
     worker.train_all([case], before, wait=True, after_each=lambda: None)
