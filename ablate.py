@@ -5,21 +5,27 @@
         --launcher "torchrun --nproc_per_node=8"
 
 Every run is an ordinary run directory of train.py below --output. The same command again skips finished runs and
-resumes unfinished ones; at the same time, on another machine perhaps, it takes those that are not running elsewhere.
-table.md, table.csv, runs.csv and table.png are rewritten after every run.
+resumes unfinished ones; at the same time, on another machine perhaps, it takes those that are not running elsewhere,
+and those whose process is killed. --jobs K starts it K times, each with its share of the GPUs or CPUs.
+The tables (table.md, table.csv, table.json, runs.csv) are rewritten after every run, the figures (table.png,
+pareto.png, curves.png, heat_map.png) after runs of minutes and at the end, which a signal brings about, too.
 """
 
 import argparse
 import shlex
 import shutil
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ablation.sweep import in_order, read_ablation
-from ablation.tables import markdown, write_tables
-from ablation.worker import train_all
+from ablation.sweep import Case, Setting, in_order, read_ablation
+from ablation.tables import markdown, write_figures, write_tables
+from ablation.worker import is_busy, last_failure, run_jobs, train_all
 from engine.config import ConfigError, find_config, refuse_bad_input
+from engine.signals import end_at_interrupt
+
+MOST_JOBS = 1024
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,12 +34,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options of every run")
     parser.add_argument("--output", type=Path, required=True, help="directory of the runs and the table")
     parser.add_argument("--launcher", default="", help='what starts train.py, e.g. "torchrun --nproc_per_node=8"')
+    parser.add_argument("--jobs", type=int, default=1, metavar="K", help="runs at the same time, on GPUs of their own")
+    parser.add_argument("--no-wait", action="store_true", help="end when all that is left is running elsewhere")
     parser.add_argument("--dry-run", action="store_true", help="check all runs, show table and commands, and end")
     args = parser.parse_intermixed_args(arguments)
     with refuse_bad_input():
         launcher = shlex.split(args.launcher) or [sys.executable]
         if shutil.which(launcher[0]) is None:
             raise ConfigError(f"--launcher: {launcher[0]!r} is not a command here")
+        if not 1 <= args.jobs <= MOST_JOBS:
+            raise ConfigError(f"--jobs {args.jobs}: expected 1 to {MOST_JOBS}")
         ablation, settings = read_ablation(args.config, args.overrides, args.output, launcher)
 
     cases = in_order(settings)
@@ -43,12 +53,50 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(shlex.join(case.command))
         return
     args.output.mkdir(parents=True, exist_ok=True)
-    failed, elsewhere = train_all(cases, lambda: write_tables(ablation.caption, settings, args.output))
-    print(markdown(ablation.caption, settings))
-    if elsewhere:
-        print(f"{len(elsewhere)} of {len(cases)} runs are running elsewhere: {', '.join(elsewhere)}")
+    failures = {case.directory: last_failure(case) for case in cases}
+    write = Writer(ablation.caption, settings, args.output)
+    try:
+        with end_at_interrupt():
+            if args.jobs > 1:
+                worker = [sys.executable, __file__, str(args.config), *args.overrides, "--output", str(args.output)]
+                worker += ["--launcher", shlex.join(launcher), *["--no-wait"] * args.no_wait]
+                run_jobs(worker, args.jobs, args.output)
+            else:
+                train_all(cases, failures, not args.no_wait, write.after_each)
+    finally:
+        write.all()
+        print(markdown(ablation.caption, settings))
+    failed = [case for case in cases if last_failure(case) != failures[case.directory]]
+    unfinished = [case for case in cases if not case.result() and case not in failed]
+    are_elsewhere = any(map(is_busy, unfinished))
+    if are_elsewhere:
+        print(f"{len(unfinished)} of {len(cases)} runs are running elsewhere: {list_directories(unfinished)}")
     if failed:
-        sys.exit(f"error: {len(failed)} of {len(cases)} runs failed: {', '.join(failed)}")
+        sys.exit(f"error: {len(failed)} of {len(cases)} runs failed: {list_directories(failed)}")
+    if unfinished and not are_elsewhere:
+        sys.exit(f"error: {len(unfinished)} of {len(cases)} runs are not finished: {list_directories(unfinished)}")
+
+
+class Writer:
+    """Writes what a sweep has found so far into `output`."""
+
+    def __init__(self, caption: str, settings: Sequence[Setting], output: Path):
+        self.arguments, self.drawn = (caption, settings, output), time.monotonic()
+
+    def after_each(self) -> None:
+        """After each run the tables, and the figures too where the last are a minute old."""
+        write_tables(*self.arguments)
+        if time.monotonic() - self.drawn > 60:
+            write_figures(*self.arguments)
+            self.drawn = time.monotonic()
+
+    def all(self) -> None:
+        write_tables(*self.arguments)
+        write_figures(*self.arguments)
+
+
+def list_directories(cases: Sequence[Case]) -> str:
+    return ", ".join(str(case.directory) for case in cases)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,17 @@
 """Pictures of what came out of a sweep, as far as its runs are finished."""
 
+import itertools
+import math
 from collections.abc import Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ablation.replicates import Measured, measure
-from ablation.sweep import Setting, has_replicates, short_names
+from ablation.replicates import Measured, measure, plus_minus
+from ablation.sweep import Setting, has_replicates, short_names, varied_options
+from engine.palette import COLORS
+
+ORANGE, BLUE, GREY = COLORS[4], COLORS[5], COLORS[7]
 
 
 def draw_results(caption: str, settings: Sequence[Setting]) -> Figure:
@@ -29,18 +34,18 @@ def draw_top1(axes: Axes, settings: Sequence[Setting], measured: Sequence[Measur
     axes.set_xlabel("top-1 (%)")
     axes.grid(axis="x")
     means = {y: own.spread for y, own in enumerate(measured) if own.spread}
-    papers = {y: setting.paper for y, setting in enumerate(settings) if setting.paper is not None}
+    papers = {y: setting.paper.top1 for y, setting in enumerate(settings) if setting.paper and setting.paper.top1}
     if means:
         x = [spread.mean for spread in means.values()]
         if has_replicates(settings):
             seeds = [(value, y + 0.2) for y, own in enumerate(measured) for value in own.values.values()]
-            axes.scatter(*zip(*seeds, strict=True), s=8, color="grey", label="single seeds")
+            axes.scatter(*zip(*seeds, strict=True), s=8, color=GREY, label="single seeds")
             bars = [spread.std if spread.n > 1 else 0 for spread in means.values()]
-            axes.errorbar(x, list(means), xerr=bars, fmt="o", capsize=3, label="mean ± standard deviation")
+            axes.errorbar(x, list(means), xerr=bars, fmt="o", color=BLUE, capsize=3, label="mean ± standard deviation")
         else:
-            axes.scatter(x, list(means), marker="o", label="measured")
+            axes.scatter(x, list(means), marker="o", color=BLUE, label="measured")
     if papers:
-        axes.scatter(list(papers.values()), list(papers), marker="x", color="C1", label="paper")
+        axes.scatter(list(papers.values()), list(papers), marker="x", color=ORANGE, label="paper")
     if means or papers:
         axes.legend(fontsize=8)
 
@@ -52,9 +57,9 @@ def draw_differences(axes: Axes, measured: Sequence[Measured]) -> None:
     axes.axvline(0, color="black", linewidth=1)
     differences = {y: own.difference for y, own in enumerate(measured) if own.difference}
     kinds = (
-        ("95 % interval without 0", {"color": "C0"}, lambda d: not d.is_noise),
-        ("noise: 95 % interval with 0", {"color": "grey", "mfc": "white"}, lambda d: d.is_noise and d.n > 1),
-        ("one seed", {"color": "grey", "marker": "."}, lambda d: d.n == 1),
+        ("95 % interval without 0", {"color": BLUE}, lambda d: not d.is_noise),
+        ("noise: 95 % interval with 0", {"color": GREY, "mfc": "white"}, lambda d: d.is_noise and d.n > 1),
+        ("one seed", {"color": GREY, "marker": "."}, lambda d: d.n == 1),
     )
     for label, style, belongs in kinds:
         points = {y: difference for y, difference in differences.items() if belongs(difference)}
@@ -66,3 +71,81 @@ def draw_differences(axes: Axes, measured: Sequence[Measured]) -> None:
             )
     if differences:
         axes.legend(fontsize=8)
+
+
+def draw_heat_map(caption: str, settings: Sequence[Setting]) -> Figure | None:
+    """Mean top-1 over the two options that vary; None where they are not two, of numbers, in all combinations."""
+    found = numeric_axes(settings)
+    if found is None:
+        return None
+    (down, rows), (right, columns) = found
+    means, texts = [[math.nan] * len(columns) for _ in rows], [[""] * len(columns) for _ in rows]
+    for setting, own in zip(settings, measure([setting.results() for setting in settings], "top1"), strict=True):
+        if own.spread:
+            y, x = rows.index(float(setting.changes[down])), columns.index(float(setting.changes[right]))
+            means[y][x], texts[y][x] = own.spread.mean, plus_minus(own.spread, ".2f")
+    figure = Figure(figsize=(3 + 1.3 * len(columns), 2 + 0.7 * len(rows)), layout="constrained")
+    figure.suptitle(caption, parse_math=False)
+    axes = figure.add_subplot(xlabel=right, ylabel=down)
+    image = axes.imshow(means, origin="lower", aspect="auto")
+    axes.set_xticks(range(len(columns)), [f"{value:g}" for value in columns])
+    axes.set_yticks(range(len(rows)), [f"{value:g}" for value in rows])
+    for y, x in itertools.product(range(len(rows)), range(len(columns))):
+        if texts[y][x]:
+            is_dark = image.norm(means[y][x]) < 0.6
+            axes.text(x, y, texts[y][x], ha="center", va="center", color="white" if is_dark else "black")
+    figure.colorbar(image, label="top-1 (%)")
+    return figure
+
+
+def numeric_axes(settings: Sequence[Setting]) -> list[tuple[str, list[float]]] | None:
+    """The two options that vary and their values in ascending order, or None, see `draw_heat_map`."""
+    options = varied_options(settings)
+    try:
+        places = [tuple(float(setting.changes[option]) for option in options) for setting in settings]
+    except (KeyError, ValueError):
+        return None
+    values = [sorted(set(axis)) for axis in zip(*places, strict=True)]
+    is_whole = len(values) == 2 and len(set(places)) == len(settings) == len(values[0]) * len(values[1])
+    return list(zip(options, values, strict=True)) if is_whole else None
+
+
+def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
+    """Mean top-1 against MACs, step time and memory; the settings that no other beats in both are named."""
+    results = [setting.results() for setting in settings]
+    names, accuracy = short_names(settings), [own.spread for own in measure(results, "top1")]
+    costs = {
+        "MACs (G)": [setting.costs.macs / 1e9 for setting in settings],
+        "step (s)": [own.spread and own.spread.mean for own in measure(results, "step_seconds")],
+        "peak memory (MB)": [own.spread and own.spread.mean for own in measure(results, "memory_mb")],
+    }
+    figure = Figure(figsize=(15, 5), layout="constrained")
+    figure.suptitle(f"{caption}\nnamed: no other is cheaper and better (of means)", parse_math=False)
+    for axes, (label, values) in zip(figure.subplots(1, 3, sharey=True), costs.items(), strict=True):
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.3)
+        axes.margins(x=0.15)
+        found = [
+            (cost, top1, name)
+            for cost, top1, name in zip(values, accuracy, names, strict=True)
+            if top1 and cost is not None
+        ]
+        best = non_dominated([(cost, top1.mean) for cost, top1, _ in found])
+        for is_best, (cost, top1, name) in zip(best, found, strict=True):
+            color = BLUE if is_best else GREY
+            axes.errorbar(cost, top1.mean, top1.std if top1.n > 1 else 0, fmt="o", color=color, capsize=2, markersize=5)
+            if is_best:
+                axes.annotate(name, (cost, top1.mean), (4, 4), textcoords="offset points", fontsize=7, parse_math=False)
+        front = sorted((cost, top1.mean) for is_best, (cost, top1, _) in zip(best, found, strict=True) if is_best)
+        if front:
+            axes.step(*zip(*front, strict=True), where="post", color=BLUE, linewidth=1, alpha=0.5)
+    figure.axes[0].set_ylabel("top-1 (%)")
+    return figure
+
+
+def non_dominated(points: Sequence[tuple[float, float]]) -> list[bool]:
+    """Of each (cost, top-1), whether no other costs as little and reaches as much, unless it is equal in both."""
+    return [
+        not any(cost <= own_cost and top1 >= own_top1 and (cost, top1) != (own_cost, own_top1) for cost, top1 in points)
+        for own_cost, own_top1 in points
+    ]

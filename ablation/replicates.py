@@ -57,8 +57,18 @@ class Measured:
 
 
 def measure(results: Sequence[Mapping[int, Mapping[str, Any]]], name: str) -> list[Measured]:
-    """The measurement `name` of every setting, whose `results` are seed -> final record of train.py."""
-    values = [{seed: record[name] for seed, record in runs.items() if name in record} for runs in results]
+    """The measurement `name` of every setting, whose `results` are seed -> final record of train.py.
+
+    A record may lack it: no average is kept, or no step was timed, as the run was stopped after its last.
+    """
+    values = [{seed: record[name] for seed, record in runs.items() if record.get(name) is not None} for runs in results]
     first = values[0]
     differences = [None, *(spread(own[seed] - first[seed] for seed in own if seed in first) for own in values[1:])]
     return [Measured(own, spread(own.values()), d) for own, d in zip(values, differences, strict=True)]
+
+
+def plus_minus(spread: Spread | None, form: str) -> str:
+    """Mean and, of several values, standard deviation as text; empty for None."""
+    if spread is None:
+        return ""
+    return f"{spread.mean:{form}}" + (f" ± {spread.std:.2f}" if spread.n > 1 else "")

@@ -12,25 +12,34 @@ from typing import Any
 
 import yaml
 
-from attention.options import OptionError, option, parse_options
+from ablation.search import sample
+from attention.options import OptionError, nearest, option, parse_options
 from bench.costs import Costs, count_costs
+from bench.papers import PaperRow, read_papers
 from engine.checkpoint import list_differences
 from engine.config import ConfigError, dump_run, flatten, load_run, parse_run, read_yaml
 from engine.schema import Run
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
+CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ablation:
-    """An ablation file: the settings of `grid`, then those of `runs`. `base` is relative to the file."""
+    """An ablation file: the settings of `grid`, then those of `runs`, of each base. A base is relative to the file."""
 
-    base: str
+    base: str | None = option(None, "configuration that the settings change")
+    bases: tuple[str, ...] = option((), "in its place, configurations that are a row each, or are changed in turn")
     caption: str = option("", "title of the table")
+    paper: str | None = option(None, "a source in bench/papers.yaml, whose figures stand beside ours")
     seeds: int | tuple[int, ...] | None = option(
         None, "train.seed of the runs of every setting: a list, or 3 for [0, 1, 2]; null: one run, of base's seed"
     )
     grid: dict[str, Any] | None = option(None, "option key.path -> list of values; one setting per combination")
+    trials: int | None = option(
+        None, "so many settings from grid, whose values may be {range: [LOW, HIGH]} or {log_range: [LOW, HIGH]}", low=1
+    )
+    trials_seed: int = option(0, "seed of their choice", low=0)
     runs: tuple[dict[str, Any], ...] = option(
         (), "options key.path -> value of each setting; paper: its top-1 in a paper"
     )
@@ -60,11 +69,11 @@ class Setting:
     """A row of the table.
 
     Attributes:
-        changes: option -> YAML text of its value. paper: top-1 that a paper reports, percent. cases: a run per seed.
+        changes: option (or base) -> YAML text of its value. paper: what a paper prints. cases: a run per seed.
     """
 
     changes: dict[str, str]
-    paper: float | None
+    paper: PaperRow | None
     cases: tuple[Case, ...]
 
     @functools.cached_property
@@ -89,29 +98,34 @@ def read_ablation(
     tree, settings = read_yaml(path), {}
     try:
         ablation = parse_options(Ablation, tree.values)
-        grid = ablation.grid or {}
-        for key, values in grid.items():
-            if not isinstance(values, list) or not values:
-                raise OptionError(f"grid.{key}", f"expected a list of values, got {values!r}")
-        product = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if values]
-        if not product and not ablation.runs:
+        product = combine(ablation)
+        if not ablation.base and not ablation.bases:
+            raise OptionError("base", "required, but not given; or give bases")
+        if ablation.base and ablation.bases:
+            raise OptionError("bases", "given beside base; leave one of them out")
+        if not product and not ablation.runs and not ablation.bases:
             raise OptionError("runs", "no runs; give grid or runs")
+        figures = figures_of(ablation.paper)
         seeds = list_seeds(ablation.seeds)
     except OptionError as error:
         raise ConfigError(f"{tree.origin(error.key)}: {error}") from None
 
-    base = path.parent / ablation.base
-    keys = ["grid"] * len(product) + [f"runs.{i}" for i in range(len(ablation.runs))]
-    for key, options in zip(keys, [*product, *ablation.runs], strict=True):
+    rows = [("grid", options) for options in product]
+    rows += [(f"runs.{i}", options) for i, options in enumerate(ablation.runs)]
+    bases = [("base", ablation.base)] if ablation.base else [(f"bases.{i}", b) for i, b in enumerate(ablation.bases)]
+    for (base_key, base), (key, options) in itertools.product(bases, rows or [("bases", {})]):
+        key, base = key if rows else base_key, path.parent / base
         changes = {option: to_text(value) for option, value in options.items() if option != "paper"}
         given = [f"{option}={text}" for option, text in changes.items()]
-        name = re.sub(r"[^\w.=,]+", "-", re.sub(r"[{}\s]", "", ",".join(given)).replace(":", "=")) or "base"
-        paper = options.get("paper")
+        if ablation.bases:
+            changes = {"base": "/".join(base.with_suffix("").parts[-2:])} | changes
+        name = to_name([changes["base"], *given] if ablation.bases else given) or "base"
         try:
             if name in settings:
                 raise ConfigError(f"a second run with {name}")
-            if not isinstance(paper, float | int | None):
-                raise ConfigError(f"paper: expected a number, got {paper!r}")
+            if not isinstance(top1 := options.get("paper"), float | int | None):
+                raise ConfigError(f"paper: expected a number, got {top1!r}")
+            paper = PaperRow(config=str(base), top1=top1) if top1 else figures.get((base.resolve(), tuple(given)))
             run = load_run(base, [*overrides, *given])
             if seeds and sets_seed([*overrides, *given]):
                 raise ConfigError("train.seed is given beside seeds; leave one of them out")
@@ -126,6 +140,45 @@ def read_ablation(
             cases.append(Case(dataclasses.replace(run, train=train), directory, command))
         settings[name] = Setting(changes, paper, tuple(cases))
     return ablation, list(settings.values())
+
+
+def combine(ablation: Ablation) -> list[dict[str, Any]]:
+    """The settings of `grid`: all combinations, or `trials` of them.
+
+    Raises:
+        OptionError: a value of `grid` that is no list, or no range of a search.
+    """
+    grid = ablation.grid or {}
+    if ablation.trials and not grid:
+        raise OptionError("trials", f" = {ablation.trials}, but there is no grid to choose from")
+    if ablation.trials:
+        return sample(grid, ablation.trials, ablation.trials_seed)
+    for key, values in grid.items():
+        if isinstance(values, dict):
+            raise OptionError(f"grid.{key}", f"{values!r} needs trials: how many settings to choose")
+        if not isinstance(values, list) or not values:
+            raise OptionError(f"grid.{key}", f"expected a list of values, got {values!r}")
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if values]
+
+
+def to_name(texts: Sequence[str]) -> str:
+    """The name of a directory for the overrides `texts`."""
+    return re.sub(r"[^\w.=,]+", "-", re.sub(r"[{}\s]", "", ",".join(texts)).replace(":", "="))
+
+
+def figures_of(source: str | None) -> dict[tuple[Path, tuple[str, ...]], PaperRow]:
+    """Configuration and overrides -> what the paper's table `source` prints; none where it is null.
+
+    Raises:
+        OptionError: bench/papers.yaml has no such source.
+    """
+    rows = read_papers() if source else ()
+    figures = {((CONFIGS / row.config).resolve(), row.overrides): row for row in rows if row.source == source}
+    if source and not figures:
+        raise OptionError(
+            "paper", f"{source!r} is no source in bench/papers.yaml{nearest(source, {r.source for r in rows})}"
+        )
+    return figures
 
 
 def list_seeds(seeds: int | tuple[int, ...] | None) -> Sequence[int]:
@@ -179,11 +232,17 @@ def to_text(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
+def varied_options(settings: Sequence[Setting]) -> list[str]:
+    """The options, and base, in which the settings differ."""
+    changed = dict.fromkeys(option for setting in settings for option in setting.changes)
+    return [option for option in changed if len({setting.changes.get(option) for setting in settings}) > 1]
+
+
 def short_names(settings: Sequence[Setting]) -> list[str]:
     """A name for each setting from the options in which they differ: "window_size=7, num_landmarks=49"."""
-    changed = dict.fromkeys(option for setting in settings for option in setting.changes)
-    varied = [option for option in changed if len({setting.changes.get(option) for setting in settings}) > 1]
-    return [
-        ", ".join(f"{o.rpartition('.')[2]}={setting.changes[o]}" for o in varied if o in setting.changes) or "base"
-        for setting in settings
-    ]
+    varied, names = varied_options(settings), []
+    for setting in settings:
+        changes = {option: setting.changes[option] for option in varied if option in setting.changes}
+        texts = [text if o == "base" else f"{o.rpartition('.')[2]}={text}" for o, text in changes.items()]
+        names.append(", ".join(texts) or "base")
+    return names

@@ -1,12 +1,15 @@
 """The tables of a sweep, as far as its runs are finished: a row for each setting, and for each run."""
 
+import dataclasses
+import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ablation.figures import draw_results
-from ablation.replicates import Measured, Spread, measure
-from ablation.sweep import Setting, accuracies, has_replicates, in_order
+from ablation.curves import draw_curves
+from ablation.figures import draw_heat_map, draw_pareto, draw_results
+from ablation.replicates import Measured, Spread, measure, plus_minus
+from ablation.sweep import Setting, accuracies, has_replicates, in_order, short_names
 from engine.files import hold_lock, to_csv, write_file
 
 ONE_RUN = (
@@ -34,8 +37,10 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
     results = [setting.results() for setting in settings]
     table = {
         **changed_options(settings),
-        "parameters (M)": [f"{setting.costs.parameters / 1e6:.3f}" for setting in settings],
-        "MACs (G)": [f"{setting.costs.macs / 1e9:.3f}" for setting in settings],
+        "parameters (M)": [f"{setting.costs.parameters / 1e6:#.4g}" for setting in settings],
+        "paper: parameters (M)": printed(settings, "parameters", ".1f"),
+        "MACs (G)": [f"{setting.costs.macs / 1e9:#.4g}" for setting in settings],
+        "paper: MACs (G)": printed(settings, "macs", ".1f"),
         "step (s)": means(measure(results, "step_seconds"), ".3f"),
         "peak memory (MB)": means(measure(results, "memory_mb"), ".0f"),
     }
@@ -45,12 +50,17 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
         write = for_one_seed
     for name, key in accuracies(settings).items():
         table |= write(name, measure(results, key))
-    return table | {"paper (%)": [text(setting.paper, ".2f") for setting in settings]}
+    return table | {"paper (%)": printed(settings, "top1", ".2f")}
 
 
 def changed_options(settings: Sequence[Setting]) -> Table:
     changed = dict.fromkeys(option for setting in settings for option in setting.changes)
     return {option: [setting.changes.get(option, "") for setting in settings] for option in changed}
+
+
+def printed(settings: Sequence[Setting], figure: str, form: str) -> list[str]:
+    """A figure of a paper's table."""
+    return [text(setting.paper and getattr(setting.paper, figure), form) for setting in settings]
 
 
 def for_one_seed(name: str, measured: Sequence[Measured]) -> Table:
@@ -84,12 +94,6 @@ def verdict(difference: Spread | None) -> str:
     return " (noise)" if difference.n > 1 else " (one seed)"
 
 
-def plus_minus(spread: Spread | None, form: str) -> str:
-    if spread is None:
-        return ""
-    return f"{spread.mean:{form}}" + (f" ± {spread.std:.2f}" if spread.n > 1 else "")
-
-
 def means(measured: Sequence[Measured], form: str) -> list[str]:
     return [text(own.spread and own.spread.mean, form) for own in measured]
 
@@ -100,11 +104,25 @@ def text(number: float | None, form: str) -> str:
 
 
 def markdown(caption: str, settings: Sequence[Setting]) -> str:
-    """The table for readers, between its caption and what it can tell."""
+    """The table for readers, between its caption, which has what is the same in all rows, and what it can tell."""
     table = tabulate(settings, for_readers)
+    papers = [title for title in table if title.startswith("paper")]
+    given = (*changed_options(settings), "parameters (M)", "MACs (G)", "seeds", *papers)
+    same = {title: texts[0] for title, texts in table.items() if title in given and is_constant(texts)}
+    table = {title: texts for title, texts in table.items() if title not in same}
+    stated = ", ".join(f"{title} = {text}" for title, text in same.items() if text)
     lines = [list(table), ["---"] * len(table), *zip(*table.values(), strict=True)]
     rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"{caption}\n\n{rows}\n{REPLICATES if has_replicates(settings) else ONE_RUN}\n"
+    notes = [REPLICATES if has_replicates(settings) else ONE_RUN]
+    for name, setting in zip(short_names(settings), settings, strict=True):
+        if setting.paper and setting.paper.note:
+            notes.append(f"{name}, not as the paper prints it: {setting.paper.note}.")
+    return f"{caption}\n\n" + f"All rows: {stated}.\n\n" * bool(stated) + rows + "".join(f"\n{n}\n" for n in notes)
+
+
+def is_constant(texts: Sequence[str]) -> bool:
+    """Whether a column says nothing that a caption cannot say."""
+    return len(set(texts)) == 1 and (len(texts) > 1 or not texts[0])
 
 
 def list_runs(settings: Sequence[Setting]) -> Table:
@@ -123,10 +141,39 @@ def list_runs(settings: Sequence[Setting]) -> Table:
     }
 
 
+def to_json(caption: str, settings: Sequence[Setting]) -> bytes:
+    """All that is known of the settings and their finished runs: the final records of train.py by seed."""
+    rows = [
+        {
+            "name": name,
+            "changes": setting.changes,
+            **setting.costs._asdict(),
+            "paper": setting.paper and dataclasses.asdict(setting.paper),
+            "runs": setting.results(),
+        }
+        for name, setting in zip(short_names(settings), settings, strict=True)
+    ]
+    return json.dumps({"caption": caption, "rows": rows}, indent=1).encode()
+
+
 def write_tables(caption: str, settings: Sequence[Setting], output: Path) -> None:
-    """Writes table.md, table.csv, runs.csv and table.png into `output`."""
+    """Writes table.md, table.csv, table.json and runs.csv into `output`."""
     with hold_lock(output / "lock", wait=True):
         write_file(output / "table.md", markdown(caption, settings).encode())
+        write_file(output / "table.json", to_json(caption, settings))
         for name, table in ("table.csv", tabulate(settings, for_programs)), ("runs.csv", list_runs(settings)):
             write_file(output / name, to_csv(list(table), zip(*table.values(), strict=True)))
-        draw_results(caption, settings).savefig(output / "table.png", dpi=150)
+
+
+def write_figures(caption: str, settings: Sequence[Setting], output: Path) -> None:
+    """Writes table.png, pareto.png, curves.png and, for two options of numbers, heat_map.png into `output`."""
+    drawings = {
+        "table": draw_results(caption, settings),
+        "heat_map": draw_heat_map(caption, settings),
+        "pareto": draw_pareto(caption, settings),
+        "curves": draw_curves(caption, settings),
+    }
+    with hold_lock(output / "lock", wait=True):
+        for name, figure in drawings.items():
+            if figure is not None:
+                figure.savefig(output / f"{name}.png", dpi=150)

@@ -1,65 +1,154 @@
-"""A worker: trains the runs of a sweep one after the other, except those that another process trains."""
+"""Workers: each trains the runs of a sweep one after the other, except those that another process trains."""
 
+import os
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
 from types import FrameType
+
+import torch
 
 from ablation.sweep import Case
 from engine.files import hold_lock, is_locked
 from engine.signals import STOPPED, handle_signals
 
+POLL_SECONDS = 2
+"""How often a worker without a run of its own looks whether one has become free."""
 
-def train_all(cases: Sequence[Case], after_each: Callable[[], None]) -> tuple[list[str], list[str]]:
+
+def train_all(
+    cases: Sequence[Case], failures: Mapping[Path, int | None], wait: bool, after_each: Callable[[], None]
+) -> None:
     """Trains the runs that are neither finished nor running elsewhere, and calls `after_each` run.
 
-    Returns:
-        The directories of the runs that failed, and of those that are running elsewhere.
+    Args:
+        failures: directory -> `last_failure` before the sweep began; a run that has failed since is left alone.
+        wait: until the runs elsewhere end, too, and train those whose process was killed.
     Raises:
         SystemExit: stopped by a signal, after the run has saved.
     """
-    failed, elsewhere = [], []
-    for number, case in enumerate(cases, start=1):
-        name = f"run {number}/{len(cases)}"
-        print(f"{name}: {case.directory}", "(finished)" * bool(case.result()), flush=True)
-        case.directory.mkdir(parents=True, exist_ok=True)
-        with hold_lock(case.directory / "ablate.lock", wait=False) as is_held:  # train.py locks later than it begins
-            is_free = is_held and not is_locked(case.directory)
-            status = run_to_end(case.command) if is_free and not case.result() else 0
-        if status == STOPPED:
-            print(f"{name} is stopped; the same command goes on", flush=True)
-            sys.exit(STOPPED)
-        if status or not case.result():
-            if not is_free or is_locked(case.directory):
-                elsewhere.append(str(case.directory))
+    names = {case.directory: f"run {number}/{len(cases)}" for number, case in enumerate(cases, start=1)}
+    todo = list(cases)
+    while todo:
+        elsewhere = []
+        for case in todo:
+            name = names[case.directory]
+            print(f"{name}: {case.directory}", "(finished)" * bool(case.result()), flush=True)
+            if case.result():
+                continue
+            case.directory.mkdir(parents=True, exist_ok=True)
+            # A lock of its own: train.py locks the directory later than it begins.
+            with hold_lock(case.directory / "ablate.lock", wait=False) as is_held:
+                is_free = is_held and not is_locked(case.directory)
+                if is_free and not case.result() and last_failure(case) == failures[case.directory]:
+                    is_free = train(case, name)
+                    after_each()
+            if not is_free:
+                elsewhere.append(case)
                 print(f"{name} is running elsewhere", flush=True)
-            else:
-                failed.append(str(case.directory))
-                print(f"{name} failed: {shlex.join(case.command)}", file=sys.stderr, flush=True)
-        after_each()
-    return failed, elsewhere
+        if elsewhere and wait:
+            print(f"waiting for {len(elsewhere)} runs elsewhere; with --no-wait this would end", flush=True)
+            while all(map(is_busy, elsewhere)):
+                time.sleep(POLL_SECONDS)
+        todo = elsewhere if wait else []
+
+
+def train(case: Case, name: str) -> bool:
+    """Trains a run to its end; False if another process trains it, which has begun it first."""
+    status = run_to_end(case.command)
+    if status == STOPPED:
+        print(f"{name} is stopped; the same command goes on", flush=True)
+        sys.exit(STOPPED)
+    if status or not case.result():
+        if is_locked(case.directory):
+            return False
+        failure_mark(case).touch()
+        print(f"{name} failed: {shlex.join(case.command)}", file=sys.stderr, flush=True)
+    return True
+
+
+def run_jobs(command: Sequence[str], jobs: int, output: Path) -> None:
+    """Runs `command`, which trains runs one after the other, in `jobs` processes that share the devices.
+
+    Raises:
+        SystemExit: stopped by a signal, after the runs have saved.
+    """
+    with ExitStack() as stack:
+        processes = {}
+        for number, environment in enumerate(share_devices(jobs), start=1):
+            path = output / f"worker_{number}.log"
+            log = stack.enter_context(path.open("wb"))
+            process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+            processes[path] = stack.enter_context(process)
+            print(f"worker {number}: {path}", flush=True)
+        statuses = wait_for(list(processes.values()))
+    if STOPPED in statuses:
+        print("the workers are stopped; the same command goes on", flush=True)
+        sys.exit(STOPPED)
+    for path, status in zip(processes, statuses, strict=True):
+        if status not in (0, 1):  # 1: a run failed
+            print(f"a worker ended with status {status}: {path}", file=sys.stderr, flush=True)
+
+
+def is_busy(case: Case) -> bool:
+    """Whether another process trains the run."""
+    if not case.directory.exists():
+        return False
+    with hold_lock(case.directory / "ablate.lock", wait=False) as is_held:
+        return not is_held or is_locked(case.directory)
+
+
+def failure_mark(case: Case) -> Path:
+    """A file that tells the other workers that the run failed, so that only the next command tries again."""
+    return case.directory / "ablate.failed"
+
+
+def last_failure(case: Case) -> int | None:
+    """When the run failed, in the nanoseconds of its file system; None: never."""
+    mark = failure_mark(case)
+    return mark.stat().st_mtime_ns if mark.exists() else None
+
+
+def share_devices(jobs: int) -> list[dict[str, str]]:
+    """The environment of each of `jobs` workers: GPUs of its own if there are enough, and its share of the CPUs."""
+    number = torch.cuda.device_count()
+    gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(number)))).split(",")[:number]
+    threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))} | os.environ
+    visible = (
+        [gpus[job::jobs] or gpus[job % number : job % number + 1] for job in range(jobs)] if number else [[]] * jobs
+    )
+    return [threads | ({"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {}) for own in visible]
 
 
 def run_to_end(command: Sequence[str]) -> int:
-    """Runs `command`, passes stop signals on to it, which a run answers by saving, and returns its exit status.
+    """Runs `command` and returns its exit status, see `wait_for`."""
+    with subprocess.Popen(command) as process:
+        return wait_for([process])[0]
 
-    After a signal that is `STOPPED`, whatever the status: torchrun ends with 1 when its ranks are stopped.
+
+def wait_for(processes: Sequence[subprocess.Popen]) -> list[int]:
+    """Passes stop signals on to `processes`, whose runs answer by saving, and returns their exit statuses.
+
+    After a signal these are `STOPPED`, whatever they are: torchrun ends with 1 when its ranks are stopped.
     """
     stopped = False
-    with subprocess.Popen(command) as process:
 
-        def pass_on(number: int, frame: FrameType | None) -> None:
-            nonlocal stopped
-            stopped = True
-            if number != signal.SIGINT:  # which a terminal sends to both
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        nonlocal stopped
+        stopped = True
+        if number != signal.SIGINT:  # which a terminal sends to all
+            for process in processes:
                 process.send_signal(number)
 
-        with handle_signals(pass_on):
+    with handle_signals(pass_on):
+        for process in processes:
             while process.poll() is None:
                 # A signal may interrupt another thread than this one, which an endless wait would not notice.
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=1)
-    return STOPPED if stopped else process.returncode
+    return [STOPPED if stopped else process.returncode for process in processes]

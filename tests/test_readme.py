@@ -117,7 +117,7 @@ MECHANISM, REGISTRY, FACTS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTA
 
 def test_your_own_attention(tmp_path):
     """The README's addition in a copy of the project, under every uniform suite: its three files are all it takes."""
-    for folder in ("attention", "models", "engine", "bench", "configs", "tests"):
+    for folder in ("ablation", "attention", "models", "engine", "bench", "configs", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml", ROOT / "README.md"):
         shutil.copy(path, tmp_path)

@@ -177,11 +177,15 @@ def test_fine_tuning_follows_its_recipe_and_takes_its_weights(path, tmp_path, ca
 def test_an_ablation_is_read_and_all_its_runs_checked(path, tmp_path):
     ablation, settings = read_ablation(path, [], tmp_path / "output", ["python"])
     assert ablation.caption
-    assert len(settings) >= 8
-    assert all(setting.paper is not None for setting in settings) == (path.stem not in ("quickstart", "mechanisms"))
+    assert len(settings) == len(ablation.bases) if ablation.bases else len(settings) >= 8
+    is_papers = path.stem not in ("quickstart", "mechanisms")
+    assert all(setting.paper is not None and setting.paper.top1 for setting in settings) == is_papers
+    if ablation.bases:  # the whole of the paper's table, as far as it is of models that are here
+        assert len(settings) == len({row.config for row in ROWS if row.source == ablation.paper})
     assert not list(tmp_path.iterdir())
     for setting in settings:  # a figure that a configuration quotes too is of one model
         run = setting.cases[0].run
         for row in ROWS:
-            if setting.paper and (row.top1, row.config.partition("/")[0]) == (setting.paper, run.model["name"]):
+            figure = setting.paper and not setting.paper.source and setting.paper.top1  # given by the file itself
+            if figure and (row.top1, row.config.partition("/")[0]) == (figure, run.model["name"]):
                 assert run.attention == load(CONFIGS / row.config).attention

@@ -2,10 +2,15 @@
 
 import csv
 import json
+import math
+import os
+import random
 import shlex
 import signal
 import subprocess
 import sys
+import time
+from itertools import chain, repeat
 from pathlib import Path
 
 import pytest
@@ -14,11 +19,14 @@ import yaml
 
 import ablate
 from ablation import worker
-from ablation.figures import draw_results
+from ablation.curves import draw_curves, read_curve
+from ablation.figures import draw_heat_map, draw_pareto, draw_results, non_dominated
 from ablation.replicates import T_975, Spread, measure
-from ablation.sweep import Case, in_order, read_ablation, short_names
-from ablation.tables import ONE_RUN, for_programs, markdown, tabulate, write_tables
+from ablation.search import sample
+from ablation.sweep import Case, Setting, in_order, read_ablation, short_names
+from ablation.tables import ONE_RUN, for_programs, markdown, tabulate, to_json, write_tables
 from engine.config import dump_run
+from engine.signals import STOPPED
 
 BASE = """\
 model: {name: deit, img_size: 32, patch_size: 8, embed_dim: 12, depth: 1, num_heads: 2, num_classes: 10}
@@ -64,6 +72,18 @@ def config(tmp_path) -> Path:
 
 
 @pytest.fixture
+def pictures() -> None:
+    """Of a test that looks at the figures."""
+
+
+@pytest.fixture(autouse=True)
+def no_pictures(request, monkeypatch) -> None:
+    """Figures take a second of each sweep."""
+    if "pictures" not in request.fixturenames:
+        monkeypatch.setattr(ablate, "write_figures", lambda *arguments: None)
+
+
+@pytest.fixture
 def launcher(tmp_path) -> str:
     """Stands for train.py: notes the run, and finishes it with the configuration that `announce` wrote."""
     path = tmp_path / "launcher.py"
@@ -78,8 +98,10 @@ def launcher(tmp_path) -> str:
         "output.mkdir(parents=True, exist_ok=True)\n"
         "run = json.loads((folder / 'announced').read_text())[output.name]\n"
         "(output / 'config.yaml').write_text(run)\n"
+        "evaluation = {'kind': 'eval', 'epoch': 1, 'loss': 1.0}\n"
         "final = {'kind': 'final', 'top1': 97.5, 'ema_top1': 98.5, 'step_seconds': 0.0123, 'memory_mb': 321.4}\n"
-        "(output / 'metrics.jsonl').write_text('{\"kind\": \"eval\", \"top1\": 1.0}\\n' + json.dumps(final) + '\\n')\n"
+        "lines = json.dumps(evaluation) + '\\n' + json.dumps(final) + '\\n'\n"
+        "(output / 'metrics.jsonl').write_text(lines)\n"
     )
     return shlex.join([sys.executable, str(path)])
 
@@ -100,7 +122,7 @@ def rows(output: Path) -> list[dict[str, str]]:
     return read_csv(output / "table.csv")
 
 
-def test_runs_are_trained_tabulated_and_skipped_once_finished(config, launcher, capfd):
+def test_runs_are_trained_tabulated_and_skipped_once_finished(config, launcher, pictures, capfd):
     output, log = config.parent / "out", config.parent / "log"
     announce(config, "train.seed=3")
     arguments = [str(config), "train.seed=3", "--output", str(output), "--launcher", launcher]
@@ -114,7 +136,7 @@ def test_runs_are_trained_tabulated_and_skipped_once_finished(config, launcher, 
     # 16 tokens, 1 layer; MACs by hand: patches + projections + attention + MLP + head
     patches, linear, head = 16 * 12 * 192, 12 * 16 * 12 * 12, 120
     macs = [patches + linear + 2 * 16 * keys * 12 + head for keys in (1, 4, 16)]
-    assert [row["MACs (G)"] for row in table] == [f"{count / 1e9:.3f}" for count in macs]
+    assert [row["MACs (G)"] for row in table] == [f"{count / 1e9:#.4g}" for count in macs]
     for row in table:
         assert (row["step (s)"], row["peak memory (MB)"], row["top-1 (%)"]) == ("0.012", "321", "97.50")
     markdown = (output / "table.md").read_text()
@@ -188,7 +210,7 @@ def test_a_run_that_another_process_trains_is_left_to_it(config, launcher, capfd
     other = [sys.executable, "-c", f"import fcntl, sys; {hold}", str(directory / lock)]
     with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
-        ablate.main(arguments)
+        ablate.main([*arguments, "--no-wait"])
         process.communicate()
     assert log.read_text().split() == ["attention=linear"]
     assert f"1 of 2 runs are running elsewhere: {directory}\n" in capfd.readouterr().out
@@ -201,11 +223,161 @@ def test_a_run_that_another_process_trains_is_left_to_it(config, launcher, capfd
 def test_a_run_that_another_process_begins_first_is_left_to_it(config, monkeypatch, capfd):
     """It was free when it was looked at, and train.py refuses it."""
     config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
-    answers = iter([False, True])
+    answers = chain([False], repeat(True))
     monkeypatch.setattr(worker, "is_locked", lambda directory: next(answers))
     refusing = shlex.join([sys.executable, "-c", "raise SystemExit(2)"])
-    ablate.main([str(config), "--output", str(config.parent / "out"), "--launcher", refusing])
+    ablate.main([str(config), "--output", str(config.parent / "out"), "--launcher", refusing, "--no-wait"])
     assert "run 1/1 is running elsewhere\n" in capfd.readouterr().out
+
+
+def test_a_run_whose_process_is_killed_is_taken_over(config, launcher, monkeypatch, capfd):
+    """By a worker that has nothing else left to do, and waits."""
+    config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
+    announce(config)
+    _, [setting] = read_ablation(config, [], config.parent / "out", shlex.split(launcher))
+    (case,) = setting.cases
+    case.directory.mkdir(parents=True)
+    hold = "file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
+    other = [sys.executable, "-c", f"import fcntl, sys; {hold}", str(case.directory / "ablate.lock")]
+    with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        process.stdout.readline()
+        monkeypatch.setattr(worker.time, "sleep", lambda seconds: (process.kill(), process.wait()))
+        worker.train_all([case], {case.directory: None}, wait=True, after_each=lambda: None)
+    assert case.result()
+    assert "run 1/1 is running elsewhere\nwaiting for 1 runs elsewhere" in capfd.readouterr().out
+
+
+def test_a_run_that_failed_in_another_worker_is_tried_again_by_the_next_command_only(config, launcher):
+    config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
+    announce(config)
+    _, [setting] = read_ablation(config, [], config.parent / "out", shlex.split(launcher))
+    (case,) = setting.cases
+    before = {case.directory: worker.last_failure(case)}
+    assert not worker.is_busy(case)
+    case.directory.mkdir(parents=True)
+    worker.failure_mark(case).touch()
+    worker.train_all([case], before, wait=True, after_each=lambda: None)
+    assert not case.result()
+    worker.train_all([case], {case.directory: worker.last_failure(case)}, wait=True, after_each=lambda: None)
+    assert case.result()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "jobs", "expected"),
+    [
+        (0, None, 2, [None, None]),
+        (4, None, 2, ["0,2", "1,3"]),
+        (2, None, 3, ["0", "1", "0"]),
+        (2, "4,GPU-5", 2, ["4", "GPU-5"]),
+    ],
+)
+def test_workers_share_the_devices(monkeypatch, gpus, visible, jobs, expected):
+    monkeypatch.setattr(worker.torch.cuda, "device_count", lambda: gpus)
+    monkeypatch.setattr(worker.os, "sched_getaffinity", lambda process: range(7))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    environments = worker.share_devices(jobs)
+    assert [environment.get("CUDA_VISIBLE_DEVICES") for environment in environments] == expected
+    assert [environment["OMP_NUM_THREADS"] for environment in environments] == [str(7 // jobs)] * jobs
+
+
+def test_jobs_are_processes_with_a_log_each(tmp_path, capfd):
+    say = "import os, sys; print(os.environ['OMP_NUM_THREADS']); print('oh', file=sys.stderr); raise SystemExit(9)"
+    worker.run_jobs([sys.executable, "-c", say], 2, tmp_path)
+    for number in (1, 2):
+        assert (tmp_path / f"worker_{number}.log").read_text().endswith("oh\n")
+    assert f"a worker ended with status 9: {tmp_path}/worker_2.log\n" in capfd.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        worker.run_jobs([sys.executable, "-c", f"raise SystemExit({STOPPED})"], 2, tmp_path)
+    assert ended.value.code == STOPPED
+
+
+TWELVE = """\
+base: base.yaml
+seeds: 3
+grid:
+  attention.window_size: [1, 2]
+  schedule.epochs: [2, 3]
+"""
+STAND_IN = """\
+import fcntl, hashlib, json, sys, time
+from pathlib import Path
+
+output = Path(sys.argv[-1])
+file = (output / "lock").open("a")
+try:
+    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except OSError:
+    sys.exit(2)
+epochs = output / "epochs"
+with (output / "metrics.jsonl").open("a") as metrics:
+    print(json.dumps({"kind": "start"}), file=metrics, flush=True)
+    for epoch in range(int(epochs.read_text()) if epochs.exists() else 0, 4):
+        time.sleep(0.05)
+        epochs.write_text(str(epoch + 1))
+    run = json.loads((Path(sys.argv[2]).parent / "announced").read_text())[output.name]
+    (output / "config.yaml").write_text(run)
+    top1 = int(hashlib.sha256(output.name.encode()).hexdigest()[:4], 16) / 1000
+    print(json.dumps({"kind": "final", "top1": top1, "step_seconds": 1, "memory_mb": 1}), file=metrics)
+"""
+"""Locks, resumes and records as train.py does, in a moment."""
+
+KILLS = int(os.environ.get("SWEEP_KILLS", "3"))
+"""How many sweeps are disturbed; 20 in a full examination."""
+
+
+def children_of(process: int) -> list[int]:
+    return [*map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split())]
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("trainer", ["stand-in", "train.py"])
+def test_a_sweep_whose_workers_are_killed_is_that_of_one_worker(trainer, config, fork_server, figure):
+    """Two of three, at random moments, one of them with the run that it trains."""
+    config.write_text(TWELVE)
+    announce(config)
+    (config.parent / "stand_in.py").write_text(STAND_IN)
+    launcher = [sys.executable, *([str(config.parent / "stand_in.py")] if trainer == "stand-in" else [])]
+    outputs = {}
+
+    def start(number: int, worker: int):
+        output = outputs[number] = config.parent / f"out_{number}"
+        command = [str(config), "--output", str(output), "--launcher", shlex.join(launcher)]
+        return fork_server.start(command, config.parent / f"log_{number}_{worker}", script="ablate")
+
+    began = time.monotonic()
+    assert start(0, 0).wait() == [0]
+    seconds, amount = time.monotonic() - began, KILLS if trainer == "stand-in" else 1
+    taken_over = 0
+    for number in range(1, amount + 1):
+        rng = random.Random(number)
+        jobs = [start(number, worker) for worker in range(3)]
+        for job, num_begun in zip(jobs[:2], sorted(rng.sample(range(1, 9), 2)), strict=True):
+            while len(list(outputs[number].glob("*/metrics.jsonl"))) < num_begun:
+                time.sleep(0.01)
+            time.sleep(rng.uniform(0, seconds / 36))
+            while not (children := children_of(job.pids[0])) and job is jobs[1]:
+                time.sleep(0.01)
+            job.signal("SIGKILL")
+            if job is jobs[1]:
+                for child in children:
+                    os.kill(child, signal.SIGKILL)
+        statuses = [job.wait()[0] for job in jobs]
+        assert statuses == [-9, -9, 0], jobs[2].text
+        for path in outputs[number].glob("*/metrics.jsonl"):
+            kinds = [json.loads(line)["kind"] for line in path.read_text().splitlines()]
+            assert kinds.count("final") == 1
+            taken_over += kinds.count("start") - 1
+        assert len(list(outputs[number].glob("*/metrics.jsonl"))) == 12
+        tables = [rows(outputs[i]) for i in (0, number)]
+        for table in tables:
+            for row in table:
+                del row["step (s)"], row["peak memory (MB)"]
+        assert tables[0] == tables[1]
+        assert all(row["seeds"] == "3" for row in tables[0])
+    figure("X3", f"two of three workers killed, {amount} times ({trainer}): as one worker; {taken_over} runs resumed")
 
 
 @pytest.mark.stress
@@ -224,7 +396,7 @@ def test_two_ablations_share_one_output(config, figure):
     figure("X2", f"two ablate.py on one output: both 0, no run trained twice, {shared} left to the other")
 
 
-def test_a_failed_run_is_reported_and_the_others_go_on(config, launcher, capfd):
+def test_a_failed_run_is_reported_and_the_others_go_on(config, launcher, pictures, capfd):
     output = config.parent / "out"
     (config.parent / "fail").touch()
     config.write_text(ABLATION.replace(", paper: 77.16", ""))  # nothing to plot when the first run has failed
@@ -303,6 +475,43 @@ def test_dry_run_shows_everything_and_writes_nothing(config, capsys):
             "seeds: 2\ngrid:\n  train.seed: [3, 4]",
             "windows.yaml:4: grid: train.seed is given beside seeds; leave one of them out",
         ),
+        (
+            "[1, 2]",
+            "{range: [1, 2]}",
+            "windows.yaml:4: grid.attention.window_size: {'range': [1, 2]} needs trials: how",
+        ),
+        ("grid:", "trials: 9\ngrid:", "windows.yaml:3: trials = 9, but grid has fewer combinations; choose at most 2"),
+        ("grid:", "trials: 0\ngrid:", "windows.yaml:3: trials = 0 is below the least valid value 1"),
+        *(
+            (
+                ABLATION,
+                f"base: base.yaml\ntrials: 2\ngrid:\n  optim.lr: {axis}\n",
+                f"windows.yaml:4: grid.optim.lr{problem}",
+            )
+            for axis, problem in (
+                ("{rnage: [1, 2]}", ": expected a list, range: [LOW, HIGH] or log_range: [LOW, HIGH], got {'rnage'"),
+                ("0.1", ": expected a list, range: [LOW, HIGH] or log_range: [LOW, HIGH], got 0.1"),
+                ("{}", ": expected a list, range: [LOW, HIGH] or log_range: [LOW, HIGH], got {}"),
+                ("{range: [2.0, 1.0]}", ".range: expected two rising numbers, got [2.0, 1.0]"),
+                ("{range: [1.0]}", ".range: expected two numbers, got [1.0]"),
+                ("{range: [1.0, .inf]}", ".range: expected two rising numbers, got [1.0, inf]"),
+                ("{log_range: [0, 1]}", ".log_range: expected two rising numbers above 0, got [0, 1]"),
+            )
+        ),
+        (ABLATION, "base: base.yaml\ntrials: 2\nruns:\n  - {}\n", "windows.yaml:2: trials = 2, but there is no grid"),
+        (
+            "base: base.yaml",
+            "base: base.yaml\nbases: [base.yaml]",
+            "windows.yaml:3: bases: given beside base; leave one",
+        ),
+        ("base: base.yaml", "bases: [base.yaml, absent.yaml]", "windows.yaml:3: grid: absent.yaml: No such file"),
+        (ABLATION, "bases:\n  - base.yaml\n  - absent.yaml", "windows.yaml:3: bases.1: absent.yaml: No such file"),
+        (ABLATION, "bases: [base.yaml, base.yaml]", "windows.yaml:1: bases.1: a second run with"),
+        (
+            "caption: Windows",
+            "paper: EVA Table 22",
+            "windows.yaml:1: paper: 'EVA Table 22' is no source in bench/papers.yaml; did you mean 'EVA Table 2'?",
+        ),
         (ABLATION, "base: base.yaml\n", "windows.yaml:1: runs: no runs; give grid or runs"),
     ],
 )
@@ -316,6 +525,14 @@ def test_all_runs_are_checked_before_the_first_starts(config, launcher, capsys, 
     assert error.replace(f"{config.parent}/", "").startswith(f"error: {expected}")
     assert error.count("\n") == 1
     assert sorted(config.parent.rglob("*")) == before
+
+
+@pytest.mark.parametrize("jobs", ["0", "-2", "5000"])
+def test_a_number_of_jobs_that_cannot_be_is_refused(config, capsys, jobs):
+    with pytest.raises(SystemExit) as ended:
+        ablate.main([str(config), "--output", str(config.parent / "out"), "--jobs", jobs])
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: --jobs {jobs}: expected 1 to 1024\n"
 
 
 def test_an_absent_launcher_is_refused(config, capsys):
@@ -335,7 +552,7 @@ def test_a_run_is_trained_for_real(config):
     assert row["top-1 (%)"] == f"{final['top1']:.2f}"
     assert row["step (s)"] == f"{final['step_seconds']:.3f}"
     assert float(row["peak memory (MB)"]) > 10
-    assert row["parameters (M)"] == f"{final['parameters'] / 1e6:.3f}"
+    assert row["parameters (M)"] == f"{final['parameters'] / 1e6:#.4g}"
 
 
 def finish(case: Case, **final: float) -> None:
@@ -360,6 +577,7 @@ def test_seeds_are_runs_of_their_own_and_a_row_together(config):
     reached = [90, 88, 90.5, 91, 88, 92.5, 92, 88, 91]
     for case, top1 in zip(cases, reached, strict=True):
         finish(case, top1=top1)
+    output.mkdir(exist_ok=True)
     write_tables(ablation.caption, settings, output)
     softmax, small, large = rows(output)
     assert [row["seeds"] for row in (softmax, small, large)] == ["3", "3", "3"]
@@ -368,13 +586,47 @@ def test_seeds_are_runs_of_their_own_and_a_row_together(config):
     assert small["top-1 difference 95 % half width"] == f"{4.303 / 3**0.5:.2f}"
     assert (large["top-1 difference"], large["top-1 difference std"]) == ("+0.33", "1.26")
     table = (output / "table.md").read_text()
-    assert "| 3 | 91.00 ± 1.00 |  |" in table
+    assert "\n\nAll rows: seeds = 3.\n\n" in table
+    assert "| 91.00 ± 1.00 |  |" in table
     assert "| 88.00 ± 0.00 | -3.00 ± 1.00 |" in table
     assert "| 91.33 ± 1.04 | +0.33 ± 1.26 (noise) |" in table
     assert "noise where the 95 % interval of Student's t" in table
     runs = read_csv(output / "runs.csv")
     assert [(run["directory"], float(run["top-1 (%)"])) for run in runs] == list(zip(names, reached, strict=True))
     assert [run["train.seed"] for run in runs] == [*"000111222"]
+
+
+def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
+    config.write_text(ABLATION[: ABLATION.index("runs:")])
+    ablation, settings = read_ablation(config, [], config.parent, ["python"])
+    caption, same, header, *_ = filter(None, markdown(ablation.caption, settings).split("\n"))
+    assert caption == "Windows"
+    assert same == "All rows: attention.position_bias = table."
+    columns = ["attention.window_size", "parameters (M)", "MACs (G)", "step (s)", "peak memory (MB)", "top-1 (%)"]
+    assert header == f"| {' | '.join(columns)} |"  # without a paper's, which gives none
+    assert "attention.position_bias" in tabulate(settings, for_programs)
+
+
+def test_a_papers_table_is_a_list_of_configurations_with_the_papers_figures(tmp_path):
+    path = Path(ablate.__file__).parent / "configs/ablation/eva_table2.yaml"
+    ablation, settings = read_ablation(path, [], tmp_path, ["python"])
+    assert settings[1].cases[0].directory == tmp_path / "deit_tiny_p8-performer"
+    assert settings[1].cases[0].command[2].endswith("/deit_tiny_p8/performer.yaml")
+    table = tabulate(settings[:2], for_programs)
+    assert table["base"] == ["deit_tiny_p8/softmax", "deit_tiny_p8/performer"]
+    assert [table[title][1] for title in ("MACs (G)", "paper: MACs (G)", "paper (%)")] == ["4.655", "4.9", "67.19"]
+    note = "deit_tiny_p8/performer, not as the paper prints it: 4.9 G is the cost of 96 features"
+    assert note in markdown(ablation.caption, settings[:2])
+
+
+def test_bases_are_changed_in_turn(config):
+    (config.parent / "other.yaml").write_text(BASE.replace("depth: 1", "depth: 2"))
+    config.write_text(ABLATION.replace("base: base.yaml", "bases: [base.yaml, other.yaml]"))
+    _, settings = read_ablation(config, [], config.parent, ["python"])
+    depths = [setting.cases[0].run.model["depth"] for setting in settings]
+    assert depths == [1, 1, 1, 2, 2, 2]
+    assert settings[3].cases[0].directory.name.endswith(f"-other,{NAMES[0]}")
+    assert [setting.paper and setting.paper.top1 for setting in settings] == [None, None, 77.16] * 2
 
 
 def test_a_row_shows_the_seeds_that_are_finished(config):
@@ -398,12 +650,107 @@ def test_without_seeds_the_table_says_what_one_run_is_worth(config):
     assert ONE_RUN in markdown(ablation.caption, settings)
 
 
+def grid_of_numbers(config: Path) -> list[Setting]:
+    """3 x 2 settings, of which the first has three seeds, the last none and each other one."""
+    config.write_text(
+        "base: base.yaml\nseeds: 3\ngrid:\n  attention.window_size: [4, 1, 2]\n  schedule.epochs: [10, 9]\n"
+    )
+    _, settings = read_ablation(config, [], config.parent, ["python"])
+    for number, setting in enumerate(settings[:-1]):
+        for case in setting.cases[: 3 if number == 0 else 1]:
+            finish(case, top1=90 + number, step_seconds=0.1 * abs(number - 2))
+    return settings
+
+
+def test_two_axes_of_numbers_make_a_heat_map(config):
+    settings = grid_of_numbers(config)
+    figure = draw_heat_map("Windows", settings)
+    axes = figure.axes[0]
+    assert (axes.get_ylabel(), axes.get_xlabel()) == ("attention.window_size", "schedule.epochs")
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "2", "4"]  # ascending, as is no list above
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["9", "10"]
+    texts = {text.get_position(): text.get_text() for text in axes.texts}
+    assert texts == {(1, 2): "90.00 ± 0.00", (0, 2): "91.00", (1, 0): "92.00", (0, 0): "93.00", (1, 1): "94.00"}
+    assert draw_heat_map("Windows", settings[:-1]) is None  # a combination is missing
+    assert draw_heat_map("Windows", settings[::2]) is None  # one axis
+
+
+def test_the_settings_that_no_other_beats_are_named(config):
+    """By step time: the third takes none, the fourth and fifth 0.1 s and 0.2 s more for a percent each."""
+    settings = grid_of_numbers(config)
+    by_macs, by_time, _ = draw_pareto("Windows", settings).axes
+    names = short_names(settings)
+    assert [text.get_text() for text in by_time.texts] == names[2:5]
+    assert [text.get_text() for text in by_macs.texts] == [names[3], names[4]]  # windows of 1 and 2 cost less than of 4
+    assert non_dominated([(1, 5), (1, 5), (1, 4), (2, 5), (2, 6)]) == [True, True, False, False, True]
+
+
+def test_curves_are_of_all_runs_finished_or_not(config):
+    settings = grid_of_numbers(config)
+    old, new, cut = (setting.cases[0].directory / "metrics.jsonl" for setting in settings[:3])
+    train = [{"kind": "train", "epoch": 1, "step": step, "step_seconds": 36} for step in (50, 100)]
+    evaluation = {"kind": "eval", "epoch": 1, "step": 100, "loss": 0.5}
+    old.write_text("".join(json.dumps(record) + "\n" for record in (*train, evaluation)))
+    new.write_text(json.dumps(evaluation | {"elapsed_seconds": 7200}) + "\n")
+    cut.write_text(json.dumps(evaluation) + '\n{"kind": "ev')
+    assert read_curve(old.parent) == [(1, 1.0, 0.5)]  # 100 steps of 36 seconds
+    assert read_curve(new.parent) == [(1, 2.0, 0.5)]
+    by_epoch, by_hours = draw_curves("Windows", settings).axes
+    assert len(by_epoch.lines) == len(by_hours.lines) == 3
+    assert read_curve(config.parent / "none") == []
+
+
+def test_the_json_has_every_final_record(config):
+    settings = grid_of_numbers(config)
+    rows = json.loads(to_json("Windows", settings))["rows"]
+    assert [row["name"] for row in rows] == short_names(settings)
+    assert rows[0]["changes"] == {"attention.window_size": "4", "schedule.epochs": "10"}
+    assert [record["top1"] for record in rows[0]["runs"].values()] == [90, 90, 90]
+    assert rows[-1]["runs"] == {}
+    assert rows[0]["macs"] == settings[0].costs.macs
+
+
+def test_a_sweep_that_is_stopped_shows_what_it_has(config, pictures, capfd):
+    announce(config)
+    stopping = f"raise SystemExit({STOPPED})"
+    arguments = [str(config), "--output", str(config.parent / "out"), "--launcher"]
+    _, settings = read_ablation(config, [], config.parent / "out", ["python"])
+    finish(settings[0].cases[0], top1=91.25)
+    with pytest.raises(SystemExit) as ended:
+        ablate.main([*arguments, shlex.join([sys.executable, "-c", stopping])])
+    assert ended.value.code == STOPPED
+    assert "| 91.25 |" in capfd.readouterr().out
+    for name in ("table", "pareto", "curves"):
+        assert (config.parent / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_search_covers_its_ranges_and_a_longer_one_goes_on(config):
+    """Of 16 points of a Sobol sequence each sixteenth of a range has one; numbers are whole between whole bounds."""
+    axes = {"a": {"range": [0.0, 1.6]}, "b": {"log_range": [1.0e-4, 1.0]}, "c": {"range": [1, 4]}, "d": ["x", "y"]}
+    settings = sample(axes, 16, seed=0)
+    assert sorted(int(10 * setting["a"]) for setting in settings) == list(range(16))
+    assert sorted(int(4 * math.log10(setting["b"]) + 16) for setting in settings) == list(range(16))
+    assert sorted(setting["c"] for setting in settings) == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
+    assert sorted(setting["d"] for setting in settings) == ["x"] * 8 + ["y"] * 8
+    assert sample(axes, 20, seed=0)[:16] == settings != sample(axes, 16, seed=1)
+    grid = "grid:\n  optim.lr: {log_range: [1.0e-4, 1.0e-2]}\n  attention.window_size: [1, 2]\n"
+    config.write_text(f"base: base.yaml\ntrials: 4\n{grid}")
+    _, settings = read_ablation(config, [], config.parent, ["python"])
+    assert len({setting.cases[0].run.optim.lr for setting in settings}) == 4
+
+
 def test_quantiles_are_those_of_students_t():
     for freedom in (1, 2, 3, 10, 30):
         t = torch.linspace(0, T_975[freedom - 1], 100_001, dtype=torch.float64)
         density = torch.distributions.StudentT(torch.tensor(float(freedom), dtype=torch.float64)).log_prob(t).exp()
         assert torch.trapezoid(density, t).item() == pytest.approx(0.475, abs=2e-5)
     assert len(T_975) == 30
+
+
+def test_what_a_run_did_not_measure_is_left_out():
+    """A run that is stopped after its last step, and resumed, times none."""
+    (measured,) = measure([{0: {"step_seconds": None}, 1: {"step_seconds": 0.5}, 2: {}}], "step_seconds")
+    assert (measured.values, measured.spread.n) == ({1: 0.5}, 1)
 
 
 def test_one_difference_is_never_clear():

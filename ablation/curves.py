@@ -1,0 +1,60 @@
+"""The validation loss of all runs of a sweep over time, finished or not."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+
+from ablation.sweep import Setting, short_names
+from engine.palette import line_style
+
+
+class Evaluation(NamedTuple):
+    """One of a run; `hours`: that the run had taken, without the time in which it was stopped."""
+
+    epoch: int
+    hours: float
+    loss: float
+
+
+def read_curve(directory: Path) -> list[Evaluation]:
+    """The evaluations of a run. Records of older runs have no time; their hours are those of training steps alone."""
+    path, evaluations, seconds, step = directory / "metrics.jsonl", [], 0.0, 0
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:  # cut off as it is written
+            break
+        if record["kind"] == "train":
+            seconds += record["step_seconds"] * (record["step"] - step)
+            step = record["step"]
+        if record["kind"] == "eval":
+            hours = record.get("elapsed_seconds", seconds) / 3600
+            evaluations.append(Evaluation(record["epoch"], hours, record["loss"]))
+    return evaluations
+
+
+def draw_curves(caption: str, settings: Sequence[Setting]) -> Figure:
+    """Validation loss against epochs and against hours, a line for each run, in the style of its setting."""
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    figure.suptitle(caption, parse_math=False)
+    by_epoch, by_hours = figure.subplots(1, 2, sharey=True)
+    by_epoch.set(xlabel="epoch", ylabel="validation loss", yscale="log")
+    by_hours.set(xlabel="hours")
+    for number, (name, setting) in enumerate(zip(short_names(settings), settings, strict=True)):
+        style = line_style(number) | {"linewidth": 1, "markersize": 3}
+        for case in setting.cases:
+            if curve := read_curve(case.directory):
+                epochs, hours, losses = zip(*curve, strict=True)
+                by_epoch.plot(epochs, losses, label=name, **style)
+                by_hours.plot(hours, losses, **style)
+                name = "_"  # in the legend once
+    for axes in (by_epoch, by_hours):
+        axes.grid(alpha=0.3)
+    if by_epoch.lines:
+        texts = figure.legend(loc="outside right upper", fontsize=8).get_texts()
+        for text in texts:
+            text.set_parse_math(False)
+    return figure
