@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import yaml
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -25,13 +24,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from attention import kernels
 from bench.costs import count_costs
 from engine.checkpoint import Checkpoints
-from engine.config import dump_run, find_config, load_run, refuse_bad_input
+from engine.config import find_config, load_run, refuse_bad_input
+from engine.console import ConsoleLog
 from engine.data import check_broken, check_workers, create_loaders, has_lost_workers, identify_data
 from engine.distill import create_criterion
 from engine.distributed import World, autocast, exchange, init_distributed, seed_everything, set_deterministic
 from engine.evaluate import evaluate_all
 from engine.failure import explain_failures
-from engine.files import lock_directory, write_atomically
+from engine.files import lock_directory
 from engine.finite import FiniteGuard, dump_step
 from engine.freeze import set_train_mode
 from engine.init import create_initial_model
@@ -49,13 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     difference = "what may differ: an option, processes, images, classes, train_files, val_files or teacher_weights"
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=f"{difference}; repeatable")
     args = parser.parse_intermixed_args(arguments)
-    with refuse_bad_input():
+    with ConsoleLog() as console, refuse_bad_input():
         run = load_run(args.config, args.overrides, int(os.environ.get("WORLD_SIZE", "1")))
         set_deterministic(run.train.deterministic)
         world = init_distributed(run.train.device, run.train.timeout_minutes)
         try:
             with explain_failures(run.train, world), ExitStack() as cleanup:
-                finished = Trainer(run, world, args.output, args.allow_change, cleanup).train()
+                trainer = Trainer(run, world, args.output, args.allow_change, cleanup)
+                console.keep(args.output)
+                finished = trainer.train()
         finally:
             world.destroy()
     if not finished:
@@ -127,12 +129,10 @@ class Trainer:
         self.network = self.world.average_gradients(self.model)
         dump = partial(dump_step, self.checkpoints, self.train_loader, self.stateful, progress)
         self.guard = FiniteGuard(self.options, progress, dump)
-        if self.world.is_primary:
-            write_atomically(self.output / "config.yaml", yaml.safe_dump(dump_run(run), sort_keys=False).encode())
         done = progress.epoch * self.sampler.updates_per_epoch + progress.images // self.options.total_batch_size
         total = progress.step + run.schedule.epochs * self.sampler.updates_per_epoch - done
-        self.report = Report(self.output if self.world.is_primary else None, run, progress, total, self.world.device)
-        self.cleanup.callback(self.report.close)
+        report = Report(self.output if self.world.is_primary else None, run, progress, total, self.world.device)
+        self.report = self.cleanup.enter_context(report)
         self.signals = self.cleanup.enter_context(SignalHandler())
         self.report.start(progress.epoch, processes=self.world.size, kernels=kernels.resolved(), **self.costs)
 
