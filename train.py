@@ -29,7 +29,7 @@ from engine.console import ConsoleLog
 from engine.data import check_broken, check_workers, create_loaders, has_lost_workers, identify_data
 from engine.distill import create_criterion
 from engine.distributed import World, autocast, exchange, init_distributed, seed_everything, set_deterministic
-from engine.evaluate import evaluate_all
+from engine.evaluate import evaluate_all, gather_all
 from engine.failure import explain_failures
 from engine.files import lock_directory
 from engine.finite import FiniteGuard, dump_step
@@ -129,8 +129,7 @@ class Trainer:
         self.network = self.world.average_gradients(self.model)
         dump = partial(dump_step, self.checkpoints, self.train_loader, self.stateful, progress)
         self.guard = FiniteGuard(self.options, progress, dump)
-        done = progress.epoch * self.sampler.updates_per_epoch + progress.images // self.options.total_batch_size
-        total = progress.step + run.schedule.epochs * self.sampler.updates_per_epoch - done
+        total = progress.total_steps(run, self.sampler.updates_per_epoch)
         report = Report(self.output if self.world.is_primary else None, run, progress, total, self.world.device)
         self.report = self.cleanup.enter_context(report)
         self.signals = self.cleanup.enter_context(SignalHandler())
@@ -157,13 +156,9 @@ class Trainer:
             is_logged = is_complete or (number + 1) % options.log_every == 0
             if is_logged and progress.num_summed:
                 self.guard.settle()
-                self.report.train(
-                    progress.epoch + 1,
-                    loss=progress.loss_sum / progress.num_summed,
-                    lr=max(group["lr"] for group in self.optimizer.param_groups),
-                    grad_norm=grad_norm.item(),
-                    broken=progress.broken,
-                )
+                values = {"loss": progress.loss_sum / progress.num_summed, "broken": progress.broken}
+                lr = max(group["lr"] for group in self.optimizer.param_groups)
+                self.report.train(progress.epoch + 1, **values, lr=lr, grad_norm=grad_norm.item())
                 progress.loss_sum, progress.num_summed = 0.0, 0
             if stopped or self.checkpoints.is_due(progress.step) or (is_complete and self.is_evaluated(progress.epoch)):
                 self.save()
@@ -178,7 +173,7 @@ class Trainer:
             images = images.to(self.world.device, memory_format=self.layout, non_blocking=True)
             images, targets = self.augment(images, targets.to(self.world.device, non_blocking=True))
             if self.progress.step == micro == 0:
-                self.report.images(images, self.run.data.mean, self.run.data.std)
+                self.report.images(images)
             yield images, targets
 
     def update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[float | None, Tensor, bool]:
@@ -223,7 +218,8 @@ class Trainer:
         if self.is_evaluated(progress.epoch):
             self.world.barrier()  # no rank begins an evaluation, which might fail, while the checkpoint is written
             models = {"": self.model} | ({"ema_": self.ema.module} if self.ema else {})
-            metrics = evaluate_all(models, self.val_loader, self.world, self.options.amp, self.signals.stop_requested)
+            rows, how = {}, (self.options.amp, self.signals.stop_requested)
+            metrics = evaluate_all(models, self.val_loader, self.world, *how, rows)
             if metrics is None:
                 return True
             progress.metrics = metrics
@@ -233,6 +229,8 @@ class Trainer:
         if epoch == self.run.schedule.epochs:
             self.report.final(**progress.metrics, **progress.best(), **self.costs)
         self.save()
+        if epoch == self.run.schedule.epochs:
+            self.report.predictions(gather_all(rows, self.val_loader, self.run, self.world))
         return False
 
     def is_evaluated(self, epoch: int) -> bool:

@@ -18,7 +18,6 @@ TOTALS = ("time", "elapsed_seconds", "gpu_hours", "images_seen")
 
 AVERAGES: Mapping[str, Callable[..., float]] = {
     "loss": fmean,
-    "grad_norm": fmean,
     "images_per_second": harmonic_mean,
     "step_seconds": fmean,
     "data_wait": fmean,
@@ -81,4 +80,4 @@ def epochs_csv(records: Iterable[Mapping[str, Any]]) -> bytes:
 
 def _section(column: str) -> int:
     """Evaluations last, also where the first epoch has none."""
-    return ("train_" in column) + 2 * column.startswith("eval_")
+    return column.startswith("train_") + 2 * column.startswith("eval_")

@@ -33,19 +33,17 @@ from typing import Any
 
 import torch
 import yaml
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
-from torchvision.utils import make_grid
 
 from attention import __version__
 from engine.bar import progress_bar
-from engine.config import dump_run, flatten
+from engine.charts import Charts
+from engine.config import dump_run
 from engine.console import CONSOLE, append_line
-from engine.data import per_channel
 from engine.errors import one_line
 from engine.files import write_atomically
 from engine.metrics import EPOCHS, METRICS, epochs_csv, is_until, read_records
 from engine.progress import Progress
+from engine.records import Records
 from engine.schema import Run
 from engine.waiting import DataWait
 
@@ -96,13 +94,12 @@ class Report:
         self.warned_input_bound = False
         if directory is not None:
             self.metrics = directory / METRICS
-            self._go_on(read_records(directory))
-            self.tensorboard = SummaryWriter(directory, purge_step=self.step + 1)
+            self.charts = Charts(directory, self._go_on(read_records(directory)), self.step)
             title, batch_size = self._title(progress.epoch + 1), run.train.total_batch_size
             self.bar = progress_bar(title, total_steps * batch_size, initial=self.step * batch_size)
 
-    def _go_on(self, records: list[dict[str, Any]]) -> None:
-        """Takes up `records` of earlier launches, and drops those that will be repeated."""
+    def _go_on(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Takes up `records` of earlier launches, drops those that will be repeated, and returns the others."""
         kept = [record for record in records if is_until(self.progress, record)]
         if self.metrics.exists():
             write_atomically(self.metrics, "".join(f"{json.dumps(record)}\n" for record in kept).encode())
@@ -110,6 +107,7 @@ class Report:
         self.spent = {name: spent.get(name, 0.0) for name in ("elapsed_seconds", "gpu_hours")}
         images, step = (last["images_seen"], last["step"]) if "images_seen" in last else (0, 0)
         self.images_seen = images + (self.step - step) * self.run.train.total_batch_size
+        return kept
 
     def __enter__(self) -> "Report":
         return self
@@ -131,17 +129,19 @@ class Report:
         config = yaml.safe_dump(dump_run(self.run), sort_keys=False)
         if self.directory is not None:
             write_atomically(self.directory / "config.yaml", config.encode())
-            self.tensorboard.add_text("config", f"```yaml\n{config}```", self.step)
+            self.charts.show_config(config, self.step)
         self.num_gpus = processes if self.device.type == "cuda" else 0
-        values |= {"processes": processes, "epochs": self.run.schedule.epochs, "total_steps": self.total_steps}
+        values |= {
+            "processes": processes,
+            "epochs": self.run.schedule.epochs,
+            "total_steps": self.total_steps,
+        }
         self._record("start", epoch, {**values, **provenance(self.device)})
 
-    def images(self, images: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        """Shows up to 64 training images (B, C, H, W), with the normalisation by `mean` and `std` undone."""
+    def images(self, images: torch.Tensor) -> None:
+        """Shows training images (B, C, H, W), as the model gets them."""
         if self.directory is not None:
-            mean, std = (torch.tensor(per_channel(x, images.shape[1]))[:, None, None] for x in (mean, std))
-            images = images[:64].float().cpu() * std + mean
-            self.tensorboard.add_image("train/images", make_grid(images.clamp(0, 1)), self.step)
+            self.charts.show_images(images, self.run.data, self.step)
 
     def begin_epoch(self, epoch: int) -> None:
         """Writes the table of the epochs before `epoch`, which counts from 1, and starts the clock of the next step, so
@@ -194,9 +194,12 @@ class Report:
         self._record("final", self.run.schedule.epochs, values)
         self._tabulate()
         if self.directory is not None:
-            options = {key: str(value) for key, value in flatten(dump_run(self.run)).items()}
-            for summary in hparams(options, {f"final/{name}": value for name, value in values.items()}):
-                self.tensorboard.file_writer.add_summary(summary, self.step)
+            self.charts.show_result(self.run, values, self.step)
+
+    def predictions(self, records: Mapping[str, Records]) -> None:
+        """Shows what the last evaluation has found of single images, by kind of weights."""
+        if self.directory is not None:
+            self.charts.show_predictions(records, self.step)
 
     def sync(self) -> None:
         """Waits until the records are on disk, so that no checkpoint outlives them."""
@@ -207,7 +210,7 @@ class Report:
     def close(self) -> None:
         """Closes files and progress bar."""
         if self.directory is not None:
-            self.tensorboard.close()
+            self.charts.close()
             self.bar.close()
 
     def _title(self, epoch: int) -> str:
@@ -243,10 +246,7 @@ class Report:
         record = {"kind": kind, "epoch": epoch, "step": self.step, **self._totals(), **values}
         with self.metrics.open("a") as file:
             file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
-        for name, value in values.items():
-            if kind not in ("start", "fail"):
-                self.tensorboard.add_scalar(f"{kind}/{name}", value, self.step)
-        self.tensorboard.flush()  # the process may be killed at any time
+        self.charts.add(kind, values, self.step, self.images_seen)
         if kind == "fail":  # the error is shown last
             return
         text = "  ".join(form.format(values[name]) for name, form in SHOWN.items() if name in values)

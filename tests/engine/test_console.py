@@ -9,7 +9,6 @@ import pytest
 from engine.bar import progress_bar
 from engine.console import ConsoleLog
 from tests.engine.test_report import record_run, terminal
-from tests.engine.test_train import start
 
 
 def test_it_has_what_is_printed_from_the_beginning(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -61,18 +60,3 @@ def test_on_a_terminal_it_has_the_lines_that_the_bar_stands_for(tmp_path: Path, 
     with terminal(80, monkeypatch):
         record_run(tmp_path)
     assert (tmp_path / "console.log").read_text().startswith("train  epoch 1/2  step 1/1  loss 2.5000  ")
-
-
-def test_a_run_keeps_its_console(tmp_path: Path, capsys: pytest.CaptureFixture):
-    """All of it, from the weights to the last line, which names the logs; a launch that is refused adds nothing."""
-    start(tmp_path, "train.freeze=[pos_embed]")
-    (printed, warned), path = capsys.readouterr(), tmp_path / "run/console.log"
-    text = path.read_text()
-    assert warned in text
-    assert text.replace(warned, "") == printed
-    assert printed.startswith("train.freeze: ")
-    last = f"logs of {tmp_path}/run: epochs.csv (a row per epoch), metrics.jsonl (all records), console.log; "
-    assert printed.splitlines()[-1].startswith(last)
-    with pytest.raises(SystemExit):
-        start(tmp_path, "train.freeze=[pos_embed]", "train.seed=1")
-    assert path.read_text() == text

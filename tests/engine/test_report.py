@@ -23,11 +23,13 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine.bar import progress_bar
+from engine.charts import Charts
 from engine.data import create_val_loader
 from engine.distributed import World
 from engine.evaluate import evaluate
 from engine.metrics import TOTALS
 from engine.progress import Progress
+from engine.records import Records
 from engine.report import Report, peak_memory_mb, provenance
 from engine.schema import Data, Run, Schedule, Train
 from tests.support.launcher import use_few_images
@@ -49,7 +51,7 @@ def record_run(directory: Path | None) -> None:
     report = Report(directory, RUN, Progress(), total_steps=1, device=CPU)
     report.start(0, processes=1, parameters=1234, macs=5678)
     mean, std = (torch.tensor(values)[:, None, None] for values in (RUN.data.mean, RUN.data.std))
-    report.images((IMAGES - mean) / std, RUN.data.mean, RUN.data.std)
+    report.images((IMAGES - mean) / std)
     report.begin_epoch(1)
     report.end_step()
     report.train(1, loss=2.5, lr=1e-3, grad_norm=math.inf)
@@ -278,11 +280,49 @@ def test_tensorboard(tmp_path: Path):
     scalars = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
     shown = {"train/loss": 2.5, "eval/top1": 50.0, "eval/top5": 90.0, "eval/loss": 1.5, "eval/ema_top1": 40.0}
     assert shown.items() <= scalars.items()
-    assert {"train/lr", "train/grad_norm", "train/images_per_second", "train/memory_mb"} <= scalars.keys()
+    assert {"train/lr", "train/grad_norm", "train/images_per_second", "train/data_wait"} <= scalars.keys()
+    constant = {"broken", "memory_mb", "images", "parameters", "macs", "processes"}
+    assert not constant.intersection(tag.partition("/")[2] for tag in scalars)
     assert b"total_batch_size: 8" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     hparams = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert b"attention.0.window_size" in hparams
-    assert "final/top1" in scalars
+    assert b"final.macs" in hparams
+    assert not any(tag.startswith("final") for tag in scalars)  # charts of a single dot
+    assert b"eval/top1" in events.summary_metadata["_hparams_/experiment"].plugin_data.content
+
+
+def test_tensorboard_by_images(tmp_path: Path):
+    """After a resumption too, at which TensorBoard drops all points from the step on, whatever its unit."""
+    for images in (0, 16):
+        report = launch(tmp_path, Progress(epoch=images // 16, step=images // 8))
+        report.begin_epoch(1)
+        for _ in range(2):
+            report.end_step()
+            report.train(1, loss=float(report.step), broken=0)
+        report.eval(1, {"top1": 1.0, "loss": float(report.step), "images": 5})
+        report.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    charts = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert charts["train/loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert charts["train_by_images/loss"] == [(8, 1.0), (16, 2.0), (24, 3.0), (32, 4.0)]
+    assert charts["eval_by_images/loss"] == [(16, 2.0), (32, 4.0)]
+    assert not [tag for tag in charts if tag.endswith(("images", "broken"))]
+
+
+def test_tensorboard_shows_predictions(tmp_path: Path):
+    """Pictures of the last evaluation: images across the data, and the confusion matrix, of both kinds of weights."""
+    found = Records(
+        images=[(np.full((1, 4, 4), 200, np.uint8), 0)] * 3, names=["cat", "dog"], index=torch.arange(3),
+        label=torch.tensor([0, 1, 1]), loss=torch.ones(3), classes=torch.tensor([[0, 1], [0, 1], [1, 0]]),
+        probability=torch.full((3, 2), 0.5),
+    )  # fmt: skip
+    charts = Charts(tmp_path, [], step=0)
+    charts.show_predictions({"plain": found, "ema": found}, step=9)
+    charts.close()
+    events = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload()
+    sizes = {tag: (events.Images(tag)[0].width, events.Images(tag)[0].height) for tag in events.Tags()["images"]}
+    assert sizes.keys() == {f"eval/{name}" for name in ("images", "confusion", "ema_images", "ema_confusion")}
+    assert all(width > 600 < 3 * height for width, height in sizes.values())
 
 
 def test_images_are_shown_as_they_look(tmp_path: Path):
@@ -298,7 +338,7 @@ def test_images_are_shown_as_they_look(tmp_path: Path):
 def test_grey_images_are_shown_as_they_look(tmp_path: Path):
     """With the normalisation that they have: the mean of the channels' means, 0.25, and of their deviations."""
     report = Report(tmp_path, RUN, Progress(), total_steps=1, device=CPU)
-    report.images((IMAGES[:, :1] - 0.25) / (1.75 / 3), RUN.data.mean, RUN.data.std)
+    report.images((IMAGES[:, :1] - 0.25) / (1.75 / 3))
     report.close()
     grid = EventAccumulator(str(tmp_path)).Reload().Images("train/images")[0]
     (tmp_path / "grid.png").write_bytes(grid.encoded_image_string)
