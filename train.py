@@ -39,6 +39,7 @@ from engine.optim import check_optimizer, create_optimizer, create_schedule
 from engine.report import Report
 from engine.schema import Run
 from engine.signals import STOPPED, SignalHandler
+from engine.trackers import check_trackers
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -75,6 +76,7 @@ class Trainer:
 
     def __init__(self, run: Run, world: World, output: Path, allowed: Sequence[str], cleanup: ExitStack):
         self.run, self.options, self.world, self.output, self.cleanup = run, run.train, world, output, cleanup
+        check_trackers(run.report)
         check_optimizer(run.optim, world.device)
         self.costs = count_costs(run.model, run.attention)._asdict()
         seed_everything(self.options.seed)  # without the rank: every rank makes the same initial weights

@@ -22,6 +22,7 @@ import statistics
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -45,6 +46,7 @@ from engine.metrics import EPOCHS, METRICS, epochs_csv, is_until, read_records
 from engine.progress import Progress
 from engine.records import Records
 from engine.schema import Run
+from engine.trackers import Launch, OpenTrackers
 from engine.waiting import DataWait
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow")
@@ -87,7 +89,7 @@ class Report:
     def __init__(self, directory: Path | None, run: Run, progress: Progress, total_steps: int, device: torch.device):
         self.directory, self.run, self.total_steps, self.device = directory, run, total_steps, device
         self.progress, self.step, self.num_gpus, self.began = progress, progress.step, 0, time.monotonic()
-        self.images_seen = 0
+        self.images_seen, self.run_id, self.trackers = 0, uuid.uuid4().hex, None
         self.step_seconds: list[float] = []
         self.num_recorded = 0
         self.wait = DataWait(device)
@@ -107,6 +109,7 @@ class Report:
         self.spent = {name: spent.get(name, 0.0) for name in ("elapsed_seconds", "gpu_hours")}
         images, step = (last["images_seen"], last["step"]) if "images_seen" in last else (0, 0)
         self.images_seen = images + (self.step - step) * self.run.train.total_batch_size
+        self.run_id = next((record["run_id"] for record in kept if "run_id" in record), self.run_id)
         return kept
 
     def __enter__(self) -> "Report":
@@ -119,6 +122,8 @@ class Report:
                 self._record("fail", epoch, {"reason": one_line(str(error).partition("\n")[0] or kind.__name__, 200)})
         elif epoch < self.run.schedule.epochs:
             self._record("stop", epoch, {})
+        if self.trackers is not None:
+            self.trackers.close(failed=error is not None)
         self.close()
         if error is None and self.directory is not None:
             files = f"{EPOCHS} (a row per epoch), {METRICS} (all records), {CONSOLE}"
@@ -130,8 +135,10 @@ class Report:
         if self.directory is not None:
             write_atomically(self.directory / "config.yaml", config.encode())
             self.charts.show_config(config, self.step)
+            self.trackers = OpenTrackers(Launch(self.run, self.directory, self.run_id))
         self.num_gpus = processes if self.device.type == "cuda" else 0
         values |= {
+            "run_id": self.run_id,
             "processes": processes,
             "epochs": self.run.schedule.epochs,
             "total_steps": self.total_steps,
@@ -246,6 +253,9 @@ class Report:
         record = {"kind": kind, "epoch": epoch, "step": self.step, **self._totals(), **values}
         with self.metrics.open("a") as file:
             file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
+        if self.trackers is not None and kind not in ("start", "stop", "fail"):
+            sent = {f"{kind}/{name}": value for name, value in values.items()} | {"epoch": epoch, **self._totals()}
+            self.trackers.log({name: value for name, value in sent.items() if _is_number(value)}, self.step)
         self.charts.add(kind, values, self.step, self.images_seen)
         if kind == "fail":  # the error is shown last
             return
@@ -297,6 +307,10 @@ def device_name(device: torch.device) -> str:
         if name := re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
             return name[1]
     return platform.processor() or "cpu"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _finite(value: Any) -> Any:
