@@ -17,7 +17,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import yaml
 from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -25,13 +24,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from attention import kernels
 from bench.costs import count_costs
 from engine.checkpoint import Checkpoints
-from engine.config import dump_run, find_config, load_run, refuse_bad_input
+from engine.config import find_config, load_run, refuse_bad_input
+from engine.console import ConsoleLog
 from engine.data import check_broken, check_workers, create_loaders, has_lost_workers, identify_data
 from engine.distill import create_criterion
 from engine.distributed import World, autocast, exchange, init_distributed, seed_everything, set_deterministic
-from engine.evaluate import evaluate_all
+from engine.evaluate import evaluate_all, gather_all
 from engine.failure import explain_failures
-from engine.files import lock_directory, write_atomically
+from engine.files import lock_directory
 from engine.finite import FiniteGuard, dump_step
 from engine.freeze import set_train_mode
 from engine.init import create_initial_model
@@ -39,6 +39,7 @@ from engine.optim import check_optimizer, create_optimizer, create_schedule
 from engine.report import Report
 from engine.schema import Run
 from engine.signals import STOPPED, SignalHandler
+from engine.trackers import check_trackers
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -49,13 +50,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     difference = "what may differ: an option, processes, images, classes, train_files, val_files or teacher_weights"
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=f"{difference}; repeatable")
     args = parser.parse_intermixed_args(arguments)
-    with refuse_bad_input():
+    with ConsoleLog() as console, refuse_bad_input():
         run = load_run(args.config, args.overrides, int(os.environ.get("WORLD_SIZE", "1")))
         set_deterministic(run.train.deterministic)
         world = init_distributed(run.train.device, run.train.timeout_minutes)
         try:
             with explain_failures(run.train, world), ExitStack() as cleanup:
-                finished = Trainer(run, world, args.output, args.allow_change, cleanup).train()
+                trainer = Trainer(run, world, args.output, args.allow_change, cleanup)
+                console.keep(args.output)
+                finished = trainer.train()
         finally:
             world.destroy()
     if not finished:
@@ -73,6 +76,7 @@ class Trainer:
 
     def __init__(self, run: Run, world: World, output: Path, allowed: Sequence[str], cleanup: ExitStack):
         self.run, self.options, self.world, self.output, self.cleanup = run, run.train, world, output, cleanup
+        check_trackers(run.report)
         check_optimizer(run.optim, world.device)
         self.costs = count_costs(run.model, run.attention)._asdict()
         seed_everything(self.options.seed)  # without the rank: every rank makes the same initial weights
@@ -127,12 +131,9 @@ class Trainer:
         self.network = self.world.average_gradients(self.model)
         dump = partial(dump_step, self.checkpoints, self.train_loader, self.stateful, progress)
         self.guard = FiniteGuard(self.options, progress, dump)
-        if self.world.is_primary:
-            write_atomically(self.output / "config.yaml", yaml.safe_dump(dump_run(run), sort_keys=False).encode())
-        done = progress.epoch * self.sampler.updates_per_epoch + progress.images // self.options.total_batch_size
-        total = progress.step + run.schedule.epochs * self.sampler.updates_per_epoch - done
-        self.report = Report(self.output if self.world.is_primary else None, run, progress, total, self.world.device)
-        self.cleanup.callback(self.report.close)
+        total = progress.total_steps(run, self.sampler.updates_per_epoch)
+        report = Report(self.output if self.world.is_primary else None, run, progress, total, self.world.device)
+        self.report = self.cleanup.enter_context(report)
         self.signals = self.cleanup.enter_context(SignalHandler())
         self.report.start(progress.epoch, processes=self.world.size, kernels=kernels.resolved(), **self.costs)
 
@@ -157,13 +158,9 @@ class Trainer:
             is_logged = is_complete or (number + 1) % options.log_every == 0
             if is_logged and progress.num_summed:
                 self.guard.settle()
-                self.report.train(
-                    progress.epoch + 1,
-                    loss=progress.loss_sum / progress.num_summed,
-                    lr=max(group["lr"] for group in self.optimizer.param_groups),
-                    grad_norm=grad_norm.item(),
-                    broken=progress.broken,
-                )
+                values = {"loss": progress.loss_sum / progress.num_summed, "broken": progress.broken}
+                lr = max(group["lr"] for group in self.optimizer.param_groups)
+                self.report.train(progress.epoch + 1, **values, lr=lr, grad_norm=grad_norm.item())
                 progress.loss_sum, progress.num_summed = 0.0, 0
             if stopped or self.checkpoints.is_due(progress.step) or (is_complete and self.is_evaluated(progress.epoch)):
                 self.save()
@@ -178,7 +175,7 @@ class Trainer:
             images = images.to(self.world.device, memory_format=self.layout, non_blocking=True)
             images, targets = self.augment(images, targets.to(self.world.device, non_blocking=True))
             if self.progress.step == micro == 0:
-                self.report.images(images, self.run.data.mean, self.run.data.std)
+                self.report.images(images)
             yield images, targets
 
     def update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[float | None, Tensor, bool]:
@@ -223,7 +220,8 @@ class Trainer:
         if self.is_evaluated(progress.epoch):
             self.world.barrier()  # no rank begins an evaluation, which might fail, while the checkpoint is written
             models = {"": self.model} | ({"ema_": self.ema.module} if self.ema else {})
-            metrics = evaluate_all(models, self.val_loader, self.world, self.options.amp, self.signals.stop_requested)
+            rows, how = {}, (self.options.amp, self.signals.stop_requested)
+            metrics = evaluate_all(models, self.val_loader, self.world, *how, rows)
             if metrics is None:
                 return True
             progress.metrics = metrics
@@ -233,6 +231,8 @@ class Trainer:
         if epoch == self.run.schedule.epochs:
             self.report.final(**progress.metrics, **progress.best(), **self.costs)
         self.save()
+        if epoch == self.run.schedule.epochs:
+            self.report.predictions(gather_all(rows, self.val_loader, self.run, self.world))
         return False
 
     def is_evaluated(self, epoch: int) -> bool:

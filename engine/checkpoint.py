@@ -57,6 +57,8 @@ RESUMABLE_OPTIONS = {
     "train.timeout_minutes",
     "train.max_skipped",
     "train.max_overflows",
+    "report.wandb",
+    "report.mlflow",
 }
 """Options that do not affect what is learned: a run may be resumed with other values."""
 

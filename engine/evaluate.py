@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.bar import progress_bar
-from engine.data import Loader, count_broken
+from engine.data import Loader, classes_of, count_broken, indices_read, show_images
 from engine.distributed import World, autocast
 from engine.images import BrokenImage
-from engine.records import TOP, record
+from engine.records import TOP, Records, gather_records, record
+from engine.schema import Run
 
 
 def evaluate_all(
@@ -21,21 +22,30 @@ def evaluate_all(
     world: World,
     amp: Literal["bf16", "fp16"] | None,
     stop_requested: Callable[[], bool] = lambda: False,
+    rows: dict[str, list[torch.Tensor]] | None = None,
 ) -> dict[str, float] | None:
     """`evaluate` of every model, its metrics named with the model's key as a prefix; None if it was stopped.
 
-    If broken images were left out, `broken` is their number.
+    If broken images were left out, `broken` is their number. Where `rows` are given, those of every model are added.
     """
     metrics = {}
     for prefix, model in models.items():
         world.copy_buffers(model)  # BatchNorm's averages and random features differ between ranks
-        found = evaluate(model, loader, world, amp, stop_requested)
+        own = None if rows is None else rows.setdefault(prefix, [])
+        found = evaluate(model, loader, world, amp, stop_requested, own)
         if found is None:
             return None
         metrics |= {f"{prefix}{name}": value for name, value in found.items()}
     if broken := count_broken(loader, math.inf, world):
         metrics["broken"] = broken
     return metrics
+
+
+def gather_all(rows: Mapping[str, list[torch.Tensor]], loader: Loader, run: Run, world: World) -> dict[str, Records]:
+    """Kind of weights -> the records of the `rows` that `evaluate_all` has found of it with `loader`."""
+    names, shown = classes_of(loader.dataset), show_images(loader.dataset, run)
+    kinds = {"": "plain", "ema_": "ema"}
+    return {kinds[key]: gather_records(found, indices_read(loader), shown, names, world) for key, found in rows.items()}
 
 
 @torch.no_grad()

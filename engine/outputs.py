@@ -123,7 +123,7 @@ def confusion_csv(records: AllRecords) -> bytes:
     )
 
 
-def confusion_picture(records: AllRecords, suffix: str) -> bytes:
+def confusion_picture(records: AllRecords, suffix: str = ".png") -> bytes:
     """The confusion matrix of each kind of weights, coloured by the share of the row's images.
 
     A cell has about 2 pixels at least, so that every one of 1,000,000 can be seen.
@@ -155,20 +155,35 @@ def _draw_confusion(axes: Axes, counts: np.ndarray, names: list[str]) -> None:
 
 
 def mistakes_picture(records: AllRecords) -> bytes:
-    """The images of each kind of weights that are taken for another class, those of the highest loss first.
-
-    Above each stand its class, what it is taken for, and the probability of that.
-    """
+    """The images of each kind of weights that are taken for another class, those of the highest loss first."""
     wrong = {kind: _list_mistakes(found) for kind, found in records.items()}
-    num_rows = min(GRID, max([1, *(math.ceil(len(rows) / GRID) for rows in wrong.values())]))
+    worst = {kind: rows[: GRID**2] for kind, rows in wrong.items()}
+    titles = {kind: f"the worst {len(worst[kind])} of {len(rows):,} mistakes" for kind, rows in wrong.items()}
+    return _images_picture(records, worst, titles)
+
+
+def samples_picture(records: AllRecords) -> bytes:
+    """Images from the whole of the data, evenly spaced, with what each kind of weights takes them for."""
+    rows = {}
+    for kind, found in records.items():
+        count = min(GRID**2, len(found.label))
+        rows[kind] = [i * len(found.label) // count for i in range(count)]
+    return _images_picture(records, rows, dict.fromkeys(rows, "class → predicted, and its probability"))
+
+
+def _images_picture(records: AllRecords, rows: Mapping[str, list[int]], titles: Mapping[str, str]) -> bytes:
+    """The images in `rows`, at most GRID x GRID of each kind of weights.
+
+    Above each stand its class, what it is taken for, and the probability of that, green where it is right.
+    """
+    num_rows = max([1, *(math.ceil(len(chosen) / GRID) for chosen in rows.values())])
     figure = Figure((len(records) * GRID * 1.7, num_rows * 1.9 + 0.5), layout="constrained")
-    for part, (kind, rows) in zip(figure.subfigures(1, len(records), squeeze=False)[0], wrong.items(), strict=True):
-        worst = rows[: GRID**2]
-        part.suptitle(f"{kind} weights: the worst {len(worst)} of {len(rows):,} mistakes")
+    for part, (kind, chosen) in zip(figure.subfigures(1, len(records), squeeze=False)[0], rows.items(), strict=True):
+        part.suptitle(f"{kind} weights: {titles[kind]}")
         for number, axes in enumerate(part.subplots(num_rows, GRID, squeeze=False).flat):
             axes.set_axis_off()
-            if number < len(worst):
-                _draw_mistake(axes, records[kind], worst[number])
+            if number < len(chosen):
+                _draw_image(axes, records[kind], chosen[number])
     return encode(figure, ".png")
 
 
@@ -178,12 +193,13 @@ def _list_mistakes(found: Records) -> list[int]:
     return wrong[found.loss[wrong].argsort(descending=True, stable=True)].tolist()
 
 
-def _draw_mistake(axes: Axes, found: Records, row: int) -> None:
+def _draw_image(axes: Axes, found: Records, row: int) -> None:
     pixels, _ = found.images[found.index[row].item()]
     axes.imshow(np.asarray(pixels).transpose(1, 2, 0), cmap="gray", vmin=0, vmax=255)  # grey levels have one channel
     label, predicted = (one_line(found.names[x[row]], 14) for x in (found.label, found.predicted))
     title = f"{label} → {predicted}\n{found.probability[row, 0]:.3f}"
-    axes.set_title(title, fontsize=8, parse_math=False)
+    color = "green" if found.predicted[row] == found.label[row] else "black"
+    axes.set_title(title, fontsize=8, color=color, parse_math=False)
 
 
 def encode(figure: Figure, suffix: str = ".png") -> bytes:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from attention.options import parse_options
+from engine.schema import Run
 
 
 @dataclass
@@ -30,6 +31,11 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     ranking: list[list] = field(default_factory=list)
     ema_ranking: list[list] = field(default_factory=list)
+
+    def total_steps(self, run: Run, updates_per_epoch: int) -> int:
+        """The updates of the whole run: those done, and those that are left of its epochs."""
+        done = self.epoch * updates_per_epoch + self.images // run.train.total_batch_size
+        return self.step + run.schedule.epochs * updates_per_epoch - done
 
     def rank(self, epoch: int, keep: int) -> None:
         """Ranks `epoch` by its `metrics`, and forgets all but the `keep` best of each kind of weights."""

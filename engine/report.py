@@ -1,16 +1,14 @@
-"""The records of a run: console, `metrics.jsonl` and TensorBoard, written by the primary rank only.
+"""The records of a run: console, `metrics.jsonl`, `epochs.csv` and TensorBoard, written by the primary rank only.
 
-`metrics.jsonl` holds one JSON object per line: its kind, the epoch and step at which it was made, and values:
+`metrics.jsonl` holds one JSON object per line: its kind, the epoch and step at which it was made, what the run has
+taken until then (`engine.metrics.TOTALS`), and values. docs/logs.md says what each means.
 
-start   at every start and resumption: command, version, git revision, package versions, device, processes, parameters,
-        macs
-train   every `log_every` updates: loss, lr, grad_norm, images_per_second, step_seconds, memory_mb; data_wait: percent
-        of the time spent waiting for batches; broken: images left out so far in the epoch, over all ranks
-skip    when an update was skipped because it was not finite: num_skipped, of the run
-eval    at every evaluation: top1, top5, loss; with a weight average ema_top1, ema_top5, ema_loss; broken: images that
-        were left out, if any
-final   at the end: last evaluation; best_top1, best_ema_top1, parameters, macs, images_per_second, step_seconds
-        (median), memory_mb
+start   at every start and resumption
+train   every `log_every` updates: means over the updates since the last
+skip    when an update was skipped because it was not finite
+eval    at every evaluation
+final   at the end
+stop    a signal has stopped the run; fail: an error has ended it
 """
 
 import json
@@ -24,32 +22,36 @@ import statistics
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Mapping
 from contextlib import suppress
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
 import yaml
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
-from torchvision.utils import make_grid
 
 from attention import __version__
 from engine.bar import progress_bar
-from engine.config import dump_run, flatten
-from engine.data import per_channel
+from engine.charts import Charts
+from engine.config import dump_run
+from engine.console import CONSOLE, append_line
+from engine.errors import one_line
 from engine.files import write_atomically
+from engine.metrics import EPOCHS, METRICS, epochs_csv, is_until, read_records
 from engine.progress import Progress
+from engine.records import Records
 from engine.schema import Run
+from engine.trackers import Launch, OpenTrackers
 from engine.waiting import DataWait
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow")
 
-CONSOLE = {
+SHOWN = {
     "top1": "top-1 {:.2f} %",
     "top5": "top-5 {:.2f} %",
     "loss": "loss {:.4f}",
@@ -75,46 +77,83 @@ epoch, in which the loader's workers start, does not count."""
 
 
 class Report:
-    """Writes the records of a run.
+    """Writes the records of a run; as a context also how it ends.
 
     Args:
         directory: of the run; None: record nothing (ranks other than the primary).
-        progress: where the run starts; later records of an interrupted run are dropped, as they will be repeated.
+        progress: of the run, which goes on from there; later records of an interrupted run are dropped, as they will be
+            repeated, but the time that they took counts.
         total_steps: updates of the whole run. device: its peak memory is recorded.
     """
 
     def __init__(self, directory: Path | None, run: Run, progress: Progress, total_steps: int, device: torch.device):
         self.directory, self.run, self.total_steps, self.device = directory, run, total_steps, device
-        self.step = progress.step
+        self.progress, self.step, self.num_gpus, self.began = progress, progress.step, 0, time.monotonic()
+        self.images_seen, self.run_id, self.trackers = 0, uuid.uuid4().hex, None
         self.step_seconds: list[float] = []
         self.num_recorded = 0
         self.wait = DataWait(device)
         self.warned_input_bound = False
         if directory is not None:
-            self.metrics = directory / "metrics.jsonl"
-            if self.metrics.exists():
-                lines = self.metrics.read_text().splitlines(keepends=True)
-                write_atomically(self.metrics, "".join(line for line in lines if _is_until(progress, line)).encode())
-            self.tensorboard = SummaryWriter(directory, purge_step=self.step + 1)
+            self.metrics = directory / METRICS
+            self.charts = Charts(directory, self._go_on(read_records(directory)), self.step)
             title, batch_size = self._title(progress.epoch + 1), run.train.total_batch_size
             self.bar = progress_bar(title, total_steps * batch_size, initial=self.step * batch_size)
 
-    def start(self, epoch: int, **values: Any) -> None:
-        """Records how the run starts, or resumes after `epoch` epochs."""
-        self._record("start", epoch, {**values, **provenance(self.device)})
-        if self.directory is not None:
-            text = yaml.safe_dump(dump_run(self.run), sort_keys=False)
-            self.tensorboard.add_text("config", f"```yaml\n{text}```", self.step)
+    def _go_on(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Takes up `records` of earlier launches, drops those that will be repeated, and returns the others."""
+        kept = [record for record in records if is_until(self.progress, record)]
+        if self.metrics.exists():
+            write_atomically(self.metrics, "".join(f"{json.dumps(record)}\n" for record in kept).encode())
+        last, spent = (found[-1] if found else {} for found in (kept, records))
+        self.spent = {name: spent.get(name, 0.0) for name in ("elapsed_seconds", "gpu_hours")}
+        images, step = (last["images_seen"], last["step"]) if "images_seen" in last else (0, 0)
+        self.images_seen = images + (self.step - step) * self.run.train.total_batch_size
+        self.run_id = next((record["run_id"] for record in kept if "run_id" in record), self.run_id)
+        return kept
 
-    def images(self, images: torch.Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> None:
-        """Shows up to 64 training images (B, C, H, W), with the normalisation by `mean` and `std` undone."""
+    def __enter__(self) -> "Report":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        epoch = self.progress.epoch
+        if error is not None:
+            with suppress(OSError):  # perhaps the very one
+                self._record("fail", epoch, {"reason": one_line(str(error).partition("\n")[0] or kind.__name__, 200)})
+        elif epoch < self.run.schedule.epochs:
+            self._record("stop", epoch, {})
+        if self.trackers is not None:
+            self.trackers.close(failed=error is not None)
+        self.close()
+        if error is None and self.directory is not None:
+            files = f"{EPOCHS} (a row per epoch), {METRICS} (all records), {CONSOLE}"
+            print(f"logs of {self.directory}: {files}; tensorboard --logdir {self.directory}", flush=True)
+
+    def start(self, epoch: int, processes: int, **values: Any) -> None:
+        """Records how the run starts, or resumes after `epoch` epochs, and its configuration."""
+        config = yaml.safe_dump(dump_run(self.run), sort_keys=False)
         if self.directory is not None:
-            mean, std = (torch.tensor(per_channel(x, images.shape[1]))[:, None, None] for x in (mean, std))
-            images = images[:64].float().cpu() * std + mean
-            self.tensorboard.add_image("train/images", make_grid(images.clamp(0, 1)), self.step)
+            write_atomically(self.directory / "config.yaml", config.encode())
+            self.charts.show_config(config, self.step)
+            self.trackers = OpenTrackers(Launch(self.run, self.directory, self.run_id))
+        self.num_gpus = processes if self.device.type == "cuda" else 0
+        values |= {
+            "run_id": self.run_id,
+            "processes": processes,
+            "epochs": self.run.schedule.epochs,
+            "total_steps": self.total_steps,
+        }
+        self._record("start", epoch, {**values, **provenance(self.device)})
+
+    def images(self, images: torch.Tensor) -> None:
+        """Shows training images (B, C, H, W), as the model gets them."""
+        if self.directory is not None:
+            self.charts.show_images(images, self.run.data, self.step)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Starts the clock of the next step, so that evaluation and checkpoints do not count; `epoch` counts from 1."""
+        """Writes the table of the epochs before `epoch`, which counts from 1, and starts the clock of the next step, so
+        that evaluation and checkpoints do not count."""
+        self._tabulate(epoch)
         self.step_began = time.perf_counter()
         self.workers_start = True
         if self.directory is not None:
@@ -127,6 +166,7 @@ class Report:
         self.step_seconds.append(now - self.step_began)
         self.step_began = now
         self.step += 1
+        self.images_seen += self.run.train.total_batch_size
         if self.directory is not None:
             self.bar.update(self.run.train.total_batch_size)
 
@@ -159,10 +199,14 @@ class Report:
         seconds = self.step_seconds or [math.nan]  # a run that was stopped after its last update has none
         values |= self._speed(statistics.median(seconds))
         self._record("final", self.run.schedule.epochs, values)
+        self._tabulate()
         if self.directory is not None:
-            options = {key: str(value) for key, value in flatten(dump_run(self.run)).items()}
-            for summary in hparams(options, {f"final/{name}": value for name, value in values.items()}):
-                self.tensorboard.file_writer.add_summary(summary, self.step)
+            self.charts.show_result(self.run, values, self.step)
+
+    def predictions(self, records: Mapping[str, Records]) -> None:
+        """Shows what the last evaluation has found of single images, by kind of weights."""
+        if self.directory is not None:
+            self.charts.show_predictions(records, self.step)
 
     def sync(self) -> None:
         """Waits until the records are on disk, so that no checkpoint outlives them."""
@@ -173,7 +217,7 @@ class Report:
     def close(self) -> None:
         """Closes files and progress bar."""
         if self.directory is not None:
-            self.tensorboard.close()
+            self.charts.close()
             self.bar.close()
 
     def _title(self, epoch: int) -> str:
@@ -186,26 +230,45 @@ class Report:
             "memory_mb": peak_memory_mb(self.device),
         }
 
+    def _tabulate(self, before: float = math.inf) -> None:
+        """Writes the table of the epochs before `before`."""
+        if self.directory is not None:
+            records = (record for record in read_records(self.directory) if record["epoch"] < before)
+            write_atomically(self.directory / EPOCHS, epochs_csv(records))
+
+    def _totals(self) -> dict[str, Any]:
+        """What the run has taken until now."""
+        seconds = time.monotonic() - self.began
+        gpu_hours = self.spent["gpu_hours"] + self.num_gpus * seconds / 3600
+        return {
+            "time": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",
+            "elapsed_seconds": round(self.spent["elapsed_seconds"] + seconds, 3),
+            **({"gpu_hours": round(gpu_hours, 6)} if gpu_hours else {}),
+            "images_seen": self.images_seen,
+        }
+
     def _record(self, kind: str, epoch: int, values: Mapping[str, Any]) -> None:
         if self.directory is None:
             return
-        record = {"kind": kind, "epoch": epoch, "step": self.step, **values}
+        record = {"kind": kind, "epoch": epoch, "step": self.step, **self._totals(), **values}
         with self.metrics.open("a") as file:
             file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
-        for name, value in values.items():
-            if kind != "start":
-                self.tensorboard.add_scalar(f"{kind}/{name}", value, self.step)
-        self.tensorboard.flush()  # the process may be killed at any time
-        text = "  ".join(form.format(values[name]) for name, form in CONSOLE.items() if name in values)
-        if kind == "train" and not self.bar.disable:
-            self.bar.set_postfix_str(CONSOLE["loss"].format(values["loss"]))
+        if self.trackers is not None and kind not in ("start", "stop", "fail"):
+            sent = {f"{kind}/{name}": value for name, value in values.items()} | {"epoch": epoch, **self._totals()}
+            self.trackers.log({name: value for name, value in sent.items() if _is_number(value)}, self.step)
+        self.charts.add(kind, values, self.step, self.images_seen)
+        if kind == "fail":  # the error is shown last
             return
+        text = "  ".join(form.format(values[name]) for name, form in SHOWN.items() if name in values)
         if kind == "train":
             seconds = (self.total_steps - self.step) * values["step_seconds"]
             text += f"  ETA {timedelta(seconds=round(seconds))}"
-        self.bar.write(
-            f"{kind:5}  epoch {epoch}/{self.run.schedule.epochs}  step {self.step}/{self.total_steps}  {text}"
-        )
+        line = f"{kind:5}  epoch {epoch}/{self.run.schedule.epochs}  step {self.step}/{self.total_steps}  {text}"
+        if kind == "train" and not self.bar.disable:
+            self.bar.set_postfix_str(SHOWN["loss"].format(values["loss"]))
+            append_line(self.directory, line)
+        else:
+            self.bar.write(line)
 
 
 def peak_memory_mb(device: torch.device) -> float:
@@ -246,14 +309,8 @@ def device_name(device: torch.device) -> str:
     return platform.processor() or "cpu"
 
 
-def _is_until(progress: Progress, line: str) -> bool:
-    """Whether `line` is a complete record, made no later than `progress`; an evaluation, in a finished epoch."""
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError:
-        return False
-    is_evaluated = record["kind"] not in ("eval", "final") or record["epoch"] <= progress.epoch
-    return record["step"] <= progress.step and is_evaluated
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _finite(value: Any) -> Any:

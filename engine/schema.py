@@ -183,6 +183,14 @@ class Train:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trackers:
+    """Where records go besides the run directory."""
+
+    wandb: str | None = option(None, "Weights & Biases: project; needs the extra wandb; null: none")
+    mlflow: str | None = option(None, "MLflow: experiment; needs the extra mlflow; null: none")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """One training run."""
 
@@ -195,6 +203,7 @@ class Run:
     optim: Optim = field(default_factory=Optim)
     schedule: Schedule = field(default_factory=Schedule)
     train: Train = field(default_factory=Train)
+    report: Trackers = field(default_factory=Trackers)
 
 
 def check_run(run: Run, world_size: int = 1) -> None:

@@ -7,6 +7,14 @@ import pytest
 from tests.support.launcher import ForkServer
 
 
+@pytest.fixture(scope="session", autouse=True)
+def without_pictures() -> Iterator[None]:
+    """Runs draw no predictions, which takes seconds; tests/engine/test_report.py does."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("engine.report.Report.predictions", lambda report, records: None)
+        yield
+
+
 @pytest.fixture(scope="session")
 def fork_server() -> Iterator[ForkServer]:
     server = ForkServer()

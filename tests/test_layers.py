@@ -13,12 +13,14 @@ ROOT = Path(__file__).parents[1]
 SCRIPTS = {path.stem for path in ROOT.glob("*.py")}
 CONTRACT = {"attention.base", "attention.costs", "attention.options", "attention.window_options"}
 EXPORT = {"onnxruntime", "onnxscript"}
+TRACKERS = {"mlflow", "wandb"}
 LIBRARIES = {
     "attention": {"torch", "triton"},
     "models": {"torch", "timm"},
     "engine": {
         *("torch", "torchvision", "torchmetrics", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "safetensors"),
         *EXPORT,
+        *TRACKERS,
     },
     "bench": {"torch", "torchvision", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "triton"},
     "analysis": {"torch", "timm", "yaml", "matplotlib", "tqdm"},

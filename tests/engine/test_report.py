@@ -1,5 +1,6 @@
 """The records of a run: console, metrics.jsonl and TensorBoard, by the primary rank alone."""
 
+import csv
 import fcntl
 import json
 import math
@@ -11,6 +12,7 @@ import sys
 import termios
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,10 +23,13 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from engine.bar import progress_bar
+from engine.charts import Charts
 from engine.data import create_val_loader
 from engine.distributed import World
 from engine.evaluate import evaluate
+from engine.metrics import TOTALS
 from engine.progress import Progress
+from engine.records import Records
 from engine.report import Report, peak_memory_mb, provenance
 from engine.schema import Data, Run, Schedule, Train
 from tests.support.launcher import use_few_images
@@ -46,7 +51,7 @@ def record_run(directory: Path | None) -> None:
     report = Report(directory, RUN, Progress(), total_steps=1, device=CPU)
     report.start(0, processes=1, parameters=1234, macs=5678)
     mean, std = (torch.tensor(values)[:, None, None] for values in (RUN.data.mean, RUN.data.std))
-    report.images((IMAGES - mean) / std, RUN.data.mean, RUN.data.std)
+    report.images((IMAGES - mean) / std)
     report.begin_epoch(1)
     report.end_step()
     report.train(1, loss=2.5, lr=1e-3, grad_norm=math.inf)
@@ -68,12 +73,133 @@ def test_records(tmp_path: Path):
     assert start["torch"] == torch.__version__.partition("+")[0]
     assert {"kind": "train", "epoch": 1, "step": 1, "loss": 2.5, "lr": 1e-3, "grad_norm": None}.items() <= train.items()
     assert train["images_per_second"] == pytest.approx(8 / train["step_seconds"])
-    assert evaluation == {
+    assert {name: value for name, value in evaluation.items() if name not in TOTALS} == {
         "kind": "eval", "epoch": 1, "step": 1, "top1": 50.0, "top5": 90.0, "loss": 1.5, "ema_top1": 40.0
     }  # fmt: skip
     assert final["kind"] == "final"
     assert final["step_seconds"] == train["step_seconds"]
     assert 50 < final["memory_mb"] < 100_000
+
+
+class Clock:
+    """Takes the place of `time.monotonic` in reports."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 1000.0
+        monkeypatch.setattr("engine.report.time.monotonic", lambda: self.now)
+
+
+def launch(directory: Path, progress: Progress, device: torch.device = CPU) -> Report:
+    """A report of a run of two epochs of two updates, of which nothing is drawn."""
+    report = Report(directory, RUN, progress, total_steps=4, device=device)
+    report.start(progress.epoch, processes=4)
+    return report
+
+
+def make_step(report: Report, clock: Clock, seconds: float) -> None:
+    clock.now += seconds
+    report.end_step()
+    report.train(1 + (report.step - 1) // 2, loss=2.0)
+
+
+def test_totals_go_on_after_stops_and_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Stops do not count; work that a kill has lost does, as it has been paid for, but its images are counted once."""
+    clock, cuda = Clock(monkeypatch), torch.device("cuda")
+    monkeypatch.setattr("engine.report.DataWait._now", lambda self: 0.0)
+    monkeypatch.setattr("engine.report.DataWait.seconds", lambda self: 0.0)
+    monkeypatch.setattr("engine.report.device_name", lambda device: "a GPU")
+    progress = Progress()
+    with launch(tmp_path, progress, cuda) as report:
+        report.begin_epoch(1)
+        make_step(report, clock, 9.0)
+        progress.step = 1
+    clock.now += 1e6  # stopped
+    report = launch(tmp_path, Progress(step=1), cuda)
+    report.begin_epoch(1)
+    make_step(report, clock, 18.0)
+    make_step(report, clock, 9.0)
+    report.close()  # killed, and the last checkpoint is that of step 2
+    clock.now += 1e6
+    report = launch(tmp_path, Progress(step=2, epoch=1), cuda)
+    report.begin_epoch(2)
+    make_step(report, clock, 9.0)
+    report.close()
+
+    found = records(tmp_path)
+    assert [record["kind"] for record in found] == ["start", "train", "stop", "start", "train", "start", "train"]
+    assert [record["images_seen"] for record in found] == [0, 8, 8, 8, 16, 16, 24]
+    assert [record["elapsed_seconds"] for record in found] == [0, 9, 9, 9, 27, 36, 45]
+    assert [record.get("gpu_hours", 0) for record in found] == [0, 0.01, 0.01, 0.01, 0.03, 0.04, 0.05]
+    assert (found[0]["epochs"], found[0]["total_steps"]) == (2, 4)
+    for record in found:
+        assert abs(datetime.now(UTC) - datetime.fromisoformat(f"{record['time']}+00:00")) < timedelta(minutes=5)
+
+
+def test_a_run_directory_of_an_earlier_version_goes_on(tmp_path: Path):
+    """Its records have no totals: images are known from the steps, time counts from now on."""
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "epoch": 1, "step": 2, "loss": 3.0}\n')
+    launch(tmp_path, Progress(epoch=1, step=2)).close()
+    old, start = records(tmp_path)
+    assert old == {"kind": "train", "epoch": 1, "step": 2, "loss": 3.0}
+    assert (start["images_seen"], start["elapsed_seconds"] < 60, "gpu_hours" in start) == (16, True, False)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "reason"),
+    [
+        (None, "stop", None),
+        (FloatingPointError("step 3: the loss is not finite\nmore"), "fail", "step 3: the loss is not finite"),
+        (KeyboardInterrupt(), "fail", "KeyboardInterrupt"),
+    ],
+)
+def test_the_last_record_says_how_a_launch_ended(tmp_path: Path, capsys: pytest.CaptureFixture, error, kind, reason):
+    with suppress(FloatingPointError, KeyboardInterrupt), launch(tmp_path, Progress(epoch=1, step=2)):
+        if error is not None:
+            raise error
+    last = records(tmp_path)[-1]
+    assert (last["kind"], last["epoch"], last["step"], last.get("reason")) == (kind, 1, 2, reason)
+    names_files = capsys.readouterr().out.splitlines()[-1].startswith(f"logs of {tmp_path}: epochs.csv ")
+    assert names_files == (error is None)  # the error is the last line of a launch that fails
+
+
+def test_a_full_disk_does_not_hide_the_error(tmp_path: Path):
+    report = launch(tmp_path, Progress())
+    report.metrics = Path("/dev/full")
+    with pytest.raises(OSError, match="No space left"), report:
+        report.skip(1, 1)
+
+
+def test_epochs_are_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Means over the updates of an epoch, whatever number a record covers; also an epoch without an evaluation."""
+    clock = Clock(monkeypatch)
+    report = launch(tmp_path, Progress())
+    monkeypatch.setattr("engine.report.time.perf_counter", lambda: clock.now)
+    report.begin_epoch(1)
+    clock.now += 2.0
+    report.end_step()
+    clock.now += 2.0
+    report.end_step()
+    report.train(1, loss=4.0, lr=0.1, grad_norm=math.inf)
+    clock.now += 1.0
+    report.end_step()
+    report.train(1, loss=1.0, lr=0.2, grad_norm=0.5)
+    report.begin_epoch(2)
+    with (tmp_path / "epochs.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    numbers = {name: float(value) for name, value in row.items() if name not in ("time", "train_memory_mb")}
+    assert numbers == pytest.approx({
+        "epoch": 1, "step": 3, "elapsed_seconds": 5.0, "images_seen": 24, "train_loss": 3.0, "train_lr": 0.2,
+        "train_grad_norm": 0.5, "train_step_seconds": 5 / 3, "train_images_per_second": 4.8, "train_data_wait": 0.0,
+    })  # fmt: skip
+    clock.now += 3.0
+    report.eval(2, {"top1": 50.0})
+    report.final(top1=50.0)
+    report.close()
+    with (tmp_path / "epochs.csv").open(newline="") as file:
+        first, second = csv.DictReader(file)
+    assert first == row | {"eval_top1": ""}
+    assert (second["epoch"], second["eval_top1"], second["elapsed_seconds"]) == ("2", "50.0", "8.0")
+    assert [*second][:6] == ["epoch", "step", "time", "elapsed_seconds", "images_seen", "train_loss"]
 
 
 def test_console(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -154,11 +280,49 @@ def test_tensorboard(tmp_path: Path):
     scalars = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
     shown = {"train/loss": 2.5, "eval/top1": 50.0, "eval/top5": 90.0, "eval/loss": 1.5, "eval/ema_top1": 40.0}
     assert shown.items() <= scalars.items()
-    assert {"train/lr", "train/grad_norm", "train/images_per_second", "train/memory_mb"} <= scalars.keys()
+    assert {"train/lr", "train/grad_norm", "train/images_per_second", "train/data_wait"} <= scalars.keys()
+    constant = {"broken", "memory_mb", "images", "parameters", "macs", "processes"}
+    assert not constant.intersection(tag.partition("/")[2] for tag in scalars)
     assert b"total_batch_size: 8" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
     hparams = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
     assert b"attention.0.window_size" in hparams
-    assert "final/top1" in scalars
+    assert b"final.macs" in hparams
+    assert not any(tag.startswith("final") for tag in scalars)  # charts of a single dot
+    assert b"eval/top1" in events.summary_metadata["_hparams_/experiment"].plugin_data.content
+
+
+def test_tensorboard_by_images(tmp_path: Path):
+    """After a resumption too, at which TensorBoard drops all points from the step on, whatever its unit."""
+    for images in (0, 16):
+        report = launch(tmp_path, Progress(epoch=images // 16, step=images // 8))
+        report.begin_epoch(1)
+        for _ in range(2):
+            report.end_step()
+            report.train(1, loss=float(report.step), broken=0)
+        report.eval(1, {"top1": 1.0, "loss": float(report.step), "images": 5})
+        report.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    charts = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert charts["train/loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert charts["train_by_images/loss"] == [(8, 1.0), (16, 2.0), (24, 3.0), (32, 4.0)]
+    assert charts["eval_by_images/loss"] == [(16, 2.0), (32, 4.0)]
+    assert not [tag for tag in charts if tag.endswith(("images", "broken"))]
+
+
+def test_tensorboard_shows_predictions(tmp_path: Path):
+    """Pictures of the last evaluation: images across the data, and the confusion matrix, of both kinds of weights."""
+    found = Records(
+        images=[(np.full((1, 4, 4), 200, np.uint8), 0)] * 3, names=["cat", "dog"], index=torch.arange(3),
+        label=torch.tensor([0, 1, 1]), loss=torch.ones(3), classes=torch.tensor([[0, 1], [0, 1], [1, 0]]),
+        probability=torch.full((3, 2), 0.5),
+    )  # fmt: skip
+    charts = Charts(tmp_path, [], step=0)
+    charts.show_predictions({"plain": found, "ema": found}, step=9)
+    charts.close()
+    events = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload()
+    sizes = {tag: (events.Images(tag)[0].width, events.Images(tag)[0].height) for tag in events.Tags()["images"]}
+    assert sizes.keys() == {f"eval/{name}" for name in ("images", "confusion", "ema_images", "ema_confusion")}
+    assert all(width > 600 < 3 * height for width, height in sizes.values())
 
 
 def test_images_are_shown_as_they_look(tmp_path: Path):
@@ -174,7 +338,7 @@ def test_images_are_shown_as_they_look(tmp_path: Path):
 def test_grey_images_are_shown_as_they_look(tmp_path: Path):
     """With the normalisation that they have: the mean of the channels' means, 0.25, and of their deviations."""
     report = Report(tmp_path, RUN, Progress(), total_steps=1, device=CPU)
-    report.images((IMAGES[:, :1] - 0.25) / (1.75 / 3), RUN.data.mean, RUN.data.std)
+    report.images((IMAGES[:, :1] - 0.25) / (1.75 / 3))
     report.close()
     grid = EventAccumulator(str(tmp_path)).Reload().Images("train/images")[0]
     (tmp_path / "grid.png").write_bytes(grid.encoded_image_string)
@@ -189,6 +353,12 @@ def test_what_will_be_repeated_is_dropped(tmp_path: Path):
         file.write('{"kind": "train", "st')  # the process died while writing
     Report(tmp_path, RUN, Progress(), total_steps=1, device=CPU).close()
     assert [record["kind"] for record in records(tmp_path)] == ["start"]
+
+
+def test_a_run_that_gets_more_epochs_has_not_ended(tmp_path: Path):
+    record_run(tmp_path)
+    Report(tmp_path, RUN, Progress(epoch=1, step=1), total_steps=2, device=CPU).close()
+    assert [record["kind"] for record in records(tmp_path)] == ["start", "train", "eval"]
 
 
 def test_records_are_on_disk_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

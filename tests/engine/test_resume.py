@@ -99,10 +99,11 @@ def digest(value, hasher=None) -> str:
 
 
 def records(directory: Path) -> list[dict]:
-    """The records of `metrics.jsonl`, without times and memory."""
+    """The records of `metrics.jsonl` but those of launches and their ends, without times and memory."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    measured = {"images_per_second", "step_seconds", "memory_mb", "data_wait"}
-    return [{k: v for k, v in line.items() if k not in measured} for line in lines if line["kind"] != "start"]
+    measured = {"images_per_second", "step_seconds", "memory_mb", "data_wait", "time", "elapsed_seconds"}
+    launches = ("start", "stop", "fail")
+    return [{k: v for k, v in line.items() if k not in measured} for line in lines if line["kind"] not in launches]
 
 
 def outcome(job: Job, directory: Path, before: Job | None = None) -> dict[str, str | list]:

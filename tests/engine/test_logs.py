@@ -1,0 +1,65 @@
+"""The logs that a run leaves, and docs/logs.md, which names every field of the records, and none that is not there."""
+
+import re
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from engine.metrics import TOTALS, read_records
+from engine.progress import Progress
+from engine.report import Report
+from tests.engine.test_report import RUN
+from tests.engine.test_train import start
+
+TEXT = (Path(__file__).parents[2] / "docs" / "logs.md").read_text()
+DOCUMENTED = dict(re.findall(r"^\| `(\w+)` \| ([\w, ]+) \|.*\|.*\|$", TEXT, re.MULTILINE))
+KINDS = re.findall(r"^\| `(\w+)` \|", TEXT[TEXT.index("## Records") : TEXT.index("## Fields")], re.MULTILINE)
+OVERRIDES = ("train.ema_decay=0.5", "train.freeze=[pos_embed]")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
+    """A run's directory and what it printed."""
+    directory, out, err = tmp_path_factory.mktemp("logs"), StringIO(), StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        start(directory, *OVERRIDES)
+    return SimpleNamespace(directory=directory / "run", out=out.getvalue(), err=err.getvalue())
+
+
+def test_a_run_keeps_its_console(run: SimpleNamespace):
+    """All of it, from the weights to the last line, which names the logs; a launch that is refused adds nothing."""
+    path = run.directory / "console.log"
+    text = path.read_text()
+    assert run.err in text
+    assert text.replace(run.err, "") == run.out
+    assert text.startswith("train.freeze: ")
+    last = f"logs of {run.directory}: epochs.csv (a row per epoch), metrics.jsonl (all records), console.log; "
+    assert run.out.splitlines()[-1].startswith(last)
+    with pytest.raises(SystemExit):
+        start(run.directory.parent, *OVERRIDES, "train.seed=1")
+    assert path.read_text() == text
+
+
+def test_every_field_and_kind_is_documented_and_there(run: SimpleNamespace, tmp_path: Path):
+    """Of a run, and of what seldom happens."""
+    cpu = torch.device("cpu")
+    with pytest.raises(ValueError, match="a reason"), Report(tmp_path, RUN, Progress(), 1, cpu):
+        raise ValueError("a reason")
+    with Report(tmp_path, RUN, Progress(), 1, cpu) as report:
+        report.num_gpus = 1
+        report.skip(1, 1)
+        report.eval(1, {"broken": 1})
+        report.final(broken=1)
+    found: dict[str, set[str]] = {}
+    for record in [*read_records(run.directory), *read_records(tmp_path)]:
+        for name in record:
+            found.setdefault(name, set()).add(record["kind"])
+    documented = {name: set(KINDS if kinds == "all" else kinds.split(", ")) for name, kinds in DOCUMENTED.items()}
+    assert found["kind"] == set(KINDS)
+    assert found.keys() == documented.keys()
+    for name in found.keys() - {"kind", "epoch", "step", *TOTALS}:
+        assert found[name] == documented[name], name

@@ -1,0 +1,133 @@
+"""Weights & Biases and MLflow: off by default, refused in time where they are missing."""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+
+from attention.options import OptionError
+from engine import trackers
+from engine.errors import UserError
+from engine.progress import Progress
+from engine.report import Report
+from engine.schema import Trackers
+from engine.trackers import Launch, OpenTrackers, check_trackers
+from tests.engine.test_report import RUN
+from tests.engine.test_train import start
+
+
+class Fake:
+    """A tracker that keeps what it gets; `broken` makes its `log` fail."""
+
+    launches: ClassVar[list] = []
+    broken = False
+
+    def __init__(self, name: str, launch: Launch):
+        self.name, self.launch, self.logged, self.closed = name, launch, {}, None
+        self.launches.append(self)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        if self.broken:
+            raise ConnectionError("no route")
+        self.logged.setdefault(step, {}).update(values)
+
+    def close(self, failed: bool) -> None:
+        self.closed = failed
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Fake)
+    monkeypatch.setattr(Fake, "launches", [])
+    return Fake
+
+
+def train(directory: Path, options: Trackers, progress: Progress) -> None:
+    """A launch of one update."""
+    run = replace(RUN, report=options)
+    with Report(directory, run, progress, total_steps=4, device=torch.device("cpu")) as report:
+        report.start(progress.epoch, processes=1)
+        report.begin_epoch(progress.epoch + 1)
+        report.end_step()
+        report.train(1, loss=2.5, grad_norm=float("inf"))
+        report.eval(1, {"top1": 50.0})
+
+
+def test_records_go_there_too_and_a_resumed_run_is_the_same(tmp_path: Path, fake: type[Fake]):
+    for step in (0, 1):
+        train(tmp_path, Trackers(wandb="digits"), Progress(step=step))
+    first, second = fake.launches
+    assert (first.name, first.launch.directory, first.closed) == ("digits", tmp_path, False)
+    assert first.launch.run_id == second.launch.run_id
+    assert {"train/loss": 2.5, "eval/top1": 50.0, "images_seen": 8, "epoch": 1}.items() <= first.logged[1].items()
+    assert "train/grad_norm" not in first.logged[1]
+    assert second.logged[2]["images_seen"] == 16
+
+
+def test_none_by_default(tmp_path: Path, fake: type[Fake]):
+    train(tmp_path, Trackers(), Progress())
+    assert not fake.launches
+
+
+def test_a_failure_does_not_end_the_run(tmp_path: Path, fake: type[Fake], monkeypatch, capsys):
+    monkeypatch.setattr(fake, "broken", True)
+    train(tmp_path, Trackers(wandb="digits"), Progress())
+    error = capsys.readouterr().err
+    assert error == "warning: report.wandb: ConnectionError: no route; nothing more is sent there\n"
+
+
+def test_what_cannot_be_opened_is_refused(tmp_path: Path, monkeypatch):
+    def refuse(name: str, launch: Launch) -> None:
+        raise ValueError("not logged in")
+
+    monkeypatch.setitem(trackers.TRACKERS, "mlflow", refuse)
+    with pytest.raises(UserError, match=r"report\.mlflow = 'digits': ValueError: not logged in; or leave it out"):
+        OpenTrackers(Launch(replace(RUN, report=Trackers(mlflow="digits")), tmp_path, "1"))
+
+
+@pytest.mark.parametrize("package", trackers.TRACKERS)
+def test_a_missing_package_is_named_before_any_work(package: str, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(SystemExit) as ended:
+        start(tmp_path, f"report.{package}=digits")
+    error = capsys.readouterr().err
+    assert (ended.value.code, error.count("\n"), (tmp_path / "run").exists()) == (2, 1, False)
+    assert error.startswith(f"error: report.{package} = 'digits': needs the package {package} (")
+    assert error.endswith(f"); pip install {package}, or leave it out\n")
+
+
+def test_a_name_is_needed():
+    with pytest.raises(OptionError, match=r"report\.wandb = ' ': name a project, or leave it out"):
+        check_trackers(Trackers(wandb=" "))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Both launches leave what `wandb sync` sends, for the same run."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    for step in (0, 1):
+        train(tmp_path, Trackers(wandb="digits"), Progress(step=step))
+    first, second = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert first.name == second.name
+    for content in (first.read_bytes(), second.read_bytes()):
+        assert all(text in content for text in (b"digits", b"train/loss", b"eval/top1", b"images_seen"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_mlflow_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    mlflow = pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # which needs no database
+    mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
+    for step in (0, 1):
+        train(tmp_path, Trackers(mlflow="digits"), Progress(step=step))
+    (found,) = mlflow.search_runs(experiment_names=["digits"], output_format="list")
+    history = mlflow.MlflowClient().get_metric_history(found.info.run_id, "images_seen")
+    assert found.info.status == "FINISHED"
+    assert found.data.params["train.total_batch_size"] == "8"
+    assert found.data.metrics["train/loss"] == 2.5
+    assert {(metric.step, metric.value) for metric in history} == {(1, 8.0), (2, 16.0)}
