@@ -40,6 +40,7 @@ from engine.images import BrokenImage, decode
 from engine.readers import ArrayReader, FolderReader, LayoutError, TarReader, suffix_of
 from engine.sampler import EpochSampler, SeededDataset
 from engine.schema import Augment, Data, Run
+from engine.subset import SubsetReader, choose_classes, choose_images
 from engine.workers import RestartingLoader, WorkersLost
 
 DIGITS = Path(__file__).with_name("digits.npz")
@@ -324,15 +325,23 @@ def create_loss(augment: Augment) -> nn.Module:
 
 
 def open_split(data: Data, option: str) -> Images:
-    """The images of the split that the option `option` (train_split, val_split) names."""
-    split = getattr(data, option)
-    key = f"data.{option}"
+    """The images of the split that the option `option` (train_split, val_split) names; of training, `data.subset`."""
+    reader = _open_reader(data, getattr(data, option), f"data.{option}")
+    if data.classes is not None:
+        reader = choose_classes(reader, data.classes)
+    if data.subset is not None and option == "train_split":
+        reader = choose_images(reader, data.subset, data.subset_seed)
+    return Images(reader)
+
+
+def _open_reader(data: Data, split: str, key: str) -> Reader:
+    """The reader of the split named `split` by the option `key`."""
     if data.dataset == "digits":
         if data.root is not None:
             raise OptionError("data.root", f"{data.root!r} given, but the digits need none; set data.dataset")
         if split not in ("train", "val"):
             raise OptionError(key, f"{split!r} is no split of the digits; known: train, val")
-        return Images(DigitsReader(split))
+        return DigitsReader(split)
 
     if data.root is None:
         raise OptionError("data.root", f"required for data.dataset={data.dataset}: the directory that holds the splits")
@@ -349,7 +358,7 @@ def open_split(data: Data, option: str) -> Images:
             key, f"no {paths[0].name!r} in {data.root!r}; found there: {', '.join(found[:20]) or 'nothing'}"
         )
     try:
-        return Images(reader(str(path)))
+        return reader(str(path))
     except (tarfile.TarError, OSError) as error:
         raise OptionError(key, f"{str(path)!r} is not a readable {data.dataset} file ({error})") from error
     except LayoutError as error:
@@ -373,7 +382,9 @@ def describe_ignored(dataset: Images) -> str:
 
 
 def report_ignored(name: str, dataset: Images) -> None:
-    """Says on stderr which files of the split `name` are no images, if there are any."""
+    """Says on stderr which files of the split `name` are no images, and how many images are left out, if any."""
+    if isinstance(reader := dataset.reader, SubsetReader) and len(reader) < reader.num_available:
+        print(f"{name}: {len(reader):,} of {reader.num_available:,} images", file=sys.stderr, flush=True)
     if text := describe_ignored(dataset):
         print(f"{name}: {text}", file=sys.stderr, flush=True)
 

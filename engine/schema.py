@@ -54,6 +54,17 @@ class Data:
     val_split: str = option(
         "val", "folder (tar: NAME.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte) of validation images"
     )
+    classes: str | None = option(
+        None,
+        "file that names the classes, a line each: other classes' images are left out; where the data has numbers 0, 1,"
+        " ..., their names; null: those of the data",
+    )
+    subset: int | float | None = option(
+        None, "training images of every class to use: a count (13) or a fraction (0.1); null: all", above=0
+    )
+    subset_seed: int = option(
+        0, "seed of the choice of subset; not train.seed, so that replicates train on the same images", low=0
+    )
     workers: int = option(8, "loader processes per rank", low=0, high=256)
     max_broken: int = option(10, "broken training images that an epoch may leave out, over all ranks", low=0)
     broken_val: Literal["refuse", "skip"] = option(
@@ -205,7 +216,8 @@ def check_run(run: Run, world_size: int = 1) -> None:
     Raises:
         OptionError: the first contradiction; its key is the option to change.
     """
-    distill, augment, optim, schedule, train = run.distill, run.augment, run.optim, run.schedule, run.train
+    data, distill, augment = run.data, run.distill, run.augment
+    optim, schedule, train = run.optim, run.schedule, run.train
     share = world_size * train.grad_accum_steps
     batch_size, rest = divmod(train.total_batch_size, share)
     peak_lr = optim.lr * train.total_batch_size / optim.lr_base_size
@@ -237,6 +249,16 @@ def check_run(run: Run, world_size: int = 1) -> None:
             schedule.sched != "constant" and schedule.min_lr > peak_lr,
             "schedule.min_lr",
             f" = {schedule.min_lr:g} is above {scaled}",
+        ),
+        (
+            isinstance(data.subset, float) and data.subset > 1,
+            "data.subset",
+            f" = {data.subset} is no fraction; write {data.subset or 0:.0f} for as many images of every class",
+        ),
+        (
+            data.subset is None and data.subset_seed,
+            "data.subset_seed",
+            f" = {data.subset_seed}, but data.subset = null: set that, or leave it out",
         ),
         (
             distill.teacher is None and distill != Distill(),
