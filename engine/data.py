@@ -1,4 +1,4 @@
-"""Images -> batches: class folders, tar or IDX files, embedded digits, on one path of timm's readers and transforms.
+"""Images -> batches: files of many formats, or the embedded digits, on one path of timm's readers and transforms.
 
 The embedded digits (`digits.npz`) are the 1,797 images of scikit-learn's `load_digits`, 8x8 grey levels 0..16: the test
 set of "Optical Recognition of Handwritten Digits", E. Alpaydin and C. Kaynak, UCI Machine Learning Repository (1998),
@@ -35,6 +35,7 @@ from attention.options import OptionError
 from engine.cache import INDEX, CacheReader
 from engine.distributed import World
 from engine.errors import one_line
+from engine.formats import TORCH, HfdsReader, TorchReader, WdsReader
 from engine.idx import ENDINGS, IdxReader
 from engine.images import BrokenImage, decode
 from engine.readers import ArrayReader, FolderReader, LayoutError, TarReader, suffix_of
@@ -79,8 +80,12 @@ READERS = {
     "tar": (TarReader, (".tar",)),
     "cache": (CacheReader, (INDEX,)),
     "idx": (IdxReader, ENDINGS),
+    "wds": (WdsReader, ("-*.tar", ".tar")),
 }
 """data.dataset -> reader of a split, and what may follow the split's name in that of its file ("": it is a folder)."""
+
+IS_THERE = {"folder": Path.is_dir, "wds": lambda path: any(path.parent.glob(path.name))}
+"""data.dataset -> whether a split is there, for those whose splits are no single files."""
 
 
 class Images(Dataset):
@@ -326,7 +331,14 @@ def create_loss(augment: Augment) -> nn.Module:
 
 def open_split(data: Data, option: str) -> Images:
     """The images of the split that the option `option` (train_split, val_split) names; of training, `data.subset`."""
-    reader = _open_reader(data, getattr(data, option), f"data.{option}")
+    key = f"data.{option}"
+    open_reader, path = _find_split(data, getattr(data, option), key)
+    try:
+        reader = open_reader(path)
+    except (tarfile.TarError, OSError) as error:
+        raise OptionError(key, f"{path!r} is not a readable {data.dataset} file ({error})") from error
+    except LayoutError as error:
+        raise OptionError(key, f"{path!r}: {error}") from error
     if data.classes is not None:
         reader = choose_classes(reader, data.classes)
     if data.subset is not None and option == "train_split":
@@ -334,35 +346,34 @@ def open_split(data: Data, option: str) -> Images:
     return Images(reader)
 
 
-def _open_reader(data: Data, split: str, key: str) -> Reader:
-    """The reader of the split named `split` by the option `key`."""
+def _find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], Reader], str]:
+    """What reads the split named `split` by the option `key`, and where it is."""
     if data.dataset == "digits":
         if data.root is not None:
             raise OptionError("data.root", f"{data.root!r} given, but the digits need none; set data.dataset")
         if split not in ("train", "val"):
             raise OptionError(key, f"{split!r} is no split of the digits; known: train, val")
-        return DigitsReader(split)
+        return DigitsReader, split
 
     if data.root is None:
         raise OptionError("data.root", f"required for data.dataset={data.dataset}: the directory that holds the splits")
+    if data.dataset == "hfds":
+        return partial(HfdsReader, split=split), data.root
     root = Path(data.root)
     if not root.is_dir():
         raise OptionError("data.root", f"no directory {data.root!r}")
+    if data.dataset.startswith(TORCH):
+        return partial(TorchReader, data.dataset, split=split), data.root
     reader, endings = READERS[data.dataset]
     paths = [root / f"{split}{ending}" for ending in endings]
-    path = next(filter(Path.is_dir if data.dataset == "folder" else Path.is_file, paths), None)
+    path = next(filter(IS_THERE.get(data.dataset, Path.is_file), paths), None)
     if path is None:
         known = tuple(ending for _, endings in READERS.values() for ending in endings if ending)
         found = sorted(entry.name for entry in root.iterdir() if entry.is_dir() or entry.name.endswith(known))
         raise OptionError(
             key, f"no {paths[0].name!r} in {data.root!r}; found there: {', '.join(found[:20]) or 'nothing'}"
         )
-    try:
-        return reader(str(path))
-    except (tarfile.TarError, OSError) as error:
-        raise OptionError(key, f"{str(path)!r} is not a readable {data.dataset} file ({error})") from error
-    except LayoutError as error:
-        raise OptionError(key, f"{str(path)!r}: {error}") from error
+    return reader, str(path)
 
 
 def classes_of(dataset: Images) -> list[str]:

@@ -88,19 +88,19 @@ def classify(paths: Iterable[str]) -> Layout:
         (folders[_first_folder(path)] if is_image(path) else others).append(path)
     if not folders:
         raise LayoutError(_NO_IMAGES)
-    if outside := _in_order(folders.pop("", [])):
+    if outside := sort_naturally(folders.pop("", [])):
         raise LayoutError(f"images in no class folder: {len(outside):,}, such as {outside[0]!r}; move or remove them")
-    class_to_idx = {name: index for index, name in enumerate(_in_order(folders))}
-    others = _in_order(others)
+    class_to_idx = {name: index for index, name in enumerate(sort_naturally(folders))}
+    others = sort_naturally(others)
     for path in others:
         if (folder := _first_folder(path)) and folder not in class_to_idx:
             raise LayoutError(f"the class folder {folder!r} holds no image; remove it")
 
     def parts() -> Iterator[tuple[int, Iterable[str]]]:
         """Folders one by one, but those that timm takes for equal together: the order is that of the whole paths."""
-        for _, names in groupby(_in_order(f"{name}/" for name in folders), key=natural_key):
+        for _, names in groupby(sort_naturally(f"{name}/" for name in folders), key=natural_key):
             images = chain.from_iterable(folders.pop(name[:-1]) for name in names)
-            for folder, paths in groupby(_in_order(images), key=_first_folder):
+            for folder, paths in groupby(sort_naturally(images), key=_first_folder):
                 yield class_to_idx[folder], paths
 
     return Layout(Samples(parts()), class_to_idx, [path for path in others if not path.endswith("/")])
@@ -121,7 +121,7 @@ def _first_folder(path: str) -> str:
     return path.partition("/")[0] if "/" in path else ""
 
 
-def _in_order(names: Iterable[str]) -> list[str]:
+def sort_naturally(names: Iterable[str]) -> list[str]:
     """timm's order, numbers by value; names that it takes for equal ("01" and "1", "A" and "a") in that of the text."""
     names = sorted(names)
     numbers = _numbers(names)
@@ -195,7 +195,7 @@ def list_files(names: Iterable[str]) -> list[str]:
             if name == "-":
                 found = [os.fsdecode(line) for line in sys.stdin.buffer.read().splitlines() if line]
             elif os.path.isdir(name):
-                found = [os.path.join(name, path) for path in _in_order(filter(is_image, find_files(name)))]
+                found = [os.path.join(name, path) for path in sort_naturally(filter(is_image, find_files(name)))]
             else:
                 os.stat(name)
                 found = [name]
@@ -227,10 +227,11 @@ def find_files(root: str) -> Iterator[str]:
 
 
 class ArrayReader(Reader):
-    """timm reader of grey images in memory, each as a PGM file.
+    """timm reader of images in memory, each as a PGM file, or PPM.
 
     Args:
-        images: bytes (number, height, width). labels: class indices. classes: names, in the order of their indices.
+        images: bytes (number, height, width), grey, or (number, height, width, 3), RGB. labels: class indices.
+        classes: names, in the order of their indices.
         white: the largest level.
     """
 
@@ -240,7 +241,7 @@ class ArrayReader(Reader):
         super().__init__()
         self.images, self.labels = images, labels
         self.class_to_idx = {name: index for index, name in enumerate(classes)}
-        self.header = b"P5 %d %d %d\n" % (images.shape[2], images.shape[1], white)
+        self.header = b"P%d %d %d %d\n" % (images.ndim + 2, images.shape[2], images.shape[1], white)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -292,8 +293,13 @@ class TarReader(LayoutReader):
 
     def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
         begin, size = map(int, self.places[index])
-        with open(self.path, "rb", buffering=0) as file:  # not kept open: workers would share its position
-            return io.BytesIO(os.pread(file.fileno(), size, begin)), self.samples[index][1]
+        return read_member(self.path, begin, size), int(self.labels[index])
+
+
+def read_member(path: str, begin: int, size: int) -> BinaryIO:
+    """The `size` bytes of the file `path` from `begin` on, or what is there of them."""
+    with open(path, "rb", buffering=0) as file:  # not kept open: workers would share its position
+        return io.BytesIO(os.pread(file.fileno(), size, begin))
 
 
 def find_members(tar: tarfile.TarFile, folder: str = "", begin: int = 0) -> Iterator[tuple[str, int, int]]:

@@ -43,16 +43,34 @@ class Distill:
 class Data:
     """Where the images are and how a validation image is prepared."""
 
-    dataset: Literal["folder", "tar", "cache", "idx", "digits"] = option(
+    dataset: Literal[
         "folder",
-        "class folders, tar files of them, what engine.prepare made of either, IDX files, or the embedded digits",
+        "tar",
+        "cache",
+        "idx",
+        "digits",
+        "wds",
+        "hfds",
+        "torch/cifar10",
+        "torch/cifar100",
+        "torch/mnist",
+        "torch/fashion_mnist",
+        "torch/kmnist",
+    ] = option(
+        "folder",
+        "class folders, tar files of them, what engine.prepare made, IDX files, the embedded digits, WebDataset shards,"
+        " a Hugging Face data set (columns image and label), or one of torchvision's",
     )
-    root: str | None = option(None, "directory that holds the two splits; digits need none")
+    root: str | None = option(
+        None, "directory that holds the two splits (hfds: or the name on the hub); digits need none"
+    )
     train_split: str = option(
-        "train", "folder (tar: NAME.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte) of training images"
+        "train",
+        "folder (tar: NAME.tar, wds: NAME-*.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte) of training images",
     )
     val_split: str = option(
-        "val", "folder (tar: NAME.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte) of validation images"
+        "val",
+        "folder (tar: NAME.tar, wds: NAME-*.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte) of validation images",
     )
     classes: str | None = option(
         None,

@@ -12,19 +12,22 @@ import os
 import sys
 from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
 from engine.config import refuse_bad_input
-from engine.data import READERS, Images, classes_of, describe_ignored, difference, open_split
+from engine.data import Images, classes_of, describe_ignored, difference, open_split
 from engine.errors import one_line
 from engine.images import BrokenImage
 from engine.schema import Data
 from engine.signals import end_at_interrupt
 from engine.workers import RestartingLoader
+
+KINDS = [kind for kind in get_args(Data.__annotations__["dataset"]) if kind != "digits"]
+"""Kinds of data sets that are files of the user."""
 
 
 @end_at_interrupt()
@@ -60,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def add_source(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name a data set."""
     parser.add_argument("root", help="directory that holds the splits, data.root of a run")
-    parser.add_argument("--dataset", choices=tuple(READERS), default="folder", help="its kind (folder)")
+    parser.add_argument("--dataset", choices=KINDS, default="folder", help="its kind (folder)")
     parser.add_argument("--splits", nargs="+", default=["train", "val"], help="(train val)", metavar="NAME")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that read (one per core)")
 
