@@ -24,8 +24,9 @@ from tqdm import tqdm
 
 from bench.results import NOISE, describe, quote
 from bench.timing import Spread, Times, time_rounds
+from engine.augment import create_transform
 from engine.config import refuse_bad_input
-from engine.data import ImageLoader, Images, create_transform, open_split
+from engine.data import ImageLoader, Images, open_split
 from engine.distributed import seed_everything
 from engine.prepare import prepare
 from engine.schema import Data, Run

@@ -39,9 +39,9 @@ from torch.utils.tensorboard.summary import hparams
 from torchvision.utils import make_grid
 
 from attention import __version__
+from engine.augment import per_channel
 from engine.bar import progress_bar
 from engine.config import dump_run, flatten
-from engine.data import per_channel
 from engine.files import write_atomically
 from engine.progress import Progress
 from engine.schema import Run
