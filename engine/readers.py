@@ -98,10 +98,11 @@ def classify(paths: Iterable[str]) -> Layout:
 
     def parts() -> Iterator[tuple[int, Iterable[str]]]:
         """Folders one by one, but those that timm takes for equal together: the order is that of the whole paths."""
-        for _, names in groupby(sort_naturally(f"{name}/" for name in folders), key=natural_key):
-            images = chain.from_iterable(folders.pop(name[:-1]) for name in names)
-            for folder, paths in groupby(sort_naturally(images), key=_first_folder):
-                yield class_to_idx[folder], paths
+        for _, group in groupby(sort_naturally(f"{name}/" for name in folders), key=natural_key):
+            names = [name.removesuffix("/") for name in group]
+            images = sort_naturally(chain.from_iterable(map(folders.pop, names)))
+            for name, paths in groupby(images, key=_first_folder) if len(names) > 1 else [(names[0], images)]:
+                yield class_to_idx[name], paths
 
     return Layout(Samples(parts()), class_to_idx, [path for path in others if not path.endswith("/")])
 
@@ -113,7 +114,8 @@ def is_image(path: str) -> bool:
 
 def suffix_of(path: str) -> str:
     """Suffix of a file's name in lower case, with its dot; "" if it has none."""
-    return posixpath.splitext(path)[1].lower()
+    name = path[path.rfind("/") + 1 :].lstrip(".")  # as posixpath.splitext, in a third of the time
+    return name[name.rfind(".") :].lower() if "." in name else ""
 
 
 def _first_folder(path: str) -> str:

@@ -2,6 +2,7 @@
 
 import io
 import os
+import posixpath
 import random
 import tarfile
 import tracemalloc
@@ -14,7 +15,7 @@ from timm.utils.misc import natural_key
 from attention.options import OptionError
 from engine.data import classes_of, describe_ignored, open_split
 from engine.images import FORMATS, SUFFIXES, BrokenImage
-from engine.readers import FolderReader, TarReader, classify
+from engine.readers import FolderReader, TarReader, classify, suffix_of
 from engine.schema import Data
 
 
@@ -166,6 +167,12 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(OptionError, match="Permission denied"):
         split_of(tmp_path, "folder")
+
+
+def test_a_suffix_is_what_it_is_in_the_standard_library():
+    parts = ["", ".", "..", "a", ".a", "A.JPG", "a.b.jpg", "..jpg", "a..png", "a.", "é.Tiff"]
+    for path in [*parts, *(f"{folder}/{name}" for folder in parts for name in parts)]:
+        assert suffix_of(path) == posixpath.splitext(path)[1].lower(), path
 
 
 def test_suffixes_are_those_of_the_formats_that_are_decoded():
