@@ -110,7 +110,7 @@ class HfdsReader(Reader):
     def __init__(self, root: str, split: str):
         super().__init__()
         if importlib.util.find_spec("datasets") is None:
-            raise LayoutError("data.dataset=hfds needs the package datasets; `pip install datasets`")
+            raise LayoutError("data.dataset=hfds needs the package datasets; `pip install 'datasets>=5.2'`")
         try:
             self.rows = create_reader(f"hfds/{root}", split=split)
             values = np.asarray(self.rows.dataset.with_format("numpy")[self.rows.label_key][:])

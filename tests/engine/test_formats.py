@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torchvision.datasets import cifar
+from torchvision.datasets import CIFAR10
 
 from attention.options import OptionError
 from engine import formats, prepare, verify
@@ -64,6 +64,7 @@ def write_cifar10(root) -> None:
         data = PIXELS[part].transpose(0, 3, 1, 2).reshape(40, -1)
         entry = {"data": data, "labels": LABELS[part].tolist()}
         (root / "cifar-10-batches-py" / f"data_batch_{number + 1}").write_bytes(pickle.dumps(entry))
+    (root / "cifar-10-batches-py" / "test_batch").touch()
     (root / "cifar-10-batches-py" / "batches.meta").write_bytes(pickle.dumps({"label_names": CLASSES}))
 
 
@@ -87,8 +88,10 @@ def other(request, tmp_path_factory):
     """Options of the same 200 images in another format."""
     root = tmp_path_factory.mktemp("other")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cifar, "check_integrity", lambda *arguments: True)
-        patch.setenv("HF_DATASETS_CACHE", str(root / "cache"))
+        for name in ("train_list", "test_list"):  # without the digests of the published files
+            patch.setattr(CIFAR10, name, [[file, None] for file, _ in getattr(CIFAR10, name)])
+        patch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": None})
+        patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setenv("HF_HUB_OFFLINE", "1")
         WRITERS[request.param](root)
         yield {"dataset": request.param, "root": str(root)}
@@ -185,7 +188,7 @@ def test_a_broken_image_of_a_shard_is_named_and_other_files_are_ignored(tmp_path
         ({"dataset": "torch/mnist"}, "data.train_split", "not found, or damaged (Dataset not found."),
         ({"dataset": "torch/mnist", "train_split": "test"}, "data.train_split", "'test' is no split of torchvision's"),
         ({"dataset": "torch/mnist", "root": "{root}/no"}, "data.root", "no directory"),
-        ({"dataset": "hfds"}, "data.train_split", "needs the package datasets; `pip install datasets`"),
+        ({"dataset": "hfds"}, "data.train_split", "needs the package datasets; `pip install 'datasets>=5.2'`"),
         ({"dataset": "hfds", "root": None}, "data.root", "required for data.dataset=hfds"),
     ],
 )
