@@ -34,7 +34,7 @@ from engine.readers import (
 TORCH = "torch/"
 """What the names of torchvision's data sets begin with, as in timm."""
 
-LABEL_BYTES = 20
+LABEL_BYTES = 18
 """The longest label in a shard."""
 
 
@@ -91,7 +91,7 @@ def _read_label(shard: str, place: tuple[int, int] | None, sample: str) -> int:
         raise LayoutError(f"{sample} has no .cls, the number of its class; labels elsewhere are not read")
     begin, size = place
     text = read_member(shard, begin, min(size, LABEL_BYTES)).read()
-    if not text.strip().isdigit():
+    if size > LABEL_BYTES or not text.strip().isdigit():
         raise LayoutError(f"{sample}: its .cls holds {text!r}, no number of a class")
     return int(text)
 
@@ -115,15 +115,16 @@ class HfdsReader(Reader):
             self.rows = create_reader(f"hfds/{root}", split=split)
             values = np.asarray(self.rows.dataset.with_format("numpy")[self.rows.label_key][:])
         except Exception as error:  # whatever the library raises, for a hub, a network, a file
-            raise LayoutError(
-                f"the package datasets cannot read it: {one_line(' '.join(str(error).split()))}"
-            ) from error
-        self.class_to_idx, self.labels = self.rows.class_to_idx, values
+            reason = one_line(" ".join(str(error).split()))
+            raise LayoutError(f"the package datasets cannot read it: {reason}") from error
+        self.class_to_idx = self.rows.class_to_idx
         if not self.class_to_idx:
-            names, self.labels = np.unique(values, return_inverse=True)
+            names, values = np.unique(values, return_inverse=True)
             self.class_to_idx = {str(name): index for index, name in enumerate(names)}
-        elif outside := np.flatnonzero((values < 0) | (values >= len(self.class_to_idx))).tolist():
+        is_class = (values >= 0) & (values < len(self.class_to_idx))  # test splits have -1, or null, which becomes NaN
+        if outside := np.flatnonzero(~is_class).tolist():
             raise LayoutError(f"{len(outside):,} images have no label, such as row {outside[0]}; name another split")
+        self.labels = values.astype(np.int64)
 
     def __len__(self) -> int:
         return len(self.labels)

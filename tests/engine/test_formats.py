@@ -70,14 +70,19 @@ def write_cifar10(root) -> None:
 
 def write_hfds(root) -> None:
     pytest.importorskip("datasets", reason="an optional package")
+    write_parquet(root / "train-00000-of-00001.parquet", map(png, PIXELS), LABELS, CLASSES)
+
+
+def write_parquet(path, images, labels, classes: list[str] | None) -> None:
+    """Rows of images and labels as the library writes them, with the names of the classes if there are any."""
     import pyarrow
     from pyarrow import parquet
 
-    features = {"image": {"_type": "Image"}, "label": {"names": CLASSES, "_type": "ClassLabel"}}
-    images = [{"bytes": png(pixels), "path": None} for pixels in PIXELS]
-    table = pyarrow.table({"image": images, "label": LABELS})
-    metadata = {"huggingface": json.dumps({"info": {"features": features}})}
-    parquet.write_table(table.replace_schema_metadata(metadata), root / "train-00000-of-00001.parquet")
+    table = pyarrow.table({"image": [{"bytes": image, "path": None} for image in images], "label": labels})
+    if classes:
+        features = {"image": {"_type": "Image"}, "label": {"names": classes, "_type": "ClassLabel"}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    parquet.write_table(table, path)
 
 
 WRITERS = {"folder": write_folder, "wds": write_wds, "torch/cifar10": write_cifar10, "hfds": write_hfds}
@@ -144,6 +149,35 @@ def test_they_are_verified_prepared_and_chosen_from(other, tmp_path, capsys):
     assert np.bincount(open_split(Data(**other, subset=7), "train_split").reader.labels).tolist() == [7] * 4
 
 
+@pytest.mark.parametrize(
+    ("column", "classes", "problem"),
+    [
+        ([2, 0, 2], None, None),
+        (["cat", "ant", "cat"], None, None),
+        ([1, -1, -1], CLASSES, "2 images have no label, such as row 1; name another split"),
+        ([1, None, 0], CLASSES, "1 images have no label, such as row 1"),
+    ],
+)
+def test_labels_of_a_hugging_face_data_set(tmp_path, monkeypatch, column, classes, problem):
+    pytest.importorskip("datasets", reason="an optional package")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "data").mkdir()
+    write_parquet(tmp_path / "data" / "train.parquet", [png(PIXELS[0]), None, b"no image"], column, classes)
+    data = Data(dataset="hfds", root=str(tmp_path / "data"))
+    if problem:
+        with pytest.raises(OptionError, match=problem):
+            open_split(data, "train_split")
+        return
+    images = open_split(data, "train_split")
+    assert classes_of(images) == sorted({*map(str, column)})
+    assert images.reader.labels.tolist() == [1, 0, 1]
+    assert images[0][1] == 1
+    assert str(images[1]) == "0/1: the row has no image"
+    assert str(images[2]).startswith("1/2: not an image")
+    with pytest.raises(OptionError, match=r'cannot read it: Unknown split "validation"\. Should be one of'):
+        open_split(Data(dataset="hfds", root=str(tmp_path / "data"), val_split="validation"), "val_split")
+
+
 def open_wds(root):
     return open_split(Data(dataset="wds", root=str(root)), "train_split")
 
@@ -153,6 +187,7 @@ def open_wds(root):
     [
         ({"00003.cls": None}, "sample '00003' of 'train-0' has no .cls, the number of its class"),
         ({"00003.cls": b"cat"}, r"sample '00003' of 'train-0': its .cls holds b'cat', no number of a class"),
+        ({"00003.cls": b"1" * 19}, "holds b'111111111111111111', no number of a class"),
         ({"00003.jpg": b""}, "sample '00003' of 'train-0' has 2 images: png, jpg"),
     ],
 )
