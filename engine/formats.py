@@ -154,5 +154,5 @@ class TorchReader(ArrayReader):
         try:
             dataset = create_dataset(name, root, split)
         except (RuntimeError, OSError) as error:
-            raise LayoutError(f"not found, or damaged ({one_line(str(error), 100)})") from error
+            raise LayoutError("not found, or damaged; torchvision.datasets puts it there with download=True") from error
         super().__init__(np.asarray(dataset.data), np.asarray(dataset.targets), dataset.classes)

@@ -86,7 +86,7 @@ def choose_classes(reader: Reader, path: str) -> SubsetReader:
         position = {label: int(name) for name, label in known.items()}
     elif unknown := [name for name in names if name not in known]:
         problem = f"{one_line(unknown[0], 100)!r} is no class of the data{one_line(nearest(unknown[0], known), 200)}"
-        raise OptionError("data.classes", f" = {path!r}: {problem}")
+        raise OptionError("data.classes", f" = {path!r}: line {names[unknown[0]]}: {problem}")
     else:
         position = {known[name]: index for index, name in enumerate(names)}
     labels = np.array([position.get(label, -1) for label in range(len(known))])[np.asarray(reader.labels)]
@@ -94,8 +94,8 @@ def choose_classes(reader: Reader, path: str) -> SubsetReader:
     return SubsetReader(reader, chosen, labels[chosen], {name: index for index, name in enumerate(names)})
 
 
-def read_names(path: str) -> list[str]:
-    """The names in the file `path`, a line each; blank lines do not count.
+def read_names(path: str) -> dict[str, int]:
+    """The names in the file `path`, a line each, and the numbers of their lines; blank ones do not count.
 
     Raises:
         OptionError: it cannot be read, names none, or one twice.
@@ -112,4 +112,4 @@ def read_names(path: str) -> list[str]:
             raise OptionError("data.classes", f" = {path!r}: line {number} names {shown!r} again; leave one out")
     if not lines:
         raise OptionError("data.classes", f" = {path!r}: names no class; write one a line")
-    return list(lines)
+    return lines

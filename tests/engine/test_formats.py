@@ -219,8 +219,8 @@ def test_a_broken_image_of_a_shard_is_named_and_other_files_are_ignored(tmp_path
     ("options", "key", "problem"),
     [
         ({"dataset": "wds"}, "data.train_split", "no 'train-*.tar' in"),
-        ({"dataset": "torch/cifar10"}, "data.train_split", "not found, or damaged (Dataset not found or corrupted."),
-        ({"dataset": "torch/mnist"}, "data.train_split", "not found, or damaged (Dataset not found."),
+        ({"dataset": "torch/cifar10"}, "data.train_split", "not found, or damaged; torchvision.datasets puts it"),
+        ({"dataset": "torch/mnist"}, "data.train_split", "not found, or damaged; torchvision.datasets puts it"),
         ({"dataset": "torch/mnist", "train_split": "test"}, "data.train_split", "'test' is no split of torchvision's"),
         ({"dataset": "torch/mnist", "root": "{root}/no"}, "data.root", "no directory"),
         ({"dataset": "hfds"}, "data.train_split", "needs the package datasets; `pip install 'datasets>=5.2'`"),

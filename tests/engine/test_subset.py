@@ -90,8 +90,8 @@ def test_numbers_get_the_names_in_a_file(tmp_path):
         (None, "cannot be read: No such file"),
         ("\n \n", "names no class; write one a line"),
         ("1\n2\n1\n", "line 3 names '1' again; leave one out"),
-        ("1\ntwo\n", "'two' is no class of the data; known: 0, 1, 2"),
-        ("one\ntwo\n", "'one' is no class of the data"),
+        ("1\ntwo\n", "line 2: 'two' is no class of the data; known: 0, 1, 2"),
+        ("one\ntwo\n", "line 1: 'one' is no class of the data"),
     ],
 )
 def test_a_file_that_names_no_classes_is_refused(tmp_path, text, problem):
