@@ -10,10 +10,11 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
+from engine.augment import create_transform, num_channels
 from engine.checkpoint import find_weights
 from engine.classes import match_classes
 from engine.config import parse_run
-from engine.data import Images, classes_of, create_transform, num_channels, open_split, report_ignored
+from engine.data import Images, classes_of, open_split, report_ignored
 from engine.distributed import init_distributed
 from engine.fit import build_models
 from engine.images import BrokenImage

@@ -24,11 +24,13 @@ from tqdm import tqdm
 
 from bench.results import NOISE, describe, quote
 from bench.timing import Spread, Times, time_rounds
+from engine.augment import create_transform
 from engine.config import refuse_bad_input
-from engine.data import ImageLoader, Images, create_transform, open_split
+from engine.data import ImageLoader, Images, open_split
 from engine.distributed import seed_everything
 from engine.prepare import prepare
 from engine.schema import Data, Run
+from engine.subset import SubsetReader
 
 IMG_SIZE, BATCH_SIZE = 224, 32
 
@@ -78,7 +80,7 @@ def open_sources(root: Path, folder: Path, count: int) -> dict[str, Images]:
         return open_split(Data(dataset=dataset, root=str(path)), "train_split")
 
     plain = training_split("folder", root)
-    plain.reader.samples = plain.reader.samples[:count]
+    plain.reader = SubsetReader(plain.reader, range(len(plain))[:count])
     sources = {"JPEG": plain}
     for name, short_side in (("prepared, full size", None), ("prepared, short side 256", 256)):
         prepare("train", Images(plain.reader), folder / name, short_side, workers=0)

@@ -47,6 +47,7 @@ from engine.weights import is_finite, list_not_finite, load_weights
 
 RESUMABLE_OPTIONS = {
     "data.root",
+    "data.classes",
     "data.workers",
     "data.max_broken",
     "data.broken_val",

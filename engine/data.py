@@ -1,4 +1,4 @@
-"""Images -> batches: class folders, tar or IDX files, embedded digits, on one path of timm's readers and transforms.
+"""Images -> batches: files of many formats, or the embedded digits, on one path of timm's readers and transforms.
 
 The embedded digits (`digits.npz`) are the 1,797 images of scikit-learn's `load_digits`, 8x8 grey levels 0..16: the test
 set of "Optical Recognition of Handwritten Digits", E. Alpaydin and C. Kaynak, UCI Machine Learning Repository (1998),
@@ -9,60 +9,41 @@ validate) and `numpy.savez_compressed`; nothing else was changed.
 
 import hashlib
 import math
-import statistics
 import sys
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import timm.data
 import torch
 from PIL import Image
-from timm.data import Mixup, auto_augment
 from timm.data.loader import PrefetchLoader, fast_collate
-from timm.data.mixup import mixup_target
-from timm.data.random_erasing import RandomErasing
 from timm.data.readers.reader import Reader
 from timm.layers import to_2tuple
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import Dataset, Sampler, default_collate
 from tqdm import tqdm
 
 from attention.options import OptionError
+from engine.augment import BatchAugment, create_batch_augment, create_transform, num_channels, per_channel
 from engine.cache import INDEX, CacheReader
 from engine.distributed import World
 from engine.errors import one_line
+from engine.formats import TORCH, HfdsReader, TorchReader, WdsReader
 from engine.idx import ENDINGS, IdxReader
 from engine.images import BrokenImage, decode
 from engine.readers import ArrayReader, FolderReader, LayoutError, TarReader, suffix_of
 from engine.sampler import EpochSampler, SeededDataset
-from engine.schema import Augment, Data, Run
+from engine.schema import Data, Run
+from engine.subset import SubsetReader, choose_classes, choose_images
 from engine.workers import RestartingLoader, WorkersLost
 
 DIGITS = Path(__file__).with_name("digits.npz")
 
 VERIFY = "`python -m engine.verify ROOT` lists the broken images of a data set"
-
-
-def posterize(image: Image.Image, bits_to_keep: int, **kwargs: Any) -> Image.Image:
-    """timm's posterize, where keeping no bits gives black.
-
-    timm's increasing policies ask for 0 bits at magnitude 10 (below 0 with `mmax` above 10), which rand-m9-mstd0.5-inc1
-    reaches for one image in 656. Pillow used to return black for that; since 13 it raises "bits must be between or
-    equal to 1 and 8".
-    """
-    if bits_to_keep < 1:
-        return image.point(lambda _: 0)
-    return auto_augment.posterize(image, bits_to_keep, **kwargs)
-
-
-# timm looks up its operations by name in this table when it builds a policy, so that replacing entries is enough.
-auto_augment.NAME_TO_OP.update(
-    {name: posterize for name, op in auto_augment.NAME_TO_OP.items() if op is auto_augment.posterize}
-)
 
 
 class DigitsReader(ArrayReader):
@@ -78,8 +59,12 @@ READERS = {
     "tar": (TarReader, (".tar",)),
     "cache": (CacheReader, (INDEX,)),
     "idx": (IdxReader, ENDINGS),
+    "wds": (WdsReader, ("-*.tar", ".tar")),
 }
 """data.dataset -> reader of a split, and what may follow the split's name in that of its file ("": it is a folder)."""
+
+IS_THERE = {"folder": Path.is_dir, "wds": lambda path: any(path.parent.glob(path.name))}
+"""data.dataset -> whether a split is there, for those whose splits are no single files."""
 
 
 class Images(Dataset):
@@ -155,9 +140,6 @@ def _collate(samples: list[tuple[Any, int] | BrokenImage], stack: Callable) -> t
 
 Loader = ImageLoader | PrefetchLoader
 
-BatchAugment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Images (b, C, H, W) and class indices (b,) -> images and, after mixup, soft targets (b, classes)."""
-
 
 def count_broken(loader: Loader, limit: float, world: World) -> int:
     """The number of broken images that the loaders of all ranks have left out, in the current pass or the last one.
@@ -208,14 +190,6 @@ def check_workers(loader: Loader, world: World) -> None:
 
 def _image_loader(loader: Loader) -> ImageLoader:
     return loader.loader if isinstance(loader, PrefetchLoader) else loader
-
-
-class PairMixup(Mixup):
-    """timm's mixup, for batches of odd size too, which a broken image may cause: the middle image is unmixed."""
-
-    def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        share = self._mix_batch(images)
-        return images, mixup_target(labels, self.num_classes, share, self.label_smoothing)
 
 
 def create_loaders(
@@ -290,70 +264,51 @@ def choose_batch_size(img_size: int | tuple[int, int]) -> int:
     return max(1, min(128, 128 * 256**2 // math.prod(to_2tuple(img_size))))
 
 
-def create_batch_augment(augment: Augment, num_classes: int, world: World) -> BatchAugment:
-    """The augmentation of a batch on its device: mixup, and on CUDA random erasing, elsewhere a task of the workers.
-
-    timm's prefetcher would erase one batch ahead, with random numbers of the step before.
-    """
-    mixup = create_mixup(augment, num_classes)
-    erase = RandomErasing(augment.reprob, mode=augment.remode, device=world.device) if world.on_cuda else None
-
-    def apply(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        images = images if erase is None else erase(images)
-        return (images, targets) if mixup is None else mixup(images, targets)
-
-    return apply
-
-
-def create_mixup(augment: Augment, num_classes: int) -> Mixup | None:
-    """timm's batch-wise mixup and cutmix, either or both; None if both are off."""
-    if not augment.mixup and not augment.cutmix:
-        return None
-    return PairMixup(
-        mixup_alpha=augment.mixup,
-        cutmix_alpha=augment.cutmix,
-        switch_prob=augment.mixup_switch_prob,
-        label_smoothing=augment.smoothing,
-        num_classes=num_classes,
-    )
-
-
-def create_loss(augment: Augment) -> nn.Module:
-    """Cross-entropy with class indices, or with the soft targets of mixup, which does the smoothing itself."""
-    return nn.CrossEntropyLoss(label_smoothing=0.0 if augment.mixup or augment.cutmix else augment.smoothing)
-
-
 def open_split(data: Data, option: str) -> Images:
-    """The images of the split that the option `option` (train_split, val_split) names."""
-    split = getattr(data, option)
+    """The images of the split that the option `option` (train_split, val_split) names; of training, `data.subset`."""
     key = f"data.{option}"
+    open_reader, path = _find_split(data, getattr(data, option), key)
+    try:
+        reader = open_reader(path)
+    except (tarfile.TarError, OSError) as error:
+        raise OptionError(key, f"{path!r} is not a readable {data.dataset} file ({error})") from error
+    except LayoutError as error:
+        raise OptionError(key, f"{path!r}: {error}") from error
+    if data.classes is not None:
+        reader = choose_classes(reader, data.classes)
+    if data.subset is not None and option == "train_split":
+        reader = choose_images(reader, data.subset, data.subset_seed)
+    return Images(reader)
+
+
+def _find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], Reader], str]:
+    """What reads the split named `split` by the option `key`, and where it is."""
     if data.dataset == "digits":
         if data.root is not None:
             raise OptionError("data.root", f"{data.root!r} given, but the digits need none; set data.dataset")
         if split not in ("train", "val"):
             raise OptionError(key, f"{split!r} is no split of the digits; known: train, val")
-        return Images(DigitsReader(split))
+        return DigitsReader, split
 
     if data.root is None:
         raise OptionError("data.root", f"required for data.dataset={data.dataset}: the directory that holds the splits")
+    if data.dataset == "hfds":
+        return partial(HfdsReader, split=split), data.root
     root = Path(data.root)
     if not root.is_dir():
         raise OptionError("data.root", f"no directory {data.root!r}")
+    if data.dataset.startswith(TORCH):
+        return partial(TorchReader, data.dataset, split=split), data.root
     reader, endings = READERS[data.dataset]
     paths = [root / f"{split}{ending}" for ending in endings]
-    path = next(filter(Path.is_dir if data.dataset == "folder" else Path.is_file, paths), None)
+    path = next(filter(IS_THERE.get(data.dataset, Path.is_file), paths), None)
     if path is None:
         known = tuple(ending for _, endings in READERS.values() for ending in endings if ending)
         found = sorted(entry.name for entry in root.iterdir() if entry.is_dir() or entry.name.endswith(known))
         raise OptionError(
             key, f"no {paths[0].name!r} in {data.root!r}; found there: {', '.join(found[:20]) or 'nothing'}"
         )
-    try:
-        return Images(reader(str(path)))
-    except (tarfile.TarError, OSError) as error:
-        raise OptionError(key, f"{str(path)!r} is not a readable {data.dataset} file ({error})") from error
-    except LayoutError as error:
-        raise OptionError(key, f"{str(path)!r}: {error}") from error
+    return reader, str(path)
 
 
 def classes_of(dataset: Images) -> list[str]:
@@ -373,7 +328,9 @@ def describe_ignored(dataset: Images) -> str:
 
 
 def report_ignored(name: str, dataset: Images) -> None:
-    """Says on stderr which files of the split `name` are no images, if there are any."""
+    """Says on stderr which files of the split `name` are no images, and how many images are left out, if any."""
+    if isinstance(reader := dataset.reader, SubsetReader) and len(reader) < reader.num_available:
+        print(f"{name}: {len(reader):,} of {reader.num_available:,} images", file=sys.stderr, flush=True)
     if text := describe_ignored(dataset):
         print(f"{name}: {text}", file=sys.stderr, flush=True)
 
@@ -402,8 +359,10 @@ def identify_data(train: Images, val: Images) -> dict[str, Any]:
 def digest_files(images: Images) -> str:
     """SHA-256 of the class index and the name, relative to the split, of every image in order."""
     digest = hashlib.sha256()
-    for name, label in zip(images.reader.filenames(), images.reader.labels, strict=True):
-        digest.update(f"{label} {name}\0".encode(errors="surrogateescape"))
+    pairs = zip(images.reader.filenames(), images.reader.labels, strict=True)
+    files = (f"{label} {name}\0" for name, label in pairs)
+    while some := "".join(islice(files, 10_000)):
+        digest.update(some.encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 
@@ -424,43 +383,6 @@ def show_images(images: Images, run: Run) -> Images:
     shown.mode = images.mode
     shown.transform = create_transform(run, run.model["img_size"], is_training=False, as_bytes=True)
     return shown
-
-
-def num_channels(run: Run) -> int:
-    """Channels of the images that the model takes: 3, RGB, or 1, grey levels."""
-    return run.model.get("in_chans", 3)  # a run without a model, for its images alone, takes RGB
-
-
-def per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
-    """`data.mean` or `data.std` for so many channels: as it is, one value for each, or the mean of three for grey."""
-    return tuple(values) if len(values) == channels else (statistics.fmean(values),) * channels
-
-
-def create_transform(
-    run: Run, img_size: int | tuple[int, int], is_training: bool, as_bytes: bool
-) -> Callable[[Image.Image], Any]:
-    """timm's transform of an image with the channels that the model takes.
-
-    Args:
-        as_bytes: yields a uint8 tensor (C, H, W), neither normalised nor erased; else fp32, normalised and erased.
-    """
-    data, augment = run.data, run.augment
-    return timm.data.create_transform(
-        img_size,
-        is_training=is_training,
-        scale=augment.scale,
-        ratio=augment.ratio,
-        hflip=augment.hflip,
-        color_jitter=augment.color_jitter,
-        auto_augment=augment.auto_augment,
-        interpolation=augment.interpolation if is_training else data.interpolation,
-        re_prob=augment.reprob,
-        re_mode=augment.remode,
-        mean=per_channel(data.mean, num_channels(run)),
-        std=per_channel(data.std, num_channels(run)),
-        crop_pct=data.crop_pct,
-        use_prefetcher=as_bytes,
-    )
 
 
 def _create_loader(

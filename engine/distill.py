@@ -10,9 +10,10 @@ import torch.nn.functional as F
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
+from engine.augment import create_loss, num_channels, per_channel
 from engine.checkpoint import WEIGHTS, ForeignCheckpoint, find_weights
 from engine.config import parse_run
-from engine.data import Images, classes_of, create_loss, difference, num_channels, per_channel
+from engine.data import Images, classes_of, difference
 from engine.distributed import World
 from engine.errors import UserError, one_line
 from engine.schema import Distill, Run

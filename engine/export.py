@@ -27,9 +27,9 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
+from engine.augment import num_channels
 from engine.checkpoint import IDENTITY, METADATA, WEIGHTS, Weights
 from engine.config import dump_run
-from engine.data import num_channels
 from engine.errors import UserError, one_line
 from engine.files import digest_path, write_atomically, write_verified
 from engine.fit import build_models

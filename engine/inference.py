@@ -14,9 +14,10 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 from torchvision.transforms import Compose
 
+from engine.augment import create_transform, num_channels
 from engine.checkpoint import WEIGHTS, Weights, find_weights
 from engine.config import parse_run
-from engine.data import ImageLoader, Images, choose_batch_size, create_transform, num_channels
+from engine.data import ImageLoader, Images, choose_batch_size
 from engine.distributed import autocast
 from engine.errors import UserError
 from engine.images import convert

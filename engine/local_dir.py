@@ -13,8 +13,8 @@ from timm.layers import to_2tuple
 from timm.models._hub import save_config_for_hf
 from torch import nn
 
+from engine.augment import num_channels, per_channel
 from engine.checkpoint_format import check_plain, read_archive
-from engine.data import num_channels, per_channel
 from engine.errors import UserError, one_line
 from engine.files import read_regular
 from engine.progress import Progress

@@ -7,9 +7,13 @@ first folder on its way. Images are known by their suffixes; other files are ign
 import io
 import os
 import posixpath
+import re
 import sys
 import tarfile
+from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate, chain, groupby, pairwise, repeat
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
@@ -27,6 +31,40 @@ class LayoutError(ValueError):
     """Files that do not make up classes; the message says why, and the remedy."""
 
 
+class Samples(Sequence[tuple[str, int]]):
+    """Path and class index of every image, in three arrays.
+
+    A million Python objects take 200 MB, and in every loader worker again: reading one writes to the memory it is in.
+
+    Args:
+        parts: class index and paths of images, one part after another.
+    """
+
+    def __init__(self, parts: Iterable[tuple[int, Iterable[str]]]):
+        text, ends, labels = bytearray(), array("q", [0]), array("i")
+        for label, paths in parts:
+            names = [path.encode(errors="surrogateescape") for path in paths]
+            text += b"".join(names)
+            ends.extend(accumulate(map(len, names), initial=ends.pop()))
+            labels.extend(repeat(label, len(names)))
+        self.text, self.ends, self.labels = bytes(text), ends, np.array(labels)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[str, int]:
+        index = range(len(self))[index]
+        path = self.text[self.ends[index] : self.ends[index + 1]]
+        return path.decode(errors="surrogateescape"), int(self.labels[index])
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        for (begin, end), label in zip(pairwise(self.ends), self.labels, strict=True):
+            yield self.text[begin:end].decode(errors="surrogateescape"), int(label)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Samples) and list(self) == list(other)
+
+
 class Layout(NamedTuple):
     """The files of a split in the order of their paths, numbers by value.
 
@@ -34,7 +72,7 @@ class Layout(NamedTuple):
         samples: path and class index of every image. class_to_idx: class name -> index. ignored: paths of other files.
     """
 
-    samples: list[tuple[str, int]]
+    samples: Samples
     class_to_idx: dict[str, int]
     ignored: list[str]
 
@@ -45,19 +83,28 @@ def classify(paths: Iterable[str]) -> Layout:
     Raises:
         LayoutError: there is no image, one in no class folder, or a class folder without.
     """
-    images, others = [], []
-    for path in _in_order(paths):
-        (images if is_image(path) else others).append(path)
-    if not images:
+    folders, others = defaultdict(list), []
+    for path in paths:
+        (folders[_first_folder(path)] if is_image(path) else others).append(path)
+    if not folders:
         raise LayoutError(_NO_IMAGES)
-    if outside := [path for path in images if "/" not in path]:
+    if outside := sort_naturally(folders.pop("", [])):
         raise LayoutError(f"images in no class folder: {len(outside):,}, such as {outside[0]!r}; move or remove them")
-    class_to_idx = {name: index for index, name in enumerate(_in_order({_first_folder(path) for path in images}))}
+    class_to_idx = {name: index for index, name in enumerate(sort_naturally(folders))}
+    others = sort_naturally(others)
     for path in others:
-        if "/" in path and _first_folder(path) not in class_to_idx:
-            raise LayoutError(f"the class folder {_first_folder(path)!r} holds no image; remove it")
-    samples = [(path, class_to_idx[_first_folder(path)]) for path in images]
-    return Layout(samples, class_to_idx, [path for path in others if not path.endswith("/")])
+        if (folder := _first_folder(path)) and folder not in class_to_idx:
+            raise LayoutError(f"the class folder {folder!r} holds no image; remove it")
+
+    def parts() -> Iterator[tuple[int, Iterable[str]]]:
+        """Folders one by one, but those that timm takes for equal together: the order is that of the whole paths."""
+        for _, group in groupby(sort_naturally(f"{name}/" for name in folders), key=natural_key):
+            names = [name.removesuffix("/") for name in group]
+            images = sort_naturally(chain.from_iterable(map(folders.pop, names)))
+            for name, paths in groupby(images, key=_first_folder) if len(names) > 1 else [(names[0], images)]:
+                yield class_to_idx[name], paths
+
+    return Layout(Samples(parts()), class_to_idx, [path for path in others if not path.endswith("/")])
 
 
 def is_image(path: str) -> bool:
@@ -67,16 +114,35 @@ def is_image(path: str) -> bool:
 
 def suffix_of(path: str) -> str:
     """Suffix of a file's name in lower case, with its dot; "" if it has none."""
-    return posixpath.splitext(path)[1].lower()
+    name = path[path.rfind("/") + 1 :].lstrip(".")  # as posixpath.splitext, in a third of the time
+    return name[name.rfind(".") :].lower() if "." in name else ""
 
 
 def _first_folder(path: str) -> str:
-    return path.partition("/")[0]
+    """The first folder on the way to a file; "" if it is in none."""
+    return path.partition("/")[0] if "/" in path else ""
 
 
-def _in_order(names: Iterable[str]) -> list[str]:
+def sort_naturally(names: Iterable[str]) -> list[str]:
     """timm's order, numbers by value; names that it takes for equal ("01" and "1", "A" and "a") in that of the text."""
-    return sorted(sorted(names), key=natural_key)
+    names = sorted(names)
+    numbers = _numbers(names)
+    if numbers is None:
+        return sorted(names, key=natural_key)
+    return [names[index] for index in sorted(range(len(names)), key=numbers.__getitem__)]
+
+
+def _numbers(names: Sequence[str]) -> list[int] | None:
+    """The number by which the sorted `names` differ, as in ImageNet's folders; None: they differ in more than that.
+
+    It orders them as `natural_key` does, in a fifth of the time.
+    """
+    if not names:
+        return None
+    prefix = re.sub(r"\d+$", "", posixpath.commonprefix([names[0], names[-1]]))
+    suffix = re.sub(r"^\d+", "", names[0][len(prefix) :])
+    found = [*map(re.compile(f"{re.escape(prefix)}(\\d+){re.escape(suffix)}").fullmatch, names)]
+    return [int(match[1]) for match in found] if all(found) else None
 
 
 class LayoutReader(Reader):
@@ -87,15 +153,18 @@ class LayoutReader(Reader):
         self.samples, self.class_to_idx, self.ignored = layout
 
     @property
-    def labels(self) -> list[int]:
-        """Class indices, in the order of the images."""
-        return [label for _, label in self.samples]
+    def labels(self) -> np.ndarray:
+        """Class indices (number,), in the order of the images."""
+        return self.samples.labels
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
         return self.samples[index][0]
+
+    def filenames(self, basename: bool = False, absolute: bool = False) -> Iterator[str]:
+        return (path for path, _ in self.samples)
 
 
 class FolderReader(LayoutReader):
@@ -128,7 +197,7 @@ def list_files(names: Iterable[str]) -> list[str]:
             if name == "-":
                 found = [os.fsdecode(line) for line in sys.stdin.buffer.read().splitlines() if line]
             elif os.path.isdir(name):
-                found = [os.path.join(name, path) for path in _in_order(filter(is_image, find_files(name)))]
+                found = [os.path.join(name, path) for path in sort_naturally(filter(is_image, find_files(name)))]
             else:
                 os.stat(name)
                 found = [name]
@@ -160,10 +229,11 @@ def find_files(root: str) -> Iterator[str]:
 
 
 class ArrayReader(Reader):
-    """timm reader of grey images in memory, each as a PGM file.
+    """timm reader of images in memory, each as a PGM file, or PPM.
 
     Args:
-        images: bytes (number, height, width). labels: class indices. classes: names, in the order of their indices.
+        images: bytes (number, height, width), grey, or (number, height, width, 3), RGB. labels: class indices.
+        classes: names, in the order of their indices.
         white: the largest level.
     """
 
@@ -173,7 +243,7 @@ class ArrayReader(Reader):
         super().__init__()
         self.images, self.labels = images, labels
         self.class_to_idx = {name: index for index, name in enumerate(classes)}
-        self.header = b"P5 %d %d %d\n" % (images.shape[2], images.shape[1], white)
+        self.header = b"P%d %d %d %d\n" % (images.ndim + 2, images.shape[2], images.shape[1], white)
 
     def __len__(self) -> int:
         return len(self.images)
@@ -221,12 +291,17 @@ class TarReader(LayoutReader):
         prefix = f"{shared}/" if shared else ""
         super().__init__(classify(name.removeprefix(prefix) for name in places if name.startswith(prefix)))
         self.ignored += [name for name in places if not name.startswith(prefix)]
-        self.path, self.places = path, [places[prefix + name] for name, _ in self.samples]
+        self.path, self.places = path, np.array([places[prefix + name] for name, _ in self.samples])
 
     def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
-        begin, size = self.places[index]
-        with open(self.path, "rb", buffering=0) as file:  # not kept open: workers would share its position
-            return io.BytesIO(os.pread(file.fileno(), size, begin)), self.samples[index][1]
+        begin, size = map(int, self.places[index])
+        return read_member(self.path, begin, size), int(self.labels[index])
+
+
+def read_member(path: str, begin: int, size: int) -> BinaryIO:
+    """The `size` bytes of the file `path` from `begin` on, or what is there of them."""
+    with open(path, "rb", buffering=0) as file:  # not kept open: workers would share its position
+        return io.BytesIO(os.pread(file.fileno(), size, begin))
 
 
 def find_members(tar: tarfile.TarFile, folder: str = "", begin: int = 0) -> Iterator[tuple[str, int, int]]:

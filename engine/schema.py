@@ -43,16 +43,45 @@ class Distill:
 class Data:
     """Where the images are and how a validation image is prepared."""
 
-    dataset: Literal["folder", "tar", "cache", "idx", "digits"] = option(
+    dataset: Literal[
         "folder",
-        "class folders, tar files of them, what engine.prepare made of either, IDX files, or the embedded digits",
+        "tar",
+        "cache",
+        "idx",
+        "digits",
+        "wds",
+        "hfds",
+        "torch/cifar10",
+        "torch/cifar100",
+        "torch/mnist",
+        "torch/fashion_mnist",
+        "torch/kmnist",
+    ] = option(
+        "folder",
+        "class folders, tar files of them, what engine.prepare made, IDX files, the embedded digits, WebDataset shards,"
+        " a Hugging Face data set (columns image and label), or one of torchvision's",
     )
-    root: str | None = option(None, "directory that holds the two splits; digits need none")
+    root: str | None = option(
+        None, "directory that holds the two splits (hfds: or the name on the hub); digits need none"
+    )
     train_split: str = option(
-        "train", "folder (tar: NAME.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte) of training images"
+        "train",
+        "folder (tar: NAME.tar, wds: NAME-*.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte) of training images",
     )
     val_split: str = option(
-        "val", "folder (tar: NAME.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte) of validation images"
+        "val",
+        "folder (tar: NAME.tar, wds: NAME-*.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte) of validation images",
+    )
+    classes: str | None = option(
+        None,
+        "file that names the classes, a line each: other classes' images are left out; where the data has numbers 0, 1,"
+        " ..., their names; null: those of the data",
+    )
+    subset: int | float | None = option(
+        None, "training images of every class to use: a count (13) or a fraction (0.1); null: all", above=0
+    )
+    subset_seed: int = option(
+        0, "seed of the choice of subset; not train.seed, so that replicates train on the same images", low=0
     )
     workers: int = option(8, "loader processes per rank", low=0, high=256)
     max_broken: int = option(10, "broken training images that an epoch may leave out, over all ranks", low=0)
@@ -214,7 +243,8 @@ def check_run(run: Run, world_size: int = 1) -> None:
     Raises:
         OptionError: the first contradiction; its key is the option to change.
     """
-    distill, augment, optim, schedule, train = run.distill, run.augment, run.optim, run.schedule, run.train
+    data, distill, augment = run.data, run.distill, run.augment
+    optim, schedule, train = run.optim, run.schedule, run.train
     share = world_size * train.grad_accum_steps
     batch_size, rest = divmod(train.total_batch_size, share)
     peak_lr = optim.lr * train.total_batch_size / optim.lr_base_size
@@ -246,6 +276,16 @@ def check_run(run: Run, world_size: int = 1) -> None:
             schedule.sched != "constant" and schedule.min_lr > peak_lr,
             "schedule.min_lr",
             f" = {schedule.min_lr:g} is above {scaled}",
+        ),
+        (
+            isinstance(data.subset, float) and data.subset > 1,
+            "data.subset",
+            f" = {data.subset} is no fraction; write {data.subset or 0:.0f} for as many images of every class",
+        ),
+        (
+            data.subset is None and data.subset_seed,
+            "data.subset_seed",
+            f" = {data.subset_seed}, but data.subset = null: set that, or leave it out",
         ),
         (
             distill.teacher is None and distill != Distill(),

@@ -1,6 +1,7 @@
 """Reads every image of a data set as training would, and lists the broken ones.
 
     python -m engine.verify /data/imagenet
+    python -m engine.verify /data/imagenet --statistics    # also images of a class, sizes, data.mean and data.std
     python -m engine.verify /data/prepared --dataset cache
 
 Exit status: 0 no image is broken, 1 some are, 2 the data set cannot be read at all.
@@ -9,35 +10,50 @@ Exit status: 0 no image is broken, 1 some are, 2 the data set cannot be read at 
 import argparse
 import os
 import sys
+from array import array
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
+from PIL import Image
 from tqdm import tqdm
 
 from engine.config import refuse_bad_input
-from engine.data import READERS, Images, classes_of, describe_ignored, difference, open_split
+from engine.data import Images, classes_of, describe_ignored, difference, open_split
+from engine.errors import one_line
 from engine.images import BrokenImage
 from engine.schema import Data
 from engine.signals import end_at_interrupt
 from engine.workers import RestartingLoader
+
+KINDS = [kind for kind in get_args(Data.__annotations__["dataset"]) if kind != "digits"]
+"""Kinds of data sets that are files of the user."""
 
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="List the broken images of a data set.")
     add_source(parser)
+    parser.add_argument("--statistics", action="store_true", help="images of a class, sizes, mean and deviation too")
     args = parser.parse_args(arguments)
     with refuse_bad_input():
         splits = open_splits(args)
     num_broken = 0
     for name, images in splits.items():
-        images.transform = discard
-        broken = [sample for sample in read_all(images, args.workers, name) if isinstance(sample, BrokenImage)]
+        images.transform = measure if args.statistics else discard
+        broken, rows = [], array("q")
+        for sample in read_all(images, args.workers, name):
+            if isinstance(sample, BrokenImage):
+                broken.append(sample)
+            elif args.statistics:
+                rows.extend((*sample[0], sample[1]))
         num_broken += len(broken)
         print(f"{name}: {len(images):,} images of {len(classes_of(images)):,} classes, {len(broken):,} broken")
         print("".join(f"  {sample}\n" for sample in broken), end="")
         if ignored := describe_ignored(images):
             print(f"  {ignored}")
+        if rows:
+            print("".join(f"  {line}\n" for line in summarise(images, np.array(rows).reshape(-1, 9))), end="")
     names = [classes_of(images) for images in splits.values()]
     if len(names) == 2 and names[0] != names[1]:
         print(f"classes differ: {difference(*names)}")
@@ -47,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def add_source(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments that name a data set."""
     parser.add_argument("root", help="directory that holds the splits, data.root of a run")
-    parser.add_argument("--dataset", choices=tuple(READERS), default="folder", help="its kind (folder)")
+    parser.add_argument("--dataset", choices=KINDS, default="folder", help="its kind (folder)")
     parser.add_argument("--splits", nargs="+", default=["train", "val"], help="(train val)", metavar="NAME")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that read (one per core)")
 
@@ -75,6 +91,36 @@ def read_all(images: Images, workers: int, title: str) -> Iterator[tuple[Any, in
 
 def discard(image: Any) -> None:
     """A transform for images that need only be decoded."""
+
+
+def measure(image: Image.Image) -> tuple[int, ...]:
+    """Width and height of an RGB image, and of the levels in each channel the sum and the sum of squares."""
+    counts, levels = np.array(image.histogram()).reshape(3, 256), np.arange(256)
+    return *image.size, *(counts @ levels).tolist(), *(counts @ levels**2).tolist()
+
+
+def summarise(images: Images, rows: np.ndarray) -> list[str]:
+    """Lines on the intact images of a split: how many a class has, their sizes, `data.mean` and `data.std`.
+
+    Args:
+        rows: (number, 9): what `measure` gives of each, and its class index.
+    """
+    width, height, *sums, labels = rows.T
+    counts = np.bincount(labels, minlength=len(names := classes_of(images)))
+    fewest, most = (one_line(names[find(counts)], 100) for find in (np.argmin, np.argmax))
+    mean, square = np.sum(sums, axis=1).reshape(2, 3) / (width @ height) / [[255], [255**2]]
+    std = np.sqrt(np.maximum(square - mean**2, 0))
+    channels = 1 if len({*mean}) == len({*std}) == 1 else 3
+    shown = ["[" + ", ".join(f"{value:.4f}" for value in values[:channels]) + "]" for values in (mean, std)]
+    return [
+        f"images of a class: {_spread(counts)}; fewest in {fewest!r}, most in {most!r}",
+        f"width {_spread(width)}; height {_spread(height)} pixels",
+        f"data.mean={shown[0]} data.std={shown[1]}  # of all their pixels",
+    ]
+
+
+def _spread(values: np.ndarray) -> str:
+    return f"{values.min():,} to {values.max():,}, median {np.median(values):,g}"
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from PIL import Image, ImageOps
 from timm.data.auto_augment import AugmentOp, rand_augment_choices
 
 from attention.options import OptionError
-from engine import data
+from engine.augment import posterize
 from engine.distributed import seed_everything
 from engine.schema import POLICIES, Augment, check_policy
 
@@ -21,14 +21,14 @@ def image():
 
 @pytest.mark.parametrize("bits", [0, -4])
 def test_posterize_to_no_bits_is_black(image, bits):
-    black = data.posterize(image, bits)
+    black = posterize(image, bits)
     assert (black.mode, black.size) == (image.mode, image.size)
     assert not np.asarray(black).any()
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_posterize_keeps_the_leading_bits(image, bits):
-    kept = np.asarray(data.posterize(image, bits))
+    kept = np.asarray(posterize(image, bits))
     assert (kept == np.asarray(image) >> (8 - bits) << (8 - bits)).all()
     assert (kept == np.asarray(ImageOps.posterize(image, bits))).all()
 
@@ -48,7 +48,7 @@ def augment_all(image, monkeypatch, num_images: int) -> str:
 
     def counting(image, bits_to_keep, **kwargs):
         blacks.append(bits_to_keep < 1)
-        return data.posterize(image, bits_to_keep, **kwargs)
+        return posterize(image, bits_to_keep, **kwargs)
 
     monkeypatch.setitem(timm.data.auto_augment.NAME_TO_OP, "PosterizeIncreasing", counting)
     augment = Augment()

@@ -15,16 +15,8 @@ from torch.utils.data import DistributedSampler
 
 from attention.options import OptionError
 from engine import data, prepare
-from engine.data import (
-    create_batch_augment,
-    create_loaders,
-    create_loss,
-    create_mixup,
-    create_val_loader,
-    digest_files,
-    open_split,
-    per_channel,
-)
+from engine.augment import create_batch_augment, create_loss, create_mixup, per_channel
+from engine.data import create_loaders, create_val_loader, digest_files, open_split
 from engine.distributed import World, seed_everything
 from engine.sampler import EpochSampler
 from engine.schema import Augment, Data, Run, Train

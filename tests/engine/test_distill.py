@@ -8,9 +8,10 @@ import timm
 import torch
 from torch import Tensor, nn
 
+from engine.augment import create_loss
 from engine.checkpoint import Checkpoints
 from engine.config import ConfigError, load_run
-from engine.data import create_loss, open_split
+from engine.data import open_split
 from engine.distill import Criterion, create_criterion, digest_weights, distillation_loss
 from engine.distributed import World
 from engine.errors import UserError

@@ -20,8 +20,8 @@ import torch
 import yaml
 
 import train
+from engine.augment import PairMixup
 from engine.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
-from engine.data import PairMixup
 from engine.distributed import World
 from engine.finite import FiniteGuard
 from engine.progress import Progress

@@ -14,9 +14,10 @@ from timm.data import RealLabelsImagenet
 
 from attention import OptionError
 from engine import outputs
+from engine.augment import create_transform
 from engine.classes import ClassSubset, match_classes, read_real_labels, real_accuracy
 from engine.config import dump_run, load_run
-from engine.data import DigitsReader, Images, create_transform, show_images
+from engine.data import DigitsReader, Images, show_images
 from engine.errors import UserError
 from engine.files import check_output, write_file
 from engine.fit import build_models

@@ -2,16 +2,20 @@
 
 import io
 import os
+import posixpath
+import random
 import tarfile
+import tracemalloc
 
 import pytest
 from PIL import Image
 from timm.data.readers.reader_image_folder import ReaderImageFolder
+from timm.utils.misc import natural_key
 
 from attention.options import OptionError
 from engine.data import classes_of, describe_ignored, open_split
 from engine.images import FORMATS, SUFFIXES, BrokenImage
-from engine.readers import FolderReader, TarReader, classify
+from engine.readers import FolderReader, TarReader, classify, suffix_of
 from engine.schema import Data
 
 
@@ -165,6 +169,12 @@ def test_a_folder_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
         split_of(tmp_path, "folder")
 
 
+def test_a_suffix_is_what_it_is_in_the_standard_library():
+    parts = ["", ".", "..", "a", ".a", "A.JPG", "a.b.jpg", "..jpg", "a..png", "a.", "é.Tiff"]
+    for path in [*parts, *(f"{folder}/{name}" for folder in parts for name in parts)]:
+        assert suffix_of(path) == posixpath.splitext(path)[1].lower(), path
+
+
 def test_suffixes_are_those_of_the_formats_that_are_decoded():
     known = {suffix for suffix, name in Image.registered_extensions().items() if name in (*FORMATS, "MPO")}
     assert set(SUFFIXES) == known - {".pfm"}  # floating-point levels, which are refused
@@ -234,3 +244,35 @@ def test_a_tar_that_is_cut_later_breaks_images(tmp_path):
     images = split_of(tmp_path, "tar")
     os.truncate(tmp_path / "train.tar", 2048)
     assert all(isinstance(images[i], BrokenImage) for i in range(len(images)))
+
+
+def test_the_order_is_timms_for_any_names():
+    """Folder by folder, and by the number in a name where that is all: the same as by all of every path at once."""
+    rng = random.Random(0)
+    kinds = ["n0144_{}.JPEG", "{}", "IMG-{}", "0{}", "A{}", "a{}", "a{}b", "٣{}", "a-{}", "deep/{}", "deep/a{}/1"]
+    for _ in range(40):
+        folders, files = rng.sample(kinds, rng.randint(1, 4)), rng.sample(kinds, rng.randint(1, 3))
+        names = {
+            f"{rng.choice(folders).format(rng.randint(0, 12))}/{rng.choice(files).format(rng.randint(0, 120))}.png"
+            for _ in range(60)
+        }
+        shuffled = rng.sample(sorted(names), len(names))
+        assert [path for path, _ in classify(shuffled).samples] == sorted(sorted(names), key=natural_key)
+
+
+def test_a_listing_is_no_larger_than_its_text():
+    """In a loader worker, every Python object that is touched costs a page of memory: there are none."""
+    num_classes, per_class = 10, 200
+    paths = [f"n{c:08d}/n{c:08d}_{i}.JPEG" for c in range(num_classes) for i in range(per_class)]
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        layout = classify(paths)
+        size = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert len(layout.samples) == num_classes * per_class
+    assert size < sum(map(len, paths)) + 16 * len(paths) + 10_000
+    assert layout.samples[-1] == (paths[-1], num_classes - 1)
+    with pytest.raises(IndexError):
+        layout.samples[len(paths)]

@@ -1,0 +1,115 @@
+"""One image -> the model's input, and a batch of inputs -> what is trained on: timm's transforms, mixup and losses."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import timm.data
+from PIL import Image
+from timm.data import Mixup, auto_augment
+from timm.data.mixup import mixup_target
+from timm.data.random_erasing import RandomErasing
+from torch import Tensor, nn
+
+from engine.distributed import World
+from engine.schema import Augment, Run
+
+
+def posterize(image: Image.Image, bits_to_keep: int, **kwargs: Any) -> Image.Image:
+    """timm's posterize, where keeping no bits gives black.
+
+    timm's increasing policies ask for 0 bits at magnitude 10 (below 0 with `mmax` above 10), which rand-m9-mstd0.5-inc1
+    reaches for one image in 656. Pillow used to return black for that; since 13 it raises "bits must be between or
+    equal to 1 and 8".
+    """
+    if bits_to_keep < 1:
+        return image.point(lambda _: 0)
+    return auto_augment.posterize(image, bits_to_keep, **kwargs)
+
+
+# timm looks up its operations by name in this table when it builds a policy, so that replacing entries is enough.
+auto_augment.NAME_TO_OP.update(
+    {name: posterize for name, op in auto_augment.NAME_TO_OP.items() if op is auto_augment.posterize}
+)
+
+
+BatchAugment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Images (b, C, H, W) and class indices (b,) -> images and, after mixup, soft targets (b, classes)."""
+
+
+class PairMixup(Mixup):
+    """timm's mixup, for batches of odd size too, which a broken image may cause: the middle image is unmixed."""
+
+    def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        share = self._mix_batch(images)
+        return images, mixup_target(labels, self.num_classes, share, self.label_smoothing)
+
+
+def create_transform(
+    run: Run, img_size: int | tuple[int, int], is_training: bool, as_bytes: bool
+) -> Callable[[Image.Image], Any]:
+    """timm's transform of an image with the channels that the model takes.
+
+    Args:
+        as_bytes: yields a uint8 tensor (C, H, W), neither normalised nor erased; else fp32, normalised and erased.
+    """
+    data, augment = run.data, run.augment
+    return timm.data.create_transform(
+        img_size,
+        is_training=is_training,
+        scale=augment.scale,
+        ratio=augment.ratio,
+        hflip=augment.hflip,
+        color_jitter=augment.color_jitter,
+        auto_augment=augment.auto_augment,
+        interpolation=augment.interpolation if is_training else data.interpolation,
+        re_prob=augment.reprob,
+        re_mode=augment.remode,
+        mean=per_channel(data.mean, num_channels(run)),
+        std=per_channel(data.std, num_channels(run)),
+        crop_pct=data.crop_pct,
+        use_prefetcher=as_bytes,
+    )
+
+
+def num_channels(run: Run) -> int:
+    """Channels of the images that the model takes: 3, RGB, or 1, grey levels."""
+    return run.model.get("in_chans", 3)  # a run without a model, for its images alone, takes RGB
+
+
+def per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
+    """`data.mean` or `data.std` for so many channels: as it is, one value for each, or the mean of three for grey."""
+    return tuple(values) if len(values) == channels else (statistics.fmean(values),) * channels
+
+
+def create_batch_augment(augment: Augment, num_classes: int, world: World) -> BatchAugment:
+    """The augmentation of a batch on its device: mixup, and on CUDA random erasing, elsewhere a task of the workers.
+
+    timm's prefetcher would erase one batch ahead, with random numbers of the step before.
+    """
+    mixup = create_mixup(augment, num_classes)
+    erase = RandomErasing(augment.reprob, mode=augment.remode, device=world.device) if world.on_cuda else None
+
+    def apply(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        images = images if erase is None else erase(images)
+        return (images, targets) if mixup is None else mixup(images, targets)
+
+    return apply
+
+
+def create_mixup(augment: Augment, num_classes: int) -> Mixup | None:
+    """timm's batch-wise mixup and cutmix, either or both; None if both are off."""
+    if not augment.mixup and not augment.cutmix:
+        return None
+    return PairMixup(
+        mixup_alpha=augment.mixup,
+        cutmix_alpha=augment.cutmix,
+        switch_prob=augment.mixup_switch_prob,
+        label_smoothing=augment.smoothing,
+        num_classes=num_classes,
+    )
+
+
+def create_loss(augment: Augment) -> nn.Module:
+    """Cross-entropy with class indices, or with the soft targets of mixup, which does the smoothing itself."""
+    return nn.CrossEntropyLoss(label_smoothing=0.0 if augment.mixup or augment.cutmix else augment.smoothing)

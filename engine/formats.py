@@ -1,0 +1,158 @@
+"""Data sets in the formats of other libraries: WebDataset shards, Hugging Face datasets, torchvision's.
+
+All are read at random, so that order, exact resuming and the rules for broken images are those of class folders.
+"""
+
+import importlib.util
+import io
+import posixpath
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from timm.data.dataset_factory import create_dataset
+from timm.data.readers.reader import Reader
+from timm.data.readers.reader_factory import create_reader
+
+from engine.errors import one_line
+from engine.files import open_regular
+from engine.images import BrokenImage
+from engine.readers import (
+    ArrayReader,
+    Layout,
+    LayoutError,
+    LayoutReader,
+    Samples,
+    find_members,
+    is_image,
+    read_member,
+    sort_naturally,
+)
+
+TORCH = "torch/"
+"""What the names of torchvision's data sets begin with, as in timm."""
+
+LABEL_BYTES = 18
+"""The longest label in a shard."""
+
+
+class WdsReader(LayoutReader):
+    """Reads the shards that match the path `pattern`: tar files of samples NAME.jpg (or another image) and NAME.cls.
+
+    They are listed once, at the start, and not streamed. Classes are the labels that occur, named by their numbers.
+
+    Raises:
+        LayoutError: a sample has two images, or no number as its label. OSError, TarError: a shard cannot be read.
+    """
+
+    def __init__(self, pattern: str):
+        shards = Path(pattern).parent.glob(Path(pattern).name)
+        self.shards = sort_naturally(map(str, shards))
+        names, places, labels, ignored = [], [], [], []
+        for number, shard in enumerate(self.shards):
+            stem = Path(shard).stem
+            for key, members in find_samples(shard):
+                images = [ending for ending in members if is_image(f"{key}.{ending}")]
+                if not images:
+                    ignored += [f"{stem}/{key}.{ending}" for ending in members]
+                    continue
+                if len(images) > 1:
+                    raise LayoutError(f"sample {key!r} of {stem!r} has {len(images)} images: {', '.join(images)}")
+                labels.append(_read_label(shard, members.get("cls"), f"sample {key!r} of {stem!r}"))
+                names.append(f"{stem}/{key}.{images[0]}")
+                places.append((number, *members[images[0]]))
+        if not names:
+            raise LayoutError("no images in the shards")
+        self.places = np.array(places)
+        values, labels = np.unique(labels, return_inverse=True)
+        samples = Samples((label, [name]) for label, name in zip(labels, names, strict=True))
+        super().__init__(Layout(samples, {str(value): label for label, value in enumerate(values)}, ignored))
+
+    def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
+        shard, begin, size = map(int, self.places[index])
+        return read_member(self.shards[shard], begin, size), int(self.labels[index])
+
+
+def find_samples(shard: str) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
+    """Name of every sample in the tar file `shard`, and of its members: ending -> first byte and size."""
+    samples = {}
+    with tarfile.open(shard, "r:") as tar:
+        for name, *place in find_members(tar):
+            folder, file = posixpath.split(name)
+            stem, _, ending = file.partition(".")
+            samples.setdefault(posixpath.join(folder, stem), {})[ending.lower()] = place
+    yield from samples.items()
+
+
+def _read_label(shard: str, place: tuple[int, int] | None, sample: str) -> int:
+    if place is None:
+        raise LayoutError(f"{sample} has no .cls, the number of its class; labels elsewhere are not read")
+    begin, size = place
+    text = read_member(shard, begin, min(size, LABEL_BYTES)).read()
+    if size > LABEL_BYTES or not text.strip().isdigit():
+        raise LayoutError(f"{sample}: its .cls holds {text!r}, no number of a class")
+    return int(text)
+
+
+class HfdsReader(Reader):
+    """Reads a split of a Hugging Face data set by timm's reader: the columns `image` and `label`.
+
+    Args:
+        root: its folder (of parquet files, say), or its name on the hub. split: the library's name of the split.
+    Raises:
+        LayoutError: the library is missing or cannot read it, there is no such split, or an image has no label.
+    """
+
+    ignored = ()
+
+    def __init__(self, root: str, split: str):
+        super().__init__()
+        if importlib.util.find_spec("datasets") is None:
+            raise LayoutError("data.dataset=hfds needs the package datasets; `pip install 'datasets>=5.2'`")
+        try:
+            self.rows = create_reader(f"hfds/{root}", split=split)
+            values = np.asarray(self.rows.dataset.with_format("numpy")[self.rows.label_key][:])
+        except Exception as error:  # whatever the library raises, for a hub, a network, a file
+            reason = one_line(" ".join(str(error).split()))
+            raise LayoutError(f"the package datasets cannot read it: {reason}") from error
+        self.class_to_idx = self.rows.class_to_idx
+        if not self.class_to_idx:
+            names, values = np.unique(values, return_inverse=True)
+            self.class_to_idx = {str(name): index for index, name in enumerate(names)}
+        is_class = (values >= 0) & (values < len(self.class_to_idx))  # test splits have -1, or null, which becomes NaN
+        if outside := np.flatnonzero(~is_class).tolist():
+            raise LayoutError(f"{len(outside):,} images have no label, such as row {outside[0]}; name another split")
+        self.labels = values.astype(np.int64)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
+        image = self.rows.dataset[index][self.rows.image_key] or {}
+        if image.get("bytes"):
+            return io.BytesIO(image["bytes"]), int(self.labels[index])
+        if image.get("path"):
+            return open_regular(image["path"]), int(self.labels[index])
+        raise BrokenImage("the row has no image")
+
+    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        return f"{self.labels[index]}/{index}"  # to read the file's own name would read the image
+
+
+class TorchReader(ArrayReader):
+    """Reads a data set of torchvision, `name` as in timm, from the folder `root` where torchvision has put it.
+
+    Raises:
+        LayoutError: it is not there, or the split is none of train and val.
+    """
+
+    def __init__(self, name: str, root: str, *, split: str):
+        if split not in ("train", "val"):
+            raise LayoutError(f"{split!r} is no split of torchvision's; known: train, val (its test images)")
+        try:
+            dataset = create_dataset(name, root, split)
+        except (RuntimeError, OSError) as error:
+            raise LayoutError("not found, or damaged; torchvision.datasets puts it there with download=True") from error
+        super().__init__(np.asarray(dataset.data), np.asarray(dataset.targets), dataset.classes)

@@ -1,0 +1,238 @@
+"""Other libraries' formats: the same images and labels as from class folders, in the same order, resumed to the bit."""
+
+import io
+import json
+import pickle
+import tarfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.datasets import CIFAR10
+
+from attention.options import OptionError
+from engine import formats, prepare, verify
+from engine.data import classes_of, create_loaders, open_split
+from engine.distributed import World
+from engine.images import BrokenImage
+from engine.schema import Augment, Data, Run, Train
+
+CLASSES = ["0", "1", "2", "3"]
+LABELS = np.repeat(range(4), 50)
+PIXELS = np.random.default_rng(0).integers(0, 256, (200, 32, 32, 3), dtype=np.uint8)
+
+
+def png(pixels: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return file.getvalue()
+
+
+def write_shard(path, samples) -> None:
+    """A tar file of `samples`, each a mapping of member -> content."""
+    with tarfile.open(path, "w") as tar:
+        for name, content in ((name, content) for sample in samples for name, content in sample.items()):
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+
+
+def sample(index: int) -> dict[str, bytes]:
+    return {
+        f"{index:05d}.png": png(PIXELS[index]),
+        f"{index:05d}.cls": b"%d\n" % LABELS[index],
+        f"{index:05d}.json": b"{}",
+    }
+
+
+def write_folder(root) -> None:
+    for index, label in enumerate(LABELS):
+        (root / "train" / str(label)).mkdir(parents=True, exist_ok=True)
+        (root / "train" / str(label) / f"{index}.png").write_bytes(png(PIXELS[index]))
+
+
+def write_wds(root) -> None:
+    for shard in range(11):  # the tenth comes after the second
+        write_shard(root / f"train-{shard}.tar", map(sample, range(200)[shard * 19 :][:19]))
+
+
+def write_cifar10(root) -> None:
+    (root / "cifar-10-batches-py").mkdir()
+    for number in range(5):
+        part = slice(number * 40, number * 40 + 40)
+        data = PIXELS[part].transpose(0, 3, 1, 2).reshape(40, -1)
+        entry = {"data": data, "labels": LABELS[part].tolist()}
+        (root / "cifar-10-batches-py" / f"data_batch_{number + 1}").write_bytes(pickle.dumps(entry))
+    (root / "cifar-10-batches-py" / "test_batch").touch()
+    (root / "cifar-10-batches-py" / "batches.meta").write_bytes(pickle.dumps({"label_names": CLASSES}))
+
+
+def write_hfds(root) -> None:
+    pytest.importorskip("datasets", reason="an optional package")
+    write_parquet(root / "train-00000-of-00001.parquet", map(png, PIXELS), LABELS, CLASSES)
+
+
+def write_parquet(path, images, labels, classes: list[str] | None) -> None:
+    """Rows of images and labels as the library writes them, with the names of the classes if there are any."""
+    import pyarrow
+    from pyarrow import parquet
+
+    table = pyarrow.table({"image": [{"bytes": image, "path": None} for image in images], "label": labels})
+    if classes:
+        features = {"image": {"_type": "Image"}, "label": {"names": classes, "_type": "ClassLabel"}}
+        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
+    parquet.write_table(table, path)
+
+
+WRITERS = {"folder": write_folder, "wds": write_wds, "torch/cifar10": write_cifar10, "hfds": write_hfds}
+
+
+@pytest.fixture(scope="module", params=["wds", "torch/cifar10", "hfds"])
+def other(request, tmp_path_factory):
+    """Options of the same 200 images in another format."""
+    root = tmp_path_factory.mktemp("other")
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("train_list", "test_list"):  # without the digests of the published files
+            patch.setattr(CIFAR10, name, [[file, None] for file, _ in getattr(CIFAR10, name)])
+        patch.setattr(CIFAR10, "meta", CIFAR10.meta | {"md5": None})
+        patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        WRITERS[request.param](root)
+        yield {"dataset": request.param, "root": str(root)}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("folder")
+    write_folder(root)
+    return {"dataset": "folder", "root": str(root)}
+
+
+def read_epoch(options, start: int = 0) -> list[torch.Tensor]:
+    """Images, augmented, and labels of an epoch from a position on."""
+    run = Run(
+        model={},
+        attention="softmax",
+        data=Data(**options, val_split="train", workers=0),
+        augment=Augment(mixup=0.0, cutmix=0.0),
+        train=Train(total_batch_size=40),
+    )
+    loader = create_loaders(run, World(torch.device("cpu")), img_size=16, num_classes=4)[0]
+    loader.sampler.set_epoch(1, start)
+    return [torch.cat(parts) for parts in zip(*loader, strict=True)]
+
+
+def test_an_epoch_is_that_of_the_folders(folder, other):
+    images = open_split(Data(**other), "train_split")
+    assert classes_of(images) == CLASSES
+    assert np.array_equal(np.stack([np.asarray(images[index][0]) for index in range(200)]), PIXELS)
+    assert [images[index][1] for index in range(200)] == images.reader.labels.tolist() == LABELS.tolist()
+    assert len({*images.reader.filenames()}) == 200
+    expected, found, rest = read_epoch(folder), read_epoch(other), read_epoch(other, start=120)
+    assert len(found[0]) == 200
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    assert torch.equal(rest[0], expected[0][120:])
+    assert torch.equal(rest[1], expected[1][120:])
+
+
+def test_they_are_verified_prepared_and_chosen_from(other, tmp_path, capsys):
+    arguments = [other["root"], "--dataset", other["dataset"], "--splits", "train", "--workers", "0"]
+    with pytest.raises(SystemExit) as ended:
+        verify.main(arguments)
+    assert ended.value.code == 0
+    assert "train: 200 images of 4 classes, 0 broken" in capsys.readouterr().out
+    prepare.main([*arguments, str(tmp_path), "--short-side", "0"])
+    images = open_split(Data(dataset="cache", root=str(tmp_path)), "train_split")
+    assert np.array_equal(np.stack([np.asarray(images[index][0]) for index in range(200)]), PIXELS)
+    assert np.bincount(open_split(Data(**other, subset=7), "train_split").reader.labels).tolist() == [7] * 4
+
+
+@pytest.mark.parametrize(
+    ("column", "classes", "problem"),
+    [
+        ([2, 0, 2], None, None),
+        (["cat", "ant", "cat"], None, None),
+        ([1, -1, -1], CLASSES, "2 images have no label, such as row 1; name another split"),
+        ([1, None, 0], CLASSES, "1 images have no label, such as row 1"),
+    ],
+)
+def test_labels_of_a_hugging_face_data_set(tmp_path, monkeypatch, column, classes, problem):
+    pytest.importorskip("datasets", reason="an optional package")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "data").mkdir()
+    write_parquet(tmp_path / "data" / "train.parquet", [png(PIXELS[0]), None, b"no image"], column, classes)
+    data = Data(dataset="hfds", root=str(tmp_path / "data"))
+    if problem:
+        with pytest.raises(OptionError, match=problem):
+            open_split(data, "train_split")
+        return
+    images = open_split(data, "train_split")
+    assert classes_of(images) == sorted({*map(str, column)})
+    assert images.reader.labels.tolist() == [1, 0, 1]
+    assert images[0][1] == 1
+    assert str(images[1]) == "0/1: the row has no image"
+    assert str(images[2]).startswith("1/2: not an image")
+    with pytest.raises(OptionError, match=r'cannot read it: Unknown split "validation"\. Should be one of'):
+        open_split(Data(dataset="hfds", root=str(tmp_path / "data"), val_split="validation"), "val_split")
+
+
+def open_wds(root):
+    return open_split(Data(dataset="wds", root=str(root)), "train_split")
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"00003.cls": None}, "sample '00003' of 'train-0' has no .cls, the number of its class"),
+        ({"00003.cls": b"cat"}, r"sample '00003' of 'train-0': its .cls holds b'cat', no number of a class"),
+        ({"00003.cls": b"1" * 19}, "holds b'111111111111111111', no number of a class"),
+        ({"00003.jpg": b""}, "sample '00003' of 'train-0' has 2 images: png, jpg"),
+    ],
+)
+def test_a_shard_without_labels_is_refused(tmp_path, change, problem):
+    samples = [sample(index) for index in range(5)]
+    samples[3] = {name: content for name, content in (samples[3] | change).items() if content is not None}
+    write_shard(tmp_path / "train-0.tar", samples)
+    with pytest.raises(OptionError, match=problem) as caught:
+        open_wds(tmp_path)
+    assert caught.value.key == "data.train_split"
+    assert "\n" not in str(caught.value)
+
+
+def test_a_broken_image_of_a_shard_is_named_and_other_files_are_ignored(tmp_path):
+    samples = [sample(index) for index in range(4)]
+    samples[2]["00002.png"] = b"no image"
+    write_shard(tmp_path / "train-0.tar", [*samples, {"notes.txt": b""}])
+    images = open_wds(tmp_path)
+    assert len(images) == 4
+    assert images.reader.ignored == ["train-0/notes.txt"]
+    assert isinstance(images[2], BrokenImage)
+    assert str(images[2]).startswith("train-0/00002.png: not an image")
+    (tmp_path / "train-0.tar").write_bytes((tmp_path / "train-0.tar").read_bytes()[:3000])
+    with pytest.raises(OptionError, match="is not a readable wds file"):
+        open_wds(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("options", "key", "problem"),
+    [
+        ({"dataset": "wds"}, "data.train_split", "no 'train-*.tar' in"),
+        ({"dataset": "torch/cifar10"}, "data.train_split", "not found, or damaged; torchvision.datasets puts it"),
+        ({"dataset": "torch/mnist"}, "data.train_split", "not found, or damaged; torchvision.datasets puts it"),
+        ({"dataset": "torch/mnist", "train_split": "test"}, "data.train_split", "'test' is no split of torchvision's"),
+        ({"dataset": "torch/mnist", "root": "{root}/no"}, "data.root", "no directory"),
+        ({"dataset": "hfds"}, "data.train_split", "needs the package datasets; `pip install 'datasets>=5.2'`"),
+        ({"dataset": "hfds", "root": None}, "data.root", "required for data.dataset=hfds"),
+    ],
+)
+def test_what_is_missing_is_named(tmp_path, monkeypatch, options, key, problem):
+    monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: None)
+    options = {"root": "{root}"} | options
+    root = options.pop("root")
+    with pytest.raises(OptionError) as caught:
+        open_split(Data(root=root and root.format(root=tmp_path), **options), "train_split")
+    assert caught.value.key == key
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)

@@ -1,0 +1,103 @@
+"""data.subset and data.classes: the images that are asked for, of every class, in their order, and no others."""
+
+import numpy as np
+import pytest
+
+from attention.options import OptionError
+from engine.data import classes_of, digest_files, open_split
+from engine.schema import Data, Run, check_run
+from engine.subset import choose_images
+
+
+def open_digits(split: str = "train_split", **options):
+    return open_split(Data(dataset="digits", **options), split)
+
+
+def pixels(images) -> list[bytes]:
+    return [images.reader[index][0].read() for index in range(len(images))]
+
+
+ALL = open_digits()
+COUNTS = np.bincount(ALL.reader.labels)
+
+
+@pytest.mark.parametrize(
+    ("subset", "counts"),
+    [(13, [13] * 10), (1, [1] * 10), (0.1, (COUNTS * 0.1).round()), (1e-9, [1] * 10), (1.0, COUNTS)],
+)
+def test_of_every_class_so_many_in_their_order(subset, counts):
+    images = open_digits(subset=subset)
+    assert np.bincount(images.reader.labels).tolist() == list(counts)
+    assert (np.diff(images.reader.indices) > 0).all()
+    whole = pixels(ALL)
+    assert pixels(images) == [whole[index] for index in images.reader.indices]
+    assert list(images.reader.filenames()) == [ALL.filename(index) for index in images.reader.indices]
+    assert [images.reader[index][1] for index in range(len(images))] == images.reader.labels.tolist()
+    assert len(open_digits("val_split", subset=subset)) == 360
+    assert (digest_files(images) == digest_files(ALL)) == (len(images) == len(ALL))
+
+
+def test_the_choice_is_that_of_its_seed():
+    chosen = [open_digits(subset=13, subset_seed=seed).reader.indices.tolist() for seed in (0, 0, 1)]
+    assert chosen[0] == chosen[1]
+    assert len({*chosen[0]} & {*chosen[2]}) < 65
+    more = open_digits(subset=26).reader.indices
+    assert {*chosen[0]} < {*more.tolist()}  # learning curves add images, and take none away
+    sevens = np.flatnonzero(ALL.reader.labels == 7)
+    positions = np.searchsorted(sevens, more[ALL.reader.labels[more] == 7])
+    assert 40 < positions.mean() < 105  # of 143: from all of the class
+
+
+def test_a_class_with_fewer_images_is_named():
+    with pytest.raises(OptionError, match=r"data.subset = 200, but class '0' has 14\d images; lower it"):
+        choose_images(ALL.reader, 200, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"subset": 13.0}, "data.subset = 13.0 is no fraction; write 13 for as many images of every class"),
+        ({"subset_seed": 1}, "data.subset_seed = 1, but data.subset = null"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(options, problem):
+    with pytest.raises(OptionError, match=problem):
+        check_run(Run(model={"in_chans": 3}, attention="softmax", data=Data(**options)))
+
+
+def test_classes_are_chosen_and_ordered_by_a_file(tmp_path):
+    (tmp_path / "classes.txt").write_text("7\n\n2 \n")
+    images = open_digits(classes=str(tmp_path / "classes.txt"), subset=5)
+    assert classes_of(images) == ["7", "2"]
+    assert images.reader.num_available == 1437
+    assert np.bincount(images.reader.labels).tolist() == [5, 5]
+    whole = pixels(ALL)
+    for content, label in zip(pixels(images), images.reader.labels, strict=True):
+        assert [7, 2][label] == ALL.reader.labels[whole.index(content)]
+
+
+def test_numbers_get_the_names_in_a_file(tmp_path):
+    names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+    (tmp_path / "classes.txt").write_text("\n".join(names))
+    images = open_digits(classes=str(tmp_path / "classes.txt"))
+    assert classes_of(images) == names  # also one of which there is no image here
+    assert images.reader.labels.tolist() == ALL.reader.labels.tolist()
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (None, "cannot be read: No such file"),
+        ("\n \n", "names no class; write one a line"),
+        ("1\n2\n1\n", "line 3 names '1' again; leave one out"),
+        ("1\ntwo\n", "line 2: 'two' is no class of the data; known: 0, 1, 2"),
+        ("one\ntwo\n", "line 1: 'one' is no class of the data"),
+    ],
+)
+def test_a_file_that_names_no_classes_is_refused(tmp_path, text, problem):
+    if text is not None:
+        (tmp_path / "classes.txt").write_text(text)
+    with pytest.raises(OptionError, match=problem) as caught:
+        open_digits(classes=str(tmp_path / "classes.txt"))
+    assert caught.value.key == "data.classes"
+    assert "\n" not in str(caught.value)
