@@ -13,8 +13,8 @@ from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from torchvision.utils import make_grid
 
+from engine.augment import per_channel
 from engine.config import dump_run, flatten
-from engine.data import per_channel
 from engine.records import Records
 from engine.schema import Data, Run
 
