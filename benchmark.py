@@ -85,8 +85,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         }
         rows = []
         try:
-            with limit_memory(device):
-                for comparison in tqdm(comparisons, unit="comparison", disable=None):
+            with limit_memory(device), tqdm(comparisons, unit="comparison", disable=None) as bar:
+                for comparison in bar:
                     rows += compare(comparison, args.rounds, device)
                     if args.output:
                         write_tables(metadata, rows, args.output)

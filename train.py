@@ -23,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from attention import kernels
 from bench.costs import count_costs
-from engine.checkpoint import Checkpoints
+from engine.checkpoint import CHANGEABLE, Checkpoints
 from engine.config import find_config, load_run, refuse_bad_input
 from engine.console import ConsoleLog
 from engine.data import check_broken, check_workers, create_loaders, has_lost_workers, identify_data
@@ -47,8 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("config", type=find_config, help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the file's")
     parser.add_argument("--output", type=Path, required=True, help="directory of the run; an unfinished run resumes")
-    difference = "what may differ: an option, processes, images, classes, train_files, val_files or teacher_weights"
-    parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=f"{difference}; repeatable")
+    parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=f"{CHANGEABLE}; repeatable")
     args = parser.parse_intermixed_args(arguments)
     with ConsoleLog() as console, refuse_bad_input():
         run = load_run(args.config, args.overrides, int(os.environ.get("WORLD_SIZE", "1")))
@@ -57,7 +56,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         try:
             with explain_failures(run.train, world), ExitStack() as cleanup:
                 trainer = Trainer(run, world, args.output, args.allow_change, cleanup)
-                console.keep(args.output)
+                if trainer.progress.epoch < run.schedule.epochs:  # what is finished is left as it is
+                    console.keep(args.output)
                 finished = trainer.train()
         finally:
             world.destroy()

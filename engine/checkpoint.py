@@ -69,6 +69,9 @@ METADATA = ("config", "processes", "images", "progress")
 IDENTITY = ("classes", "train_files", "val_files", "teacher_weights")
 """Metadata that checkpoints of earlier versions lack: `engine.data.identify_data`, and of a teacher a digest."""
 
+CHANGEABLE = "what may differ: an option, processes, images, classes, train_files, val_files or teacher_weights"
+"""Help on --allow-change: how a run may differ from the one that it continues."""
+
 WEIGHTS = {"plain": "model", "ema": "model_ema"}
 """Kind of weights, as trained or averaged -> its state dict in a checkpoint."""
 

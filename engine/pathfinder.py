@@ -95,10 +95,8 @@ def make(output: Path, images: Sequence[int], seed: int, **options: int) -> None
         raise UserError(f"{output}: {error.strerror}") from error
     for split, (image_file, label_file), count in zip(range(len(SPLITS)), files, images, strict=True):
         labels = np.arange(count) % 2
-        drawn = [
-            draw(np.random.default_rng((seed, split, i)), labels[i], **options)
-            for i in tqdm(range(count), SPLITS[split], unit=" images", dynamic_ncols=True)
-        ]
+        with tqdm(range(count), SPLITS[split], unit=" images", dynamic_ncols=True, disable=None) as bar:
+            drawn = [draw(np.random.default_rng((seed, split, i)), labels[i], **options) for i in bar]
         write_idx(image_file, np.stack(drawn))
         write_idx(label_file, labels)
 

@@ -338,6 +338,8 @@ def test_nonsense_is_refused(tmp_path, key):
 
 WITHOUT_HIGH = {
     "data.max_broken": "of the images that there are",
+    "data.subset": "of the images that there are; a class that has fewer refuses it",
+    "data.subset_seed": "any number is one",
     "train.seed": "any number is one",
     "train.eval_every": "above the epochs: the last alone",
     "train.keep_checkpoints": "above the epochs: all of them",
