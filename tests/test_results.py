@@ -1,18 +1,32 @@
 """The tables of docs/results.md are what the files in docs/data/ say."""
 
 import csv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+
+from ablation.replicates import measure
+from ablation.tables import plus_minus, verdict
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULTS = (DOCS / "results.md").read_text()
 Row = dict[str, str]
 
 
-def read(name: str, mode: str) -> list[Row]:
-    """The rows of a file that are of this mode."""
+def read(name: str) -> list[Row]:
+    """The rows of a file."""
     with (DOCS / "data" / name).open() as file:
-        return [row for row in csv.DictReader(file) if row["mode"] == mode]
+        return list(csv.DictReader(file))
+
+
+def read_mode(name: str, mode: str) -> list[Row]:
+    """The rows of a file that are of this mode."""
+    return [row for row in read(name) if row["mode"] == mode]
+
+
+def markdown(lines: Iterable[Sequence[str]]) -> str:
+    """A table, its titles first."""
+    titles, *rows = lines
+    return "".join(f"| {' | '.join(line)} |\n" for line in (titles, ["---"] * len(titles), *rows))
 
 
 def table(rows: Sequence[Row], titles: str, cells: Callable[[Row, Row], Sequence[str]]) -> str:
@@ -20,11 +34,10 @@ def table(rows: Sequence[Row], titles: str, cells: Callable[[Row, Row], Sequence
     found = {(row["name"], row["size"]): row for row in rows}
     names, sizes = (list(dict.fromkeys(pair)) for pair in zip(*found, strict=True))
     lines = [["", *(title.format(size) for size in sizes for title in titles.split("|"))]]
-    lines.append(["---"] * len(lines[0]))
     for name in names:
         pairs = [(found[name, size], found[rows[0]["baseline"], size]) for size in sizes]
         lines.append([f"`{name}`", *(cell for pair in pairs for cell in cells(*pair))])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown(lines)
 
 
 def speed(row: Row, baseline: Row) -> tuple[str, str]:
@@ -50,6 +63,44 @@ def training(row: Row, baseline: Row) -> tuple[str, str, str]:
 
 def test_tables_of_time_and_memory():
     for mode in ("forward", "forward+backward"):
-        assert table(read("attention.csv", mode), "{} tokens|MACs", speed) in RESULTS
-    assert table(read("attention.csv", "forward+backward"), "{} tokens: peak|saved", memory) in RESULTS
-    assert table(read("model.csv", "train"), "{} pixels|MACs|peak", training) in RESULTS
+        assert table(read_mode("attention.csv", mode), "{} tokens|MACs", speed) in RESULTS
+    assert table(read_mode("attention.csv", "forward+backward"), "{} tokens: peak|saved", memory) in RESULTS
+    assert table(read_mode("model.csv", "train"), "{} pixels|MACs|peak", training) in RESULTS
+
+
+def drop_in() -> str:
+    """Top-1 and error of every mechanism in the place of softmax attention, best first."""
+    rows = sorted(read("replace.csv"), key=lambda row: -float(row["top1"]))
+    lines = [["", "options", "untrained parameters", "top-1 (%)", "change", "error of attended values", "MACs (M)"]]
+    for row in rows:
+        top1, error = (
+            f"{float(row[name]):{form}} ± {float(row[f'{name}_std']):{form}}"
+            for name, form in (("top1", ".2f"), ("error", ".3f"))
+        )
+        untrained = f"{int(row['untrained_parameters']):,}" if int(row["untrained_parameters"]) else ""
+        change, macs = f"{float(row['change']):+.2f}", f"{int(row['macs']) / 1e6:.1f}"
+        lines.append([f"`{row['attention']}`", row["options"], untrained, top1, change, error, macs])
+    return markdown(lines)
+
+
+def from_scratch() -> str:
+    """Top-1 of every setting over its seeds, and its difference to the first."""
+    runs: dict[str, dict[int, dict[str, float]]] = {}
+    for row in read("fashion_mnist.csv"):
+        runs.setdefault(row["attention"], {})[int(row["train.seed"])] = {"top1": float(row["top-1 (%)"])}
+    lines = [["", "top-1 (%)", "of seeds 0, 1, 2", "difference to softmax"]]
+    for name, own in zip(runs, measure(list(runs.values()), "top1"), strict=True):
+        difference = plus_minus(own.difference, "+.2f") + verdict(own.difference)
+        seeds = ", ".join(f"{own.values[seed]:.2f}" for seed in sorted(own.values))
+        lines.append([f"`{name}`", plus_minus(own.spread, ".2f"), seeds, difference])
+    return markdown(lines)
+
+
+def test_table_of_other_mechanisms_in_a_trained_model():
+    assert drop_in() in RESULTS
+    assert len(read("replace.csv")) == 30
+
+
+def test_table_from_scratch():
+    assert from_scratch() in RESULTS
+    assert len(read("fashion_mnist.csv")) == 3 * 12
