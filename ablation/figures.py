@@ -52,7 +52,7 @@ def draw_top1(axes: Axes, settings: Sequence[Setting], measured: Sequence[Measur
 
 def draw_differences(axes: Axes, measured: Sequence[Measured]) -> None:
     """Mean differences to the first setting with their 95 % intervals: filled where 0 is outside."""
-    axes.set_xlabel("difference of top-1 to the first row, same seeds (percentage points)")
+    axes.set_xlabel("difference of top-1 to the first row\n(percentage points, same seeds)")
     axes.grid(axis="x")
     axes.axvline(0, color="black", linewidth=1)
     differences = {y: own.difference for y, own in enumerate(measured) if own.difference}
