@@ -9,7 +9,7 @@ from PIL import Image
 
 import analyze
 from analysis.implied import NoMatrix, attention_inputs
-from analysis.layer_maps import LayerMaps, Row, describe_layer
+from analysis.layer_maps import LayerMaps, Row, describe_layer, mean_over_images
 from analysis.map_figures import draw_layers, draw_maps, draw_rollout, why_no_rollout
 from models import create_model
 from tests.analysis.models import save_model
@@ -83,6 +83,15 @@ def test_numbers_are_those_of_the_weights():
     places = torch.tensor([(y, x) for y in range(3) for x in range(5)]).double()
     torch.testing.assert_close(found.distance, (patches * torch.cdist(places, places)).sum(-1).mean(-1))
     assert (found.grid, found.keys, found.num_prefix_tokens) == ((3, 5), (3, 5), 1)
+
+
+def test_what_has_no_matrix_is_no_part_of_a_mean_over_images():
+    _, (found, _) = describe(small(), (3, 5))
+    entropies = torch.tensor([[1.0, 4.0], [2.0, 8.0]]).double()
+    rows = [Row("softmax", name, 1, found._replace(entropy=e)) for name, e in zip("ab", entropies, strict=True)]
+    ((attention, layer, mean),) = mean_over_images([*rows, Row("softmax", "c", 1, NoMatrix("why"))], "entropy")
+    assert (attention, layer) == ("softmax", 1)
+    assert mean.tolist() == [1.5, 6.0]
 
 
 def test_figures_show_the_weights_of_the_grid():

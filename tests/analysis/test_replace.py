@@ -73,7 +73,12 @@ def test_softmax_in_the_place_of_softmax_changes_nothing(checkpoint, tmp_path, c
     assert int(eva["untrained_parameters"]) > 0
     assert lara["top1"] == ""
     assert "num_landmarks = 49" in lara["problem"]
-    assert "attention(lara).num_landmarks = 49" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "attention(lara).num_landmarks = 49" in printed
+    change = float(performer["top1"]) - float(softmax["top1"])
+    assert float(performer["change"]) == pytest.approx(change)
+    assert change
+    assert f" {change:+.2f} |" in next(line for line in printed.splitlines() if line.startswith("| performer"))
 
 
 def test_error_of_randomized_attention_falls_with_the_number_of_samples(checkpoint, tmp_path):
