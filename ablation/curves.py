@@ -1,6 +1,5 @@
 """The validation loss of all runs of a sweep over time, finished or not."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -8,6 +7,7 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from ablation.sweep import Setting, short_names
+from engine.metrics import read_records
 from engine.palette import line_style
 
 
@@ -21,12 +21,8 @@ class Evaluation(NamedTuple):
 
 def read_curve(directory: Path) -> list[Evaluation]:
     """The evaluations of a run. Records of older runs have no time; their hours are those of training steps alone."""
-    path, evaluations, seconds, step = directory / "metrics.jsonl", [], 0.0, 0
-    for line in path.read_text().splitlines() if path.exists() else []:
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError:  # cut off as it is written
-            break
+    evaluations, seconds, step = [], 0.0, 0
+    for record in read_records(directory):
         if record["kind"] == "train":
             seconds += record["step_seconds"] * (record["step"] - step)
             step = record["step"]

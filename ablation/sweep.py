@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ from bench.costs import Costs, count_costs
 from bench.papers import PaperRow, read_papers
 from engine.checkpoint import list_differences
 from engine.config import ConfigError, dump_run, flatten, load_run, parse_run, read_yaml
+from engine.metrics import read_records
 from engine.schema import Run
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
@@ -55,11 +55,10 @@ class Case:
 
     def result(self) -> dict[str, Any] | None:
         """The final record of train.py; None if the run is not finished, or was made with other options."""
+        finals = [record for record in read_records(self.directory) if record["kind"] == "final"]
         try:
             config = yaml.safe_load((self.directory / "config.yaml").read_text())
-            records = map(json.loads, (self.directory / "metrics.jsonl").read_text().splitlines())
-            finals = [record for record in records if record["kind"] == "final"]
-        except (FileNotFoundError, json.JSONDecodeError):  # an interrupted run may have been cut off within a line
+        except FileNotFoundError:
             return None
         return finals[-1] if finals and is_same_run(config, self.run, self.directory) else None
 

@@ -11,6 +11,7 @@ from ablation.figures import draw_heat_map, draw_pareto, draw_results
 from ablation.replicates import Measured, Spread, measure, plus_minus
 from ablation.sweep import Setting, accuracies, has_replicates, in_order, short_names
 from engine.files import hold_lock, to_csv, write_file
+from engine.outputs import encode
 
 ONE_RUN = (
     "One run per row: how far other seeds would end from it is not known, and rows that are near cannot be ranked."
@@ -176,4 +177,4 @@ def write_figures(caption: str, settings: Sequence[Setting], output: Path) -> No
     with hold_lock(output / "lock", wait=True):
         for name, figure in drawings.items():
             if figure is not None:
-                figure.savefig(output / f"{name}.png", dpi=150)
+                write_file(output / f"{name}.png", encode(figure))

@@ -43,7 +43,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.is_dir():
             raise UserError(f"{path}: no such folder")
-    found = {file.parent for path in paths for file in path.rglob("lock") if file.read_text()}
+    found = {file.parent for path in paths for file in path.rglob("lock") if file.read_bytes()}
     if not found:
         raise UserError(f"{', '.join(map(str, paths))}: no run in it")
     return sorted(found)
