@@ -23,14 +23,13 @@ def sample(axes: Mapping[str, Any], trials: int, seed: int) -> list[dict[str, An
     """
     for key, axis in axes.items():
         check_axis(f"grid.{key}", axis)
-    engine, settings = torch.quasirandom.SobolEngine(len(axes), scramble=True, seed=seed), []
+    engine, settings = torch.quasirandom.SobolEngine(len(axes), scramble=True, seed=seed), {}
     for _ in range(DRAWS_PER_TRIAL * trials):
         point = engine.draw(dtype=torch.float64)[0].tolist()
         setting = {key: value_at(place, axis) for place, (key, axis) in zip(point, axes.items(), strict=True)}
-        if setting not in settings:
-            settings.append(setting)
+        settings.setdefault(repr(setting), setting)
         if len(settings) == trials:
-            return settings
+            return list(settings.values())
     raise OptionError("trials", f" = {trials}, but grid has fewer combinations; choose at most {len(settings)}")
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from engine.schema import Run
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
 CONFIGS = Path(__file__).parents[1] / "configs"
+LIMIT = 10_000
+"""Most settings of a grid, and most seeds of a setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,10 @@ class Ablation:
     )
     grid: dict[str, Any] | None = option(None, "option key.path -> list of values; one setting per combination")
     trials: int | None = option(
-        None, "so many settings from grid, whose values may be {range: [LOW, HIGH]} or {log_range: [LOW, HIGH]}", low=1
+        None,
+        "so many settings from grid, whose values may be {range: [LOW, HIGH]} or {log_range: [LOW, HIGH]}",
+        low=1,
+        high=LIMIT,
     )
     trials_seed: int = option(0, "seed of their choice", low=0)
     runs: tuple[dict[str, Any], ...] = option(
@@ -145,7 +151,7 @@ def combine(ablation: Ablation) -> list[dict[str, Any]]:
     """The settings of `grid`: all combinations, or `trials` of them.
 
     Raises:
-        OptionError: a value of `grid` that is no list, or no range of a search.
+        OptionError: a value of `grid` that is no list, or no range of a search; more than `LIMIT` settings.
     """
     grid = ablation.grid or {}
     if ablation.trials and not grid:
@@ -157,6 +163,8 @@ def combine(ablation: Ablation) -> list[dict[str, Any]]:
             raise OptionError(f"grid.{key}", f"{values!r} needs trials: how many settings to choose")
         if not isinstance(values, list) or not values:
             raise OptionError(f"grid.{key}", f"expected a list of values, got {values!r}")
+    if (count := math.prod(map(len, grid.values()))) > LIMIT:
+        raise OptionError("grid", f"{count:,} combinations, more than {LIMIT:,}; choose some of them by trials")
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if values]
 
 
@@ -184,8 +192,10 @@ def list_seeds(seeds: int | tuple[int, ...] | None) -> Sequence[int]:
     """The values of train.seed that the option `seeds` means; none where it is null.
 
     Raises:
-        OptionError: no seed, one below 0, or one twice.
+        OptionError: no seed, one below 0, one twice, or more than `LIMIT`.
     """
+    if isinstance(seeds, int) and seeds > LIMIT:
+        raise OptionError("seeds", f"{seeds:,} seeds, more than {LIMIT:,}; a list names single ones")
     values = range(seeds) if isinstance(seeds, int) else seeds or ()
     if seeds is not None and (not values or min(values) < 0 or len(set(values)) < len(values)):
         raise OptionError("seeds", f"expected a number of seeds, or a list of different ones from 0, got {seeds!r}")

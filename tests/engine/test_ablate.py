@@ -481,6 +481,9 @@ def test_dry_run_shows_everything_and_writes_nothing(config, capsys):
         ),
         ("grid:", "trials: 9\ngrid:", "windows.yaml:3: trials = 9, but grid has fewer combinations; choose at most 2"),
         ("grid:", "trials: 0\ngrid:", "windows.yaml:3: trials = 0 is below the least valid value 1"),
+        ("grid:", "trials: 99999\ngrid:", "windows.yaml:3: trials = 99999 is above the largest valid value 10000"),
+        ("grid:", f"grid:\n  x: {[*range(101)]}\n  y: {[*range(100)]}", "windows.yaml:3: grid: 20,200 combinations"),
+        ("grid:", "seeds: 1000000000\ngrid:", "windows.yaml:3: seeds: 1,000,000,000 seeds, more than 10,000"),
         *(
             (
                 ABLATION,
