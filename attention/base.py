@@ -6,9 +6,9 @@ or groups, t tokens per group, s random samples, P prefix tokens (class token, r
 grid.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
 import torch
 import torch.nn.functional as F
@@ -47,7 +47,7 @@ class LayerContext:
     proj_drop: float = 0.0
     shared: dict[Any, Any] = field(default_factory=dict, compare=False)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.num_heads < 1 or self.dim % self.num_heads:
             raise OptionError("num_heads", f" = {self.num_heads} does not divide dim = {self.dim}")
 
@@ -118,7 +118,7 @@ class Attention(nn.Module):
         return self.prefix_tokens == "plain" and not getattr(self.config, "causal", False)
 
     @classmethod
-    def refuse(cls, name: str, value: Any, problem: str) -> None:
+    def refuse(cls, name: str, value: Any, problem: str) -> NoReturn:
         """Raises the OptionError for option `name` of this mechanism."""
         raise OptionError(f"attention({cls.name()}).{name}", f" = {value}: {problem}")
 
@@ -142,7 +142,7 @@ class Attention(nn.Module):
         """Dropout rate of attention weights in the present mode; 0 where the mechanism has no such option."""
         return getattr(self.config, "attn_drop", 0.0) if self.training else 0.0
 
-    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
+    def project(self, x: Tensor, grid: Grid) -> tuple[Any, ...]:
         """(B, P + N, C) -> queries, keys and values, each (B, h, P + N, d), and what else `attend` takes."""
         return split_heads(self.qkv(x), self.num_projections, self.num_heads)
 
@@ -182,18 +182,20 @@ class Attention(nn.Module):
         y = self.attend_all(self.project(stand_in(x, counts), grid), grid, counts | ~counts.any(1, keepdim=True))
         return self.proj_drop(self.proj(merge_heads(y))).masked_fill(~counts[..., None], 0)
 
-    def attend_all(self, projected: tuple[Tensor, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+    def attend_all(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         """What `project` gives, queries of all P + N tokens among it -> their attended values (B, h, P + N, d).
 
         key_mask: see `attend`.
         """
         (q, *others), mask = projected, [] if key_mask is None else [key_mask]
+        attend: Callable[..., Tensor] = self.attend  # takes what `project` gives, and a mask unless it refuses them
         if self.num_prefix_tokens == 0 or self.prefix_tokens == "plain":
-            return self.attend(q, *others, grid, *mask)
+            return attend(q, *others, grid, *mask)
         q_prefix, q = split_prefix(q, grid[0] * grid[1])
         attn_mask = None if key_mask is None else key_mask[:, None, None]
-        y_prefix = F.scaled_dot_product_attention(q_prefix, *others[:2], attn_mask, self.attn_drop)
-        return torch.cat([y_prefix, self.attend(q, *others, grid, *mask)], 2)
+        k, v = others[:2]
+        y_prefix = F.scaled_dot_product_attention(q_prefix, k, v, attn_mask, self.attn_drop)
+        return torch.cat([y_prefix, attend(q, *others, grid, *mask)], 2)
 
     def check_key_mask(self, key_mask: Tensor, shape: tuple[int, int]) -> None:
         """Raises the ValueError for a mask that the mechanism does not take, or that is not bool of `shape` (B, N)."""

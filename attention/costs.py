@@ -7,7 +7,7 @@ import torch
 
 from attention.base import Cost, LayerContext
 from attention.parts.geometry import Windows
-from attention.parts.position import PositionBias
+from attention.parts.position import BiasKind, PositionBias
 from attention.window_options import windows_on
 
 
@@ -35,7 +35,7 @@ def window_macs(windows: Windows, dim: int) -> int:
 def window_cost(context: LayerContext, config: Any) -> Cost:
     """Attention within the windows of a mechanism's options, with its position bias."""
     windows = windows_on(config, context.grid)
-    kind = config.position_bias if config.window_size else "none"
+    kind: BiasKind = config.position_bias if config.window_size else "none"
     with torch.device("meta"):
         table = PositionBias(kind, context.num_heads, context.head_dim, windows).table
     return Cost(0 if table is None else table.numel(), window_macs(windows, context.dim))

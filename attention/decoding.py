@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from attention.base import Attention
+from attention.mechanisms.eva import Eva
 from attention.ops.group_values.op import group_logits, group_values
 from attention.ops.joint_softmax.op import mix, shared_logits
 from attention.parts.features import compute_dtype
@@ -25,11 +25,14 @@ class EvaDecoder:
         attn: an `eva` layer with causal: true, in evaluation. grid: (H, W) of the whole sequence.
     """
 
-    def __init__(self, attn: Attention, grid: Grid):
+    def __init__(self, attn: Eva, grid: Grid):
         if not attn.config.causal or attn.training:
             raise ValueError("decoding needs an eva layer with causal: true, in evaluation; call eval() on it")
         self.attn, self.windows = attn, windows_on(attn.config, grid)
-        self.position, self.tokens, self.summaries, self.groups = 0, {}, [], []
+        self.position = 0
+        self.tokens: dict[int, tuple[Tensor, ...]] = {}
+        self.summaries: list[tuple[Tensor, ...]] = []
+        self.groups: list[list[int]] = []
         if attn.config.num_landmarks:
             table = attn.groups(attn.config, grid, torch.device("cpu"))
             self.groups = [index[valid].tolist() for index, valid in zip(table.index[0], table.valid[0], strict=True)]
@@ -55,9 +58,9 @@ class EvaDecoder:
         if visible:
             count = torch.tensor([[len(self.groups[c]) for c in visible]], device=x.device)
             summaries = zip(*(self.summaries[c] for c in visible), strict=True)
-            *landmarks, log_mass, beta = (torch.cat(x, 3) for x in summaries)
+            k_tilde, mu, omega, log_mass, beta = (torch.cat(x, 3) for x in summaries)
             prior = count.to(compute_dtype(q)).log()[:, None] if config.log_count else None
-            logits = group_logits(q[:, :, None], *landmarks, log_mass, prior)
+            logits = group_logits(q[:, :, None], k_tilde, mu, omega, log_mass, prior)
             terms.append((logits, beta))
         self.advance()
         return attn.proj(merge_heads(mix(terms)[:, :, 0]))

@@ -10,7 +10,7 @@ import difflib
 import math
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 
@@ -39,7 +39,7 @@ def option(
     above: float | None = None,
     below: float | None = None,
     chosen: Callable[[Any], Any] | None = None,
-):
+) -> Any:
     """A dataclass field: default, meaning (with its unit) and range: from `low` to `high`, between `above` and `below`.
 
     Args:
@@ -50,7 +50,7 @@ def option(
     return dataclasses.field(default=default, metadata={"meaning": meaning, "chosen": chosen, **limits})
 
 
-def released_option():
+def released_option() -> Any:
     """The field `released`: one switch for all that a mechanism's released code does otherwise.
 
     The options that it switches are null by default, and their rules depend on it.
@@ -58,11 +58,11 @@ def released_option():
     return option(False, "what is null as the released code has it")
 
 
-def nearest(word: str, choices) -> str:
+def nearest(word: object, choices: Iterable[object]) -> str:
     """``"; did you mean 'window_size'?"`` for the choice spelled most alike, or the list of all choices."""
-    choices = sorted(map(str, choices))
-    match = difflib.get_close_matches(str(word), choices, n=1)
-    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(choices) or 'none'}"
+    known = sorted(map(str, choices))
+    match = difflib.get_close_matches(str(word), known, n=1)
+    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known) or 'none'}"
 
 
 def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:
@@ -119,9 +119,10 @@ def _check(kind: Any, value: Any, key: str) -> Any:
         variadic = len(arguments) == 2 and arguments[1] is Ellipsis
         if not variadic and len(value) != len(arguments):
             raise OptionError(key, f"expected {len(arguments)} values, got {value!r}")
-        kinds = [arguments[0]] * len(value) if variadic else arguments
-        return tuple(_check(kind, item, f"{key}[{i}]") for i, (kind, item) in enumerate(zip(kinds, value, strict=True)))
-    if dataclasses.is_dataclass(kind):
+        of_items = [arguments[0]] * len(value) if variadic else arguments
+        items = enumerate(zip(of_items, value, strict=True))
+        return tuple(_check(kind, item, f"{key}[{i}]") for i, (kind, item) in items)
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
         return parse_options(kind, value, key)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)

@@ -8,9 +8,9 @@ from attention.base import Attention, LayerContext
 from attention.options import option
 from attention.parts.geometry import Grid, Windows, raster
 from attention.parts.masking import of_grid
-from attention.parts.position import CAUSAL_INDEX, PositionBias
+from attention.parts.position import CAUSAL_INDEX, BiasKind, PositionBias
 
-OPTIONS = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "layout": {
         "default": None,
         "meaning": "square windows of the grid, or blocks of the raster order; null: 2d, with causal 1d",
@@ -35,7 +35,7 @@ OPTIONS = {
 }
 
 
-def window_option(name: str):
+def window_option(name: str) -> Any:
     """The dataclass field `name` of a mechanism with windows."""
     return option(**OPTIONS[name])
 
@@ -71,5 +71,5 @@ def position_bias(attn: Attention, context: LayerContext) -> PositionBias:
         attn.refuse("layout", config.layout, "causal attention follows the raster order; set layout: 1d")
     if causal and config.position_bias not in ("none", *CAUSAL_INDEX):
         attn.refuse("position_bias", config.position_bias, f"not with causal; one of none, {', '.join(CAUSAL_INDEX)}")
-    kind = config.position_bias if config.window_size else "none"
+    kind: BiasKind = config.position_bias if config.window_size else "none"
     return PositionBias(kind, attn.num_heads, attn.head_dim, windows_on(config, context.grid))

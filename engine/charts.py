@@ -79,10 +79,10 @@ class Charts:
     def show_result(self, run: Run, values: Mapping[str, float], step: int) -> None:
         """Shows the options of `run` as its hyper-parameters, and with them of `values` what is no chart."""
         charted = [name for name in CHARTED["eval"] if name in values]
-        options = {key: str(value) for key, value in flatten(dump_run(run)).items()}
+        options: dict[str, Any] = {key: str(value) for key, value in flatten(dump_run(run)).items()}
         options |= {f"final.{name}": value for name, value in values.items() if name not in charted}
         for summary in hparams(options, {f"eval/{name}": values[name] for name in charted}):
-            self.writer.file_writer.add_summary(summary, step)
+            self.writer.file_writer.add_summary(summary, step)  # type: ignore[attr-defined]  # torch opens it at once
 
     def close(self) -> None:
         self.writer.close()

@@ -18,7 +18,7 @@ import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -72,10 +72,10 @@ IDENTITY = ("classes", "train_files", "val_files", "teacher_weights")
 CHANGEABLE = "what may differ: an option, processes, images, classes, train_files, val_files or teacher_weights"
 """Help on --allow-change: how a run may differ from the one that it continues."""
 
-WEIGHTS = {"plain": "model", "ema": "model_ema"}
-"""Kind of weights, as trained or averaged -> its state dict in a checkpoint."""
-
 Weights = Literal["plain", "ema"]
+
+WEIGHTS: dict[Weights, str] = {"plain": "model", "ema": "model_ema"}
+"""Kind of weights, as trained or averaged -> its state dict in a checkpoint."""
 
 Stateful = nn.Module | Optimizer | torch.amp.GradScaler
 """What has a state dict in a checkpoint."""
@@ -117,8 +117,7 @@ class Checkpoints:
                 checkpoint.
         """
         found = find_checkpoint(self.directory, "last", quiet=not self.world.is_primary)
-        checkpoint = found and found[1]
-        progress = parse_options(Progress, checkpoint["progress"]) if checkpoint else Progress()
+        progress = parse_options(Progress, found[1]["progress"]) if found else Progress()
         if self.world.gather([progress.epoch, progress.step]) != [[progress.epoch, progress.step]] * self.world.size:
             problem = "not every rank sees the same checkpoint; use a file system that all share"
             raise UserError(f"{self.directory}: {problem}")
@@ -126,9 +125,10 @@ class Checkpoints:
         for key in allowed:
             if key not in here:
                 raise UserError(f"--allow-change: {key!r} is no option{nearest(key, here)}")
-        if checkpoint is None:
+        if found is None:
             return progress
-        run = self._read_run(*found)
+        path, checkpoint = found
+        run = self._read_run(path, checkpoint)
         there = _flatten_metadata(checkpoint | {"config": dump_run(run)})
         here = {key: value for key, value in here.items() if key not in IDENTITY or key in there}
         if lines := list_differences(there, here, allowed):
@@ -149,8 +149,8 @@ class Checkpoints:
             elif not isinstance(target, Optimizer):
                 target.load_state_dict(state or target.state_dict())
             elif all(there[key] == here[key] for key in ("optim.opt", "train.freeze")):  # its state is of these weights
-                former = create_optimizer(stateful["model"], run.optim, run.train.total_batch_size)
-                restore_optimizer(target, state, former, f"{self.directory}: {name}")
+                former = create_optimizer(cast(nn.Module, stateful["model"]), run.optim, run.train.total_batch_size)
+                restore_optimizer(target, checkpoint[name], former, f"{self.directory}: {name}")
         return progress
 
     def _read_run(self, path: Path, checkpoint: Mapping[str, Any]) -> Run:
@@ -196,8 +196,8 @@ class Checkpoints:
             return
         best = {epoch for _, epoch in progress.ranking + progress.ema_ranking}
         for path in others[NUM_LAST - 1 :]:
-            epoch = NAME.fullmatch(path.name)[2]
-            if epoch is None or int(epoch) not in best:
+            match = NAME.fullmatch(path.name)
+            if match is None or match[2] is None or int(match[2]) not in best:
                 path.unlink()
                 digest_path(path).unlink(missing_ok=True)
 
@@ -229,7 +229,7 @@ def find_checkpoint(
         return last
     progress = parse_options(Progress, last[1]["progress"])
     ranking = progress.ranking if weights == "plain" else progress.ema_ranking
-    ranked = {match[2]: path for path in paths if (match := NAME.fullmatch(path.name))[2]}
+    ranked = {match[2]: path for path in paths if (match := NAME.fullmatch(path.name)) and match[2]}
     return _first_whole([ranked[str(epoch)] for _, epoch in ranking if str(epoch) in ranked], quiet) or last
 
 
@@ -247,6 +247,7 @@ def find_weights(
     """
     if not path.exists():
         raise UserError(f"{path}: no such run directory or checkpoint")
+    file: tuple[Path, dict[str, Any]] | None
     if is_local_dir(path) and not list_checkpoints(path):
         file = find_weights_file(path), load_local_dir(path)
     else:
@@ -256,19 +257,21 @@ def find_weights(
         found = file or find_checkpoint(path, which, weights=kind)
         if found is None:
             raise UserError(f"{path}: no checkpoint there")
-        if WEIGHTS[kind] in found[1]:
-            chosen.setdefault(found[0], (found[1], []))[1].append(kind)
+        at, content = found
+        if WEIGHTS[kind] in content:
+            chosen.setdefault(at, (content, []))[1].append(kind)
     if not chosen:
-        raise UserError(f"{found[0]}: holds no {weights} weights, only {', '.join(kept_weights(found[1]))}")
+        raise UserError(f"{at}: holds no {weights} weights, only {', '.join(kept_weights(content))}")
     return [(at, *entry) for at, entry in chosen.items()]
 
 
 def parse_weights(text: str) -> Weights:
     """The kind of weights that the argument --weights names."""
-    if text not in WEIGHTS:
-        renamed = f"; the {text} checkpoint is --select {text}" if text in ("best", "last") else ""
-        raise argparse.ArgumentTypeError(f"{text!r} is no kind of weights, {' or '.join(WEIGHTS)}{renamed}")
-    return text
+    for kind in WEIGHTS:
+        if kind == text:
+            return kind
+    renamed = f"; the {text} checkpoint is --select {text}" if text in ("best", "last") else ""
+    raise argparse.ArgumentTypeError(f"{text!r} is no kind of weights, {' or '.join(WEIGHTS)}{renamed}")
 
 
 def _first_whole(paths: Sequence[Path], quiet: bool) -> tuple[Path, dict[str, Any]] | None:

@@ -159,16 +159,17 @@ def _check_pickle(structure: bytes, sizes: Mapping[str, int], foreign: bool) -> 
     """Checks the pickle of an archive with members of these `sizes`, without creating a tensor; the kinds of records
     in it.
     """
-    num_put, names, problem = 0, set(), ""
+    num_put, problem = 0, ""
+    names: set[str] = set()
     for operation, argument, _ in pickletools.genops(structure):
         if not OPERATIONS.fullmatch(operation.name) and not (foreign and operation.name == "NEWOBJ"):
             problem = f"a pickle with {operation.name}"
         if operation.name in ("BINPUT", "LONG_BINPUT"):
             num_put += 1
-            if argument > num_put:  # Python allocates a table of that size
+            if not isinstance(argument, int) or argument > num_put:  # Python allocates a table of that size
                 problem = "a pickle that numbers its objects at random"
         if operation.name == "BINUNICODE":
-            names.add(argument)
+            names.add(str(argument))
     if not foreign:
         _refuse_foreign(names)
     if problem:

@@ -143,7 +143,7 @@ def flatten(options: Any, path: str = "") -> dict[str, Any]:
         options = dict(enumerate(options))
     if not isinstance(options, Mapping):
         return {path: options}
-    flat = {}
+    flat: dict[str, Any] = {}
     for key, value in options.items():
         flat |= flatten(value, f"{path}.{key}" if path else str(key))
     return flat
@@ -221,18 +221,19 @@ def override(tree: Tree, text: str) -> None:
     container = tree.values
     for depth, name in enumerate(path):
         where = ".".join(path[:depth])
+        at: int | str = name
         if isinstance(container, list):
             if not name.isdecimal() or int(name) >= len(container):
                 raise ConfigError(f"{origin}: {where} is a list; expected an index from 0 to {len(container) - 1}")
-            name = int(name)
+            at = int(name)
         elif not isinstance(container, dict):
             raise ConfigError(f"{origin}: {where} is {container!r}, not a mapping; give {where} as a whole")
         if depth < len(path) - 1:
             if isinstance(container, dict) and name not in container:
                 container[name], tree.origins[path[: depth + 1]] = {}, origin
-            container = container[name]
+            container = container[at]
         else:
-            container[name] = new.values
+            container[at] = new.values
     _forget(tree.origins, path)
     tree.origins.update({path + below: origin for below in new.origins})
 
@@ -309,7 +310,7 @@ def _parse_yaml(text: str, place: Callable[[int], str]) -> Tree:
         return Tree(None if node is None else reader.plain(node, (), ()), reader.origins)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise ConfigError(f"{place(mark.line + 1)}: {error.problem}") from None
+        raise ConfigError(f"{place(mark.line + 1 if mark else 1)}: {error.problem}") from None
     except OverflowError:
         raise ConfigError(f"{place(reader.line + 1)}: an escape that is no character") from None
     except yaml.reader.ReaderError as error:
@@ -323,10 +324,10 @@ class _Reader(yaml.SafeLoader):
     def __init__(self, text: str, place: Callable[[int], str]):
         super().__init__(text)
         self.place = place
-        self.origins = {(): place(1)}
+        self.origins: dict[Keys, str] = {(): place(1)}
         self.num_nodes = self.depth = 0
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """PyYAML's method, with limits."""
         self.num_nodes += 1
         self.depth += 1

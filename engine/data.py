@@ -15,16 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from PIL import Image
 from timm.data.loader import PrefetchLoader, fast_collate
-from timm.data.readers.reader import Reader
 from timm.layers import to_2tuple
 from torch import Tensor
-from torch.utils.data import Dataset, Sampler, default_collate
+from torch.utils.data import Dataset, SequentialSampler, default_collate
 from tqdm import tqdm
 
 from attention.options import OptionError
@@ -35,7 +34,7 @@ from engine.errors import one_line
 from engine.formats import TORCH, HfdsReader, TorchReader, WdsReader
 from engine.idx import ENDINGS, IdxReader
 from engine.images import BrokenImage, decode
-from engine.readers import ArrayReader, FolderReader, LayoutError, TarReader, suffix_of
+from engine.readers import ArrayReader, FolderReader, LayoutError, SplitReader, TarReader, suffix_of
 from engine.sampler import EpochSampler, SeededDataset
 from engine.schema import Data, Run
 from engine.subset import SubsetReader, choose_classes, choose_images
@@ -54,7 +53,7 @@ class DigitsReader(ArrayReader):
             super().__init__(arrays[f"{split}_images"], arrays[f"{split}_labels"], map(str, range(10)), white=16)
 
 
-READERS = {
+READERS: dict[str, tuple[Callable[[str], SplitReader], Sequence[str]]] = {
     "folder": (FolderReader, ("",)),
     "tar": (TarReader, (".tar",)),
     "cache": (CacheReader, (INDEX,)),
@@ -74,10 +73,10 @@ class Images(Dataset):
         transform: of a PIL image; None: none. mode: "RGB", or "L" for grey levels.
     """
 
-    def __init__(self, reader: Reader):
+    def __init__(self, reader: SplitReader):
         self.reader = reader
         self.transform: Callable[[Image.Image], Any] | None = None
-        self.mode = "RGB"
+        self.mode: Literal["RGB", "L"] = "RGB"
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -111,13 +110,25 @@ class ImageLoader(RestartingLoader):
         BrokenImage: there are more than `limit`.
     """
 
-    def __init__(self, images: Images, batch_size: int, *, stack: Callable, limit: float, remedy: str, **options: Any):
+    batch_size: int
+    sampler: EpochSampler | SequentialSampler | range
+
+    def __init__(
+        self,
+        images: Images | SeededDataset,
+        batch_size: int,
+        *,
+        stack: Callable,
+        limit: float,
+        remedy: str,
+        **options: Any,
+    ):
         super().__init__(images, batch_size, collate_fn=partial(_collate, stack=stack), **options)
         self.limit, self.remedy = limit, remedy
         self.broken: list[str] = []
         self.omitted: list[int] = []
 
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]  # torch names its own iterators
         known, self.broken, self.omitted = set(self.broken), [], []
         for number, (batch, positions, broken) in enumerate(super().__iter__()):
             self.broken += broken
@@ -189,7 +200,13 @@ def check_workers(loader: Loader, world: World) -> None:
 
 
 def _image_loader(loader: Loader) -> ImageLoader:
-    return loader.loader if isinstance(loader, PrefetchLoader) else loader
+    return cast(ImageLoader, loader.loader) if isinstance(loader, PrefetchLoader) else loader
+
+
+def images_of(loader: Loader) -> Images:
+    """The images that `loader` reads, without the seeds of training."""
+    dataset = _image_loader(loader).dataset
+    return cast(Images, dataset.dataset if isinstance(dataset, SeededDataset) else dataset)
 
 
 def create_loaders(
@@ -281,7 +298,7 @@ def open_split(data: Data, option: str) -> Images:
     return Images(reader)
 
 
-def _find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], Reader], str]:
+def _find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], SplitReader], str]:
     """What reads the split named `split` by the option `key`, and where it is."""
     if data.dataset == "digits":
         if data.root is not None:
@@ -314,7 +331,7 @@ def _find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], Reade
 def classes_of(dataset: Images) -> list[str]:
     """Class names in the order of their indices."""
     index = dataset.reader.class_to_idx
-    return sorted(index, key=index.get)
+    return sorted(index, key=index.__getitem__)
 
 
 def describe_ignored(dataset: Images) -> str:
@@ -387,7 +404,7 @@ def show_images(images: Images, run: Run) -> Images:
 
 def _create_loader(
     dataset: Images,
-    sampler: Sampler[int] | range,
+    sampler: EpochSampler | range,
     batch_size: int,
     run: Run,
     world: World,

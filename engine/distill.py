@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -19,6 +19,7 @@ from engine.errors import UserError, one_line
 from engine.schema import Distill, Run
 from engine.sources import TIMM, load_timm
 from engine.weights import build_model
+from models.deit import Deit
 
 Normalisation = tuple[Sequence[float], Sequence[float]]
 """Mean and standard deviation, each with one value for every channel."""
@@ -35,6 +36,9 @@ class Teacher(nn.Module):
         shape: (C, H, W) of the images that the model was trained with.
         classes: their names in the order of the logits; None: not known.
     """
+
+    scale: Tensor
+    shift: Tensor
 
     def __init__(
         self,
@@ -115,7 +119,7 @@ def create_criterion(run: Run, model: nn.Module, images: Images, world: World) -
     except UserError as error:
         raise UserError(f"distill.teacher={distill.teacher}: {error}") from None
     if run.model.get("dist_token"):
-        model.set_distilled_training()
+        cast(Deit, model).set_distilled_training()
     if world.is_primary:
         line = f"distill.teacher={distill.teacher}: {distill.type}, alpha {distill.alpha:g}"
         if shape != teacher.shape:
@@ -172,7 +176,7 @@ def digest_weights(state: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, x in sorted(state.items()):
         digest.update(f"{name} {x.dtype} {tuple(x.shape)}\0".encode())
-        digest.update(x.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+        digest.update(x.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -108,7 +108,7 @@ def init_distributed(device: Literal["auto", "cuda", "cpu"], timeout_minutes: fl
         raise UserError("train.device: cuda is not available here; use auto or cpu")
     if "WORLD_SIZE" not in os.environ:  # timm would treat any SLURM allocation of several tasks as a launch
         return World(torch.device(device))
-    local = torch.device(device, int(os.environ["LOCAL_RANK"]) if device == "cuda" else None)
+    local = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device(device)
     if device == "cuda":
         torch.cuda.set_device(local)
     dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=timeout_minutes))
@@ -147,7 +147,7 @@ def average_in_rank_order(state: None, bucket: dist.GradBucket) -> Future[Tensor
 
 def autocast(amp: Literal["bf16", "fp16"] | None, device: torch.device) -> torch.autocast:
     """Automatic mixed precision for the forward pass; disabled for None."""
-    return torch.autocast(device.type, AMP_DTYPE.get(amp), enabled=amp is not None)
+    return torch.autocast(device.type, AMP_DTYPE[amp] if amp else None, enabled=amp is not None)
 
 
 def set_deterministic(deterministic: bool) -> None:

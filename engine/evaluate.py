@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.bar import progress_bar
-from engine.data import Loader, classes_of, count_broken, indices_read, show_images
+from engine.data import Loader, classes_of, count_broken, images_of, indices_read, show_images
 from engine.distributed import World, autocast
 from engine.images import BrokenImage
 from engine.records import TOP, Records, gather_records, record
@@ -28,7 +28,7 @@ def evaluate_all(
 
     If broken images were left out, `broken` is their number. Where `rows` are given, those of every model are added.
     """
-    metrics = {}
+    metrics: dict[str, float] = {}
     for prefix, model in models.items():
         world.copy_buffers(model)  # BatchNorm's averages and random features differ between ranks
         own = None if rows is None else rows.setdefault(prefix, [])
@@ -43,7 +43,7 @@ def evaluate_all(
 
 def gather_all(rows: Mapping[str, list[torch.Tensor]], loader: Loader, run: Run, world: World) -> dict[str, Records]:
     """Kind of weights -> the records of the `rows` that `evaluate_all` has found of it with `loader`."""
-    names, shown = classes_of(loader.dataset), show_images(loader.dataset, run)
+    names, shown = classes_of(images_of(loader)), show_images(images_of(loader), run)
     kinds = {"": "plain", "ema_": "ema"}
     return {kinds[key]: gather_records(found, indices_read(loader), shown, names, world) for key, found in rows.items()}
 

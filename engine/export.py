@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, cast
 
 import safetensors.torch
 import torch
@@ -139,7 +139,7 @@ def to_onnx(model: nn.Module, images: Tensor, description: str) -> tuple[bytes, 
     graph = _trace(model, images)
     try:
         with redirect_stdout(sys.stderr), warnings.catch_warnings(action="ignore"):
-            program = torch.onnx.export(
+            exported = torch.onnx.export(
                 graph,
                 dynamo=True,
                 verbose=False,
@@ -148,12 +148,14 @@ def to_onnx(model: nn.Module, images: Tensor, description: str) -> tuple[bytes, 
                 custom_translation_table=TRANSLATIONS,
             )
     except torch.onnx.OnnxExporterError as error:
-        while error.__cause__ is not None:
-            error = error.__cause__
-        raise UserError(f"cannot be exported to ONNX: {one_line(' '.join(str(error).split()), 200)}") from None
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise UserError(f"cannot be exported to ONNX: {one_line(' '.join(str(cause).split()), 200)}") from None
+    program = cast(torch.onnx.ONNXProgram, exported)  # of dynamo=True
     program.model.metadata_props[CONFIG] = description
     file = io.BytesIO()
-    program.save(file)
+    program.save(file)  # type: ignore[arg-type]  # it writes to files too
     session = onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
     return file.getvalue(), lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
 

@@ -13,7 +13,7 @@ import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TextIO
+from typing import Any, TextIO
 
 from engine.distributed import World
 from engine.errors import UserError
@@ -211,7 +211,7 @@ def read_digests(path: Path) -> list[str]:
     return [line[:64] for line in text.split("\n")]
 
 
-def open_regular(path: str | Path, flags: int = 0) -> BinaryIO:
+def open_regular(path: str | Path, flags: int = 0) -> io.BufferedReader:
     """Opens a regular file for reading; a pipe or device could block or never end.
 
     Args:

@@ -4,14 +4,16 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from engine.checkpoint import Checkpoints, Stateful
-from engine.data import Loader
+from engine.data import Loader, images_of
 from engine.files import write_atomically
 from engine.progress import Progress
+from engine.sampler import EpochSampler
 from engine.schema import Train
 
 
@@ -113,7 +115,7 @@ def dump_step(
     """
     if not checkpoints.world.is_primary:
         return
-    sampler, images = loader.sampler, loader.dataset.dataset
+    sampler, images = cast(EpochSampler, loader.sampler), images_of(loader)
     start = progress.images - updates_ago * sampler.total_batch_size
     indices = sampler.order()[start : start + sampler.total_batch_size].tolist()
     record = {

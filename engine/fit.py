@@ -88,9 +88,9 @@ def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str,
             there, here = (describe_blocks(tensors) for tensors in (state, expected))
             problem = f"weights of another architecture: {there}, where the model has {here} ({one_line(misfits, 200)})"
             raise UserError(f"{place}: {problem}; {OF_ANOTHER}")
-        if source.model is not None and (there := list_heads(source.model)) != (here := list_heads(model)):
-            problem = f"weights of a model with num_heads={there}, but model.num_heads={here}: they would load, and"
-            raise UserError(f"{place}: {problem} mean something else; set model.num_heads={there}")
+        if source.model is not None and (theirs := list_heads(source.model)) != (own := list_heads(model)):
+            problem = f"weights of a model with num_heads={theirs}, but model.num_heads={own}: they would load, and"
+            raise UserError(f"{place}: {problem} mean something else; set model.num_heads={theirs}")
         state |= _resample(state, model, getattr(getattr(source.model, "patch_embed", None), "grid_size", None))
         tables, others = resample_bias_tables(state, model, source.model)
         state |= tables
@@ -140,7 +140,7 @@ def _cut_projections(state: Mapping[str, Tensor], model: nn.Module) -> dict[str,
 def _resample(state: Mapping[str, Tensor], model: nn.Module, grid: Grid | None) -> dict[str, Tensor]:
     """Position embeddings and patch embedding in the sizes of `model`, by timm's functions."""
     changed = {"pos_embed": resample_pos_embed(dict(state), model, grid)["pos_embed"]} if "pos_embed" in state else {}
-    patches, key = model.patch_embed.proj, "patch_embed.proj.weight"
+    patches, key = model.get_submodule("patch_embed.proj"), "patch_embed.proj.weight"
     if isinstance(patches, nn.Conv2d) and key in state:
         weight = adapt_input_conv(patches.in_channels, state[key], state[key].shape[1])
         changed[key] = resample_patch_embed(weight, list(patches.kernel_size))

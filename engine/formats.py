@@ -66,8 +66,8 @@ class WdsReader(LayoutReader):
         if not names:
             raise LayoutError("no images in the shards")
         self.places = np.array(places)
-        values, labels = np.unique(labels, return_inverse=True)
-        samples = Samples((label, [name]) for label, name in zip(labels, names, strict=True))
+        values, classes = np.unique(labels, return_inverse=True)
+        samples = Samples((label, [name]) for label, name in zip(classes, names, strict=True))
         super().__init__(Layout(samples, {str(value): label for label, value in enumerate(values)}, ignored))
 
     def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
@@ -77,12 +77,12 @@ class WdsReader(LayoutReader):
 
 def find_samples(shard: str) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
     """Name of every sample in the tar file `shard`, and of its members: ending -> first byte and size."""
-    samples = {}
+    samples: dict[str, dict[str, tuple[int, int]]] = {}
     with tarfile.open(shard, "r:") as tar:
-        for name, *place in find_members(tar):
+        for name, begin, size in find_members(tar):
             folder, file = posixpath.split(name)
             stem, _, ending = file.partition(".")
-            samples.setdefault(posixpath.join(folder, stem), {})[ending.lower()] = place
+            samples.setdefault(posixpath.join(folder, stem), {})[ending.lower()] = begin, size
     yield from samples.items()
 
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from typing import cast
 
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from attention.options import OptionError, nearest
+from models.base import Backbone
 
 BACKBONE = "backbone"
 """In place of a pattern: all but the classifier."""
@@ -38,7 +40,7 @@ def _match(pattern: str, model: nn.Module) -> list[str]:
     """The names of the parameters that one pattern means."""
     names = [name for name, _ in model.named_parameters()]
     if pattern == BACKBONE:
-        classifiers = model.get_classifier()  # of timm's distilled models there are two
+        classifiers = cast(Backbone, model).get_classifier()  # of timm's distilled models there are two
         modules = classifiers if isinstance(classifiers, tuple) else (classifiers,)
         trained = {id(weight) for module in modules for weight in module.parameters()}
         return [name for name, weight in model.named_parameters() if id(weight) not in trained]

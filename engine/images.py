@@ -10,6 +10,7 @@ from typing import BinaryIO, Literal
 
 import numpy as np
 from PIL import Image, ImageOps
+from PIL.TiffImagePlugin import TiffImageFile
 
 from engine.errors import UserError
 
@@ -49,7 +50,7 @@ def decode(file: BinaryIO, mode: Literal["RGB", "L"] = "RGB") -> Image.Image:
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             image = Image.open(file, formats=FORMATS)
             if getattr(image, "is_animated", False) and image.format != "MPO":
-                raise BrokenImage(f"{image.format} with {image.n_frames} frames; an image has one")
+                raise BrokenImage(f"{image.format} with {getattr(image, 'n_frames', 0)} frames; an image has one")
             return convert(image, mode)
     except BrokenImage:
         raise
@@ -77,7 +78,7 @@ def convert(image: Image.Image, mode: Literal["RGB", "L"] = "RGB") -> Image.Imag
 def _rgb(image: Image.Image) -> Image.Image:
     """A decoded image as 8-bit RGB."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        if "transparency" in image.info or (image.format == "TIFF" and image.tag_v2.get(PHOTOMETRIC) == 0):
+        if "transparency" in image.info or (isinstance(image, TiffImageFile) and image.tag_v2.get(PHOTOMETRIC) == 0):
             raise BrokenImage("16-bit grey levels with a transparent one, or with white as zero")
         levels = np.asarray(image).astype(np.uint32)
         image = Image.fromarray(((levels + 128) // 257).astype(np.uint8))

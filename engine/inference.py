@@ -17,7 +17,7 @@ from torchvision.transforms import Compose
 from engine.augment import create_transform, num_channels
 from engine.checkpoint import WEIGHTS, Weights, find_weights
 from engine.config import parse_run
-from engine.data import ImageLoader, Images, choose_batch_size
+from engine.data import ImageLoader, Images, choose_batch_size, images_of
 from engine.distributed import autocast
 from engine.errors import UserError
 from engine.images import convert
@@ -65,7 +65,7 @@ def load(
     if len(classes) != num_classes or not classes:
         raise UserError(f"{found}: holds {len(classes)} class names, but model.num_classes = {num_classes}")
     model = build_model(run, checkpoint[state], f"{found}: {state}").eval()
-    mode = "L" if num_channels(run) == 1 else "RGB"
+    mode: Literal["RGB", "L"] = "L" if num_channels(run) == 1 else "RGB"
     transform = create_transform(run, run.model["img_size"], is_training=False, as_bytes=False)
     return Trained(model, Compose([partial(convert, mode=mode), transform]), classes)
 
@@ -86,8 +86,8 @@ def create_loader(trained: Trained, files: Sequence[str], batch_size: int | None
     """
     images = Images(FileReader(files))
     images.transform = trained.transform
-    _, *img_size = trained.transform(Image.new("RGB", (1, 1))).shape
-    batch_size = batch_size or choose_batch_size(img_size)
+    _, height, width = trained.transform(Image.new("RGB", (1, 1))).shape
+    batch_size = batch_size or choose_batch_size((height, width))
     workers = min(Data.workers, os.cpu_count() or 1, len(files) // batch_size)  # none starts for less than a batch
     return ImageLoader(images, batch_size, stack=default_collate, limit=math.inf, remedy="", num_workers=workers)
 
@@ -108,4 +108,4 @@ def predict(
             logits = model(images.to(device))
         probabilities, indices = logits.float().softmax(1).topk(min(top, len(classes)))
         for position, row, values in zip(positions.tolist(), indices.tolist(), probabilities.tolist(), strict=True):
-            yield Prediction(loader.dataset.filename(position), [classes[index] for index in row], values)
+            yield Prediction(images_of(loader).filename(position), [classes[index] for index in row], values)

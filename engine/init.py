@@ -45,6 +45,7 @@ def load_initial_weights(model: nn.Module, run: Run, world: World) -> list[str]:
         UserError: see `create_initial_model`.
     """
     name = run.init.weights
+    assert name is not None, "there is nothing to load"
     place = f"init.weights={name}"
     try:
         source = read_weights(name)

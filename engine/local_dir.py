@@ -46,7 +46,8 @@ def describe_model(model: nn.Module, run: Run, classes: Sequence[str] | None) ->
     with TemporaryDirectory() as directory:  # timm writes to a file alone
         path = Path(directory, CONFIG)
         labels = {"label_names": classes} if classes else {}
-        save_config_for_hf(model, path, labels, {**args, "attention": run.attention}, preprocessing)
+        options = {**args, "attention": run.attention}
+        save_config_for_hf(model, path, labels, options, preprocessing)  # type: ignore[arg-type]  # timm needs a Path
         return path.read_text()
 
 

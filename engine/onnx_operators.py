@@ -3,6 +3,9 @@
 Sums of int64 are those of float64 in ONNX Runtime, and sums over no element have no shape there: mechanisms avoid both.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from onnxscript import INT64
 from onnxscript import opset18 as op
@@ -29,7 +32,7 @@ def searchsorted(ascending, values, out_int32=False, right=False, side=None, sor
     return op.ReduceSum(op.Cast(is_before, to=INT64.dtype), op.Constant(value_ints=[-1]), keepdims=0)
 
 
-TRANSLATIONS = {
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     torch.ops.aten.sort.stable: sort,
     torch.ops.aten.copysign.Tensor: copysign,
     torch.ops.aten.searchsorted.Tensor: searchsorted,

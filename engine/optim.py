@@ -101,14 +101,14 @@ def create_schedule(optimizer: Optimizer, schedule: Schedule, updates_per_epoch:
 
     As in DeiT, the decay runs over all epochs, and the warm-up replaces its beginning.
     """
-    shape = {
+    shapes: dict[str, dict[str, Any]] = {
         "cosine": {"sched": "cosine"},
         "linear": {"sched": "poly", "decay_rate": 1.0},
         "constant": {"sched": "step", "decay_rate": 1.0},
-    }[schedule.sched]
+    }
     return create_scheduler_v2(
         optimizer,
-        **shape,
+        **shapes[schedule.sched],
         num_epochs=schedule.epochs,
         warmup_epochs=schedule.warmup_epochs,
         warmup_lr=schedule.warmup_lr,

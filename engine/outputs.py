@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 from engine.errors import UserError, one_line
 from engine.files import check_output, to_csv, write_file
+from engine.images import BrokenImage
 from engine.records import Records, top_columns
 
 AllRecords = Mapping[str, Records]
@@ -194,7 +195,10 @@ def _list_mistakes(found: Records) -> list[int]:
 
 
 def _draw_image(axes: Axes, found: Records, row: int) -> None:
-    pixels, _ = found.images[found.index[row].item()]
+    image = found.images[int(found.index[row])]
+    if isinstance(image, BrokenImage):  # it could be read when it was evaluated
+        raise image
+    pixels, _ = image
     axes.imshow(np.asarray(pixels).transpose(1, 2, 0), cmap="gray", vmin=0, vmax=255)  # grey levels have one channel
     label, predicted = (one_line(found.names[x[row]], 14) for x in (found.label, found.predicted))
     title = f"{label} → {predicted}\n{found.probability[row, 0]:.3f}"

@@ -147,7 +147,7 @@ def _draw_curves(
     if not len(ends):
         return []
     sides = [partial(_draw_curve, rng, ends[i], ends[(i + 1) % 4], length) for i in (first, first + 2)]
-    curves = []
+    curves: list[np.ndarray] = []
     for draw_one in sides + [partial(_draw_distractor, rng, tokens, length / 3)] * distractors:
         tried = (draw_one() for _ in range(ATTEMPTS))
         curve = next((curve for curve in tried if _fits(curve, curves, tokens)), None)

@@ -88,13 +88,14 @@ def check(path: Path, workers: int, title: str) -> tuple[int, int]:
     Raises:
         BrokenImage: further images cannot be read.
     """
-    written = Images(CacheReader(str(path)))
+    reader = CacheReader(str(path))
+    written = Images(reader)
     written.transform = discard
-    num_empty = int((written.reader.begins[1:] == written.reader.begins[:-1]).sum())
+    num_empty = int((reader.begins[1:] == reader.begins[:-1]).sum())
     num_broken = sum(isinstance(sample, BrokenImage) for sample in read_all(written, workers, title))
     if num_broken != num_empty:
         raise BrokenImage(f"{num_broken - num_empty} images were not read back as they were written; nothing is kept")
-    return num_empty, int(written.reader.begins[-1])
+    return num_empty, int(reader.begins[-1])
 
 
 def _report_broken(samples: Iterable[tuple[bytes, int] | BrokenImage]) -> Iterator[tuple[bytes, int] | BrokenImage]:

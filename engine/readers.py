@@ -12,9 +12,9 @@ import sys
 import tarfile
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, groupby, pairwise, repeat
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
 from timm.data.readers.reader import Reader
@@ -25,6 +25,30 @@ from engine.files import open_regular
 from engine.images import SUFFIXES
 
 _NO_IMAGES = f"no images (files named {', '.join(f'*{suffix}' for suffix in SUFFIXES)})"
+
+
+class SplitReader(Protocol):
+    """What readers of a split have beside timm's methods: what is known of all images before one is opened."""
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Class indices (number,), in the order of the images."""
+
+    @property
+    def class_to_idx(self) -> Mapping[str, int]:
+        """Class name -> index."""
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        """Paths of files that are no images."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[BinaryIO, int]: ...
+
+    def filename(self, index: int) -> str: ...
+
+    def filenames(self) -> Iterable[str]: ...
 
 
 class LayoutError(ValueError):
@@ -52,7 +76,7 @@ class Samples(Sequence[tuple[str, int]]):
     def __len__(self) -> int:
         return len(self.labels)
 
-    def __getitem__(self, index: int) -> tuple[str, int]:
+    def __getitem__(self, index: int) -> tuple[str, int]:  # type: ignore[override]  # no slices
         index = range(len(self))[index]
         path = self.text[self.ends[index] : self.ends[index + 1]]
         return path.decode(errors="surrogateescape"), int(self.labels[index])
@@ -83,7 +107,8 @@ def classify(paths: Iterable[str]) -> Layout:
     Raises:
         LayoutError: there is no image, one in no class folder, or a class folder without.
     """
-    folders, others = defaultdict(list), []
+    folders: defaultdict[str, list[str]] = defaultdict(list)
+    others: list[str] = []
     for path in paths:
         (folders[_first_folder(path)] if is_image(path) else others).append(path)
     if not folders:
@@ -142,7 +167,8 @@ def _numbers(names: Sequence[str]) -> list[int] | None:
     prefix = re.sub(r"\d+$", "", posixpath.commonprefix([names[0], names[-1]]))
     suffix = re.sub(r"^\d+", "", names[0][len(prefix) :])
     found = [*map(re.compile(f"{re.escape(prefix)}(\\d+){re.escape(suffix)}").fullmatch, names)]
-    return [int(match[1]) for match in found] if all(found) else None
+    numbers = [int(match[1]) for match in found if match]
+    return numbers if len(numbers) == len(names) else None
 
 
 class LayoutReader(Reader):
@@ -215,7 +241,7 @@ def find_files(root: str) -> Iterator[str]:
     def refuse(error: OSError) -> None:
         raise error
 
-    known = {}
+    known: dict[tuple[int, int], str] = {}
     for folder, subfolders, files in os.walk(root, onerror=refuse, followlinks=True):
         path = os.path.relpath(folder, root)
         status = os.stat(folder)
@@ -258,9 +284,12 @@ class ArrayReader(Reader):
 class FileReader(Reader):
     """timm reader of the files `paths`; the label of each is its position. It opens nothing but regular files."""
 
+    ignored = ()
+
     def __init__(self, paths: Sequence[str]):
         super().__init__()
-        self.paths = paths
+        self.paths, self.labels = paths, np.arange(len(paths))
+        self.class_to_idx: dict[str, int] = {}
 
     def __len__(self) -> int:
         return len(self.paths)

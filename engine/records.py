@@ -27,7 +27,7 @@ class Records(NamedTuple):
 
     images: Images
     names: list[str]
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # hides tuple.index
     label: Tensor
     loss: Tensor
     classes: Tensor

@@ -174,10 +174,12 @@ def _attention(state: State, args: Arguments, model: Mapping[str, Any], is_deit:
     """Options of attention: one mapping, or where stages differ a list; `MISSING` where nothing names the mechanism."""
     if is_deit:
         prefixes = ["blocks.0.attn."]
-        grids = [tuple(side // model["patch_size"] for side in model["img_size"])]
+        height, width = model["img_size"]
+        grids: list[Grid | None] = [(height // model["patch_size"], width // model["patch_size"])]
     else:
         prefixes, side = [f"block{stage}.0.attn.attn_fn." for stage in (1, 2, 3)], model["img_size"]
-        grids = [None if side == MISSING else 2 * (math.ceil(side / stride),) for stride in (4, 8, 16)]
+        sides = [None if side == MISSING else math.ceil(side / stride) for stride in (4, 8, 16)]
+        grids = [None if side is None else (side, side) for side in sides]
     layers = [{name.removeprefix(p): x for name, x in state.items() if name.startswith(p)} for p in prefixes]
     name = args.choose("attn_name", {name: name for name in MECHANISMS})
     if name == MISSING:

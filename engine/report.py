@@ -89,7 +89,8 @@ class Report:
     def __init__(self, directory: Path | None, run: Run, progress: Progress, total_steps: int, device: torch.device):
         self.directory, self.run, self.total_steps, self.device = directory, run, total_steps, device
         self.progress, self.step, self.num_gpus, self.began = progress, progress.step, 0, time.monotonic()
-        self.images_seen, self.run_id, self.trackers = 0, uuid.uuid4().hex, None
+        self.images_seen, self.run_id = 0, uuid.uuid4().hex
+        self.trackers: OpenTrackers | None = None
         self.step_seconds: list[float] = []
         self.num_recorded = 0
         self.wait = DataWait(device)
@@ -119,7 +120,9 @@ class Report:
         epoch = self.progress.epoch
         if error is not None:
             with suppress(OSError):  # perhaps the very one
-                self._record("fail", epoch, {"reason": one_line(str(error).partition("\n")[0] or kind.__name__, 200)})
+                self._record(
+                    "fail", epoch, {"reason": one_line(str(error).partition("\n")[0] or type(error).__name__, 200)}
+                )
         elif epoch < self.run.schedule.epochs:
             self._record("stop", epoch, {})
         if self.trackers is not None:

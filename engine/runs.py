@@ -142,7 +142,7 @@ def compare(runs: dict[str, list[dict[str, Any]]], column: str) -> list[list[str
     lines = [["epoch", first, *(text for name in others for text in (name, "difference"))]]
     for epoch in sorted(set().union(*tables.values())):
         base, *values = (table.get(epoch) for table in tables.values())
-        pairs = [(x, None if None in (x, base) else x - base) for x in values]
+        pairs = [(x, None if x is None or base is None else x - base) for x in values]
         lines.append([str(epoch), _text(base), *(text for x, d in pairs for text in (_text(x), _text(d, "+")))])
     return lines
 

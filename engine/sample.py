@@ -8,6 +8,7 @@ The images keep their order, the split its name.
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from engine.config import refuse_bad_input
 from engine.data import classes_of, open_split
 from engine.errors import UserError
 from engine.files import check_output
-from engine.idx import IMAGES, LABELS, write_idx
+from engine.idx import IMAGES, LABELS, IdxReader, write_idx
 from engine.schema import Data
 
 
@@ -45,7 +46,7 @@ def sample(root: str, output: Path, split: str, per_class: int) -> None:
         if path.exists():
             raise UserError(f"{path}: is there already; remove it, or name another directory")
     images = open_split(Data(dataset="idx", root=root, val_split=split), "val_split")
-    reader, names = images.reader, classes_of(images)
+    reader, names = cast(IdxReader, images.reader), classes_of(images)
     chosen = [np.flatnonzero(reader.labels == label)[:per_class] for label in range(len(names))]
     for name, found in zip(names, chosen, strict=True):
         if len(found) < per_class:

@@ -6,7 +6,7 @@ only, whichever process draws them; those of an optimiser step, in the main proc
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils.data import Dataset, Sampler
@@ -56,10 +56,18 @@ class EpochSampler(Sampler[Place]):
         return ((index, self.epoch, position) for index, position in zip(indices, positions, strict=True))
 
 
+class MapDataset(Protocol):
+    """A data set that is read by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
 class SeededDataset(Dataset):
     """`dataset` with a seed for each image, so that its random numbers are the same in any process."""
 
-    def __init__(self, dataset: Dataset, seed: int):
+    def __init__(self, dataset: MapDataset, seed: int):
         self.dataset, self.seed = dataset, seed
 
     def __len__(self) -> int:

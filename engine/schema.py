@@ -314,7 +314,7 @@ def check_run(run: Run, world_size: int = 1) -> None:
         raise OptionError("model.in_chans", f" = {run.model['in_chans']}: images have 3 channels (RGB) or 1 (grey)")
 
 
-POLICIES = {
+POLICIES: dict[str, dict[str, range | tuple[Any, ...]]] = {
     "rand": {
         "m": range(31),
         "n": range(1, 11),
@@ -352,21 +352,22 @@ def check_policy(policy: str) -> None:
         refuse(f"unknown policy {family!r}{nearest(family, POLICIES)}")
     found = {}
     for section in sections:
-        name, value = re.fullmatch(r"(t|[a-z]*)(.*)", section, re.DOTALL).groups()
+        [(name, value)] = re.findall(r"^(t|[a-z]*)(.*)", section, re.DOTALL)
         if name not in POLICIES[family]:
             refuse(f"unknown section {section!r}; known: {', '.join(POLICIES[family])}, each with its value")
         if name in found:
             refuse(f"{name!r} twice; leave one out")
         if not _is_valid(value, valid := POLICIES[family][name]):
-            words = isinstance(valid[0], str)
-            refuse(f"{section!r} is not {name} with {', '.join(valid) if words else f'{valid[0]} to {valid[-1]}'}")
+            words = isinstance(valid, tuple) and isinstance(valid[0], str)
+            known = ", ".join(map(str, valid)) if words else f"{valid[0]} to {valid[-1]}"
+            refuse(f"{section!r} is not {name} with {known}")
         found[name] = value
     highest = int(found.get("mmax", 10))
     if family == "rand" and int(found.get("m", 10)) > highest:
         refuse(f"timm clips magnitudes to {highest}; add or raise mmax")
 
 
-def _is_valid(value: str, valid: range | tuple) -> bool:
+def _is_valid(value: str, valid: range | tuple[Any, ...]) -> bool:
     if isinstance(valid, range):
         return value.isdecimal() and int(value) in valid
     if isinstance(valid[0], str):

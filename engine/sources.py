@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import timm
 import torch
@@ -62,14 +62,14 @@ def read_weights(name: str) -> Source:
     return source_of(there, checkpoint[WEIGHTS[kinds[-1]]])
 
 
-def source_of(run: Run, state: Mapping[str, Tensor]) -> Source:
+def source_of(run: Run, state: dict[str, Tensor]) -> Source:
     """The weights `state` of a run's model."""
     with torch.device("meta"):
         model = create_model(attention=run.attention, **run.model)
     return Source(clean_state_dict(state), model, {"mean": run.data.mean, "std": run.data.std})
 
 
-def load_timm(name: str) -> nn.Module:
+def load_timm(name: str) -> Any:  # nn.Module, whose attributes are tensors or modules to type checkers
     """The model of timm's hub under this name, whose weights timm downloads or takes from its cache.
 
     Raises:

@@ -1,6 +1,6 @@
 """A part of a split: some images of every class (`data.subset`), or the classes that a file names (`data.classes`)."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO
 
 import numpy as np
@@ -11,6 +11,7 @@ from attention.options import OptionError, nearest
 from engine.distributed import mix_seeds
 from engine.errors import one_line
 from engine.files import open_regular
+from engine.readers import SplitReader
 
 LIMIT = 2**24
 """Bytes of a file of class names."""
@@ -27,14 +28,14 @@ class SubsetReader(Reader):
 
     def __init__(
         self,
-        reader: Reader,
-        indices: Sequence[int],
+        reader: SplitReader,
+        indices: Sequence[int] | np.ndarray,
         labels: np.ndarray | None = None,
-        class_to_idx: dict[str, int] | None = None,
+        class_to_idx: Mapping[str, int] | None = None,
     ):
         super().__init__()
         self.reader, self.indices, self.ignored = reader, np.asarray(indices, np.int64), reader.ignored
-        self.num_available = reader.num_available if isinstance(reader, SubsetReader) else len(reader)
+        self.num_available: int = reader.num_available if isinstance(reader, SubsetReader) else len(reader)
         self.labels = np.asarray(reader.labels)[self.indices] if labels is None else labels
         self.class_to_idx = reader.class_to_idx if class_to_idx is None else class_to_idx
 
@@ -52,7 +53,7 @@ class SubsetReader(Reader):
         return map(self._filename, range(len(self)))
 
 
-def choose_images(reader: Reader, subset: int | float, seed: int) -> SubsetReader:
+def choose_images(reader: SplitReader, subset: int | float, seed: int) -> SubsetReader:
     """So many images of every class, or such a fraction, rounded, but at least one; in their order.
 
     More images of the same seed include the fewer.
@@ -73,7 +74,7 @@ def choose_images(reader: Reader, subset: int | float, seed: int) -> SubsetReade
     return SubsetReader(reader, np.sort(np.concatenate(chosen)))
 
 
-def choose_classes(reader: Reader, path: str) -> SubsetReader:
+def choose_classes(reader: SplitReader, path: str) -> SubsetReader:
     """The images of the classes that the file `path` names, a line each, in the order of the lines.
 
     Where no line is a class of the data and these are numbers, the lines are the names of the classes 0, 1, ...
@@ -105,7 +106,7 @@ def read_names(path: str) -> dict[str, int]:
             text = file.read(LIMIT).decode(errors="surrogateescape")  # as names of folders are
     except OSError as error:
         raise OptionError("data.classes", f" = {path!r}: cannot be read: {error.strerror}") from None
-    lines = {}
+    lines: dict[str, int] = {}
     for number, line in enumerate(text.splitlines(), 1):
         if (name := line.strip()) and lines.setdefault(name, number) != number:
             shown = one_line(name, 100)

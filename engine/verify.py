@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any, get_args
 
 import numpy as np
@@ -80,7 +80,7 @@ def open_splits(args: argparse.Namespace) -> dict[str, Images]:
     }
 
 
-def read_all(images: Images, workers: int, title: str) -> Iterator[tuple[Any, int] | BrokenImage]:
+def read_all(images: Images, workers: int, title: str) -> Generator[tuple[Any, int] | BrokenImage, None, None]:
     """Every sample of `images` in order, read by `workers` processes, behind a progress bar."""
     loader = RestartingLoader(images, batch_size=16, num_workers=workers, collate_fn=list)
     with tqdm(total=len(images), desc=title, unit=" images", dynamic_ncols=True) as bar:

@@ -3,11 +3,11 @@
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 from engine.signals import SIGNALS
@@ -30,8 +30,10 @@ class RestartingLoader(DataLoader):
         num_deaths: how often workers of the current pass, or the last one, were killed.
     """
 
-    def __init__(self, *args: Any, **options: Any):
-        super().__init__(*args, worker_init_fn=shield_worker, **options)
+    batch_sampler: Iterable[list[Any]]
+
+    def __init__(self, dataset: Dataset[Any], batch_size: int, **options: Any):
+        super().__init__(dataset, batch_size, worker_init_fn=shield_worker, **options)
         self.num_deaths = 0
 
     @property
@@ -39,7 +41,7 @@ class RestartingLoader(DataLoader):
         """Whether this process reads in place of the workers."""
         return self.num_deaths > NUM_RESTARTS
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own iterators
         self.num_deaths = num_read = 0
         while True:
             try:

@@ -8,7 +8,7 @@ PVT-v2 a list of four. All names are registered with timm: `timm.create_model(na
 same.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -117,10 +117,11 @@ def _build(
     stages = resolved if isinstance(resolved, list) else [resolved]
     if attn_drop_rate:
         stages = [{**stage, "attn_drop": attn_drop_rate} for stage in stages]
-    return family_of(name)(parse_model(name, options), *map(AttentionFactory.from_options, stages))
+    family: Callable[..., Backbone] = family_of(name)  # takes as many factories as it has stages
+    return family(parse_model(name, options), *map(AttentionFactory.from_options, stages))
 
 
-def _entrypoint(name: str):
+def _entrypoint(name: str) -> Callable[..., nn.Module]:
     """timm's constructor of model `name`."""
     family, sizes = MODELS[name]
 
@@ -130,12 +131,11 @@ def _entrypoint(name: str):
         dtype: torch.dtype | None = None,
         **options: Any,
     ) -> nn.Module:
-        backbone = None
+        built: list[Backbone] = []
 
         def build(**given: Any) -> Backbone:
-            nonlocal backbone
-            backbone = _build(name, **given)
-            return backbone
+            built.append(_build(name, **given))
+            return built[0]
 
         with nullcontext() if device is None else torch.device(device):
             model = build_model_with_cfg(
@@ -146,7 +146,8 @@ def _entrypoint(name: str):
                 feature_cfg={"out_indices": family.feature_indices, "feature_cls": "getter"},
                 **options,
             )
-        if family is Pvt:
+        (backbone,) = built
+        if isinstance(backbone, Pvt):
             side = backbone.min_side()
             model.pretrained_cfg["min_input_size"] = (3, side, side)
         elif backbone.config.dist_token:

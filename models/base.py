@@ -1,10 +1,10 @@
 """What the model families share: the transformer block, and the parts of timm's model contract common to them."""
 
 import math
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
-from timm.layers import DropPath, LayerNorm, register_notrace_module, trunc_normal_
+from timm.layers import DropPath, LayerNorm, calculate_drop_path_rates, register_notrace_module, trunc_normal_
 from timm.models import checkpoint
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -55,6 +55,7 @@ class Backbone(nn.Module):
         num_features, head_hidden_size: channels of the features, and of the classifier's input.
         poolings: valid values of `global_pool`, the default first; the empty string leaves features unpooled.
         feature_info: channels and reduction of every intermediate feature, for timm's feature extraction.
+        pretrained_cfg: set by timm.
     """
 
     Config: ClassVar[type]
@@ -62,6 +63,9 @@ class Backbone(nn.Module):
     """How many attention factories the family takes."""
     feature_indices: ClassVar[int | tuple[int, ...]]
     """Which intermediate features timm's `features_only` gives by default; an int: the last n."""
+    head: nn.Module
+    feature_info: list[dict[str, Any]]
+    pretrained_cfg: dict[str, Any]
 
     def __init__(self, config: Any, num_features: int, poolings: tuple[str, ...]):
         super().__init__()
@@ -83,7 +87,7 @@ class Backbone(nn.Module):
             if isinstance(module, Block):
                 module.grad_checkpointing = enable
 
-    def get_classifier(self) -> nn.Module:
+    def get_classifier(self) -> nn.Module | tuple[nn.Module, nn.Module]:
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
@@ -105,12 +109,20 @@ class Backbone(nn.Module):
         )
         return head.train(self.training).apply(init_linear)
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images -> what `pool` takes."""
+        raise NotImplementedError(f"{type(self).__name__} does not define forward_features")
+
+    def pool(self, x: Tensor) -> Tensor:
+        """Features -> (B, C), or the features where nothing is pooled."""
+        raise NotImplementedError(f"{type(self).__name__} does not define pool")
+
+    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
         """Features of `forward_features` -> logits (B, num_classes), or the classifier's input (B, C)."""
         x = self.head_drop(self.pool(x))
         return x if pre_logits else self.head(x)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
         """Images (B, in_chans, height, width) -> logits (B, num_classes)."""
         return self.forward_head(self.forward_features(x))
 
@@ -126,9 +138,18 @@ def intermediate_outputs(
             "image_intermediates_prefix": prefixes,
         }
         return {key: value for key, value in outputs.items() if value is not None}
-    if prefixes is not None:
-        intermediates = list(zip(intermediates, prefixes, strict=True))
-    return intermediates if final is None else (final, intermediates)
+    listed = intermediates if prefixes is None else list(zip(intermediates, prefixes, strict=True))
+    return listed if final is None else (final, listed)
+
+
+def first_attention(module: nn.Module) -> Attention:
+    """The first attention layer of `module`."""
+    return next(layer for layer in module.modules() if isinstance(layer, Attention))
+
+
+def drop_path_rates(rate: float, depth: int) -> list[float]:
+    """Of `depth` blocks: linear from 0 to `rate`."""
+    return cast(list[float], calculate_drop_path_rates(rate, depth))  # timm's type is also that of lists by stages
 
 
 def init_linear(module: nn.Module) -> None:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,7 +20,6 @@ from timm.layers import (
     Mlp,
     PatchDropout,
     PatchEmbed,
-    calculate_drop_path_rates,
     global_pool_nlc,
     resample_abs_pos_embed,
     to_2tuple,
@@ -32,13 +31,22 @@ from torch import Tensor, nn
 
 from attention import AttentionFactory, Grid, OptionError
 from attention.options import option
-from models.base import Backbone, Block, check_grid, check_heads, check_tokens, intermediate_outputs
+from models.base import (
+    Backbone,
+    Block,
+    check_grid,
+    check_heads,
+    check_tokens,
+    drop_path_rates,
+    first_attention,
+    intermediate_outputs,
+)
 
 
 class TokenMlp(Mlp):
     """timm's Mlp, which has no use for the grid."""
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]  # as `Block` calls it
         return super().forward(x)
 
 
@@ -48,7 +56,7 @@ class TokenGluMlp(GluMlp):
     def __init__(self, dim: int, hidden_dim: int, drop: float):
         super().__init__(dim, 2 * hidden_dim, act_layer=nn.GELU, gate_last=False, drop=drop)
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
+    def forward(self, x: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]  # as `Block` calls it
         return super().forward(x)
 
 
@@ -61,7 +69,7 @@ def conv_stem(in_chans: int, dim: int, patch_size: int) -> nn.Sequential:
     """
     halvings = int(math.log2(patch_size))
     widths = [in_chans, *(dim >> i for i in reversed(range(halvings)))]
-    layers = []
+    layers: list[nn.Module] = []
     for before, after in itertools.pairwise(widths):
         layers += [nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(after), nn.GELU()]
     return nn.Sequential(*layers, nn.Conv2d(dim, dim, 1))
@@ -105,7 +113,7 @@ class Deit(Backbone):
             0.02, "std of the initial weights of linear layers; layers narrower than DeiT's need more", above=0
         )
 
-        def __post_init__(self):
+        def __post_init__(self) -> None:
             check_heads(self.embed_dim, self.num_heads)
             for side in to_2tuple(self.img_size):
                 if side % self.patch_size:
@@ -114,7 +122,8 @@ class Deit(Backbone):
                         "model.img_size",
                         f" = {side} is not a multiple of patch_size = {self.patch_size}; nearest: {valid}",
                     )
-            check_tokens(tuple(side // self.patch_size for side in to_2tuple(self.img_size)))
+            height, width = to_2tuple(self.img_size)
+            check_tokens((height // self.patch_size, width // self.patch_size))
             if self.global_pool == "token" and not self.class_token:
                 raise OptionError("model.global_pool", " = token needs class_token: true")
             if self.dist_token and not self.class_token:
@@ -145,7 +154,8 @@ class Deit(Backbone):
             strict_img_size=not config.dynamic_img_size,
         )
         if config.stem == "conv":
-            self.patch_embed.proj = conv_stem(config.in_chans, dim, config.patch_size)
+            stem = conv_stem(config.in_chans, dim, config.patch_size)
+            self.patch_embed.proj = stem  # type: ignore[assignment]  # timm takes any module
         self.num_prefix_tokens = config.class_token + config.dist_token + config.reg_tokens
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim)) if config.class_token else None
         self.dist_token = nn.Parameter(torch.empty(1, 1, dim)) if config.dist_token else None
@@ -154,8 +164,9 @@ class Deit(Backbone):
         self.pos_embed = nn.Parameter(torch.empty(1, self.num_prefix_tokens + self.patch_embed.num_patches, dim))
         self.pos_drop = nn.Dropout(config.pos_drop_rate)
         self.patch_drop = PatchDropout(config.patch_drop_rate, self.num_prefix_tokens)
-        shared, hidden_dim = {}, int(dim * config.mlp_ratio)
-        mlp = functools.partial(TokenMlp, dim, hidden_dim, drop=config.proj_drop_rate)
+        shared: dict[Any, Any] = {}
+        hidden_dim = int(dim * config.mlp_ratio)
+        mlp: Callable[[], nn.Module] = functools.partial(TokenMlp, dim, hidden_dim, drop=config.proj_drop_rate)
         if config.use_glu:
             mlp = functools.partial(TokenGluMlp, dim, 2 * hidden_dim // 3, drop=config.proj_drop_rate)
         self.blocks = nn.ModuleList(
@@ -175,10 +186,10 @@ class Deit(Backbone):
                 mlp(),
                 drop_path,
             )
-            for layer, drop_path in enumerate(calculate_drop_path_rates(config.drop_path_rate, config.depth))
+            for layer, drop_path in enumerate(drop_path_rates(config.drop_path_rate, config.depth))
         )
         self._check_patch_drop()
-        self.norm = LayerNorm(dim)
+        self.norm: nn.Module = LayerNorm(dim)
         self.feature_info = [
             {"module": f"blocks.{layer}", "num_chs": dim, "reduction": config.patch_size}
             for layer in range(config.depth)
@@ -201,7 +212,7 @@ class Deit(Backbone):
 
     def _check_patch_drop(self) -> None:
         """Refuses to leave out patches where attention needs the whole grid, or as many as are left cannot do."""
-        rate, attn = self.config.patch_drop_rate, self.blocks[0].attn
+        rate, attn = self.config.patch_drop_rate, first_attention(self)
         if not rate:
             return
         if not attn.ignores_order:
@@ -224,7 +235,8 @@ class Deit(Backbone):
                 raise OptionError("patch_size", f" = {patch_size!r}: patches are square, those of a conv stem fixed")
             changed["patch_size"] = height
         config, before = dataclasses.replace(self.config, **changed), self.grid
-        check_grid(self.blocks[0].attn, tuple(side // config.patch_size for side in to_2tuple(config.img_size)))
+        height, width = to_2tuple(config.img_size)
+        check_grid(first_attention(self), (height // config.patch_size, width // config.patch_size))
         self.config = config
         self.patch_embed.set_input_size(**changed)
         if self.grid != before:
@@ -273,7 +285,7 @@ class Deit(Backbone):
     def forward_intermediates(
         self,
         x: Tensor,
-        indices: int | Sequence[int] | None = None,
+        indices: int | list[int] | None = None,
         return_prefix_tokens: bool = False,
         norm: bool = False,
         stop_early: bool = False,
@@ -301,13 +313,15 @@ class Deit(Backbone):
                     y = y.mT.unflatten(2, (H, W)).contiguous()
                 intermediates.append(y)
                 prefixes.append(prefix)
-        prefixes = prefixes if return_prefix_tokens and self.num_prefix_tokens else None
         return intermediate_outputs(
-            None if intermediates_only else self.norm(x), intermediates, prefixes, as_dict=output_dict
+            None if intermediates_only else self.norm(x),
+            intermediates,
+            prefixes if return_prefix_tokens and self.num_prefix_tokens else None,
+            as_dict=output_dict,
         )
 
     def prune_intermediate_layers(
-        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
         """Removes what the intermediates `indices` do not need; returns their absolute indices."""
         taken, last = feature_take_indices(len(self.blocks), indices)

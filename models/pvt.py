@@ -11,13 +11,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from timm.layers import LayerNorm, calculate_drop_path_rates, to_2tuple
+from timm.layers import LayerNorm, to_2tuple
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from attention import AttentionFactory, Grid, OptionError
 from attention.options import option
-from models.base import Backbone, Block, check_grid, check_heads, check_tokens, intermediate_outputs
+from models.base import (
+    Backbone,
+    Block,
+    check_grid,
+    check_heads,
+    check_tokens,
+    drop_path_rates,
+    first_attention,
+    intermediate_outputs,
+)
 
 
 class OverlapPatchEmbed(nn.Module):
@@ -100,8 +109,9 @@ class Pvt(Backbone):
         proj_drop_rate: float = option(0.0, "dropout rate after attention and MLP layers", low=0, below=1)
         drop_path_rate: float = option(0.0, "stochastic depth: rate of the last block, linear from 0", low=0, below=1)
 
-        def __post_init__(self):
-            check_tokens(tuple(math.ceil(side / 4) for side in to_2tuple(self.img_size)))
+        def __post_init__(self) -> None:
+            height, width = to_2tuple(self.img_size)
+            check_tokens((math.ceil(height / 4), math.ceil(width / 4)))
             for dim, num_heads in zip(self.embed_dims, self.num_heads, strict=True):
                 check_heads(dim, num_heads)
 
@@ -109,8 +119,9 @@ class Pvt(Backbone):
         super().__init__(config, config.embed_dims[-1], ("avg", ""))
         dims, depths = config.embed_dims, config.depths
         self.patch_embed = OverlapPatchEmbed(config.in_chans, dims[0], patch_size=7, stride=4)
-        drop_path_rates = calculate_drop_path_rates(config.drop_path_rate, sum(depths))
-        stages, shared = [], {}
+        rates = drop_path_rates(config.drop_path_rate, sum(depths))
+        stages = []
+        shared: dict[Any, Any] = {}
         for s in range(self.num_stages):
             stride = 4 * 2**s
             first = sum(depths[:s])
@@ -129,7 +140,7 @@ class Pvt(Backbone):
                         shared=shared,
                     ),
                     ConvMlp(dims[s], int(dims[s] * config.mlp_ratios[s]), config.proj_drop_rate, config.mlp_relu),
-                    drop_path_rates[layer],
+                    rates[layer],
                 )
                 for layer in range(first, first + depths[s])
             ]
@@ -152,7 +163,7 @@ class Pvt(Backbone):
 
     def min_side(self) -> int:
         """Side of the smallest square image, in steps of the last stage's stride, that the attention takes; pixels."""
-        layers = {4 * 2**s: stage.blocks[0].attn for s, stage in enumerate(self.stages)}
+        layers = {4 * 2**s: first_attention(stage) for s, stage in enumerate(self.stages)}
         largest, step = max(to_2tuple(self.config.img_size)), max(layers)
         for side in range(step, largest, step):
             with suppress(OptionError):
@@ -171,7 +182,7 @@ class Pvt(Backbone):
     def forward_intermediates(
         self,
         x: Tensor,
-        indices: int | Sequence[int] | None = None,
+        indices: int | list[int] | None = None,
         norm: bool = False,
         stop_early: bool = False,
         output_fmt: Literal["NCHW"] = "NCHW",
@@ -195,7 +206,7 @@ class Pvt(Backbone):
         return intermediate_outputs(None if intermediates_only else x, intermediates, as_dict=output_dict)
 
     def prune_intermediate_layers(
-        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
+        self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
         """Removes what the intermediates `indices` do not need; returns their absolute indices."""
         taken, last = feature_take_indices(len(self.stages), indices)
@@ -214,5 +225,6 @@ def _conv(in_chans: int, dim: int, kernel_size: int, stride: int = 1, groups: in
     """Padded convolution, initialised as PVT's: normal by its fan-out, no bias."""
     conv = nn.Conv2d(in_chans, dim, kernel_size, stride, kernel_size // 2, groups=groups)
     nn.init.normal_(conv.weight, std=(2 * groups / (kernel_size**2 * dim)) ** 0.5)
-    nn.init.zeros_(conv.bias)
+    if conv.bias is not None:
+        nn.init.zeros_(conv.bias)
     return conv

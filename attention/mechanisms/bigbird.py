@@ -105,6 +105,7 @@ class Bigbird(Attention):
 
     prefix_tokens = "exact"
     key_mask_refusal = "its global blocks have fixed positions"
+    pattern_seed: Tensor
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

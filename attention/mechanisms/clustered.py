@@ -102,6 +102,7 @@ class Clustered(Attention):
     prefix_tokens = "plain"
     ignores_order = False  # clusters begin at positions
     key_mask_refusal = "its clusters are those of all queries"
+    eval_planes: Tensor
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -57,7 +57,7 @@ def combiner(
     v_bar = (inside.softmax(-1).to(v.dtype) @ values)[:, :, None, :, 0]  # (B, h, 1, g, d)
     left_out = torch.eye(k_bar.shape[2], dtype=torch.bool, device=q.device)
     left_out = (torch.ones_like(left_out).triu() if windows.causal else left_out)[:, None]  # (g, 1, g)
-    if windows.key_mask is not None:
+    if mask is not None and windows.key_mask is not None:
         left_out = left_out | ~mask.any(-1)[:, :, None, None]  # (B, 1, g, 1, g): spans without a token
     left_out = inside.new_zeros(left_out.shape).masked_fill(left_out, -torch.inf)
     return joint_softmax(q, k, v, bias, k_bar[:, :, None], v_bar, left_out, windows=windows, attn_drop=attn_drop)

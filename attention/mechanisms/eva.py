@@ -15,7 +15,7 @@ Cost: 2 N (|E| + c) C multiply-accumulates with s = 1, 2 N C more for beta and 2
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -61,7 +61,7 @@ def eva(
         (B, h, N, d).
     """
     prior = group_prior(q, groups, visibility, log_count, windows)
-    beta, log_mass = group_values(*(split_prefix(x, q.shape[2])[1] for x in (k, v)), omega, groups)
+    beta, log_mass = group_values(split_prefix(k, q.shape[2])[1], split_prefix(v, q.shape[2])[1], omega, groups)
     if omega.shape[4] == 1:
         return joint_softmax(q, k, v, bias, k_tilde, beta, prior, windows=windows, attn_drop=attn_drop)
     logits = group_logits(windows.partition(q), k_tilde, mu, omega, log_mass, prior)
@@ -171,10 +171,10 @@ class Eva(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config, bias = self.config, self.position_bias()
-        options = {"windows": windows_on(config, grid, key_mask), "attn_drop": self.attn_drop}
+        options: dict[str, Any] = {"windows": windows_on(config, grid, key_mask), "attn_drop": self.attn_drop}
         if not config.num_landmarks:
             return local(q, k, v, bias, **options)
         groups = self.groups(config, grid, q.device).masked(options["windows"].key_mask)
-        landmarks = self.landmarks(q, split_prefix(k, q.shape[2])[1], groups)
+        k_tilde, mu, omega = self.landmarks(q, split_prefix(k, q.shape[2])[1], groups)
         options |= {"groups": groups, "visibility": config.visibility, "log_count": config.log_count}
-        return eva(q, k, v, *landmarks, bias, **options)
+        return eva(q, k, v, k_tilde, mu, omega, bias, **options)

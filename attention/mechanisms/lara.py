@@ -92,6 +92,7 @@ class Lara(Attention):
 
     prefix_tokens = "exact"
     key_mask_refusal = None
+    eval_seed: Tensor | None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -119,7 +120,7 @@ class Lara(Attention):
     def __init__(self, context: LayerContext, config: Any):
         super().__init__(context, config)
         self.single = config.proposal == "single"
-        neutral = {"antithetic": False} if config.samples_per_proposal == 1 else {}
+        neutral: dict[str, Any] = {"antithetic": False} if config.samples_per_proposal == 1 else {}
         neutral |= {"beta": self.Config.beta} if config.weighting != "decoupled" else {}
         if self.single:  # one proposal needs no landmarks, and all its samples weigh the same
             neutral |= {"weighting": "balance", "landmark_transform": "none", "samples_per_proposal": 1}
@@ -152,7 +153,7 @@ class Lara(Attention):
         return noise, uniform if self.single or config.proposal == "mixture" else None
 
     @classmethod
-    def cost(cls, context: LayerContext, config: Config) -> Cost:
+    def cost(cls, context: LayerContext, config: Any) -> Cost:
         N, C, h, c = context.num_tokens, context.dim, context.num_heads, config.num_landmarks
         features = 4 * N * c * C  # samples at queries and keys, sums over keys, their mean for every query
         if config.proposal == "single":
@@ -171,9 +172,8 @@ class Lara(Attention):
             segments, k_grid = self.segments(grid, q.device).masked(mask), split_prefix(k, q.shape[2])[1]
             filled = None if mask is None else segments.count()[:, 0, 0] > 0
             q_bar = self.landmark_q(group_mean(q, segments)[:, :, 0])
-            k_bar = (
-                self.landmark_k(group_mean(k_grid, segments)[:, :, 0]) if config.proposal in proposals.POOLED else None
-            )
+            if config.proposal in proposals.POOLED:
+                k_bar = self.landmark_k(group_mean(k_grid, segments)[:, :, 0])
         noise, uniform = self.sample_noise(q, q_bar.shape[2])
         options = {"weighting": config.weighting, "beta": config.beta, "key_mask": key_mask, "filled": filled}
         options["proposal"] = "mixture" if self.single else config.proposal

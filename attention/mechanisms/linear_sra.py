@@ -19,7 +19,7 @@ from attention.options import option
 from attention.parts.geometry import Grid, split_prefix
 
 
-def linear_sra(x: Tensor, weight: Tensor, bias: Tensor, *, grid: Grid, pool_size: int) -> Tensor:
+def linear_sra(x: Tensor, weight: Tensor, bias: Tensor | None, *, grid: Grid, pool_size: int) -> Tensor:
     """Averages tokens (B, N, C) over bins, then convolves by `weight` (C, C, 1, 1): (B, pool_size^2, C).
 
     Bins have the edges floor(i*H/pool_size), ceil((i+1)*H/pool_size): where these are no integers, bins overlap.
@@ -55,7 +55,8 @@ class LinearSra(Attention):
         self.sr = nn.Conv2d(context.dim, context.dim, 1)
         self.norm = nn.LayerNorm(context.dim, eps=1e-5)
         nn.init.normal_(self.sr.weight, std=(2 / context.dim) ** 0.5)  # kaiming, fan out
-        nn.init.zeros_(self.sr.bias)
+        if self.sr.bias is not None:
+            nn.init.zeros_(self.sr.bias)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
         """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + pool_size^2, d)."""

@@ -27,11 +27,12 @@ def linformer(q: Tensor, k: Tensor, v: Tensor, projection: Tensor, attn_drop: fl
     Args:
         projection: (1 or 2, 1 or h, c, N): of keys and values, of heads.
     """
-    projection, projected = projection.to(v.dtype).expand(2, v.shape[1], -1, -1), []
+    projection, projected = projection.to(v.dtype).expand(2, v.shape[1], -1, -1), list[Tensor]()
     for p, x in zip(projection, (k, v), strict=True):
         prefix, tokens = split_prefix(x, q.shape[2])
         projected.append(torch.cat([prefix, torch.einsum("hcn,bhnd->bhcd", p, tokens)], 2))
-    return softmax(q, *projected, attn_drop)
+    k_hat, v_hat = projected
+    return softmax(q, k_hat, v_hat, attn_drop)
 
 
 def linformer_reference(q, k, v, projection, attn_drop=0.0):

@@ -48,7 +48,7 @@ def longformer(
     Returns:
         (B, h, N, d).
     """
-    if q_global is None:
+    if q_global is None or k_global is None or v_global is None:
         q_global, k_global, v_global = q.index_select(2, global_tokens), k, v
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     tiles = band(grid, radius)
@@ -154,7 +154,16 @@ class Longformer(Attention):
         queries, keys_and_values = g * C * C, 2 * N * C * C
         return Cost(projections(context, 3).parameters, macs + queries + keys_and_values)
 
-    def attend(self, q, k, v, q_global, k_global, v_global, grid: Grid) -> Tensor:
+    def attend(  # type: ignore[override]  # as `project` gives it
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        q_global: Tensor | None,
+        k_global: Tensor | None,
+        v_global: Tensor | None,
+        grid: Grid,
+    ) -> Tensor:
         return longformer(
             q,
             k,

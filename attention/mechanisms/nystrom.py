@@ -105,7 +105,7 @@ class Nystrom(Attention):
             self.refuse("conv_size", size, f"does not act with conv: none; set conv_size: {self.Config.conv_size}")
         if size % 2 == 0:
             self.refuse("conv_size", size, f"must be odd; nearest valid: {size - 1}")
-        sides = None if unused else ((1, size) if config.conv == "1d" else (size, size))
+        sides = (1, size) if config.conv == "1d" else (size, size)
         self.filters = None if unused else nn.Parameter(torch.empty(self.num_heads, *sides))
         if self.filters is not None:
             nn.init.trunc_normal_(self.filters, std=0.02)

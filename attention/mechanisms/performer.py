@@ -58,8 +58,8 @@ def performer(
     if features == "hyperbolic":
         log_q, log_k, half = q @ omega.mT, omega @ k.mT, k.square().sum(-1)[..., None, :] / 2
         return mix_features(torch.cat([log_q, -log_q], -1), torch.cat([log_k, -log_k], -2) - half, v, key_mask)
-    feature_map, *normaliser = FEATURE_MAPS[features]
-    return linear_attention(*feature_map(q, k, omega), v, *normaliser, key_mask=key_mask)
+    feature_map, floor, keeps_sign = FEATURE_MAPS[features]
+    return linear_attention(*feature_map(q, k, omega), v, floor, keeps_sign, key_mask=key_mask)
 
 
 def performer_reference(q, k, v, omega, *, features="positive"):
@@ -98,6 +98,7 @@ class Performer(Attention):
 
     prefix_tokens = "plain"
     key_mask_refusal = None
+    omega: Tensor
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -123,9 +124,7 @@ class Performer(Attention):
         feature_redraw: Literal["redraw", "fixed", "learnable"] = option(
             "redraw", "samples of training; evaluation keeps one set"
         )
-        feature_redraw_interval: int = option(
-            1, "training forward passes that share samples; acts with feature_redraw redraw", low=1
-        )
+        feature_redraw_interval: int = option(1, "training passes that share samples with feature_redraw redraw", low=1)
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__(context, config)
@@ -159,8 +158,9 @@ class Performer(Attention):
         # Activation checkpointing restores the generator, so equal samples mean the last pass again: not counted.
         counted = fresh[0, 0, 0] != self.last_draw
         due = counted & (self.num_passes % self.config.feature_redraw_interval == 0)
-        self.train_omega = torch.where(due, fresh, self.train_omega)
-        self.num_passes, self.last_draw = self.num_passes + counted, fresh[0, 0, 0].clone()
+        self.train_omega: Tensor = torch.where(due, fresh, self.train_omega)
+        self.num_passes: Tensor = self.num_passes + counted
+        self.last_draw: Tensor = fresh[0, 0, 0].clone()
         return self.train_omega
 
     @classmethod

@@ -95,6 +95,7 @@ class Ra(Attention):
 
     prefix_tokens = "plain"
     key_mask_refusal = None
+    eval_seed: Tensor | None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

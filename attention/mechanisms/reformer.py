@@ -77,7 +77,7 @@ def hash_buckets(q: Tensor, *rotations: Tensor) -> Tensor:
 
     With several sets of rotations a bucket is the tuple of their buckets, as one number below the product of their s.
     """
-    bucket = 0
+    bucket = q.new_zeros((), dtype=torch.int64)
     for R in rotations:
         projected = q[:, :, None] @ R
         bucket = bucket * 2 * R.shape[-1] + torch.cat([projected, -projected], -1).argmax(-1)
@@ -117,6 +117,7 @@ class Reformer(Attention):
     key_mask_refusal = "its chunks of equal size are cut from all tokens"
 
     num_projections = 2
+    eval_seed: Tensor
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -135,14 +136,14 @@ class Reformer(Attention):
         q, v = super().project(x, grid)
         return q, F.normalize(q, dim=-1, eps=1e-6), v
 
-    def rotations(self, q: Tensor) -> list[Tensor]:
+    def rotations(self, q: Tensor) -> tuple[Tensor, ...]:
         """Sets R (h, l, d, s/2), standard normal: drawn in training, a function of `eval_seed` in evaluation."""
         c = min(self.config.chunk_size, q.shape[2])
-        counts, kind = rotation_counts(-(-q.shape[2] // c), c), {"dtype": compute_dtype(q)}
+        counts, dtype = rotation_counts(-(-q.shape[2] // c), c), compute_dtype(q)
         shape = (self.num_heads, self.config.num_rounds, self.head_dim, sum(counts))
         if self.training:
-            return torch.randn(shape, device=q.device, **kind).split(counts, -1)
-        return counter_normal(self.eval_seed, shape).to(**kind).split(counts, -1)
+            return torch.randn(shape, device=q.device, dtype=dtype).split(counts, -1)
+        return counter_normal(self.eval_seed, shape).to(dtype).split(counts, -1)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

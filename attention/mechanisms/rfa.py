@@ -51,6 +51,7 @@ class Rfa(Attention):
 
     prefix_tokens = "plain"
     key_mask_refusal = None
+    omega: Tensor
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

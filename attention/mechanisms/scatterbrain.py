@@ -90,6 +90,7 @@ class Scatterbrain(Attention):
 
     prefix_tokens = "exact"
     key_mask_refusal = None
+    omega: Tensor
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -80,6 +80,8 @@ class ScatterbrainLsh(Attention):
 
     prefix_tokens = "exact"
     key_mask_refusal = "its clusters of equal size are cut from all tokens"
+    directions: Tensor
+    omega: Tensor
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

@@ -77,6 +77,7 @@ class Smyrf(Attention):
 
     prefix_tokens = "plain"
     key_mask_refusal = "its clusters of equal size are cut from all tokens"
+    directions: Tensor
 
     @dataclass(frozen=True, kw_only=True)
     class Config:

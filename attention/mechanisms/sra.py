@@ -21,7 +21,7 @@ from attention.parts.geometry import Grid, split_heads, split_prefix
 DEFAULT_KEYS = 49
 
 
-def sra(x: Tensor, weight: Tensor, bias: Tensor, *, grid: Grid) -> Tensor:
+def sra(x: Tensor, weight: Tensor, bias: Tensor | None, *, grid: Grid) -> Tensor:
     """Shrinks tokens (B, N, C) by the strided convolution `weight` (C, C, R, R): (B, ceil(H/R) * ceil(W/R), C)."""
     (H, W), R = grid, weight.shape[-1]
     image = F.pad(x.mT.unflatten(2, grid), (0, -W % R, 0, -H % R))
@@ -44,7 +44,8 @@ def project_reduced(qkv: nn.Linear, x: Tensor, reduced: Tensor, num_heads: int) 
     C = x.shape[-1]
     bias = qkv.bias if qkv.bias is not None else qkv.weight.new_zeros(3 * C)
     (q,) = split_heads(F.linear(x, qkv.weight[:C], bias[:C]), 1, num_heads)
-    return q, *split_heads(F.linear(reduced, qkv.weight[C:], bias[C:]), 2, num_heads)
+    k, v = split_heads(F.linear(reduced, qkv.weight[C:], bias[C:]), 2, num_heads)
+    return q, k, v
 
 
 def side_ratio(context: LayerContext, config: Any) -> int:
@@ -74,11 +75,12 @@ class Sra(Attention):
         self.norm = nn.LayerNorm(context.dim, eps=1e-5) if reduction > 1 else None
         if self.sr is not None:
             nn.init.normal_(self.sr.weight, std=(2 / (context.dim * reduction**2)) ** 0.5)  # kaiming, fan out
-            nn.init.zeros_(self.sr.bias)
+            if self.sr.bias is not None:
+                nn.init.zeros_(self.sr.bias)
 
-    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + N/R^2, d)."""
-        if self.sr is None:
+        if self.sr is None or self.norm is None:
             return super().project(x, grid)
         prefix, tokens = split_prefix(x, grid[0] * grid[1])
         reduced = self.norm(sra(tokens, self.sr.weight, self.sr.bias, grid=grid))

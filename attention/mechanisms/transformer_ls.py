@@ -115,7 +115,7 @@ class TransformerLs(Attention):
             init_linear(self.slots)
             self.norm_slots = nn.LayerNorm(context.dim, eps=1e-5) if config.dual_norm else None
 
-    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor | None, ...]:
         """(B, N, C) -> queries, normalised keys and values (B, h, N, d); logits of the averages (B, h, r, N)."""
         q, k, v = self.qkv(x).chunk(3, -1)
         q, k, v = (split_heads(y, 1, self.num_heads)[0] for y in (q, self.norm_full(k), self.norm_full(v)))
@@ -132,12 +132,12 @@ class TransformerLs(Attention):
         attention = 2 * queries * config.num_landmarks * C
         return Cost(window.parameters + (C + 1) * slots + norms, window.macs + averages + attention)
 
-    def attend(
+    def attend(  # type: ignore[override]  # as `project` gives it
         self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, grid: Grid, key_mask: Tensor | None = None
     ) -> Tensor:
         windows, bias = windows_on(self.config, grid, key_mask), self.position_bias()
-        options = {"windows": windows, "attn_drop": self.attn_drop}
         if slots is None:
-            return local(q, k, v, bias, **options)
-        norm = (self.norm_slots.weight, self.norm_slots.bias) if self.config.dual_norm else (None, None)
-        return transformer_ls(q, k, v, slots, *norm, bias, **options)
+            return local(q, k, v, bias, windows=windows, attn_drop=self.attn_drop)
+        norm = self.norm_slots
+        weights = (None, None) if norm is None else (norm.weight, norm.bias)
+        return transformer_ls(q, k, v, slots, weights[0], weights[1], bias, windows=windows, attn_drop=self.attn_drop)

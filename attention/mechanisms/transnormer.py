@@ -9,6 +9,7 @@ without the scale and without the sum of weights, by which linear attention divi
 Cost: 2 N |E| C or 2 N d C multiply-accumulates, in a Diag or a Norm layer; linear in N. C parameters per RMSNorm.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +28,7 @@ from attention.parts.masking import mask_tokens, of_grid
 
 Variant = Literal["t1", "t2"]
 Norm = Literal["merged", "heads"]
-FEATURE_MAPS = {"t1": F.elu, "t2": elu_plus_one}
+FEATURE_MAPS: dict[Variant, Callable[[Tensor], Tensor]] = {"t1": F.elu, "t2": elu_plus_one}
 
 
 @full_precision

@@ -14,9 +14,11 @@ import functools
 import importlib
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Literal, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
+
+Op = TypeVar("Op", bound=Callable[..., Any])
 
 Path = Literal["auto", "lean", "triton", "plain"]
 
@@ -66,19 +68,19 @@ def resolved() -> str:
     return f"{_path}: {on_gpu}fast {', '.join(sorted(_fast))}"
 
 
-def first_order(backward: Callable) -> Callable:
+def first_order(backward: Op) -> Op:
     """Decorates the backward pass of a `torch.autograd.Function` that autograd must not follow.
 
     torch's own `once_differentiable` leaves such a path out, silently, where another one leads to the same tensor.
     """
 
     @functools.wraps(backward)
-    def run(ctx, *gradients):
+    def run(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError("fast paths have no second derivatives; differentiate twice within kernels.use('plain')")
         return backward(ctx, *gradients)
 
-    return run
+    return cast(Op, run)
 
 
 def refuse_transforms(op: str) -> None:
@@ -93,18 +95,18 @@ def refuse_transforms(op: str) -> None:
         )
 
 
-def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | None = None) -> Callable:
+def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | None = None) -> Callable[[Op], Op]:
     """Decorates an op: `fast` stands in for it where it `covers` its arguments, unless the path is plain; on the path
     "triton" the kernel of the module `triton` before that, where it covers them.
     """
 
-    def decorate(op: Callable) -> Callable:
+    def decorate(op: Op) -> Op:
         _fast[op.__name__] = fast
         if triton:
             TRITON_MODULES[op.__name__] = triton
 
         @functools.wraps(op)
-        def run(*args, **kwargs):
+        def run(*args: Any, **kwargs: Any) -> Any:
             kwargs = {name: value for name, value in kwargs.items() if value is not None}
             # graphs that are exported or traced are made of torch's own operators; no fast path knows key masks
             of_torch = torch.compiler.is_exporting() or torch.jit.is_tracing()
@@ -119,6 +121,6 @@ def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | No
                 refuse_transforms(name)
             return chosen(*args, **kwargs)
 
-        return run
+        return cast(Op, run)
 
     return decorate

@@ -8,9 +8,13 @@ that the softmax scale cannot be put on one side only.
 
 import contextlib
 import functools
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -29,7 +33,7 @@ def autocast_off(x: Tensor) -> contextlib.AbstractContextManager:
     return torch.autocast(x.device.type, enabled=False) if is_on else contextlib.nullcontext()
 
 
-def full_precision(function):
+def full_precision(function: Function) -> Function:
     """Runs `function` with its tensors upcast and autocast off; results stay upcast.
 
     Exponentials, normalisers and random features overflow or lose their small terms in half types. Every function that
@@ -37,13 +41,13 @@ def full_precision(function):
     """
 
     @functools.wraps(function)
-    def run(first: Tensor, *arguments, **options):
-        arguments = [upcast(x) if isinstance(x, Tensor) else x for x in (first, *arguments)]
+    def run(first: Tensor, *arguments: Any, **options: Any) -> Any:
+        upcasted = [upcast(x) if isinstance(x, Tensor) else x for x in (first, *arguments)]
         options = {name: upcast(x) if isinstance(x, Tensor) else x for name, x in options.items()}
         with autocast_off(first):
-            return function(*arguments, **options)
+            return function(*upcasted, **options)
 
-    return run
+    return cast(Function, run)
 
 
 def scale(x: Tensor) -> Tensor:
@@ -100,7 +104,7 @@ def relu(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
 def favorp(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
     """s^(-1/2) exp(g(x, omega) - max) + 1e-4; the maximum of omega . x is over samples, for keys over tokens too."""
 
-    def positive(x, over):
+    def positive(x: Tensor, over: int | tuple[int, int]) -> Tensor:
         projected, half = x @ omega.mT, x.square().sum(-1, keepdim=True) / 2
         largest = projected.amax(over, keepdim=True).detach()
         return (projected - half - largest).exp() * omega.shape[-2] ** -0.5 + 1e-4
@@ -108,7 +112,7 @@ def favorp(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
     return positive(q, -1), positive(k, (-2, -1))
 
 
-FEATURE_MAPS = {
+FEATURE_MAPS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], float, bool]] = {
     "trigonometric": (trigonometric, 1e-6, True),
     "trigonometric_released": (trigonometric_released, 1e-2, False),
     "relu": (relu, 0.0, True),

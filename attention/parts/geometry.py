@@ -76,7 +76,7 @@ class Windows(NamedTuple):
     key_mask: Tensor | None = None
 
     @property
-    def count(self) -> int:
+    def count(self) -> int:  # type: ignore[override]  # hides tuple.count
         """How many windows g cover the grid."""
         (H, W), (rows, columns) = self.grid, self.size
         return -(-H // rows) * -(-W // columns)

@@ -4,7 +4,7 @@ A partition is a table of token indices per group, padded to the longest group: 
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,12 +24,12 @@ class Groups(NamedTuple):
         padded_means: whether means divide by t, and not by the number of members.
     """
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]  # hides tuple.index
     valid: Tensor
     tiles: Windows | None = None
     padded_means: bool = False
 
-    def count(self) -> Tensor:
+    def count(self) -> Tensor:  # type: ignore[override]  # hides tuple.count
         """Members per group, (..., G, c)."""
         return self.valid.sum(-1)
 
@@ -84,7 +84,7 @@ def bins(grid: Grid, counts: Grid, device: torch.device, margin: Grid = (0, 0), 
     return Groups(index, valid, tiles, padded_means=margin != (0, 0))
 
 
-def pools_option():
+def pools_option() -> Any:
     """The field `released_pools`."""
     return option(
         None,

@@ -33,7 +33,8 @@ def hash_clusters(q: Tensor, k: Tensor, directions: Tensor, size: int) -> tuple[
     Returns:
         Two clusterings (B, h, r, g, c). No gradient.
     """
-    return tuple(equal_clusters((x @ directions.mT).mT, size) for x in asymmetric_transform(q, k))
+    of_q, of_k = (equal_clusters((x @ directions.mT).mT, size) for x in asymmetric_transform(q, k))
+    return of_q, of_k
 
 
 def equal_clusters(order: Tensor, size: int) -> Tensor:

@@ -4,6 +4,7 @@ With a window of side w and an overlap of e, offsets along an axis lie in [-(w+e
 no query attends to a later token, in [0, w+e-1].
 """
 
+import functools
 import math
 from typing import Literal
 
@@ -29,6 +30,9 @@ class PositionBias(nn.Module):
         none: no bias.
     """
 
+    table: nn.Parameter | None
+    index: Tensor
+
     def __init__(self, kind: BiasKind, num_heads: int, head_dim: int, windows: Windows):
         super().__init__()
         if kind == "none":
@@ -44,8 +48,8 @@ class PositionBias(nn.Module):
         """The bias, (h, w, e); None for the kind `none`."""
         if self.table is None:
             return None
-        bias = sum(F.embedding(index, table) for table, index in zip(self.table, self.index, strict=True))
-        return bias.permute(2, 0, 1) * self.scale
+        axes = (F.embedding(index, table) for table, index in zip(self.table, self.index, strict=True))
+        return functools.reduce(torch.add, axes).permute(2, 0, 1) * self.scale
 
 
 def _offsets(size: Grid, overlap: Grid) -> tuple[Tensor, Tensor]:
@@ -54,7 +58,8 @@ def _offsets(size: Grid, overlap: Grid) -> tuple[Tensor, Tensor]:
     query = torch.cartesian_prod(y, x)
     y, x = (torch.arange(-over, side + over) for side, over in zip(size, overlap, strict=True))
     key = torch.cartesian_prod(y, x)
-    return (query[:, None] - key[None]).unbind(-1)
+    dy, dx = (query[:, None] - key[None]).unbind(-1)
+    return dy, dx
 
 
 def _table(size: Grid, overlap: Grid) -> tuple[Tensor, int]:

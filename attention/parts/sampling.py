@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,12 +15,12 @@ OmegaSampling = Literal["iid", "orthogonal", "orthogonal_sqrt_d"]
 Noise = Literal["unit", "released"]
 
 
-def omega_sampling_option():
+def omega_sampling_option() -> Any:
     """The field `omega_sampling`."""
     return option("iid", "samples: independent, or orthogonal in blocks of d (norms of a Gaussian, or sqrt d)")
 
 
-def noise_option():
+def noise_option() -> Any:
     """The field `noise`."""
     meaning = "standard deviation of samples about their means: 1, or the released code's d^-1/4; null: unit"
     return option(None, meaning, chosen=lambda c: "released" if c.released else "unit")
@@ -57,11 +57,11 @@ def mixture_noise(shape: tuple[int, ...], q: Tensor, seed: Tensor | None) -> tup
             samples a function of it and of position, shared over the batch: no image's output depends on its position
             there.
     """
-    d, kind = q.shape[-1], {"device": q.device, "dtype": compute_dtype(q)}
+    d, device, dtype = q.shape[-1], q.device, compute_dtype(q)
     if seed is None:
         shape = (q.shape[0], *shape)
-        return torch.randn((*shape, d), **kind), torch.rand(shape, **kind)
-    return counter_normal(seed[0], (*shape, d)).to(**kind), counter_uniform(seed[1], shape).to(**kind)
+        return torch.randn((*shape, d), device=device, dtype=dtype), torch.rand(shape, device=device, dtype=dtype)
+    return counter_normal(seed[0], (*shape, d)).to(device, dtype), counter_uniform(seed[1], shape).to(device, dtype)
 
 
 def random_seed() -> Tensor:

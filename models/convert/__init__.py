@@ -2,20 +2,29 @@
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
-from attention import Attention, Grid, OptionError
+from attention import Grid, OptionError
 
 StateDict = dict[str, Tensor]
 
 
 PREFIX_TOKENS = "cls_token", "dist_token", "reg_token"
 """Tokens before those of the grid, in this order."""
+
+
+@runtime_checkable
+class HasGrid(Protocol):
+    """A model with position embeddings (1, prefix + H*W, C) of an (H, W) grid."""
+
+    pos_embed: Tensor
+    grid: Grid
 
 
 def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | None = None) -> StateDict:
@@ -30,8 +39,8 @@ def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | Non
     Raises:
         OptionError: no grid is given and the number of position embeddings is no square.
     """
-    pos_embed, own = state_dict.get("pos_embed"), getattr(model, "pos_embed", None)
-    if pos_embed is None or own is None:
+    pos_embed = state_dict.get("pos_embed")
+    if pos_embed is None or not isinstance(model, HasGrid):
         return state_dict
     there, here = _count_prefix_tokens(state_dict), _count_prefix_tokens(dict(model.named_parameters()))
     num_prefix = sum(there.values())
@@ -47,7 +56,7 @@ def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | Non
     if grid == model.grid and there == here and pos_embed is state_dict["pos_embed"]:
         return state_dict
     *rows, patches = pos_embed.split([*there.values(), math.prod(grid)], 1)
-    *own_rows, _ = own.detach().to(pos_embed).split([*here.values(), math.prod(model.grid)], 1)
+    *own_rows, _ = model.pos_embed.detach().to(pos_embed).split([*here.values(), math.prod(model.grid)], 1)
     prefix = dict(zip(here, own_rows, strict=True))
     prefix |= {name: row for name, row in zip(there, rows, strict=True) if here.get(name) == there[name]}
     patches = resample_abs_pos_embed(patches, model.grid, grid, num_prefix_tokens=0)
@@ -76,8 +85,8 @@ def resample_bias_tables(
         if table is None or bias is None or bias.table is None:
             continue
         (kind, windows), fits, rows = _bias_options(layer), table.shape == bias.table.shape, table.shape[1]
-        is_known = source is not None
-        their_kind, their_windows = _bias_options(source.get_submodule(name)) if is_known else (kind, fits and windows)
+        there = (kind, fits and windows) if source is None else _bias_options(source.get_submodule(name))
+        their_kind, their_windows = there
         if their_kind != kind:
             reasons[key] = f"there it is of {' '.join(their_kind)}"
         elif fits and (kind[0] == "table" or their_windows == windows):
@@ -91,9 +100,9 @@ def resample_bias_tables(
     return tables, reasons
 
 
-def _bias_options(layer: Attention) -> tuple[tuple[str, ...], tuple[int, int]]:
+def _bias_options(layer: nn.Module) -> tuple[tuple[str, ...], tuple[int, int]]:
     """What the rows of a bias table stand for: its kind, and the window's side and overlap."""
-    config = layer.config
+    config: Any = layer.config
     kind = config.position_bias, config.layout, *(["causal"] if getattr(config, "causal", False) else [])
     return kind, (config.window_size, getattr(config, "overlap", 0))
 
@@ -105,7 +114,7 @@ def _resize_table(table: Tensor, rows: int, is_square: bool) -> Tensor:
     return F.interpolate(images, after, mode="bicubic", align_corners=False).flatten(2).mT
 
 
-def from_timm_pvt(state_dict: StateDict) -> StateDict:
+def from_timm_pvt(state_dict: Mapping[str, Tensor]) -> StateDict:
     """timm's PyramidVisionTransformerV2 -> ours: the projections `q` and `kv` become the rows of one, `qkv`.
 
     All other names are the same; `sr` and `norm` of an attention layer belong to spatial reduction attention.
@@ -119,7 +128,7 @@ def from_timm_pvt(state_dict: StateDict) -> StateDict:
     return converted
 
 
-def from_released(state_dict: StateDict) -> StateDict:
+def from_released(state_dict: Mapping[str, Tensor]) -> StateDict:
     """The published code of EVA and LARA (its `model` entry of a checkpoint) -> ours, for its DeiT and its PVT-v2.
 
     Bias tables load with `position_bias: table_released` or `t5_released`; their index, which is computed here, is left

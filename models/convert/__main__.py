@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from engine.checkpoint import find_weights, parse_weights
+from engine.checkpoint import Weights, find_weights, parse_weights
 from engine.config import dump_run, find_config, load_run, parse_run, refuse_bad_input
 from engine.distributed import World
 from engine.export import check_target, export
@@ -37,11 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_intermixed_args(arguments)
     if args.config and args.weights:
         parser.error("--weights chooses from a checkpoint that has its own configuration; leave it or --config out")
+    kind: Weights = "plain"
     with refuse_bad_input():
         check_target(args.output)
         if args.config:
             run = load_run(args.config, args.overrides)
-            checkpoint, kind = read_with_config(run, args.checkpoint), "plain"
+            checkpoint = read_with_config(run, args.checkpoint)
         else:
             path, checkpoint, kinds = find_weights(args.checkpoint, "best", args.weights)[-1]  # averaged ones come last
             run, kind = parse_run(checkpoint["config"], str(path), args.overrides), kinds[-1]

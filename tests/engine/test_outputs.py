@@ -21,6 +21,7 @@ from engine.data import DigitsReader, Images, show_images
 from engine.errors import UserError
 from engine.files import check_output, write_file
 from engine.fit import build_models
+from engine.images import BrokenImage
 from engine.records import Records
 from models import create_model
 
@@ -139,6 +140,13 @@ def test_the_worst_mistakes_come_first(records, run):
         assert axes.get_title() == f"{names[label[i]]} → {names[predicted[i]]}\n{probability:.3f}"
         seen = images[int(found.index[i])][0] * np.mean(run.data.std) + np.mean(run.data.mean)
         np.testing.assert_allclose(axes.images[0].get_array(), 255 * seen[0], atol=0.01)
+
+
+def test_an_image_that_broke_since_its_evaluation_is_named(run):
+    found, _ = make_records(run, 0)
+    found.images.reader.header = b"no image"
+    with pytest.raises(BrokenImage, match=r"^\d/\d+\.pgm: "):
+        outputs.mistakes_picture({"plain": found})
 
 
 @pytest.mark.usefixtures("as_figures")

@@ -15,6 +15,7 @@ from attention import create_attention, kernels
 from attention.ops import memory
 from attention.ops.group_values import eager as groups
 from attention.ops.joint_softmax import eager as joint
+from attention.ops.joint_softmax.op import joint_softmax
 from attention.ops.random_features import eager as random_features
 from attention.ops.randomized import eager as randomized
 from attention.parts.geometry import Windows
@@ -280,6 +281,12 @@ def test_saved_bytes_fall_from_plain_to_auto_to_lean(case):
     else:
         assert saved("lean") < saved("auto")
     assert saved("auto") < saved("plain") or case.name == "local"  # equal up to small terms there
+
+
+def test_values_of_summary_tokens_alone_are_refused():
+    q, values = torch.randn(1, 1, 4, 2), torch.randn(1, 1, 1, 3, 2)
+    with kernels.use("plain"), pytest.raises(ValueError, match="give their keys or logits"):
+        joint_softmax(q, q, q, values=values, windows=Windows((2, 2), (2, 2)))
 
 
 def test_paths_are_named_and_restored():

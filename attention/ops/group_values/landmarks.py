@@ -20,6 +20,8 @@ class Landmarks(nn.Module):
         config: options of `eva`. num_heads, head_dim: h, d.
     """
 
+    eval_noise: Tensor
+
     def __init__(self, config: Any, num_heads: int, head_dim: int):
         super().__init__()
         self.config = config

@@ -42,7 +42,7 @@ def joint_softmax(
 ) -> Tensor:
     """`op.joint_softmax`, of the type of q."""
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
-    if keys is None:
+    if keys is None or values is None:
         keys, values = k_prefix[:, :, None], v_prefix[:, :, None]
     elif k_prefix.shape[2]:
         keys, values = (

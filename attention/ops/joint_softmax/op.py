@@ -3,6 +3,8 @@
 Prefix tokens belong to every window: keys and values may begin with those of P prefix tokens.
 """
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,8 +45,12 @@ def joint_softmax(
     if windows.size != (0, 0):
         terms.append((window_logits(q, k, bias, windows), windows.partition_keys(v)))
     if values is not None:
-        on_keys = 0 if keys is None else summary_logits(queries, keys)
-        terms.append((on_keys if logits is None else on_keys + logits, values.to(v.dtype)))
+        if keys is not None:
+            on_keys = summary_logits(queries, keys)
+            logits = on_keys if logits is None else on_keys + logits
+        if logits is None:
+            raise ValueError("joint_softmax: got values of summary tokens alone; give their keys or logits")
+        terms.append((logits, values.to(v.dtype)))
     return windows.reverse(mix(terms, attn_drop))
 
 
@@ -128,9 +134,12 @@ def mix(terms: list[tuple[Tensor, Tensor]], attn_drop: float = 0.0) -> Tensor:
     terms = [term for term in terms if term[0].shape[-1]]
     logits = [logits for logits, _ in terms]
     weights = F.dropout(torch.cat(logits, -1).softmax(-1), attn_drop).to(terms[0][1].dtype)
-    (B, h, g, w, _), y = weights.shape, 0
-    for weight, (_, values) in zip(weights.split([x.shape[-1] for x in logits], -1), terms, strict=True):
-        G, c, d = values.shape[2:]
-        of_set = weight.reshape(B, h, G, g * w // G, c)
-        y = y + (of_set @ values).reshape(B, h, g, w, d)
-    return y
+    weights_of_terms = weights.split([x.shape[-1] for x in logits], -1)
+    return functools.reduce(torch.add, map(mixed, weights_of_terms, [values for _, values in terms]))
+
+
+def mixed(weights: Tensor, values: Tensor) -> Tensor:
+    """Values (B, h, G, c, d), G = 1 or g windows, under weights (B, h, g, w, c): (B, h, g, w, d)."""
+    (B, h, g, w, _), (G, c, d) = weights.shape, values.shape[2:]
+    of_set = weights.reshape(B, h, G, g * w // G, c)
+    return (of_set @ values).reshape(B, h, g, w, d)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attention.ops.dispatch import first_order, path
 from attention.ops.memory import like_tokens
-from attention.ops.random_features.proposals import MIN_ALPHA, POOLED, own_ratio, propose
+from attention.ops.random_features.proposals import MIN_ALPHA, POOLED, Proposal, Weighting, own_ratio, propose
 from attention.parts.features import autocast_off, compute_dtype, full_precision, log_features, scale, upcast
 
 
@@ -38,7 +38,9 @@ def lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mixed", w
 
 
 @full_precision
-def lara_samples(q_bar: Tensor, k_bar: Tensor, noise: Tensor, proposal: str, weighting: str, beta: float) -> tuple:
+def lara_samples(
+    q_bar: Tensor, k_bar: Tensor, noise: Tensor, proposal: Proposal, weighting: Weighting, beta: float
+) -> tuple:
     """Samples (B, h, c s, d) and their prior (B, h, c s); with the weighting "decoupled", of one sample each, also the
     scaled q_bar, the balance heuristic b (B, h, c) and beta.
     """
@@ -129,7 +131,7 @@ def _key_weights(k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
     return weights, largest - weights.amax(-1).log()
 
 
-def _query_weights(q, omega, mass, q_bar, balance, beta) -> tuple[Tensor, Tensor | None]:
+def _query_weights(q, omega, mass, q_bar, balance, beta):
     """a_ns and, with q_bar, softmax_n[q'_n . q_bar_s]: (B h, s, N)."""
     queries, log_weight, r = _full(q).mT, mass[..., None], None
     if q_bar is not None:

@@ -40,7 +40,7 @@ class Proposals(NamedTuple):
         Args:
             omega: (B, h, c s, d). log_k: log features of keys there, (B, h, c s, M).
         """
-        if self.log_total is None:
+        if self.q_bar is None or self.log_total is None:
             return log_features(self.mean[:, :, :, 0], omega).mT
         mass = log_k.logsumexp(-1, keepdim=True)
         return log_features(self.q_bar, omega).mT + mass - self.log_total[:, :, None]
@@ -65,6 +65,8 @@ def propose(
         key_mask: which keys count, (B, M) bool. filled: which landmarks do, (B, c) bool.
     """
     if proposal in POOLED:
+        if k_bar is None:
+            raise ValueError(f"proposal {proposal!r}: got no k_bar; give landmarks of keys")
         key = k_bar if proposal == "pool" else mask_logits(k_bar @ k_bar.mT, filled).softmax(-1) @ k_bar
         return Proposals((q_bar + key)[:, :, :, None])
     affinity = mask_logits(q_bar @ k.mT, key_mask)
