@@ -7,7 +7,7 @@ OUTPUT ?= runs/$(basename $(notdir $(CONFIG)))-$(shell date +%Y%m%d-%H%M%S)
 # As torchrun has it: one thread per process. The models here are small, and loader workers take the other cores.
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: train test
+.PHONY: train test docs
 .DELETE_ON_ERROR:
 
 train: .venv/ready
@@ -18,8 +18,21 @@ test: .venv/ready
 	.venv/bin/ruff format --check .
 	.venv/bin/python -m pytest -n $(JOBS)
 
+# The site, in site/, of the Markdown files at their places. It reads the code and does not import it: no torch is needed.
+docs: build/venv/ready
+	rm -rf build/docs
+	mkdir -p build/docs
+	cp -r README.md CONTRIBUTING.md CHANGELOG.md docs configs reference build/docs
+	build/venv/bin/properdocs build --strict --config-file mkdocs.yml
+
 .venv/ready: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or later is needed; name it: make PYTHON=python3.12")'
 	$(PYTHON) -m venv .venv
 	.venv/bin/python -m pip install --quiet --editable '.[test]'
+	touch $@
+
+build/venv/ready: pyproject.toml
+	$(PYTHON) -m venv build/venv
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])' \
+		| xargs build/venv/bin/python -m pip install --quiet
 	touch $@

@@ -171,7 +171,7 @@ def decomposition_fits(a: Tensor, low: Tensor, budget: int) -> dict[str, Fit]:
 
 @torch.no_grad()
 def scatterbrain_fits(layer: Layer, matrices: Tensor, budget: int, draws: int) -> list[list[Fit]]:
-    """The fit of the mechanism `scatterbrain`, without training or bias, to `matrices` (B, h, P + N, P + N): [B][h].
+    """The fit of the mechanism `scatterbrain`, without training or bias, to `matrices` (B, h, P + N, P + N): `[B][h]`.
 
     Its samples are its rank, its windows its entries: squares of the grid, blocks of a sequence. Prefix tokens, which
     are exact, cost 2 P of the budget. The matrix is what it makes of the identity's columns as values.

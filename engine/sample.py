@@ -37,8 +37,8 @@ def sample(root: str, output: Path, split: str, per_class: int) -> None:
     """Writes the first `per_class` images of every class of the split and their labels, gzipped, below `output`.
 
     Raises:
-        OptionError: a split that is missing or damaged. UserError: a class has fewer images, or the sample is there
-        already or cannot be written.
+        OptionError: a split that is missing or damaged.
+        UserError: a class has fewer images, or the sample is there already or cannot be written.
     """
     files = [output / f"{split}{ending}.gz" for ending in (IMAGES, LABELS)]
     for path in files:

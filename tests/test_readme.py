@@ -1,10 +1,11 @@
-"""The README's own words, executed."""
+"""What README.md and docs/ say, held to the code, and their examples executed."""
 
 import re
 import shutil
 import subprocess
 import sys
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,16 +21,22 @@ import attention
 from attention import ATTENTION, LayerContext, OptionError
 from attention.__main__ import config, table
 from attention.options import parse_options
+from engine.options import tables
 from tests.engine.test_predict import CLASSES, make_checkpoint
 
 ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text()
-PYTHON = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("reference/*.md")]
+}
+README, INTEGRATION, MECHANISMS = (PAGES[f"{name}.md"] for name in ("README", "docs/integration", "docs/mechanisms"))
+TEXT = "\n".join(PAGES.values())
+PYTHON = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
 
 
 def test_opening_example():
     names = {"x": torch.randn(2, 784, 192)}
-    exec(PYTHON[0], names)
+    exec(re.search(r"```python\n(.*?)```", README, re.DOTALL)[1], names)
     assert names["y"].shape == (2, 784, 192)
     assert names["model"](torch.randn(1, 3, 224, 224)).shape == (1, 1000)
 
@@ -46,7 +53,7 @@ def test_prediction(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.strip() in names["classes"] == CLASSES
 
 
-CLIENTS = README[README.index("## In other people's models") : README.index("## Add your own attention")]
+CLIENTS = INTEGRATION[INTEGRATION.index("## In other people's models") : INTEGRATION.index("## timm's scripts")]
 IN_TIMM, IN_TRANSFORMERS, SEQUENCE, CAUSAL = re.findall(r"```python\n(.*?)```", CLIENTS, re.DOTALL)
 
 
@@ -111,13 +118,13 @@ def test_causal_attention():
     assert not torch.allclose(later[:, 300:], whole[:, 300:])
 
 
-SECTION = README[README.index("## Add your own attention") : README.index("## Fast paths")]
+SECTION = MECHANISMS[MECHANISMS.index("## Add your own attention") : MECHANISMS.index("## Fast paths")]
 MECHANISM, REGISTRY, FACTS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
 
 
 def test_your_own_attention(tmp_path):
-    """The README's addition in a copy of the project, under every uniform suite: its three files are all it takes."""
-    for folder in ("ablation", "attention", "models", "engine", "bench", "configs", "tests"):
+    """The addition of docs/mechanisms.md in a copy of the project, under every uniform suite: three files are all."""
+    for folder in ("ablation", "attention", "models", "engine", "bench", "configs", "docs", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml", ROOT / "README.md"):
         shutil.copy(path, tmp_path)
@@ -162,16 +169,53 @@ def test_mechanism_table_links_to_configurations_of_the_mechanism():
 
 
 @pytest.mark.parametrize(
-    "path", sorted(set(re.findall(r"\b(?:configs|attention|models|engine|bench|tests)/[\w/]+\.\w+", README)))
+    "path", sorted(set(re.findall(r"\b(?:configs|attention|models|engine|bench|tests)/[\w/]+\.\w+", TEXT)))
 )
-def test_files_it_names_exist(path):
+def test_files_they_name_exist(path):
     assert (ROOT / path).exists() or path.endswith("/pooled.py")
 
 
 def test_commands_name_real_scripts_and_options():
-    commands = re.findall(r"^(?:python|torchrun[^\n]*?) ?(\w+\.py)", README, re.MULTILINE)
-    assert {"train.py", "validate.py", "predict.py", "ablate.py"} <= set(commands)
+    commands = re.findall(r"^(?:python|torchrun[^\n]*?) ?(\w+\.py)", TEXT, re.MULTILINE)
+    assert {"train.py", "validate.py", "predict.py", "ablate.py", "analyze.py", "benchmark.py"} <= set(commands)
     assert all((ROOT / script).exists() for script in commands)
+    modules = set(re.findall(r"python -m ([\w.]+)", TEXT)) - {"pytest"}
+    assert {"attention", "engine.runs", "engine.options"} <= modules
+    assert all(find_spec(module) for module in modules)
+
+
+def test_first_page_is_short_and_leads_to_every_other():
+    assert len(README.splitlines()) <= 200
+    assert [line for line in README.splitlines() if "](docs/logs.md)" in line and "Every field of the logs" in line]
+    assert re.search(r"^python -m engine\.runs \S+ \S+ --compare", README, re.MULTILINE)
+    pages = {name for name in PAGES if name.startswith("docs/") and not name.startswith("docs/api/")}
+    assert pages <= set(re.findall(r"\]\(([^)#]+)", README))
+
+
+def test_links_lead_to_files_and_headings():
+    found = 0
+    for name, text in PAGES.items():
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        for target in re.findall(r"\]\((?!https?:)([^)]+)\)", prose):
+            path, _, anchor = target.partition("#")
+            file = (ROOT / name).parent / path if path else ROOT / name
+            assert file.exists(), f"{name}: {target}"
+            if anchor:
+                headings = re.findall(r"^#+ (.*)", file.read_text(), re.MULTILINE)
+                slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+                assert anchor in slugs, f"{name}: {target}"
+            found += 1
+    assert found > 80
+
+
+def test_option_tables_are_those_of_the_code():
+    assert PAGES["docs/options.md"].endswith(f"\n\n{tables()}\n"), "let `python -m engine.options` print them anew"
+
+
+def test_every_package_and_mechanism_is_on_a_page_of_the_site():
+    shown = set(re.findall(r"^::: (\S+)", TEXT, re.MULTILINE))
+    assert {"attention", "attention.mechanisms", "models", "engine", "analysis", "ablation", "bench"} <= shown
+    assert all(find_spec(module) for module in shown)
 
 
 def test_a_docstring_of_another_shape_is_refused(monkeypatch):

@@ -77,7 +77,7 @@ def elu_plus_one(x: Tensor) -> Tensor:
 
 
 def trigonometric(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
-    """exp(||x||^2 / 2) [sin, cos](omega . x), less exp(||q||^2 / 2) and exp(max ||k||^2 / 2), which cancel."""
+    """exp(||x||^2 / 2) (sin, cos)(omega . x), less exp(||q||^2 / 2) and exp(max ||k||^2 / 2), which cancel."""
     on_q, on_k = q @ omega.mT, k @ omega.mT
     size = relative_size(k) / omega.shape[-2]
     return torch.cat([on_q.sin(), on_q.cos()], -1), torch.cat([on_k.sin(), on_k.cos()], -1) * size

@@ -30,7 +30,7 @@ def test_reference_is_that_of_its_configuration_and_log():
     assert float(stated[1]) == final["top1"]
     assert int(stated[2].replace(",", "")) == final["images"]
     assert f"seen: {stated[1]} " in (ROOT / "configs/fashion_mnist/softmax.yaml").read_text()
-    assert f"{stated[1]} % of all test images" in (ROOT / "README.md").read_text()
+    assert f"{stated[1]} % of all test images" in (ROOT / "docs" / "data.md").read_text()
 
 
 def test_reference_is_intact_and_small():

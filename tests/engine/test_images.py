@@ -230,7 +230,7 @@ DAMAGE = {  # what happens at a byte of the compressed pixels -> the share that 
 
 
 def try_damage(root, count: int, kind: str) -> str:
-    """Damages JPEG files at `count` places, one at a time, and holds the share that decodes to what the README says."""
+    """Damages JPEG files at `count` places, one at a time, and holds the share that decodes to docs/data.md."""
     rng, (damage, (least, most)), wrong = np.random.default_rng(0), DAMAGE[kind], []
     contents = [path.read_bytes() for path in sorted(write_jpegs(root, 2).rglob("*.jpg"))]
     wholes = [np.asarray(decode(io.BytesIO(content)), int) for content in contents]

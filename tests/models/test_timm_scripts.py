@@ -67,7 +67,7 @@ def trained(scripts, digits, tmp_path_factory):
 
 
 def run_script(script, *arguments):
-    """What `script` prints, run as the README says."""
+    """What `script` prints, run as docs/integration.md says."""
     command = [sys.executable, *(["-m", "models"] if script.parent != ROOT else []), script, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, check=False)
