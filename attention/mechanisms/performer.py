@@ -124,7 +124,7 @@ class Performer(Attention):
         feature_redraw: Literal["redraw", "fixed", "learnable"] = option(
             "redraw", "samples of training; evaluation keeps one set"
         )
-        feature_redraw_interval: int = option(1, "training passes that share samples with feature_redraw redraw", low=1)
+        feature_redraw_interval: int = option(1, "training passes that share samples (feature_redraw redraw)", low=1)
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__(context, config)
