@@ -55,6 +55,12 @@ def test_a_declared_package_has_a_lower_bound_that_this_environment_meets(name):
         assert requirement.specifier.contains(version(name), prereleases=True)
 
 
+def test_commits_are_checked_by_the_ruff_of_the_tests():
+    hooks = {entry["repo"]: entry for entry in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]}
+    (ruff,) = (Requirement(each) for each in PROJECT["optional-dependencies"]["test"] if each.startswith("ruff"))
+    assert ruff.specifier.contains(hooks["https://github.com/astral-sh/ruff-pre-commit"]["rev"].removeprefix("v"))
+
+
 def test_all_scripts_are_installed_and_are_commands():
     assert set(PYPROJECT["tool"]["setuptools"]["py-modules"]) == SCRIPTS
     commands = {target: command for command, target in PROJECT["scripts"].items()}
