@@ -24,8 +24,9 @@ def tables() -> str:
     families = {f"model ({family.__name__.lower()})": family.Config for family, _ in MODELS.values()}
     sections = {name: kind for name, kind in typing.get_type_hints(Run).items() if dataclasses.is_dataclass(kind)}
     mechanisms = {name: mechanism.Config for name, mechanism in ATTENTION.items()}
+    chapters: dict[str, Mapping[str, Any]] = {"Runs": families | sections, "Mechanisms": mechanisms}
     parts = []
-    for title, classes in {"Runs": families | sections, "Mechanisms": mechanisms}.items():
+    for title, classes in chapters.items():
         parts.append(f"## {title}")
         parts += [f"### {name}\n\n{table(cls)}" for name, cls in classes.items() if dataclasses.fields(cls)]
     return "\n\n".join(parts)
