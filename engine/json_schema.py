@@ -79,8 +79,9 @@ def _mechanism() -> Schema:
 
 
 def _of_options(cls: type, name: Schema | None = None, described: type | None = None) -> Schema:
-    """Of a mapping of the options of the dataclass `cls`, and where given of its `name`; the docstring is the first
-    line of that of `described`."""
+    """Of a mapping of the options of the dataclass `cls`, with a `name` where it is given; its description is the first
+    line of the docstring of `described`, or else of `cls`.
+    """
     kinds = typing.get_type_hints(cls)
     options = {field.name: _option(field, kinds[field.name]) for field in fields(cls)}
     return {
