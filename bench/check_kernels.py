@@ -80,7 +80,7 @@ class GroupCase(NamedTuple):
 CASES = [
     Case((5, 7), (3, 4)),
     Case((4, 6), (2, 3), B=2, h=1, d=20, log_count=True),
-    Case((5, 3), (3, 3), B=2, h=3, c=1, bias=False),
+    Case((5, 3), (3, 3), B=2, h=3, c=1, d=1, bias=False),
     Case((5, 7), (3, 4), P=1, h=1, leave_one_out=True),
     Case((5, 4), (3, 4), P=2, h=1, log_count=True),
     Case((3, 5), (4, 6), c=5, d=12, h=1),
@@ -93,7 +93,7 @@ CASES = [
     *(Case((9, 8), (9, 8), c=49, d=40, h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
     GroupCase((6, 8), (2, 4), d=20, B=2, h=3),
     GroupCase((6, 10), (6, 5), d=64, B=2),
-    GroupCase((4, 6), (4, 6), h=1),
+    GroupCase((4, 6), (4, 6), d=1, h=1),
     GroupCase((16, 16), (1, 1), h=1),
     *(GroupCase((9, 6), (3, 2), d=40, h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
 ]

@@ -43,16 +43,9 @@ from attention.ops.triton_tokens import (
 )
 from attention.parts.geometry import Windows, split_prefix
 
-CONFIGURATIONS = {
-    (2, 16): (64, 4, 4, 2),
-    (2, 32): (64, 4, 4, 2),
-    (2, 64): (64, 4, 8, 2),
-    (4, 16): (32, 4, 8, 1),
-    (4, 32): (32, 4, 8, 1),
-    (4, 64): (32, 4, 8, 1),
-}
-"""Bytes of a number and channels of a block -> tokens of a block, at most, warps of the forward and of the backward
-pass, and stages of loads: those with which registers hold what they must on sm_80, sm_86 and sm_90.
+CONFIGURATIONS = {2: (64, 4, 2), 4: (16, 2, 1)}
+"""Bytes of a number -> tokens of a block, at most, warps, and stages of loads; for gradients of heads wider than 32
+channels twice the warps. With these, registers hold what they must on sm_80, sm_86 and sm_90.
 """
 
 
@@ -323,10 +316,11 @@ def _bias_gradient(q, k, v, bias, dy, lse, delta, dbias, batches, h, H, W, scale
 
 def _sizes(q: Tensor, k_tilde: Tensor | None, window: list[int], backward: bool) -> Sizes:
     d, block_d = q.shape[-1], block_length(q.shape[-1], 64)
-    most, *num_warps, num_stages = CONFIGURATIONS[q.element_size(), block_d]
+    most, num_warps, num_stages = CONFIGURATIONS[q.element_size()]
+    num_warps *= 2 if backward and block_d > 32 else 1
     lengths = window[0] * window[1], 1 if k_tilde is None else k_tilde.shape[2]
     blocks = (block_length(length, most) for length in lengths)
-    return Sizes(d, block_d, *window, *blocks, precision(), num_warps[backward], num_stages)
+    return Sizes(d, block_d, *window, *blocks, precision(), num_warps, num_stages)
 
 
 def _of_windows(prior: Tensor | None) -> tuple[Tensor, int] | None:
