@@ -15,8 +15,8 @@ SHARED = {80: 163 * 2**10, 86: 99 * 2**10, 90: 227 * 2**10}
 """Bytes that a block may share, by compute capability: of an A100, of an RTX 30 and 40, of an H100."""
 WINDOWS = {  # registers, and bytes that spill, stored and loaded
     "_forward": (168, 0),
-    "_query_gradient": (255, 32),
-    "_key_gradient": (128, 0),
+    "_query_gradient": (255, 48),
+    "_key_gradient": (160, 0),
     "_bias_gradient": (255, 0),
     "_landmark_gradient": (255, 0),
 }
