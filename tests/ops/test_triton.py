@@ -87,6 +87,7 @@ def test_layers_on_the_path_call_the_kernels_that_cover_them(interpreted):
         "eva of bins that differ": ["joint_softmax"],
         "local beyond the grid": ["joint_softmax"],
         "combiner": ["joint_softmax"],
+        "transformer_ls": ["joint_softmax"],
         "lara": [],
         "performer": [],
     }

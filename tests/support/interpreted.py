@@ -27,6 +27,7 @@ LAYERS = {
     "eva of bins that differ": EVA | {"grid": (5, 7)},
     "local beyond the grid": {"name": "local", "window_size": 5, "grid": (5, 3)},
     "combiner": {"name": "combiner", "window_size": 2},
+    "transformer_ls": {"name": "transformer_ls", "window_size": 3, "num_landmarks": 4},
     "lara": {"name": "lara", "num_landmarks": 4},
     "performer": {"name": "performer", "num_samples": 4},
 }
