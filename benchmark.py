@@ -4,6 +4,7 @@
     python benchmark.py --attention eva eva:num_landmarks=196 --tokens 196 784 3136 --modes forward train \\
         --dtypes fp32 bf16 --output runs/benchmark                            # table, CSV, JSON and figures
     python benchmark.py --core --attention lara lara@plain --baseline lara@plain  # fast path against the definition
+    python benchmark.py --against plain --attention eva lara  # each against itself on another path
     python benchmark.py --models timm:vit_tiny_patch16_224:patch_size=8 deit_tiny_p8:eva
     python benchmark.py --macs [configs/deit_tiny_p8/*.yaml]                  # the papers' rows, or any files
 
@@ -16,15 +17,16 @@ import functools
 import itertools
 import math
 import os
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from tqdm import tqdm
 
-from attention import ATTENTION, Grid
+from attention import ATTENTION, Grid, kernels
 from attention.options import OptionError, nearest
 from bench.costs import Costs, count_costs, stated_costs
 from bench.figures import draw_figures
@@ -81,13 +83,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
             "cpus": os.cpu_count(),
             "threads": args.threads,
             "rounds": args.rounds,
+            "clock": "processor" if args.processor_time else "wall",
             "load": round(os.getloadavg()[0], 2),
         }
         rows = []
         try:
             with limit_memory(device), tqdm(comparisons, unit="comparison", disable=None) as bar:
                 for comparison in bar:
-                    rows += compare(comparison, args.rounds, device)
+                    clock = time.process_time if args.processor_time else time.perf_counter
+                    rows += compare(comparison, args.rounds, device, clock)
                     if args.output:
                         write_tables(metadata, rows, args.output)
         finally:  # what has been measured is not lost, whatever ends the rest
@@ -119,6 +123,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         metavar="MODEL",
         help="NAME:ATTENTION[@PATH][:OPTION=VALUE,...], timm:NAME[:OPTION=VALUE,...], or a YAML file",
     )
+    parser.add_argument(
+        "--against", choices=get_args(kernels.Path), help="time each layer beside itself on this path, not softmax"
+    )
     parser.add_argument("--baseline", **many, metavar="ENTRY", help="default: softmax, and the first of the models")
     parser.add_argument("--tokens", nargs="+", type=token_grid, default=[(28, 28)], metavar="N|HxW", help="of a layer")
     parser.add_argument(
@@ -142,6 +149,11 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--execution", nargs="+", choices=EXECUTIONS, default=["eager"], help="compiled: per shape")
     parser.add_argument("--rounds", type=positive, default=10, help="measurements of each")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="time that the process ran on a CPU, not that passed: for a busy machine; with one thread",
+    )
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="of the CPU")
     parser.add_argument("--output", type=Path, help="directory for table.md, results.csv, results.json and figures")
     args = parser.parse_args(arguments)
@@ -151,6 +163,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error(f"{args.configs[0]}: configurations go with --macs, or after --models")
     if args.core and not args.attention:
         parser.error("--core: give --attention")
+    if args.against and (args.models or args.baseline or not args.attention):
+        parser.error("--against: give --attention, and neither --models nor --baseline")
+    if args.processor_time and (args.threads > 1 or args.device == "cuda"):
+        parser.error("--processor-time: give --threads 1, and --device cpu")
     if args.rounds < 2:
         parser.error("--rounds: quartiles take at least 2")
     return args
@@ -195,9 +211,12 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
             raise OptionError(f"--output {args.output}", error.strerror) from None
     kinds = []
     if args.attention:
-        names = dict.fromkeys(args.attention if "softmax" in args.attention else ["softmax", *args.attention])
         kind, subject = ("core", attention_core) if args.core else ("attention", attention_layer)
-        kinds.append((kind, [subject(name, args.dim, args.num_heads) for name in names], args.tokens, 1))
+        beside_softmax = args.attention if "softmax" in args.attention else ["softmax", *args.attention]
+        sets = [(on_path(name, args.against), name) for name in args.attention] if args.against else [beside_softmax]
+        for names in sets:
+            subjects = [subject(name, args.dim, args.num_heads) for name in dict.fromkeys(names)]
+            kinds.append((kind, subjects, args.tokens, 1))
     if args.models:
         kinds.append(("model", [whole_model(name) for name in dict.fromkeys(args.models)], args.image_sizes, 64))
     known = [subject.name for _, subjects, _, _ in kinds for subject in subjects]
@@ -208,7 +227,7 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     comparisons = []
     for kind, subjects, sizes, patch in kinds:
         names = [subject.name for subject in subjects]
-        default = names[0] if kind == "model" else "softmax"
+        default = names[0] if kind == "model" or args.against else "softmax"
         baseline = next((name for name in args.baseline if name in names), default)
         for size in sizes:
             costs = [subject.check(size) for subject in subjects]
@@ -220,13 +239,21 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     return comparisons
 
 
-def compare(comparison: Comparison, rounds: int, device: torch.device) -> list[dict[str, Any]]:
+def on_path(text: str, path: str) -> str:
+    """The entry ``"NAME[@PATH][:OPTION=VALUE,...]"`` on another path."""
+    name, colon, options = text.partition(":")
+    return f"{name.partition('@')[0]}@{path}{colon}{options}"
+
+
+def compare(
+    comparison: Comparison, rounds: int, device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> list[dict[str, Any]]:
     """Measures all subjects: one row each, with the columns of results.csv; None for what does not fit into memory."""
     torch.compiler.reset()  # else the next shape would be compiled for any shape, and be slower
     # All mechanisms are one function to the compiler, which would leave those beyond its limit uncompiled.
     with torch._dynamo.config.patch(recompile_limit=1000):
         calls, counts = set_up(comparison, device)
-        times = time_rounds(calls, rounds, device)
+        times = time_rounds(calls, rounds, device, clock=clock)
 
     rows = []
     for subject, costs in zip(comparison.subjects, comparison.costs, strict=True):

@@ -1,8 +1,9 @@
 """Checks the Triton kernels, and on a GPU times them: python -m bench.check_kernels
 
 Without a GPU, TRITON_INTERPRET=1 in the environment runs the same check in Triton's interpreter. Exit status 1 where a
-kernel is off. Times are of the core alone, from q, k, v to the output, in bf16, on every path of attention.kernels, in
-interleaved rounds (`bench.timing`) with cold caches; benchmark.py has layers and models.
+kernel is off. Times are of the joint softmax alone, from q, k, v to the output, in bf16, on every path of
+attention.kernels and by FlexAttention (`bench.flex`), in interleaved rounds (`bench.timing`) with cold caches;
+benchmark.py has layers and models.
 """
 
 import math
@@ -17,17 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention import kernels
-from attention.mechanisms.lara import lara, lara_reference
-from attention.mechanisms.performer import performer, performer_reference
-from attention.ops.group_values import triton_groups
+from attention.ops.group_values import triton_tiles
 from attention.ops.group_values.op import group_values, group_values_reference
 from attention.ops.joint_softmax import triton_joint
 from attention.ops.joint_softmax.op import joint_softmax, joint_softmax_reference
-from attention.ops.random_features import triton_random_features
 from attention.ops.triton_tokens import INTERPRETED
 from attention.parts.features import upcast
 from attention.parts.geometry import Grid, Windows, split_heads
 from attention.parts.groups import bins
+from bench import flex
 from bench.memory import saved_bytes
 from bench.results import NOISE, describe, quote
 from bench.timing import Call, Spread, Times, count_launches, time_rounds
@@ -54,7 +53,6 @@ class Case(NamedTuple):
 
     grid: Grid
     window: Grid
-    overlap: Grid = (0, 0)
     c: int = 6
     d: int = 16
     P: int = 0
@@ -68,41 +66,11 @@ class Case(NamedTuple):
 
 
 class GroupCase(NamedTuple):
-    """Values of groups: rows and columns of bins, each grown by a margin."""
+    """Values of groups that are equal tiles: rows and columns of them."""
 
     grid: Grid
     bins: Grid
-    margin: Grid = (0, 0)
-    samples: int = 1
     d: int = 16
-    B: int = 1
-    h: int = 2
-    dtype: torch.dtype = torch.float32
-    __str__ = changed
-
-
-class PerformerCase(NamedTuple):
-    """Attention of N queries to P + N tokens by s samples."""
-
-    N: int
-    s: int
-    d: int = 16
-    P: int = 0
-    B: int = 1
-    h: int = 2
-    dtype: torch.dtype = torch.float32
-    __str__ = changed
-
-
-class LaraCase(NamedTuple):
-    """Attention of N queries to P + N tokens by s samples of c proposals each."""
-
-    N: int
-    c: int
-    weighting: str = "decoupled"
-    s: int = 1
-    d: int = 16
-    P: int = 0
     B: int = 1
     h: int = 2
     dtype: torch.dtype = torch.float32
@@ -112,62 +80,36 @@ class LaraCase(NamedTuple):
 CASES = [
     Case((5, 7), (3, 4)),
     Case((4, 6), (2, 3), B=2, h=1, d=20, log_count=True),
-    Case((5, 3), (3, 3), B=2, h=3, c=1, bias=False),
+    Case((5, 3), (3, 3), B=2, h=3, c=1, d=1, bias=False),
     Case((5, 7), (3, 4), P=1, h=1, leave_one_out=True),
-    Case((3, 5), (2, 3), (1, 1), h=1, log_count=True, leave_one_out=True),
-    Case((5, 4), (3, 4), (1, 1), P=2, h=1, log_count=True),
-    Case((3, 5), (2, 3), (3, 2), c=5, d=12, h=1),
+    Case((5, 4), (3, 4), P=2, h=1, log_count=True),
+    Case((3, 5), (4, 6), c=5, d=12, h=1),
     Case((4, 5), (4, 5), c=0, d=40),
-    Case((4, 5), (2, 3), (1, 0), c=0, P=1, bias=False),
-    Case((1, 20), (1, 6), (0, 2), d=33, h=1),
+    Case((4, 5), (2, 3), c=0, P=1, bias=False),
+    Case((1, 20), (1, 6), d=33, h=1),
     Case((7, 8), (7, 7), c=40, h=1),
-    Case((4, 6), (3, 3), d=128),
+    Case((4, 6), (3, 3), d=64),
     *(Case((9, 8), (7, 7), c=49, d=40, h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
-    *(Case((9, 8), (7, 7), (3, 3), c=49, d=40, h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
-    GroupCase((5, 7), (2, 3)),
-    GroupCase((6, 7), (2, 3), (1, 1), samples=2, d=20, B=2, h=1),
-    GroupCase((6, 7), (5, 7), d=40, h=1),
-    *(GroupCase((5, 7), (2, 3), h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+    *(Case((9, 8), (9, 8), c=49, d=40, h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
     GroupCase((6, 8), (2, 4), d=20, B=2, h=3),
     GroupCase((6, 10), (6, 5), d=64, B=2),
-    GroupCase((4, 6), (4, 6), h=1),
-    *(GroupCase((16 + more, 16), (1, 1), h=1) for more in (0, 1)),
-    GroupCase((6, 4), (3, 2), samples=2, h=1),
+    GroupCase((4, 6), (4, 6), d=1, h=1),
+    GroupCase((16, 16), (1, 1), h=1),
     *(GroupCase((9, 6), (3, 2), d=40, h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
-    PerformerCase(35, 20),
-    PerformerCase(40, 40, d=20, P=3, B=2, h=1),
-    PerformerCase(5, 2, d=128, h=1),
-    *(PerformerCase(35, 6, h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
-    LaraCase(35, 6),
-    LaraCase(40, 36, d=20, P=3, h=1),
-    LaraCase(9, 3, d=128, B=2, h=1),
-    LaraCase(35, 6, "balance", s=2, h=1),
-    *(LaraCase(35, 6, h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
 ]
 SIZES = (14, 128), (28, 128), (56, 32), (56, 128)
-TIMED = [
-    *(Case((side, side), (7, 7), c=49, d=64, B=B, h=3, dtype=torch.bfloat16) for side, B in SIZES),
-    *(PerformerCase(side**2, 128, d=64, B=B, h=3, dtype=torch.bfloat16) for side, B in SIZES[1:3]),
-    *(LaraCase(side**2, 49, d=64, B=B, h=3, dtype=torch.bfloat16) for side, B in SIZES[1:3]),
-]
-
-
-def normal_sampler(device: torch.device) -> Callable[..., Tensor]:
-    """A function that samples standard normal tensors of the shape it is called with."""
-    generator = torch.Generator().manual_seed(0)
-    return lambda *shape: torch.randn(shape, generator=generator).to(device)
-
-
-def projected(case: Case | PerformerCase | LaraCase, N: int, normal: Callable[..., Tensor]) -> list[Tensor]:
-    """q, k, v of the fused projection, P tokens before q."""
-    q, k, v = split_heads(normal(case.B, case.P + N, 3 * case.h * case.d).to(case.dtype), 3, case.h)
-    return [q[:, :, case.P :], k, v]
+TIMED = [Case((side, side), (7, 7), c=49, d=64, B=B, h=3, dtype=torch.bfloat16) for side, B in SIZES]
 
 
 def example(case: Case, device: torch.device) -> tuple[list[Tensor | None], dict[str, Windows]]:
     """Positional arguments and keywords of `joint_softmax`. In all examples, what autocast keeps in fp32 is in fp32."""
-    B, h, c, d, normal = case.B, case.h, case.c, case.d, normal_sampler(device)
-    tokens, windows = projected(case, math.prod(case.grid), normal), Windows(case.grid, case.window, case.overlap)
+    B, h, c, d, P = case.B, case.h, case.c, case.d, case.P
+    generator, windows = torch.Generator().manual_seed(0), Windows(case.grid, case.window)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device)
+
+    q, k, v = split_heads(normal(B, P + math.prod(case.grid), 3 * h * d).to(case.dtype), 3, h)
     bias = normal(h, windows.num_queries, windows.num_keys) if case.bias else None
     keys, values = normal(2, B, h, 1, c, d) if c else (None, None)
     logits, landmark = None, torch.arange(c, device=device)
@@ -176,7 +118,7 @@ def example(case: Case, device: torch.device) -> tuple[list[Tensor | None], dict
     if case.leave_one_out:
         window = torch.arange(windows.count, device=device)[:, None, None]
         logits = logits.masked_fill(window % c == landmark, -torch.inf)
-    return [*tokens, bias, keys, values, logits], {"windows": windows}
+    return [q[:, :, P:], k, v, bias, keys, values, logits], {"windows": windows}
 
 
 def plain(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows) -> Tensor:
@@ -191,33 +133,19 @@ def group_example(case: GroupCase, device: torch.device) -> tuple[list[Any], dic
     """Arguments of `group_values`."""
     generator, c = torch.Generator().manual_seed(0), case.bins[0] * case.bins[1]
     tokens = torch.randn(case.B, case.grid[0] * case.grid[1], 2 * case.h * case.d, generator=generator)
-    omega = torch.randn(case.B, case.h, 1, c, case.samples, case.d, generator=generator)
+    omega = torch.randn(case.B, case.h, 1, c, 1, case.d, generator=generator)
     tokens, omega = tokens.to(device, case.dtype), omega.to(device)
-    return [*split_heads(tokens, 2, case.h), omega, bins(case.grid, case.bins, device, case.margin)], {}
-
-
-def performer_example(case: PerformerCase, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
-    """Arguments of `performer`."""
-    normal = normal_sampler(device)
-    return [*projected(case, case.N, normal), normal(case.h, case.s, case.d)], {}
-
-
-def lara_example(case: LaraCase, device: torch.device) -> tuple[list[Tensor], dict[str, Any]]:
-    """Arguments of `lara`."""
-    normal = normal_sampler(device)
-    tokens, landmarks = projected(case, case.N, normal), normal(2, case.B, case.h, case.c, case.d)
-    return [*tokens, *landmarks, normal(case.h, case.c, case.s, case.d)], {"weighting": case.weighting}
+    return [*split_heads(tokens, 2, case.h), omega, bins(case.grid, case.bins, device)], {}
 
 
 class Checked(NamedTuple):
     """What a kind of case checks: functions of one signature, and its first arguments' names, whose gradients count.
 
-    op: what layers call, whatever the path. plain: for half precision too without autocast.
+    plain: PyTorch's, for half precision too without autocast.
     """
 
     example: Callable
     names: tuple[str, ...]
-    op: Callable
     kernels: Callable
     plain: Callable
     reference: Callable
@@ -227,34 +155,12 @@ CHECKED = {
     Case: Checked(
         example,
         ("q", "k", "v", "bias", "keys", "values"),
-        joint_softmax,
         triton_joint.joint_softmax,
         plain,
         joint_softmax_reference,
     ),
     GroupCase: Checked(
-        group_example,
-        ("k", "v", "omega"),
-        group_values,
-        triton_groups.group_values,
-        group_values,
-        group_values_reference,
-    ),
-    PerformerCase: Checked(
-        performer_example,
-        ("q", "k", "v", "omega"),
-        performer,
-        triton_random_features.performer,
-        performer,
-        performer_reference,
-    ),
-    LaraCase: Checked(
-        lara_example,
-        ("q", "k", "v", "q_bar", "k_bar"),
-        lara,
-        triton_random_features.lara,
-        lara,
-        lara_reference,
+        group_example, ("k", "v", "omega"), triton_tiles.group_values, group_values, group_values_reference
     ),
 }
 
@@ -311,46 +217,66 @@ def bandwidth(device: torch.device) -> float:
     return 2 * COPIED_BYTES / Spread.of(times.seconds["copy"]).median
 
 
-def on_path(path: kernels.Path, op: Callable[..., Tensor], arguments: Sequence[Any], options: dict[str, Any]) -> Tensor:
-    """An op as layers call it in mixed precision: under autocast, its output in the dtype of q."""
-    q = arguments[0]
+def on_path(path: kernels.Path, q: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """The joint softmax as layers call it in mixed precision: under autocast, its output in the dtype of q."""
     with kernels.use(path), torch.autocast(q.device.type, q.dtype):
-        return op(*arguments, **options).to(q.dtype)
+        return joint_softmax(q, *arguments, **options).to(q.dtype)
 
 
-def timings(case: NamedTuple, device: torch.device, bytes_per_second: float) -> list[dict[str, Any]]:
+def softmax_of_all(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **options: Any) -> Tensor:
+    """Over all tokens, whatever else is given."""
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    "SDPA": softmax_of_all,
+    **{path: partial(on_path, path) for path in ("plain", "auto", "triton")},
+    "FlexAttention": flex.joint_softmax,
+}
+"""What is timed, by column."""
+
+
+def timings(case: Case, device: torch.device, bytes_per_second: float) -> list[dict[str, Any]]:
     """Rows of the table by column: forward, and forward with backward."""
-    checked = CHECKED[type(case)]
-    inputs, options = checked.example(case, device)
-    with_gradient = [x.detach().requires_grad_() for x in inputs[: len(checked.names)]]
-    arguments = *with_gradient, *inputs[len(checked.names) :]
-    functions = {"SDPA": partial(F.scaled_dot_product_attention, *with_gradient[:3])}
-    functions |= {path: partial(on_path, path, checked.op, arguments, options) for path in ("plain", "auto", "triton")}
-    saved = {f"{name} saved (MiB)": f"{saved_bytes(f, ()) / 2**20:.1f}" for name, f in functions.items()}
-    dy, rows = torch.randn_like(functions["SDPA"]()), []
+    inputs, options = example(case, device)
+    leaves = [x.detach().requires_grad_() for x in inputs[:-1]]
+    dy, rows = torch.randn_like(inputs[0]), []
+
+    def forward(tensors: Sequence[Tensor | None], function: Callable[..., Tensor]) -> Tensor:
+        return function(*tensors, inputs[-1], **options)
+
+    def gradients(function: Callable[..., Tensor]) -> Sequence[Tensor | None]:
+        return torch.autograd.grad(forward(leaves, function), leaves, dy, allow_unused=True)
 
     # Tensors of the size of q: q, k, v, y; in the backward pass q, k, v, y, dy, dq, dk, dv.
-    for mode, moved in ("forward", 4), ("forward+backward", 12):
-        calls = functions
-        if moved == 12:
-            calls = {
-                name: lambda f=f: torch.autograd.grad(f(), with_gradient, dy, allow_unused=True)
-                for name, f in functions.items()
-            }
-        with torch.set_grad_enabled(moved == 12):
-            for call in calls.values():
-                call()  # compiled, its memory at hand
-            times = time_cold(calls, device)
-            launched = {f"{name} launches": count_launches(call, device) for name, call in calls.items()}
-        row = {"op": checked.op.__name__, "N": dy.shape[2], "B": dy.shape[0], "mode": mode}
-        for name, seconds in times.seconds.items():
-            row[f"{name} (ms)"] = quote(describe("time", Spread.of(seconds), times), "time", 1e-3, ".3f")
-        for name in ("SDPA", "plain", "auto"):
-            row[f"over {name}"] = quote(describe("ratio", times.speedup("triton", name), times), "ratio", 1, ".2f")
+    for mode, moved, run in ("forward", 4, partial(forward, inputs[:-1])), ("forward+backward", 12, gradients):
+        calls, missing = implemented({name: partial(run, function) for name, function in FUNCTIONS.items()})
+        times = time_cold(calls, device)
+        row = {"N": dy.shape[2], "B": dy.shape[0], "mode": mode}
+        for name in FUNCTIONS:
+            known = name in calls
+            time = describe("time", Spread.of(times.seconds[name]), times) if known else {}
+            row[f"{name} (ms)"] = quote(time, "time", 1e-3, ".3f") if known else missing[name]
+        for name in ("SDPA", "plain", "auto", "FlexAttention"):
+            ratio = describe("ratio", times.speedup("triton", name), times) if name in calls else {}
+            row[f"over {name}"] = quote(ratio, "ratio", 1, ".2f") if ratio else ""
         floor, triton = moved * dy.nbytes / bytes_per_second, Spread.of(times.seconds["triton"])
         row["of the floor"] = f"{'~' * times.noisy(triton)}{floor / triton.median:.0%}"
-        rows.append(row | launched | saved)
-    return rows
+        row |= {f"{name} launches": count_launches(calls[name], device) if name in calls else "" for name in FUNCTIONS}
+        rows.append(row)
+    saved = {f"{name} saved (MiB)": saved_bytes(partial(forward, leaves, FUNCTIONS[name]), ()) for name in calls}
+    return [row | {name: f"{count / 2**20:.1f}" for name, count in saved.items()} for row in rows]
+
+
+def implemented(calls: Mapping[str, Call]) -> tuple[dict[str, Call], dict[str, str]]:
+    """Calls that PyTorch has for their device, made once: compiled, their memory at hand; and of others why not."""
+    missing = {}
+    for name, call in calls.items():
+        try:
+            call()
+        except NotImplementedError as error:
+            missing[name] = str(error).partition(".")[0]
+    return {name: call for name, call in calls.items() if name not in missing}, missing
 
 
 def table(device: torch.device) -> Iterator[str]:

@@ -49,7 +49,7 @@ def report(metadata: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
         f"{MEMORY} Speed-up: of the same round's times, median and quartiles.",
     ]
     for kind, same_kind in itertools.groupby(rows, key=itemgetter("kind")):
-        table = [readable(row) for row in same_kind]
+        table = alike([readable(row) for row in same_kind])
         settings = {name: text for name, text in table[0].items() if name in SETTINGS}
         shared = [name for name in settings if len({line[name] for line in table}) == 1]
         empty = [name for name in table[0] if not any(line[name] for line in table)]
@@ -62,6 +62,14 @@ def report(metadata: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
         waited = max(row["waited"] or 0 for row in rows)
         lines += ["", f"Too noisy: {noisy} of {len(rows)} rows (kept waiting for up to {waited:.0%}). {NOISE}"]
     return "\n".join(lines) + "\n"
+
+
+def alike(table: Sequence[dict[str, str]]) -> Sequence[dict[str, str]]:
+    """Rows of one set of columns: where their speed-ups have several baselines, these are not named in the title."""
+    if len({tuple(line) for line in table}) == 1:
+        return table
+    own = "speed-up over its baseline"
+    return [{own if name.startswith("speed-up") else name: text for name, text in line.items()} for line in table]
 
 
 def readable(row: Mapping[str, Any]) -> dict[str, str]:

@@ -30,7 +30,7 @@ from attention.parts.masking import mask_logits, masked_mean, of_grid
 from attention.parts.sampling import Noise, mixture_noise, noise_option, noise_std, random_seed
 
 
-@with_fast_path(eager.lara, eager.covers_lara, triton="attention.ops.random_features.triton_random_features")
+@with_fast_path(eager.lara, eager.covers_lara)
 @full_precision
 def lara(
     q: Tensor,

@@ -30,7 +30,7 @@ CLAMPED = ("trigonometric", "relu")
 """Features with a `_released` variant, whose normalisers have the released code's floor."""
 
 
-@with_fast_path(eager.performer, eager.covers_performer, triton="attention.ops.random_features.triton_random_features")
+@with_fast_path(eager.performer, eager.covers_performer)
 @full_precision
 def performer(
     q: Tensor,

@@ -1,7 +1,7 @@
 """Tiles of tokens: what the Triton kernels of this folder are made of.
 
 Tokens come as tuples x = (pointer, strides of B, h and N), see `view`. S, a kernel's compile-time sizes, has at least
-the head width d and its power of two block_d, for `dot` the precision of products in fp32, and may have num_warps.
+the head width d, its power of two block_d, num_warps and num_stages, and for `dot` the precision of products in fp32.
 
 Shapes beside products are those of blocks: q queries, k keys, c landmarks or samples, n tokens, d channels (block_d).
 """
@@ -106,9 +106,10 @@ def dense(x: Tensor | None) -> Tensor | None:
 
 
 def supported(*tokens: Tensor) -> bool:
-    """Whether kernels take q, k, v such as these. Not: float64, heads wider than 128 channels, no GPU."""
+    """Whether kernels take q, k, v such as these. Not: float64, heads wider than 64 channels, no images, no GPU."""
     dtypes = torch.float32, torch.float16, torch.bfloat16
-    return all(x.dtype in dtypes and x.shape[-1] <= 128 and (x.is_cuda or INTERPRETED.value) for x in tokens)
+    fit = all(x.dtype in dtypes and x.shape[-1] <= 64 and len(x) for x in tokens)
+    return fit and all(x.is_cuda or INTERPRETED.value for x in tokens)
 
 
 def block_length(length: int, most: int) -> int:
@@ -126,8 +127,7 @@ def precision() -> str:
 
 def launch_options(S: Any) -> dict[str, Any]:
     """How a kernel is compiled, apart from its sizes."""
-    num_warps = getattr(S, "num_warps", 8 if S.block_d > 64 else 4)
-    return {"num_warps": num_warps, "num_stages": 2, "enable_fp_fusion": True}
+    return {"num_warps": S.num_warps, "num_stages": S.num_stages, "enable_fp_fusion": True}
 
 
 def launch(kernel, programs: tuple[int, ...], *arguments) -> None:

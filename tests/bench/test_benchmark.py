@@ -182,6 +182,19 @@ def test_paths_are_compared_in_the_same_rounds(tmp_path):
     assert saved[entries[1]] < saved[entries[0]] < saved[entries[2]]
 
 
+def test_each_layer_beside_itself_on_another_path(capsys):
+    options = "--against", "plain", "--threads", "1", "--processor-time", "--tokens", "64", "--modes", "inference"
+    benchmark.main([*LAYERS, "--attention", SMALL_EVA, "local@lean", *options])
+    printed = capsys.readouterr().out
+    names = [line.split(" | ")[0] for line in printed.splitlines() if line.startswith("| ")]
+    entries = SMALL_EVA.replace(":", "@plain:"), SMALL_EVA, "local@plain", "local@lean"
+    assert names == [f"| {name}" for name in ("name", "---", *entries)]
+    assert printed.count("speed-up over its baseline") == 1
+    assert printed.count(" 1.00 (1.00–1.00) ") >= 2
+    assert "clock processor" in printed
+    assert "kept waiting for up to 0%" in printed or "Too noisy" not in printed
+
+
 def test_plain_softmax_keeps_its_matrix(tmp_path):
     rows = run("--attention", "softmax@plain", "--tokens", "64", "--modes", "forward", output=tmp_path)
     fused, plain = (row["saved_bytes"] for row in rows)
@@ -241,6 +254,10 @@ def test_refuses_with_one_line(arguments, message, capsys):
         ("--attention eva --dim 0", "not a whole number above 0"),
         ("configs/quickstart.yaml --attention eva", "configurations go with --macs"),
         ("--core --models deit_tiny_p8:eva", "--core: give --attention"),
+        ("--against plain --models deit_tiny_p8:eva", "--against: give --attention, and neither --models nor --base"),
+        ("--against plain --attention eva --baseline eva", "--against: give --attention, and neither"),
+        ("--against fast --attention eva", "invalid choice: 'fast'"),
+        ("--processor-time --attention eva --threads 2", "--processor-time: give --threads 1, and --device cpu"),
     ],
 )
 def test_refuses_arguments(arguments, message, capsys):

@@ -6,15 +6,17 @@ from functools import partial
 import pytest
 import torch
 
-from bench import check_kernels
-from bench.check_kernels import Case, LaraCase, PerformerCase
+from attention.ops.joint_softmax.op import joint_softmax_reference
+from bench import check_kernels, flex
+from bench.check_kernels import Case
+from tests.support.comparisons import assert_equal
 
 
 @pytest.fixture
 def rows(monkeypatch) -> list[dict[str, str]]:
     """Without a GPU: of small cases on their paths for a CPU, by a clock that sets itself forward by 2 ms."""
     clock = partial(next, itertools.count(step=0.002))
-    cases = [Case((4, 6), (2, 3), d=16), PerformerCase(24, 10), LaraCase(24, 6)]
+    cases = [Case((4, 6), (2, 3)), Case((4, 6), (2, 6), d=8)]
     monkeypatch.setattr(check_kernels, "TIMED", [case._replace(dtype=torch.bfloat16) for case in cases])
     monkeypatch.setattr(check_kernels, "time_rounds", partial(check_kernels.time_rounds, clock=clock))
     for name, value in {"ROUNDS": 2, "COPIED_BYTES": 2**10, "FLUSHED_BYTES": 2**10, "FLUSHES": 1}.items():
@@ -27,8 +29,24 @@ def rows(monkeypatch) -> list[dict[str, str]]:
     return [dict(zip(header, row, strict=True)) for row in lines]
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_the_table_of_times(rows):
     for row in rows:
+        missing = row["mode"] == "forward+backward"
+        flex = row["FlexAttention (ms)"].removeprefix("~")
+        assert flex == ("FlexAttention does not support backward on CPU" if missing else "2.000 (2.000–2.000)")
         assert row["plain (ms)"].removeprefix("~") == "2.000 (2.000–2.000)"
         assert row["over plain"].removeprefix("~") == "1.00 (1.00–1.00)"
         assert row["triton launches"] == "None"  # of a GPU
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize(
+    "case",
+    [Case((5, 7), (3, 4), P=2, h=3, log_count=True, leave_one_out=True), Case((3, 5), (2, 3), c=0, B=2, bias=False)],
+    ids=str,
+)
+def test_flex_attention_is_the_joint_softmax(case):
+    inputs, options = check_kernels.example(case._replace(dtype=torch.float64), torch.device("cpu"))
+    inputs = [x if x is None else x.double() for x in inputs]
+    assert_equal(flex.joint_softmax(*inputs, **options), joint_softmax_reference(*inputs, **options))

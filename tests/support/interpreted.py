@@ -10,21 +10,26 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from attention import create_attention, kernels
-from attention.ops.group_values import triton_groups
 from attention.ops.joint_softmax import triton_joint
-from attention.ops.random_features import triton_random_features
-from bench.check_kernels import CASES, CHECKED, Case, GroupCase, LaraCase, errors, outputs_and_gradients
+from bench.check_kernels import CASES, CHECKED, Case, GroupCase, errors, outputs_and_gradients
 
 torch.use_deterministic_algorithms(True)  # fills memory with NaN before a kernel writes it
-for module in (triton_joint, triton_groups, triton_random_features):
-    module.PROGRAMS = 2  # sums of several blocks in one program
+triton_joint.PROGRAMS = 2  # sums of several blocks in one program
 CPU, CALLS = torch.device("cpu"), []
-SMALL = Case((3, 4), (2, 3), h=1, c=2), LaraCase(12, 2, h=1)
-LAYERS = {  # their options, and the kernels that they call
-    "eva": ({"window_size": 3, "num_landmarks": 6}, ["group_values", "joint_softmax"]),
-    "combiner": ({"window_size": 2}, ["joint_softmax"]),
-    "lara": ({"num_landmarks": 4}, ["lara"]),
-    "performer": ({"num_samples": 4}, ["performer"]),
+SMALL, TILES = Case((3, 4), (2, 3), h=1, c=2), GroupCase((4, 6), (2, 3))
+EVA = {"name": "eva", "window_size": 3, "num_landmarks": 6}
+LAYERS = {
+    "eva": EVA,
+    "eva of one group": EVA | {"num_landmarks": 1},
+    "eva without images": EVA | {"B": 0},
+    "eva of 80 channels a head": EVA | {"dim": 160},
+    "eva of windows that overlap": EVA | {"overlap": 1},
+    "eva of bins that differ": EVA | {"grid": (5, 7)},
+    "local beyond the grid": {"name": "local", "window_size": 5, "grid": (5, 3)},
+    "combiner": {"name": "combiner", "window_size": 2},
+    "transformer_ls": {"name": "transformer_ls", "window_size": 3, "num_landmarks": 4},
+    "lara": {"name": "lara", "num_landmarks": 4},
+    "performer": {"name": "performer", "num_samples": 4},
 }
 
 
@@ -75,20 +80,20 @@ def largest_difference(case, use) -> float:
     return max((found[name] - expected[name]).abs().max().item() for name in given)
 
 
-def layer_on_the_path(name: str) -> float:
-    """The largest difference of a layer's output and gradients on the path "triton" from the plain ones."""
+def kernels_of_layer(name: str, B: int = 1, dim: int = 32, grid: tuple[int, int] = (6, 4), **options) -> list[str]:
+    """What a layer calls on the path "triton", where its output and gradients are the plain ones."""
     torch.manual_seed(0)
-    options, ops = LAYERS[name]
-    attn = create_attention(name, dim=32, num_heads=2, grid=(6, 4), **options)
-    x, found = torch.randn(1, 24, 32), {}
+    attn = create_attention(name, dim=dim, num_heads=2, grid=grid, **options)
+    x, found = torch.randn(B, grid[0] * grid[1], dim), {}
     CALLS.clear()
     for path in ("plain", "triton"):
         torch.manual_seed(1)
         with kernels.use(path):
-            y = attn(x, (6, 4))
+            y = attn(x, grid)
         found[path] = [y, *torch.autograd.grad(y.square().sum(), list(attn.parameters()))]
-    assert ops == CALLS, CALLS
-    return max((a - b).abs().max().item() for a, b in zip(*found.values(), strict=True))
+    for plain, other in zip(*found.values(), strict=True):
+        torch.testing.assert_close(other, plain, rtol=0, atol=1e-5)  # gradients are sums over all tokens
+    return list(CALLS)
 
 
 def main() -> None:
@@ -97,11 +102,11 @@ def main() -> None:
         function = getattr(module, op)
         setattr(module, op, lambda *args, f=function, **options: (CALLS.append(f.__name__), f(*args, **options))[1])
     ways = twice, checkpointed, contiguous, channels_apart, compiled, frozen
-    uses = {f"{use.__name__} {case}": largest_difference(case, use) for case in SMALL for use in ways}
-    uses |= {f"{use.__name__} tiles": largest_difference(GroupCase((4, 6), (2, 3)), use) for use in ways[1:5]}
+    uses = {use.__name__: largest_difference(SMALL, use) for use in ways}
+    uses |= {f"{use.__name__} tiles": largest_difference(TILES, use) for use in ways[1:5]}
     of_windows = {apart_in_memory: {"log_count": True}, mixed_types: {"dtype": torch.bfloat16}}
-    uses |= {use.__name__: largest_difference(SMALL[0]._replace(**fields), use) for use, fields in of_windows.items()}
-    layers = {name: layer_on_the_path(name) for name in LAYERS}
+    uses |= {use.__name__: largest_difference(SMALL._replace(**fields), use) for use, fields in of_windows.items()}
+    layers = {name: kernels_of_layer(**options) for name, options in LAYERS.items()}
     print(json.dumps({"errors": {str(case): errors(case, CPU) for case in CASES}, "uses": uses, "layers": layers}))
 
 

@@ -210,17 +210,17 @@ def test_no_path_ignores_a_mask(case):
 
 def test_kernels_do_not_cover_masks(monkeypatch):
     pytest.importorskip("triton")
-    from attention.ops.group_values import triton_groups
+    from attention.ops.group_values import triton_tiles
     from attention.ops.joint_softmax import triton_joint
 
-    for module in (triton_groups, triton_joint):
+    for module in (triton_tiles, triton_joint):
         monkeypatch.setattr(module, "supported", lambda *tensors: True)
     key_mask, windows = masks((5, 7)), Windows((5, 7), (3, 3))
     assert triton_joint.covers_joint_softmax(None, None, None, windows=windows)
     assert not triton_joint.covers_joint_softmax(None, None, None, windows=windows._replace(key_mask=key_mask))
-    groups = bins((5, 7), (2, 3), torch.device("cpu"))
-    assert triton_groups.covers_group_values(None, None, None, groups)
-    assert not triton_groups.covers_group_values(None, None, None, groups.masked(key_mask))
+    groups, omega = bins((6, 6), (2, 3), torch.device("cpu")), torch.zeros(1, 1, 1, 6, 1, 4)
+    assert triton_tiles.covers_group_values(None, None, omega, groups)
+    assert not triton_tiles.covers_group_values(None, None, omega, groups.masked(masks((6, 6))))
 
 
 @pytest.mark.stress

@@ -17,7 +17,7 @@ from attention.parts.groups import Groups, gather_groups
 Visibility = Literal["paper", "released"]
 
 
-@with_fast_path(eager.group_values, eager.covers, triton="attention.ops.group_values.triton_groups")
+@with_fast_path(eager.group_values, eager.covers, triton="attention.ops.group_values.triton_tiles")
 @full_precision
 def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """Random-feature averages of each group, sample by sample.

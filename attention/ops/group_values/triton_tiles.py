@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attention.ops.memory import like_tokens
-from attention.ops.triton_tokens import block_length, dense, launch, load, load_numbers, store, view
+from attention.ops.triton_tokens import block_length, dense, launch, load, load_numbers, store, supported, view
 from attention.parts.groups import Groups
 
 LARGEST = 256
@@ -26,7 +26,7 @@ not spill.
 
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for: head width, rows and columns of a tile, block lengths, warps."""
+    """What a kernel is compiled for: head width, rows and columns of a tile, block lengths, warps, stages."""
 
     d: int
     block_d: int
@@ -35,6 +35,7 @@ class Sizes(NamedTuple):
     block_t: int
     block_c: int
     num_warps: int
+    num_stages: int = 1  # there are no loops
 
 
 @triton.jit
@@ -106,7 +107,7 @@ def _gradient(k, v, omega, log_mass, dbeta, dlog_mass, dk, dv, domega, h, c, W, 
 
 def _sizes(k: Tensor, omega: Tensor, tile: list[int]) -> Sizes:
     d, block_t = k.shape[3], triton.next_power_of_2(tile[0] * tile[1])
-    block_d = block_length(d, 128)
+    block_d = block_length(d, 64)
     block_c = min(max(PER_PROGRAM // (block_t * block_d), 1), triton.next_power_of_2(omega.shape[2]))
     num_warps = min(max(block_c * block_t * block_d // PER_WARP, 1), 16)  # of 32, each has too few registers
     return Sizes(d, block_d, *tile, block_t, block_c, num_warps)
@@ -119,23 +120,23 @@ def _launch(kernel, k: Tensor, v: Tensor, omega: Tensor, others: tuple, W: int, 
 
 
 @torch.library.custom_op("attention::tile_values", mutates_args=())
-def tile_values(k: Tensor, v: Tensor, omega: Tensor, W: int, tile: list[int]) -> tuple[Tensor, Tensor]:
+def _tile_values(k: Tensor, v: Tensor, omega: Tensor, W: int, tile: list[int]) -> tuple[Tensor, Tensor]:
     """Values (B, h, c, d) and log-masses (B, h, c), in float32, at samples (B, h, c, d) of tiles (rows, columns) of a
     grid W tokens wide. The last stride of all is 1.
     """
-    beta, log_mass = empty_outputs(omega)
+    beta, log_mass = _empty_outputs(omega)
     _launch(_forward, k, v, omega, (view(beta), log_mass), W, tile)
     return beta, log_mass
 
 
-def empty_outputs(omega: Tensor) -> tuple[Tensor, Tensor]:
+def _empty_outputs(omega: Tensor) -> tuple[Tensor, Tensor]:
     """For values (B, h, c, d) and log-masses (B, h, c) at samples omega."""
     return tuple(omega.new_empty(shape, dtype=torch.float32) for shape in (omega.shape, omega.shape[:3]))
 
 
-@tile_values.register_fake
+@_tile_values.register_fake
 def _(k, v, omega, W, tile):
-    return empty_outputs(omega)
+    return _empty_outputs(omega)
 
 
 @torch.library.custom_op("attention::tile_values_backward", mutates_args=())
@@ -174,9 +175,19 @@ def _backward(ctx, dbeta, dlog_mass):
     return *gradients, None, None
 
 
-tile_values.register_autograd(_backward, setup_context=_save)
+_tile_values.register_autograd(_backward, setup_context=_save)
 
 
-def covers_tile_values(omega: Tensor, groups: Groups) -> bool:
-    """Not: groups that are no tiles, tiles of more than LARGEST tokens, and several samples (B, h, 1, c, s, d)."""
-    return groups.tiles is not None and omega.shape[4] == 1 and groups.tiles.num_queries <= LARGEST
+def covers_group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> bool:
+    """Not: groups that are no tiles, tiles of more than LARGEST tokens, several samples (B, h, 1, c, s, d), and what is
+    not `supported`.
+    """
+    fits = groups.tiles is not None and groups.tiles.num_queries <= LARGEST
+    return fits and omega.shape[4] == 1 and supported(k, v)
+
+
+def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    """`attention.ops.group_values.op.group_values`, if covered."""
+    tensors = map(dense, (k, v, omega[:, :, 0, :, 0]))
+    beta, log_mass = _tile_values(*tensors, groups.tiles.grid[1], list(groups.tiles.size))
+    return beta[:, :, None], log_mass[:, :, None, :, None]

@@ -1,16 +1,17 @@
 """The joint softmax of windows and landmarks that all queries share, fused into Triton kernels. Experimental.
 
+Windows do not overlap, and heads have at most 64 channels; `covers_joint_softmax` says what else is covered.
+
 Queries, keys and values are read where the projection left them: a program finds the tokens of its window by index
 arithmetic, adds the position bias, and keeps a running softmax (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et
 al. 2022, arXiv:2205.14135) over the window's keys and then the landmarks. Saved for the backward pass: the output and
 one log-sum-exp per query; the weights are computed again from them.
 
 Every gradient is summed in registers by the program that owns it, so that all are deterministic: those of landmarks by
-landmark over all queries, and where a window is one block and overlaps no other, all else window by window. Otherwise
-dq by windows of queries, dk and dv by windows of keys (over the neighbours whose extended windows reach them), and
-dbias by pair of positions over all images and windows. Sums over images are split into as many splits as keep a GPU
-busy. Registers are what these kernels are short of: gradients are summed in the order in which weights are needed least
-long, and nothing is computed before a loop that can be computed inside.
+landmark over all queries, and where a window is one block, all else window by window. Otherwise dq by blocks of
+queries, dk and dv by blocks of keys, and dbias by pair of positions over all images and windows. Sums over images are
+split into as many splits as keep a GPU busy. Registers are what these kernels are short of: gradients are summed in the
+order in which weights are needed least long, and nothing is computed before a loop that can be computed inside.
 """
 
 from typing import NamedTuple
@@ -42,20 +43,26 @@ from attention.ops.triton_tokens import (
 )
 from attention.parts.geometry import Windows, split_prefix
 
+CONFIGURATIONS = {2: (64, 4, 2), 4: (16, 2, 1)}
+"""Bytes of a number -> tokens of a block, at most, warps, and stages of loads; for gradients of heads wider than 32
+channels twice the warps. With these, registers hold what they must on sm_80, sm_86 and sm_90.
+"""
+
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for: head width, window and overlap along (y, x), block lengths, precision of fp32."""
+    """What a kernel is compiled for: head width, rows and columns of a window, block lengths, precision of fp32, warps,
+    stages of loads.
+    """
 
     d: int
     block_d: int
     rows: int
     columns: int
-    above: int
-    beside: int
-    block_q: int
-    block_k: int
+    block_w: int
     block_c: int
     precision: str
+    num_warps: int
+    num_stages: int
 
 
 @triton.jit
@@ -68,21 +75,17 @@ def _window_program(blocks, h, H, W, S: tl.constexpr):
 
 
 @triton.jit
-def _tokens_of(position, window, H, W, above: tl.constexpr, beside: tl.constexpr, S: tl.constexpr):
-    """Raster index of positions in window (y, x) grown by (above, beside), and which lie in the grid."""
-    width: tl.constexpr = S.columns + 2 * beside
-    y = window[0] * S.rows - above + position // width
-    x = window[1] * S.columns - beside + position % width
-    inside = (position < (S.rows + 2 * above) * width) & (y >= 0) & (y < H) & (x >= 0) & (x < W)
-    return y * W + x, inside
+def _tokens_of(position, window, H, W, S: tl.constexpr):
+    """Raster index of positions in window (y, x), and which lie in the grid."""
+    y, x = window[0] * S.rows + position // S.columns, window[1] * S.columns + position % S.columns
+    return y * W + x, (position < S.rows * S.columns) & (y < H) & (x < W)
 
 
 @triton.jit
 def _bias(bias, head, query, key, valid, S: tl.constexpr):
-    """Bias (h, w, e) of head at positions of queries and keys, broadcast to (q, k)."""
+    """Bias (h, w, w) of head at positions of queries and keys, broadcast to (q, k)."""
     w: tl.constexpr = S.rows * S.columns
-    e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
-    return tl.load(bias + head.to(tl.int64) * w * e + query * e + key, valid & (query < w), other=0.0).to(tl.float32)
+    return tl.load(bias + head.to(tl.int64) * w * w + query * w + key, valid & (query < w), other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -111,19 +114,19 @@ def _landmark_logits(a, b, prior, window, landmark, num_landmarks, W, scale, S: 
 @triton.jit
 def _forward(q, k, v, bias, k_tilde, beta, prior, y, lse, h, H, W, num_landmarks, scale, S: tl.constexpr):
     """A block of one window's queries: their output y and log-sum-exp lse."""
-    e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
-    blocks: tl.constexpr = (S.rows * S.columns + S.block_q - 1) // S.block_q
+    w: tl.constexpr = S.rows * S.columns
+    blocks: tl.constexpr = (w + S.block_w - 1) // S.block_w
     block, head, window, batch = _window_program(blocks, h, H, W, S)
     dtype = q[0].dtype.element_ty
 
-    query = block * S.block_q + tl.arange(0, S.block_q)
-    index, valid = _tokens_of(query, window, H, W, 0, 0, S)
+    query = block * S.block_w + tl.arange(0, S.block_w)
+    index, valid = _tokens_of(query, window, H, W, S)
     queries = load(q, batch, head, index, valid, dtype, S)
-    largest = tl.full([S.block_q], float("-inf"), tl.float32)
-    state = (largest, tl.zeros_like(largest), tl.full([S.block_q, S.block_d], 0.0, tl.float32))
-    for start in range(0, e, S.block_k):
-        position = start + tl.arange(0, S.block_k)
-        token, attended = _tokens_of(position, window, H, W, S.above, S.beside, S)
+    largest = tl.full([S.block_w], float("-inf"), tl.float32)
+    state = (largest, tl.zeros_like(largest), tl.full([S.block_w, S.block_d], 0.0, tl.float32))
+    for start in range(0, w, S.block_w):
+        position = start + tl.arange(0, S.block_w)
+        token, attended = _tokens_of(position, window, H, W, S)
         keys = load(k, batch, head, token, attended, dtype, S)
         logits = _window_logits(queries, keys, bias, head, query[:, None], position, attended[None], scale, S)
         state = accumulate(state, logits, load(v, batch, head, token, attended, dtype, S), S)
@@ -166,30 +169,29 @@ def _query_gradient(
 ):
     """Every `splits`-th block of one head's queries: dq, and delta = y . dy, which the other kernels need.
 
-    Where a window is one block and no other attends to its keys, dk and dv too, and this program's share of dbias.
+    Where a window is one block, dk and dv too, and this program's share of dbias.
     """
     w: tl.constexpr = S.rows * S.columns
-    e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
-    blocks: tl.constexpr = (w + S.block_q - 1) // S.block_q
+    blocks: tl.constexpr = (w + S.block_w - 1) // S.block_w
     head, split, splits = tl.program_id(0) % h, tl.program_id(0) // h, tl.num_programs(0) // h
     down, across = tl.cdiv(H, S.rows), tl.cdiv(W, S.columns)
     dtype = q[0].dtype.element_ty
 
-    d_bias = tl.full([S.block_q, S.block_k], 0.0, tl.float32)
+    d_bias = tl.full([S.block_w, S.block_w], 0.0, tl.float32)
     for i in tl.range(split, batches * down * across * blocks, splits, disable_licm=True):
         batch, window = i // blocks // (down * across), (i // blocks // across % down, i // blocks % across)
-        query = i % blocks * S.block_q + tl.arange(0, S.block_q)
-        index, valid = _tokens_of(query, window, H, W, 0, 0, S)
+        query = i % blocks * S.block_w + tl.arange(0, S.block_w)
+        index, valid = _tokens_of(query, window, H, W, S)
         queries = load(q, batch, head, index, valid, dtype, S)
         gradient = load(dy, batch, head, index, valid, dtype, S)
         output = load(y, batch, head, index, valid, tl.float32, S)
         normaliser = load_numbers(lse, batch, head, index, valid, h, H * W, float("inf"))
         shift = tl.sum(output * gradient.to(tl.float32), 1)
         tl.store(delta + (batch.to(tl.int64) * h + head) * H * W + index, shift, valid)
-        d_queries = tl.full([S.block_q, S.block_d], 0.0, tl.float32)
-        for start in range(0, e, S.block_k):
-            position = start + tl.arange(0, S.block_k)
-            token, attended = _tokens_of(position, window, H, W, S.above, S.beside, S)
+        d_queries = tl.full([S.block_w, S.block_d], 0.0, tl.float32)
+        for start in range(0, w, S.block_w):
+            position = start + tl.arange(0, S.block_w)
+            token, attended = _tokens_of(position, window, H, W, S)
             keys = load(k, batch, head, token, attended, dtype, S)
             values = load(v, batch, head, token, attended, dtype, S)
             logits = _window_logits(queries, keys, bias, head, query[:, None], position, attended[None], scale, S)
@@ -214,48 +216,39 @@ def _query_gradient(
                 d_queries += dot(cast(d_logits, dtype), keys, S)  # (q, c) @ (c, d)
         store(dq, batch, head, index, valid, d_queries * scale, S)
     if dbias is not None:
-        query, key = tl.arange(0, S.block_q)[:, None], tl.arange(0, S.block_k)
-        pointers = dbias + (split.to(tl.int64) * h + head) * w * e + query * e + key
-        tl.store(pointers, d_bias, (query < w) & (key < e))
+        query, key = tl.arange(0, S.block_w)[:, None], tl.arange(0, S.block_w)
+        pointers = dbias + (split.to(tl.int64) * h + head) * w * w + query * w + key
+        tl.store(pointers, d_bias, (query < w) & (key < w))
 
 
 @triton.jit
 def _key_gradient(q, k, v, bias, dy, lse, delta, dk, dv, h, H, W, scale, S: tl.constexpr):
-    """A block of one window's keys: dk and dv, over the queries of all windows that attend to them."""
+    """A block of one window's keys: dk and dv, over the window's queries."""
     w: tl.constexpr = S.rows * S.columns
-    blocks: tl.constexpr = (w + S.block_k - 1) // S.block_k
-    far_y: tl.constexpr = (S.above + S.rows - 1) // S.rows
-    far_x: tl.constexpr = (S.beside + S.columns - 1) // S.columns
+    blocks: tl.constexpr = (w + S.block_w - 1) // S.block_w
     block, head, window, batch = _window_program(blocks, h, H, W, S)
     dtype = q[0].dtype.element_ty
 
-    position = block * S.block_k + tl.arange(0, S.block_k)
-    token, valid = _tokens_of(position, window, H, W, 0, 0, S)
-    keys = load(k, batch, head, token, valid, dtype, S)
-    values = load(v, batch, head, token, valid, dtype, S)
-    d_keys = tl.full([S.block_k, S.block_d], 0.0, tl.float32)
-    d_values = tl.full([S.block_k, S.block_d], 0.0, tl.float32)
-    for neighbour in tl.range((2 * far_y + 1) * (2 * far_x + 1), num_stages=1, disable_licm=True):
-        window_y = window[0] + neighbour // (2 * far_x + 1) - far_y
-        window_x = window[1] + neighbour % (2 * far_x + 1) - far_x
-        # The keys' positions in the neighbour, grown by the overlap.
-        y, x = token // W - window_y * S.rows + S.above, token % W - window_x * S.columns + S.beside
-        attended = valid & (y >= 0) & (y < S.rows + 2 * S.above) & (x >= 0) & (x < S.columns + 2 * S.beside)
-        for start in range(0, w, S.block_q):
-            query = start + tl.arange(0, S.block_q)
-            index, there = _tokens_of(query, (window_y, window_x), H, W, 0, 0, S)
-            queries = load(q, batch, head, index, there, dtype, S)
-            gradient = load(dy, batch, head, index, there, dtype, S)
-            normaliser = load_numbers(lse, batch, head, index, there, h, H * W, float("inf"))
-            shift = load_numbers(delta, batch, head, index, there, h, H * W, 0.0)
-            key = y * (S.columns + 2 * S.beside) + x
-            logits = _window_logits(keys, queries, bias, head, query, key[:, None], attended[:, None], scale, S)
-            weight = tl.exp(logits - normaliser)
-            d_values += dot(cast(weight, dtype), gradient, S)  # (k, q) @ (q, d)
-            d_logits = logits_gradient(weight, values, gradient, shift, S)
-            d_keys += dot(cast(d_logits, dtype), queries, S)  # (k, q) @ (q, d)
-    store(dk, batch, head, token, valid, d_keys * scale, S)
-    store(dv, batch, head, token, valid, d_values, S)
+    position = block * S.block_w + tl.arange(0, S.block_w)
+    token, attended = _tokens_of(position, window, H, W, S)
+    keys = load(k, batch, head, token, attended, dtype, S)
+    values = load(v, batch, head, token, attended, dtype, S)
+    d_keys = tl.full([S.block_w, S.block_d], 0.0, tl.float32)
+    d_values = tl.full([S.block_w, S.block_d], 0.0, tl.float32)
+    for start in range(0, w, S.block_w):
+        query = start + tl.arange(0, S.block_w)
+        index, valid = _tokens_of(query, window, H, W, S)
+        queries = load(q, batch, head, index, valid, dtype, S)
+        gradient = load(dy, batch, head, index, valid, dtype, S)
+        normaliser = load_numbers(lse, batch, head, index, valid, h, H * W, float("inf"))
+        shift = load_numbers(delta, batch, head, index, valid, h, H * W, 0.0)
+        logits = _window_logits(keys, queries, bias, head, query, position[:, None], attended[:, None], scale, S)
+        weight = tl.exp(logits - normaliser)
+        d_values += dot(cast(weight, dtype), gradient, S)  # (k, q) @ (q, d)
+        d_logits = logits_gradient(weight, values, gradient, shift, S)
+        d_keys += dot(cast(d_logits, dtype), queries, S)  # (k, q) @ (q, d)
+    store(dk, batch, head, token, attended, d_keys * scale, S)
+    store(dv, batch, head, token, attended, d_values, S)
 
 
 @triton.jit
@@ -274,8 +267,8 @@ def _landmark_gradient(
     values = load(beta, batch, head, landmark, real, dtype, S)
     d_keys = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
     d_values = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
-    for start in range(split * S.block_q, N, splits * S.block_q):
-        index = start + tl.arange(0, S.block_q)
+    for start in range(split * S.block_w, N, splits * S.block_w):
+        index = start + tl.arange(0, S.block_w)
         valid = index < N
         queries = load(q, batch, head, index, valid, dtype, S)
         gradient = load(dy, batch, head, index, valid, dtype, S)
@@ -297,41 +290,37 @@ def _landmark_gradient(
 def _bias_gradient(q, k, v, bias, dy, lse, delta, dbias, batches, h, H, W, scale, S: tl.constexpr):
     """A block of pairs of positions and every `splits`-th window of all images: their share of dbias."""
     w: tl.constexpr = S.rows * S.columns
-    e: tl.constexpr = (S.rows + 2 * S.above) * (S.columns + 2 * S.beside)
-    blocks: tl.constexpr = (w + S.block_q - 1) // S.block_q
+    blocks: tl.constexpr = (w + S.block_w - 1) // S.block_w
     program, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     down, across, head = tl.cdiv(H, S.rows), tl.cdiv(W, S.columns), program % h
     dtype = q[0].dtype.element_ty
 
-    query = program // h % blocks * S.block_q + tl.arange(0, S.block_q)
-    position = program // h // blocks * S.block_k + tl.arange(0, S.block_k)
-    total = tl.full([S.block_q, S.block_k], 0.0, tl.float32)
+    query = program // h % blocks * S.block_w + tl.arange(0, S.block_w)
+    position = program // h // blocks * S.block_w + tl.arange(0, S.block_w)
+    total = tl.full([S.block_w, S.block_w], 0.0, tl.float32)
     for i in tl.range(split, batches * down * across, splits, num_stages=1, disable_licm=True):
         batch, window = i // (down * across), (i // across % down, i % across)
-        index, valid = _tokens_of(query, window, H, W, 0, 0, S)
+        index, valid = _tokens_of(query, window, H, W, S)
         queries = load(q, batch, head, index, valid, dtype, S)
         gradient = load(dy, batch, head, index, valid, dtype, S)
         normaliser = load_numbers(lse, batch, head, index, valid, h, H * W, float("inf"))
         shift = load_numbers(delta, batch, head, index, valid, h, H * W, 0.0)
-        token, attended = _tokens_of(position, window, H, W, S.above, S.beside, S)
+        token, attended = _tokens_of(position, window, H, W, S)
         keys = load(k, batch, head, token, attended, dtype, S)
         values = load(v, batch, head, token, attended, dtype, S)
         logits = _window_logits(queries, keys, bias, head, query[:, None], position, attended[None], scale, S)
         total += softmax_gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)[1]
-    pointers = dbias + (split.to(tl.int64) * h + head) * w * e + query[:, None] * e + position
-    tl.store(pointers, total, (query < w)[:, None] & (position < e))
+    pointers = dbias + (split.to(tl.int64) * h + head) * w * w + query[:, None] * w + position
+    tl.store(pointers, total, (query < w)[:, None] & (position < w))
 
 
-def _extended(window: list[int], overlap: list[int]) -> int:
-    """Tokens e of a window grown by the overlap."""
-    return (window[0] + 2 * overlap[0]) * (window[1] + 2 * overlap[1])
-
-
-def _sizes(q: Tensor, k_tilde: Tensor | None, window: list[int], overlap: list[int]) -> Sizes:
-    d, block_d = q.shape[-1], block_length(q.shape[-1], 128)
-    most = 64 if q.element_size() == 2 else min(32, 2048 // block_d)  # what registers hold
-    lengths = window[0] * window[1], _extended(window, overlap), 1 if k_tilde is None else k_tilde.shape[2]
-    return Sizes(d, block_d, *window, *overlap, *(block_length(length, most) for length in lengths), precision())
+def _sizes(q: Tensor, k_tilde: Tensor | None, window: list[int], backward: bool) -> Sizes:
+    d, block_d = q.shape[-1], block_length(q.shape[-1], 64)
+    most, num_warps, num_stages = CONFIGURATIONS[q.element_size()]
+    num_warps *= 2 if backward and block_d > 32 else 1
+    lengths = window[0] * window[1], 1 if k_tilde is None else k_tilde.shape[2]
+    blocks = (block_length(length, most) for length in lengths)
+    return Sizes(d, block_d, *window, *blocks, precision(), num_warps, num_stages)
 
 
 def _of_windows(prior: Tensor | None) -> tuple[Tensor, int] | None:
@@ -355,20 +344,19 @@ def _joint_softmax(
     prior: Tensor | None,
     grid: list[int],
     window: list[int],
-    overlap: list[int],
 ) -> tuple[Tensor, Tensor]:
     """Output (B, h, N, d) and log-sum-exp (B, h, N)."""
-    S = _sizes(q, k_tilde, window, overlap)
+    S = _sizes(q, k_tilde, window, backward=False)
     y, lse = like_tokens(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     inputs = *map(view, (q, k, v)), bias, *map(view, (k_tilde, beta)), _of_windows(prior)
-    blocks = triton.cdiv(window[0] * window[1], S.block_q)
+    blocks = triton.cdiv(window[0] * window[1], S.block_w)
     programs = q.shape[0] * q.shape[1] * Windows(grid, window).count * blocks
     launch(_forward, (programs,), *inputs, view(y), lse, *_scalars(q, grid, k_tilde), S)
     return y, lse
 
 
 @_joint_softmax.register_fake
-def _(q, k, v, bias, k_tilde, beta, prior, grid, window, overlap):
+def _(q, k, v, bias, k_tilde, beta, prior, grid, window):
     return like_tokens(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
@@ -386,65 +374,62 @@ def _joint_softmax_backward(
     prior: Tensor | None,
     grid: list[int],
     window: list[int],
-    overlap: list[int],
     of_bias: bool,
     of_landmarks: bool,
 ) -> list[Tensor]:
     """Gradients of q, k, v, with `of_bias` of the bias, with `of_landmarks` of landmarks and their values."""
-    (B, h, N, _), (H, W), S, e = q.shape, grid, _sizes(q, k_tilde, window, overlap), _extended(window, overlap)
+    (B, h, N, _), (H, W), S = q.shape, grid, _sizes(q, k_tilde, window, backward=True)
     _, _, _, c, scale = scalars = _scalars(q, grid, k_tilde)
     w, windows = window[0] * window[1], Windows(grid, window).count
-    query_blocks, key_blocks = triton.cdiv(w, S.block_q), triton.cdiv(e, S.block_k)
-    own_keys = e == w and key_blocks == 1  # every window is one block, to whose keys no other attends
+    blocks = triton.cdiv(w, S.block_w)
 
     def splits(length: int, programs: int) -> int:
         return min(length, triton.cdiv(PROGRAMS, programs))
 
-    bias_splits = splits(B * windows, h * query_blocks * key_blocks)
+    bias_splits = splits(B * windows, h * blocks**2)
     gradients = [like_tokens(x) for x in (q, k, v)]
     dq, dk, dv = map(view, gradients)
     dbias = lse.new_empty(bias_splits, *bias.shape) if of_bias else None
     saved = view(dy), lse, torch.empty_like(lse)
     on_grid, on_landmarks = (*map(view, (q, k, v)), bias), (*map(view, (k_tilde, beta)), _of_windows(prior))
-    with_keys, programs = ((dk, dv, dbias), bias_splits) if own_keys else ((None,) * 3, B * windows * query_blocks)
+    with_keys, programs = ((dk, dv, dbias), bias_splits) if blocks == 1 else ((None,) * 3, B * windows * blocks)
     arguments = *on_grid, *on_landmarks, view(y), *saved, dq, *with_keys
     launch(_query_gradient, (h * programs,), *arguments, B, *scalars, S)
-    if not own_keys:
-        programs = B * h * windows * triton.cdiv(w, S.block_k)
+    if blocks > 1:
+        programs = B * h * windows * blocks
         launch(_key_gradient, (programs,), *on_grid, *saved, dk, dv, h, H, W, scale, S)
         if of_bias:
-            programs = h * query_blocks * key_blocks, bias_splits
+            programs = h * blocks**2, bias_splits
             launch(_bias_gradient, programs, *on_grid, *saved, dbias, B, h, H, W, scale, S)
     if of_bias:
         gradients.append(dbias.sum(0).to(bias.dtype))
     if of_landmarks:
-        blocks = B * h * triton.cdiv(c, S.block_c)
-        landmark_splits = splits(triton.cdiv(N, S.block_q), blocks)
+        programs = B * h * triton.cdiv(c, S.block_c)
+        landmark_splits = splits(triton.cdiv(N, S.block_w), programs)
         shares = [lse.new_empty(B, h, landmark_splits * c, x.shape[3]) for x in (k_tilde, beta)]
         arguments = view(q), *on_landmarks, *saved, *map(view, shares)
-        launch(_landmark_gradient, (blocks, landmark_splits), *arguments, *scalars, S)
+        launch(_landmark_gradient, (programs, landmark_splits), *arguments, *scalars, S)
         sums = [share.unflatten(2, (landmark_splits, c)).sum(2) for share in shares]
         gradients += [x.to(like.dtype) for x, like in zip(sums, (k_tilde, beta), strict=True)]
     return gradients
 
 
 @_joint_softmax_backward.register_fake
-def _(dy, y, lse, q, k, v, bias, k_tilde, beta, prior, grid, window, overlap, of_bias, of_landmarks):
+def _(dy, y, lse, q, k, v, bias, k_tilde, beta, prior, grid, window, of_bias, of_landmarks):
     summaries = [bias] * of_bias + [k_tilde, beta] * of_landmarks
     return [*map(like_tokens, (q, k, v)), *(x.new_empty(x.shape) for x in summaries)]
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.grid, ctx.window, ctx.overlap = inputs
+    *tensors, ctx.grid, ctx.window = inputs
     ctx.save_for_backward(*output, *tensors)
 
 
 def _backward(ctx, dy, _):
     y, lse, *tensors = ctx.saved_tensors
     wanted = [True] * 3 + [ctx.needs_input_grad[3]] + [any(ctx.needs_input_grad[4:6])] * 2
-    windows = ctx.grid, ctx.window, ctx.overlap
-    gradients = iter(_joint_softmax_backward(dense(dy), y, lse, *tensors, *windows, *wanted[3:5]))
-    return *(next(gradients) if each else None for each in wanted), None, None, None, None
+    gradients = iter(_joint_softmax_backward(dense(dy), y, lse, *tensors, ctx.grid, ctx.window, *wanted[3:5]))
+    return *(next(gradients) if each else None for each in wanted), None, None, None
 
 
 _joint_softmax.register_autograd(_backward, setup_context=_save)
@@ -453,14 +438,14 @@ _joint_softmax.register_autograd(_backward, setup_context=_save)
 def covers_joint_softmax(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0) -> bool:
     """Whether the kernels can compute a joint softmax of these arguments.
 
-    Not: float64, heads wider than 128 channels, no window, causal attention, masked keys, dropped weights, summary
-    tokens of every window's own or without keys, and added logits that differ within a window or are learned.
+    Not: what is not `supported`, no window, windows that overlap, causal attention, masked keys, dropped weights,
+    summary tokens of every window's own or without keys, and added logits that differ within a window or are learned.
     """
     shared = values is None or (keys is not None and keys.shape[2] == 1)
     of_windows = logits is None or set(logits.shape[:-3] + logits.shape[-2:-1]) <= {1}
     constant = logits is None or not logits.requires_grad
-    plain = windows.causal or attn_drop > 0 or windows.size == (0, 0) or windows.key_mask is not None
-    return supported(q, k, v) and not plain and shared and of_windows and constant
+    apart = windows.overlap == (0, 0) != windows.size and not windows.causal and windows.key_mask is None
+    return supported(q, k, v) and apart and attn_drop == 0 and shared and of_windows and constant
 
 
 def joint_softmax(
@@ -478,7 +463,7 @@ def joint_softmax(
     """`attention.ops.joint_softmax.op.joint_softmax` with landmarks that all queries share, if covered.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d). bias: position bias of the window, (h, w, e).
+        q: (B, h, N, d). k, v: (B, h, P + N, d). bias: position bias of the window, (h, w, w).
         keys, values: of the landmarks, (B, h, 1, c, d). logits: added to theirs, broadcast to (g windows, 1, c).
     Returns:
         (B, h, N, d), in memory (B, N, h, d).
@@ -494,4 +479,4 @@ def joint_softmax(
         )
     q, k, v, k_tilde, beta = map(dense, (q, k, v, k_tilde, beta))
     bias, prior = (x if x is None else x.contiguous() for x in (bias, prior))
-    return _joint_softmax(q, k, v, bias, k_tilde, beta, prior, *map(list, windows[:3]))[0]
+    return _joint_softmax(q, k, v, bias, k_tilde, beta, prior, *map(list, windows[:2]))[0]

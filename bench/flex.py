@@ -1,0 +1,86 @@
+"""The joint softmax of windows and landmarks by PyTorch's FlexAttention (Dong et al. 2024, arXiv:2412.05496): exact, a
+peer of the kernels and no path of layers.
+
+Keys are the prefix tokens, the tokens of the grid and the landmarks. A mask lets a query attend to its window and to
+all that is no token of the grid; a position bias and what is added to landmarks' logits are captured.
+"""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+
+from attention.parts.geometry import Windows
+
+
+def joint_softmax(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | None = None,
+    keys: Tensor | None = None,
+    values: Tensor | None = None,
+    logits: Tensor | None = None,
+    *,
+    windows: Windows,
+) -> Tensor:
+    """`attention.ops.joint_softmax.op.joint_softmax` of windows that do not overlap and landmarks that all share.
+
+    Fused on a GPU; on a CPU the whole matrix is in memory.
+
+    Args:
+        q: (B, h, N, d). k, v: (B, h, P + N, d). bias: position bias of the window, (h, w, w).
+        keys, values: of the landmarks, (B, h, 1, c, d). logits: added to theirs, broadcast to (g windows, 1, c).
+    Returns:
+        (B, h, N, d).
+    Raises:
+        NotImplementedError: PyTorch's, for tensors that require gradients on a CPU.
+    """
+    first, number = k.shape[2] - q.shape[2], k.shape[2]  # keys that are the grid's first token, the first landmark
+    if keys is not None:
+        k, v = (torch.cat([x, summaries[:, :, 0].to(x.dtype)], 2) for x, summaries in ((k, keys), (v, values)))
+    prior = None if logits is None else logits.expand(windows.count, 1, -1)[:, 0]
+
+    def added(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        on_grid, on_landmark = (key >= first) & (key < number), key >= number
+        if bias is not None:
+            token = torch.where(on_grid, key - first, 0)
+            of_pair = bias[head, _position(query, windows), _position(token, windows)]
+            score = score + torch.where(on_grid, of_pair, 0.0)
+        if prior is not None:
+            of_landmark = prior[_window(query, windows), torch.where(on_landmark, key - number, 0)]
+            score = score + torch.where(on_landmark, of_landmark, 0.0)
+        return score
+
+    mask = _mask(windows, first, number, k.shape[2], q.device)
+    return _attention(q.device.type)(q, k, v, score_mod=added, block_mask=mask)
+
+
+@functools.cache
+def _attention(device: str) -> Callable[..., Tensor]:
+    return torch.compile(flex_attention, dynamic=False) if device == "cuda" else flex_attention
+
+
+@functools.lru_cache(maxsize=16)
+def _mask(windows: Windows, first: int, number: int, length: int, device: torch.device) -> BlockMask:
+    """Which of `length` keys a query attends to: those before the grid, in its window, and from `number` on."""
+
+    def attended(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        own = _window(query, windows) == _window(key - first, windows)
+        return (key < first) | (key >= number) | own
+
+    return create_block_mask(attended, None, None, number - first, length, device)
+
+
+def _window(n: Tensor, windows: Windows) -> Tensor:
+    """The window of token n."""
+    (_, W), (rows, columns) = windows.grid, windows.size
+    return n // W // rows * -(-W // columns) + n % W // columns
+
+
+def _position(n: Tensor, windows: Windows) -> Tensor:
+    """The position of token n in its window."""
+    (_, W), (rows, columns) = windows.grid, windows.size
+    return n // W % rows * columns + n % W % columns

@@ -1,0 +1,57 @@
+"""The fused Triton kernels compiled for GPUs that are not there: what they take of one lies within stated bounds.
+
+Above 255 registers a thread's numbers spill to memory. Blocks of threads that share more than `SHARED` do not launch.
+"""
+
+import pytest
+import torch
+
+from attention.ops.group_values import triton_tiles
+from attention.ops.joint_softmax import triton_joint
+from bench.check_kernels import CHECKED, Case, GroupCase, outputs_and_gradients
+from tests.support.compiled import compiler
+
+SHARED = {80: 163 * 2**10, 86: 99 * 2**10, 90: 227 * 2**10}
+"""Bytes that a block may share, by compute capability: of an A100, of an RTX 30 and 40, of an H100."""
+WINDOWS = {  # registers, and bytes that spill, stored and loaded
+    "_forward": (168, 0),
+    "_query_gradient": (255, 48),
+    "_key_gradient": (160, 0),
+    "_bias_gradient": (255, 0),
+    "_landmark_gradient": (255, 0),
+}
+TILES = {"_forward": (64, 0), "_gradient": (128, 0)}
+ONE_BLOCK = WINDOWS.keys() - {"_key_gradient", "_bias_gradient"}
+BF16, FP32 = torch.bfloat16, torch.float32
+SEVEN = Case((14, 14), (7, 7), c=49, B=2, h=3)
+LARGE, SMALL = (GroupCase((32, 32), bins, B=2, h=3) for bins in ((2, 2), (8, 8)))
+ROWS = [
+    (capability, case, dtype, d)
+    for capability in SHARED
+    for case in (SEVEN, SMALL, LARGE)
+    for dtype in (BF16, FP32)
+    for d in (32, 64)
+]
+DEFAULT = (80, SEVEN, BF16, 64), (86, SEVEN, FP32, 64), (80, SMALL, BF16, 32), (90, SMALL, FP32, 64)
+
+
+@pytest.mark.parametrize(
+    ("capability", "case", "dtype", "d"),
+    [pytest.param(*row, marks=[] if row in DEFAULT else pytest.mark.stress) for row in ROWS],
+    ids=str,
+)
+def test_kernels_fit_a_gpu(capability, case, dtype, d, monkeypatch, tmp_path):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found = {}
+    for module in (triton_joint, triton_tiles):
+        monkeypatch.setattr(module, "launch", compiler(capability, found))
+    checked = CHECKED[type(case)]
+    inputs, options = checked.example(case._replace(dtype=dtype, d=d), torch.device("cpu"))
+    outputs_and_gradients(checked.kernels, checked.names, inputs, options)
+    bounds = WINDOWS if case is SEVEN else TILES
+    assert set(found) == (ONE_BLOCK if case is SEVEN and dtype == BF16 else set(bounds))
+    for name, kernel in found.items():
+        registers, spilled = bounds[name]
+        assert 16 <= kernel.registers <= registers, (name, kernel)
+        assert kernel.spilled <= spilled, (name, kernel)
+        assert kernel.shared <= SHARED[capability], (name, kernel)

@@ -1,0 +1,61 @@
+"""Corners of what a layer may be given, right on every path: no images, one channel, one summary token, windows beyond
+the grid. How wide heads may be for kernels: tests/ops/test_triton.py.
+"""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any
+
+import pytest
+import torch
+
+from attention import ATTENTION, create_attention, kernels
+from tests.support.calls import capture_op, value_and_gradients
+from tests.support.cases import Case
+from tests.support.comparisons import FP64, FP64_GRADIENT
+from tests.support.facts import CASES
+
+SMALL = {"window_size": 3, "num_landmarks": 6, "cluster_size": 7, "num_clusters": 6, "reduction": 2}
+CORNERS: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Any]]] = {  # grid, its options, how it is built
+    "no images": ((5, 7), {}, {}),
+    "one channel": ((5, 7), {}, {"dim": 1, "num_heads": 1}),
+    "one summary token": ((5, 7), {"num_landmarks": 1}, {}),
+    "window beyond a side": ((3, 5), {"window_size": 4}, {}),
+    "window beyond both": ((3, 5), {"window_size": 7}, {"grid": (8, 9)}),
+}
+OPS = {case.name: case.op for case in CASES}
+
+
+def corners() -> Iterator[Any]:
+    """Of every mechanism, those that it has options for."""
+    for name, attention in ATTENTION.items():
+        known = {field.name for field in fields(attention.Config)}
+        for corner, (grid, options, context) in CORNERS.items():
+            if options.keys() <= known:
+                given = {key: value for key, value in (SMALL | options).items() if key in known}
+                case = Case(name, grid, given, op=OPS[name])
+                yield pytest.param(case, context, int(corner != "no images"), id=f"{name}, {corner}")
+
+
+@pytest.mark.parametrize(("case", "context", "batch"), list(corners()))
+def test_corners_are_right_on_every_path(case, context, batch):
+    attn, x, results = case.build(**context).eval(), case.tokens()[:batch, :, : context.get("dim")], []
+    for path in ("plain", "auto", "lean"):
+        with kernels.use(path):
+            results.append(value_and_gradients(attn, x, case.grid))
+    for other in results[1:]:
+        for value, expected in zip(other, results[0], strict=True):
+            torch.testing.assert_close(value, expected, rtol=FP64_GRADIENT, atol=FP64_GRADIENT)
+    assert results[0][0].shape == x.shape
+    if not batch:
+        return
+    op, arguments, options = capture_op(case, attn, x)
+    twin = getattr(sys.modules[op.__module__], f"{op.__name__}_reference")
+    torch.testing.assert_close(op(*arguments, **options), twin(*arguments, **options), rtol=FP64, atol=FP64)
+
+
+@pytest.mark.parametrize("name", ["local", "eva", "combiner", "transformer_ls", "scatterbrain"])
+def test_windows_larger_than_the_grid_are_refused_at_construction(name):
+    with pytest.raises(ValueError, match=rf"attention\({name}\).window_size = 9: larger than the 3x5 grid; at most 5"):
+        create_attention(name, dim=12, num_heads=3, grid=(3, 5), window_size=9)
