@@ -13,6 +13,7 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -376,7 +377,7 @@ def digest_files(images: Images) -> str:
     """SHA-256 of the class index and the name, relative to the split, of every image in order."""
     digest, names, labels = hashlib.sha256(), images.reader.filenames(), images.reader.labels
     for begin in range(0, len(labels), 10_000):
-        some = zip(labels[begin : begin + 10_000].tolist(), names)
+        some = zip(labels[begin : begin + 10_000].tolist(), islice(names, 10_000), strict=True)
         digest.update("".join(f"{label} {name}\0" for label, name in some).encode(errors="surrogateescape"))
     return digest.hexdigest()
 
