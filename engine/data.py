@@ -375,11 +375,10 @@ def identify_data(train: Images, val: Images) -> dict[str, Any]:
 
 def digest_files(images: Images) -> str:
     """SHA-256 of the class index and the name, relative to the split, of every image in order."""
-    digest = hashlib.sha256()
-    pairs = zip(images.reader.filenames(), images.reader.labels, strict=True)
-    files = (f"{label} {name}\0" for name, label in pairs)
-    while some := "".join(islice(files, 10_000)):
-        digest.update(some.encode(errors="surrogateescape"))
+    digest, names, labels = hashlib.sha256(), images.reader.filenames(), images.reader.labels
+    for begin in range(0, len(labels), 10_000):
+        some = zip(labels[begin : begin + 10_000].tolist(), islice(names, 10_000), strict=True)
+        digest.update("".join(f"{label} {name}\0" for label, name in some).encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 

@@ -7,7 +7,8 @@ import importlib.util
 import io
 import posixpath
 import tarfile
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -44,7 +45,8 @@ class WdsReader(LayoutReader):
     They are listed once, at the start, and not streamed. Classes are the labels that occur, named by their numbers.
 
     Raises:
-        LayoutError: a sample has two images, or no number as its label. OSError, TarError: a shard cannot be read.
+        LayoutError: a sample has two images, or no number as its label, or a member twice. TarError: a shard cannot be
+        read.
     """
 
     def __init__(self, pattern: str):
@@ -75,15 +77,21 @@ class WdsReader(LayoutReader):
         return read_member(self.shards[shard], begin, size), int(self.labels[index])
 
 
-def find_samples(shard: str) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:
+def find_samples(shard: str) -> Iterable[tuple[str, dict[str, tuple[int, int]]]]:
     """Name of every sample in the tar file `shard`, and of its members: ending -> first byte and size."""
-    samples: dict[str, dict[str, tuple[int, int]]] = {}
-    with tarfile.open(shard, "r:") as tar:
-        for name, begin, size in find_members(tar):
-            folder, file = posixpath.split(name)
-            stem, _, ending = file.partition(".")
-            samples.setdefault(posixpath.join(folder, stem), {})[ending.lower()] = begin, size
-    yield from samples.items()
+    samples: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
+    try:
+        with open_regular(shard) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            for name, begin, size in find_members(tar):
+                folder, member = posixpath.split(name)
+                stem, _, ending = member.partition(".")
+                members = samples[posixpath.join(folder, stem)]
+                if ending.lower() in members:
+                    raise LayoutError(f"{Path(shard).name!r} holds {name!r} twice; names of samples must differ")
+                members[ending.lower()] = begin, size
+    except (tarfile.TarError, OSError) as error:
+        raise tarfile.ReadError(f"{Path(shard).name}: {getattr(error, 'strerror', error)}") from error
+    return samples.items()
 
 
 def _read_label(shard: str, place: tuple[int, int] | None, sample: str) -> int:
@@ -102,7 +110,8 @@ class HfdsReader(Reader):
     Args:
         root: its folder (of parquet files, say), or its name on the hub. split: the library's name of the split.
     Raises:
-        LayoutError: the library is missing or cannot read it, there is no such split, or an image has no label.
+        LayoutError: the library is missing or cannot read it, there is no such split or column, or an image has no
+        label.
     """
 
     ignored = ()
@@ -113,18 +122,29 @@ class HfdsReader(Reader):
             raise LayoutError("data.dataset=hfds needs the package datasets; `pip install 'datasets>=5.2'`")
         try:
             self.rows = create_reader(f"hfds/{root}", split=split)
-            values = np.asarray(self.rows.dataset.with_format("numpy")[self.rows.label_key][:])
         except Exception as error:  # whatever the library raises, for a hub, a network, a file
             reason = one_line(" ".join(str(error).split()))
             raise LayoutError(f"the package datasets cannot read it: {reason}") from error
+        columns = self.rows.dataset.data  # to which timm has added one without a value if there are no images
+        found = [name for name in columns.column_names if columns.column(name).null_count < len(columns)]
+        for key in (self.rows.image_key, self.rows.label_key):
+            if key not in found:
+                raise LayoutError(
+                    f"the column {key!r} is missing or empty; rename one to that; found: {one_line(', '.join(found))}"
+                )
+        labels = self.rows.dataset[self.rows.label_key][:]
+        kinds = {type(label).__name__ for label in labels if label is not None}
+        if kinds - {"int"} and kinds - {"str"}:
+            raise LayoutError(f"labels are numbers of classes, or names; the column holds {', '.join(sorted(kinds))}")
         self.class_to_idx = self.rows.class_to_idx
         if not self.class_to_idx:
-            names, values = np.unique(values, return_inverse=True)
-            self.class_to_idx = {str(name): index for index, name in enumerate(names)}
-        is_class = (values >= 0) & (values < len(self.class_to_idx))  # test splits have -1, or null, which becomes NaN
-        if outside := np.flatnonzero(~is_class).tolist():
+            indices = {label: index for index, label in enumerate(sorted({*labels} - {None}))}
+            self.class_to_idx = {str(label): index for label, index in indices.items()}
+            labels = [*map(indices.get, labels)]
+        known = range(len(self.class_to_idx))  # test splits have labels of -1, or null
+        if outside := [row for row, label in enumerate(labels) if label not in known]:
             raise LayoutError(f"{len(outside):,} images have no label, such as row {outside[0]}; name another split")
-        self.labels = values.astype(np.int64)
+        self.labels = np.array(labels)
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -153,6 +173,9 @@ class TorchReader(ArrayReader):
             raise LayoutError(f"{split!r} is no split of torchvision's; known: train, val (its test images)")
         try:
             dataset = create_dataset(name, root, split)
-        except (RuntimeError, OSError) as error:
+            images, labels = np.asarray(dataset.data), np.asarray(dataset.targets)
+            if len(images) != len(labels):
+                raise ValueError(f"{len(images)} images, {len(labels)} labels")
+        except Exception as error:  # whatever it raises for a damaged file
             raise LayoutError("not found, or damaged; torchvision.datasets puts it there with download=True") from error
-        super().__init__(np.asarray(dataset.data), np.asarray(dataset.targets), dataset.classes)
+        super().__init__(images, labels, dataset.classes)

@@ -13,7 +13,7 @@ import tarfile
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain, groupby, pairwise, repeat
+from itertools import accumulate, groupby, pairwise, repeat
 from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
@@ -67,10 +67,13 @@ class Samples(Sequence[tuple[str, int]]):
     def __init__(self, parts: Iterable[tuple[int, Iterable[str]]]):
         text, ends, labels = bytearray(), array("q", [0]), array("i")
         for label, paths in parts:
-            names = [path.encode(errors="surrogateescape") for path in paths]
-            text += b"".join(names)
-            ends.extend(accumulate(map(len, names), initial=ends.pop()))
-            labels.extend(repeat(label, len(names)))
+            paths = list(paths)
+            joined = "".join(paths).encode(errors="surrogateescape")
+            if len(joined) > sum(map(len, paths)):  # not in ASCII
+                paths = [path.encode(errors="surrogateescape") for path in paths]
+            text += joined
+            ends.extend(accumulate(map(len, paths), initial=ends.pop()))
+            labels.extend(repeat(label, len(paths)))
         self.text, self.ends, self.labels = bytes(text), ends, np.array(labels)
 
     def __len__(self) -> int:
@@ -81,9 +84,9 @@ class Samples(Sequence[tuple[str, int]]):
         path = self.text[self.ends[index] : self.ends[index + 1]]
         return path.decode(errors="surrogateescape"), int(self.labels[index])
 
-    def __iter__(self) -> Iterator[tuple[str, int]]:
-        for (begin, end), label in zip(pairwise(self.ends), self.labels, strict=True):
-            yield self.text[begin:end].decode(errors="surrogateescape"), int(label)
+    def paths(self) -> Iterator[str]:
+        """All paths in order."""
+        return (self.text[begin:end].decode(errors="surrogateescape") for begin, end in pairwise(self.ends))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Samples) and list(self) == list(other)
@@ -107,13 +110,17 @@ def classify(paths: Iterable[str]) -> Layout:
     Raises:
         LayoutError: there is no image, one in no class folder, or a class folder without.
     """
-    folders: defaultdict[str, list[str]] = defaultdict(list)
+    folders: defaultdict[str, str] = defaultdict(str)
     others: list[str] = []
-    for path in paths:
-        (folders[_first_folder(path)] if is_image(path) else others).append(path)
+    for folder, group in groupby(paths, key=_first_folder):
+        files = list(group)
+        if images := [path for path in files if is_image(path)]:
+            folders[folder] += "//".join([*images, ""])  # a million strings would take three times as much
+        if len(images) < len(files):
+            others += [path for path in files if not is_image(path)]
     if not folders:
         raise LayoutError(_NO_IMAGES)
-    if outside := sort_naturally(folders.pop("", [])):
+    if outside := sort_naturally(_split(folders.pop("", ""))):
         raise LayoutError(f"images in no class folder: {len(outside):,}, such as {outside[0]!r}; move or remove them")
     class_to_idx = {name: index for index, name in enumerate(sort_naturally(folders))}
     others = sort_naturally(others)
@@ -125,11 +132,16 @@ def classify(paths: Iterable[str]) -> Layout:
         """Folders one by one, but those that timm takes for equal together: the order is that of the whole paths."""
         for _, group in groupby(sort_naturally(f"{name}/" for name in folders), key=natural_key):
             names = [name.removesuffix("/") for name in group]
-            images = sort_naturally(chain.from_iterable(map(folders.pop, names)))
+            images = sort_naturally(_split("".join(map(folders.pop, names))))
             for name, paths in groupby(images, key=_first_folder) if len(names) > 1 else [(names[0], images)]:
                 yield class_to_idx[name], paths
 
     return Layout(Samples(parts()), class_to_idx, [path for path in others if not path.endswith("/")])
+
+
+def _split(text: str) -> list[str]:
+    """The paths in `text`, each followed by two slashes, which none contains."""
+    return text.split("//")[:-1]
 
 
 def is_image(path: str) -> bool:
@@ -166,9 +178,8 @@ def _numbers(names: Sequence[str]) -> list[int] | None:
         return None
     prefix = re.sub(r"\d+$", "", posixpath.commonprefix([names[0], names[-1]]))
     suffix = re.sub(r"^\d+", "", names[0][len(prefix) :])
-    found = [*map(re.compile(f"{re.escape(prefix)}(\\d+){re.escape(suffix)}").fullmatch, names)]
-    numbers = [int(match[1]) for match in found if match]
-    return numbers if len(numbers) == len(names) else None
+    found = [name[len(prefix) : len(name) - len(suffix)] for name in names if name.endswith(suffix)]
+    return [*map(int, found)] if len(found) == len(names) and all(map(str.isdecimal, found)) else None
 
 
 class LayoutReader(Reader):
@@ -190,7 +201,7 @@ class LayoutReader(Reader):
         return self.samples[index][0]
 
     def filenames(self, basename: bool = False, absolute: bool = False) -> Iterator[str]:
-        return (path for path, _ in self.samples)
+        return self.samples.paths()
 
 
 class FolderReader(LayoutReader):
@@ -320,7 +331,7 @@ class TarReader(LayoutReader):
         prefix = f"{shared}/" if shared else ""
         super().__init__(classify(name.removeprefix(prefix) for name in places if name.startswith(prefix)))
         self.ignored += [name for name in places if not name.startswith(prefix)]
-        self.path, self.places = path, np.array([places[prefix + name] for name, _ in self.samples])
+        self.path, self.places = path, np.array([places[prefix + name] for name in self.samples.paths()])
 
     def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
         begin, size = map(int, self.places[index])

@@ -103,7 +103,7 @@ def read_names(path: str) -> dict[str, int]:
     """
     try:
         with open_regular(path) as file:
-            text = file.read(LIMIT).decode(errors="surrogateescape")  # as names of folders are
+            text = file.read(LIMIT).decode("utf-8-sig", "surrogateescape")  # as names of folders are
     except OSError as error:
         raise OptionError("data.classes", f" = {path!r}: cannot be read: {error.strerror}") from None
     lines: dict[str, int] = {}

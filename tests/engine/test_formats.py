@@ -1,9 +1,13 @@
 """Other libraries' formats: the same images and labels as from class folders, in the same order, resumed to the bit."""
 
+import gzip
 import io
 import json
+import os
 import pickle
+import random
 import tarfile
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,11 +16,13 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 
 from attention.options import OptionError
-from engine import formats, prepare, verify
+from engine import formats, idx, prepare, verify
 from engine.data import classes_of, create_loaders, open_split
 from engine.distributed import World
 from engine.images import BrokenImage
 from engine.schema import Augment, Data, Run, Train
+from tests.engine.test_resume import Runs, choose_kill
+from tests.support.launcher import ForkServer
 
 CLASSES = ["0", "1", "2", "3"]
 LABELS = np.repeat(range(4), 50)
@@ -68,6 +74,15 @@ def write_cifar10(root) -> None:
     (root / "cifar-10-batches-py" / "batches.meta").write_bytes(pickle.dumps({"label_names": CLASSES}))
 
 
+def write_mnist(root) -> None:
+    (root / "MNIST" / "raw").mkdir(parents=True)
+    for split in ("train", "t10k"):
+        for ending, values in ((idx.IMAGES, PIXELS[..., 0]), (idx.LABELS, LABELS)):
+            path = root / "MNIST" / "raw" / f"{split}{ending}"
+            idx.write_idx(path, values)
+            path.write_bytes(gzip.decompress(path.read_bytes()))
+
+
 def write_hfds(root) -> None:
     pytest.importorskip("datasets", reason="an optional package")
     write_parquet(root / "train-00000-of-00001.parquet", map(png, PIXELS), LABELS, CLASSES)
@@ -100,6 +115,32 @@ def other(request, tmp_path_factory):
         patch.setenv("HF_HUB_OFFLINE", "1")
         WRITERS[request.param](root)
         yield {"dataset": request.param, "root": str(root)}
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), (2, 0)])
+@pytest.mark.parametrize(
+    ("dataset", "write", "classes"), [("wds", write_wds, 4), ("hfds", write_hfds, 4), ("torch/mnist", write_mnist, 10)]
+)
+def test_a_killed_run_on_them_ends_in_the_same_bits(
+    dataset, write, classes, ranks, workers, tmp_path, monkeypatch, figure: Callable
+):
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "data").mkdir()
+    write(tmp_path / "data")
+    options = {"dataset": dataset, "root": tmp_path / "data", "val_split": "train", "workers": workers}
+    overrides = [f"data.{name}={value}" for name, value in options.items()]
+    overrides += [f"model.num_classes={classes}", "train.total_batch_size=32"]
+    server, rng = ForkServer(), random.Random(f"{dataset} {ranks}")
+    try:
+        runs = Runs(server, tmp_path / "runs", overrides, ranks)
+        for place in ("step", "step", "evaluation", "write"):
+            assert -9 in runs.survives(choose_kill(rng, place))
+        assert runs.survives(("train.seed_everything", 4, "SIGTERM")) == [75] * ranks
+    finally:
+        server.close()
+    figure("R3", f"{dataset}: 4/4 kills and a stop on {ranks} rank(s), {workers} workers: same bits")
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +197,12 @@ def test_they_are_verified_prepared_and_chosen_from(other, tmp_path, capsys):
         (["cat", "ant", "cat"], None, None),
         ([1, -1, -1], CLASSES, "2 images have no label, such as row 1; name another split"),
         ([1, None, 0], CLASSES, "1 images have no label, such as row 1"),
+        (["cat", None, "cat"], None, "1 images have no label, such as row 1"),
+        ([2, None, 0], None, "1 images have no label, such as row 1"),
+        ([0, 1, 4], CLASSES, "the package datasets cannot read it: Class label 4 greater than"),
+        ([0.5, 1.5, 1.0], None, "labels are numbers of classes, or names; the column holds float"),
+        ([[1], [1, 0], [2]], None, "labels are numbers of classes, or names; the column holds list"),
+        ([None] * 3, None, "the column 'label' is missing or empty; rename one to that; found: image"),
     ],
 )
 def test_labels_of_a_hugging_face_data_set(tmp_path, monkeypatch, column, classes, problem):
@@ -176,6 +223,20 @@ def test_labels_of_a_hugging_face_data_set(tmp_path, monkeypatch, column, classe
     assert str(images[2]).startswith("1/2: not an image")
     with pytest.raises(OptionError, match=r'cannot read it: Unknown split "validation"\. Should be one of'):
         open_split(Data(dataset="hfds", root=str(tmp_path / "data"), val_split="validation"), "val_split")
+
+
+def test_a_column_without_images_is_named(tmp_path, monkeypatch):
+    pytest.importorskip("datasets", reason="an optional package")
+    import pyarrow
+    from pyarrow import parquet
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "data").mkdir()
+    parquet.write_table(pyarrow.table({"picture": ["a.png"], "label": [1]}), tmp_path / "data" / "train.parquet")
+    with pytest.raises(
+        OptionError, match="the column 'image' is missing or empty; rename one to that; found: picture, label"
+    ):
+        open_split(Data(dataset="hfds", root=str(tmp_path / "data")), "train_split")
 
 
 def open_wds(root):
@@ -201,6 +262,29 @@ def test_a_shard_without_labels_is_refused(tmp_path, change, problem):
     assert "\n" not in str(caught.value)
 
 
+def test_a_sample_that_comes_twice_is_refused(tmp_path):
+    """The later one would take the place of the first."""
+    write_shard(tmp_path / "train-0.tar", [sample(1), sample(2), sample(1)])
+    with pytest.raises(OptionError, match=r"'train-0.tar' holds '00001.png' twice; names of samples must differ"):
+        open_wds(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (os.mkfifo, "a pipe or device, not a regular file"),
+        (os.mkdir, "a directory"),
+        (lambda path: path.write_bytes(b""), "empty file"),
+        (lambda path: path.write_bytes(gzip.compress(bytes(10240))), "(invalid|truncated) header"),
+    ],
+)
+def test_a_shard_that_cannot_be_read_is_named(tmp_path, make, problem):
+    write_shard(tmp_path / "train-0.tar", [sample(1)])
+    make(tmp_path / "train-1.tar")
+    with pytest.raises(OptionError, match=rf"is not a readable wds file \(train-1.tar: .*{problem}\)"):
+        open_wds(tmp_path)
+
+
 def test_a_broken_image_of_a_shard_is_named_and_other_files_are_ignored(tmp_path):
     samples = [sample(index) for index in range(4)]
     samples[2]["00002.png"] = b"no image"
@@ -213,6 +297,17 @@ def test_a_broken_image_of_a_shard_is_named_and_other_files_are_ignored(tmp_path
     (tmp_path / "train-0.tar").write_bytes((tmp_path / "train-0.tar").read_bytes()[:3000])
     with pytest.raises(OptionError, match="is not a readable wds file"):
         open_wds(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("ending", "content"),
+    [(idx.IMAGES, b""), (idx.LABELS, b"\0\0\x08\x01" + (9).to_bytes(4, "big") + bytes(9))],
+)
+def test_damaged_files_of_torchvision_are_refused(tmp_path, ending, content):
+    write_mnist(tmp_path)
+    (tmp_path / "MNIST" / "raw" / f"train{ending}").write_bytes(content)
+    with pytest.raises(OptionError, match="not found, or damaged"):
+        open_split(Data(dataset="torch/mnist", root=str(tmp_path)), "train_split")
 
 
 @pytest.mark.parametrize(

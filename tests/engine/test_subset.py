@@ -66,7 +66,7 @@ def test_what_has_no_meaning_is_refused(options, problem):
 
 
 def test_classes_are_chosen_and_ordered_by_a_file(tmp_path):
-    (tmp_path / "classes.txt").write_text("7\n\n2 \n")
+    (tmp_path / "classes.txt").write_text("\ufeff7\n\n2 \n")  # as Windows writes them
     images = open_digits(classes=str(tmp_path / "classes.txt"), subset=5)
     assert classes_of(images) == ["7", "2"]
     assert images.reader.num_available == 1437
