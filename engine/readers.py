@@ -69,10 +69,11 @@ class Samples(Sequence[tuple[str, int]]):
         for label, paths in parts:
             paths = list(paths)
             joined = "".join(paths).encode(errors="surrogateescape")
+            lengths: Iterable[int] = map(len, paths)
             if len(joined) > sum(map(len, paths)):  # not in ASCII
-                paths = [path.encode(errors="surrogateescape") for path in paths]
+                lengths = (len(path.encode(errors="surrogateescape")) for path in paths)
             text += joined
-            ends.extend(accumulate(map(len, paths), initial=ends.pop()))
+            ends.extend(accumulate(lengths, initial=ends.pop()))
             labels.extend(repeat(label, len(paths)))
         self.text, self.ends, self.labels = bytes(text), ends, np.array(labels)
 
