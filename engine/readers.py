@@ -13,7 +13,7 @@ import tarfile
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, groupby, pairwise, repeat
+from itertools import accumulate, chain, groupby, pairwise, repeat
 from typing import BinaryIO, NamedTuple, Protocol
 
 import numpy as np
@@ -67,14 +67,13 @@ class Samples(Sequence[tuple[str, int]]):
     def __init__(self, parts: Iterable[tuple[int, Iterable[str]]]):
         text, ends, labels = bytearray(), array("q", [0]), array("i")
         for label, paths in parts:
-            paths = list(paths)
-            joined = "".join(paths).encode(errors="surrogateescape")
-            lengths: Iterable[int] = map(len, paths)
-            if len(joined) > sum(map(len, paths)):  # not in ASCII
-                lengths = (len(path.encode(errors="surrogateescape")) for path in paths)
+            names = list(paths)
+            joined, lengths = "".join(names).encode(errors="surrogateescape"), [*map(len, names)]
+            if len(joined) > sum(lengths):  # not in ASCII
+                lengths = [len(name.encode(errors="surrogateescape")) for name in names]
             text += joined
             ends.extend(accumulate(lengths, initial=ends.pop()))
-            labels.extend(repeat(label, len(paths)))
+            labels.extend(repeat(label, len(names)))
         self.text, self.ends, self.labels = bytes(text), ends, np.array(labels)
 
     def __len__(self) -> int:
@@ -111,17 +110,17 @@ def classify(paths: Iterable[str]) -> Layout:
     Raises:
         LayoutError: there is no image, one in no class folder, or a class folder without.
     """
-    folders: defaultdict[str, str] = defaultdict(str)
+    folders: defaultdict[str, list[str]] = defaultdict(list)
     others: list[str] = []
     for folder, group in groupby(paths, key=_first_folder):
         files = list(group)
         if images := [path for path in files if is_image(path)]:
-            folders[folder] += "//".join([*images, ""])  # a million strings would take three times as much
+            folders[folder].append("//".join([*images, ""]))  # a million strings would take three times as much
         if len(images) < len(files):
             others += [path for path in files if not is_image(path)]
     if not folders:
         raise LayoutError(_NO_IMAGES)
-    if outside := sort_naturally(_split(folders.pop("", ""))):
+    if outside := sort_naturally(_split(folders.pop("", []))):
         raise LayoutError(f"images in no class folder: {len(outside):,}, such as {outside[0]!r}; move or remove them")
     class_to_idx = {name: index for index, name in enumerate(sort_naturally(folders))}
     others = sort_naturally(others)
@@ -133,16 +132,16 @@ def classify(paths: Iterable[str]) -> Layout:
         """Folders one by one, but those that timm takes for equal together: the order is that of the whole paths."""
         for _, group in groupby(sort_naturally(f"{name}/" for name in folders), key=natural_key):
             names = [name.removesuffix("/") for name in group]
-            images = sort_naturally(_split("".join(map(folders.pop, names))))
+            images = sort_naturally(_split(chain.from_iterable(map(folders.pop, names))))
             for name, paths in groupby(images, key=_first_folder) if len(names) > 1 else [(names[0], images)]:
                 yield class_to_idx[name], paths
 
     return Layout(Samples(parts()), class_to_idx, [path for path in others if not path.endswith("/")])
 
 
-def _split(text: str) -> list[str]:
-    """The paths in `text`, each followed by two slashes, which none contains."""
-    return text.split("//")[:-1]
+def _split(texts: Iterable[str]) -> list[str]:
+    """The paths in `texts`, each followed by two slashes, which none contains."""
+    return "".join(texts).split("//")[:-1]
 
 
 def is_image(path: str) -> bool:
