@@ -27,7 +27,7 @@ from attention.parts.geometry import Grid, split_prefix
 from attention.parts.groups import Groups, group_mean, pools_option, segments
 from attention.parts.linear import LandmarkTransform
 from attention.parts.masking import mask_logits, masked_mean, of_grid
-from attention.parts.sampling import Noise, mixture_noise, noise_option, noise_std, random_seed
+from attention.parts.sampling import Noise, mixture_noise, noise_option, random_seed, scale_noise
 
 
 @with_fast_path(eager.lara, eager.covers_lara)
@@ -149,7 +149,8 @@ class Lara(Attention):
             return q.new_zeros(1, self.head_dim), None
         samples = config.num_landmarks if self.single else config.samples_per_proposal // (1 + config.antithetic)
         noise, uniform = mixture_noise((self.num_heads, num_proposals, samples), q, seed)
-        noise = noise_std(config.noise, self.head_dim) * (torch.cat([noise, -noise], 3) if config.antithetic else noise)
+        noise = torch.cat([noise, -noise], 3) if config.antithetic else noise
+        noise = scale_noise(noise, config.noise)
         return noise, uniform if self.single or config.proposal == "mixture" else None
 
     @classmethod
@@ -171,9 +172,9 @@ class Lara(Attention):
         else:
             segments, k_grid = self.segments(grid, q.device).masked(mask), split_prefix(k, q.shape[2])[1]
             filled = None if mask is None else segments.count()[:, 0, 0] > 0
-            q_bar = self.landmark_q(group_mean(q, segments)[:, :, 0])
+            q_bar = self.landmark_q(group_mean(q, segments).flatten(2, 3))
             if config.proposal in proposals.POOLED:
-                k_bar = self.landmark_k(group_mean(k_grid, segments)[:, :, 0])
+                k_bar = self.landmark_k(group_mean(k_grid, segments).flatten(2, 3))
         noise, uniform = self.sample_noise(q, q_bar.shape[2])
         options = {"weighting": config.weighting, "beta": config.beta, "key_mask": key_mask, "filled": filled}
         options["proposal"] = "mixture" if self.single else config.proposal

@@ -22,6 +22,7 @@ from attention.ops.joint_softmax.op import mix, prefix_term, shared_logits, wind
 from attention.options import option
 from attention.parts.geometry import Grid, Windows, raster, split_heads, split_prefix
 from attention.parts.groups import bin_counts
+from attention.parts.tables import kept_table
 
 
 def longformer(
@@ -71,6 +72,7 @@ def band(grid: Grid, radius: int) -> Windows:
     return Windows(grid, tile, overlap)
 
 
+@kept_table
 def within(tiles: Windows, radius: int, device: torch.device) -> Tensor:
     """Which keys of a tile lie within `radius` of each of its queries: (w, e) bool."""
     rows, columns = (

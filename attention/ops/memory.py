@@ -43,8 +43,21 @@ def like_tokens(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 def partition(x: Tensor, windows: Windows, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """Tokens (B, h, N, d) -> windows (B h g, w, d) of `dtype`, never a view of them; in `out` if it is given."""
     tokens = windows.view(x)
-    copied = torch.empty(tokens.shape, dtype=dtype, device=x.device) if out is None else out.view(tokens.shape)
-    return copied.copy_(tokens).flatten(4, 5).flatten(0, 3)
+    if out is None:
+        copied = tokens.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    else:
+        copied = out.view(tokens.shape).copy_(tokens)
+    return copied.flatten(4, 5).flatten(0, 3)
+
+
+def tiles_to_tokens(y: Tensor, tiles: Windows, like: Tensor) -> Tensor:
+    """Windows (B h g, w, d) that divide the grid -> tokens (B, h, N, d) of the type of `like`, in memory as those of
+    `like_tokens`.
+    """
+    (B, h, N, d), (H, W), (rows, columns) = like.shape, tiles.grid, tiles.size
+    tokens = y.view(B, h, H // rows, W // columns, rows, columns, d).permute(0, 2, 4, 3, 5, 1, 6)
+    tokens = tokens.to(like.dtype, copy=True, memory_format=torch.contiguous_format)
+    return tokens.view(B, N, h, d).transpose(1, 2)
 
 
 def reverse(y: Tensor, x: Tensor, windows: Windows) -> Tensor:

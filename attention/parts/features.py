@@ -19,7 +19,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """The compute dtype: float32 for half types, else that of `x`."""
-    return torch.promote_types(x.dtype, torch.float32) if x.is_floating_point() else x.dtype
+    return torch.float32 if x.is_floating_point() and x.element_size() < 4 else x.dtype
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -58,7 +58,7 @@ def scale(x: Tensor) -> Tensor:
 @full_precision
 def log_features(x: Tensor, omega: Tensor) -> Tensor:
     """g(x, omega) = omega . x - ||x||^2 / 2, log xi: x (..., N, d), omega (..., s, d) -> (..., N, s)."""
-    return x @ omega.mT - x.square().sum(-1, keepdim=True) / 2
+    return torch.sub(x @ omega.mT, x.square().sum(-1, keepdim=True), alpha=0.5)
 
 
 def xi(x: Tensor, omega: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.parts.features import upcast
+from attention.parts.tables import kept_table
 
 Grid = tuple[int, int]
 """Rows and columns (H, W) of the token grid."""
@@ -130,14 +131,17 @@ class Windows(NamedTuple):
 
     def indices(self, device: torch.device) -> Tensor:
         """Raster index of every token that each window attends to: (g, e) int64; -1 outside the grid."""
-        tokens = torch.arange(1, math.prod(self.grid) + 1, device=device).view(1, 1, -1, 1)
-        return self.partition_keys(tokens)[0, 0, :, :, 0] - 1
+        return _indices(self._replace(key_mask=None), device)
 
     def mask(self, device: torch.device) -> Tensor | None:
         """Which keys of every window lie in the grid, (g, e) bool, and count, (B, 1, g, e); None where all do."""
         if self.key_mask is not None:
             return self.partition_keys(self.key_mask[:, None, :, None])[..., 0]
-        return self.indices(device) >= 0 if self.padded else None
+        return _inside(self._replace(key_mask=None), device) if self.padded else None
+
+    def later(self, device: torch.device) -> Tensor:
+        """Which keys of a window of the raster order come after each of its queries: (w, e) bool."""
+        return _later(self.num_queries, self.num_keys, self.overlap[1], device)
 
     def index_of(self, n: int) -> int:
         """The window of token n, for the literal twins."""
@@ -159,3 +163,19 @@ class Windows(NamedTuple):
         inside = [(m, position) for m, position in inside if m <= n or not self.causal]
         inside = [(m, position) for m, position in inside if self.key_mask is None or self.key_mask[0, m]]
         return [m for m, _ in inside], [position for _, position in inside], y % rows * columns + x % columns
+
+
+@kept_table
+def _indices(windows: Windows, device: torch.device) -> Tensor:
+    tokens = torch.arange(1, math.prod(windows.grid) + 1, device=device).view(1, 1, -1, 1)
+    return windows.partition_keys(tokens)[0, 0, :, :, 0] - 1
+
+
+@kept_table
+def _inside(windows: Windows, device: torch.device) -> Tensor:
+    return windows.indices(device) >= 0
+
+
+@kept_table
+def _later(w: int, e: int, overlap: int, device: torch.device) -> Tensor:
+    return torch.ones(w, e, dtype=torch.bool, device=device).triu(overlap + 1)

@@ -12,6 +12,7 @@ from torch import Tensor
 from attention.options import OptionError, option
 from attention.parts.features import compute_dtype
 from attention.parts.geometry import Grid, Windows
+from attention.parts.tables import kept_table
 
 
 class Groups(NamedTuple):
@@ -66,6 +67,7 @@ def _bin_counts(count: int, grid: Grid) -> list[Grid]:
     return [(a, count // a) for a in range(1, min(count, grid[0]) + 1) if count % a == 0 and count // a <= grid[1]]
 
 
+@kept_table
 def bins(grid: Grid, counts: Grid, device: torch.device, margin: Grid = (0, 0), *, overlapping: bool = False) -> Groups:
     """Disjoint rectangular bins with edges floor(i*H/rows), floor(j*W/columns), each grown by `margin` rows and
     columns within the grid; means of grown bins count what lies outside it as zeros, as in the released code of EVA.
@@ -74,8 +76,8 @@ def bins(grid: Grid, counts: Grid, device: torch.device, margin: Grid = (0, 0), 
         overlapping: bins of adaptive average pooling, which end at ceil((i+1)*H/rows): no partition where that is no
             integer.
     """
-    rows, rows_valid = _chunks(torch.tensor(grid[0], device=device), grid[0], counts[0], margin[0], overlapping)
-    columns, columns_valid = _chunks(torch.tensor(grid[1], device=device), grid[1], counts[1], margin[1], overlapping)
+    rows, rows_valid = _chunks(torch.full((), grid[0], device=device), grid[0], counts[0], margin[0], overlapping)
+    columns, columns_valid = _chunks(torch.full((), grid[1], device=device), grid[1], counts[1], margin[1], overlapping)
     index = rows[:, None, :, None] * grid[1] + columns[None, :, None, :]
     valid = rows_valid[:, None, :, None] & columns_valid[None, :, None, :]
     equal = grid[0] % counts[0] == grid[1] % counts[1] == 0 and margin == (0, 0)
@@ -94,6 +96,7 @@ def pools_option() -> Any:
     )
 
 
+@kept_table
 def segments(count: int, grid: Grid, device: torch.device, key: str, *, pooled: bool) -> Groups:
     """Bins, `count` of them, or with `pooled` those of adaptive average pooling, see `pools_option`.
 
@@ -173,7 +176,7 @@ def group_mean(x: Tensor, groups: Groups) -> Tensor:
     """
     if groups.tiles:
         tiles = groups.tiles.view(x).movedim(1, 5)  # heads side by side, as they lie in memory
-        total = tiles.sum(3, dtype=compute_dtype(x)).sum(3).flatten(1, 2).transpose(1, 2)[:, :, None]
+        total = tiles.sum(3, dtype=compute_dtype(x)).movedim(4, 1).sum(4).flatten(2, 3)[:, :, None]
         return (total / groups.index.shape[-1]).to(x.dtype)
     weight = groups.valid[..., None].to(x.dtype)
     count = groups.index.shape[-1] if groups.padded_means else groups.count()[..., None].clamp(min=1)

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.parts.features import full_precision
+from attention.parts.tables import kept_table
 
 
 def asymmetric_transform(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,6 +44,7 @@ def equal_clusters(order: Tensor, size: int) -> Tensor:
     return F.pad(index, (0, -index.shape[-1] % size)).unflatten(-1, (-1, size))
 
 
+@kept_table
 def cluster_mask(tokens: int, size: int, device: torch.device) -> Tensor:
     """Which entries of a clustering of N `tokens` hold one: (g, c) bool."""
     return (torch.arange(tokens + -tokens % size, device=device) < tokens).view(-1, size)

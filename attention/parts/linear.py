@@ -23,7 +23,6 @@ class LandmarkTransform(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, h, ..., d) -> (B, h, ..., d)."""
-        if x.shape[-1] == self.linear.in_features:
-            return self.norm(self.linear(x))
-        channels = x.movedim(1, -2)
-        return self.norm(self.linear(channels.flatten(-2))).view_as(channels).movedim(-2, 1)
+        tokens = x if x.shape[-1] == self.linear.in_features else x.movedim(1, -2)
+        y = self.norm(self.linear(tokens.reshape(-1, self.linear.in_features))).view_as(tokens)
+        return y if tokens is x else y.movedim(-2, 1)

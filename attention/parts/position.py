@@ -48,8 +48,11 @@ class PositionBias(nn.Module):
         """The bias, (h, w, e); None for the kind `none`."""
         if self.table is None:
             return None
-        axes = (F.embedding(index, table) for table, index in zip(self.table, self.index, strict=True))
-        return functools.reduce(torch.add, axes).permute(2, 0, 1) * self.scale
+        # a single one is a view: the gradient of `unbind` copies
+        tables = [self.table.flatten(0, 1)] if len(self.index) == 1 else self.table
+        rows = (F.embedding(index, table) for index, table in zip(self.index, tables, strict=True))
+        bias = functools.reduce(torch.add, rows).permute(2, 0, 1)
+        return bias if self.scale == 1 else bias * self.scale
 
 
 def _offsets(size: Grid, overlap: Grid) -> tuple[Tensor, Tensor]:

@@ -31,6 +31,11 @@ def noise_std(noise: Noise, head_dim: int) -> float:
     return 1.0 if noise == "unit" else head_dim**-0.25
 
 
+def scale_noise(normal: Tensor, noise: Noise) -> Tensor:
+    """Standard normals (..., d) with the standard deviation that the option noise stands for."""
+    return normal if noise == "unit" else normal * noise_std(noise, normal.shape[-1])
+
+
 def gaussian(sampling: OmegaSampling, shape: tuple[int, int, int], like: Tensor) -> Tensor:
     """Samples of N(0, I), shape (h, s, d), on the device of `like` and in its compute dtype.
 

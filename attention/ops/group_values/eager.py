@@ -3,11 +3,13 @@
 Kept for the backward pass are the weights within groups, and neither the members of groups nor their features.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
 from attention.ops.dispatch import first_order
-from attention.ops.memory import like_tokens, partition, reverse
+from attention.ops.memory import partition, tiles_to_tokens
 from attention.parts.features import autocast_off, compute_dtype
 from attention.parts.groups import Groups
 
@@ -50,24 +52,23 @@ class GroupValues(torch.autograd.Function):
         (k, v, omega, weights), tiles = ctx.saved_tensors, ctx.tiles
         dk = dv = domega = None
         full, scale = weights.dtype, k.shape[-1] ** -0.25
+        is_row = omega.shape[4] == 1  # as a matrix product a row takes longer
         with autocast_off(k):
-            dlog_xi = 0 if dlog_mass is None else weights * dlog_mass.flatten(0, 3)[..., None]
+            terms = [] if dlog_mass is None else [weights * dlog_mass.flatten(0, 3)[..., None]]
             if dbeta is not None:
                 dbeta = dbeta.unflatten(3, omega.shape[3:5]).flatten(0, 3)
                 of_values = torch.bmm(dbeta, partition(v, tiles, full).mT)
-                dlog_xi = dlog_xi + torch.ops.aten._softmax_backward_data(of_values, weights, -1, full)
+                terms.append(torch.ops.aten._softmax_backward_data(of_values, weights, -1, full))
                 if ctx.needs_input_grad[1]:
-                    dv = reverse(_transposed_product(weights, dbeta), like_tokens(v), tiles)
-            keys = partition(k, tiles, full)
+                    dv = tiles_to_tokens(weights.mT * dbeta if is_row else torch.bmm(weights.mT, dbeta), tiles, v)
+            keys, dlog_xi = partition(k, tiles, full), functools.reduce(torch.add, terms).mul_(scale)
             if ctx.needs_input_grad[2]:
-                domega = scale * torch.bmm(dlog_xi, keys).to(omega.dtype).view_as(omega)
+                domega = torch.bmm(dlog_xi, keys).to(omega.dtype).view_as(omega)
             if ctx.needs_input_grad[0]:
-                keys *= dlog_xi.sum(1)[..., None] * -(scale**2)
-                keys += _transposed_product(scale * dlog_xi, omega.to(full).flatten(0, 3))
-                dk = reverse(keys, like_tokens(k), tiles)
+                samples = omega.to(full).flatten(0, 3)
+                if is_row:
+                    torch.sub(samples, keys, alpha=scale, out=keys).mul_(dlog_xi.mT)
+                else:
+                    keys.mul_(dlog_xi.sum(1)[..., None]).baddbmm_(dlog_xi.mT, samples, beta=-scale)
+                dk = tiles_to_tokens(keys, tiles, k)
         return dk, dv, domega, None
-
-
-def _transposed_product(x: Tensor, y: Tensor) -> Tensor:
-    """x^T y of x (n, s, t) and y (n, s, d): (n, t, d)."""
-    return x.mT * y if x.shape[1] == 1 else torch.bmm(x.mT, y)  # as a matrix product a row takes longer

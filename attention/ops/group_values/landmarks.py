@@ -6,10 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention.parts.features import scale
 from attention.parts.groups import Groups, group_mean
 from attention.parts.linear import LandmarkTransform
-from attention.parts.sampling import noise_std
+from attention.parts.sampling import scale_noise
 
 
 class Landmarks(nn.Module):
@@ -45,18 +44,18 @@ class Landmarks(nn.Module):
             q, k: tokens of the grid, (B, h, N, d). first: which of the layer's groups the first of `groups` is.
         """
         k_tilde = self.k(group_mean(k, groups))
-        mu = scale(self.mean(q, k_tilde, groups, first))
-        return k_tilde, mu, mu[..., None, :] + self.noise(mu)
+        mu = self.mean(q, k_tilde, groups, first)
+        return k_tilde, mu, self.noise(mu) + mu[..., None, :]
 
     def mean(self, q: Tensor, k_tilde: Tensor, groups: Groups, first: int) -> Tensor:
-        """mu (B, h, G, c, d), unscaled."""
-        kind = self.config.mu
+        """mu (B, h, G, c, d)."""
+        kind, scale = self.config.mu, k_tilde.shape[-1] ** -0.25
         if kind == "zero":
             return torch.zeros_like(k_tilde)
         if kind == "trainable":
-            return self.mu[:, None, first : first + k_tilde.shape[3]].expand_as(k_tilde)
+            return scale * self.mu[:, None, first : first + k_tilde.shape[3]].expand_as(k_tilde)
         q_tilde = self.q(group_mean(q, groups))
-        return self.config.mu_scale * (q_tilde + k_tilde if kind == "qk" else q_tilde)
+        return self.config.mu_scale * scale * (q_tilde + k_tilde if kind == "qk" else q_tilde)
 
     def noise(self, mu: Tensor) -> Tensor:
         """What samples add to their means, (B, h, G, c, s, d): drawn in training, fixed in evaluation."""
@@ -67,4 +66,4 @@ class Landmarks(nn.Module):
             noise = self.eval_noise[:, None, None].expand(shape)
         else:
             noise = mu.new_zeros(shape)
-        return noise * noise_std(self.config.noise, mu.shape[-1])
+        return scale_noise(noise, self.config.noise)

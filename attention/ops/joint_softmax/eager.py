@@ -66,11 +66,10 @@ def _offset(
     if mask is not None:
         on_window = on_window.masked_fill(~mask[:, None], -torch.inf)
     if windows.causal:
-        later = torch.ones(e, e, dtype=torch.bool, device=q.device).triu(1)
-        on_window = on_window.masked_fill(later, -torch.inf)
-    on_summaries = on_window.new_zeros(1, 1, num_summaries)
-    if logits is not None:
-        on_summaries = F.pad(logits.to(on_window.dtype), (num_summaries - logits.shape[-1], 0))  # zeros: prefix tokens
+        on_window = on_window.masked_fill(windows.later(q.device), -torch.inf)
+    if logits is None:
+        return F.pad(on_window, (0, num_summaries)).expand(q.shape[1], -1, -1, -1)
+    on_summaries = F.pad(logits.to(on_window.dtype), (num_summaries - logits.shape[-1], 0))  # zeros: prefix tokens
     h, g = on_window.shape[0], max(on_window.shape[1], on_summaries.shape[0])
     offset = torch.cat([on_window.expand(h, g, e, e), on_summaries.expand(h, g, e, -1)], -1)
     return offset.expand(q.shape[1], -1, -1, -1)
@@ -99,19 +98,28 @@ class JointSoftmax(torch.autograd.Function):
     @first_order
     def backward(ctx, dy):
         (*saved, weights, offset), needs = ctx.saved_tensors, ctx.needs_input_grad
-        dq, dk, dv = (like_tokens(dy) if need else None for need in needs[:3])
+        of_tokens = dy.new_empty(3, dy.shape[0], *dy.shape[2:0:-1], dy.shape[3]).transpose(2, 3)  # as `like_tokens`
+        dq, dk, dv = (x if need else None for x, need in zip(of_tokens, needs[:3], strict=True))
         dkeys, dvalues = (
             dy.new_empty(shape, dtype=dtype) if need else None
             for need, (shape, dtype) in zip(needs[3:5], ctx.summaries, strict=True)
         )
-        doffset = torch.zeros_like(offset) if needs[5] else None
+        of_heads: dict[int, Tensor] = {}  # the gradient of the offset: first head of a chunk -> its share
         with autocast_off(dy):
             for chunk in _chunks(dy, ctx.shape):
                 tensors = take(chunk, dy, weights, dq, dk, dv, dkeys, dvalues)
                 buffer = _buffer(tensors[0], ctx.shape[4], ctx.windows)
                 partitioned = _partitioned(take(chunk, *saved), buffer, ctx.windows)
-                offsets = _of_heads(offset, chunk), _of_heads(doffset, chunk)
-                _attend_backward(partitioned, buffer, *tensors, *offsets, ctx.windows)
+                dlogits = _attend_backward(partitioned, buffer, *tensors, _of_heads(offset, chunk), ctx.windows)
+                if needs[5]:
+                    total = dlogits.sum(0, dtype=offset.dtype).sum_to_size(_of_heads(offset, chunk).shape)
+                    first = chunk[1].start
+                    of_heads[first] = of_heads[first].add_(total) if first in of_heads else total
+                del dlogits
+        doffset = None
+        if needs[5]:
+            first, *others = [*of_heads.values()] or [torch.zeros_like(offset)]
+            doffset = torch.cat([first, *others]) if others else first
         return dq, dk, dv, dkeys, dvalues, doffset, None, None
 
 
@@ -154,8 +162,8 @@ def _partitioned(saved: Sequence[Tensor], buffer: Tensor, windows: Windows) -> S
     )
 
 
-def _attend_backward(partitioned, buffer, dy, weights, dq, dk, dv, dkeys, dvalues, offset, doffset, windows):
-    """Writes the gradients that are not None; adds to doffset."""
+def _attend_backward(partitioned, buffer, dy, weights, dq, dk, dv, dkeys, dvalues, offset, windows):
+    """Writes the gradients that are not None; returns those of the logits, (B, h, g, w, e + c)."""
     (queries, keys, values), scale = partitioned, dy.shape[-1] ** -0.5
     weights = _weights(queries(), keys(), dy, offset) if weights is None else weights.flatten(0, 2)
     of_windows, buffer = partition(dy, windows, dy.dtype), buffer.flatten(0, 2)
@@ -164,13 +172,11 @@ def _attend_backward(partitioned, buffer, dy, weights, dq, dk, dv, dkeys, dvalue
     logits = torch.bmm(of_windows, values().mT)
     torch.ops.aten._softmax_backward_data.out(logits, weights, -1, weights.dtype, grad_input=logits)  # row by row
     del weights
-    if doffset is not None:
-        of_images = logits.unflatten(0, (*dy.shape[:2], windows.count))
-        doffset += of_images.sum(0, dtype=doffset.dtype).sum_to_size(doffset.shape)
     if dq is not None:
         reverse(torch.baddbmm(of_windows, logits, keys(), beta=0, alpha=scale, out=of_windows), dq, windows)
     if dk is not None or dkeys is not None:
         _split(torch.baddbmm(buffer, logits.mT, queries(), beta=0, alpha=scale, out=buffer), dk, dkeys, windows)
+    return logits.unflatten(0, (*dy.shape[:2], windows.count))
 
 
 def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None, weights: Tensor | None = None) -> Tensor:
@@ -178,18 +184,19 @@ def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None, we
     None: (B h g, w, w + c).
     """
     scale = q.shape[-1] ** -0.5
-    logits = queries.new_empty(*queries.shape[:2], keys.shape[1])
-    weights = logits if weights is None else weights.flatten(0, 2)  # a softmax in place takes longer
-    g = len(queries) // max(len(q) * q.shape[1], 1)
-    of_images = logits.unflatten(0, (*q.shape[:2], g))
-    if logits.element_size() == 2 and logits.device.type == "cpu" and logits.shape[-1] % 32 > 8:
+    images, heads, g = *q.shape[:2], len(queries) // max(len(q) * q.shape[1], 1)
+    if q.element_size() == 2 and q.device.type == "cpu" and keys.shape[1] % 32 > 8:
         # A CPU's softmax of half types takes what a row has beyond 32s one by one.
-        torch.bmm(queries, keys.mT, out=logits)
-        full = upcast(of_images).mul_(scale) if offset is None else torch.add(upcast(offset), of_images, alpha=scale)
-        return weights.copy_(full.softmax(-1).flatten(0, 2))
-    if offset is not None:
-        of_images.copy_(offset.to(logits.dtype))
-    torch.baddbmm(logits, queries, keys.mT, beta=float(offset is not None), alpha=scale, out=logits)
+        logits = torch.bmm(queries, keys.mT).unflatten(0, (images, heads, g))
+        full = upcast(logits).mul_(scale) if offset is None else torch.add(upcast(offset), logits, alpha=scale)
+        weights = logits if weights is None else weights
+        return weights.copy_(full.softmax(-1)).flatten(0, 2)
+    if offset is None:
+        logits = torch.baddbmm(queries.new_empty(()), queries, keys.mT, beta=0, alpha=scale)
+    else:
+        logits = offset.to(q.dtype).expand(images, heads, g, -1, -1).clone(memory_format=torch.contiguous_format)
+        logits = logits.flatten(0, 2).baddbmm_(queries, keys.mT, alpha=scale)
+    weights = logits if weights is None else weights.flatten(0, 2)  # a softmax in place takes longer
     return torch.softmax(logits, -1, out=weights)
 
 
@@ -213,5 +220,6 @@ def _split(buffer: Tensor, x: Tensor | None, summaries: Tensor | None, windows: 
     if summaries is not None:
         tail = buffer[:, w:].unflatten(0, (*summaries.shape[:2], windows.count))
         if summaries.shape[2] == 1:
-            tail = tail.sum(2, keepdim=True, dtype=summaries.dtype)
-        summaries.copy_(tail)
+            torch.sum(tail, 2, keepdim=True, dtype=summaries.dtype, out=summaries)
+        else:
+            summaries.copy_(tail)

@@ -100,8 +100,7 @@ def window_logits(q: Tensor, k: Tensor, bias: Tensor | None, windows: Windows) -
         least = -torch.inf if windows.key_mask is None else torch.finfo(logits.dtype).min
         logits = logits.masked_fill(~mask[..., None, :], least)
     if windows.causal:
-        later = torch.ones(logits.shape[-2:], dtype=torch.bool, device=q.device).triu(windows.overlap[1] + 1)
-        logits = logits.masked_fill(later, -torch.inf)
+        logits = logits.masked_fill(windows.later(q.device), -torch.inf)
     return logits
 
 

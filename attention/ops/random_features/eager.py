@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from attention.ops.dispatch import first_order, path
-from attention.ops.memory import like_tokens
 from attention.ops.random_features.proposals import MIN_ALPHA, POOLED, Proposal, Weighting, own_ratio, propose
 from attention.parts.features import autocast_off, compute_dtype, full_precision, log_features, scale, upcast
 
@@ -155,4 +154,5 @@ def _full(x: Tensor) -> Tensor:
 
 def _as_tokens(x: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """(B h, N, d) -> (B, h, N, d), the heads of a token side by side, of the type of `like` or `dtype`."""
-    return like_tokens(like, dtype).copy_(x.view(like.shape))
+    tokens = x.view(like.shape).transpose(1, 2)
+    return tokens.to(dtype or like.dtype, copy=True, memory_format=torch.contiguous_format).transpose(1, 2)

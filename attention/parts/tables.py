@@ -1,0 +1,51 @@
+"""Constant tables of grids, windows and groups: made once on the CPU, and kept on every device that asks for them."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._guards import detect_fake_mode
+
+MAX_KEPT = 64
+"""Tables kept of each kind; those that were not used for longest go first."""
+
+
+def kept_table(make: Callable) -> Callable:
+    """Decorates `make`, a function of hashable arguments, one of them the device, that makes a tensor, or a NamedTuple
+    of tensors and other constants.
+
+    Calls with equal arguments share one result, which nobody may change in place. It is an ordinary tensor, for
+    training too, whatever mode it was first asked for in. Graphs that are compiled, exported or traced, fake tensors
+    and transforms of torch.func get a table of their own, made on the device, and nothing of theirs is kept.
+    """
+
+    @functools.lru_cache(maxsize=MAX_KEPT)
+    def keep(device: torch.device, *args: Any, **kwargs: Any) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return _to(device, make(*_with_device(torch.device("cpu"), args), **kwargs))
+
+    @functools.wraps(make)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or torch.jit.is_tracing() or _holds_no_data():
+            return make(*args, **kwargs)
+        return keep(next(x for x in args if isinstance(x, torch.device)), *args, **kwargs)
+
+    run.kept = keep.cache_info
+    return run
+
+
+def _holds_no_data() -> bool:
+    """Whether a tensor made now is a fake one, or one of a transform of torch.func."""
+    return detect_fake_mode() is not None or torch._C._are_functorch_transforms_active()
+
+
+def _with_device(device: torch.device, args: tuple) -> list:
+    return [device if isinstance(x, torch.device) else x for x in args]
+
+
+def _to(device: torch.device, table: Any) -> Any:
+    if isinstance(table, Tensor):
+        return table.to(device)
+    return table._make(x.to(device) if isinstance(x, Tensor) else x for x in table)
