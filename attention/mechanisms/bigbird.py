@@ -20,6 +20,7 @@ from attention.options import option
 from attention.parts.features import upcast
 from attention.parts.geometry import Grid, Windows, raster, split_prefix
 from attention.parts.sampling import counter_uniform
+from attention.parts.tables import kept_table
 
 
 def bigbird(
@@ -53,14 +54,16 @@ def bigbird(
     logits = upcast(d**-0.5 * queries @ keys[:, head, index].flatten(3, 4).mT)  # (B, h, n, b, m*b)
     logits = logits.masked_fill(~valid.flatten(2)[:, :, None], -torch.inf)
     y = mix([(logits, values[:, head, index].flatten(3, 4)), *prefix_term(queries, k_prefix, v_prefix)], attn_drop)
-    rows = torch.tensor(global_blocks(n, num_global), dtype=torch.int64, device=q.device)
+    rows = global_blocks(n, num_global, q.device)
     on_all = softmax(queries.index_select(2, rows).flatten(2, 3), k, v, attn_drop).unflatten(2, (len(rows), b))
     return windows.reverse(y.index_copy(2, rows, on_all.to(y.dtype)))
 
 
-def global_blocks(n: int, num_global: int) -> list[int]:
-    """The first and last of n blocks in turns: 0, n - 1, 1, n - 2, ..."""
-    return [i // 2 if i % 2 == 0 else n - 1 - i // 2 for i in range(min(num_global, n))]
+@kept_table
+def global_blocks(n: int, num_global: int, device: torch.device) -> Tensor:
+    """The first and last of n blocks in turns, (g,) int64: 0, n - 1, 1, n - 2, ..."""
+    turn = torch.arange(min(num_global, n), device=device)
+    return torch.where(turn % 2 == 0, turn // 2, n - 1 - turn // 2)
 
 
 def choose_blocks(num_window: int, num_global: int, uniform: Tensor) -> Tensor:
@@ -73,7 +76,7 @@ def choose_blocks(num_window: int, num_global: int, uniform: Tensor) -> Tensor:
     h, n, _ = uniform.shape
     near = torch.arange(n, device=uniform.device)[:, None] + torch.arange(num_window, device=uniform.device)
     near = near - num_window // 2
-    shared = torch.tensor(global_blocks(n, num_global), dtype=torch.int64, device=uniform.device)
+    shared = global_blocks(n, num_global, uniform.device)
     chosen = torch.cat([near, shared.expand(n, -1)], 1)
     twice = (chosen[:, :, None] == chosen[:, None]).tril(-1).any(-1)
     chosen = chosen.masked_fill(twice | (chosen < 0) | (chosen >= n), n).expand(h, -1, -1)

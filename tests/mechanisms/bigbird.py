@@ -62,7 +62,9 @@ def test_bigbird_blocks_are_window_global_and_distinct_others(n, w, g, r):
     chosen = pattern(n, w, g, r, heads=50)
     for head in range(50):
         for i in range(n):
-            fixed = {j for j in range(n) if abs(i - j) <= w // 2} | set(global_blocks(n, g))
+            fixed = {j for j in range(n) if abs(i - j) <= w // 2} | set(
+                global_blocks(n, g, torch.device("cpu")).tolist()
+            )
             blocks = [b for b in chosen[head, i].tolist() if b != n]
             assert len(blocks) == len(set(blocks)) == min(n, len(fixed) + r)
             assert fixed <= set(blocks) <= set(range(n))

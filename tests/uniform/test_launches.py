@@ -1,0 +1,98 @@
+"""How many operators a layer launches, and that no host waits for the device in a training step."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+
+from attention import ATTENTION, create_attention
+from tests.support.cases import Case
+from tests.support.facts import CASES, FACTS
+from tests.support.launches import Launches
+
+BOUNDS = {"eva": (42, 102), "lara": (62, 155), "performer": (24, 54), "local": (24, 46)}
+"""Operators, views not counted, of a layer of DeiT-Tiny/16 in training: forward, and with the backward pass. torch 2.15
+takes about 3 fewer; another version may take as many more."""
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_layer_launches_few_operators(name: str):
+    torch.manual_seed(0)
+    layer, x = create_attention(name, dim=192, num_heads=3, grid=(14, 14)), torch.randn(2, 196, 192, requires_grad=True)
+    layer(x, (14, 14))  # makes the tables
+    with Launches() as forward:
+        y = layer(x, (14, 14))
+    gradient = torch.ones_like(y)
+    with Launches() as backward:
+        y.backward(gradient)
+    counts = forward.operators.total(), (forward.operators + backward.operators).total()
+    assert all(count <= most for count, most in zip(counts, BOUNDS[name], strict=True)), (counts, forward.operators)
+
+
+@pytest.mark.parametrize("case", [FACTS[name].CASES[0] for name in ATTENTION], ids=str)
+def test_nothing_waits_for_the_device(case: Case, monkeypatch: pytest.MonkeyPatch):
+    """Meta tensors stand for those of a device: they hold nothing that a host could wait for."""
+    layer = case.build(torch.float32).train().to("meta")
+    x = case.tokens(torch.float32).to("meta").requires_grad_()
+    layer(x, case.grid)  # brings the tables there
+    monkeypatch.setattr(torch, "tensor", None)  # copies numbers of the host, which meta tensors do not show
+    with Launches("meta") as launches:
+        layer(x, case.grid).sum().backward()
+    assert launches.waits == []
+    assert x.grad is not None
+
+
+def on_fake_gpu(x: Tensor, mode: FakeTensorMode) -> Tensor:
+    fake = mode.from_tensor(x.detach())
+    with mode:
+        return fake.to("cuda")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=[] if x == FACTS["eva"].CASES[0] else pytest.mark.stress) for x in CASES], ids=str
+)
+def test_nothing_waits_for_a_gpu(case: Case):
+    """A fake one, on which no backward pass can be run."""
+    layer, mode = case.build(torch.float32).train(), FakeTensorMode()
+    for module in layer.modules():
+        for name, weight in module.named_parameters(recurse=False):
+            setattr(module, name, nn.Parameter(on_fake_gpu(weight, mode)))
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, on_fake_gpu(buffer, mode))
+    x = on_fake_gpu(case.tokens(torch.float32), mode)
+    with mode, Launches("cuda") as launches:
+        assert layer(x, case.grid).is_cuda
+    assert launches.waits == []
+
+
+def test_a_wait_is_noticed():
+    mode = FakeTensorMode()
+    x = on_fake_gpu(torch.ones(3), mode)
+    for copy in (x.cpu, lambda: torch.tensor([1.0, 2.0, 3.0], device="cuda"), lambda: x.copy_(torch.ones(3))):
+        with mode, Launches("cuda") as launches:
+            copy()
+        assert len(launches.waits) == 1
+    for act, error in (
+        (x.nonzero, DynamicOutputShapeException),
+        (lambda: x[x > 0], DynamicOutputShapeException),
+        (lambda: x.sum().item(), DataDependentOutputException),
+    ):
+        with mode, Launches("cuda"), pytest.raises(error):
+            act()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("case", [FACTS[name].CASES[0] for name in ATTENTION], ids=str)
+def test_nothing_waits_for_the_gpu_there_is(case: Case):
+    layer, x = case.build(torch.float32).train().cuda(), case.tokens(torch.float32).cuda().requires_grad_()
+    layer(x, case.grid).sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        layer(x, case.grid).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
