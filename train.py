@@ -26,16 +26,16 @@ from bench.costs import count_costs
 from engine.checkpoint import CHANGEABLE, Checkpoints
 from engine.config import find_config, load_run, refuse_bad_input
 from engine.console import ConsoleLog
-from engine.data import check_broken, check_workers, create_loaders, has_lost_workers, identify_data
+from engine.data import check_workers, create_loaders, has_lost_workers, identify_data
 from engine.distill import create_criterion
-from engine.distributed import World, autocast, exchange, init_distributed, seed_everything, set_deterministic
+from engine.distributed import World, autocast, init_distributed, seed_everything, set_deterministic
 from engine.evaluate import evaluate_all, gather_all
 from engine.failure import explain_failures
 from engine.files import lock_directory
 from engine.finite import FiniteGuard, dump_step
 from engine.freeze import set_train_mode
 from engine.init import create_initial_model
-from engine.optim import check_optimizer, create_optimizer, create_schedule
+from engine.optim import check_optimizer, create_optimizer, create_schedule, keep_weights_finite
 from engine.report import Report
 from engine.schema import Run
 from engine.signals import STOPPED, SignalHandler
@@ -130,7 +130,7 @@ class Trainer:
             self.model.compile(dynamic=False)  # a batch that broken images made smaller is compiled separately
         self.network = self.world.average_gradients(self.model)
         dump = partial(dump_step, self.checkpoints, self.train_loader, self.stateful, progress)
-        self.guard = FiniteGuard(self.options, progress, dump)
+        self.guard = FiniteGuard(run, self.world, progress, dump)
         total = progress.total_steps(run, self.sampler.updates_per_epoch)
         report = Report(self.output if self.world.is_primary else None, run, progress, total, self.world.device)
         self.report = self.cleanup.enter_context(report)
@@ -145,22 +145,20 @@ class Trainer:
         while progress.images < sampler.stop and not stopped:
             number = progress.images // options.total_batch_size
             self.schedule.step_update(progress.epoch * sampler.updates_per_epoch + number)
-            loss, grad_norm, stopped = self.update(batches)
-            if loss is None:
+            if not self.update(batches):
                 self.report.skip(progress.epoch + 1, progress.num_skipped)
-            else:
-                progress.loss_sum += loss
-                progress.num_summed += 1
             progress.step += 1
             progress.images += options.total_batch_size
             self.report.end_step()
             is_complete = progress.images == sampler.stop
             is_logged = is_complete or (number + 1) % options.log_every == 0
-            if is_logged and progress.num_summed:
+            if is_logged:
                 self.guard.settle()
+            stopped = self.guard.stopped  # here, where every rank has read the same
+            if is_logged and progress.num_summed:
                 values = {"loss": progress.loss_sum / progress.num_summed, "broken": progress.broken}
                 lr = max(group["lr"] for group in self.optimizer.param_groups)
-                self.report.train(progress.epoch + 1, **values, lr=lr, grad_norm=grad_norm.item())
+                self.report.train(progress.epoch + 1, **values, lr=lr, grad_norm=self.guard.norm)
                 progress.loss_sum, progress.num_summed = 0.0, 0
             if stopped or self.checkpoints.is_due(progress.step) or (is_complete and self.is_evaluated(progress.epoch)):
                 self.save()
@@ -178,14 +176,13 @@ class Trainer:
                 self.report.images(images)
             yield images, targets
 
-    def update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> tuple[float | None, Tensor, bool]:
+    def update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
         """One optimiser step: forward and backward pass of its micro-batches, clipping, step, weight average.
 
         Returns:
-            The loss, averaged over all ranks, or None if the update was skipped; the gradient norm before clipping; and
-            whether any rank was asked to stop.
+            Whether it was made; if not, it was skipped.
         """
-        num_micro, loss_sum, batch_size = self.options.grad_accum_steps, 0.0, self.train_loader.batch_sampler.batch_size
+        num_micro, loss_sum, num_broken = self.options.grad_accum_steps, 0.0, 0
         self.guard.begin_update(self.model)
         for micro in range(num_micro):
             images, targets = next(batches)
@@ -195,24 +192,21 @@ class Trainer:
                 with autocast(self.options.amp, self.world.device):
                     loss = self.criterion(images, self.network(images), targets) / num_micro
                 stop = self.signals.stop_requested() or has_lost_workers(self.train_loader)
-                mine = loss.detach(), self.guard.unread_norm, stop, batch_size - len(images)
-                losses, norm, stopped, num_broken = exchange(self.world, *mine)
-                self.guard.check(losses, norm)
-                self.progress.broken += num_broken
-                check_broken(self.progress.broken, self.run.data.max_broken)
-                loss_sum += sum(losses) / len(losses)
                 self.scaler.scale(loss).backward()
+            loss_sum += loss.detach().double()
+            num_broken += self.train_loader.batch_sampler.batch_size - len(images)
         self.scaler.unscale_(self.optimizer)  # clipping needs the gradients without the loss scale of fp16
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.run.optim.clip_grad or math.inf)
-        accepted = self.guard.accepts(loss_sum, grad_norm)
+        accepted = self.guard.accepts(loss_sum, grad_norm, stop, num_broken)
         if accepted:
+            keep_weights_finite(self.optimizer, grad_norm)
             seed_everything(self.options.seed, self.progress.step)  # without the rank: some optimisers draw numbers
             self.scaler.step(self.optimizer)
             if self.ema:
                 self.ema.update(self.model, self.progress.step + 1)
         self.scaler.update()
         self.optimizer.zero_grad()
-        return loss_sum if accepted else None, grad_norm, stopped
+        return accepted
 
     def finish_epoch(self) -> bool:
         """Evaluates if it is time to, counts the epoch and saves; returns whether a signal has stopped the run."""

@@ -2,10 +2,10 @@
 
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -48,10 +48,24 @@ class World:
 
     def gather(self, values: Sequence[float | Tensor]) -> list[list[float]]:
         """The `values` (scalars) of every rank, by rank, in one collective; waits for the device once."""
+        return self.send(values)()
+
+    def send(self, values: Sequence[float | Tensor]) -> Callable[[], list[list[float]]]:
+        """Begins to gather the `values`, without waiting: what it returns waits for them, and only for work before."""
         table = torch.zeros(self.size, len(values), dtype=torch.float64, device=self.device)
         for column, value in enumerate(values):
             table[self.rank, column] = value
-        return self.sum(table).tolist()
+        self.sum(table)
+        if not self.on_cuda:
+            return table.tolist
+        copy, is_there = table.to("cpu", non_blocking=True), torch.cuda.Event()
+        is_there.record()
+
+        def read() -> list[list[float]]:
+            is_there.synchronize()
+            return copy.tolist()
+
+        return read
 
     def any(self, flag: bool) -> bool:
         """Whether `flag` is true on any rank."""
@@ -115,16 +129,29 @@ def init_distributed(device: Literal["auto", "cuda", "cpu"], timeout_minutes: fl
     return World(local, dist.get_rank(), dist.get_world_size())
 
 
-def exchange(
-    world: World, loss: Tensor, norm: Tensor | float, stop: bool, num_broken: int
-) -> tuple[tuple[float, ...], float, bool, int]:
-    """All ranks' losses, the gradient norm (the same on every rank), whether any is to stop, the sum of `num_broken`.
+class Exchanged(NamedTuple):
+    """What the ranks tell each other in an update.
 
-    One collective carries them all, and it is the only time that an update waits for the device. Between forward and
-    backward pass this costs least: the device is idle only until the first kernel of the backward pass is queued.
+    Attributes:
+        losses: of all ranks. norm: of the gradient, the same on every rank. stop: whether any is asked to stop.
+        num_broken: images left out, on all ranks.
     """
-    losses, norms, stops, nums_broken = zip(*world.gather([loss, norm, stop, num_broken]), strict=True)
-    return losses, norms[0], any(stops), int(sum(nums_broken))
+
+    losses: tuple[float, ...]
+    norm: float
+    stop: bool
+    num_broken: int
+
+
+def exchange(world: World, loss: Tensor, norm: Tensor, stop: bool, num_broken: int) -> Callable[[], Exchanged]:
+    """Begins to tell all ranks, in one collective; what it returns waits for it."""
+    read = world.send([loss, norm, stop, num_broken])
+
+    def exchanged() -> Exchanged:
+        losses, norms, stops, nums_broken = zip(*read(), strict=True)
+        return Exchanged(losses, norms[0], any(stops), int(sum(nums_broken)))
+
+    return exchanged
 
 
 def average_in_rank_order(state: None, bucket: dist.GradBucket) -> Future[Tensor]:

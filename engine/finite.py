@@ -2,97 +2,109 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import cast
 
-import torch
 from torch import Tensor, nn
 
 from engine.checkpoint import Checkpoints, Stateful
-from engine.data import Loader, images_of
+from engine.data import Loader, check_broken, images_of
+from engine.distributed import Exchanged, World, exchange
 from engine.files import write_atomically
 from engine.progress import Progress
 from engine.sampler import EpochSampler
-from engine.schema import Train
+from engine.schema import Run
 
 
 class FiniteGuard:
-    """Checks the losses and the gradient norm of every update.
+    """Checks the losses of all ranks and the gradient norm of every update, and keeps count of what the ranks tell.
 
-    The losses of all ranks are checked before the backward pass. To read the gradient norm before the optimiser's step
-    would make every update wait for the device once more, so it is read with the losses of the next update: by then the
-    weights may be spoilt, but nothing has been saved. Only where updates may be skipped is it read at once. With fp16,
-    loss scaling expects gradients that are not finite, and skips them itself; here they are counted.
+    On a CPU, and where updates may be skipped, they are read before the optimiser's step. On a GPU every update would
+    have to wait for the device; there they are read one update late, before its optimiser's step and before anything is
+    logged or saved. By then the weights may be spoilt (a fused optimiser leaves them as they are, see
+    `engine.optim.keep_weights_finite`), but nothing has been saved. With fp16, loss scaling expects gradients that are
+    not finite, and skips them itself; here they are counted.
 
     Args:
-        progress: counts the skipped updates. dump: writes down the update that many updates ago, and the reason; see
-            `dump_step`.
+        progress: counts the images left out, the losses of updates that were made and those that were skipped.
+        dump: writes down the update that many updates ago, and the reason; see `dump_step`.
     Attributes:
-        unread_norm: gradient norm of the last update, on the device; 0 once it has been checked.
+        norm: gradient norm of the last update that was read. stopped: whether any rank was asked to stop.
     """
 
-    def __init__(self, options: Train, progress: Progress, dump: Callable[[str, int], None]):
-        self.options, self.progress, self.dump = options, progress, dump
-        self.unread_norm: Tensor | float = 0.0
+    def __init__(self, run: Run, world: World, progress: Progress, dump: Callable[[str, int], None]):
+        self.options, self.max_broken, self.world, self.progress = run.train, run.data.max_broken, world, progress
+        self.dump, self.norm, self.stopped = dump, math.nan, False
+        self.reads_late = world.on_cuda and not run.train.max_skipped
+        self.unread: Callable[[], Exchanged] | None = None
 
     def begin_update(self, model: nn.Module) -> None:
         """Copies the buffers, which a forward pass changes (as BatchNorm does), if the update may be skipped."""
         if self.options.max_skipped:
             self.buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
-    def check(self, losses: Sequence[float], norm: float) -> None:
-        """Checks the losses of all ranks, and `unread_norm` as read; to be called before every backward pass.
-
-        Raises:
-            FloatingPointError: the gradient of the update before is not finite, or a loss, and it is not to be skipped.
-        """
-        self._check_norm(norm)
-        ranks = ", ".join(str(rank) for rank, loss in enumerate(losses) if not math.isfinite(loss))
-        if ranks and not self.options.max_skipped:
-            self._stop(f"the loss is not finite on rank {ranks}; stopped before the update", 0)
-
-    def accepts(self, loss: float, norm: Tensor) -> bool:
+    def accepts(self, loss: Tensor, norm: Tensor, stop: bool, num_broken: int) -> bool:
         """Whether to make the update with this loss and gradient norm; if not, the buffers are restored.
 
+        Args:
+            loss, norm: on the device. stop: whether this rank is asked to stop. num_broken: images it left out.
         Raises:
-            FloatingPointError: it is to be skipped, but `max_skipped` have been skipped already.
+            FloatingPointError: the loss of a rank or the gradient is not finite, of this update or of the one before,
+                and it is not to be skipped.
+            BrokenImage: more images are broken than the options allow.
         """
-        scaled = self.options.amp == "fp16"
-        if self.options.max_skipped and not (math.isfinite(loss) and (scaled or norm.isfinite())):
-            reason = f"the loss is {loss:g} and the gradient norm {norm.item():g}"
-            if self.progress.num_skipped == self.options.max_skipped:
-                self._stop(f"{reason}; {self.progress.num_skipped} updates have been skipped already", 0)
-            self.progress.num_skipped += 1
-            for buffer, before in self.buffers:
-                buffer.copy_(before)
-            self.dump(reason, 0)
-            return False
-        self.unread_norm = norm
-        return True
+        self.settle()
+        found = exchange(self.world, loss, norm, stop, num_broken)
+        if self.reads_late:
+            self.unread = found
+            return True
+        return self._check(found(), 0)
 
     def settle(self) -> None:
-        """Waits for the last gradient norm and checks it; to be called before anything is saved.
+        """Waits for the update before and checks it; to be called before anything is logged or saved.
 
         Raises:
-            FloatingPointError: it is not finite.
+            FloatingPointError, BrokenImage: as `accepts`.
         """
-        self._check_norm(float(self.unread_norm))
+        if self.unread:
+            found, self.unread = self.unread, None
+            self._check(found(), 1)
 
-    def _check_norm(self, norm: float) -> None:
-        is_unread, self.unread_norm = torch.is_tensor(self.unread_norm), 0.0
-        if self.options.amp == "fp16" and is_unread:
-            self._count_overflow(not math.isfinite(norm))
-        elif not math.isfinite(norm):
-            self._stop(f"the gradient norm is {norm}; no checkpoint was made after it", 1)
+    def _check(self, found: Exchanged, updates_ago: int) -> bool:
+        self.norm, self.stopped = found.norm, self.stopped or found.stop
+        self.progress.broken += found.num_broken
+        check_broken(self.progress.broken, self.max_broken)
+        loss, is_scaled = sum(found.losses) / len(found.losses), self.options.amp == "fp16"
+        if self.options.max_skipped and not (math.isfinite(loss) and (is_scaled or math.isfinite(found.norm))):
+            self._skip(f"the loss is {loss:g} and the gradient norm {found.norm:g}")
+            return False
+        end = "no checkpoint was made after it" if updates_ago else "stopped before the update"
+        if ranks := ", ".join(str(rank) for rank, x in enumerate(found.losses) if not math.isfinite(x)):
+            self._stop(f"the loss is not finite on rank {ranks}; {end}", updates_ago)
+        if is_scaled:
+            self._count_overflow(not math.isfinite(found.norm), updates_ago)
+        elif not math.isfinite(found.norm):
+            self._stop(f"the gradient norm is {found.norm}; {end}", updates_ago)
+        self.progress.loss_sum += loss
+        self.progress.num_summed += 1
+        return True
 
-    def _count_overflow(self, overflows: bool) -> None:
+    def _skip(self, reason: str) -> None:
+        if self.progress.num_skipped == self.options.max_skipped:
+            self._stop(f"{reason}; {self.progress.num_skipped} updates have been skipped already", 0)
+        self.progress.num_skipped += 1
+        for buffer, before in self.buffers:
+            buffer.copy_(before)
+        self.dump(reason, 0)
+
+    def _count_overflow(self, overflows: bool, updates_ago: int) -> None:
         count = self.progress.num_overflows = self.progress.num_overflows + 1 if overflows else 0
         if count > self.options.max_overflows:
             self._stop(
                 f"the gradient was not finite in {count} updates in a row, at any loss scale; train.max_overflows ="
                 f" {self.options.max_overflows}; lower optim.lr, or set train.amp=bf16 (with --allow-change)",
-                1,
+                updates_ago,
             )
 
     def _stop(self, reason: str, updates_ago: int) -> None:

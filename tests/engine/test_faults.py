@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,10 +23,10 @@ import yaml
 import train
 from engine.augment import PairMixup
 from engine.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
-from engine.distributed import World
+from engine.distributed import World, exchange
 from engine.finite import FiniteGuard
 from engine.progress import Progress
-from engine.schema import Train
+from engine.schema import Data, Train
 from engine.signals import SIGNALS, SignalHandler
 from tests.engine.test_resume import RUN, STEPS, Runs, light_and_full, outcome, records
 from tests.support.launcher import ROOT, Fault, ForkServer, Job, use_few_images
@@ -437,8 +438,9 @@ def test_what_is_not_finite_reaches_no_checkpoint(
 class Two(World):
     """Two ranks, of which the second sends what a test says."""
 
-    def gather(self, values):
-        return [[float(value) for value in values], self.second]
+    def send(self, values):
+        rows = [[float(value) for value in values], list(self.second)]
+        return lambda: rows
 
 
 @pytest.mark.parametrize(
@@ -453,47 +455,94 @@ class Two(World):
 def test_one_exchange_carries_losses_norm_stop_flag_and_broken_images(second: list[float], expected: tuple):
     world = Two(torch.device("cpu"), 0, 2)
     object.__setattr__(world, "second", second)
-    assert train.exchange(world, torch.tensor(3.0), torch.tensor(0.5), False, 2) == expected
+    assert exchange(world, torch.tensor(3.0), torch.tensor(0.5), False, 2)() == expected
 
 
-def test_the_rank_is_named():
+def guard_of(options: Train, progress: Progress, world: World, late: bool = False) -> tuple[FiniteGuard, list]:
+    """A guard, and what it dumps; on a GPU it reads `late`."""
     dumped = []
-    guard = FiniteGuard(Train(), Progress(), lambda *what: dumped.append(what))
-    guard.check((3.0, 1.0), 0.5)
+    guard = FiniteGuard(SimpleNamespace(train=options, data=Data()), world, progress, lambda *what: dumped.append(what))
+    guard.reads_late = late
+    return guard, dumped
+
+
+def update_twice(guard: FiniteGuard, **values: float) -> None:
+    """An update, and one after it, which reads it if it is read late."""
+    assert update(guard, **values)
+    assert update(guard)
+
+
+def update(guard: FiniteGuard, loss: float = 1.0, norm: float = 1.0, stop: bool = False) -> bool:
+    """One update, as train.py makes it."""
+    accepted = guard.accepts(torch.tensor(loss), torch.tensor(norm), stop, 0)
+    guard.progress.step += 1
+    return accepted
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_the_rank_is_named(late: bool):
+    world = Two(torch.device("cpu"), 0, 2)
+    object.__setattr__(world, "second", [1.0, 0.5, 0.0, 0.0])
+    guard, dumped = guard_of(Train(), Progress(), world, late)
+    assert update(guard, 3.0)
     assert not dumped
-    message = "step 0: the loss is not finite on rank 1; stopped before the update"
-    with pytest.raises(FloatingPointError, match=message):
-        guard.check((1.0, math.nan), 0.0)
-    assert len(dumped) == 1
+    world.second[0] = math.nan
+    end = "no checkpoint was made after it" if late else "stopped before the update"
+    with pytest.raises(FloatingPointError, match=f"step 1: the loss is not finite on rank 1; {end}"):
+        update_twice(guard)
+    assert dumped == [(f"the loss is not finite on rank 1; {end}", int(late))]
 
 
-def test_with_loss_scaling_a_gradient_may_be_infinite():
-    guard = FiniteGuard(Train(amp="fp16"), Progress(), lambda *what: None)
-    guard.check((1.0,), 0.0)
-    assert guard.accepts(1.0, torch.tensor(math.inf))
-    guard.settle()
+@pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (1.0, math.inf)])
+def test_what_is_read_late_is_read_before_the_next_update_and_before_a_checkpoint(loss: float, norm: float):
+    for end in (update, FiniteGuard.settle):
+        guard, dumped = guard_of(Train(), Progress(), World(torch.device("cpu")), late=True)
+        assert update(guard)
+        assert update(guard, loss, norm)
+        assert guard.progress.num_summed == 1
+        with pytest.raises(FloatingPointError, match=r"step 1: .* no checkpoint was made after it"):
+            end(guard)
+        assert [ago for _, ago in dumped] == [1]
 
 
-def overflow(guard: FiniteGuard, *norms: float) -> None:
-    """Updates with these gradient norms, in two micro-batches each."""
-    for norm in norms:
-        for _ in range(2):
-            guard.check((1.0,), float(guard.unread_norm))
-        assert guard.accepts(1.0, torch.tensor(norm))
-
-
-def test_only_so_many_overflows_in_a_row_are_skipped():
-    progress, dumped = Progress(step=9), []
-    guard = FiniteGuard(Train(amp="fp16", max_overflows=3), progress, lambda *what: dumped.append(what))
-    overflow(guard, math.inf, math.nan, math.inf, 1.0, math.inf, math.inf)
-    guard.settle()
-    guard.settle()
-    assert progress.num_overflows == 2
-    guard = FiniteGuard(Train(amp="fp16", max_overflows=3), Progress(**vars(progress)), guard.dump)  # resumed
-    overflow(guard, math.inf, math.inf)
-    message = r"^step 8: the gradient was not finite in 4 updates in a row.*train\.max_overflows = 3; lower optim\.lr"
-    with pytest.raises(FloatingPointError, match=message):
+def test_what_is_read_late_is_not_lost():
+    progress = Progress()
+    guard, _ = guard_of(Train(), progress, World(torch.device("cpu")), late=True)
+    assert update(guard, 2.0, 3.0)
+    assert update(guard, 4.0, 5.0, stop=True)
+    assert (progress.loss_sum, progress.num_summed, guard.norm, guard.stopped) == (2.0, 1, 3.0, False)
+    for _ in range(2):
         guard.settle()
+        assert (progress.loss_sum, progress.num_summed, guard.norm, guard.stopped) == (6.0, 2, 5.0, True)
+
+
+def test_only_a_gpu_is_read_late_and_only_where_no_update_is_skipped(tmp_path: Path):
+    for device, max_skipped, late in (("cuda", 0, True), ("cuda", 1, False), ("cpu", 0, False)):
+        run = SimpleNamespace(train=Train(max_skipped=max_skipped), data=Data())
+        assert FiniteGuard(run, World(torch.device(device)), Progress(), print).reads_late == late
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_with_loss_scaling_a_gradient_may_be_infinite(late: bool):
+    guard, _ = guard_of(Train(amp="fp16"), Progress(), World(torch.device("cpu")), late)
+    assert update(guard, norm=math.inf)
+    guard.settle()
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_only_so_many_overflows_in_a_row_are_skipped(late: bool):
+    options, progress = Train(amp="fp16", max_overflows=3), Progress()
+    guard, dumped = guard_of(options, progress, World(torch.device("cpu")), late)
+    for norm in (math.inf, math.nan, math.inf, 1.0, math.inf, math.inf):
+        assert update(guard, norm=norm)
+    guard.settle()
+    guard.settle()
+    assert (progress.num_overflows, dumped) == (2, [])
+    guard, dumped = guard_of(options, Progress(**vars(progress)), guard.world, late)  # resumed
+    assert update(guard, norm=math.inf)
+    message = r"^step 7: the gradient was not finite in 4 updates in a row.*train\.max_overflows = 3; lower optim\.lr"
+    with pytest.raises(FloatingPointError, match=message):
+        update_twice(guard, norm=math.inf)
     assert len(dumped) == 1
 
 

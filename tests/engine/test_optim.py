@@ -14,7 +14,13 @@ from engine.checkpoint import Checkpoints
 from engine.config import load_run
 from engine.distributed import World, seed_everything
 from engine.errors import UserError
-from engine.optim import check_optimizer, create_optimizer, create_schedule, restore_optimizer
+from engine.optim import (
+    check_optimizer,
+    create_optimizer,
+    create_schedule,
+    keep_weights_finite,
+    restore_optimizer,
+)
 from engine.progress import Progress
 from engine.schema import Optim, Run, Schedule
 from models import create_model
@@ -155,3 +161,51 @@ def test_layer_decay_scales_the_rates_of_timms_groups(caplog):
     for name, weight in model.named_parameters():
         (depth,) = (depth for prefix, depth in layers.items() if name.startswith(prefix))
         assert rates[id(weight)] == pytest.approx(5e-4 * 0.5**depth), name
+
+
+def fuse(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Fused, as `create_optimizer` makes it on CUDA; a CPU can do it too."""
+    for group in optimizer.param_groups:
+        group["fused"] = True
+    return optimizer
+
+
+def trained(optimizer: torch.optim.Optimizer, model: nn.Module, value: float = 0.1) -> torch.optim.Optimizer:
+    for weight in model.parameters():
+        weight.grad = torch.full_like(weight, value)
+    optimizer.step()
+    return optimizer
+
+
+@pytest.mark.parametrize("fused_before", [False, True])
+def test_a_run_may_go_on_with_a_fused_optimizer_or_without(fused_before: bool):
+    """The same weights, up to rounding: the two add up in another order."""
+    options, (start, here, there) = Optim(), (nn.Linear(3, 5) for _ in range(3))
+    before, after = (fuse, lambda x: x)[:: 1 if fused_before else -1]
+    former = trained(before(create_optimizer(start, options, 8)), start)
+    here.load_state_dict(start.state_dict())
+    optimizer = after(create_optimizer(here, options, 8))
+    restore_optimizer(optimizer, former.state_dict(), after(create_optimizer(there, options, 8)), "x")
+    assert {bool(group["fused"]) for group in optimizer.param_groups} == {not fused_before}
+    trained(former, start)
+    trained(optimizer, here)
+    torch.testing.assert_close(here.weight, start.weight, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_fused_optimizer_keeps_its_weights_finite(value: float):
+    model = nn.Linear(3, 5)
+    optimizer, before = fuse(create_optimizer(model, Optim(), 8)), model.weight.detach().clone()
+    keep_weights_finite(optimizer, torch.tensor(value))
+    trained(optimizer, model, value)
+    assert torch.equal(model.weight, before)
+    keep_weights_finite(optimizer, torch.tensor(1.0))
+    trained(optimizer, model)
+    assert not torch.equal(model.weight, before)
+    assert model.weight.isfinite().all()
+
+
+def test_other_optimizers_have_no_such_switch():
+    optimizer = create_optimizer(nn.Linear(3, 5), Optim(), 8)
+    keep_weights_finite(optimizer, torch.tensor(torch.nan))
+    assert not hasattr(optimizer, "found_inf")

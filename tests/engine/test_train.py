@@ -2,7 +2,9 @@
 
 import json
 import math
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,9 +15,14 @@ from torch import nn
 import train
 from attention import ATTENTION
 from engine.checkpoint import find_checkpoint
+from engine.distill import Criterion
+from engine.distributed import World
+from engine.finite import FiniteGuard
 from engine.optim import create_optimizer, create_schedule
-from engine.schema import Optim, Schedule
+from engine.progress import Progress
+from engine.schema import Data, Distill, Optim, Schedule, Train
 from models import create_model
+from tests.support.launches import Launches
 
 RUN = {
     "model": {
@@ -235,3 +242,48 @@ def test_soft_targets_and_label_smoothing_train(tmp_path: Path):
     assert len(losses) == 3  # after 2, 4 and, the epoch's last, 5 updates
     assert all(1.5 < loss < 3.5 for loss in losses)
     assert mixed["progress"]["metrics"]["images"] == 360
+
+
+class MetaWorld(World):
+    """A device that holds nothing a host could wait for, and the losses and norms that a test makes up."""
+
+    def send(self, values):
+        super().send(values)  # its operators count
+        return lambda: self.rows.pop(0)
+
+
+def meta_trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """What `Trainer.update` needs, on the device meta."""
+    attention = {"name": "eva", "window_size": 3, "num_landmarks": 4}
+    model = create_model(**RUN["model"] | {"depth": 1}, attention=attention)
+    ema = ModelEmaV3(model, decay=0.9).to("meta")
+    model, world, progress = model.to("meta").train(), MetaWorld(torch.device("meta")), Progress()
+    object.__setattr__(world, "rows", [[[1.0, 1.0, 0.0, 0.0]], [[2.0, math.nan, 0.0, 0.0]]])
+    monkeypatch.setattr(train, "autocast", lambda amp, device: nullcontext())  # meta has none
+    run = SimpleNamespace(train=Train(total_batch_size=4, grad_accum_steps=2), data=Data(), optim=Optim())
+    guard = FiniteGuard(run, world, progress, lambda reason, ago: None)
+    guard.reads_late = True
+    return SimpleNamespace(
+        run=run, options=run.train, world=world, progress=progress, guard=guard, model=model, network=model,
+        criterion=Criterion(nn.CrossEntropyLoss(), Distill()), scaler=torch.amp.GradScaler("cpu", enabled=False),
+        optimizer=create_optimizer(model, run.optim, 4), ema=ema,
+        signals=SimpleNamespace(stop_requested=lambda: False),
+        train_loader=SimpleNamespace(batch_sampler=SimpleNamespace(batch_size=2), has_lost_workers=False),
+    )  # fmt: skip
+
+
+def test_an_update_waits_for_nothing_but_the_update_before(monkeypatch: pytest.MonkeyPatch):
+    """Meta tensors stand for those of a GPU."""
+    trainer = meta_trainer(monkeypatch)
+    batch = torch.zeros(2, 3, 28, 28, device="meta"), torch.zeros(2, dtype=torch.int64, device="meta")
+    batches = iter([batch] * 6)
+    trainer.model(batch[0])  # brings the tables of groups there
+    for number in range(2):
+        with Launches("meta") as launches:
+            assert train.Trainer.update(trainer, batches)
+        assert launches.waits == []
+        assert launches.operators.total() > 200
+        assert len(trainer.world.rows) == 2 - number  # the losses of this update are not read
+        trainer.progress.step += 1
+    with pytest.raises(FloatingPointError, match=r"step 1: the gradient norm is nan; no checkpoint was made after it"):
+        train.Trainer.update(trainer, batches)
