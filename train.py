@@ -28,7 +28,7 @@ from engine.config import find_config, load_run, refuse_bad_input
 from engine.console import ConsoleLog
 from engine.data import check_workers, create_loaders, has_lost_workers, identify_data
 from engine.distill import create_criterion
-from engine.distributed import World, autocast, init_distributed, seed_everything, set_deterministic
+from engine.distributed import World, autocast, init_distributed, seed_everything, set_deterministic, set_tf32
 from engine.evaluate import evaluate_all, gather_all
 from engine.failure import explain_failures
 from engine.files import lock_directory
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with ConsoleLog() as console, refuse_bad_input():
         run = load_run(args.config, args.overrides, int(os.environ.get("WORLD_SIZE", "1")))
         set_deterministic(run.train.deterministic)
+        set_tf32(run.train.tf32)
         world = init_distributed(run.train.device, run.train.timeout_minutes)
         try:
             with explain_failures(run.train, world), ExitStack() as cleanup:

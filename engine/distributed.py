@@ -185,6 +185,11 @@ def set_deterministic(deterministic: bool) -> None:
     torch.backends.cudnn.benchmark = not deterministic
 
 
+def set_tf32(tf32: bool) -> None:
+    """Whether a GPU makes matrix products of fp32 in TF32. Convolutions are torch's choice: TF32."""
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
 def mix_seeds(*key: int) -> int:
     """One 32-bit seed for the integers `key`, e.g. (seed, epoch); neighbouring keys give unrelated seeds."""
     return int(np.random.SeedSequence((len(key), *key)).generate_state(1)[0])  # NumPy ignores trailing zeros

@@ -168,6 +168,10 @@ class Train:
     grad_accum_steps: int = option(1, "backward passes per optimiser step", low=1, high=2**20)
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda where there is one")
     amp: Literal["bf16", "fp16"] | None = option("bf16", "automatic mixed precision; null: off")
+    tf32: bool = option(
+        False,
+        "on a GPU, fp32 matrix products in TF32: faster, with 10 bits of mantissa; false: convolutions only, as torch",
+    )
     compile: bool = option(False, "torch.compile the model")
     kernels: Literal["auto", "lean", "triton", "plain"] = option(
         "auto", "fast paths of attention; lean: least memory; triton: on a GPU fused kernels, experimental; plain: none"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from engine.distributed import World, init_distributed, mix_seeds, seed_everything, set_deterministic
+from engine.distributed import World, init_distributed, mix_seeds, seed_everything, set_deterministic, set_tf32
 from engine.errors import UserError
 
 
@@ -58,6 +58,15 @@ def test_every_library_is_seeded():
     first, again, other = draw(1, 2), draw(1, 2), draw(1, 3)
     assert first == again
     assert all(a != b for a, b in zip(first, other, strict=True))
+
+
+def test_the_tf32_switch():
+    assert not torch.backends.cuda.matmul.allow_tf32  # torch's own choice, which is the option's default
+    try:
+        set_tf32(True)
+        assert torch.backends.cuda.matmul.allow_tf32
+    finally:
+        set_tf32(False)
 
 
 def test_the_deterministic_switch(monkeypatch):

@@ -197,7 +197,7 @@ def test_a_run_of_frozen_weights_resumes_to_the_same_bits(
     for name in STEM if "head" not in overrides[0] else ():
         value = last["model"][name]
         assert torch.equal(value, torch.zeros_like(value) if name.endswith("mean") else torch.ones_like(value)), name
-    for target, call in [("train.seed_everything", 4), ("train.exchange", 2), ("os.replace", 5)]:
+    for target, call in [("train.seed_everything", 4), ("engine.finite.exchange", 2), ("os.replace", 5)]:
         assert -9 in runs.survives((target, call, "SIGKILL"))
 
 

@@ -59,7 +59,7 @@ STEPS = 12
 WITHIN_STEP = [
     "train.seed_everything",
     "train.nn.utils.clip_grad_norm_",
-    "train.exchange",
+    "engine.finite.exchange",
     "train.ModelEmaV3.update",
     "engine.report.Report.end_step",
 ]
@@ -203,7 +203,7 @@ def test_an_evaluation_may_be_all_that_is_left(runs: Runs):
 def test_log_steps_increase_through_many_kills(amount: int, runs: Runs, figure: Callable):
     rng, output, more = random.Random(2), None, [f"schedule.epochs={amount}"]
     for _ in range(amount):
-        fault = ("train.exchange", rng.randint(2, 5), "SIGKILL")
+        fault = ("engine.finite.exchange", rng.randint(2, 5), "SIGKILL")
         statuses, _, output = runs.launch(fault, output=output, more=more)
         assert statuses == [-9]
     assert runs.launch(output=output, more=more)[0] == [0]
