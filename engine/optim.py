@@ -33,6 +33,7 @@ def create_optimizer(model: nn.Module, optim: Optim, total_batch_size: int) -> O
     torch's Adam and AdamW are fused: one kernel in place of a dozen.
     """
     is_fused = next(model.parameters()).is_cuda and optim.opt in FUSED
+    fused: dict[str, Any] = {"fused": True} if is_fused else {}
     return create_optimizer_v2(
         model,
         optim.opt,
@@ -41,7 +42,7 @@ def create_optimizer(model: nn.Module, optim: Optim, total_batch_size: int) -> O
         betas=optim.betas,
         eps=optim.eps,
         layer_decay=optim.layer_decay,
-        **({"fused": True} if is_fused else {}),
+        **fused,
     )
 
 
@@ -50,7 +51,7 @@ def keep_weights_finite(optimizer: Optimizer, norm: Tensor) -> None:
     finite; others have no such switch. Unlike a branch, it does not wait for the device.
     """
     if optimizer.param_groups[0].get("fused"):
-        optimizer.found_inf = norm.isfinite().logical_not().float()  # as torch's GradScaler does
+        vars(optimizer)["found_inf"] = norm.isfinite().logical_not().float()  # as torch's GradScaler does
 
 
 def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any], former: Optimizer, source: str) -> None:

@@ -32,7 +32,6 @@ from attention.parts.geometry import Grid, Layout, Windows, raster, split_prefix
 from attention.parts.groups import Groups, bin_counts, bins, bins_outside, chunks_outside
 from attention.parts.position import BiasKind
 from attention.parts.sampling import Noise, noise_option
-from attention.parts.tables import kept_table
 from attention.window_options import position_bias, window_option, windows_on
 
 
@@ -146,7 +145,6 @@ class Eva(Attention):
             self.landmarks = Landmarks(config, self.num_heads, self.head_dim)
 
     @staticmethod
-    @kept_table
     def groups(config: Config, grid: Grid, device: torch.device) -> Groups:
         """The partition of the option `partition` over this grid."""
         c, partition, windows = config.num_landmarks, config.partition, windows_on(config, grid)

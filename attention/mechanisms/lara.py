@@ -149,8 +149,7 @@ class Lara(Attention):
             return q.new_zeros(1, self.head_dim), None
         samples = config.num_landmarks if self.single else config.samples_per_proposal // (1 + config.antithetic)
         noise, uniform = mixture_noise((self.num_heads, num_proposals, samples), q, seed)
-        noise = torch.cat([noise, -noise], 3) if config.antithetic else noise
-        noise = scale_noise(noise, config.noise)
+        noise = scale_noise(torch.cat([noise, -noise], 3) if config.antithetic else noise, config.noise)
         return noise, uniform if self.single or config.proposal == "mixture" else None
 
     @classmethod

@@ -115,6 +115,7 @@ def bins_outside(groups: Groups, windows: Windows) -> Groups:
     return Groups(groups.index.expand(len(attended), -1, -1), groups.valid & ~attended[:, groups.index[0]])
 
 
+@kept_table
 def chunks_outside(windows: Windows, count: int, device: torch.device, key: str | None = None) -> Groups:
     """Contiguous chunks, `count` of them, of the raster order without the tokens that each window attends to: G = g.
 
@@ -155,6 +156,7 @@ def _chunks(total: Tensor, most: int, count: int, margin: int = 0, overlapping: 
     return position.minimum(total[..., None, None] - 1).clamp(min=0), valid
 
 
+@kept_table
 def _attended(windows: Windows, device: torch.device) -> Tensor:
     """(g, N) bool: which tokens each window attends to."""
     index = windows.indices(device) + 1  # padding: 0

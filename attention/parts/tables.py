@@ -32,7 +32,7 @@ def kept_table(make: Callable) -> Callable:
             return make(*args, **kwargs)
         return keep(next(x for x in args if isinstance(x, torch.device)), *args, **kwargs)
 
-    run.kept = keep.cache_info
+    vars(run)["kept"] = keep.cache_info
     return run
 
 
