@@ -2,11 +2,14 @@
 
     python -m engine.prepare --make pathfinder runs/data/pathfinder
     python -m engine.prepare --make pathfinder runs/data/pathfinder32 --tokens 32 --length 24 --distractors 4
+    python -m engine.prepare --make pathfinder runs/data/graded --scenes 1 2 --length 9
 
 After Linsley et al., 2018, "Learning long-range spatial dependencies with horizontal gated recurrent units". An image
 has two dashed paths of one length, distractors of a third of that length, and a mark at two of the paths' four ends;
 nothing touches or crosses. Class 1: one path joins the marks. `draw` says why no part of an image tells the classes
-apart. The same arguments give the same files, and image i does not depend on how many there are.
+apart. Then learning has no first step; `--scenes` gives it one, a training split of images of many small scenes (see
+`draw_graded`). The held-out split stays as it is. The same arguments give the same files, and image i does not depend
+on how many there are.
 """
 
 import argparse
@@ -36,6 +39,9 @@ GAP = 1.5
 ATTEMPTS = 200
 """Ends of an image, or curves between two, before there is no room."""
 
+GRADED_ATTEMPTS = 8
+"""Curves between two ends of one scene among many, before others are drawn: giving up early is faster."""
+
 STEP = 1 / 16
 """Distance of a curve's points, tokens."""
 
@@ -49,7 +55,15 @@ ALONG = np.linspace(0, 1, 65)
 WAVES = np.stack([np.sin(k * np.pi * ALONG) / k**1.5 for k in (1, 2, 3)])
 """A curve leaves its chord by a random mixture of these."""
 
-BOUNDS = {"images": (2, 10**7), "tokens": (14, 64), "length": (8, 200), "distractors": (0, 100), "seed": (0, 2**63)}
+BOUNDS = {
+    "images": (2, 10**7),
+    "tokens": (14, 64),
+    "length": (8, 200),
+    "distractors": (0, 100),
+    "separation": (7, 63),
+    "scenes": (1, 16),
+    "seed": (0, 2**63),
+}
 """Option -> its least and largest value."""
 
 
@@ -64,24 +78,36 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, default=14, help=f"a side, {PIXELS}x{PIXELS} pixels each (14)")
     parser.add_argument("--length", type=int, default=12, help="tokens that a path is long (12)")
     parser.add_argument("--distractors", type=int, default=1, help="curves of a third of that length (1)")
+    parser.add_argument("--separation", type=int, default=SEPARATION, help=f"least tokens between ends ({SEPARATION})")
+    parser.add_argument(
+        "--scenes",
+        type=int,
+        nargs=2,
+        help="grade train: so many small ones along a side of an image",
+        metavar=("A", "B"),
+    )
     parser.add_argument("--seed", type=int, default=0, help="(0)")
     args = parser.parse_args(arguments)
     for name, (low, high) in BOUNDS.items():
-        if not low <= np.min(value := getattr(args, name)) <= np.max(value) <= high:
+        value = getattr(args, name)
+        if value is not None and not low <= np.min(value) <= np.max(value) <= high:
             parser.error(f"--{name} must be {low} to {high}, got {value}")
     if any(count % 2 for count in args.images):
         parser.error(f"--images must be even, half of them of each class, got {args.images}")
+    if args.scenes and args.scenes[0] > args.scenes[1]:
+        parser.error(f"--scenes must be in ascending order, got {args.scenes}")
     if (size := max(args.images) * (PIXELS * args.tokens) ** 2) > LIMIT:
         parser.error(f"--images {max(args.images)} of {args.tokens} tokens a side: {size:,} bytes; at most {LIMIT:,}")
     with refuse_bad_input():
         make(**vars(args))
 
 
-def make(output: Path, images: Sequence[int], seed: int, **options: int) -> None:
+def make(output: Path, images: Sequence[int], scenes: tuple[int, int] | None, seed: int, **options: int) -> None:
     """Writes the splits, each of so many `images`, every other one of class 1, below `output`.
 
     Args:
-        options: tokens, length, distractors, see `draw`.
+        scenes: grade the training split, see `draw_graded`.
+        options: tokens, length, distractors, separation, see `draw`.
     Raises:
         UserError: there is no room for the paths, or a split is there already or cannot be written.
     """
@@ -96,52 +122,108 @@ def make(output: Path, images: Sequence[int], seed: int, **options: int) -> None
     for split, (image_file, label_file), count in zip(range(len(SPLITS)), files, images, strict=True):
         labels = np.arange(count) % 2
         with tqdm(range(count), SPLITS[split], unit=" images", dynamic_ncols=True, disable=None) as bar:
-            drawn = [draw(np.random.default_rng((seed, split, i)), labels[i], **options) for i in bar]
+            draw_one = partial(draw_graded, scenes=scenes) if scenes and SPLITS[split] == "train" else draw
+            drawn = [draw_one(np.random.default_rng((seed, split, i)), labels[i], **options) for i in bar]
         write_idx(image_file, np.stack(drawn))
         write_idx(label_file, labels)
 
 
-def draw(rng: np.random.Generator, label: int, tokens: int, length: float, distractors: int) -> np.ndarray:
+def draw(
+    rng: np.random.Generator,
+    label: int,
+    tokens: int,
+    length: float,
+    distractors: int,
+    separation: int = SEPARATION,
+    attempts: int | None = None,
+) -> np.ndarray:
     """One image, bytes of shape (4 tokens, 4 tokens).
 
     The four ends lie in a circle, where side i leads from end i to the next. They can be joined along sides 0 and 2,
     or along sides 1 and 3: curves are drawn for both, and a coin chooses one drawing. Another coin chooses what is
     marked, the ends of one of the two sides that the label leaves. So the drawing is independent of the label, and so
-    are the four ends with their marks. A window of 7x7 tokens holds one end at most, marked in half of the images
-    whatever drawing and label are: it tells nothing, and a sum over windows has the same mean in both classes, so that
-    by cross-entropy the best of such sums is a constant.
+    are the four ends with their marks. A window of `separation` tokens a side holds one end at most, marked in half of
+    the images whatever drawing and label are: it tells nothing, and a sum over windows has the same mean in both
+    classes, so that by cross-entropy the best of such sums is a constant.
 
     Args:
         tokens: grid side. length: of a path along its curve, tokens. distractors: curves of a third of that length.
+        separation: least tokens between two ends, see `SEPARATION`.
+        attempts: curves between two ends, before others are drawn; by default `ATTEMPTS`.
     Raises:
         UserError: the paths found no room in many attempts.
     """
     for _ in range(ATTEMPTS):
-        ends = _draw_ends(rng, tokens, length)
-        drawings = [_draw_curves(rng, ends, first, tokens, length, distractors) for first in (0, 1)]
+        ends = _draw_ends(rng, tokens, length, separation)
+        drawings = [
+            _draw_curves(rng, ends, first, tokens, length, distractors, attempts or ATTEMPTS) for first in (0, 1)
+        ]
         if all(drawings):
             first, half = rng.integers(2, size=2)
             side = (first + 1 - label + 2 * half) % 4
             return _render(drawings[first], ends[[side, (side + 1) % 4]], tokens)
     raise UserError(
-        f"no room for paths of --length {length} and --distractors {distractors} on {tokens}x{tokens} tokens; name"
-        " another length, fewer distractors or more tokens"
+        f"no room for paths of --length {length:g} and --distractors {distractors} on {tokens}x{tokens} tokens; name"
+        " another length, fewer distractors or scenes, a smaller separation or more tokens"
     )
 
 
-def _draw_ends(rng: np.random.Generator, tokens: int, length: float) -> np.ndarray:
+def draw_graded(
+    rng: np.random.Generator,
+    label: int,
+    scenes: tuple[int, int],
+    tokens: int,
+    length: float,
+    distractors: int,
+    separation: int = SEPARATION,
+) -> np.ndarray:
+    """One image of equal squares side by side, each a scene of its own, bytes of shape (4 tokens, 4 tokens).
+
+    The number of squares along a side is uniform within `scenes`, both included, and so is their side among those of
+    which no more fit. A scene is what `draw` makes of so many tokens, with length and separation in proportion; all
+    have one label, and each is as independent of it as an image of `draw`. So numbers of pixels or tokens still tell
+    nothing, but windows of the size of a scene do. Distractors are where there is one scene.
+
+    Args:
+        scenes: least and largest number along a side. Others: of an image of `draw`.
+    Raises:
+        UserError: the paths of a scene found no room in many attempts.
+    """
+    count = int(rng.integers(scenes[0], scenes[1] + 1))
+    largest = tokens // count
+    side = int(rng.integers(min(tokens // (count + 1) + 1, largest), largest + 1))
+    scale = side / tokens
+    image = np.zeros((PIXELS * tokens, PIXELS * tokens), np.uint8)
+    corner = PIXELS * rng.integers(tokens - count * side + 1, size=2)
+    for offset in np.ndindex(count, count):
+        y, x = corner + PIXELS * side * np.array(offset)
+        image[y : y + PIXELS * side, x : x + PIXELS * side] = draw(
+            rng,
+            label,
+            side,
+            length * scale,
+            distractors if count == 1 else 0,
+            int(separation * scale),
+            attempts=ATTEMPTS if count == 1 else GRADED_ATTEMPTS,
+        )
+    return image
+
+
+def _draw_ends(rng: np.random.Generator, tokens: int, length: float, separation: int) -> np.ndarray:
     """Centres of four tokens in a circle, (4, 2), neighbours within the reach of a path; or none, (0, 2)."""
-    found = rng.integers(tokens, size=(1024, 4, 2)) + 0.5
-    apart = np.abs(found[:, :, None] - found[:, None]).max(-1) + SEPARATION * np.eye(4)
-    found = found[(apart >= SEPARATION).all((1, 2))]
-    x, y = np.moveaxis(found - found.mean(1, keepdims=True), -1, 0)
-    found = np.take_along_axis(found, np.arctan2(y, x).argsort(1)[..., None], 1)
-    chords = np.linalg.norm(found - np.roll(found, 1, 1), axis=-1)
-    return np.concatenate([*found[(chords < 0.95 * length).all(1)][:1], np.empty((0, 2))])
+    for found in np.split(rng.integers(tokens, size=(1024, 4, 2)) + 0.5, 16):
+        apart = np.abs(found[:, :, None] - found[:, None]).max(-1) + separation * np.eye(4)
+        found = found[(apart >= separation).all((1, 2))]
+        x, y = np.moveaxis(found - found.mean(1, keepdims=True), -1, 0)
+        found = np.take_along_axis(found, np.arctan2(y, x).argsort(1)[..., None], 1)
+        chords = np.linalg.norm(found - np.roll(found, 1, 1), axis=-1)
+        if (fits := (chords < 0.95 * length).all(1)).any():
+            return found[fits][0]
+    return np.empty((0, 2))
 
 
 def _draw_curves(
-    rng: np.random.Generator, ends: np.ndarray, first: int, tokens: int, length: float, distractors: int
+    rng: np.random.Generator, ends: np.ndarray, first: int, tokens: int, length: float, distractors: int, attempts: int
 ) -> list[np.ndarray]:
     """Paths along the sides `first` and `first` + 2, and distractors, (points, 2) each; none without room for all."""
     if not len(ends):
@@ -149,7 +231,7 @@ def _draw_curves(
     sides = [partial(_draw_curve, rng, ends[i], ends[(i + 1) % 4], length) for i in (first, first + 2)]
     curves: list[np.ndarray] = []
     for draw_one in sides + [partial(_draw_distractor, rng, tokens, length / 3)] * distractors:
-        tried = (draw_one() for _ in range(ATTEMPTS))
+        tried = (draw_one() for _ in range(attempts))
         curve = next((curve for curve in tried if _fits(curve, curves, tokens)), None)
         if curve is None:
             return []

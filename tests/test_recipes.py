@@ -27,7 +27,8 @@ ABLATIONS = sorted(CONFIGS.glob("ablation/*.yaml"))
 RUNS = sorted(set(CONFIGS.rglob("*.yaml")) - {*BASES, *ABLATIONS})
 FINETUNE = sorted(CONFIGS.glob("finetune/*.yaml"))
 DISTILL = sorted(CONFIGS.glob("distill/*.yaml"))
-SMALL = {path for path in RUNS if "quickstart" in path.stem or path.parent.name == "fashion_mnist"}
+IDX = {path for path in RUNS if path.parent.name in ("fashion_mnist", "pathfinder")}
+SMALL = IDX | {path for path in RUNS if "quickstart" in path.stem}
 IMAGENET = sorted(set(RUNS) - {*FINETUNE, *DISTILL, *SMALL})
 ROWS = read_papers()
 
@@ -67,8 +68,8 @@ def test_a_configuration_is_read_and_its_model_built(path):
         assert f"{path.stem}_".startswith(f"{run.model['name']}_{mechanism}_")
         assert run.init.weights if path in FINETUNE else run.distill.teacher
     else:
-        assert run.data.dataset == ("idx" if path.parent.name == "fashion_mnist" else "digits")
-        assert run.model["num_classes"] == 10
+        assert run.data.dataset == ("idx" if path in IDX else "digits")
+        assert run.model["num_classes"] == (2 if path.parent.name == "pathfinder" else 10)
     if path in IMAGENET:
         names = [stage["name"] for stage in stages(run)]
         (mechanism,) = set(names[:3])
@@ -177,8 +178,9 @@ def test_fine_tuning_follows_its_recipe_and_takes_its_weights(path, tmp_path, ca
 def test_an_ablation_is_read_and_all_its_runs_checked(path, tmp_path):
     ablation, settings = read_ablation(path, [], tmp_path / "output", ["python"])
     assert ablation.caption
-    assert len(settings) == len(ablation.bases) if ablation.bases else len(settings) >= 8
-    is_papers = path.stem not in ("quickstart", "mechanisms", "fashion_mnist")
+    least = 5 if path.stem == "pathfinder" else 8
+    assert len(settings) == len(ablation.bases) if ablation.bases else len(settings) >= least
+    is_papers = path.stem not in ("quickstart", "mechanisms", "fashion_mnist", "pathfinder")
     assert all(setting.paper is not None and setting.paper.top1 for setting in settings) == is_papers
     if ablation.bases:  # the whole of the paper's table, as far as it is of models that are here
         assert len(settings) == len({row.config for row in ROWS if row.source == ablation.paper})

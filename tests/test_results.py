@@ -104,3 +104,12 @@ def test_table_of_other_mechanisms_in_a_trained_model():
 def test_table_from_scratch():
     assert from_scratch() in RESULTS
     assert len(read("fashion_mnist.csv")) == 3 * 12
+
+
+def test_tables_of_pathfinder():
+    curve = [[row["epoch"], f"{float(row['train_loss']):.3f}", row["top1"]] for row in read("pathfinder.csv")]
+    titles = ["epoch", "training loss", "top-1 (%)"]
+    assert markdown([titles, *curve]) in RESULTS
+    scenes = [[row["scenes"], row["side"], row["separation"], row["top1"]] for row in read("pathfinder_scenes.csv")]
+    titles = ["scenes along a side", "side of a scene (patches)", "ends apart (patches)", "top-1 (%)"]
+    assert markdown([titles, *scenes]) in RESULTS

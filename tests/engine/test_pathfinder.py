@@ -70,15 +70,17 @@ def features(images: np.ndarray) -> dict[str, np.ndarray]:
     """Images -> numbers that a shortcut might be seen in, (images, numbers)."""
     tokens, marks = tokens_of(images / 255), marks_of(images)
     ink = tokens.sum(-1)
-    where = np.array([np.argwhere(marked) for marked in marks])
-    distance = np.abs(where[:, 1] - where[:, 0])
-    return {
+    found = {
         "pixels": images.reshape(len(images), -1) / 255,
         "tokens": np.stack([ink, marks], -1).reshape(len(images), -1),
         "counts": np.stack([ink.sum((1, 2)), (ink == 0).sum((1, 2)), ink.max((1, 2)), (ink**2).sum((1, 2))], 1),
-        "marks": np.concatenate([where.reshape(-1, 4), distance, distance**2], 1),
         "around marks": np.stack([(grow(marks) * ink).sum((1, 2)), (grow(grow(marks)) * ink).sum((1, 2))], 1),
     }
+    if (marks.sum((1, 2)) == 2).all():  # one scene
+        where = np.array([np.argwhere(marked) for marked in marks])
+        distance = np.abs(where[:, 1] - where[:, 0])
+        found["marks"] = np.concatenate([where.reshape(-1, 4), distance, distance**2], 1)
+    return found
 
 
 def accuracy(inputs: np.ndarray, labels: np.ndarray) -> float:
@@ -103,6 +105,12 @@ def test_linear_classifiers_stay_at_chance(images):
 
 
 @pytest.mark.stress
+def test_linear_classifiers_stay_at_chance_on_thousands_of_graded_images():
+    images = [pathfinder.draw_graded(np.random.default_rng(i), i % 2, (1, 2), TOKENS, 9, 1) for i in range(2000)]
+    check_that_nothing_but_the_whole_tells(np.array(images), np.arange(2000) % 2)
+
+
+@pytest.mark.stress
 @pytest.mark.parametrize(("tokens", "length", "distractors"), [(14, 12, 1), (20, 16, 2)])
 def test_linear_classifiers_stay_at_chance_on_thousands(monkeypatch, tokens, length, distractors):
     monkeypatch.setitem(globals(), "TOKENS", tokens)
@@ -110,6 +118,31 @@ def test_linear_classifiers_stay_at_chance_on_thousands(monkeypatch, tokens, len
     rngs = map(np.random.default_rng, range(len(labels)))
     images = [pathfinder.draw(rng, y, tokens, length, distractors) for rng, y in zip(rngs, labels, strict=True)]
     check_that_nothing_but_the_whole_tells(np.array(images), labels)
+
+
+def test_every_scene_of_a_graded_image_has_either_class_by_where_one_mark_is():
+    for count in (1, 2):
+        for i in range(4):
+            rngs = [np.random.default_rng((count, i)) for _ in range(2)]
+            pair = np.array([pathfinder.draw_graded(rngs[y], y, (count, count), TOKENS, 9, 0) for y in (0, 1)])
+            marks, tokens = marks_of(pair), tokens_of(pair)
+            assert marks.sum((1, 2)).tolist() == 2 * [2 * count**2]
+            assert (marks[0] & marks[1]).sum() == count**2
+            assert ((tokens[0] == tokens[1]).all(-1) | (marks[0] ^ marks[1])).all()
+
+
+def test_the_held_out_split_is_not_graded(tmp_path):
+    plain, graded = (
+        make(tmp_path / name, "--images", 2, 2, "--length", 9, *option)
+        for name, option in (("plain", []), ("graded", ["--scenes", 2, 2]))
+    )
+    assert {name for name in plain if plain[name] != graded[name]} == {"train-images-idx3-ubyte.gz"}
+
+
+def test_ends_are_as_far_apart_as_is_asked_for(tmp_path):
+    make(tmp_path, "--images", 2, 10, "--separation", 9)
+    where = np.array([np.argwhere(m) for m in marks_of(read_idx(tmp_path / "t10k-images-idx3-ubyte.gz", num_dims=3))])
+    assert np.abs(where[:, 1] - where[:, 0]).max(-1).min() == 9
 
 
 def make(root, *options: object) -> dict[str, bytes]:
@@ -144,6 +177,9 @@ def test_files_depend_on_the_arguments_alone(tmp_path):
             "--images 400000 of 14 tokens a side: 1,254,400,000 bytes; at most 1,073,741,824",
         ),
         (["--length", "200"], "error: no room for paths of --length 200 and --distractors 0 on 14x14 tokens; name"),
+        (["--scenes", "3", "2"], r"--scenes must be in ascending order, got \[3, 2\]"),
+        (["--scenes", "0", "2"], r"--scenes must be 1 to 16, got \[0, 2\]"),
+        (["--scenes", "5", "5"], "error: no room for paths of --length 1.71429 and --distractors 0 on 2x2 tokens"),
         (["--short-side", "0"], "unrecognized arguments: --short-side 0"),
     ],
 )
