@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from ablation.sweep import Setting, short_names
 from engine.metrics import read_records
@@ -38,6 +39,7 @@ def draw_curves(caption: str, settings: Sequence[Setting]) -> Figure:
     figure.suptitle(caption, parse_math=False)
     by_epoch, by_hours = figure.subplots(1, 2, sharey=True)
     by_epoch.set(xlabel="epoch", ylabel="validation loss", yscale="log")
+    by_epoch.xaxis.set_major_locator(MaxNLocator(integer=True))
     by_hours.set(xlabel="hours")
     for number, (name, setting) in enumerate(zip(short_names(settings), settings, strict=True)):
         style = line_style(number) | {"linewidth": 1, "markersize": 3}

@@ -131,14 +131,17 @@ def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
             if top1 and cost is not None
         ]
         best = non_dominated([(cost, top1.mean) for cost, top1, _ in found])
-        for is_best, (cost, top1, name) in zip(best, found, strict=True):
+        front = sorted((cost, top1.mean, name) for cost, top1, name in itertools.compress(found, best))
+        for is_best, (cost, top1, _) in zip(best, found, strict=True):
             color = BLUE if is_best else GREY
             axes.errorbar(cost, top1.mean, top1.std if top1.n > 1 else 0, fmt="o", color=color, capsize=2, markersize=5)
-            if is_best:
-                axes.annotate(name, (cost, top1.mean), (4, 4), textcoords="offset points", fontsize=7, parse_math=False)
-        front = sorted((cost, top1.mean) for is_best, (cost, top1, _) in zip(best, found, strict=True) if is_best)
+        left, right = axes.get_xlim()
+        for cost, mean, name in front:
+            shift, side = ((4, 4), "left") if cost < (left + right) / 2 else ((-4, 4), "right")  # into the axes
+            style = {"textcoords": "offset points", "ha": side, "fontsize": 7, "parse_math": False}
+            axes.annotate(name, (cost, mean), shift, in_layout=False, **style)
         if front:
-            axes.step(*zip(*front, strict=True), where="post", color=BLUE, linewidth=1, alpha=0.5)
+            axes.step(*list(zip(*front, strict=True))[:2], where="post", color=BLUE, linewidth=1, alpha=0.5)
     figure.axes[0].set_ylabel("top-1 (%)")
     return figure
 

@@ -195,7 +195,8 @@ def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None, we
         logits = torch.baddbmm(queries.new_empty(()), queries, keys.mT, beta=0, alpha=scale)
     else:
         logits = offset.to(q.dtype).expand(images, heads, g, -1, -1).clone(memory_format=torch.contiguous_format)
-        logits = logits.flatten(0, 2).baddbmm_(queries, keys.mT, alpha=scale)
+        logits = logits.flatten(0, 2)
+        torch.baddbmm(logits, queries, keys.mT, alpha=scale, out=logits)  # FlopCounterMode does not know baddbmm_
     weights = logits if weights is None else weights.flatten(0, 2)  # a softmax in place takes longer
     return torch.softmax(logits, -1, out=weights)
 
