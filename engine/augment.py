@@ -60,6 +60,7 @@ def create_transform(
         scale=augment.scale,
         ratio=augment.ratio,
         hflip=augment.hflip,
+        vflip=augment.vflip,
         color_jitter=augment.color_jitter,
         auto_augment=augment.auto_augment,
         interpolation=augment.interpolation if is_training else data.interpolation,

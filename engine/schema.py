@@ -110,6 +110,7 @@ class Augment:
         (0.75, 4 / 3), "random resized crop: range of the aspect ratio", low=0.1, high=10
     )
     hflip: float = option(0.5, "probability of a horizontal flip", low=0, high=1)
+    vflip: float = option(0.0, "probability of a vertical flip", low=0, high=1)
     color_jitter: float = option(
         0.4, "colour jitter factor; acts where auto_augment is none, as in timm", low=0, high=2
     )

@@ -305,6 +305,7 @@ NONSENSE = {  # option: values that have no sense, each refused for itself
     "augment.color_jitter": ("-0.1", "1000"),
     "augment.interpolation": ("lanczos", "bicubc"),
     "augment.hflip": ("-0.5", "1.5"),
+    "augment.vflip": ("-0.5", "1.5"),
     "augment.reprob": ("-0.5", "1.5"),
     "augment.mixup": ("-1", "1.0e+9"),
     "augment.cutmix": ("-1", "1.0e+9"),

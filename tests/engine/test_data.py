@@ -77,6 +77,12 @@ def image_root(tmp_path_factory):
     return root
 
 
+def test_vertical_flips_turn_images_upside_down():
+    upright, flipped = (read_epoch(make_run(dataclasses.replace(PLAIN, vflip=p)), epoch=0) for p in (0.0, 1.0))
+    assert torch.equal(flipped, upright.flip(-2))
+    assert not torch.equal(flipped, upright)
+
+
 def test_digits_are_the_published_ones():
     digest = hashlib.sha256()
     with np.load(data.DIGITS) as arrays:
