@@ -27,7 +27,8 @@ def linformer(q: Tensor, k: Tensor, v: Tensor, projection: Tensor, attn_drop: fl
     Args:
         projection: (1 or 2, 1 or h, c, N): of keys and values, of heads.
     """
-    projection, projected = projection.to(v.dtype).expand(2, v.shape[1], -1, -1), list[Tensor]()
+    projection = projection.to(v.dtype).expand(2, v.shape[1], -1, -1)
+    projected: list[Tensor] = []
     for p, x in zip(projection, (k, v), strict=True):
         prefix, tokens = split_prefix(x, q.shape[2])
         projected.append(torch.cat([prefix, torch.einsum("hcn,bhnd->bhcd", p, tokens)], 2))

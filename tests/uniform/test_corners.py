@@ -24,7 +24,8 @@ CORNERS: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Any]]] = {  
     "window beyond a side": ((3, 5), {"window_size": 4}, {}),
     "window beyond both": ((3, 5), {"window_size": 7}, {"grid": (8, 9)}),
 }
-OPS = {case.name: case.op for case in CASES}
+OPS = {case.name: case.op for case in reversed(CASES)}
+"""Of every mechanism's first case."""
 
 
 def corners() -> Iterator[Any]:
