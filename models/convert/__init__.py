@@ -119,7 +119,8 @@ def resample_key_positions(state_dict: StateDict, model: nn.Module, source: nn.M
         side = math.isqrt(table.shape[-1])
         grid = positions.grid if table.shape == positions.table.shape else (side, side)
         if source is not None:
-            grid = source.get_submodule(name).key_positions.grid
+            there: Any = source.get_submodule(name)
+            grid = there.key_positions.grid
         if grid != positions.grid:
             tables[key] = positions.resampled(table, grid, positions.grid)
     return tables
