@@ -53,7 +53,8 @@ def attention_inputs(model: nn.Module, images: Tensor) -> tuple[list[LayerInput]
 
 @torch.no_grad()
 def implied_matrix(attn: Attention, projected: tuple[Tensor, ...], grid: Grid) -> Tensor:
-    """The P (B, h, P + N, M) with P v = the layer's outputs for its M values v, whatever these are.
+    """The P (B, h, P + N, M) with P v = the layer's outputs for its M values v, whatever these are; without a local
+    term, which is no attention.
 
     Noise of training is the same for all columns, and the generator is left as it was.
 
@@ -68,7 +69,7 @@ def implied_matrix(attn: Attention, projected: tuple[Tensor, ...], grid: Grid) -
 
     def attended(values: Tensor) -> Tensor:
         with torch.random.fork_rng():  # every call begins with the same noise
-            return attn.attend_all((*projected[:place], values, *projected[place + 1 :]), grid)
+            return attn.attend_with_prefix((*projected[:place], values, *projected[place + 1 :]), grid, None)
 
     def differ(a: Tensor, b: Tensor) -> bool:
         return not bool((a - b).abs().max() <= TOLERANCE * max(a.abs().max(), b.abs().max()))
@@ -84,5 +85,6 @@ def implied_matrix(attn: Attention, projected: tuple[Tensor, ...], grid: Grid) -
         columns.append(attended(padded.expand_as(v).contiguous())[..., :width])
     matrix = torch.cat(columns, -1)
     if differ(matrix @ v, y) or differ(matrix @ other, y_other):
-        raise NoMatrix(f"attention({attn.name()}) has no attention matrix: it mixes the channels of its values")
+        problem = "it mixes the channels of its values, or has weights for each"
+        raise NoMatrix(f"attention({attn.name()}) has no attention matrix: {problem}")
     return matrix

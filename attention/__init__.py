@@ -16,7 +16,11 @@ from attention.mechanisms.clustered import Clustered
 from attention.mechanisms.combiner import Combiner
 from attention.mechanisms.cosformer import Cosformer
 from attention.mechanisms.dpfp import Dpfp
+from attention.mechanisms.efficient import Efficient
 from attention.mechanisms.eva import Eva
+from attention.mechanisms.focused_linear import FocusedLinear
+from attention.mechanisms.hydra import Hydra
+from attention.mechanisms.inline import Inline
 from attention.mechanisms.lara import Lara
 from attention.mechanisms.linear import Linear
 from attention.mechanisms.linear_sra import LinearSra
@@ -28,9 +32,11 @@ from attention.mechanisms.orthoformer import Orthoformer
 from attention.mechanisms.performer import Performer
 from attention.mechanisms.ra import Ra
 from attention.mechanisms.reformer import Reformer
+from attention.mechanisms.relu_linear import ReluLinear
 from attention.mechanisms.rfa import Rfa
 from attention.mechanisms.scatterbrain import Scatterbrain
 from attention.mechanisms.scatterbrain_lsh import ScatterbrainLsh
+from attention.mechanisms.slab import Slab
 from attention.mechanisms.smyrf import Smyrf
 from attention.mechanisms.softmax import Softmax
 from attention.mechanisms.sparse_transformer import SparseTransformer
@@ -77,6 +83,12 @@ ATTENTION: dict[str, type[Attention]] = {
     "bigbird": Bigbird,
     "clustered": Clustered,
     "reformer": Reformer,
+    "efficient": Efficient,
+    "hydra": Hydra,
+    "focused_linear": FocusedLinear,
+    "relu_linear": ReluLinear,
+    "slab": Slab,
+    "inline": Inline,
 }
 
 __all__ = [

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from attention.options import OptionError
 from attention.parts.geometry import Grid, merge_heads, split_heads, split_prefix
 from attention.parts.linear import init_linear
+from attention.parts.local_term import LocalTerm
 from attention.parts.masking import stand_in
 
 PrefixTokens = Literal["refused", "plain", "exact"]
@@ -88,6 +89,11 @@ class Attention(nn.Module):
     """Why the mechanism refuses a key mask; None where `attend` takes one as its last argument."""
     num_projections: ClassVar[int] = 3
     """How many of queries, keys and values `qkv` makes: 2 where keys are queries, 1 where there are only values."""
+    local_size: ClassVar[int] = 5
+    """Side in tokens of the filters of the local term, which a mechanism has whose option `local` is true; 0 where the
+    mechanism makes one of its own."""
+    local_by_head: ClassVar[bool] = True
+    """Whether all heads share the filters of the local term; else every channel has its own."""
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__()
@@ -103,6 +109,9 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(context.dim, self.num_projections * context.dim, bias=context.qkv_bias)
         self.proj = nn.Linear(context.dim, context.dim)
         self.proj_drop = nn.Dropout(context.proj_drop)
+        width = self.head_dim if self.local_by_head else context.dim
+        has_local_term = getattr(config, "local", False) and self.local_size > 0
+        self.local_term = LocalTerm(width, self.local_size) if has_local_term else None
         for linear in (self.qkv, self.proj):
             init_linear(linear)
 
@@ -115,7 +124,8 @@ class Attention(nn.Module):
     def ignores_order(self) -> bool:
         """Whether a token's output is a function of the set of tokens, wherever they stand, so that some may be left
         out; the grid then is (1, N)."""
-        return self.prefix_tokens == "plain" and not getattr(self.config, "causal", False)
+        places = getattr(self.config, "causal", False) or getattr(self.config, "local", False)
+        return self.prefix_tokens == "plain" and not places
 
     @classmethod
     def refuse(cls, name: str, value: Any, problem: str) -> NoReturn:
@@ -183,10 +193,16 @@ class Attention(nn.Module):
         return self.proj_drop(self.proj(merge_heads(y))).masked_fill(~counts[..., None], 0)
 
     def attend_all(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
-        """What `project` gives, queries of all P + N tokens among it -> their attended values (B, h, P + N, d).
+        """What `project` gives, queries of all P + N tokens among it -> their attended values (B, h, P + N, d), the
+        local term included.
 
         key_mask: see `attend`.
         """
+        y = self.attend_with_prefix(projected, grid, key_mask)
+        return y if self.local_term is None else y + self.local_term(projected[2], grid, key_mask)
+
+    def attend_with_prefix(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None) -> Tensor:
+        """`attend`, by softmax for prefix tokens that are exact: as `attend_all`, without the local term."""
         (q, *others), mask = projected, [] if key_mask is None else [key_mask]
         attend: Callable[..., Tensor] = self.attend  # takes what `project` gives, and a mask unless it refuses them
         if self.num_prefix_tokens == 0 or self.prefix_tokens == "plain":

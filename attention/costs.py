@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from attention.base import Cost, LayerContext
+from attention.base import Attention, Cost, LayerContext
 from attention.parts.geometry import Windows
 from attention.parts.position import BiasKind, PositionBias
 from attention.window_options import windows_on
@@ -15,6 +15,19 @@ def projections(context: LayerContext, count: int) -> Cost:
     """`count` C x C projections of every token, as those of `qkv`."""
     C = context.dim
     return Cost(count * C * (C + context.qkv_bias), count * context.num_tokens * C * C)
+
+
+def total(*costs: Cost) -> Cost:
+    """Their sum."""
+    return Cost(sum(cost.parameters for cost in costs), sum(cost.macs for cost in costs))
+
+
+def local_cost(mechanism: type[Attention], context: LayerContext, config: Any) -> Cost:
+    """The convolution of values that `Attention` adds where the option `local` is true."""
+    if not config.local:
+        return Cost(0, 0)
+    width, taps = context.head_dim if mechanism.local_by_head else context.dim, mechanism.local_size**2
+    return Cost(width * (taps + 1), taps * context.num_tokens * context.dim)
 
 
 def linear_attention_macs(context: LayerContext, num_features: int) -> int:

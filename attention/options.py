@@ -58,6 +58,11 @@ def released_option() -> Any:
     return option(False, "what is null as the released code has it")
 
 
+def local_option(default: bool = False) -> Any:
+    """The field `local`, by which `Attention` adds a mechanism's local term."""
+    return option(default, "add a depthwise convolution of the values, as an image of the grid")
+
+
 def nearest(word: object, choices: Iterable[object]) -> str:
     """``"; did you mean 'window_size'?"`` for the choice spelled most alike, or the list of all choices."""
     known = sorted(map(str, choices))

@@ -58,8 +58,8 @@ def performer(
     if features == "hyperbolic":
         log_q, log_k, half = q @ omega.mT, omega @ k.mT, k.square().sum(-1)[..., None, :] / 2
         return mix_features(torch.cat([log_q, -log_q], -1), torch.cat([log_k, -log_k], -2) - half, v, key_mask)
-    feature_map, floor, keeps_sign = FEATURE_MAPS[features]
-    return linear_attention(*feature_map(q, k, omega), v, floor, keeps_sign, key_mask=key_mask)
+    feature_map, normaliser, least = FEATURE_MAPS[features]
+    return linear_attention(*feature_map(q, k, omega), v, normaliser, least, key_mask=key_mask)
 
 
 def performer_reference(q, k, v, omega, *, features="positive"):

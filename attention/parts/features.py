@@ -9,12 +9,15 @@ that the softmax scale cannot be put on one side only.
 import contextlib
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+
+Normaliser = Literal["floor", "clamp", "sum", "mean", "none"]
+"""What the sums of linear attention are divided by, see `attention.ops.random_features.op.linear_attention`."""
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
@@ -112,11 +115,11 @@ def favorp(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
     return positive(q, -1), positive(k, (-2, -1))
 
 
-FEATURE_MAPS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], float, bool]] = {
-    "trigonometric": (trigonometric, 1e-6, True),
-    "trigonometric_released": (trigonometric_released, 1e-2, False),
-    "relu": (relu, 0.0, True),
-    "relu_released": (relu, 1e-2, False),
-    "favorp": (favorp, 1e-2, True),
+FEATURE_MAPS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], Normaliser, float]] = {
+    "trigonometric": (trigonometric, "floor", 1e-6),
+    "trigonometric_released": (trigonometric_released, "clamp", 1e-2),
+    "relu": (relu, "floor", 0.0),
+    "relu_released": (relu, "clamp", 1e-2),
+    "favorp": (favorp, "floor", 1e-2),
 }
-"""Features that can vanish or turn negative: their map, the floor of a normaliser, and whether it keeps its sign."""
+"""Features that can vanish or turn negative: their map, the kind of normaliser, and its least value."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.parts.geometry import Grid, Windows
+from attention.parts.geometry import Grid, Windows, resample
 
 BiasKind = Literal["table", "t5", "none", "table_released", "t5_released"]
 
@@ -53,6 +53,25 @@ class PositionBias(nn.Module):
         rows = (F.embedding(index, table) for index, table in zip(self.index, tables, strict=True))
         bias = functools.reduce(torch.add, rows).permute(2, 0, 1)
         return bias if self.scale == 1 else bias * self.scale
+
+
+class KeyPositions(nn.Module):
+    """A learned vector for every token of a grid, added to its key; prefix tokens have none."""
+
+    def __init__(self, dim: int, grid: Grid):
+        super().__init__()
+        self.grid = grid
+        self.table = nn.Parameter(torch.zeros(dim, grid[0] * grid[1]))
+
+    def forward(self, k: Tensor, grid: Grid) -> Tensor:
+        """Keys (B, h, P + N, d) of a grid -> (B, h, P + N, d). On another grid than the table's it is resampled."""
+        vectors = self.resampled(self.table, self.grid, grid).unflatten(0, (k.shape[1], -1)).mT
+        return k + F.pad(vectors, (0, 0, k.shape[2] - vectors.shape[1], 0))
+
+    @staticmethod
+    def resampled(table: Tensor, old: Grid, grid: Grid) -> Tensor:
+        """A table (C, H*W) of the grid `old` for `grid`."""
+        return resample(table, old, grid)
 
 
 def _offsets(size: Grid, overlap: Grid) -> tuple[Tensor, Tensor]:

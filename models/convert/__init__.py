@@ -100,6 +100,32 @@ def resample_bias_tables(
     return tables, reasons
 
 
+def resample_key_positions(state_dict: StateDict, model: nn.Module, source: nn.Module | None = None) -> StateDict:
+    """Adapts the vectors that keys of a grid's tokens have to the grids of `model`.
+
+    Args:
+        source: as of `resample_bias_tables`. Where it is not known, as many tokens are taken for those of the same
+            grid, and others for those of a square.
+    Returns:
+        The tables that had to be resampled.
+    Raises:
+        RuntimeError: another number of tokens than the grid has.
+    """
+    tables = {}
+    for name, layer in model.named_modules():
+        table, positions = state_dict.get(key := f"{name}.key_positions.table"), getattr(layer, "key_positions", None)
+        if table is None or positions is None:
+            continue
+        side = math.isqrt(table.shape[-1])
+        grid = positions.grid if table.shape == positions.table.shape else (side, side)
+        if source is not None:
+            there: Any = source.get_submodule(name)
+            grid = there.key_positions.grid
+        if grid != positions.grid:
+            tables[key] = positions.resampled(table, grid, positions.grid)
+    return tables
+
+
 def _bias_options(layer: nn.Module) -> tuple[tuple[str, ...], tuple[int, int]]:
     """What the rows of a bias table stand for: its kind, and the window's side and overlap."""
     config: Any = layer.config

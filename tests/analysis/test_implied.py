@@ -14,8 +14,10 @@ from tests.support.calls import capture_op
 from tests.support.cases import PREFIX, Case
 from tests.support.facts import CASES
 
-WITHOUT = {"transformer_ls": "not linear", "transnormer": "not linear", "xca": "channels"}
-"""LayerNorm of averages of values, of outputs; a mix of channels."""
+WITHOUT = {
+    **{"transformer_ls": "not linear", "transnormer": "not linear"},  # LayerNorm of averages of values, of outputs
+    **{"xca": "channels", "hydra": "channels", "inline": "channels"},  # a mix of channels; weights or filters of each
+}
 
 FIRST = {case.name: case for case in reversed(CASES)}
 """A case of every mechanism."""

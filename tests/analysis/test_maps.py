@@ -45,7 +45,7 @@ def test_command(place, tmp_path, capsys, monkeypatch):
     images, output = [str(place / "photo.png")], tmp_path / "maps"
     analyze.main(["maps", str(place), *images, "--attention", "softmax", "xca", "--output", str(output)])
     shown = capsys.readouterr()
-    refusal = "attention(xca) has no attention matrix: it mixes the channels of its values"
+    refusal = "attention(xca) has no attention matrix: it mixes the channels of its values, or has weights for each"
     assert shown.err.strip() == f"left out: {refusal}"
     assert "| softmax | 2 |" in shown.out
     written = sorted(str(path.relative_to(output)) for path in output.rglob("*.*"))

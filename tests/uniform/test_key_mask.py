@@ -18,7 +18,10 @@ from tests.support.facts import CASES
 
 MASKED = [case for case in CASES if ATTENTION[case.name].key_mask_refusal is None]
 REFUSED = [name for name in ATTENTION if ATTENTION[name].key_mask_refusal is not None]
-OF_A_SET = {"softmax", "performer", "linear", "xca", "cosformer", "transnormer", "t2r", "rfa", "dpfp", "abc"}
+OF_A_SET = {
+    *("softmax", "performer", "linear", "xca", "cosformer", "transnormer", "t2r", "rfa", "dpfp", "abc"),
+    *("efficient", "hydra", "relu_linear"),
+}
 """Mechanisms that know of tokens no more than their order."""
 one_case_of_each = pytest.mark.parametrize(  # and in the stress suite every one
     "case",
@@ -115,8 +118,14 @@ def test_masked_op_is_its_twin_without_the_masked_tokens(case, training):
 ANY = torch.rand(24, generator=torch.Generator().manual_seed(6)) > 0.4
 PADDED, LAST_OF_SIX = torch.arange(24) < 18, torch.arange(24) % 6 < 5
 WINDOWS = {"window_size": 6, "layout": "1d", "position_bias": "none"}
+IN_PLACES = {"depth", "local"}  # options of windows, and of a convolution
 REMOVED = [
-    *((case.name, case.options, {}, ANY) for case in MASKED if case.name in OF_A_SET and "depth" not in case.options),
+    *(
+        (case.name, case.options, {}, ANY)
+        for case in MASKED
+        if case.name in OF_A_SET and not IN_PLACES & case.options.keys()
+    ),
+    *((name, {"local": True}, {}, PADDED) for name in ("efficient", "hydra", "relu_linear")),
     ("softmax", {"causal": True}, {}, ANY),
     ("cosformer", {"layout": "2d"}, {}, ANY),
     ("ra", {"proposal": "biased"}, {}, ANY),

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from attention.parts.features import full_precision, log_features
+from attention.parts.features import Normaliser, full_precision, log_features
 from attention.parts.masking import mask_logits, mask_tokens
 
 
@@ -48,8 +48,8 @@ def linear_attention(
     phi_q: Tensor,
     phi_k: Tensor,
     v: Tensor,
-    floor: float = 1e-6,
-    signed: bool = True,
+    normaliser: Normaliser = "floor",
+    eps: float = 1e-6,
     *,
     key_mask: Tensor | None = None,
 ) -> Tensor:
@@ -57,13 +57,23 @@ def linear_attention(
 
     Args:
         phi_q: features (..., N, f) of queries. phi_k: (..., M, f). v: (..., M, d).
-        floor: least magnitude of a normaliser. A query without any weight gives 0 above floor 0.
-        signed: whether a normaliser keeps its sign; if not, negative ones are raised to the floor (released code).
+        normaliser: what the sum of a query's weights becomes.
+            floor: its magnitude at least `eps`, its sign kept; a query without any weight gives 0 above eps 0.
+            clamp: at least `eps`, to which negative ones are raised too (released code).
+            sum: the sum, with `eps` added. mean: with M `eps` added, as `eps` to the mean over keys.
+            none: weights are not normalised.
         key_mask: which keys count, (B, M) bool.
     Returns:
-        (..., N, d). Cost: 2 N f d multiply-accumulates at M = N.
+        (..., N, d). Cost: 2 N f d multiply-accumulates at M = N, and N f for the normalisers.
     """
     phi_k = mask_tokens(phi_k, key_mask)
-    normaliser = phi_q @ phi_k.sum(-2)[..., None]
-    raised = normaliser.abs().clamp(min=floor).copysign(normaliser) if signed else normaliser.clamp(min=floor)
-    return phi_q @ (phi_k.mT @ v) / raised
+    y = phi_q @ (phi_k.mT @ v)
+    if normaliser == "none":
+        return y
+    total = phi_q @ phi_k.sum(-2)[..., None]
+    if normaliser == "floor":
+        return y / total.abs().clamp(min=eps).copysign(total)
+    if normaliser == "clamp":
+        return y / total.clamp(min=eps)
+    count = v.shape[-2] if key_mask is None else key_mask.sum(1)[:, None, None, None].to(v.dtype)
+    return y / (total + eps * (count if normaliser == "mean" else 1))

@@ -1,0 +1,89 @@
+"""Focused linear attention (Han et al. 2023, arXiv:2308.00442): powers make queries and keys point along few channels.
+
+With t = (ReLU(x) + 1e-6) / softplus(a) over all C channels, a learned, the features of queries and keys are
+
+    phi(x) = |t| t^p / |t^p|,   y = sum_m phi(q_n) . phi(k_m) v_m / sum_m phi(q_n) . phi(k_m) + local term,
+
+head by head. Keys first get a learned vector for each token of the grid (resampled on others); the local term is a
+depthwise convolution of the values, whose filters heads share. Prefix tokens have no vector and no local term.
+Cost: 2 N d C + 25 N C multiply-accumulates; N C parameters for the tokens.
+
+Norms over all C channels, the floor 1e-6, softplus(a) and the vectors are the released code's; the paper's equations
+are per head and without them. The released code's spatial reduction of keys and values is left out.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import linear_attention_macs, local_cost, total
+from attention.ops.random_features.op import linear_attention
+from attention.options import local_option, option
+from attention.parts.features import full_precision
+from attention.parts.geometry import Grid
+from attention.parts.position import KeyPositions
+
+
+@full_precision
+def focused_linear(
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, *, power: float, key_mask: Tensor | None = None
+) -> Tensor:
+    """Attention with focused features.
+
+    Args:
+        q, k, v: (B, h, N, d). scale: a, (h, d). power: p. key_mask: which keys count, (B, N) bool.
+    Returns:
+        (B, h, N, d), float32 at least.
+    """
+    return linear_attention(focus(q, scale, power), focus(k, scale, power), v, "mean", key_mask=key_mask)
+
+
+def focus(x: Tensor, scale: Tensor, power: float) -> Tensor:
+    """phi: tokens (B, h, N, d) keep their length over all heads."""
+    t = (x.relu() + 1e-6) / F.softplus(scale)[:, None]
+    raised = (t / t.amax((1, 3), keepdim=True)) ** power  # at most 1, whatever the power
+    length, after = (torch.linalg.vector_norm(y, dim=(1, 3), keepdim=True) for y in (t, raised))
+    return raised * (length / after)
+
+
+def focused_linear_reference(q, k, v, scale, *, power):
+    """`focused_linear` as a dense matrix of weights."""
+    features = []
+    for x in (q, k):
+        t = (x.relu() + 1e-6) / (1 + scale.exp()).log()[:, None]
+        raised = t**power
+        features.append(raised * ((t**2).sum((1, 3), True) / (raised**2).sum((1, 3), True)) ** 0.5)
+    kernel = features[0] @ features[1].mT
+    return kernel @ v / (kernel.sum(-1, keepdim=True) + 1e-6 * k.shape[2])
+
+
+class FocusedLinear(Attention):
+    """Kernel attention with features raised to a power."""
+
+    prefix_tokens = "plain"
+    ignores_order = False  # keys know their positions
+    key_mask_refusal = None
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        power: float = option(3.0, "exponent p of the features", low=1)
+        local: bool = local_option(True)
+
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        self.key_positions = KeyPositions(context.dim, context.grid)
+        self.feature_scale = nn.Parameter(torch.zeros(context.dim))
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, C = context.num_tokens, context.dim
+        own = Cost(N * C + C, linear_attention_macs(context, context.head_dim))
+        return total(own, local_cost(cls, context, config))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        scale = self.feature_scale.view(self.num_heads, -1)
+        k = self.key_positions(k, grid)
+        return focused_linear(q, k, v, scale, power=self.config.power, key_mask=key_mask).to(v.dtype)

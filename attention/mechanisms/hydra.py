@@ -1,0 +1,58 @@
+"""Hydra attention (Bolya et al. 2022, arXiv:2209.07484): as many heads as channels, by the cosine kernel.
+
+    y_n = q_n / |q_n| * sum_m k_m / |k_m| * v_m,
+
+products of channels, norms over all C of them, however many heads the network has: their number has no effect. Nothing
+is normalised, and the output grows with the number of tokens. The state is one vector.
+Cost: 2 N C multiply-accumulates; linear in N and in C.
+
+The paper's listing divides by norms without a floor; here that is 1e-12.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import local_cost, total
+from attention.ops.random_features.op import linear_attention
+from attention.options import local_option
+from attention.parts.features import full_precision
+from attention.parts.geometry import Grid
+
+
+@full_precision
+def hydra(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least. key_mask: which keys count, (B, N)."""
+    heads = q.shape[1], q.shape[3]
+    q, k = (x / torch.linalg.vector_norm(x, dim=(1, 3), keepdim=True).clamp(min=1e-12) for x in (q, k))
+    q, k, v = (x.mT.flatten(1, 2)[..., None] for x in (q, k, v))  # (B, C, N, 1): heads of one channel
+    return linear_attention(q, k, v, "none", key_mask=key_mask)[..., 0].unflatten(1, heads).mT
+
+
+def hydra_reference(q, k, v):
+    """`hydra`, token by token."""
+    length_q, length_k = (sum((x**2).sum(-1).unbind(1)) ** 0.5 for x in (q, k))  # (B, N)
+    state = 0
+    for m in range(k.shape[2]):
+        state = state + k[:, :, m] * v[:, :, m] / length_k[:, m, None, None].clamp(min=1e-12)
+    return torch.stack([q[:, :, n] * state / length_q[:, n, None, None].clamp(min=1e-12) for n in range(q.shape[2])], 2)
+
+
+class Hydra(Attention):
+    """Attention of C heads of one channel."""
+
+    prefix_tokens = "plain"
+    key_mask_refusal = None
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        local: bool = local_option()
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        return total(Cost(0, 2 * context.num_tokens * context.dim), local_cost(cls, context, config))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        return hydra(q, k, v, key_mask=key_mask).to(v.dtype)

@@ -1,0 +1,98 @@
+"""InLine attention (Han et al. 2024, arXiv:2412.06590): linear attention that subtracts means in place of dividing.
+
+With means k_bar, v_bar over the N tokens and s = d^(-1/2), weights sum to one, may be negative, and tell queries of
+different length apart:
+
+    y_n = v_bar + s q_n . sum_m (k_m - k_bar) (v_m - v_bar)^T / N + local term.
+
+The local term is a depthwise 3 x 3 convolution of the values. Two maps, grouped by head, make its filters of the mean
+of the layer's input. Prefix tokens are tokens as any other, and have no local term.
+Cost: 2 N d C multiply-accumulates, and 9 N C beside matrix products for the local term; 10 d C parameters.
+
+The paper's equations leave out the factor s / N of the released code, which is followed here.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention.base import Attention, Cost, LayerContext
+from attention.ops.random_features.op import linear_attention
+from attention.options import local_option
+from attention.parts.features import full_precision
+from attention.parts.geometry import Grid, split_prefix
+
+
+@full_precision
+def inline(q: Tensor, k: Tensor, v: Tensor, filters: Tensor | None = None, *, grid: Grid) -> Tensor:
+    """Attention with weights that a subtraction makes sum to one.
+
+    Args:
+        q, k, v: (B, h, P + N, d). filters: of every image and channel, (B, C, 3, 3).
+    Returns:
+        (B, h, P + N, d), float32 at least.
+    """
+    k_bar, v_bar = k.mean(2, keepdim=True), v.mean(2, keepdim=True)
+    scaled = q * (q.shape[-1] ** -0.5 / k.shape[2])
+    y = v_bar + linear_attention(scaled, k - k_bar, v - v_bar, "none")
+    if filters is None:
+        return y
+    (H, W), (prefix, tokens) = grid, split_prefix(v, grid[0] * grid[1])
+    images = F.pad(tokens.mT.flatten(1, 2).unflatten(2, grid), (1, 1, 1, 1))  # (B, C, H + 2, W + 2)
+    taps = [(i, j) for i in range(3) for j in range(3)]
+    mixed: Any = sum(filters[:, :, i, j, None, None] * images[:, :, i : i + H, j : j + W] for i, j in taps)
+    return y + F.pad(mixed.flatten(2).unflatten(1, (v.shape[1], -1)).mT, (0, 0, prefix.shape[2], 0))
+
+
+def inline_reference(q, k, v, filters=None, *, grid):
+    """`inline` as a dense matrix of weights, and filters tap by tap."""
+    (H, W), N, h = grid, k.shape[2], q.shape[1]
+    logits = q @ k.mT / q.shape[-1] ** 0.5
+    y = (logits / N - logits.mean(-1, keepdim=True) / N + 1 / N) @ v
+    if filters is None:
+        return y
+    filters, rows = filters.unflatten(1, (h, -1)), list(y[:, :, : N - H * W].unbind(2))
+    for n in range(H * W):
+        row = y[:, :, N - H * W + n]
+        for a, b in [(n // W + i, n % W + j) for i in (-1, 0, 1) for j in (-1, 0, 1)]:
+            if 0 <= a < H and 0 <= b < W:
+                tap = filters[..., a - n // W + 1, b - n % W + 1]
+                row = row + tap * v[:, :, N - H * W + a * W + b]
+        rows.append(row)
+    return torch.stack(rows, 2)
+
+
+class Inline(Attention):
+    """Kernel attention without a kernel's features, and with filters that follow the image."""
+
+    prefix_tokens = "plain"
+    key_mask_refusal = "its filters are made of the mean of all tokens"
+    local_size = 0
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        local: bool = local_option(True)
+
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        C, h = context.dim, context.num_heads
+        maps = nn.Conv1d(C, C, 1, groups=h), nn.GELU(), nn.Conv1d(C, 9 * C, 1, groups=h)
+        self.filters = nn.Sequential(*maps) if config.local else None
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        C, d = context.dim, context.head_dim
+        return Cost(config.local * 10 * C * (d + 1), 2 * context.num_tokens * d * C + config.local * 10 * C * d)
+
+    def project(self, x: Tensor, grid: Grid) -> tuple[Any, ...]:
+        means = x.mean(1)[..., None]
+        filters = None if self.filters is None else self.filters(means).view(len(x), x.shape[-1], 3, 3)
+        return *super().project(x, grid), filters
+
+    def attend(  # type: ignore[override]  # as `project` gives it
+        self, q: Tensor, k: Tensor, v: Tensor, filters: Tensor | None, grid: Grid
+    ) -> Tensor:
+        return inline(q, k, v, filters, grid=grid).to(v.dtype)

@@ -1,0 +1,47 @@
+"""SLAB's attention (Guo et al. 2024, arXiv:2405.11582): linear attention with ReLU features and a local term.
+
+    y = sum_m ReLU(q_n) . ReLU(k_m) v_m / (1e-6 + sum_m ReLU(q_n) . ReLU(k_m)) + local term.
+
+Keys first get a learned vector for each token of the grid (resampled on others); the local term is a depthwise
+convolution of the values, whose filters heads share. Prefix tokens have no vector and no local term. So it is
+`relu_linear` with two terms more, and `focused_linear` at p = 1 without its scale. The paper's other half, a batch norm
+in the place of LayerNorm, belongs to the network.
+Cost: 2 N d C + 25 N C multiply-accumulates; N C parameters for the tokens.
+
+The released code takes square grids only.
+"""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import linear_attention_macs, local_cost, total
+from attention.mechanisms.relu_linear import relu_linear
+from attention.options import local_option
+from attention.parts.geometry import Grid
+from attention.parts.position import KeyPositions
+
+
+class Slab(Attention):
+    """Kernel attention with ReLU features, positions of keys and a local term."""
+
+    prefix_tokens = "plain"
+    ignores_order = False  # keys know their positions
+    key_mask_refusal = None
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        local: bool = local_option(True)
+
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        self.key_positions = KeyPositions(context.dim, context.grid)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        own = Cost(context.num_tokens * context.dim, linear_attention_macs(context, context.head_dim))
+        return total(own, local_cost(cls, context, config))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        return relu_linear(q, self.key_positions(k, grid), v, eps=1e-6, key_mask=key_mask).to(v.dtype)

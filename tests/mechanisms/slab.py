@@ -1,0 +1,60 @@
+"""SLAB's linear attention."""
+
+import math
+from functools import partial
+
+import torch
+
+from attention.mechanisms.focused_linear import focused_linear
+from attention.mechanisms.relu_linear import relu_linear
+from tests.mechanisms.focused_linear import VISION as FOCUSED
+from tests.support.cases import HEAD_DIM, HEADS, PREFIX, Case
+from tests.support.comparisons import assert_equal
+from tests.support.growth import Growth
+from tests.support.inputs import B, d, draw, h, layer, tokens
+
+# Rectified features, as of relu_linear, whose function it is.
+case = partial(Case, "slab", (5, 7), op="relu_linear", mixes_values=False, well_conditioned=False)
+
+CASES = [case(), case({"local": False}), case(PREFIX)]
+EFFECTS = {"local": ({}, False)}
+SYMMETRIES = [(set(), {}), (set(), {"local": False})]
+GROWTH = [Growth(1, 1)]
+SYMBOLS = {}
+
+
+def ours(w):
+    """focused_linear's names, but for the scale that slab does not have."""
+    ((_, rename),) = FOCUSED.values()
+    state = rename({**w, "scale": torch.zeros(1)})
+    return {key: x for key, x in state.items() if key != "feature_scale"}
+
+
+VISION = {"slab_8x8": ({}, ours)}
+
+GRID, N = (6, 4), 24
+Q, K, V = tokens(GRID)
+
+
+def test_without_its_terms_it_is_relu_linear():
+    attn, other = layer("slab", GRID, local=False), layer("relu_linear", GRID)
+    with torch.no_grad():
+        attn.key_positions.table.zero_()
+    other.load_state_dict({key: x for key, x in attn.state_dict().items() if key != "key_positions.table"})
+    x = draw(B, N, h * d)
+    torch.testing.assert_close(attn(x, GRID), other(x, GRID), rtol=1e-5, atol=1e-5)  # another epsilon
+
+
+def test_focused_linear_of_power_one_is_relu_linear():
+    """But for the floor of 1e-6 under its channels."""
+    one = torch.full((h, d), math.log(math.e - 1), dtype=torch.float64)
+    focused = focused_linear(Q, K, V, one, power=1.0)
+    torch.testing.assert_close(focused, relu_linear(Q, K, V, eps=1e-6), rtol=2e-5, atol=2e-5)
+
+
+def test_where_no_query_has_weights_the_local_term_is_left():
+    attn = case().build().eval()
+    v = draw(B, HEADS, 35, HEAD_DIM)
+    y = attn.attend_all((-v.abs(), v, v), (5, 7))
+    assert_equal(y, attn.local_term(v, (5, 7)))
+    assert y.abs().max() > 0.1
