@@ -31,6 +31,7 @@ from attention.mechanisms.reformer import Reformer
 from attention.mechanisms.rfa import Rfa
 from attention.mechanisms.scatterbrain import Scatterbrain
 from attention.mechanisms.scatterbrain_lsh import ScatterbrainLsh
+from attention.mechanisms.shifted_window import ShiftedWindow
 from attention.mechanisms.smyrf import Smyrf
 from attention.mechanisms.softmax import Softmax
 from attention.mechanisms.sparse_transformer import SparseTransformer
@@ -77,6 +78,7 @@ ATTENTION: dict[str, type[Attention]] = {
     "bigbird": Bigbird,
     "clustered": Clustered,
     "reformer": Reformer,
+    "shifted_window": ShiftedWindow,
 }
 
 __all__ = [
