@@ -23,6 +23,7 @@ from attention.mechanisms.linear_sra import LinearSra
 from attention.mechanisms.linformer import Linformer
 from attention.mechanisms.local import Local
 from attention.mechanisms.longformer import Longformer
+from attention.mechanisms.neighborhood import Neighborhood
 from attention.mechanisms.nystrom import Nystrom
 from attention.mechanisms.orthoformer import Orthoformer
 from attention.mechanisms.performer import Performer
@@ -79,6 +80,7 @@ ATTENTION: dict[str, type[Attention]] = {
     "clustered": Clustered,
     "reformer": Reformer,
     "shifted_window": ShiftedWindow,
+    "neighborhood": Neighborhood,
 }
 
 __all__ = [

@@ -43,9 +43,8 @@ def shifted_window(
 def roll(x: Tensor, windows: Windows, shift: Grid) -> Tensor:
     """Tokens (B, h, N, d) -> (B, h, N', d), padded, and rolled up and to the left."""
     below, beside = (after - before for after, before in zip(windows.padded_grid, windows.grid, strict=True))
-    return (
-        F.pad(x.unflatten(2, windows.grid), (0, 0, 0, beside, 0, below)).roll([-s for s in shift], (2, 3)).flatten(2, 3)
-    )
+    x = F.pad(x.unflatten(2, windows.grid), (0, 0, 0, beside, 0, below))
+    return x.roll([-s for s in shift], (2, 3)).flatten(2, 3)
 
 
 @kept_table
@@ -107,6 +106,5 @@ class ShiftedWindow(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         windows = Windows(grid, self.size, key_mask=of_grid(key_mask, q.shape[2]))
-        rows, columns = (w // 2 if self.shifts and w < side else 0 for w, side in zip(self.size, grid, strict=True))
-        bias = self.position_bias()
-        return shifted_window(q, k, v, bias, windows=windows, shift=(rows, columns), attn_drop=self.attn_drop)
+        dy, dx = (w // 2 if self.shifts and w < side else 0 for w, side in zip(self.size, grid, strict=True))
+        return shifted_window(q, k, v, self.position_bias(), windows=windows, shift=(dy, dx), attn_drop=self.attn_drop)

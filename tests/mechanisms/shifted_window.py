@@ -46,6 +46,18 @@ EVERYTHING = [{"window_size": 6, **FREE, **ODD}]
 SYMBOLS = {"w": 7}
 
 
+def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Weights of Swin Transformer's block in timm, under our names."""
+    ours = {key: weights[f"attn.{key}"] for key in ("qkv.weight", "qkv.bias", "proj.weight", "proj.bias")}
+    return ours | {"position_bias.table": weights["attn.relative_position_bias_table"][None]}
+
+
+VISION = {
+    "shifted_window_4x8_w4_s0": ({"window_size": 4}, renamed),
+    "shifted_window_8x8_w4_s2": ({"window_size": 4, **ODD}, renamed),
+}
+
+
 def run(q, k, v, bias=None, *, grid: Grid, window: Grid, shift: Grid = (0, 0)) -> Tensor:
     return shifted_window(q, k, v, bias, windows=Windows(grid, window), shift=shift)
 

@@ -24,6 +24,7 @@ OPTIONAL = {
     "EVERYTHING": "a list of options under which every token of a 4 x 6 grid attends to every token exactly",
     "SYMMETRIES_IN_LAW": "a list as SYMMETRIES: what commutes with the distribution of the outputs in training",
     "RELEASED": "for layers of the released code (tests/data/released/attention), the options that reproduce them",
+    "VISION": "for released modules (tests/data/vision), options and the function of their weights that reproduce them",
 }
 
 
