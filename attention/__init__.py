@@ -27,6 +27,7 @@ from attention.mechanisms.linear_sra import LinearSra
 from attention.mechanisms.linformer import Linformer
 from attention.mechanisms.local import Local
 from attention.mechanisms.longformer import Longformer
+from attention.mechanisms.neighborhood import Neighborhood
 from attention.mechanisms.nystrom import Nystrom
 from attention.mechanisms.orthoformer import Orthoformer
 from attention.mechanisms.performer import Performer
@@ -36,6 +37,7 @@ from attention.mechanisms.relu_linear import ReluLinear
 from attention.mechanisms.rfa import Rfa
 from attention.mechanisms.scatterbrain import Scatterbrain
 from attention.mechanisms.scatterbrain_lsh import ScatterbrainLsh
+from attention.mechanisms.shifted_window import ShiftedWindow
 from attention.mechanisms.slab import Slab
 from attention.mechanisms.smyrf import Smyrf
 from attention.mechanisms.softmax import Softmax
@@ -89,6 +91,8 @@ ATTENTION: dict[str, type[Attention]] = {
     "relu_linear": ReluLinear,
     "slab": Slab,
     "inline": Inline,
+    "shifted_window": ShiftedWindow,
+    "neighborhood": Neighborhood,
 }
 
 __all__ = [

@@ -98,6 +98,12 @@ class Windows(NamedTuple):
         (H, W), (rows, columns) = self.grid, self.size
         return bool(H % rows or W % columns or self.overlap != (0, 0))
 
+    @property
+    def padded_grid(self) -> Grid:
+        """Rows and columns of the grid with its padding, without overlap."""
+        (H, W), (rows, columns) = self.grid, self.size
+        return H + -H % rows, W + -W % columns
+
     def disjoint(self) -> "Windows":
         """The windows without their overlap: of queries and outputs."""
         return self._replace(overlap=(0, 0))

@@ -16,7 +16,7 @@ from tests.support.cases import Case
 from tests.support.comparisons import FP64, FP64_GRADIENT
 from tests.support.facts import CASES
 
-SMALL = {"window_size": 3, "num_landmarks": 6, "cluster_size": 7, "num_clusters": 6, "reduction": 2}
+SMALL = {"window_size": 3, "kernel_size": 3, "num_landmarks": 6, "cluster_size": 7, "num_clusters": 6, "reduction": 2}
 CORNERS: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Any]]] = {  # grid, its options, how it is built
     "no images": ((5, 7), {}, {}),
     "one channel": ((5, 7), {}, {"dim": 1, "num_heads": 1}),

@@ -1,0 +1,110 @@
+"""Neighborhood attention (Hassani et al. 2023, arXiv:2204.07143): softmax over the k x k nearest tokens of every query.
+
+The window stops at the grid's border, so that every query has k^2 keys (equations 1 to 3); dilated by delta (DiNAT,
+arXiv:2209.15001), neighbours are sought among the tokens i mod delta of each axis. Old released code pads grids smaller
+than k delta, and padding is a key there; here these are refused, and on one met later, neighbours are all there are.
+Cost: 2 N e C multiply-accumulates, e = (k + t - 1)^2 keys of a tile of t^2 queries, t = (k + 1) / 2 (paper: k^2).
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.base import Attention, Cost, LayerContext
+from attention.ops.joint_softmax.op import gathered_logits, mix, prefix_term
+from attention.options import option
+from attention.parts.geometry import Grid, Windows, split_prefix
+from attention.parts.masking import of_grid
+from attention.parts.neighborhoods import pair, tiles, tiling
+from attention.parts.position import PositionBias
+
+
+def neighborhood(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    table: Tensor | None = None,
+    *,
+    grid: Grid,
+    size: Grid,
+    dilation: Grid,
+    counts: Tensor | None = None,
+    attn_drop: float = 0.0,
+) -> Tensor:
+    """q (B, h, N, d), k, v (B, h, P + N, d) -> (B, h, N, d), from k and delta of both axes: size, dilation.
+
+    table: bias of query minus key (1, (2 k_y - 1) (2 k_x - 1), h). counts: which tokens count, (B, N) bool.
+    """
+    (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
+    index = tiles(grid, size, dilation, q.device)
+    queries, keys, values = q[:, :, index.queries], k[:, :, index.keys], v[:, :, index.keys]
+    counts = None if counts is None else counts[:, None, index.keys][:, :, :, None]
+    logits = gathered_logits(queries, keys, index.offsets >= 0, counts)
+    if table is not None:
+        logits = logits + table[0, index.offsets.clamp(min=0)].permute(3, 0, 1, 2)
+    y = mix([(logits, values), *prefix_term(queries, k_prefix, v_prefix)], attn_drop)
+    return y.flatten(2, 3)[:, :, index.position]
+
+
+def neighborhood_reference(q, k, v, table=None, *, grid, size, dilation, counts=None, attn_drop=0.0):
+    """`neighborhood`, query by query."""
+    y, P = torch.zeros_like(q), k.shape[2] - q.shape[2]
+    for n in range(q.shape[2]):
+        rows, columns = map(neighbors, divmod(n, grid[1]), grid, size, dilation)
+        keys = [(a * grid[1] + b, i, j) for a, i in rows for b, j in columns]
+        keys = [key for key in keys if counts is None or counts[0, key[0]]]
+        attended = [*range(P), *(P + m for m, _, _ in keys)]
+        logits = (q[:, :, n, None] @ k[:, :, attended].mT)[:, :, 0] / q.shape[-1] ** 0.5
+        if table is not None:
+            logits = logits + F.pad(table[0, [i * (2 * size[1] - 1) + j for _, i, j in keys]].T, (P, 0))
+        y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ v[:, :, attended])[:, :, 0]
+    return y
+
+
+def neighbors(i: int, length: int, k: int, dilation: int) -> list[tuple[int, int]]:
+    """Of the token i of an axis: its k neighbours and their offsets, for the twin."""
+    members, j = range(i % dilation, length, dilation), i // dilation
+    start = max(0, min(j - k // 2, len(members) - k))
+    return [(m, j - a + k - 1) for a, m in enumerate(members)][start : start + k]
+
+
+class Neighborhood(Attention):
+    """The k x k nearest tokens, with a learned relative position bias."""
+
+    prefix_tokens = "exact"
+    key_mask_refusal = None
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        kernel_size: int | tuple[int, int] = option(7, "neighbours k along both axes, or (rows, columns): odd", low=1)
+        dilation: int | tuple[int, int] = option(1, "step delta between neighbours, or (rows, columns)", low=1)
+        position_bias: Literal["table", "none"] = option("table", "relative position bias of the neighbours")
+        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        self.size, self.dilation = pair(config.kernel_size), pair(config.dilation)
+        for k, delta, length in zip(self.size, self.dilation, context.grid, strict=True):
+            if k % 2 == 0:
+                self.refuse("kernel_size", k, f"as many neighbours on both sides make it odd; nearest valid: {k - 1}")
+            if k * delta > length:
+                self.refuse("kernel_size", k, f"times the dilation {delta}, beyond {length} tokens of the grid's side")
+        windows = Windows(context.grid, self.size)  # with the offsets of neighbours
+        self.position_bias = PositionBias(config.position_bias, self.num_heads, self.head_dim, windows)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        table, macs = context.num_heads * (config.position_bias == "table"), 2 * context.dim
+        for length, k, delta in zip(context.grid, pair(config.kernel_size), pair(config.dilation), strict=True):
+            tiles_of_residue, queries, keys = tiling(length, k, delta)
+            table, macs = table * (2 * k - 1), macs * delta * tiles_of_residue * queries * keys
+        return Cost(table, macs)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        table, counts = self.position_bias.table, of_grid(key_mask, q.shape[2])
+        return neighborhood(
+            q, k, v, table, grid=grid, size=self.size, dilation=self.dilation, counts=counts, attn_drop=self.attn_drop
+        )
