@@ -45,6 +45,7 @@ SIZES = {
     "radius": reach,
     "window_size": side,
     "pool_size": side,
+    "kernel_size": side,
     "reduction": ratio,
 }
 """Options that say how large an approximation is -> their value for a budget; of a mechanism, the first it has."""

@@ -89,7 +89,8 @@ class Core(nn.Module):
         self.layer = layer
 
     def forward(self, *arguments: Any) -> Tensor:
-        return self.layer.attend(*arguments)
+        *projected, grid = arguments
+        return self.layer.attend_all(tuple(projected), grid)
 
 
 def attention_core(text: str, dim: int, num_heads: int) -> Subject:

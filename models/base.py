@@ -78,7 +78,7 @@ class Backbone(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters without weight decay, beside biases and vectors: embeddings and bias tables."""
-        suffixes = "pos_embed", "cls_token", "dist_token", "reg_token", "position_bias.table"
+        suffixes = "pos_embed", "cls_token", "dist_token", "reg_token", "position_bias.table", "key_positions.table"
         return {name for name, _ in self.named_parameters() if name.endswith(suffixes)}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:

@@ -221,7 +221,7 @@ def test_every_mechanism_has_options_and_at_most_one_size():
         if sized[name]:
             options = with_budget(attention, 49, 196)
             assert options[sized[name]] == {"radius": 24, "reduction": 2}.get(
-                sized[name], 7 if sized[name] in ("window_size", "pool_size") else 49
+                sized[name], 7 if sized[name] in ("window_size", "pool_size", "kernel_size") else 49
             )
 
 

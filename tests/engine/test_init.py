@@ -93,6 +93,8 @@ LEARNED = {
     "focused_linear": {"key_positions", "feature_scale", "local_term"},
     "slab": {"key_positions", "local_term"},
     "inline": {"filters"},
+    "shifted_window": {"position_bias"},
+    "neighborhood": {"position_bias"},
 }
 """What a mechanism has that softmax attention has not, by default: T2R's paper, for one, converts a trained transformer
 by new feature maps beside its projections. The others run on softmax weights as they are: Performer, SMYRF, clustered
