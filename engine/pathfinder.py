@@ -14,7 +14,7 @@ on how many there are.
 
 import argparse
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -122,7 +122,9 @@ def make(output: Path, images: Sequence[int], scenes: tuple[int, int] | None, se
     for split, (image_file, label_file), count in zip(range(len(SPLITS)), files, images, strict=True):
         labels = np.arange(count) % 2
         with tqdm(range(count), SPLITS[split], unit=" images", dynamic_ncols=True, disable=None) as bar:
-            draw_one = partial(draw_graded, scenes=scenes) if scenes and SPLITS[split] == "train" else draw
+            draw_one: Callable[..., np.ndarray] = draw
+            if scenes and SPLITS[split] == "train":
+                draw_one = partial(draw_graded, scenes=scenes)
             drawn = [draw_one(np.random.default_rng((seed, split, i)), labels[i], **options) for i in bar]
         write_idx(image_file, np.stack(drawn))
         write_idx(label_file, labels)

@@ -104,7 +104,7 @@ class JointSoftmax(torch.autograd.Function):
             dy.new_empty(shape, dtype=dtype) if need else None
             for need, (shape, dtype) in zip(needs[3:5], ctx.summaries, strict=True)
         )
-        of_heads: dict[int, Tensor] = {}  # the gradient of the offset: first head of a chunk -> its share
+        of_heads = {}  # the gradient of the offset: first head of a chunk -> its share
         with autocast_off(dy):
             for chunk in _chunks(dy, ctx.shape):
                 tensors = take(chunk, dy, weights, dq, dk, dv, dkeys, dvalues)
