@@ -6,7 +6,7 @@ or groups, t tokens per group, s random samples, P prefix tokens (class token, r
 grid.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
@@ -156,9 +156,10 @@ class Attention(nn.Module):
         """(B, P + N, C) -> queries, keys and values, each (B, h, P + N, d), and what else `attend` takes."""
         return split_heads(self.qkv(x), self.num_projections, self.num_heads)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        """Queries (B, h, N, d), keys and values (B, h, P + N, d) -> attended values (B, h, N, d).
+    def attend(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Queries (B, h, N, d), keys and values (B, h, P + N, d), the grid -> attended values (B, h, N, d).
 
+        A mechanism whose `project` gives other things than q, k and v takes these in their place.
         Where prefix tokens are plain there are queries of all P + N tokens. A mechanism without `key_mask_refusal` also
         takes key_mask, None or (B, P + N) bool: which tokens count, at least one of every image. Masked keys have
         weights of exactly zero, masked queries no influence on other outputs, and their own are never read.
@@ -204,14 +205,13 @@ class Attention(nn.Module):
     def attend_with_prefix(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None) -> Tensor:
         """`attend`, by softmax for prefix tokens that are exact: as `attend_all`, without the local term."""
         (q, *others), mask = projected, [] if key_mask is None else [key_mask]
-        attend: Callable[..., Tensor] = self.attend  # takes what `project` gives, and a mask unless it refuses them
         if self.num_prefix_tokens == 0 or self.prefix_tokens == "plain":
-            return attend(q, *others, grid, *mask)
+            return self.attend(q, *others, grid, *mask)
         q_prefix, q = split_prefix(q, grid[0] * grid[1])
         attn_mask = None if key_mask is None else key_mask[:, None, None]
         k, v = others[:2]
         y_prefix = F.scaled_dot_product_attention(q_prefix, k, v, attn_mask, self.attn_drop)
-        return torch.cat([y_prefix, attend(q, *others, grid, *mask)], 2)
+        return torch.cat([y_prefix, self.attend(q, *others, grid, *mask)], 2)
 
     def check_key_mask(self, key_mask: Tensor, shape: tuple[int, int]) -> None:
         """Raises the ValueError for a mask that the mechanism does not take, or that is not bool of `shape` (B, N)."""

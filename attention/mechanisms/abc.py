@@ -69,7 +69,7 @@ class Abc(Attention):
         N, C, slots = context.num_tokens, context.dim, context.num_heads * config.num_landmarks
         return Cost((C + 1) * slots, N * slots * C + 4 * N * config.num_landmarks * C)  # control; writing, reading
 
-    def attend(  # type: ignore[override]  # as `project` gives it
+    def attend(
         self, q: Tensor, k: Tensor, v: Tensor, control: Tensor, grid: Grid, key_mask: Tensor | None = None
     ) -> Tensor:
         return abc(q, k, v, control, self.attn_drop, key_mask=key_mask)

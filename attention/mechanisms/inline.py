@@ -92,7 +92,5 @@ class Inline(Attention):
         filters = None if self.filters is None else self.filters(means).view(len(x), x.shape[-1], 3, 3)
         return *super().project(x, grid), filters
 
-    def attend(  # type: ignore[override]  # as `project` gives it
-        self, q: Tensor, k: Tensor, v: Tensor, filters: Tensor | None, grid: Grid
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, filters: Tensor | None, grid: Grid) -> Tensor:
         return inline(q, k, v, filters, grid=grid).to(v.dtype)

@@ -156,7 +156,7 @@ class Longformer(Attention):
         queries, keys_and_values = g * C * C, 2 * N * C * C
         return Cost(projections(context, 3).parameters, macs + queries + keys_and_values)
 
-    def attend(  # type: ignore[override]  # as `project` gives it
+    def attend(
         self,
         q: Tensor,
         k: Tensor,

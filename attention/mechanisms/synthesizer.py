@@ -65,7 +65,7 @@ class Synthesizer(Attention):
         weights, values = h * config.rank * N * N, N * N * C
         return Cost(2 * h * config.rank * N - absent.parameters, weights + values - absent.macs)
 
-    def attend(self, v: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]  # as `project` gives it
+    def attend(self, v: Tensor, grid: Grid) -> Tensor:
         prefix, tokens = self.factors.tensor_split([self.factors.shape[-1] - self.grid[0] * self.grid[1]], -1)
         r_1, r_2 = torch.cat([prefix, resample(tokens, self.grid, grid)], -1).mT
         return synthesizer(r_1, r_2, v, self.attn_drop)

@@ -132,7 +132,7 @@ class TransformerLs(Attention):
         attention = 2 * queries * config.num_landmarks * C
         return Cost(window.parameters + (C + 1) * slots + norms, window.macs + averages + attention)
 
-    def attend(  # type: ignore[override]  # as `project` gives it
+    def attend(
         self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, grid: Grid, key_mask: Tensor | None = None
     ) -> Tensor:
         windows, bias = windows_on(self.config, grid, key_mask), self.position_bias()

@@ -87,14 +87,14 @@ def test_signals_that_were_ignored_stay_ignored_but_by_a_rank(
 
 def test_a_rank_notices_that_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    parent = os.getpid()
+    parent = os.getppid()  # 1, where the tests outlive the shell that began them
     with SignalHandler() as signals:
         assert not signals.stop_requested()
-        monkeypatch.setattr(os, "getppid", lambda: 1)
+        monkeypatch.setattr(os, "getppid", lambda: parent + 1)
         assert signals.stop_requested()
     monkeypatch.delenv("WORLD_SIZE")
     with SignalHandler() as signals:
-        monkeypatch.setattr(os, "getppid", lambda: parent)
+        monkeypatch.setattr(os, "getppid", lambda: parent + 2)
         assert not signals.stop_requested()  # without a launcher: a shell may go away
 
 
