@@ -32,6 +32,7 @@ from attention.mechanisms.nystrom import Nystrom
 from attention.mechanisms.orthoformer import Orthoformer
 from attention.mechanisms.performer import Performer
 from attention.mechanisms.ra import Ra
+from attention.mechanisms.rala import Rala
 from attention.mechanisms.reformer import Reformer
 from attention.mechanisms.relu_linear import ReluLinear
 from attention.mechanisms.rfa import Rfa
@@ -93,6 +94,7 @@ ATTENTION: dict[str, type[Attention]] = {
     "inline": Inline,
     "shifted_window": ShiftedWindow,
     "neighborhood": Neighborhood,
+    "rala": Rala,
 }
 
 __all__ = [
