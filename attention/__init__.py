@@ -27,6 +27,7 @@ from attention.mechanisms.linear_sra import LinearSra
 from attention.mechanisms.linformer import Linformer
 from attention.mechanisms.local import Local
 from attention.mechanisms.longformer import Longformer
+from attention.mechanisms.mlla import Mlla
 from attention.mechanisms.neighborhood import Neighborhood
 from attention.mechanisms.nystrom import Nystrom
 from attention.mechanisms.orthoformer import Orthoformer
@@ -95,6 +96,7 @@ ATTENTION: dict[str, type[Attention]] = {
     "shifted_window": ShiftedWindow,
     "neighborhood": Neighborhood,
     "rala": Rala,
+    "mlla": Mlla,
 }
 
 __all__ = [
