@@ -32,6 +32,7 @@ from attention.mechanisms.neighborhood import Neighborhood
 from attention.mechanisms.nystrom import Nystrom
 from attention.mechanisms.orthoformer import Orthoformer
 from attention.mechanisms.performer import Performer
+from attention.mechanisms.polaformer import Polaformer
 from attention.mechanisms.ra import Ra
 from attention.mechanisms.rala import Rala
 from attention.mechanisms.reformer import Reformer
@@ -97,6 +98,7 @@ ATTENTION: dict[str, type[Attention]] = {
     "neighborhood": Neighborhood,
     "rala": Rala,
     "mlla": Mlla,
+    "polaformer": Polaformer,
 }
 
 __all__ = [
