@@ -119,7 +119,7 @@ def test_masked_op_is_its_twin_without_the_masked_tokens(case, training):
 ANY = torch.rand(24, generator=torch.Generator().manual_seed(6)) > 0.4
 PADDED, LAST_OF_SIX = torch.arange(24) < 18, torch.arange(24) % 6 < 5
 WINDOWS = {"window_size": 6, "layout": "1d", "position_bias": "none"}
-IN_PLACES = {"depth", "local"}  # options of windows, and of a convolution
+IN_PLACES = {"depth", "local", "scales"}  # options of windows, and of convolutions
 REMOVED = [
     *(
         (case.name, case.options, {}, ANY)
@@ -127,6 +127,7 @@ REMOVED = [
         if case.name in OF_A_SET and not IN_PLACES & case.options.keys()
     ),
     *((name, {"local": True}, {}, PADDED) for name in ("efficient", "hydra", "relu_linear")),
+    ("relu_linear", {"scales": (3,)}, {}, PADDED),
     ("softmax", {"causal": True}, {}, ANY),
     ("cosformer", {"layout": "2d"}, {}, ANY),
     ("ra", {"proposal": "biased"}, {}, ANY),
