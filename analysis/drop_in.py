@@ -63,8 +63,11 @@ def layer_inputs(trained: Trained, images: Tensor) -> list[tuple[Tensor, Grid]]:
 
 @torch.no_grad()
 def attended(layer: Attention, x: Tensor, grid: Grid) -> Tensor:
-    """What a layer does with tokens (B, N, C) between its projections: attended values (B, h, N, d)."""
-    return torch.cat([layer.attend_all(layer.project(part, grid), grid) for part in x.split(CHUNK)])
+    """What a layer does with tokens (B, N, C) between its projections: attended values (B, h, N, d). Heads beyond h, of
+    further scales, are left out.
+    """
+    parts = [layer.attend_all(layer.project(part, grid), grid) for part in x.split(CHUNK)]
+    return torch.cat(parts)[:, : layer.num_heads]
 
 
 def normalised_error(y: Tensor, expected: Tensor) -> float:

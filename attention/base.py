@@ -186,17 +186,13 @@ class Attention(nn.Module):
                 f" {P + H * W}; give the (H, W) of these tokens"
             )
         if key_mask is None:
-            return self.mix(x, grid)
+            return self.output(self.attend_all(self.project(x, grid), grid), x)
         self.check_key_mask(key_mask, (x.shape[0], H * W))
         counts = F.pad(key_mask, (P, 0), value=True)
+        x = stand_in(x, counts)
         # Where no token of an image counts, its zeros attend to each other.
-        y = self.mix(stand_in(x, counts), grid, counts | ~counts.any(1, keepdim=True))
-        return y.masked_fill(~counts[..., None], 0)
-
-    def mix(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
-        """`forward`, of arguments that fit: (B, P + N, C) -> (B, P + N, C), key_mask (B, P + N) as of `attend`."""
-        y = merge_heads(self.attend_all(self.project(x, grid), grid, key_mask))
-        return self.proj_drop(self.proj(y if self.gate is None else y * self.gate(x)))
+        y = self.attend_all(self.project(x, grid), grid, counts | ~counts.any(1, keepdim=True))
+        return self.output(y, x).masked_fill(~counts[..., None], 0)
 
     def attend_all(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         """What `project` gives, queries of all P + N tokens among it -> their attended values (B, h, P + N, d), the
@@ -217,6 +213,11 @@ class Attention(nn.Module):
         k, v = others[:2]
         y_prefix = F.scaled_dot_product_attention(q_prefix, k, v, attn_mask, self.attn_drop)
         return torch.cat([y_prefix, self.attend(q, *others, grid, *mask)], 2)
+
+    def output(self, y: Tensor, x: Tensor) -> Tensor:
+        """What `attend_all` gives, (B, h, P + N, d), for tokens x (B, P + N, C) -> the layer's output (B, P + N, C)."""
+        y = merge_heads(y)
+        return self.proj_drop(self.proj(y if self.gate is None else y * self.gate(x)))
 
     def check_key_mask(self, key_mask: Tensor, shape: tuple[int, int]) -> None:
         """Raises the ValueError for a mask that the mechanism does not take, or that is not bool of `shape` (B, N)."""

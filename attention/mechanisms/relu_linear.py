@@ -12,6 +12,7 @@ norm follows. That of the released code, in evaluation, is a part of the output'
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -89,15 +90,20 @@ class ReluLinear(Attention):
         local = local_cost(cls, context, config)
         return total(Cost(sum(of_scales) + count * C * C, macs), local._replace(macs=(1 + count) * local.macs))
 
-    def mix(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+    def attend_all(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        """The heads of all scales one after another, (B, (1 + scales) h, P + N, d)."""
         if self.proj_scales is None:
-            return super().mix(x, grid, key_mask)
-        qkv = torch.cat(self.project(x, grid), 1)
+            return super().attend_all(projected, grid, key_mask)
+        qkv = torch.cat(projected, 1)
         scales = [qkv, *(scale(qkv, grid, key_mask) for scale in self.scales)]
-        of_heads = torch.cat([heads.unflatten(1, (3, -1)) for heads in scales], 2).unbind(1)
-        y = merge_heads(self.attend_all(of_heads, grid, key_mask))
-        first, others = y[..., : x.shape[-1]], y[..., x.shape[-1] :]
-        return self.proj_drop(self.proj(first) + self.proj_scales(others))
+        heads = torch.cat([tokens.unflatten(1, (3, -1)) for tokens in scales], 2).unbind(1)
+        return super().attend_all(heads, grid, key_mask)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         return relu_linear(q, k, v, key_mask=key_mask).to(v.dtype)
+
+    def output(self, y: Tensor, x: Tensor) -> Tensor:
+        if self.proj_scales is None:
+            return super().output(y, x)
+        first, others = merge_heads(y[:, : self.num_heads]), merge_heads(y[:, self.num_heads :])
+        return self.proj_drop(self.proj(first) + self.proj_scales(others))

@@ -63,7 +63,8 @@ def linear_attention(
         normaliser: what the sum of a query's weights becomes.
             floor: its magnitude at least `eps`, its sign kept; a query without any weight gives 0 above eps 0.
             clamp: at least `eps`, to which negative ones are raised too (released code).
-            sum: the sum, with `eps` added. mean: with M `eps` added, as `eps` to the mean over keys.
+            sum: the sum, of weights that are not negative, with `eps` added. mean: with M `eps` added, as `eps` to
+            their mean over keys.
             none: weights are not normalised.
         rotate: what turns features by their positions in the weights of values; normalisers are without it.
         key_mask: which keys count, (B, M) bool.
@@ -81,4 +82,5 @@ def linear_attention(
     if normaliser == "clamp":
         return y / total.clamp(min=eps)
     count = v.shape[-2] if key_mask is None else key_mask.sum(1)[:, None, None, None].to(v.dtype)
-    return y / (total + eps * (count if normaliser == "mean" else 1))
+    least = eps * (count if normaliser == "mean" else 1)
+    return y / (total + least).clamp(min=least)  # exports to ONNX leave out the addition of 1e-15
