@@ -70,8 +70,9 @@ class Mlla(Attention):
         self.convolution = None
         if config.block:
             self.convolution = LocalTerm(context.dim, 3)
-            self.gate = nn.Sequential(nn.Linear(context.dim, context.dim, bias=context.qkv_bias), nn.SiLU())
-            init_linear(self.gate[0])
+            linear = nn.Linear(context.dim, context.dim, bias=context.qkv_bias)
+            init_linear(linear)
+            self.gate = nn.Sequential(linear, nn.SiLU())
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

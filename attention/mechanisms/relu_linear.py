@@ -38,7 +38,7 @@ def relu_linear(q: Tensor, k: Tensor, v: Tensor, *, eps: float = 1e-15, key_mask
 
 def relu_linear_reference(q, k, v, *, eps=1e-15):
     """`relu_linear` as a dense matrix of weights."""
-    kernel = q.clamp(min=0) @ k.clamp(min=0).mT
+    kernel = (q * (q > 0)) @ (k * (k > 0)).mT
     return (kernel / (kernel.sum(-1, keepdim=True) + eps)) @ v
 
 

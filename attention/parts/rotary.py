@@ -25,7 +25,7 @@ def rotate(x: Tensor, grid: Grid, *, endpoint: bool) -> Tensor:
     return torch.cat([turned, x[..., 4 * p :]], -1)
 
 
-def rotate_reference(x, grid, *, endpoint):
+def rotate_reference(x: Tensor, grid: Grid, *, endpoint: bool) -> Tensor:
     """`rotate`, number by number."""
     (H, W), p, y = grid, x.shape[-1] // 4, x.clone()
     for n in range(H * W):
