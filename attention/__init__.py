@@ -19,6 +19,7 @@ from attention.mechanisms.dpfp import Dpfp
 from attention.mechanisms.efficient import Efficient
 from attention.mechanisms.eva import Eva
 from attention.mechanisms.focused_linear import FocusedLinear
+from attention.mechanisms.hilo import Hilo
 from attention.mechanisms.hydra import Hydra
 from attention.mechanisms.inline import Inline
 from attention.mechanisms.lara import Lara
@@ -93,6 +94,7 @@ ATTENTION: dict[str, type[Attention]] = {
     "inline": Inline,
     "shifted_window": ShiftedWindow,
     "neighborhood": Neighborhood,
+    "hilo": Hilo,
 }
 
 __all__ = [

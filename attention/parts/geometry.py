@@ -116,6 +116,13 @@ class Windows(NamedTuple):
         """Keys or values (B, h, N, d) -> those that each window attends to, (B, h, g, e, d); zeros outside the grid."""
         return self.view(x, self.overlap).flatten(4, 5).flatten(2, 3)
 
+    def mean(self, x: Tensor) -> Tensor:
+        """Means of tokens (B, h, N, d) over those of every window that count, (B, h, g, d); zero where none does."""
+        tokens, mask = self.partition(x), self.mask(x.device)
+        if mask is None:
+            return tokens.mean(3)
+        return tokens.masked_fill(~mask[..., None], 0).sum(3) / mask.sum(-1, keepdim=True).clamp(min=1)
+
     def reverse(self, y: Tensor) -> Tensor:
         """The inverse of `partition`: windows (B, h, g, w, d) -> tokens (B, h, N, d), without padding."""
         if self.size == (0, 0):
