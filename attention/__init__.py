@@ -12,6 +12,7 @@ from attention.base import Attention, LayerContext
 from attention.legacy import modernise
 from attention.mechanisms.abc import Abc
 from attention.mechanisms.bigbird import Bigbird
+from attention.mechanisms.bilevel_routing import BilevelRouting
 from attention.mechanisms.clustered import Clustered
 from attention.mechanisms.combiner import Combiner
 from attention.mechanisms.cosformer import Cosformer
@@ -95,6 +96,7 @@ ATTENTION: dict[str, type[Attention]] = {
     "shifted_window": ShiftedWindow,
     "neighborhood": Neighborhood,
     "hilo": Hilo,
+    "bilevel_routing": BilevelRouting,
 }
 
 __all__ = [
