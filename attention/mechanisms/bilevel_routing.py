@@ -1,7 +1,7 @@
 """Bi-level routing attention (Zhu et al. 2023, arXiv:2303.08810): tokens attend to the k regions most like their own.
 
 Each of S x S regions chooses the k whose mean keys have the largest products with its mean query over all channels; its
-tokens attend to theirs by one softmax (equations 3 to 6). The choice has no gradient. The local term is a depthwise
+tokens attend to theirs by one softmax (algorithm 1). The choice has no gradient. The local term is a depthwise
 convolution of the values, with a filter for every channel.
 Cost: 2 N^2 k C / S^2 + S^4 C + 25 N C multiply-accumulates.
 
