@@ -55,6 +55,8 @@ def resample(table: Tensor, old: Grid, grid: Grid) -> Tensor:
     if old == grid:
         return table
     images = upcast(table).flatten(0, -2).unflatten(1, old)[None]
+    if grid[1] == 1:  # of images with one column torch makes one row everywhere; of those with one row it does not
+        images, grid = images.mT, grid[::-1]
     images = F.interpolate(images, grid, mode="bilinear", antialias=True, align_corners=False)
     return images[0].flatten(1).unflatten(0, table.shape[:-1]).to(table.dtype)
 
