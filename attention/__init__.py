@@ -11,6 +11,7 @@ from typing import Any
 from attention.base import Attention, LayerContext
 from attention.legacy import modernise
 from attention.mechanisms.abc import Abc
+from attention.mechanisms.agent import Agent
 from attention.mechanisms.bigbird import Bigbird
 from attention.mechanisms.bilevel_routing import BilevelRouting
 from attention.mechanisms.clustered import Clustered
@@ -97,6 +98,7 @@ ATTENTION: dict[str, type[Attention]] = {
     "neighborhood": Neighborhood,
     "hilo": Hilo,
     "bilevel_routing": BilevelRouting,
+    "agent": Agent,
 }
 
 __all__ = [
