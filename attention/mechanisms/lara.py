@@ -115,7 +115,7 @@ class Lara(Attention):
         antithetic: bool = option(False, "two samples per proposal mirror each other about their mean")
         released: bool = released_option()
         noise: Noise | None = noise_option()
-        released_pools: bool | None = pools_option()
+        released_pools: bool | None = pools_option(lambda c: c.proposal != "single")
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__(context, config)

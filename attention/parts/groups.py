@@ -4,6 +4,7 @@ A partition is a table of token indices per group, padded to the longest group: 
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -86,13 +87,13 @@ def bins(grid: Grid, counts: Grid, device: torch.device, margin: Grid = (0, 0), 
     return Groups(index, valid, tiles, padded_means=margin != (0, 0))
 
 
-def pools_option() -> Any:
-    """The field `released_pools`."""
+def pools_option(applies: Callable[[Any], bool] = lambda c: True) -> Any:
+    """The field `released_pools`; `applies` tells from the options whether there are segments."""
     return option(
         None,
         "segments of adaptive average pooling: as many rows as columns of them where their number is a square, and "
         "overlapping where these do not divide the grid; null: as released",
-        chosen=lambda c: c.released and c.proposal != "single",
+        chosen=lambda c: c.released and applies(c),
     )
 
 

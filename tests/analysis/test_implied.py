@@ -12,13 +12,9 @@ from attention.mechanisms.softmax import softmax_reference
 from models import create_model
 from tests.support.calls import capture_op
 from tests.support.cases import PREFIX, Case
-from tests.support.facts import CASES
+from tests.support.facts import CASES, stated
 
-WITHOUT = {
-    **{"transformer_ls": "not linear", "transnormer": "not linear"},  # LayerNorm of averages of values, of outputs
-    **{"xca": "channels", "hydra": "channels", "inline": "channels"},  # a mix of channels; weights or filters of each
-}
-
+WITHOUT = stated("NO_MATRIX")
 FIRST = {case.name: case for case in reversed(CASES)}
 """A case of every mechanism."""
 

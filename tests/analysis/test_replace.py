@@ -26,6 +26,7 @@ from engine.checkpoint import load_checkpoint
 from engine.config import read_yaml
 from engine.export import export_checkpoint
 from tests.analysis.models import load_model, save_model
+from tests.support.facts import stated
 
 OPTIONS = ["model.depth=2", "model.embed_dim=24", "model.img_size=16", "model.stem=linear"]
 
@@ -214,8 +215,7 @@ def test_every_mechanism_has_options_and_at_most_one_size():
     known = read_mechanisms(None)
     assert set(known) == set(ATTENTION)
     sized = {name: size_option(attention) for name, attention in known.items()}
-    unsized = {"softmax", "linear", "xca", "cosformer", "dpfp", "efficient", "hydra", "focused_linear", "relu_linear"}
-    assert {name for name, size in sized.items() if size is None} == unsized | {"slab", "inline"}
+    assert {name for name, size in sized.items() if size is None} == set(stated("UNSIZED"))
     assert set(filter(None, sized.values())) == set(SIZES)
     for name, attention in known.items():
         if sized[name]:

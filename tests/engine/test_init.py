@@ -23,6 +23,7 @@ from engine.progress import Progress
 from engine.schema import Run
 from engine.sources import EXPECTED, Source, read_weights
 from models import create_model
+from tests.support.facts import stated
 from tests.support.launcher import ROOT
 
 WORLD = World(torch.device("cpu"))
@@ -73,42 +74,18 @@ def test_stock_weights_load_as_they_are_and_give_the_same_logits():
     torch.testing.assert_close(model(images), source(images), rtol=0, atol=1e-5)
 
 
-LEARNED = {
-    "local": {"position_bias"},
-    "lara": {"landmark_q", "landmark_k"},
-    "eva": {"landmarks", "position_bias"},
-    "sra": {"sr", "norm"},
-    "combiner": {"summary_q", "summary_k", "position_bias"},
-    "transformer_ls": {"norm_full", "norm_slots", "slots", "position_bias"},
-    "scatterbrain": {"position_bias"},
-    "xca": {"temperature"},
-    "transnormer": {"gain"},
-    "t2r": {"feature_weight", "feature_bias"},
-    "rfa": {"log_sigma"},
-    "linear_sra": {"sr", "norm"},
-    "nystrom": {"filters"},
-    "linformer": {"projection"},
-    "abc": {"control"},
-    "synthesizer": {"factors"},
-    "focused_linear": {"key_positions", "feature_scale", "local_term"},
-    "slab": {"key_positions", "local_term"},
-    "inline": {"filters"},
-    "shifted_window": {"position_bias"},
-    "neighborhood": {"position_bias"},
-}
-"""What a mechanism has that softmax attention has not, by default: T2R's paper, for one, converts a trained transformer
-by new feature maps beside its projections. The others run on softmax weights as they are: Performer, SMYRF, clustered
-attention and more."""
-
-
 @pytest.mark.parametrize("name", ATTENTION)
 def test_shared_projections_load_into_every_mechanism(name):
-    """The table names what a mechanism learns or draws itself, and nothing of the source is lost."""
+    """The facts name what a mechanism learns or draws itself, and nothing of the source is lost.
+
+    T2R's paper, for one, converts a trained transformer by new feature maps beside its projections. Others run on
+    softmax weights as they are: Performer, SMYRF, clustered attention and more.
+    """
     source = stock(**WITHOUT_CLASS_TOKEN, img_size=112).state_dict()
     model = build(name, img_size=112)
     own = {key: value.clone() for key, value in model.state_dict().items()}
     outcome = fit(model, source)
-    assert {key.split(".")[3] for key in outcome["fresh"]} == LEARNED.get(name, set())
+    assert {key.split(".")[3] for key in outcome["fresh"]} == stated("LEARNED").get(name, set())
     assert all(torch.equal(model.state_dict()[key], own[key]) for key in outcome["fresh"] + outcome["drawn"])
     assert outcome["re-made"] == outcome["dropped"] == []
     assert {entry.split(" ")[0].split(".")[3] for entry in outcome["adapted"]} <= {"qkv"}
@@ -549,3 +526,21 @@ def test_positions_of_keys_are_resampled_as_images_of_the_grid():
     square, model = build("focused_linear", img_size=32), build("focused_linear", img_size=48)
     outcome = fit(model, square.state_dict())
     assert "blocks.0.attn.key_positions.table (24, 16) -> (24, 36)" in outcome["adapted"]
+
+
+def test_positions_of_rows_and_columns_are_resampled_and_those_of_other_agents_are_left():
+    agents = {"name": "agent", "num_landmarks": 4}
+    source, model = (build(agents, img_size=size, class_token=True) for size in ((32, 64), (48, 32)))
+    attn = source.blocks[0].attn
+    with torch.no_grad():
+        attn.row_positions.table.copy_(torch.arange(4.0).expand(16, -1))
+        attn.column_positions.table.copy_(torch.arange(8.0).expand(16, -1))
+    outcome, attn = fit(model, source.state_dict(), source), model.blocks[0].attn
+    assert outcome["fresh"] == outcome["dropped"] == []
+    assert (attn.row_positions.table.diff() > 0.4).all()  # 6 of 4
+    assert (attn.column_positions.table.diff() > 1).all()  # 4 of 8
+    square, model = build(agents), build(agents, img_size=48)
+    adapted = fit(model, square.state_dict())["adapted"]
+    assert {f"blocks.1.attn.{axis}_positions.table (16, 4) -> (16, 6)" for axis in ("row", "column")} < set(adapted)
+    fresh = fit(build({**agents, "num_landmarks": 9}, img_size=48), square.state_dict())["fresh"]
+    assert {name.split(".")[3] for name in fresh} == {"image_positions", "row_positions", "column_positions"}

@@ -15,6 +15,7 @@ EFFECTS = {"num_landmarks": ({}, 6), "attn_drop": ({}, 0.5)}
 SYMMETRIES = [(ALL, {"num_landmarks": 6})]
 GROWTH = [Growth(1, 1)]
 SYMBOLS = {"c": 49}
+LEARNED = {"control"}
 
 
 @every_grid

@@ -55,6 +55,7 @@ EVERYTHING = [
     {"causal": True, "layout": "1d", "window_size": 24, **FREE},
 ]
 SYMBOLS = {"u": 49}
+LEARNED = {"position_bias", "summary_k", "summary_q"}
 
 
 def run(q, k, v, q_bar, k_bar, *, grid: Grid, window: Grid) -> Tensor:

@@ -20,6 +20,7 @@ EFFECTS = {"layout": ({}, "2d")}
 SYMMETRIES = [({"transposed"}, {"layout": "2d"}), (set(), {})]
 GROWTH = [Growth(1, 1)]
 SYMBOLS = {}
+UNSIZED = True
 
 GRID, N = (6, 4), 24
 Q, K, V = tokens(GRID)

@@ -20,6 +20,7 @@ SYMMETRIES = [(ALL, {})]
 GROWTH = [Growth(1, 1)]
 REFUSED = [({"nu": 16}, r"attention\(dpfp\).nu = 16: .*; at most 15")]
 SYMBOLS = {"nu": 1}
+UNSIZED = True
 
 GRID = (6, 4)
 Q, K, V = tokens(GRID)

@@ -19,6 +19,7 @@ EFFECTS = {"local": ({}, True)}
 SYMMETRIES = [(ALL, {}), (set(), {"local": True})]
 GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"local": True})]
 SYMBOLS = {}
+UNSIZED = True
 VISION = {
     "efficient_6x9": (
         {},

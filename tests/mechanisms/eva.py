@@ -137,6 +137,7 @@ RELEASED = {
     },
 }
 SYMBOLS = {"|E|": 49, "c": 49}
+LEARNED = {"landmarks", "position_bias"}
 
 
 def eva_of(q, k, v, groups, windows, *, omega=None, samples: int = 1, mu=None, transform=0.3, **options) -> Tensor:

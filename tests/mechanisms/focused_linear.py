@@ -21,6 +21,8 @@ EFFECTS = {"local": ({}, False), "power": ({}, 2.0)}
 SYMMETRIES = [(set(), {}), (set(), {"local": False})]
 GROWTH = [Growth(1, 1)]
 SYMBOLS = {}
+LEARNED = {"feature_scale", "key_positions", "local_term"}
+UNSIZED = True
 REFUSED = [({"power": 0.5}, r"attention\(focused_linear\).power = 0.5 is below")]
 VISION = {
     "focused_linear_6x9": (

@@ -19,6 +19,8 @@ EFFECTS = {"local": ({}, True)}
 SYMMETRIES = [(ALL, {}), (set(), {"local": True})]
 GROWTH = [Growth(1, 1)]
 SYMBOLS = {}
+UNSIZED = True
+NO_MATRIX = "channels"  # each has weights of its own
 VISION = {"hydra_7x10_cls": ({}, lambda w: {k.replace("out.", "proj."): x for k, x in w.items() if k != "in.x"})}
 
 GRID, N = (6, 4), 24

@@ -26,6 +26,9 @@ GROWTH = [
     Growth(1, 0, lambda side: {"local": False}),  # centred keys and values are kept, in the place of these
 ]
 SYMBOLS = {}
+LEARNED = {"filters"}
+UNSIZED = True
+NO_MATRIX = "channels"  # each has filters of its own
 
 
 def ours(w):

@@ -73,6 +73,7 @@ RELEASED = {
     "lara_pool_bh_8x11": {"released": True, "num_landmarks": 9, "proposal": "pool", "weighting": "balance"},
 }
 SYMBOLS = {"c": 49}
+LEARNED = {"landmark_k", "landmark_q"}
 
 N, C, D = 6, 3, 4
 Q, K, V = (0.8 * draw(2, 2, N, D, seed=seed) for seed in range(3))

@@ -22,6 +22,7 @@ SYMMETRIES = [(ALL, {})]
 GROWTH = [Growth(1, 1)]
 REFUSED = [({"eps": 1e-6}, r"attention\(linear\).eps: unknown option; known: none")]
 SYMBOLS = {}
+UNSIZED = True
 
 GRID = (6, 4)
 Q, K, V = tokens(GRID)

@@ -19,6 +19,7 @@ EFFECTS = {"pool_size": ({}, 3), "attn_drop": ({}, 0.5)}
 SYMMETRIES = [({"transposed"}, {"pool_size": 3})]
 GROWTH = [Growth(1, 1)]
 SYMBOLS = {"M": 49}
+LEARNED = {"norm", "sr"}
 
 
 def test_linear_sra_pools_to_one_size_and_agrees_with_a_convolution_that_averages():

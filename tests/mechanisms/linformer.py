@@ -28,6 +28,7 @@ EFFECTS = {"num_landmarks": ({}, 6), "sharing": ({}, "kv"), "attn_drop": ({}, 0.
 SYMMETRIES = [(set(), FEW)]  # the projection knows every position
 GROWTH = [Growth(1, 1)]
 SYMBOLS = {"c": 49}
+LEARNED = {"projection"}
 
 
 @every_grid

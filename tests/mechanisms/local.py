@@ -68,6 +68,7 @@ RELEASED = {
     "local_1d_overlap_rpe": {"released": True, "layout": "1d", "window_size": 5, "overlap": 2},
 }
 SYMBOLS = {"|E|": 49}
+LEARNED = {"position_bias"}
 
 
 def run(q, k, v, bias=None, *, grid: Grid, window: Grid, overlap: Grid = (0, 0)) -> Tensor:

@@ -42,6 +42,7 @@ REFUSED = [
 ]
 EVERYTHING = [{"kernel_size": 7, "grid": (7, 9), **FREE}]  # built for more tokens
 SYMBOLS = {"e": 100}
+LEARNED = {"position_bias"}
 
 
 def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -46,6 +46,7 @@ REFUSED = [
 ]
 EVERYTHING = [{"num_landmarks": 24, "conv": "none", "pinv_iterations": 40}]
 SYMBOLS = {"c": 49, "i": 6, "t": 33}
+LEARNED = {"filters"}
 
 
 @every_grid

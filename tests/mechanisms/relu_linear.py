@@ -19,6 +19,7 @@ EFFECTS = {"local": ({}, True)}
 SYMMETRIES = [(ALL, {}), (set(), {"local": True})]
 GROWTH = [Growth(1, 1)]
 SYMBOLS = {}
+UNSIZED = True
 
 GRID, N = (6, 4), 24
 Q, K, V = tokens(GRID)

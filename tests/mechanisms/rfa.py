@@ -16,6 +16,7 @@ EFFECTS = {"num_samples": ({}, 10)}
 SYMMETRIES = [(ALL, {})]
 GROWTH = [Growth(1, 1)]
 SYMBOLS = {"s": 64}
+LEARNED = {"log_sigma"}
 
 Q, K, V = tokens((6, 4))
 OMEGA, SIGMA = draw(h, 40, d, seed=6), torch.tensor([0.8, 1.3], dtype=torch.float64)

@@ -60,6 +60,7 @@ REFUSED = [
 EVERYTHING = [{"window_size": 6, **FREE}]
 RELEASED = {"scatterbrain_2d_norpe_64": {"num_samples": 64, "released": True, **FREE}}
 SYMBOLS = {"|E|": 49, "s": 96}
+LEARNED = {"position_bias"}
 
 S = 5
 

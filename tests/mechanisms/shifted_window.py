@@ -44,6 +44,7 @@ GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: ODD)]
 REFUSED = [({"window_size": 0}, r"attention\(shifted_window\).window_size = 0 is below the least valid value 1")]
 EVERYTHING = [{"window_size": 6, **FREE, **ODD}]
 SYMBOLS = {"w": 7}
+LEARNED = {"position_bias"}
 
 
 def renamed(weights: dict[str, Tensor]) -> dict[str, Tensor]:

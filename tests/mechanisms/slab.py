@@ -21,6 +21,8 @@ EFFECTS = {"local": ({}, False)}
 SYMMETRIES = [(set(), {}), (set(), {"local": False})]
 GROWTH = [Growth(1, 1)]
 SYMBOLS = {}
+LEARNED = {"key_positions", "local_term"}
+UNSIZED = True
 
 
 def ours(w):

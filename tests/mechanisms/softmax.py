@@ -28,6 +28,7 @@ REFUSED = [
 ]
 RELEASED = {"softmax_2d": {}}
 SYMBOLS = {}
+UNSIZED = True
 
 
 def test_by_hand():

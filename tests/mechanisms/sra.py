@@ -29,6 +29,7 @@ GROWTH = [
 REFUSED = [({"reduction": 15}, r"attention\(sra\).reduction = 15: larger than the 14x14 grid; at most 14")]
 EVERYTHING = [{"reduction": 1}]
 SYMBOLS = {"R": lambda N: math.isqrt(N // 49)}
+LEARNED = {"norm", "sr"}
 
 
 @every_grid

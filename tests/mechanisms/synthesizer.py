@@ -18,6 +18,7 @@ EFFECTS = {"rank": ({}, 2), "attn_drop": ({}, 0.5)}
 SYMMETRIES = [(set(), {})]  # the weights know every position
 GROWTH = [Growth(2, 2)]
 SYMBOLS = {"p": 8}
+LEARNED = {"factors"}
 
 
 @every_grid

@@ -15,6 +15,7 @@ EFFECTS = {"num_features": ({}, 6)}
 SYMMETRIES = [(ALL, {})]
 GROWTH = [Growth(1, 1)]
 SYMBOLS = {"m": 32}
+LEARNED = {"feature_bias", "feature_weight"}
 
 Q, K, V = tokens((6, 4))
 WEIGHT, BIAS = draw(h, 8, d, seed=4), draw(h, 8, seed=5)

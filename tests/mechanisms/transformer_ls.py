@@ -48,6 +48,8 @@ GROWTH = [Growth(1, 1)]
 REFUSED = [({"window_size": 0, "num_landmarks": 0}, r"window_size = 0: .* give one of them")]
 EVERYTHING = [{"window_size": 6, "num_landmarks": 0, "dual_norm": False, **FREE}]
 SYMBOLS = {"|E|": 49, "r": 16}
+LEARNED = {"norm_full", "norm_slots", "position_bias", "slots"}
+NO_MATRIX = "not linear"  # LayerNorm of averages of values
 
 
 def run(q, k, v, slots, *, grid: Grid, window: Grid) -> Tensor:

@@ -46,6 +46,8 @@ GROWTH = [
 ]
 EVERYTHING = [{"window_size": 6, "depth": 2}]
 SYMBOLS = {"|E|": 49}
+LEARNED = {"gain"}
+NO_MATRIX = "not linear"  # LayerNorm of outputs
 
 GRID, N = (6, 4), 24
 Q, K, V = tokens(GRID)

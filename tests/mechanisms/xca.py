@@ -16,6 +16,9 @@ EFFECTS = {"attn_drop": ({}, 0.5)}
 SYMMETRIES = [(ALL, {})]
 GROWTH = [Growth(1, 1)]
 SYMBOLS = {}
+LEARNED = {"temperature"}
+UNSIZED = True
+NO_MATRIX = "channels"  # which it mixes
 
 GRID, N = (6, 4), 24
 Q, K, V = tokens(GRID)

@@ -318,6 +318,9 @@ def test_weight_decay_acts_on_matrices_only(name):
     prefixed = tiny_model("deit", "softmax", class_token=True, dist_token=True, reg_tokens=2)
     _, decayed = param_groups_weight_decay(prefixed, 0.05, no_weight_decay_list=prefixed.no_weight_decay())
     assert not any(parameter is token for parameter in decayed["params"] for token in prefixed.prefix_tokens())
+    agents = tiny_model("deit", {"name": "agent", "num_landmarks": 4}, class_token=True).no_weight_decay()
+    own = {key.split(".attn.")[1] for key in agents if ".attn." in key}
+    assert own == {*(f"{part}_positions.table" for part in ("image", "row", "column")), "prefix_bias"}
 
 
 @families

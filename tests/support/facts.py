@@ -25,6 +25,9 @@ OPTIONAL = {
     "SYMMETRIES_IN_LAW": "a list as SYMMETRIES: what commutes with the distribution of the outputs in training",
     "RELEASED": "for layers of the released code (tests/data/released/attention), the options that reproduce them",
     "VISION": "for released modules (tests/data/vision), options and the function of their weights that reproduce them",
+    "LEARNED": "what it learns or draws beside the projections, by default: names that softmax weights do not have",
+    "UNSIZED": "true where no option says how large its approximation is (analysis/budgets.py)",
+    "NO_MATRIX": "why it has no attention matrix: words of the refusal",
 }
 
 
@@ -54,6 +57,12 @@ def rows(constant: str) -> list[tuple[str, Any]]:
     """(mechanism, row) for every row of a list or key of a dict, of every mechanism that has the constant."""
     assert constant in REQUIRED | OPTIONAL
     return [(name, row) for name, facts in FACTS.items() for row in getattr(facts, constant, ())]
+
+
+def stated(constant: str) -> dict[str, Any]:
+    """Mechanism -> the constant, of every mechanism that has it."""
+    assert constant in REQUIRED | OPTIONAL
+    return {name: getattr(facts, constant) for name, facts in FACTS.items() if hasattr(facts, constant)}
 
 
 CASES: list[Case] = [case for _, case in rows("CASES")]

@@ -2,9 +2,9 @@
 the grid. How wide heads may be for kernels: tests/ops/test_triton.py.
 """
 
+import dataclasses
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 import pytest
@@ -12,11 +12,9 @@ import torch
 
 from attention import ATTENTION, create_attention, kernels
 from tests.support.calls import capture_op, value_and_gradients
-from tests.support.cases import Case
 from tests.support.comparisons import FP64, FP64_GRADIENT
-from tests.support.facts import CASES
+from tests.support.facts import FACTS
 
-SMALL = {"window_size": 3, "kernel_size": 3, "num_landmarks": 6, "cluster_size": 7, "num_clusters": 6, "reduction": 2}
 CORNERS: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Any]]] = {  # grid, its options, how it is built
     "no images": ((5, 7), {}, {}),
     "one channel": ((5, 7), {}, {"dim": 1, "num_heads": 1}),
@@ -24,18 +22,15 @@ CORNERS: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Any]]] = {  
     "window beyond a side": ((3, 5), {"window_size": 4}, {}),
     "window beyond both": ((3, 5), {"window_size": 7}, {"grid": (8, 9)}),
 }
-OPS = {case.name: case.op for case in reversed(CASES)}
-"""Of every mechanism's first case."""
 
 
 def corners() -> Iterator[Any]:
-    """Of every mechanism, those that it has options for."""
+    """Of every mechanism those that it has options for, in the place of these in its ordinary case."""
     for name, attention in ATTENTION.items():
-        known = {field.name for field in fields(attention.Config)}
+        ordinary, known = FACTS[name].CASES[0], {field.name for field in dataclasses.fields(attention.Config)}
         for corner, (grid, options, context) in CORNERS.items():
             if options.keys() <= known:
-                given = {key: value for key, value in (SMALL | options).items() if key in known}
-                case = Case(name, grid, given, op=OPS[name])
+                case = dataclasses.replace(ordinary, grid=grid, options=ordinary.options | options)
                 yield pytest.param(case, context, int(corner != "no images"), id=f"{name}, {corner}")
 
 
