@@ -30,11 +30,14 @@ from attention.mechanisms.linear_sra import LinearSra
 from attention.mechanisms.linformer import Linformer
 from attention.mechanisms.local import Local
 from attention.mechanisms.longformer import Longformer
+from attention.mechanisms.mlla import Mlla
 from attention.mechanisms.neighborhood import Neighborhood
 from attention.mechanisms.nystrom import Nystrom
 from attention.mechanisms.orthoformer import Orthoformer
 from attention.mechanisms.performer import Performer
+from attention.mechanisms.polaformer import Polaformer
 from attention.mechanisms.ra import Ra
+from attention.mechanisms.rala import Rala
 from attention.mechanisms.reformer import Reformer
 from attention.mechanisms.relu_linear import ReluLinear
 from attention.mechanisms.rfa import Rfa
@@ -99,6 +102,9 @@ ATTENTION: dict[str, type[Attention]] = {
     "hilo": Hilo,
     "bilevel_routing": BilevelRouting,
     "agent": Agent,
+    "rala": Rala,
+    "mlla": Mlla,
+    "polaformer": Polaformer,
 }
 
 __all__ = [

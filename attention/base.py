@@ -112,6 +112,7 @@ class Attention(nn.Module):
         width = self.head_dim if self.local_by_head else context.dim
         has_local_term = getattr(config, "local", False) and self.local_size > 0
         self.local_term = LocalTerm(width, self.local_size) if has_local_term else None
+        self.gate: nn.Module | None = None  # of the layer's input; what it gives multiplies what `proj` gets
         for linear in (self.qkv, self.proj):
             init_linear(linear)
 
@@ -185,13 +186,17 @@ class Attention(nn.Module):
                 f" {P + H * W}; give the (H, W) of these tokens"
             )
         if key_mask is None:
-            y = self.attend_all(self.project(x, grid), grid)
-            return self.proj_drop(self.proj(merge_heads(y)))
+            return self.mix(x, grid)
         self.check_key_mask(key_mask, (x.shape[0], H * W))
         counts = F.pad(key_mask, (P, 0), value=True)
         # Where no token of an image counts, its zeros attend to each other.
-        y = self.attend_all(self.project(stand_in(x, counts), grid), grid, counts | ~counts.any(1, keepdim=True))
-        return self.proj_drop(self.proj(merge_heads(y))).masked_fill(~counts[..., None], 0)
+        y = self.mix(stand_in(x, counts), grid, counts | ~counts.any(1, keepdim=True))
+        return y.masked_fill(~counts[..., None], 0)
+
+    def mix(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        """`forward`, of arguments that fit: (B, P + N, C) -> (B, P + N, C), key_mask (B, P + N) as of `attend`."""
+        y = merge_heads(self.attend_all(self.project(x, grid), grid, key_mask))
+        return self.proj_drop(self.proj(y if self.gate is None else y * self.gate(x)))
 
     def attend_all(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         """What `project` gives, queries of all P + N tokens among it -> their attended values (B, h, P + N, d), the

@@ -2,23 +2,28 @@
 
     y_n = sum_m ReLU(q_n) . ReLU(k_m) v_m / sum_m ReLU(q_n) . ReLU(k_m),
 
-and 0 where no weight is positive. The length of a query has no effect, nor that of all keys together.
-Cost: 2 N d C multiply-accumulates; linear in N.
+and 0 where no weight is positive. The length of a query has no effect, nor that of all keys together. Further `scales`
+add as many heads again each, of queries, keys and values that a depthwise convolution and a linear map of every head's
+channels make of the first; prefix tokens, which are not in the image, have none of these.
+Cost: 2 N d C multiply-accumulates; linear in N. A scale of side s adds N C (C + 3 s^2 + 5 d).
 
-It is EfficientViT's attention at a single scale, in a transformer's layer: no multi-scale aggregation of queries, keys
-and values, biases on the projections, and no batch norm after them.
+It is EfficientViT's attention in a transformer's layer: queries, keys, values and the output have biases, and no batch
+norm follows. That of the released code, in evaluation, is a part of the output's map.
 """
 
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from attention.base import Attention, Cost, LayerContext
 from attention.costs import linear_attention_macs, local_cost, total
 from attention.ops.random_features.op import linear_attention
-from attention.options import local_option
+from attention.options import local_option, option
 from attention.parts.features import full_precision
-from attention.parts.geometry import Grid
+from attention.parts.geometry import Grid, merge_heads
+from attention.parts.linear import init_linear
+from attention.parts.local_term import LocalTerm
 
 
 @full_precision
@@ -36,6 +41,20 @@ def relu_linear_reference(q, k, v, *, eps=1e-15):
     return (kernel / (kernel.sum(-1, keepdim=True) + eps)) @ v
 
 
+class Scale(nn.Module):
+    """Queries, keys and values of a neighbourhood of every token."""
+
+    def __init__(self, dim: int, num_heads: int, size: int):
+        super().__init__()
+        self.depthwise = LocalTerm(3 * dim, size, bias=False)
+        self.pointwise = nn.Conv1d(3 * dim, 3 * dim, 1, groups=3 * num_heads, bias=False)
+
+    def forward(self, qkv: Tensor, grid: Grid, key_mask: Tensor | None) -> Tensor:
+        """Side by side as heads, (B, 3h, P + N, d) -> (B, 3h, P + N, d). key_mask: see `LocalTerm`."""
+        mixed = self.depthwise(qkv, grid, key_mask).mT.flatten(1, 2)
+        return self.pointwise(mixed).unflatten(1, (qkv.shape[1], -1)).mT
+
+
 class ReluLinear(Attention):
     """Kernel attention with ReLU features."""
 
@@ -44,12 +63,41 @@ class ReluLinear(Attention):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
+        scales: tuple[int, ...] = option((), "sides of further scales, odd; tokens", low=1)
         local: bool = local_option()
+
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        for size in config.scales:
+            if size % 2 == 0:
+                self.refuse("scales", size, f"as many tokens on both sides make it odd; nearest valid: {size - 1}")
+        C, count = context.dim, len(config.scales)
+        self.scales = nn.ModuleList(Scale(C, context.num_heads, size) for size in config.scales)
+        self.proj_scales = nn.Linear(count * C, C, bias=False) if count else None
+        if self.proj_scales is not None:
+            init_linear(self.proj_scales)
+
+    @property
+    def ignores_order(self) -> bool:
+        return super().ignores_order and not self.config.scales
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        own = Cost(0, linear_attention_macs(context, context.head_dim))
-        return total(own, local_cost(cls, context, config))
+        C, N, count = context.dim, context.num_tokens, len(config.scales)
+        of_scales = [3 * C * (size**2 + context.head_dim) for size in config.scales]
+        macs = N * sum(of_scales) + count * N * C * C + (1 + count) * linear_attention_macs(context, context.head_dim)
+        local = local_cost(cls, context, config)
+        return total(Cost(sum(of_scales) + count * C * C, macs), local._replace(macs=(1 + count) * local.macs))
+
+    def mix(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        if self.proj_scales is None:
+            return super().mix(x, grid, key_mask)
+        qkv = torch.cat(self.project(x, grid), 1)
+        scales = [qkv, *(scale(qkv, grid, key_mask) for scale in self.scales)]
+        of_heads = torch.cat([heads.unflatten(1, (3, -1)) for heads in scales], 2).unbind(1)
+        y = merge_heads(self.attend_all(of_heads, grid, key_mask))
+        first, others = y[..., : x.shape[-1]], y[..., x.shape[-1] :]
+        return self.proj_drop(self.proj(first) + self.proj_scales(others))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         return relu_linear(q, k, v, key_mask=key_mask).to(v.dtype)

@@ -10,9 +10,9 @@ from attention.parts.masking import mask_tokens
 class LocalTerm(nn.Conv2d):
     """One filter per channel, or per channel of a head where heads share them, with a bias; zeros beyond the grid."""
 
-    def __init__(self, width: int, size: int):
+    def __init__(self, width: int, size: int, bias: bool = True):
         """width: C for a filter per channel, d for filters that heads share. size: odd side in tokens."""
-        super().__init__(width, width, size, padding=size // 2, groups=width)
+        super().__init__(width, width, size, padding=size // 2, groups=width, bias=bias)
 
     def forward(self, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
         """Values (B, h, P + N, d) -> (B, h, P + N, d): zero at prefix tokens, which the image leaves out.

@@ -512,9 +512,10 @@ def test_images_normalised_otherwise_are_warned_of(tmp_path, capsys, monkeypatch
     assert capsys.readouterr().err == f"{hint}: data.std=[0.25, 0.25, 0.25] keeps it\n"
 
 
-def test_positions_of_keys_are_resampled_as_images_of_the_grid():
+@pytest.mark.parametrize("name", [name for name, own in stated("LEARNED").items() if "key_positions" in own])
+def test_positions_of_keys_are_resampled_as_images_of_the_grid(name):
     """The grid is that of the source's model; a square, where it is not known."""
-    source, model = (build("focused_linear", img_size=size) for size in ((32, 64), (48, 32)))
+    source, model = (build(name, img_size=size) for size in ((32, 64), (48, 32)))
     table = torch.linspace(0, 1, 8)[:, None].expand(8, 4)  # a ramp down the columns of the source's 4 x 8 patches
     with torch.no_grad():
         source.blocks[0].attn.key_positions.table.copy_(table.mT.reshape(1, 32).expand(24, -1))
@@ -523,7 +524,7 @@ def test_positions_of_keys_are_resampled_as_images_of_the_grid():
     rows = model.blocks[0].attn.key_positions.table[0].view(6, 4)
     assert torch.allclose(rows, rows[:1].expand(6, -1))  # the ramp runs along the rows, and all are the same
     assert (rows[0].diff() > 0.1).all()
-    square, model = build("focused_linear", img_size=32), build("focused_linear", img_size=48)
+    square, model = build(name, img_size=32), build(name, img_size=48)
     outcome = fit(model, square.state_dict())
     assert "blocks.0.attn.key_positions.table (24, 16) -> (24, 36)" in outcome["adapted"]
 

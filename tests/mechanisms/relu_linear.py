@@ -8,18 +8,41 @@ from attention.mechanisms.relu_linear import relu_linear
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal, assert_weights_sum_to_one_or_vanish
 from tests.support.growth import Growth
-from tests.support.inputs import B, draw, h, identity, one_head, tokens
+from tests.support.inputs import B, d, draw, h, identity, layer, one_head, tokens
 from tests.support.symmetry import ALL
 
 # Rectified features: a query may find no weight at all, and then gives 0, or find one by rounding.
 case = partial(Case, "relu_linear", (5, 7), mixes_values=False, well_conditioned=False)
 
-CASES = [case(), case({"local": True}), case(PREFIX)]
-EFFECTS = {"local": ({}, True)}
-SYMMETRIES = [(ALL, {}), (set(), {"local": True})]
-GROWTH = [Growth(1, 1)]
+SCALES = {"scales": (3, 5)}
+CASES = [case(), case({"local": True}), case(PREFIX), case(SCALES), case({**SCALES, "local": True, **PREFIX})]
+EFFECTS = {"scales": ({}, (3,)), "local": ({}, True)}
+SYMMETRIES = [(ALL, {}), (set(), {"local": True}), (set(), {"scales": (3,)})]
+GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: SCALES)]
 SYMBOLS = {}
 UNSIZED = True
+REFUSED = [
+    ({"scales": [3, 4]}, r"attention\(relu_linear\).scales = 4: .* odd; nearest valid: 3"),
+    ({"scales": [0]}, r"attention\(relu_linear\).scales = 0 is below"),
+]
+
+
+def ours(w):
+    """Queries, keys and values of a head lie side by side there; batch norm in evaluation is linear."""
+    slope = w["proj.norm.weight"] / (w["proj.norm.running_var"] + 1e-5).sqrt()
+    first, others = (w["proj.conv.weight"][..., 0, 0] * slope[:, None]).chunk(2, 1)
+    released = {
+        "qkv.weight": w["qkv.conv.weight"][..., 0, 0],
+        "scales.0.depthwise.weight": w["aggreg.0.0.weight"],
+        "scales.0.pointwise.weight": w["aggreg.0.1.weight"][..., 0],
+    }
+    state = {key: x.unflatten(0, (2, 3, 8)).transpose(0, 1).flatten(0, 2) for key, x in released.items()}
+    bias = w["proj.norm.bias"] - slope * w["proj.norm.running_mean"]
+    projections = {"proj.weight": first, "proj_scales.weight": others, "proj.bias": bias}
+    return state | projections | {"qkv.bias": torch.zeros(48, dtype=torch.float64)}
+
+
+VISION = {"relu_linear_6x9_ms5": ({"scales": [5]}, ours)}
 
 GRID, N = (6, 4), 24
 Q, K, V = tokens(GRID)
@@ -49,3 +72,32 @@ def test_a_query_without_positive_channels_gives_zero_and_finite_gradients():
         assert not y.any()
         y.sum().backward()
         assert all(x.grad.isfinite().all() for x in (q, k, v))
+
+
+def test_scales_without_a_map_of_their_heads_are_none():
+    attn, x = layer("relu_linear", GRID, scales=(3,)), draw(B, N, h * d)
+    other = layer("relu_linear", GRID)
+    other.load_state_dict({key: y for key, y in attn.state_dict().items() if key in other.state_dict()})
+    with torch.no_grad():
+        attn.proj_scales.weight.zero_()
+    assert_equal(attn(x, GRID), other(x, GRID))
+
+
+def test_a_scale_of_one_token_that_is_a_copy_gives_the_same_heads_again():
+    attn, x = layer("relu_linear", GRID, scales=(1,)), draw(B, N, h * d)
+    scale = attn.scales[0]
+    with torch.no_grad():
+        scale.depthwise.weight.fill_(1)
+        scale.pointwise.weight.copy_(torch.eye(d, dtype=torch.float64).repeat(3 * h, 1)[..., None])
+        attn.proj_scales.weight.copy_(-attn.proj.weight)
+    assert_equal(attn(x, GRID), attn.proj.bias.expand_as(x))
+
+
+def test_prefix_tokens_have_no_heads_of_other_scales():
+    attn, x = layer("relu_linear", GRID, scales=(3,), num_prefix_tokens=2), draw(B, 2 + N, h * d)
+    y = attn(x, GRID)
+    with torch.no_grad():
+        attn.proj_scales.weight.zero_()
+    same = attn(x, GRID)
+    assert_equal(y[:, :2], same[:, :2])
+    assert (y[:, 2:] - same[:, 2:]).abs().amax(-1).min() > 1e-6

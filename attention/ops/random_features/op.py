@@ -1,5 +1,7 @@
 """Attention by features of a kernel: sums over keys are taken once, so that it is linear in the number of tokens."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from attention.parts.features import Normaliser, full_precision, log_features
@@ -51,6 +53,7 @@ def linear_attention(
     normaliser: Normaliser = "floor",
     eps: float = 1e-6,
     *,
+    rotate: Callable[[Tensor], Tensor] | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention of the kernel phi_q . phi_k, sums over keys taken once: sum_m (phi_q_n . phi_k_m) v_m over their sum.
@@ -62,12 +65,14 @@ def linear_attention(
             clamp: at least `eps`, to which negative ones are raised too (released code).
             sum: the sum, with `eps` added. mean: with M `eps` added, as `eps` to the mean over keys.
             none: weights are not normalised.
+        rotate: what turns features by their positions in the weights of values; normalisers are without it.
         key_mask: which keys count, (B, M) bool.
     Returns:
         (..., N, d). Cost: 2 N f d multiply-accumulates at M = N, and N f for the normalisers.
     """
     phi_k = mask_tokens(phi_k, key_mask)
-    y = phi_q @ (phi_k.mT @ v)
+    turned_q, turned_k = (phi_q, phi_k) if rotate is None else (rotate(phi_q), rotate(phi_k))
+    y = turned_q @ (turned_k.mT @ v)
     if normaliser == "none":
         return y
     total = phi_q @ phi_k.sum(-2)[..., None]

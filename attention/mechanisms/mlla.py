@@ -1,0 +1,93 @@
+"""Mamba-like linear attention (Han et al. 2024, arXiv:2405.16605): linear attention with Mamba's block and rotations.
+
+Values z come of the layer's input x by a linear map, a depthwise 3 x 3 convolution and SiLU; queries and keys are
+linear maps of z. With phi = elu + 1 and rho_n the rotation of all C channels by the row and column of token n (the
+first half of them by the row), before heads are split,
+
+    y_n = sum_m rho_n phi(q_n) . rho_m phi(k_m) z_m / (sum_m phi(q_n) . phi(k_m) + 1e-6 N) + local term,
+
+times SiLU of a linear map of x. The local term is a depthwise convolution of z. Rotated weights may be negative, and do
+not sum to one; heads of the first half know rows alone, the others columns. With `block` false queries, keys and values
+are linear maps of x as elsewhere, and nothing is gated.
+Cost: N C^2 + 2 N d C + 18 N C multiply-accumulates, the first term for the gate.
+
+Also called MILA. The convolutions that the paper puts before attention and before the MLP belong to the network. The
+released code takes square grids only, and numbers of channels that 4 divides; others leave channels as they are here.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import linear_attention_macs, local_cost, projections, total
+from attention.ops.random_features.op import linear_attention
+from attention.options import local_option, option
+from attention.parts.features import elu_plus_one, full_precision
+from attention.parts.geometry import Grid, merge_heads, split_heads
+from attention.parts.linear import init_linear
+from attention.parts.local_term import LocalTerm
+from attention.parts.rotary import rotate, rotate_reference
+
+
+@full_precision
+def mlla(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid) -> Tensor:
+    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least."""
+    return linear_attention(elu_plus_one(q), elu_plus_one(k), v, "mean", rotate=partial(turn, grid=grid))
+
+
+def turn(x: Tensor, grid: Grid) -> Tensor:
+    """rho: tokens (B, h, N, d) turned over the channels of all heads."""
+    return split_heads(rotate(merge_heads(x), grid, endpoint=False), 1, x.shape[1])[0]
+
+
+def mlla_reference(q, k, v, *, grid):
+    """`mlla` as a dense matrix of weights."""
+    B, h, N, d = q.shape
+    phi_q, phi_k = (x.exp().where(x < 0, x + 1) for x in (q, k))
+    channels = (x.permute(0, 2, 1, 3).reshape(B, N, h * d) for x in (phi_q, phi_k))
+    turned = (rotate_reference(x, grid, endpoint=False).view(B, N, h, d).permute(0, 2, 1, 3) for x in channels)
+    turned_q, turned_k = turned
+    return turned_q @ turned_k.mT / N @ v / ((phi_q @ phi_k.mT).mean(-1, keepdim=True) + 1e-6)
+
+
+class Mlla(Attention):
+    """Kernel attention with rotary positions and a local term, in Mamba's block."""
+
+    key_mask_refusal = "a convolution of all tokens makes the values of its block"
+    local_size = 3
+    local_by_head = False
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        block: bool = option(True, "Mamba's block: a convolution and SiLU make the values, and the output is gated")
+        local: bool = local_option(True)
+
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        self.convolution = None
+        if config.block:
+            self.convolution = LocalTerm(context.dim, 3)
+            self.gate = nn.Sequential(nn.Linear(context.dim, context.dim, bias=context.qkv_bias), nn.SiLU())
+            init_linear(self.gate[0])
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, C = context.num_tokens, context.dim
+        block = total(projections(context, 1), Cost(10 * C, 9 * N * C)) if config.block else Cost(0, 0)
+        own = Cost(0, linear_attention_macs(context, context.head_dim))
+        return total(own, block, local_cost(cls, context, config))
+
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
+        if self.convolution is None:
+            return super().project(x, grid)
+        C, bias = x.shape[-1], self.qkv.bias
+        of_z, of_x = self.qkv.weight.split([2 * C, C])
+        bias_z, bias_x = (None, None) if bias is None else bias.split([2 * C, C])
+        z = F.silu(self.convolution(F.linear(x, of_x, bias_x)[:, None], grid))[:, 0]
+        return *split_heads(F.linear(z, of_z, bias_z), 2, self.num_heads), *split_heads(z, 1, self.num_heads)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        return mlla(q, k, v, grid=grid).to(v.dtype)

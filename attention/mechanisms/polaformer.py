@@ -1,0 +1,95 @@
+"""PolaFormer's attention (Meng et al. 2025, arXiv:2501.15061): a kernel of equal signs, and one of opposite signs.
+
+With z = x / softplus(a) of queries and keys, a learned, and exponents pi = 1 + alpha sigmoid(w), w learned, channel by
+channel, positive and negative parts z+ = ReLU(z)^pi and z- = ReLU(-z)^pi weigh the first half of a head's values and
+the second by
+
+    q+ . k+ + q- . k-   and   q+ . k- + q- . k+,
+
+each over its sum, to whose mean over keys 1e-6 is added. Keys first get a learned vector for each token of the grid
+(resampled on others). To this a local term is added, a depthwise convolution of the values, whose filters heads share,
+and a linear map of the layer's input multiplies both. A query without any weight of a kind gets no values of that half.
+Prefix tokens have no vector and no local term.
+Cost: N C^2 + 4 N d C + 25 N C multiply-accumulates, the first term for the gate; N C parameters for the tokens.
+
+The paper describes coefficients for each kind of sign; the gate of the released code, which is of both and of the
+local term, is followed here, and so are the scale and the vectors, which are not in its equations.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import linear_attention_macs, local_cost, projections, total
+from attention.ops.random_features.op import linear_attention
+from attention.options import local_option, option
+from attention.parts.features import full_precision
+from attention.parts.geometry import Grid
+from attention.parts.linear import init_linear
+from attention.parts.position import KeyPositions
+
+
+@full_precision
+def polaformer(
+    q: Tensor, k: Tensor, v: Tensor, scale: Tensor, power: Tensor, *, alpha: float, key_mask: Tensor | None = None
+) -> Tensor:
+    """Attention of channels of equal signs, and of opposite ones.
+
+    Args:
+        q, k, v: (B, h, N, d). scale, power: a and w, (h, d). key_mask: which keys count, (B, N) bool.
+    Returns:
+        (B, h, N, d), float32 at least.
+    """
+    scale, power = F.softplus(scale)[:, None], 1 + alpha * power.sigmoid()[:, None]
+    q_plus, q_minus, k_plus, k_minus = ((x / scale).relu() ** power for x in (q, -q, k, -k))
+    keys = torch.cat([k_plus, k_minus], -1)
+    streams = (torch.cat([q_plus, q_minus], -1), torch.cat([q_minus, q_plus], -1))
+    halves = v.tensor_split([(v.shape[-1] + 1) // 2], -1)
+    y = (linear_attention(x, keys, half, "mean", key_mask=key_mask) for x, half in zip(streams, halves, strict=True))
+    return torch.cat(list(y), -1)
+
+
+def polaformer_reference(q, k, v, scale, power, *, alpha):
+    """`polaformer` as two dense matrices of weights, from products of channels by their signs."""
+    q, k = (x / (1 + scale.exp()).log()[:, None] for x in (q, k))
+    products = q[:, :, :, None] * k[:, :, None]  # (B, h, N, N, d)
+    size = products.abs().where(products != 0, 1) ** (1 + alpha / (1 + (-power).exp()))[:, None, None]
+    y, half = [], (v.shape[-1] + 1) // 2
+    for weights, values in ((size * (products > 0), v[..., :half]), (size * (products < 0), v[..., half:])):
+        kernel = weights.sum(-1)
+        y.append(kernel @ values / (kernel.sum(-1, keepdim=True) + 1e-6 * k.shape[2]))
+    return torch.cat(y, -1)
+
+
+class Polaformer(Attention):
+    """Kernel attention with features by sign, learned exponents, positions of keys, a local term and a gate."""
+
+    prefix_tokens = "plain"
+    ignores_order = False  # keys know their positions
+    key_mask_refusal = None
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        alpha: float = option(4.0, "range of the learned exponents, which lie between 1 and 1 + alpha", above=0)
+        local: bool = local_option(True)
+
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        self.key_positions = KeyPositions(context.dim, context.grid)
+        self.feature_scale, self.feature_power = (nn.Parameter(torch.zeros(context.dim)) for _ in range(2))
+        self.gate = nn.Linear(context.dim, context.dim, bias=context.qkv_bias)
+        init_linear(self.gate)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, C = context.num_tokens, context.dim
+        own = Cost(N * C + 2 * C, linear_attention_macs(context, 2 * context.head_dim) + 2 * N * C)
+        return total(own, projections(context, 1), local_cost(cls, context, config))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        scale, power = (x.view(self.num_heads, -1) for x in (self.feature_scale, self.feature_power))
+        k = self.key_positions(k, grid)
+        return polaformer(q, k, v, scale, power, alpha=self.config.alpha, key_mask=key_mask).to(v.dtype)
