@@ -46,7 +46,7 @@ def test_masked_tokens_are_zeros():
     assert_equal(term(v, GRID, counts), term(torch.where(counts[:, None, :, None], v, 0), GRID))
 
 
-HAVE_ONE = [name for name, mechanism in ATTENTION.items() if hasattr(mechanism.Config, "local") and mechanism.local_size]
+HAVE_ONE = [name for name, kind in ATTENTION.items() if hasattr(kind.Config, "local") and kind.local_size]
 
 
 @pytest.mark.parametrize("name", HAVE_ONE)
