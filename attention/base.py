@@ -106,6 +106,8 @@ class Attention(nn.Module):
             raise OptionError("num_prefix_tokens", f"{problem}; use a model without a class token and registers")
         if context.num_prefix_tokens and getattr(config, "causal", False):
             self.refuse("causal", True, "prefix tokens attend to every token; use a model without them")
+        if getattr(config, "local", False) and getattr(config, "causal", False):
+            self.refuse("local", True, "its convolution takes values of later tokens; with causal set local: false")
         self.qkv = nn.Linear(context.dim, self.num_projections * context.dim, bias=context.qkv_bias)
         self.proj = nn.Linear(context.dim, context.dim)
         self.proj_drop = nn.Dropout(context.proj_drop)

@@ -22,12 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, Cost, LayerContext
-from attention.costs import landmark_cost, num_padded, window_cost
+from attention.costs import landmark_cost, local_cost, num_padded, total, window_cost
 from attention.mechanisms.local import local
 from attention.ops.group_values.landmarks import Landmarks
 from attention.ops.group_values.op import Visibility, attended_summaries, group_logits, group_prior, group_values
 from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
-from attention.options import option, released_option
+from attention.options import local_option, option, released_option
 from attention.parts.geometry import Grid, Layout, Windows, raster, split_prefix
 from attention.parts.groups import Groups, bin_counts, bins, bins_outside, chunks_outside
 from attention.parts.position import BiasKind
@@ -125,6 +125,7 @@ class Eva(Attention):
             chosen=lambda c: "released" if c.released and c.causal else "paper",
         )
         attn_drop: float = option(0.0, "dropout rate of the joint softmax weights", low=0, high=1)
+        local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -157,17 +158,16 @@ class Eva(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        window, windows = window_cost(context, config), windows_on(config, context.grid)
+        own = total(window_cost(context, config), local_cost(cls, context, config))
         if not config.num_landmarks:
-            return window
+            return own
         G, c, t = cls.groups(config, context.grid, torch.device("meta")).index.shape
-        C, s, queries, kind = context.dim, config.num_samples, num_padded(windows), config.landmark_transform
-        transforms = 0 if kind == "identity" else 1 + (config.mu in ("qk", "q"))
-        landmarks = landmark_cost(context, context.head_dim, transforms, G * c, norm=kind == "ln_linear")
-        trained = c * C if config.mu == "trainable" else 0
+        C, s, queries = context.dim, config.num_samples, num_padded(windows_on(config, context.grid))
+        maps = 0 if config.landmark_transform == "identity" else 1 + (config.mu in ("qk", "q"))
+        landmarks = landmark_cost(context, context.head_dim, maps, G * c, config.landmark_transform == "ln_linear")
         groups = (1 + s) * queries * c * C + 2 * G * c * t * s * C  # logits on groups, values; beta
         groups += (queries + G) * c * s * C if s > 1 else 0  # samples at queries and at their means
-        return Cost(window.parameters + landmarks.parameters + trained, window.macs + landmarks.macs + groups)
+        return total(own, landmarks, Cost(c * C * (config.mu == "trainable"), groups))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config, bias = self.config, self.position_bias()

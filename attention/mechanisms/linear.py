@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, Cost, LayerContext
-from attention.costs import linear_attention_macs
+from attention.costs import linear_attention_macs, local_cost, total
 from attention.ops.random_features.op import linear_attention
+from attention.options import local_option
 from attention.parts.features import elu_plus_one, full_precision
 from attention.parts.geometry import Grid
 
@@ -38,11 +39,12 @@ class Linear(Attention):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        pass
+        local: bool = local_option()
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        return Cost(0, linear_attention_macs(context, context.head_dim))
+        own = Cost(0, linear_attention_macs(context, context.head_dim))
+        return total(own, local_cost(cls, context, config))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         return linear(q, k, v, key_mask=key_mask).to(v.dtype)

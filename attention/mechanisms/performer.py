@@ -16,11 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from attention.base import Attention, Cost, LayerContext
-from attention.costs import linear_attention_macs
+from attention.costs import linear_attention_macs, local_cost, total
 from attention.ops.dispatch import with_fast_path
 from attention.ops.random_features import eager
 from attention.ops.random_features.op import linear_attention, mix_features, random_feature_attention
-from attention.options import option, released_option
+from attention.options import local_option, option, released_option
 from attention.parts.features import FEATURE_MAPS, full_precision, scale
 from attention.parts.geometry import Grid
 from attention.parts.sampling import OmegaSampling, gaussian, omega_sampling_option
@@ -125,6 +125,7 @@ class Performer(Attention):
             "redraw", "samples of training; evaluation keeps one set"
         )
         feature_redraw_interval: int = option(1, "training passes that share samples (feature_redraw redraw)", low=1)
+        local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__(context, config)
@@ -166,12 +167,11 @@ class Performer(Attention):
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, s = context.num_tokens, context.dim, config.num_samples
-        samples = s * C if config.feature_redraw == "learnable" else 0
-        if config.features in ("positive", "hyperbolic"):
-            directions = 1 if config.features == "positive" else 2  # of a sample; it is projected on once
-            return Cost(samples, 2 * N * s * C + 2 * N * directions * s * C)
-        num_features = 2 * s if config.features == "trigonometric" else s
-        return Cost(samples, 2 * N * s * C + linear_attention_macs(context, num_features))
+        num_features = 2 * s if config.features in ("hyperbolic", "trigonometric") else s
+        needs_normaliser = config.features not in ("positive", "hyperbolic")  # which two softmaxes have
+        macs = linear_attention_macs(context, num_features) if needs_normaliser else 2 * N * num_features * C
+        own = Cost(s * C * (config.feature_redraw == "learnable"), 2 * N * s * C + macs)
+        return total(own, local_cost(cls, context, config))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         fresh = self.training and self.config.feature_redraw == "redraw"

@@ -42,7 +42,7 @@ CASES = [
     case({**SMALL, "partition": "mask", "overlap": 1, "num_samples": 2}),
     case({**SMALL, "num_samples": 3}),
     case({**SMALL, "num_samples": 3, "mu": "zero"}),
-    case({**SMALL, "mu": "q"}),
+    case({**SMALL, "mu": "q", "local": True}),
     case({**SMALL, "mu": "trainable"}),
     case({**SMALL, "mu_scale": 0.5, "noise": "released", "position_bias": "table_released"}),
     case({**SMALL, "landmark_transform": "linear"}),
@@ -56,7 +56,7 @@ CASES = [
     case({**CAUSAL, "num_landmarks": 7, "visibility": "released", "log_count": True}),
     case({**SMALL, **PREFIX}),
     case({**SMALL, **PREFIX, "partition": "mask", "overlap": 1, "num_samples": 2}),
-    case({"window_size": 0, "num_landmarks": 6, **PREFIX}),
+    case({"window_size": 0, "num_landmarks": 6, **PREFIX, "local": True}),
 ]
 EFFECTS = {
     "released": (SMALL, True),
@@ -76,6 +76,7 @@ EFFECTS = {
     "causal": ({**SMALL, "layout": "1d"}, True),
     "visibility": ({**SMALL, "layout": "1d", "window_size": 8, "causal": True}, "released"),
     "attn_drop": (SMALL, 0.5),
+    "local": (SMALL, True),
 }
 SYMMETRIES = [
     (BLOCKS, {**FEW, **WINDOW, **FREE}),
@@ -85,6 +86,7 @@ SYMMETRIES = [
     *(({"transposed"}, {**FEW, "window_size": 3, "partition": x, **FREE}) for x in ("all", "mask")),
     ({"between"}, {**FEW, **WINDOW}),  # a bias knows positions inside a window, not which window it is
     (set(), {**FEW, **WINDOW, **FREE, "partition": "complement"}),  # chunks of the raster
+    (set(), {**FEW, **WINDOW, **FREE, "local": True}),
 ]
 SYMMETRIES_IN_LAW = [(BLOCKS, {**FEW, **WINDOW, **FREE})]
 GROWTH = [
@@ -104,6 +106,7 @@ REFUSED = [
     ({"released_overlap_groups": True}, r"released_overlap_groups = True: needs overlap above 0"),
     ({**CAUSAL, "position_bias": "t5_released"}, r"position_bias = t5_released: .* one of none, table, t5"),
     ({**CAUSAL, "partition": "mask"}, r"attention\(eva\).causal = True: needs .* partition all"),
+    ({**CAUSAL, "local": True}, r"attention\(eva\).local = True: .* later tokens; with causal set local: false"),
     ({"visibility": "released"}, r"attention\(eva\).visibility = released: acts with causal; leave it out"),
 ]
 EVERYTHING = [

@@ -16,11 +16,11 @@ from tests.support.symmetry import ALL
 
 case = partial(Case, "linear", (5, 7))
 
-CASES = [case(), case(PREFIX)]
-EFFECTS = {}
-SYMMETRIES = [(ALL, {})]
+CASES = [case(), case({"local": True}), case(PREFIX)]
+EFFECTS = {"local": ({}, True)}
+SYMMETRIES = [(ALL, {}), (set(), {"local": True})]
 GROWTH = [Growth(1, 1)]
-REFUSED = [({"eps": 1e-6}, r"attention\(linear\).eps: unknown option; known: none")]
+REFUSED = [({"eps": 1e-6}, r"attention\(linear\).eps: unknown option; known: local")]
 SYMBOLS = {}
 UNSIZED = True
 

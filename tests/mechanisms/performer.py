@@ -29,7 +29,7 @@ def case(feature_redraw: str = "redraw", **options) -> Case:
 
 CASES = [
     case(),
-    case(omega_sampling="orthogonal"),
+    case(omega_sampling="orthogonal", local=True),
     case(eval_omega_sampling="orthogonal_sqrt_d"),
     case(feature_redraw_interval=2),
     case("fixed", features="hyperbolic"),
@@ -56,8 +56,10 @@ EFFECTS = {
     "eval_omega_sampling": ({}, "orthogonal"),
     "feature_redraw": ({}, "fixed"),
     "feature_redraw_interval": ({}, 2),
+    "local": ({}, True),
 }
 SYMMETRIES = [(ALL, {"features": x}) for x in ("positive", "hyperbolic", "trigonometric", "relu", "favorp")]
+SYMMETRIES += [(set(), {"local": True})]
 GROWTH = [Growth(1, 1)]
 REFUSED = [
     (

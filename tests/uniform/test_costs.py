@@ -232,6 +232,8 @@ ROWS = [  # configuration, overrides, parameters in M, MACs in G: literal, most 
     ("deit_tiny_p16/lara", (), 5.820, 1.211),
     ("deit_tiny_p16/eva", (), 5.823, 1.173),
     ("deit_tiny_p16/ra", (), 5.717, 1.335),
+    ("deit_tiny_p16/focused_linear", (), 6.191, 1.139),
+    ("deit_tiny_p16/slab", (), 6.189, 1.139),
     ("deit_small_p16/softmax", (), 22.050, 4.574),
     ("deit_small_p16/local", (), 22.057, 4.308),
     ("deit_small_p16/lara", (), 22.153, 4.503),

@@ -126,7 +126,7 @@ REMOVED = [
         for case in MASKED
         if case.name in OF_A_SET and not IN_PLACES & case.options.keys()
     ),
-    *((name, {"local": True}, {}, PADDED) for name in ("efficient", "hydra", "relu_linear")),
+    *((name, {"local": True}, {}, PADDED) for name in ("efficient", "hydra", "relu_linear", "linear", "performer")),
     ("relu_linear", {"scales": (3,)}, {}, PADDED),
     ("softmax", {"causal": True}, {}, ANY),
     ("cosformer", {"layout": "2d"}, {}, ANY),
@@ -144,6 +144,8 @@ REMOVED = [
     ("eva", {"window_size": 7, "layout": "1d", "num_landmarks": 4}, {"num_landmarks": 3}, PADDED),
     ("eva", {**WINDOWS, "num_landmarks": 4, "causal": True}, {"num_landmarks": 3}, PADDED),
     ("lara", {"num_landmarks": 4}, {"num_landmarks": 3}, PADDED),
+    ("eva", {**WINDOWS, "num_landmarks": 4, "local": True}, {"num_landmarks": 3}, PADDED),
+    ("lara", {"num_landmarks": 4, "local": True}, {"num_landmarks": 3}, PADDED),
     ("lara", {"num_landmarks": 4, "proposal": "mixture", "weighting": "coupled"}, {"num_landmarks": 3}, PADDED),
     # one token of every window and group is gone
     ("eva", {**WINDOWS, "num_landmarks": 4}, {"window_size": 5}, LAST_OF_SIX),
