@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from attention.base import Attention, Cost, LayerContext
+from attention.ops.random_features.causal import CHUNK
 from attention.parts.geometry import Windows
 from attention.parts.position import BiasKind, PositionBias
 from attention.window_options import windows_on
@@ -30,9 +31,26 @@ def local_cost(mechanism: type[Attention], context: LayerContext, config: Any) -
     return Cost(width * (taps + 1), taps * context.num_tokens * context.dim)
 
 
-def linear_attention_macs(context: LayerContext, num_features: int) -> int:
-    """Of f features per head: sums over keys and their mean for every query, N f C each; normalisers, N f h."""
-    return context.num_tokens * num_features * (2 * context.dim + context.num_heads)
+def linear_attention_macs(
+    context: LayerContext, num_features: int, causal: bool = False, normalised: bool = True
+) -> int:
+    """Of f features per head: sums over keys and their mean for every query, N f C each; normalisers, N f h.
+
+    causal: the same of tokens padded to chunks of c, and N c (f h + C) within chunks; normalisers are one channel more.
+    """
+    N, h, f = context.num_tokens, context.num_heads, num_features
+    if not causal:
+        return N * f * (2 * context.dim + h * normalised)
+    size, width = min(CHUNK, N), context.dim + h * normalised
+    return -(-N // size) * size * (2 * f * width + size * (f * h + width))
+
+
+def running_macs(context: LayerContext, num_features: int) -> int:
+    """Of f features kept as logarithms: running means of values by them, or logits on such means of keys."""
+    N, f = context.num_tokens, num_features
+    size = min(CHUNK, 1 << (N - 1).bit_length())
+    padded = -(-N // size) * size
+    return padded * 2 * f * context.dim + padded * (size + 1) * (f * context.num_heads + context.dim) // 2
 
 
 def num_padded(windows: Windows) -> int:

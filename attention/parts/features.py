@@ -79,11 +79,15 @@ def elu_plus_one(x: Tensor) -> Tensor:
     return x.clamp(max=0).exp() + x.relu()
 
 
+def waves(x: Tensor, omega: Tensor) -> Tensor:
+    """(sin, cos)(omega . x), (..., N, 2 s)."""
+    projected = x @ omega.mT
+    return torch.cat([projected.sin(), projected.cos()], -1)
+
+
 def trigonometric(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
     """exp(||x||^2 / 2) (sin, cos)(omega . x), less exp(||q||^2 / 2) and exp(max ||k||^2 / 2), which cancel."""
-    on_q, on_k = q @ omega.mT, k @ omega.mT
-    size = relative_size(k) / omega.shape[-2]
-    return torch.cat([on_q.sin(), on_q.cos()], -1), torch.cat([on_k.sin(), on_k.cos()], -1) * size
+    return waves(q, omega), waves(k, omega) * (relative_size(k) / omega.shape[-2])
 
 
 def trigonometric_released(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,7 +122,7 @@ def favorp(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
 FEATURE_MAPS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], Normaliser, float]] = {
     "trigonometric": (trigonometric, "floor", 1e-6),
     "trigonometric_released": (trigonometric_released, "clamp", 1e-2),
-    "relu": (relu, "floor", 0.0),
+    "relu": (relu, "floor", 1e-12),  # what a single key weighs is above it
     "relu_released": (relu, "clamp", 1e-2),
     "favorp": (favorp, "floor", 1e-2),
 }

@@ -1,9 +1,13 @@
-"""Causal attention: no output depends on later tokens; and, as prefix tokens attend to every token, there are none."""
+"""Causal attention: no output depends on later tokens; token by token it is what it is as a whole; and, as prefix tokens
+attend to every token, there are none.
+"""
 
 import pytest
 import torch
 
 from attention import OptionError
+from attention.decoding import DECODERS, create_decoder
+from attention.ops.random_features import causal
 from models import create_model
 from tests.support.facts import CASES
 
@@ -29,3 +33,26 @@ def test_causal_attention_refuses_prefix_tokens(case):
     message = rf"attention\({case.name}\).causal = True: prefix tokens attend to every token"
     with pytest.raises(OptionError, match=message):
         create_model("deit", attention={"name": case.name, **case.options}, class_token=True)
+
+
+@pytest.mark.parametrize(  # and EVA's in tests/mechanisms/eva.py
+    "case", [case for case in CAUSAL_CASES if case.name in DECODERS and case.name != "eva"], ids=str
+)
+def test_decoding_token_by_token_equals_the_parallel_form(case, monkeypatch):
+    monkeypatch.setattr(causal, "CHUNK", 8)
+    attn, x, N = case.build().eval(), case.tokens(), case.num_tokens(case.grid)
+    decoder = create_decoder(attn, case.grid)
+    y = torch.cat([decoder(token) for token in x.split(1, dim=1)], 1)
+    torch.testing.assert_close(y, attn(x, case.grid), rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match=rf"attention\({case.name}\): all {N} tokens of the grid are decoded"):
+        decoder(x[:, :1])
+
+
+def test_decoding_refuses_what_it_cannot_do():
+    attn, combiner = (CAUSAL_CASES[0].build(), next(case for case in CAUSAL_CASES if case.name == "combiner").build())
+    with pytest.raises(ValueError, match=r"attention\(combiner\): is not decoded token by token; use one of softmax, "):
+        create_decoder(combiner.eval(), (5, 7))
+    with pytest.raises(ValueError, match=r"attention\(softmax\): decoding needs causal: true, .* call eval\(\)"):
+        create_decoder(attn, (5, 7))
+    with pytest.raises(ValueError, match=r"attention\(softmax\): got 35 tokens; decode them one by one"):
+        create_decoder(attn.eval(), (5, 7))(CAUSAL_CASES[0].tokens())

@@ -1,13 +1,25 @@
 """Attention by features of a kernel: sums over keys are taken once, so that it is linear in the number of tokens."""
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from attention.ops.random_features.causal import causal_sums, running_mass, running_mix
 from attention.parts.features import Normaliser, full_precision, log_features
 from attention.parts.masking import mask_logits, mask_tokens
+from attention.parts.past import Past
 
 
 @full_precision
-def mix_features(log_q: Tensor, log_k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+def mix_features(
+    log_q: Tensor,
+    log_k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    past: Past | None = None,
+) -> Tensor:
     """Ratio of sums sum_sm exp(log_q_ns + log_k_sm) v_m / sum_sm exp(log_q_ns + log_k_sm), as two nested softmaxes.
 
     It equals LARA paper eq. 2 and 10 exactly, needs no epsilon and cannot overflow.
@@ -15,10 +27,15 @@ def mix_features(log_q: Tensor, log_k: Tensor, v: Tensor, key_mask: Tensor | Non
     Args:
         log_q: (..., N, s), up to a constant per query. log_k: (..., s, M). v: (..., M, d).
         key_mask: which keys count, (B, M) bool.
+        causal: query n has the keys up to the n-th, after those of `past`; shapes are (B, h, ...).
     Returns:
         (..., N, d).
     """
     log_k = mask_logits(log_k, key_mask)
+    if causal:
+        log_k = log_k.mT
+        mass = running_mass(log_k, past)
+        return running_mix((log_q + mass[:, :, 1:]).softmax(-1), log_k, mass, v, past)
     return (log_q + log_k.logsumexp(-1)[..., None, :]).softmax(-1) @ (log_k.softmax(-1) @ v)
 
 
@@ -30,17 +47,21 @@ def random_feature_attention(
     omega: Tensor,
     log_weight: Tensor | float = 0.0,
     *,
+    causal: bool = False,
+    past: Past | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Self-normalised estimate of attention from samples that all queries share (LARA paper eq. 2, eq. 10).
 
     Args:
         q, k: scaled queries (..., N, d) and keys (..., M, d). v: (..., M, d). omega: (..., s, d).
-        log_weight: log importance weight of sample s for query n, (..., N, s). key_mask: which keys count, (B, M) bool.
+        log_weight: log importance weight of sample s for query n, (..., N, s). causal, past: see `mix_features`.
+        key_mask: which keys count, (B, M) bool.
     Returns:
         (..., N, d). Cost: 4 N s d multiply-accumulates at M = N.
     """
-    return mix_features(q @ omega.mT + log_weight, log_features(k, omega).mT, v, key_mask)
+    log_q, log_k = q @ omega.mT + log_weight, log_features(k, omega).mT
+    return mix_features(log_q, log_k, v, key_mask, causal=causal, past=past)
 
 
 @full_precision
@@ -51,6 +72,8 @@ def linear_attention(
     normaliser: Normaliser = "floor",
     eps: float = 1e-6,
     *,
+    causal: bool = False,
+    past: Past | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention of the kernel phi_q . phi_k, sums over keys taken once: sum_m (phi_q_n . phi_k_m) v_m over their sum.
@@ -62,18 +85,47 @@ def linear_attention(
             clamp: at least `eps`, to which negative ones are raised too (released code).
             sum: the sum, with `eps` added. mean: with M `eps` added, as `eps` to the mean over keys.
             none: weights are not normalised.
+        causal: query n has the keys up to the n-th, after those of `past`; shapes are (B, h, ...).
         key_mask: which keys count, (B, M) bool.
     Returns:
-        (..., N, d). Cost: 2 N f d multiply-accumulates at M = N, and N f for the normalisers.
+        (..., N, d). Cost: 2 N f d multiply-accumulates at M = N, and N f for the normalisers; causal: `causal_sums`.
     """
     phi_k = mask_tokens(phi_k, key_mask)
-    y = phi_q @ (phi_k.mT @ v)
-    if normaliser == "none":
-        return y
-    total = phi_q @ phi_k.sum(-2)[..., None]
+    if causal:
+        assert normaliser != "mean"  # whose count would run, too
+        if normaliser == "none":
+            return causal_sums(phi_q, phi_k, v, past)
+        y, total = causal_sums(phi_q, phi_k, F.pad(v, (0, 1), value=1), past).split([v.shape[-1], 1], -1)
+    else:
+        y = phi_q @ (phi_k.mT @ v)
+        if normaliser == "none":
+            return y
+        total = phi_q @ phi_k.sum(-2)[..., None]
     if normaliser == "floor":
         return y / total.abs().clamp(min=eps).copysign(total)
     if normaliser == "clamp":
         return y / total.clamp(min=eps)
     count = v.shape[-2] if key_mask is None else key_mask.sum(1)[:, None, None, None].to(v.dtype)
     return y / (total + eps * (count if normaliser == "mean" else 1))
+
+
+def linear_attention_reference(phi_q, phi_k, v, normaliser="floor", eps=1e-6, *, causal=False):
+    """`linear_attention` as a dense matrix of weights."""
+    kernel = phi_q @ phi_k.mT
+    kernel = kernel.tril() if causal else kernel
+    total = kernel.sum(-1, keepdim=True)
+    divisor = {
+        "floor": torch.where(total.abs() < eps, torch.copysign(torch.ones_like(total) * eps, total), total),
+        "clamp": total.clamp(min=eps),
+        "sum": total + eps,
+        "mean": total + eps * v.shape[-2],
+        "none": torch.ones_like(total),
+    }
+    return kernel @ v / divisor[normaliser]
+
+
+def mix_features_reference(log_q, log_k, v, *, causal=False):
+    """`mix_features` as a dense matrix of weights."""
+    kernel = log_q.exp() @ log_k.exp()
+    kernel = kernel.tril() if causal else kernel
+    return kernel @ v / kernel.sum(-1, keepdim=True)
