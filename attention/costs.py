@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from attention.base import Attention, Cost, LayerContext
-from attention.ops.random_features.causal import CHUNK
+from attention.parts.chunks import chunk_size, num_chunked
 from attention.parts.geometry import Windows
 from attention.parts.position import BiasKind, PositionBias
 from attention.window_options import windows_on
@@ -41,16 +41,19 @@ def linear_attention_macs(
     N, h, f = context.num_tokens, context.num_heads, num_features
     if not causal:
         return N * f * (2 * context.dim + h * normalised)
-    size, width = min(CHUNK, N), context.dim + h * normalised
-    return -(-N // size) * size * (2 * f * width + size * (f * h + width))
+    width = context.dim + h * normalised
+    return num_chunked(N) * (2 * f * width + chunk_size(N) * (f * h + width))
 
 
-def running_macs(context: LayerContext, num_features: int) -> int:
-    """Of f features kept as logarithms: running means of values by them, or logits on such means of keys."""
-    N, f = context.num_tokens, num_features
-    size = min(CHUNK, 1 << (N - 1).bit_length())
-    padded = -(-N // size) * size
-    return padded * 2 * f * context.dim + padded * (size + 1) * (f * context.num_heads + context.dim) // 2
+def mix_features_macs(context: LayerContext, num_features: int, causal: bool = False) -> int:
+    """Of f features kept as logarithms, per head: as `linear_attention_macs`, without normalisers.
+
+    causal: within a chunk the products of queries with keys up to their own alone, half of all.
+    """
+    N, C, f = context.num_tokens, context.dim, num_features
+    if not causal:
+        return 2 * N * f * C
+    return num_chunked(N) * 2 * f * C + num_chunked(N) * (chunk_size(N) + 1) * (f * context.num_heads + C) // 2
 
 
 def num_padded(windows: Windows) -> int:

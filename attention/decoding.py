@@ -125,6 +125,9 @@ DECODERS: dict[str, type[Decoder]] = {
     "performer": Decoder,
     "rfa": Decoder,
     "t2r": Decoder,
+    "cosformer": Decoder,
+    "transnormer": Decoder,
+    "abc": Decoder,
 }
 """Mechanism -> how it is decoded."""
 

@@ -60,12 +60,6 @@ class Linear(Attention):
         return Cost(0, linear_attention_macs(context, context.head_dim, config.causal))
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: Grid,
-        key_mask: Tensor | None = None,
-        past: Past | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
         return linear(q, k, v, causal=self.config.causal, past=past, key_mask=key_mask).to(v.dtype)

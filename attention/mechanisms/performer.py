@@ -16,21 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from attention.base import Attention, Cost, LayerContext
-from attention.costs import linear_attention_macs, running_macs
+from attention.costs import linear_attention_macs, mix_features_macs
 from attention.ops.dispatch import with_fast_path
 from attention.ops.random_features import eager
-from attention.ops.random_features.op import linear_attention, mix_features, random_feature_attention
+from attention.ops.random_features.op import linear_attention, mix_features, weighted_values_reference
 from attention.options import causal_option, option, released_option
-from attention.parts.features import FEATURE_MAPS, full_precision, scale
+from attention.parts.features import CAUSAL, CLAMPED, FEATURE_MAPS, LOG_FEATURE_MAPS, full_precision, scale
 from attention.parts.geometry import Grid
 from attention.parts.past import Past
 from attention.parts.sampling import OmegaSampling, gaussian, omega_sampling_option
 
 Features = Literal["positive", "hyperbolic", "trigonometric", "relu", "favorp"]
-CAUSAL = ("positive", "hyperbolic", "relu")
-"""Features that causal attention can have: those of a key depend on no other."""
-CLAMPED = ("trigonometric", "relu")
-"""Features with a `_released` variant, whose normalisers have the released code's floor."""
 
 
 @with_fast_path(eager.performer, eager.covers_performer)
@@ -59,12 +55,8 @@ def performer(
         (B, h, N, d), float32 at least.
     """
     q, k = scale(q), scale(k)
-    if features == "positive":
-        return random_feature_attention(q, k, v, omega, causal=causal, past=past, key_mask=key_mask)
-    if features == "hyperbolic":
-        log_q, log_k, half = q @ omega.mT, omega @ k.mT, k.square().sum(-1)[..., None, :] / 2
-        log_q, log_k = torch.cat([log_q, -log_q], -1), torch.cat([log_k, -log_k], -2) - half
-        return mix_features(log_q, log_k, v, key_mask, causal=causal, past=past)
+    if features in LOG_FEATURE_MAPS:
+        return mix_features(*LOG_FEATURE_MAPS[features](q, k, omega), v, key_mask, causal=causal, past=past)
     feature_map, normaliser, least = FEATURE_MAPS[features]
     phi_q, phi_k = feature_map(q, k, omega)
     return linear_attention(phi_q, phi_k, v, normaliser, least, causal=causal, past=past, key_mask=key_mask)
@@ -95,11 +87,7 @@ def performer_reference(q, k, v, omega, *, features="positive", causal=False):
             phi_k = torch.exp(on_k - half_k - on_k.amax((-2, -1), keepdim=True).detach()) / s**0.5 + 1e-4
         kernel = phi_q @ phi_k.mT
     kernel = kernel.tril() if causal else kernel
-    normaliser = kernel.sum(-1, keepdim=True)
-    floor = torch.ones_like(normaliser) * least
-    if released:
-        return kernel @ v / torch.where(normaliser < least, floor, normaliser)
-    return kernel @ v / torch.where(normaliser.abs() < least, torch.copysign(floor, normaliser), normaliser)
+    return weighted_values_reference(kernel, v, "clamp" if released else "floor", least)
 
 
 class Performer(Attention):
@@ -115,8 +103,7 @@ class Performer(Attention):
         released: bool = released_option()
         features: Features | None = option(
             None,
-            "feature map of the kernel; favorp: the released code's positive features; null: positive, as released "
-            "favorp, but not in causal attention",
+            "feature map; favorp: the released code's positive ones; null: positive, as released favorp unless causal",
             chosen=lambda c: "favorp" if c.released and not c.causal else "positive",
         )
         released_clamp: bool | None = option(
@@ -145,8 +132,7 @@ class Performer(Attention):
         if config.features not in CLAMPED:
             self.refuse_unused({"released_clamp": False}, f"acts with features {' and '.join(CLAMPED)}")
         if config.causal and config.features not in CAUSAL:
-            problem = f"relative to the largest of all keys, not causal; set features to one of {', '.join(CAUSAL)}"
-            self.refuse("features", config.features, problem)
+            self.refuse("features", config.features, f"not for causal attention; set one of {', '.join(CAUSAL)}")
         omega = self.sample_omega(config.eval_omega_sampling, self.qkv.weight)
         if config.feature_redraw == "learnable":
             self.omega = nn.Parameter(omega)
@@ -181,24 +167,14 @@ class Performer(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, s = context.num_tokens, context.dim, config.num_samples
         samples = s * C if config.feature_redraw == "learnable" else 0
-        if config.features in ("positive", "hyperbolic"):
-            num_features = s if config.features == "positive" else 2 * s  # of a sample; it is projected on once
-            mixing = running_macs(context, num_features) if config.causal else 2 * N * num_features * C
-            return Cost(samples, 2 * N * s * C + mixing)
-        num_features = 2 * s if config.features == "trigonometric" else s
-        return Cost(samples, 2 * N * s * C + linear_attention_macs(context, num_features, config.causal))
+        num_features = 2 * s if config.features in ("hyperbolic", "trigonometric") else s  # projected on once
+        mixing_macs = mix_features_macs if config.features in LOG_FEATURE_MAPS else linear_attention_macs
+        return Cost(samples, 2 * N * s * C + mixing_macs(context, num_features, config.causal))
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: Grid,
-        key_mask: Tensor | None = None,
-        past: Past | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
-        fresh = self.training and self.config.feature_redraw == "redraw"
+        fresh, causal = self.training and self.config.feature_redraw == "redraw", self.config.causal
         omega = self.redraw(q) if fresh else self.omega
         features = self.config.features + "_released" * self.config.released_clamp
-        options = {"features": features, "causal": self.config.causal}
-        return performer(q, k, v, omega, past=past, key_mask=key_mask, **options).to(v.dtype)
+        return performer(q, k, v, omega, features=features, causal=causal, past=past, key_mask=key_mask).to(v.dtype)

@@ -88,13 +88,7 @@ class Rfa(Attention):
         return Cost(context.num_heads, features + linear_attention_macs(context, 2 * s, config.causal))
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: Grid,
-        key_mask: Tensor | None = None,
-        past: Past | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
         omega, causal = self.sample(q) if self.training else self.omega, self.config.causal
         return rfa(q, k, v, omega, self.log_sigma.exp(), causal=causal, past=past, key_mask=key_mask).to(v.dtype)

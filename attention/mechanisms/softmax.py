@@ -64,13 +64,7 @@ class Softmax(Attention):
         return Cost(0, 2 * context.num_tokens**2 * context.dim)
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: Grid,
-        key_mask: Tensor | None = None,
-        past: Past | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
         if past is not None:
             return softmax(q, *past.append(k, v))

@@ -79,13 +79,7 @@ class T2r(Attention):
         return Cost(m * C + context.num_heads * m, features + linear_attention_macs(context, m, config.causal))
 
     def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        grid: Grid,
-        key_mask: Tensor | None = None,
-        past: Past | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
         bias, causal = self.feature_bias.view(self.num_heads, -1), self.config.causal
         return t2r(q, k, v, self.feature_weight, bias, causal=causal, past=past, key_mask=key_mask).to(v.dtype)

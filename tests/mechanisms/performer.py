@@ -75,7 +75,7 @@ REFUSED = [
     ),
     ({"released_clamp": True}, r"released_clamp = True: acts with features .*; set released_clamp: False"),
     *(
-        ({"causal": True, "features": x}, rf"attention\(performer\).features = {x}: relative to .*; set features to one of")
+        ({"causal": True, "features": x}, rf"features = {x}: not for causal attention; set one of positive")
         for x in ("trigonometric", "favorp")
     ),
     ({"features": "fourier"}, r"attention\(performer\).features: 'fourier' is not a choice"),

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from attention.ops.random_features import causal
 from attention.ops.random_features.causal import running_logits, running_mass
 from attention.ops.random_features.op import (
     linear_attention,
@@ -11,6 +10,7 @@ from attention.ops.random_features.op import (
     mix_features,
     mix_features_reference,
 )
+from attention.parts import chunks
 from tests.support.comparisons import FP64, FP64_GRADIENT, rms_ratio
 from tests.support.inputs import draw
 
@@ -21,7 +21,7 @@ every_length = pytest.mark.parametrize("N", [1, 8, 35, 67])
 
 @pytest.fixture(autouse=True)
 def short_chunks(monkeypatch):
-    monkeypatch.setattr(causal, "CHUNK", 8)
+    monkeypatch.setattr(chunks, "CHUNK", 8)
 
 
 def assert_agree(function, twin, *inputs, **options):

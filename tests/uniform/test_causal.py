@@ -1,4 +1,4 @@
-"""Causal attention: no output depends on later tokens; token by token it is what it is as a whole; and, as prefix tokens
+"""Causal attention: no output depends on later tokens; token by token it is the same as at once; and, as prefix tokens
 attend to every token, there are none.
 """
 
@@ -7,8 +7,9 @@ import torch
 
 from attention import OptionError
 from attention.decoding import DECODERS, create_decoder
-from attention.ops.random_features import causal
+from attention.parts import chunks
 from models import create_model
+from tests.support.cases import Case
 from tests.support.facts import CASES
 
 CAUSAL_CASES = [case for case in CASES if case.options.get("causal")]
@@ -30,16 +31,22 @@ def test_outputs_ignore_later_tokens(case, training):
 
 @pytest.mark.parametrize("case", CAUSAL_CASES, ids=str)
 def test_causal_attention_refuses_prefix_tokens(case):
+    options = {name: value for name, value in case.options.items() if name != "depth"}  # which is the network's
     message = rf"attention\({case.name}\).causal = True: prefix tokens attend to every token"
     with pytest.raises(OptionError, match=message):
-        create_model("deit", attention={"name": case.name, **case.options}, class_token=True)
+        create_model("deit", attention={"name": case.name, **options}, class_token=True)
 
 
-@pytest.mark.parametrize(  # and EVA's in tests/mechanisms/eva.py
-    "case", [case for case in CAUSAL_CASES if case.name in DECODERS and case.name != "eva"], ids=str
-)
+DECODED = [  # and EVA's in tests/mechanisms/eva.py
+    *(case for case in CAUSAL_CASES if case.name in DECODERS and case.name != "eva"),
+    *(Case("performer", (5, 7), {"causal": True, "features": x}) for x in ("hyperbolic", "relu")),
+    Case("transnormer", (5, 7), {"causal": True, "depth": 2, "window_size": 8, "variant": "t1"}),
+]
+
+
+@pytest.mark.parametrize("case", DECODED, ids=str)
 def test_decoding_token_by_token_equals_the_parallel_form(case, monkeypatch):
-    monkeypatch.setattr(causal, "CHUNK", 8)
+    monkeypatch.setattr(chunks, "CHUNK", 8)
     attn, x, N = case.build().eval(), case.tokens(), case.num_tokens(case.grid)
     decoder = create_decoder(attn, case.grid)
     y = torch.cat([decoder(token) for token in x.split(1, dim=1)], 1)

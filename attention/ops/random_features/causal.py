@@ -19,11 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attention.parts.chunks import chunk_size, chunks, pad
 from attention.parts.features import full_precision
 from attention.parts.past import Past
-
-CHUNK = 64
-"""Tokens of a chunk, a power of two."""
 
 
 def causal_sums(phi_q: Tensor, phi_k: Tensor, v: Tensor, past: Past | None = None) -> Tensor:
@@ -31,7 +29,7 @@ def causal_sums(phi_q: Tensor, phi_k: Tensor, v: Tensor, past: Past | None = Non
 
     Cost: N (c (f + d) + 2 f d) multiply-accumulates in chunks of c, which N is padded to.
     """
-    N, size = v.shape[2], min(CHUNK, v.shape[2])
+    N, size = v.shape[2], chunk_size(v.shape[2])
     phi_q, phi_k, values = (chunks(pad(x, size), size) for x in (phi_q, phi_k, v))
     sums = phi_k.mT @ values  # of each chunk, (B, h, g, f, d)
     past = past or Past()
@@ -106,8 +104,7 @@ def over_prefix(
             tokens_m, (s, d).
         x: of queries, (B, h, N, f). tokens: of keys, (B, h, N, d). name: of the state in `past`.
     """
-    N = x.shape[2]
-    size = min(CHUNK, 1 << (N - 1).bit_length())
+    N, size = x.shape[2], chunk_size(x.shape[2])
     x, tokens, log_k = pad(x, size), pad(tokens, size), pad(log_k, size, torch.finfo(log_k.dtype).min)
     mass = torch.cat([mass, mass[:, :, -1:].expand(-1, -1, log_k.shape[2] - N, -1)], 2)
     ends, mass = mass.detach(), mass[:, :, 1:]  # L_es cancels
@@ -133,13 +130,3 @@ def over_prefix(
     on_query = (ends[:, :, :-1, None] - chunks(mass, size)).exp()
     y = y + by_state(chunks(x, size), on_query, torch.stack(states, 2)).flatten(2, 3)
     return y[:, :, :N]
-
-
-def pad(x: Tensor, size: int, value: float = 0.0) -> Tensor:
-    """Tokens (B, h, N, d) followed by more of this value, up to a multiple of `size`."""
-    return F.pad(x, (0, 0, 0, -x.shape[2] % size), value=value)
-
-
-def chunks(x: Tensor, size: int) -> Tensor:
-    """(B, h, N, d) -> (B, h, g, size, d)."""
-    return x.unflatten(2, (x.shape[2] // size, size))

@@ -47,21 +47,17 @@ def random_feature_attention(
     omega: Tensor,
     log_weight: Tensor | float = 0.0,
     *,
-    causal: bool = False,
-    past: Past | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Self-normalised estimate of attention from samples that all queries share (LARA paper eq. 2, eq. 10).
 
     Args:
         q, k: scaled queries (..., N, d) and keys (..., M, d). v: (..., M, d). omega: (..., s, d).
-        log_weight: log importance weight of sample s for query n, (..., N, s). causal, past: see `mix_features`.
-        key_mask: which keys count, (B, M) bool.
+        log_weight: log importance weight of sample s for query n, (..., N, s). key_mask: which keys count, (B, M) bool.
     Returns:
         (..., N, d). Cost: 4 N s d multiply-accumulates at M = N.
     """
-    log_q, log_k = q @ omega.mT + log_weight, log_features(k, omega).mT
-    return mix_features(log_q, log_k, v, key_mask, causal=causal, past=past)
+    return mix_features(q @ omega.mT + log_weight, log_features(k, omega).mT, v, key_mask)
 
 
 @full_precision
@@ -112,20 +108,23 @@ def linear_attention(
 def linear_attention_reference(phi_q, phi_k, v, normaliser="floor", eps=1e-6, *, causal=False):
     """`linear_attention` as a dense matrix of weights."""
     kernel = phi_q @ phi_k.mT
-    kernel = kernel.tril() if causal else kernel
-    total = kernel.sum(-1, keepdim=True)
-    divisor = {
-        "floor": torch.where(total.abs() < eps, torch.copysign(torch.ones_like(total) * eps, total), total),
-        "clamp": total.clamp(min=eps),
-        "sum": total + eps,
-        "mean": total + eps * v.shape[-2],
-        "none": torch.ones_like(total),
-    }
-    return kernel @ v / divisor[normaliser]
+    return weighted_values_reference(kernel.tril() if causal else kernel, v, normaliser, eps)
 
 
 def mix_features_reference(log_q, log_k, v, *, causal=False):
     """`mix_features` as a dense matrix of weights."""
     kernel = log_q.exp() @ log_k.exp()
-    kernel = kernel.tril() if causal else kernel
-    return kernel @ v / kernel.sum(-1, keepdim=True)
+    return weighted_values_reference(kernel.tril() if causal else kernel, v, "sum", 0.0)
+
+
+def weighted_values_reference(kernel, v, normaliser, eps):
+    """Values under weights (..., N, M) with the normaliser of `linear_attention`."""
+    total = kernel.sum(-1, keepdim=True)
+    if normaliser in ("sum", "mean"):
+        return kernel @ v / (total + eps * (v.shape[-2] if normaliser == "mean" else 1))
+    floor = torch.ones_like(total) * eps
+    if normaliser == "clamp":
+        return kernel @ v / torch.where(total < eps, floor, total)
+    if normaliser == "floor":
+        return kernel @ v / torch.where(total.abs() < eps, torch.copysign(floor, total), total)
+    return kernel @ v
