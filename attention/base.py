@@ -166,7 +166,8 @@ class Attention(nn.Module):
         Where prefix tokens are plain there are queries of all P + N tokens. A mechanism without `key_mask_refusal` also
         takes key_mask, None or (B, P + N) bool: which tokens count, at least one of every image. Masked keys have
         weights of exactly zero, masked queries no influence on other outputs, and their own are never read.
-        `stand_in` says what they hold.
+        `stand_in` says what they hold. One that is decoded with what `past` keeps takes that, too: then q, k and v are
+        those of the next token alone.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define attend")
 

@@ -71,6 +71,21 @@ def test_cost_of_default_options_on_a_grid_that_windows_do_not_divide(name, qkv_
     assert stated({"name": name, **options}, **context) == expected
 
 
+@pytest.mark.parametrize(
+    "mechanism",
+    [*({"name": x} for x in ("linear", "performer", "abc", "transnormer")), {"name": "performer", "features": "relu"}],
+    ids=lambda mechanism: "-".join(mechanism.values()),
+)
+def test_cost_of_causal_attention_in_chunks(mechanism):
+    """Of 1, 3 and 240 tokens, of which chunks of 64 make 256."""
+    mechanism = {**mechanism, "causal": True}
+    for grid in ((1, 1), (1, 3), (16, 15)):
+        context = {"dim": 40, "num_heads": 5, "grid": grid}
+        with torch.device("meta"):
+            expected = counted(AttentionFactory.from_options(mechanism)(**context), grid)
+        assert stated(mechanism, **context) == expected
+
+
 def test_a_mechanism_that_does_not_state_its_cost_is_named():
     class Free(Attention):
         pass
