@@ -24,7 +24,7 @@ from torch import Tensor
 from attention.base import Attention, Cost, LayerContext
 from attention.costs import landmark_cost, num_padded, window_cost
 from attention.mechanisms.local import local
-from attention.ops.group_values.landmarks import Landmarks
+from attention.ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
 from attention.ops.group_values.op import Visibility, attended_summaries, group_logits, group_prior, group_values
 from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
 from attention.options import option, released_option
@@ -101,9 +101,10 @@ class Eva(Attention):
         partition: Literal["all", "all_1d", "complement", "mask"] = option(
             "all", "2-D bins of all tokens; raster chunks of all; raster chunks of all but E; bins without E's members"
         )
-        landmark_transform: Literal["ln_linear", "linear", "identity"] = option("ln_linear", "sigma of group means")
-        num_samples: int = option(1, "samples S per group", low=1)
-        mu: Literal["qk", "q", "zero", "trainable"] = option("qk", "means: q_tilde + k_tilde, q_tilde, 0, learned")
+        landmark_transform: Transform = landmark_option("landmark_transform")
+        pool: Pool = landmark_option("pool")
+        num_samples: int = landmark_option("num_samples")
+        mu: Mean = landmark_option("mu")
         mu_scale: float | None = option(
             None,
             "factor of the means qk and q; null: 1.0, as released 0.5, but not in causal attention",
@@ -114,9 +115,8 @@ class Eva(Attention):
         noise: Noise | None = noise_option()
         released_overlap_groups: bool | None = option(
             None,
-            "grow the bins by the overlap too, and divide means at the border by the tokens of a whole bin; null: as "
-            "released, where that acts and is not causal",
-            chosen=lambda c: bool(c.released and c.overlap and c.partition == "all" and not c.causal),
+            "grow the bins by the overlap too; means at the border over whole bins; null: as released, unless causal",
+            chosen=lambda c: bool(c.released and c.overlap and (c.partition, c.pool, c.causal) == ("all", "mean", False)),
         )
         causal: bool = window_option("causal")
         visibility: Visibility | None = option(
@@ -134,8 +134,8 @@ class Eva(Attention):
             self.refuse("window_size", 0, "with num_landmarks = 0 nothing is attended to; give one of them")
         if per_window and not (config.window_size and c):
             self.refuse("partition", config.partition, "needs window_size and num_landmarks above 0; use all")
-        if config.released_overlap_groups and not (config.overlap and config.partition == "all"):
-            self.refuse("released_overlap_groups", True, "needs overlap above 0 and partition all")
+        if config.released_overlap_groups and not (config.overlap and (config.partition, config.pool) == ("all", "mean")):
+            self.refuse("released_overlap_groups", True, "needs overlap above 0, partition all and pool mean")
         if config.causal and not (config.window_size and config.partition == "all"):
             self.refuse("causal", True, "needs window_size above 0 and partition all")
         if config.visibility != "paper" and not config.causal:

@@ -141,9 +141,11 @@ REMOVED = [
     ("eva", {"window_size": 7, "layout": "1d", "num_landmarks": 0}, {}, PADDED),
     ("eva", {"window_size": 7, "layout": "1d", "num_landmarks": 4}, {"num_landmarks": 3}, PADDED),
     ("eva", {**WINDOWS, "num_landmarks": 4, "causal": True}, {"num_landmarks": 3}, PADDED),
+    ("eva", {**WINDOWS, "num_landmarks": 4, "pool": "max"}, {"num_landmarks": 3}, PADDED),
     ("lara", {"num_landmarks": 4}, {"num_landmarks": 3}, PADDED),
     ("lara", {"num_landmarks": 4, "proposal": "mixture", "weighting": "coupled"}, {"num_landmarks": 3}, PADDED),
     # one token of every window and group is gone
+    ("eva", {**WINDOWS, "num_landmarks": 4, "pool": "max"}, {"window_size": 5}, LAST_OF_SIX),
     ("eva", {**WINDOWS, "num_landmarks": 4}, {"window_size": 5}, LAST_OF_SIX),
     ("eva", {**WINDOWS, "num_landmarks": 4, "causal": True, "log_count": True}, {"window_size": 5}, LAST_OF_SIX),
     ("eva", {"window_size": 0, "num_landmarks": 4, "num_samples": 2}, {}, LAST_OF_SIX),
