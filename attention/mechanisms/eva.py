@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, Cost, LayerContext
-from attention.costs import landmark_cost, num_padded, window_cost
+from attention.costs import group_cost, num_padded, total, window_cost
 from attention.mechanisms.local import local
 from attention.ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
 from attention.ops.group_values.op import Visibility, attended_summaries, group_logits, group_prior, group_values
@@ -105,18 +105,14 @@ class Eva(Attention):
         pool: Pool = landmark_option("pool")
         num_samples: int = landmark_option("num_samples")
         mu: Mean = landmark_option("mu")
-        mu_scale: float | None = option(
-            None,
-            "factor of the means qk and q; null: 1.0, as released 0.5, but not in causal attention",
-            above=0,
-            chosen=lambda c: 0.5 if c.released and not c.causal else 1.0,
-        )
+        mu_scale: float | None = landmark_option("mu_scale")
         log_count: bool = option(False, "add log |P_c| to a group's logit")
         noise: Noise | None = noise_option()
         released_overlap_groups: bool | None = option(
             None,
-            "grow the bins by the overlap too; means at the border over whole bins; null: as released, unless causal",
-            chosen=lambda c: bool(c.released and c.overlap and (c.partition, c.pool, c.causal) == ("all", "mean", False)),
+            "grow the bins by the overlap too, and divide means at the border by the tokens of a whole bin; null: as "
+            "released, where that acts and is not causal",
+            chosen=lambda c: bool(c.released and c.overlap and c.partition == "all" and not c.causal),
         )
         causal: bool = window_option("causal")
         visibility: Visibility | None = option(
@@ -134,8 +130,8 @@ class Eva(Attention):
             self.refuse("window_size", 0, "with num_landmarks = 0 nothing is attended to; give one of them")
         if per_window and not (config.window_size and c):
             self.refuse("partition", config.partition, "needs window_size and num_landmarks above 0; use all")
-        if config.released_overlap_groups and not (config.overlap and (config.partition, config.pool) == ("all", "mean")):
-            self.refuse("released_overlap_groups", True, "needs overlap above 0, partition all and pool mean")
+        if config.released_overlap_groups and not (config.overlap and config.partition == "all"):
+            self.refuse("released_overlap_groups", True, "needs overlap above 0 and partition all")
         if config.causal and not (config.window_size and config.partition == "all"):
             self.refuse("causal", True, "needs window_size above 0 and partition all")
         if config.visibility != "paper" and not config.causal:
@@ -160,14 +156,8 @@ class Eva(Attention):
         window, windows = window_cost(context, config), windows_on(config, context.grid)
         if not config.num_landmarks:
             return window
-        G, c, t = cls.groups(config, context.grid, torch.device("meta")).index.shape
-        C, s, queries, kind = context.dim, config.num_samples, num_padded(windows), config.landmark_transform
-        transforms = 0 if kind == "identity" else 1 + (config.mu in ("qk", "q"))
-        landmarks = landmark_cost(context, context.head_dim, transforms, G * c, norm=kind == "ln_linear")
-        trained = c * C if config.mu == "trainable" else 0
-        groups = (1 + s) * queries * c * C + 2 * G * c * t * s * C  # logits on groups, values; beta
-        groups += (queries + G) * c * s * C if s > 1 else 0  # samples at queries and at their means
-        return Cost(window.parameters + landmarks.parameters + trained, window.macs + landmarks.macs + groups)
+        groups = cls.groups(config, context.grid, torch.device("meta"))
+        return total(window, group_cost(context, config, groups, num_padded(windows)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config, bias = self.config, self.position_bias()

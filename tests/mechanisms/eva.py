@@ -104,7 +104,6 @@ REFUSED = [
     ({"window_size": 0, "num_landmarks": 0}, r"attention\(eva\).window_size = 0: .* give one of them"),
     ({"window_size": 0, "partition": "mask"}, r"attention\(eva\).partition = mask: needs window_size"),
     ({"released_overlap_groups": True}, r"released_overlap_groups = True: needs overlap above 0"),
-    ({"released_overlap_groups": True, "overlap": 1, "pool": "max"}, r"released_overlap_groups = True: .* pool mean"),
     ({"pool": "min"}, r"attention\(eva\).pool: 'min' is not a choice"),
     ({**CAUSAL, "position_bias": "t5_released"}, r"position_bias = t5_released: .* one of none, table, t5"),
     ({**CAUSAL, "partition": "mask"}, r"attention\(eva\).causal = True: needs .* partition all"),

@@ -199,7 +199,7 @@ def test_a_mask_of_ones_is_none(case):
 @pytest.mark.parametrize("dtype", [torch.float16, pytest.param(torch.bfloat16, marks=pytest.mark.stress)], ids=str)
 @one_case_of_each
 def test_half_types_are_finite(case, dtype):
-    attn, x = case.build(torch.float32), 30 * case.tokens(torch.float32, batch=3)
+    attn, x = case.build(torch.float32), (30 if case.bounded else 1) * case.tokens(torch.float32, batch=3)
     key_mask = F.pad(masks(case.grid), (0, 0, 0, 1))
     with torch.autocast("cpu", dtype):
         y = attn(x, case.grid, key_mask)

@@ -20,6 +20,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "pool": {"default": "mean", "meaning": "how the queries and keys of a group are pooled, channel by channel"},
     "num_samples": {"default": 1, "meaning": "samples S per group", "low": 1},
     "mu": {"default": "qk", "meaning": "means: q_tilde + k_tilde, q_tilde, 0, learned"},
+    "mu_scale": {
+        "default": None,
+        "meaning": "factor of the means qk and q; null: 1.0, as released 0.5, but not in causal attention",
+        "above": 0,
+        "chosen": lambda c: 0.5 if getattr(c, "released", False) and not c.causal else 1.0,
+    },
 }
 
 
@@ -33,7 +39,7 @@ class Landmarks(nn.Module):
     28, Table 8).
 
     Args:
-        config: options of `eva`, or another mechanism's `OPTIONS`, mu_scale and noise. num_heads, head_dim: h, d.
+        config: options of `eva`, or another mechanism's `OPTIONS` and noise. num_heads, head_dim: h, d.
     """
 
     eval_noise: Tensor
