@@ -8,6 +8,7 @@ import torch
 from attention.base import Attention, Cost, LayerContext
 from attention.parts.chunks import chunk_size, num_chunked
 from attention.parts.geometry import Windows
+from attention.parts.groups import Groups
 from attention.parts.position import BiasKind, PositionBias
 from attention.window_options import windows_on
 
@@ -78,3 +79,14 @@ def window_cost(context: LayerContext, config: Any) -> Cost:
 def landmark_cost(context: LayerContext, width: int, count: int, num_groups: int, norm: bool = True) -> Cost:
     """`count` maps of the means of groups to landmarks: Linear of this width, LayerNorm with `norm`."""
     return Cost(count * (width**2 + width + 2 * width * norm), count * num_groups * context.dim * width)
+
+
+def group_cost(context: LayerContext, config: Any, groups: Groups, queries: int) -> Cost:
+    """Landmarks, logits and values of `groups` for this many queries, by the options of `eva`."""
+    (G, c, t), C, s, kind = groups.index.shape, context.dim, config.num_samples, config.landmark_transform
+    transforms = 0 if kind == "identity" else 1 + (config.mu in ("qk", "q"))
+    landmarks = landmark_cost(context, context.head_dim, transforms, G * c, norm=kind == "ln_linear")
+    trained = c * C if config.mu == "trainable" else 0
+    macs = (1 + s) * queries * c * C + 2 * G * c * t * s * C  # logits on groups, values; beta
+    macs += (queries + G) * c * s * C if s > 1 else 0  # samples at queries and at their means
+    return Cost(landmarks.parameters + trained, landmarks.macs + macs)

@@ -1,4 +1,4 @@
-"""Groups of tokens, and their means.
+"""Groups of tokens, their means and largest values.
 
 A partition is a table of token indices per group, padded to the longest group: see `Groups`.
 """
@@ -184,3 +184,11 @@ def group_mean(x: Tensor, groups: Groups) -> Tensor:
     weight = groups.valid[..., None].to(x.dtype)
     count = groups.index.shape[-1] if groups.padded_means else groups.count()[..., None].clamp(min=1)
     return (gather_groups(x, groups) * weight).sum(-2) / count
+
+
+def group_max(x: Tensor, groups: Groups) -> Tensor:
+    """Largest values of tokens (B, h, N, d) over the valid members of groups, channel by channel: (B, h, G, c, d); zero
+    for an empty group.
+    """
+    largest = gather_groups(x, groups).masked_fill(~groups.valid[..., None], -torch.inf).amax(-2)
+    return largest.masked_fill((groups.count() == 0)[..., None], 0)

@@ -79,6 +79,9 @@ PARAMETERS_M = [  # millions, at the digits that the papers or timm's stock mode
     ("deit_small_p16", "lara", 22.153),
     ("deit_small_p16", "eva", 22.165),
     ("deit_base_p16", "softmax", 86.566),
+    ("encoder_8x192_2heads", "softmax", 3.938),
+    ("encoder_8x192_2heads", "eva", 4.092),  # 96 channels a head
+    ("encoder_8x192_3heads", "lara", 4.006),
     ("pvtv2_b0", "sra", 3.67),
     ("pvtv2_b1", "sra", 14.01),
     ("pvtv2_b2", "sra", 25.36),

@@ -92,7 +92,8 @@ def linear_attention(
     """
     phi_k = mask_tokens(phi_k, key_mask)
     if causal:
-        assert normaliser != "mean" and rotate is None  # the count would run, and the positions too
+        assert normaliser != "mean"  # whose count would run, too
+        assert rotate is None
         if normaliser == "none":
             return causal_sums(phi_q, phi_k, v, past)
         y, total = causal_sums(phi_q, phi_k, F.pad(v, (0, 1), value=1), past).split([v.shape[-1], 1], -1)
