@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from engine.config import refuse_bad_input
+from engine.signals import end_at_interrupt
 
 QUESTIONS: dict[str, str] = {
     "maps": "what attends to what in each layer and head, how far, and through all layers, on images",
@@ -26,6 +27,7 @@ OVERRIDE = re.compile(r"\w+(\.\w+)*=")
 """How key.path=value begins; no option of the command line does."""
 
 
+@end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Show what attention does in a trained model.")
     questions = parser.add_subparsers(dest="question", required=True, metavar="QUESTION")

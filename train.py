@@ -38,10 +38,11 @@ from engine.init import create_initial_model
 from engine.optim import check_optimizer, create_optimizer, create_schedule, keep_weights_finite
 from engine.report import Report
 from engine.schema import Run
-from engine.signals import STOPPED, SignalHandler
+from engine.signals import STOPPED, SignalHandler, end_at_interrupt
 from engine.trackers import check_trackers
 
 
+@end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Train a model.", formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=find_config, help="YAML file, see configs/")

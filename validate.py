@@ -31,8 +31,10 @@ from engine.fit import build_models
 from engine.outputs import add_outputs, chosen_outputs, write_outputs
 from engine.records import Records, gather_records
 from engine.schema import Data, Run
+from engine.signals import end_at_interrupt
 
 
+@end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description="Evaluate a checkpoint.", formatter_class=argparse.RawDescriptionHelpFormatter

@@ -52,7 +52,8 @@ def draw_curves(caption: str, settings: Sequence[Setting]) -> Figure:
     for axes in (by_epoch, by_hours):
         axes.grid(alpha=0.3)
     if by_epoch.lines:
-        texts = figure.legend(loc="outside right upper", fontsize=8).get_texts()
-        for text in texts:
+        lines = by_epoch.get_legend_handles_labels()
+        legend = by_hours.legend(*lines, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)  # below the caption
+        for text in legend.get_texts():
             text.set_parse_math(False)
     return figure

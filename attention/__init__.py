@@ -11,14 +11,18 @@ from typing import Any
 from attention.base import Attention, LayerContext
 from attention.legacy import modernise
 from attention.mechanisms.abc import Abc
+from attention.mechanisms.agent import Agent
 from attention.mechanisms.bigbird import Bigbird
+from attention.mechanisms.bilevel_routing import BilevelRouting
 from attention.mechanisms.clustered import Clustered
 from attention.mechanisms.combiner import Combiner
 from attention.mechanisms.cosformer import Cosformer
 from attention.mechanisms.dpfp import Dpfp
 from attention.mechanisms.efficient import Efficient
 from attention.mechanisms.eva import Eva
+from attention.mechanisms.eva_lsh import EvaLsh
 from attention.mechanisms.focused_linear import FocusedLinear
+from attention.mechanisms.hilo import Hilo
 from attention.mechanisms.hydra import Hydra
 from attention.mechanisms.inline import Inline
 from attention.mechanisms.lara import Lara
@@ -70,6 +74,7 @@ ATTENTION: dict[str, type[Attention]] = {
     "smyrf": Smyrf,
     "scatterbrain": Scatterbrain,
     "scatterbrain_lsh": ScatterbrainLsh,
+    "eva_lsh": EvaLsh,
     "linear": Linear,
     "xca": Xca,
     "cosformer": Cosformer,
@@ -96,6 +101,9 @@ ATTENTION: dict[str, type[Attention]] = {
     "inline": Inline,
     "shifted_window": ShiftedWindow,
     "neighborhood": Neighborhood,
+    "hilo": Hilo,
+    "bilevel_routing": BilevelRouting,
+    "agent": Agent,
     "rala": Rala,
     "mlla": Mlla,
     "polaformer": Polaformer,

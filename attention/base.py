@@ -106,6 +106,8 @@ class Attention(nn.Module):
             raise OptionError("num_prefix_tokens", f"{problem}; use a model without a class token and registers")
         if context.num_prefix_tokens and getattr(config, "causal", False):
             self.refuse("causal", True, "prefix tokens attend to every token; use a model without them")
+        if getattr(config, "local", False) and getattr(config, "causal", False):
+            self.refuse("local", True, "its convolution takes values of later tokens; with causal set local: false")
         self.qkv = nn.Linear(context.dim, self.num_projections * context.dim, bias=context.qkv_bias)
         self.proj = nn.Linear(context.dim, context.dim)
         self.proj_drop = nn.Dropout(context.proj_drop)
@@ -164,7 +166,8 @@ class Attention(nn.Module):
         Where prefix tokens are plain there are queries of all P + N tokens. A mechanism without `key_mask_refusal` also
         takes key_mask, None or (B, P + N) bool: which tokens count, at least one of every image. Masked keys have
         weights of exactly zero, masked queries no influence on other outputs, and their own are never read.
-        `stand_in` says what they hold.
+        `stand_in` says what they hold. One that is decoded with what `past` keeps takes that, too: then q, k and v are
+        those of the next token alone.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define attend")
 

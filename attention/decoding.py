@@ -1,69 +1,100 @@
-"""Causal attention token by token: what a generator calls, where training takes whole sequences at once."""
+"""Causal attention token by token: what a generator calls, where training takes whole sequences at once.
+
+decoder = create_decoder(attn, grid)
+y = torch.cat([decoder(x_n) for x_n in x.split(1, dim=1)], dim=1)  # attn(x, grid)
+"""
 
 import torch
 from torch import Tensor
 
-from attention.mechanisms.eva import Eva
+from attention.base import Attention
 from attention.ops.group_values.op import group_logits, group_values
 from attention.ops.joint_softmax.op import mix, shared_logits
 from attention.parts.features import compute_dtype
 from attention.parts.geometry import Grid, merge_heads
 from attention.parts.groups import Groups
+from attention.parts.past import Past
 from attention.window_options import windows_on
 
 
-class EvaDecoder:
-    """Causal EVA in evaluation, one token at a time: the rows of the forward pass over the whole sequence.
+class Decoder:
+    """A causal layer in evaluation, one token at a time: the rows of the forward pass over the whole sequence.
 
-    decoder = EvaDecoder(attn, grid)
-    y = torch.cat([decoder(x_n) for x_n in x.split(1, dim=1)], dim=1)  # attn(x, grid)
-
-    Keeps the tokens of the present window and group, and the summaries of the groups that ended: about |E| + C
-    entries, where softmax keeps every token.
+    What it keeps is the mechanism's choice: running sums of linear attention, every key and value of softmax.
 
     Args:
-        attn: an `eva` layer with causal: true, in evaluation. grid: (H, W) of the whole sequence.
+        attn: a layer with causal: true, in evaluation. grid: (H, W) of the whole sequence.
     """
 
-    def __init__(self, attn: Eva, grid: Grid):
-        if not attn.config.causal or attn.training:
-            raise ValueError("decoding needs an eva layer with causal: true, in evaluation; call eval() on it")
-        self.attn, self.windows = attn, windows_on(attn.config, grid)
-        self.position = 0
-        self.tokens: dict[int, tuple[Tensor, ...]] = {}
-        self.summaries: list[tuple[Tensor, ...]] = []
-        self.groups: list[list[int]] = []
-        if attn.config.num_landmarks:
-            table = attn.groups(attn.config, grid, torch.device("cpu"))
-            self.groups = [index[valid].tolist() for index, valid in zip(table.index[0], table.valid[0], strict=True)]
-            self.padded_size = table.index.shape[-1] if table.padded_means else None
+    def __init__(self, attn: Attention, grid: Grid):
+        if not getattr(attn.config, "causal", False) or attn.training:
+            problem = "decoding needs causal: true, and evaluation; set it, and call eval() on the layer"
+            raise ValueError(f"attention({attn.name()}): {problem}")
+        self.attn, self.grid, self.past = attn, grid, Past()
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens are decoded."""
+        return self.past.num_tokens
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
         """The next token (B, 1, C) -> its output (B, 1, C).
 
         Raises:
-            ValueError: after the last token of the grid.
+            ValueError: after the last token of the grid; another number of tokens than one.
         """
-        n, attn, config = self.position, self.attn, self.attn.config
-        if n == self.windows.grid[1]:
-            raise ValueError(f"all {n} tokens of the grid are decoded; begin another sequence with a new decoder")
-        self.tokens[n] = q, _, _ = attn.project(x, (1, 1))
+        H, W = self.grid
+        if self.num_tokens == H * W:
+            problem = f"all {H * W} tokens of the grid are decoded; begin another sequence with a new decoder"
+            raise ValueError(f"attention({self.attn.name()}): {problem}")
+        if x.shape[1] != 1:
+            raise ValueError(f"attention({self.attn.name()}): got {x.shape[1]} tokens; decode them one by one")
+        y = self.step(*self.attn.project(x, (1, 1)))
+        self.past.num_tokens += 1
+        return self.attn.proj(merge_heads(y))
+
+    def step(self, *projected: Tensor) -> Tensor:
+        """What `project` gives of the next token -> its attended values (B, h, 1, d)."""
+        return self.attn.attend(*projected, self.grid, past=self.past)
+
+
+class EvaDecoder(Decoder):
+    """Causal EVA, or the windows of `local`.
+
+    Keeps the tokens of the present window and group, and the summaries of the groups that ended: about |E| + C
+    entries, where softmax keeps every token.
+    """
+
+    def __init__(self, attn: Attention, grid: Grid):
+        super().__init__(attn, grid)
+        self.windows = windows_on(attn.config, grid)
+        self.tokens: dict[int, tuple[Tensor, ...]] = {}
+        self.summaries: list[tuple[Tensor, ...]] = []
+        self.groups: list[list[int]] = []
+        if getattr(attn.config, "num_landmarks", 0):
+            table = attn.groups(attn.config, grid, torch.device("cpu"))
+            self.groups = [index[valid].tolist() for index, valid in zip(table.index[0], table.valid[0], strict=True)]
+            self.padded_size = table.index.shape[-1] if table.padded_means else None
+
+    def step(self, *projected: Tensor) -> Tensor:
+        n, attn, config = self.num_tokens, self.attn, self.attn.config
+        self.tokens[n] = q, _, _ = projected
         window, positions, row = self.windows.attended(n)
         _, keys, values = self.gather(window)
         logits, bias = shared_logits(q[:, :, None], keys), attn.position_bias()
         terms = [(logits if bias is None else logits + bias[:, None, None, row, positions], values[:, :, None])]
-        before = n if config.visibility == "released" else window[0]
+        before = n if getattr(config, "visibility", "paper") == "released" else window[0]
         visible = [c for c in range(len(self.summaries)) if self.groups[c][-1] < before]
         if visible:
-            count = torch.tensor([[len(self.groups[c]) for c in visible]], device=x.device)
+            count = torch.tensor([[len(self.groups[c]) for c in visible]], device=q.device)
             summaries = zip(*(self.summaries[c] for c in visible), strict=True)
-            k_tilde, mu, omega, log_mass, beta = (torch.cat(x, 3) for x in summaries)
+            k_tilde, mu, omega, log_mass, beta = (torch.cat(parts, 3) for parts in summaries)
             prior = count.to(compute_dtype(q)).log()[:, None] if config.log_count else None
             logits = group_logits(q[:, :, None], k_tilde, mu, omega, log_mass, prior)
             terms.append((logits, beta))
         self.advance()
-        return attn.proj(merge_heads(mix(terms)[:, :, 0]))
+        return mix(terms)[:, :, 0]
 
     def gather(self, positions: list[int]) -> tuple[Tensor, ...]:
         """Queries, keys and values (B, h, n, d) of n positions."""
@@ -72,15 +103,41 @@ class EvaDecoder:
     def advance(self) -> None:
         """Summarises the group that ends with this token, and forgets the tokens that no later one needs."""
         c, groups = len(self.summaries), self.groups
-        if c < len(groups) and self.position == groups[c][-1]:
+        if c < len(groups) and self.num_tokens == groups[c][-1]:
             q, k, v = self.gather(groups[c])
             last, index = q.shape[2] - 1, torch.arange(self.padded_size or q.shape[2], device=q.device)[None, None]
             whole = Groups(index.clamp(max=last), index <= last, padded_means=self.padded_size is not None)
             k_tilde, mu, omega = self.attn.landmarks(q, k, whole, first=c)
             beta, log_mass = group_values(k, v, omega, whole)
             self.summaries.append((k_tilde, mu, omega, log_mass, beta))
-        self.position += 1
-        if self.position < self.windows.grid[1]:
-            window, *_ = self.windows.attended(self.position)
+        following = self.num_tokens + 1
+        if following < self.windows.grid[1]:
+            window, *_ = self.windows.attended(following)
             needed = {*window, *(n for members in groups[len(self.summaries) :] for n in members)}
             self.tokens = {n: token for n, token in self.tokens.items() if n in needed}
+
+
+DECODERS: dict[str, type[Decoder]] = {
+    "softmax": Decoder,
+    "local": EvaDecoder,
+    "eva": EvaDecoder,
+    "linear": Decoder,
+    "performer": Decoder,
+    "rfa": Decoder,
+    "t2r": Decoder,
+    "cosformer": Decoder,
+    "transnormer": Decoder,
+    "abc": Decoder,
+}
+"""Mechanism -> how it is decoded."""
+
+
+def create_decoder(attn: Attention, grid: Grid) -> Decoder:
+    """The decoder of a causal layer for one sequence, or a batch of them. See `Decoder`.
+
+    Raises:
+        ValueError: a mechanism without one; a layer that is not causal, or in training.
+    """
+    if attn.name() not in DECODERS:
+        raise ValueError(f"attention({attn.name()}): is not decoded token by token; use one of {', '.join(DECODERS)}")
+    return DECODERS[attn.name()](attn, grid)

@@ -15,10 +15,13 @@ SAMPLING = {
 }
 RENAMED = {
     "performer": SAMPLING,
+    "ra": {"hyperbolic": "features"},
     "scatterbrain": {**SAMPLING, "complement": "leave_one_out"},
     "scatterbrain_lsh": SAMPLING,
 }
 """Mechanism -> former name of an option -> its name now."""
+REWORDED = {"hyperbolic": ((False, "positive"), (True, "hyperbolic"))}
+"""Former name of an option -> pairs of a value and what it is called now; others are called the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +56,8 @@ def modernise(name: str, options: Mapping[str, Any], path: str) -> tuple[str, di
         if old in options:
             if new in options:
                 raise OptionError(f"{path}({name}).{old}", f"is now {new}, which is given too; leave {old} out")
-            options[new] = options.pop(old)
+            value = options.pop(old)
+            options[new] = next((now for then, now in REWORDED.get(old, ()) if value is then), value)
             warnings.warn(f"{path}({name}).{old} is now {new}", FutureWarning, stacklevel=3)
     return name, options
 

@@ -58,6 +58,11 @@ def released_option() -> Any:
     return option(False, "what is null as the released code has it")
 
 
+def causal_option() -> Any:
+    """The field `causal` of a mechanism without windows."""
+    return option(False, "no token attends to a later one of the raster order")
+
+
 def local_option(default: bool = False) -> Any:
     """The field `local`, by which `Attention` adds a mechanism's local term."""
     return option(default, "add a depthwise convolution of the values, as an image of the grid")

@@ -34,6 +34,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
 }
 
+NOT_RASTER = "causal attention follows the raster order; set layout: 1d"
+"""Why another layout is refused with causal attention."""
+
 
 def window_option(name: str) -> Any:
     """The dataclass field `name` of a mechanism with windows."""
@@ -59,17 +62,26 @@ def position_bias(attn: Attention, context: LayerContext) -> PositionBias:
     """The position bias of a mechanism's windows.
 
     Raises:
-        OptionError: a window or overlap beyond the grid; causal attention outside its conditions.
+        OptionError: as `refuse_windows`; a bias that causal attention does not have.
+    """
+    config = attn.config
+    refuse_windows(attn, context)
+    if getattr(config, "causal", False) and config.position_bias not in ("none", *CAUSAL_INDEX):
+        attn.refuse("position_bias", config.position_bias, f"not with causal; one of none, {', '.join(CAUSAL_INDEX)}")
+    kind: BiasKind = config.position_bias if config.window_size else "none"
+    return PositionBias(kind, attn.num_heads, attn.head_dim, windows_on(config, context.grid))
+
+
+def refuse_windows(attn: Attention, context: LayerContext) -> None:
+    """Refuses windows that the grid does not have.
+
+    Raises:
+        OptionError: a window or overlap beyond the grid; causal attention in another layout than 1d.
     """
     config, (H, W) = attn.config, context.grid
-    causal = getattr(config, "causal", False)
     for name in ("window_size", "overlap"):
         side, longest = getattr(config, name, 0), max(raster(context.grid, config.layout))
         if side > longest:
             attn.refuse(name, side, f"larger than the {H}x{W} grid; at most {longest}")
-    if causal and config.layout != "1d":
-        attn.refuse("layout", config.layout, "causal attention follows the raster order; set layout: 1d")
-    if causal and config.position_bias not in ("none", *CAUSAL_INDEX):
-        attn.refuse("position_bias", config.position_bias, f"not with causal; one of none, {', '.join(CAUSAL_INDEX)}")
-    kind: BiasKind = config.position_bias if config.window_size else "none"
-    return PositionBias(kind, attn.num_heads, attn.head_dim, windows_on(config, context.grid))
+    if getattr(config, "causal", False) and config.layout != "1d":
+        attn.refuse("layout", config.layout, NOT_RASTER)

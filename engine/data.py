@@ -13,7 +13,7 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -375,10 +375,12 @@ def identify_data(train: Images, val: Images) -> dict[str, Any]:
 
 def digest_files(images: Images) -> str:
     """SHA-256 of the class index and the name, relative to the split, of every image in order."""
-    digest, names, labels = hashlib.sha256(), images.reader.filenames(), images.reader.labels
-    for begin in range(0, len(labels), 10_000):
-        some = zip(labels[begin : begin + 10_000].tolist(), islice(names, 10_000), strict=True)
-        digest.update("".join(f"{label} {name}\0" for label, name in some).encode(errors="surrogateescape"))
+    digest, names, labels = hashlib.sha256(), iter(images.reader.filenames()), images.reader.labels
+    changes = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
+    for begin, end in pairwise(changes):  # classes rather than images, of which there may be a million
+        label = f"{labels[begin]} "
+        text = label + f"\0{label}".join(islice(names, end - begin)) + "\0"
+        digest.update(text.encode(errors="surrogateescape"))
     return digest.hexdigest()
 
 

@@ -29,8 +29,8 @@ from models.convert import (
     from_released,
     from_timm_pvt,
     resample_bias_tables,
-    resample_key_positions,
     resample_pos_embed,
+    resample_position_tables,
 )
 
 HEAD = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
@@ -99,7 +99,7 @@ def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str,
             raise UserError(f"{place}: {problem} mean something else; set model.num_heads={theirs}")
         state |= _resample(state, model, getattr(getattr(source.model, "patch_embed", None), "grid_size", None))
         tables, others = resample_bias_tables(state, model, source.model)
-        state |= tables | resample_key_positions(state, model, source.model)
+        state |= tables | resample_position_tables(state, model, source.model)
     except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:  # as no such model has
         reason = one_line(" ".join(f"{type(error).__name__}: {error}".split()), 200)
         raise UserError(f"{place}: weights that cannot be adapted to the model ({reason}); {OF_ANOTHER}") from None

@@ -146,7 +146,9 @@ def _split(texts: Iterable[str]) -> list[str]:
 
 def is_image(path: str) -> bool:
     """Whether the name of a file is that of an image."""
-    return suffix_of(path) in SUFFIXES
+    if "/." in path or path.startswith("."):
+        return suffix_of(path) in SUFFIXES  # ".jpg" has no suffix
+    return path.lower().endswith(SUFFIXES)  # sooner
 
 
 def suffix_of(path: str) -> str:

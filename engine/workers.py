@@ -25,6 +25,7 @@ class RestartingLoader(DataLoader):
 
     New workers go on from the batch that was reached, `NUM_RESTARTS` times in a pass. After that this process does: it
     is slow, but lets a run finish its step and save. A batch must not depend on the process that makes it.
+    Workers live on from pass to pass, so that there is one pass at a time.
 
     Attributes:
         num_deaths: how often workers of the current pass, or the last one, were killed.
@@ -34,6 +35,8 @@ class RestartingLoader(DataLoader):
 
     def __init__(self, dataset: Dataset[Any], batch_size: int, **options: Any):
         super().__init__(dataset, batch_size, worker_init_fn=shield_worker, **options)
+        self.remaining = Remaining(self.batch_sampler)
+        self.reader: DataLoader | None = None
         self.num_deaths = 0
 
     @property
@@ -42,6 +45,8 @@ class RestartingLoader(DataLoader):
         return self.num_deaths > NUM_RESTARTS
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own iterators
+        if self.has_lost_workers:
+            self.reader = None
         self.num_deaths = num_read = 0
         while True:
             try:
@@ -53,24 +58,39 @@ class RestartingLoader(DataLoader):
                 # Either torch's, of the connection to a worker or of starting one, or the data set's, marked by torch.
                 if not self.num_workers or self.has_lost_workers or str(error).startswith("Caught "):
                     raise
+                self.reader = None
                 self.num_deaths += 1
                 reader = "this process reads the rest" if self.has_lost_workers else "new ones go on"
                 tqdm.write(f"a loader worker was killed (out of memory?): {error!r}; {reader}", file=sys.stderr)
 
     def _read_from(self, start: int) -> Iterator[Any]:
         """The batches from number `start` on."""
-        loader = DataLoader(
-            self.dataset,
-            batch_sampler=islice(self.batch_sampler, start, None),
-            collate_fn=self.collate_fn,
-            num_workers=0 if self.has_lost_workers else self.num_workers,
-            worker_init_fn=self.worker_init_fn,
-            pin_memory=self.pin_memory,
-        )
-        batches = iter(loader)
-        if loader.num_workers:  # torch's handler would raise the death of a worker in the middle of anything
+        self.remaining.start = start
+        if self.reader is None:
+            workers = 0 if self.has_lost_workers else self.num_workers
+            self.reader = DataLoader(
+                self.dataset,
+                batch_sampler=self.remaining,
+                collate_fn=self.collate_fn,
+                num_workers=workers,
+                worker_init_fn=self.worker_init_fn,
+                pin_memory=self.pin_memory,
+                persistent_workers=workers > 0,
+            )
+        batches = iter(self.reader)
+        if self.reader.num_workers:  # torch's handler would raise the death of a worker in the middle of anything
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return batches
+
+
+class Remaining(Iterable[list[Any]]):
+    """The batches of `batches` from number `start` on."""
+
+    def __init__(self, batches: Iterable[list[Any]]):
+        self.batches, self.start = batches, 0
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return islice(self.batches, self.start, None)
 
 
 def shield_worker(worker: int) -> None:

@@ -38,9 +38,13 @@ _PVT_SIZES = {
     "b5": {"depths": (3, 6, 40, 3), "mlp_ratios": (4, 4, 4, 4)},
 }
 
+_ENCODER = {"embed_dim": 192, "depth": 8}
+"""In which papers time mechanisms by the length of the sequence: EVA appendix E.4 with two heads, LARA H.5 with three."""
+
 MODELS: dict[str, tuple[type[Backbone], dict[str, Any]]] = {
     "deit": (Deit, {}),
     **{f"deit_{size}_p{p}": (Deit, {"patch_size": p, **o}) for size, o in _DEIT_WIDTHS.items() for p in (16, 8, 4)},
+    **{f"encoder_8x192_{h}heads": (Deit, {"num_heads": h, **_ENCODER}) for h in (2, 3)},
     **{f"pvtv2_{size}": (Pvt, o) for size, o in _PVT_SIZES.items()},
     **{f"pvtv2_{size}_2xheads": (Pvt, {"num_heads": (2, 4, 10, 16), **o}) for size, o in _PVT_SIZES.items()},
 }

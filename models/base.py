@@ -78,8 +78,9 @@ class Backbone(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters without weight decay, beside biases and vectors: embeddings and bias tables."""
-        suffixes = "pos_embed", "cls_token", "dist_token", "reg_token", "position_bias.table", "key_positions.table"
-        return {name for name, _ in self.named_parameters() if name.endswith(suffixes)}
+        embeddings = "pos_embed", "cls_token", "dist_token", "reg_token"
+        biases = "position_bias.table", "positions.table", "prefix_bias"
+        return {name for name, _ in self.named_parameters() if name.endswith((*embeddings, *biases))}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the activations of blocks in the backward pass, under the random state of the forward pass."""

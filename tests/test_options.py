@@ -100,6 +100,13 @@ def test_a_renamed_option_acts_and_says_its_new_name(name, old, new, value):
     assert getattr(factory.config, new) == value
 
 
+@pytest.mark.parametrize(("value", "now"), [(False, "positive"), (True, "hyperbolic"), ("cosine", "cosine")])
+def test_a_renamed_option_says_its_former_values_in_the_words_of_today(value, now):
+    with pytest.warns(FutureWarning, match=r"^attention\(ra\).hyperbolic is now features$"):
+        factory = AttentionFactory.from_options({"name": "ra", "hyperbolic": value})
+    assert factory == AttentionFactory.from_options({"name": "ra", "features": now})
+
+
 @pytest.mark.parametrize("value", ["iid", "orthogonal"])
 def test_an_option_under_both_of_its_names_is_refused(value):
     with pytest.raises(OptionError, match=r"^a\(performer\).draws: is now omega_sampling, .* leave draws out$"):

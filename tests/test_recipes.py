@@ -74,7 +74,7 @@ def test_a_configuration_is_read_and_its_model_built(path):
         names = [stage["name"] for stage in stages(run)]
         (mechanism,) = set(names[:3])
         assert f"{path.stem}_".startswith(f"{mechanism}_")
-        assert names[3:] in ([], ["softmax"])
+        assert names[3:] in ([], ["focused_linear" if mechanism == "focused_linear" else "softmax"])  # FLatten's LLLL
 
 
 def test_figures_quoted_are_those_of_the_papers_tables():
@@ -115,6 +115,14 @@ def test_every_mechanism_with_a_configuration_is_in_the_list_of_the_digits():
     runs = yaml.safe_load((CONFIGS / "ablation/mechanisms.yaml").read_text())["runs"]
     shipped = {path.stem for path in CONFIGS.glob("*/*.yaml")} & set(ATTENTION)
     assert [run["attention"]["name"] for run in runs] == [name for name in ATTENTION if name in shipped]
+
+
+def test_the_ablation_of_the_local_term_has_every_mechanism_without_and_with_it():
+    (first, *runs) = yaml.safe_load((CONFIGS / "ablation/local_term.yaml").read_text())["runs"]
+    assert first["attention"] == {"name": "softmax"}
+    have_one = [name for name, mechanism in ATTENTION.items() if hasattr(mechanism.Config, "local")]
+    given = [(run["attention"]["name"], run["attention"]["local"]) for run in runs]
+    assert given == [(name, local) for name in have_one for local in (False, True)]
 
 
 @pytest.mark.parametrize("path", IMAGENET, ids=name)
@@ -180,7 +188,8 @@ def test_an_ablation_is_read_and_all_its_runs_checked(path, tmp_path):
     assert ablation.caption
     least = 5 if path.stem.startswith("pathfinder") else 8
     assert len(settings) == len(ablation.bases) if ablation.bases else len(settings) >= least
-    is_papers = path.stem not in ("quickstart", "mechanisms", "fashion_mnist", "pathfinder", "pathfinder_small")
+    of_ours = ("quickstart", "mechanisms", "fashion_mnist", "local_term", "pathfinder", "pathfinder_small")
+    is_papers = path.stem not in of_ours
     assert all(setting.paper is not None and setting.paper.top1 for setting in settings) == is_papers
     if ablation.bases:  # the whole of the paper's table, as far as it is of models that are here
         assert len(settings) == len({row.config for row in ROWS if row.source == ablation.paper})

@@ -12,30 +12,52 @@ Cost: (4 + h) N c C multiply-accumulates, h N c C of them for the control.
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.base import Attention, Cost, LayerContext
+from attention.costs import mix_features_macs
 from attention.mechanisms.softmax import softmax, softmax_reference
-from attention.options import option
+from attention.ops.random_features.causal import running_logits, running_mass, running_mix
+from attention.options import causal_option, option
 from attention.parts.features import upcast
 from attention.parts.geometry import Grid, split_heads
 from attention.parts.linear import init_linear
 from attention.parts.masking import mask_logits
+from attention.parts.past import Past
 
 
 def abc(
-    q: Tensor, k: Tensor, v: Tensor, control: Tensor, attn_drop: float = 0.0, *, key_mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    control: Tensor,
+    attn_drop: float = 0.0,
+    *,
+    causal: bool = False,
+    past: Past | None = None,
+    key_mask: Tensor | None = None,
 ) -> Tensor:
     """Queries, keys, values (B, h, N, d) and logits of the control (B, h, N, c) -> (B, h, N, d).
 
-    key_mask: which tokens count, (B, N) bool.
+    causal: query n reads what the tokens up to the n-th have written, after those of `past`. key_mask: which tokens
+    count, (B, N) bool.
     """
-    weights = mask_logits(upcast(control), key_mask, -2).softmax(-2).to(v.dtype).mT
+    control = mask_logits(upcast(control), key_mask, -2)
+    if causal:
+        mass = running_mass(control, past)
+        logits = running_logits(q * q.shape[-1] ** -0.5, k, control, mass, past)
+        weights = F.dropout(logits.softmax(-1), attn_drop)
+        return running_mix(weights, control, mass, v, past).to(v.dtype)
+    weights = control.softmax(-2).to(v.dtype).mT
     return softmax(q, weights @ k, weights @ v, attn_drop)
 
 
-def abc_reference(q, k, v, control, attn_drop=0.0):
-    """`abc`, slot by slot."""
+def abc_reference(q, k, v, control, attn_drop=0.0, *, causal=False):
+    """`abc`, slot by slot; causal: of every prefix, what its last query reads."""
+    if causal:
+        prefixes = ([x[:, :, : n + 1] for x in (k, v, control)] for n in range(q.shape[2]))
+        return torch.cat([abc_reference(q[:, :, n, None], *x, attn_drop) for n, x in enumerate(prefixes)], 2)
     written = []
     for slot in control.unbind(-1):
         weights = (slot.exp() / slot.exp().sum(-1, keepdim=True))[..., None]
@@ -54,6 +76,7 @@ class Abc(Attention):
     class Config:
         num_landmarks: int = option(49, "slots c per head", low=1)
         attn_drop: float = option(0.0, "dropout rate of the attention weights over slots", low=0, high=1)
+        causal: bool = causal_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -67,9 +90,18 @@ class Abc(Attention):
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, slots = context.num_tokens, context.dim, context.num_heads * config.num_landmarks
-        return Cost((C + 1) * slots, N * slots * C + 4 * N * config.num_landmarks * C)  # control; writing, reading
+        writing_and_reading = 2 * mix_features_macs(context, config.num_landmarks, config.causal)
+        return Cost((C + 1) * slots, N * slots * C + writing_and_reading)
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, control: Tensor, grid: Grid, key_mask: Tensor | None = None
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        control: Tensor,
+        grid: Grid,
+        key_mask: Tensor | None = None,
+        past: Past | None = None,
     ) -> Tensor:
-        return abc(q, k, v, control, self.attn_drop, key_mask=key_mask)
+        causal = self.config.causal
+        return abc(q, k, v, control, self.attn_drop, causal=causal, past=past, key_mask=key_mask)

@@ -117,13 +117,12 @@ class Combiner(Attention):
 
     def pool(self, x: Tensor, windows: Windows) -> Tensor:
         """Maximum or mean of tokens (B, h, N, d) over each span: (B, h, g, d); of none it is zero."""
+        if self.config.pool == "mean":
+            return windows.mean(x)
         spans, mask = windows.partition(x), windows.mask(x.device)
         if mask is None:
-            return spans.amax(-2) if self.config.pool == "max" else spans.mean(-2)
-        hidden, count = ~mask[..., None], mask.sum(-1, keepdim=True)
-        if self.config.pool == "max":
-            return spans.masked_fill(hidden, -torch.inf).amax(-2).masked_fill(count == 0, 0)
-        return spans.masked_fill(hidden, 0).sum(-2) / count.clamp(min=1)
+            return spans.amax(-2)
+        return spans.masked_fill(~mask[..., None], -torch.inf).amax(-2).masked_fill(~mask.any(-1, keepdim=True), 0)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

@@ -22,31 +22,47 @@ from attention.options import option
 from attention.parts.features import full_precision
 from attention.parts.geometry import Grid, raster, split_prefix
 from attention.parts.masking import of_grid
+from attention.parts.past import Past
+from attention.window_options import NOT_RASTER, window_option
 
 
 @full_precision
-def cosformer(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+def cosformer(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    grid: Grid,
+    causal: bool = False,
+    past: Past | None = None,
+    key_mask: Tensor | None = None,
+) -> Tensor:
     """Attention re-weighted by distance along both axes of the grid; (1, N) for the raster order.
 
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens have no position, and their weights no factor.
         key_mask: which keys count, (B, P + N) bool. Positions and lengths are those without the rows and columns of
             which no token counts; in raster order, without the tokens.
+        causal: query n attends to the keys up to the n-th of the raster order, after those of `past`.
     Returns:
         (B, h, N, d), float32 at least; 0 for a query without positive weights.
     """
     phi_q, (k_prefix, phi_k) = q.relu(), split_prefix(k.relu(), q.shape[2])
     mask = of_grid(key_mask, q.shape[2])
-    weighted_q, weighted_k = reweight(phi_q, grid, mask), reweight(phi_k, grid, mask)
+    first = 0 if past is None else past.num_tokens
+    weighted_q, weighted_k = (reweight(x, grid, mask, first) for x in (phi_q, phi_k))
     if not k_prefix.shape[2]:
-        return linear_attention(weighted_q, weighted_k, v, key_mask=key_mask)
+        return linear_attention(weighted_q, weighted_k, v, causal=causal, past=past, key_mask=key_mask)
     # Features with and without a position side by side: a key has only one of the two kinds.
     keys = torch.cat([F.pad(k_prefix, (weighted_k.shape[-1], 0)), F.pad(weighted_k, (0, k.shape[-1]))], 2)
     return linear_attention(torch.cat([weighted_q, phi_q], -1), keys, v, key_mask=key_mask)
 
 
-def reweight(x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
-    """[x cos(theta), x sin(theta)], theta = pi i / (2 side), along each axis of more than one token."""
+def reweight(x: Tensor, grid: Grid, key_mask: Tensor | None = None, first: int = 0) -> Tensor:
+    """[x cos(theta), x sin(theta)], theta = pi i / (2 side), along each axis of more than one token.
+
+    x: the tokens (B, h, N, d) of the grid, or of its raster order some from the token `first` on.
+    """
     for axis, side in enumerate(grid):
         if side > 1:
             position, step = torch.arange(side, device=x.device), math.pi / 2 / side
@@ -55,18 +71,19 @@ def reweight(x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
                 position = lines.cumsum(1)[:, None] - 1
                 step = math.pi / 2 / lines.sum(1).clamp(min=1).to(x.dtype)[:, None, None, None]
             position = position.unsqueeze(-1 - axis).expand(*position.shape[:-1], *grid).flatten(-2)
-            theta = position[..., None].to(x.dtype) * step
+            theta = position[..., first : first + x.shape[-2], None].to(x.dtype) * step
             x = torch.cat([x * theta.cos(), x * theta.sin()], -1)
     return x
 
 
-def cosformer_reference(q, k, v, *, grid):
+def cosformer_reference(q, k, v, *, grid, causal=False):
     """`cosformer` as a dense matrix of weights."""
     (H, W), n = grid, torch.arange(q.shape[2], dtype=q.dtype)
     y, x = n // W, n % W
     decay_y, decay_x = (torch.cos(math.pi * (a[:, None] - a) / (2 * side)) for a, side in ((y, H), (x, W)))
     kernel = q.relu() @ k.relu().mT
     kernel = kernel * F.pad(decay_y * decay_x, (k.shape[2] - H * W, 0), value=1)
+    kernel = kernel.tril() if causal else kernel
     return kernel @ v / kernel.sum(-1, keepdim=True).clamp(min=1e-6)
 
 
@@ -79,11 +96,20 @@ class Cosformer(Attention):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         layout: Literal["1d", "2d"] = option("1d", "distance in raster order, or along both axes of the grid")
+        causal: bool = window_option("causal")
+
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        if config.causal and config.layout != "1d":
+            self.refuse("layout", config.layout, NOT_RASTER)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         axes = sum(side > 1 for side in raster(context.grid, config.layout))
-        return Cost(0, linear_attention_macs(context, context.head_dim * 2**axes))
+        return Cost(0, linear_attention_macs(context, context.head_dim * 2**axes, config.causal))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
-        return cosformer(q, k, v, grid=raster(grid, self.config.layout), key_mask=key_mask).to(v.dtype)
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
+    ) -> Tensor:
+        grid, causal = raster(grid, self.config.layout), self.config.causal
+        return cosformer(q, k, v, grid=grid, causal=causal, past=past, key_mask=key_mask).to(v.dtype)

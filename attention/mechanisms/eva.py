@@ -22,12 +22,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, Cost, LayerContext
-from attention.costs import landmark_cost, num_padded, window_cost
+from attention.costs import group_cost, local_cost, num_padded, total, window_cost
 from attention.mechanisms.local import local
-from attention.ops.group_values.landmarks import Landmarks
+from attention.ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
 from attention.ops.group_values.op import Visibility, attended_summaries, group_logits, group_prior, group_values
 from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
-from attention.options import option, released_option
+from attention.options import local_option, option, released_option
 from attention.parts.geometry import Grid, Layout, Windows, raster, split_prefix
 from attention.parts.groups import Groups, bin_counts, bins, bins_outside, chunks_outside
 from attention.parts.position import BiasKind
@@ -101,15 +101,11 @@ class Eva(Attention):
         partition: Literal["all", "all_1d", "complement", "mask"] = option(
             "all", "2-D bins of all tokens; raster chunks of all; raster chunks of all but E; bins without E's members"
         )
-        landmark_transform: Literal["ln_linear", "linear", "identity"] = option("ln_linear", "sigma of group means")
-        num_samples: int = option(1, "samples S per group", low=1)
-        mu: Literal["qk", "q", "zero", "trainable"] = option("qk", "means: q_tilde + k_tilde, q_tilde, 0, learned")
-        mu_scale: float | None = option(
-            None,
-            "factor of the means qk and q; null: 1.0, as released 0.5, but not in causal attention",
-            above=0,
-            chosen=lambda c: 0.5 if c.released and not c.causal else 1.0,
-        )
+        landmark_transform: Transform = landmark_option("landmark_transform")
+        pool: Pool = landmark_option("pool")
+        num_samples: int = landmark_option("num_samples")
+        mu: Mean = landmark_option("mu")
+        mu_scale: float | None = landmark_option("mu_scale")
         log_count: bool = option(False, "add log |P_c| to a group's logit")
         noise: Noise | None = noise_option()
         released_overlap_groups: bool | None = option(
@@ -125,6 +121,7 @@ class Eva(Attention):
             chosen=lambda c: "released" if c.released and c.causal else "paper",
         )
         attn_drop: float = option(0.0, "dropout rate of the joint softmax weights", low=0, high=1)
+        local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -157,17 +154,11 @@ class Eva(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        window, windows = window_cost(context, config), windows_on(config, context.grid)
+        own = total(window_cost(context, config), local_cost(cls, context, config))
         if not config.num_landmarks:
-            return window
-        G, c, t = cls.groups(config, context.grid, torch.device("meta")).index.shape
-        C, s, queries, kind = context.dim, config.num_samples, num_padded(windows), config.landmark_transform
-        transforms = 0 if kind == "identity" else 1 + (config.mu in ("qk", "q"))
-        landmarks = landmark_cost(context, context.head_dim, transforms, G * c, norm=kind == "ln_linear")
-        trained = c * C if config.mu == "trainable" else 0
-        groups = (1 + s) * queries * c * C + 2 * G * c * t * s * C  # logits on groups, values; beta
-        groups += (queries + G) * c * s * C if s > 1 else 0  # samples at queries and at their means
-        return Cost(window.parameters + landmarks.parameters + trained, window.macs + landmarks.macs + groups)
+            return own
+        groups, windows = cls.groups(config, context.grid, torch.device("meta")), windows_on(config, context.grid)
+        return total(own, group_cost(context, config, groups, num_padded(windows)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config, bias = self.config, self.position_bias()

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 
 from attention.base import Attention, Cost, LayerContext
-from attention.costs import landmark_cost
+from attention.costs import landmark_cost, local_cost, total
 from attention.ops.dispatch import with_fast_path
 from attention.ops.random_features import eager, proposals
 from attention.ops.random_features.op import mix_features
-from attention.options import option, released_option
+from attention.options import local_option, option, released_option
 from attention.parts.features import full_precision, log_features, scale
 from attention.parts.geometry import Grid, split_prefix
 from attention.parts.groups import Groups, group_mean, pools_option, segments
@@ -80,8 +80,7 @@ def lara_reference(
     for c, s in ((c, s) for c in range(C) for s in range(noise.shape[3])):
         u = uniform if uniform is None else uniform.expand(B, h, C, -1)[:, :, c, s, None]
         omega = centre(c, u) + noise[:, :, c, s]
-        density = densities(omega)
-        weight = proposals.weights_reference(omega, density, r, c, weighting, beta)  # (B, h, N)
+        weight = proposals.weights_reference(omega, densities(omega), r, c, weighting, beta)  # (B, h, N)
         xi_q, xi_k = (torch.exp(x @ omega[..., None] - (x**2).sum(-1, keepdim=True) / 2) for x in (q, k))
         kernel = kernel + weight[..., None] * xi_q * xi_k.mT
     return kernel @ v / kernel.sum(-1, keepdim=True)
@@ -115,7 +114,8 @@ class Lara(Attention):
         antithetic: bool = option(False, "two samples per proposal mirror each other about their mean")
         released: bool = released_option()
         noise: Noise | None = noise_option()
-        released_pools: bool | None = pools_option()
+        released_pools: bool | None = pools_option(lambda c: c.proposal != "single")
+        local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__(context, config)
@@ -155,14 +155,14 @@ class Lara(Attention):
     @classmethod
     def cost(cls, context: LayerContext, config: Any) -> Cost:
         N, C, h, c = context.num_tokens, context.dim, context.num_heads, config.num_landmarks
-        features = 4 * N * c * C  # samples at queries and keys, sums over keys, their mean for every query
+        own = total(Cost(0, 4 * N * c * C), local_cost(cls, context, config))  # features, sums over keys, their means
         if config.proposal == "single":
-            return Cost(0, features + (N + c) * C)  # the proposal's weights of keys; its density at c samples
+            return total(own, Cost(0, (N + c) * C))  # the proposal's weights of keys; its density at c samples
         width = {"light": context.head_dim, "dense": C, "none": 0}[config.landmark_transform]
         landmarks = landmark_cost(context, width, 2 if config.proposal in proposals.POOLED else 1, c)
         sampling = {"pool": 0, "pool_mixed": 2 * c * c * C}.get(config.proposal, 2 * N * c * C)
         alpha = {"balance": 0, "decoupled": N * c * C}.get(config.weighting, N * c * (C + c * h))
-        return Cost(landmarks.parameters, landmarks.macs + features + sampling + c * c * C + alpha)  # c^2 C: densities
+        return total(own, landmarks, Cost(0, sampling + c * c * C + alpha))  # c^2 C: densities
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config, k_bar, filled, mask = self.config, None, None, of_grid(key_mask, q.shape[2])

@@ -2,7 +2,8 @@
 
     y_n = sum_m phi(q_n) . phi(k_m) v_m / sum_m phi(q_n) . phi(k_m),
 
-so that the sums over keys are taken once. Queries and keys are not scaled. 'ELU' in EVA Table 5.
+so that the sums over keys are taken once. Queries and keys are not scaled. 'ELU' in EVA Table 5. In causal attention
+the sums run along with the queries.
 Cost: 2 N d C multiply-accumulates; linear in N.
 """
 
@@ -12,21 +13,35 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, Cost, LayerContext
-from attention.costs import linear_attention_macs
+from attention.costs import linear_attention_macs, local_cost, total
 from attention.ops.random_features.op import linear_attention
+from attention.options import causal_option, local_option
 from attention.parts.features import elu_plus_one, full_precision
 from attention.parts.geometry import Grid
+from attention.parts.past import Past
 
 
 @full_precision
-def linear(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least; 0 for a query whose weights vanish."""
-    return linear_attention(elu_plus_one(q), elu_plus_one(k), v, key_mask=key_mask)
+def linear(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    past: Past | None = None,
+    key_mask: Tensor | None = None,
+) -> Tensor:
+    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least; 0 for a query whose weights vanish.
+
+    `causal`: query n attends to the keys up to the n-th, after those of `past`.
+    """
+    return linear_attention(elu_plus_one(q), elu_plus_one(k), v, causal=causal, past=past, key_mask=key_mask)
 
 
-def linear_reference(q, k, v):
+def linear_reference(q, k, v, *, causal=False):
     """`linear` as a dense matrix of weights."""
     kernel = (F.elu(q) + 1) @ (F.elu(k) + 1).mT
+    kernel = kernel.tril() if causal else kernel
     return kernel @ v / kernel.sum(-1, keepdim=True).clamp(min=1e-6)
 
 
@@ -38,11 +53,15 @@ class Linear(Attention):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        pass
+        local: bool = local_option()
+        causal: bool = causal_option()
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        return Cost(0, linear_attention_macs(context, context.head_dim))
+        own = Cost(0, linear_attention_macs(context, context.head_dim, config.causal))
+        return total(own, local_cost(cls, context, config))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
-        return linear(q, k, v, key_mask=key_mask).to(v.dtype)
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
+    ) -> Tensor:
+        return linear(q, k, v, causal=self.config.causal, past=past, key_mask=key_mask).to(v.dtype)

@@ -16,18 +16,17 @@ import torch
 from torch import Tensor, nn
 
 from attention.base import Attention, Cost, LayerContext
-from attention.costs import linear_attention_macs
+from attention.costs import linear_attention_macs, local_cost, mix_features_macs, total
 from attention.ops.dispatch import with_fast_path
 from attention.ops.random_features import eager
-from attention.ops.random_features.op import linear_attention, mix_features, random_feature_attention
-from attention.options import option, released_option
-from attention.parts.features import FEATURE_MAPS, full_precision, scale
+from attention.ops.random_features.op import linear_attention, mix_features, weighted_values_reference
+from attention.options import causal_option, local_option, option, released_option
+from attention.parts.features import CAUSAL, CLAMPED, FEATURE_MAPS, LOG_FEATURE_MAPS, full_precision, scale
 from attention.parts.geometry import Grid
+from attention.parts.past import Past
 from attention.parts.sampling import OmegaSampling, gaussian, omega_sampling_option
 
 Features = Literal["positive", "hyperbolic", "trigonometric", "relu", "favorp"]
-CLAMPED = ("trigonometric", "relu")
-"""Features with a `_released` variant, whose normalisers have the released code's floor."""
 
 
 @with_fast_path(eager.performer, eager.covers_performer)
@@ -39,6 +38,8 @@ def performer(
     omega: Tensor,
     *,
     features: Features | Literal["trigonometric_released", "relu_released"] = "positive",
+    causal: bool = False,
+    past: Past | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention with the estimated kernel.
@@ -49,20 +50,19 @@ def performer(
             negative, its magnitude is kept above 1e-6. relu: ReLU(s^(-1/2) omega . x) + 1e-3, no estimate of softmax.
             favorp: positive features as the papers' released code has them, with 1e-4 added and normalisers above 1e-2.
             trigonometric_released, relu_released: with normalisers above 1e-2, to which negative ones are raised too.
+        causal: query n attends to the keys up to the n-th, after those of `past`, with features of `CAUSAL`.
     Returns:
         (B, h, N, d), float32 at least.
     """
     q, k = scale(q), scale(k)
-    if features == "positive":
-        return random_feature_attention(q, k, v, omega, key_mask=key_mask)
-    if features == "hyperbolic":
-        log_q, log_k, half = q @ omega.mT, omega @ k.mT, k.square().sum(-1)[..., None, :] / 2
-        return mix_features(torch.cat([log_q, -log_q], -1), torch.cat([log_k, -log_k], -2) - half, v, key_mask)
+    if features in LOG_FEATURE_MAPS:
+        return mix_features(*LOG_FEATURE_MAPS[features](q, k, omega), v, key_mask, causal=causal, past=past)
     feature_map, normaliser, least = FEATURE_MAPS[features]
-    return linear_attention(*feature_map(q, k, omega), v, normaliser, least, key_mask=key_mask)
+    phi_q, phi_k = feature_map(q, k, omega)
+    return linear_attention(phi_q, phi_k, v, normaliser, least, causal=causal, past=past, key_mask=key_mask)
 
 
-def performer_reference(q, k, v, omega, *, features="positive"):
+def performer_reference(q, k, v, omega, *, features="positive", causal=False):
     """`performer` as a dense matrix of kernel estimates, normalised by its row sums."""
     q, k = q * q.shape[-1] ** -0.25, k * k.shape[-1] ** -0.25
     half_q, half_k = (q**2).sum(-1, keepdim=True) / 2, (k**2).sum(-1, keepdim=True) / 2
@@ -86,11 +86,8 @@ def performer_reference(q, k, v, omega, *, features="positive"):
             phi_q = torch.exp(on_q - half_q - on_q.amax(-1, keepdim=True).detach()) / s**0.5 + 1e-4
             phi_k = torch.exp(on_k - half_k - on_k.amax((-2, -1), keepdim=True).detach()) / s**0.5 + 1e-4
         kernel = phi_q @ phi_k.mT
-    normaliser = kernel.sum(-1, keepdim=True)
-    floor = torch.ones_like(normaliser) * least
-    if released:
-        return kernel @ v / torch.where(normaliser < least, floor, normaliser)
-    return kernel @ v / torch.where(normaliser.abs() < least, torch.copysign(floor, normaliser), normaliser)
+    kernel = kernel.tril() if causal else kernel
+    return weighted_values_reference(kernel, v, "clamp" if released else "floor", least)
 
 
 class Performer(Attention):
@@ -106,8 +103,8 @@ class Performer(Attention):
         released: bool = released_option()
         features: Features | None = option(
             None,
-            "feature map of the kernel; favorp: the released code's positive features; null: positive",
-            chosen=lambda c: "favorp" if c.released else "positive",
+            "feature map; favorp: the released code's positive ones; null: positive, as released favorp unless causal",
+            chosen=lambda c: "favorp" if c.released and not c.causal else "positive",
         )
         released_clamp: bool | None = option(
             None,
@@ -125,6 +122,8 @@ class Performer(Attention):
             "redraw", "samples of training; evaluation keeps one set"
         )
         feature_redraw_interval: int = option(1, "training passes that share samples (feature_redraw redraw)", low=1)
+        local: bool = local_option()
+        causal: bool = causal_option()
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__(context, config)
@@ -133,6 +132,8 @@ class Performer(Attention):
             self.refuse_unused(neutral, f"nothing is redrawn with feature_redraw: {config.feature_redraw}")
         if config.features not in CLAMPED:
             self.refuse_unused({"released_clamp": False}, f"acts with features {' and '.join(CLAMPED)}")
+        if config.causal and config.features not in CAUSAL:
+            self.refuse("features", config.features, f"not for causal attention; set one of {', '.join(CAUSAL)}")
         omega = self.sample_omega(config.eval_omega_sampling, self.qkv.weight)
         if config.feature_redraw == "learnable":
             self.omega = nn.Parameter(omega)
@@ -167,14 +168,15 @@ class Performer(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, s = context.num_tokens, context.dim, config.num_samples
         samples = s * C if config.feature_redraw == "learnable" else 0
-        if config.features in ("positive", "hyperbolic"):
-            directions = 1 if config.features == "positive" else 2  # of a sample; it is projected on once
-            return Cost(samples, 2 * N * s * C + 2 * N * directions * s * C)
-        num_features = 2 * s if config.features == "trigonometric" else s
-        return Cost(samples, 2 * N * s * C + linear_attention_macs(context, num_features))
+        num_features = 2 * s if config.features in ("hyperbolic", "trigonometric") else s  # projected on once
+        mixing_macs = mix_features_macs if config.features in LOG_FEATURE_MAPS else linear_attention_macs
+        own = Cost(samples, 2 * N * s * C + mixing_macs(context, num_features, config.causal))
+        return total(own, local_cost(cls, context, config))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
-        fresh = self.training and self.config.feature_redraw == "redraw"
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
+    ) -> Tensor:
+        fresh, causal = self.training and self.config.feature_redraw == "redraw", self.config.causal
         omega = self.redraw(q) if fresh else self.omega
         features = self.config.features + "_released" * self.config.released_clamp
-        return performer(q, k, v, omega, features=features, key_mask=key_mask).to(v.dtype)
+        return performer(q, k, v, omega, features=features, causal=causal, past=past, key_mask=key_mask).to(v.dtype)

@@ -3,10 +3,13 @@
 Softmax attention is the mean of a random-feature average of values, y_n = E f_n(omega), with omega drawn for each query
 from a mixture of Gaussians p_n = sum_m pi_nm N(q_n + k_m, I), pi_n = softmax(q_n . k): sampling it gives an unbiased
 estimate of the whole of softmax attention, not only of its kernel (section 3, Algorithm 1). The biased variant replaces
-the random key by its mean (eq. 31).
+the random key by its mean (eq. 31). Cosine features with a random phase (appendix C) can be negative, and p_n with
+them: omega is drawn from N(0, I), and products of features are divided by the exact sum of the kernel. Outputs and
+gradients are unbiased, but weights as large as exp(||q_n - k_m||^2 / 2).
 Cost: (2 + s) N^2 C multiply-accumulates unbiased, (3 + s) N^2 C biased, (1 + s) N^2 C with the mean key.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,6 +27,7 @@ from attention.parts.masking import mask_logits, masked_mean
 from attention.parts.sampling import Noise, attended_keys, mixture_noise, noise_option, noise_std, random_seed
 
 Proposal = Literal["unbiased", "biased", "mean_key"]
+Features = Literal["positive", "hyperbolic", "cosine"]
 
 
 @full_precision
@@ -36,47 +40,70 @@ def ra(
     uniform: Tensor | None = None,
     *,
     proposal: Proposal = "unbiased",
-    hyperbolic: bool = False,
+    features: Features = "positive",
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Mean over samples of f_n(omega) (LARA paper eq. 6), omega = q'_n + key + noise.
 
     Args:
         q, k, v: (B, h, N, d). noise: Gaussian part of omega, broadcast to (B, h, N, s, d).
-        uniform: in (0, 1), (..., N, s); chooses the unbiased proposal's key by the inverse distribution of pi_n.
+        uniform: in (0, 1), (..., N, s); chooses the unbiased proposal's key by the inverse distribution of pi_n. The
+            phase of cosine features, in turns, whose omega is the noise.
         proposal: the key is drawn from pi_n ("unbiased"), or is its mean ("biased", eq. 31), or the plain mean of keys.
-        hyperbolic: f and p_n of the hyperbolic features (corollary C.1). f is even there, so that drawing from one half
-            of p_n is enough.
+        features: of f and p_n. hyperbolic: f is even, so that drawing from one half of p_n (corollary C.1) is enough.
         key_mask: which keys count, (B, N) bool.
     Returns:
         (B, h, N, d), float32 at least.
     """
     q, k = scale(q), scale(k)
+    if features == "cosine":
+        return cosine_weights(q, k, noise, uniform, key_mask) @ v
     if proposal == "mean_key":
         key = masked_mean(k, key_mask)[:, :, None, None]
     else:
         key = attended_keys(mask_logits(q @ k.mT, key_mask).softmax(-1), k, uniform if proposal == "unbiased" else None)
     omega = q[:, :, :, None] + key + noise  # (B, h, N, s, d)
     logits = omega.flatten(2, 3) @ k.mT  # (B, h, N s, M)
-    if hyperbolic:
+    if features == "hyperbolic":
         on_q = (omega * q[:, :, :, None]).sum(-1).flatten(2)[..., None]
         logits = torch.logaddexp(on_q + logits, -on_q - logits)
     weights = mask_logits(logits - k.square().sum(-1)[:, :, None] / 2, key_mask).softmax(-1)
     return weights.unflatten(2, omega.shape[2:4]).mean(3) @ v
 
 
-def ra_reference(q, k, v, noise, uniform=None, *, proposal="unbiased", hyperbolic=False):
+def cosine_weights(q: Tensor, k: Tensor, omega: Tensor, uniform: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Mean over samples of xi(q_n, omega, b) xi(k_m, omega, b) / sum_m exp(q_n . k_m): (B, h, N, M), of mean pi_nm.
+
+    xi(x, omega, b) = sqrt(2) exp(||x||^2 / 2) cos(omega . x + b), b = 2 pi uniform (LARA paper appendix C).
+    """
+    omega, phase = omega.expand(*q.shape[:3], -1, -1), 2 * math.pi * uniform.expand(*q.shape[:3], -1)
+    on_q = ((omega * q[:, :, :, None]).sum(-1) + phase).cos()  # (B, h, N, s)
+    on_k = (omega.flatten(2, 3) @ k.mT).unflatten(2, omega.shape[2:4])  # (B, h, N, s, M)
+    waves = (on_q[..., None] * (on_k + phase[..., None]).cos()).mean(3)
+    log_mass = mask_logits(q @ k.mT, key_mask).logsumexp(-1, keepdim=True)
+    half_q, half_k = (x.square().sum(-1, keepdim=True) / 2 for x in (q, k))
+    return 2 * waves * mask_logits(half_q + half_k.mT - log_mass, key_mask).exp()
+
+
+def ra_reference(q, k, v, noise, uniform=None, *, proposal="unbiased", features="positive"):
     """`ra` by the paper's Algorithm 1."""
     (B, h, N, d), y = q.shape, []
     q, k = q * d**-0.25, k * d**-0.25
     noise = noise.expand(B, h, N, -1, d)
-    signs = (1, -1) if hyperbolic else (1,)
+    signs = (1, -1) if features == "hyperbolic" else (1,)
     for n in range(N):
         q_n, y_n = q[:, :, n, None], 0
-        pi = torch.exp(q_n @ k.mT) / torch.exp(q_n @ k.mT).sum(-1, keepdim=True)  # (B, h, 1, M)
+        mass = torch.exp(q_n @ k.mT).sum(-1, keepdim=True)
+        pi = torch.exp(q_n @ k.mT) / mass  # (B, h, 1, M)
         for s in range(noise.shape[3]):
+            u = None if uniform is None else uniform.expand(B, h, N, -1)[:, :, n, s, None, None]
+            if features == "cosine":
+                omega, root = noise[:, :, n, s, None], 2**0.5
+                size_q, size_k = (root * torch.exp((x**2).sum(-1)[:, :, None] / 2) for x in (q_n, k))
+                cos_q, cos_k = (torch.cos(omega @ x.mT + 2 * math.pi * u) for x in (q_n, k))
+                y_n = y_n + (size_q * cos_q) * (size_k * cos_k) @ v / mass / noise.shape[3]
+                continue
             if proposal == "unbiased":
-                u = uniform.expand(B, h, N, -1)[:, :, n, s, None, None]
                 a = F.one_hot((pi.cumsum(-1) <= u).sum(-1), N).to(k.dtype)
             else:
                 a = pi if proposal == "biased" else torch.full_like(pi, 1 / N)
@@ -104,7 +131,9 @@ class Ra(Attention):
             1, "samples per query in evaluation; acts where evaluation is random", low=1, high=1024
         )
         proposal: Proposal = option("unbiased", "key that centres a sample: drawn, mean by attention, or plain mean")
-        hyperbolic: bool = option(False, "hyperbolic instead of positive features")
+        features: Features = option(
+            "positive", "xi(x, omega), with xi(x, -omega) also, or cosines of random phase, which have no proposal"
+        )
         released: bool = released_option()
         noise: Noise | None = noise_option()
         eval_noise: bool | None = option(
@@ -118,6 +147,8 @@ class Ra(Attention):
         unbiased = config.proposal == "unbiased"
         if config.num_eval_samples > 1 and not (unbiased or config.eval_noise):
             self.refuse("num_eval_samples", config.num_eval_samples, "evaluation draws nothing; set eval_noise: true")
+        if config.features == "cosine":
+            self.refuse_unused({"proposal": "unbiased"}, "features cosine have no proposals")
         self.noise_std = noise_std(config.noise, self.head_dim)
         self.register_buffer("eval_seed", random_seed() if unbiased or config.eval_noise else None)
 
@@ -139,5 +170,5 @@ class Ra(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         noise, uniform = self.sample_noise(q)
-        options = {"proposal": self.config.proposal, "hyperbolic": self.config.hyperbolic, "key_mask": key_mask}
+        options = {"proposal": self.config.proposal, "features": self.config.features, "key_mask": key_mask}
         return ra(q, k, v, noise, uniform, **options).to(v.dtype)

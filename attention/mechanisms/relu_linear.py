@@ -7,8 +7,7 @@ add as many heads again each, of queries, keys and values that a depthwise convo
 channels make of the first; prefix tokens, which are not in the image, have none of these.
 Cost: 2 N d C multiply-accumulates; linear in N. A scale of side s adds N C (C + 3 s^2 + 5 d).
 
-It is EfficientViT's attention in a transformer's layer: queries, keys, values and the output have biases, and no batch
-norm follows. That of the released code, in evaluation, is a part of the output's map.
+It is EfficientViT's attention in a transformer's layer: with biases, and without the batch norm that follows it there.
 """
 
 from dataclasses import dataclass
@@ -21,25 +20,27 @@ from attention.base import Attention, Cost, LayerContext
 from attention.costs import linear_attention_macs, local_cost, total
 from attention.ops.random_features.op import linear_attention
 from attention.options import local_option, option
-from attention.parts.features import full_precision
+from attention.parts.features import Normaliser, full_precision
 from attention.parts.geometry import Grid, merge_heads
 from attention.parts.linear import init_linear
 from attention.parts.local_term import LocalTerm
 
 
 @full_precision
-def relu_linear(q: Tensor, k: Tensor, v: Tensor, *, eps: float = 1e-15, key_mask: Tensor | None = None) -> Tensor:
+def relu_linear(q: Tensor, k: Tensor, v: Tensor, *, eps: float | None = None, key_mask: Tensor | None = None) -> Tensor:
     """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least; 0 for a query without positive weights.
 
-    eps: added to the sum of a query's weights. key_mask: which keys count, (B, N) bool.
+    eps: added to the sum of a query's weights, which else is at least 1e-15. key_mask: which keys count, (B, N) bool.
     """
-    return linear_attention(q.relu(), k.relu(), v, "sum", eps, key_mask=key_mask)
+    normaliser: Normaliser = "clamp" if eps is None else "sum"  # exports to ONNX leave out the addition of 1e-15
+    return linear_attention(q.relu(), k.relu(), v, normaliser, eps or 1e-15, key_mask=key_mask)
 
 
-def relu_linear_reference(q, k, v, *, eps=1e-15):
+def relu_linear_reference(q, k, v, *, eps=None):
     """`relu_linear` as a dense matrix of weights."""
     kernel = (q * (q > 0)) @ (k * (k > 0)).mT
-    return (kernel / (kernel.sum(-1, keepdim=True) + eps)) @ v
+    total = kernel.sum(-1, keepdim=True)
+    return (kernel / (total.clamp(min=1e-15) if eps is None else total + eps)) @ v
 
 
 class Scale(nn.Module):

@@ -3,8 +3,8 @@
     exp(-||q^ - k^||^2 / 2) = E cos(omega . (q^ - k^)),   q^ = q / (sigma ||q||),   k^ = k / (sigma ||k||),
 
 with a learned sigma per head. Norms being constant, this is an estimate of softmax attention with logits
-q . k / (sigma^2 ||q|| ||k||). Gates, which need an order, are for causal attention. Differs from `performer` with
-trigonometric features by the norms alone.
+q . k / (sigma^2 ||q|| ||k||). Differs from `performer` with trigonometric features by the norms alone. The paper's
+gates, for causal attention, are left out.
 Cost: 6 N s C multiply-accumulates; linear in N. h parameters.
 """
 
@@ -17,30 +17,44 @@ from torch import Tensor, nn
 from attention.base import Attention, Cost, LayerContext
 from attention.costs import linear_attention_macs
 from attention.ops.random_features.op import linear_attention
-from attention.options import option
-from attention.parts.features import full_precision, trigonometric
+from attention.options import causal_option, option
+from attention.parts.features import full_precision, waves
 from attention.parts.geometry import Grid
+from attention.parts.past import Past
 from attention.parts.sampling import gaussian
 
 
 @full_precision
-def rfa(q: Tensor, k: Tensor, v: Tensor, omega: Tensor, sigma: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+def rfa(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    omega: Tensor,
+    sigma: Tensor,
+    *,
+    causal: bool = False,
+    past: Past | None = None,
+    key_mask: Tensor | None = None,
+) -> Tensor:
     """Attention with the estimated kernel.
 
     Args:
-        q, k, v: (B, h, N, d). omega: samples (h, s, d). sigma: (h). key_mask: which keys count, (B, N) bool.
+        q, k, v: (B, h, N, d). omega: samples (h, s, d). sigma: (h).
+        causal: query n attends to the keys up to the n-th, after those of `past`. key_mask: which keys count, (B, N)
+            bool.
     Returns:
         (B, h, N, d), float32 at least.
     """
-    q, k = (F.normalize(x, dim=-1) / sigma[:, None, None] for x in (q, k))
-    return linear_attention(*trigonometric(q, k, omega), v, key_mask=key_mask)
+    phi_q, phi_k = (waves(F.normalize(x, dim=-1) / sigma[:, None, None], omega) for x in (q, k))
+    return linear_attention(phi_q, phi_k / omega.shape[-2], v, causal=causal, past=past, key_mask=key_mask)
 
 
-def rfa_reference(q, k, v, omega, sigma):
+def rfa_reference(q, k, v, omega, sigma, *, causal=False):
     """`rfa` as a dense matrix of kernel estimates."""
     q, k = (x / x.square().sum(-1, keepdim=True).sqrt() / sigma[:, None, None] for x in (q, k))
     difference = q[..., :, None, :] - k[..., None, :, :]
     kernel = torch.einsum("bhnmd,hsd->bhnms", difference, omega).cos().mean(-1)
+    kernel = kernel.tril() if causal else kernel
     normaliser = kernel.sum(-1, keepdim=True)
     floor = torch.copysign(torch.tensor(1e-6), normaliser)
     return kernel @ v / torch.where(normaliser.abs() < 1e-6, floor, normaliser)
@@ -56,6 +70,7 @@ class Rfa(Attention):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         num_samples: int = option(64, "samples omega per head, redrawn in training", low=1)
+        causal: bool = causal_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -70,8 +85,10 @@ class Rfa(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         s = config.num_samples
         features = 2 * context.num_tokens * s * context.dim
-        return Cost(context.num_heads, features + linear_attention_macs(context, 2 * s))
+        return Cost(context.num_heads, features + linear_attention_macs(context, 2 * s, config.causal))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
-        omega = self.sample(q) if self.training else self.omega
-        return rfa(q, k, v, omega, self.log_sigma.exp(), key_mask=key_mask).to(v.dtype)
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
+    ) -> Tensor:
+        omega, causal = self.sample(q) if self.training else self.omega, self.config.causal
+        return rfa(q, k, v, omega, self.log_sigma.exp(), causal=causal, past=past, key_mask=key_mask).to(v.dtype)

@@ -13,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, Cost, LayerContext
-from attention.options import option
+from attention.options import causal_option, option
 from attention.parts.geometry import Grid
+from attention.parts.past import Past
 
 
 def softmax(
@@ -55,12 +56,16 @@ class Softmax(Attention):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        causal: bool = option(False, "no token attends to a later one of the raster order")
+        causal: bool = causal_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         return Cost(0, 2 * context.num_tokens**2 * context.dim)
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
+    ) -> Tensor:
+        if past is not None:
+            return softmax(q, *past.append(k, v))
         return softmax(q, k, v, self.attn_drop, causal=self.config.causal, key_mask=key_mask)

@@ -14,30 +14,44 @@ from torch import Tensor, nn
 from attention.base import Attention, Cost, LayerContext
 from attention.costs import linear_attention_macs
 from attention.ops.random_features.op import linear_attention
-from attention.options import option
+from attention.options import causal_option, option
 from attention.parts.features import full_precision
 from attention.parts.geometry import Grid
+from attention.parts.past import Past
 
 
 @full_precision
-def t2r(q: Tensor, k: Tensor, v: Tensor, weight: Tensor, bias: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
+def t2r(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    *,
+    causal: bool = False,
+    past: Past | None = None,
+    key_mask: Tensor | None = None,
+) -> Tensor:
     """Attention with learned features.
 
     Args:
-        q, k, v: (B, h, N, d). weight: (h, m, d). bias: (h, m). key_mask: which keys count, (B, N) bool.
+        q, k, v: (B, h, N, d). weight: (h, m, d). bias: (h, m).
+        causal: query n attends to the keys up to the n-th, after those of `past`. key_mask: which keys count, (B, N)
+            bool.
     Returns:
         (B, h, N, d), float32 at least; 0 for a query without positive weights.
     """
     phi_q, phi_k = ((x @ weight.mT + bias[:, None]).relu() for x in (q, k))
-    return linear_attention(phi_q, phi_k, v, key_mask=key_mask)
+    return linear_attention(phi_q, phi_k, v, causal=causal, past=past, key_mask=key_mask)
 
 
-def t2r_reference(q, k, v, weight, bias):
+def t2r_reference(q, k, v, weight, bias, *, causal=False):
     """`t2r`, feature by feature."""
     kernel = 0
     for w, b in zip(weight.unbind(1), bias.unbind(1), strict=True):  # (h, d), (h)
         phi_q, phi_k = (((x * w[:, None]).sum(-1) + b[:, None]).relu() for x in (q, k))
         kernel = kernel + phi_q[..., :, None] * phi_k[..., None, :]
+    kernel = kernel.tril() if causal else kernel
     return kernel @ v / kernel.sum(-1, keepdim=True).clamp(min=1e-6)
 
 
@@ -50,6 +64,7 @@ class T2r(Attention):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         num_features: int = option(32, "features m per head", low=1)
+        causal: bool = causal_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -61,8 +76,10 @@ class T2r(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         C, m = context.dim, config.num_features
         features = 2 * context.num_tokens * m * C
-        return Cost(m * C + context.num_heads * m, features + linear_attention_macs(context, m))
+        return Cost(m * C + context.num_heads * m, features + linear_attention_macs(context, m, config.causal))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
-        bias = self.feature_bias.view(self.num_heads, -1)
-        return t2r(q, k, v, self.feature_weight, bias, key_mask=key_mask).to(v.dtype)
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
+    ) -> Tensor:
+        bias, causal = self.feature_bias.view(self.num_heads, -1), self.config.causal
+        return t2r(q, k, v, self.feature_weight, bias, causal=causal, past=past, key_mask=key_mask).to(v.dtype)

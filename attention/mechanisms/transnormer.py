@@ -18,13 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.base import Attention, Cost, LayerContext
-from attention.costs import window_macs
+from attention.costs import linear_attention_macs, window_macs
 from attention.mechanisms.local import local
 from attention.ops.joint_softmax.op import attended_in_window, window_logits
+from attention.ops.random_features.op import linear_attention
 from attention.options import option
 from attention.parts.features import elu_plus_one, full_precision
-from attention.parts.geometry import Grid, Windows, split_prefix
-from attention.parts.masking import mask_tokens, of_grid
+from attention.parts.geometry import Grid, Layout, Windows, split_prefix
+from attention.parts.past import Past
+from attention.window_options import refuse_windows, window_option, windows_on
 
 Variant = Literal["t1", "t2"]
 Norm = Literal["merged", "heads"]
@@ -33,14 +35,25 @@ FEATURE_MAPS: dict[Variant, Callable[[Tensor], Tensor]] = {"t1": F.elu, "t2": el
 
 @full_precision
 def transnormer(
-    q: Tensor, k: Tensor, v: Tensor, gain: Tensor, *, variant: Variant, norm: Norm, key_mask: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    gain: Tensor,
+    *,
+    variant: Variant,
+    norm: Norm,
+    causal: bool = False,
+    past: Past | None = None,
+    key_mask: Tensor | None = None,
 ) -> Tensor:
     """NormAttention: q (B, h, N, d), k, v (B, h, P + N, d) and gain (h, d) -> (B, h, N, d), float32 at least.
 
-    key_mask: which keys count, (B, P + N) bool.
+    causal: query n attends to the keys up to the n-th, after those of `past`. key_mask: which keys count, (B, P + N)
+    bool.
     """
     phi = FEATURE_MAPS[variant]
-    return rms_norm(phi(q) @ (mask_tokens(phi(k), key_mask).mT @ v), gain, norm)
+    y = linear_attention(phi(q), phi(k), v, "none", causal=causal, past=past, key_mask=key_mask)
+    return rms_norm(y, gain, norm)
 
 
 @full_precision
@@ -58,10 +71,11 @@ def rms_norm(y: Tensor, gain: Tensor, norm: Norm) -> Tensor:
     return (F.rms_norm(y.transpose(1, 2), channels) * gain).transpose(1, 2)
 
 
-def transnormer_reference(q, k, v, gain, *, variant, norm):
+def transnormer_reference(q, k, v, gain, *, variant, norm, causal=False):
     """`transnormer` as a dense matrix of weights."""
     phi_q, phi_k = (F.elu(x) + (1 if variant == "t2" else 0) for x in (q, k))
-    return rms_norm_reference(phi_q @ phi_k.mT @ v, gain, norm)
+    kernel = phi_q @ phi_k.mT
+    return rms_norm_reference((kernel.tril() if causal else kernel) @ v, gain, norm)
 
 
 def rela_reference(q, k, v, gain, *, windows, norm):
@@ -88,31 +102,38 @@ class Transnormer(Attention):
     @dataclass(frozen=True, kw_only=True)
     class Config:
         variant: Variant = option("t2", "t2: softmax in windows, elu + 1; t1: ReLU weights in windows, elu")
-        window_size: int = option(7, "window side in tokens of the first half's layers", low=1)
+        window_size: int = option(
+            7, "window side in tokens of the first half's layers; block length where layout is 1d", low=1
+        )
+        layout: Layout | None = window_option("layout")
         norm: Norm = option("merged", "RMSNorm over all channels of a token, or over those of each head")
+        causal: bool = window_option("causal")
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         self.in_windows = context.layer < context.depth // 2
-        if self.in_windows and config.window_size > max(context.grid):
-            H, W = context.grid
-            self.refuse("window_size", config.window_size, f"larger than the {H}x{W} grid; at most {max(H, W)}")
+        if self.in_windows:
+            refuse_windows(self, context)
         if not self.in_windows or config.variant == "t1":
             self.gain = nn.Parameter(torch.ones(context.dim))
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        C, w = context.dim, config.window_size
+        C = context.dim
         if context.layer >= context.depth // 2:
-            return Cost(C, 2 * context.num_tokens * context.head_dim * C)
-        return Cost(C if config.variant == "t1" else 0, window_macs(Windows(context.grid, (w, w)), C))
+            return Cost(C, linear_attention_macs(context, context.head_dim, config.causal, normalised=False))
+        return Cost(C if config.variant == "t1" else 0, window_macs(windows_on(config, context.grid), C))
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
-        side, mask = self.config.window_size, of_grid(key_mask, grid[0] * grid[1])
-        windows = Windows(grid, (side, side), key_mask=mask)
-        if self.in_windows and self.config.variant == "t2":
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
+    ) -> Tensor:
+        config, windows = self.config, windows_on(self.config, grid, key_mask)
+        if self.in_windows and past is not None:  # the next token's window is it alone, and what is before it a prefix
+            (k, v), windows = past.append(k, v, period=config.window_size), Windows((1, 1), (1, 1))
+        if self.in_windows and config.variant == "t2":
             return local(q, k, v, windows=windows)
-        gain, norm = self.gain.view(self.num_heads, -1), self.config.norm
+        gain, norm = self.gain.view(self.num_heads, -1), config.norm
         if self.in_windows:
             return rela(q, k, v, gain, norm=norm, windows=windows).to(v.dtype)
-        return transnormer(q, k, v, gain, variant=self.config.variant, norm=norm, key_mask=key_mask).to(v.dtype)
+        options = {"variant": config.variant, "norm": norm, "causal": config.causal}
+        return transnormer(q, k, v, gain, past=past, key_mask=key_mask, **options).to(v.dtype)

@@ -79,11 +79,15 @@ def elu_plus_one(x: Tensor) -> Tensor:
     return x.clamp(max=0).exp() + x.relu()
 
 
+def waves(x: Tensor, omega: Tensor) -> Tensor:
+    """(sin, cos)(omega . x), (..., N, 2 s)."""
+    projected = x @ omega.mT
+    return torch.cat([projected.sin(), projected.cos()], -1)
+
+
 def trigonometric(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
     """exp(||x||^2 / 2) (sin, cos)(omega . x), less exp(||q||^2 / 2) and exp(max ||k||^2 / 2), which cancel."""
-    on_q, on_k = q @ omega.mT, k @ omega.mT
-    size = relative_size(k) / omega.shape[-2]
-    return torch.cat([on_q.sin(), on_q.cos()], -1), torch.cat([on_k.sin(), on_k.cos()], -1) * size
+    return waves(q, omega), waves(k, omega) * (relative_size(k) / omega.shape[-2])
 
 
 def trigonometric_released(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
@@ -104,6 +108,17 @@ def relu(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
     return (q @ omega.mT).relu() + 1e-3, (k @ omega.mT).relu() + 1e-3
 
 
+def positive_logs(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
+    """omega . x - ||x||^2 / 2: of queries (..., N, s), less ||q||^2 / 2, which cancels; of keys (..., s, M)."""
+    return q @ omega.mT, log_features(k, omega).mT
+
+
+def hyperbolic_logs(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
+    """The same of omega and -omega: (..., N, 2 s) and (..., 2 s, M)."""
+    log_q, log_k, half = q @ omega.mT, omega @ k.mT, k.square().sum(-1)[..., None, :] / 2
+    return torch.cat([log_q, -log_q], -1), torch.cat([log_k, -log_k], -2) - half
+
+
 def favorp(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
     """s^(-1/2) exp(g(x, omega) - max) + 1e-4; the maximum of omega . x is over samples, for keys over tokens too."""
 
@@ -115,11 +130,17 @@ def favorp(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
     return positive(q, -1), positive(k, (-2, -1))
 
 
+LOG_FEATURE_MAPS = {"positive": positive_logs, "hyperbolic": hyperbolic_logs}
+"""Features that are positive, kept as logarithms."""
 FEATURE_MAPS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], Normaliser, float]] = {
     "trigonometric": (trigonometric, "floor", 1e-6),
     "trigonometric_released": (trigonometric_released, "clamp", 1e-2),
-    "relu": (relu, "floor", 0.0),
+    "relu": (relu, "floor", 1e-12),  # what a single key weighs is above it
     "relu_released": (relu, "clamp", 1e-2),
     "favorp": (favorp, "floor", 1e-2),
 }
 """Features that can vanish or turn negative: their map, the kind of normaliser, and its least value."""
+CAUSAL = ("positive", "hyperbolic", "relu")
+"""Features of causal attention: those of a key are not relative to the largest of all."""
+CLAMPED = ("trigonometric", "relu")
+"""Features with a `_released` variant, whose normalisers have the released code's floor."""

@@ -55,6 +55,8 @@ def resample(table: Tensor, old: Grid, grid: Grid) -> Tensor:
     if old == grid:
         return table
     images = upcast(table).flatten(0, -2).unflatten(1, old)[None]
+    if grid[1] == 1:  # of images with one column torch makes one row everywhere; of those with one row it does not
+        images, grid = images.mT, grid[::-1]
     images = F.interpolate(images, grid, mode="bilinear", antialias=True, align_corners=False)
     return images[0].flatten(1).unflatten(0, table.shape[:-1]).to(table.dtype)
 
@@ -115,6 +117,13 @@ class Windows(NamedTuple):
     def partition_keys(self, x: Tensor) -> Tensor:
         """Keys or values (B, h, N, d) -> those that each window attends to, (B, h, g, e, d); zeros outside the grid."""
         return self.view(x, self.overlap).flatten(4, 5).flatten(2, 3)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Means of tokens (B, h, N, d) over those of every window that count, (B, h, g, d); zero where none does."""
+        tokens, mask = self.partition(x), self.mask(x.device)
+        if mask is None:
+            return tokens.mean(3)
+        return tokens.masked_fill(~mask[..., None], 0).sum(3) / mask.sum(-1, keepdim=True).clamp(min=1)
 
     def reverse(self, y: Tensor) -> Tensor:
         """The inverse of `partition`: windows (B, h, g, w, d) -> tokens (B, h, N, d), without padding."""

@@ -1,9 +1,10 @@
-"""Groups of tokens, and their means.
+"""Groups of tokens, their means and largest values.
 
 A partition is a table of token indices per group, padded to the longest group: see `Groups`.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -86,13 +87,13 @@ def bins(grid: Grid, counts: Grid, device: torch.device, margin: Grid = (0, 0), 
     return Groups(index, valid, tiles, padded_means=margin != (0, 0))
 
 
-def pools_option() -> Any:
-    """The field `released_pools`."""
+def pools_option(applies: Callable[[Any], bool] = lambda c: True) -> Any:
+    """The field `released_pools`; `applies` tells from the options whether there are segments."""
     return option(
         None,
         "segments of adaptive average pooling: as many rows as columns of them where their number is a square, and "
         "overlapping where these do not divide the grid; null: as released",
-        chosen=lambda c: c.released and c.proposal != "single",
+        chosen=lambda c: c.released and applies(c),
     )
 
 
@@ -183,3 +184,11 @@ def group_mean(x: Tensor, groups: Groups) -> Tensor:
     weight = groups.valid[..., None].to(x.dtype)
     count = groups.index.shape[-1] if groups.padded_means else groups.count()[..., None].clamp(min=1)
     return (gather_groups(x, groups) * weight).sum(-2) / count
+
+
+def group_max(x: Tensor, groups: Groups) -> Tensor:
+    """Largest values of tokens (B, h, N, d) over the valid members of groups, channel by channel: (B, h, G, c, d); zero
+    for an empty group.
+    """
+    largest = gather_groups(x, groups).masked_fill(~groups.valid[..., None], -torch.inf).amax(-2)
+    return largest.masked_fill((groups.count() == 0)[..., None], 0)

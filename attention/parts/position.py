@@ -55,23 +55,36 @@ class PositionBias(nn.Module):
         return bias if self.scale == 1 else bias * self.scale
 
 
-class KeyPositions(nn.Module):
-    """A learned vector for every token of a grid, added to its key; prefix tokens have none."""
+class PositionTable(nn.Module):
+    """`width` learned numbers for every token of a grid, or of a row or column of it; on another grid resampled.
 
-    def __init__(self, dim: int, grid: Grid):
+    std: standard deviation of their start.
+    """
+
+    def __init__(self, width: int, grid: Grid, std: float = 0.0):
         super().__init__()
         self.grid = grid
-        self.table = nn.Parameter(torch.zeros(dim, grid[0] * grid[1]))
+        self.table = nn.Parameter(torch.zeros(width, grid[0] * grid[1]))
+        if std:
+            nn.init.trunc_normal_(self.table, std=std)
 
-    def forward(self, k: Tensor, grid: Grid) -> Tensor:
-        """Keys (B, h, P + N, d) of a grid -> (B, h, P + N, d). On another grid than the table's it is resampled."""
-        vectors = self.resampled(self.table, self.grid, grid).unflatten(0, (k.shape[1], -1)).mT
-        return k + F.pad(vectors, (0, 0, k.shape[2] - vectors.shape[1], 0))
+    def on(self, grid: Grid) -> Tensor:
+        """The numbers of a grid, (width, H*W)."""
+        return self.resampled(self.table, self.grid, grid)
 
     @staticmethod
     def resampled(table: Tensor, old: Grid, grid: Grid) -> Tensor:
-        """A table (C, H*W) of the grid `old` for `grid`."""
+        """A table (width, H*W) of the grid `old` for `grid`."""
         return resample(table, old, grid)
+
+
+class KeyPositions(PositionTable):
+    """A learned vector for every token of a grid, added to its key; prefix tokens have none."""
+
+    def forward(self, k: Tensor, grid: Grid) -> Tensor:
+        """Keys (B, h, P + N, d) of a grid -> (B, h, P + N, d)."""
+        vectors = self.on(grid).unflatten(0, (k.shape[1], -1)).mT
+        return k + F.pad(vectors, (0, 0, k.shape[2] - vectors.shape[1], 0))
 
 
 def _offsets(size: Grid, overlap: Grid) -> tuple[Tensor, Tensor]:

@@ -27,6 +27,16 @@ class HasGrid(Protocol):
     grid: Grid
 
 
+@runtime_checkable
+class HasPositionTable(Protocol):
+    """A part of attention with a table (width, H*W) of an (H, W) grid, which it can resample."""
+
+    table: Tensor
+    grid: Grid
+
+    def resampled(self, table: Tensor, old: Grid, grid: Grid) -> Tensor: ...
+
+
 def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | None = None) -> StateDict:
     """Adapts a state dict's position embeddings, where it has any, to the image size and prefix tokens of a DeiT.
 
@@ -100,30 +110,37 @@ def resample_bias_tables(
     return tables, reasons
 
 
-def resample_key_positions(state_dict: StateDict, model: nn.Module, source: nn.Module | None = None) -> StateDict:
-    """Adapts the vectors that keys of a grid's tokens have to the grids of `model`.
+def resample_position_tables(state_dict: StateDict, model: nn.Module, source: nn.Module | None = None) -> StateDict:
+    """Adapts the tables of attention that have a column for every token of a grid, or of a row or column of it, to the
+    grids of `model`.
 
     Args:
-        source: as of `resample_bias_tables`. Where it is not known, as many tokens are taken for those of the same
+        source: as of `resample_bias_tables`. Where it is not known, as many columns are taken for those of the same
             grid, and others for those of a square.
     Returns:
         The tables that had to be resampled.
     Raises:
-        RuntimeError: another number of tokens than the grid has.
+        RuntimeError: another number of columns than the grid has.
     """
     tables = {}
-    for name, layer in model.named_modules():
-        table, positions = state_dict.get(key := f"{name}.key_positions.table"), getattr(layer, "key_positions", None)
-        if table is None or positions is None:
+    for name, here in model.named_modules():
+        table = state_dict.get(key := f"{name}.table")
+        if table is None or not isinstance(here, HasPositionTable) or len(table) != len(here.table):
             continue
-        side = math.isqrt(table.shape[-1])
-        grid = positions.grid if table.shape == positions.table.shape else (side, side)
+        grid = here.grid if table.shape == here.table.shape else _likely_grid(table.shape[1], here.grid)
         if source is not None:
             there: Any = source.get_submodule(name)
-            grid = there.key_positions.grid
-        if grid != positions.grid:
-            tables[key] = positions.resampled(table, grid, positions.grid)
+            grid = there.grid
+        if grid != here.grid:
+            tables[key] = here.resampled(table, grid, here.grid)
     return tables
+
+
+def _likely_grid(count: int, here: Grid) -> Grid:
+    """Of so many columns: a row of them, or a column, where it is one here; else a square."""
+    if 1 in here:
+        return (1, count) if here[0] == 1 else (count, 1)
+    return math.isqrt(count), math.isqrt(count)
 
 
 def _bias_options(layer: nn.Module) -> tuple[tuple[str, ...], tuple[int, int]]:

@@ -697,8 +697,13 @@ def test_curves_are_of_all_runs_finished_or_not(config):
     cut.write_text(json.dumps(evaluation) + '\n{"kind": "ev')
     assert read_curve(old.parent) == [(1, 1.0, 0.5)]  # 100 steps of 36 seconds
     assert read_curve(new.parent) == [(1, 2.0, 0.5)]
-    by_epoch, by_hours = draw_curves("Windows", settings).axes
+    figure = draw_curves(10 * "Windows ", settings)
+    by_epoch, by_hours = figure.axes
     assert len(by_epoch.lines) == len(by_hours.lines) == 3
+    figure.draw_without_rendering()
+    caption, legend = figure.texts[0].get_window_extent(), by_hours.get_legend().get_window_extent()
+    assert len(by_hours.get_legend().get_texts()) == 3
+    assert legend.y1 < caption.y0
     assert read_curve(config.parent / "none") == []
 
 

@@ -50,7 +50,7 @@ def pairs(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> 
     ("signals", "status"),
     [
         (["SIGINT"], 75),
-        (["SIGINT"] * 2, 1),
+        (["SIGINT"] * 2, 130),
         (["SIGUSR1"], 75),
         pytest.param(["SIGHUP"] * 2, 75, marks=pytest.mark.stress),
         pytest.param(["SIGQUIT"] * 2, 75, marks=pytest.mark.stress),

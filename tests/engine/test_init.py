@@ -527,3 +527,21 @@ def test_positions_of_keys_are_resampled_as_images_of_the_grid(name):
     square, model = build(name, img_size=32), build(name, img_size=48)
     outcome = fit(model, square.state_dict())
     assert "blocks.0.attn.key_positions.table (24, 16) -> (24, 36)" in outcome["adapted"]
+
+
+def test_positions_of_rows_and_columns_are_resampled_and_those_of_other_agents_are_left():
+    agents = {"name": "agent", "num_landmarks": 4}
+    source, model = (build(agents, img_size=size, class_token=True) for size in ((32, 64), (48, 32)))
+    attn = source.blocks[0].attn
+    with torch.no_grad():
+        attn.row_positions.table.copy_(torch.arange(4.0).expand(16, -1))
+        attn.column_positions.table.copy_(torch.arange(8.0).expand(16, -1))
+    outcome, attn = fit(model, source.state_dict(), source), model.blocks[0].attn
+    assert outcome["fresh"] == outcome["dropped"] == []
+    assert (attn.row_positions.table.diff() > 0.4).all()  # 6 of 4
+    assert (attn.column_positions.table.diff() > 1).all()  # 4 of 8
+    square, model = build(agents), build(agents, img_size=48)
+    adapted = fit(model, square.state_dict())["adapted"]
+    assert {f"blocks.1.attn.{axis}_positions.table (16, 4) -> (16, 6)" for axis in ("row", "column")} < set(adapted)
+    fresh = fit(build({**agents, "num_landmarks": 9}, img_size=48), square.state_dict())["fresh"]
+    assert {name.split(".")[3] for name in fresh} == {"image_positions", "row_positions", "column_positions"}

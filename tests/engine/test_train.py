@@ -2,6 +2,7 @@
 
 import json
 import math
+import signal
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -233,6 +234,17 @@ def test_bad_input_is_one_line_and_writes_nothing(
     assert message in error
     assert error.count("\n") == 1
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_first_step_is_one_line(number: int, tmp_path: Path, monkeypatch, capsys):
+    """While files are listed, say: there is nothing to save yet."""
+    before = signal.signal(number, signal.SIG_DFL)  # a shell's background job ignores SIGINT
+    monkeypatch.setattr(train, "create_loaders", lambda *arguments, **options: signal.raise_signal(number))
+    with pytest.raises(SystemExit, match=str(128 + number)):
+        start(tmp_path)
+    signal.signal(number, before)
+    assert capsys.readouterr().err.endswith("interrupted\n")
 
 
 def test_soft_targets_and_label_smoothing_train(tmp_path: Path):

@@ -112,3 +112,22 @@ def test_only_torch_ends_a_worker_by_a_signal():
         os.kill(worker.pid, number)
     assert len(list(batches)) == 17
     assert worker.exitcode == 0
+
+
+def test_workers_live_on_from_pass_to_pass():
+    """Also after a pass that was not finished; one that dies in between is replaced."""
+    loader = train_loader(2)
+    others = set(multiprocessing.active_children())
+    expected = list(read(loader))
+    workers = set(multiprocessing.active_children()) - others
+    next(iter(loader))
+    again = list(read(loader))
+    assert set(multiprocessing.active_children()) - others == workers
+    workers.pop().kill()
+    after_a_death = list(read(loader))
+    assert loader.num_deaths == 1
+    for batches in (again, after_a_death):
+        for batch, twin in zip(batches, expected, strict=True):
+            assert all(torch.equal(value, other) for value, other in zip(batch, twin, strict=True))
+    del loader
+    assert set(multiprocessing.active_children()) == others

@@ -15,10 +15,13 @@ from tests.support.inputs import B, d, draw, h, identity, layer, one_head, token
 # Rectified features: a query may find no weight at all, and then gives 0, or find one by rounding.
 case = partial(Case, "cosformer", (5, 7), mixes_values=False, well_conditioned=False, positive_weights=False)
 
-CASES = [case(), case({"layout": "2d"}), case(PREFIX), case({**PREFIX, "layout": "2d"})]
-EFFECTS = {"layout": ({}, "2d")}
-SYMMETRIES = [({"transposed"}, {"layout": "2d"}), (set(), {})]
-GROWTH = [Growth(1, 1)]
+CASES = [case(), case({"layout": "2d"}), case(PREFIX), case({**PREFIX, "layout": "2d"}), case({"causal": True})]
+EFFECTS = {"layout": ({}, "2d"), "causal": ({}, True)}
+SYMMETRIES = [({"transposed"}, {"layout": "2d"}), (set(), {}), (set(), {"causal": True})]
+GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"causal": True})]
+REFUSED = [
+    ({"causal": True, "layout": "2d"}, r"attention\(cosformer\).layout = 2d: causal attention .*; set layout: 1d")
+]
 SYMBOLS = {}
 UNSIZED = True
 

@@ -41,8 +41,8 @@ CASES = [
     case({**SMALL, "partition": "mask"}),
     case({**SMALL, "partition": "mask", "overlap": 1, "num_samples": 2}),
     case({**SMALL, "num_samples": 3}),
-    case({**SMALL, "num_samples": 3, "mu": "zero"}),
-    case({**SMALL, "mu": "q"}),
+    case({**SMALL, "num_samples": 3, "mu": "zero", "pool": "max"}),
+    case({**SMALL, "mu": "q", "pool": "max", "local": True}),
     case({**SMALL, "mu": "trainable"}),
     case({**SMALL, "mu_scale": 0.5, "noise": "released", "position_bias": "table_released"}),
     case({**SMALL, "landmark_transform": "linear"}),
@@ -52,11 +52,11 @@ CASES = [
     case({"window_size": 0, "num_landmarks": 6}),
     case({"window_size": 3, "num_landmarks": 0}, op="local", stochastic=False),
     case({**CAUSAL, "num_landmarks": 5}),
-    case({**CAUSAL, "num_landmarks": 7, "overlap": 3, "num_samples": 2}),
+    case({**CAUSAL, "num_landmarks": 7, "overlap": 3, "num_samples": 2, "pool": "max"}),
     case({**CAUSAL, "num_landmarks": 7, "visibility": "released", "log_count": True}),
     case({**SMALL, **PREFIX}),
-    case({**SMALL, **PREFIX, "partition": "mask", "overlap": 1, "num_samples": 2}),
-    case({"window_size": 0, "num_landmarks": 6, **PREFIX}),
+    case({**SMALL, **PREFIX, "partition": "mask", "overlap": 1, "num_samples": 2, "pool": "max"}),
+    case({"window_size": 0, "num_landmarks": 6, **PREFIX, "local": True}),
 ]
 EFFECTS = {
     "released": (SMALL, True),
@@ -67,6 +67,7 @@ EFFECTS = {
     "position_bias": (SMALL, "none"),
     "partition": (SMALL, "mask"),
     "landmark_transform": (SMALL, "linear"),
+    "pool": (SMALL, "max"),
     "num_samples": (SMALL, 2),
     "mu": (SMALL, "q"),
     "mu_scale": (SMALL, 0.5),
@@ -76,15 +77,18 @@ EFFECTS = {
     "causal": ({**SMALL, "layout": "1d"}, True),
     "visibility": ({**SMALL, "layout": "1d", "window_size": 8, "causal": True}, "released"),
     "attn_drop": (SMALL, 0.5),
+    "local": (SMALL, True),
 }
 SYMMETRIES = [
     (BLOCKS, {**FEW, **WINDOW, **FREE}),
     (BLOCKS, {**FEW, **WINDOW, **FREE, "num_samples": 2}),
     (BLOCKS, {**FEW, **WINDOW, **FREE, "partition": "mask"}),
+    (BLOCKS, {**FEW, **WINDOW, **FREE, "pool": "max"}),
     # windows that do not divide the grid
     *(({"transposed"}, {**FEW, "window_size": 3, "partition": x, **FREE}) for x in ("all", "mask")),
     ({"between"}, {**FEW, **WINDOW}),  # a bias knows positions inside a window, not which window it is
     (set(), {**FEW, **WINDOW, **FREE, "partition": "complement"}),  # chunks of the raster
+    (set(), {**FEW, **WINDOW, **FREE, "local": True}),
 ]
 SYMMETRIES_IN_LAW = [(BLOCKS, {**FEW, **WINDOW, **FREE})]
 GROWTH = [
@@ -102,8 +106,10 @@ REFUSED = [
     ({"window_size": 0, "num_landmarks": 0}, r"attention\(eva\).window_size = 0: .* give one of them"),
     ({"window_size": 0, "partition": "mask"}, r"attention\(eva\).partition = mask: needs window_size"),
     ({"released_overlap_groups": True}, r"released_overlap_groups = True: needs overlap above 0"),
+    ({"pool": "min"}, r"attention\(eva\).pool: 'min' is not a choice"),
     ({**CAUSAL, "position_bias": "t5_released"}, r"position_bias = t5_released: .* one of none, table, t5"),
     ({**CAUSAL, "partition": "mask"}, r"attention\(eva\).causal = True: needs .* partition all"),
+    ({**CAUSAL, "local": True}, r"attention\(eva\).local = True: .* later tokens; with causal set local: false"),
     ({"visibility": "released"}, r"attention\(eva\).visibility = released: acts with causal; leave it out"),
 ]
 EVERYTHING = [
@@ -191,7 +197,8 @@ def test_e2_singleton_groups_alone_are_softmax(grid, samples):
     y = eva_of(q, k, v, bins(grid, grid, CPU), Windows(grid, (0, 0)), samples=samples, transform=1.0)
     assert_equal(y, softmax(q, k, v))
     options = {"window_size": 0, "num_landmarks": q.shape[2], "landmark_transform": "identity", "num_samples": samples}
-    assert_equal(layer("eva", grid, **options).train().attend(q, k, v, grid), softmax(q, k, v))
+    for pool in ("mean", "max"):
+        assert_equal(layer("eva", grid, **options, pool=pool).train().attend(q, k, v, grid), softmax(q, k, v))
 
 
 @every_grid

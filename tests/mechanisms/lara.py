@@ -31,7 +31,7 @@ CASES = [
     case({**FEW, "proposal": "attended_keys", "weighting": "coupled"}),
     case({**FEW, "proposal": "mixture", "weighting": "coupled_density"}),
     case({**FEW, "proposal": "mixture", "samples_per_proposal": 2}),
-    case({**FEW, "samples_per_proposal": 2, "antithetic": True}),
+    case({**FEW, "samples_per_proposal": 2, "antithetic": True, "local": True}),
     case({**FEW, "proposal": "single"}, well_conditioned=False),  # draws a key
     case({**FEW, **PREFIX}),
 ]
@@ -46,10 +46,12 @@ EFFECTS = {
     "released": (FEW, True),
     "noise": (FEW, "released"),
     "released_pools": (FEW, True),
+    "local": (FEW, True),
 }
 SYMMETRIES = [
     *((BLOCKS, {**FEW, "proposal": x}) for x in ("pool", "pool_mixed", "attended_keys", "mixture")),
     *((BLOCKS, {**FEW, "weighting": x}) for x in ("balance", "coupled", "coupled_density")),
+    (set(), {**FEW, "local": True}),
 ]
 SYMMETRIES_IN_LAW = [(BLOCKS, FEW)]
 GROWTH = [Growth(1, 1)]

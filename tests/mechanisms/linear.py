@@ -16,11 +16,11 @@ from tests.support.symmetry import ALL
 
 case = partial(Case, "linear", (5, 7))
 
-CASES = [case(), case(PREFIX)]
-EFFECTS = {}
-SYMMETRIES = [(ALL, {})]
-GROWTH = [Growth(1, 1)]
-REFUSED = [({"eps": 1e-6}, r"attention\(linear\).eps: unknown option; known: none")]
+CASES = [case(), case({"local": True}), case(PREFIX), case({"causal": True})]
+EFFECTS = {"local": ({}, True), "causal": ({}, True)}
+SYMMETRIES = [(ALL, {}), (set(), {"local": True}), (set(), {"causal": True})]
+GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"causal": True})]
+REFUSED = [({"eps": 1e-6}, r"attention\(linear\).eps: unknown option; known: local, causal")]
 SYMBOLS = {}
 UNSIZED = True
 

@@ -88,6 +88,14 @@ def test_neighbours_over_the_whole_grid_are_softmax(grid):
     assert_equal(run(q, k, v, grid=grid, size=(9, 9)), softmax(q, k, v))
 
 
+def test_neighbours_over_the_whole_grid_are_softmax_with_its_bias():
+    (H, W), (q, k, v), table = (3, 7), tokens((3, 7)), draw(5, 13, h)
+    row, column = torch.cartesian_prod(torch.arange(H), torch.arange(W)).unbind(-1)
+    bias = table[row[:, None] - row + H - 1, column[:, None] - column + W - 1].permute(2, 0, 1)
+    y = run(q, k, v, table.flatten(0, 1)[None], grid=(H, W), size=(H, W))
+    assert_equal(y, (q @ k.mT * q.shape[-1] ** -0.5 + bias).softmax(-1) @ v)
+
+
 @pytest.mark.parametrize("grid", [(5, 5), (3, 7)], ids=str)
 def test_a_token_alone_keeps_its_value(grid):
     q, k, v = tokens(grid)

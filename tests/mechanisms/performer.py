@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from attention import create_attention
-from attention.mechanisms.performer import performer
+from attention.mechanisms.performer import performer, performer_reference
 from attention.ops.random_features.op import random_feature_attention
 from attention.parts.features import scale
 from tests.support.cases import Case
@@ -29,13 +29,14 @@ def case(feature_redraw: str = "redraw", **options) -> Case:
 
 CASES = [
     case(),
-    case(omega_sampling="orthogonal"),
+    case(omega_sampling="orthogonal", local=True),
     case(eval_omega_sampling="orthogonal_sqrt_d"),
     case(feature_redraw_interval=2),
     case("fixed", features="hyperbolic"),
     case("learnable"),
     replace(case(features="trigonometric"), well_conditioned=False),
     case(features="relu"),
+    case("fixed", causal=True),
     # a floor again, and relative to the largest exp(|q|^2 / 2) among the queries, which has no gradient
     replace(
         case(features="trigonometric", released_clamp=True),
@@ -56,9 +57,15 @@ EFFECTS = {
     "eval_omega_sampling": ({}, "orthogonal"),
     "feature_redraw": ({}, "fixed"),
     "feature_redraw_interval": ({}, 2),
+    "local": ({}, True),
+    "causal": ({}, True),
 }
-SYMMETRIES = [(ALL, {"features": x}) for x in ("positive", "hyperbolic", "trigonometric", "relu", "favorp")]
-GROWTH = [Growth(1, 1)]
+SYMMETRIES = [
+    *((ALL, {"features": x}) for x in ("positive", "hyperbolic", "trigonometric", "relu", "favorp")),
+    (set(), {"local": True}),
+    (set(), {"causal": True}),
+]
+GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"causal": True})]
 REFUSED = [
     (
         {"feature_redraw": "fixed", "feature_redraw_interval": 2},
@@ -69,6 +76,10 @@ REFUSED = [
         r"attention\(performer\).eval_omega_sampling = orthogonal: .*; set eval_omega_sampling: iid",
     ),
     ({"released_clamp": True}, r"released_clamp = True: acts with features .*; set released_clamp: False"),
+    *(
+        ({"causal": True, "features": x}, rf"features = {x}: not for causal attention; set one of positive")
+        for x in ("trigonometric", "favorp")
+    ),
     ({"features": "fourier"}, r"attention\(performer\).features: 'fourier' is not a choice"),
 ]
 RELEASED = {
@@ -120,6 +131,13 @@ def test_hyperbolic_features_are_positive_ones_at_mirrored_samples():
     q, k, v, omega = draw(2, 2, 9, 4), draw(2, 2, 9, 4, seed=1), draw(2, 2, 9, 4, seed=2), draw(2, 5, 4, seed=3)
     mirrored = random_feature_attention(scale(q), scale(k), v, torch.cat([omega, -omega], 1))
     assert_equal(performer(q, k, v, omega, features="hyperbolic"), mirrored)
+
+
+@pytest.mark.parametrize("features", ["hyperbolic", "relu", "relu_released"])
+def test_causal_features_are_the_masked_matrix_of_their_kernel(features):
+    q, k, v, omega = draw(2, 2, 9, 4), draw(2, 2, 9, 4, seed=1), draw(2, 2, 9, 4, seed=2), draw(2, 5, 4, seed=3)
+    y, expected = (f(q, k, v, omega, features=features, causal=True) for f in (performer, performer_reference))
+    assert_equal(y, expected)
 
 
 def test_negative_normalisers_keep_their_sign():

@@ -1,5 +1,6 @@
 """Randomized attention: unbiased where the paper says so, and the limits of its variants."""
 
+import math
 from functools import partial
 
 import pytest
@@ -15,27 +16,29 @@ from tests.support.calls import assert_paths_agree
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal, assert_mean, standard_errors
 from tests.support.growth import Growth
-from tests.support.inputs import B, d, draw, h, shuffled, tokens
+from tests.support.inputs import B, d, draw, h, one_head, shuffled, tokens
 from tests.support.symmetry import ALL, GRID
 
 drawn = partial(Case, "ra", stochastic=True, well_conditioned=False)  # a key, which rounding may exchange
 averaged = partial(Case, "ra", stochastic=True)
+cosine = partial(drawn, mixes_values=False, far_keys_vanish=False, bounded=False)
 
 CASES = [
     drawn((3, 5)),
     drawn((3, 5), {"num_samples": 2, "num_eval_samples": 3}),
-    drawn((3, 5), {"hyperbolic": True, "noise": "released"}),
+    drawn((3, 5), {"features": "hyperbolic", "noise": "released"}),
     drawn((3, 5), {"eval_noise": False}),
+    cosine((3, 5), {"features": "cosine", "num_samples": 2, "num_eval_samples": 3}),
     averaged((3, 5), {"proposal": "biased"}),
     averaged((3, 5), {"proposal": "biased", "eval_noise": True}),
-    averaged((3, 5), {"proposal": "mean_key", "num_samples": 2, "hyperbolic": True}),
+    averaged((3, 5), {"proposal": "mean_key", "num_samples": 2, "features": "hyperbolic"}),
     averaged((3, 5), {"proposal": "mean_key", "num_samples": 2}),
 ]
 EFFECTS = {
     "num_samples": ({}, 2),
     "num_eval_samples": ({}, 2),
     "proposal": ({}, "biased"),
-    "hyperbolic": ({}, True),
+    "features": ({}, "hyperbolic"),
     "released": ({}, True),
     "noise": ({}, "released"),
     "eval_noise": ({}, False),
@@ -44,10 +47,11 @@ SYMMETRIES = [
     *((ALL, {"proposal": x}) for x in ("biased", "mean_key")),
     (set(), {}),  # evaluation's random numbers belong to positions; see the law below
 ]
-SYMMETRIES_IN_LAW = [({"any", "within", "between"}, {})]
+SYMMETRIES_IN_LAW = [({"any", "within", "between"}, {}), ({"any", "within", "between"}, {"features": "cosine"})]
 GROWTH = [Growth(2, 2), Growth(2, 2, lambda side: {"proposal": "biased"})]
 REFUSED = [
     ({"proposal": "biased", "num_eval_samples": 2}, r"attention\(ra\).num_eval_samples = 2: .* set eval_noise: true"),
+    ({"features": "cosine", "proposal": "biased"}, r"attention\(ra\).proposal = biased: .* set proposal: unbiased"),
 ]
 RELEASED = {"ra_biased_m1": {"proposal": "biased", "released": True}}
 SYMBOLS = {"s": 1}
@@ -64,24 +68,57 @@ def estimates(noise_std: float = 1.0, **options) -> Tensor:
     return ra(q, k, v, noise_std * draw(*shape, D, seed=4), uniform, **options)[:, 0]
 
 
-@pytest.mark.parametrize("hyperbolic", [False, True], ids=["positive", "hyperbolic"])
-def test_the_mean_is_softmax_attention(hyperbolic):
-    assert_mean(estimates(hyperbolic=hyperbolic), softmax(Q, K, V)[0, 0])
+@pytest.mark.parametrize("features", ["positive", "hyperbolic", "cosine"])
+def test_the_mean_is_softmax_attention(features):
+    assert_mean(estimates(features=features), softmax(Q, K, V)[0, 0])
+
+
+def test_gradients_of_cosine_features_are_unbiased_and_errors_fall_as_one_over_samples():
+    """Samples do not depend on queries and keys, and no normaliser is a sample."""
+    few, many = (draw(4000, 1, N, s, D, seed=4) for s in (2, 32))
+    turns = [torch.rand(x.shape[:-1], generator=torch.Generator().manual_seed(5)).double() for x in (few, many)]
+    inputs = [x.clone().requires_grad_() for x in (Q, K, V)]
+    copies = [x.repeat(4000, 1, 1, 1).requires_grad_() for x in (Q, K, V)]
+    y, probe = ra(*copies, few, turns[0], features="cosine"), draw(1, 1, N, D, seed=6)
+    expected = torch.autograd.grad((softmax(*inputs) * probe).sum(), inputs)
+    for gradients, mean in zip(torch.autograd.grad((y * probe).sum(), copies), expected, strict=True):
+        assert_mean(gradients[:, 0], mean[0, 0])
+    variances = [x.var(0).mean().item() for x in (y, ra(*copies, many, turns[1], features="cosine"))]
+    assert variances[0] / variances[1] == pytest.approx(16, rel=0.1)
+
+
+def test_by_hand_with_cosine_features():
+    """Two keys of one channel at omega = pi / 2: with b = 0 cosines are 1 at 0 and 0 at 1; with b = pi / 2 they are 0
+    and -1. Query 0 has xi = sqrt(2) and 0; exp(q . k) is 1 for both keys. Query 1 has xi = 0 and -sqrt(2 e).
+    """
+    q, k, v = one_head(0, 1), one_head(0, 1), one_head(3, 5)
+    omega, turns = one_head(math.pi / 2, math.pi / 2)[:, :, :, None], torch.tensor([[0], [0.25]]).double()
+    # query 0, b = 0: 2 cos(0) cos(0) / 2 of the first key alone; query 1, b = pi / 2: 2 e of the second over 1 + e
+    assert_equal(ra(q, k, v, omega, turns, features="cosine"), one_head(3, 2 * math.e * 5 / (1 + math.e)))
+    assert_equal(ra(q, k, v, omega, turns.flip(0), features="cosine"), one_head(0, 0))
 
 
 @pytest.mark.parametrize(
-    "options", [{"noise_std": D**-0.25}, {"noise_std": 0.0}, {"proposal": "biased"}, {"proposal": "mean_key"}], ids=str
+    "options",
+    [
+        {"noise_std": D**-0.25},
+        {"noise_std": 0.0},
+        {"noise_std": 0.0, "features": "cosine"},
+        {"proposal": "biased"},
+        {"proposal": "mean_key"},
+    ],
+    ids=str,
 )
 def test_the_mean_is_not_softmax_attention_with(options):
     """The released noise, evaluation without noise, and samples about a mean key are biased."""
     assert standard_errors(estimates(**options), softmax(Q, K, V)[0, 0]).max() > 20
 
 
-@pytest.mark.parametrize("hyperbolic", [False, True], ids=["positive", "hyperbolic"])
-def test_all_proposals_agree_where_all_keys_coincide(hyperbolic):
+@pytest.mark.parametrize("features", ["positive", "hyperbolic"])
+def test_all_proposals_agree_where_all_keys_coincide(features):
     k, noise, uniform = K[:, :, :1].expand_as(K), draw(1, 1, N, 3, D), torch.rand(1, 1, N, 3)
     drawn, by_attention, mean = (
-        ra(Q, k, V, noise, uniform, proposal=proposal, hyperbolic=hyperbolic)
+        ra(Q, k, V, noise, uniform, proposal=proposal, features=features)
         for proposal in ("unbiased", "biased", "mean_key")
     )
     assert_equal(drawn, by_attention)

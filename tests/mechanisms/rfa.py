@@ -11,10 +11,13 @@ from tests.support.growth import Growth
 from tests.support.inputs import d, draw, h, tokens
 from tests.support.symmetry import ALL
 
-CASES = [Case("rfa", (5, 7), {"num_samples": 10}, stochastic=True, well_conditioned=False)]
-EFFECTS = {"num_samples": ({}, 10)}
-SYMMETRIES = [(ALL, {})]
-GROWTH = [Growth(1, 1)]
+CASES = [
+    Case("rfa", (5, 7), {"num_samples": 10, **options}, stochastic=True, well_conditioned=False)
+    for options in ({}, {"causal": True})
+]
+EFFECTS = {"num_samples": ({}, 10), "causal": ({}, True)}
+SYMMETRIES = [(ALL, {}), (set(), {"causal": True})]
+GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"causal": True})]
 SYMBOLS = {"s": 64}
 LEARNED = {"log_sigma"}
 

@@ -10,10 +10,13 @@ from tests.support.inputs import d, draw, h, identity, tokens
 from tests.support.symmetry import ALL
 
 # Rectified features: a query may find no weight at all, and then gives 0, or find one by rounding.
-CASES = [Case("t2r", (5, 7), {"num_features": 6}, mixes_values=False, well_conditioned=False)]
-EFFECTS = {"num_features": ({}, 6)}
-SYMMETRIES = [(ALL, {})]
-GROWTH = [Growth(1, 1)]
+CASES = [
+    Case("t2r", (5, 7), {"num_features": 6, **options}, mixes_values=False, well_conditioned=False)
+    for options in ({}, {"causal": True})
+]
+EFFECTS = {"num_features": ({}, 6), "causal": ({}, True)}
+SYMMETRIES = [(ALL, {}), (set(), {"causal": True})]
+GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"causal": True})]
 SYMBOLS = {"m": 32}
 LEARNED = {"feature_bias", "feature_weight"}
 

@@ -21,6 +21,7 @@ diag_layer = partial(Case, "transnormer", (5, 7), op="local")
 diag_layer_t1 = partial(diag_layer, op="rela", mixes_values=False, positive_weights=False)  # rectified weights
 SMALL = {"depth": 2, "window_size": 3}
 WINDOW = {"window_size": 2}
+CAUSAL = {"causal": True}
 
 CASES = [
     norm_layer(),
@@ -29,22 +30,29 @@ CASES = [
     diag_layer_t1({**SMALL, "variant": "t1"}),
     norm_layer(PREFIX),
     diag_layer_t1({**SMALL, "variant": "t1", **PREFIX}),
+    norm_layer(CAUSAL),
+    diag_layer({**CAUSAL, "depth": 2, "window_size": 8}),
 ]
 EFFECTS = {
     "variant": ({}, "t1"),
     "window_size": (SMALL, 2),
     "norm": ({}, "heads"),
+    "layout": (SMALL, "1d"),
+    "causal": ({}, True),
 }
 SYMMETRIES = [
     (ALL, {}),
     (ALL, {"variant": "t1"}),
     *((BLOCKS, {**WINDOW, "depth": 2, "variant": x}) for x in ("t1", "t2")),
+    (set(), CAUSAL),
 ]
 GROWTH = [
     Growth(1, 1),  # a Norm layer
     Growth(1, 1, lambda side: {"layer": 0, "depth": 2}),  # a Diag layer
+    *(Growth(1, 1, lambda side, depth=depth: {**CAUSAL, "depth": depth}) for depth in (1, 2)),
 ]
-EVERYTHING = [{"window_size": 6, "depth": 2}]
+EVERYTHING = [{"window_size": 6, "depth": 2}, {**CAUSAL, "window_size": 24, "depth": 2}]
+REFUSED = [({**CAUSAL, "layout": "2d", "depth": 2}, r"attention\(transnormer\).layout = 2d: .*; set layout: 1d")]
 SYMBOLS = {"|E|": 49}
 LEARNED = {"gain"}
 NO_MATRIX = "not linear"  # LayerNorm of outputs
@@ -62,6 +70,13 @@ def test_norm_attention_ignores_the_length_of_values_and_has_unit_mean_square(va
     assert_equal(long, y)
     mean_square = y.square().mean((1, 3) if norm == "merged" else 3)
     assert_equal(mean_square, torch.ones_like(mean_square))
+
+
+def test_norm_attention_divides_out_how_many_tokens_came_before():
+    """Equal tokens: every prefix gives what one of them does, whatever the sum of its weights."""
+    q, k, v = (x[:, :, :1].expand_as(x) for x in (Q, K, V))
+    y = transnormer(q, k, v, draw(h, d, seed=7), variant="t2", norm="merged", causal=True)
+    torch.testing.assert_close(y, y[:, :, :1].expand_as(y))
 
 
 def test_both_norms_of_a_single_head_are_one():

@@ -79,6 +79,9 @@ PARAMETERS_M = [  # millions, at the digits that the papers or timm's stock mode
     ("deit_small_p16", "lara", 22.153),
     ("deit_small_p16", "eva", 22.165),
     ("deit_base_p16", "softmax", 86.566),
+    ("encoder_8x192_2heads", "softmax", 3.938),
+    ("encoder_8x192_2heads", "eva", 4.092),  # 96 channels a head
+    ("encoder_8x192_3heads", "lara", 4.006),
     ("pvtv2_b0", "sra", 3.67),
     ("pvtv2_b1", "sra", 14.01),
     ("pvtv2_b2", "sra", 25.36),
@@ -318,6 +321,9 @@ def test_weight_decay_acts_on_matrices_only(name):
     prefixed = tiny_model("deit", "softmax", class_token=True, dist_token=True, reg_tokens=2)
     _, decayed = param_groups_weight_decay(prefixed, 0.05, no_weight_decay_list=prefixed.no_weight_decay())
     assert not any(parameter is token for parameter in decayed["params"] for token in prefixed.prefix_tokens())
+    agents = tiny_model("deit", {"name": "agent", "num_landmarks": 4}, class_token=True).no_weight_decay()
+    own = {key.split(".attn.")[1] for key in agents if ".attn." in key}
+    assert own == {*(f"{part}_positions.table" for part in ("image", "row", "column")), "prefix_bias"}
 
 
 @families

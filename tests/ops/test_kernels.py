@@ -126,7 +126,7 @@ def test_chunks_cover_every_head_of_every_image_once():
         (Case("performer", (4, 6), {"features": "relu"}), ""),
         (LAYERS[4], "samples"),
         (Case("ra", (4, 6), {"proposal": "biased"}), "samples"),
-        (Case("ra", (4, 6), {"hyperbolic": True}), ""),
+        (Case("ra", (4, 6), {"features": "hyperbolic"}), ""),
     ],
     ids=str,
 )

@@ -3,10 +3,11 @@
 import itertools
 
 import pytest
+import torch
 
 from attention.parts.geometry import Windows
-from attention.parts.groups import bin_counts, bins, bins_outside, chunks_outside, group_mean
-from tests.support.inputs import CPU, one_head
+from attention.parts.groups import bin_counts, bins, bins_outside, chunks_outside, group_max, group_mean
+from tests.support.inputs import CPU, draw, one_head
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,26 @@ def test_means_of_grown_bins_count_what_lies_outside_the_grid():
     x = one_head(3, 6, 12)
     assert group_mean(x, bins((1, 3), (1, 3), CPU)).flatten().tolist() == [3, 6, 12]
     assert group_mean(x, bins((1, 3), (1, 3), CPU, (0, 1))).flatten().tolist() == [3, 7, 6]
+
+
+@pytest.mark.parametrize(("grid", "counts"), [((4, 6), (2, 3)), ((5, 7), (2, 3))], ids=str)
+def test_pools_are_taken_over_the_members_of_each_group_and_of_none_are_zero(grid, counts):
+    """Of tiles, of unequal bins, of those outside windows, of which some have no members, and of masked tokens."""
+    N = grid[0] * grid[1]
+    x, whole = draw(2, 3, N, 4), bins(grid, counts, CPU)
+    key_mask = draw(2, N) > 0.5
+    key_mask[1, whole.index[0, 1]] = False
+    outside = bins_outside(whole, Windows(grid, (4, 4)))
+    for groups in (whole, outside, whole.masked(key_mask), outside.masked(key_mask)):
+        means, largest = group_mean(x, groups), group_max(x, groups)
+        valid = groups.valid.expand(2, 1, *groups.index.shape)[:, 0]
+        for b, g, c in itertools.product(range(2), *map(range, groups.index.shape[:2])):
+            members = x[b, :, groups.index[g, c][valid[b, g, c]]]
+            if members.shape[1] == 0:
+                members = torch.zeros(3, 1, 4).double()
+            torch.testing.assert_close(means[b, :, g, c], members.sum(1) / members.shape[1])
+            assert torch.equal(largest[b, :, g, c], members.amax(1))
+    assert (outside.masked(key_mask).count() == 0).any()
 
 
 @pytest.mark.parametrize("overlap", [(0, 0), (1, 1)])

@@ -3,8 +3,11 @@
 import pytest
 import torch
 
+from attention import ATTENTION
 from attention.parts.local_term import LocalTerm
-from tests.support.comparisons import assert_equal
+from tests.support.calls import value_and_gradients
+from tests.support.cases import Case
+from tests.support.comparisons import FP64, FP64_GRADIENT, assert_equal
 from tests.support.inputs import draw
 
 B, h, d, GRID = 2, 3, 4, (5, 7)
@@ -41,3 +44,26 @@ def test_prefix_tokens_have_none_and_are_left_out():
 def test_masked_tokens_are_zeros():
     term, v, counts = LocalTerm(d, 3).double(), draw(B, h, N, d), draw(B, N) > 0
     assert_equal(term(v, GRID, counts), term(torch.where(counts[:, None, :, None], v, 0), GRID))
+
+
+HAVE_ONE = [name for name, kind in ATTENTION.items() if hasattr(kind.Config, "local") and kind.local_size]
+
+
+@pytest.mark.parametrize("name", HAVE_ONE)
+def test_a_layer_adds_it_in_value_and_all_gradients(name, monkeypatch):
+    """By the literal one, to what the layer attends without it; prefix tokens have none."""
+    grid, own = (3, 4), vars(ATTENTION[name].Config())
+    small = {key: value for key, value in {"window_size": 3, "num_landmarks": 6}.items() if key in own}
+    case = Case(name, grid, {**small, "local": True, "num_prefix_tokens": 2})
+    attn, x = case.build().eval(), case.tokens()
+    found = value_and_gradients(attn, x, grid)
+
+    def attend_all(projected, grid, key_mask=None):
+        y = local_term_reference(projected[2][:, :, 2:], attn.local_term.weight[:, 0], attn.local_term.bias, grid)
+        return attn.attend_with_prefix(projected, grid, None) + torch.nn.functional.pad(y, (0, 0, 2, 0))
+
+    monkeypatch.setattr(attn, "attend_all", attend_all)
+    (y, *gradients), (expected, *of_literal) = found, value_and_gradients(attn, x, grid)
+    torch.testing.assert_close(y, expected, rtol=FP64, atol=FP64)
+    for gradient, literal in zip(gradients, of_literal, strict=True):
+        torch.testing.assert_close(gradient, literal, rtol=FP64_GRADIENT, atol=FP64_GRADIENT)

@@ -28,6 +28,8 @@ class Case:
         gradients_are_slopes: whether gradients are those of the output; not so where a part is held constant.
         stock_keys: whether keys and values are those of `qkv` alone, so that prefix tokens get what softmax gives.
         positive_weights: whether no attended token has a weight of zero.
+        bounded: whether weights stay within bounds; those of an unbiased estimate with signs grow exponentially with
+            queries and keys.
         far_keys_vanish: whether keys at a distance have weights of zero; elu + 1 gives every key some.
     """
 
@@ -41,6 +43,7 @@ class Case:
     gradients_are_slopes: bool = True
     stock_keys: bool = True
     positive_weights: bool = True
+    bounded: bool = True
     far_keys_vanish: bool = True
 
     def __str__(self) -> str:

@@ -1,10 +1,15 @@
-"""Causal attention: no output depends on later tokens; and, as prefix tokens attend to every token, there are none."""
+"""Causal attention: no output depends on later tokens; token by token it is the same as at once; and, as prefix tokens
+attend to every token, there are none.
+"""
 
 import pytest
 import torch
 
 from attention import OptionError
+from attention.decoding import DECODERS, create_decoder
+from attention.parts import chunks
 from models import create_model
+from tests.support.cases import Case
 from tests.support.facts import CASES
 
 CAUSAL_CASES = [case for case in CASES if case.options.get("causal")]
@@ -26,6 +31,35 @@ def test_outputs_ignore_later_tokens(case, training):
 
 @pytest.mark.parametrize("case", CAUSAL_CASES, ids=str)
 def test_causal_attention_refuses_prefix_tokens(case):
+    options = {name: value for name, value in case.options.items() if name != "depth"}  # which is the network's
     message = rf"attention\({case.name}\).causal = True: prefix tokens attend to every token"
     with pytest.raises(OptionError, match=message):
-        create_model("deit", attention={"name": case.name, **case.options}, class_token=True)
+        create_model("deit", attention={"name": case.name, **options}, class_token=True)
+
+
+DECODED = [  # and EVA's in tests/mechanisms/eva.py
+    *(case for case in CAUSAL_CASES if case.name in DECODERS and case.name != "eva"),
+    *(Case("performer", (5, 7), {"causal": True, "features": x}) for x in ("hyperbolic", "relu")),
+    Case("transnormer", (5, 7), {"causal": True, "depth": 2, "window_size": 8, "variant": "t1"}),
+]
+
+
+@pytest.mark.parametrize("case", DECODED, ids=str)
+def test_decoding_token_by_token_equals_the_parallel_form(case, monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK", 8)
+    attn, x, N = case.build().eval(), case.tokens(), case.num_tokens(case.grid)
+    decoder = create_decoder(attn, case.grid)
+    y = torch.cat([decoder(token) for token in x.split(1, dim=1)], 1)
+    torch.testing.assert_close(y, attn(x, case.grid), rtol=1e-10, atol=1e-10)
+    with pytest.raises(ValueError, match=rf"attention\({case.name}\): all {N} tokens of the grid are decoded"):
+        decoder(x[:, :1])
+
+
+def test_decoding_refuses_what_it_cannot_do():
+    attn, combiner = (CAUSAL_CASES[0].build(), next(case for case in CAUSAL_CASES if case.name == "combiner").build())
+    with pytest.raises(ValueError, match=r"attention\(combiner\): is not decoded token by token; use one of softmax, "):
+        create_decoder(combiner.eval(), (5, 7))
+    with pytest.raises(ValueError, match=r"attention\(softmax\): decoding needs causal: true, .* call eval\(\)"):
+        create_decoder(attn, (5, 7))
+    with pytest.raises(ValueError, match=r"attention\(softmax\): got 35 tokens; decode them one by one"):
+        create_decoder(attn.eval(), (5, 7))(CAUSAL_CASES[0].tokens())

@@ -71,6 +71,21 @@ def test_cost_of_default_options_on_a_grid_that_windows_do_not_divide(name, qkv_
     assert stated({"name": name, **options}, **context) == expected
 
 
+@pytest.mark.parametrize(
+    "mechanism",
+    [*({"name": x} for x in ("linear", "performer", "abc", "transnormer")), {"name": "performer", "features": "relu"}],
+    ids=lambda mechanism: "-".join(mechanism.values()),
+)
+def test_cost_of_causal_attention_in_chunks(mechanism):
+    """Of 1, 3 and 240 tokens, of which chunks of 64 make 256."""
+    mechanism = {**mechanism, "causal": True}
+    for grid in ((1, 1), (1, 3), (16, 15)):
+        context = {"dim": 40, "num_heads": 5, "grid": grid}
+        with torch.device("meta"):
+            expected = counted(AttentionFactory.from_options(mechanism)(**context), grid)
+        assert stated(mechanism, **context) == expected
+
+
 def test_a_mechanism_that_does_not_state_its_cost_is_named():
     class Free(Attention):
         pass
@@ -204,6 +219,7 @@ ROWS = [  # configuration, overrides, parameters in M, MACs in G: literal, most 
     ("deit_tiny_p8/scatterbrain", (), 5.723, 5.235),
     ("deit_tiny_p8/scatterbrain", ("attention.leave_one_out=merge", "attention.position_bias=table"), 5.725, 5.072),
     ("deit_tiny_p8/scatterbrain_lsh", (), 5.719, 5.512),
+    ("deit_tiny_p8/eva_lsh", (), 5.822, 4.567),  # as eva without a position bias, and the hash
     ("deit_tiny_p8/softmax", ("attention=sra",), 12.804, 4.064),
     ("deit_tiny_p8/linear", (), 5.719, 4.422),
     ("deit_tiny_p8/xca", (), 5.719, 4.422),
@@ -232,6 +248,8 @@ ROWS = [  # configuration, overrides, parameters in M, MACs in G: literal, most 
     ("deit_tiny_p16/lara", (), 5.820, 1.211),
     ("deit_tiny_p16/eva", (), 5.823, 1.173),
     ("deit_tiny_p16/ra", (), 5.717, 1.335),
+    ("deit_tiny_p16/focused_linear", (), 6.191, 1.139),
+    ("deit_tiny_p16/slab", (), 6.189, 1.139),
     ("deit_small_p16/softmax", (), 22.050, 4.574),
     ("deit_small_p16/local", (), 22.057, 4.308),
     ("deit_small_p16/lara", (), 22.153, 4.503),

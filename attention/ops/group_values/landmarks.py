@@ -1,14 +1,37 @@
 """Landmarks of groups and the proposals of their samples."""
 
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from attention.parts.groups import Groups, group_mean
+from attention.options import option
+from attention.parts.groups import Groups, group_max, group_mean
 from attention.parts.linear import LandmarkTransform
 from attention.parts.sampling import scale_noise
+
+Transform = Literal["ln_linear", "linear", "identity"]
+Pool = Literal["mean", "max"]
+Mean = Literal["qk", "q", "zero", "trainable"]
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "landmark_transform": {"default": "ln_linear", "meaning": "sigma of what is pooled from groups"},
+    "pool": {"default": "mean", "meaning": "how the queries and keys of a group are pooled, channel by channel"},
+    "num_samples": {"default": 1, "meaning": "samples S per group", "low": 1},
+    "mu": {"default": "qk", "meaning": "means: q_tilde + k_tilde, q_tilde, 0, learned"},
+    "mu_scale": {
+        "default": None,
+        "meaning": "factor of the means qk and q; null: 1.0, as released 0.5, but not in causal attention",
+        "above": 0,
+        "chosen": lambda c: 0.5 if c.released and not getattr(c, "causal", False) else 1.0,
+    },
+}
+
+
+def landmark_option(name: str) -> Any:
+    """The dataclass field `name` of a mechanism with `Landmarks`."""
+    return option(**OPTIONS[name])
 
 
 class Landmarks(nn.Module):
@@ -16,7 +39,7 @@ class Landmarks(nn.Module):
     28, Table 8).
 
     Args:
-        config: options of `eva`. num_heads, head_dim: h, d.
+        config: options of `eva`, or another mechanism's `OPTIONS` and noise. num_heads, head_dim: h, d.
     """
 
     eval_noise: Tensor
@@ -24,6 +47,7 @@ class Landmarks(nn.Module):
     def __init__(self, config: Any, num_heads: int, head_dim: int):
         super().__init__()
         self.config = config
+        self.pool = {"mean": group_mean, "max": group_max}[config.pool]
         kind = config.landmark_transform
         transform = (
             nn.Identity if kind == "identity" else partial(LandmarkTransform, head_dim, norm=kind == "ln_linear")
@@ -43,7 +67,7 @@ class Landmarks(nn.Module):
         Args:
             q, k: tokens of the grid, (B, h, N, d). first: which of the layer's groups the first of `groups` is.
         """
-        k_tilde = self.k(group_mean(k, groups))
+        k_tilde = self.k(self.pool(k, groups))
         mu = self.mean(q, k_tilde, groups, first)
         return k_tilde, mu, self.noise(mu) + mu[..., None, :]
 
@@ -54,7 +78,7 @@ class Landmarks(nn.Module):
             return torch.zeros_like(k_tilde)
         if kind == "trainable":
             return scale * self.mu[:, None, first : first + k_tilde.shape[3]].expand_as(k_tilde)
-        q_tilde = self.q(group_mean(q, groups))
+        q_tilde = self.q(self.pool(q, groups))
         return self.config.mu_scale * scale * (q_tilde + k_tilde if kind == "qk" else q_tilde)
 
     def noise(self, mu: Tensor) -> Tensor:

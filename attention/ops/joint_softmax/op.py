@@ -104,16 +104,19 @@ def window_logits(q: Tensor, k: Tensor, bias: Tensor | None, windows: Windows) -
     return logits
 
 
-def gathered_logits(queries: Tensor, keys: Tensor, attended: Tensor, key_mask: Tensor | None = None) -> Tensor:
+def gathered_logits(
+    queries: Tensor, keys: Tensor, attended: Tensor | None = None, key_mask: Tensor | None = None
+) -> Tensor:
     """Logits of groups of queries (B, h, g, w, d) on keys gathered for each, (B, h, g, e, d): (B, h, g, w, e), fp32.
 
-    attended: which of a group's keys a query attends to, of (B, 1, g, w, e), bool; others are -inf. key_mask: which
-    keys count, of (B, 1, g, 1, e); others are the least number, for a masked query may attend to no other.
+    attended: which of a group's keys a query attends to, of (B, 1, g, w, e), bool, where not to all; others are -inf.
+    key_mask: which keys count, of (B, 1, g, 1, e); others are the least number, for a masked query may attend to no
+    other.
     """
     logits = upcast(queries * queries.shape[-1] ** -0.5 @ keys.mT)
     if key_mask is not None:
         logits = logits.masked_fill(~key_mask, torch.finfo(logits.dtype).min)
-    return logits.masked_fill(~attended, -torch.inf)
+    return logits if attended is None else logits.masked_fill(~attended, -torch.inf)
 
 
 def shared_logits(queries: Tensor, keys: Tensor) -> Tensor:

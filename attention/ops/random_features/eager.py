@@ -15,12 +15,12 @@ from attention.ops.random_features.proposals import MIN_ALPHA, POOLED, Proposal,
 from attention.parts.features import autocast_off, compute_dtype, full_precision, log_features, scale, upcast
 
 
-def covers_performer(q, k, v, omega, *, features="positive"):
-    """Features whose logarithms are linear in queries."""
-    return features == "positive"
+def covers_performer(q, k, v, omega, *, features="positive", causal=False, past=None):
+    """Features whose logarithms are linear in queries, and sums over all keys."""
+    return features == "positive" and not causal
 
 
-def performer(q, k, v, omega, *, features="positive"):
+def performer(q, k, v, omega, *, features="positive", causal=False, past=None):
     """`attention.mechanisms.performer.performer`."""
     return _attend(q, k, v, upcast(omega).expand(q.shape[0], -1, -1, -1))
 

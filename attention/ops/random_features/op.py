@@ -2,14 +2,26 @@
 
 from collections.abc import Callable
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from attention.ops.random_features.causal import causal_sums, running_mass, running_mix
 from attention.parts.features import Normaliser, full_precision, log_features
 from attention.parts.masking import mask_logits, mask_tokens
+from attention.parts.past import Past
 
 
 @full_precision
-def mix_features(log_q: Tensor, log_k: Tensor, v: Tensor, key_mask: Tensor | None = None) -> Tensor:
+def mix_features(
+    log_q: Tensor,
+    log_k: Tensor,
+    v: Tensor,
+    key_mask: Tensor | None = None,
+    *,
+    causal: bool = False,
+    past: Past | None = None,
+) -> Tensor:
     """Ratio of sums sum_sm exp(log_q_ns + log_k_sm) v_m / sum_sm exp(log_q_ns + log_k_sm), as two nested softmaxes.
 
     It equals LARA paper eq. 2 and 10 exactly, needs no epsilon and cannot overflow.
@@ -17,10 +29,15 @@ def mix_features(log_q: Tensor, log_k: Tensor, v: Tensor, key_mask: Tensor | Non
     Args:
         log_q: (..., N, s), up to a constant per query. log_k: (..., s, M). v: (..., M, d).
         key_mask: which keys count, (B, M) bool.
+        causal: query n has the keys up to the n-th, after those of `past`; shapes are (B, h, ...).
     Returns:
         (..., N, d).
     """
     log_k = mask_logits(log_k, key_mask)
+    if causal:
+        log_k = log_k.mT
+        mass = running_mass(log_k, past)
+        return running_mix((log_q + mass[:, :, 1:]).softmax(-1), log_k, mass, v, past)
     return (log_q + log_k.logsumexp(-1)[..., None, :]).softmax(-1) @ (log_k.softmax(-1) @ v)
 
 
@@ -54,6 +71,8 @@ def linear_attention(
     eps: float = 1e-6,
     *,
     rotate: Callable[[Tensor], Tensor] | None = None,
+    causal: bool = False,
+    past: Past | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention of the kernel phi_q . phi_k, sums over keys taken once: sum_m (phi_q_n . phi_k_m) v_m over their sum.
@@ -63,24 +82,55 @@ def linear_attention(
         normaliser: what the sum of a query's weights becomes.
             floor: its magnitude at least `eps`, its sign kept; a query without any weight gives 0 above eps 0.
             clamp: at least `eps`, to which negative ones are raised too (released code).
-            sum: the sum, of weights that are not negative, with `eps` added. mean: with M `eps` added, as `eps` to
-            their mean over keys.
+            sum: the sum, with `eps` added. mean: with M `eps` added, as `eps` to the mean over keys.
             none: weights are not normalised.
         rotate: what turns features by their positions in the weights of values; normalisers are without it.
+        causal: query n has the keys up to the n-th, after those of `past`; shapes are (B, h, ...).
         key_mask: which keys count, (B, M) bool.
     Returns:
-        (..., N, d). Cost: 2 N f d multiply-accumulates at M = N, and N f for the normalisers.
+        (..., N, d). Cost: 2 N f d multiply-accumulates at M = N, and N f for the normalisers; causal: `causal_sums`.
     """
     phi_k = mask_tokens(phi_k, key_mask)
-    turned_q, turned_k = (phi_q, phi_k) if rotate is None else (rotate(phi_q), rotate(phi_k))
-    y = turned_q @ (turned_k.mT @ v)
-    if normaliser == "none":
-        return y
-    total = phi_q @ phi_k.sum(-2)[..., None]
+    if causal:
+        assert normaliser != "mean"  # whose count would run, too
+        assert rotate is None
+        if normaliser == "none":
+            return causal_sums(phi_q, phi_k, v, past)
+        y, total = causal_sums(phi_q, phi_k, F.pad(v, (0, 1), value=1), past).split([v.shape[-1], 1], -1)
+    else:
+        turned_q, turned_k = (phi_q, phi_k) if rotate is None else (rotate(phi_q), rotate(phi_k))
+        y = turned_q @ (turned_k.mT @ v)
+        if normaliser == "none":
+            return y
+        total = phi_q @ phi_k.sum(-2)[..., None]
     if normaliser == "floor":
         return y / total.abs().clamp(min=eps).copysign(total)
     if normaliser == "clamp":
         return y / total.clamp(min=eps)
     count = v.shape[-2] if key_mask is None else key_mask.sum(1)[:, None, None, None].to(v.dtype)
-    least = eps * (count if normaliser == "mean" else 1)
-    return y / (total + least).clamp(min=least)  # exports to ONNX leave out the addition of 1e-15
+    return y / (total + eps * (count if normaliser == "mean" else 1))
+
+
+def linear_attention_reference(phi_q, phi_k, v, normaliser="floor", eps=1e-6, *, causal=False):
+    """`linear_attention` as a dense matrix of weights."""
+    kernel = phi_q @ phi_k.mT
+    return weighted_values_reference(kernel.tril() if causal else kernel, v, normaliser, eps)
+
+
+def mix_features_reference(log_q, log_k, v, *, causal=False):
+    """`mix_features` as a dense matrix of weights."""
+    kernel = log_q.exp() @ log_k.exp()
+    return weighted_values_reference(kernel.tril() if causal else kernel, v, "sum", 0.0)
+
+
+def weighted_values_reference(kernel, v, normaliser, eps):
+    """Values under weights (..., N, M) with the normaliser of `linear_attention`."""
+    total = kernel.sum(-1, keepdim=True)
+    if normaliser in ("sum", "mean"):
+        return kernel @ v / (total + eps * (v.shape[-2] if normaliser == "mean" else 1))
+    floor = torch.ones_like(total) * eps
+    if normaliser == "clamp":
+        return kernel @ v / torch.where(total < eps, floor, total)
+    if normaliser == "floor":
+        return kernel @ v / torch.where(total.abs() < eps, torch.copysign(floor, total), total)
+    return kernel @ v

@@ -17,12 +17,12 @@ from attention.parts.geometry import gather_tokens
 from attention.parts.sampling import sample_indices
 
 
-def covers(q, k, v, noise, uniform=None, *, proposal="unbiased", hyperbolic=False):
-    """Not: hyperbolic features, and the meta device, where the definition's costs are counted."""
-    return not (hyperbolic or q.is_meta)
+def covers(q, k, v, noise, uniform=None, *, proposal="unbiased", features="positive"):
+    """Not: other than positive features, and the meta device, where the definition's costs are counted."""
+    return features == "positive" and not q.is_meta
 
 
-def ra(q, k, v, noise, uniform=None, *, proposal="unbiased", hyperbolic=False):
+def ra(q, k, v, noise, uniform=None, *, proposal="unbiased", features="positive"):
     """`attention.mechanisms.ra.ra`."""
     d = q.shape[-1]
     if proposal == "mean_key":

@@ -1,0 +1,132 @@
+"""EVA by hashing (Zheng et al. 2023, arXiv:2302.04542): exact on hashed clusters, c groups along the hash.
+
+As `eva`, but the exact set E of a query is what a hash finds near it (section 4.1), and groups are of tokens that the
+hash puts side by side (section 7): SMYRF's hash sorts queries and keys, which are cut into clusters of equal size, and
+the i-th cluster of queries attends to the i-th of keys; groups are chunks of the order of the keys. One round of
+hashing, for all of E and the groups stand under one softmax.
+Cost: 2 N (|E| + c) C multiply-accumulates with s = 1, 2 N (d + 2) h more for the hash, and a sort.
+"""
+
+import itertools
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import group_cost, num_padded, total, window_macs
+from attention.mechanisms.eva import eva, eva_reference
+from attention.ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
+from attention.options import option, released_option
+from attention.parts.features import full_precision
+from attention.parts.geometry import Grid, Windows, raster, split_prefix
+from attention.parts.groups import Groups, bin_counts, bins, bins_outside
+from attention.parts.hashing import hash_clusters
+from attention.parts.sampling import Noise, gaussian, noise_option
+
+
+@full_precision
+def eva_lsh(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    order_q: Tensor,
+    order_k: Tensor,
+    k_tilde: Tensor,
+    mu: Tensor,
+    omega: Tensor,
+    *,
+    groups: Groups,
+    windows: Windows,
+    log_count: bool = False,
+) -> Tensor:
+    """`eva` along the order of a hash.
+
+    Args:
+        q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens are attended to exactly. k_tilde, mu, omega: see `eva`.
+        order_q, order_k: queries and keys in the order of their hash, (B, h, N) int64.
+        groups, windows: of that order, as a grid of one row; windows are the clusters. log_count: see `eva`.
+    Returns:
+        (B, h, N, d), float32 at least: a rounded key may fall in another cluster.
+    """
+    k, v = (in_order(x, order_k) for x in (k, v))
+    y = eva(in_order(q, order_q), k, v, k_tilde, mu, omega, groups=groups, windows=windows, log_count=log_count)
+    return in_order(y, order_q.argsort(-1))
+
+
+def eva_lsh_reference(q, k, v, order_q, order_k, k_tilde, mu, omega, *, groups, windows, log_count=False):
+    """`eva_lsh`, image by image and head by head."""
+    y, P = torch.zeros_like(q), k.shape[2] - q.shape[2]
+    for b, head in itertools.product(*map(range, q.shape[:2])):
+        of_q, of_k = order_q[b, head].tolist(), [*range(P), *(P + m for m in order_k[b, head].tolist())]
+        tokens = (x[b, head, order][None, None] for x, order in ((q, of_q), (k, of_k), (v, of_k)))
+        landmarks = (x.expand(*q.shape[:2], *x.shape[2:])[b, head][None, None] for x in (k_tilde, mu, omega))
+        y[b, head, of_q] = eva_reference(*tokens, *landmarks, groups=groups, windows=windows, log_count=log_count)[0, 0]
+    return y
+
+
+def in_order(x: Tensor, order: Tensor) -> Tensor:
+    """Tokens (B, h, P + N, d) with those of the grid in this order (B, h, N), after the prefix tokens."""
+    prefix, x = split_prefix(x, order.shape[2])
+    x = x.gather(2, order[..., None].expand(-1, -1, -1, x.shape[-1]))
+    return torch.cat([prefix, x], 2) if prefix.shape[2] else x
+
+
+class EvaLsh(Attention):
+    """Hashed clusters exactly, and groups along the order of the hash. Paper: EVA sections 4.1 and 7."""
+
+    prefix_tokens = "exact"
+    key_mask_refusal = "its clusters of equal size are cut from all tokens"
+    directions: Tensor
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        cluster_size: int = option(49, "tokens of a cluster E", low=1)
+        num_landmarks: int = option(49, "number of groups C", low=1)
+        released: bool = released_option()
+        partition: Literal["all", "mask"] = option("all", "chunks of the order of all keys; these without E's members")
+        landmark_transform: Transform = landmark_option("landmark_transform")
+        pool: Pool = landmark_option("pool")
+        num_samples: int = landmark_option("num_samples")
+        mu: Mean = landmark_option("mu")
+        mu_scale: float | None = landmark_option("mu_scale")
+        log_count: bool = option(False, "add log |P_c| to a group's logit")
+        noise: Noise | None = noise_option()
+
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        (H, W), size = context.grid, config.cluster_size
+        if size > H * W:
+            self.refuse("cluster_size", size, f"the {H}x{W} grid has fewer tokens; at most {H * W}")
+        self.clusters_and_groups(config, context.grid, torch.device("cpu"))  # refuses more groups than tokens
+        self.landmarks = Landmarks(config, self.num_heads, self.head_dim)
+        self.register_buffer("directions", self.sample_directions(self.qkv.weight))
+
+    @staticmethod
+    def clusters_and_groups(config: Config, grid: Grid, device: torch.device) -> tuple[Windows, Groups]:
+        """Of the order of the grid's tokens, which is a grid of one row."""
+        order, c = raster(grid, "1d"), config.num_landmarks
+        windows = Windows(order, (1, config.cluster_size))
+        groups = bins(order, bin_counts(c, order, "attention(eva_lsh).num_landmarks"), device)
+        return windows, bins_outside(groups, windows) if config.partition == "mask" else groups
+
+    def sample_directions(self, like: Tensor) -> Tensor:
+        """A direction of the hash for every head, (h, 1, d + 2), on the device of `like`, in its compute dtype."""
+        return gaussian("iid", (self.num_heads, 1, self.head_dim + 2), like)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        N, C, h = context.num_tokens, context.dim, context.num_heads
+        windows, groups = cls.clusters_and_groups(config, context.grid, torch.device("meta"))
+        clusters = Cost(0, 2 * N * (C + 2 * h) + window_macs(windows, C))  # the first for the hash
+        return total(clusters, group_cost(context, config, groups, num_padded(windows)))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        config, k_grid = self.config, split_prefix(k, q.shape[2])[1]
+        directions = self.sample_directions(q) if self.training else self.directions
+        order_q, order_k = (x.flatten(2) for x in hash_clusters(q, k_grid, directions, 1))
+        windows, groups = self.clusters_and_groups(config, grid, q.device)
+        k_tilde, mu, omega = self.landmarks(in_order(q, order_q), in_order(k_grid, order_k), groups)
+        options = {"groups": groups, "windows": windows, "log_count": config.log_count}
+        return eva_lsh(q, k, v, order_q, order_k, k_tilde, mu, omega, **options).to(v.dtype)

@@ -1,0 +1,95 @@
+"""HiLo attention (Pan et al. 2022, arXiv:2205.13213): some heads attend within windows, the others to pooled tokens.
+
+Of h heads the first attend to the tokens of their window of w x w (Hi: high frequencies), and the last int(alpha h) to
+the means of all windows (Lo: low frequencies, L channels in all); at w = 1 all heads are Lo, and it is softmax
+attention. Since int rounds down, one head is Hi for every alpha < 1, as in the first stage of a pyramid, and attends
+to nothing beyond its window. Keys and values are pooled after their projection, which is linear: the same means as of
+tokens pooled before it, so that prefix tokens and masks are those of every mechanism.
+Cost: 2 N w^2 (C - L) + 2 N^2 L / w^2 multiply-accumulates. The released code saves 2 (N - N / w^2) L C of them, as it
+projects pooled tokens, and projects the output of each branch by itself: `proj` with two blocks.
+
+Its windows must divide the grid; here means are of the tokens that a window has.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import window_macs
+from attention.mechanisms.softmax import softmax
+from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
+from attention.options import option
+from attention.parts.geometry import Grid, Windows, split_prefix
+from attention.parts.masking import of_grid
+
+
+def hilo(q: Tensor, k: Tensor, v: Tensor, *, windows: Windows, num_high: int, attn_drop: float = 0.0) -> Tensor:
+    """Heads of windows beside heads of pooled keys.
+
+    Args:
+        q: (B, h, N, d). k, v: (B, h, P + N, d). windows: those attended to, and pooled. num_high: heads of the first
+            kind. attn_drop: dropout rate of the weights.
+    Returns:
+        (B, h, N, d).
+    """
+    high, low = ([x[:, part] for x in (q, k, v)] for part in (slice(num_high), slice(num_high, None)))
+    y = [joint_softmax(*high, windows=windows, attn_drop=attn_drop)] if num_high else []
+    if num_high < q.shape[1]:
+        (k_prefix, k), (v_prefix, v) = (split_prefix(x, q.shape[2]) for x in low[1:])
+        keys, values = torch.cat([k_prefix, windows.mean(k)], 2), torch.cat([v_prefix, windows.mean(v)], 2)
+        mask = None if windows.key_mask is None else windows.mask(q.device)  # (B, 1, g, w)
+        mask = None if mask is None else F.pad(mask[:, 0].any(-1), (k_prefix.shape[2], 0), value=True)
+        y.append(softmax(low[0], keys, values, attn_drop, key_mask=mask))
+    return torch.cat(y, 1)
+
+
+def hilo_reference(q, k, v, *, windows, num_high, attn_drop=0.0):
+    """`hilo`, query by query."""
+    y, P, counts = torch.zeros_like(q), k.shape[2] - q.shape[2], windows.key_mask
+    pools = [index[index >= 0] for index in windows.indices(q.device)]
+    pools = [pool for pool in pools if counts is None or counts[0, pool].any()]
+    pools = [[n] for n in range(P)] + [P + (pool if counts is None else pool[counts[0, pool]]) for pool in pools]
+    k_bar, v_bar = (torch.stack([x[:, num_high:, pool].mean(2) for pool in pools], 2) for x in (k, v))
+    for n in range(q.shape[2]):
+        own, values = attended_in_window(n, *(x[:, :num_high] for x in (q, k, v)), windows=windows)
+        pooled = (q[:, num_high:, n, None] @ k_bar.mT)[:, :, 0] / q.shape[-1] ** 0.5
+        y[:, :num_high, n] = (F.dropout(own.softmax(-1), attn_drop)[:, :, None] @ values)[:, :, 0]
+        y[:, num_high:, n] = (F.dropout(pooled.softmax(-1), attn_drop)[:, :, None] @ v_bar)[:, :, 0]
+    return y
+
+
+class Hilo(Attention):
+    """Heads of high frequencies beside heads of low ones."""
+
+    prefix_tokens = "exact"
+    key_mask_refusal = None
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        window_size: int = option(2, "side w in tokens of windows and pools; 1: all heads attend to all tokens", low=1)
+        alpha: float = option(0.9, "part of the heads that attend to pools, rounded down to whole heads", low=0, high=1)
+        attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+
+        def num_high(self, num_heads: int) -> int:
+            """Heads that attend within windows."""
+            return num_heads - int(num_heads * self.alpha) if self.window_size > 1 else 0
+
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        if config.window_size > (longest := max(context.grid)):
+            problem = "larger than the {}x{} grid; at most {}".format(*context.grid, longest)
+            self.refuse("window_size", config.window_size, problem)
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        windows = Windows(context.grid, (config.window_size, config.window_size))
+        high = config.num_high(context.num_heads) * context.head_dim
+        return Cost(0, window_macs(windows, high) + 2 * context.num_tokens * windows.count * (context.dim - high))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        side, num_high = self.config.window_size, self.config.num_high(self.num_heads)
+        windows = Windows(grid, (side, side), key_mask=of_grid(key_mask, q.shape[2]))
+        return hilo(q, k, v, windows=windows, num_high=num_high, attn_drop=self.attn_drop)

@@ -1,0 +1,132 @@
+"""Causal attention by features of a kernel: sums over keys that end with the query's own token.
+
+The sequence is taken apart into chunks, so that time and memory are linear in the number of tokens: a query's sums are
+those over the chunks before it, which run along, and over the earlier keys of its own.
+
+Features kept as logarithms need more care. Divided by a maximum over all keys, those of a whole prefix could round to
+zero for the sake of one later key. So each query n has the normaliser of its own prefix,
+
+    L_ns = log sum_{m <= n} exp(log_k_ms),   weights exp(log_k_ms - L_ns), which sum to one over m <= n.
+
+L does not fall: for any token e between them, m <= e <= n, a weight is exp(log_k_ms - L_es) exp(L_es - L_ns), a factor
+of the key and one of the query, neither above one. Such tokens are the ends of chunks, and within a chunk the ends of
+spans of 1, 2, 4, ... keys, which the queries of the next span attend to.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attention.parts.chunks import chunk_size, chunks, pad
+from attention.parts.features import full_precision
+from attention.parts.past import Past
+
+
+def causal_sums(phi_q: Tensor, phi_k: Tensor, v: Tensor, past: Past | None = None) -> Tensor:
+    """sum_{m <= n} (phi_q_n . phi_k_m) v_m: features (B, h, N, f), v (B, h, N, d) -> (B, h, N, d).
+
+    Cost: N (c (f + d) + 2 f d) multiply-accumulates in chunks of c, which N is padded to.
+    """
+    N, size = v.shape[2], chunk_size(v.shape[2])
+    phi_q, phi_k, values = (chunks(pad(x, size), size) for x in (phi_q, phi_k, v))
+    sums = phi_k.mT @ values  # of each chunk, (B, h, g, f, d)
+    past = past or Past()
+    first = past.kept.get("sums", torch.zeros_like(sums[:, :, :1]))
+    before = torch.cat([first, sums], 2).cumsum(2)
+    past.kept["sums"] = before[:, :, -1:]
+    y = (phi_q @ phi_k.mT).tril() @ values + phi_q @ before[:, :, :-1]
+    return y.flatten(2, 3)[:, :, :N]
+
+
+def running_mass(log_k: Tensor, past: Past | None = None) -> Tensor:
+    """L_ns, the logarithm of sum_{m <= n} exp(log_k_ms): (B, h, N, s) -> (B, h, 1 + N, s).
+
+    Before the first token stands that of the past, or the least number.
+    """
+    past = past or Past()
+    first = past.kept.get("mass", torch.full_like(log_k[:, :, :1], torch.finfo(log_k.dtype).min))
+    mass = torch.cat([first, log_k], 2).logcumsumexp(2)
+    past.kept["mass"] = mass[:, :, -1:]
+    return mass
+
+
+@full_precision
+def running_mix(weights: Tensor, log_k: Tensor, mass: Tensor, v: Tensor, past: Past | None = None) -> Tensor:
+    """sum_s weights_ns sum_{m <= n} exp(log_k_ms - L_ns) v_m, v (B, h, N, d) -> (B, h, N, d).
+
+    Args:
+        weights, log_k: (B, h, N, s). mass: `running_mass` of log_k.
+    """
+
+    def by_keys(weights, on_query, on_key, v):
+        return weights * on_query @ on_key.mT @ v
+
+    def by_state(weights, on_query, state):
+        return weights * on_query @ state
+
+    return over_prefix(by_keys, by_state, weights, log_k, mass, v, past, "values")
+
+
+@full_precision
+def running_logits(q: Tensor, k: Tensor, log_k: Tensor, mass: Tensor, past: Past | None = None) -> Tensor:
+    """q_n . sum_{m <= n} exp(log_k_ms - L_ns) k_m, queries and keys (B, h, N, d) -> (B, h, N, s).
+
+    Args:
+        log_k: (B, h, N, s). mass: `running_mass` of log_k.
+    """
+
+    def by_keys(q, on_query, on_key, k):
+        return q @ k.mT @ on_key * on_query
+
+    def by_state(q, on_query, state):
+        return q @ state.mT * on_query
+
+    return over_prefix(by_keys, by_state, q, log_k, mass, k, past, "keys")
+
+
+def over_prefix(
+    by_keys: Callable[..., Tensor],
+    by_state: Callable[..., Tensor],
+    x: Tensor,
+    log_k: Tensor,
+    mass: Tensor,
+    tokens: Tensor,
+    past: Past | None,
+    name: str,
+) -> Tensor:
+    """Of every query, a sum over the keys up to it: its own, those of earlier spans of its chunk, earlier chunks.
+
+    Args:
+        by_keys: (x, exp(L_es - L_ns), exp(log_k_ms - L_es), tokens) of queries and keys -> the sum over these keys.
+        by_state: (x, exp(L_es - L_ns), state) -> the sum over all keys up to e, state: sum_m exp(log_k_ms - L_es)
+            tokens_m, (s, d).
+        x: of queries, (B, h, N, f). tokens: of keys, (B, h, N, d). name: of the state in `past`.
+    """
+    N, size = x.shape[2], chunk_size(x.shape[2])
+    x, tokens, log_k = pad(x, size), pad(tokens, size), pad(log_k, size, torch.finfo(log_k.dtype).min)
+    mass = torch.cat([mass, mass[:, :, -1:].expand(-1, -1, log_k.shape[2] - N, -1)], 2)
+    ends, mass = mass.detach(), mass[:, :, 1:]  # L_es cancels
+    own = (z[:, :, :, None] for z in (x, (log_k - mass).exp(), torch.ones_like(log_k), tokens))
+    y = by_keys(*own).squeeze(3)
+    span = 1
+    while span < size:
+        pairs = (z.unflatten(2, (z.shape[2] // span // 2, 2, span)) for z in (x, mass, log_k, tokens))
+        (_, x2), (_, mass2), (log_k1, _), (tokens1, _) = (z.unbind(3) for z in pairs)
+        end = ends[:, :, span :: 2 * span, None]
+        later = by_keys(x2, (end - mass2).exp(), (log_k1 - end).exp(), tokens1)
+        y = y + F.pad(later, (0, 0, span, 0)).flatten(2, 3)
+        span *= 2
+    ends = ends[:, :, ::size]
+    sums = (chunks(log_k, size) - ends[:, :, 1:, None]).exp().mT @ chunks(tokens, size)
+    decay = (ends[:, :, :-1] - ends[:, :, 1:]).exp()[..., None]
+    past, states = past or Past(), []
+    state = past.kept.get(name, torch.zeros_like(sums[:, :, 0]))
+    for own_decay, own_sum in zip(decay.unbind(2), sums.unbind(2), strict=True):
+        states.append(state)
+        state = own_decay * state + own_sum
+    past.kept[name] = state
+    on_query = (ends[:, :, :-1, None] - chunks(mass, size)).exp()
+    y = y + by_state(chunks(x, size), on_query, torch.stack(states, 2)).flatten(2, 3)
+    return y[:, :, :N]
