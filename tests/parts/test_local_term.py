@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from attention import ATTENTION
 from attention.parts.local_term import LocalTerm
@@ -50,20 +51,19 @@ HAVE_ONE = [name for name, kind in ATTENTION.items() if hasattr(kind.Config, "lo
 
 
 @pytest.mark.parametrize("name", HAVE_ONE)
-def test_a_layer_adds_it_in_value_and_all_gradients(name, monkeypatch):
-    """By the literal one, to what the layer attends without it; prefix tokens have none."""
-    grid, own = (3, 4), vars(ATTENTION[name].Config())
+def test_a_layer_with_it_is_one_with_the_literal_term_in_value_and_all_gradients(name, monkeypatch):
+    """Which prefix tokens do not have."""
+    grid, own, P = (3, 4), vars(ATTENTION[name].Config()), 0 if ATTENTION[name].prefix_tokens == "refused" else 2
     small = {key: value for key, value in {"window_size": 3, "num_landmarks": 6}.items() if key in own}
-    case = Case(name, grid, {**small, "local": True, "num_prefix_tokens": 2})
+    case = Case(name, grid, {**small, "local": True, "num_prefix_tokens": P})
     attn, x = case.build().eval(), case.tokens()
     found = value_and_gradients(attn, x, grid)
 
-    def attend_all(projected, grid, key_mask=None):
-        y = local_term_reference(projected[2][:, :, 2:], attn.local_term.weight[:, 0], attn.local_term.bias, grid)
-        return attn.attend_with_prefix(projected, grid, None) + torch.nn.functional.pad(y, (0, 0, 2, 0))
+    def literal(v, grid, key_mask):
+        y = local_term_reference(v[:, :, P:], attn.local_term.weight[:, 0], attn.local_term.bias, grid)
+        return F.pad(y, (0, 0, P, 0))
 
-    monkeypatch.setattr(attn, "attend_all", attend_all)
-    (y, *gradients), (expected, *of_literal) = found, value_and_gradients(attn, x, grid)
-    torch.testing.assert_close(y, expected, rtol=FP64, atol=FP64)
-    for gradient, literal in zip(gradients, of_literal, strict=True):
-        torch.testing.assert_close(gradient, literal, rtol=FP64_GRADIENT, atol=FP64_GRADIENT)
+    monkeypatch.setattr(attn.local_term, "forward", literal)
+    (y, *gradients), (y_literal, *expected) = found, value_and_gradients(attn, x, grid)
+    torch.testing.assert_close(y, y_literal, rtol=FP64, atol=FP64)
+    torch.testing.assert_close(gradients, expected, rtol=FP64_GRADIENT, atol=FP64_GRADIENT)
