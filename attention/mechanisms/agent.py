@@ -40,6 +40,7 @@ def agent(
     """
     a = group_mean(split_prefix(q, grid[0] * grid[1])[1], bins)[:, :, 0]
     v_a = F.scaled_dot_product_attention(a, k, v, b_1[None].to(q.dtype), attn_drop)
+    q = q.contiguous()  # without which torch loses track of the layout when a mask is exported to ONNX
     return F.scaled_dot_product_attention(q, a, v_a, b_2[None].to(q.dtype), attn_drop)
 
 

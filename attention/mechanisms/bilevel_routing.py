@@ -31,7 +31,7 @@ def bilevel_routing(q: Tensor, k: Tensor, v: Tensor, *, regions: Windows, topk: 
     queries, mask, routes = regions.partition(q), regions.mask(q.device), route(q, k, regions, topk)
     keys, values = (follow(regions.partition(x), routes) for x in (k, v))
     if mask is not None:
-        mask = follow(mask.expand(len(q), 1, *mask.shape[-2:])[..., None], routes).mT  # (B, 1, g, 1, e)
+        mask = follow(mask.expand(q.shape[0], 1, *mask.shape[-2:])[..., None], routes).mT  # (B, 1, g, 1, e)
     terms = [(gathered_logits(queries, keys, mask), values), *prefix_term(queries, k_prefix, v_prefix)]
     return regions.reverse(mix(terms, attn_drop))
 
