@@ -109,6 +109,12 @@ def test_mechanisms_that_refuse_key_masks_are_named():
     assert set(re.findall(r"`(\w+)`", sentence)) == refusing
 
 
+def test_mechanisms_that_can_be_causal_are_named():
+    (names,) = re.findall(r"`causal: true` \((.*?)\) keeps", MECHANISMS)
+    causal = {name for name, mechanism in ATTENTION.items() if hasattr(mechanism.Config, "causal")}
+    assert set(names.split(", ")) == causal
+
+
 def test_causal_attention():
     x = torch.randn(2, 512, 64)
     names = run_example(CAUSAL, x=x)

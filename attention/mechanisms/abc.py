@@ -5,7 +5,8 @@ fill, Pi = softmax over tokens of a linear map of the input, c per head,
 
     k_hat = Pi k,   v_hat = Pi v,   y_n = softmax(q_n . k_hat / sqrt(d)) v_hat.
 
-Any number of tokens in any order.
+Any number of tokens in any order. In causal attention a query reads what the tokens up to it have written, and the sums
+by which Pi is normalised run along with them. Gated versions are left out.
 Cost: (4 + h) N c C multiply-accumulates, h N c C of them for the control.
 """
 

@@ -3,7 +3,8 @@
     w_nm = ReLU(q_n) . ReLU(k_m) cos(pi (n - m) / 2N),
 
 which stay non-negative and, the cosine of a difference being cos cos + sin sin, are a kernel of twice as many features.
-On the grid (2d) the factor is cos(pi dy / 2H) cos(pi dx / 2W), of four times as many.
+On the grid (2d) the factor is cos(pi dy / 2H) cos(pi dx / 2W), of four times as many. In causal attention N stays the
+number of all tokens, which decoding has to know.
 Cost: 4 N d C multiply-accumulates, 8 N d C on the grid; linear in N.
 """
 

@@ -6,6 +6,7 @@ Zhang et al. 2021). The second half, NormAttention, is
     y = RMSNorm(phi(q) (phi(k)^T v)),   phi = elu + 1 (t2) or elu (t1),
 
 without the scale and without the sum of weights, by which linear attention divides and its gradients grow unbounded.
+In causal attention the norm makes up for the number of keys, which grows along the sequence.
 Cost: 2 N |E| C or 2 N d C multiply-accumulates, in a Diag or a Norm layer; linear in N. C parameters per RMSNorm.
 """
 

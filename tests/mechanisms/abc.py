@@ -14,7 +14,7 @@ SMALL, CAUSAL = {"num_landmarks": 6}, {"causal": True}
 CASES = [Case("abc", (5, 7), SMALL), Case("abc", (5, 7), {**SMALL, **CAUSAL})]
 EFFECTS = {"num_landmarks": ({}, 6), "attn_drop": ({}, 0.5), "causal": ({}, True)}
 SYMMETRIES = [(ALL, SMALL), (set(), {**SMALL, **CAUSAL})]
-GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: CAUSAL)]
+GROWTH = [Growth(1, 1)]
 SYMBOLS = {"c": 49}
 LEARNED = {"control"}
 

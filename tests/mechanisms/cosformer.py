@@ -18,7 +18,7 @@ case = partial(Case, "cosformer", (5, 7), mixes_values=False, well_conditioned=F
 CASES = [case(), case({"layout": "2d"}), case(PREFIX), case({**PREFIX, "layout": "2d"}), case({"causal": True})]
 EFFECTS = {"layout": ({}, "2d"), "causal": ({}, True)}
 SYMMETRIES = [({"transposed"}, {"layout": "2d"}), (set(), {}), (set(), {"causal": True})]
-GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"causal": True})]
+GROWTH = [Growth(1, 1)]
 REFUSED = [
     ({"causal": True, "layout": "2d"}, r"attention\(cosformer\).layout = 2d: causal attention .*; set layout: 1d")
 ]

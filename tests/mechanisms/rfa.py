@@ -17,7 +17,7 @@ CASES = [
 ]
 EFFECTS = {"num_samples": ({}, 10), "causal": ({}, True)}
 SYMMETRIES = [(ALL, {}), (set(), {"causal": True})]
-GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"causal": True})]
+GROWTH = [Growth(1, 1)]
 SYMBOLS = {"s": 64}
 LEARNED = {"log_sigma"}
 

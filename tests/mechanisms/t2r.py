@@ -16,7 +16,7 @@ CASES = [
 ]
 EFFECTS = {"num_features": ({}, 6), "causal": ({}, True)}
 SYMMETRIES = [(ALL, {}), (set(), {"causal": True})]
-GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"causal": True})]
+GROWTH = [Growth(1, 1)]
 SYMBOLS = {"m": 32}
 LEARNED = {"feature_bias", "feature_weight"}
 

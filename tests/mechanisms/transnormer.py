@@ -49,7 +49,7 @@ SYMMETRIES = [
 GROWTH = [
     Growth(1, 1),  # a Norm layer
     Growth(1, 1, lambda side: {"layer": 0, "depth": 2}),  # a Diag layer
-    *(Growth(1, 1, lambda side, depth=depth: {**CAUSAL, "depth": depth}) for depth in (1, 2)),
+    Growth(1, 1, lambda side: {**CAUSAL, "depth": 2}),
 ]
 EVERYTHING = [{"window_size": 6, "depth": 2}, {**CAUSAL, "window_size": 24, "depth": 2}]
 REFUSED = [({**CAUSAL, "layout": "2d", "depth": 2}, r"attention\(transnormer\).layout = 2d: .*; set layout: 1d")]

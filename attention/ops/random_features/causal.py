@@ -31,12 +31,7 @@ def causal_sums(phi_q: Tensor, phi_k: Tensor, v: Tensor, past: Past | None = Non
     """
     N, size = v.shape[2], chunk_size(v.shape[2])
     phi_q, phi_k, values = (chunks(pad(x, size), size) for x in (phi_q, phi_k, v))
-    sums = phi_k.mT @ values  # of each chunk, (B, h, g, f, d)
-    past = past or Past()
-    first = past.kept.get("sums", torch.zeros_like(sums[:, :, :1]))
-    before = torch.cat([first, sums], 2).cumsum(2)
-    past.kept["sums"] = before[:, :, -1:]
-    y = (phi_q @ phi_k.mT).tril() @ values + phi_q @ before[:, :, :-1]
+    y = (phi_q @ phi_k.mT).tril() @ values + phi_q @ states_before(phi_k.mT @ values, None, past, "sums")
     return y.flatten(2, 3)[:, :, :N]
 
 
@@ -121,12 +116,23 @@ def over_prefix(
     ends = ends[:, :, ::size]
     sums = (chunks(log_k, size) - ends[:, :, 1:, None]).exp().mT @ chunks(tokens, size)
     decay = (ends[:, :, :-1] - ends[:, :, 1:]).exp()[..., None]
+    on_query = (ends[:, :, :-1, None] - chunks(mass, size)).exp()
+    y = y + by_state(chunks(x, size), on_query, states_before(sums, decay, past, name)).flatten(2, 3)
+    return y[:, :, :N]
+
+
+def states_before(sums: Tensor, decay: Tensor | None, past: Past | None, name: str) -> Tensor:
+    """The sums of the past and of all chunks before each, (B, h, g, f, d), and into `past` those of all.
+
+    One by one: `cumsum` is not deterministic on a GPU, and has no decay.
+
+    Args:
+        sums: of each chunk, (B, h, g, f, d). decay: by which a chunk multiplies what is before it, (B, h, g, f, 1).
+    """
     past, states = past or Past(), []
     state = past.kept.get(name, torch.zeros_like(sums[:, :, 0]))
-    for own_decay, own_sum in zip(decay.unbind(2), sums.unbind(2), strict=True):
+    for chunk, own in enumerate(sums.unbind(2)):
         states.append(state)
-        state = own_decay * state + own_sum
+        state = own + (state if decay is None else decay[:, :, chunk] * state)
     past.kept[name] = state
-    on_query = (ends[:, :, :-1, None] - chunks(mass, size)).exp()
-    y = y + by_state(chunks(x, size), on_query, torch.stack(states, 2)).flatten(2, 3)
-    return y[:, :, :N]
+    return torch.stack(states, 2)
