@@ -4,6 +4,8 @@ decoder = create_decoder(attn, grid)
 y = torch.cat([decoder(x_n) for x_n in x.split(1, dim=1)], dim=1)  # attn(x, grid)
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -66,6 +68,8 @@ class EvaDecoder(Decoder):
     entries, where softmax keeps every token.
     """
 
+    attn: Any  # Eva or Local
+
     def __init__(self, attn: Attention, grid: Grid):
         super().__init__(attn, grid)
         self.windows = windows_on(attn.config, grid)
@@ -73,7 +77,7 @@ class EvaDecoder(Decoder):
         self.summaries: list[tuple[Tensor, ...]] = []
         self.groups: list[list[int]] = []
         if getattr(attn.config, "num_landmarks", 0):
-            table = attn.groups(attn.config, grid, torch.device("cpu"))
+            table = self.attn.groups(attn.config, grid, torch.device("cpu"))
             self.groups = [index[valid].tolist() for index, valid in zip(table.index[0], table.valid[0], strict=True)]
             self.padded_size = table.index.shape[-1] if table.padded_means else None
 

@@ -67,5 +67,6 @@ class Softmax(Attention):
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
         if past is not None:
-            return softmax(q, *past.append(k, v))
+            k, v = past.append(k, v)
+            return softmax(q, k, v)
         return softmax(q, k, v, self.attn_drop, causal=self.config.causal, key_mask=key_mask)
