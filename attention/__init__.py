@@ -20,6 +20,7 @@ from attention.mechanisms.cosformer import Cosformer
 from attention.mechanisms.dpfp import Dpfp
 from attention.mechanisms.efficient import Efficient
 from attention.mechanisms.eva import Eva
+from attention.mechanisms.eva_clustered import EvaClustered
 from attention.mechanisms.eva_lsh import EvaLsh
 from attention.mechanisms.focused_linear import FocusedLinear
 from attention.mechanisms.hilo import Hilo
@@ -75,6 +76,7 @@ ATTENTION: dict[str, type[Attention]] = {
     "scatterbrain": Scatterbrain,
     "scatterbrain_lsh": ScatterbrainLsh,
     "eva_lsh": EvaLsh,
+    "eva_clustered": EvaClustered,
     "linear": Linear,
     "xca": Xca,
     "cosformer": Cosformer,

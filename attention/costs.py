@@ -1,6 +1,7 @@
 """What parts that mechanisms share cost: terms of their `Attention.cost`."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -8,7 +9,6 @@ import torch
 from attention.base import Attention, Cost, LayerContext
 from attention.parts.chunks import chunk_size, num_chunked
 from attention.parts.geometry import Windows
-from attention.parts.groups import Groups
 from attention.parts.position import BiasKind, PositionBias
 from attention.window_options import windows_on
 
@@ -81,9 +81,12 @@ def landmark_cost(context: LayerContext, width: int, count: int, num_groups: int
     return Cost(count * (width**2 + width + 2 * width * norm), count * num_groups * context.dim * width)
 
 
-def group_cost(context: LayerContext, config: Any, groups: Groups, queries: int) -> Cost:
-    """Landmarks, logits and values of `groups` for this many queries, by the options of `eva`."""
-    (G, c, t), C, s, kind = groups.index.shape, context.dim, config.num_samples, config.landmark_transform
+def group_cost(context: LayerContext, config: Any, groups: Sequence[int], queries: int) -> Cost:
+    """Landmarks, logits and values of groups for this many queries, by the options of `eva`.
+
+    groups: G sets of c groups of t tokens, whose features are products of matrices; t = 0 where they are not.
+    """
+    (G, c, t), C, s, kind = groups, context.dim, config.num_samples, config.landmark_transform
     transforms = 0 if kind == "identity" else 1 + (config.mu in ("qk", "q"))
     landmarks = landmark_cost(context, context.head_dim, transforms, G * c, norm=kind == "ln_linear")
     trained = c * C if config.mu == "trainable" else 0

@@ -39,7 +39,7 @@ _PVT_SIZES = {
 }
 
 _ENCODER = {"embed_dim": 192, "depth": 8}
-"""In which papers time mechanisms by the length of the sequence: EVA appendix E.4 with two heads, LARA H.5 with three."""
+"""Where papers time mechanisms by the length of the sequence: EVA appendix E.4 with two heads, LARA H.5 with three."""
 
 MODELS: dict[str, tuple[type[Backbone], dict[str, Any]]] = {
     "deit": (Deit, {}),

@@ -31,9 +31,7 @@ def clustered(q: Tensor, k: Tensor, v: Tensor, cluster: Tensor, *, num_clusters:
     """
     members, s = cluster[..., None], q.shape[-1] ** -0.5
     wide = members.expand_as(q)
-    sums = q.new_zeros(*q.shape[:2], num_clusters, q.shape[-1]).scatter_add(2, wide, q)
-    count = q.new_zeros(*q.shape[:2], num_clusters, 1).scatter_add(2, members, torch.ones_like(q[..., :1]))
-    attn = (s * (sums / count.clamp(min=1)) @ k.mT).softmax(-1)  # (B, h, J, N)
+    attn = (s * cluster_mean(q, cluster, num_clusters) @ k.mT).softmax(-1)  # (B, h, J, N)
     if not num_top_keys:
         return (attn @ v).gather(2, wide)
     mass, top = attn.topk(min(num_top_keys, k.shape[2]), -1)
@@ -55,6 +53,18 @@ def clustered_reference(q, k, v, cluster, *, num_clusters, num_top_keys=0):
         own = (s * k[b, h, top] @ q[b, h, n]).softmax(-1)
         y[b, h, n] = attn[top].sum() * (own @ v[b, h, top]) + rest @ v[b, h]
     return y
+
+
+def cluster_sum(x: Tensor, cluster: Tensor, num_clusters: int) -> Tensor:
+    """Sums of tokens (B, h, N, d) over the members of each cluster, by the `cluster` of every token: (B, h, J, d)."""
+    members = cluster[..., None].expand(*cluster.shape, x.shape[-1])
+    return x.new_zeros(*x.shape[:2], num_clusters, x.shape[-1]).scatter_add(2, members, x)
+
+
+def cluster_mean(x: Tensor, cluster: Tensor, num_clusters: int) -> Tensor:
+    """Means of the same; zero for a cluster without members."""
+    count = cluster_sum(torch.ones_like(x[..., :1]), cluster, num_clusters)
+    return cluster_sum(x, cluster, num_clusters) / count.clamp(min=1)
 
 
 @torch.no_grad()

@@ -120,7 +120,7 @@ class EvaLsh(Attention):
         N, C, h = context.num_tokens, context.dim, context.num_heads
         windows, groups = cls.clusters_and_groups(config, context.grid, torch.device("meta"))
         clusters = Cost(0, 2 * N * (C + 2 * h) + window_macs(windows, C))  # the first for the hash
-        return total(clusters, group_cost(context, config, groups, num_padded(windows)))
+        return total(clusters, group_cost(context, config, groups.index.shape, num_padded(windows)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config, k_grid = self.config, split_prefix(k, q.shape[2])[1]

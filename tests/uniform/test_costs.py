@@ -220,6 +220,7 @@ ROWS = [  # configuration, overrides, parameters in M, MACs in G: literal, most 
     ("deit_tiny_p8/scatterbrain", ("attention.leave_one_out=merge", "attention.position_bias=table"), 5.725, 5.072),
     ("deit_tiny_p8/scatterbrain_lsh", (), 5.719, 5.512),
     ("deit_tiny_p8/eva_lsh", (), 5.822, 4.567),  # as eva without a position bias, and the hash
+    ("deit_tiny_p8/eva_clustered", (), 5.828, 4.673),  # as eva; the hash, in place of the products of features
     ("deit_tiny_p8/softmax", ("attention=sra",), 12.804, 4.064),
     ("deit_tiny_p8/linear", (), 5.719, 4.422),
     ("deit_tiny_p8/xca", (), 5.719, 4.422),

@@ -1,5 +1,6 @@
 """Landmarks of groups and the proposals of their samples."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal
 
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from attention.options import option
-from attention.parts.groups import Groups, group_max, group_mean
+from attention.parts.groups import group_max, group_mean
 from attention.parts.linear import LandmarkTransform
 from attention.parts.sampling import scale_noise
 
@@ -40,14 +41,15 @@ class Landmarks(nn.Module):
 
     Args:
         config: options of `eva`, or another mechanism's `OPTIONS` and noise. num_heads, head_dim: h, d.
+        pool: tokens and groups -> (B, h, G, c, d), where the option `pool` does not say it.
     """
 
     eval_noise: Tensor
 
-    def __init__(self, config: Any, num_heads: int, head_dim: int):
+    def __init__(self, config: Any, num_heads: int, head_dim: int, pool: Callable[[Tensor, Any], Tensor] | None = None):
         super().__init__()
         self.config = config
-        self.pool = {"mean": group_mean, "max": group_max}[config.pool]
+        self.pool = pool or {"mean": group_mean, "max": group_max}[config.pool]
         kind = config.landmark_transform
         transform = (
             nn.Identity if kind == "identity" else partial(LandmarkTransform, head_dim, norm=kind == "ln_linear")
@@ -61,17 +63,18 @@ class Landmarks(nn.Module):
         if config.num_samples > 1:  # with one sample, evaluation uses the proposal's mean
             self.register_buffer("eval_noise", torch.randn(num_heads, config.num_samples, head_dim))
 
-    def forward(self, q: Tensor, k: Tensor, groups: Groups, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, groups: Any, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
         """k_tilde (B, h, G, c, d), means mu (B, h, G, c, d) and samples omega (B, h, G, c, s, d) of the proposals.
 
         Args:
-            q, k: tokens of the grid, (B, h, N, d). first: which of the layer's groups the first of `groups` is.
+            q, k: tokens of the grid, (B, h, N, d). groups: `Groups`, or what the argument `pool` takes.
+            first: which of the layer's groups the first of `groups` is.
         """
         k_tilde = self.k(self.pool(k, groups))
         mu = self.mean(q, k_tilde, groups, first)
         return k_tilde, mu, self.noise(mu) + mu[..., None, :]
 
-    def mean(self, q: Tensor, k_tilde: Tensor, groups: Groups, first: int) -> Tensor:
+    def mean(self, q: Tensor, k_tilde: Tensor, groups: Any, first: int) -> Tensor:
         """mu (B, h, G, c, d)."""
         kind, scale = self.config.mu, k_tilde.shape[-1] ** -0.25
         if kind == "zero":

@@ -1,0 +1,137 @@
+"""EVA by clustering (Zheng et al. 2023, arXiv:2302.04542): a window exactly, c clusters of keys by control variates.
+
+As `eva` with one sample, but groups follow the keys and not the grid (section 7): keys are clustered as the queries of
+clustered attention are (Vyas et al. 2020), by Lloyd's algorithm on the bits of a hash. A group's landmark and proposal
+are of the means of its keys and of the queries at the same tokens. A cluster without members is not attended to.
+Cost: 2 N (|E| + c) C + bits N C multiply-accumulates, the last for the hash. The clustering counts bits.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from attention.base import Attention, Cost, LayerContext
+from attention.costs import group_cost, num_padded, total, window_cost
+from attention.mechanisms.clustered import cluster_mean, cluster_sum, hamming_clusters, hash_bits
+from attention.ops.group_values.landmarks import Landmarks, Mean, Transform, landmark_option
+from attention.ops.joint_softmax.op import attended_in_window, joint_softmax, summary_logits
+from attention.options import option, released_option
+from attention.parts.features import compute_dtype, full_precision, scale, xi
+from attention.parts.geometry import Grid, Layout, Windows, split_prefix
+from attention.parts.position import BiasKind
+from attention.parts.sampling import Noise, noise_option
+from attention.window_options import position_bias, window_option, windows_on
+
+
+@full_precision
+def eva_clustered(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cluster: Tensor,
+    k_tilde: Tensor,
+    omega: Tensor,
+    bias: Tensor | None = None,
+    *,
+    windows: Windows,
+    log_count: bool = False,
+) -> Tensor:
+    """One softmax over the window and the clusters (eq. 16).
+
+    Args:
+        q: (B, h, N, d). k, v: (B, h, P + N, d). cluster: of every key of the grid, (B, h, N) int64 below c.
+        k_tilde, omega: landmark and sample of each cluster, (B, h, c, d). bias, windows, log_count: see `eva`.
+    Returns:
+        (B, h, N, d), float32 at least.
+    """
+    N, c = q.shape[2], k_tilde.shape[2]
+    keys, values = scale(split_prefix(k, N)[1]), split_prefix(v, N)[1]
+    own = omega.gather(2, cluster[..., None].expand_as(keys))
+    log_xi = (own * keys).sum(-1) - keys.square().sum(-1) / 2  # (B, h, N)
+    least = torch.full_like(omega[..., 0], -torch.inf)
+    largest = least.scatter_reduce(2, cluster, log_xi.detach(), "amax")
+    features = (log_xi - largest.gather(2, cluster)).exp()[..., None]
+    count, mass = (cluster_sum(x, cluster, c) for x in (torch.ones_like(features), features))
+    empty = count == 0
+    beta = cluster_sum(features * values, cluster, c) / mass.masked_fill(empty, 1)
+    prior = count.log() if log_count else torch.zeros_like(count).masked_fill(empty, -torch.inf)
+    logits = summary_logits(windows.partition(q), k_tilde[:, :, None]) + prior.mT[:, :, None]
+    return joint_softmax(q, k, v, bias, values=beta[:, :, None], logits=logits, windows=windows)
+
+
+def eva_clustered_reference(q, k, v, cluster, k_tilde, omega, bias=None, *, windows, log_count=False):
+    """`eva_clustered`, cluster by cluster and query by query."""
+    N, d, y = *q.shape[2:], torch.zeros_like(q)
+    logits, values = [], []
+    for c in range(k_tilde.shape[2]):
+        members = cluster == c
+        features = xi(scale(k[:, :, -N:]), omega[:, :, c, None]) * members
+        mass = torch.where(members.any(-1), features.sum(-1), 1)
+        values.append((features[:, :, None] @ v[:, :, -N:])[:, :, 0] / mass[..., None])
+        weight = members.sum(-1, keepdim=True) if log_count else members.any(-1, keepdim=True)
+        logits.append((q * k_tilde[:, :, c, None]).sum(-1) * d**-0.5 + weight.to(q.dtype).log())
+    logits, values = torch.stack(logits, -1), torch.stack(values, 2)  # (B, h, N, c), (B, h, c, d)
+    for n in range(N):
+        on_window, in_window = attended_in_window(n, q, k, v, bias, windows=windows)
+        weights = torch.cat([on_window, logits[:, :, n]], -1).softmax(-1)
+        y[:, :, n] = (weights[:, :, None] @ torch.cat([in_window, values], 2))[:, :, 0]
+    return y
+
+
+def one_set_of_means(x: Tensor, cluster: Tensor, num_clusters: int) -> Tensor:
+    """`cluster_mean` as `Landmarks` takes it, the same for all queries: (B, h, 1, c, d)."""
+    return cluster_mean(x, cluster, num_clusters)[:, :, None]
+
+
+class EvaClustered(Attention):
+    """Exact window plus control variates for clusters of keys. Paper: EVA section 7."""
+
+    prefix_tokens = "exact"
+    key_mask_refusal = "its clusters are those of all keys"
+    eval_planes: Tensor
+
+    @dataclass(frozen=True, kw_only=True)
+    class Config:
+        num_samples: ClassVar[int] = 1  # of a group, for `Landmarks`
+        window_size: int = option(7, "side of the window E in tokens; 0: no window", low=0)
+        num_landmarks: int = option(49, "number of clusters C", low=1)
+        released: bool = released_option()
+        layout: Layout | None = window_option("layout")
+        overlap: int = window_option("overlap")
+        position_bias: BiasKind | None = window_option("position_bias")
+        num_bits: int = option(63, "hash bits of a key", low=1, high=63)
+        num_iterations: int = option(10, "iterations of Lloyd's algorithm", low=0, high=1000)
+        landmark_transform: Transform = landmark_option("landmark_transform")
+        mu: Mean = landmark_option("mu")
+        mu_scale: float | None = landmark_option("mu_scale")
+        log_count: bool = option(False, "add log |P_c| to a cluster's logit")
+        noise: Noise | None = noise_option()
+
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        (H, W), c = context.grid, config.num_landmarks
+        if c > H * W:
+            self.refuse("num_landmarks", c, f"more than the tokens of the {H}x{W} grid; at most {H * W}")
+        self.position_bias = position_bias(self, context)
+        self.landmarks = Landmarks(config, self.num_heads, self.head_dim, partial(one_set_of_means, num_clusters=c))
+        self.register_buffer("eval_planes", torch.randn(self.num_heads, config.num_bits, self.head_dim + 1))
+
+    @classmethod
+    def cost(cls, context: LayerContext, config: Config) -> Cost:
+        hash_macs = context.num_tokens * config.num_bits * context.dim
+        queries = num_padded(windows_on(config, context.grid))
+        groups = group_cost(context, config, (1, config.num_landmarks, 0), queries)
+        return total(window_cost(context, config), groups, Cost(0, hash_macs))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
+        config, planes, k_grid = self.config, self.eval_planes, split_prefix(k, q.shape[2])[1]
+        if self.training:
+            planes = torch.randn(planes.shape, dtype=compute_dtype(q), device=q.device)
+        cluster = hamming_clusters(hash_bits(k_grid, planes), config.num_landmarks, config.num_iterations)
+        k_tilde, _, omega = (x[:, :, 0] for x in self.landmarks(q, k_grid, cluster))
+        options: dict[str, Any] = {"windows": windows_on(config, grid), "log_count": config.log_count}
+        y = eva_clustered(q, k, v, cluster, k_tilde, omega[:, :, :, 0], self.position_bias(), **options)
+        return y.to(v.dtype)
