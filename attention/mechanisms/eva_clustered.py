@@ -64,7 +64,7 @@ def eva_clustered(
 
 def eva_clustered_reference(q, k, v, cluster, k_tilde, omega, bias=None, *, windows, log_count=False):
     """`eva_clustered`, cluster by cluster and query by query."""
-    N, d, y = *q.shape[2:], torch.zeros_like(q)
+    (N, d), y = q.shape[2:], torch.zeros_like(q)
     logits, values = [], []
     for c in range(k_tilde.shape[2]):
         members = cluster == c

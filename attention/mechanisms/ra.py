@@ -57,6 +57,7 @@ def ra(
     """
     q, k = scale(q), scale(k)
     if features == "cosine":
+        assert uniform is not None
         return cosine_weights(q, k, noise, uniform, key_mask) @ v
     if proposal == "mean_key":
         key = masked_mean(k, key_mask)[:, :, None, None]
