@@ -19,7 +19,7 @@ from attention.mechanisms.clustered import cluster_mean, cluster_sum, hamming_cl
 from attention.ops.group_values.landmarks import Landmarks, Mean, Transform, landmark_option
 from attention.ops.joint_softmax.op import attended_in_window, joint_softmax, summary_logits
 from attention.options import option, released_option
-from attention.parts.features import compute_dtype, full_precision, scale, xi
+from attention.parts.features import compute_dtype, full_precision, scale, upcast, xi
 from attention.parts.geometry import Grid, Layout, Windows, split_prefix
 from attention.parts.position import BiasKind
 from attention.parts.sampling import Noise, noise_option
@@ -82,8 +82,8 @@ def eva_clustered_reference(q, k, v, cluster, k_tilde, omega, bias=None, *, wind
 
 
 def one_set_of_means(x: Tensor, cluster: Tensor, num_clusters: int) -> Tensor:
-    """`cluster_mean` as `Landmarks` takes it, the same for all queries: (B, h, 1, c, d)."""
-    return cluster_mean(x, cluster, num_clusters)[:, :, None]
+    """`cluster_mean` as `Landmarks` takes it, the same for all queries: (B, h, 1, c, d), of the type of x."""
+    return cluster_mean(upcast(x), cluster, num_clusters)[:, :, None].to(x.dtype)
 
 
 class EvaClustered(Attention):

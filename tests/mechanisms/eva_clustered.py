@@ -7,7 +7,7 @@ import torch
 
 from attention.mechanisms.clustered import cluster_mean
 from attention.mechanisms.eva import eva
-from attention.mechanisms.eva_clustered import eva_clustered
+from attention.mechanisms.eva_clustered import eva_clustered, one_set_of_means
 from attention.mechanisms.softmax import softmax
 from attention.parts.geometry import Windows
 from attention.parts.groups import bins, group_mean
@@ -89,6 +89,14 @@ def test_far_keys_of_a_cluster_neither_overflow_nor_vanish():
     assert y.isfinite().all()
     assert (y.amax(2) <= v.amax(2)).all()
     assert y.abs().max() > 0
+
+
+def test_means_of_large_clusters_are_exact_in_half_types():
+    x = draw(1, 1, 2000, d).bfloat16()
+    means = one_set_of_means(x, torch.arange(2000).remainder(2)[None, None], 2)
+    assert means.dtype == torch.bfloat16
+    expected = x.float().unflatten(2, (1000, 2)).mean(2)[:, :, None]
+    torch.testing.assert_close(means.float(), expected, rtol=2**-8, atol=0)
 
 
 def test_training_clusters_anew_and_evaluation_does_not():
