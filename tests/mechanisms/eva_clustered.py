@@ -19,7 +19,7 @@ from tests.support.inputs import CPU, B, d, draw, every_grid, h, layer, shuffled
 case = partial(Case, "eva_clustered", (3, 5), stochastic=True, well_conditioned=False)
 SMALL = {"window_size": 2, "num_landmarks": 4, "num_iterations": 2}
 
-CASES = [case({**SMALL, **PREFIX, "overlap": 1})]
+CASES = [case({**SMALL, "overlap": 1}), case({**SMALL, **PREFIX, "log_count": True, "position_bias": "none"})]
 EFFECTS = {
     "window_size": (SMALL, 3),
     "num_landmarks": (SMALL, 3),
