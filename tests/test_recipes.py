@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +23,21 @@ from engine.schema import Run
 from models import create_model
 
 CONFIGS = Path(__file__).parent.parent / "configs"
-BASES = [CONFIGS / "deit.yaml", CONFIGS / "pvtv2.yaml"]
+BASES = [CONFIGS / "deit.yaml", CONFIGS / "pvtv2.yaml", CONFIGS / "lra.yaml"]
 ABLATIONS = sorted(CONFIGS.glob("ablation/*.yaml"))
 RUNS = sorted(set(CONFIGS.rglob("*.yaml")) - {*BASES, *ABLATIONS})
 FINETUNE = sorted(CONFIGS.glob("finetune/*.yaml"))
 DISTILL = sorted(CONFIGS.glob("distill/*.yaml"))
-IDX = {path for path in RUNS if path.parent.name in ("fashion_mnist", "pathfinder")}
-SMALL = IDX | {path for path in RUNS if "quickstart" in path.stem}
-IMAGENET = sorted(set(RUNS) - {*FINETUNE, *DISTILL, *SMALL})
+DATA = {
+    "configs": ("digits", 10),
+    "fashion_mnist": ("idx", 10),
+    "lra_image": ("torch/cifar10", 10),
+    "lra_pathfinder": ("idx", 2),
+    "pathfinder": ("idx", 2),
+    "tiny_imagenet": ("folder", 200),
+}
+"""Folder of configurations that are named for their data -> its format and number of classes."""
+IMAGENET = sorted(path for path in set(RUNS) - {*FINETUNE, *DISTILL} if path.parent.name not in DATA)
 ROWS = read_papers()
 
 load = functools.cache(load_run)
@@ -68,13 +76,20 @@ def test_a_configuration_is_read_and_its_model_built(path):
         assert f"{path.stem}_".startswith(f"{run.model['name']}_{mechanism}_")
         assert run.init.weights if path in FINETUNE else run.distill.teacher
     else:
-        assert run.data.dataset == ("idx" if path in IDX else "digits")
-        assert run.model["num_classes"] == (2 if path.parent.name == "pathfinder" else 10)
+        assert (run.data.dataset, run.model["num_classes"]) == DATA[path.parent.name]
     if path in IMAGENET:
         names = [stage["name"] for stage in stages(run)]
         (mechanism,) = set(names[:3])
         assert f"{path.stem}_".startswith(f"{mechanism}_")
         assert names[3:] in ([], ["focused_linear" if mechanism == "focused_linear" else "softmax"])  # FLatten's LLLL
+
+
+@pytest.mark.parametrize("path", [path for path in RUNS if path.parent.name in DATA], ids=name)
+def test_the_overrides_a_configuration_opens_with_are_valid(path):
+    commands = re.findall(r"train\.py configs/\S+ (.*?)--output", re.sub(r"\\\n#", "", header(path)))
+    assert commands
+    for overrides in commands:
+        load(path, tuple(shlex.split(overrides)))
 
 
 def test_figures_quoted_are_those_of_the_papers_tables():
@@ -144,6 +159,37 @@ def test_the_recipe_is_that_of_the_papers(path):
     assert optim.clip_grad == (1.0 if pvt and path.stem == "lara" else 5.0)
 
 
+@pytest.mark.parametrize(("task", "steps"), [("image", 35_000), ("pathfinder", 62_400)])
+def test_long_range_arena_has_the_model_and_the_steps_of_the_papers(task, steps):
+    path = CONFIGS / f"lra_{task}/softmax.yaml"
+    run = load(path)
+    model, optim, schedule, augment = run.model, run.optim, run.schedule, run.augment
+    assert (model["img_size"] // model["patch_size"]) ** 2 == 1024
+    assert (model["depth"], model["embed_dim"], model["num_heads"], model["mlp_ratio"]) == (2, 64, 2, 2.0)
+    assert (optim.opt, optim.lr, optim.lr_base_size, run.train.total_batch_size) == ("adamw", 1e-4, 256, 256)
+    assert (optim.weight_decay, optim.clip_grad, schedule.sched, schedule.min_lr) == (0, None, "linear", 0)
+    assert not any((augment.mixup, augment.cutmix, augment.reprob, augment.color_jitter, augment.smoothing))
+    drawn = re.search(r"--images (\d+) ", header(path))
+    num_images = int(drawn[1]) if drawn else run.data.subset * model["num_classes"]
+    assert num_images // 256 * schedule.epochs == steps
+
+
+def mechanisms(ablation: str) -> list[dict[str, Any]]:
+    """The attention of every run of an ablation file."""
+    return [run["attention"] for run in yaml.safe_load((CONFIGS / f"ablation/{ablation}.yaml").read_text())["runs"]]
+
+
+def test_long_range_arena_compares_the_same_mechanisms_on_both_tasks():
+    assert mechanisms("lra_image") == mechanisms("lra_pathfinder")
+
+
+def test_tiny_imagenet_has_the_model_and_the_mechanisms_of_the_survey():
+    assert len({options["name"] for options in mechanisms("tiny_imagenet")}) == 13
+    model = load(CONFIGS / "tiny_imagenet/softmax.yaml").model
+    sizes = {"depth": 8, "embed_dim": 512, "num_heads": 8, "mlp_ratio": 4.0, "img_size": 64, "patch_size": 4}
+    assert model.items() >= (sizes | {"class_token": True, "global_pool": None}).items()
+
+
 DEIT_FINETUNING = ("adamw", 5e-6, 1e-8, "constant", 30, 5, 512)
 FINETUNING = {
     "deit_tiny_p16_softmax_384": (DEIT_FINETUNING, ["loaded", "adapted"]),
@@ -188,8 +234,7 @@ def test_an_ablation_is_read_and_all_its_runs_checked(path, tmp_path):
     assert ablation.caption
     least = 5 if path.stem.startswith("pathfinder") else 8
     assert len(settings) == len(ablation.bases) if ablation.bases else len(settings) >= least
-    of_ours = ("quickstart", "mechanisms", "fashion_mnist", "local_term", "pathfinder", "pathfinder_small")
-    is_papers = path.stem not in of_ours
+    is_papers = path.stem.startswith(("eva_", "lara_", "lra_"))
     assert all(setting.paper is not None and setting.paper.top1 for setting in settings) == is_papers
     if ablation.bases:  # the whole of the paper's table, as far as it is of models that are here
         assert len(settings) == len({row.config for row in ROWS if row.source == ablation.paper})
