@@ -125,7 +125,7 @@ def resample_position_tables(state_dict: StateDict, model: nn.Module, source: nn
     tables = {}
     for name, here in model.named_modules():
         table = state_dict.get(key := f"{name}.table")
-        if table is None or not isinstance(here, HasPositionTable) or len(table) != len(here.table):
+        if table is None or not isinstance(here, HasPositionTable) or table.shape[:-1] != here.table.shape[:-1]:
             continue
         grid = here.grid if table.shape == here.table.shape else _likely_grid(table.shape[1], here.grid)
         if source is not None:

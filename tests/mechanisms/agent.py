@@ -20,9 +20,7 @@ FEW = {"num_landmarks": 6}
 
 CASES = [
     case(FEW),
-    case({**FEW, "local": False}),
-    case({"num_landmarks": 4, "released": True}),  # of 3 x 4 tokens, which overlap
-    case({**FEW, **PREFIX}),
+    case({"num_landmarks": 4, "released": True, "local": False, **PREFIX}),  # of 3 x 4 tokens, which overlap
 ]
 EFFECTS = {
     "num_landmarks": (FEW, 4),

@@ -26,8 +26,6 @@ GLOBAL = {"local": False}
 CASES = [
     case((5, 7), THREE),
     case((6, 8), {"num_regions": 2, "topk": 1, **GLOBAL}),
-    case((5, 7), {"num_regions": 7, "topk": 49, **GLOBAL}),  # of one token, all 35
-    case((5, 7), {**THREE, "released": True}),
     case((5, 7), {**THREE, **PREFIX}),
 ]
 EFFECTS = {

@@ -22,8 +22,6 @@ HALF = {"window_size": 2, "alpha": 0.5}
 CASES = [
     case((5, 7), HALF),
     case((6, 8), {"window_size": 2}),  # two of three heads are low
-    case((5, 7), {"window_size": 3, "alpha": 0.0}),
-    case((5, 7), {"window_size": 2, "alpha": 1.0}),
     case((5, 7), {**HALF, **PREFIX}),
 ]
 EFFECTS = {"window_size": (HALF, 3), "alpha": (HALF, 0.9), "attn_drop": (HALF, 0.5)}
