@@ -86,8 +86,7 @@ def performer_reference(q, k, v, omega, *, features="positive", causal=False):
             phi_q = torch.exp(on_q - half_q - on_q.amax(-1, keepdim=True).detach()) / s**0.5 + 1e-4
             phi_k = torch.exp(on_k - half_k - on_k.amax((-2, -1), keepdim=True).detach()) / s**0.5 + 1e-4
         kernel = phi_q @ phi_k.mT
-    kernel = kernel.tril() if causal else kernel
-    return weighted_values_reference(kernel, v, "clamp" if released else "floor", least)
+    return weighted_values_reference(kernel.tril() if causal else kernel, v, "clamp" if released else "floor", least)
 
 
 class Performer(Attention):
@@ -167,11 +166,10 @@ class Performer(Attention):
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, s = context.num_tokens, context.dim, config.num_samples
-        samples = s * C if config.feature_redraw == "learnable" else 0
         num_features = 2 * s if config.features in ("hyperbolic", "trigonometric") else s  # projected on once
         mixing_macs = mix_features_macs if config.features in LOG_FEATURE_MAPS else linear_attention_macs
-        own = Cost(samples, 2 * N * s * C + mixing_macs(context, num_features, config.causal))
-        return total(own, local_cost(cls, context, config))
+        macs = 2 * N * s * C + mixing_macs(context, num_features, config.causal)
+        return total(Cost(s * C * (config.feature_redraw == "learnable"), macs), local_cost(cls, context, config))
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None

@@ -44,6 +44,7 @@ REFUSED = [
     ({"num_samples": 2}, r"attention\(eva_clustered\).num_samples: unknown option"),
 ]
 SYMBOLS = {"|E|": 49, "c": 49, "bits": 63}
+LEARNED = {"landmarks", "position_bias"}
 
 
 @every_grid

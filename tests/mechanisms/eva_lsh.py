@@ -48,6 +48,7 @@ EVERYTHING = [
     {"cluster_size": 24, "num_landmarks": 24, "partition": "mask", "num_samples": 2},
 ]
 SYMBOLS = {"|E|": 49, "c": 49}
+LEARNED = {"landmarks"}
 
 
 def hashed(q, k, size, count, partition=lambda groups, windows: groups):
