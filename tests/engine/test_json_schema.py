@@ -38,8 +38,8 @@ def test_every_model_is_known(name):
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_every_mechanism_is_known_with_all_its_options_and_no_other(name):
-    options = {"name": name, **ATTENTION[name].Config().__dict__}
-    assert VALIDATOR.is_valid({"attention": json.loads(json.dumps(options))})
+    options = json.loads(json.dumps({"name": name, **ATTENTION[name].Config().__dict__}))
+    assert VALIDATOR.is_valid({"attention": options})
     assert VALIDATOR.is_valid({"attention": [name, name, options, "softmax"]})
     assert not VALIDATOR.is_valid({"attention": {**options, "windw_size": 7}})
 

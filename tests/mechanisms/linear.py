@@ -20,7 +20,7 @@ CASES = [case(), case({"local": True}), case(PREFIX), case({"causal": True})]
 EFFECTS = {"local": ({}, True), "causal": ({}, True)}
 SYMMETRIES = [(ALL, {}), (set(), {"local": True}), (set(), {"causal": True})]
 GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"causal": True})]
-REFUSED = [({"eps": 1e-6}, r"attention\(linear\).eps: unknown option; known: local, causal")]
+REFUSED = [({"eps": 1e-6}, r"attention\(linear\).eps: unknown option; known: causal, local")]
 SYMBOLS = {}
 UNSIZED = True
 
