@@ -78,7 +78,8 @@ class Backbone(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters without weight decay, beside biases and vectors: embeddings and bias tables."""
-        suffixes = "pos_embed", "cls_token", "dist_token", "reg_token", "position_bias.table", "key_positions.table"
+        tokens = "cls_token", "dist_token", "reg_token", "mask_token"
+        suffixes = "pos_embed", *tokens, "position_bias.table", "key_positions.table"
         return {name for name, _ in self.named_parameters() if name.endswith(suffixes)}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
