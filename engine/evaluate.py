@@ -122,8 +122,9 @@ def evaluate(
             images, targets = images.to(world.device, non_blocking=True), targets.to(world.device, non_blocking=True)
             with autocast(amp, world.device):
                 found = measure.sums(model, images, targets, rows)
-            for place, value in enumerate([*found, len(targets)]):
+            for place, value in enumerate(found):
                 sums[place] += value
+            sums[-1] += len(targets)
             bar.update(len(targets) * world.size)
     except BrokenImage as error:  # of this rank's share
         problem = str(error)

@@ -10,6 +10,7 @@ same.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -75,7 +76,7 @@ def parse_model(name: str, options: Mapping[str, Any]) -> Any:
     """
     family = family_of(name)
     for option in options:
-        having = {f.__name__ for f, _ in MODELS.values() if option in f.Config.__dataclass_fields__}
+        having = {f.__name__ for f, _ in MODELS.values() if option in {field.name for field in fields(f.Config)}}
         if having and family.__name__ not in having:
             problem = f"an option of {', '.join(having)}, which {name} is not; leave it out, or choose another model"
             raise OptionError(f"model.{option}", problem)
