@@ -36,7 +36,7 @@ from engine.finite import FiniteGuard, dump_step
 from engine.freeze import set_train_mode
 from engine.init import create_initial_model
 from engine.optim import check_optimizer, create_optimizer, create_schedule, keep_weights_finite
-from engine.report import Report
+from engine.report import Report, describe
 from engine.schema import Run
 from engine.signals import STOPPED, SignalHandler, end_at_interrupt
 from engine.trackers import check_trackers
@@ -115,7 +115,7 @@ class Trainer:
         if progress.epoch < epochs:
             self.begin()
         elif self.world.is_primary:
-            print(f"{self.output} is finished: {progress.epoch} epochs, top-1 {progress.metrics['top1']:.2f} %")
+            print(f"{self.output} is finished: {progress.epoch} epochs, {describe(progress.metrics)}")
         while progress.epoch < epochs and not stopped:
             self.sampler.set_epoch(progress.epoch, progress.images)
             stopped = self.train_epoch(self.prepare_batches()) or self.finish_epoch()
@@ -192,7 +192,7 @@ class Trainer:
             is_last = micro + 1 == num_micro
             with nullcontext() if self.world.size == 1 or is_last else self.network.no_sync():
                 with autocast(self.options.amp, self.world.device):
-                    loss = self.criterion(images, self.network(images), targets) / num_micro
+                    loss = self.criterion(self.network, images, targets) / num_micro
                 stop = self.signals.stop_requested() or has_lost_workers(self.train_loader)
                 self.scaler.scale(loss).backward()
             loss_sum += loss.detach().double()
@@ -217,18 +217,18 @@ class Trainer:
             self.world.barrier()  # no rank begins an evaluation, which might fail, while the checkpoint is written
             models = {"": self.model} | ({"ema_": self.ema.module} if self.ema else {})
             rows, how = {}, (self.options.amp, self.signals.stop_requested)
-            metrics = evaluate_all(models, self.val_loader, self.world, *how, rows)
+            metrics = evaluate_all(models, self.val_loader, self.world, *how, rows, self.criterion.measure)
             if metrics is None:
                 return True
             progress.metrics = metrics
             progress.rank(epoch, self.options.keep_checkpoints)
-            self.report.eval(epoch, metrics)
+            self.report.eval(epoch, metrics, self.criterion.pictures(rows))
         progress.epoch, progress.images, progress.broken = epoch, 0, 0
         if epoch == self.run.schedule.epochs:
             self.report.final(**progress.metrics, **progress.best(), **self.costs)
         self.save()
         if epoch == self.run.schedule.epochs:
-            self.report.predictions(gather_all(rows, self.val_loader, self.run, self.world))
+            self.report.predictions(gather_all(rows, self.val_loader, self.run, self.world, self.criterion.measure))
         return False
 
     def is_evaluated(self, epoch: int) -> bool:

@@ -32,6 +32,7 @@ from engine.outputs import add_outputs, chosen_outputs, write_outputs
 from engine.records import Records, gather_records
 from engine.schema import Data, Run
 from engine.signals import end_at_interrupt
+from engine.weights import check_predicts_classes
 
 
 @end_at_interrupt()
@@ -63,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         world, results, records = init_distributed(runs[0].train.device), {}, {} if outputs else None
         try:
             for run, (path, checkpoint, kinds) in zip(runs, found, strict=True):
+                check_predicts_classes(run, str(path))
                 options = args.batch_size, args.skip_broken, args.real_labels, records
                 metrics = validate(run, checkpoint, kinds, world, *options)
                 source = {"checkpoint": str(path), "epoch": checkpoint["progress"]["epoch"]}

@@ -20,6 +20,7 @@ from engine.fit import build_models
 from engine.images import BrokenImage
 from engine.schema import Run
 from engine.sources import Source, source_of
+from engine.weights import check_predicts_classes
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def load_trained(args: argparse.Namespace) -> Trained:
     """
     found, checkpoint, kinds = find_weights(args.checkpoint, args.select, args.weights)[-1]  # averaged ones come last
     run = parse_run(checkpoint["config"], str(found), args.overrides)
+    check_predicts_classes(run, str(found))
     device = init_distributed(run.train.device).device
     models, resampled = build_models(run, checkpoint, kinds[-1:])
     if resampled:

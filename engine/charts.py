@@ -60,11 +60,11 @@ class Charts:
         """Shows a configuration in YAML."""
         self.writer.add_text("config", f"```yaml\n{text}```", step)
 
-    def show_images(self, images: torch.Tensor, data: Data, step: int) -> None:
-        """Shows up to 64 training images (B, C, H, W), with the normalisation by `data` undone."""
+    def show_images(self, tag: str, images: torch.Tensor, data: Data, step: int) -> None:
+        """Shows up to 64 images (B, C, H, W), eight in a row, with the normalisation by `data` undone."""
         mean, std = (torch.tensor(per_channel(x, images.shape[1]))[:, None, None] for x in (data.mean, data.std))
         images = images[:64].float().cpu() * std + mean
-        self.writer.add_image("train/images", make_grid(images.clamp(0, 1)), step)
+        self.writer.add_image(tag, make_grid(images.clamp(0, 1)), step)
 
     def show_predictions(self, records: Mapping[str, Records], step: int) -> None:
         """Shows images of an evaluation with predictions, and the confusion matrix, of each kind of weights."""

@@ -214,8 +214,8 @@ def find_checkpoint(
     """The path and content of the best or the newest checkpoint in `directory`; None if there is none.
 
     Args:
-        which: "best": of the epoch with the highest top-1, or the newest if none has been ranked.
-        quiet: do not name on stderr the damaged ones that are passed over. weights: by whose top-1.
+        which: "best": of the epoch that ranks first, see `Progress`, or the newest if none has been ranked.
+        quiet: do not name on stderr the damaged ones that are passed over. weights: by whose ranking.
     Raises:
         UserError: all of them are damaged.
     """

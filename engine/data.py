@@ -34,6 +34,7 @@ from engine.errors import one_line
 from engine.formats import TORCH, HfdsReader, TorchReader, WdsReader
 from engine.idx import ENDINGS, IdxReader
 from engine.images import BrokenImage, decode
+from engine.masks import MaskGenerator, create_masks
 from engine.readers import ArrayReader, FolderReader, LayoutError, SplitReader, TarReader, suffix_of
 from engine.sampler import EpochSampler, SeededDataset
 from engine.schema import Data, Run
@@ -71,12 +72,14 @@ class Images(Dataset):
 
     Attributes:
         transform: of a PIL image; None: none. mode: "RGB", or "L" for grey levels.
+        masks: whose mask of an image takes the place of the class index; None: none.
     """
 
     def __init__(self, reader: SplitReader):
         self.reader = reader
         self.transform: Callable[[Image.Image], Any] | None = None
         self.mode: Literal["RGB", "L"] = "RGB"
+        self.masks: MaskGenerator | None = None
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -84,14 +87,15 @@ class Images(Dataset):
     def filename(self, index: int) -> str:
         return self.reader.filename(index)
 
-    def __getitem__(self, index: int) -> tuple[Any, int] | BrokenImage:
+    def __getitem__(self, index: int) -> tuple[Any, int | Tensor] | BrokenImage:
         try:
             file, label = self.reader[index]
             with file:
                 image = decode(file, self.mode)
         except (BrokenImage, OSError, tarfile.TarError) as error:
             return BrokenImage(f"{self.filename(index)}: {error}")
-        return image if self.transform is None else self.transform(image), int(label)
+        target = int(label) if self.masks is None else self.masks(index)
+        return image if self.transform is None else self.transform(image), target
 
 
 class ImageLoader(RestartingLoader):
@@ -142,7 +146,9 @@ class ImageLoader(RestartingLoader):
                 yield batch
 
 
-def _collate(samples: list[tuple[Any, int] | BrokenImage], stack: Callable) -> tuple[Any, list[int], list[str]]:
+def _collate(
+    samples: list[tuple[Any, int | Tensor] | BrokenImage], stack: Callable
+) -> tuple[Any, list[int], list[str]]:
     """The batch of the intact samples (None: there are none); position, and a line, of each broken one."""
     whole = [sample for sample in samples if not isinstance(sample, BrokenImage)]
     broken = [position for position, sample in enumerate(samples) if isinstance(sample, BrokenImage)]
@@ -214,10 +220,10 @@ def create_loaders(
 ) -> tuple[Loader, Loader, BatchAugment]:
     """Training loader, validation loader and batch-wise augmentation of a run.
 
-    The loaders yield images (b, C, H, W) fp32 and class indices (b,) int64, on CUDA already on the device. Before each
-    epoch call ``train_loader.sampler.set_epoch(epoch)``. The training loader yields micro-batches, `grad_accum_steps`
-    per optimiser step. Their images do not depend on the random state of this process; the batch-wise augmentation
-    depends on it alone.
+    The loaders yield images (b, C, H, W) fp32 and class indices (b,) int64, or for a model with a mask token masks
+    (`engine.masks`), on CUDA already on the device. Before each epoch call ``train_loader.sampler.set_epoch(epoch)``.
+    The training loader yields micro-batches, `grad_accum_steps` per optimiser step. Their images do not depend on the
+    random state of this process; the batch-wise augmentation depends on it alone.
 
     Raises:
         OptionError: missing or wrong folders, an empty split, classes that differ between the splits or from the
@@ -229,7 +235,8 @@ def create_loaders(
     if classes_of(train) != classes_of(val):
         names = difference(classes_of(train), classes_of(val))
         raise OptionError("data.val_split", f"classes differ from training: {names}")
-    _check_num_classes(train, num_classes)
+    if not run.model.get("mask_token"):
+        _check_num_classes(train, num_classes)
     if world.is_primary:
         report_ignored("data.train_split", train)
         report_ignored("data.val_split", val)
@@ -421,6 +428,7 @@ def _create_loader(
     channels = num_channels(run)
     dataset.mode = "L" if channels == 1 else "RGB"
     dataset.transform = create_transform(run, img_size, is_training, as_bytes=world.on_cuda)
+    dataset.masks = create_masks(run, is_training)
     if is_training:
         remedy = f"too many broken images (data.max_broken = {limit} of an epoch, or a whole batch); {VERIFY}"
     else:

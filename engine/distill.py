@@ -1,7 +1,7 @@
 """The loss of a run: cross-entropy, and with a teacher the distillation of DeiT (Touvron et al., 2021, section 4)."""
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, cast
 
@@ -16,9 +16,11 @@ from engine.config import parse_run
 from engine.data import Images, classes_of, difference
 from engine.distributed import World
 from engine.errors import UserError, one_line
+from engine.evaluate import CLASSES
 from engine.schema import Distill, Run
+from engine.simmim import MaskedImages
 from engine.sources import TIMM, load_timm
-from engine.weights import build_model
+from engine.weights import build_model, check_predicts_classes
 from models.deit import Deit
 
 Normalisation = tuple[Sequence[float], Sequence[float]]
@@ -60,28 +62,38 @@ class Teacher(nn.Module):
 
 
 class Criterion:
-    """The loss of a run, a scalar: called with images (B, C, H, W), outputs and targets.
+    """The loss of a run, a scalar: called with the network, images (B, C, H, W) and targets.
 
-    Outputs are logits (B, classes), or a pair of them: of the class token, for the targets, and of the distillation
-    token, for the teacher. Targets are class indices (B,), or after mixup soft ones (B, classes). The teacher is asked
-    about the very images that the model has seen, augmented and mixed.
+    The network's outputs are logits (B, classes), or a pair of them: of the class token, for the targets, and of the
+    distillation token, for the teacher. Targets are class indices (B,), or after mixup soft ones (B, classes). The
+    teacher is asked about the very images that the model has seen, augmented and mixed.
 
     Args:
         loss: of logits and targets. teacher: None: there is none.
     Attributes:
         identity: metadata of checkpoints, the SHA-256 of the teacher's weights: a run resumes with the same only.
+        measure: what an evaluation finds.
     """
+
+    measure = CLASSES
 
     def __init__(self, loss: nn.Module, distill: Distill, teacher: Teacher | None = None):
         self.loss, self.distill, self.teacher = loss, distill, teacher
         self.identity = {"teacher_weights": digest_weights(teacher.model.state_dict()) if teacher else "none"}
 
-    def __call__(self, images: Tensor, outputs: Tensor | tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
+    def __call__(
+        self, network: Callable[[Tensor], Tensor | tuple[Tensor, Tensor]], images: Tensor, targets: Tensor
+    ) -> Tensor:
+        outputs = network(images)
         if self.teacher is None:
             return self.loss(outputs, targets)
         logits, distilled = outputs if isinstance(outputs, tuple) else (outputs, outputs)
         divergence = distillation_loss(distilled, self.teacher(images), self.distill.type, self.distill.tau)
         return (1 - self.distill.alpha) * self.loss(logits, targets) + self.distill.alpha * divergence
+
+    def pictures(self, rows: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+        """Of every evaluation: none. What the last finds of single images is shown as predictions."""
+        return {}
 
 
 def distillation_loss(
@@ -101,14 +113,18 @@ def distillation_loss(
     return divergence / logits.shape[1] if kind == "soft_released" else divergence
 
 
-def create_criterion(run: Run, model: nn.Module, images: Images, world: World) -> Criterion:
-    """The loss of `run` for training `model`, whose distillation token, where it has one, learns from the teacher.
+def create_criterion(run: Run, model: nn.Module, images: Images, world: World) -> Criterion | MaskedImages:
+    """What `run` trains `model` for: classes, or with a mask token pixels.
+
+    A distillation token, where the model has one, learns from the teacher.
 
     Args:
         images: of the training, whose classes must be the teacher's.
     Raises:
         UserError: a teacher that cannot be read, does not take the run's images, or has other classes.
     """
+    if run.model.get("mask_token"):
+        return MaskedImages()
     loss, distill = create_loss(run.augment), run.distill
     if distill.teacher is None:
         return Criterion(loss, distill)
@@ -146,6 +162,7 @@ def read_teacher(name: str, run: Run) -> Teacher:
         remedy = f"name {TIMM}NAME of timm's hub, or a run of train.py"
         raise UserError(f"weights alone, which do not say of what model they are; {remedy}") from None
     there, state = parse_run(checkpoint["config"], str(found)), WEIGHTS[kinds[-1]]
+    check_predicts_classes(there, str(found))
     model = build_model(there, checkpoint[state], f"{found}: {state}")
     return Teacher(model, _image_shape(there), checkpoint.get("classes"), _normalisation(run), _normalisation(there))
 

@@ -1,12 +1,12 @@
 """Exact evaluation: every image counts once, at any number of processes and any batch size."""
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from engine.bar import progress_bar
 from engine.data import Loader, classes_of, count_broken, images_of, indices_read, show_images
@@ -16,6 +16,34 @@ from engine.records import TOP, Records, gather_records, record
 from engine.schema import Run
 
 
+class Measure(NamedTuple):
+    """What an evaluation looks for.
+
+    Attributes:
+        names: of the metrics, means over images.
+        sums: model, images and targets of a batch, `rows` of `evaluate` -> the sums over its images, scalars by names.
+    """
+
+    names: tuple[str, ...]
+    sums: Callable[[nn.Module, Tensor, Tensor, list[Tensor] | None], Sequence[Tensor]]
+
+
+def sum_classes(model: nn.Module, images: Tensor, targets: Tensor, rows: list[Tensor] | None) -> list[Tensor]:
+    """The sums of `CLASSES`; `rows` gets the `record` of the batch."""
+    logits = model(images)
+    classes = logits.topk(min(TOP, logits.shape[1])).indices
+    hits = classes == targets[:, None]
+    losses = F.cross_entropy(logits.float(), targets, reduction="none").double()
+    if rows is not None:
+        rows.append(record(logits, targets, losses, classes))
+    return [100 * hits[:, 0].sum(), 100 * hits.sum(), losses.sum()]
+
+
+CLASSES = Measure(("top1", "top5", "loss"), sum_classes)
+"""top1, top5: percent of images whose class has the highest / one of the five highest logits (of all, where there are
+fewer than five). loss: mean cross-entropy, nats."""
+
+
 def evaluate_all(
     models: Mapping[str, nn.Module],
     loader: Loader,
@@ -23,6 +51,7 @@ def evaluate_all(
     amp: Literal["bf16", "fp16"] | None,
     stop_requested: Callable[[], bool] = lambda: False,
     rows: dict[str, list[torch.Tensor]] | None = None,
+    measure: Measure = CLASSES,
 ) -> dict[str, float] | None:
     """`evaluate` of every model, its metrics named with the model's key as a prefix; None if it was stopped.
 
@@ -32,7 +61,7 @@ def evaluate_all(
     for prefix, model in models.items():
         world.copy_buffers(model)  # BatchNorm's averages and random features differ between ranks
         own = None if rows is None else rows.setdefault(prefix, [])
-        found = evaluate(model, loader, world, amp, stop_requested, own)
+        found = evaluate(model, loader, world, amp, stop_requested, own, measure)
         if found is None:
             return None
         metrics |= {f"{prefix}{name}": value for name, value in found.items()}
@@ -41,8 +70,15 @@ def evaluate_all(
     return metrics
 
 
-def gather_all(rows: Mapping[str, list[torch.Tensor]], loader: Loader, run: Run, world: World) -> dict[str, Records]:
-    """Kind of weights -> the records of the `rows` that `evaluate_all` has found of it with `loader`."""
+def gather_all(
+    rows: Mapping[str, list[torch.Tensor]], loader: Loader, run: Run, world: World, measure: Measure = CLASSES
+) -> dict[str, Records]:
+    """Kind of weights -> the records of the `rows` that `evaluate_all` has found of it with `loader`.
+
+    There are none where it did not measure `CLASSES`.
+    """
+    if measure is not CLASSES:
+        return {}
     names, shown = classes_of(images_of(loader)), show_images(images_of(loader), run)
     kinds = {"": "plain", "ema_": "ema"}
     return {kinds[key]: gather_records(found, indices_read(loader), shown, names, world) for key, found in rows.items()}
@@ -56,27 +92,26 @@ def evaluate(
     amp: Literal["bf16", "fp16"] | None,
     stop_requested: Callable[[], bool] = lambda: False,
     rows: list[torch.Tensor] | None = None,
+    measure: Measure = CLASSES,
 ) -> dict[str, float] | None:
     """Accuracy and loss of `model`, which may be a plain or an averaged one, over all ranks' images.
 
     Args:
-        model: images (b, C, H, W) -> logits (b, classes); not wrapped for distributed training, as ranks may hold
-            different numbers of batches. Its training mode is restored.
+        model: images (b, C, H, W) -> logits (b, classes), or what `measure` takes; not wrapped for distributed
+            training, as ranks may hold different numbers of batches. Its training mode is restored.
         loader: this rank's share of the validation images, from `engine.data`.
         amp: precision of the forward pass; None: fp32.
         stop_requested: asked before every batch; true on any rank, it stops the evaluation on all.
-        rows: where given, `record` of every batch of this rank is added; else nothing is kept of single images.
+        rows: where given, what `measure` keeps of single images of this rank is added.
+        measure: what to find.
     Returns:
-        None if it was stopped, else
-        top1, top5: percent of images whose class has the highest / one of the five highest logits (of all, where there
-        are fewer than five). loss: mean cross-entropy, nats. images: their number.
+        None if it was stopped, else the means over images of what `measure` finds, and `images`, their number.
     Raises:
         BrokenImage: on every rank, if any rank's loader refuses an image, or if there is no image at all.
     """
     was_training = model.training
     model.eval()
-    counts = torch.zeros(3, dtype=torch.int64, device=world.device)  # top-1, top-5, images
-    loss = torch.zeros((), dtype=torch.float64, device=world.device)
+    sums = torch.zeros(len(measure.names) + 1, dtype=torch.float64, device=world.device)  # the last: images
     num_images = len(loader.sampler) * world.size if isinstance(loader, Loader) else None
     bar = progress_bar("evaluation", num_images, leave=False, hidden=not world.is_primary)
     problem = ""
@@ -86,16 +121,10 @@ def evaluate(
                 break
             images, targets = images.to(world.device, non_blocking=True), targets.to(world.device, non_blocking=True)
             with autocast(amp, world.device):
-                logits = model(images)
-            classes = logits.topk(min(TOP, logits.shape[1])).indices
-            hits = classes == targets[:, None]
-            counts[0] += hits[:, 0].sum()
-            counts[1] += hits.sum()
-            counts[2] += len(targets)
-            losses = F.cross_entropy(logits.float(), targets, reduction="none").double()
-            loss += losses.sum()
-            if rows is not None:
-                rows.append(record(logits, targets, losses, classes))
+                found = measure.sums(model, images, targets, rows)
+            for place, value in enumerate(found):
+                sums[place] += value
+            sums[-1] += len(targets)
             bar.update(len(targets) * world.size)
     except BrokenImage as error:  # of this rank's share
         problem = str(error)
@@ -106,12 +135,8 @@ def evaluate(
         return None
     if problem := world.first(problem):
         raise BrokenImage(problem)
-    top1, top5, images = world.sum(counts).tolist()
+    *totals, images = world.sum(sums).tolist()
     if not images:
         raise BrokenImage("not one validation image could be read")
-    return {
-        "top1": 100 * top1 / images,
-        "top5": 100 * top5 / images,
-        "loss": world.sum(loss).item() / images,
-        "images": images,
-    }
+    means = (total / images for total in totals)
+    return {**dict(zip(measure.names, means, strict=True)), "images": int(images)}

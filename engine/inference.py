@@ -23,7 +23,7 @@ from engine.errors import UserError
 from engine.images import convert
 from engine.readers import FileReader
 from engine.schema import Data
-from engine.weights import build_model
+from engine.weights import build_model, check_predicts_classes
 
 
 class Trained(NamedTuple):
@@ -57,6 +57,7 @@ def load(
     """
     found, checkpoint, kinds = find_weights(Path(path), select, weights)[-1]  # averaged weights come last
     run = parse_run(checkpoint["config"], str(found))
+    check_predicts_classes(run, str(found))
     state, num_classes = WEIGHTS[kinds[-1]], run.model["num_classes"]
     classes = checkpoint.get("classes")
     if classes is None:

@@ -1,5 +1,6 @@
 """How far a run has come, and which of its epochs were best."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +17,8 @@ class Progress:
         images: position in the order of the current epoch, over all ranks. broken: images before it that were left out.
         loss_sum, num_summed: of the updates since the last log line. num_skipped: updates that were not finite.
         num_overflows: updates skipped by loss scaling (fp16) since the last that was not.
-        metrics: of the last evaluation. ranking, ema_ranking: [top-1, epoch] of the best epochs, best first, by the
-            plain and by the averaged weights.
+        metrics: of the last evaluation. ranking, ema_ranking: [score, epoch] of the best epochs, best first, by the
+            plain and by the averaged weights; the score is the top-1, or without classes the loss, negative.
     """
 
     epoch: int = 0
@@ -39,19 +40,26 @@ class Progress:
 
     def rank(self, epoch: int, keep: int) -> None:
         """Ranks `epoch` by its `metrics`, and forgets all but the `keep` best of each kind of weights."""
-        self.ranking = rank_epoch(self.ranking, epoch, self.metrics["top1"], keep)
-        if "ema_top1" in self.metrics:
-            self.ema_ranking = rank_epoch(self.ema_ranking, epoch, self.metrics["ema_top1"], keep)
+        name, sign = ranked_by(self.metrics)
+        self.ranking = rank_epoch(self.ranking, epoch, sign * self.metrics[name], keep)
+        if f"ema_{name}" in self.metrics:
+            self.ema_ranking = rank_epoch(self.ema_ranking, epoch, sign * self.metrics[f"ema_{name}"], keep)
 
     def best(self) -> dict[str, float]:
-        """The highest top-1 of each kind of weights, as `engine.report` names it."""
-        rankings = {"best_top1": self.ranking, "best_ema_top1": self.ema_ranking}
-        return {name: ranking[0][0] for name, ranking in rankings.items() if ranking}
+        """The highest top-1, or lowest loss, of each kind of weights, as `engine.report` names it."""
+        name, sign = ranked_by(self.metrics)
+        rankings = {f"best_{name}": self.ranking, f"best_ema_{name}": self.ema_ranking}
+        return {name: sign * ranking[0][0] for name, ranking in rankings.items() if ranking}
 
 
-def rank_epoch(ranking: list[list], epoch: int, top1: float, keep: int) -> list[list]:
-    """The `keep` best [top-1, epoch] of `ranking` and the new epoch, best first, the earlier of equals first."""
-    return sorted([*ranking, [top1, epoch]], key=lambda entry: (-entry[0], entry[1]))[:keep]
+def ranked_by(metrics: Mapping[str, float]) -> tuple[str, int]:
+    """The metric by which epochs are ranked, and 1 where the highest is best, -1 where the lowest is."""
+    return ("top1", 1) if "top1" in metrics else ("loss", -1)
+
+
+def rank_epoch(ranking: list[list], epoch: int, score: float, keep: int) -> list[list]:
+    """The `keep` best [score, epoch] of `ranking` and the new epoch, best first, the earlier of equals first."""
+    return sorted([*ranking, [score, epoch]], key=lambda entry: (-entry[0], entry[1]))[:keep]
 
 
 def check_progress(progress: Any) -> None:

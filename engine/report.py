@@ -60,6 +60,8 @@ SHOWN = {
     "ema_loss": "EMA loss {:.4f}",
     "best_top1": "best top-1 {:.2f} %",
     "best_ema_top1": "best EMA top-1 {:.2f} %",
+    "best_loss": "best loss {:.4f}",
+    "best_ema_loss": "best EMA loss {:.4f}",
     "lr": "lr {:.2e}",
     "grad_norm": "gradient {:.2f}",
     "parameters": "{:,} parameters",
@@ -151,7 +153,7 @@ class Report:
     def images(self, images: torch.Tensor) -> None:
         """Shows training images (B, C, H, W), as the model gets them."""
         if self.directory is not None:
-            self.charts.show_images(images, self.run.data, self.step)
+            self.charts.show_images("train/images", images, self.run.data, self.step)
 
     def begin_epoch(self, epoch: int) -> None:
         """Writes the table of the epochs before `epoch`, which counts from 1, and starts the clock of the next step, so
@@ -193,9 +195,12 @@ class Report:
         """Records that an update was skipped, the `num_skipped`-th of the run."""
         self._record("skip", epoch, {"num_skipped": num_skipped})
 
-    def eval(self, epoch: int, metrics: Mapping[str, float]) -> None:
-        """Records an evaluation after `epoch` epochs."""
+    def eval(self, epoch: int, metrics: Mapping[str, float], pictures: Mapping[str, torch.Tensor] = {}) -> None:
+        """Records an evaluation after `epoch` epochs, and shows its `pictures`: name -> (B, C, H, W), normalised."""
         self._record("eval", epoch, metrics)
+        if self.directory is not None:
+            for name, images in pictures.items():
+                self.charts.show_images(f"eval/{name}", images, self.run.data, self.step)
 
     def final(self, **values: float) -> None:
         """Records the end of the run, and its median speed since it was started or resumed."""
@@ -262,7 +267,7 @@ class Report:
         self.charts.add(kind, values, self.step, self.images_seen)
         if kind == "fail":  # the error is shown last
             return
-        text = "  ".join(form.format(values[name]) for name, form in SHOWN.items() if name in values)
+        text = describe(values)
         if kind == "train":
             seconds = (self.total_steps - self.step) * values["step_seconds"]
             text += f"  ETA {timedelta(seconds=round(seconds))}"
@@ -272,6 +277,11 @@ class Report:
             append_line(self.directory, line)
         else:
             self.bar.write(line)
+
+
+def describe(values: Mapping[str, Any]) -> str:
+    """Those of `values` that are `SHOWN`, in one line."""
+    return "  ".join(form.format(values[name]) for name, form in SHOWN.items() if name in values)
 
 
 def peak_memory_mb(device: torch.device) -> float:

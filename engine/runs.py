@@ -66,7 +66,7 @@ def describe(run: Path) -> dict[str, str]:
     texts = [
         f"running: {(run / 'lock').read_text().strip()}" if is_running else _end(last),
         f"{max(trained.get('epoch', 0), evaluated.get('epoch', 0))}/{start.get('epochs', '?')}",
-        f"{evaluated['top1']:.2f}" if evaluated else "",
+        f"{evaluated['top1']:.2f}" if "top1" in evaluated else "",
         f"{trained['images_per_second']:.0f}" if trained else "",
         "" if seconds is None else str(timedelta(seconds=round(seconds))),
         f"{last['gpu_hours']:.2f}" if "gpu_hours" in last else "",

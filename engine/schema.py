@@ -4,10 +4,12 @@
 (`models.MODELS[name]`, `attention.ATTENTION[name].Config`), checked with the same strictness when a file is read.
 """
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
+from timm.layers import to_2tuple
 from timm.optim import list_optimizers
 
 from attention.options import OptionError, nearest, option
@@ -37,6 +39,16 @@ class Distill:
     )
     alpha: float = option(0.5, "weight of the teacher", low=0, high=1)
     tau: float = option(1.0, "temperature of soft predictions", above=0, high=1000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simmim:
+    """Pre-training on masked images as in SimMIM, of a model with a mask token (model.mask_token)."""
+
+    mask_ratio: float = option(0.6, "share of an image's squares that are masked, counted up", above=0, below=1)
+    mask_size: int = option(
+        32, "side of a square, pixels: a multiple of the patch size that divides the image", low=1, high=4096
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,6 +244,7 @@ class Run:
     attention: Any
     init: Init = field(default_factory=Init)
     distill: Distill = field(default_factory=Distill)
+    simmim: Simmim = field(default_factory=Simmim)
     data: Data = field(default_factory=Data)
     augment: Augment = field(default_factory=Augment)
     optim: Optim = field(default_factory=Optim)
@@ -315,8 +328,38 @@ def check_run(run: Run, world_size: int = 1) -> None:
             raise OptionError(key, problem)
     if augment.auto_augment is not None:
         check_policy(augment.auto_augment)
+    check_masks(run)
     if run.model["in_chans"] not in (1, 3):
         raise OptionError("model.in_chans", f" = {run.model['in_chans']}: images have 3 channels (RGB) or 1 (grey)")
+
+
+def check_masks(run: Run) -> None:
+    """Refuses masks that a run cannot use.
+
+    Raises:
+        OptionError: squares that are no whole patches or leave nothing to see, labels in a run on masked images, or
+            options of `Simmim` in any other.
+    """
+    simmim, model = run.simmim, run.model
+    if not model.get("mask_token"):
+        if simmim != Simmim():
+            remedy = "set model.mask_token=true" if "mask_token" in model else f"choose a DeiT, not {model['name']}"
+            raise OptionError("simmim", f"given, but the model has no mask token; {remedy}, or leave simmim out")
+        return
+    sides, patch = to_2tuple(model["img_size"]), model["patch_size"]
+    valid = [size for size in range(patch, min(sides) + 1, patch) if not any(side % size for side in sides)]
+    size, ratio = simmim.mask_size, simmim.mask_ratio
+    for name in ("mixup", "cutmix"):
+        if value := getattr(run.augment, name):
+            raise OptionError(f"augment.{name}", f" = {value:g}: masked images have no labels to mix; set it to 0")
+    if run.distill.teacher is not None:
+        raise OptionError("distill.teacher", f" = {run.distill.teacher}: a model with mask_token predicts no classes")
+    if size not in valid:
+        squares = f"{size} x {size} pixels of a {sides[0]} x {sides[1]} image are no whole patches of {patch}"
+        raise OptionError("simmim.mask_size", f" = {size}: {squares} that tile it; valid: {', '.join(map(str, valid))}")
+    count = sides[0] * sides[1] // size**2
+    if math.ceil(ratio * count) == count:
+        raise OptionError("simmim.mask_ratio", f" = {ratio:g} masks all {count} squares; lower it, or simmim.mask_size")
 
 
 POLICIES: dict[str, dict[str, range | tuple[Any, ...]]] = {

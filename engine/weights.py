@@ -26,6 +26,17 @@ def build_model(run: Run, state: Mapping[str, Any], source: str) -> nn.Module:
     return model
 
 
+def check_predicts_classes(run: Run, source: str) -> None:
+    """Refuses a model that was pre-trained on masked images, where predictions of classes are asked for.
+
+    Raises:
+        UserError: it is one; the message begins with `source`.
+    """
+    if run.model.get("mask_token"):
+        remedy = f"train a classifier from it (init.weights={source}), and name that run"
+        raise UserError(f"{source}: pre-trained on masked images, it predicts no classes; {remedy}")
+
+
 def check_state(run: Run, state: Mapping[str, Any], source: str) -> None:
     """Checks that `state` fits the model that `run` describes, of which nothing is allocated.
 

@@ -10,6 +10,7 @@ same.
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -77,7 +78,13 @@ def parse_model(name: str, options: Mapping[str, Any]) -> Any:
     Raises:
         OptionError: unknown model or option, wrong type or value; keys begin with ``model.``.
     """
-    return parse_options(family_of(name).Config, {**MODELS[name][1], **options}, "model")
+    family = family_of(name)
+    for option in options:
+        having = {f.__name__ for f, _ in MODELS.values() if option in {field.name for field in fields(f.Config)}}
+        if having and family.__name__ not in having:
+            problem = f"an option of {', '.join(having)}, which {name} is not; leave it out, or choose another model"
+            raise OptionError(f"model.{option}", problem)
+    return parse_options(family.Config, {**MODELS[name][1], **options}, "model")
 
 
 def resolve_attention(name: str, attention: Mechanism | Sequence[Mechanism]) -> dict[str, Any] | list[dict[str, Any]]:

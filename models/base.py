@@ -78,7 +78,7 @@ class Backbone(nn.Module):
 
     def no_weight_decay(self) -> set[str]:
         """Names of the parameters without weight decay, beside biases and vectors: embeddings and bias tables."""
-        embeddings = "pos_embed", "cls_token", "dist_token", "reg_token"
+        embeddings = "pos_embed", "cls_token", "dist_token", "reg_token", "mask_token"
         biases = "position_bias.table", "positions.table", "prefix_bias"
         return {name for name, _ in self.named_parameters() if name.endswith((*embeddings, *biases))}
 

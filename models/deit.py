@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from timm.layers import (
     GluMlp,
     LayerNorm,
@@ -39,6 +40,7 @@ from models.base import (
     check_tokens,
     drop_path_rates,
     first_attention,
+    init_linear,
     intermediate_outputs,
 )
 
@@ -96,6 +98,9 @@ class Deit(Backbone):
         class_token: bool = option(False, "a class token before the patches")
         dist_token: bool = option(False, "a distillation token after the class token, and a second head that reads it")
         reg_tokens: int = option(0, "register tokens, after those two and before the patches", low=0)
+        mask_token: bool = option(
+            False, "a token in place of masked patches, and a linear layer to pixels in place of the classifier: simmim"
+        )
         global_pool: Literal["avg", "token", ""] | None = option(
             None, "classifier's input; null: the class token where there is one, else the mean; '': all tokens"
         )
@@ -132,6 +137,8 @@ class Deit(Backbone):
                 raise OptionError(
                     "model.global_pool", f" = {self.global_pool!r}: with dist_token, heads read their tokens"
                 )
+            if self.mask_token:
+                self._check_reconstruction()
             if self.stem == "conv":
                 if self.patch_size not in (4, 8, 16):
                     raise OptionError("model.patch_size", f" = {self.patch_size}: the conv stem takes 4, 8 or 16")
@@ -140,6 +147,21 @@ class Deit(Backbone):
                         "model.embed_dim",
                         f" = {self.embed_dim}: the conv stem needs a multiple of {self.patch_size // 2}",
                     )
+
+        def _check_reconstruction(self) -> None:
+            """Refuses what would let a model see masked pixels, and what acts on predictions of classes."""
+            why = {
+                "num_classes": (0, "there is no classifier"),
+                "stem": ("linear", "convolutions would see the masked pixels beside a patch"),
+                "dist_token": (False, "there is no second head"),
+                "global_pool": (None, "nothing is pooled"),
+                "patch_drop_rate": (0.0, "every patch is reconstructed"),
+                "drop_rate": (0.0, "there is no classifier"),
+            }
+            for name, (value, reason) in why.items():
+                if (given := getattr(self, name)) != value:
+                    remedy = "leave it out" if value is None else f"set it to {str(value).lower()}"
+                    raise OptionError(f"model.{name}", f" = {given}: with mask_token {reason}; {remedy}")
 
     def __init__(self, config: Config, attention: AttentionFactory):
         poolings = ("token",) if config.dist_token else ("token", "avg") if config.class_token else ("avg",)
@@ -161,6 +183,8 @@ class Deit(Backbone):
         self.dist_token = nn.Parameter(torch.empty(1, 1, dim)) if config.dist_token else None
         self.distilled_training = False
         self.reg_token = nn.Parameter(torch.empty(1, config.reg_tokens, dim)) if config.reg_tokens else None
+        self.mask_token = nn.Parameter(torch.empty(1, 1, dim)) if config.mask_token else None
+        self.decoder = nn.Linear(dim, config.in_chans * config.patch_size**2) if config.mask_token else None
         self.pos_embed = nn.Parameter(torch.empty(1, self.num_prefix_tokens + self.patch_embed.num_patches, dim))
         self.pos_drop = nn.Dropout(config.pos_drop_rate)
         self.patch_drop = PatchDropout(config.patch_drop_rate, self.num_prefix_tokens)
@@ -195,6 +219,8 @@ class Deit(Backbone):
             for layer in range(config.depth)
         ]
         self.reset_classifier(config.num_classes)
+        if self.decoder is not None:
+            init_linear(self.decoder)
         with torch.no_grad():
             for module in self.modules():
                 if isinstance(module, nn.Linear):
@@ -204,6 +230,8 @@ class Deit(Backbone):
             nn.init.normal_(token, std=1e-6)
         if self.dist_token is not None:
             trunc_normal_(self.dist_token, std=0.02)
+        if self.mask_token is not None:
+            trunc_normal_(self.mask_token, std=0.02)
 
     @property
     def grid(self) -> Grid:
@@ -249,14 +277,14 @@ class Deit(Backbone):
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
         """Patterns that group parameters by depth, for timm's layer-wise learning rates."""
         return {
-            "stem": r"^cls_token|^dist_token|^reg_token|pos_embed|patch_embed",
+            "stem": r"^cls_token|^dist_token|^reg_token|^mask_token|pos_embed|patch_embed",
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
         }
 
-    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+    def embed(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Grid]:
         """Images -> tokens (B, prefix + N, C) with position embeddings, and the grid of the N.
 
-        The grid of what `patch_drop_rate` leaves in training is (1, N).
+        The grid of what `patch_drop_rate` leaves in training is (1, N). For `mask` see `forward`.
         """
         x = self.patch_embed(x)
         _, H, W, _ = x.shape
@@ -264,6 +292,8 @@ class Deit(Backbone):
         if self.config.dynamic_img_size:
             pos_embed = resample_abs_pos_embed(pos_embed, (H, W), self.grid, self.num_prefix_tokens)
         x = x.flatten(1, 2).contiguous()  # else all blocks inherit the convolution's channel-first strides
+        if self.mask_token is not None and mask is not None:
+            x = torch.where(mask.flatten(1)[..., None], self.mask_token.to(x.dtype), x)
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
         x = self.pos_drop(torch.cat([*prefix, x], dim=1) + pos_embed)
         if not (self.training and self.config.patch_drop_rate):
@@ -275,9 +305,9 @@ class Deit(Backbone):
         """The class token, the distillation token and the registers, as far as there are any, each (1, tokens, C)."""
         return [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Images -> normalised tokens (B, prefix + N, C)."""
-        x, grid = self.embed(x)
+    def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Images -> normalised tokens (B, prefix + N, C). For `mask` see `forward`."""
+        x, grid = self.embed(x, mask)
         for block in self.blocks:
             x = block(x, grid)
         return self.norm(x)
@@ -345,6 +375,19 @@ class Deit(Backbone):
         super().reset_classifier(num_classes, global_pool)
         if self.dist_token is not None:
             self.head_dist = self.create_head()
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Images (B, in_chans, height, width) -> logits (B, num_classes).
+
+        Of a model with a mask token: pixels, in the shape of the images, which are hidden from it in the patches where
+        `mask`, (B, H, W), is true.
+        """
+        if self.decoder is None:
+            return super().forward(x)
+        p = self.config.patch_size
+        grid = x.shape[2] // p, x.shape[3] // p
+        pixels = self.decoder(self.forward_features(x, mask)[:, self.num_prefix_tokens :])
+        return F.pixel_shuffle(pixels.mT.unflatten(2, grid), p)
 
     def set_distilled_training(self, enable: bool = True) -> None:
         """Makes the outputs in training the logits of both heads, for a loss with a teacher, instead of their mean.

@@ -76,7 +76,9 @@ def test_a_configuration_is_read_and_its_model_built(path):
         assert f"{path.stem}_".startswith(f"{run.model['name']}_{mechanism}_")
         assert run.init.weights if path in FINETUNE else run.distill.teacher
     else:
-        assert (run.data.dataset, run.model["num_classes"]) == DATA[path.parent.name]
+        dataset, num_classes = DATA[path.parent.name]
+        assert run.data.dataset == dataset
+        assert run.model["num_classes"] == (0 if run.model["mask_token"] else num_classes)
     if path in IMAGENET:
         names = [stage["name"] for stage in stages(run)]
         (mechanism,) = set(names[:3])
@@ -232,7 +234,7 @@ def test_fine_tuning_follows_its_recipe_and_takes_its_weights(path, tmp_path, ca
 def test_an_ablation_is_read_and_all_its_runs_checked(path, tmp_path):
     ablation, settings = read_ablation(path, [], tmp_path / "output", ["python"])
     assert ablation.caption
-    least = 5 if path.stem.startswith("pathfinder") else 8
+    least = {"pathfinder": 5, "pathfinder_small": 5, "simmim_pretrain": 4}.get(path.stem, 8)
     assert len(settings) == len(ablation.bases) if ablation.bases else len(settings) >= least
     is_papers = path.stem.startswith(("eva_", "lara_", "lra_"))
     assert all(setting.paper is not None and setting.paper.top1 for setting in settings) == is_papers
@@ -245,3 +247,15 @@ def test_an_ablation_is_read_and_all_its_runs_checked(path, tmp_path):
             figure = setting.paper and not setting.paper.source and setting.paper.top1  # given by the file itself
             if figure and (row.top1, row.config.partition("/")[0]) == (figure, run.model["name"]):
                 assert run.attention == load(CONFIGS / row.config).attention
+
+
+def test_simmim_fine_tunes_from_what_its_pre_training_leaves():
+    """The same mechanisms, by the names of the directories that the other sweep makes."""
+    _, pre_trained = read_ablation(CONFIGS / "ablation/simmim_pretrain.yaml", [], Path("runs/simmim"), ["python"])
+    _, tuned = read_ablation(CONFIGS / "ablation/simmim.yaml", [], Path("runs/x"), ["python"])
+    runs = [setting.cases[0].run for setting in tuned]
+    assert [len(setting.cases) for setting in tuned] == [3] * 8
+    assert [run.init.weights for run in runs[0::2]] == [None] * 4
+    directories = {str(case.directory): case.run.attention for setting in pre_trained for case in setting.cases}
+    assert {run.init.weights: run.attention for run in runs[1::2]} == directories
+    assert [run.attention for run in runs[0::2]] == [run.attention for run in runs[1::2]]

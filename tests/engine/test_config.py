@@ -420,6 +420,6 @@ def test_only_the_first_rank_reports(monkeypatch, capsys):
 
 def test_every_option_of_a_run_says_what_it_means():
     sections = [field.default_factory for field in dataclasses.fields(Run) if field.name not in ("model", "attention")]
-    assert len(sections) == 8
+    assert len(sections) == 9
     for section in sections:
         assert all(field.metadata["meaning"] for field in dataclasses.fields(section))

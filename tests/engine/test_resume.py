@@ -243,6 +243,35 @@ def test_any_way_to_run_resumes(cell, amount: int, fork_server: ForkServer, tmp_
 SHORT = ["attention={name: softmax}", "augment.auto_augment=null", "schedule.epochs=1", "train.total_batch_size=24"]
 """Two updates, of a batch that one to four ranks share."""
 
+MASKED = [
+    *("model.mask_token=true", "model.num_classes=0", "model.stem=linear", "simmim.mask_size=4"),
+    *("augment.mixup=0", "augment.cutmix=0", "train.grad_accum_steps=2", "train.amp=bf16"),
+]
+
+
+def test_a_run_on_masked_images_resumes(fork_server: ForkServer, tmp_path: Path):
+    runs = Runs(fork_server, tmp_path / "runs", [*MASKED, *SHORT[:3], "schedule.warmup_epochs=0"])
+    assert "best_loss" in runs.expected["records"][-1]
+    assert runs.survives(("train.nn.utils.clip_grad_norm_", 4, "SIGKILL")) == [-9]
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_on_masked_images_resumes_after_any_kill(ranks: int, fork_server: ForkServer, tmp_path: Path):
+    runs, rng = Runs(fork_server, tmp_path / "runs", MASKED, ranks), random.Random(ranks)
+    for _ in range(10):
+        assert -9 in runs.survives(choose_kill(rng, "step"))
+
+
+@pytest.mark.stress
+def test_two_ranks_learn_from_masked_images_what_one_learns(fork_server: ForkServer, tmp_path: Path):
+    """Without random numbers of the network, which differ between ranks."""
+    plain = [*MASKED, "train.amp=null", "model.drop_path_rate=0", "attention={name: softmax}"]
+    one, two = (Runs(fork_server, tmp_path / str(n), plain, n).expected["records"] for n in (1, 2))
+    losses = [[record["loss"] for record in records if record["kind"] in ("train", "eval")] for records in (one, two)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+    assert len(losses[0]) >= 5
+
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.stress)])
 def test_any_number_of_ranks_ends_in_the_same_bits(ranks: int, fork_server: ForkServer, tmp_path: Path):

@@ -1,0 +1,231 @@
+"""Pre-training on masked images: masks by place, the loss against its twin, what is hidden, and fine-tuning."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from attention import ATTENTION
+from engine.checkpoint import Checkpoints
+from engine.config import ConfigError, load_run
+from engine.data import create_loaders
+from engine.distill import create_criterion, read_teacher
+from engine.distributed import World, seed_everything
+from engine.errors import UserError
+from engine.evaluate import evaluate
+from engine.fit import fit_weights
+from engine.inference import load
+from engine.masks import create_masks
+from engine.progress import Progress
+from engine.schema import Run
+from engine.simmim import MaskedImages, masked_l1, masked_l1_reference
+from engine.sources import read_weights
+from models import create_model
+from tests.support.launcher import ROOT
+from validate import main as validate
+
+WORLD = World(torch.device("cpu"))
+MASKED = ("model.mask_token=true", "model.num_classes=0", "model.stem=linear", "simmim.mask_size=8")
+SMALL = ("model.embed_dim=12", "model.depth=2", "model.num_heads=2", "attention={name: softmax}", "data.workers=0")
+
+
+def run_of(*overrides: str) -> Run:
+    return load_run(ROOT / "configs/quickstart.yaml", [*SMALL, *MASKED, *overrides])
+
+
+def build(run: Run) -> nn.Module:
+    """The model of `run`, with weights that are not small."""
+    torch.manual_seed(0)
+    model = create_model(attention=run.attention, **run.model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.add_(torch.randn_like(weight), alpha=0.2)
+    return model.eval()
+
+
+def draw(*shape: int, share: float = 0.5) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(1)) < share
+
+
+def test_the_loss_and_its_gradient_are_those_of_the_twin():
+    torch.manual_seed(0)
+    images, masks = torch.randn(2, 3, 6, 10, dtype=torch.float64), draw(2, 3, 5)
+    pixels = torch.randn_like(images).requires_grad_()
+    losses = [f(pixels, images, masks) for f in (masked_l1, masked_l1_reference)]
+    torch.testing.assert_close(*losses, rtol=1e-9, atol=0)
+    torch.testing.assert_close(*(torch.autograd.grad(x.sum(), pixels)[0] for x in losses), rtol=1e-8, atol=1e-12)
+
+
+def test_the_loss_of_an_image_on_paper():
+    """Errors of 1 and 3 in two masked pixels; whatever is not masked does not count."""
+    image = torch.zeros(1, 1, 2, 2)
+    pixels = torch.tensor([[[[1.0, 100.0], [-3.0, 100.0]]]])
+    assert masked_l1(pixels, image, torch.tensor([[[True, False], [True, False]]])).tolist() == [2.0]
+
+
+@pytest.mark.parametrize("tokens", [(), ("model.class_token=true", "model.reg_tokens=2")], ids=str)
+def test_masked_pixels_are_hidden_and_every_patch_is_reconstructed_in_its_place(tokens: tuple[str, ...]):
+    run = run_of("model.img_size=[16, 24]", "model.in_chans=1", *tokens)
+    model, images, mask = build(run), torch.randn(2, 1, 16, 24), draw(2, 4, 6)
+    hidden = mask.repeat_interleave(4, 1).repeat_interleave(4, 2)[:, None]
+    pixels = model(images, mask)
+    torch.testing.assert_close(model(torch.where(hidden, 7.0, images), mask), pixels)
+    assert not torch.allclose(model(torch.where(hidden, images, 7.0), mask), pixels)
+    assert not torch.allclose(model(images), pixels)
+    tokens = model.decoder(model.forward_features(images, mask)[:, model.num_prefix_tokens :])
+    for row, column in [(0, 0), (3, 5), (2, 1)]:
+        patch = pixels[:, 0, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
+        torch.testing.assert_close(patch.flatten(1), tokens[:, 6 * row + column])
+
+
+@pytest.mark.parametrize("name", sorted(set(ATTENTION)))
+def test_every_mechanism_can_be_pre_trained(name: str):
+    """Every parameter has a gradient: otherwise several processes could not train it."""
+    torch.manual_seed(0)
+    sizes = {"img_size": 56, "patch_size": 4, "in_chans": 1, "embed_dim": 12, "depth": 1, "num_heads": 3}
+    model = create_model("deit", attention=name, mask_token=True, num_classes=0, **sizes)
+    images = torch.randn(1, 1, 56, 56)
+    MaskedImages()(model, images, draw(1, 14, 14)).backward()
+    of_backbone = create_model("deit", attention=name, num_classes=0, **sizes)
+    of_backbone(images).square().sum().backward()
+    idle = {weight for weight, x in of_backbone.named_parameters() if x.grad is None}
+    assert {weight for weight, x in model.named_parameters() if x.grad is None} <= idle
+
+
+def test_a_share_of_the_squares_is_masked_counted_up():
+    masks = create_masks(run_of("simmim.mask_ratio=0.6"), is_training=True)
+    seed_everything(0)
+    found = torch.stack([masks(0) for _ in range(400)])
+    assert found.shape == (400, 14, 14)
+    assert found.flatten(1).sum(1).unique().tolist() == [4 * 30]  # of 49 squares 29.4
+    squares = found.unflatten(2, (7, 2)).unflatten(1, (7, 2))
+    assert torch.equal(squares.any(4).any(2), squares.all(4).all(2))
+    share = found.double().mean(0)  # of each patch, with a standard error of 0.024
+    assert (share - 30 / 49).abs().max() < 4.5 * 0.0244
+
+
+def masks_by_place(run: Run, epoch: int = 0, start: int = 0, world: World = WORLD) -> dict[int, Tensor]:
+    """Position in the order of an epoch -> mask, of the images that a rank trains on."""
+    loader, _, augment = create_loaders(run, world, img_size=56, num_classes=0)
+    loader.sampler.set_epoch(epoch, start)
+    torch.manual_seed(world.rank)  # the state of this process is of no consequence
+    masks = [mask for images, targets in loader for mask in augment(images, targets)[1]]
+    positions = range(start + world.rank, loader.sampler.stop, world.size)
+    return dict(zip(positions, masks, strict=True))
+
+
+def test_a_mask_is_a_function_of_seed_epoch_and_place():
+    """The same at any number of processes, of accumulation steps, and after a resumption within the epoch."""
+    run = run_of("data.subset=1", "train.total_batch_size=4")
+    whole = masks_by_place(run)
+    assert [*whole] == [*range(8)]
+    ranks = [masks_by_place(run, world=World(WORLD.device, rank, 2)) for rank in range(2)]
+    smaller = masks_by_place(run_of("data.subset=1", "train.total_batch_size=4", "train.grad_accum_steps=2"))
+    for others in (ranks[0] | ranks[1], smaller, masks_by_place(run, start=4)):
+        assert all(torch.equal(mask, whole[place]) for place, mask in others.items())
+    assert len(ranks[0] | ranks[1]) == 8
+    other_seed = run_of("data.subset=1", "train.total_batch_size=4", "train.seed=1")
+    others = [whole, masks_by_place(run, epoch=1), masks_by_place(other_seed)]
+    different = [mask for masks in others for mask in masks.values()]
+    assert len({tuple(mask.flatten().tolist()) for mask in different}) == len(different)
+
+
+def test_validation_masks_are_those_of_the_image_in_every_run():
+    first, second = (create_masks(run_of(f"train.seed={seed}"), is_training=False) for seed in (0, 1))
+    masks = [first(index) for index in range(20)]
+    seed_everything(5)
+    assert all(torch.equal(second(index), mask) for index, mask in enumerate(masks))
+    assert len({tuple(mask.flatten().tolist()) for mask in masks}) == 20
+
+
+def test_an_evaluation_is_the_mean_over_images_and_shows_the_first():
+    run = run_of("model.img_size=16")
+    model, images, masks = build(run), torch.randn(13, 3, 16, 16), draw(13, 4, 4)
+    criterion, rows = create_criterion(run, model, None, WORLD), []
+    batches = [(images[:10], masks[:10]), (images[10:], masks[10:])]
+    found = evaluate(model, batches, WORLD, None, rows=rows, measure=criterion.measure)
+    pixels = model(images, masks).detach()
+    assert found == {"loss": pytest.approx(masked_l1_reference(pixels, images, masks).mean().item()), "images": 13}
+    ((name, strip),) = criterion.pictures({"ema_": rows}).items()
+    assert name == "ema_reconstruction"
+    above, middle, below = strip.chunk(3, 2)
+    hidden = masks[:8].repeat_interleave(4, 1).repeat_interleave(4, 2)[:, None].expand_as(above)
+    assert torch.equal(above, images[:8])
+    assert middle[hidden].abs().sum() == 0
+    torch.testing.assert_close(below[hidden], pixels[:8][hidden])
+    for part in (middle, below):
+        assert torch.equal(part[~hidden], above[~hidden])
+    assert criterion.pictures({"": []}) == {}  # of a rank without images
+
+
+def test_the_best_epoch_has_the_lowest_loss():
+    progress = Progress()
+    for epoch, loss in enumerate((0.5, 0.3, 0.4), 1):
+        progress.metrics = {"loss": loss, "ema_loss": 1 - loss}
+        progress.rank(epoch, 2)
+    assert (progress.ranking, progress.ema_ranking) == ([[-0.3, 2], [-0.4, 3]], [[-0.5, 1], [-0.6, 3]])
+    assert progress.best() == {"best_loss": 0.3, "best_ema_loss": 0.5}
+
+
+def pre_train(directory: Path, *overrides: str) -> dict[str, Tensor]:
+    """Leaves a checkpoint of a run on masked images in `directory`; its weights."""
+    run = run_of(*overrides)
+    model = build(run)
+    Checkpoints(directory, run, WORLD, 100, {}).save(Progress(step=1, images=8), {"model": model})
+    return model.state_dict()
+
+
+@pytest.mark.parametrize("token", ["false", "true"])
+def test_fine_tuning_takes_all_but_what_reconstructs(token: str, tmp_path: Path):
+    state = pre_train(tmp_path, f"model.class_token={token}", "attention={name: eva, window_size: 7}")
+    run = load_run(
+        ROOT / "configs/quickstart.yaml",
+        [*SMALL, "model.stem=linear", f"model.class_token={token}", "attention={name: eva, window_size: 7}"],
+    )
+    taken, outcome = fit_weights(build(run), read_weights(str(tmp_path)), "init.weights")
+    unused = ["mask_token", "decoder.weight", "decoder.bias"]
+    assert sorted(outcome.pop("loaded")) == sorted({*state} - {*unused})
+    assert sorted(outcome.pop("dropped")) == sorted(unused)
+    assert outcome.pop("fresh") == ["head.weight", "head.bias"]
+    assert not any(outcome.values())
+    assert all(torch.equal(x, state[name]) for name, x in taken.items())
+
+
+def test_who_asks_for_classes_is_told_what_to_do(tmp_path: Path, capsys: pytest.CaptureFixture):
+    pre_train(tmp_path)
+    problem = r"\.pt: pre-trained on masked images, it predicts no classes; train a classifier from it \(init.weights="
+    with pytest.raises(UserError, match=problem):
+        load(tmp_path)
+    with pytest.raises(UserError, match=problem):
+        read_teacher(str(tmp_path), run_of())
+    with pytest.raises(SystemExit):
+        validate([str(tmp_path)])
+    assert "it predicts no classes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.num_classes=10"], "num_classes = 10: with mask_token there is no classifier; set it to 0"),
+        (["model.stem=conv"], "stem = conv: with mask_token convolutions would see the masked pixels beside a patch;"),
+        (["model.global_pool=avg"], "global_pool = avg: with mask_token nothing is pooled; leave it out"),
+        (["model.patch_drop_rate=0.1"], "patch_drop_rate = 0.1: with mask_token every patch is reconstructed; set it"),
+        (["model.class_token=true", "model.dist_token=true"], "with mask_token there is no second head; set it to"),
+        (["simmim.mask_size=12"], "simmim.mask_size = 12: 12 x 12 pixels of a 56 x 56 image .* valid: 4, 8, 28, 56"),
+        (["simmim.mask_size=2"], "simmim.mask_size = 2: .* no whole patches of 4"),
+        (["simmim.mask_ratio=1.0"], "simmim.mask_ratio = 1.0 must be less than 1"),
+        (["simmim.mask_ratio=0.99"], "mask_ratio = 0.99 masks all 49 squares; lower it, or simmim.mask_size"),
+        (["augment.cutmix=1.0"], "augment.cutmix = 1: masked images have no labels to mix; set it to 0"),
+        (["distill.teacher=runs/x"], "distill.teacher = runs/x: a model with mask_token predicts no classes"),
+        (["model.mask_token=false", "model.num_classes=10"], "simmim: .* no mask token; set model.mask_token=true, or"),
+        (["model={name: pvtv2_b0}"], "simmim: given, but the model has no mask token; choose a DeiT, not pvtv2_b0"),
+        (
+            ["model={name: pvtv2_b0, mask_token: true}"],
+            "mask_token: an option of Deit, which pvtv2_b0 is not; leave it",
+        ),
+    ],
+)
+def test_bad_input_is_refused_by_name_value_and_remedy(overrides: list[str], message: str):
+    with pytest.raises(ConfigError, match=message):
+        run_of(*overrides)
