@@ -13,7 +13,7 @@ from attention.base import Attention
 from attention.ops.group_values.op import group_logits, group_values
 from attention.ops.joint_softmax.op import mix, shared_logits
 from attention.parts.features import compute_dtype
-from attention.parts.geometry import Grid, merge_heads
+from attention.parts.geometry import Grid
 from attention.parts.groups import Groups
 from attention.parts.past import Past
 from attention.window_options import windows_on
@@ -52,9 +52,9 @@ class Decoder:
             raise ValueError(f"attention({self.attn.name()}): {problem}")
         if x.shape[1] != 1:
             raise ValueError(f"attention({self.attn.name()}): got {x.shape[1]} tokens; decode them one by one")
-        y = self.step(*self.attn.project(x, (1, 1)))
+        y = self.attn.output(self.step(*self.attn.project(x, (1, 1))), x)
         self.past.num_tokens += 1
-        return self.attn.proj(merge_heads(y))
+        return y
 
     def step(self, *projected: Tensor) -> Tensor:
         """What `project` gives of the next token -> its attended values (B, h, 1, d)."""
