@@ -204,7 +204,7 @@ class Attention(nn.Module):
         key_mask: see `attend`.
         """
         y = self.attend_with_prefix(projected, grid, key_mask)
-        return y if self.local_term is None else y + self.local_term(projected[2], grid, key_mask)
+        return y if self.local_term is None else y + self.local_term.convolve(projected[2], grid, key_mask)
 
     def attend_with_prefix(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None) -> Tensor:
         """`attend`, by softmax for prefix tokens that are exact: as `attend_all`, without the local term."""

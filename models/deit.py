@@ -261,6 +261,8 @@ class Deit(Backbone):
             height, width = to_2tuple(patch_size)
             if height != width or (self.config.stem == "conv" and height != self.config.patch_size):
                 raise OptionError("patch_size", f" = {patch_size!r}: patches are square, those of a conv stem fixed")
+            if self.decoder is not None and height != self.config.patch_size:
+                raise OptionError("patch_size", f" = {height}: the decoder to pixels is of {self.config.patch_size}")
             changed["patch_size"] = height
         config, before = dataclasses.replace(self.config, **changed), self.grid
         height, width = to_2tuple(config.img_size)
@@ -292,7 +294,9 @@ class Deit(Backbone):
         if self.config.dynamic_img_size:
             pos_embed = resample_abs_pos_embed(pos_embed, (H, W), self.grid, self.num_prefix_tokens)
         x = x.flatten(1, 2).contiguous()  # else all blocks inherit the convolution's channel-first strides
-        if self.mask_token is not None and mask is not None:
+        if mask is not None:
+            if self.mask_token is None:
+                raise ValueError("got a mask, but the model has no mask token; build it with mask_token=True")
             x = torch.where(mask.flatten(1)[..., None], self.mask_token.to(x.dtype), x)
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
         x = self.pos_drop(torch.cat([*prefix, x], dim=1) + pos_embed)
@@ -381,12 +385,15 @@ class Deit(Backbone):
 
         Of a model with a mask token: pixels, in the shape of the images, which are hidden from it in the patches where
         `mask`, (B, H, W), is true.
+
+        Raises:
+            ValueError: a mask, for a model without a mask token.
         """
+        tokens, p = self.forward_features(x, mask), self.config.patch_size
         if self.decoder is None:
-            return super().forward(x)
-        p = self.config.patch_size
+            return self.forward_head(tokens)
         grid = x.shape[2] // p, x.shape[3] // p
-        pixels = self.decoder(self.forward_features(x, mask)[:, self.num_prefix_tokens :])
+        pixels = self.decoder(tokens[:, self.num_prefix_tokens :])
         return F.pixel_shuffle(pixels.mT.unflatten(2, grid), p)
 
     def set_distilled_training(self, enable: bool = True) -> None:

@@ -113,3 +113,7 @@ def test_tables_of_pathfinder():
     scenes = [[row["scenes"], row["side"], row["separation"], row["top1"]] for row in read("pathfinder_scenes.csv")]
     titles = ["scenes along a side", "side of a scene (patches)", "ends apart (patches)", "top-1 (%)"]
     assert markdown([titles, *scenes]) in RESULTS
+    rows = read("pathfinder_ablation.csv")
+    options = [[f"`{row['attention']}`", row["train.seed"]] for row in rows]
+    runs = [[*o, f"{float(row['train_loss']):.3f}", row["top1"]] for o, row in zip(options, rows, strict=True)]
+    assert markdown([["", "seed", "training loss", "top-1 (%)"], *runs]) in RESULTS

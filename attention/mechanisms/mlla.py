@@ -87,7 +87,7 @@ class Mlla(Attention):
         C, bias = x.shape[-1], self.qkv.bias
         of_z, of_x = self.qkv.weight.split([2 * C, C])
         bias_z, bias_x = (None, None) if bias is None else bias.split([2 * C, C])
-        z = F.silu(self.convolution(F.linear(x, of_x, bias_x)[:, None], grid))[:, 0]
+        z = F.silu(self.convolution.convolve(F.linear(x, of_x, bias_x)[:, None], grid))[:, 0]
         return *split_heads(F.linear(z, of_z, bias_z), 2, self.num_heads), *split_heads(z, 1, self.num_heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:

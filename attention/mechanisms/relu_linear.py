@@ -53,7 +53,7 @@ class Scale(nn.Module):
 
     def forward(self, qkv: Tensor, grid: Grid, key_mask: Tensor | None) -> Tensor:
         """Side by side as heads, (B, 3h, P + N, d) -> (B, 3h, P + N, d). key_mask: see `LocalTerm`."""
-        mixed = self.depthwise(qkv, grid, key_mask).mT.flatten(1, 2)
+        mixed = self.depthwise.convolve(qkv, grid, key_mask).mT.flatten(1, 2)
         return self.pointwise(mixed).unflatten(1, (qkv.shape[1], -1)).mT
 
 

@@ -16,7 +16,7 @@ class LocalTerm(nn.Conv2d):
         """
         super().__init__(width, width, size, padding=size // 2, groups=width, bias=bias)
 
-    def forward(self, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:  # type: ignore[override]
+    def convolve(self, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         """Values (B, h, P + N, d) -> (B, h, P + N, d): zero at prefix tokens, which the image leaves out.
 
         key_mask: which tokens count, (B, P + N) bool; the image is zero at others.
@@ -24,4 +24,4 @@ class LocalTerm(nn.Conv2d):
         (B, h, _, d), N = v.shape, grid[0] * grid[1]
         prefix, tokens = split_prefix(mask_tokens(v, key_mask), N)
         images = tokens.mT.reshape(B * h * d // self.in_channels, self.in_channels, *grid)
-        return F.pad(super().forward(images).view(B, h, d, N).mT, (0, 0, prefix.shape[2], 0))
+        return F.pad(self(images).view(B, h, d, N).mT, (0, 0, prefix.shape[2], 0))

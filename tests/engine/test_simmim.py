@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from attention import ATTENTION
+from attention import ATTENTION, OptionError
 from engine.checkpoint import Checkpoints
 from engine.config import ConfigError, load_run
 from engine.data import create_loaders
@@ -77,6 +77,18 @@ def test_masked_pixels_are_hidden_and_every_patch_is_reconstructed_in_its_place(
     for row, column in [(0, 0), (3, 5), (2, 1)]:
         patch = pixels[:, 0, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4]
         torch.testing.assert_close(patch.flatten(1), tokens[:, 6 * row + column])
+
+
+def test_a_mask_that_would_be_ignored_is_refused_and_so_are_patches_that_the_decoder_does_not_make():
+    plain = create_model("deit", img_size=16, patch_size=4, embed_dim=12, depth=1, num_heads=3)
+    for function in (plain, plain.forward_features):
+        with pytest.raises(ValueError, match="no mask token; build it with mask_token=True"):
+            function(torch.randn(1, 3, 16, 16), draw(1, 4, 4))
+    model = build(run_of())
+    size, before = 2 * model.config.patch_size, model.config
+    with pytest.raises(OptionError, match=rf"patch_size = {size}: the decoder to pixels is of {size // 2}"):
+        model.set_input_size(patch_size=size)
+    assert model.config == before
 
 
 @pytest.mark.parametrize("name", sorted(set(ATTENTION)))

@@ -77,11 +77,11 @@ def test_the_block_is_that_of_its_parts():
     def image(x):
         return x.mT.unflatten(2, GRID)
 
-    z = torch.nn.Conv2d.forward(attn.convolution, image(linear(x, of_x))).flatten(2).mT
+    z = attn.convolution(image(linear(x, of_x))).flatten(2).mT
     z = z * z.sigmoid()
     heads = [y.unflatten(2, (h, d)).transpose(1, 2) for y in (linear(z, of_q), linear(z, of_k), z)]
     y = mlla(*heads, grid=GRID).transpose(1, 2).flatten(2)
-    y = y + torch.nn.Conv2d.forward(attn.local_term, image(z)).flatten(2).mT
+    y = y + attn.local_term(image(z)).flatten(2).mT
     gate = linear(x, (attn.gate[0].weight, attn.gate[0].bias))
     assert_equal(attn(x, GRID), attn.proj(y * gate * gate.sigmoid()))
 

@@ -75,5 +75,5 @@ def test_where_no_query_has_weights_the_local_term_is_left():
     attn = case().build().eval()
     v = draw(B, HEADS, 35, HEAD_DIM)
     y = attn.attend_all((-v.abs(), v, v), (5, 7))
-    assert_equal(y, attn.local_term(v, (5, 7)))
+    assert_equal(y, attn.local_term.convolve(v, (5, 7)))
     assert y.abs().max() > 0.1

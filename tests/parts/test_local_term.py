@@ -32,19 +32,19 @@ def local_term_reference(v, weight, bias, grid):
 @pytest.mark.parametrize(("width", "size"), [(d, 5), (h * d, 3)])
 def test_taps(width, size):
     term, v = LocalTerm(width, size).double(), draw(B, h, N, d)
-    assert_equal(term(v, GRID), local_term_reference(v, term.weight[:, 0], term.bias, GRID))
+    assert_equal(term.convolve(v, GRID), local_term_reference(v, term.weight[:, 0], term.bias, GRID))
 
 
 def test_prefix_tokens_have_none_and_are_left_out():
     term, v = LocalTerm(d, 5).double(), draw(B, h, 2 + N, d)
-    y = term(v, GRID)
+    y = term.convolve(v, GRID)
     assert not y[:, :, :2].any()
-    assert_equal(y[:, :, 2:], term(v[:, :, 2:], GRID))
+    assert_equal(y[:, :, 2:], term.convolve(v[:, :, 2:], GRID))
 
 
 def test_masked_tokens_are_zeros():
     term, v, counts = LocalTerm(d, 3).double(), draw(B, h, N, d), draw(B, N) > 0
-    assert_equal(term(v, GRID, counts), term(torch.where(counts[:, None, :, None], v, 0), GRID))
+    assert_equal(term.convolve(v, GRID, counts), term.convolve(torch.where(counts[:, None, :, None], v, 0), GRID))
 
 
 HAVE_ONE = [name for name, kind in ATTENTION.items() if hasattr(kind.Config, "local") and kind.local_size]
@@ -63,7 +63,7 @@ def test_a_layer_with_it_is_one_with_the_literal_term_in_value_and_all_gradients
         y = local_term_reference(v[:, :, P:], attn.local_term.weight[:, 0], attn.local_term.bias, grid)
         return F.pad(y, (0, 0, P, 0))
 
-    monkeypatch.setattr(attn.local_term, "forward", literal)
+    monkeypatch.setattr(attn.local_term, "convolve", literal)
     (y, *gradients), (y_literal, *expected) = found, value_and_gradients(attn, x, grid)
     torch.testing.assert_close(y, y_literal, rtol=FP64, atol=FP64)
     torch.testing.assert_close(gradients, expected, rtol=FP64_GRADIENT, atol=FP64_GRADIENT)
