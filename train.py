@@ -24,6 +24,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from attention import kernels
 from bench.costs import count_costs
 from engine.checkpoint import CHANGEABLE, Checkpoints
+from engine.compilation import compiled_blocks
 from engine.config import find_config, load_run, refuse_bad_input
 from engine.console import ConsoleLog
 from engine.data import check_workers, create_loaders, has_lost_workers, identify_data
@@ -129,7 +130,8 @@ class Trainer:
         run, progress = self.run, self.progress
         self.cleanup.enter_context(kernels.use(self.options.kernels))
         if self.options.compile:
-            self.model.compile(dynamic=False)  # a batch that broken images made smaller is compiled separately
+            models = [self.model, self.ema.module] if self.ema else [self.model]
+            self.cleanup.enter_context(compiled_blocks(models, self.train_loader.batch_sampler.batch_size))
         self.network = self.world.average_gradients(self.model)
         dump = partial(dump_step, self.checkpoints, self.train_loader, self.stateful, progress)
         self.guard = FiniteGuard(run, self.world, progress, dump)

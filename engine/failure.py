@@ -2,7 +2,7 @@
 
 0   finished
 1   failed: a loss that is not finite, a broken image, too little memory or disk, a rank that does not answer, loader
-    workers that are killed
+    workers that are killed, blocks that cannot be compiled
 2   refused before it began: configuration, data, a directory in use
 75  stopped by a signal and saved; the same command resumes it (`engine.signals`)
 """
@@ -15,6 +15,7 @@ from contextlib import contextmanager, suppress
 import torch
 from torch.distributed import distributed_c10d
 
+from engine.compilation import CompilationFailed
 from engine.distributed import World
 from engine.images import BrokenImage
 from engine.schema import Train
@@ -31,7 +32,7 @@ def explain_failures(options: Train, world: World) -> Iterator[None]:
     """Inside it, such a failure ends the process with one line and status `FAILED`; other errors pass, as bugs."""
     try:
         yield
-    except (FloatingPointError, BrokenImage, WorkersLost) as error:
+    except (FloatingPointError, BrokenImage, WorkersLost, CompilationFailed) as error:
         _end(world, str(error))
     except OSError as error:
         what = error.strerror or str(error).strip().splitlines()[-1]

@@ -185,7 +185,10 @@ class Train:
         False,
         "on a GPU, fp32 matrix products in TF32: faster, with 10 bits of mantissa; false: convolutions only, as torch",
     )
-    compile: bool = option(False, "torch.compile the model")
+    compile: bool = option(
+        False,
+        "torch.compile the blocks, those that are alike as one graph, for full batches; smaller ones run as they are",
+    )
     kernels: Literal["auto", "lean", "triton", "plain"] = option(
         "auto", "fast paths of attention; lean: least memory; triton: on a GPU fused kernels, experimental; plain: none"
     )

@@ -1,6 +1,7 @@
 """What the model families share: the transformer block, and the parts of timm's model contract common to them."""
 
 import math
+from collections.abc import Callable, Collection
 from typing import Any, ClassVar, cast
 
 import torch
@@ -18,28 +19,52 @@ MAX_TOKENS = 2**16
 register_notrace_module(Attention)
 
 
+class StochasticDepth(DropPath):
+    """timm's DropPath, whose rate may be a tensor to the compiler, so that blocks of any rates are one graph.
+
+    Attributes:
+        rate: scalar tensor, see `Backbone.compile_blocks`; None: the rate is a constant.
+    """
+
+    rate: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rate is None or not torch.compiler.is_compiling():
+            return super().forward(x)
+        if not self.training:
+            return x
+        kept = torch.rand(x.shape[0], *(1,) * (x.ndim - 1), device=x.device) >= self.rate
+        return x * (kept / (1 - self.rate)).to(x.dtype)
+
+
 class Block(nn.Module):
     """Pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
 
     Args:
         dim: channels C. drop_path: rate of stochastic depth, for both branches.
         attn, mlp: modules (B, N, C), grid -> (B, N, C); N counts prefix tokens, where there are any.
+    Attributes:
+        compiled_layers: `layers` compiled; of batches of `compiled_sizes` alone. See `Backbone.compile_blocks`.
     """
+
+    compiled_layers: Callable[["Block", Tensor, Grid], Tensor]
+    compiled_sizes: Collection[int] = ()
 
     def __init__(self, dim: int, attn: Attention, mlp: nn.Module, drop_path: float):
         super().__init__()
         self.norm1 = LayerNorm(dim)
         self.attn = attn
-        self.drop_path1 = DropPath(drop_path)
+        self.drop_path1 = StochasticDepth(drop_path)
         self.norm2 = LayerNorm(dim)
         self.mlp = mlp.apply(init_linear)
-        self.drop_path2 = DropPath(drop_path)
+        self.drop_path2 = StochasticDepth(drop_path)
         self.grad_checkpointing = False
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        return checkpoint(self._layers, x, grid) if self.grad_checkpointing else self._layers(x, grid)
+        layers = self.compiled_layers if x.shape[0] in self.compiled_sizes else Block.layers
+        return checkpoint(layers, self, x, grid) if self.grad_checkpointing else layers(self, x, grid)
 
-    def _layers(self, x: Tensor, grid: Grid) -> Tensor:
+    def layers(self, x: Tensor, grid: Grid) -> Tensor:
         x = x + self.drop_path1(self.attn(self.norm1(x), grid))
         return x + self.drop_path2(self.mlp(self.norm2(x), grid))
 
@@ -87,6 +112,27 @@ class Backbone(nn.Module):
         for module in self.modules():
             if isinstance(module, Block):
                 module.grad_checkpointing = enable
+
+    def compile_blocks(self, batch_sizes: Collection[int], **options: Any) -> int:
+        """Compiles the blocks for batches of these sizes; others, such as a last smaller one, run as they are.
+
+        Blocks that differ in weights and in their rate of stochastic depth alone share their graphs: one for each grid,
+        batch size and mode, training or not. What a graph cannot follow raises an error.
+
+        Args:
+            options: of `torch.compile`, such as its backend.
+        Returns:
+            The number of blocks.
+        """
+        blocks = [module for module in self.modules() if isinstance(module, Block)]
+        paths = [path for block in blocks for path in (block.drop_path1, block.drop_path2)]
+        if any(path.drop_prob for path in paths):
+            for path in paths:
+                path.rate = torch.tensor(path.drop_prob, device=next(self.parameters()).device)
+        layers = torch.compile(Block.layers, dynamic=False, fullgraph=True, **options)
+        for block in blocks:
+            block.compiled_layers, block.compiled_sizes = layers, frozenset(batch_sizes)
+        return len(blocks)
 
     def get_classifier(self) -> nn.Module | tuple[nn.Module, nn.Module]:
         return self.head

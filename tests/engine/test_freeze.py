@@ -202,6 +202,7 @@ def test_a_run_of_frozen_weights_resumes_to_the_same_bits(
 
 
 @pytest.mark.stress
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo asks for it
 def test_a_compiled_run_trains_the_rest(tmp_path: Path):
     """By the code generator, as users run it."""
     (tmp_path / "plain").mkdir()

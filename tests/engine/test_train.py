@@ -3,7 +3,8 @@
 import json
 import math
 import signal
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +13,12 @@ import torch
 import yaml
 from timm.utils import ModelEmaV3
 from torch import nn
+from torch._dynamo.utils import counters
 
 import train
 from attention import ATTENTION
 from engine.checkpoint import find_checkpoint
+from engine.compilation import CompilationFailed, compiled_blocks
 from engine.distill import Criterion
 from engine.distributed import World
 from engine.finite import FiniteGuard
@@ -128,6 +131,7 @@ def test_mixed_precision_trains_like_fp32(amp: str, tmp_path: Path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo asks for it
 @pytest.mark.parametrize(
     "overrides",
     [("train.amp=null",), ("train.amp=bf16", "train.channels_last=true"), ("train.amp=fp16", "train.compile=true")],
@@ -162,20 +166,44 @@ def test_checkpointed_blocks_restore_random_state(tmp_path: Path):
     assert all(torch.equal(again["model"][name], value) for name, value in expected["model"].items())
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo asks for it
 def test_compiled_model_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Through dynamo; without the code generator, whose compiler alone takes longer than all these tests."""
-    compiled = []
-
-    def compile_eagerly(self: nn.Module, **options) -> None:
-        compiled.append(self)
-        self._compiled_call_impl = torch.compile(self._call_impl, backend="eager", **options)
-
+    compiled = partial(train.compiled_blocks, backend="eager")
     (tmp_path / "plain").mkdir()
     expected = start(tmp_path / "plain", "optim.opt=sgd")
-    monkeypatch.setattr(nn.Module, "compile", compile_eagerly)
+    torch.compiler.reset()
+    counters.clear()
+    monkeypatch.setattr(train, "compiled_blocks", compiled)
     again = start(tmp_path, "optim.opt=sgd", "train.compile=true")
-    assert len(compiled) == 1
+    assert counters["stats"]["unique_graphs"] == 2  # in training and in evaluation
     assert relative_rms(again["model"], expected["model"]) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_compilation_that_fails_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd):
+    def no_compiler(graph, inputs):
+        raise RuntimeError("no C++ compiler")
+
+    torch.compiler.reset()
+    monkeypatch.setattr(train, "compiled_blocks", partial(train.compiled_blocks, backend=no_compiler))
+    with pytest.raises(SystemExit) as caught:
+        start(tmp_path, "train.compile=true")
+    assert caught.value.code == 1
+    error = capfd.readouterr().err
+    assert "error: train.compile: the blocks cannot be compiled here; set it to false (BackendCompilerFailed" in error
+    assert "no C++ compiler" in error
+
+
+def test_too_many_graphs_are_an_error():
+    model = create_model("deit", attention="softmax", img_size=16, patch_size=8, embed_dim=12, depth=1)
+    torch.compiler.reset()
+    with torch.no_grad(), ExitStack() as stack:
+        stack.enter_context(pytest.raises(CompilationFailed, match="again and again"))
+        stack.enter_context(compiled_blocks([model], 2, backend="eager"))
+        for grid in [(1, 4), (4, 1)]:
+            model.blocks[0](torch.zeros(2, 4, 12), grid)
+        model.blocks[0](torch.zeros(2, 4, 12), (2, 2))
 
 
 def test_deterministic_switch(tmp_path: Path):

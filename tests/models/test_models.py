@@ -12,10 +12,11 @@ from timm.optim._param_groups import param_groups_weight_decay
 from torch import nn
 
 import models
-from attention import OptionError, create_attention
+from attention import ATTENTION, OptionError, create_attention
 from attention.options import parse_options
 from bench.costs import count_costs
 from models import MODELS, create_model, parse_model, resolve_attention
+from models.base import StochasticDepth
 from models.convert import resample_pos_embed
 from models.deit import Deit
 from models.pvt import Pvt
@@ -290,6 +291,81 @@ def test_gradient_checkpointing_restores_the_random_state(name):
     torch.testing.assert_close(recomputed, gradients, rtol=0, atol=0)
     model.set_grad_checkpointing(False)
     assert not any(getattr(module, "grad_checkpointing", False) for module in model.modules())
+
+
+def count_graphs(model, run):
+    """How many graphs the blocks of `model`, compiled for batches of two, take in `run`."""
+    torch.compiler.reset()
+    graphs = []
+    model.compile_blocks({2}, backend=lambda graph, inputs: graphs.append(graph) or graph)
+    run(model)
+    return len(graphs)
+
+
+def train_and_evaluate(model, images, smaller=True):
+    """Gradients of a pass in training, after another one of a smaller batch, and logits."""
+    sizes = (1, 2) if smaller else (2,)
+    for size in sizes:
+        model.zero_grad()
+        model.train()(images[:size]).square().sum().backward()
+    with torch.no_grad():
+        logits = [model.eval()(images[:size]) for size in sizes]
+    return [*(parameter.grad for parameter in model.parameters()), *logits]
+
+
+asks_for_gradients = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+"""Dynamo does, of the inputs of graphs; outside of pytest it hides the warning."""
+
+
+@asks_for_gradients
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_blocks_of_any_rate_are_one_graph_per_mode(checkpointing):
+    model = tiny_model("deit", drop_path_rate=0.3)
+    model.set_grad_checkpointing(checkpointing)
+    assert count_graphs(model, lambda model: train_and_evaluate(model, tiny_images("deit"))) == 2
+
+
+@asks_for_gradients
+def test_every_stage_is_one_graph_per_mode():
+    model = tiny_model("pvtv2_b0", drop_path_rate=0.3)
+    assert count_graphs(model, lambda model: train_and_evaluate(model, tiny_images("pvtv2_b0"), smaller=False)) == 8
+
+
+@pytest.mark.stress
+@asks_for_gradients
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_blocks_of_every_mechanism_are_one_graph_per_mode(attention):
+    model = tiny_model("deit", attention, img_size=64, drop_path_rate=0.3)
+    images = torch.randn(2, 3, 64, 64)
+    assert count_graphs(model, lambda model: train_and_evaluate(model, images)) == 2
+
+
+@asks_for_gradients
+def test_compiled_blocks_change_no_result():
+    model, images = tiny_model("deit"), tiny_images("deit")
+    expected = train_and_evaluate(model, images)
+    names = list(model.state_dict())
+    torch.compiler.reset()
+    model.compile_blocks({2}, backend="aot_eager")
+    torch.testing.assert_close(train_and_evaluate(model, images), expected)
+    assert list(model.state_dict()) == names
+    average = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+        torch.testing.assert_close(average.eval()(images), expected[-1])
+
+
+def test_compiled_stochastic_depth_drops_whole_branches_at_its_rate():
+    depth = StochasticDepth(0.3)
+    depth.rate = torch.tensor(0.3)
+    torch.compiler.reset()
+    y = torch.compile(depth, backend="eager", fullgraph=True)(torch.ones(4000, 2, 3, dtype=torch.bfloat16))
+    assert y.dtype == torch.bfloat16
+    assert (y == y[:, :1, :1]).all()
+    kept = y[:, 0, 0] != 0
+    assert abs(kept.float().mean() - 0.7) < 4 * (0.3 * 0.7 / 4000) ** 0.5
+    torch.testing.assert_close(y[kept].float().mean().item(), 1 / 0.7, rtol=1e-2, atol=0)
 
 
 @families

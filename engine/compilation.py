@@ -1,0 +1,38 @@
+"""Compiled training: one graph for all blocks that are alike, and no silent return to eager mode."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from models.base import Backbone
+
+
+class CompilationFailed(Exception):
+    """The blocks of a model cannot be compiled."""
+
+
+@contextmanager
+def compiled_blocks(models: Sequence[Backbone], batch_size: int, **options: Any) -> Iterator[None]:
+    """Compiles the blocks of `models` for batches of `batch_size` images, see `Backbone.compile_blocks`.
+
+    Args:
+        options: of `torch.compile`.
+    Raises:
+        CompilationFailed: inside it, of torch.compile's errors; also where more graphs are asked for than all blocks
+            would need in two modes if no two were alike. Without this, dynamo would go on without compiling.
+    """
+    num_blocks = sum(model.compile_blocks({batch_size}, **options) for model in models)
+    exceptions = torch._dynamo.exc
+    try:
+        # Gradients are averaged over ranks block by block as it is: dynamo need not cut graphs for that.
+        with torch._dynamo.config.patch(recompile_limit=2 * num_blocks, optimize_ddp=False):
+            yield
+    except exceptions.FailOnRecompileLimitHit as error:
+        problem = "the blocks are compiled again and again (TORCH_LOGS=recompiles says why)"
+        raise CompilationFailed(f"train.compile: {problem}; set it to false") from error
+    except exceptions.TorchDynamoException as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        problem = "the blocks cannot be compiled here; set it to false"
+        raise CompilationFailed(f"train.compile: {problem} ({reason})") from error
