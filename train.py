@@ -131,7 +131,7 @@ class Trainer:
         self.cleanup.enter_context(kernels.use(self.options.kernels))
         if self.options.compile:
             models = [self.model, self.ema.module] if self.ema else [self.model]
-            self.cleanup.enter_context(compiled_blocks(models, self.train_loader.batch_sampler.batch_size))
+            self.cleanup.enter_context(compiled_blocks(models, self.train_loader.batch_sampler.batch_size, self.world))
         self.network = self.world.average_gradients(self.model)
         dump = partial(dump_step, self.checkpoints, self.train_loader, self.stateful, progress)
         self.guard = FiniteGuard(run, self.world, progress, dump)

@@ -20,6 +20,7 @@ from bench.timing import count_launches
 from engine.config import ConfigError, load_run
 from engine.distributed import autocast
 from models import create_model
+from models.base import Backbone
 
 MODES = ("forward", "forward+backward", "train", "inference")
 DTYPES = ("fp32", "bf16", "fp16")
@@ -194,7 +195,10 @@ class Workload:
         self.leaves = [x for x in (*self.parameters, *self.inputs) if isinstance(x, Tensor) and x.requires_grad]
         self.network = network.train(mode != "inference")
         if execution == "compiled":
-            self.network = torch.compile(network, dynamic=False)
+            if isinstance(network, Backbone):  # as in training
+                network.compile_blocks({batch})
+            else:
+                self.network = torch.compile(network, dynamic=False)
         self.call = {
             "forward": self.forward,
             "forward+backward": self.backward,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from engine.distributed import World
 from models.base import Backbone
 
 
@@ -14,7 +15,7 @@ class CompilationFailed(Exception):
 
 
 @contextmanager
-def compiled_blocks(models: Sequence[Backbone], batch_size: int, **options: Any) -> Iterator[None]:
+def compiled_blocks(models: Sequence[Backbone], batch_size: int, world: World, **options: Any) -> Iterator[None]:
     """Compiles the blocks of `models` for batches of `batch_size` images, see `Backbone.compile_blocks`.
 
     Args:
@@ -24,6 +25,8 @@ def compiled_blocks(models: Sequence[Backbone], batch_size: int, **options: Any)
             would need in two modes if no two were alike. Without this, dynamo would go on without compiling.
     """
     num_blocks = sum(model.compile_blocks({batch_size}, **options) for model in models)
+    if world.is_primary:
+        print("train.compile: the first update and the first evaluation take longer, to compile blocks", flush=True)
     exceptions = torch._dynamo.exc
     try:
         # Gradients are averaged over ranks block by block as it is: dynamo need not cut graphs for that.

@@ -9,6 +9,7 @@ import torch
 import benchmark
 from attention import ATTENTION
 from bench.workload import MODES, Workload, attention_core, attention_layer, initialise_weights, whole_model
+from models.base import Backbone
 
 CPU = torch.device("cpu")
 LAYERS = ["--device", "cpu", "--dim", "12", "--num-heads", "3", "--batch-size", "2", "--rounds", "2"]
@@ -216,6 +217,19 @@ def test_every_shape_is_compiled_anew(tmp_path, monkeypatch):
     arguments = "--attention", "softmax", "--tokens", "16", "36", "--modes", "forward"
     run(*arguments, "--execution", "compiled", output=tmp_path)
     assert log == ["reset", False, "reset", False]
+
+
+def test_models_are_compiled_as_in_training(tmp_path, monkeypatch):
+    compiled = []
+    monkeypatch.setattr(Backbone, "compile_blocks", lambda self, batch_sizes: compiled.append(batch_sizes))
+    config = tmp_path / "tiny.yaml"
+    config.write_text(
+        "model:\n  name: deit\n  img_size: 16\n  patch_size: 8\n  embed_dim: 12\n  depth: 1\n"
+        "attention:\n  name: softmax\n"
+    )
+    workload = Workload(whole_model(str(config)), (16, 16), 2, "inference", "fp32", "compiled", CPU)
+    assert compiled == [{2}]
+    assert isinstance(workload.network, Backbone)
 
 
 @pytest.mark.parametrize(

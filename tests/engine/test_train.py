@@ -200,7 +200,7 @@ def test_too_many_graphs_are_an_error():
     torch.compiler.reset()
     with torch.no_grad(), ExitStack() as stack:
         stack.enter_context(pytest.raises(CompilationFailed, match="again and again"))
-        stack.enter_context(compiled_blocks([model], 2, backend="eager"))
+        stack.enter_context(compiled_blocks([model], 2, World(torch.device("cpu")), backend="eager"))
         for grid in [(1, 4), (4, 1)]:
             model.blocks[0](torch.zeros(2, 4, 12), grid)
         model.blocks[0](torch.zeros(2, 4, 12), (2, 2))

@@ -321,7 +321,7 @@ asks_for_gradients = pytest.mark.filterwarnings("ignore:The .grad attribute of a
 @asks_for_gradients
 @pytest.mark.parametrize("checkpointing", [False, pytest.param(True, marks=pytest.mark.stress)])
 def test_blocks_of_any_rate_are_one_graph_per_mode(checkpointing):
-    model = tiny_model("deit", drop_path_rate=0.3)
+    model = tiny_model("deit", "softmax", drop_path_rate=0.3)
     model.set_grad_checkpointing(checkpointing)
     assert count_graphs(model, lambda model: train_and_evaluate(model, tiny_images("deit"))) == 2
 
@@ -343,12 +343,15 @@ def test_blocks_of_every_mechanism_are_one_graph_per_mode(attention):
 
 
 @asks_for_gradients
-def test_compiled_blocks_change_no_result():
-    model, images = tiny_model("deit", depth=2).double(), tiny_images("deit").double()
+@pytest.mark.parametrize(
+    ("attention", "backend"), [("softmax", "eager"), pytest.param("eva", "aot_eager", marks=pytest.mark.stress)]
+)
+def test_compiled_blocks_change_no_result(attention, backend):
+    model, images = tiny_model("deit", attention, depth=2).double(), tiny_images("deit").double()
     expected = train_and_evaluate(model, images)
     names = list(model.state_dict())
     torch.compiler.reset()
-    model.compile_blocks({2}, backend="aot_eager")
+    model.compile_blocks({2}, backend=backend)
     torch.testing.assert_close(train_and_evaluate(model, images), expected)
     assert list(model.state_dict()) == names
     average = copy.deepcopy(model)
