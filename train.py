@@ -158,13 +158,14 @@ class Trainer:
             is_logged = is_complete or (number + 1) % options.log_every == 0
             if is_logged:
                 self.guard.settle()
-            stopped = self.guard.stopped  # here, where every rank has read the same
+            stopped, overdue = self.guard.stopped, self.guard.overdue  # here, where every rank has read the same
             if is_logged and progress.num_summed:
                 values = {"loss": progress.loss_sum / progress.num_summed, "broken": progress.broken}
                 lr = max(group["lr"] for group in self.optimizer.param_groups)
                 self.report.train(progress.epoch + 1, **values, lr=lr, grad_norm=self.guard.norm)
                 progress.loss_sum, progress.num_summed = 0.0, 0
-            if stopped or self.checkpoints.is_due(progress.step) or (is_complete and self.is_evaluated(progress.epoch)):
+            is_due = overdue or self.checkpoints.is_due(progress.step)
+            if stopped or is_due or (is_complete and self.is_evaluated(progress.epoch)):
                 self.save()
         return stopped
 
@@ -201,7 +202,7 @@ class Trainer:
             num_broken += self.train_loader.batch_sampler.batch_size - len(images)
         self.scaler.unscale_(self.optimizer)  # clipping needs the gradients without the loss scale of fp16
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.run.optim.clip_grad or math.inf)
-        accepted = self.guard.accepts(loss_sum, grad_norm, stop, num_broken)
+        accepted = self.guard.accepts(loss_sum, grad_norm, stop, num_broken, self.checkpoints.is_overdue())
         if accepted:
             keep_weights_finite(self.optimizer, grad_norm)
             seed_everything(self.options.seed, self.progress.step)  # without the rank: some optimisers draw numbers
@@ -240,6 +241,7 @@ class Trainer:
     def save(self) -> None:
         """Makes a checkpoint."""
         self.guard.settle()
+        self.guard.overdue = False
         self.report.sync()
         self.checkpoints.save(self.progress, self.stateful)
 

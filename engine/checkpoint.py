@@ -161,10 +161,14 @@ class Checkpoints:
             raise UserError(f"{path}: this version cannot resume it; {error}") from None
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is due after update `step` of the run, by steps or by time."""
-        steps, minutes = self.options.checkpoint_steps, self.options.checkpoint_minutes
-        by_time = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
-        return by_time or bool(steps and step % steps == 0)
+        """Whether a checkpoint is due after update `step` of the run."""
+        steps = self.options.checkpoint_steps
+        return bool(steps and step % steps == 0)
+
+    def is_overdue(self) -> bool:
+        """Whether the last checkpoint is too old; by the clock of this rank, which the others need not share."""
+        minutes = self.options.checkpoint_minutes
+        return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
 
     def save(self, progress: Progress, stateful: Mapping[str, Stateful]) -> None:
         """Writes a checkpoint, on the primary rank, and removes those that are neither among the newest nor the best.

@@ -134,22 +134,25 @@ class Exchanged(NamedTuple):
 
     Attributes:
         losses: of all ranks. norm: of the gradient, the same on every rank. stop: whether any is asked to stop.
-        num_broken: images left out, on all ranks.
+        num_broken: images left out, on all ranks. overdue: whether it is time to save, by the first rank's clock.
     """
 
     losses: tuple[float, ...]
     norm: float
     stop: bool
     num_broken: int
+    overdue: bool
 
 
-def exchange(world: World, loss: Tensor, norm: Tensor, stop: bool, num_broken: int) -> Callable[[], Exchanged]:
+def exchange(
+    world: World, loss: Tensor, norm: Tensor, stop: bool, num_broken: int, overdue: bool
+) -> Callable[[], Exchanged]:
     """Begins to tell all ranks, in one collective; what it returns waits for it."""
-    read = world.send([loss, norm, stop, num_broken])
+    read = world.send([loss, norm, stop, num_broken, overdue])
 
     def exchanged() -> Exchanged:
-        losses, norms, stops, nums_broken = zip(*read(), strict=True)
-        return Exchanged(losses, norms[0], any(stops), int(sum(nums_broken)))
+        losses, norms, stops, nums_broken, overdue = zip(*read(), strict=True)
+        return Exchanged(losses, norms[0], any(stops), int(sum(nums_broken)), bool(overdue[0]))
 
     return exchanged
 

@@ -31,11 +31,12 @@ class FiniteGuard:
         dump: writes down the update that many updates ago, and the reason; see `dump_step`.
     Attributes:
         norm: gradient norm of the last update that was read. stopped: whether any rank was asked to stop.
+        overdue: whether it was time to save, by the first rank's clock; what saves makes it false.
     """
 
     def __init__(self, run: Run, world: World, progress: Progress, dump: Callable[[str, int], None]):
         self.options, self.max_broken, self.world, self.progress = run.train, run.data.max_broken, world, progress
-        self.dump, self.norm, self.stopped = dump, math.nan, False
+        self.dump, self.norm, self.stopped, self.overdue = dump, math.nan, False, False
         self.reads_late = world.on_cuda and not run.train.max_skipped
         self.unread: Callable[[], Exchanged] | None = None
 
@@ -44,18 +45,19 @@ class FiniteGuard:
         if self.options.max_skipped:
             self.buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
 
-    def accepts(self, loss: Tensor, norm: Tensor, stop: bool, num_broken: int) -> bool:
+    def accepts(self, loss: Tensor, norm: Tensor, stop: bool, num_broken: int, overdue: bool) -> bool:
         """Whether to make the update with this loss and gradient norm; if not, the buffers are restored.
 
         Args:
             loss, norm: on the device. stop: whether this rank is asked to stop. num_broken: images it left out.
+            overdue: whether it is time to save, by this rank's clock.
         Raises:
             FloatingPointError: the loss of a rank or the gradient is not finite, of this update or of the one before,
                 and it is not to be skipped.
             BrokenImage: more images are broken than the options allow.
         """
         self.settle()
-        found = exchange(self.world, loss, norm, stop, num_broken)
+        found = exchange(self.world, loss, norm, stop, num_broken, overdue)
         if self.reads_late:
             self.unread = found
             return True
@@ -72,7 +74,7 @@ class FiniteGuard:
             self._check(found(), 1)
 
     def _check(self, found: Exchanged, updates_ago: int) -> bool:
-        self.norm, self.stopped = found.norm, self.stopped or found.stop
+        self.norm, self.stopped, self.overdue = found.norm, self.stopped or found.stop, found.overdue
         self.progress.broken += found.num_broken
         check_broken(self.progress.broken, self.max_broken)
         loss, is_scaled = sum(found.losses) / len(found.losses), self.options.amp == "fp16"

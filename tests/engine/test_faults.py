@@ -13,12 +13,15 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import yaml
+from torch import nn
 
 import train
 from engine.augment import PairMixup
@@ -446,16 +449,16 @@ class Two(World):
 @pytest.mark.parametrize(
     ("second", "expected"),
     [
-        ([1.0, 0.5, 0.0, 0.0], ((3.0, 1.0), 0.5, False, 2)),
-        ([math.nan, 0.5, 1.0, 0.0], ((3.0, pytest.approx(math.nan, nan_ok=True)), 0.5, True, 2)),
-        # The norm is that of all ranks: the first rank's is read.
-        ([1.0, math.inf, 0.0, 1.0], ((3.0, 1.0), 0.5, False, 3)),
+        ([1.0, 0.5, 0.0, 0.0, 0.0], ((3.0, 1.0), 0.5, False, 2, True)),
+        ([math.nan, 0.5, 1.0, 0.0, 1.0], ((3.0, pytest.approx(math.nan, nan_ok=True)), 0.5, True, 2, True)),
+        # The norm is that of all ranks, and the clock that counts the first's: the first rank's are read.
+        ([1.0, math.inf, 0.0, 1.0, 0.0], ((3.0, 1.0), 0.5, False, 3, True)),
     ],
 )
-def test_one_exchange_carries_losses_norm_stop_flag_and_broken_images(second: list[float], expected: tuple):
+def test_one_exchange_carries_losses_norm_flags_and_broken_images(second: list[float], expected: tuple):
     world = Two(torch.device("cpu"), 0, 2)
     object.__setattr__(world, "second", second)
-    assert exchange(world, torch.tensor(3.0), torch.tensor(0.5), False, 2)() == expected
+    assert exchange(world, torch.tensor(3.0), torch.tensor(0.5), False, 2, True)() == expected
 
 
 def guard_of(options: Train, progress: Progress, world: World, late: bool = False) -> tuple[FiniteGuard, list]:
@@ -472,9 +475,9 @@ def update_twice(guard: FiniteGuard, **values: float) -> None:
     assert update(guard)
 
 
-def update(guard: FiniteGuard, loss: float = 1.0, norm: float = 1.0, stop: bool = False) -> bool:
+def update(guard: FiniteGuard, loss: float = 1.0, norm: float = 1.0, stop: bool = False, overdue: bool = False) -> bool:
     """One update, as train.py makes it."""
-    accepted = guard.accepts(torch.tensor(loss), torch.tensor(norm), stop, 0)
+    accepted = guard.accepts(torch.tensor(loss), torch.tensor(norm), stop, 0, overdue)
     guard.progress.step += 1
     return accepted
 
@@ -482,7 +485,7 @@ def update(guard: FiniteGuard, loss: float = 1.0, norm: float = 1.0, stop: bool 
 @pytest.mark.parametrize("late", [False, True])
 def test_the_rank_is_named(late: bool):
     world = Two(torch.device("cpu"), 0, 2)
-    object.__setattr__(world, "second", [1.0, 0.5, 0.0, 0.0])
+    object.__setattr__(world, "second", [1.0, 0.5, 0.0, 0.0, 0.0])
     guard, dumped = guard_of(Train(), Progress(), world, late)
     assert update(guard, 3.0)
     assert not dumped
@@ -514,6 +517,24 @@ def test_what_is_read_late_is_not_lost():
     for _ in range(2):
         guard.settle()
         assert (progress.loss_sum, progress.num_summed, guard.norm, guard.stopped) == (6.0, 2, 5.0, True)
+
+
+@pytest.mark.parametrize(("first", "late", "saved"), [(0, 0, []), (0, 1, []), (1, 0, [1, 2, 3, 4]), (1, 1, [2, 4])])
+def test_all_ranks_save_by_the_clock_of_the_first(first: int, late: int, saved: list[int]):
+    """Else one rank alone might find what is read late, and end, while the others wait for it in the next update."""
+    world = Two(torch.device("cpu"), 1, 2)
+    object.__setattr__(world, "send", lambda values: lambda: [[1.0, 1.0, 0.0, 0.0, first], [*map(float, values)]])
+    guard, _ = guard_of(Train(), Progress(), world, bool(late))
+    steps: list[int] = []
+    trainer = MagicMock(options=Train(total_batch_size=1), progress=guard.progress, guard=guard, model=nn.Identity())
+    trainer.sampler = SimpleNamespace(stop=4, updates_per_epoch=4)
+    trainer.update = lambda batches: guard.accepts(torch.tensor(1.0), torch.tensor(1.0), False, 0, not first)
+    trainer.checkpoints.is_due = trainer.is_evaluated = lambda number: False
+    trainer.checkpoints.save = lambda progress, stateful: steps.append(progress.step)
+    trainer.save = partial(train.Trainer.save, trainer)
+    trainer.optimizer.param_groups = [{"lr": 1.0}]
+    train.Trainer.train_epoch(trainer, iter(()))
+    assert steps == saved
 
 
 def test_only_a_gpu_is_read_late_and_only_where_no_update_is_skipped(tmp_path: Path):
