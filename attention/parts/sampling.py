@@ -100,10 +100,13 @@ def _hash(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def sample_indices(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """Indices (..., s) drawn from `probabilities` (..., M) by inverting their cumulative sums at `uniform` (..., s)."""
+def sample_indices(probabilities: Tensor, uniform: Tensor, out: Tensor | None = None) -> Tensor:
+    """Indices (..., s) drawn from `probabilities` (..., M) by inverting their cumulative sums at `uniform` (..., s).
+
+    The sums are left in `out`, which may be `probabilities`, if it is given.
+    """
     with torch.no_grad():
-        cumulative = probabilities.cumsum(-1)
+        cumulative = torch.cumsum(probabilities, -1, out=out)
         position = uniform.expand(*cumulative.shape[:-1], -1).to(cumulative.dtype) * cumulative[..., -1:]
         return torch.searchsorted(cumulative, position.contiguous(), right=True).clamp(max=cumulative.shape[-1] - 1)
 

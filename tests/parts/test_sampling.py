@@ -109,3 +109,6 @@ def test_indices_are_drawn_with_their_probabilities():
     edges = torch.tensor([2**-24, 0.5, 0.7, 1 - 2**-24], dtype=torch.float64)
     assert sample_indices(probabilities[0], edges).tolist() == [1, 3, 4, 4]
     assert sample_indices(probabilities[1].float(), torch.ones(1)).tolist() == [4]  # never past the end
+    sums = probabilities[0].cumsum(0)
+    assert sample_indices(probabilities[0], edges, out=probabilities[0]).tolist() == [1, 3, 4, 4]
+    assert probabilities[0].equal(sums)

@@ -63,7 +63,7 @@ def draw(q: Tensor, k: Tensor, uniform: Tensor) -> Tensor:
     """Indices (B, h, N, s) of keys drawn from softmax_m(q_n . k_m / sqrt(d)) at `uniform`, (..., N, s)."""
     uniform, q = uniform.expand(*q.shape[:3], -1), q * q.shape[-1] ** -0.5
     index = torch.empty(uniform.shape, dtype=torch.long, device=q.device)
-    for chunk in cache_chunks(q, 2 * q.shape[2] * k.shape[2] * q.element_size()):  # weights and their cumulative sums
-        logits = q[chunk] @ k[chunk].mT
-        index[chunk] = sample_indices(torch.softmax(logits, -1, out=logits), uniform[chunk])
+    for chunk in cache_chunks(q, q.shape[2] * k.shape[2] * q.element_size()):  # fresh memory costs as much as the sums
+        weights = q[chunk] @ k[chunk].mT
+        index[chunk] = sample_indices(torch.softmax(weights, -1, out=weights), uniform[chunk], out=weights)
     return index
