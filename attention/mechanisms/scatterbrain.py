@@ -22,7 +22,7 @@ from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
 from attention.options import option, released_option
 from attention.parts.features import full_precision, log_features, phi, scale
 from attention.parts.geometry import Grid, Layout, Windows, split_prefix
-from attention.parts.leave_one_out import LeaveOneOut, merge_all_but_one, subtract
+from attention.parts.leave_one_out import LeaveOneOut, merge_all_but_one, over_all, subtract
 from attention.parts.masking import mask_logits
 from attention.parts.position import BiasKind
 from attention.parts.sampling import OmegaSampling, gaussian, omega_sampling_option
@@ -44,24 +44,30 @@ def scatterbrain(
 
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d). omega: samples (h, s, d). bias: of the window, (h, w, e).
-        leave_one_out: sums off the window, see `merge_all_but_one` and `subtract`; with an overlap the latter.
+        leave_one_out: sums off the window, see `merge_all_but_one` and `subtract`; with an overlap the latter. none:
+            sums over all tokens, so that the window counts twice, the paper's naive sum (section 4.1).
     Returns:
         (B, h, N, d), float32 at least.
     """
     k_grid, v_grid = (split_prefix(x, q.shape[2])[1] for x in (k, v))
     log_k = mask_logits(log_features(scale(k_grid), omega), windows.key_mask, -2)  # (B, h, N, s)
-    log_own = windows.partition_keys(log_k).mT  # (B, h, g, s, e)
-    mask = windows.mask(q.device)
-    if mask is not None:
-        log_own = log_own.masked_fill(~mask[..., None, :], torch.finfo(log_own.dtype).min)
-    own = log_own.logsumexp(-1), log_own.softmax(-1) @ windows.partition_keys(v_grid)
-    if leave_one_out == "merge":
-        log_mass, beta = merge_all_but_one(*own)
+    if leave_one_out == "none":
+        log_mass, beta = over_all(log_k, v_grid)
+    elif leave_one_out == "merge":
+        log_mass, beta = merge_all_but_one(*within(log_k, v_grid, windows))
     else:
-        log_mass, beta = subtract(log_k, v_grid, *own, leave_one_out == "released")
+        log_mass, beta = subtract(log_k, v_grid, *within(log_k, v_grid, windows), leave_one_out == "released")
     log_q = windows.partition(log_features(scale(q), omega))
     logits = log_q + log_mass[..., None, :] - math.log(omega.shape[-2])
     return joint_softmax(q, k, v, bias, values=beta, logits=logits, windows=windows)
+
+
+def within(log_k: Tensor, v: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
+    """Log mass and weighted mean of every window's keys: (B, h, g, s), (B, h, g, s, d)."""
+    log_own, mask = windows.partition_keys(log_k).mT, windows.mask(v.device)  # (B, h, g, s, e)
+    if mask is not None:
+        log_own = log_own.masked_fill(~mask[..., None, :], torch.finfo(log_own.dtype).min)
+    return log_own.logsumexp(-1), log_own.softmax(-1) @ windows.partition_keys(v)
 
 
 def scatterbrain_reference(q, k, v, omega, bias=None, *, windows, leave_one_out="merge"):
@@ -71,7 +77,7 @@ def scatterbrain_reference(q, k, v, omega, bias=None, *, windows, leave_one_out=
     counted = [m for m in range(N) if windows.key_mask is None or windows.key_mask[0, m]]
     for n in range(N):
         window, *_ = windows.attended(n)
-        outside = [m for m in counted if m not in window]
+        outside = [m for m in counted if m not in window or leave_one_out == "none"]
         logits, values = attended_in_window(n, q, k, v, bias, windows=windows)
         mass = phi_k[:, :, outside].sum(2)  # (B, h, s)
         mean = phi_k[:, :, outside].mT @ v_grid[:, :, outside] / (mass[..., None] if outside else 1)
@@ -102,7 +108,8 @@ class Scatterbrain(Attention):
         position_bias: BiasKind | None = window_option("position_bias")
         leave_one_out: LeaveOneOut | None = option(
             None,
-            "sums off a window: of the others, merged; of all, less its own; so by the released code; null: as fits",
+            "sums off a window: of the others, merged; of all, less its own; so by the released code; none: of all, so "
+            "that the window counts twice; null: as fits",
             chosen=lambda c: "released" if c.released else "subtract" if c.overlap else "merge",
         )
         features: Literal["positive", "hyperbolic"] = option("positive", "xi(x, omega), or with xi(x, -omega) also")
@@ -126,7 +133,8 @@ class Scatterbrain(Attention):
         N, C, queries = context.num_tokens, context.dim, num_padded(windows)
         s = config.num_samples * (2 if config.features == "hyperbolic" else 1)
         features, total = 2 * N * s * C, 0 if config.leave_one_out == "merge" else N * s * C
-        inside, outside = windows.count * windows.num_keys * s * C, queries * s * C  # their values
+        inside = 0 if config.leave_one_out == "none" else windows.count * windows.num_keys * s * C
+        outside = queries * s * C  # their values
         return Cost(window.parameters, window.macs + features + total + inside + outside)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:

@@ -6,7 +6,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LeaveOneOut = Literal["merge", "subtract", "released"]
+LeaveOneOut = Literal["merge", "subtract", "none", "released"]
+
+
+def over_all(log_k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Log mass and weighted mean of all tokens, (B, h, 1, s) and (B, h, 1, s, d); arguments as in `subtract`."""
+    return log_k.logsumexp(-2)[:, :, None], (log_k.mT.softmax(-1) @ v)[:, :, None]
 
 
 def merge_all_but_one(log_mass: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
@@ -43,7 +48,7 @@ def subtract(log_k: Tensor, v: Tensor, log_own: Tensor, own: Tensor, released: b
         log_k: log features of all tokens, (B, h, N, s). v: (B, h, N, d).
         log_own, own: logarithm of the mass and weighted mean of the windows, (B, h, g, s) and (B, h, g, s, d).
     """
-    log_all, mean = log_k.logsumexp(-2)[:, :, None], (log_k.mT.softmax(-1) @ v)[:, :, None]
+    log_all, mean = over_all(log_k, v)
     share = (log_own - log_all).exp()
     if released:
         log_left = (1 - share + 1e-5).log()

@@ -1,5 +1,6 @@
 """Scatterbrain on windows."""
 
+import math
 from functools import partial
 
 import pytest
@@ -7,6 +8,8 @@ import torch
 from torch import Tensor
 
 from attention import AttentionFactory
+from attention.mechanisms.local import local
+from attention.mechanisms.performer import performer
 from attention.mechanisms.scatterbrain import scatterbrain
 from attention.mechanisms.softmax import softmax
 from attention.ops.random_features.op import random_feature_attention
@@ -30,6 +33,7 @@ CASES = [
     case((5, 7), {**SAMPLES, **SMALL, "leave_one_out": "subtract", "overlap": 1}),
     case((5, 7), {**SAMPLES, **SMALL, "leave_one_out": "released"}, mixes_values=False),  # where its floors act
     case((5, 7), {**SAMPLES, **SMALL, **PREFIX}),
+    case((5, 7), {**SAMPLES, **SMALL, **PREFIX, "leave_one_out": "none", "overlap": 1}),
 ]
 EFFECTS = {
     "num_samples": (SMALL, 10),
@@ -44,7 +48,7 @@ EFFECTS = {
     "feature_redraw": (SMALL, "fixed"),
 }
 SYMMETRIES = [
-    *((BLOCKS, {**WINDOW, **FREE, "leave_one_out": x}) for x in ("merge", "subtract", "released")),
+    *((BLOCKS, {**WINDOW, **FREE, "leave_one_out": x}) for x in ("merge", "subtract", "none", "released")),
     # windows that overlap or do not divide the grid
     ({"transposed"}, {"window_size": 3, **FREE}),
     ({"transposed"}, {**WINDOW, "overlap": 1, **FREE}),
@@ -120,12 +124,31 @@ def test_scatterbrain_with_nothing_in_the_support_is_random_feature_attention(gr
 )
 def test_scatterbrain_corrects_the_estimate_on_windows(grid, size, overlap, leave_one_out):
     q, k, v = tokens(grid)
-    omega, N, windows = draw(h, S, d, seed=3), q.shape[2], Windows(grid, size, overlap)
+    omega, windows = draw(h, S, d, seed=3), Windows(grid, size, overlap)
+    y = scatterbrain(q, k, v, omega, windows=windows, leave_one_out=leave_one_out)
+    assert_equal(y, corrected(q, k, v, omega, support_of(windows)))
+
+
+@every_grid
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_the_naive_sum_counts_windows_twice(grid, overlap):
+    """Local attention and Performer, weighed by their masses."""
+    q, k, v = tokens(grid)
+    omega, windows = draw(h, S, d, seed=3), Windows(grid, (3, 2), (overlap, overlap))
+    support = support_of(windows)
+    exact = ((q @ k.mT * d**-0.5).exp() * support).sum(-1, keepdim=True)
+    low = features(q, omega) @ features(k, omega).sum(2)[..., None]
+    both = exact * local(q, k, v, windows=windows) + low * performer(q, k, v, omega)
+    assert_equal(scatterbrain(q, k, v, omega, windows=windows, leave_one_out="none"), both / (exact + low))
+
+
+def support_of(windows: Windows) -> Tensor:
+    """Which keys a query attends to in its window, (N, N) bool."""
+    N = math.prod(windows.grid)
     support = torch.zeros(N, N, dtype=torch.bool)
     for n in range(N):
         support[n, windows.attended(n)[0]] = True
-    y = scatterbrain(q, k, v, omega, windows=windows, leave_one_out=leave_one_out)
-    assert_equal(y, corrected(q, k, v, omega, support))
+    return support
 
 
 def assert_exact_on_support_and_unbiased_off_it(op, support: Tensor, q: Tensor, k: Tensor):
