@@ -5,7 +5,7 @@
 The support is a query's window (EVA appendix G, eq. 30); `scatterbrain_lsh` finds it by hashing. The matrix A is
 unbiased, its rows' normalisation is not. With windows that do not overlap, the sums off the support are merged from
 those of the other windows, so that nothing cancels; otherwise the window's share is subtracted from the sums over all
-tokens.
+tokens. In causal attention the window is the earlier part of a query's block, and what is off it are the tokens before.
 Cost: 4 N s C + 2 N |E| C multiply-accumulates, N s C more with subtraction. Linear in N.
 """
 
@@ -22,7 +22,7 @@ from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
 from attention.options import option, released_option
 from attention.parts.features import full_precision, log_features, phi, scale
 from attention.parts.geometry import Grid, Layout, Windows, split_prefix
-from attention.parts.leave_one_out import LeaveOneOut, merge_all_but_one, over_all, subtract
+from attention.parts.leave_one_out import LeaveOneOut, before, merge_all_but_one, over_all, shifted, subtract, within
 from attention.parts.masking import mask_logits
 from attention.parts.position import BiasKind
 from attention.parts.sampling import OmegaSampling, gaussian, omega_sampling_option
@@ -44,8 +44,9 @@ def scatterbrain(
 
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d). omega: samples (h, s, d). bias: of the window, (h, w, e).
-        leave_one_out: sums off the window, see `merge_all_but_one` and `subtract`; with an overlap the latter. none:
-            sums over all tokens, so that the window counts twice, the paper's naive sum (section 4.1).
+        leave_one_out: sums off the window, see `merge_all_but_one` and `subtract`; with an overlap the latter. Causal
+            windows have the sums of what is before them. none: sums over all tokens, so that the window counts twice,
+            the paper's naive sum (section 4.1).
     Returns:
         (B, h, N, d), float32 at least.
     """
@@ -53,6 +54,8 @@ def scatterbrain(
     log_k = mask_logits(log_features(scale(k_grid), omega), windows.key_mask, -2)  # (B, h, N, s)
     if leave_one_out == "none":
         log_mass, beta = over_all(log_k, v_grid)
+    elif windows.causal:
+        log_mass, beta = before(log_k, v_grid, windows)
     elif leave_one_out == "merge":
         log_mass, beta = merge_all_but_one(*within(log_k, v_grid, windows))
     else:
@@ -60,14 +63,6 @@ def scatterbrain(
     log_q = windows.partition(log_features(scale(q), omega))
     logits = log_q + log_mass[..., None, :] - math.log(omega.shape[-2])
     return joint_softmax(q, k, v, bias, values=beta, logits=logits, windows=windows)
-
-
-def within(log_k: Tensor, v: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
-    """Log mass and weighted mean of every window's keys: (B, h, g, s), (B, h, g, s, d)."""
-    log_own, mask = windows.partition_keys(log_k).mT, windows.mask(v.device)  # (B, h, g, s, e)
-    if mask is not None:
-        log_own = log_own.masked_fill(~mask[..., None, :], torch.finfo(log_own.dtype).min)
-    return log_own.logsumexp(-1), log_own.softmax(-1) @ windows.partition_keys(v)
 
 
 def scatterbrain_reference(q, k, v, omega, bias=None, *, windows, leave_one_out="merge"):
@@ -78,6 +73,7 @@ def scatterbrain_reference(q, k, v, omega, bias=None, *, windows, leave_one_out=
     for n in range(N):
         window, *_ = windows.attended(n)
         outside = [m for m in counted if m not in window or leave_one_out == "none"]
+        outside = [m for m in outside if m <= n or not windows.causal]
         logits, values = attended_in_window(n, q, k, v, bias, windows=windows)
         mass = phi_k[:, :, outside].sum(2)  # (B, h, s)
         mean = phi_k[:, :, outside].mT @ v_grid[:, :, outside] / (mass[..., None] if outside else 1)
@@ -110,8 +106,11 @@ class Scatterbrain(Attention):
             None,
             "sums off a window: of the others, merged; of all, less its own; so by the released code; none: of all, so "
             "that the window counts twice; null: as fits",
-            chosen=lambda c: "released" if c.released else "subtract" if c.overlap else "merge",
+            chosen=lambda c: (
+                "merge" if c.causal else "released" if c.released else "subtract" if c.overlap else "merge"
+            ),
         )
+        causal: bool = window_option("causal")
         features: Literal["positive", "hyperbolic"] = option("positive", "xi(x, omega), or with xi(x, -omega) also")
         omega_sampling: OmegaSampling = omega_sampling_option()
         feature_redraw: Literal["redraw", "fixed"] = option("redraw", "samples of training; evaluation keeps one set")
@@ -119,7 +118,10 @@ class Scatterbrain(Attention):
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         self.position_bias = position_bias(self, context)
-        if config.overlap and config.leave_one_out == "merge":
+        if config.causal and config.leave_one_out != "merge":
+            problem = "in causal attention the sums before a window are merged; set leave_one_out: merge"
+            self.refuse("leave_one_out", config.leave_one_out, problem)
+        if config.overlap and config.leave_one_out == "merge" and not config.causal:
             self.refuse("leave_one_out", "merge", "with overlap windows share tokens; set leave_one_out: subtract")
         self.register_buffer("omega", self.sample_omega(self.qkv.weight))
 
@@ -127,20 +129,24 @@ class Scatterbrain(Attention):
         """Samples (h, s, d) on the device of `like`, in its compute dtype."""
         return gaussian(self.config.omega_sampling, (self.num_heads, self.config.num_samples, self.head_dim), like)
 
+    def samples(self, like: Tensor) -> Tensor:
+        """Those of this pass; with hyperbolic features their mirror images too."""
+        redraw = self.training and self.config.feature_redraw == "redraw"
+        omega = self.sample_omega(like) if redraw else self.omega
+        return torch.cat([omega, -omega], -2) if self.config.features == "hyperbolic" else omega
+
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         window, windows = window_cost(context, config), windows_on(config, context.grid)
         N, C, queries = context.num_tokens, context.dim, num_padded(windows)
         s = config.num_samples * (2 if config.features == "hyperbolic" else 1)
         features, total = 2 * N * s * C, 0 if config.leave_one_out == "merge" else N * s * C
-        inside = 0 if config.leave_one_out == "none" else windows.count * windows.num_keys * s * C
+        of_sums = shifted(windows) if config.causal else windows
+        inside = 0 if config.leave_one_out == "none" else of_sums.count * of_sums.num_keys * s * C
         outside = queries * s * C  # their values
         return Cost(window.parameters, window.macs + features + total + inside + outside)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config = self.config
-        omega = self.sample_omega(q) if self.training and config.feature_redraw == "redraw" else self.omega
-        if config.features == "hyperbolic":
-            omega = torch.cat([omega, -omega], -2)
         options = {"windows": windows_on(config, grid, key_mask), "leave_one_out": config.leave_one_out}
-        return scatterbrain(q, k, v, omega, self.position_bias(), **options).to(v.dtype)
+        return scatterbrain(q, k, v, self.samples(q), self.position_bias(), **options).to(v.dtype)

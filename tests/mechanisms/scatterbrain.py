@@ -34,6 +34,8 @@ CASES = [
     case((5, 7), {**SAMPLES, **SMALL, "leave_one_out": "released"}, mixes_values=False),  # where its floors act
     case((5, 7), {**SAMPLES, **SMALL, **PREFIX}),
     case((5, 7), {**SAMPLES, **SMALL, **PREFIX, "leave_one_out": "none", "overlap": 1}),
+    case((5, 7), {**SAMPLES, "window_size": 8, "causal": True}),
+    case((5, 7), {**SAMPLES, "window_size": 4, "causal": True, "overlap": 3, "features": "hyperbolic"}),
 ]
 EFFECTS = {
     "num_samples": (SMALL, 10),
@@ -43,6 +45,7 @@ EFFECTS = {
     "overlap": (SMALL, 1),
     "position_bias": (SMALL, "none"),
     "leave_one_out": (SMALL, "released"),
+    "causal": (SMALL, True),
     "features": (SMALL, "hyperbolic"),
     "omega_sampling": (SMALL, "orthogonal"),
     "feature_redraw": (SMALL, "fixed"),
@@ -52,16 +55,22 @@ SYMMETRIES = [
     # windows that overlap or do not divide the grid
     ({"transposed"}, {"window_size": 3, **FREE}),
     ({"transposed"}, {**WINDOW, "overlap": 1, **FREE}),
+    (set(), {**WINDOW, "causal": True}),
     ({"between"}, WINDOW),  # a bias knows positions inside a window, not which window it is
 ]
-GROWTH = [Growth(1, 1)]
+GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"causal": True})]
 REFUSED = [
     (
         {"overlap": 1, "leave_one_out": "merge"},
         r"attention\(scatterbrain\).leave_one_out = merge: .* set leave_one_out: subtract",
     ),
+    (
+        {"causal": True, "leave_one_out": "none"},
+        r"attention\(scatterbrain\).leave_one_out = none: in causal attention .* set leave_one_out: merge",
+    ),
+    ({"causal": True, "layout": "2d"}, r"attention\(scatterbrain\).layout = 2d: .* set layout: 1d"),
 ]
-EVERYTHING = [{"window_size": 6, **FREE}]
+EVERYTHING = [{"window_size": 6, **FREE}, {"window_size": 24, "causal": True, **FREE}]
 RELEASED = {"scatterbrain_2d_norpe_64": {"num_samples": 64, "released": True, **FREE}}
 SYMBOLS = {"|E|": 49, "s": 96}
 LEARNED = {"position_bias"}
@@ -182,6 +191,11 @@ def test_merging_sums_all_windows_but_one(count):
         rest = [i for i in range(count) if i != g]
         assert_equal(log_left[:, g], log_mass[:, rest].logsumexp(1))
         assert_equal(left[:, g], (log_mass[:, rest].softmax(1)[..., None] * mean[:, rest]).sum(1))
+    log_left, left = merge_all_but_one(log_mass, mean, earlier=True)
+    assert not log_left[:, 0].exp().any()
+    for g in range(1, count):
+        assert_equal(log_left[:, g], log_mass[:, :g].logsumexp(1))
+        assert_equal(left[:, g], (log_mass[:, :g].softmax(1)[..., None] * mean[:, :g]).sum(1))
 
 
 def test_merging_keeps_the_digits_that_subtraction_loses():
@@ -206,6 +220,7 @@ def test_merging_keeps_the_digits_that_subtraction_loses():
         ({"overlap": 1}, "subtract"),
         ({"released": True}, "released"),
         ({"overlap": 1, "released": True}, "released"),
+        ({"overlap": 1, "released": True, "causal": True}, "merge"),
     ],
     ids=str,
 )
