@@ -13,7 +13,7 @@ from torch import Tensor
 from attention.base import Attention
 from attention.ops.group_values.op import group_logits, group_values
 from attention.ops.joint_softmax.op import mix, shared_logits
-from attention.parts.features import compute_dtype, log_features, scale, upcast
+from attention.parts.features import compute_dtype, log_kernel, upcast
 from attention.parts.geometry import Grid
 from attention.parts.groups import Groups
 from attention.parts.leave_one_out import merge
@@ -133,14 +133,14 @@ class ScatterbrainDecoder(Decoder):
         windows, kept = windows_on(self.attn.config, self.grid), self.past.kept
         attended, positions, row = windows.attended(self.num_tokens)
         omega = self.attn.samples(q)
-        log_q = log_features(scale(q), omega)[:, :, None]
+        log_q = log_kernel(q, omega)[:, :, None]
         if not kept:
             (B, h, _, d), s = v.shape, log_q.shape[-1]
             kept |= {"k": k[:, :, :0], "v": v[:, :, :0], "mean": v.new_zeros(B, h, s, d)}
             kept["log_mass"] = v.new_full((B, h, s), torch.finfo(v.dtype).min)
         k, v = torch.cat([kept["k"], k], 2), torch.cat([kept["v"], v], 2)
         if gone := k.shape[2] - len(attended):
-            log_k = log_features(scale(k[:, :, :gone]), omega)
+            log_k = log_kernel(k[:, :, :gone], omega)
             own = log_k.logsumexp(2), log_k.mT.softmax(-1) @ v[:, :, :gone]
             kept["log_mass"], kept["mean"] = merge(kept["log_mass"], kept["mean"], *own)
         kept["k"], kept["v"] = k, v = k[:, :, gone:], v[:, :, gone:]

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, Cost, LayerContext
+from attention.mechanisms.scatterbrain import check_features, feature_cost, features_option
 from attention.mechanisms.smyrf import cluster_macs, same_cluster
 from attention.options import option
-from attention.parts.features import full_precision, log_features, phi, scale
+from attention.parts.features import full_precision, log_kernel, phi
 from attention.parts.geometry import Grid, split_prefix
 from attention.parts.hashing import cluster_ids, cluster_mask, from_clusters, hash_clusters, to_clusters
 from attention.parts.sampling import OmegaSampling, gaussian, omega_sampling_option
@@ -31,7 +32,7 @@ def scatterbrain_lsh(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    omega: Tensor,
+    omega: Tensor | None,
     directions: Tensor,
     *,
     cluster_size: int,
@@ -40,17 +41,18 @@ def scatterbrain_lsh(
     """Hashed clusters exactly, all else by random features; a pair that meets in several rounds counts once.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens are attended to exactly. omega: samples (h, s, d).
+        q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens are attended to exactly. omega: samples (h, s, d);
+            without, the features are elu + 1.
         directions: of the hash, one per round, (h, r, d + 2).
         leave_one_out: the estimates of pairs within clusters are left out (subtract), or count beside the exact weights
             (none); average: exact and estimated attention are normalised apart, and averaged.
     Returns:
         (B, h, N, d), float32 at least.
     """
-    (N, d), S = q.shape[2:], omega.shape[-2]
+    N, d = q.shape[2:]
     (k_prefix, k), (v_prefix, v) = split_prefix(k, N), split_prefix(v, N)
-    log_k = log_features(scale(k), omega)
-    log_q = log_features(scale(q), omega) + log_k.logsumexp(-2, keepdim=True) - math.log(S)
+    log_k = log_kernel(k, omega)
+    log_q = log_kernel(q, omega) + log_k.logsumexp(-2, keepdim=True) - math.log(log_k.shape[-1])
     log_mass = log_q.logsumexp(-1, keepdim=True)  # of the estimated row, (B, h, N, 1)
     low_q, low_k = log_q.softmax(-1), log_k.softmax(-2)  # low_q low_k^T: the estimate, row by row divided by its mass
     low = low_q @ (low_k.mT @ v)
@@ -86,7 +88,8 @@ def scatterbrain_lsh_reference(q, k, v, omega, directions, *, cluster_size, leav
     """`scatterbrain_lsh` by the dense matrix A."""
     P, directions = k.shape[2] - q.shape[2], directions.unbind(1)
     support = sum(same_cluster(q, k[:, :, P:], direction, cluster_size) for direction in directions) > 0
-    estimate = phi(q, omega) @ phi(k[:, :, P:], omega).mT / omega.shape[-2]
+    phi_q, phi_k = (F.elu(x) + 1 if omega is None else phi(x, omega) for x in (q, k[:, :, P:]))
+    estimate = phi_q @ phi_k.mT / phi_q.shape[-1]
     estimate = F.pad(estimate.masked_fill(support, 0) if leave_one_out == "subtract" else estimate, (P, 0))
     exact = (q @ k.mT * q.shape[-1] ** -0.5).exp() * F.pad(support, (P, 0), value=True)
     if leave_one_out == "average":
@@ -101,7 +104,7 @@ class ScatterbrainLsh(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its clusters of equal size are cut from all tokens"
     directions: Tensor
-    omega: Tensor
+    omega: Tensor | None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -113,7 +116,7 @@ class ScatterbrainLsh(Attention):
             "estimates within clusters: subtract, left out; none, they count too (naive sum); average, clusters and "
             "estimate are normalised apart, and averaged (released)",
         )
-        features: Literal["positive", "hyperbolic"] = option("positive", "xi(x, omega), or with xi(x, -omega) also")
+        features: Literal["positive", "hyperbolic", "elu"] = features_option()
         omega_sampling: OmegaSampling = omega_sampling_option()
         feature_redraw: Literal["redraw", "fixed"] = option("redraw", "samples of training; evaluation keeps one set")
 
@@ -123,10 +126,13 @@ class ScatterbrainLsh(Attention):
         if size > H * W:
             self.refuse("cluster_size", size, f"the {H}x{W} grid has fewer tokens; at most {H * W}")
         self.register_buffer("directions", self.sample_directions(self.qkv.weight))
+        check_features(self)
         self.register_buffer("omega", self.sample_omega(self.qkv.weight))
 
-    def sample_omega(self, like: Tensor) -> Tensor:
-        """Samples (h, s, d) on the device of `like`, in its compute dtype."""
+    def sample_omega(self, like: Tensor) -> Tensor | None:
+        """Samples (h, s, d) on the device of `like`, in its compute dtype; none where features are elu + 1."""
+        if self.config.features == "elu":
+            return None
         return gaussian(self.config.omega_sampling, (self.num_heads, self.config.num_samples, self.head_dim), like)
 
     def sample_directions(self, like: Tensor) -> Tensor:
@@ -136,8 +142,8 @@ class ScatterbrainLsh(Attention):
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, h, size = context.num_tokens, context.dim, context.num_heads, config.cluster_size
-        s = config.num_samples * (2 if config.features == "hyperbolic" else 1)
-        features = 4 * N * s * C  # of queries and keys, sums over keys, their mean for every query
+        s, features = feature_cost(context, config)
+        features += 2 * N * s * C  # sums over keys, their mean for every query
         estimates = config.num_rounds * (N + -N % size) * size * s * h  # of the pairs within clusters
         corrected = estimates if config.leave_one_out == "subtract" else 0
         return Cost(0, features + cluster_macs(context, size, config.num_rounds) + corrected)
@@ -145,7 +151,7 @@ class ScatterbrainLsh(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config = self.config
         omega = self.sample_omega(q) if self.training and config.feature_redraw == "redraw" else self.omega
-        if config.features == "hyperbolic":
+        if omega is not None and config.features == "hyperbolic":
             omega = torch.cat([omega, -omega], -2)
         directions = self.sample_directions(q) if self.training else self.directions
         options: dict[str, Any] = {"cluster_size": config.cluster_size, "leave_one_out": config.leave_one_out}

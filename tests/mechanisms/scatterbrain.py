@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from attention import AttentionFactory
+from attention.mechanisms.bigbird import bigbird, choose_blocks
+from attention.mechanisms.linear import linear
 from attention.mechanisms.local import local
 from attention.mechanisms.performer import performer
 from attention.mechanisms.scatterbrain import scatterbrain
@@ -34,8 +36,9 @@ CASES = [
     case((5, 7), {**SAMPLES, **SMALL, "leave_one_out": "released"}, mixes_values=False),  # where its floors act
     case((5, 7), {**SAMPLES, **SMALL, **PREFIX}),
     case((5, 7), {**SAMPLES, **SMALL, **PREFIX, "leave_one_out": "none", "overlap": 1}),
+    case((5, 7), {**SMALL, **PREFIX, "features": "elu"}, stochastic=False, far_keys_vanish=False),
     case((5, 7), {**SAMPLES, "window_size": 8, "causal": True}),
-    case((5, 7), {**SAMPLES, "window_size": 4, "causal": True, "overlap": 3, "features": "hyperbolic"}),
+    case((5, 7), {"window_size": 4, "causal": True, "overlap": 3, "features": "elu"}, stochastic=False),
 ]
 EFFECTS = {
     "num_samples": (SMALL, 10),
@@ -68,9 +71,17 @@ REFUSED = [
         {"causal": True, "leave_one_out": "none"},
         r"attention\(scatterbrain\).leave_one_out = none: in causal attention .* set leave_one_out: merge",
     ),
+    (
+        {"features": "elu", "num_samples": 8},
+        r"attention\(scatterbrain\).num_samples = 8: the features elu have no samples; set num_samples: 96",
+    ),
     ({"causal": True, "layout": "2d"}, r"attention\(scatterbrain\).layout = 2d: .* set layout: 1d"),
 ]
-EVERYTHING = [{"window_size": 6, **FREE}, {"window_size": 24, "causal": True, **FREE}]
+EVERYTHING = [
+    {"window_size": 6, **FREE},
+    {"window_size": 6, **FREE, "features": "elu"},
+    {"window_size": 24, "causal": True, **FREE},
+]
 RELEASED = {"scatterbrain_2d_norpe_64": {"num_samples": 64, "released": True, **FREE}}
 SYMBOLS = {"|E|": 49, "s": 96}
 LEARNED = {"position_bias"}
@@ -119,6 +130,37 @@ def test_scatterbrain_with_nothing_in_the_support_is_random_feature_attention(gr
     y = scatterbrain(q, k, v, omega, nothing, windows=windows, leave_one_out=leave_one_out)
     expected = random_feature_attention(scale(q), scale(k), v, omega)
     assert_equal(y[:, :, first], expected[:, :, first])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_with_nothing_in_the_support_features_elu_are_linear_attention(causal):
+    """As above; the first window's keys, at minus a thousand, have elu + 1 of zero."""
+    q, k, v = tokens((6, 4))
+    windows, nothing = Windows((1, 24), (1, 4), causal=causal), torch.full((h, 4, 4), -1e6, dtype=torch.float64)
+    own = windows.indices(CPU)[2]
+    k[:, :, own] = -1e3
+    y = scatterbrain(q, k, v, None, nothing, windows=windows)
+    assert_equal(y[:, :, own], linear(q, k, v, causal=causal)[:, :, own])
+
+
+def test_elu_weighs_as_softmax_does_where_queries_and_keys_vanish():
+    """The mean of products of features is 1 there, and so is the exact weight: attention is the mean."""
+    q, k, v = tokens((6, 4))
+    y = scatterbrain(0 * q, 0 * k, v, None, windows=Windows((6, 4), (2, 2)))
+    assert_equal(y, v.mean(2, keepdim=True).expand_as(v))
+
+
+def test_global_tokens_for_the_low_rank_part_are_bigbird():
+    """Rows and columns of global tokens are exact, a part of low rank; it is corrected on the windows (section 4.2)."""
+    q, k, v = tokens((6, 4))
+    windows, blocks = Windows((1, 24), (1, 4)), choose_blocks(1, 1, torch.empty(h, 6, 0))
+    exact = (q @ k.mT * d**-0.5).exp()
+    is_global = torch.arange(24) < 4
+    low = exact * (is_global | is_global[:, None])
+    assert torch.linalg.matrix_rank(low).max() <= 2 * 4
+    A = low + torch.where(support_of(windows), exact - low, 0)
+    y = bigbird(q, k, v, blocks, windows=windows, num_global=1)
+    assert_equal(y, A @ v / A.sum(-1, keepdim=True))
 
 
 @every_grid

@@ -25,6 +25,7 @@ CASES = [
     case({**SAMPLES, **SMALL, "features": "hyperbolic", "feature_redraw": "fixed"}),
     case({**SAMPLES, **SMALL, **PREFIX}),
     case({**SAMPLES, **SMALL, **PREFIX, "leave_one_out": "none"}),
+    case({**SMALL, **PREFIX, "features": "elu"}, far_keys_vanish=False),
     case({**SAMPLES, **SMALL, **PREFIX, "leave_one_out": "average"}),
 ]
 EFFECTS = {
@@ -40,9 +41,13 @@ SYMMETRIES = [(ALL, {"cluster_size": 4, "leave_one_out": x}) for x in ("subtract
 GROWTH = [Growth(1, 1)]
 REFUSED = [
     ({"cluster_size": 197}, r"attention\(scatterbrain_lsh\).cluster_size = 197: .* at most 196"),
+    (
+        {"features": "elu", "feature_redraw": "fixed"},
+        r"attention\(scatterbrain_lsh\).feature_redraw = fixed: the features elu have no samples",
+    ),
     ({"position_bias": "table"}, r"attention\(scatterbrain_lsh\).position_bias: unknown option"),
 ]
-EVERYTHING = [{"cluster_size": 24}]
+EVERYTHING = [{"cluster_size": 24}, {"cluster_size": 24, "features": "elu"}]
 SYMBOLS = {"s": 96, "c": 49, "r": 2}
 
 
