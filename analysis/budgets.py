@@ -1,10 +1,12 @@
-"""One size for all mechanisms: the option of each that says how large its approximation is, and its value."""
+"""One size for all mechanisms: the option of each that says how large its approximation is, and its value; and how a
+budget of memory is split between the two parts of Scatterbrain.
+"""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
-from attention import ATTENTION, OptionError
+from attention import ATTENTION, Grid, OptionError
 
 
 def whole(budget: int, num_tokens: int) -> int:
@@ -68,3 +70,26 @@ def with_budget(attention: Mapping[str, Any], budget: int, num_tokens: int) -> d
     if attention["name"] == "ra":
         changed["num_eval_samples"] = budget
     return {**attention, **changed}
+
+
+def low_rank_share(entropy: float, num_tokens: int) -> float:
+    """The low-rank part's share of a budget by the mean entropy of rows (nats): entropy / log N, 1 for uniform rows.
+
+    Scatterbrain's section 5.1 gives that part more memory where the entropy of observed matrices is high, and no rule
+    beyond that; in proportion is ours.
+    """
+    return entropy / math.log(num_tokens)
+
+
+def split_budget(budget: int, share: float, grid: Grid) -> dict[str, Any]:
+    """Options of `scatterbrain` for a budget of numbers per row: two for a sample, at queries and keys, and one for a
+    token of the window, as the released code's configurations count.
+
+    Args:
+        budget: at least 3. share: of it for samples; each part has one at least. grid: windows are squares of it; of a
+            sequence, (1, N), blocks.
+    """
+    room, is_sequence = min(max(budget - 2 * int(share * budget / 2), 1), budget - 2), grid[0] == 1
+    side = min(room, grid[1]) if is_sequence else min(math.isqrt(room), *grid)
+    options = {"num_samples": (budget - (side if is_sequence else side**2)) // 2, "window_size": side}
+    return {**options, "layout": "1d"} if is_sequence else options

@@ -5,7 +5,8 @@
 
 The question of Scatterbrain's section 3 (Chen et al. 2021, arXiv:2110.15343): sparse wins where rows have little
 entropy, low rank where they have much, both together in between. The budget is that of `analysis.decompositions`, and
-each method that has both parts takes the split of it, of `SHARES`, that suits the matrix.
+each method that has both parts takes the split of it, of `SHARES`, that suits the matrix; Scatterbrain also the one
+that follows from the entropy of a layer's matrices of the first image, whatever those of others are (section 5.1).
 """
 
 import argparse
@@ -20,9 +21,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from analysis import command_line
+from analysis.budgets import low_rank_share, split_budget
 from analysis.decompositions import godec, keep_largest, robust_pca, truncate
 from analysis.matrices import Layer, process1_layers, read_layers
-from analysis.tables import markdown, quote, spread
+from analysis.tables import describe, markdown, quote, spread
 from attention import create_attention
 from engine.errors import UserError
 from engine.files import to_csv, write_file
@@ -38,7 +40,7 @@ LOWEST_BUDGET = 8
 FLOOR = 1e-3
 """The least error that the figure tells apart."""
 
-METHODS = "low rank", "sparse", "robust PCA", "GoDec", "Scatterbrain"
+METHODS = "low rank", "sparse", "robust PCA", "GoDec", "Scatterbrain", "Scatterbrain by entropy"
 
 PROCESS = "process1"
 
@@ -96,6 +98,7 @@ def main(args: argparse.Namespace) -> None:
     title = f"{args.checkpoint}: {count} softmax attention matrices, mean ± standard deviation over them"
     print(f"{title}\n\nRelative Frobenius error\n\n{markdown(errors(rows))}")
     print(f"\nRank and density (% of the entries)\n\n{markdown(sizes(rows))}")
+    print(f"\nScatterbrain by entropy\n\n{markdown(splits(layers, budgets))}")
     write_file(args.output / "oracle.csv", to_csv(Row._fields, rows))
     write_file(args.output / "oracle.png", encode(draw(title, rows)))
 
@@ -123,6 +126,7 @@ def compare(layer: Layer, budgets: Sequence[int], draws: int) -> Iterator[list[R
     matrices = layer.matrices
     entropies = torch.special.entr(matrices).sum(-1).mean(-1)
     mechanism = {budget: scatterbrain_fits(layer, matrices, budget, draws) for budget in budgets}
+    by_entropy = {budget: scatterbrain_fits(layer, matrices, budget, draws, [share_of(layer)]) for budget in budgets}
     for image, head in itertools.product(*map(range, matrices.shape[:2])):
         a = matrices[image, head]
         low, sparse = robust_pca(a)
@@ -130,6 +134,7 @@ def compare(layer: Layer, budgets: Sequence[int], draws: int) -> Iterator[list[R
         fits = [(None, "robust PCA", Fit(rank, density, relative_error(low + sparse, a).item()))]
         for budget in budgets:
             found = decomposition_fits(a, low, budget) | {"Scatterbrain": mechanism[budget][image][head]}
+            found["Scatterbrain by entropy"] = by_entropy[budget][image][head]
             fits += [(budget, method, fit) for method, fit in found.items()]
         entropy = entropies[image, head].item()
         yield [Row(layer.name, image, head, entropy, budget, method, *fit) for budget, method, fit in fits]
@@ -169,36 +174,42 @@ def decomposition_fits(a: Tensor, low: Tensor, budget: int) -> dict[str, Fit]:
     }
 
 
+def share_of(layer: Layer) -> float:
+    """The `low_rank_share` of the layer by its matrices of the first image."""
+    matrices = layer.matrices[0]
+    return low_rank_share(torch.special.entr(matrices).sum(-1).mean().item(), matrices.shape[-1])
+
+
 @torch.no_grad()
-def scatterbrain_fits(layer: Layer, matrices: Tensor, budget: int, draws: int) -> list[list[Fit]]:
+def scatterbrain_fits(
+    layer: Layer, matrices: Tensor, budget: int, draws: int, shares: Sequence[float] = SHARES
+) -> list[list[Fit]]:
     """The fit of the mechanism `scatterbrain`, without training or bias, to `matrices` (B, h, P + N, P + N): `[B][h]`.
 
-    Its samples are its rank, its windows its entries: squares of the grid, blocks of a sequence. Prefix tokens, which
-    are exact, cost 2 P of the budget. The matrix is what it makes of the identity's columns as values.
+    Its samples are its rank, its windows its entries: squares of the grid, blocks of a sequence. Of the `shares` of the
+    budget for samples, the best for the matrix. Prefix tokens, which are exact, cost 2 P of the budget. The matrix is
+    what it makes of the identity's columns as values.
     """
     (B, h, tokens, _), grid = matrices.shape, layer.grid
-    prefix, is_sequence = tokens - math.prod(grid), grid[0] == 1
+    prefix = tokens - math.prod(grid)
     identity, fits = torch.eye(tokens, dtype=matrices.dtype).expand(B, h, -1, -1), []
-    for share in SHARES:
-        free = budget - 2 * prefix
-        room = free - 2 * int(share * free / 2)
-        side = room if is_sequence else min(math.isqrt(room), *grid)
-        entries = side if is_sequence else side**2
-        num_samples = (free - entries) // 2
+    for share in shares:
+        options = split_budget(budget - 2 * prefix, share, grid)
+        entries = options["window_size"] ** (1 if grid[0] == 1 else 2)
         attn = create_attention(
             "scatterbrain",
             dim=h * layer.q.shape[-1],
             num_heads=h,
             grid=grid,
             num_prefix_tokens=prefix,
-            window_size=side,
-            num_samples=num_samples,
-            layout="1d" if is_sequence else "2d",
             position_bias="none",
+            **options,
         ).double()  # in training mode, in which it draws new features every time
         errors = [relative_error(attn.attend_all((layer.q, layer.k, identity), grid), matrices) for _ in range(draws)]
         density = (entries + 2 * prefix) / tokens
-        fits.append([[Fit(num_samples, density, error) for error in row] for row in (sum(errors) / draws).tolist()])
+        fits.append(
+            [[Fit(options["num_samples"], density, error) for error in row] for row in (sum(errors) / draws).tolist()]
+        )
     return [[best(fit[image][head] for fit in fits) for head in range(h)] for image in range(B)]
 
 
@@ -223,6 +234,21 @@ def sizes(rows: Sequence[Row]) -> list[dict[str, str]]:
             here = [row for row in rows if (row.budget, row.method) == (budget, name)]
             means = here and (fmean(row.rank for row in here), fmean(100 * row.density for row in here))
             line[name] = f"{means[0]:.1f}, {means[1]:.1f} %" if here else ""
+        lines.append(line)
+    return lines
+
+
+def splits(layers: Sequence[Layer], budgets: Sequence[int]) -> list[dict[str, str]]:
+    """The options of `scatterbrain` that the entropy says, of every layer and, by their mean share, of all together."""
+    found = [(layer.name, share_of(layer), layer) for layer in layers]
+    if len({layer.grid for layer in layers}) == 1:
+        found.append(("all", fmean(share for _, share, _ in found), layers[0]))
+    lines = []
+    for name, share, layer in found:
+        line = {"layer": name, "share of samples": f"{share:.2f}"}
+        for budget in budgets:
+            free = budget - 2 * (layer.q.shape[2] - math.prod(layer.grid))
+            line[f"budget {budget}"] = describe(split_budget(free, share, layer.grid))
         lines.append(line)
     return lines
 

@@ -4,6 +4,7 @@ decoder = create_decoder(attn, grid)
 y = torch.cat([decoder(x_n) for x_n in x.split(1, dim=1)], dim=1)  # attn(x, grid)
 """
 
+import math
 from typing import Any
 
 import torch
@@ -12,9 +13,10 @@ from torch import Tensor
 from attention.base import Attention
 from attention.ops.group_values.op import group_logits, group_values
 from attention.ops.joint_softmax.op import mix, shared_logits
-from attention.parts.features import compute_dtype
+from attention.parts.features import compute_dtype, log_kernel, upcast
 from attention.parts.geometry import Grid
 from attention.parts.groups import Groups
+from attention.parts.leave_one_out import merge
 from attention.parts.past import Past
 from attention.window_options import windows_on
 
@@ -121,12 +123,41 @@ class EvaDecoder(Decoder):
             self.tokens = {n: token for n, token in self.tokens.items() if n in needed}
 
 
+class ScatterbrainDecoder(Decoder):
+    """Keeps the keys and values that the token's window attends to, and sums over those before it."""
+
+    attn: Any  # Scatterbrain
+
+    def step(self, *projected: Tensor) -> Tensor:
+        q, k, v = map(upcast, projected)
+        windows, kept = windows_on(self.attn.config, self.grid), self.past.kept
+        attended, positions, row = windows.attended(self.num_tokens)
+        omega = self.attn.samples(q)
+        log_q = log_kernel(q, omega)[:, :, None]
+        if not kept:
+            (B, h, _, d), s = v.shape, log_q.shape[-1]
+            kept |= {"k": k[:, :, :0], "v": v[:, :, :0], "mean": v.new_zeros(B, h, s, d)}
+            kept["log_mass"] = v.new_full((B, h, s), torch.finfo(v.dtype).min)
+        k, v = torch.cat([kept["k"], k], 2), torch.cat([kept["v"], v], 2)
+        if gone := k.shape[2] - len(attended):
+            log_k = log_kernel(k[:, :, :gone], omega)
+            own = log_k.logsumexp(2), log_k.mT.softmax(-1) @ v[:, :, :gone]
+            kept["log_mass"], kept["mean"] = merge(kept["log_mass"], kept["mean"], *own)
+        kept["k"], kept["v"] = k, v = k[:, :, gone:], v[:, :, gone:]
+        logits, bias = shared_logits(q[:, :, None], k), self.attn.position_bias()
+        logits = logits if bias is None else logits + bias[:, None, None, row, positions]
+        estimates = log_q + kept["log_mass"][:, :, None, None] - math.log(log_q.shape[-1])
+        y = mix([(logits, v[:, :, None]), (estimates, kept["mean"][:, :, None])])
+        return y[:, :, 0].to(projected[2].dtype)
+
+
 DECODERS: dict[str, type[Decoder]] = {
     "softmax": Decoder,
     "local": EvaDecoder,
     "eva": EvaDecoder,
     "linear": Decoder,
     "performer": Decoder,
+    "scatterbrain": ScatterbrainDecoder,
     "rfa": Decoder,
     "t2r": Decoder,
     "cosformer": Decoder,

@@ -5,24 +5,27 @@
 The support is a query's window (EVA appendix G, eq. 30); `scatterbrain_lsh` finds it by hashing. The matrix A is
 unbiased, its rows' normalisation is not. With windows that do not overlap, the sums off the support are merged from
 those of the other windows, so that nothing cancels; otherwise the window's share is subtracted from the sums over all
-tokens.
+tokens. In causal attention the window is the earlier part of a query's block, and what is off it are the tokens before.
+The features of linear attention, elu + 1, will do too (section 4.2): their mean product is 1 where q = k = 0, as the
+exact weight is, but no estimate of it elsewhere.
 Cost: 4 N s C + 2 N |E| C multiply-accumulates, N s C more with subtraction. Linear in N.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, Cost, LayerContext
 from attention.costs import num_padded, window_cost
 from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
 from attention.options import option, released_option
-from attention.parts.features import full_precision, log_features, phi, scale
+from attention.parts.features import full_precision, log_kernel, phi
 from attention.parts.geometry import Grid, Layout, Windows, split_prefix
-from attention.parts.leave_one_out import LeaveOneOut, merge_all_but_one, subtract
+from attention.parts.leave_one_out import LeaveOneOut, before, merge_all_but_one, over_all, shifted, subtract, within
 from attention.parts.masking import mask_logits
 from attention.parts.position import BiasKind
 from attention.parts.sampling import OmegaSampling, gaussian, omega_sampling_option
@@ -34,7 +37,7 @@ def scatterbrain(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    omega: Tensor,
+    omega: Tensor | None,
     bias: Tensor | None = None,
     *,
     windows: Windows,
@@ -43,35 +46,38 @@ def scatterbrain(
     """Windows exactly, all else by random features, in one softmax.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d). omega: samples (h, s, d). bias: of the window, (h, w, e).
-        leave_one_out: sums off the window, see `merge_all_but_one` and `subtract`; with an overlap the latter.
+        q: (B, h, N, d). k, v: (B, h, P + N, d). omega: samples (h, s, d); without, the features are elu + 1. bias: of
+            the window, (h, w, e).
+        leave_one_out: sums off the window, see `merge_all_but_one` and `subtract`; with an overlap the latter. Causal
+            windows have the sums of what is before them. none: sums over all tokens, so that the window counts twice,
+            the paper's naive sum (section 4.1).
     Returns:
         (B, h, N, d), float32 at least.
     """
     k_grid, v_grid = (split_prefix(x, q.shape[2])[1] for x in (k, v))
-    log_k = mask_logits(log_features(scale(k_grid), omega), windows.key_mask, -2)  # (B, h, N, s)
-    log_own = windows.partition_keys(log_k).mT  # (B, h, g, s, e)
-    mask = windows.mask(q.device)
-    if mask is not None:
-        log_own = log_own.masked_fill(~mask[..., None, :], torch.finfo(log_own.dtype).min)
-    own = log_own.logsumexp(-1), log_own.softmax(-1) @ windows.partition_keys(v_grid)
-    if leave_one_out == "merge":
-        log_mass, beta = merge_all_but_one(*own)
+    log_k = mask_logits(log_kernel(k_grid, omega), windows.key_mask, -2)  # (B, h, N, s)
+    if leave_one_out == "none":
+        log_mass, beta = over_all(log_k, v_grid)
+    elif windows.causal:
+        log_mass, beta = before(log_k, v_grid, windows)
+    elif leave_one_out == "merge":
+        log_mass, beta = merge_all_but_one(*within(log_k, v_grid, windows))
     else:
-        log_mass, beta = subtract(log_k, v_grid, *own, leave_one_out == "released")
-    log_q = windows.partition(log_features(scale(q), omega))
-    logits = log_q + log_mass[..., None, :] - math.log(omega.shape[-2])
+        log_mass, beta = subtract(log_k, v_grid, *within(log_k, v_grid, windows), leave_one_out == "released")
+    log_q = windows.partition(log_kernel(q, omega))
+    logits = log_q + log_mass[..., None, :] - math.log(log_k.shape[-1])
     return joint_softmax(q, k, v, bias, values=beta, logits=logits, windows=windows)
 
 
 def scatterbrain_reference(q, k, v, omega, bias=None, *, windows, leave_one_out="merge"):
     """`scatterbrain`, query by query: eq. 30."""
-    N, S = q.shape[2], omega.shape[-2]
-    phi_q, phi_k, v_grid, y = phi(q, omega), phi(k[:, :, -N:], omega), v[:, :, -N:], torch.zeros_like(q)
+    N, v_grid, y = q.shape[2], v[:, :, -q.shape[2] :], torch.zeros_like(q)
+    phi_q, phi_k = (F.elu(x) + 1 if omega is None else phi(x, omega) for x in (q, k[:, :, -N:]))
     counted = [m for m in range(N) if windows.key_mask is None or windows.key_mask[0, m]]
     for n in range(N):
         window, *_ = windows.attended(n)
-        outside = [m for m in counted if m not in window]
+        outside = [m for m in counted if m not in window or leave_one_out == "none"]
+        outside = [m for m in outside if m <= n or not windows.causal]
         logits, values = attended_in_window(n, q, k, v, bias, windows=windows)
         mass = phi_k[:, :, outside].sum(2)  # (B, h, s)
         mean = phi_k[:, :, outside].mT @ v_grid[:, :, outside] / (mass[..., None] if outside else 1)
@@ -79,10 +85,31 @@ def scatterbrain_reference(q, k, v, omega, bias=None, *, windows, leave_one_out=
             largest = phi_k[:, :, counted].amax(2).detach()
             mean = mean * (mass / mass.maximum(1e-3 * largest))[..., None]
             mass = mass + 1e-5 * phi_k[:, :, counted].sum(2)
-        exact, estimate = logits.exp(), phi_q[:, :, n] * mass / S
+        exact, estimate = logits.exp(), phi_q[:, :, n] * mass / phi_q.shape[-1]
         numerator = (exact[:, :, None] @ values + estimate[:, :, None] @ mean)[:, :, 0]
         y[:, :, n] = numerator / (exact.sum(-1) + estimate.sum(-1))[..., None]
     return y
+
+
+def features_option() -> Any:
+    """The field `features`, of both kinds of support."""
+    return option("positive", "xi(x, omega), or with xi(x, -omega) also; elu: elu + 1 of linear attention, no samples")
+
+
+def check_features(attn: Attention) -> None:
+    """Raises the OptionError for an option of samples where features have none."""
+    if attn.config.features == "elu":
+        of_samples = "num_samples", "omega_sampling", "feature_redraw"
+        neutral = {name: getattr(attn.Config, name) for name in of_samples}
+        attn.refuse_unused(neutral, "the features elu have no samples")
+
+
+def feature_cost(context: LayerContext, config: Any) -> tuple[int, int]:
+    """How many features a head has, and the multiply-accumulates of a layer's for queries and keys."""
+    if config.features == "elu":
+        return context.head_dim, 0
+    s = config.num_samples * (2 if config.features == "hyperbolic" else 1)
+    return s, 2 * context.num_tokens * s * context.dim
 
 
 class Scatterbrain(Attention):
@@ -90,7 +117,7 @@ class Scatterbrain(Attention):
 
     prefix_tokens = "exact"
     key_mask_refusal = None
-    omega: Tensor
+    omega: Tensor | None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
@@ -102,37 +129,52 @@ class Scatterbrain(Attention):
         position_bias: BiasKind | None = window_option("position_bias")
         leave_one_out: LeaveOneOut | None = option(
             None,
-            "sums off a window: of the others, merged; of all, less its own; so by the released code; null: as fits",
-            chosen=lambda c: "released" if c.released else "subtract" if c.overlap else "merge",
+            "sums off a window: of the others, merged; of all, less its own; so by the released code; none: of all, so "
+            "that the window counts twice; null: as fits",
+            chosen=lambda c: (
+                "merge" if c.causal else "released" if c.released else "subtract" if c.overlap else "merge"
+            ),
         )
-        features: Literal["positive", "hyperbolic"] = option("positive", "xi(x, omega), or with xi(x, -omega) also")
+        causal: bool = window_option("causal")
+        features: Literal["positive", "hyperbolic", "elu"] = features_option()
         omega_sampling: OmegaSampling = omega_sampling_option()
         feature_redraw: Literal["redraw", "fixed"] = option("redraw", "samples of training; evaluation keeps one set")
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         self.position_bias = position_bias(self, context)
-        if config.overlap and config.leave_one_out == "merge":
+        if config.causal and config.leave_one_out != "merge":
+            problem = "in causal attention the sums before a window are merged; set leave_one_out: merge"
+            self.refuse("leave_one_out", config.leave_one_out, problem)
+        if config.overlap and config.leave_one_out == "merge" and not config.causal:
             self.refuse("leave_one_out", "merge", "with overlap windows share tokens; set leave_one_out: subtract")
+        check_features(self)
         self.register_buffer("omega", self.sample_omega(self.qkv.weight))
 
-    def sample_omega(self, like: Tensor) -> Tensor:
-        """Samples (h, s, d) on the device of `like`, in its compute dtype."""
+    def sample_omega(self, like: Tensor) -> Tensor | None:
+        """Samples (h, s, d) on the device of `like`, in its compute dtype; none where features are elu + 1."""
+        if self.config.features == "elu":
+            return None
         return gaussian(self.config.omega_sampling, (self.num_heads, self.config.num_samples, self.head_dim), like)
+
+    def samples(self, like: Tensor) -> Tensor | None:
+        """Those of this pass; with hyperbolic features their mirror images too."""
+        redraw = self.training and self.config.feature_redraw == "redraw"
+        omega = self.sample_omega(like) if redraw else self.omega
+        return omega if omega is None or self.config.features != "hyperbolic" else torch.cat([omega, -omega], -2)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         window, windows = window_cost(context, config), windows_on(config, context.grid)
         N, C, queries = context.num_tokens, context.dim, num_padded(windows)
-        s = config.num_samples * (2 if config.features == "hyperbolic" else 1)
-        features, total = 2 * N * s * C, 0 if config.leave_one_out == "merge" else N * s * C
-        inside, outside = windows.count * windows.num_keys * s * C, queries * s * C  # their values
+        s, features = feature_cost(context, config)
+        total = 0 if config.leave_one_out == "merge" else N * s * C
+        of_sums = shifted(windows) if config.causal else windows
+        inside = 0 if config.leave_one_out == "none" else of_sums.count * of_sums.num_keys * s * C
+        outside = queries * s * C  # their values
         return Cost(window.parameters, window.macs + features + total + inside + outside)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config = self.config
-        omega = self.sample_omega(q) if self.training and config.feature_redraw == "redraw" else self.omega
-        if config.features == "hyperbolic":
-            omega = torch.cat([omega, -omega], -2)
-        options = {"windows": windows_on(config, grid, key_mask), "leave_one_out": config.leave_one_out}
-        return scatterbrain(q, k, v, omega, self.position_bias(), **options).to(v.dtype)
+        options: dict[str, Any] = {"windows": windows_on(config, grid, key_mask), "leave_one_out": config.leave_one_out}
+        return scatterbrain(q, k, v, self.samples(q), self.position_bias(), **options).to(v.dtype)

@@ -2,45 +2,62 @@
 
 As `scatterbrain`, but the support of a query is the union over r rounds of the clusters of c tokens that SMYRF's hash
 finds for it; a pair that meets in several rounds counts once. Its share of the random features is subtracted from their
-sums over all tokens.
+sums over all tokens. Without that (leave_one_out: none) it is the naive sum of SMYRF and Performer, to which the paper
+compares in Table 1; there the released code averages the two attentions instead.
 Cost: 4 N s C + 2 r N c C + r N c s h multiply-accumulates, 2 r N (d + 2) h more for the hash, and a sort. Linear in N.
 """
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from attention.base import Attention, Cost, LayerContext
+from attention.mechanisms.scatterbrain import check_features, feature_cost, features_option
 from attention.mechanisms.smyrf import cluster_macs, same_cluster
 from attention.options import option
-from attention.parts.features import full_precision, log_features, phi, scale
+from attention.parts.features import full_precision, log_kernel, phi
 from attention.parts.geometry import Grid, split_prefix
 from attention.parts.hashing import cluster_ids, cluster_mask, from_clusters, hash_clusters, to_clusters
 from attention.parts.sampling import OmegaSampling, gaussian, omega_sampling_option
 
+LeaveOneOut = Literal["subtract", "none", "average"]
+
 
 @full_precision
 def scatterbrain_lsh(
-    q: Tensor, k: Tensor, v: Tensor, omega: Tensor, directions: Tensor, *, cluster_size: int
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    omega: Tensor | None,
+    directions: Tensor,
+    *,
+    cluster_size: int,
+    leave_one_out: LeaveOneOut = "subtract",
 ) -> Tensor:
     """Hashed clusters exactly, all else by random features; a pair that meets in several rounds counts once.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens are attended to exactly. omega: samples (h, s, d).
+        q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens are attended to exactly. omega: samples (h, s, d);
+            without, the features are elu + 1.
         directions: of the hash, one per round, (h, r, d + 2).
+        leave_one_out: the estimates of pairs within clusters are left out (subtract), or count beside the exact weights
+            (none); average: exact and estimated attention are normalised apart, and averaged.
     Returns:
         (B, h, N, d), float32 at least.
     """
-    (N, d), S = q.shape[2:], omega.shape[-2]
+    N, d = q.shape[2:]
     (k_prefix, k), (v_prefix, v) = split_prefix(k, N), split_prefix(v, N)
-    log_k = log_features(scale(k), omega)
-    log_q = log_features(scale(q), omega) + log_k.logsumexp(-2, keepdim=True) - math.log(S)
+    log_k = log_kernel(k, omega)
+    log_q = log_kernel(q, omega) + log_k.logsumexp(-2, keepdim=True) - math.log(log_k.shape[-1])
     log_mass = log_q.logsumexp(-1, keepdim=True)  # of the estimated row, (B, h, N, 1)
     low_q, low_k = log_q.softmax(-1), log_k.softmax(-2)  # low_q low_k^T: the estimate, row by row divided by its mass
+    low = low_q @ (low_k.mT @ v)
+    if leave_one_out == "average":
+        log_mass = torch.full_like(log_mass, torch.finfo(log_mass.dtype).min)
     of_q, of_k = hash_clusters(q, k, directions, cluster_size)
     valid = cluster_mask(N, cluster_size, q.device)
     valid = valid[:, :, None] & valid[:, None]  # queries too: the shift suits them in their own cluster alone
@@ -53,25 +70,31 @@ def scatterbrain_lsh(
     meetings = [to_clusters(cluster_ids(clusters, N).mT, clusters) for clusters in (of_q, of_k)]
     times = (meetings[0][..., None, :] == meetings[1][..., None, :, :]).sum(-1).clamp(min=1)
     exact = (logits - to_clusters(shift, of_q)).exp() / times
-    estimate = (to_clusters(low_q, of_q) @ to_clusters(low_k, of_k).mT).masked_fill(~valid, 0) / times
+    estimate = torch.zeros_like(exact)
+    if leave_one_out == "subtract":
+        estimate = (to_clusters(low_q, of_q) @ to_clusters(low_k, of_k).mT).masked_fill(~valid, 0) / times
     correction = (exact - to_clusters(low_mass, of_q) * estimate) @ to_clusters(v, of_k)
     sums = torch.cat([correction, exact.sum(-1, keepdim=True), estimate.sum(-1, keepdim=True)], -1)
     correction, exact, estimate = from_clusters(sums, of_q, N).sum(2).split([v.shape[-1], 1, 1], -1)
     left = (1 - estimate).clamp(min=8 * torch.finfo(estimate.dtype).eps)
-    y, mass = low_mass * (low_q @ (low_k.mT @ v)) + correction, exact + low_mass * left
+    y, mass = low_mass * low + correction, exact + low_mass * left
     if k_prefix.shape[2]:  # runtimes of exported graphs disagree on sums of nothing
         on_prefix = (on_prefix - shift).exp()
         y, mass = y + on_prefix @ v_prefix, mass + on_prefix.sum(-1, keepdim=True)
-    return y / mass
+    return (low + y / mass) / 2 if leave_one_out == "average" else y / mass
 
 
-def scatterbrain_lsh_reference(q, k, v, omega, directions, *, cluster_size):
+def scatterbrain_lsh_reference(q, k, v, omega, directions, *, cluster_size, leave_one_out="subtract"):
     """`scatterbrain_lsh` by the dense matrix A."""
-    k_grid = k[:, :, -q.shape[2] :]
-    estimate = phi(q, omega) @ phi(k, omega).mT / omega.shape[-2]
-    exact = (q @ k.mT * q.shape[-1] ** -0.5).exp()
-    support = sum(same_cluster(q, k_grid, direction, cluster_size) for direction in directions.unbind(1)) > 0
-    A = torch.where(F.pad(support, (k.shape[2] - q.shape[2], 0), value=True), exact, estimate)
+    P, directions = k.shape[2] - q.shape[2], directions.unbind(1)
+    support = sum(same_cluster(q, k[:, :, P:], direction, cluster_size) for direction in directions) > 0
+    phi_q, phi_k = (F.elu(x) + 1 if omega is None else phi(x, omega) for x in (q, k[:, :, P:]))
+    estimate = phi_q @ phi_k.mT / phi_q.shape[-1]
+    estimate = F.pad(estimate.masked_fill(support, 0) if leave_one_out == "subtract" else estimate, (P, 0))
+    exact = (q @ k.mT * q.shape[-1] ** -0.5).exp() * F.pad(support, (P, 0), value=True)
+    if leave_one_out == "average":
+        return sum(A @ v / A.sum(-1, keepdim=True) for A in (exact, estimate)) / 2
+    A = exact + estimate
     return A @ v / A.sum(-1, keepdim=True)
 
 
@@ -81,14 +104,19 @@ class ScatterbrainLsh(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its clusters of equal size are cut from all tokens"
     directions: Tensor
-    omega: Tensor
+    omega: Tensor | None
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
         num_samples: int = option(96, "samples omega per head", low=1)
         cluster_size: int = option(49, "tokens c of a cluster", low=1)
         num_rounds: int = option(2, "rounds r of hashing", low=1)
-        features: Literal["positive", "hyperbolic"] = option("positive", "xi(x, omega), or with xi(x, -omega) also")
+        leave_one_out: LeaveOneOut = option(
+            "subtract",
+            "estimates within clusters: subtract, left out; none, they count too (naive sum); average, clusters and "
+            "estimate are normalised apart, and averaged (released)",
+        )
+        features: Literal["positive", "hyperbolic", "elu"] = features_option()
         omega_sampling: OmegaSampling = omega_sampling_option()
         feature_redraw: Literal["redraw", "fixed"] = option("redraw", "samples of training; evaluation keeps one set")
 
@@ -98,10 +126,13 @@ class ScatterbrainLsh(Attention):
         if size > H * W:
             self.refuse("cluster_size", size, f"the {H}x{W} grid has fewer tokens; at most {H * W}")
         self.register_buffer("directions", self.sample_directions(self.qkv.weight))
+        check_features(self)
         self.register_buffer("omega", self.sample_omega(self.qkv.weight))
 
-    def sample_omega(self, like: Tensor) -> Tensor:
-        """Samples (h, s, d) on the device of `like`, in its compute dtype."""
+    def sample_omega(self, like: Tensor) -> Tensor | None:
+        """Samples (h, s, d) on the device of `like`, in its compute dtype; none where features are elu + 1."""
+        if self.config.features == "elu":
+            return None
         return gaussian(self.config.omega_sampling, (self.num_heads, self.config.num_samples, self.head_dim), like)
 
     def sample_directions(self, like: Tensor) -> Tensor:
@@ -111,15 +142,17 @@ class ScatterbrainLsh(Attention):
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, h, size = context.num_tokens, context.dim, context.num_heads, config.cluster_size
-        s = config.num_samples * (2 if config.features == "hyperbolic" else 1)
-        features = 4 * N * s * C  # of queries and keys, sums over keys, their mean for every query
+        s, features = feature_cost(context, config)
+        features += 2 * N * s * C  # sums over keys, their mean for every query
         estimates = config.num_rounds * (N + -N % size) * size * s * h  # of the pairs within clusters
-        return Cost(0, features + cluster_macs(context, size, config.num_rounds) + estimates)
+        corrected = estimates if config.leave_one_out == "subtract" else 0
+        return Cost(0, features + cluster_macs(context, size, config.num_rounds) + corrected)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config = self.config
         omega = self.sample_omega(q) if self.training and config.feature_redraw == "redraw" else self.omega
-        if config.features == "hyperbolic":
+        if omega is not None and config.features == "hyperbolic":
             omega = torch.cat([omega, -omega], -2)
         directions = self.sample_directions(q) if self.training else self.directions
-        return scatterbrain_lsh(q, k, v, omega, directions, cluster_size=config.cluster_size).to(v.dtype)
+        options: dict[str, Any] = {"cluster_size": config.cluster_size, "leave_one_out": config.leave_one_out}
+        return scatterbrain_lsh(q, k, v, omega, directions, **options).to(v.dtype)

@@ -6,14 +6,45 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-LeaveOneOut = Literal["merge", "subtract", "released"]
+from attention.parts.geometry import Windows
+
+LeaveOneOut = Literal["merge", "subtract", "none", "released"]
 
 
-def merge_all_but_one(log_mass: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+def over_all(log_k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Log mass and weighted mean of all tokens, (B, h, 1, s) and (B, h, 1, s, d); arguments as in `subtract`."""
+    return log_k.logsumexp(-2)[:, :, None], (log_k.mT.softmax(-1) @ v)[:, :, None]
+
+
+def within(log_k: Tensor, v: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
+    """Log mass and weighted mean of a window's keys, (B, h, g, s) and (B, h, g, s, d); arguments as in `subtract`."""
+    log_own, mask = windows.partition_keys(log_k).mT, windows.mask(v.device)  # (B, h, g, s, e)
+    if mask is not None:
+        log_own = log_own.masked_fill(~mask[..., None, :], torch.finfo(log_own.dtype).min)
+    return log_own.logsumexp(-1), log_own.softmax(-1) @ windows.partition_keys(v)
+
+
+def before(log_k: Tensor, v: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
+    """The same of all keys before a window's, in raster order."""
+    reach = windows.overlap[1]
+    log_k = F.pad(log_k, (0, 0, reach, 0), value=torch.finfo(log_k.dtype).min)
+    sums = merge_all_but_one(*within(log_k, F.pad(v, (0, 0, reach, 0)), shifted(windows)), earlier=True)
+    return sums[0][:, :, : windows.count], sums[1][:, :, : windows.count]
+
+
+def shifted(windows: Windows) -> Windows:
+    """Blocks of the raster order after as many tokens as an overlap has: they end where the keys of `windows` begin."""
+    return Windows((1, windows.overlap[1] + windows.grid[1]), windows.size)
+
+
+def merge_all_but_one(log_mass: Tensor, mean: Tensor, *, earlier: bool = False) -> tuple[Tensor, Tensor]:
     """For each of g windows, log mass and weighted mean of all others: (..., g, s), (..., g, s, d).
 
     Windows are merged in pairs up a binary tree; what lies outside a pair, merged with one of the two, lies outside
     the other. About 2 g merges, each a sum of positive terms.
+
+    Args:
+        earlier: of the windows before it alone: the second of a pair has the first, the first has none.
     """
     g, empty = log_mass.shape[-2], torch.finfo(log_mass.dtype).min
     if g == 1:
@@ -21,8 +52,12 @@ def merge_all_but_one(log_mass: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     log_mass = F.pad(log_mass, (0, 0, 0, g % 2), value=empty).unflatten(-2, (-1, 2))
     mean = F.pad(mean, (0, 0, 0, 0, 0, g % 2)).unflatten(-3, (-1, 2))
     pairs = merge(log_mass[..., 0, :], mean[..., 0, :, :], log_mass[..., 1, :], mean[..., 1, :, :])
-    log_outside, outside = merge_all_but_one(*pairs)
-    log_mass, mean = merge(log_outside[..., None, :], outside[..., None, :, :], log_mass.flip(-2), mean.flip(-3))
+    log_outside, outside = merge_all_but_one(*pairs, earlier=earlier)
+    if earlier:
+        others = F.pad(log_mass[..., :1, :], (0, 0, 1, 0), value=empty), F.pad(mean[..., :1, :, :], (0, 0, 0, 0, 1, 0))
+    else:
+        others = log_mass.flip(-2), mean.flip(-3)
+    log_mass, mean = merge(log_outside[..., None, :], outside[..., None, :, :], *others)
     return log_mass.flatten(-3, -2)[..., :g, :], mean.flatten(-4, -3)[..., :g, :, :]
 
 
@@ -43,7 +78,7 @@ def subtract(log_k: Tensor, v: Tensor, log_own: Tensor, own: Tensor, released: b
         log_k: log features of all tokens, (B, h, N, s). v: (B, h, N, d).
         log_own, own: logarithm of the mass and weighted mean of the windows, (B, h, g, s) and (B, h, g, s, d).
     """
-    log_all, mean = log_k.logsumexp(-2)[:, :, None], (log_k.mT.softmax(-1) @ v)[:, :, None]
+    log_all, mean = over_all(log_k, v)
     share = (log_own - log_all).exp()
     if released:
         log_left = (1 - share + 1e-5).log()

@@ -10,9 +10,11 @@ from PIL import Image
 
 import analyze
 from analysis import oracle
+from analysis.budgets import low_rank_share, split_budget
 from analysis.decompositions import godec, keep_largest, robust_pca, truncate
 from analysis.matrices import Layer, capture, process1
-from analysis.oracle import Row, decomposition_fits, relative_error, scatterbrain_fits
+from analysis.oracle import Row, decomposition_fits, relative_error, scatterbrain_fits, share_of, splits
+from attention import create_attention
 from attention.parts.geometry import merge_heads
 from models import create_model
 from tests.analysis.models import save_model
@@ -104,6 +106,32 @@ def test_every_method_keeps_to_the_budget_and_both_parts_are_no_worse_than_one(b
     for fit in (*fits.values(), *itertools.chain(*mechanism)):
         assert 2 * fit.rank + fit.density * 60 <= budget + 1e-9
         assert 2 * fit.rank + fit.density * 60 > budget - 2
+
+
+@pytest.mark.parametrize("grid", [(6, 5), (1, 30)], ids=str)
+@pytest.mark.parametrize("budget", [8, 13, 29])
+def test_a_budget_is_split_by_entropy(budget, grid):
+    """Of rows with one entry nothing is of low rank but a sample, of uniform rows all but a token."""
+    entropies = 0.0, 0.5, 1.7, 2.9, math.log(30)
+    found = [split_budget(budget, low_rank_share(entropy, 30), grid) for entropy in entropies]
+    samples = [options["num_samples"] for options in found]
+    entries = [options["window_size"] ** (1 if grid[0] == 1 else 2) for options in found]
+    assert samples == sorted(samples)
+    assert samples[0] < samples[-1]
+    assert entries[-1] == 1 <= samples[0]
+    assert all(budget - 1 <= 2 * rank + size <= budget for rank, size in zip(samples, entries, strict=True))
+    for options in found:
+        create_attention("scatterbrain", dim=4, num_heads=1, grid=grid, **options)
+
+
+def test_flat_matrices_get_more_samples_than_sharp_ones():
+    flat, sharp = (process1(1, times * math.log(60), tokens=60) for times in (0.1, 2))
+    assert 0.95 < share_of(flat) <= 1
+    assert share_of(sharp) < 0.4
+    (of_flat, of_sharp, together) = splits([flat, sharp], [16])
+    assert of_flat["budget 16"] == "num_samples=7, window_size=2, layout=1d"
+    assert together["share of samples"] == f"{(share_of(flat) + share_of(sharp)) / 2:.2f}"
+    assert int(of_sharp["budget 16"].split("=")[1].split(",")[0]) < 4
 
 
 @pytest.mark.parametrize("num_prefix", [0, 3])

@@ -1,5 +1,6 @@
 """Scatterbrain on windows."""
 
+import math
 from functools import partial
 
 import pytest
@@ -7,6 +8,10 @@ import torch
 from torch import Tensor
 
 from attention import AttentionFactory
+from attention.mechanisms.bigbird import bigbird, choose_blocks
+from attention.mechanisms.linear import linear
+from attention.mechanisms.local import local
+from attention.mechanisms.performer import performer
 from attention.mechanisms.scatterbrain import scatterbrain
 from attention.mechanisms.softmax import softmax
 from attention.ops.random_features.op import random_feature_attention
@@ -30,6 +35,10 @@ CASES = [
     case((5, 7), {**SAMPLES, **SMALL, "leave_one_out": "subtract", "overlap": 1}),
     case((5, 7), {**SAMPLES, **SMALL, "leave_one_out": "released"}, mixes_values=False),  # where its floors act
     case((5, 7), {**SAMPLES, **SMALL, **PREFIX}),
+    case((5, 7), {**SAMPLES, **SMALL, **PREFIX, "leave_one_out": "none", "overlap": 1}),
+    case((5, 7), {**SMALL, **PREFIX, "features": "elu"}, stochastic=False, far_keys_vanish=False),
+    case((5, 7), {**SAMPLES, "window_size": 8, "causal": True}),
+    case((5, 7), {"window_size": 4, "causal": True, "overlap": 3, "features": "elu"}, stochastic=False),
 ]
 EFFECTS = {
     "num_samples": (SMALL, 10),
@@ -39,25 +48,40 @@ EFFECTS = {
     "overlap": (SMALL, 1),
     "position_bias": (SMALL, "none"),
     "leave_one_out": (SMALL, "released"),
+    "causal": (SMALL, True),
     "features": (SMALL, "hyperbolic"),
     "omega_sampling": (SMALL, "orthogonal"),
     "feature_redraw": (SMALL, "fixed"),
 }
 SYMMETRIES = [
-    *((BLOCKS, {**WINDOW, **FREE, "leave_one_out": x}) for x in ("merge", "subtract", "released")),
+    *((BLOCKS, {**WINDOW, **FREE, "leave_one_out": x}) for x in ("merge", "subtract", "none", "released")),
     # windows that overlap or do not divide the grid
     ({"transposed"}, {"window_size": 3, **FREE}),
     ({"transposed"}, {**WINDOW, "overlap": 1, **FREE}),
+    (set(), {**WINDOW, "causal": True}),
     ({"between"}, WINDOW),  # a bias knows positions inside a window, not which window it is
 ]
-GROWTH = [Growth(1, 1)]
+GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"causal": True})]
 REFUSED = [
     (
         {"overlap": 1, "leave_one_out": "merge"},
         r"attention\(scatterbrain\).leave_one_out = merge: .* set leave_one_out: subtract",
     ),
+    (
+        {"causal": True, "leave_one_out": "none"},
+        r"attention\(scatterbrain\).leave_one_out = none: in causal attention .* set leave_one_out: merge",
+    ),
+    (
+        {"features": "elu", "num_samples": 8},
+        r"attention\(scatterbrain\).num_samples = 8: the features elu have no samples; set num_samples: 96",
+    ),
+    ({"causal": True, "layout": "2d"}, r"attention\(scatterbrain\).layout = 2d: .* set layout: 1d"),
 ]
-EVERYTHING = [{"window_size": 6, **FREE}]
+EVERYTHING = [
+    {"window_size": 6, **FREE},
+    {"window_size": 6, **FREE, "features": "elu"},
+    {"window_size": 24, "causal": True, **FREE},
+]
 RELEASED = {"scatterbrain_2d_norpe_64": {"num_samples": 64, "released": True, **FREE}}
 SYMBOLS = {"|E|": 49, "s": 96}
 LEARNED = {"position_bias"}
@@ -108,6 +132,37 @@ def test_scatterbrain_with_nothing_in_the_support_is_random_feature_attention(gr
     assert_equal(y[:, :, first], expected[:, :, first])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_with_nothing_in_the_support_features_elu_are_linear_attention(causal):
+    """As above; the first window's keys, at minus a thousand, have elu + 1 of zero."""
+    q, k, v = tokens((6, 4))
+    windows, nothing = Windows((1, 24), (1, 4), causal=causal), torch.full((h, 4, 4), -1e6, dtype=torch.float64)
+    own = windows.indices(CPU)[2]
+    k[:, :, own] = -1e3
+    y = scatterbrain(q, k, v, None, nothing, windows=windows)
+    assert_equal(y[:, :, own], linear(q, k, v, causal=causal)[:, :, own])
+
+
+def test_elu_weighs_as_softmax_does_where_queries_and_keys_vanish():
+    """The mean of products of features is 1 there, and so is the exact weight: attention is the mean."""
+    q, k, v = tokens((6, 4))
+    y = scatterbrain(0 * q, 0 * k, v, None, windows=Windows((6, 4), (2, 2)))
+    assert_equal(y, v.mean(2, keepdim=True).expand_as(v))
+
+
+def test_global_tokens_for_the_low_rank_part_are_bigbird():
+    """Rows and columns of global tokens are exact, a part of low rank; it is corrected on the windows (section 4.2)."""
+    q, k, v = tokens((6, 4))
+    windows, blocks = Windows((1, 24), (1, 4)), choose_blocks(1, 1, torch.empty(h, 6, 0))
+    exact = (q @ k.mT * d**-0.5).exp()
+    is_global = torch.arange(24) < 4
+    low = exact * (is_global | is_global[:, None])
+    assert torch.linalg.matrix_rank(low).max() <= 2 * 4
+    A = low + torch.where(support_of(windows), exact - low, 0)
+    y = bigbird(q, k, v, blocks, windows=windows, num_global=1)
+    assert_equal(y, A @ v / A.sum(-1, keepdim=True))
+
+
 @every_grid
 @pytest.mark.parametrize(
     ("size", "overlap", "leave_one_out"),
@@ -120,12 +175,31 @@ def test_scatterbrain_with_nothing_in_the_support_is_random_feature_attention(gr
 )
 def test_scatterbrain_corrects_the_estimate_on_windows(grid, size, overlap, leave_one_out):
     q, k, v = tokens(grid)
-    omega, N, windows = draw(h, S, d, seed=3), q.shape[2], Windows(grid, size, overlap)
+    omega, windows = draw(h, S, d, seed=3), Windows(grid, size, overlap)
+    y = scatterbrain(q, k, v, omega, windows=windows, leave_one_out=leave_one_out)
+    assert_equal(y, corrected(q, k, v, omega, support_of(windows)))
+
+
+@every_grid
+@pytest.mark.parametrize("overlap", [0, 1])
+def test_the_naive_sum_counts_windows_twice(grid, overlap):
+    """Local attention and Performer, weighed by their masses."""
+    q, k, v = tokens(grid)
+    omega, windows = draw(h, S, d, seed=3), Windows(grid, (3, 2), (overlap, overlap))
+    support = support_of(windows)
+    exact = ((q @ k.mT * d**-0.5).exp() * support).sum(-1, keepdim=True)
+    low = features(q, omega) @ features(k, omega).sum(2)[..., None]
+    both = exact * local(q, k, v, windows=windows) + low * performer(q, k, v, omega)
+    assert_equal(scatterbrain(q, k, v, omega, windows=windows, leave_one_out="none"), both / (exact + low))
+
+
+def support_of(windows: Windows) -> Tensor:
+    """Which keys a query attends to in its window, (N, N) bool."""
+    N = math.prod(windows.grid)
     support = torch.zeros(N, N, dtype=torch.bool)
     for n in range(N):
         support[n, windows.attended(n)[0]] = True
-    y = scatterbrain(q, k, v, omega, windows=windows, leave_one_out=leave_one_out)
-    assert_equal(y, corrected(q, k, v, omega, support))
+    return support
 
 
 def assert_exact_on_support_and_unbiased_off_it(op, support: Tensor, q: Tensor, k: Tensor):
@@ -159,6 +233,11 @@ def test_merging_sums_all_windows_but_one(count):
         rest = [i for i in range(count) if i != g]
         assert_equal(log_left[:, g], log_mass[:, rest].logsumexp(1))
         assert_equal(left[:, g], (log_mass[:, rest].softmax(1)[..., None] * mean[:, rest]).sum(1))
+    log_left, left = merge_all_but_one(log_mass, mean, earlier=True)
+    assert not log_left[:, 0].exp().any()
+    for g in range(1, count):
+        assert_equal(log_left[:, g], log_mass[:, :g].logsumexp(1))
+        assert_equal(left[:, g], (log_mass[:, :g].softmax(1)[..., None] * mean[:, :g]).sum(1))
 
 
 def test_merging_keeps_the_digits_that_subtraction_loses():
@@ -183,6 +262,7 @@ def test_merging_keeps_the_digits_that_subtraction_loses():
         ({"overlap": 1}, "subtract"),
         ({"released": True}, "released"),
         ({"overlap": 1, "released": True}, "released"),
+        ({"overlap": 1, "released": True, "causal": True}, "merge"),
     ],
     ids=str,
 )

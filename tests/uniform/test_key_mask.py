@@ -140,6 +140,7 @@ REMOVED = [
     ("transformer_ls", {**WINDOWS, "num_landmarks": 3}, {}, PADDED),
     ("scatterbrain", WINDOWS, {}, PADDED),
     ("scatterbrain", {**WINDOWS, "overlap": 2}, {}, PADDED),
+    ("scatterbrain", {**WINDOWS, "overlap": 2, "causal": True}, {}, PADDED),
     ("eva", {"window_size": 7, "layout": "1d", "num_landmarks": 0}, {}, PADDED),
     ("eva", {"window_size": 7, "layout": "1d", "num_landmarks": 4}, {"num_landmarks": 3}, PADDED),
     ("eva", {**WINDOWS, "num_landmarks": 4, "causal": True}, {"num_landmarks": 3}, PADDED),
