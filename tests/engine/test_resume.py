@@ -264,7 +264,7 @@ def test_a_run_on_masked_images_resumes_after_any_kill(ranks: int, fork_server: 
 
 
 COPYING = [
-    *("data.dataset=copy", "data.num_sequences=[24, 8]", "attention={name: eva, causal: true, window_size: 4}"),
+    *("data.dataset=copy", "data.num_sequences=[96, 8]", "attention={name: eva, causal: true, window_size: 4}"),
     *("model.img_size=[1, 98]", "model.patch_size=1", "model.in_chans=1", "model.stem=linear", "model.global_pool=''"),
     *("model.vocab_size=9", "model.num_classes=9", "augment.scale=[1.0, 1.0]", "augment.ratio=[1.0, 1.0]"),
     *("augment.auto_augment=null", "augment.color_jitter=0", "augment.hflip=0", "augment.reprob=0", "augment.mixup=0"),
