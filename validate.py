@@ -23,6 +23,7 @@ from typing import Any
 from engine.checkpoint import Weights, find_weights, parse_weights
 from engine.classes import ClassSubset, match_classes, read_real_labels, real_accuracy
 from engine.config import parse_run, refuse_bad_input
+from engine.copy_task import measure_of
 from engine.data import classes_of, count_broken, create_val_loader, indices_read, show_images
 from engine.distributed import World, init_distributed
 from engine.evaluate import evaluate
@@ -58,13 +59,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         found = find_weights(args.checkpoint, args.select, args.weights)
         if args.export:
             check_target(args.export)
-        workers = min(Data.workers, os.cpu_count() or 1)  # a file does not decide how many processes start
-        overrides = [f"data.workers={workers}", *args.overrides]
+        overrides = [f"data.workers={min(Data.workers, os.cpu_count() or 1)}", *args.overrides]  # no file decides that
         runs = [parse_run(checkpoint["config"], str(path), overrides) for path, checkpoint, _ in found]
         world, results, records = init_distributed(runs[0].train.device), {}, {} if outputs else None
         try:
             for run, (path, checkpoint, kinds) in zip(runs, found, strict=True):
-                check_predicts_classes(run, str(path))
+                check_predicts_classes(run, str(path), or_copies=not (outputs or args.export or args.real_labels))
                 options = args.batch_size, args.skip_broken, args.real_labels, records
                 metrics = validate(run, checkpoint, kinds, world, *options)
                 source = {"checkpoint": str(path), "epoch": checkpoint["progress"]["epoch"]}
@@ -117,7 +117,7 @@ def validate(
         model = (model if columns == [*range(num_classes)] else ClassSubset(model, columns)).to(world.device)
         rows = None if records is None and real is None else []
         begin = time.perf_counter()
-        metrics = evaluate(model, loader, world, run.train.amp, rows=rows)
+        metrics = evaluate(model, loader, world, run.train.amp, rows=rows, measure=measure_of(run))
         seconds = time.perf_counter() - begin
         results[kind] = {**metrics, "seconds": seconds, "images_per_second": metrics["images"] / seconds}
         found = None if rows is None else gather_records(rows, indices_read(loader), shown, names, world)

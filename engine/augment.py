@@ -10,6 +10,7 @@ from timm.data import Mixup, auto_augment
 from timm.data.mixup import mixup_target
 from timm.data.random_erasing import RandomErasing
 from torch import Tensor, nn
+from torchvision.transforms.functional import pil_to_tensor
 
 from engine.distributed import World
 from engine.schema import Augment, Run
@@ -48,12 +49,14 @@ class PairMixup(Mixup):
 def create_transform(
     run: Run, img_size: int | tuple[int, int], is_training: bool, as_bytes: bool
 ) -> Callable[[Image.Image], Any]:
-    """timm's transform of an image with the channels that the model takes.
+    """timm's transform of an image with the channels that the model takes; tokens stay as they are, bytes (1, H, W).
 
     Args:
         as_bytes: yields a uint8 tensor (C, H, W), neither normalised nor erased; else fp32, normalised and erased.
     """
     data, augment = run.data, run.augment
+    if run.model.get("vocab_size"):
+        return pil_to_tensor
     return timm.data.create_transform(
         img_size,
         is_training=is_training,

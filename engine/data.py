@@ -54,6 +54,19 @@ class DigitsReader(ArrayReader):
             super().__init__(arrays[f"{split}_images"], arrays[f"{split}_labels"], map(str, range(10)), white=16)
 
 
+class CopyReader(ArrayReader):
+    """Draws the sequences of `engine.copy_task`, each an image of one row, (1, length); a label is the first of w.
+
+    Sequence i of a split is always the same.
+    """
+
+    def __init__(self, split: Literal["train", "val"], number: int, length: int, vocab_size: int):
+        rng = np.random.default_rng(("train", "val").index(split))
+        w = np.zeros((number, 1, length // 2), np.uint8)
+        w[..., 1:] = rng.integers(1, vocab_size, (number, 1, length // 2 - 1))
+        super().__init__(np.tile(w, 2), w[:, 0, 1].astype(int), map(str, range(vocab_size)))
+
+
 READERS: dict[str, tuple[Callable[[str], SplitReader], Sequence[str]]] = {
     "folder": (FolderReader, ("",)),
     "tar": (TarReader, (".tar",)),
@@ -231,7 +244,7 @@ def create_loaders(
     """
     batch_size, rest = divmod(run.train.total_batch_size, world.size * run.train.grad_accum_steps)
     assert not rest, "check_run refuses a total batch that cannot be divided"
-    train, val = open_split(run.data, "train_split"), open_split(run.data, "val_split")
+    train, val = open_images(run, "train_split"), open_images(run, "val_split")
     if classes_of(train) != classes_of(val):
         names = difference(classes_of(train), classes_of(val))
         raise OptionError("data.val_split", f"classes differ from training: {names}")
@@ -273,7 +286,7 @@ def create_val_loader(
     Raises:
         OptionError: missing or wrong folder, an empty split, or another number of classes.
     """
-    val = open_split(run.data, "val_split")
+    val = open_images(run, "val_split")
     if num_classes is not None:
         _check_num_classes(val, num_classes)
     if world.is_primary:
@@ -286,6 +299,15 @@ def create_val_loader(
 def choose_batch_size(img_size: int | tuple[int, int]) -> int:
     """Images per batch without gradients: 128, or fewer if they are larger than 256 x 256 pixels."""
     return max(1, min(128, 128 * 256**2 // math.prod(to_2tuple(img_size))))
+
+
+def open_images(run: Run, option: Literal["train_split", "val_split"]) -> Images:
+    """`open_split`, or the sequences that the model of `run` is to copy."""
+    if run.data.dataset != "copy":
+        return open_split(run.data, option)
+    split: Literal["train", "val"] = "train" if option == "train_split" else "val"
+    number = run.data.num_sequences[split == "val"]
+    return Images(CopyReader(split, number, to_2tuple(run.model["img_size"])[1], run.model["vocab_size"]))
 
 
 def open_split(data: Data, option: str) -> Images:
@@ -422,12 +444,13 @@ def _create_loader(
 ) -> Loader:
     """timm's `create_loader`, but with a sampler of our own, which it does not accept.
 
-    On CUDA, timm's prefetcher copies images as uint8, while the device computes, and normalises them there.
+    On CUDA, timm's prefetcher copies images as uint8, while the device computes, and normalises them there; not tokens.
     """
     data = run.data
     channels = num_channels(run)
+    prefetch = world.on_cuda and not run.model.get("vocab_size")
     dataset.mode = "L" if channels == 1 else "RGB"
-    dataset.transform = create_transform(run, img_size, is_training, as_bytes=world.on_cuda)
+    dataset.transform = create_transform(run, img_size, is_training, as_bytes=prefetch)
     dataset.masks = create_masks(run, is_training)
     if is_training:
         remedy = f"too many broken images (data.max_broken = {limit} of an epoch, or a whole batch); {VERIFY}"
@@ -436,14 +459,14 @@ def _create_loader(
     loader = ImageLoader(
         SeededDataset(dataset, run.train.seed) if is_training else dataset,
         batch_size,
-        stack=fast_collate if world.on_cuda else default_collate,
+        stack=fast_collate if prefetch else default_collate,
         limit=limit,
         remedy=remedy,
         sampler=sampler,
         num_workers=data.workers,
         pin_memory=world.on_cuda,
     )
-    if not world.on_cuda:
+    if not prefetch:
         return loader
     mean, std = per_channel(data.mean, channels), per_channel(data.std, channels)
     return PrefetchLoader(loader, mean=mean, std=std, channels=channels, device=world.device)

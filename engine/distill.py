@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from engine.augment import create_loss, num_channels, per_channel
 from engine.checkpoint import WEIGHTS, ForeignCheckpoint, find_weights
 from engine.config import parse_run
+from engine.copy_task import Copying
 from engine.data import Images, classes_of, difference
 from engine.distributed import World
 from engine.errors import UserError, one_line
@@ -113,8 +114,8 @@ def distillation_loss(
     return divergence / logits.shape[1] if kind == "soft_released" else divergence
 
 
-def create_criterion(run: Run, model: nn.Module, images: Images, world: World) -> Criterion | MaskedImages:
-    """What `run` trains `model` for: classes, or with a mask token pixels.
+def create_criterion(run: Run, model: nn.Module, images: Images, world: World) -> Criterion | MaskedImages | Copying:
+    """What `run` trains `model` for: classes, with a mask token pixels, on the copy task tokens.
 
     A distillation token, where the model has one, learns from the teacher.
 
@@ -125,6 +126,8 @@ def create_criterion(run: Run, model: nn.Module, images: Images, world: World) -
     """
     if run.model.get("mask_token"):
         return MaskedImages()
+    if run.data.dataset == "copy":
+        return Copying()
     loss, distill = create_loss(run.augment), run.distill
     if distill.teacher is None:
         return Criterion(loss, distill)

@@ -151,8 +151,8 @@ class Report:
         self._record("start", epoch, {**values, **provenance(self.device)})
 
     def images(self, images: torch.Tensor) -> None:
-        """Shows training images (B, C, H, W), as the model gets them."""
-        if self.directory is not None:
+        """Shows training images (B, C, H, W), as the model gets them; tokens are no picture."""
+        if self.directory is not None and images.is_floating_point():
             self.charts.show_images("train/images", images, self.run.data, self.step)
 
     def begin_epoch(self, epoch: int) -> None:

@@ -61,6 +61,7 @@ class Data:
         "cache",
         "idx",
         "digits",
+        "copy",
         "wds",
         "hfds",
         "torch/cifar10",
@@ -70,8 +71,8 @@ class Data:
         "torch/kmnist",
     ] = option(
         "folder",
-        "class folders, tar files of them, what engine.prepare made, IDX files, the embedded digits, WebDataset shards,"
-        " a Hugging Face data set (columns image and label), or one of torchvision's",
+        "class folders, tar files of them, what engine.prepare made, IDX files, the embedded digits, sequences of"
+        " the copy task, WebDataset shards, a Hugging Face data set (columns image and label), or one of torchvision's",
     )
     root: str | None = option(
         None, "directory that holds the two splits (hfds: or the name on the hub); digits need none"
@@ -94,6 +95,9 @@ class Data:
     )
     subset_seed: int = option(
         0, "seed of the choice of subset; not train.seed, so that replicates train on the same images", low=0
+    )
+    num_sequences: tuple[int, int] = option(
+        (20_000, 1_000), "copy: sequences that are drawn to train and to validate", low=1, high=10**6
     )
     workers: int = option(8, "loader processes per rank", low=0, high=256)
     max_broken: int = option(10, "broken training images that an epoch may leave out, over all ranks", low=0)
@@ -332,6 +336,7 @@ def check_run(run: Run, world_size: int = 1) -> None:
     if augment.auto_augment is not None:
         check_policy(augment.auto_augment)
     check_masks(run)
+    check_copying(run)
     if run.model["in_chans"] not in (1, 3):
         raise OptionError("model.in_chans", f" = {run.model['in_chans']}: images have 3 channels (RGB) or 1 (grey)")
 
@@ -363,6 +368,62 @@ def check_masks(run: Run) -> None:
     count = sides[0] * sides[1] // size**2
     if math.ceil(ratio * count) == count:
         raise OptionError("simmim.mask_ratio", f" = {ratio:g} masks all {count} squares; lower it, or simmim.mask_size")
+
+
+UNCHANGED = Augment(
+    scale=(1.0, 1.0),
+    ratio=(1.0, 1.0),
+    hflip=0.0,
+    color_jitter=0.0,
+    auto_augment=None,
+    reprob=0.0,
+    mixup=0.0,
+    cutmix=0.0,
+    smoothing=0.0,
+)
+"""What leaves images as they are."""
+
+
+MAX_DRAWN = 2**27
+"""Tokens of a split of the copy task: they are held in memory."""
+
+
+def check_copying(run: Run) -> None:
+    """Refuses options that the copy task cannot use, and a model of tokens for anything else.
+
+    Raises:
+        OptionError: the first of them.
+    """
+    data, model = run.data, run.model
+    if data.dataset != "copy":
+        if model.get("vocab_size"):
+            problem = f" = {model['vocab_size']}: images are pixels; set it to 0, or data.dataset=copy"
+            raise OptionError("model.vocab_size", problem)
+        if data.num_sequences != Data.num_sequences:
+            raise OptionError("data.num_sequences", f"acts on data.dataset=copy, not {data.dataset}; leave it out")
+        return
+
+    def refuse(key: str, value: Any, remedy: str) -> NoReturn:
+        raise OptionError(key, f" = {value}: the copy task has sequences of tokens; {remedy}")
+
+    if model.get("vocab_size", 0) < 2:
+        refuse("model.vocab_size", model.get("vocab_size"), "set it to their number, of a DeiT, at least 2")
+    height, length = to_2tuple(model["img_size"])
+    if height != 1 or length % 2 or length < 4:
+        refuse("model.img_size", [height, length], "set it to [1, N] with N even, at least 4")
+    if (total := max(data.num_sequences) * length) > MAX_DRAWN:
+        refuse("data.num_sequences", list(data.num_sequences), f"lower it: {total:,} tokens are above {MAX_DRAWN:,}")
+    for name, value in {"global_pool": "", "num_classes": model["vocab_size"]}.items():
+        if model[name] != value:
+            refuse(f"model.{name}", model[name], f"set it to {value!r}, to predict one at every place")
+    if not run.attention.get("causal"):
+        name = run.attention["name"]
+        refuse(f"attention({name}).causal", False, "set it to true, or choose a mechanism that has it")
+    for section, neutral in {"augment": UNCHANGED, "data": Data(), "distill": Distill()}.items():
+        names = ("root", "classes", "subset") if section == "data" else vars(neutral)
+        for name in names:
+            if (given := getattr(getattr(run, section), name)) != (value := getattr(neutral, name)):
+                refuse(f"{section}.{name}", given, f"set it to {'null' if value is None else value}")
 
 
 POLICIES: dict[str, dict[str, range | tuple[Any, ...]]] = {

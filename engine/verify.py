@@ -26,7 +26,7 @@ from engine.schema import Data
 from engine.signals import end_at_interrupt
 from engine.workers import RestartingLoader
 
-KINDS = [kind for kind in get_args(Data.__annotations__["dataset"]) if kind != "digits"]
+KINDS = [kind for kind in get_args(Data.__annotations__["dataset"]) if kind not in ("digits", "copy")]
 """Kinds of data sets that are files of the user."""
 
 

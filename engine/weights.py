@@ -26,8 +26,9 @@ def build_model(run: Run, state: Mapping[str, Any], source: str) -> nn.Module:
     return model
 
 
-def check_predicts_classes(run: Run, source: str) -> None:
-    """Refuses a model that was pre-trained on masked images, where predictions of classes are asked for.
+def check_predicts_classes(run: Run, source: str, or_copies: bool = False) -> None:
+    """Refuses a model that was trained on masked images, or (unless `or_copies`) on the copy task, where predictions of
+    classes are asked for.
 
     Raises:
         UserError: it is one; the message begins with `source`.
@@ -35,6 +36,8 @@ def check_predicts_classes(run: Run, source: str) -> None:
     if run.model.get("mask_token"):
         remedy = f"train a classifier from it (init.weights={source}), and name that run"
         raise UserError(f"{source}: pre-trained on masked images, it predicts no classes; {remedy}")
+    if run.data.dataset == "copy" and not or_copies:
+        raise UserError(f"{source}: trained to copy sequences, it does not take images; name a run of images")
 
 
 def check_state(run: Run, state: Mapping[str, Any], source: str) -> None:

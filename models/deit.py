@@ -62,6 +62,13 @@ class TokenGluMlp(GluMlp):
         return super().forward(x)
 
 
+class TokenEmbed(nn.Embedding):
+    """Numbers of tokens (B, 1, H, W), of any type -> their embeddings (B, dim, H, W)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:, 0].long()).permute(0, 3, 1, 2)
+
+
 def conv_stem(in_chans: int, dim: int, patch_size: int) -> nn.Sequential:
     """Convolutional patch embedding (B, in_chans, height, width) -> (B, dim, height / patch_size, width / patch_size).
 
@@ -95,6 +102,12 @@ class Deit(Backbone):
         use_glu: bool = option(False, "gated MLPs, of two thirds of that width (GEGLU)")
         qkv_bias: bool = option(True, "bias of the query, key and value projections")
         stem: Literal["linear", "conv"] = option("linear", "patch embedding: linear, or strided convolutions")
+        vocab_size: int = option(
+            0,
+            "tokens of a vocabulary, whose numbers the pixels of an image then are, each a patch; 0: none",
+            low=0,
+            high=256,
+        )
         class_token: bool = option(False, "a class token before the patches")
         dist_token: bool = option(False, "a distillation token after the class token, and a second head that reads it")
         reg_tokens: int = option(0, "register tokens, after those two and before the patches", low=0)
@@ -139,6 +152,8 @@ class Deit(Backbone):
                 )
             if self.mask_token:
                 self._check_reconstruction()
+            if self.vocab_size:
+                self._check_tokens()
             if self.stem == "conv":
                 if self.patch_size not in (4, 8, 16):
                     raise OptionError("model.patch_size", f" = {self.patch_size}: the conv stem takes 4, 8 or 16")
@@ -147,6 +162,12 @@ class Deit(Backbone):
                         "model.embed_dim",
                         f" = {self.embed_dim}: the conv stem needs a multiple of {self.patch_size // 2}",
                     )
+
+        def _check_tokens(self) -> None:
+            """Refuses what acts on pixels."""
+            for name, value in {"patch_size": 1, "in_chans": 1, "stem": "linear", "mask_token": False}.items():
+                if (given := getattr(self, name)) != value:
+                    raise OptionError(f"model.{name}", f" = {given}: with vocab_size set it to {str(value).lower()}")
 
         def _check_reconstruction(self) -> None:
             """Refuses what would let a model see masked pixels, and what acts on predictions of classes."""
@@ -178,6 +199,10 @@ class Deit(Backbone):
         if config.stem == "conv":
             stem = conv_stem(config.in_chans, dim, config.patch_size)
             self.patch_embed.proj = stem  # type: ignore[assignment]  # timm takes any module
+        if config.vocab_size:
+            table = TokenEmbed(config.vocab_size, dim)
+            trunc_normal_(table.weight, std=config.init_std)
+            self.patch_embed.proj = table  # type: ignore[assignment]  # timm takes any module
         self.num_prefix_tokens = config.class_token + config.dist_token + config.reg_tokens
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim)) if config.class_token else None
         self.dist_token = nn.Parameter(torch.empty(1, 1, dim)) if config.dist_token else None

@@ -30,6 +30,7 @@ FINETUNE = sorted(CONFIGS.glob("finetune/*.yaml"))
 DISTILL = sorted(CONFIGS.glob("distill/*.yaml"))
 DATA = {
     "configs": ("digits", 10),
+    "copy_task": ("copy", 16),
     "fashion_mnist": ("idx", 10),
     "lra_image": ("torch/cifar10", 10),
     "lra_pathfinder": ("idx", 2),

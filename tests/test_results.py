@@ -1,6 +1,7 @@
 """The tables of docs/results.md are what the files in docs/data/ say."""
 
 import csv
+import math
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -94,6 +95,25 @@ def from_scratch() -> str:
         seeds = ", ".join(f"{own.values[seed]:.2f}" for seed in sorted(own.values))
         lines.append([f"`{name}`", plus_minus(own.spread, ".2f"), seeds, difference])
     return markdown(lines)
+
+
+def copied() -> str:
+    """Top-1 and perplexity of every setting on the copy task, over its seeds."""
+    runs: dict[str, dict[int, dict[str, float]]] = {}
+    for row in read("copy_task.csv"):
+        found = {"top1": float(row["top1"]), "perplexity": math.exp(float(row["loss"]))}
+        runs.setdefault(row["attention"], {})[int(row["train.seed"])] = found
+    lines = [["", "top-1 (%)", "of seeds 0, 1, 2", "perplexity"]]
+    results = list(runs.values())
+    for name, top1, perplexity in zip(runs, measure(results, "top1"), measure(results, "perplexity"), strict=True):
+        seeds = ", ".join(f"{top1.values[seed]:.2f}" for seed in sorted(top1.values))
+        lines.append([f"`{name}`", plus_minus(top1.spread, ".2f"), seeds, plus_minus(perplexity.spread, ".2f")])
+    return markdown(lines)
+
+
+def test_table_of_the_copy_task():
+    assert copied() in RESULTS
+    assert len(read("copy_task.csv")) % 3 == 0
 
 
 def test_table_of_other_mechanisms_in_a_trained_model():
