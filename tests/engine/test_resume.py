@@ -263,22 +263,6 @@ def test_a_run_on_masked_images_resumes_after_any_kill(ranks: int, fork_server: 
         assert -9 in runs.survives(choose_kill(rng, "step"))
 
 
-COPYING = [
-    *("data.dataset=copy", "data.num_sequences=[96, 8]", "attention={name: eva, causal: true, window_size: 4}"),
-    *("model.img_size=[1, 98]", "model.patch_size=1", "model.in_chans=1", "model.stem=linear", "model.global_pool=''"),
-    *("model.vocab_size=9", "model.num_classes=9", "augment.scale=[1.0, 1.0]", "augment.ratio=[1.0, 1.0]"),
-    *("augment.auto_augment=null", "augment.color_jitter=0", "augment.hflip=0", "augment.reprob=0", "augment.mixup=0"),
-    *("augment.cutmix=0", "augment.smoothing=0"),
-]
-
-
-@pytest.mark.stress
-def test_a_run_on_the_copy_task_resumes_after_any_kill(fork_server: ForkServer, tmp_path: Path):
-    runs, rng = Runs(fork_server, tmp_path / "runs", COPYING), random.Random(0)
-    for _ in range(3):
-        assert -9 in runs.survives(choose_kill(rng, "step"))
-
-
 @pytest.mark.stress
 def test_two_ranks_learn_from_masked_images_what_one_learns(fork_server: ForkServer, tmp_path: Path):
     """Without random numbers of the network, which differ between ranks."""
