@@ -319,9 +319,9 @@ class Deit(Backbone):
         if self.config.dynamic_img_size:
             pos_embed = resample_abs_pos_embed(pos_embed, (H, W), self.grid, self.num_prefix_tokens)
         x = x.flatten(1, 2).contiguous()  # else all blocks inherit the convolution's channel-first strides
-        if mask is not None:
-            if self.mask_token is None:
-                raise ValueError("got a mask, but the model has no mask token; build it with mask_token=True")
+        if isinstance(mask, Tensor) and self.mask_token is None:  # torch.fx traces with a proxy of None
+            raise ValueError("got a mask, but the model has no mask token; build it with mask_token=True")
+        if mask is not None and self.mask_token is not None:
             x = torch.where(mask.flatten(1)[..., None], self.mask_token.to(x.dtype), x)
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
         x = self.pos_drop(torch.cat([*prefix, x], dim=1) + pos_embed)

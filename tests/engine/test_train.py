@@ -298,7 +298,7 @@ def meta_trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     model = create_model(**RUN["model"] | {"depth": 1}, attention=attention)
     ema = ModelEmaV3(model, decay=0.9).to("meta")
     model, world, progress = model.to("meta").train(), MetaWorld(torch.device("meta")), Progress()
-    object.__setattr__(world, "rows", [[[1.0, 1.0, 0.0, 0.0]], [[2.0, math.nan, 0.0, 0.0]]])
+    object.__setattr__(world, "rows", [[[1.0, 1.0, 0.0, 0.0, 0.0]], [[2.0, math.nan, 0.0, 0.0, 0.0]]])
     monkeypatch.setattr(train, "autocast", lambda amp, device: nullcontext())  # meta has none
     run = SimpleNamespace(train=Train(total_batch_size=4, grad_accum_steps=2), data=Data(), optim=Optim())
     guard = FiniteGuard(run, world, progress, lambda reason, ago: None)
@@ -307,7 +307,7 @@ def meta_trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         run=run, options=run.train, world=world, progress=progress, guard=guard, model=model, network=model,
         criterion=Criterion(nn.CrossEntropyLoss(), Distill()), scaler=torch.amp.GradScaler("cpu", enabled=False),
         optimizer=create_optimizer(model, run.optim, 4), ema=ema,
-        signals=SimpleNamespace(stop_requested=lambda: False),
+        signals=SimpleNamespace(stop_requested=lambda: False), checkpoints=SimpleNamespace(is_overdue=lambda: False),
         train_loader=SimpleNamespace(batch_sampler=SimpleNamespace(batch_size=2), has_lost_workers=False),
     )  # fmt: skip
 
