@@ -2,8 +2,9 @@
 
 import csv
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from ablation.replicates import measure
 from ablation.tables import plus_minus, verdict
@@ -84,36 +85,26 @@ def drop_in() -> str:
     return markdown(lines)
 
 
-def from_scratch() -> str:
-    """Top-1 of every setting over its seeds, and its difference to the first."""
+def over_seeds(name: str, others: Mapping[str, Callable[[Row], float]] = MappingProxyType({})) -> str:
+    """Top-1 of every setting over its seeds, its difference to the first, and other values of the runs, by titles."""
+    values = {"top1": lambda row: float(row["top1"]), **others}
     runs: dict[str, dict[int, dict[str, float]]] = {}
-    for row in read("fashion_mnist.csv"):
-        runs.setdefault(row["attention"], {})[int(row["train.seed"])] = {"top1": float(row["top-1 (%)"])}
-    lines = [["", "top-1 (%)", "of seeds 0, 1, 2", "difference to softmax"]]
-    for name, own in zip(runs, measure(list(runs.values()), "top1"), strict=True):
-        difference = plus_minus(own.difference, "+.2f") + verdict(own.difference)
-        seeds = ", ".join(f"{own.values[seed]:.2f}" for seed in sorted(own.values))
-        lines.append([f"`{name}`", plus_minus(own.spread, ".2f"), seeds, difference])
-    return markdown(lines)
-
-
-def copied() -> str:
-    """Top-1 and perplexity of every setting on the copy task, over its seeds."""
-    runs: dict[str, dict[int, dict[str, float]]] = {}
-    for row in read("copy_task.csv"):
-        found = {"top1": float(row["top1"]), "perplexity": math.exp(float(row["loss"]))}
+    for row in read(name):
+        found = {title: value(row) for title, value in values.items()}
         runs.setdefault(row["attention"], {})[int(row["train.seed"])] = found
-    lines = [["", "top-1 (%)", "of seeds 0, 1, 2", "perplexity"]]
-    results = list(runs.values())
-    for name, top1, perplexity in zip(runs, measure(results, "top1"), measure(results, "perplexity"), strict=True):
+    lines = [["", "top-1 (%)", "of seeds 0, 1, 2", "difference to softmax", *others]]
+    columns = [measure(list(runs.values()), title) for title in values]
+    for setting, top1, *rest in zip(runs, *columns, strict=True):
         seeds = ", ".join(f"{top1.values[seed]:.2f}" for seed in sorted(top1.values))
-        lines.append([f"`{name}`", plus_minus(top1.spread, ".2f"), seeds, plus_minus(perplexity.spread, ".2f")])
+        difference = plus_minus(top1.difference, "+.2f") + verdict(top1.difference)
+        means = [plus_minus(other.spread, ".2f") for other in rest]
+        lines.append([f"`{setting}`", plus_minus(top1.spread, ".2f"), seeds, difference, *means])
     return markdown(lines)
 
 
 def test_table_of_the_copy_task():
-    assert copied() in RESULTS
-    assert len(read("copy_task.csv")) % 3 == 0
+    assert over_seeds("copy_task.csv", {"perplexity": lambda row: math.exp(float(row["loss"]))}) in RESULTS
+    assert len(read("copy_task.csv")) == 3 * 12
 
 
 def test_table_of_other_mechanisms_in_a_trained_model():
@@ -122,7 +113,7 @@ def test_table_of_other_mechanisms_in_a_trained_model():
 
 
 def test_table_from_scratch():
-    assert from_scratch() in RESULTS
+    assert over_seeds("fashion_mnist.csv") in RESULTS
     assert len(read("fashion_mnist.csv")) == 3 * 12
 
 
@@ -133,7 +124,5 @@ def test_tables_of_pathfinder():
     scenes = [[row["scenes"], row["side"], row["separation"], row["top1"]] for row in read("pathfinder_scenes.csv")]
     titles = ["scenes along a side", "side of a scene (patches)", "ends apart (patches)", "top-1 (%)"]
     assert markdown([titles, *scenes]) in RESULTS
-    rows = read("pathfinder_ablation.csv")
-    options = [[f"`{row['attention']}`", row["train.seed"]] for row in rows]
-    runs = [[*o, f"{float(row['train_loss']):.3f}", row["top1"]] for o, row in zip(options, rows, strict=True)]
-    assert markdown([["", "seed", "training loss", "top-1 (%)"], *runs]) in RESULTS
+    assert over_seeds("pathfinder_ablation.csv", {"training loss": lambda row: float(row["train_loss"])}) in RESULTS
+    assert len(read("pathfinder_ablation.csv")) == 3 * 5
