@@ -19,24 +19,14 @@ from engine.augment import create_batch_augment, create_loss, create_mixup, per_
 from engine.data import create_loaders, create_val_loader, digest_files, open_split
 from engine.distributed import World, seed_everything
 from engine.sampler import EpochSampler
-from engine.schema import Augment, Data, Run, Train
+from engine.schema import UNCHANGED, Augment, Data, Run, Train
 from tests.support.launcher import use_few_images
 
 CPU = World(torch.device("cpu"))
-PLAIN = Augment(
-    scale=(1.0, 1.0),
-    ratio=(1.0, 1.0),
-    hflip=0.0,
-    color_jitter=0.0,
-    auto_augment=None,
-    reprob=0.0,
-    mixup=0.0,
-    cutmix=0.0,
-)
 CLASSES = ("n02", "n10", "n100")
 
 
-def make_run(augment: Augment = PLAIN, total_batch_size: int = 16, grad_accum_steps: int = 1, **options) -> Run:
+def make_run(augment: Augment = UNCHANGED, total_batch_size: int = 16, grad_accum_steps: int = 1, **options) -> Run:
     return Run(
         model={},
         attention="softmax",
@@ -78,7 +68,7 @@ def image_root(tmp_path_factory):
 
 
 def test_vertical_flips_turn_images_upside_down():
-    upright, flipped = (read_epoch(make_run(dataclasses.replace(PLAIN, vflip=p)), epoch=0) for p in (0.0, 1.0))
+    upright, flipped = (read_epoch(make_run(dataclasses.replace(UNCHANGED, vflip=p)), epoch=0) for p in (0.0, 1.0))
     assert torch.equal(flipped, upright.flip(-2))
     assert not torch.equal(flipped, upright)
 
@@ -107,7 +97,7 @@ def test_digits_reach_the_model_unchanged():
     assert (grey - expected).abs().max() <= 0.5 / 255 + 1e-6  # rounding to 8 bits
 
 
-@pytest.mark.parametrize("augment", [PLAIN, Augment()], ids=["plain", "augmented"])
+@pytest.mark.parametrize("augment", [UNCHANGED, Augment()], ids=["plain", "augmented"])
 def test_folder_and_tar_give_the_same_batches(image_root, augment):
     epochs = {}
     for kind in ("folder", "tar"):
@@ -233,7 +223,7 @@ def test_repeated_views_differ_between_ranks():
 
 
 def test_random_erasing_acts():
-    erased = read_epoch(make_run(dataclasses.replace(PLAIN, reprob=1.0, remode="const")), 0)
+    erased = read_epoch(make_run(dataclasses.replace(UNCHANGED, reprob=1.0, remode="const")), 0)
     whole = read_epoch(make_run(), 0)
     assert ((erased == 0).flatten(1).any(1)).all()  # 0 is the fill after normalisation, and no grey level gives it
     assert (whole != 0).all()
@@ -305,10 +295,10 @@ def test_prefetched_batches_equal_plain_ones():
     images = read_epoch(run, 0, prefetching)
     assert images.device == prefetching.device
     torch.testing.assert_close(images.cpu(), read_epoch(run, 0), rtol=1e-5, atol=1e-5)
-    erase = create_batch_augment(dataclasses.replace(PLAIN, reprob=1.0, remode="const"), 10, prefetching)
+    erase = create_batch_augment(dataclasses.replace(UNCHANGED, reprob=1.0, remode="const"), 10, prefetching)
     erased, _ = erase(images, torch.zeros(len(images)))
     assert ((erased == 0).flatten(1).any(1)).all()
-    erasing = make_run(dataclasses.replace(PLAIN, reprob=1.0))
+    erasing = make_run(dataclasses.replace(UNCHANGED, reprob=1.0))
     for (images, labels), (plain_images, plain_labels) in zip(
         make_loaders(erasing, prefetching)[1], make_loaders(erasing)[1], strict=True
     ):
@@ -323,7 +313,7 @@ def test_prefetched_grey_batches_equal_plain_ones(monkeypatch):
     images = read_epoch(run, 0, prefetching)
     torch.testing.assert_close(images, read_epoch(run, 0), rtol=1e-5, atol=1e-5)
     for mode in ("const", "rand", "pixel"):
-        erase = create_batch_augment(dataclasses.replace(PLAIN, reprob=1.0, remode=mode), 10, prefetching)
+        erase = create_batch_augment(dataclasses.replace(UNCHANGED, reprob=1.0, remode=mode), 10, prefetching)
         assert (erase(images.clone(), torch.zeros(32))[0] != images).flatten(1).any(1).all()
 
 
@@ -345,7 +335,7 @@ def test_mixup_and_cutmix_work_alone_and_together(mixup, cutmix):
 
 
 def test_without_mixup_there_is_none():
-    assert create_mixup(PLAIN, 10) is None
+    assert create_mixup(UNCHANGED, 10) is None
     images, labels = torch.rand(4, 3, 8, 8), torch.arange(4)
     batch = make_loaders(make_run())[2](images, labels)
     assert batch[0] is images
@@ -354,7 +344,7 @@ def test_without_mixup_there_is_none():
 
 def test_losses_are_timms():
     logits, labels = torch.randn(16, 10, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 10
-    plain = create_loss(dataclasses.replace(PLAIN, smoothing=0.1))(logits, labels)
+    plain = create_loss(dataclasses.replace(UNCHANGED, smoothing=0.1))(logits, labels)
     torch.testing.assert_close(plain, LabelSmoothingCrossEntropy(0.1)(logits, labels))
     soft = torch.softmax(logits.flip(0), 1)
     for augment in (Augment(cutmix=0.0), Augment(mixup=0.0)):
