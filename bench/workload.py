@@ -20,7 +20,7 @@ from bench.timing import count_launches
 from engine.config import ConfigError, load_run
 from engine.distributed import autocast
 from models import create_model
-from models.base import Backbone
+from models.base import Backbone, compiled
 
 MODES = ("forward", "forward+backward", "train", "inference")
 DTYPES = ("fp32", "bf16", "fp16")
@@ -198,7 +198,7 @@ class Workload:
             if isinstance(network, Backbone):  # as in training
                 network.compile_blocks({batch})
             else:
-                self.network = torch.compile(network, dynamic=False)
+                self.network = compiled(network)
         self.call = {
             "forward": self.forward,
             "forward+backward": self.backward,

@@ -37,6 +37,19 @@ class StochasticDepth(DropPath):
         return x * (kept / (1 - self.rate)).to(x.dtype)
 
 
+def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`torch.compile` for one graph of static shapes, whose backward pass runs without autocast, as in eager mode.
+
+    torch would run it under the autocast of the forward pass, which makes half types of gradients that are computed in
+    full precision.
+
+    Args:
+        options: of `torch.compile`, such as its backend.
+    """
+    without_autocast = torch._functorch.config.patch(backward_pass_autocast="off")
+    return without_autocast(torch.compile(function, dynamic=False, fullgraph=True, **options))
+
+
 class Block(nn.Module):
     """Pre-norm transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
 
@@ -120,7 +133,7 @@ class Backbone(nn.Module):
         batch size and mode, training or not. What a graph cannot follow raises an error.
 
         Args:
-            options: of `torch.compile`, such as its backend.
+            options: see `compiled`.
         Returns:
             The number of blocks.
         """
@@ -129,7 +142,7 @@ class Backbone(nn.Module):
         if any(path.drop_prob for path in paths):
             for path in paths:
                 path.rate = torch.tensor(path.drop_prob, device=next(self.parameters()).device)
-        layers = torch.compile(Block.layers, dynamic=False, fullgraph=True, **options)
+        layers = compiled(Block.layers, **options)
         for block in blocks:
             block.compiled_layers, block.compiled_sizes = layers, frozenset(batch_sizes)
         return len(blocks)

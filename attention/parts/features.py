@@ -31,9 +31,13 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def autocast_off(x: Tensor) -> contextlib.AbstractContextManager:
-    """Autocast off on the device of `x`, where it is on: torch.export.load cannot read every graph that says so."""
-    is_on = not x.is_meta and torch.is_autocast_enabled(x.device.type)  # meta has none
-    return torch.autocast(x.device.type, enabled=False) if is_on else contextlib.nullcontext()
+    """Autocast off on the device of `x`, where it may be on: torch.export.load cannot read every graph that says so.
+
+    It may be in compiled graphs, whose backward pass runs under the autocast of their callers, whatever it is here.
+    """
+    compiles = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    may_be_on = not x.is_meta and (compiles or torch.is_autocast_enabled(x.device.type))  # meta has none
+    return torch.autocast(x.device.type, enabled=False) if may_be_on else contextlib.nullcontext()
 
 
 def full_precision(function: Function) -> Function:

@@ -213,10 +213,10 @@ def test_models_have_paths(tmp_path):
 def test_every_shape_is_compiled_anew(tmp_path, monkeypatch):
     log = []
     monkeypatch.setattr(torch.compiler, "reset", lambda: log.append("reset"))
-    monkeypatch.setattr(torch, "compile", lambda network, dynamic: log.append(dynamic) or network)
+    monkeypatch.setattr(torch, "compile", lambda network, **options: log.append(options) or network)
     arguments = "--attention", "softmax", "--tokens", "16", "36", "--modes", "forward"
     run(*arguments, "--execution", "compiled", output=tmp_path)
-    assert log == ["reset", False, "reset", False]
+    assert log == ["reset", {"dynamic": False, "fullgraph": True}] * 2
 
 
 def test_models_are_compiled_as_in_training(tmp_path, monkeypatch):
