@@ -198,7 +198,7 @@ class Workload:
             if isinstance(network, Backbone):  # as in training
                 network.compile_blocks({batch})
             else:
-                self.network = compiled(network)
+                network.forward = compiled(network.forward)
         self.call = {
             "forward": self.forward,
             "forward+backward": self.backward,
