@@ -67,6 +67,8 @@ def test_tables_of_time_and_memory():
     for mode in ("forward", "forward+backward"):
         assert table(read_mode("attention.csv", mode), "{} tokens|MACs", speed) in RESULTS
     assert table(read_mode("attention.csv", "forward+backward"), "{} tokens: peak|saved", memory) in RESULTS
+    assert table(read_mode("attention_vision.csv", "forward"), "{} tokens|MACs", speed) in RESULTS
+    assert table(read_mode("attention_vision.csv", "forward+backward"), "{} tokens|MACs|peak", training) in RESULTS
     assert table(read_mode("model.csv", "train"), "{} pixels|MACs|peak", training) in RESULTS
 
 
