@@ -8,11 +8,9 @@ import timm.data
 from PIL import Image
 from timm.data import Mixup, auto_augment
 from timm.data.mixup import mixup_target
-from timm.data.random_erasing import RandomErasing
 from torch import Tensor, nn
 from torchvision.transforms.functional import pil_to_tensor
 
-from engine.distributed import World
 from engine.schema import Augment, Run
 
 
@@ -86,19 +84,9 @@ def per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
     return tuple(values) if len(values) == channels else (statistics.fmean(values),) * channels
 
 
-def create_batch_augment(augment: Augment, num_classes: int, world: World) -> BatchAugment:
-    """The augmentation of a batch on its device: mixup, and on CUDA random erasing, elsewhere a task of the workers.
-
-    timm's prefetcher would erase one batch ahead, with random numbers of the step before.
-    """
-    mixup = create_mixup(augment, num_classes)
-    erase = RandomErasing(augment.reprob, mode=augment.remode, device=world.device) if world.on_cuda else None
-
-    def apply(images: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-        images = images if erase is None else erase(images)
-        return (images, targets) if mixup is None else mixup(images, targets)
-
-    return apply
+def create_batch_augment(augment: Augment, num_classes: int) -> BatchAugment:
+    """The augmentation of a batch on its device: mixup, or none."""
+    return create_mixup(augment, num_classes) or (lambda images, targets: (images, targets))
 
 
 def create_mixup(augment: Augment, num_classes: int) -> Mixup | None:

@@ -13,7 +13,7 @@ import sys
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice, pairwise
+from itertools import count, islice, pairwise
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -29,7 +29,7 @@ from tqdm import tqdm
 from attention.options import OptionError
 from engine.augment import BatchAugment, create_batch_augment, create_transform, num_channels, per_channel
 from engine.cache import INDEX, CacheReader
-from engine.distributed import World
+from engine.distributed import World, seed_everything
 from engine.errors import one_line
 from engine.formats import TORCH, HfdsReader, TorchReader, WdsReader
 from engine.idx import ENDINGS, IdxReader
@@ -40,6 +40,9 @@ from engine.sampler import EpochSampler, SeededDataset
 from engine.schema import Data, Run
 from engine.subset import SubsetReader, choose_classes, choose_images
 from engine.workers import RestartingLoader, WorkersLost
+
+ERASING = 1
+"""Tells the random numbers of erasing a batch from those of the image at its place."""
 
 DIGITS = Path(__file__).with_name("digits.npz")
 
@@ -168,6 +171,28 @@ def _collate(
     return stack(whole) if whole else None, broken, [str(samples[position]) for position in broken]
 
 
+class ErasingLoader(PrefetchLoader):
+    """timm's prefetcher of training images, whose random erasing depends on a place, as `engine.sampler` says.
+
+    It is done a batch ahead, on the prefetcher's stream, when the random state is that of another update.
+    """
+
+    def __init__(self, loader: ImageLoader, run: Run, **options: Any):
+        super().__init__(loader, re_prob=run.augment.reprob, re_mode=run.augment.remode, **options)
+        self.erase, self.seed = self.random_erasing, run.train.seed
+
+    def __iter__(self) -> Iterator[Any]:
+        sampler, world = self.sampler, self.sampler.world
+        places = count(sampler.start + world.rank, self.loader.batch_size * world.size)  # of batches' first images
+
+        def erase(images: Tensor) -> Tensor:
+            seed_everything(self.seed, sampler.epoch, next(places), ERASING)
+            return self.erase(images)
+
+        self.random_erasing = self.erase and erase
+        return super().__iter__()
+
+
 Loader = ImageLoader | PrefetchLoader
 
 
@@ -263,7 +288,7 @@ def create_loaders(
     return (
         _create_loader(train, sampler, batch_size, run, world, img_size, True, run.data.max_broken),
         _create_loader(val, _share(val, world), batch_size, run, world, img_size, False, val_limit),
-        create_batch_augment(run.augment, num_classes, world),
+        create_batch_augment(run.augment, num_classes),
     )
 
 
@@ -444,7 +469,8 @@ def _create_loader(
 ) -> Loader:
     """timm's `create_loader`, but with a sampler of our own, which it does not accept.
 
-    On CUDA, timm's prefetcher copies images as uint8, while the device computes, and normalises them there; not tokens.
+    On CUDA, timm's prefetcher copies images as uint8, while the device computes, and normalises and erases them there;
+    not tokens.
     """
     data = run.data
     channels = num_channels(run)
@@ -469,4 +495,5 @@ def _create_loader(
     if not prefetch:
         return loader
     mean, std = per_channel(data.mean, channels), per_channel(data.std, channels)
-    return PrefetchLoader(loader, mean=mean, std=std, channels=channels, device=world.device)
+    options = {"mean": mean, "std": std, "channels": channels, "device": world.device}
+    return ErasingLoader(loader, run, **options) if is_training else PrefetchLoader(loader, **options)

@@ -15,7 +15,7 @@ from torch.utils.data import DistributedSampler
 
 from attention.options import OptionError
 from engine import data, prepare
-from engine.augment import create_batch_augment, create_loss, create_mixup, per_channel
+from engine.augment import create_loss, create_mixup, per_channel
 from engine.data import create_loaders, create_val_loader, digest_files, open_split
 from engine.distributed import World, seed_everything
 from engine.sampler import EpochSampler
@@ -295,10 +295,8 @@ def test_prefetched_batches_equal_plain_ones():
     images = read_epoch(run, 0, prefetching)
     assert images.device == prefetching.device
     torch.testing.assert_close(images.cpu(), read_epoch(run, 0), rtol=1e-5, atol=1e-5)
-    erase = create_batch_augment(dataclasses.replace(UNCHANGED, reprob=1.0, remode="const"), 10, prefetching)
-    erased, _ = erase(images, torch.zeros(len(images)))
-    assert ((erased == 0).flatten(1).any(1)).all()
-    erasing = make_run(dataclasses.replace(UNCHANGED, reprob=1.0))
+    erasing = make_run(dataclasses.replace(UNCHANGED, reprob=1.0, remode="const"))
+    assert ((read_epoch(erasing, 0, prefetching) == 0).flatten(1).any(1)).all()
     for (images, labels), (plain_images, plain_labels) in zip(
         make_loaders(erasing, prefetching)[1], make_loaders(erasing)[1], strict=True
     ):
@@ -313,8 +311,29 @@ def test_prefetched_grey_batches_equal_plain_ones(monkeypatch):
     images = read_epoch(run, 0, prefetching)
     torch.testing.assert_close(images, read_epoch(run, 0), rtol=1e-5, atol=1e-5)
     for mode in ("const", "rand", "pixel"):
-        erase = create_batch_augment(dataclasses.replace(UNCHANGED, reprob=1.0, remode=mode), 10, prefetching)
-        assert (erase(images.clone(), torch.zeros(32))[0] != images).flatten(1).any(1).all()
+        erasing = dataclasses.replace(run, augment=dataclasses.replace(UNCHANGED, reprob=1.0, remode=mode))
+        assert (read_epoch(erasing, 0, prefetching) != images).flatten(1).any(1).all()
+
+
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument:UserWarning")
+def test_a_prefetched_epoch_is_erased_alike_when_it_is_resumed(monkeypatch):
+    use_few_images(64, 64, monkeypatch.setattr)
+    run = make_run(dataclasses.replace(UNCHANGED, reprob=0.5))
+    ranks = [OnCuda(CPU.device, rank, 2) for rank in range(2)]
+    loader = make_loaders(run, ranks[1])[0]
+    whole, again, other = (read_epoch(run, epoch, loader=loader) for epoch in (1, 1, 2))
+    assert torch.equal(whole, again)
+    assert not torch.equal(whole, other)
+    loader.sampler.set_epoch(1, start=32)
+    seed_everything(7)
+    assert torch.equal(torch.cat([images for images, _ in loader]), whole[16:])
+    untouched = [read_epoch(make_run(), 1, World(CPU.device, rank, 2)) for rank in range(2)]
+    erased = [
+        (read_epoch(run, 1, rank) - images).abs().flatten(1).amax(1) > 1e-4
+        for rank, images in zip(ranks, untouched, strict=True)
+    ]
+    assert not torch.equal(*erased)
+    assert 0 < torch.cat(erased).float().mean() < 1
 
 
 @pytest.mark.parametrize(("mixup", "cutmix"), [(0.8, 0.0), (0.0, 1.0), (0.8, 1.0)])
