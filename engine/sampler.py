@@ -1,8 +1,8 @@
 """The order of the training images, and their random numbers: functions of a position, so that any can be the start.
 
 A run has no random state to save. The random numbers of an image depend on (seed, epoch, position in the epoch's order)
-only, whichever process draws them, and those of a batch that a GPU erases ahead on its first image's; those of an optimiser
-step, in the main process, on (seed, step, micro-batch, rank).
+only, whichever process draws them, and those of a batch that a GPU erases ahead on its first image's; those of an
+optimiser step, in the main process, on (seed, step, micro-batch, rank).
 """
 
 import math
