@@ -495,5 +495,5 @@ def _create_loader(
     if not prefetch:
         return loader
     mean, std = per_channel(data.mean, channels), per_channel(data.std, channels)
-    options = {"mean": mean, "std": std, "channels": channels, "device": world.device}
+    options: dict[str, Any] = {"mean": mean, "std": std, "channels": channels, "device": world.device}
     return ErasingLoader(loader, run, **options) if is_training else PrefetchLoader(loader, **options)
