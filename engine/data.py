@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from PIL import Image
 from timm.data.loader import PrefetchLoader, fast_collate
+from timm.data.random_erasing import RandomErasing
 from timm.layers import to_2tuple
 from torch import Tensor
 from torch.utils.data import Dataset, SequentialSampler, default_collate
@@ -189,7 +190,8 @@ class ErasingLoader(PrefetchLoader):
             seed_everything(self.seed, sampler.epoch, next(places), ERASING)
             return self.erase(images)
 
-        self.random_erasing = self.erase and erase
+        if self.erase:
+            self.random_erasing = cast(RandomErasing, erase)  # all that timm asks of it is to be called
         return super().__iter__()
 
 
