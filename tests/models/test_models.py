@@ -14,9 +14,10 @@ from torch import nn
 import models
 from attention import ATTENTION, OptionError, create_attention
 from attention.options import parse_options
+from attention.parts.features import full_precision
 from bench.costs import count_costs
 from models import MODELS, create_model, parse_model, resolve_attention
-from models.base import StochasticDepth
+from models.base import StochasticDepth, compiled
 from models.convert import resample_pos_embed
 from models.deit import Deit
 from models.pvt import Pvt
@@ -340,6 +341,21 @@ def test_blocks_of_every_mechanism_are_one_graph_per_mode(attention):
     model = tiny_model("deit", attention, img_size=64, drop_path_rate=0.3)
     images = torch.randn(2, 3, 64, 64)
     assert count_graphs(model, lambda model: train_and_evaluate(model, images)) == 2
+
+
+def test_compiled_backward_passes_are_not_under_autocast():
+    @full_precision
+    def product(a, b):
+        return a @ b
+
+    def gradient(function):
+        a, b = (torch.linspace(-1, 1, 48).view(*shape).requires_grad_() for shape in ((4, 12), (12, 4)))
+        with torch.autocast("cpu", torch.bfloat16):
+            y = function(a, b)
+        return torch.autograd.grad(y.square().sum(), (a, b))
+
+    torch.compiler.reset()
+    torch.testing.assert_close(gradient(compiled(product, backend="aot_eager")), gradient(product))
 
 
 @asks_for_gradients
