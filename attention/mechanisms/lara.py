@@ -19,12 +19,13 @@ from torch import Tensor, nn
 from attention.base import Attention, Cost, LayerContext
 from attention.costs import landmark_cost, local_cost, total
 from attention.ops.dispatch import with_fast_path
+from attention.ops.group_values.op import group_mean
 from attention.ops.random_features import eager, proposals
 from attention.ops.random_features.op import mix_features
 from attention.options import local_option, option, released_option
 from attention.parts.features import full_precision, log_features, scale
 from attention.parts.geometry import Grid, split_prefix
-from attention.parts.groups import Groups, group_mean, pools_option, segments
+from attention.parts.groups import Groups, pools_option, segments
 from attention.parts.linear import LandmarkTransform
 from attention.parts.masking import mask_logits, masked_mean, of_grid
 from attention.parts.sampling import Noise, mixture_noise, noise_option, random_seed, scale_noise
@@ -174,7 +175,6 @@ class Lara(Attention):
             q_bar = self.landmark_q(group_mean(q, segments).flatten(2, 3))
             if config.proposal in proposals.POOLED:
                 k_bar = self.landmark_k(group_mean(k_grid, segments).flatten(2, 3))
-        noise, uniform = self.sample_noise(q, q_bar.shape[2])
         options = {"weighting": config.weighting, "beta": config.beta, "key_mask": key_mask, "filled": filled}
         options["proposal"] = "mixture" if self.single else config.proposal
-        return lara(q, k, v, q_bar, k_bar, noise, uniform, **options).to(v.dtype)
+        return lara(q, k, v, q_bar, k_bar, *self.sample_noise(q, q_bar.shape[2]), **options).to(v.dtype)

@@ -27,6 +27,7 @@ from tests.support.comparisons import FP32_RMS, FP64_GRADIENT, rms_ratio
 CORES = {
     "joint": joint.JointSoftmax,
     "groups": groups.GroupValues,
+    "means": groups.TileMean,
     "features": random_features.RandomFeatures,
     "samples": randomized.FirstOrder,
 }
@@ -112,17 +113,17 @@ def test_chunks_cover_every_head_of_every_image_once():
     ("case", "cores"),
     [
         (LAYERS[0], "joint"),
-        (LAYERS[1], "groups joint"),
-        (LAYERS[2], "features"),
+        (LAYERS[1], "means groups joint"),
+        (LAYERS[2], "means features"),
         (LAYERS[3], "features"),
         (Case("combiner", (4, 6), {"window_size": 2}), "joint"),
         (Case("transformer_ls", (4, 6), {"window_size": 2, "num_landmarks": 6}), "joint"),
         (Case("eva", (5, 7), {"window_size": 3, "num_landmarks": 6, "num_prefix_tokens": 2}), "joint"),
-        (Case("eva", (4, 6), {"window_size": 2, "num_landmarks": 6, "num_samples": 2}), "groups"),
-        (Case("eva", (4, 6), {"window_size": 2, "num_landmarks": 6, "attn_drop": 0.5}), "groups"),
+        (Case("eva", (4, 6), {"window_size": 2, "num_landmarks": 6, "num_samples": 2}), "means groups"),
+        (Case("eva", (4, 6), {"window_size": 2, "num_landmarks": 6, "attn_drop": 0.5}), "means groups"),
         (Case("local", (4, 6), {"window_size": 2, "overlap": 1}), ""),
         (Case("local", (4, 6), {"causal": True, "layout": "1d", "window_size": 7}), "joint"),
-        (Case("lara", (4, 6), {"num_landmarks": 6, "weighting": "coupled"}), ""),
+        (Case("lara", (4, 6), {"num_landmarks": 6, "weighting": "coupled"}), "means"),
         (Case("performer", (4, 6), {"features": "relu"}), ""),
         (LAYERS[4], "samples"),
         (Case("ra", (4, 6), {"proposal": "biased"}), "samples"),
@@ -301,7 +302,7 @@ def test_values_of_summary_tokens_alone_are_refused():
 
 def test_paths_are_named_and_restored():
     assert kernels.path() == "auto"
-    assert kernels.resolved() == "auto: fast group_values, joint_softmax, lara, performer, ra"
+    assert kernels.resolved() == "auto: fast group_mean, group_values, joint_softmax, lara, performer, ra"
     with kernels.use("plain"):
         assert kernels.resolved() == kernels.path() == "plain"
     assert kernels.path() == "auto"

@@ -1,4 +1,4 @@
-"""Random-feature averages of groups that are tiles of the grid, with gradients by hand.
+"""Means and random-feature averages of groups that are tiles of the grid, with gradients by hand.
 
 Kept for the backward pass are the weights within groups, and neither the members of groups nor their features.
 """
@@ -6,6 +6,7 @@ Kept for the backward pass are the weights within groups, and neither the member
 import functools
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attention.ops.dispatch import first_order
@@ -23,6 +24,32 @@ def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[T
     """`op.group_values`."""
     with autocast_off(k):
         return GroupValues.apply(k, v, omega, groups.tiles)
+
+
+def covers_mean(x: Tensor, groups: Groups) -> bool:
+    """Not: groups that are no tiles, and compiled graphs, which fuse the definition's sums."""
+    return groups.tiles is not None and not torch.compiler.is_compiling()
+
+
+def group_mean(x: Tensor, groups: Groups) -> Tensor:
+    """`attention.parts.groups.group_mean`."""
+    return TileMean.apply(x, groups.tiles)
+
+
+class TileMean(torch.autograd.Function):
+    """Of tokens (B, h, N, d): means (B, h, 1, c, d), by a pooling of images, whose own backward pass is slow."""
+
+    @staticmethod
+    def forward(ctx, x, tiles):
+        ctx.tiles, ctx.shape = tiles, x.shape
+        images = x.transpose(1, 2).flatten(2).unflatten(1, tiles.grid).permute(0, 3, 1, 2)  # as they lie in memory
+        return F.avg_pool2d(images, tiles.size).unflatten(1, x.shape[1::2]).flatten(3).mT[:, :, None]
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        t, like = ctx.tiles.num_queries, dy[:, :, 0, :1].expand(ctx.shape)
+        return tiles_to_tokens((dy / t).flatten(0, 3)[:, None].expand(-1, t, -1), ctx.tiles, like), None
 
 
 class GroupValues(torch.autograd.Function):

@@ -7,8 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from attention.ops.group_values.op import group_mean
 from attention.options import option
-from attention.parts.groups import group_max, group_mean
+from attention.parts.groups import group_max
 from attention.parts.linear import LandmarkTransform
 from attention.parts.sampling import scale_noise
 

@@ -10,11 +10,14 @@ from torch import Tensor
 
 from attention.ops.dispatch import with_fast_path
 from attention.ops.group_values import eager
+from attention.parts import groups as partitions
 from attention.parts.features import compute_dtype, full_precision, log_features, scale, xi
 from attention.parts.geometry import Windows
 from attention.parts.groups import Groups, gather_groups
 
 Visibility = Literal["paper", "released"]
+
+group_mean = with_fast_path(eager.group_mean, eager.covers_mean)(partitions.group_mean)
 
 
 @with_fast_path(eager.group_values, eager.covers, triton="attention.ops.group_values.triton_tiles")
