@@ -1,4 +1,4 @@
-"""The tables of docs/results.md are what the files in docs/data/ say."""
+"""The tables of docs/results.md and docs/benchmarks.md are what the files in docs/data/ say."""
 
 import csv
 import math
@@ -10,7 +10,7 @@ from ablation.replicates import measure
 from ablation.tables import plus_minus, verdict
 
 DOCS = Path(__file__).parents[1] / "docs"
-RESULTS = (DOCS / "results.md").read_text()
+RESULTS, BENCHMARKS = ((DOCS / name).read_text() for name in ("results.md", "benchmarks.md"))
 Row = dict[str, str]
 
 
@@ -61,6 +61,25 @@ def memory(row: Row, _: Row) -> tuple[str, str]:
 def training(row: Row, baseline: Row) -> tuple[str, str, str]:
     """Speed and peak MiB of an image."""
     return *speed(row, baseline), memory(row, baseline)[0]
+
+
+def executions(rows: Sequence[Row], key: str, title: str) -> str:
+    """How many times as fast as the baseline, by dtype and execution: a line for every name and value of `key`."""
+    kinds = [(dtype, execution) for dtype in ("fp32", "bf16") for execution in ("eager", "compiled")]
+    found = {(row["name"], row[key], row["dtype"], row["execution"]): row for row in rows}
+    lines = [["", title, "MACs", *(f"{dtype}, {execution}" for dtype, execution in kinds)]]
+    for name, value in dict.fromkeys((row["name"], row[key]) for row in rows if row["name"] != row["baseline"]):
+        measured = [found.get((name, value, *kind)) for kind in kinds]
+        cells = [row and speed(row, found[row["baseline"], value, row["dtype"], row["execution"]]) for row in measured]
+        macs = next(cell for cell in cells if cell)[1]
+        lines.append([f"`{name}`", value, macs, *(cell[0] if cell else "" for cell in cells)])
+    return markdown(lines)
+
+
+def test_tables_of_executions():
+    for mode in ("forward", "forward+backward"):
+        assert executions(read_mode("execution.csv", mode), "size", "tokens") in BENCHMARKS
+    assert executions(read("execution_model.csv"), "mode", "mode") in BENCHMARKS
 
 
 def test_tables_of_time_and_memory():
