@@ -123,6 +123,28 @@ def over_seeds(name: str, others: Mapping[str, Callable[[Row], float]] = Mapping
     return markdown(lines)
 
 
+def pretrained() -> str:
+    """Top-1 from scratch and pre-trained, their difference over seeds, and the loss of the pre-training."""
+    runs: dict[str, dict[str, dict[int, dict[str, float]]]] = {}
+    losses = {}
+    for row in read("simmim.csv"):
+        seeds = runs.setdefault(row["attention"], {}).setdefault(row["start"], {})
+        seeds[int(row["train.seed"])] = {"top1": float(row["top1"])}
+        losses[row["attention"]] = row["masked_l1"]
+    lines = [["", "from scratch (%)", "pre-trained (%)", "difference", "L1 of masked pixels"]]
+    for attention, starts in runs.items():
+        scratch, tuned = measure([starts["scratch"], starts["pretrained"]], "top1")
+        difference = plus_minus(tuned.difference, "+.2f") + verdict(tuned.difference)
+        means = (plus_minus(measured.spread, ".2f") for measured in (scratch, tuned))
+        lines.append([f"`{attention}`", *means, difference, losses[attention]])
+    return markdown(lines)
+
+
+def test_table_of_pre_training():
+    assert pretrained() in RESULTS
+    assert len(read("simmim.csv")) == 2 * 3 * 4
+
+
 def test_table_of_the_copy_task():
     assert over_seeds("copy_task.csv", {"perplexity": lambda row: math.exp(float(row["loss"]))}) in RESULTS
     assert len(read("copy_task.csv")) == 3 * 12
