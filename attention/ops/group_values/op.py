@@ -17,7 +17,11 @@ from attention.parts.groups import Groups, gather_groups
 
 Visibility = Literal["paper", "released"]
 
-group_mean = with_fast_path(eager.group_mean, eager.covers_mean)(partitions.group_mean)
+
+@with_fast_path(eager.group_mean, eager.covers_mean)
+def group_mean(x: Tensor, groups: Groups) -> Tensor:
+    """`attention.parts.groups.group_mean`."""
+    return partitions.group_mean(x, groups)
 
 
 @with_fast_path(eager.group_values, eager.covers, triton="attention.ops.group_values.triton_tiles")
