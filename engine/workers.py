@@ -1,5 +1,7 @@
 """Loader workers: they outlast a run's stop signals, and those that are killed are replaced."""
 
+import copy
+import multiprocessing
 import os
 import signal
 import sys
@@ -74,6 +76,7 @@ class RestartingLoader(DataLoader):
                 collate_fn=self.collate_fn,
                 num_workers=workers,
                 worker_init_fn=self.worker_init_fn,
+                multiprocessing_context=with_flags() if workers else None,
                 pin_memory=self.pin_memory,
                 persistent_workers=workers > 0,
             )
@@ -91,6 +94,26 @@ class Remaining(Iterable[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         return islice(self.batches, self.start, None)
+
+
+class Flag:
+    """What torch asks of an event, without its lock: a worker that is killed as it looks would hold that for ever."""
+
+    def __init__(self) -> None:
+        self.value = multiprocessing.RawValue("b", 0)
+
+    def is_set(self) -> bool:
+        return bool(self.value.value)
+
+    def set(self) -> None:
+        self.value.value = 1
+
+
+def with_flags() -> Any:
+    """The context of new processes, whose events are flags."""
+    context: Any = copy.copy(multiprocessing.get_context())
+    context.Event = Flag
+    return context
 
 
 def shield_worker(worker: int) -> None:

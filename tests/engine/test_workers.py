@@ -4,6 +4,7 @@ import errno
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -85,6 +86,33 @@ def test_a_worker_that_dies_interrupts_nothing_else():
     worker.join()
     assert signal.getsignal(signal.SIGCHLD) == signal.SIG_DFL
     assert len(list(batches)) == 17
+
+
+class Suicidal(Noise):
+    """A worker takes the lock of torch's event, if it has one, before it is killed at the first item."""
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        if torch.utils.data.get_worker_info():
+            frame = sys._getframe()
+            while "done_event" not in frame.f_locals:
+                frame = frame.f_back
+            if lock := getattr(frame.f_locals["done_event"], "_cond", None):
+                lock.acquire()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_dies_holds_no_lock():
+    def expire(*_):
+        raise TimeoutError("this process waits for a lock that a killed worker holds")
+
+    before = signal.signal(signal.SIGALRM, expire)
+    signal.alarm(20)
+    try:
+        assert len(list(RestartingLoader(Suicidal(), 2, sampler=range(6), num_workers=1))) == 3
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
 
 
 def test_without_memory_for_new_workers_this_process_reads(monkeypatch: pytest.MonkeyPatch):
