@@ -1,7 +1,7 @@
 """What the questions' command lines have in common."""
 
 import argparse
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,6 @@ from attention import AttentionFactory
 from engine.checkpoint import parse_weights
 from engine.config import Tree, find_config, override, read_yaml
 from engine.errors import UserError
-from engine.files import check_output
 
 EVERY_MECHANISM = "configs/ablation/mechanisms.yaml"
 """Every mechanism with options for a 14x14 grid: what a name alone stands for."""
@@ -63,20 +62,6 @@ def check_positive(args: argparse.Namespace, *names: str) -> None:
     for name in names:
         if getattr(args, name) < 1:
             raise UserError(f"--{name} = {getattr(args, name)} is below the least valid value 1")
-
-
-def make_output(directory: Path, files: Iterable[str]) -> None:
-    """Makes the directory of --output, in which these files can be written.
-
-    Raises:
-        UserError: it cannot be made, or a file cannot be written.
-    """
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--output {directory}: cannot be made: {error.strerror}") from None
-    for file in files:
-        check_output(directory / file, "--output", [Path(file).suffix])
 
 
 def read_mechanisms(texts: Sequence[str] | None) -> dict[str, dict[str, Any]]:

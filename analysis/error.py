@@ -19,7 +19,7 @@ from analysis.error_figures import AXES, draw
 from analysis.tables import markdown, quote
 from analysis.trained import load_trained, read_sample
 from engine.errors import UserError
-from engine.files import to_csv, write_file
+from engine.files import make_output, to_csv, write_file
 from engine.outputs import encode
 
 NUM_IMAGES = 16
@@ -55,7 +55,7 @@ def main(args: argparse.Namespace) -> None:
     for name in ("budgets", "temperatures"):
         if not all(0 < value < math.inf for value in getattr(args, name)):
             raise UserError(f"--{name} {' '.join(f'{x:g}' for x in getattr(args, name))}: give numbers above 0")
-    command_line.make_output(args.output, ["error.csv", *(f"error_{against}.png" for against in AXES)])
+    make_output(args.output, ["error.csv", *(f"error_{against}.png" for against in AXES)])
     mechanisms = command_line.read_mechanisms(args.attention)
     budgets, temperatures = sorted(set(args.budgets)), sorted({1.0, *args.temperatures})
     middle = budgets[len(budgets) // 2]

@@ -25,7 +25,7 @@ from analysis.trained import Trained, load_trained, read_images
 from attention import Grid, OptionError
 from engine.data import Images
 from engine.errors import UserError, one_line
-from engine.files import write_file
+from engine.files import make_output, write_file
 from engine.outputs import encode
 from engine.readers import FileReader, list_files
 
@@ -46,7 +46,7 @@ def main(args: argparse.Namespace) -> None:
     mechanisms = command_line.read_mechanisms(args.attention) if args.attention else {"": None}
     trained = load_trained(args)
     images, _ = read_images(Images(FileReader(files)), range(len(files)), trained.run)
-    command_line.make_output(args.output, ["maps.csv", "maps.png"])
+    make_output(args.output, ["maps.csv", "maps.png"])
     rows = []
     with command_line.progress("maps", len(files) * len(mechanisms), "images") as bar:
         for text, options in mechanisms.items():
@@ -64,7 +64,7 @@ def main(args: argparse.Namespace) -> None:
             for number, (file, image) in enumerate(zip(files, images, strict=True), start=1):
                 start = f"{one_line(Path(file).name, 40)}, {title}"
                 layers, figures = examine(model.double(), trained, image, place, start)
-                command_line.make_output(directory, ())
+                make_output(directory, ())
                 rows += [Row(name, file, index, found) for index, found in enumerate(layers, start=1)]
                 for shows, figure in figures.items():
                     write_file(directory / f"{number}_{Path(file).stem}_{shows}.png", encode(figure))

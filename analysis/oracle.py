@@ -27,7 +27,7 @@ from analysis.matrices import Layer, process1_layers, read_layers
 from analysis.tables import describe, markdown, quote, spread
 from attention import create_attention
 from engine.errors import UserError
-from engine.files import to_csv, write_file
+from engine.files import make_output, to_csv, write_file
 from engine.outputs import encode
 from engine.palette import line_style, marker_style
 
@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> None:
         UserError, OptionError: what cannot be honoured.
     """
     command_line.check_positive(args, "images", "draws")
-    command_line.make_output(args.output, ["oracle.csv", "oracle.png"])
+    make_output(args.output, ["oracle.csv", "oracle.png"])
     torch.manual_seed(args.seed)
     is_random = str(args.checkpoint) == PROCESS
     if is_random and args.overrides:

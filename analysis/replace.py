@@ -31,7 +31,7 @@ from engine.classes import ClassSubset
 from engine.config import dump_run, parse_run
 from engine.data import choose_batch_size, open_split
 from engine.errors import UserError
-from engine.files import to_csv, write_file
+from engine.files import make_output, to_csv, write_file
 from engine.outputs import encode
 from engine.palette import COLORS
 
@@ -92,7 +92,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> None:
     command_line.check_positive(args, "draws", "images", *["finetune"] * (args.finetune is not None))
-    command_line.make_output(args.output, ["replace.csv", "replace.png"])
+    make_output(args.output, ["replace.csv", "replace.png"])
     mechanisms = command_line.read_mechanisms(args.attention)
     if args.finetune is not None and args.weights:
         raise UserError("--finetune goes on from averaged weights where they are kept; leave out --weights")

@@ -132,6 +132,20 @@ def check_output(path: Path, option: str, suffixes: Collection[str]) -> None:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from error
 
 
+def make_output(directory: Path, files: Iterable[str], option: str = "--output") -> None:
+    """Makes the directory that an option names, in which these files can be written.
+
+    Raises:
+        UserError: it cannot be made, or a file cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option} {directory}: cannot be made: {error.strerror}") from None
+    for file in files:
+        check_output(directory / file, option, [Path(file).suffix])
+
+
 def to_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
     """The content of a CSV file; names of files keep their bytes."""
     text = io.StringIO()

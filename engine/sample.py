@@ -15,7 +15,7 @@ import numpy as np
 from engine.config import refuse_bad_input
 from engine.data import classes_of, open_split
 from engine.errors import UserError
-from engine.files import check_output
+from engine.files import make_output
 from engine.idx import IMAGES, LABELS, IdxReader, write_idx
 from engine.schema import Data
 
@@ -42,7 +42,6 @@ def sample(root: str, output: Path, split: str, per_class: int) -> None:
     """
     files = [output / f"{split}{ending}.gz" for ending in (IMAGES, LABELS)]
     for path in files:
-        check_output(path, "output", [".gz"])
         if path.exists():
             raise UserError(f"{path}: is there already; remove it, or name another directory")
     images = open_split(Data(dataset="idx", root=root, val_split=split), "val_split")
@@ -51,6 +50,7 @@ def sample(root: str, output: Path, split: str, per_class: int) -> None:
     for name, found in zip(names, chosen, strict=True):
         if len(found) < per_class:
             raise UserError(f"{root}: class {name} of {split} has {len(found)} images; --per-class is {per_class}")
+    make_output(output, [path.name for path in files], "output")
     order = np.sort(np.concatenate(chosen))
     for path, values in zip(
         files, (reader.images[order], np.array(names, np.uint8)[reader.labels[order]]), strict=True

@@ -96,7 +96,6 @@ def test_a_missing_file_is_named(tmp_path):
 
 def test_a_sample_holds_the_first_of_each_class(tmp_path, capsys):
     write(tmp_path, ending=".gz")
-    (tmp_path / "sample").mkdir()
     options = [str(tmp_path), str(tmp_path / "sample"), "--split", "train", "--per-class"]
     sample.main([*options, "1"])
     assert capsys.readouterr().out.endswith("sample: 3 images of 3 classes\n")
@@ -113,6 +112,9 @@ def test_a_sample_holds_the_first_of_each_class(tmp_path, capsys):
     with pytest.raises(SystemExit):
         sample.main([*options, "3"])
     assert "class 2 of train has 2 images; --per-class is 3" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        sample.main([str(tmp_path), "/dev/null/sample", "--split", "train", "--per-class", "1"])
+    assert "output /dev/null/sample: cannot be made: Not a directory" in capsys.readouterr().err
 
 
 def test_the_shipped_sample_is_balanced():
