@@ -139,8 +139,10 @@ def test_the_ablation_of_the_local_term_has_every_mechanism_without_and_with_it(
     (first, *runs) = yaml.safe_load((CONFIGS / "ablation/local_term.yaml").read_text())["runs"]
     assert first["attention"] == {"name": "softmax"}
     have_one = [name for name, mechanism in ATTENTION.items() if hasattr(mechanism.Config, "local")]
-    given = [(run["attention"]["name"], run["attention"]["local"]) for run in runs]
-    assert given == [(name, local) for name in have_one for local in (False, True)]
+    given = [(run["attention"]["name"], run["attention"].get("local")) for run in runs]
+    with_option = 2 * len(have_one)
+    assert given[:with_option] == [(name, local) for name in have_one for local in (False, True)]
+    assert all(name not in have_one and local is None for name, local in given[with_option:])
 
 
 @pytest.mark.parametrize("path", IMAGENET, ids=name)

@@ -123,25 +123,27 @@ def over_seeds(name: str, others: Mapping[str, Callable[[Row], float]] = Mapping
     return markdown(lines)
 
 
-def pretrained() -> str:
-    """Top-1 from scratch and pre-trained, their difference over seeds, and the loss of the pre-training."""
+def without_and_with(name: str, key: str, titles: Sequence[str], other: str | None = None) -> str:
+    """Top-1 over seeds for either value of `key`, the second's difference to the first, and another column's figure."""
     runs: dict[str, dict[str, dict[int, dict[str, float]]]] = {}
-    losses = {}
-    for row in read("simmim.csv"):
-        seeds = runs.setdefault(row["attention"], {}).setdefault(row["start"], {})
+    others = {}
+    for row in read(name):
+        seeds = runs.setdefault(row["attention"], {}).setdefault(row[key], {})
         seeds[int(row["train.seed"])] = {"top1": float(row["top1"])}
-        losses[row["attention"]] = row["masked_l1"]
-    lines = [["", "from scratch (%)", "pre-trained (%)", "difference", "L1 of masked pixels"]]
-    for attention, starts in runs.items():
-        scratch, tuned = measure([starts["scratch"], starts["pretrained"]], "top1")
-        difference = plus_minus(tuned.difference, "+.2f") + verdict(tuned.difference)
-        means = (plus_minus(measured.spread, ".2f") for measured in (scratch, tuned))
-        lines.append([f"`{attention}`", *means, difference, losses[attention]])
+        others[row["attention"]] = [row[other]] if other else []
+    lines = [["", *titles]]
+    for attention, settings in runs.items():
+        measured = measure(list(settings.values()), "top1")
+        means = [plus_minus(top1.spread, ".2f") for top1 in measured]
+        difference = measured[-1].difference
+        both = [*means, plus_minus(difference, "+.2f") + verdict(difference)] if difference else [*means, "", ""]
+        lines.append([f"`{attention}`", *both, *others[attention]])
     return markdown(lines)
 
 
 def test_table_of_pre_training():
-    assert pretrained() in RESULTS
+    titles = ["from scratch (%)", "pre-trained (%)", "difference", "L1 of masked pixels"]
+    assert without_and_with("simmim.csv", "start", titles, "masked_l1") in RESULTS
     assert len(read("simmim.csv")) == 2 * 3 * 4
 
 
@@ -158,6 +160,12 @@ def test_table_of_other_mechanisms_in_a_trained_model():
 def test_table_from_scratch():
     assert over_seeds("fashion_mnist.csv") in RESULTS
     assert len(read("fashion_mnist.csv")) == 3 * 12
+
+
+def test_table_of_the_local_term():
+    titles = ["without (%)", "with the local term (%)", "difference"]
+    assert without_and_with("local_term.csv", "local", titles) in RESULTS
+    assert len(read("local_term.csv")) == 3 * (1 + 2 * 15 + 2)
 
 
 def test_tables_of_pathfinder():
