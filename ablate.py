@@ -23,6 +23,7 @@ from ablation.sweep import Case, Setting, in_order, read_ablation
 from ablation.tables import markdown, write_figures, write_tables
 from ablation.worker import is_busy, last_failure, run_jobs, train_all
 from engine.config import ConfigError, find_config, refuse_bad_input
+from engine.files import make_output
 from engine.signals import end_at_interrupt
 
 MOST_JOBS = 1024
@@ -52,7 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for case in cases:
             print(shlex.join(case.command))
         return
-    args.output.mkdir(parents=True, exist_ok=True)
+    with refuse_bad_input():
+        make_output(args.output, ["runs.csv"])
     failures = {case.directory: last_failure(case) for case in cases}
     write = Writer(ablation.caption, settings, args.output)
     try:

@@ -37,6 +37,7 @@ from bench.timing import Call, Spread, time_rounds
 from bench.workload import DTYPES, EXECUTIONS, MODES, Subject, Workload, attention_core, attention_layer, whole_model
 from engine.config import load_run, refuse_bad_input
 from engine.distributed import init_distributed
+from engine.files import make_output
 from engine.report import provenance
 from engine.signals import end_at_interrupt
 
@@ -202,13 +203,10 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     """All comparisons that were asked for; every network has been built once, without memory.
 
     Raises:
-        OptionError, ConfigError: a name, an option, a size or a directory that cannot be honoured.
+        OptionError, UserError: a name, an option, a size or a directory that cannot be honoured.
     """
     if args.output:
-        try:
-            args.output.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise OptionError(f"--output {args.output}", error.strerror) from None
+        make_output(args.output, ())
     kinds = []
     if args.attention:
         kind, subject = ("core", attention_core) if args.core else ("attention", attention_layer)

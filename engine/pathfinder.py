@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from engine.config import refuse_bad_input
 from engine.errors import UserError
+from engine.files import make_output
 from engine.idx import IMAGES, LABELS, LIMIT, write_idx
 
 SPLITS = ("train", "t10k")
@@ -115,10 +116,7 @@ def make(output: Path, images: Sequence[int], scenes: tuple[int, int] | None, se
     for path in itertools.chain(*files):
         if path.exists():
             raise UserError(f"{path}: is there already; remove it, or name another directory")
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"{output}: {error.strerror}") from error
+    make_output(output, [path.name for path in itertools.chain(*files)], "output")
     for split, (image_file, label_file), count in zip(range(len(SPLITS)), files, images, strict=True):
         labels = np.arange(count) % 2
         with tqdm(range(count), SPLITS[split], unit=" images", dynamic_ncols=True, disable=None) as bar:

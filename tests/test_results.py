@@ -165,7 +165,11 @@ def test_table_from_scratch():
 def test_table_of_the_local_term():
     titles = ["without (%)", "with the local term (%)", "difference"]
     assert without_and_with("local_term.csv", "local", titles) in RESULTS
-    assert len(read("local_term.csv")) == 3 * (1 + 2 * 15 + 2)
+    rows = read("local_term.csv")
+    assert len(rows) == 3 * (1 + 2 * 15 + 2)
+    top1 = {(row["attention"], row["train.seed"], row["local"]): float(row["top1"]) for row in rows}
+    gains = [with_it - top1[name, seed, "false"] for (name, seed, local), with_it in top1.items() if local == "true"]
+    assert f"{sum(gain > 0 for gain in gains)} of the {len(gains)} pairs are better with it" in RESULTS
 
 
 def test_tables_of_pathfinder():

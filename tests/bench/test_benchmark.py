@@ -247,7 +247,7 @@ def test_models_are_compiled_as_in_training(tmp_path, monkeypatch):
         ("--models absent.yaml", "absent.yaml: No such file"),
         ("--attention eva@", "'eva@': kernels.use(''): unknown path"),
         ("--attention eva@fast", "'eva@fast': kernels.use('fast'): unknown path; one of auto, lean, triton, plain"),
-        ("--attention eva --output /dev/null/x", "--output /dev/null/x: Not a directory"),
+        ("--attention eva --output /dev/null/x", "--output /dev/null/x: cannot be made: Not a directory"),
     ],
 )
 def test_refuses_with_one_line(arguments, message, capsys):

@@ -537,6 +537,12 @@ def test_a_number_of_jobs_that_cannot_be_is_refused(config, capsys, jobs):
     assert capsys.readouterr().err == f"error: --jobs {jobs}: expected 1 to 1024\n"
 
 
+def test_a_directory_that_cannot_be_made_is_refused(config, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        ablate.main([str(config), "--output", "/dev/null/sweep"])
+    assert capsys.readouterr().err == "error: --output /dev/null/sweep: cannot be made: Not a directory\n"
+
+
 def test_an_absent_launcher_is_refused(config, capsys):
     with pytest.raises(SystemExit) as ended:
         ablate.main([str(config), "--output", str(config.parent / "out"), "--launcher", "torchrum --nnodes 2"])
