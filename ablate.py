@@ -5,10 +5,10 @@
         --launcher "torchrun --nproc_per_node=8"
 
 Every run is an ordinary run directory of train.py below --output. The same command again skips finished runs and
-resumes unfinished ones; at the same time, on another machine perhaps, it takes those that are not running elsewhere,
-and those whose process is killed. --jobs K starts it K times, each with its share of the GPUs or CPUs.
-The tables (table.md, table.csv, table.json, runs.csv) are rewritten after every run, the figures (table.png,
-pareto.png, curves.png, heat_map.png) after runs of minutes and at the end, which a signal brings about, too.
+resumes unfinished ones. Started several times at once, also on several machines, it trains runs that are not running
+elsewhere, and runs whose process was killed. --jobs K starts it K times, each with its share of the GPUs or CPUs.
+The tables (table.md, table.csv, table.json, runs.csv) are rewritten after every run. The figures (table.png,
+pareto.png, curves.png, heat_map.png) are rewritten at most once a minute, and at the end or at a stop signal.
 """
 
 import argparse
@@ -20,11 +20,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ablation.sweep import Case, Setting, in_order, read_ablation
-from ablation.tables import markdown, write_figures, write_tables
+from ablation.tables import report_sweep, write_figures, write_tables
 from ablation.worker import is_busy, last_failure, run_jobs, train_all
-from engine.config import ConfigError, find_config, refuse_bad_input
-from engine.files import make_output
-from engine.signals import end_at_interrupt
+from engine.config.load import find_config
+from engine.runtime.errors import ConfigError, refuse_bad_input
+from engine.runtime.files import make_output
+from engine.runtime.signals import end_at_interrupt
 
 MOST_JOBS = 1024
 
@@ -34,9 +35,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("config", type=find_config, help="YAML file, see configs/ablation/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options of every run")
     parser.add_argument("--output", type=Path, required=True, help="directory of the runs and the table")
-    parser.add_argument("--launcher", default="", help='what starts train.py, e.g. "torchrun --nproc_per_node=8"')
-    parser.add_argument("--jobs", type=int, default=1, metavar="K", help="runs at the same time, on GPUs of their own")
-    parser.add_argument("--no-wait", action="store_true", help="end when all that is left is running elsewhere")
+    parser.add_argument(
+        "--launcher", default="", help='command that starts train.py, e.g. "torchrun --nproc_per_node=8"'
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="K", help="number of runs at the same time, each with its own GPUs"
+    )
+    parser.add_argument("--no-wait", action="store_true", help="end when all remaining runs are running elsewhere")
     parser.add_argument("--dry-run", action="store_true", help="check all runs, show table and commands, and end")
     args = parser.parse_intermixed_args(arguments)
     with refuse_bad_input():
@@ -49,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     cases = in_order(settings)
     if args.dry_run:
-        print(markdown(ablation.caption, settings))
+        print(report_sweep(ablation.caption, settings))
         for case in cases:
             print(shlex.join(case.command))
         return
@@ -67,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 train_all(cases, failures, not args.no_wait, write.after_each)
     finally:
         write.all()
-        print(markdown(ablation.caption, settings))
+        print(report_sweep(ablation.caption, settings))
     failed = [case for case in cases if last_failure(case) != failures[case.directory]]
     unfinished = [case for case in cases if not case.result() and case not in failed]
     are_elsewhere = any(map(is_busy, unfinished))
@@ -80,13 +85,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 class Writer:
-    """Writes what a sweep has found so far into `output`."""
+    """Writes the results of a sweep so far into `output`."""
 
     def __init__(self, caption: str, settings: Sequence[Setting], output: Path):
         self.arguments, self.drawn = (caption, settings, output), time.monotonic()
 
     def after_each(self) -> None:
-        """After each run the tables, and the figures too where the last are a minute old."""
+        """Writes the tables, and the figures if the last ones are a minute old."""
         write_tables(*self.arguments)
         if time.monotonic() - self.drawn > 60:
             write_figures(*self.arguments)

@@ -1,4 +1,4 @@
-"""Shows what attention does in a trained model.
+"""Analyses attention in a trained model.
 
     python analyze.py QUESTION --help
     python analyze.py error runs/softmax data.root=/data/imagenet --attention lara eva
@@ -12,28 +12,28 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
-from engine.config import refuse_bad_input
-from engine.signals import end_at_interrupt
+from engine.runtime.errors import refuse_bad_input
+from engine.runtime.signals import end_at_interrupt
 
 QUESTIONS: dict[str, str] = {
-    "maps": "what attends to what in each layer and head, how far, and through all layers, on images",
-    "replace": "what a trained model loses when another mechanism takes the place of its own, without training",
-    "error": "how far mechanisms are from softmax attention on a trained model's queries, keys and values",
-    "oracle": "how near low rank, sparse, and both come to its attention matrices, at one budget",
+    "maps": "attention maps of each layer and head on images, their distances, and rollout over all layers",
+    "replace": "accuracy that a trained model loses with another mechanism in place of its own, without training",
+    "error": "error of mechanisms against softmax attention on a trained model's queries, keys and values",
+    "oracle": "error of low-rank and sparse approximations, and both, of its attention matrices at one budget",
 }
-"""Module of `analysis` -> what it shows."""
+"""Module of `analysis` -> its description."""
 
 OVERRIDE = re.compile(r"\w+(\.\w+)*=")
-"""How key.path=value begins; no option of the command line does."""
+"""Beginning of key.path=value; no option of the command line matches."""
 
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Show what attention does in a trained model.")
+    parser = argparse.ArgumentParser(description="Analyse attention in a trained model.")
     questions = parser.add_subparsers(dest="question", required=True, metavar="QUESTION")
     for name, shows in QUESTIONS.items():
         question = questions.add_parser(
-            name, help=shows, description=shows, epilog="key.path=value, anywhere: an option in place of the run's"
+            name, help=shows, description=shows, epilog="key.path=value, anywhere: overrides an option of the run"
         )
         import_module(f"analysis.{name}").add_arguments(question)
     texts = sys.argv[1:] if arguments is None else arguments

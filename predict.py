@@ -1,11 +1,11 @@
-"""Asks a trained model what images show: its most probable classes, with their probabilities.
+"""Predicts the classes of images with a trained model: the most probable classes and their probabilities.
 
     python predict.py runs/eva photo.jpg other.png             # a run directory, or any checkpoint or exported file
     python predict.py eva.safetensors photos/ --top 1 --output predictions.csv
     find photos -name '*.jpg' | python predict.py runs/eva - --output predictions.json
 
-Images are prepared as in validation, and predictions come in their order. A folder stands for the images in it and
-below. A file that cannot be read as an image is named, counted and left out.
+Images are prepared as in validation, and predictions keep their order. A folder stands for all images in it and
+its subfolders. A file that cannot be read as an image is named, counted and left out.
 
 Exit status: 0 all images were read, 1 some were not, 2 the input was refused.
 """
@@ -20,16 +20,16 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from engine.bar import progress_bar
-from engine.checkpoint import parse_weights
-from engine.config import refuse_bad_input
-from engine.distributed import init_distributed
-from engine.errors import one_line
-from engine.files import check_output, to_csv, write_file
-from engine.inference import Prediction, create_loader, load, predict
-from engine.readers import list_files
-from engine.records import top_columns
-from engine.signals import end_at_interrupt
+from engine.checkpoints.files import parse_weights
+from engine.data.folders import list_files
+from engine.evaluation.inference import Prediction, create_loader, load, predict
+from engine.evaluation.predictions import top_columns
+from engine.runtime.distributed import init_distributed
+from engine.runtime.errors import refuse_bad_input
+from engine.runtime.files import check_output, to_csv, write_file
+from engine.runtime.signals import end_at_interrupt
+from engine.runtime.terminal import progress_bar
+from engine.runtime.text import one_line
 
 
 @end_at_interrupt()
@@ -39,11 +39,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="image, folder of images, or - for a list on stdin")
     parser.add_argument("--top", type=int, default=5, help="classes to name for each image (5)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write FILE (.csv or .json) instead of printing")
-    parser.add_argument("--weights", type=parse_weights, help="plain or ema: the kind of weights (ema where kept)")
-    parser.add_argument("--select", choices=("best", "last"), default="best", help="which of a run directory (best)")
-    parser.add_argument("--batch-size", type=int, help="images per step (128, fewer where they are large)")
+    parser.add_argument("--weights", type=parse_weights, help="plain or ema: the kind of weights (ema if kept)")
+    parser.add_argument("--select", choices=("best", "last"), default="best", help="checkpoint of a run (best)")
+    parser.add_argument("--batch-size", type=int, help="images per step (128, fewer if they are large)")
     parser.add_argument(
-        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda where there is one"
+        "--device", choices=("auto", "cuda", "cpu"), default="auto", help="auto: cuda if there is a GPU"
     )
     parser.add_argument("--amp", choices=("bf16", "fp16"), help="automatic mixed precision (off)")
     args = parser.parse_args(arguments)
@@ -64,9 +64,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if args.output:
                     predictions.append(prediction)
                 else:
-                    tqdm.write(describe(prediction))
+                    tqdm.write(one_line_prediction(prediction))
                 bar.update()
-    except BrokenPipeError:  # `| head` has read enough
+    except BrokenPipeError:  # the reader, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # which Python flushes when it ends
         return
     if args.output:
@@ -77,20 +77,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
-def describe(prediction: Prediction) -> str:
-    """One line that can be printed, whatever the names hold."""
+def one_line_prediction(prediction: Prediction) -> str:
+    """Returns a prediction as one line, safe to print whatever the names hold."""
     pairs = zip(prediction.classes, prediction.probabilities, strict=True)
     return "  ".join([f"{one_line(prediction.file)}:", *(f"{one_line(name, 60)} {100 * p:.2f} %" for name, p in pairs)])
 
 
 def predictions_csv(predictions: Sequence[Prediction]) -> bytes:
-    """A row for each image: file, class_1, probability_1, class_2, ..."""
+    """Returns a row for each image: file, class_1, probability_1, class_2, ..."""
     header = ["file", *top_columns(len(predictions[0].classes) if predictions else 0)]
     return to_csv(header, ([row.file, *chain(*zip(*row[1:], strict=True))] for row in predictions))
 
 
 def predictions_json(predictions: Sequence[Prediction]) -> bytes:
-    """A list with an object for each image: file, classes, probabilities."""
+    """Returns a list with an object for each image: file, classes, probabilities."""
     return json.dumps([prediction._asdict() for prediction in predictions], indent=1).encode()
 
 

@@ -22,25 +22,29 @@ from torch import Tensor, nn
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from attention import kernels
-from bench.costs import count_costs
-from engine.checkpoint import CHANGEABLE, Checkpoints
-from engine.compilation import compiled_blocks
-from engine.config import find_config, load_run, refuse_bad_input
-from engine.console import ConsoleLog
-from engine.data import check_workers, create_loaders, has_lost_workers, identify_data
-from engine.distill import create_criterion
-from engine.distributed import World, autocast, init_distributed, seed_everything, set_deterministic, set_tf32
-from engine.evaluate import evaluate_all, gather_all
-from engine.failure import explain_failures
-from engine.files import lock_directory
-from engine.finite import FiniteGuard, dump_step
-from engine.freeze import set_train_mode
-from engine.init import create_initial_model
-from engine.optim import check_optimizer, create_optimizer, create_schedule, keep_weights_finite
-from engine.report import Report, describe
-from engine.schema import Run
-from engine.signals import STOPPED, SignalHandler, end_at_interrupt
-from engine.trackers import check_trackers
+from engine.checkpoints.initial_weights import create_initial_model
+from engine.config.load import find_config, load_run
+from engine.config.schema import Run
+from engine.data.loaders import check_workers, create_loaders, has_lost_workers
+from engine.data.splits import identify_data
+from engine.evaluation.evaluate import evaluate_all, gather_all
+from engine.reporting.console import format_values
+from engine.reporting.recorder import Recorder
+from engine.reporting.trackers import check_trackers
+from engine.runtime.distributed import World, autocast, init_distributed, seed_everything, set_deterministic, set_tf32
+from engine.runtime.errors import refuse_bad_input
+from engine.runtime.files import lock_directory
+from engine.runtime.signals import STOPPED, SignalHandler, end_at_interrupt
+from engine.runtime.terminal import ConsoleLog
+from engine.training.compilation import compiled_blocks
+from engine.training.exchange import UpdateExchange
+from engine.training.failure import explain_failures
+from engine.training.nonfinite import FiniteGuard, dump_step
+from engine.training.objective import create_objective
+from engine.training.optim import check_optimizer, create_optimizer, create_schedule, keep_weights_finite
+from engine.training.resume import CHANGEABLE, Checkpoints
+from models.costs import count_costs
+from models.freeze import set_train_mode
 
 
 @end_at_interrupt()
@@ -90,7 +94,7 @@ class Trainer:
             run, world, img_size=self.model.config.img_size, num_classes=self.model.num_classes
         )
         self.sampler = self.train_loader.sampler
-        self.criterion = create_criterion(run, self.model, self.train_loader.dataset.dataset, world)
+        self.objective = create_objective(run, self.model, self.train_loader.dataset.dataset, world)
         self.optimizer = create_optimizer(self.model, run.optim, self.options.total_batch_size)
         self.schedule = create_schedule(self.optimizer, run.schedule, self.sampler.updates_per_epoch)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.options.amp == "fp16")
@@ -99,7 +103,7 @@ class Trainer:
         self.stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, **average}
         cleanup.enter_context(lock_directory(output, world))
         identity = identify_data(self.train_loader.dataset.dataset, self.val_loader.dataset)
-        self.checkpoints = Checkpoints(output, run, world, self.sampler.num_images, identity | self.criterion.identity)
+        self.checkpoints = Checkpoints(output, run, world, self.sampler.num_images, identity | self.objective.identity)
         self.progress = self.checkpoints.restore(self.stateful, allowed)
 
     def train(self) -> bool:
@@ -116,7 +120,7 @@ class Trainer:
         if progress.epoch < epochs:
             self.begin()
         elif self.world.is_primary:
-            print(f"{self.output} is finished: {progress.epoch} epochs, {describe(progress.metrics)}")
+            print(f"{self.output} is finished: {progress.epoch} epochs, {format_values(progress.metrics)}")
         while progress.epoch < epochs and not stopped:
             self.sampler.set_epoch(progress.epoch, progress.images)
             stopped = self.train_epoch(self.prepare_batches()) or self.finish_epoch()
@@ -134,35 +138,36 @@ class Trainer:
             self.cleanup.enter_context(compiled_blocks(models, self.train_loader.batch_sampler.batch_size, self.world))
         self.network = self.world.average_gradients(self.model)
         dump = partial(dump_step, self.checkpoints, self.train_loader, self.stateful, progress)
-        self.guard = FiniteGuard(run, self.world, progress, dump)
+        self.guard = FiniteGuard(run.train, progress, dump)
+        self.exchange = UpdateExchange(run, self.world, progress, self.guard.check)
         total = progress.total_steps(run, self.sampler.updates_per_epoch)
-        report = Report(self.output if self.world.is_primary else None, run, progress, total, self.world.device)
-        self.report = self.cleanup.enter_context(report)
+        directory = self.output if self.world.is_primary else None
+        self.recorder = self.cleanup.enter_context(Recorder(directory, run, progress, total, self.world.device))
         self.signals = self.cleanup.enter_context(SignalHandler())
-        self.report.start(progress.epoch, processes=self.world.size, kernels=kernels.resolved(), **self.costs)
+        self.recorder.start(progress.epoch, processes=self.world.size, kernels=kernels.resolved(), **self.costs)
 
     def train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
         """Makes the updates that are left of an epoch, and saves; returns whether a signal has stopped the run."""
         options, progress, sampler, stopped = self.options, self.progress, self.sampler, False
         set_train_mode(self.model)
-        self.report.begin_epoch(progress.epoch + 1)
+        self.recorder.begin_epoch(progress.epoch + 1)
         while progress.images < sampler.stop and not stopped:
             number = progress.images // options.total_batch_size
             self.schedule.step_update(progress.epoch * sampler.updates_per_epoch + number)
             if not self.update(batches):
-                self.report.skip(progress.epoch + 1, progress.num_skipped)
+                self.recorder.skip(progress.epoch + 1, progress.num_skipped)
             progress.step += 1
             progress.images += options.total_batch_size
-            self.report.end_step()
+            self.recorder.end_step()
             is_complete = progress.images == sampler.stop
             is_logged = is_complete or (number + 1) % options.log_every == 0
             if is_logged:
-                self.guard.settle()
-            stopped, overdue = self.guard.stopped, self.guard.overdue  # here, where every rank has read the same
+                self.exchange.settle()
+            stopped, overdue = self.exchange.stopped, self.exchange.overdue  # here, where every rank has read the same
             if is_logged and progress.num_summed:
                 values = {"loss": progress.loss_sum / progress.num_summed, "broken": progress.broken}
                 lr = max(group["lr"] for group in self.optimizer.param_groups)
-                self.report.train(progress.epoch + 1, **values, lr=lr, grad_norm=self.guard.norm)
+                self.recorder.train(progress.epoch + 1, **values, lr=lr, grad_norm=self.exchange.norm)
                 progress.loss_sum, progress.num_summed = 0.0, 0
             is_due = overdue or self.checkpoints.is_due(progress.step)
             if stopped or is_due or (is_complete and self.is_evaluated(progress.epoch)):
@@ -171,14 +176,14 @@ class Trainer:
 
     def prepare_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The micro-batches that are left of an epoch, on the device and augmented."""
-        for number, (images, targets) in enumerate(self.report.wait.watch(iter(self.train_loader))):
+        for number, (images, targets) in enumerate(self.recorder.wait.watch(iter(self.train_loader))):
             micro = number % self.options.grad_accum_steps
             # The random numbers of a pass depend on no pass before it, so that a resumed run needs no random state.
             seed_everything(self.options.seed, self.progress.step, micro, self.world.rank)
             images = images.to(self.world.device, memory_format=self.layout, non_blocking=True)
             images, targets = self.augment(images, targets.to(self.world.device, non_blocking=True))
             if self.progress.step == micro == 0:
-                self.report.images(images)
+                self.recorder.images(images)
             yield images, targets
 
     def update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
@@ -195,14 +200,14 @@ class Trainer:
             is_last = micro + 1 == num_micro
             with nullcontext() if self.world.size == 1 or is_last else self.network.no_sync():
                 with autocast(self.options.amp, self.world.device):
-                    loss = self.criterion(self.network, images, targets) / num_micro
+                    loss = self.objective(self.network, images, targets) / num_micro
                 stop = self.signals.stop_requested() or has_lost_workers(self.train_loader)
                 self.scaler.scale(loss).backward()
             loss_sum += loss.detach().double()
             num_broken += self.train_loader.batch_sampler.batch_size - len(images)
         self.scaler.unscale_(self.optimizer)  # clipping needs the gradients without the loss scale of fp16
         grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.run.optim.clip_grad or math.inf)
-        accepted = self.guard.accepts(loss_sum, grad_norm, stop, num_broken, self.checkpoints.is_overdue())
+        accepted = self.exchange.accepts(loss_sum, grad_norm, stop, num_broken, self.checkpoints.is_overdue())
         if accepted:
             keep_weights_finite(self.optimizer, grad_norm)
             seed_everything(self.options.seed, self.progress.step)  # without the rank: some optimisers draw numbers
@@ -220,18 +225,18 @@ class Trainer:
             self.world.barrier()  # no rank begins an evaluation, which might fail, while the checkpoint is written
             models = {"": self.model} | ({"ema_": self.ema.module} if self.ema else {})
             rows, how = {}, (self.options.amp, self.signals.stop_requested)
-            metrics = evaluate_all(models, self.val_loader, self.world, *how, rows, self.criterion.measure)
+            metrics = evaluate_all(models, self.val_loader, self.world, *how, rows, self.objective.measure)
             if metrics is None:
                 return True
             progress.metrics = metrics
             progress.rank(epoch, self.options.keep_checkpoints)
-            self.report.eval(epoch, metrics, self.criterion.pictures(rows))
+            self.recorder.eval(epoch, metrics, self.objective.pictures(rows))
         progress.epoch, progress.images, progress.broken = epoch, 0, 0
         if epoch == self.run.schedule.epochs:
-            self.report.final(**progress.metrics, **progress.best(), **self.costs)
+            self.recorder.final(**progress.metrics, **progress.best(), **self.costs)
         self.save()
         if epoch == self.run.schedule.epochs:
-            self.report.predictions(gather_all(rows, self.val_loader, self.run, self.world, self.criterion.measure))
+            self.recorder.predictions(gather_all(rows, self.val_loader, self.run, self.world, self.objective.measure))
         return False
 
     def is_evaluated(self, epoch: int) -> bool:
@@ -240,9 +245,9 @@ class Trainer:
 
     def save(self) -> None:
         """Makes a checkpoint."""
-        self.guard.settle()
-        self.guard.overdue = False
-        self.report.sync()
+        self.exchange.settle()
+        self.exchange.overdue = False
+        self.recorder.sync()
         self.checkpoints.save(self.progress, self.stateful)
 
 

@@ -7,7 +7,7 @@
 
 The model is rebuilt from the configuration in the checkpoint; another `model.img_size` resamples its embeddings. Plain
 and averaged (EMA) weights are reported apart, of a run directory each kind from the epoch that was best by it. The data
-may be other data: `engine.classes.match_classes` says which of the model's classes theirs are.
+may be other data: `engine.evaluation.label_matching.match_classes` says which of the model's classes theirs are.
 """
 
 import argparse
@@ -20,20 +20,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.checkpoint import Weights, find_weights, parse_weights
-from engine.classes import ClassSubset, match_classes, read_real_labels, real_accuracy
-from engine.config import parse_run, refuse_bad_input
-from engine.copy_task import measure_of
-from engine.data import classes_of, count_broken, create_val_loader, indices_read, show_images
-from engine.distributed import World, init_distributed
-from engine.evaluate import evaluate
-from engine.export import check_target, export
-from engine.fit import build_models
-from engine.outputs import add_outputs, chosen_outputs, write_outputs
-from engine.records import Records, gather_records
-from engine.schema import Data, Run
-from engine.signals import end_at_interrupt
-from engine.weights import check_predicts_classes
+from engine.checkpoints.adapt import build_models
+from engine.checkpoints.export import check_target, export
+from engine.checkpoints.files import Weights, find_weights, parse_weights
+from engine.checkpoints.weights import check_predicts_classes
+from engine.config.load import parse_run
+from engine.config.schema import Data, Run
+from engine.data.loaders import count_broken, create_val_loader, indices_read, show_images
+from engine.data.splits import classes_of
+from engine.evaluation.evaluate import evaluate
+from engine.evaluation.label_matching import ClassSubset, match_classes, read_real_labels, real_accuracy
+from engine.evaluation.predictions import PredictionTable, gather_predictions
+from engine.objectives import choose_objective
+from engine.reporting.outputs import add_outputs, chosen_outputs, write_outputs
+from engine.runtime.distributed import World, init_distributed
+from engine.runtime.errors import refuse_bad_input
+from engine.runtime.signals import end_at_interrupt
 
 
 @end_at_interrupt()
@@ -64,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         world, results, records = init_distributed(runs[0].train.device), {}, {} if outputs else None
         try:
             for run, (path, checkpoint, kinds) in zip(runs, found, strict=True):
-                check_predicts_classes(run, str(path), or_copies=not (outputs or args.export or args.real_labels))
+                check_predicts_classes(run, str(path), of_metrics=not (outputs or args.export or args.real_labels))
                 options = args.batch_size, args.skip_broken, args.real_labels, records
                 metrics = validate(run, checkpoint, kinds, world, *options)
                 source = {"checkpoint": str(path), "epoch": checkpoint["progress"]["epoch"]}
@@ -90,9 +92,9 @@ def validate(
     batch_size: int | None = None,
     skip_broken: bool = False,
     real_labels: str | None = None,
-    records: dict[Weights, Records] | None = None,
+    records: dict[Weights, PredictionTable] | None = None,
 ) -> dict[Weights, dict[str, Any]]:
-    """Results for the `kinds` of weights in the checkpoint: metrics of `engine.evaluate`, wall time (`seconds`) and
+    """Results for the `kinds` of weights in the checkpoint: metrics of `evaluate`, wall time (`seconds`) and
     `images_per_second`, with `skip_broken` how many images were `broken`, with `real_labels` those of `real_accuracy`.
 
     Args:
@@ -117,10 +119,10 @@ def validate(
         model = (model if columns == [*range(num_classes)] else ClassSubset(model, columns)).to(world.device)
         rows = None if records is None and real is None else []
         begin = time.perf_counter()
-        metrics = evaluate(model, loader, world, run.train.amp, rows=rows, measure=measure_of(run))
+        metrics = evaluate(model, loader, world, run.train.amp, rows=rows, measure=choose_objective(run).measure)
         seconds = time.perf_counter() - begin
         results[kind] = {**metrics, "seconds": seconds, "images_per_second": metrics["images"] / seconds}
-        found = None if rows is None else gather_records(rows, indices_read(loader), shown, names, world)
+        found = None if rows is None else gather_predictions(rows, indices_read(loader), shown, names, world)
         if real:
             results[kind] |= real_accuracy(found, real)
         if records is not None:

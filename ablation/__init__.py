@@ -1,1 +1,1 @@
-"""Sweeps: files of settings, their runs, and the tables and figures of what came out."""
+"""Sweeps: files of settings, their runs, and the tables and figures of the results."""

@@ -1,4 +1,4 @@
-"""The validation loss of all runs of a sweep over time, finished or not."""
+"""Validation loss over time of all runs of a sweep, finished or not."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,12 +8,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ablation.sweep import Setting, short_names
-from engine.metrics import read_records
-from engine.palette import line_style
+from engine.reporting.metrics import read_records
+from engine.reporting.plots import line_style
 
 
 class Evaluation(NamedTuple):
-    """One of a run; `hours`: that the run had taken, without the time in which it was stopped."""
+    """Evaluation of a run; `hours`: running time of the run until then, without pauses."""
 
     epoch: int
     hours: float
@@ -21,7 +21,7 @@ class Evaluation(NamedTuple):
 
 
 def read_curve(directory: Path) -> list[Evaluation]:
-    """The evaluations of a run. Records of older runs have no time; their hours are those of training steps alone."""
+    """Returns the evaluations of a run. Hours count training steps alone if records have no time."""
     evaluations, seconds, step = [], 0.0, 0
     for record in read_records(directory):
         if record["kind"] == "train":
@@ -34,7 +34,7 @@ def read_curve(directory: Path) -> list[Evaluation]:
 
 
 def draw_curves(caption: str, settings: Sequence[Setting]) -> Figure:
-    """Validation loss against epochs and against hours, a line for each run, in the style of its setting."""
+    """Draws validation loss against epochs and hours, with a line for each run in the style of its setting."""
     figure = Figure(figsize=(12, 5), layout="constrained")
     figure.suptitle(caption, parse_math=False)
     by_epoch, by_hours = figure.subplots(1, 2, sharey=True)

@@ -1,4 +1,4 @@
-"""Pictures of what came out of a sweep, as far as its runs are finished."""
+"""Figures of a sweep's finished runs."""
 
 import itertools
 import math
@@ -7,15 +7,16 @@ from collections.abc import Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from ablation.replicates import Measured, measure, plus_minus
+from ablation.replicates import Measured, measure
 from ablation.sweep import Setting, has_replicates, short_names, varied_options
-from engine.palette import COLORS
+from engine.reporting.plots import COLORS
+from engine.reporting.tables import plus_minus
 
 ORANGE, BLUE, GREY = COLORS[4], COLORS[5], COLORS[7]
 
 
 def draw_results(caption: str, settings: Sequence[Setting]) -> Figure:
-    """Top-1 of every setting; of several seeds also the differences to the first setting, with their intervals."""
+    """Draws top-1 of every setting and, for several seeds, the differences to the first setting with intervals."""
     measured = measure([setting.results() for setting in settings], "top1")
     panels = 1 + has_replicates(settings)
     figure = Figure(figsize=(4 + 5 * panels, 1.8 + 0.35 * len(settings)), layout="constrained")
@@ -30,7 +31,7 @@ def draw_results(caption: str, settings: Sequence[Setting]) -> Figure:
 
 
 def draw_top1(axes: Axes, settings: Sequence[Setting], measured: Sequence[Measured]) -> None:
-    """Means with standard deviations as bars, single seeds as small points, and a paper's figures."""
+    """Draws means with standard deviations as bars, single seeds as small points, and a paper's figures."""
     axes.set_xlabel("top-1 (%)")
     axes.grid(axis="x")
     means = {y: own.spread for y, own in enumerate(measured) if own.spread}
@@ -40,7 +41,7 @@ def draw_top1(axes: Axes, settings: Sequence[Setting], measured: Sequence[Measur
         if has_replicates(settings):
             seeds = [(value, y + 0.2) for y, own in enumerate(measured) for value in own.values.values()]
             axes.scatter(*zip(*seeds, strict=True), s=8, color=GREY, label="single seeds")
-            bars = [spread.std if spread.n > 1 else 0 for spread in means.values()]
+            bars = [spread.std or 0 for spread in means.values()]
             axes.errorbar(x, list(means), xerr=bars, fmt="o", color=BLUE, capsize=3, label="mean ± standard deviation")
         else:
             axes.scatter(x, list(means), marker="o", color=BLUE, label="measured")
@@ -51,7 +52,7 @@ def draw_top1(axes: Axes, settings: Sequence[Setting], measured: Sequence[Measur
 
 
 def draw_differences(axes: Axes, measured: Sequence[Measured]) -> None:
-    """Mean differences to the first setting with their 95 % intervals: filled where 0 is outside."""
+    """Draws mean differences to the first setting with 95 % intervals; markers are filled if 0 is outside."""
     axes.set_xlabel("difference of top-1 to the first row\n(percentage points, same seeds)")
     axes.grid(axis="x")
     axes.axvline(0, color="black", linewidth=1)
@@ -74,7 +75,7 @@ def draw_differences(axes: Axes, measured: Sequence[Measured]) -> None:
 
 
 def draw_heat_map(caption: str, settings: Sequence[Setting]) -> Figure | None:
-    """Mean top-1 over the two options that vary; None where they are not two, of numbers, in all combinations."""
+    """Draws mean top-1 over two varying options; None unless exactly two vary, over all combinations of numbers."""
     found = numeric_axes(settings)
     if found is None:
         return None
@@ -99,7 +100,7 @@ def draw_heat_map(caption: str, settings: Sequence[Setting]) -> Figure | None:
 
 
 def numeric_axes(settings: Sequence[Setting]) -> list[tuple[str, list[float]]] | None:
-    """The two options that vary and their values in ascending order, or None, see `draw_heat_map`."""
+    """Returns the two varying options and their ascending values, or None, see `draw_heat_map`."""
     options = varied_options(settings)
     try:
         places = [tuple(float(setting.changes[option]) for option in options) for setting in settings]
@@ -111,7 +112,7 @@ def numeric_axes(settings: Sequence[Setting]) -> list[tuple[str, list[float]]] |
 
 
 def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
-    """Mean top-1 against MACs, step time and memory; the settings that no other beats in both are named."""
+    """Draws mean top-1 against MACs, step time and memory, and names the settings that no other beats in both."""
     results = [setting.results() for setting in settings]
     names, accuracy = short_names(settings), [own.spread for own in measure(results, "top1")]
     costs = {
@@ -134,7 +135,7 @@ def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
         front = sorted((cost, top1.mean, name) for cost, top1, name in itertools.compress(found, best))
         for is_best, (cost, top1, _) in zip(best, found, strict=True):
             color = BLUE if is_best else GREY
-            axes.errorbar(cost, top1.mean, top1.std if top1.n > 1 else 0, fmt="o", color=color, capsize=2, markersize=5)
+            axes.errorbar(cost, top1.mean, top1.std or 0, fmt="o", color=color, capsize=2, markersize=5)
         left, right = axes.get_xlim()
         for cost, mean, name in front:
             shift, side = ((4, 4), "left") if cost < (left + right) / 2 else ((-4, 4), "right")  # into the axes
@@ -147,7 +148,7 @@ def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
 
 
 def non_dominated(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """Of each (cost, top-1), whether no other costs as little and reaches as much, unless it is equal in both."""
+    """Returns for each (cost, top-1) whether no other point is at least as good in both and better in one."""
     return [
         not any(cost <= own_cost and top1 >= own_top1 and (cost, top1) != (own_cost, own_top1) for cost, top1 in points)
         for own_cost, own_top1 in points

@@ -1,4 +1,4 @@
-"""Settings from ranges: points of a scrambled Sobol sequence, which cover them more evenly than random ones."""
+"""Settings from ranges: points of a scrambled Sobol sequence, which are more even than random points."""
 
 import math
 from collections.abc import Mapping
@@ -9,15 +9,15 @@ import torch
 from attention.options import OptionError
 
 DRAWS_PER_TRIAL = 100
-"""How many points are drawn for each that is wanted, where values are few and points fall together."""
+"""Most points drawn per wanted setting, because points coincide if an option has few values."""
 
 
 def sample(axes: Mapping[str, Any], trials: int, seed: int) -> list[dict[str, Any]]:
-    """`trials` different settings, option -> value; the first of them are those of fewer trials with the same seed.
+    """Returns `trials` different settings, option -> value. Fewer trials with the same seed give the first of them.
 
     Args:
-        axes: option -> ``{"range": [low, high]}``, ``{"log_range": [low, high]}``, or a list of choices. Between two
-            integers values are integers, others have four digits.
+        axes: option -> ``{"range": [low, high]}``, ``{"log_range": [low, high]}``, or a list of choices. Values
+            between two integers are integers, others have four digits.
     Raises:
         OptionError: a malformed range, or fewer combinations than trials.
     """
@@ -34,7 +34,7 @@ def sample(axes: Mapping[str, Any], trials: int, seed: int) -> list[dict[str, An
 
 
 def check_axis(key: str, axis: Any) -> None:
-    """Refuses what is neither a range nor a list of choices."""
+    """Refuses an axis that is neither a range nor a list of choices."""
     if isinstance(axis, list) and axis:
         return
     (kind, bounds), *more = axis.items() if isinstance(axis, dict) and axis else [(None, None)]
@@ -49,7 +49,7 @@ def check_axis(key: str, axis: Any) -> None:
 
 
 def value_at(place: float, axis: Any) -> Any:
-    """The value of an axis at `place`, from 0 to 1."""
+    """Returns the value of an axis at `place`, from 0 to 1."""
     if isinstance(axis, list):
         return axis[int(place * len(axis))]
     ((kind, (low, high)),) = axis.items()

@@ -14,38 +14,42 @@ import yaml
 
 from ablation.search import sample
 from attention.options import OptionError, nearest, option, parse_options
-from bench.costs import Costs, count_costs
-from bench.papers import PaperRow, read_papers
-from engine.checkpoint import list_differences
-from engine.config import ConfigError, dump_run, flatten, load_run, parse_run, read_yaml
-from engine.metrics import read_records
-from engine.schema import Run
+from engine.config.load import dump_run, flatten, load_run, parse_run
+from engine.config.papers import PaperRow, read_papers
+from engine.config.schema import Run
+from engine.config.yaml_files import read_yaml
+from engine.reporting.metrics import read_records
+from engine.runtime.errors import ConfigError
+from engine.training.resume import list_differences
+from models.costs import Costs, count_costs
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
 CONFIGS = Path(__file__).parents[1] / "configs"
 LIMIT = 10_000
-"""Most settings of a grid, and most seeds of a setting."""
+"""Largest number of settings of a grid, and of seeds of a setting."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ablation:
-    """An ablation file: the settings of `grid`, then those of `runs`, of each base. A base is relative to the file."""
+    """Ablation file: for each base, the settings of `grid`, then of `runs`. Paths of bases are relative to the file."""
 
     base: str | None = option(None, "configuration that the settings change")
-    bases: tuple[str, ...] = option((), "in its place, configurations that are a row each, or are changed in turn")
+    bases: tuple[str, ...] = option(
+        (), "instead of base: several configurations, each a row or changed by all settings"
+    )
     caption: str = option("", "title of the table")
-    paper: str | None = option(None, "a source in bench/papers.yaml, whose figures stand beside ours")
+    paper: str | None = option(None, "a source in engine/config/papers.yaml, whose figures are shown beside ours")
     seeds: int | tuple[int, ...] | None = option(
         None, "train.seed of the runs of every setting: a list, or 3 for [0, 1, 2]; null: one run, of base's seed"
     )
     grid: dict[str, Any] | None = option(None, "option key.path -> list of values; one setting per combination")
     trials: int | None = option(
         None,
-        "so many settings from grid, whose values may be {range: [LOW, HIGH]} or {log_range: [LOW, HIGH]}",
+        "number of settings sampled from grid, whose values may be {range: [LOW, HIGH]} or {log_range: [LOW, HIGH]}",
         low=1,
         high=LIMIT,
     )
-    trials_seed: int = option(0, "seed of their choice", low=0)
+    trials_seed: int = option(0, "seed of the sampling", low=0)
     runs: tuple[dict[str, Any], ...] = option(
         (), "options key.path -> value of each setting; paper: its top-1 in a paper"
     )
@@ -60,7 +64,7 @@ class Case:
     command: list[str]
 
     def result(self) -> dict[str, Any] | None:
-        """The final record of train.py; None if the run is not finished, or was made with other options."""
+        """Returns the final record of train.py; None if the run is unfinished or has other options."""
         finals = [record for record in read_records(self.directory) if record["kind"] == "final"]
         try:
             config = yaml.safe_load((self.directory / "config.yaml").read_text())
@@ -74,7 +78,7 @@ class Setting:
     """A row of the table.
 
     Attributes:
-        changes: option (or base) -> YAML text of its value. paper: what a paper prints. cases: a run per seed.
+        changes: option (or base) -> YAML text of its value. paper: figures of a paper. cases: a run per seed.
     """
 
     changes: dict[str, str]
@@ -87,7 +91,7 @@ class Setting:
         return count_costs(self.cases[0].run.model, self.cases[0].run.attention)
 
     def results(self) -> dict[int, dict[str, Any]]:
-        """Seed -> final record of train.py, of the finished runs."""
+        """Returns seed -> final record of train.py for the finished runs."""
         results = {case.run.train.seed: case.result() for case in self.cases}
         return {seed: result for seed, result in results.items() if result}
 
@@ -95,10 +99,10 @@ class Setting:
 def read_ablation(
     path: Path, overrides: Sequence[str], output: Path, launcher: Sequence[str]
 ) -> tuple[Ablation, list[Setting]]:
-    """The ablation file `path` and its settings, all checked; nothing is written.
+    """Reads the ablation file `path` and checks all its settings; writes nothing.
 
     Raises:
-        ConfigError: anything that cannot be honoured, in the file or in a run.
+        ConfigError: the file, or a run, holds something that cannot be honoured.
     """
     tree, settings = read_yaml(path), {}
     try:
@@ -148,10 +152,10 @@ def read_ablation(
 
 
 def combine(ablation: Ablation) -> list[dict[str, Any]]:
-    """The settings of `grid`: all combinations, or `trials` of them.
+    """Returns the settings of `grid`: all combinations, or `trials` of them.
 
     Raises:
-        OptionError: a value of `grid` that is no list, or no range of a search; more than `LIMIT` settings.
+        OptionError: a value of `grid` is no list, or no range of a search; there are more than `LIMIT` settings.
     """
     grid = ablation.grid or {}
     if ablation.trials and not grid:
@@ -169,30 +173,30 @@ def combine(ablation: Ablation) -> list[dict[str, Any]]:
 
 
 def to_name(texts: Sequence[str]) -> str:
-    """The name of a directory for the overrides `texts`."""
+    """Returns the name of a directory for the overrides `texts`."""
     return re.sub(r"[^\w.=,]+", "-", re.sub(r"[{}\s]", "", ",".join(texts)).replace(":", "="))
 
 
 def figures_of(source: str | None) -> dict[tuple[Path, tuple[str, ...]], PaperRow]:
-    """Configuration and overrides -> what the paper's table `source` prints; none where it is null.
+    """Returns configuration and overrides -> figures of the paper's table `source`; empty for null.
 
     Raises:
-        OptionError: bench/papers.yaml has no such source.
+        OptionError: engine/config/papers.yaml has no such source.
     """
     rows = read_papers() if source else ()
     figures = {((CONFIGS / row.config).resolve(), row.overrides): row for row in rows if row.source == source}
     if source and not figures:
         raise OptionError(
-            "paper", f"{source!r} is no source in bench/papers.yaml{nearest(source, {r.source for r in rows})}"
+            "paper", f"{source!r} is no source in engine/config/papers.yaml{nearest(source, {r.source for r in rows})}"
         )
     return figures
 
 
 def list_seeds(seeds: int | tuple[int, ...] | None) -> Sequence[int]:
-    """The values of train.seed that the option `seeds` means; none where it is null.
+    """Returns the values of train.seed for the option `seeds`; empty for null.
 
     Raises:
-        OptionError: no seed, one below 0, one twice, or more than `LIMIT`.
+        OptionError: there is no seed, one below 0, a duplicate, or more than `LIMIT`.
     """
     if isinstance(seeds, int) and seeds > LIMIT:
         raise OptionError("seeds", f"{seeds:,} seeds, more than {LIMIT:,}; a list names single ones")
@@ -203,29 +207,29 @@ def list_seeds(seeds: int | tuple[int, ...] | None) -> Sequence[int]:
 
 
 def sets_seed(overrides: Sequence[str]) -> bool:
-    """Whether one of `overrides`, which are valid, gives train.seed."""
+    """Returns whether one of the valid `overrides` sets train.seed."""
     keys_and_values = (override.partition("=")[::2] for override in overrides)
     return any("train.seed" in flatten({key: yaml.safe_load(text)}) for key, text in keys_and_values)
 
 
 def in_order(settings: Sequence[Setting]) -> list[Case]:
-    """The runs as they are trained: every setting with the first seed, then every setting with the next one."""
+    """Returns the runs in the order of training: every setting with the first seed, then with the next seed."""
     return [case for replicate in zip(*(setting.cases for setting in settings), strict=True) for case in replicate]
 
 
 def accuracies(settings: Sequence[Setting]) -> dict[str, str]:
-    """Name -> key in the final record, of plain weights and, if any run keeps them, of averaged ones."""
+    """Returns name -> key in the final record, for plain weights and, if any run keeps them, averaged weights."""
     averages = any(case.run.train.ema_decay for setting in settings for case in setting.cases)
     return {"top-1": "top1"} | ({"EMA top-1": "ema_top1"} if averages else {})
 
 
 def has_replicates(settings: Sequence[Setting]) -> bool:
-    """Whether settings are trained with several seeds."""
+    """Returns whether settings are trained with several seeds."""
     return len(settings[0].cases) > 1
 
 
 def is_same_run(config: dict[str, Any], run: Run, source: Path) -> bool:
-    """Whether `config`, perhaps written by an older version, describes `run` as far as its results go."""
+    """Returns whether `config`, of any version, describes a run with the results of `run`."""
     if config == dump_run(run):
         return True
     try:
@@ -236,19 +240,19 @@ def is_same_run(config: dict[str, Any], run: Run, source: Path) -> bool:
 
 
 def to_text(value: Any) -> str:
-    """`value` as YAML on one line."""
+    """Formats `value` as YAML on one line."""
     text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf"), allow_unicode=True)
     return text.removesuffix("...\n").strip()
 
 
 def varied_options(settings: Sequence[Setting]) -> list[str]:
-    """The options, and base, in which the settings differ."""
+    """Returns the options, or base, in which the settings differ."""
     changed = dict.fromkeys(option for setting in settings for option in setting.changes)
     return [option for option in changed if len({setting.changes.get(option) for setting in settings}) > 1]
 
 
 def short_names(settings: Sequence[Setting]) -> list[str]:
-    """A name for each setting from the options in which they differ: "window_size=7, num_landmarks=49"."""
+    """Names each setting by the options in which settings differ: "window_size=7, num_landmarks=49"."""
     varied, names = varied_options(settings), []
     for setting in settings:
         changes = {option: setting.changes[option] for option in varied if option in setting.changes}

@@ -1,4 +1,4 @@
-"""The tables of a sweep, as far as its runs are finished: a row for each setting, and for each run."""
+"""Tables of a sweep's finished runs: a row for each setting, and for each run."""
 
 import dataclasses
 import json
@@ -8,10 +8,11 @@ from pathlib import Path
 
 from ablation.curves import draw_curves
 from ablation.figures import draw_heat_map, draw_pareto, draw_results
-from ablation.replicates import Measured, Spread, measure, plus_minus
+from ablation.replicates import Measured, measure
 from ablation.sweep import Setting, accuracies, has_replicates, in_order, short_names
-from engine.files import hold_lock, to_csv, write_file
-from engine.outputs import encode
+from engine.reporting.plots import encode
+from engine.reporting.tables import Spread, markdown_table, plus_minus
+from engine.runtime.files import hold_lock, to_csv, write_file
 
 ONE_RUN = (
     "One run per row: how far other seeds would end from it is not known, and rows that are near cannot be ranked."
@@ -23,17 +24,18 @@ REPLICATES = (
 )
 
 Table = dict[str, list[str]]
-"""Title of a column -> texts of its rows; what is not known yet is empty."""
+"""Title of a column -> texts of its rows; empty for values that are not known yet."""
 
 
 def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measured]], Table]) -> Table:
-    """A row for each setting.
+    """Returns a row for each setting.
 
-    Accuracies are those after the last epoch: "top-1" of the plain weights, "EMA top-1" of averaged ones, if any run
-    keeps them. Of several seeds, step time and memory are means.
+    Accuracies are from the last epoch: "top-1" of the plain weights and, if any run keeps them, "EMA top-1" of averaged
+    weights. Step time and memory are means over seeds.
 
     Args:
-        write: the columns of an accuracy of several seeds, from its name and values: `for_readers` or `for_programs`.
+        write: makes the columns of an accuracy of several seeds from its name and values: `for_readers` or
+            `for_programs`.
     """
     results = [setting.results() for setting in settings]
     table = {
@@ -60,7 +62,7 @@ def changed_options(settings: Sequence[Setting]) -> Table:
 
 
 def printed(settings: Sequence[Setting], figure: str, form: str) -> list[str]:
-    """A figure of a paper's table."""
+    """Formats a figure of a paper's table."""
     return [text(setting.paper and getattr(setting.paper, figure), form) for setting in settings]
 
 
@@ -69,7 +71,7 @@ def for_one_seed(name: str, measured: Sequence[Measured]) -> Table:
 
 
 def for_programs(name: str, measured: Sequence[Measured]) -> Table:
-    """One number in a column. The interval is from difference - half width to difference + half width."""
+    """Returns one number per column. The interval is the difference minus and plus the half width."""
     spreads, differences = [own.spread for own in measured], [own.difference for own in measured]
     return {
         f"{name} (%)": [text(spread and spread.mean, ".2f") for spread in spreads],
@@ -81,7 +83,7 @@ def for_programs(name: str, measured: Sequence[Measured]) -> Table:
 
 
 def for_readers(name: str, measured: Sequence[Measured]) -> Table:
-    """Mean ± standard deviation in one column, and the difference in another, with what it is worth."""
+    """Returns mean ± standard deviation in one column, and the difference with a verdict in another."""
     return {
         f"{name} (%)": [plus_minus(own.spread, ".2f") for own in measured],
         f"{name} difference": [plus_minus(d := own.difference, "+.2f") + verdict(d) for own in measured],
@@ -89,7 +91,7 @@ def for_readers(name: str, measured: Sequence[Measured]) -> Table:
 
 
 def verdict(difference: Spread | None) -> str:
-    """What is to be said of a difference that is not clear."""
+    """Returns the remark on a difference that is not significant; empty otherwise."""
     if difference is None or not difference.is_noise:
         return ""
     return " (noise)" if difference.n > 1 else " (one seed)"
@@ -100,20 +102,19 @@ def means(measured: Sequence[Measured], form: str) -> list[str]:
 
 
 def text(number: float | None, form: str) -> str:
-    """Empty for what is not known, which nan and infinity stand for, too."""
+    """Formats a number; empty for None, NaN and infinity."""
     return f"{number:{form}}" if number is not None and math.isfinite(number) else ""
 
 
-def markdown(caption: str, settings: Sequence[Setting]) -> str:
-    """The table for readers, between its caption, which has what is the same in all rows, and what it can tell."""
+def report_sweep(caption: str, settings: Sequence[Setting]) -> str:
+    """Formats a sweep for readers: caption, values that all rows share, the table, and notes on its reliability."""
     table = tabulate(settings, for_readers)
     papers = [title for title in table if title.startswith("paper")]
     given = (*changed_options(settings), "parameters (M)", "MACs (G)", "seeds", *papers)
     same = {title: texts[0] for title, texts in table.items() if title in given and is_constant(texts)}
     table = {title: texts for title, texts in table.items() if title not in same}
     stated = ", ".join(f"{title} = {text}" for title, text in same.items() if text)
-    lines = [list(table), ["---"] * len(table), *zip(*table.values(), strict=True)]
-    rows = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    rows = markdown_table(list(table), zip(*table.values(), strict=True)) + "\n"
     notes = [REPLICATES if has_replicates(settings) else ONE_RUN]
     for name, setting in zip(short_names(settings), settings, strict=True):
         if setting.paper and setting.paper.note:
@@ -122,12 +123,12 @@ def markdown(caption: str, settings: Sequence[Setting]) -> str:
 
 
 def is_constant(texts: Sequence[str]) -> bool:
-    """Whether a column says nothing that a caption cannot say."""
+    """Returns whether all rows of a column are equal, so that the caption can state the value."""
     return len(set(texts)) == 1 and (len(texts) > 1 or not texts[0])
 
 
 def list_runs(settings: Sequence[Setting]) -> Table:
-    """A row for each run, in the order of training."""
+    """Returns a row for each run, in the order of training."""
     runs = [(case, case.result() or {}) for case in in_order(settings)]
     columns = {f"{name} (%)": key for name, key in accuracies(settings).items()} | {
         "step (s)": "step_seconds",
@@ -143,7 +144,7 @@ def list_runs(settings: Sequence[Setting]) -> Table:
 
 
 def to_json(caption: str, settings: Sequence[Setting]) -> bytes:
-    """All that is known of the settings and their finished runs: the final records of train.py by seed."""
+    """Encodes the settings and their finished runs: the final records of train.py by seed."""
     rows = [
         {
             "name": name,
@@ -160,7 +161,7 @@ def to_json(caption: str, settings: Sequence[Setting]) -> bytes:
 def write_tables(caption: str, settings: Sequence[Setting], output: Path) -> None:
     """Writes table.md, table.csv, table.json and runs.csv into `output`."""
     with hold_lock(output / "lock", wait=True):
-        write_file(output / "table.md", markdown(caption, settings).encode())
+        write_file(output / "table.md", report_sweep(caption, settings).encode())
         write_file(output / "table.json", to_json(caption, settings))
         for name, table in ("table.csv", tabulate(settings, for_programs)), ("runs.csv", list_runs(settings)):
             write_file(output / name, to_csv(list(table), zip(*table.values(), strict=True)))

@@ -1,4 +1,4 @@
-"""Workers: each trains the runs of a sweep one after the other, except those that another process trains."""
+"""Workers: each trains the runs of a sweep one after the other, except runs that another process trains."""
 
 import os
 import shlex
@@ -14,21 +14,21 @@ from types import FrameType
 import torch
 
 from ablation.sweep import Case
-from engine.files import hold_lock, is_locked
-from engine.signals import STOPPED, handle_signals
+from engine.runtime.files import hold_lock, is_locked
+from engine.runtime.signals import STOPPED, handle_signals
 
 POLL_SECONDS = 2
-"""How often a worker without a run of its own looks whether one has become free."""
+"""Interval at which a worker without a run checks whether one has become free."""
 
 
 def train_all(
     cases: Sequence[Case], failures: Mapping[Path, int | None], wait: bool, after_each: Callable[[], None]
 ) -> None:
-    """Trains the runs that are neither finished nor running elsewhere, and calls `after_each` run.
+    """Trains the runs that are neither finished nor running elsewhere, and calls `after_each` after each run.
 
     Args:
         failures: directory -> `last_failure` before the sweep began; a run that has failed since is left alone.
-        wait: until the runs elsewhere end, too, and train those whose process was killed.
+        wait: wait until the runs elsewhere end, and train those whose process was killed.
     Raises:
         SystemExit: stopped by a signal, after the run has saved.
     """
@@ -42,7 +42,7 @@ def train_all(
             if case.result():
                 continue
             case.directory.mkdir(parents=True, exist_ok=True)
-            # A lock of its own: train.py locks the directory later than it begins.
+            # A separate lock, because train.py locks the directory some time after it begins.
             with hold_lock(case.directory / "ablate.lock", wait=False) as is_held:
                 is_free = is_held and not is_locked(case.directory)
                 if is_free and not case.result() and last_failure(case) == failures[case.directory]:
@@ -59,7 +59,7 @@ def train_all(
 
 
 def train(case: Case, name: str) -> bool:
-    """Trains a run to its end; False if another process trains it, which has begun it first."""
+    """Trains a run to its end; returns False if another process has begun it first."""
     status = run_to_end(case.command)
     if status == STOPPED:
         print(f"{name} is stopped; the same command goes on", flush=True)
@@ -96,7 +96,7 @@ def run_jobs(command: Sequence[str], jobs: int, output: Path) -> None:
 
 
 def is_busy(case: Case) -> bool:
-    """Whether another process trains the run."""
+    """Returns whether another process trains the run."""
     if not case.directory.exists():
         return False
     with hold_lock(case.directory / "ablate.lock", wait=False) as is_held:
@@ -104,18 +104,18 @@ def is_busy(case: Case) -> bool:
 
 
 def failure_mark(case: Case) -> Path:
-    """A file that tells the other workers that the run failed, so that only the next command tries again."""
+    """Returns the file that tells other workers that the run failed, so that only the next command tries again."""
     return case.directory / "ablate.failed"
 
 
 def last_failure(case: Case) -> int | None:
-    """When the run failed, in the nanoseconds of its file system; None: never."""
+    """Returns the time of the run's failure in nanoseconds of its file system; None if it has not failed."""
     mark = failure_mark(case)
     return mark.stat().st_mtime_ns if mark.exists() else None
 
 
 def share_devices(jobs: int) -> list[dict[str, str]]:
-    """The environment of each of `jobs` workers: GPUs of its own if there are enough, and its share of the CPUs."""
+    """Returns the environment of each of `jobs` workers: its own GPUs, if there are enough, and its share of CPUs."""
     number = torch.cuda.device_count()
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(number)))).split(",")[:number]
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))} | os.environ
@@ -132,23 +132,23 @@ def run_to_end(command: Sequence[str]) -> int:
 
 
 def wait_for(processes: Sequence[subprocess.Popen]) -> list[int]:
-    """Passes stop signals on to `processes`, whose runs answer by saving, and returns their exit statuses.
+    """Passes stop signals on to `processes`, whose runs then save, and returns their exit statuses.
 
-    After a signal these are `STOPPED`, whatever they are: torchrun ends with 1 when its ranks are stopped.
+    After a signal every status counts as `STOPPED`, because torchrun ends with 1 when its ranks are stopped.
     """
     stopped = False
 
     def pass_on(number: int, frame: FrameType | None) -> None:
         nonlocal stopped
         stopped = True
-        if number != signal.SIGINT:  # which a terminal sends to all
+        if number != signal.SIGINT:  # a terminal sends SIGINT to all processes
             for process in processes:
                 process.send_signal(number)
 
     with handle_signals(pass_on):
         for process in processes:
             while process.poll() is None:
-                # A signal may interrupt another thread than this one, which an endless wait would not notice.
+                # A signal may interrupt another thread; an endless wait would not notice it.
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=1)
     return [STOPPED if stopped else process.returncode for process in processes]

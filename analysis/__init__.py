@@ -1,1 +1,1 @@
-"""What attention does in a trained model, one file per question; analyze.py asks them."""
+"""Analyses of attention in a trained model, one file per question of analyze.py."""

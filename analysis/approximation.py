@@ -1,4 +1,4 @@
-"""How far mechanisms are from softmax attention of the same queries, keys and values, in numbers."""
+"""Approximation error of mechanisms against softmax attention of the same queries, keys and values."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,25 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from analysis.budgets import size_option, with_budget
+from analysis.budgets import options_text, size_option, with_budget
 from analysis.distributions import entropy
 from analysis.drop_in import CHUNK, attended, drop_in, layer_errors, merge_modes, set_mode
 from analysis.implied import attention_layers
-from analysis.tables import Spread, describe, spread
 from analysis.trained import Trained
 from attention import Attention, Grid, OptionError
-from bench.memory import peak_bytes
+from engine.reporting.tables import Spread, spread
+from engine.runtime.memory import peak_bytes
 
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of a mechanism at a budget and temperature.
+    """Measurements of a mechanism at a budget and temperature.
 
     Attributes:
-        name: as on the command line. options: with that of the budget. budget: None where it has no option of its size.
-        temperature: that logits are divided by. entropies: of softmax's weights, of each layer, in nats. mode: see
-            `merge_modes`. errors: of each draw and layer, see `normalised_error`. untrained: parameters. peak: bytes
-            that the first layer allocates at one time for `CHUNK` images. problem: why there is no result.
+        name: as on the command line. options: options of the mechanism, with the budget's. budget: None for mechanisms
+            without an option of size. temperature: divisor of the logits. entropies: entropy of softmax's weights in
+            each layer, nats. mode: see `merge_modes`. errors: `normalised_error` for each draw and layer. untrained:
+            number of untrained parameters. peak: peak bytes of the first layer for `CHUNK` images. problem: why there
+            is no result.
     """
 
     name: str
@@ -43,20 +44,18 @@ class Row:
     problem: str = ""
 
     def spread(self, layer: int | None = None) -> Spread | None:
-        """Mean and standard deviation over draws, of one layer or of the mean over layers."""
-        if not self.errors:
-            return None
+        """Returns mean and standard deviation over draws, for one layer or for the mean over layers."""
         return spread(mean(found) if layer is None else found[layer] for found in self.errors)
 
 
 @dataclass(frozen=True)
 class Softmax:
-    """What mechanisms are compared with: softmax attention of a trained model's queries, keys and values.
+    """Softmax attention of a trained model's queries, keys and values, the reference of the comparison.
 
     Attributes:
-        temperature: that logits are divided by. state: weights whose queries are divided by it. inputs: of every
-            attention layer: tokens (B, P + N, C), those of the trained model, and grid. outputs: attended values.
-        entropies: of the weights of each layer, in nats, mean over queries and heads.
+        temperature: divisor of the logits. state: weights whose queries are divided by it. inputs: tokens
+            (B, P + N, C) and grid of every attention layer of the trained model. outputs: attended values.
+        entropies: entropy of the weights of each layer, nats, mean over queries and heads.
     """
 
     temperature: float
@@ -68,10 +67,10 @@ class Softmax:
 
 @torch.no_grad()
 def attend_by_softmax(trained: Trained, inputs: Sequence[tuple[Tensor, Grid]], temperature: float) -> Softmax:
-    """Softmax attention with the weights of a trained model.
+    """Computes softmax attention with the weights of a trained model.
 
     Raises:
-        OptionError: they do not make queries, keys and values.
+        OptionError: the model's projections are not queries, keys and values.
     """
     state = dict(trained.source.state)
     for name, x in state.items():
@@ -87,7 +86,7 @@ def attend_by_softmax(trained: Trained, inputs: Sequence[tuple[Tensor, Grid]], t
 
 @torch.no_grad()
 def softmax_entropy(layer: Attention, x: Tensor, grid: Grid) -> float:
-    """Of the weights of softmax attention, in nats, mean over queries and heads; log N if all are equal."""
+    """Returns the entropy of softmax's weights in nats, mean over queries and heads; log N for equal weights."""
     found = []
     for part in x.split(CHUNK):
         q, k, _ = layer.project(part, grid)
@@ -104,7 +103,7 @@ def measure(
     draws: int,
     modes: Sequence[str],
 ) -> Iterator[Row]:
-    """The rows of a mechanism, for each budget one, or one for each mode where it makes a difference."""
+    """Yields the rows of a mechanism: one for each budget, or for each budget and mode if the modes differ."""
     for budget in budgets if size_option(attention) else [None]:
         row = partial(Row, name, budget=budget, temperature=softmax.temperature, entropies=softmax.entropies)
         options, found = attention, {mode: [] for mode in modes}
@@ -117,9 +116,9 @@ def measure(
                     set_mode(model, mode, seed)
                     errors.append(layer_errors(model, softmax.inputs, softmax.outputs))
         except OptionError as error:
-            yield row(describe(options), problem=str(error))
+            yield row(options_text(options), problem=str(error))
             continue
         x, grid = softmax.inputs[0]
         peak = peak_bytes(partial(attended, attention_layers(model.eval())[0], x[:CHUNK], grid), trained.device)
         for mode, errors in merge_modes(found).items():
-            yield row(describe(options), mode=mode, errors=errors, untrained=untrained, peak=peak)
+            yield row(options_text(options), mode=mode, errors=errors, untrained=untrained, peak=peak)

@@ -1,5 +1,5 @@
-"""One size for all mechanisms: the option of each that says how large its approximation is, and its value; and how a
-budget of memory is split between the two parts of Scatterbrain.
+"""Budgets: the option of each mechanism that sets the size of its approximation, its value for a common budget, and the
+split of a budget between the two parts of Scatterbrain.
 """
 
 import math
@@ -10,12 +10,12 @@ from attention import ATTENTION, Grid, OptionError
 
 
 def whole(budget: int, num_tokens: int) -> int:
-    """The budget itself."""
+    """Returns the budget itself."""
     return budget
 
 
 def side(budget: int, num_tokens: int) -> int:
-    """The side of a square of so many tokens."""
+    """Returns the side of a square of `budget` tokens."""
     root = math.isqrt(budget)
     if root**2 != budget:
         raise OptionError(f"--budgets {budget}", f"no square; nearest: {root**2}, {(root + 1) ** 2}")
@@ -23,12 +23,12 @@ def side(budget: int, num_tokens: int) -> int:
 
 
 def reach(budget: int, num_tokens: int) -> int:
-    """The radius of a band of so many tokens, the token itself beside them."""
+    """Returns the radius of a band of `budget` tokens besides the token itself."""
     return budget // 2
 
 
 def ratio(budget: int, num_tokens: int) -> int:
-    """The side ratio that leaves so many of the tokens."""
+    """Returns the reduction ratio of sides that leaves `budget` tokens."""
     root = max(1, math.isqrt(num_tokens // budget))
     if root**2 * budget != num_tokens:
         raise OptionError(f"--budgets {budget}", f"no square ratio leaves so many of {num_tokens} tokens")
@@ -50,20 +50,25 @@ SIZES = {
     "kernel_size": side,
     "reduction": ratio,
 }
-"""Options that say how large an approximation is -> their value for a budget; of a mechanism, the first it has."""
+"""Option for the size of an approximation -> its value for a budget. The first option that a mechanism has counts."""
+
+
+def options_text(attention: Mapping[str, Any]) -> str:
+    """Formats the options of a mechanism as ``"window_size=7, num_landmarks=49"``."""
+    return ", ".join(f"{name}={value}" for name, value in attention.items() if name != "name")
 
 
 def size_option(attention: Mapping[str, Any]) -> str | None:
-    """The option that a budget sets."""
+    """Returns the option that a budget sets; None if there is none."""
     options = ATTENTION[attention["name"]].Config.__dataclass_fields__
     return next((name for name in SIZES if name in options), None)
 
 
 def with_budget(attention: Mapping[str, Any], budget: int, num_tokens: int) -> dict[str, Any]:
-    """The options of a mechanism of the size `budget`.
+    """Returns the options of a mechanism with the size `budget`.
 
     Raises:
-        OptionError: none of its sizes is.
+        OptionError: the mechanism has no such size.
     """
     name = size_option(attention)
     changed = {name: SIZES[name](budget, num_tokens)}
@@ -73,21 +78,22 @@ def with_budget(attention: Mapping[str, Any], budget: int, num_tokens: int) -> d
 
 
 def low_rank_share(entropy: float, num_tokens: int) -> float:
-    """The low-rank part's share of a budget by the mean entropy of rows (nats): entropy / log N, 1 for uniform rows.
+    """Returns the low-rank part's share of a budget, mean entropy of rows (nats) / log N: 1 for uniform rows.
 
-    Scatterbrain's section 5.1 gives that part more memory where the entropy of observed matrices is high, and no rule
-    beyond that; in proportion is ours.
+    Scatterbrain's section 5.1 gives that part more memory if the entropy of observed matrices is high, without a rule.
+    The proportional rule is ours.
     """
     return entropy / math.log(num_tokens)
 
 
 def split_budget(budget: int, share: float, grid: Grid) -> dict[str, Any]:
-    """Options of `scatterbrain` for a budget of numbers per row: two for a sample, at queries and keys, and one for a
-    token of the window, as the released code's configurations count.
+    """Returns options of `scatterbrain` for a budget of numbers per row.
+
+    A sample costs two numbers, at queries and keys, and a token of the window one, as in the released configurations.
 
     Args:
-        budget: at least 3. share: of it for samples; each part has one at least. grid: windows are squares of it; of a
-            sequence, (1, N), blocks.
+        budget: at least 3. share: share of the budget for samples; each part gets at least one. grid: windows are
+            squares of the grid, or blocks of a sequence (1, N).
     """
     room, is_sequence = min(max(budget - 2 * int(share * budget / 2), 1), budget - 2), grid[0] == 1
     side = min(room, grid[1]) if is_sequence else min(math.isqrt(room), *grid)

@@ -1,4 +1,4 @@
-"""What the questions' command lines have in common."""
+"""Common options of the questions' command lines."""
 
 import argparse
 from collections.abc import Sequence
@@ -8,42 +8,43 @@ from typing import Any
 from tqdm import tqdm
 
 from attention import AttentionFactory
-from engine.checkpoint import parse_weights
-from engine.config import Tree, find_config, override, read_yaml
-from engine.errors import UserError
+from engine.checkpoints.files import parse_weights
+from engine.config.load import find_config
+from engine.config.yaml_files import Tree, override, read_yaml
+from engine.runtime.errors import UserError
 
 EVERY_MECHANISM = "configs/ablation/mechanisms.yaml"
-"""Every mechanism with options for a 14x14 grid: what a name alone stands for."""
+"""File of every mechanism with options for a 14x14 grid, which a name without options stands for."""
 
 MODES = "evaluation", "sampled"
-"""Of what attention draws at random: what it keeps for evaluation, or has in its place; or fresh, as in training."""
+"""Randomness of attention: as kept or replaced for evaluation, or sampled anew as in training."""
 
 
 def add_run(parser: argparse.ArgumentParser, also: str = "") -> None:
-    """Adds RUN, which of its weights, and where results go."""
+    """Adds RUN, the choice of its weights, and the directory of results."""
     parser.add_argument("checkpoint", type=Path, metavar="RUN", help=f"run directory, checkpoint or export{also}")
-    parser.add_argument("--weights", type=parse_weights, help="plain or ema: the kind of weights (ema where kept)")
-    parser.add_argument("--select", choices=("best", "last"), default="best", help="which of a run directory (best)")
+    parser.add_argument("--weights", type=parse_weights, help="plain or ema: the kind of weights (ema if kept)")
+    parser.add_argument("--select", choices=("best", "last"), default="best", help="checkpoint of a run (best)")
     parser.add_argument(
-        "--output", type=Path, default=Path(), metavar="DIR", help="directory of tables and figures (the present one)"
+        "--output", type=Path, default=Path(), metavar="DIR", help="directory of tables and figures (current directory)"
     )
 
 
 def add_mechanisms(parser: argparse.ArgumentParser, otherwise: str) -> None:
-    """Adds --attention. otherwise: what is taken where it is not given."""
+    """Adds --attention. otherwise: description of the default."""
     parser.add_argument(
         "--attention",
         nargs="+",
         metavar="NAME",
-        help=f"a mechanism as {EVERY_MECHANISM} has it, or '{{name: eva, window_size: 7}}' ({otherwise})",
+        help=f"a mechanism with the options in {EVERY_MECHANISM}, or '{{name: eva, window_size: 7}}' ({otherwise})",
     )
 
 
 def add_drop_in(parser: argparse.ArgumentParser, num_images: int, modes: Sequence[str]) -> None:
-    """Adds what measuring untrained mechanisms takes."""
+    """Adds the options for measuring mechanisms without training."""
     add_mechanisms(parser, "all of that file")
     parser.add_argument(
-        "--draws", type=int, default=3, help="of all that is random and not trained, by seeds from 0 on (3)"
+        "--draws", type=int, default=3, help="number of random initialisations and samples, with seeds from 0 on (3)"
     )
     parser.add_argument(
         "--modes",
@@ -53,22 +54,22 @@ def add_drop_in(parser: argparse.ArgumentParser, num_images: int, modes: Sequenc
         help=f"noise of attention: as kept for evaluation, or sampled as in training ({' '.join(modes)})",
     )
     parser.add_argument(
-        "--images", type=int, default=num_images, help=f"of the validation data, evenly spaced ({num_images})"
+        "--images", type=int, default=num_images, help=f"number of validation images, evenly spaced ({num_images})"
     )
 
 
 def check_positive(args: argparse.Namespace, *names: str) -> None:
-    """Raises the UserError for a count below 1."""
+    """Raises a UserError for a count below 1."""
     for name in names:
         if getattr(args, name) < 1:
             raise UserError(f"--{name} = {getattr(args, name)} is below the least valid value 1")
 
 
 def read_mechanisms(texts: Sequence[str] | None) -> dict[str, dict[str, Any]]:
-    """What --attention names (None: every mechanism) -> the options of each.
+    """Reads the mechanisms of --attention (None: every mechanism): text -> options.
 
     Raises:
-        ConfigError, OptionError: no YAML, or an unknown mechanism or option.
+        ConfigError, OptionError: invalid YAML, or an unknown mechanism or option.
     """
     cases = read_yaml(find_config(EVERY_MECHANISM)).values["runs"]
     known = {case["attention"]["name"]: case["attention"] for case in cases}
@@ -83,5 +84,5 @@ def read_mechanisms(texts: Sequence[str] | None) -> dict[str, dict[str, Any]]:
 
 
 def progress(title: str, total: int, unit: str) -> tqdm:
-    """A bar on the terminal, which goes away in the end."""
+    """Returns a progress bar that disappears at the end."""
     return tqdm(desc=title, total=total, unit=f" {unit}", leave=False, dynamic_ncols=True, disable=None)

@@ -1,7 +1,7 @@
 """Approximations of a matrix A of N rows: low rank, sparse, and both.
 
-The budget of all is the mean of the numbers kept per row: rank r and N s entries anywhere cost 2 r + s, for the two
-factors of an N x N matrix of rank r hold 2 N r numbers (an entry's position is not counted).
+The budget is the mean number of kept numbers per row. Rank r and N s entries anywhere cost 2 r + s, because the two
+factors of an N x N matrix of rank r hold 2 N r numbers. Positions of entries are not counted.
 """
 
 import torch
@@ -9,14 +9,16 @@ from torch import Tensor
 
 
 def truncate(a: Tensor, rank: int) -> Tensor:
-    """The matrix of `rank` nearest to `a` (M, N): its largest singular values (Eckart and Young, 1936)."""
+    """Returns the matrix of `rank` nearest to `a` (M, N), from its largest singular values (Eckart and Young, 1936)."""
     u, s, vh = torch.linalg.svd(a, full_matrices=False)
     return u[:, :rank] * s[:rank] @ vh[:rank]
 
 
 def keep_largest(a: Tensor, count: int) -> Tensor:
-    """The matrix of `count` entries, fewer than all, nearest to `a`: those of the largest magnitude, wherever they
-    stand. Of entries that tie for the last places none is kept."""
+    """Returns `a` with only its `count` entries of largest magnitude, fewer than all.
+
+    Entries that tie for the last places are all dropped.
+    """
     size = a.abs()
     return a.where(size > size.flatten().kthvalue(a.numel() - count).values, 0)
 
@@ -24,15 +26,15 @@ def keep_largest(a: Tensor, count: int) -> Tensor:
 def robust_pca(
     a: Tensor, weight: float | None = None, tolerance: float = 1e-7, max_steps: int = 1000
 ) -> tuple[Tensor, Tensor]:
-    """Low-rank L and sparse S of least ||L||_* + weight ||S||_1 where L + S = A (Candes et al. 2011, arXiv:0912.3599).
+    """Finds low-rank L + sparse S = A with least ||L||_* + weight ||S||_1 (Candes et al. 2011, arXiv:0912.3599).
 
-    By the inexact augmented Lagrangian method (Lin et al. 2010, arXiv:1009.5055, Algorithm 5, with its parameters).
+    Uses the inexact augmented Lagrangian method (Lin et al. 2010, arXiv:1009.5055, Algorithm 5, with its parameters).
 
     Args:
-        a: (M, N), not zero. weight: of the entries; None: max(M, N)^(-1/2), for which recovery is proved.
-        tolerance: of the residual, relative to ||A||_F.
+        a: (M, N), not zero. weight: weight of the entries; None: max(M, N)^(-1/2), for which recovery is proved.
+        tolerance: largest residual relative to ||A||_F.
     Raises:
-        RuntimeError: not reached in `max_steps`.
+        RuntimeError: the tolerance is not reached in `max_steps`.
     """
     weight = weight or max(a.shape) ** -0.5
     spectral, norm = torch.linalg.matrix_norm(a, 2), a.norm()
@@ -52,12 +54,12 @@ def robust_pca(
 
 
 def godec(a: Tensor, rank: int, count: int, tolerance: float = 3e-3, max_steps: int = 1000) -> tuple[Tensor, Tensor]:
-    """L of `rank` and S of `count` entries with small ||A - L - S||_F (GoDec; Zhou and Tao, ICML 2011).
+    """Finds L of `rank` and S of `count` entries with small ||A - L - S||_F (GoDec; Zhou and Tao, ICML 2011).
 
-    L and S are fitted in turn, each to what the other leaves, from the best S alone and from none; the better counts.
+    L and S are fitted in turn to the residual of the other. Of two starts, the best S alone and S = 0, the better wins.
 
     Args:
-        a: (M, N). tolerance: it ends where a step lowers the error by a smaller share, or to rounding.
+        a: (M, N). tolerance: iteration ends if a step lowers the error by a smaller share, or to rounding error.
     """
     starts = keep_largest(a, count), torch.zeros_like(a)
     found = [_alternate(a, start, rank, count, tolerance, max_steps) for start in starts]
@@ -67,8 +69,10 @@ def godec(a: Tensor, rank: int, count: int, tolerance: float = 3e-3, max_steps: 
 def _alternate(
     a: Tensor, sparse: Tensor, rank: int, count: int, tolerance: float, max_steps: int
 ) -> tuple[Tensor, Tensor]:
-    """GoDec from `sparse`. L is fitted by the paper's two projections, which go on from those of the step before: the
-    error never rises."""
+    """Runs GoDec from `sparse`.
+
+    L is fitted by the paper's two projections, which start from the last step's, so that the error never rises.
+    """
     right, before = torch.linalg.svd(a - sparse, full_matrices=False).Vh[:rank].mT, torch.inf
     for _ in range(max_steps):
         rest = a - sparse

@@ -1,4 +1,4 @@
-"""What attention matrices say: how spread weights are, how far they reach, and what they make of many layers."""
+"""Statistics of attention matrices: entropy of weights, attention distance, and rollout over layers."""
 
 import math
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from attention import Grid
 
 
 def as_distribution(weights: Tensor) -> Tensor:
-    """The magnitudes of weights (..., keys) over their sum: the weights themselves where they are a distribution.
+    """Returns the magnitudes of weights (..., keys) over their sum; leaves distributions unchanged.
 
     Rows of zeros have no distribution and become NaN.
     """
@@ -18,15 +18,15 @@ def as_distribution(weights: Tensor) -> Tensor:
 
 
 def entropy(weights: Tensor) -> Tensor:
-    """Entropy of the weights (..., queries, keys) of every query, mean over queries: (...), nats, at most ln keys.
+    """Returns the entropy of weights (..., queries, keys), mean over queries: (...), nats, at most ln keys.
 
-    See `as_distribution` for weights that are none; queries whose weights are all zero are left out.
+    `as_distribution` normalises the weights. Queries whose weights are all zero are left out.
     """
     return torch.special.entr(as_distribution(weights)).sum(-1).nanmean(-1)
 
 
 def mean_distance(weights: Tensor, grid: Grid, key_grid: Grid) -> Tensor:
-    """Distance between a query and the keys, mean by weight and over queries (Dosovitskiy et al. 2021, appendix D.7).
+    """Returns the distance of query and key, mean by weight and over queries (Dosovitskiy et al. 2021, appendix D.7).
 
     Args:
         weights: (..., queries, keys) between tokens of the two grids, as for `entropy`.
@@ -37,7 +37,7 @@ def mean_distance(weights: Tensor, grid: Grid, key_grid: Grid) -> Tensor:
 
 
 def distances(grid: Grid, key_grid: Grid) -> Tensor:
-    """Distances (queries, keys) of the centres of tokens, in those of `grid`, over the same image."""
+    """Returns distances (queries, keys) of the centres of tokens over the same image, in tokens of `grid`."""
 
     def centres(of: Grid) -> Tensor:
         sides = [(torch.arange(n) + 0.5) * side / n for n, side in zip(of, grid, strict=True)]
@@ -47,7 +47,7 @@ def distances(grid: Grid, key_grid: Grid) -> Tensor:
 
 
 def key_grid(num_keys: int, grid: Grid) -> Grid:
-    """The grid of `num_keys` keys: that of the queries, or, where a mechanism makes fewer, the one most like it."""
+    """Returns the grid of `num_keys` keys: the queries' grid or, for fewer keys, the grid of the most similar shape."""
     H, W = grid
     if num_keys == H * W:
         return grid
@@ -56,10 +56,10 @@ def key_grid(num_keys: int, grid: Grid) -> Grid:
 
 
 def rollout(layers: Sequence[Tensor]) -> Tensor:
-    """What all layers together attend to: product of (A + I) / 2, first layer last (Abnar & Zuidema 2020, section 3).
+    """Returns the product of (A + I) / 2 over all layers, first layer last (Abnar & Zuidema 2020, section 3).
 
     Args:
-        layers: A (N, N) of each layer, the mean of its heads' distributions; a row of NaN attends to nothing.
+        layers: A (N, N) of each layer, the mean of its heads' distributions; rows of NaN become rows of I.
     Returns:
         (N, N), rows sum to one.
     """

@@ -1,4 +1,4 @@
-"""Other mechanisms in the place of a trained model's own, without training, and how far what they attend is off."""
+"""Replacement of a trained model's attention by another mechanism, without training, and the error of its outputs."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,22 +9,22 @@ from torch import Tensor, nn
 from analysis.implied import attention_inputs, attention_layers
 from analysis.trained import Trained
 from attention import Attention, Grid, OptionError
-from engine.fit import fit_weights
+from engine.checkpoints.adapt import fit_weights
 from models import create_model
 
 CHUNK = 8
-"""Images whose attended values are computed at one time."""
+"""Number of images whose attended values are computed at one time."""
 
 
 def drop_in(
     trained: Trained, attention: Mapping[str, Any], seed: int, state: Mapping[str, Tensor] | None = None
 ) -> tuple[nn.Module, int]:
-    """The trained model, in evaluation, with another mechanism; and how many of its parameters are not trained.
+    """Returns the trained model, in evaluation mode, with another mechanism, and its number of untrained parameters.
 
-    These, and the random numbers that it keeps for evaluation, are drawn by `seed`; all others are the trained ones.
+    Untrained parameters, and random numbers kept for evaluation, follow from `seed`. All others are the trained ones.
 
     Args:
-        state: weights in place of the trained ones.
+        state: weights to use instead of the trained ones.
     Raises:
         OptionError: the mechanism cannot be built on this grid, or needs projections that the run does not have.
     """
@@ -42,41 +42,42 @@ def drop_in(
 
 
 def set_mode(model: nn.Module, mode: str, seed: int) -> None:
-    """Sets attention layers, and them alone, to one of `command_line.MODES`; what they sample follows from `seed`."""
+    """Sets only the attention layers to one of `command_line.MODES`; their samples follow from `seed`."""
     torch.manual_seed(seed)
     for layer in attention_layers(model):
         layer.training = mode == "sampled"
 
 
 def merge_modes(found: Mapping[str, Any]) -> dict[str, Any]:
-    """Mode -> what was found in it; ``"any"``, where it makes no difference, as nothing is sampled."""
+    """Returns mode -> result; merges equal results of several modes, where nothing is sampled, into ``"any"``."""
     first, *others = found.values()
     return {"any": first} if others and all(other == first for other in others) else dict(found)
 
 
 @torch.no_grad()
 def layer_inputs(trained: Trained, images: Tensor) -> list[tuple[Tensor, Grid]]:
-    """Tokens (B, P + N, C) and grid that every attention layer of the trained model gets."""
+    """Returns the input of every attention layer of the trained model: tokens (B, P + N, C) and grid."""
     found, _ = attention_inputs(trained.model, images.to(trained.device))
     return [(x, grid) for _, x, grid in found]
 
 
 @torch.no_grad()
 def attended(layer: Attention, x: Tensor, grid: Grid) -> Tensor:
-    """What a layer does with tokens (B, N, C) between its projections: attended values (B, h, N, d). Heads beyond h, of
-    further scales, are left out.
+    """Returns the attended values (B, h, N, d) of a layer for tokens (B, N, C), before its output projection.
+
+    Heads beyond h, of further scales, are left out.
     """
     parts = [layer.attend_all(layer.project(part, grid), grid) for part in x.split(CHUNK)]
     return torch.cat(parts)[:, : layer.num_heads]
 
 
 def normalised_error(y: Tensor, expected: Tensor) -> float:
-    """Mean squared error, as a multiple of the mean square of what is expected: 0 if equal, 1 for zeros."""
+    """Returns the mean squared error over the mean square of `expected`: 0 for equal values, 1 for zeros."""
     y, expected = y.double(), expected.double()
     return ((y - expected).square().mean() / expected.square().mean()).item()
 
 
 def layer_errors(model: nn.Module, inputs: Sequence[tuple[Tensor, Grid]], expected: Sequence[Tensor]) -> list[float]:
-    """The `normalised_error` of what each attention layer makes of its inputs."""
+    """Returns the `normalised_error` of each attention layer's outputs for its inputs."""
     layers = zip(attention_layers(model), inputs, expected, strict=True)
     return [normalised_error(attended(layer, *given), y) for layer, given, y in layers]

@@ -1,9 +1,9 @@
-"""How far mechanisms are from softmax attention, on queries, keys and values of a trained model: LARA's figure 1.
+"""Error of mechanisms against softmax attention, on a trained model's queries, keys and values, as LARA's figure 1.
 
     python analyze.py error runs/softmax --attention ra lara eva --budgets 16 49 196
 
-Softmax's matrices are sharper or flatter where logits are divided by a temperature. Of mechanisms that sample, the
-error of what they draw in training stands apart from that in evaluation.
+A temperature divides the logits and makes softmax's matrices sharper or flatter. Mechanisms that sample have two
+errors, one with samples as in training and one in evaluation.
 """
 
 import argparse
@@ -16,14 +16,14 @@ from analysis import command_line
 from analysis.approximation import Row, attend_by_softmax, measure
 from analysis.drop_in import layer_inputs
 from analysis.error_figures import AXES, draw
-from analysis.tables import markdown, quote
 from analysis.trained import load_trained, read_sample
-from engine.errors import UserError
-from engine.files import make_output, to_csv, write_file
-from engine.outputs import encode
+from engine.reporting.plots import encode
+from engine.reporting.tables import compact_table, plus_minus
+from engine.runtime.errors import UserError
+from engine.runtime.files import make_output, to_csv, write_file
 
 NUM_IMAGES = 16
-"""Images by default: of 14x14 tokens and three heads, 9,408 outputs of a layer."""
+"""Default number of images: with 14x14 tokens and three heads, 9,408 outputs of a layer."""
 
 HEADER = (
     *("attention", "options", "mode", "images", "draws", "budget", "temperature", "layer", "entropy"),
@@ -39,14 +39,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         default=[16, 49, 196],
-        help="sizes of each: its landmarks, samples, tokens of a window, ..., at temperature 1 (16 49 196)",
+        help="sizes of a mechanism: landmarks, samples, tokens of a window, ..., at temperature 1 (16 49 196)",
     )
     parser.add_argument(
         "--temperatures",
         type=float,
         nargs="+",
         default=[0.25, 1.0, 4.0],
-        help="logits are divided by them, at the middle budget (0.25 1 4)",
+        help="divisors of the logits, at the middle budget (0.25 1 4)",
     )
 
 
@@ -72,7 +72,7 @@ def main(args: argparse.Namespace) -> None:
     count = len(inputs[0][0])
     title = f"{args.checkpoint}: error against softmax of the same queries, keys and values; {count} images"
     title += f"; without training, mean ± standard deviation over draws: {args.draws}"
-    print(f"{title}\n\n{markdown([readable(row) for row in rows])}")
+    print(f"{title}\n\n{compact_table([readable(row) for row in rows])}")
     lines = (line for row in rows for line in values(row, count, args.draws))
     write_file(args.output / "error.csv", to_csv(HEADER, lines))
     for against in AXES:
@@ -80,8 +80,8 @@ def main(args: argparse.Namespace) -> None:
 
 
 def readable(row: Row) -> dict[str, str]:
-    """Title of a column -> its text."""
-    layers = {f"layer {i + 1}": quote(row.spread(i), ".3g") for i in range(len(row.entropies))}
+    """Returns title of a column -> its text."""
+    layers = {f"layer {i + 1}": plus_minus(row.spread(i), ".3g") for i in range(len(row.entropies))}
     return {
         "attention": row.name,
         "options": row.options,
@@ -89,7 +89,7 @@ def readable(row: Row) -> dict[str, str]:
         "budget": "" if row.budget is None else str(row.budget),
         "temperature": f"{row.temperature:g}",
         "entropy (nats)": f"{mean(row.entropies):.2f}",
-        "error": quote(row.spread(), ".3g"),
+        "error": plus_minus(row.spread(), ".3g"),
         **layers,
         "untrained parameters": f"{row.untrained:,}" if row.untrained else "",
         "peak (MiB)": "" if row.peak is None else f"{row.peak / 2**20:.1f}",
@@ -98,8 +98,8 @@ def readable(row: Row) -> dict[str, str]:
 
 
 def values(row: Row, images: int, draws: int) -> Iterator[list[Any]]:
-    """The rows of the CSV file: one for each layer, counted from 1."""
+    """Yields the rows of the CSV file: one for each layer, counted from 1."""
     for layer, nats in enumerate(row.entropies):
-        found = row.spread(layer) or (None, None)
+        found = (row.spread(layer) or (None, None))[:2]
         setting = [row.name, row.options, row.mode, images, draws, row.budget, row.temperature, layer + 1, nats]
         yield [*setting, *found, row.untrained, row.peak, row.problem]

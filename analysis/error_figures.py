@@ -1,4 +1,4 @@
-"""Figures of how far mechanisms are from softmax attention: against budget, memory, entropy and layer."""
+"""Figures of the error of mechanisms against softmax attention: by budget, memory, entropy and layer."""
 
 from collections.abc import Callable, Sequence
 from statistics import mean
@@ -8,34 +8,34 @@ from matplotlib.ticker import MaxNLocator, NullLocator
 
 from analysis.approximation import Row
 from analysis.drop_in import CHUNK
-from engine.palette import line_style
+from engine.reporting.plots import line_style
 
 LARGEST = 10.0
-"""The largest error that the figures tell apart; zeros have an error of 1."""
+"""Largest error that the figures resolve; zeros have an error of 1."""
 
 Points = list[tuple[float, float, float | None]]
 """Place on the horizontal axis, mean and standard deviation of the error."""
 
 
 def by_budget(rows: Sequence[Row], budgets: Sequence[int]) -> Points:
-    return [(row.budget or 1.5 * budgets[-1], *row.spread()) for row in rows if row.temperature == 1]
+    return [(row.budget or 1.5 * budgets[-1], *row.spread()[:2]) for row in rows if row.temperature == 1]
 
 
 def by_memory(rows: Sequence[Row], budgets: Sequence[int]) -> Points:
-    return sorted((row.peak / 2**20, *row.spread()) for row in rows if row.temperature == 1)
+    return sorted((row.peak / 2**20, *row.spread()[:2]) for row in rows if row.temperature == 1)
 
 
 def by_entropy(rows: Sequence[Row], budgets: Sequence[int]) -> Points:
-    return [(mean(row.entropies), *row.spread()) for row in at_middle(rows, budgets)]
+    return [(mean(row.entropies), *row.spread()[:2]) for row in at_middle(rows, budgets)]
 
 
 def by_layer(rows: Sequence[Row], budgets: Sequence[int]) -> Points:
     rows = [row for row in at_middle(rows, budgets) if row.temperature == 1]
-    return [(layer + 1, *row.spread(layer)) for row in rows for layer in range(len(row.entropies))]
+    return [(layer + 1, *row.spread(layer)[:2]) for row in rows for layer in range(len(row.entropies))]
 
 
 def at_middle(rows: Sequence[Row], budgets: Sequence[int]) -> list[Row]:
-    """The rows of the middle budget, which is measured at every temperature, and those without a budget."""
+    """Returns the rows of the middle budget, which is measured at every temperature, and rows without a budget."""
     return [row for row in rows if row.budget in (None, budgets[len(budgets) // 2])]
 
 
@@ -48,11 +48,11 @@ AXES: dict[str, tuple[Callable[[Sequence[Row], Sequence[int]], Points], str]] = 
     "entropy": (by_entropy, "entropy of softmax's weights (nats), at {temperatures}\nand a budget of {middle}"),
     "layer": (by_layer, "layer, at a budget of {middle}"),
 }
-"""What the error is shown against -> the points of a mechanism, and the label of the axis."""
+"""Horizontal axis -> function for the points of a mechanism, and label."""
 
 
 def draw(title: str, rows: Sequence[Row], against: str, modes: Sequence[str], budgets: Sequence[int]) -> Figure:
-    """The error against one of `AXES`: a panel for each mode, a line for each mechanism."""
+    """Draws the error against one of `AXES`: a panel for each mode, a line for each mechanism."""
     (points_of, label), names = AXES[against], list(dict.fromkeys(row.name for row in rows if row.errors))
     temperatures = ", ".join(f"{row:g}" for row in dict.fromkeys(row.temperature for row in rows))
     label = label.format(temperatures=f"temperatures {temperatures}", middle=budgets[len(budgets) // 2])

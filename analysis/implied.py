@@ -1,7 +1,7 @@
-"""The matrix that an attention layer multiplies its values by, whether or not the layer ever makes one.
+"""Implied matrix of an attention layer: the matrix that multiplies its values, even if the layer never builds it.
 
-Where outputs are linear in the values v, and every channel of a head is treated alike, they are P v, and the columns of
-P are the outputs for values that are the columns of the identity.
+If outputs are linear in the values v, and equal for every channel of a head, they are P v. The columns of P are then
+the outputs for the columns of the identity as values.
 """
 
 import inspect
@@ -12,18 +12,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import Attention, Grid
-from engine.errors import UserError
+from engine.runtime.errors import UserError
 
 TOLERANCE = 1e-9
-"""Of the float64 outputs by which a layer is known to have a matrix, over their largest magnitude."""
+"""Largest relative difference of float64 outputs in the test whether a layer has a matrix."""
 
 
 class NoMatrix(UserError):
-    """A layer whose outputs are no matrix times its values. The message is one line: the mechanism and the reason."""
+    """A layer's outputs are not a matrix times its values. The message names mechanism and reason on one line."""
 
 
 class LayerInput(NamedTuple):
-    """What an attention layer gets: the layer, tokens (B, P + N, C) and their grid."""
+    """Attention layer and its input: tokens (B, P + N, C) and their grid."""
 
     attn: Attention
     x: Tensor
@@ -31,13 +31,13 @@ class LayerInput(NamedTuple):
 
 
 def attention_layers(model: nn.Module) -> list[Attention]:
-    """The attention layers of a model, in their order."""
+    """Returns the attention layers of a model in order."""
     return [module for module in model.modules() if isinstance(module, Attention)]
 
 
 @torch.no_grad()
 def attention_inputs(model: nn.Module, images: Tensor) -> tuple[list[LayerInput], Tensor]:
-    """Runs `model` on images (B, C, H, W) -> what each attention layer gets, in their order, and the model's output."""
+    """Runs `model` on images (B, C, H, W) and returns the input of each attention layer, and the model's output."""
     found = []
 
     def keep(attn: Attention, inputs: tuple[Tensor, Grid]) -> None:
@@ -53,15 +53,14 @@ def attention_inputs(model: nn.Module, images: Tensor) -> tuple[list[LayerInput]
 
 @torch.no_grad()
 def implied_matrix(attn: Attention, projected: tuple[Tensor, ...], grid: Grid) -> Tensor:
-    """The P (B, h, P + N, M) with P v = the layer's outputs for its M values v, whatever these are; without a local
-    term, which is no attention.
+    """Returns P (B, h, P + N, M) such that P v equals the layer's outputs for any M values v, without a local term.
 
-    Noise of training is the same for all columns, and the generator is left as it was.
+    Noise of training is the same for all columns, and the state of the generator is restored.
 
     Args:
-        attn: a layer in float64. projected: what its `project` gives for tokens of the `grid`.
+        attn: a layer in float64. projected: result of its `project` for tokens of the `grid`.
     Raises:
-        NoMatrix: there is none, as a comparison on values drawn at random shows.
+        NoMatrix: a comparison on random values shows that there is no such matrix.
     """
     place = list(inspect.signature(attn.attend).parameters).index("v")
     v = projected[place]

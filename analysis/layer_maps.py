@@ -1,4 +1,4 @@
-"""What the attention matrices of a model's layers say in numbers, and their tables."""
+"""Statistics of the attention matrices of a model's layers, and their tables."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from analysis.distributions import as_distribution, distances, entropy, key_grid, mean_distance
 from analysis.implied import LayerInput, NoMatrix, implied_matrix
-from analysis.tables import markdown
 from attention import Grid
-from engine.files import to_csv
+from engine.reporting.tables import compact_table
+from engine.runtime.files import to_csv
 
 COLUMNS = (
     *("attention", "layer", "entropy by head (of equal weights), nats", "distance by head (of equal weights), tokens"),
@@ -21,7 +21,7 @@ COLUMNS = (
 
 
 class LayerMaps(NamedTuple):
-    """What the attention matrix of a layer says, of every head: see `analysis.distributions`.
+    """Statistics of the attention matrix of a layer for every head, see `analysis.distributions`.
 
     Attributes:
         grid, keys: (H, W) of the layer's tokens and of its keys. num_prefix_tokens: P.
@@ -47,7 +47,7 @@ class LayerMaps(NamedTuple):
 
 
 class Row(NamedTuple):
-    """A layer of a model on an image: what its attention says, or why that is not known."""
+    """Layer of a model on an image: statistics of its attention, or the reason why there are none."""
 
     attention: str
     file: str
@@ -57,7 +57,7 @@ class Row(NamedTuple):
 
 @torch.no_grad()
 def describe_layer(layer: LayerInput, query: int) -> LayerMaps | NoMatrix:
-    """What a layer's attention to the tokens of one image says, or why it has no matrix."""
+    """Returns the statistics of a layer's attention on one image, or the reason why it has no matrix."""
     attn, x, grid = layer
     try:
         weights = implied_matrix(attn, attn.project(x, grid), grid)[0].cpu()
@@ -83,7 +83,7 @@ def describe_layer(layer: LayerInput, query: int) -> LayerMaps | NoMatrix:
 
 
 def mean_over_images(rows: Sequence[Row], field: str) -> Iterator[tuple[str, int, Tensor]]:
-    """Attention, layer and the mean over images of `field` (h,), of the layers that have it."""
+    """Yields attention, layer and the mean over images of `field` (h,), for layers with a matrix."""
 
     def key(row: Row) -> tuple[str, int]:
         return row.attention, row.layer
@@ -95,7 +95,7 @@ def mean_over_images(rows: Sequence[Row], field: str) -> Iterator[tuple[str, int
 
 
 def tabulate(rows: Sequence[Row]) -> str:
-    """A Markdown table of every layer: means over images, of every head."""
+    """Formats a table of every layer: means over images for every head."""
     fields = ("entropy", "distance", "row_sum", "negative")
     means = {field: {(name, layer): x for name, layer, x in mean_over_images(rows, field)} for field in fields}
     lines = {}
@@ -112,11 +112,11 @@ def tabulate(rows: Sequence[Row]) -> str:
             "row sums": numbers(heads["row_sum"], ".3g"),
             "negative weights (%)": numbers(100 * heads["negative"], ".2g"),
         }
-    return markdown(list(lines.values()))
+    return compact_table(list(lines.values()))
 
 
 def layers_csv(rows: Sequence[Row]) -> bytes:
-    """A row for each attention, image, layer and head."""
+    """Returns a row for each attention, image, layer and head."""
     fields = ["entropy", "equal_entropy", "distance", "equal_distance", "row_sum", "negative"]
 
     def lines() -> Iterator[list[Any]]:
@@ -133,10 +133,10 @@ def layers_csv(rows: Sequence[Row]) -> bytes:
 
 
 def list_problems(rows: Sequence[Row]) -> list[str]:
-    """Why layers are left out, every reason once."""
+    """Returns the reasons why layers are left out, each once."""
     return list(dict.fromkeys(str(row.found) for row in rows if isinstance(row.found, NoMatrix)))
 
 
 def numbers(values: Tensor, form: str) -> str:
-    """The numbers of heads, with spaces between them."""
+    """Formats the numbers of heads, separated by spaces."""
     return " ".join(f"{value:{form}}" for value in values.tolist())

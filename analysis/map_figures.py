@@ -1,4 +1,4 @@
-"""Pictures of attention maps: of layers and heads, of their rollout over an image, and of their numbers by layer."""
+"""Figures of attention maps: layers and heads, rollout over an image, and statistics by layer."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,11 +14,11 @@ from analysis.distributions import rollout
 from analysis.implied import NoMatrix
 from analysis.layer_maps import LayerMaps, Row, list_problems, mean_over_images
 from attention import Grid
-from engine.palette import marker_style
+from engine.reporting.plots import marker_style
 
 
 def draw_maps(layers: Sequence[LayerMaps | NoMatrix], field: str, title: str) -> Figure:
-    """The weights in `field` of every layer (row) and head (column) as pictures of the token grid."""
+    """Draws the weights in `field` of every layer (row) and head (column) on the token grid."""
     found = [layer for layer in layers if isinstance(layer, LayerMaps)]
     num_heads = max([len(layer.entropy) for layer in found], default=1)
     height = 1.6 + (1.8 if found else 0.6) * len(layers)
@@ -55,7 +55,7 @@ def draw_maps(layers: Sequence[LayerMaps | NoMatrix], field: str, title: str) ->
 
 
 def draw_weights(axes: Axes, weights: Tensor, grid: Grid, **options: Any) -> None:
-    """Draws weights (N,) of a token grid, in multiples of the largest; negative ones are white."""
+    """Draws weights (N,) of a token grid relative to the largest; negative weights are white."""
     values = (weights / weights.max().clamp(min=1e-300)).view(grid).numpy()
     axes.imshow(values, cmap=colormaps["viridis"].with_extremes(under="white"), vmin=0, vmax=1, **options)
 
@@ -69,7 +69,7 @@ def mark(axes: Axes, index: int, grid: Grid, size: tuple[int, int]) -> None:
 
 
 def draw_rollout(layers: Sequence[LayerMaps | NoMatrix], image: Tensor, query: str, title: str) -> Figure:
-    """The image (C, H, W) in grey, and over it the rollout of the chosen query and its mean over all queries."""
+    """Draws the rollout of the chosen query, and its mean over all queries, over the image (C, H, W) in grey."""
     figure = Figure((10.5, 4.2), layout="constrained")
     figure.suptitle(title, fontsize=10, parse_math=False)
     panels, grey = figure.subplots(1, 3), image.mean(0).numpy()
@@ -87,7 +87,7 @@ def draw_rollout(layers: Sequence[LayerMaps | NoMatrix], image: Tensor, query: s
     rolled, first, (height, width) = rollout([layer.of_heads for layer in layers]), layers[0], grey.shape
     P, extent = first.num_prefix_tokens, (-0.5, width - 0.5, height - 0.5, -0.5)
     weights = rolled[first.query].clone()
-    own, weights[first.query] = weights[first.query].item(), 0  # most of it comes from the identity
+    own, weights[first.query] = weights[first.query].item(), 0  # mostly from the identity
     text = f"{percent(weights[P:].max())}\nbeside its own {100 * own:.2g} %"
     draw_weights(panels[1], weights[P:], first.grid, alpha=0.65, extent=extent)
     panels[1].set_title(f"rollout of {query}: {text}", fontsize=9)
@@ -102,7 +102,7 @@ def draw_rollout(layers: Sequence[LayerMaps | NoMatrix], image: Tensor, query: s
 
 
 def why_no_rollout(layers: Sequence[LayerMaps | NoMatrix]) -> str:
-    """Why matrices of the layers cannot be multiplied; empty where they can."""
+    """Returns why matrices of the layers cannot be multiplied; empty if they can."""
     for layer in layers:
         if isinstance(layer, NoMatrix):
             return str(layer)
@@ -112,7 +112,7 @@ def why_no_rollout(layers: Sequence[LayerMaps | NoMatrix]) -> str:
 
 
 def draw_layers(rows: Sequence[Row]) -> Figure:
-    """Entropy and mean distance of every head against the layer, means over images, and those of equal weights."""
+    """Draws entropy and mean distance of every head by layer, means over images, beside values for equal weights."""
     figure = Figure((11, 4.8), layout="constrained")
     panels = figure.subplots(1, 2)
     names = list(dict.fromkeys(row.attention for row in rows if isinstance(row.found, LayerMaps)))
@@ -155,5 +155,5 @@ def percent(weight: Tensor) -> str:
 
 
 def wrap(text: str) -> str:
-    """A refusal on two lines: what, and why."""
+    """Breaks a refusal into two lines: the subject and the reason."""
     return text.replace(": ", ":\n", 1)

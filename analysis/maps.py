@@ -1,10 +1,10 @@
-"""What attends to what: the attention matrices of every layer and head on images, and what they say in numbers.
+"""Attention matrices of every layer and head on images, and their statistics.
 
     python analyze.py maps runs/softmax photo.jpg --output maps
     python analyze.py maps runs/softmax photos/ --attention eva '{name: local, window_size: 4}'
 
-Matrices are those that layers multiply their values by (`analysis.implied`), in evaluation, in float64. With
---attention the run's weights serve other mechanisms, without training.
+Each matrix is the one by which a layer multiplies its values (`analysis.implied`), in evaluation mode in float64.
+With --attention, other mechanisms use the run's weights, without training.
 """
 
 import argparse
@@ -23,11 +23,12 @@ from analysis.layer_maps import LayerMaps, Row, describe_layer, layers_csv, list
 from analysis.map_figures import draw_layers, draw_maps, draw_rollout
 from analysis.trained import Trained, load_trained, read_images
 from attention import Grid, OptionError
-from engine.data import Images
-from engine.errors import UserError, one_line
-from engine.files import make_output, write_file
-from engine.outputs import encode
-from engine.readers import FileReader, list_files
+from engine.data.folders import FileReader, list_files
+from engine.data.splits import Images
+from engine.reporting.plots import encode
+from engine.runtime.errors import UserError
+from engine.runtime.files import make_output, write_file
+from engine.runtime.text import one_line
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--query",
         metavar="ROW,COLUMN",
-        help="the patch, from 0,0, whose weights are shown (the class token where there is one, else the centre)",
+        help="the patch, from 0,0, whose weights are shown (the class token if there is one, else the centre)",
     )
 
 
@@ -82,10 +83,10 @@ def main(args: argparse.Namespace) -> None:
 def examine(
     model: nn.Module, trained: Trained, image: Tensor, place: Grid | None, title: str
 ) -> tuple[list[LayerMaps | NoMatrix], dict[str, Figure]]:
-    """What the layers of a model in float64 attend to in an image (C, H, W), and its figures.
+    """Returns the attention statistics of a model in float64 on an image (C, H, W), and its figures.
 
     Args:
-        trained: what the model is, or was before it got other attention. place: see `choose_queries`.
+        trained: the model with its own attention. place: see `choose_queries`.
     """
     inputs, logits = attention_inputs(model, image[None].to(trained.device).double())
     queries, query = choose_queries(inputs, place, getattr(model, "cls_token", None) is not None)
@@ -101,10 +102,10 @@ def examine(
 
 
 def parse_query(text: str | None) -> Grid | None:
-    """``"3,4"`` -> (3, 4).
+    """Parses ``"3,4"`` as (3, 4).
 
     Raises:
-        UserError: anything else.
+        UserError: the text has another form.
     """
     if text is None:
         return None
@@ -115,11 +116,11 @@ def parse_query(text: str | None) -> Grid | None:
 
 
 def choose_queries(layers: Sequence[LayerInput], place: Grid | None, class_token: bool) -> tuple[list[int], str]:
-    """The index of a query among each layer's P + N tokens, and which one it is.
+    """Returns the index of a query among each layer's P + N tokens, and its description.
 
     Args:
-        place: row and column of a patch of the first layer, for which later layers with fewer tokens take the one
-            there; None: the class token, or the centre patch.
+        place: row and column of a patch of the first layer; later layers with fewer tokens take the token at the same
+            place. None: the class token, or the centre patch.
     Raises:
         UserError: the patch is outside the grid.
     """

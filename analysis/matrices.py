@@ -1,4 +1,4 @@
-"""Softmax attention matrices to look at: a trained model's on its images, and those of a random process."""
+"""Softmax attention matrices of a trained model on its images, and of a random process."""
 
 import argparse
 import math
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from analysis.implied import attention_inputs
 from analysis.trained import load_trained, read_sample
 from attention import Grid
-from engine.errors import UserError
+from engine.runtime.errors import UserError
 
 MAX_TOKENS = 1024
-"""Of a matrix: what takes it apart takes some 100 N^3 operations, and minutes where N is larger."""
+"""Most tokens of a matrix. Decompositions take some 100 N^3 operations, minutes for larger N."""
 
 
 class Layer(NamedTuple):
-    """Queries and keys of B images or samples, (B, h, P + N, d) float64; a softmax matrix follows from each head's."""
+    """Queries and keys of B images or samples, (B, h, P + N, d) float64; each head has a softmax matrix."""
 
     name: str
     q: Tensor
@@ -32,13 +32,13 @@ class Layer(NamedTuple):
 
 
 def read_layers(args: argparse.Namespace) -> list[Layer]:
-    """Queries and keys of every attention layer of the trained model, for `args.images` of its validation images.
+    """Reads queries and keys of every attention layer of the trained model for `args.images` validation images.
 
-    Layers without a key for every token, or of more than `MAX_TOKENS`, are named on stderr and left out; so is what
-    the queries and keys were trained for, where it is not softmax.
+    Layers without a key for every token, or with more than `MAX_TOKENS`, are named on stderr and left out. Queries and
+    keys that were not trained for softmax attention are reported there, too.
 
     Raises:
-        UserError: no such model, too few images, a broken one, or no layer is left.
+        UserError: there is no such model, there are too few images, one is broken, or no layer is left.
         OptionError: a wrong option, or data that cannot be used.
     """
     trained = load_trained(args)
@@ -54,7 +54,7 @@ def read_layers(args: argparse.Namespace) -> list[Layer]:
 
 @torch.no_grad()
 def capture(model: nn.Module, images: Tensor) -> list[Layer]:
-    """The layers of `read_layers`, of a model and images (B, C, H, W) in float64."""
+    """Returns the layers of `read_layers` for a model and images (B, C, H, W) in float64."""
     layers, notes = [], []
     for number, (attn, x, grid) in enumerate(attention_inputs(model, images)[0], start=1):
         q, *others = attn.project(x, grid)
@@ -73,10 +73,11 @@ def capture(model: nn.Module, images: Tensor) -> list[Layer]:
 def process1(
     samples: int, beta: float, tokens: int = 196, dim: int = 256, per_cluster: int = 4, spread: float = 0.3
 ) -> Layer:
-    """Scatterbrain's Process 1: tokens z in clusters about random centres c, and A_nm ~ exp(beta z_n . z_m).
+    """Samples Scatterbrain's Process 1: tokens z in clusters about random centres c, and A_nm ~ exp(beta z_n . z_m).
 
-    z = c + r, where ||c|| is about 1 and ||r|| about `spread` (the paper's Delta); its covariances I / sqrt(dim) are
-    read as standard deviations, for it places the clusters on the unit sphere. Rows are normalised, as softmax's are.
+    z = c + r, where ||c|| is about 1 and ||r|| about `spread` (the paper's Delta). The paper's covariances
+    I / sqrt(dim) are read as standard deviations, which place the clusters on the unit sphere as the paper states.
+    Rows are normalised as softmax's.
 
     Returns:
         The `Layer` of a sequence, one head, clusters one after the other.
@@ -89,5 +90,5 @@ def process1(
 
 
 def process1_layers(samples: int, tokens: int = 196) -> list[Layer]:
-    """`process1` from high temperature to low: inverse temperatures beta = log N times 0.1 to 2."""
+    """Samples `process1` from high temperature to low: inverse temperatures beta = log N times 0.1 to 2."""
     return [process1(samples, times * math.log(tokens), tokens) for times in (0.1, 0.2, 0.35, 0.5, 0.7, 1, 2)]

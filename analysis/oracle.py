@@ -1,12 +1,12 @@
-"""How near low rank, sparse, and both come to softmax attention matrices at one budget, and `scatterbrain` beside them.
+"""Oracle approximations of softmax attention matrices at one budget: low rank, sparse, both, and `scatterbrain`.
 
     python analyze.py oracle RUN
     python analyze.py oracle process1        # matrices of a generative process, without a model
 
-The question of Scatterbrain's section 3 (Chen et al. 2021, arXiv:2110.15343): sparse wins where rows have little
-entropy, low rank where they have much, both together in between. The budget is that of `analysis.decompositions`, and
-each method that has both parts takes the split of it, of `SHARES`, that suits the matrix; Scatterbrain also the one
-that follows from the entropy of a layer's matrices of the first image, whatever those of others are (section 5.1).
+Scatterbrain's section 3 (Chen et al. 2021, arXiv:2110.15343) states that sparse wins for rows of low entropy, low rank
+for rows of high entropy, and both together in between. `analysis.decompositions` defines the budget. Each method with
+both parts takes the split in `SHARES` that is best for the matrix. "Scatterbrain by entropy" instead takes one split
+for a layer, from the entropy of its matrices for the first image (section 5.1).
 """
 
 import argparse
@@ -21,24 +21,23 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from analysis import command_line
-from analysis.budgets import low_rank_share, split_budget
+from analysis.budgets import low_rank_share, options_text, split_budget
 from analysis.decompositions import godec, keep_largest, robust_pca, truncate
 from analysis.matrices import Layer, process1_layers, read_layers
-from analysis.tables import describe, markdown, quote, spread
 from attention import create_attention
-from engine.errors import UserError
-from engine.files import make_output, to_csv, write_file
-from engine.outputs import encode
-from engine.palette import line_style, marker_style
+from engine.reporting.plots import encode, line_style, marker_style
+from engine.reporting.tables import compact_table, plus_minus, spread
+from engine.runtime.errors import UserError
+from engine.runtime.files import make_output, to_csv, write_file
 
 SHARES = 1 / 4, 1 / 2, 3 / 4
-"""Of the budget, for low rank, where a method has both parts."""
+"""Shares of the budget for low rank, for methods with both parts."""
 
 LOWEST_BUDGET = 8
-"""A quarter of it is a rank of 1."""
+"""Lowest budget: a quarter of it is a rank of 1."""
 
 FLOOR = 1e-3
-"""The least error that the figure tells apart."""
+"""Smallest error that the figure resolves."""
 
 METHODS = "low rank", "sparse", "robust PCA", "GoDec", "Scatterbrain", "Scatterbrain by entropy"
 
@@ -46,10 +45,10 @@ PROCESS = "process1"
 
 
 class Row(NamedTuple):
-    """How near a method comes to one matrix. It is a line of the CSV file.
+    """Error of a method for one matrix, a line of the CSV file.
 
     Attributes:
-        entropy: mean of the matrix's rows, nats. budget: numbers per row; None: as many as robust PCA takes.
+        entropy: mean over the matrix's rows, nats. budget: numbers per row; None: as many as robust PCA takes.
         density: share of entries in the sparse part. error: ||A' - A||_F / ||A||_F; Scatterbrain's: mean of its draws.
     """
 
@@ -68,15 +67,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser, f"; {PROCESS}: no model, a random process")
     parser.add_argument("--images", type=int, default=4, help=f"validation images, or samples of {PROCESS} (4)")
     parser.add_argument("--budgets", type=int, nargs="+", default=[8, 16, 32, 64], help="numbers per row (8 16 32 64)")
-    parser.add_argument("--draws", type=int, default=3, help="of Scatterbrain's random features (3)")
-    parser.add_argument("--seed", type=int, default=0, help=f"of these and of {PROCESS} (0)")
+    parser.add_argument("--draws", type=int, default=3, help="number of samples of Scatterbrain's random features (3)")
+    parser.add_argument("--seed", type=int, default=0, help=f"seed of these and of {PROCESS} (0)")
 
 
 def main(args: argparse.Namespace) -> None:
     """Prints the tables, and writes the figure and the CSV file.
 
     Raises:
-        UserError, OptionError: what cannot be honoured.
+        UserError, OptionError: an argument or option cannot be honoured.
     """
     command_line.check_positive(args, "images", "draws")
     make_output(args.output, ["oracle.csv", "oracle.png"])
@@ -96,15 +95,15 @@ def main(args: argparse.Namespace) -> None:
                 bar.update()
     count = len({(row.layer, row.image, row.head) for row in rows})
     title = f"{args.checkpoint}: {count} softmax attention matrices, mean ± standard deviation over them"
-    print(f"{title}\n\nRelative Frobenius error\n\n{markdown(errors(rows))}")
-    print(f"\nRank and density (% of the entries)\n\n{markdown(sizes(rows))}")
-    print(f"\nScatterbrain by entropy\n\n{markdown(splits(layers, budgets))}")
+    print(f"{title}\n\nRelative Frobenius error\n\n{compact_table(errors(rows))}")
+    print(f"\nRank and density (% of the entries)\n\n{compact_table(sizes(rows))}")
+    print(f"\nScatterbrain by entropy\n\n{compact_table(splits(layers, budgets))}")
     write_file(args.output / "oracle.csv", to_csv(Row._fields, rows))
     write_file(args.output / "oracle.png", encode(draw(title, rows)))
 
 
 def check_budgets(budgets: Sequence[int], layer: Layer) -> None:
-    """Raises the UserError for a budget that is no compression of the layer's matrices, or too low to be split."""
+    """Raises a UserError for a budget that does not compress the layer's matrices, or is too low to be split."""
     tokens = layer.q.shape[2]
     prefix = tokens - math.prod(layer.grid)
     low = LOWEST_BUDGET + 2 * prefix
@@ -114,7 +113,7 @@ def check_budgets(budgets: Sequence[int], layer: Layer) -> None:
 
 
 class Fit(NamedTuple):
-    """How near a method comes to a matrix, and with what; as in `Row`."""
+    """Error of a method for a matrix, with its rank and density as in `Row`."""
 
     rank: int
     density: float
@@ -122,7 +121,7 @@ class Fit(NamedTuple):
 
 
 def compare(layer: Layer, budgets: Sequence[int], draws: int) -> Iterator[list[Row]]:
-    """The rows of each matrix of a layer, matrix after matrix."""
+    """Yields the rows of each matrix of a layer."""
     matrices = layer.matrices
     entropies = torch.special.entr(matrices).sum(-1).mean(-1)
     mechanism = {budget: scatterbrain_fits(layer, matrices, budget, draws) for budget in budgets}
@@ -141,7 +140,7 @@ def compare(layer: Layer, budgets: Sequence[int], draws: int) -> Iterator[list[R
 
 
 def relative_error(approximation: Tensor, a: Tensor) -> Tensor:
-    """||A' - A||_F / ||A||_F of matrices (..., N, N)."""
+    """Returns ||A' - A||_F / ||A||_F of matrices (..., N, N)."""
     return (approximation - a).norm(dim=(-2, -1)) / a.norm(dim=(-2, -1))
 
 
@@ -150,9 +149,9 @@ def best(fits: Iterable[Fit]) -> Fit:
 
 
 def decomposition_fits(a: Tensor, low: Tensor, budget: int) -> dict[str, Fit]:
-    """Method -> its fit to `a` (N, N) at the budget; a method with both parts may do without one.
+    """Returns method -> its fit to `a` (N, N) at the budget. A method with both parts may do without one.
 
-    low: of `robust_pca`. It is cut to rank r, and the entries that are then farthest from those of `a` are made exact.
+    low: low-rank part of `robust_pca`. It is truncated to rank r; then the entries with the largest error become exact.
     """
     N, ranks = len(a), [int(share * budget / 2) for share in SHARES]
 
@@ -175,7 +174,7 @@ def decomposition_fits(a: Tensor, low: Tensor, budget: int) -> dict[str, Fit]:
 
 
 def share_of(layer: Layer) -> float:
-    """The `low_rank_share` of the layer by its matrices of the first image."""
+    """Returns the `low_rank_share` of the layer from its matrices for the first image."""
     matrices = layer.matrices[0]
     return low_rank_share(torch.special.entr(matrices).sum(-1).mean().item(), matrices.shape[-1])
 
@@ -184,11 +183,11 @@ def share_of(layer: Layer) -> float:
 def scatterbrain_fits(
     layer: Layer, matrices: Tensor, budget: int, draws: int, shares: Sequence[float] = SHARES
 ) -> list[list[Fit]]:
-    """The fit of the mechanism `scatterbrain`, without training or bias, to `matrices` (B, h, P + N, P + N): `[B][h]`.
+    """Fits `scatterbrain`, without training or bias, to `matrices` (B, h, P + N, P + N) and returns fits `[B][h]`.
 
-    Its samples are its rank, its windows its entries: squares of the grid, blocks of a sequence. Of the `shares` of the
-    budget for samples, the best for the matrix. Prefix tokens, which are exact, cost 2 P of the budget. The matrix is
-    what it makes of the identity's columns as values.
+    Its samples count as rank, and its windows, squares of the grid or blocks of a sequence, as entries. Each matrix
+    gets the best of the `shares` of the budget for samples. Prefix tokens, which are exact, cost 2 P of the budget. The
+    mechanism's matrix is its output for the identity as values.
     """
     (B, h, tokens, _), grid = matrices.shape, layer.grid
     prefix = tokens - math.prod(grid)
@@ -204,7 +203,7 @@ def scatterbrain_fits(
             num_prefix_tokens=prefix,
             position_bias="none",
             **options,
-        ).double()  # in training mode, in which it draws new features every time
+        ).double()  # training mode samples new features in every call
         errors = [relative_error(attn.attend_all((layer.q, layer.k, identity), grid), matrices) for _ in range(draws)]
         density = (entries + 2 * prefix) / tokens
         fits.append(
@@ -214,19 +213,19 @@ def scatterbrain_fits(
 
 
 def errors(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """The error by layer and budget: title of a column -> its text."""
+    """Returns the errors by layer and budget: title of a column -> its text."""
     lines = []
     for layer, budget in dict.fromkeys((row.layer, row.budget) for row in rows if row.budget):
         here = [row for row in rows if (row.layer, row.budget) == (layer, budget)]
         entropy = spread(row.entropy for row in here if row.method == here[0].method)
-        line = {"layer": layer, "entropy (nats)": quote(entropy, ".2f"), "budget": str(budget)}
+        line = {"layer": layer, "entropy (nats)": plus_minus(entropy, ".2f"), "budget": str(budget)}
         by_method = {name: spread(row.error for row in here if row.method == name) for name in METHODS}
-        lines.append(line | {name: quote(found, ".3f") for name, found in by_method.items()})
+        lines.append(line | {name: plus_minus(found, ".3f") for name, found in by_method.items()})
     return lines
 
 
 def sizes(rows: Sequence[Row]) -> list[dict[str, str]]:
-    """Mean rank and density by budget; without one, those that robust PCA takes."""
+    """Returns mean rank and density by budget; robust PCA takes any."""
     lines = []
     for budget in dict.fromkeys(row.budget for row in rows):
         line = {"budget": "any" if budget is None else str(budget)}
@@ -239,7 +238,7 @@ def sizes(rows: Sequence[Row]) -> list[dict[str, str]]:
 
 
 def splits(layers: Sequence[Layer], budgets: Sequence[int]) -> list[dict[str, str]]:
-    """The options of `scatterbrain` that the entropy says, of every layer and, by their mean share, of all together."""
+    """Returns the options of `scatterbrain` by entropy for every layer and, by the mean share, for all together."""
     found = [(layer.name, share_of(layer), layer) for layer in layers]
     if len({layer.grid for layer in layers}) == 1:
         found.append(("all", fmean(share for _, share, _ in found), layers[0]))
@@ -248,14 +247,16 @@ def splits(layers: Sequence[Layer], budgets: Sequence[int]) -> list[dict[str, st
         line = {"layer": name, "share of samples": f"{share:.2f}"}
         for budget in budgets:
             free = budget - 2 * (layer.q.shape[2] - math.prod(layer.grid))
-            line[f"budget {budget}"] = describe(split_budget(free, share, layer.grid))
+            line[f"budget {budget}"] = options_text(split_budget(free, share, layer.grid))
         lines.append(line)
     return lines
 
 
 def draw(title: str, rows: Sequence[Row]) -> Figure:
-    """The error against the budget, mean and standard deviation over matrices; and of every matrix against its entropy,
-    at the middle budget."""
+    """Draws the error against the budget, mean and standard deviation over matrices.
+
+    A second panel shows the error of every matrix against its entropy, at the middle budget.
+    """
     rows = [row for row in rows if row.budget]
     budgets = sorted({row.budget for row in rows})
     middle = budgets[len(budgets) // 2]
@@ -265,7 +266,7 @@ def draw(title: str, rows: Sequence[Row]) -> Figure:
     for number, method in enumerate(METHODS):
         here = [[row.error for row in rows if (row.method, row.budget) == (method, budget)] for budget in budgets]
         places = [budget * 1.02 ** (number - 2) for budget in budgets]  # so that bars do not hide each other
-        means, deviations = zip(*map(spread, here), strict=True)
+        means, deviations, _ = zip(*map(spread, here), strict=True)
         means, deviations = [max(mean, FLOOR) for mean in means], [deviation or 0 for deviation in deviations]
         below = [min(deviation, mean - FLOOR) for mean, deviation in zip(means, deviations, strict=True)]
         by_budget.errorbar(places, means, [below, deviations], capsize=2, markersize=5, **line_style(number))

@@ -1,4 +1,4 @@
-"""What becomes of a trained model that gets another mechanism, without training: the drop-in test of Scatterbrain.
+"""Accuracy of a trained model with another mechanism, without training: the drop-in test of Scatterbrain.
 
 python analyze.py replace runs/softmax --attention local performer lara eva
 python analyze.py replace runs/softmax --attention local eva --finetune 2     # then trains on with each: ablate.py
@@ -20,26 +20,27 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from analysis import command_line
+from analysis.budgets import options_text
 from analysis.drop_in import attended, drop_in, layer_errors, layer_inputs, merge_modes, set_mode
 from analysis.implied import attention_layers
-from analysis.tables import Spread, describe, markdown, quote, spread
 from analysis.trained import Sample, Trained, load_trained, read_sample
 from attention import Grid, OptionError
-from bench.costs import count_costs
-from bench.memory import peak_bytes
-from engine.classes import ClassSubset
-from engine.config import dump_run, parse_run
-from engine.data import choose_batch_size, open_split
-from engine.errors import UserError
-from engine.files import make_output, to_csv, write_file
-from engine.outputs import encode
-from engine.palette import COLORS
+from engine.config.load import dump_run, parse_run
+from engine.data.loaders import choose_batch_size
+from engine.data.splits import open_split
+from engine.evaluation.label_matching import ClassSubset
+from engine.reporting.plots import COLORS, encode
+from engine.reporting.tables import Spread, compact_table, plus_minus, spread
+from engine.runtime.errors import UserError
+from engine.runtime.files import make_output, to_csv, write_file
+from engine.runtime.memory import peak_bytes
+from models.costs import count_costs
 
 NUM_IMAGES = 500
-"""Images that are classified by default: every mechanism, three times, takes minutes."""
+"""Default number of classified images; every mechanism, three times, takes minutes."""
 
 NUM_COMPARED = 32
-"""Images on which errors of attention layers, and the memory of a forward pass, are measured."""
+"""Number of images on which errors of attention layers, and memory of a forward pass, are measured."""
 
 ABLATE = Path(__file__).parents[1] / "ablate.py"
 
@@ -51,12 +52,13 @@ HEADER = (
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured of a mechanism: mean and standard deviation over draws.
+    """Measurements of a mechanism: mean and standard deviation over draws.
 
     Attributes:
-        name: as on the command line. options: of the mechanism. mode: see `merge_modes`. top1: percent. error: of
-            attended values, see `normalised_error`, mean over layers. macs: of one image. peak: bytes that a forward
-            pass of `NUM_COMPARED` images allocates at one time. untrained: parameters. problem: why there is no result.
+        name: as on the command line. options: options of the mechanism. mode: see `merge_modes`. top1: percent.
+            error: `normalised_error` of attended values, mean over layers. macs: for one image. peak: peak bytes of a
+            forward pass of `NUM_COMPARED` images. untrained: number of untrained parameters. problem: why there is no
+            result.
     """
 
     name: str
@@ -72,11 +74,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Own:
-    """What the trained model does with its own attention.
+    """Measurements of the trained model with its own attention.
 
     Attributes:
-        top1: percent. inputs: tokens and grid of every attention layer, of `NUM_COMPARED` images. attended: what these
-            make of them.
+        top1: percent. inputs: tokens and grid of every attention layer for `NUM_COMPARED` images. attended: attended
+            values of the layers.
     """
 
     top1: float
@@ -87,7 +89,7 @@ class Own:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
     command_line.add_drop_in(parser, NUM_IMAGES, ["evaluation"])
-    parser.add_argument("--finetune", type=int, metavar="EPOCHS", help="then train on with each, in DIR/finetune")
+    parser.add_argument("--finetune", type=int, metavar="EPOCHS", help="then train each further, in DIR/finetune")
 
 
 def main(args: argparse.Namespace) -> None:
@@ -109,7 +111,7 @@ def main(args: argparse.Namespace) -> None:
     title = f"{args.checkpoint}: top-1 {own.top1:.2f} % with its own attention, {count} images"
     title += f"; others without training, {' and '.join(args.modes)} mode"
     title += f", mean ± standard deviation over draws: {args.draws}"
-    print(f"{title}\n\n{markdown([readable(row, own.top1) for row in rows])}")
+    print(f"{title}\n\n{compact_table([readable(row, own.top1) for row in rows])}")
     lines = (values(row, own.top1, count, args.draws) for row in rows)
     write_file(args.output / "replace.csv", to_csv(HEADER, lines))
     write_file(args.output / "replace.png", encode(draw(title, rows, own.top1)))
@@ -119,10 +121,10 @@ def main(args: argparse.Namespace) -> None:
 
 
 def finetuning(trained: Trained, epochs: int) -> dict[str, Any]:
-    """The configuration of a run that trains the model on.
+    """Returns the configuration of a run that trains the model further.
 
     Raises:
-        ConfigError: it cannot be. OptionError: there are no training images.
+        ConfigError: the model cannot be trained further. OptionError: there are no training images.
     """
     options = dump_run(trained.run)
     options["init"]["weights"] = str(trained.path.resolve())
@@ -132,7 +134,7 @@ def finetuning(trained: Trained, epochs: int) -> dict[str, Any]:
 
 
 def train_on(base: Mapping[str, Any], mechanisms: Sequence[Mapping[str, Any]], directory: Path) -> None:
-    """Becomes the ablation of these mechanisms, which trains each on from `base`, and resumes what is unfinished."""
+    """Replaces this process by an ablation that trains each mechanism further from `base` and resumes such runs."""
     directory.mkdir(exist_ok=True)
     caption = f"{base['init']['weights']}, trained on for {base['schedule']['epochs']} epochs"
     plan = {"caption": caption, "base": "base.yaml", "runs": [{"attention": options} for options in mechanisms]}
@@ -151,14 +153,14 @@ def measure_own(trained: Trained, sample: Sample) -> Own:
 
 
 def compared(sample: Sample) -> Tensor:
-    """`NUM_COMPARED` of the images, evenly spaced."""
+    """Returns `NUM_COMPARED` of the images, evenly spaced."""
     count = min(NUM_COMPARED, len(sample.images))
     return sample.images[torch.arange(count) * len(sample.images) // count]
 
 
 @torch.no_grad()
 def top1(model: nn.Module, trained: Trained, sample: Sample) -> float:
-    """Percent of the images whose class has the highest logit."""
+    """Returns the percentage of images whose class has the highest logit."""
     model = ClassSubset(model, sample.columns).to(trained.device)
     parts = sample.images.split(choose_batch_size(tuple(sample.images.shape[2:])))
     found = torch.cat([model(part.to(trained.device)).argmax(1).cpu() for part in parts])
@@ -168,7 +170,7 @@ def top1(model: nn.Module, trained: Trained, sample: Sample) -> float:
 def measure(
     trained: Trained, sample: Sample, own: Own, name: str, attention: Mapping[str, Any], args: argparse.Namespace
 ) -> Iterator[Row]:
-    """The rows of a mechanism, one for each mode that makes a difference."""
+    """Yields the rows of a mechanism, one for each mode if the modes differ."""
     found = {mode: [] for mode in args.modes}
     try:
         for seed in range(args.draws):
@@ -178,7 +180,7 @@ def measure(
                 error = mean(layer_errors(model, own.inputs, own.attended))
                 results.append((top1(model, trained, sample), error))
     except OptionError as error:
-        yield Row(name, describe(attention), problem=str(error))
+        yield Row(name, options_text(attention), problem=str(error))
         return
     images = compared(sample).to(trained.device)
     with torch.no_grad():
@@ -186,19 +188,19 @@ def measure(
     macs = count_costs(trained.run.model, attention).macs
     for mode, results in merge_modes(found).items():
         accuracy, error = map(spread, zip(*results, strict=True))
-        yield Row(name, describe(attention), mode, accuracy, error, macs, peak, untrained)
+        yield Row(name, options_text(attention), mode, accuracy, error, macs, peak, untrained)
 
 
 def readable(row: Row, own: float) -> dict[str, str]:
-    """Title of a column -> its text."""
+    """Returns title of a column -> its text."""
     return {
         "attention": row.name,
         "options": row.options,
         "mode": row.mode,
         "untrained parameters": f"{row.untrained:,}" if row.untrained else "",
-        "top-1 (%)": quote(row.top1, ".2f"),
-        "change (points)": "" if row.top1 is None else f"{row.top1[0] - own:+.2f}",
-        "error": quote(row.error, ".3f"),
+        "top-1 (%)": plus_minus(row.top1, ".2f"),
+        "change (points)": "" if row.top1 is None else f"{row.top1.mean - own:+.2f}",
+        "error": plus_minus(row.error, ".3f"),
         "MACs (G)": "" if row.macs is None else f"{row.macs / 1e9:.4f}",
         "peak (MiB)": "" if row.peak is None else f"{row.peak / 2**20:.1f}",
         "cannot be built": row.problem,
@@ -206,16 +208,16 @@ def readable(row: Row, own: float) -> dict[str, str]:
 
 
 def values(row: Row, own: float, images: int, draws: int) -> list[Any]:
-    """The row of the CSV file."""
-    top1, error = row.top1 or (None, None), row.error or (None, None)
-    change = None if row.top1 is None else row.top1[0] - own
+    """Returns the row of the CSV file."""
+    top1, error = ((found or (None, None))[:2] for found in (row.top1, row.error))
+    change = None if row.top1 is None else row.top1.mean - own
     setting = [row.name, row.options, row.mode, images, draws]
     return [*setting, *top1, change, *error, row.macs, row.peak, row.untrained, row.problem]
 
 
 def draw(title: str, rows: Sequence[Row], own: float) -> Figure:
-    """Top-1 and error of every mechanism that could be built, best first, with standard deviations over draws."""
-    rows = sorted((row for row in rows if row.top1), key=lambda row: -row.top1[0])
+    """Draws top-1 and error of every mechanism that can be built, best first, with standard deviations over draws."""
+    rows = sorted((row for row in rows if row.top1), key=lambda row: -row.top1.mean)
     figure = Figure(figsize=(10, 2.2 + 0.27 * len(rows)), layout="constrained")
     figure.suptitle(title, fontsize=9, wrap=True, parse_math=False)
     accuracy, error = figure.subplots(1, 2, sharey=True)
@@ -224,7 +226,7 @@ def draw(title: str, rows: Sequence[Row], own: float) -> Figure:
         (error, "error", "normalised mean squared error\nof attended values"),
     ):
         for color, marker, hollow in ((COLORS[5], "o", False), (COLORS[4], "s", True)):
-            chosen = [(i, *getattr(row, column)) for i, row in enumerate(rows) if bool(row.untrained) == hollow]
+            chosen = [(i, *getattr(row, column)[:2]) for i, row in enumerate(rows) if bool(row.untrained) == hollow]
             if chosen:
                 y, means, deviation = zip(*chosen, strict=True)
                 deviation = [d or 0 for d in deviation]
@@ -235,7 +237,7 @@ def draw(title: str, rows: Sequence[Row], own: float) -> Figure:
         axes.grid(axis="x", alpha=0.4)
     accuracy.axvline(own, color="black", linestyle="--", label=f"its own attention: {own:.2f} %")
     error.set_xscale("symlog", linthresh=0.01)  # softmax has an error of zero
-    error.set_xlim(-0.001, 2 * max([0.01, *(row.error[0] for row in rows)]))
+    error.set_xlim(-0.001, 2 * max([0.01, *(row.error.mean for row in rows)]))
     names = [row.name if row.mode in ("evaluation", "any") else f"{row.name}, {row.mode}" for row in rows]
     accuracy.set_yticks(range(len(rows)), names, parse_math=False)
     accuracy.invert_yaxis()

@@ -1,4 +1,4 @@
-"""A trained model, and images as it gets them."""
+"""Trained model of a command line, and images in its input format."""
 
 import argparse
 import sys
@@ -10,26 +10,26 @@ import torch
 from timm.layers import to_2tuple
 from torch import Tensor, nn
 
-from engine.augment import create_transform, num_channels
-from engine.checkpoint import find_weights
-from engine.classes import match_classes
-from engine.config import parse_run
-from engine.data import Images, classes_of, open_split, report_ignored
-from engine.distributed import init_distributed
-from engine.fit import build_models
-from engine.images import BrokenImage
-from engine.schema import Run
-from engine.sources import Source, source_of
-from engine.weights import check_predicts_classes
+from engine.checkpoints.adapt import build_models
+from engine.checkpoints.files import find_weights
+from engine.checkpoints.weight_sources import Source, source_of
+from engine.checkpoints.weights import check_predicts_classes
+from engine.config.load import parse_run
+from engine.config.schema import Run, num_channels
+from engine.data.augment import create_transform
+from engine.data.images import BrokenImage
+from engine.data.splits import Images, classes_of, open_split, report_ignored
+from engine.evaluation.label_matching import match_classes
+from engine.runtime.distributed import init_distributed
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A trained model.
+    """Trained model on a device.
 
     Attributes:
         path: its checkpoint. run: its configuration. source: its weights. model: in evaluation mode.
-        classes: names of its classes, as far as known. device: where it computes.
+        classes: names of its classes, if known. device: device of the model.
     """
 
     path: Path
@@ -42,9 +42,9 @@ class Trained:
 
 @dataclass(frozen=True)
 class Sample:
-    """Images of the validation data: images (B, C, H, W) and classes (B,), on the CPU.
+    """Images (B, C, H, W) of the validation data and their classes (B,), on the CPU.
 
-    columns: which of the model's outputs each class is.
+    columns: the model's output for each class.
     """
 
     images: Tensor
@@ -53,7 +53,7 @@ class Sample:
 
 
 def load_trained(args: argparse.Namespace) -> Trained:
-    """The model that a command line names, see `command_line.add_run`.
+    """Loads the model of a command line, see `command_line.add_run`.
 
     Raises:
         UserError, OptionError: as validate.py does.
@@ -70,10 +70,10 @@ def load_trained(args: argparse.Namespace) -> Trained:
 
 
 def read_sample(trained: Trained, count: int) -> Sample:
-    """`count` of the validation images, evenly spaced; all, where there are fewer.
+    """Reads `count` validation images, evenly spaced; all, if there are fewer.
 
     Raises:
-        OptionError: data that cannot be used. BrokenImage: one that cannot be read.
+        OptionError: the data cannot be used. BrokenImage: an image cannot be read.
     """
     images = open_split(trained.run.data, "val_split")
     report_ignored("data.val_split", images)
@@ -85,10 +85,10 @@ def read_sample(trained: Trained, count: int) -> Sample:
 
 
 def read_images(images: Images, indices: Iterable[int], run: Run) -> tuple[Tensor, Tensor]:
-    """Images (B, C, H, W) as in the validation of `run`, and the class, or else the number, of each.
+    """Reads images (B, C, H, W) as in the validation of `run`, and the class of each, or its number without classes.
 
     Raises:
-        BrokenImage: one that cannot be read.
+        BrokenImage: an image cannot be read.
     """
     images.mode = "L" if num_channels(run) == 1 else "RGB"
     images.transform = create_transform(run, to_2tuple(run.model["img_size"]), is_training=False, as_bytes=False)

@@ -8,59 +8,58 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from attention.base import Attention, LayerContext
-from attention.legacy import modernise
-from attention.mechanisms.abc import Abc
-from attention.mechanisms.agent import Agent
-from attention.mechanisms.bigbird import Bigbird
-from attention.mechanisms.bilevel_routing import BilevelRouting
-from attention.mechanisms.clustered import Clustered
-from attention.mechanisms.combiner import Combiner
-from attention.mechanisms.cosformer import Cosformer
-from attention.mechanisms.dpfp import Dpfp
-from attention.mechanisms.efficient import Efficient
-from attention.mechanisms.eva import Eva
-from attention.mechanisms.eva_clustered import EvaClustered
-from attention.mechanisms.eva_lsh import EvaLsh
-from attention.mechanisms.focused_linear import FocusedLinear
-from attention.mechanisms.hilo import Hilo
-from attention.mechanisms.hydra import Hydra
-from attention.mechanisms.inline import Inline
-from attention.mechanisms.lara import Lara
-from attention.mechanisms.linear import Linear
-from attention.mechanisms.linear_sra import LinearSra
-from attention.mechanisms.linformer import Linformer
-from attention.mechanisms.local import Local
-from attention.mechanisms.longformer import Longformer
-from attention.mechanisms.mlla import Mlla
-from attention.mechanisms.neighborhood import Neighborhood
-from attention.mechanisms.nystrom import Nystrom
-from attention.mechanisms.orthoformer import Orthoformer
-from attention.mechanisms.performer import Performer
-from attention.mechanisms.polaformer import Polaformer
-from attention.mechanisms.ra import Ra
-from attention.mechanisms.rala import Rala
-from attention.mechanisms.reformer import Reformer
-from attention.mechanisms.relu_linear import ReluLinear
-from attention.mechanisms.rfa import Rfa
-from attention.mechanisms.scatterbrain import Scatterbrain
-from attention.mechanisms.scatterbrain_lsh import ScatterbrainLsh
-from attention.mechanisms.shifted_window import ShiftedWindow
-from attention.mechanisms.slab import Slab
-from attention.mechanisms.smyrf import Smyrf
-from attention.mechanisms.softmax import Softmax
-from attention.mechanisms.sparse_transformer import SparseTransformer
-from attention.mechanisms.sra import Sra
-from attention.mechanisms.synthesizer import Synthesizer
-from attention.mechanisms.t2r import T2r
-from attention.mechanisms.transformer_ls import TransformerLs
-from attention.mechanisms.transnormer import Transnormer
-from attention.mechanisms.xca import Xca
-from attention.ops import dispatch as kernels
-from attention.options import OptionError, nearest, parse_options
-from attention.parts.geometry import Grid
+from .base import Attention, LayerContext
+from .mechanisms.abc import Abc
+from .mechanisms.agent import Agent
+from .mechanisms.bigbird import Bigbird
+from .mechanisms.bilevel_routing import BilevelRouting
+from .mechanisms.clustered import Clustered
+from .mechanisms.combiner import Combiner
+from .mechanisms.cosformer import Cosformer
+from .mechanisms.dpfp import Dpfp
+from .mechanisms.efficient import Efficient
+from .mechanisms.eva import Eva
+from .mechanisms.eva_clustered import EvaClustered
+from .mechanisms.eva_lsh import EvaLsh
+from .mechanisms.focused_linear import FocusedLinear
+from .mechanisms.hilo import Hilo
+from .mechanisms.hydra import Hydra
+from .mechanisms.inline import Inline
+from .mechanisms.lara import Lara
+from .mechanisms.linear import Linear
+from .mechanisms.linear_sra import LinearSra
+from .mechanisms.linformer import Linformer
+from .mechanisms.local import Local
+from .mechanisms.longformer import Longformer
+from .mechanisms.mlla import Mlla
+from .mechanisms.neighborhood import Neighborhood
+from .mechanisms.nystrom import Nystrom
+from .mechanisms.orthoformer import Orthoformer
+from .mechanisms.performer import Performer
+from .mechanisms.polaformer import Polaformer
+from .mechanisms.ra import Ra
+from .mechanisms.rala import Rala
+from .mechanisms.reformer import Reformer
+from .mechanisms.relu_linear import ReluLinear
+from .mechanisms.rfa import Rfa
+from .mechanisms.scatterbrain import Scatterbrain
+from .mechanisms.scatterbrain_lsh import ScatterbrainLsh
+from .mechanisms.shifted_window import ShiftedWindow
+from .mechanisms.slab import Slab
+from .mechanisms.smyrf import Smyrf
+from .mechanisms.softmax import Softmax
+from .mechanisms.sparse_transformer import SparseTransformer
+from .mechanisms.sra import Sra
+from .mechanisms.synthesizer import Synthesizer
+from .mechanisms.t2r import T2r
+from .mechanisms.transformer_ls import TransformerLs
+from .mechanisms.transnormer import Transnormer
+from .mechanisms.xca import Xca
+from .ops import kernels
+from .options import OptionError, nearest, parse_options
+from .parts.geometry import Grid
 
-__version__ = "0.1.0"  # the project's: pyproject.toml reads it here
+__version__ = "0.1.0"  # the project's version, which pyproject.toml reads here
 
 ATTENTION: dict[str, type[Attention]] = {
     "softmax": Softmax,
@@ -136,7 +135,7 @@ class AttentionFactory:
 
     @classmethod
     def from_options(cls, options: str | Mapping[str, Any], path: str = "attention") -> "AttentionFactory":
-        """From ``"eva"`` or ``{"name": "eva", "window_size": 7, ...}``.
+        """Builds a factory from ``"eva"`` or ``{"name": "eva", "window_size": 7, ...}``.
 
         Raises:
             OptionError: unknown mechanism or option, wrong type or value; `path` begins the message.
@@ -147,7 +146,7 @@ class AttentionFactory:
         name = options["name"]
         if not isinstance(name, str) or name not in ATTENTION:
             raise OptionError(f"{path}.name", f"unknown mechanism {name!r}{nearest(name, ATTENTION)}")
-        name, rest = modernise(name, {key: value for key, value in options.items() if key != "name"}, path)
+        rest = {key: value for key, value in options.items() if key != "name"}
         return cls(name, parse_options(ATTENTION[name].Config, rest, f"{path}({name})"))
 
     def __call__(self, **context: Any) -> Attention:

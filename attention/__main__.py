@@ -1,16 +1,16 @@
 """`python -m attention` prints the table of all mechanisms, in Markdown, as README.md shows it.
 
-It is made of what every mechanism's file begins with: ``Title (authors year, arXiv:number): idea.``, then prose, then
-``Cost: formula multiply-accumulates``. A mechanism without a paper leaves out the parenthesis. The figures are those of
-`Attention.cost`.
+Each row comes from the docstring at the top of a mechanism's file: ``Title (authors year, arXiv:number): idea.``, then
+prose, then ``Cost: formula multiply-accumulates``. A mechanism without a paper leaves out the parenthesis. The figures
+come from `Attention.cost`.
 """
 
 import re
 import sys
 from pathlib import Path
 
-from attention import ATTENTION, AttentionFactory, Grid, LayerContext
-from attention.base import Cost
+from . import ATTENTION, AttentionFactory, Grid, LayerContext
+from .base import Cost
 
 ROOT = Path(__file__).parents[1]
 DOCSTRING = re.compile(
@@ -20,11 +20,11 @@ DOCSTRING = re.compile(
 
 
 def table() -> str:
-    """One row per mechanism of `ATTENTION` that a configuration ships for: name, paper, idea, cost as a formula and in
-    figures, and the configuration.
+    """The table in Markdown, with one row per mechanism of `ATTENTION` that has a shipped configuration: name, paper,
+    idea, cost as a formula and in figures, and the configuration.
 
     Raises:
-        ValueError: a mechanism's file does not begin as it should.
+        ValueError: a mechanism's docstring does not have the expected shape.
     """
     header = "name", "paper", "idea", "cost", "MACs (M)", "parameters", "config"
     rows = [header, ("---",) * len(header), *(row(name) for name in ATTENTION if config(name))]
@@ -44,10 +44,10 @@ def row(name: str) -> tuple[str, ...]:
 
 
 def read_docstring(name: str) -> re.Match[str]:
-    """What the file of mechanism `name` begins with: authors, number, idea, cost.
+    """Parses the module docstring of mechanism `name` into authors, number, idea and cost.
 
     Raises:
-        ValueError: it does not begin as it should.
+        ValueError: the docstring does not have the expected shape.
     """
     module = ATTENTION[name].__module__
     found = DOCSTRING.match(" ".join((sys.modules[module].__doc__ or "").split()))
@@ -58,7 +58,7 @@ def read_docstring(name: str) -> re.Match[str]:
 
 
 def layer_costs(name: str, grid: Grid) -> list[Cost]:
-    """Costs of DeiT-Tiny's layers with mechanism `name` at its defaults: one, or of every kind of layer one."""
+    """Distinct costs of DeiT-Tiny's layers with mechanism `name` at its defaults; one unless layers differ in kind."""
     options = AttentionFactory.from_options(name).config
     layers = (LayerContext(dim=192, num_heads=3, grid=grid, layer=layer, depth=12) for layer in range(12))
     return list(dict.fromkeys(ATTENTION[name].cost(context, options) for context in layers))

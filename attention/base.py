@@ -2,8 +2,8 @@
 
 Shape letters used throughout: B images, (H, W) token grid, N = H*W tokens in raster order n = y*W + x, C channels
 (dim), h heads, d = C/h channels per head, g windows, w tokens per window, e keys that a window attends to, c landmarks
-or groups, t tokens per group, s random samples, P prefix tokens (class token, registers), which precede those of the
-grid.
+or groups, t tokens per group, s random samples, P prefix tokens (class token, registers), which precede the grid
+tokens.
 """
 
 from collections.abc import Mapping
@@ -14,18 +14,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.options import OptionError
-from attention.parts.geometry import Grid, merge_heads, split_heads, split_prefix
-from attention.parts.linear import init_linear
-from attention.parts.local_term import LocalTerm
-from attention.parts.masking import stand_in
+from .options import OptionError
+from .parts.geometry import Grid, merge_heads, split_heads, split_prefix
+from .parts.linear import init_linear
+from .parts.local_term import LocalTerm
+from .parts.masking import stand_in
 
 PrefixTokens = Literal["refused", "plain", "exact"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerContext:
-    """Where an attention layer stands in a network: what the network knows of it and a mechanism may need.
+    """The place of an attention layer in a network: everything a mechanism may need to know about the network.
 
     Attributes:
         dim: channels C; num_heads: heads h, a divisor of C.
@@ -33,8 +33,8 @@ class LayerContext:
         num_prefix_tokens: class and register tokens P that precede the grid tokens.
         layer, depth: index of the layer and number of layers of the network.
         reduction: spatial reduction R that a pyramid assigns to this stage (PVT-v2: 8, 4, 2, 1); None elsewhere.
-        qkv_bias: whether the query/key/value projection has a bias. proj_drop: dropout rate of the output.
-        shared: what layers of the network share, under keys of the mechanism's choice; the network makes one dict.
+        qkv_bias: True if the query/key/value projection has a bias. proj_drop: dropout rate of the output.
+        shared: objects that the network's layers share, under keys of the mechanism's choice; one dict per network.
     """
 
     dim: int
@@ -64,7 +64,7 @@ class LayerContext:
 
 
 class Cost(NamedTuple):
-    """Of a layer, in addition to its four C x C projections; negative where it has fewer of these."""
+    """Cost of a layer beyond four C x C projections; negative for a layer with fewer projections."""
 
     parameters: int
     macs: int
@@ -73,27 +73,27 @@ class Cost(NamedTuple):
 class Attention(nn.Module):
     """Base of all mechanisms: owns the projections, with timm's parameter names; a mechanism writes `attend`.
 
-    A mechanism derives from this class, nests its options as `Config`, and stands in `attention.ATTENTION`.
+    A mechanism derives from this class, nests its options as `Config`, and is listed in `attention.ATTENTION`.
     """
 
     Config: ClassVar[type]
     prefix_tokens: ClassVar[PrefixTokens] = "refused"
-    """What prefix tokens are to the mechanism.
+    """Treatment of prefix tokens by the mechanism.
 
-    refused: a layer with prefix tokens cannot be built. plain: ordinary tokens, as to mechanisms that ignore order;
-    `attend` gets queries of all P + N. exact: they attend to all tokens by softmax, which this class does; `attend`
-    gets queries of the grid and keys of all P + N, every token of the grid attends to the prefix tokens, and windows,
-    landmarks and positions are the grid's alone.
+    refused: a layer with prefix tokens cannot be built. plain: prefix tokens are ordinary tokens, as for mechanisms
+    that ignore order; `attend` gets queries of all P + N tokens. exact: this class lets prefix tokens attend to all
+    tokens by softmax; `attend` gets queries of the grid and keys of all P + N tokens, every token of the grid attends
+    to the prefix tokens, and windows, landmarks and positions cover the grid alone.
     """
     key_mask_refusal: ClassVar[str | None] = "it does not declare what it does with masked tokens"
     """Why the mechanism refuses a key mask; None where `attend` takes one as its last argument."""
     num_projections: ClassVar[int] = 3
-    """How many of queries, keys and values `qkv` makes: 2 where keys are queries, 1 where there are only values."""
+    """Number of C x C outputs of `qkv`: 3 for queries, keys and values, 2 if keys are queries, 1 for values alone."""
     local_size: ClassVar[int] = 5
-    """Side in tokens of the filters of the local term, which a mechanism has whose option `local` is true; 0 where the
-    mechanism makes one of its own."""
+    """Side in tokens of the filters of the local term that the option `local` adds; 0 for a mechanism that makes its
+    own local term."""
     local_by_head: ClassVar[bool] = True
-    """Whether all heads share the filters of the local term; else every channel has its own."""
+    """True if all heads share the filters of the local term; otherwise every channel has its own filter."""
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__()
@@ -114,19 +114,19 @@ class Attention(nn.Module):
         width = self.head_dim if self.local_by_head else context.dim
         has_local_term = getattr(config, "local", False) and self.local_size > 0
         self.local_term = LocalTerm(width, self.local_size) if has_local_term else None
-        self.gate: nn.Module | None = None  # of the layer's input; what it gives multiplies what `proj` gets
+        self.gate: nn.Module | None = None  # maps the layer's input to factors of the input of `proj`
         for linear in (self.qkv, self.proj):
             init_linear(linear)
 
     @classmethod
     def name(cls) -> str:
-        """The mechanism's name, that of its file."""
+        """The mechanism's name, which is also the name of its file."""
         return cls.__module__.rpartition(".")[2]
 
     @property
     def ignores_order(self) -> bool:
-        """Whether a token's output is a function of the set of tokens, wherever they stand, so that some may be left
-        out; the grid then is (1, N)."""
+        """True if a token's output depends on the set of tokens and not on their positions, so that tokens may be left
+        out of the input; the grid is then (1, N)."""
         places = getattr(self.config, "causal", False) or getattr(self.config, "local", False)
         return self.prefix_tokens == "plain" and not places
 
@@ -137,10 +137,10 @@ class Attention(nn.Module):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Any) -> Cost:
-        """What a layer costs in addition to its four C x C projections (4 C^2 + 4 C parameters, 4 N C^2 MACs), exactly.
+        """Exact cost of a layer beyond its four C x C projections (4 C^2 + 4 C parameters, 4 N C^2 MACs).
 
-        Multiply-accumulates are those of matrix products and convolutions, padding included, for one image in
-        evaluation. Prefix tokens are not counted.
+        Counts the multiply-accumulates of matrix products and convolutions, padding included, for one image in
+        evaluation. Does not count prefix tokens.
         """
         raise NotImplementedError(f"{cls.__name__} does not define cost")
 
@@ -156,31 +156,32 @@ class Attention(nn.Module):
         return getattr(self.config, "attn_drop", 0.0) if self.training else 0.0
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Any, ...]:
-        """(B, P + N, C) -> queries, keys and values, each (B, h, P + N, d), and what else `attend` takes."""
+        """Projects x (B, P + N, C) to queries, keys, values, each (B, h, P + N, d), and further inputs of `attend`."""
         return split_heads(self.qkv(x), self.num_projections, self.num_heads)
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Queries (B, h, N, d), keys and values (B, h, P + N, d), the grid -> attended values (B, h, N, d).
+        """Maps queries (B, h, N, d), keys and values (B, h, P + N, d) and the grid to attended values (B, h, N, d).
 
-        A mechanism whose `project` gives other things than q, k and v takes these in their place.
-        Where prefix tokens are plain there are queries of all P + N tokens. A mechanism without `key_mask_refusal` also
-        takes key_mask, None or (B, P + N) bool: which tokens count, at least one of every image. Masked keys have
-        weights of exactly zero, masked queries no influence on other outputs, and their own are never read.
-        `stand_in` says what they hold. One that is decoded with what `past` keeps takes that, too: then q, k and v are
-        those of the next token alone.
+        A mechanism whose `project` returns other tensors than q, k and v takes those instead. If prefix tokens are
+        plain, there are queries of all P + N tokens. A mechanism without `key_mask_refusal` also takes key_mask, None
+        or (B, P + N) bool, true for tokens that count; at least one token of every image counts. Masked keys have
+        weights of exactly zero, masked queries do not influence other outputs, and outputs of masked queries are never
+        read. Masked tokens hold the values that `stand_in` gives them. A mechanism that can be decoded token by token
+        also takes `past`; then q, k and v hold the next token alone.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define attend")
 
     def forward(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
-        """(B, P + N, C) tokens, N of an (H, W) grid -> (B, P + N, C). The grid may differ from construction's.
+        """Attends over tokens (B, P + N, C), the last N of which form an (H, W) grid: (B, P + N, C).
 
         Args:
-            key_mask: which tokens of the grid count, (B, N) bool: true for those that do, as for torch's attention and
-                Hugging Face's attention_mask. What others hold has no effect and no gradient; their outputs are zero.
+            grid: (H, W); may differ from the grid given at construction.
+            key_mask: (B, N) bool, true for tokens of the grid that count, as in torch's attention and Hugging Face's
+                attention_mask. The values of other tokens have no effect and no gradient; their outputs are zero.
 
         Raises:
-            ValueError: another number of tokens than the prefix tokens and the grid make; a mask of another shape or
-                type, or for a mechanism that refuses masks.
+            ValueError: the number of tokens is not P + H*W; the mask has another shape or type, or the mechanism
+                refuses masks.
         """
         (H, W), P = grid, self.num_prefix_tokens
         if x.shape[1] != P + H * W:
@@ -193,21 +194,20 @@ class Attention(nn.Module):
         self.check_key_mask(key_mask, (x.shape[0], H * W))
         counts = F.pad(key_mask, (P, 0), value=True)
         x = stand_in(x, counts)
-        # Where no token of an image counts, its zeros attend to each other.
+        # If no token of an image counts, its zeros attend to each other.
         y = self.attend_all(self.project(x, grid), grid, counts | ~counts.any(1, keepdim=True))
         return self.output(y, x).masked_fill(~counts[..., None], 0)
 
     def attend_all(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
-        """What `project` gives, queries of all P + N tokens among it -> their attended values (B, h, P + N, d), the
-        local term included.
+        """Attended values (B, h, P + N, d) of all P + N tokens, local term included.
 
-        key_mask: see `attend`.
+        projected: the output of `project`. key_mask: see `attend`.
         """
         y = self.attend_with_prefix(projected, grid, key_mask)
         return y if self.local_term is None else y + self.local_term.convolve(projected[2], grid, key_mask)
 
     def attend_with_prefix(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None) -> Tensor:
-        """`attend`, by softmax for prefix tokens that are exact: as `attend_all`, without the local term."""
+        """`attend_all` without the local term: calls `attend`, and computes exact prefix tokens by softmax."""
         (q, *others), mask = projected, [] if key_mask is None else [key_mask]
         if self.num_prefix_tokens == 0 or self.prefix_tokens == "plain":
             return self.attend(q, *others, grid, *mask)
@@ -218,7 +218,7 @@ class Attention(nn.Module):
         return torch.cat([y_prefix, self.attend(q, *others, grid, *mask)], 2)
 
     def output(self, y: Tensor, x: Tensor) -> Tensor:
-        """What `attend_all` gives, (B, h, P + N, d), for tokens x (B, P + N, C) -> the layer's output (B, P + N, C)."""
+        """The layer's output (B, P + N, C) from attended values y (B, h, P + N, d) and the layer's input x."""
         y = merge_heads(y)
         return self.proj_drop(self.proj(y if self.gate is None else y * self.gate(x)))
 

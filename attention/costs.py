@@ -1,4 +1,4 @@
-"""What parts that mechanisms share cost: terms of their `Attention.cost`."""
+"""Costs of the parts that mechanisms share: the terms of their `Attention.cost`."""
 
 import math
 from collections.abc import Sequence
@@ -6,26 +6,26 @@ from typing import Any
 
 import torch
 
-from attention.base import Attention, Cost, LayerContext
-from attention.parts.chunks import chunk_size, num_chunked
-from attention.parts.geometry import Windows
-from attention.parts.position import BiasKind, PositionBias
-from attention.window_options import windows_on
+from .base import Attention, Cost, LayerContext
+from .parts.chunks import chunk_size, num_chunked
+from .parts.geometry import Windows
+from .parts.position import BiasKind, PositionBias
+from .window_options import windows_on
 
 
 def projections(context: LayerContext, count: int) -> Cost:
-    """`count` C x C projections of every token, as those of `qkv`."""
+    """Cost of `count` C x C projections of every token, with a bias if `qkv` has one."""
     C = context.dim
     return Cost(count * C * (C + context.qkv_bias), count * context.num_tokens * C * C)
 
 
 def total(*costs: Cost) -> Cost:
-    """Their sum."""
+    """The sum of costs."""
     return Cost(sum(cost.parameters for cost in costs), sum(cost.macs for cost in costs))
 
 
 def local_cost(mechanism: type[Attention], context: LayerContext, config: Any) -> Cost:
-    """The convolution of values that `Attention` adds where the option `local` is true."""
+    """Cost of the convolution of values that `Attention` adds if the option `local` is true."""
     if not config.local:
         return Cost(0, 0)
     width, taps = context.head_dim if mechanism.local_by_head else context.dim, mechanism.local_size**2
@@ -35,9 +35,11 @@ def local_cost(mechanism: type[Attention], context: LayerContext, config: Any) -
 def linear_attention_macs(
     context: LayerContext, num_features: int, causal: bool = False, normalised: bool = True
 ) -> int:
-    """Of f features per head: sums over keys and their mean for every query, N f C each; normalisers, N f h.
+    """MACs of linear attention with f features per head: N f C for the sums over keys, N f C for the weighted means of
+    the queries, N f h for the normalisers.
 
-    causal: the same of tokens padded to chunks of c, and N c (f h + C) within chunks; normalisers are one channel more.
+    causal: N is padded to chunks of c tokens, products within chunks add N c (f h + C), and the normaliser is one more
+    channel of the values.
     """
     N, h, f = context.num_tokens, context.num_heads, num_features
     if not causal:
@@ -47,9 +49,9 @@ def linear_attention_macs(
 
 
 def mix_features_macs(context: LayerContext, num_features: int, causal: bool = False) -> int:
-    """Of f features kept as logarithms, per head: as `linear_attention_macs`, without normalisers.
+    """MACs of attention with f features per head kept as logarithms: `linear_attention_macs` without normalisers.
 
-    causal: within a chunk the products of queries with keys up to their own alone, half of all.
+    causal: within a chunk, only the products of queries with keys up to their own are computed, about half of all.
     """
     N, C, f = context.num_tokens, context.dim, num_features
     if not causal:
@@ -58,17 +60,17 @@ def mix_features_macs(context: LayerContext, num_features: int, causal: bool = F
 
 
 def num_padded(windows: Windows) -> int:
-    """Queries of all windows with their padding, g w; N where windows attend to no token of the grid."""
+    """Number of queries of all windows, padding included, g w; N if windows attend to no token of the grid."""
     return math.prod(windows.grid) if windows.size == (0, 0) else windows.count * windows.num_queries
 
 
 def window_macs(windows: Windows, dim: int) -> int:
-    """Logits and values of w queries on e keys in each of g windows, 2 g w e C."""
+    """MACs of the logits and values of w queries on e keys in each of g windows, 2 g w e C."""
     return 2 * num_padded(windows) * windows.num_keys * dim
 
 
 def window_cost(context: LayerContext, config: Any) -> Cost:
-    """Attention within the windows of a mechanism's options, with its position bias."""
+    """Cost of attention within the windows of a mechanism's options, position bias included."""
     windows = windows_on(config, context.grid)
     kind: BiasKind = config.position_bias if config.window_size else "none"
     with torch.device("meta"):
@@ -77,19 +79,19 @@ def window_cost(context: LayerContext, config: Any) -> Cost:
 
 
 def landmark_cost(context: LayerContext, width: int, count: int, num_groups: int, norm: bool = True) -> Cost:
-    """`count` maps of the means of groups to landmarks: Linear of this width, LayerNorm with `norm`."""
+    """Cost of `count` maps from group means to landmarks: a Linear of this width and, with `norm`, a LayerNorm."""
     return Cost(count * (width**2 + width + 2 * width * norm), count * num_groups * context.dim * width)
 
 
 def group_cost(context: LayerContext, config: Any, groups: Sequence[int], queries: int) -> Cost:
-    """Landmarks, logits and values of groups for this many queries, by the options of `eva`.
+    """Cost of the landmarks, logits and values of groups for this many queries, by the options of `eva`.
 
-    groups: G sets of c groups of t tokens, whose features are products of matrices; t = 0 where they are not.
+    groups: G sets of c groups of t tokens; t = 0 if the features of the members are not matrix products.
     """
     (G, c, t), C, s, kind = groups, context.dim, config.num_samples, config.landmark_transform
     transforms = 0 if kind == "identity" else 1 + (config.mu in ("qk", "q"))
     landmarks = landmark_cost(context, context.head_dim, transforms, G * c, norm=kind == "ln_linear")
     trained = c * C if config.mu == "trainable" else 0
-    macs = (1 + s) * queries * c * C + 2 * G * c * t * s * C  # logits on groups, values; beta
-    macs += (queries + G) * c * s * C if s > 1 else 0  # samples at queries and at their means
+    macs = (1 + s) * queries * c * C + 2 * G * c * t * s * C  # logits on groups and values; beta
+    macs += (queries + G) * c * s * C if s > 1 else 0  # samples at queries and at the proposals' means
     return Cost(landmarks.parameters + trained, landmarks.macs + macs)

@@ -1,4 +1,4 @@
-"""Causal attention token by token: what a generator calls, where training takes whole sequences at once.
+"""Causal attention one token at a time, for generation; training takes whole sequences at once.
 
 decoder = create_decoder(attn, grid)
 y = torch.cat([decoder(x_n) for x_n in x.split(1, dim=1)], dim=1)  # attn(x, grid)
@@ -10,21 +10,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attention.base import Attention
-from attention.ops.group_values.op import group_logits, group_values
-from attention.ops.joint_softmax.op import mix, shared_logits
-from attention.parts.features import compute_dtype, log_kernel, upcast
-from attention.parts.geometry import Grid
-from attention.parts.groups import Groups
-from attention.parts.leave_one_out import merge
-from attention.parts.past import Past
-from attention.window_options import windows_on
+from .base import Attention
+from .ops.group_values.op import group_logits, group_values
+from .ops.joint_softmax.op import mix, shared_logits
+from .parts.features import compute_dtype, log_kernel, upcast
+from .parts.geometry import Grid
+from .parts.groups import Groups
+from .parts.leave_one_out import merge
+from .parts.past import Past
+from .window_options import windows_on
 
 
 class Decoder:
-    """A causal layer in evaluation, one token at a time: the rows of the forward pass over the whole sequence.
+    """Runs a causal layer in evaluation one token at a time; the outputs are the rows of the whole forward pass.
 
-    What it keeps is the mechanism's choice: running sums of linear attention, every key and value of softmax.
+    The mechanism chooses the state to keep: running sums for linear attention, every key and value for softmax.
 
     Args:
         attn: a layer with causal: true, in evaluation. grid: (H, W) of the whole sequence.
@@ -38,15 +38,15 @@ class Decoder:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens are decoded."""
+        """Number of tokens decoded so far."""
         return self.past.num_tokens
 
     @torch.no_grad()
     def __call__(self, x: Tensor) -> Tensor:
-        """The next token (B, 1, C) -> its output (B, 1, C).
+        """Maps the next token (B, 1, C) to its output (B, 1, C).
 
         Raises:
-            ValueError: after the last token of the grid; another number of tokens than one.
+            ValueError: all tokens of the grid are decoded already, or x does not hold exactly one token.
         """
         H, W = self.grid
         if self.num_tokens == H * W:
@@ -59,15 +59,15 @@ class Decoder:
         return y
 
     def step(self, *projected: Tensor) -> Tensor:
-        """What `project` gives of the next token -> its attended values (B, h, 1, d)."""
+        """Attended values (B, h, 1, d) of the next token, from the output of `project` for it."""
         return self.attn.attend(*projected, self.grid, past=self.past)
 
 
 class EvaDecoder(Decoder):
-    """Causal EVA, or the windows of `local`.
+    """Decoder of causal EVA and of the windows of `local`.
 
-    Keeps the tokens of the present window and group, and the summaries of the groups that ended: about |E| + C
-    entries, where softmax keeps every token.
+    Keeps the tokens of the present window and group, and the summaries of completed groups: about |E| + C entries,
+    whereas softmax keeps every token.
     """
 
     attn: Any  # Eva or Local
@@ -124,7 +124,7 @@ class EvaDecoder(Decoder):
 
 
 class ScatterbrainDecoder(Decoder):
-    """Keeps the keys and values that the token's window attends to, and sums over those before it."""
+    """Keeps the keys and values that the token's window attends to, and sums over the tokens before the window."""
 
     attn: Any  # Scatterbrain
 
@@ -164,14 +164,14 @@ DECODERS: dict[str, type[Decoder]] = {
     "transnormer": Decoder,
     "abc": Decoder,
 }
-"""Mechanism -> how it is decoded."""
+"""Mechanism -> class of its decoder."""
 
 
 def create_decoder(attn: Attention, grid: Grid) -> Decoder:
     """The decoder of a causal layer for one sequence, or a batch of them. See `Decoder`.
 
     Raises:
-        ValueError: a mechanism without one; a layer that is not causal, or in training.
+        ValueError: the mechanism has no decoder, or the layer is not causal or is in training mode.
     """
     if attn.name() not in DECODERS:
         raise ValueError(f"attention({attn.name()}): is not decoded token by token; use one of {', '.join(DECODERS)}")

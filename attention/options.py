@@ -1,8 +1,8 @@
 """Plain options (YAML, keyword arguments) -> frozen dataclasses, strictly.
 
 Every mechanism, model family and section of a run states its options as a dataclass whose fields are made with
-`option`: name, type, default, meaning and range stand in one place, and `parse_options` refuses whatever does not fit
-them.
+`option`: name, type, default, meaning and range are in one place, and `parse_options` refuses any value that does not
+fit them.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ class OptionError(ValueError):
 
 
 class UnknownOptionError(OptionError, TypeError):
-    """An option that does not exist: also a TypeError, as for any unknown keyword argument."""
+    """An option that does not exist; also a TypeError, like any unknown keyword argument."""
 
 
 def option(
@@ -40,20 +40,20 @@ def option(
     below: float | None = None,
     chosen: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """A dataclass field: default, meaning (with its unit) and range: from `low` to `high`, between `above` and `below`.
+    """A dataclass field with a default, a meaning (with its unit) and the range low <= value <= high, above < value <
+    below.
 
     Args:
-        chosen: the value that follows from the other options where this one is null: a function of them all, which
-            `parse_options` calls.
+        chosen: function of the parsed dataclass; `parse_options` calls it to replace a null value of this option.
     """
     limits = {"low": low, "high": high, "above": above, "below": below}
     return dataclasses.field(default=default, metadata={"meaning": meaning, "chosen": chosen, **limits})
 
 
 def released_option() -> Any:
-    """The field `released`: one switch for all that a mechanism's released code does otherwise.
+    """The field `released`: one switch for everything in which a mechanism's released code differs from its paper.
 
-    The options that it switches are null by default, and their rules depend on it.
+    The options that it switches are null by default; their `chosen` rules depend on it.
     """
     return option(False, "what is null as the released code has it")
 
@@ -69,7 +69,7 @@ def local_option(default: bool = False) -> Any:
 
 
 def nearest(word: object, choices: Iterable[object]) -> str:
-    """``"; did you mean 'window_size'?"`` for the choice spelled most alike, or the list of all choices."""
+    """``"; did you mean 'window_size'?"`` for the choice with the most similar spelling, or the list of all choices."""
     known = sorted(map(str, choices))
     match = difflib.get_close_matches(str(word), known, n=1)
     return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known) or 'none'}"
@@ -80,9 +80,9 @@ def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:
 
     Args:
         cls: dataclass type; fields typed bool, int, float, str, ``Literal``, ``tuple``, ``X | None`` or a dataclass.
-        options: option name -> plain value. A list stands for a tuple, an int for a float; nothing else is converted.
-            Options that are null and have a rule, see `option`, get the value that it chooses.
-        path: dotted path of this mapping in the user's configuration, to begin error messages with.
+        options: option name -> plain value. Lists become tuples and ints floats; nothing else is converted.
+            Null options with a `chosen` rule, see `option`, get the value that the rule returns.
+        path: dotted path of this mapping in the user's configuration, with which error messages begin.
     Raises:
         OptionError: unknown name (an UnknownOptionError), missing required option, wrong type, value outside its
             choices or range.
@@ -107,7 +107,7 @@ def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:
 
 
 def _check(kind: Any, value: Any, key: str) -> Any:
-    """`value` as the type `kind`, or an OptionError."""
+    """Returns `value` as the type `kind`, or raises an OptionError."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Literal:
         if value in arguments and type(value) in map(type, arguments):
@@ -146,7 +146,7 @@ def _check(kind: Any, value: Any, key: str) -> Any:
 
 
 def _spelling(kind: type, value: Any) -> str:
-    """How to write the number that YAML 1.1 took for text."""
+    """Advice on the spelling of a number that YAML 1.1 reads as text; empty for other values."""
     if kind is float and isinstance(value, str):
         try:
             number = repr(float(value))

@@ -4,11 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
-from attention.base import Attention, LayerContext
-from attention.options import option
-from attention.parts.geometry import Grid, Windows, raster
-from attention.parts.masking import of_grid
-from attention.parts.position import CAUSAL_INDEX, BiasKind, PositionBias
+from .base import Attention, LayerContext
+from .options import option
+from .parts.geometry import Grid, Windows, raster
+from .parts.masking import of_grid
+from .parts.position import CAUSAL_INDEX, BiasKind, PositionBias
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "layout": {
@@ -35,7 +35,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 NOT_RASTER = "causal attention follows the raster order; set layout: 1d"
-"""Why another layout is refused with causal attention."""
+"""Reason for refusing other layouts with causal attention."""
 
 
 def window_option(name: str) -> Any:
@@ -44,9 +44,9 @@ def window_option(name: str) -> Any:
 
 
 def windows_on(config: Any, grid: Grid, key_mask: Tensor | None = None) -> Windows:
-    """The windows of a mechanism's options on this grid; without tokens where window_size is 0.
+    """The windows of a mechanism's options on this grid; they hold no tokens if window_size is 0.
 
-    key_mask: which tokens count, (B, P + N) bool.
+    key_mask: (B, P + N) bool, true for tokens that count.
     """
     side, overlap = config.window_size, getattr(config, "overlap", 0)
     sides = (side, side), (overlap, overlap)
@@ -62,7 +62,7 @@ def position_bias(attn: Attention, context: LayerContext) -> PositionBias:
     """The position bias of a mechanism's windows.
 
     Raises:
-        OptionError: as `refuse_windows`; a bias that causal attention does not have.
+        OptionError: the errors of `refuse_windows`; a kind of bias that causal attention does not have.
     """
     config = attn.config
     refuse_windows(attn, context)
@@ -73,10 +73,10 @@ def position_bias(attn: Attention, context: LayerContext) -> PositionBias:
 
 
 def refuse_windows(attn: Attention, context: LayerContext) -> None:
-    """Refuses windows that the grid does not have.
+    """Refuses windows that do not fit the grid.
 
     Raises:
-        OptionError: a window or overlap beyond the grid; causal attention in another layout than 1d.
+        OptionError: a window or overlap is larger than the grid; causal attention has another layout than 1d.
     """
     config, (H, W) = attn.config, context.grid
     for name in ("window_size", "overlap"):

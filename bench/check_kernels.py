@@ -1,9 +1,9 @@
 """Checks the Triton kernels, and on a GPU times them: python -m bench.check_kernels
 
-Without a GPU, TRITON_INTERPRET=1 in the environment runs the same check in Triton's interpreter. Exit status 1 where a
-kernel is off. Times are of the joint softmax alone, from q, k, v to the output, in bf16, on every path of
-attention.kernels and by FlexAttention (`bench.flex`), in interleaved rounds (`bench.timing`) with cold caches;
-benchmark.py has layers and models.
+Without a GPU, TRITON_INTERPRET=1 in the environment runs the same check in Triton's interpreter. Exit status 1 means
+that a kernel is wrong. Times are of the joint softmax alone, from q, k, v to the output, in bf16, on every path of
+attention.kernels and by FlexAttention (`bench.flex`), in interleaved rounds (`bench.timing`) with cold caches.
+benchmark.py times layers and models.
 """
 
 import math
@@ -27,20 +27,20 @@ from attention.parts.features import upcast
 from attention.parts.geometry import Grid, Windows, split_heads
 from attention.parts.groups import bins
 from bench import flex
-from bench.memory import saved_bytes
-from bench.results import NOISE, describe, quote
-from bench.timing import Call, Spread, Times, count_launches, time_rounds
-from engine.report import device_name
+from bench.results import NOISE, quartile_columns, quartiles_text
+from bench.timing import Call, Quartiles, Times, count_launches, time_rounds
+from engine.runtime.memory import saved_bytes
+from engine.runtime.provenance import device_name
 
 FP32_ERROR, BEYOND_PLAIN = 1e-5, 1.15
-"""RMS error relative to the result in float64: at most this in fp32; in half precision this many times PyTorch's."""
+"""Largest RMS error relative to float64: absolute for fp32; in half precision a multiple of PyTorch's error."""
 ROUNDS, COPIED_BYTES = 20, 2**30
 FLUSHED_BYTES, FLUSHES = 2**28, 150
-"""Written before every measurement: more than caches hold, so often that it takes a GPU 10 ms or more."""
+"""Bytes written before every measurement, more than caches hold, and repeats, which take a GPU at least 10 ms."""
 
 
 def changed(case: NamedTuple) -> str:
-    """A case's fields that are not at their default."""
+    """Formats the fields of a case that differ from their defaults."""
     given = {name: value for name, value in case._asdict().items() if value != case._field_defaults.get(name)}
     return ", ".join(f"{name} {value}" for name, value in given.items())
 
@@ -66,7 +66,7 @@ class Case(NamedTuple):
 
 
 class GroupCase(NamedTuple):
-    """Values of groups that are equal tiles: rows and columns of them."""
+    """Values of groups that are equal tiles; `bins` is the number of rows and columns of tiles."""
 
     grid: Grid
     bins: Grid
@@ -102,7 +102,7 @@ TIMED = [Case((side, side), (7, 7), c=49, d=64, B=B, h=3, dtype=torch.bfloat16) 
 
 
 def example(case: Case, device: torch.device) -> tuple[list[Tensor | None], dict[str, Windows]]:
-    """Positional arguments and keywords of `joint_softmax`. In all examples, what autocast keeps in fp32 is in fp32."""
+    """Returns arguments and keywords of `joint_softmax`. Tensors that autocast keeps in fp32 are in fp32."""
     B, h, c, d, P = case.B, case.h, case.c, case.d, case.P
     generator, windows = torch.Generator().manual_seed(0), Windows(case.grid, case.window)
 
@@ -122,7 +122,7 @@ def example(case: Case, device: torch.device) -> tuple[list[Tensor | None], dict
 
 
 def plain(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows) -> Tensor:
-    """The op that the kernels stand in for, with logits of landmarks in fp32, which autocast would round."""
+    """Computes the op that the kernels replace, with landmarks' logits in fp32, which autocast would round."""
     if keys is not None:
         on_keys = upcast(windows.partition(q)) * q.shape[-1] ** -0.5 @ keys.mT
         logits = on_keys if logits is None else on_keys + logits
@@ -130,7 +130,7 @@ def plain(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows) -
 
 
 def group_example(case: GroupCase, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments of `group_values`."""
+    """Returns arguments of `group_values`."""
     generator, c = torch.Generator().manual_seed(0), case.bins[0] * case.bins[1]
     tokens = torch.randn(case.B, case.grid[0] * case.grid[1], 2 * case.h * case.d, generator=generator)
     omega = torch.randn(case.B, case.h, 1, c, 1, case.d, generator=generator)
@@ -139,9 +139,9 @@ def group_example(case: GroupCase, device: torch.device) -> tuple[list[Any], dic
 
 
 class Checked(NamedTuple):
-    """What a kind of case checks: functions of one signature, and its first arguments' names, whose gradients count.
+    """Functions of one signature that a kind of case checks, and names of the first arguments, which get gradients.
 
-    plain: PyTorch's, for half precision too without autocast.
+    plain: PyTorch's version, without autocast in half precision.
     """
 
     example: Callable
@@ -166,7 +166,7 @@ CHECKED = {
 
 
 def outputs_and_gradients(function: Callable, names: Sequence[str], inputs: list, options: dict) -> dict[str, Tensor]:
-    """The outputs, and the gradients of the inputs that have names."""
+    """Returns the outputs, and the gradients of the named inputs."""
     leaves = [x if x is None else x.detach().requires_grad_() for x in inputs[: len(names)]]
     outputs = function(*leaves, *inputs[len(names) :], **options)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
@@ -177,7 +177,7 @@ def outputs_and_gradients(function: Callable, names: Sequence[str], inputs: list
 
 
 def errors(case: NamedTuple, device: torch.device) -> dict[str, tuple[float, float]]:
-    """RMS errors of outputs and gradients relative to the literal twin in float64: of the kernels, of plain PyTorch."""
+    """Returns RMS errors of the kernels and of plain PyTorch, relative to the literal twin in float64."""
     checked = CHECKED[type(case)]
     inputs, options = checked.example(case, device)
     exact = [x.double() if isinstance(x, Tensor) else x for x in inputs]
@@ -191,14 +191,16 @@ def errors(case: NamedTuple, device: torch.device) -> dict[str, tuple[float, flo
 
 
 def excess(case: NamedTuple, error: float, plain_error: float) -> float:
-    """How many times the allowed error an error is."""
+    """Returns an error as a multiple of the allowed error."""
     beyond_plain = 0.0 if case.dtype == torch.float32 else BEYOND_PLAIN * plain_error
     return error / max(FP32_ERROR, beyond_plain)
 
 
 def time_cold(calls: Mapping[str, Call], device: torch.device) -> Times:
-    """Single calls in turns. Before each, memory is written: it leaves a GPU's caches cold, and takes so long that the
-    host has launched the call by then, so that the host's work does not count.
+    """Times single calls in turns, with memory written before each.
+
+    The writes leave a GPU's caches cold. They take so long that the host launches the call meanwhile, so that the
+    host's work does not count.
     """
     cold = torch.empty(FLUSHED_BYTES, dtype=torch.uint8, device=device)
 
@@ -210,21 +212,21 @@ def time_cold(calls: Mapping[str, Call], device: torch.device) -> Times:
 
 
 def bandwidth(device: torch.device) -> float:
-    """Bytes per second that a copy of `COPIED_BYTES` reads and writes."""
+    """Measures the bytes per second that a copy of `COPIED_BYTES` reads and writes."""
     x = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
     times = time_cold({"copy": lambda: y.copy_(x)}, device)
-    return 2 * COPIED_BYTES / Spread.of(times.seconds["copy"]).median
+    return 2 * COPIED_BYTES / Quartiles.of(times.seconds["copy"]).median
 
 
 def on_path(path: kernels.Path, q: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    """The joint softmax as layers call it in mixed precision: under autocast, its output in the dtype of q."""
+    """Computes the joint softmax as layers do in mixed precision: under autocast, with output in the dtype of q."""
     with kernels.use(path), torch.autocast(q.device.type, q.dtype):
         return joint_softmax(q, *arguments, **options).to(q.dtype)
 
 
 def softmax_of_all(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    """Over all tokens, whatever else is given."""
+    """Computes softmax attention over all tokens and ignores other arguments."""
     return F.scaled_dot_product_attention(q, k, v)
 
 
@@ -233,11 +235,11 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     **{path: partial(on_path, path) for path in ("plain", "auto", "triton")},
     "FlexAttention": flex.joint_softmax,
 }
-"""What is timed, by column."""
+"""Title of a column -> timed function."""
 
 
 def timings(case: Case, device: torch.device, bytes_per_second: float) -> list[dict[str, Any]]:
-    """Rows of the table by column: forward, and forward with backward."""
+    """Returns the rows of the table for forward, and for forward with backward."""
     inputs, options = example(case, device)
     leaves = [x.detach().requires_grad_() for x in inputs[:-1]]
     dy, rows = torch.randn_like(inputs[0]), []
@@ -255,12 +257,12 @@ def timings(case: Case, device: torch.device, bytes_per_second: float) -> list[d
         row = {"N": dy.shape[2], "B": dy.shape[0], "mode": mode}
         for name in FUNCTIONS:
             known = name in calls
-            time = describe("time", Spread.of(times.seconds[name]), times) if known else {}
-            row[f"{name} (ms)"] = quote(time, "time", 1e-3, ".3f") if known else missing[name]
+            time = quartile_columns("time", Quartiles.of(times.seconds[name]), times) if known else {}
+            row[f"{name} (ms)"] = quartiles_text(time, "time", 1e-3, ".3f") if known else missing[name]
         for name in ("SDPA", "plain", "auto", "FlexAttention"):
-            ratio = describe("ratio", times.speedup("triton", name), times) if name in calls else {}
-            row[f"over {name}"] = quote(ratio, "ratio", 1, ".2f") if ratio else ""
-        floor, triton = moved * dy.nbytes / bytes_per_second, Spread.of(times.seconds["triton"])
+            ratio = quartile_columns("ratio", times.speedup("triton", name), times) if name in calls else {}
+            row[f"over {name}"] = quartiles_text(ratio, "ratio", 1, ".2f") if ratio else ""
+        floor, triton = moved * dy.nbytes / bytes_per_second, Quartiles.of(times.seconds["triton"])
         row["of the floor"] = f"{'~' * times.noisy(triton)}{floor / triton.median:.0%}"
         row |= {f"{name} launches": count_launches(calls[name], device) if name in calls else "" for name in FUNCTIONS}
         rows.append(row)
@@ -269,7 +271,7 @@ def timings(case: Case, device: torch.device, bytes_per_second: float) -> list[d
 
 
 def implemented(calls: Mapping[str, Call]) -> tuple[dict[str, Call], dict[str, str]]:
-    """Calls that PyTorch has for their device, made once: compiled, their memory at hand; and of others why not."""
+    """Makes every call once, to compile it. Returns the calls that work on the device, and why others do not."""
     missing = {}
     for name, call in calls.items():
         try:
@@ -280,7 +282,7 @@ def implemented(calls: Mapping[str, Call]) -> tuple[dict[str, Call], dict[str, s
 
 
 def table(device: torch.device) -> Iterator[str]:
-    """Lines of the table of times, and what ~ means in it."""
+    """Yields the lines of the table of times, and the meaning of ~."""
     bytes_per_second, columns = bandwidth(device), None
     for case in TIMED:
         for row in timings(case, device, bytes_per_second):

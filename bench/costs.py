@@ -1,47 +1,25 @@
-"""What a model costs: parameters, and multiply-accumulates (MACs) of one image. The papers print MACs as "FLOPs"."""
+"""Parameters and multiply-accumulates (MACs) of models: beside the papers' figures, and with every mechanism."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Sequence
 from functools import partial
 from operator import add, sub
-from typing import Any, NamedTuple
-
-import torch
-from timm.layers import to_2tuple
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from pathlib import Path
 
 from attention import ATTENTION, AttentionFactory, LayerContext
-from models import create_model, parse_model
+from engine.config.load import load_run
+from engine.config.papers import PaperRow
+from engine.reporting.tables import markdown_table
+from models import parse_model
+from models.costs import Costs, count_costs
 
-
-class Costs(NamedTuple):
-    """Trainable parameters, and MACs of matrix products and convolutions for one image in evaluation."""
-
-    parameters: int
-    macs: int
-
-
-def count_costs(model: Mapping[str, Any], attention: Any) -> Costs:
-    """Costs of the model and attention of a `Run`, counted on the meta device: no memory, no arithmetic.
-
-    Softmax, exponentials, normalisations and element-wise products are not counted, as in the papers.
-    """
-    with torch.device("meta"):
-        network = create_model(attention=attention, **model).eval()
-        image = torch.empty(1, network.in_chans, *to_2tuple(model["img_size"]))
-    return costs_of(network, image)
-
-
-def costs_of(network: nn.Module, *inputs: Any) -> Costs:
-    """Costs of one call of `network`, in the mode that it is in."""
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        network(*inputs)
-    return Costs(sum(p.numel() for p in network.parameters()), counter.get_total_flops() // 2)
+CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 def stated_costs(model: str) -> dict[str, Costs]:
-    """Costs of the DeiT `model` with every mechanism at its defaults: what is counted with softmax attention, and the
-    difference that `Attention.cost` makes.
+    """Returns the costs of the DeiT `model` with every mechanism at its defaults.
+
+    They are the counted costs with softmax attention, plus the difference by `Attention.cost`.
     """
     config = parse_model(model, {})
     side = config.img_size // config.patch_size
@@ -57,3 +35,42 @@ def stated_costs(model: str) -> dict[str, Costs]:
     counted = count_costs({"name": model, "img_size": config.img_size}, "softmax")
     backbone = Costs(*map(sub, counted, of_layers("softmax")))
     return {name: Costs(*map(add, backbone, of_layers(name))) for name in ATTENTION}
+
+
+def print_costs(rows: Sequence[PaperRow]) -> None:
+    """Prints parameters and MACs of every row beside the paper's and the released code's figures, as Markdown."""
+    titles = "configuration", "parameters (M)", "paper", "MACs (G)", "paper", "released code", "top-1 (%)", "source"
+    lines = []
+    for row in rows:
+        parameters, macs = costs_of_run(row.config, row.overrides)
+        cells = [
+            " ".join((row.config, *row.overrides)),
+            f"{parameters / 1e6:.3f}",
+            row.parameters or "",
+            f"{macs / 1e9:.3f}",
+            row.macs or "",
+            row.released_macs or "",
+            row.top1 or "",
+            row.source,
+            row.note,
+        ]
+        lines.append([str(cell) for cell in cells])
+    print(markdown_table([*titles, "note"], lines))
+
+
+@functools.cache
+def costs_of_run(config: str, overrides: tuple[str, ...]) -> Costs:
+    """Returns the costs of the model of a file in configs/. The cache serves rows of the same model."""
+    run = load_run(CONFIGS / config, overrides)
+    return count_costs(run.model, run.attention)
+
+
+def print_costs_by_size() -> None:
+    """Prints MACs and parameters of DeiT-Tiny for 196, 784 and 3136 tokens with every mechanism at its defaults."""
+    titles = "MACs (G) at 196 tokens", "parameters (M)", "at 784", "parameters", "at 3136", "parameters"
+    by_size = [stated_costs(f"deit_tiny_p{patch}") for patch in (16, 8, 4)]
+    rows = []
+    for name in ATTENTION:
+        costs = [by_name[name] for by_name in by_size]
+        rows.append([name, *(f"{x:.3f}" for c in costs for x in (c.macs / 1e9, c.parameters / 1e6))])
+    print(f"\n{markdown_table(['DeiT-Tiny with', *titles], rows)}")

@@ -1,4 +1,4 @@
-"""Figures of what a benchmark has measured: time and memory against size."""
+"""Figures of a benchmark: time and memory against size."""
 
 import itertools
 import math
@@ -13,13 +13,12 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from bench.results import SETTINGS
-from engine.files import write_file
-from engine.outputs import encode
-from engine.palette import line_style
+from engine.reporting.plots import encode, line_style
+from engine.runtime.files import write_file
 
 
 class Scale(NamedTuple):
-    """What the axes of a figure count in: labels, and the units of seconds and bytes."""
+    """Labels of the axes of a figure, and its units of seconds and bytes."""
 
     x: str
     per: str
@@ -28,15 +27,15 @@ class Scale(NamedTuple):
 
 
 TOKENS = Scale("tokens", "token", ("µs", 1e-6), ("KiB", 2**10))
-"""Of layers: a line that is level is linear in the number of tokens."""
+"""Scale for layers: a level line means a cost linear in the number of tokens."""
 IMAGES = Scale("side of the image (pixels)", "image", ("ms", 1e-3), ("MiB", 2**20))
-"""Of models."""
+"""Scale for models."""
 
 
 def draw_figures(rows: Sequence[dict[str, Any]], output: Path) -> None:
-    """Writes attention.png, of layers, core.png and model.png into the directory `output`.
+    """Writes attention.png (layers), core.png and model.png into the directory `output`.
 
-    What was measured at one size makes no figure.
+    Subjects that were measured at a single size get no figure.
     """
     for kind, same_kind in itertools.groupby(rows, key=itemgetter("kind")):
         same_kind = list(same_kind)
@@ -45,9 +44,9 @@ def draw_figures(rows: Sequence[dict[str, Any]], output: Path) -> None:
 
 
 def draw(rows: Sequence[dict[str, Any]]) -> Figure:
-    """Time and peak memory against size, on logarithmic axes: panels for every setting, and a line for every name.
+    """Draws time and peak memory against size on logarithmic axes: panels for every setting, a line for every name.
 
-    Bars are quartiles. What is too noisy has white markers, and what did not fit into memory is named below.
+    Bars are quartiles. Noisy values have white markers. A note names subjects that did not fit into memory.
     """
     scale = IMAGES if rows[0]["kind"] == "model" else TOKENS
     setting_of = itemgetter(*SETTINGS[2:])
@@ -72,7 +71,7 @@ def draw(rows: Sequence[dict[str, Any]]) -> Figure:
 
 
 def draw_times(axes: Axes, rows: Sequence[dict[str, Any]], scale: Scale, style: dict[str, Any]) -> None:
-    """A line with quartiles, and white markers where it is too noisy."""
+    """Draws a line with quartiles, and white markers at noisy values."""
     (sizes, seconds), (_, low), (_, high) = (
         points(rows, name, scale, scale.time[1]) for name in ("seconds", "seconds_q1", "seconds_q3")
     )
@@ -84,19 +83,19 @@ def draw_times(axes: Axes, rows: Sequence[dict[str, Any]], scale: Scale, style: 
 
 
 def points(rows: Sequence[dict[str, Any]], name: str, scale: Scale, unit: float) -> tuple[list[float], list[float]]:
-    """Sizes, and the quantity `name` per token or image of the batch, in the unit of the axis."""
+    """Returns sizes, and the quantity `name` per token or image of the batch in the unit of the axis."""
     counts = [row["batch"] * (extent(row) if scale is TOKENS else 1) for row in rows]
     return [extent(row) for row in rows], [row[name] / unit / n for row, n in zip(rows, counts, strict=True)]
 
 
 def extent(row: dict[str, Any]) -> float:
-    """Tokens of a layer; the side of a model's image in pixels, of a square of the same area."""
+    """Returns the tokens of a layer, or the side in pixels of a square with the area of a model's image."""
     sides = [int(side) for side in row["size"].split("x")]
     return math.prod(sides) ** (1 / len(sides)) if row["kind"] == "model" else math.prod(sides)
 
 
 def set_logarithmic(axes: Axes, sizes: dict[float, str]) -> None:
-    """Logarithmic axes with plain numbers, those of x where something was measured."""
+    """Sets logarithmic axes with plain numbers, and ticks of x at the measured sizes."""
     axes.set_xscale("log")
     axes.set_xticks(list(sizes), sizes.values())
     axes.set_yscale("log")
@@ -107,7 +106,7 @@ def set_logarithmic(axes: Axes, sizes: dict[float, str]) -> None:
 
 
 def note(rows: Sequence[dict[str, Any]]) -> str:
-    """What the markers mean, and what did not fit into memory."""
+    """Returns the meaning of the markers, and the subjects that did not fit into memory."""
     refused = [f"{row['name']} at {row['size']} ({row['mode']})" for row in rows if not row["seconds"]]
     meanings = ["bars: quartiles"]
     if any(row["seconds_noisy"] for row in rows):

@@ -1,8 +1,8 @@
-"""The joint softmax of windows and landmarks by PyTorch's FlexAttention (Dong et al. 2024, arXiv:2412.05496): exact, a
-peer of the kernels and no path of layers.
+"""The joint softmax of windows and landmarks by PyTorch's FlexAttention (Dong et al. 2024, arXiv:2412.05496): exact.
+It is a peer of the kernels in benchmarks, and no path of layers.
 
 Keys are the prefix tokens, the tokens of the grid and the landmarks. A mask lets a query attend to its window and to
-all that is no token of the grid; a position bias and what is added to landmarks' logits are captured.
+all prefix tokens and landmarks. The score function captures the position bias and the term added to landmarks' logits.
 """
 
 import functools
@@ -26,19 +26,22 @@ def joint_softmax(
     *,
     windows: Windows,
 ) -> Tensor:
-    """`attention.ops.joint_softmax.op.joint_softmax` of windows that do not overlap and landmarks that all share.
+    """Computes `attention.ops.joint_softmax.op.joint_softmax` for windows without overlap and shared landmarks.
 
-    Fused on a GPU; on a CPU the whole matrix is in memory.
+    It is fused on a GPU. On a CPU the whole matrix is in memory.
 
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d). bias: position bias of the window, (h, w, w).
-        keys, values: of the landmarks, (B, h, 1, c, d). logits: added to theirs, broadcast to (g windows, 1, c).
+        keys, values: landmarks, (B, h, 1, c, d). logits: added to their logits, broadcast to (g windows, 1, c).
     Returns:
         (B, h, N, d).
     Raises:
-        NotImplementedError: PyTorch's, for tensors that require gradients on a CPU.
+        NotImplementedError: raised by PyTorch for tensors that require gradients on a CPU.
     """
-    first, number = k.shape[2] - q.shape[2], k.shape[2]  # keys that are the grid's first token, the first landmark
+    first, number = (
+        k.shape[2] - q.shape[2],
+        k.shape[2],
+    )  # positions of the grid's first token and the first landmark among the keys
     if keys is not None:
         k, v = (torch.cat([x, summaries[:, :, 0].to(x.dtype)], 2) for x, summaries in ((k, keys), (v, values)))
     prior = None if logits is None else logits.expand(windows.count, 1, -1)[:, 0]
@@ -65,7 +68,7 @@ def _attention(device: str) -> Callable[..., Tensor]:
 
 @functools.lru_cache(maxsize=16)
 def _mask(windows: Windows, first: int, number: int, length: int, device: torch.device) -> BlockMask:
-    """Which of `length` keys a query attends to: those before the grid, in its window, and from `number` on."""
+    """Returns the mask over `length` keys: a query attends to prefix tokens, its window, and keys from `number` on."""
 
     def attended(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         own = _window(query, windows) == _window(key - first, windows)
@@ -75,12 +78,12 @@ def _mask(windows: Windows, first: int, number: int, length: int, device: torch.
 
 
 def _window(n: Tensor, windows: Windows) -> Tensor:
-    """The window of token n."""
+    """Returns the window of token n."""
     (_, W), (rows, columns) = windows.grid, windows.size
     return n // W // rows * -(-W // columns) + n % W // columns
 
 
 def _position(n: Tensor, windows: Windows) -> Tensor:
-    """The position of token n in its window."""
+    """Returns the position of token n in its window."""
     (_, W), (rows, columns) = windows.grid, windows.size
     return n // W % rows * columns + n % W % columns

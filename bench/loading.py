@@ -1,11 +1,11 @@
-"""Measures what one core feeds to training: images per second from JPEG files and from what `engine.prepare` makes.
+"""Images per second that one core feeds to training, from JPEG files and from data of `engine.data.prepare`.
 
     python -m bench.loading                     # JPEG files of 500 x 375 pixels, made on the spot
     python -m bench.loading /data/imagenet      # the first images of a data set's training split
 
-Every source gives the same images, cut and augmented as in the recipe (DeiT's policy at 224 pixels) from the same seeds
-and stacked to batches of uint8. Sources take turns as in `bench.timing`; ratios are taken within a round, and their
-median is what counts. Time is that of the processor in this process alone; waiting for a disk is not in it.
+Every source gives the same images, cropped and augmented as in the recipe (DeiT's policy at 224 pixels) with equal
+seeds, and stacked to batches of uint8. Sources take turns as in `bench.timing`; the result is the median of ratios
+within a round. Time is the CPU time of this process, without waiting for a disk.
 """
 
 import argparse
@@ -22,15 +22,17 @@ from PIL import Image
 from timm.data.loader import fast_collate
 from tqdm import tqdm
 
-from bench.results import NOISE, describe, quote
-from bench.timing import Spread, Times, time_rounds
-from engine.augment import create_transform
-from engine.config import refuse_bad_input
-from engine.data import ImageLoader, Images, open_split
-from engine.distributed import seed_everything
-from engine.prepare import prepare
-from engine.schema import Data, Run
-from engine.subset import SubsetReader
+from bench.results import NOISE, quartile_columns, quartiles_text
+from bench.timing import Quartiles, Times, time_rounds
+from engine.config.schema import Data, Run
+from engine.data.augment import create_transform
+from engine.data.loaders import ImageLoader
+from engine.data.prepare import prepare
+from engine.data.splits import Images, open_split
+from engine.data.subset import SubsetReader
+from engine.reporting.tables import align
+from engine.runtime.distributed import seed_everything
+from engine.runtime.errors import refuse_bad_input
 
 IMG_SIZE, BATCH_SIZE = 224, 32
 
@@ -40,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Images per second and core.", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("root", nargs="?", help="holds class folders in `train` (JPEG made on the spot)")
-    parser.add_argument("--images", type=int, default=128, help="images of a turn (128)")
+    parser.add_argument("--images", type=int, default=128, help="images per turn (128)")
     parser.add_argument("--rounds", type=int, default=9, help="turns of every source (9)")
     args = parser.parse_args(arguments)
     if args.images < 1:
@@ -52,11 +54,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         root = Path(args.root) if args.root else write_jpegs(Path(folder) / "made", args.images)
         sources = open_sources(root, Path(folder), args.images)
         count = min(args.images, len(sources["JPEG"]))
-        print(table(time_sources(sources, count, args.rounds), count))
+        print(speed_table(time_sources(sources, count, args.rounds), count))
 
 
 def write_jpegs(root: Path, count: int) -> Path:
-    """Makes `count` JPEG files (500 x 375 pixels, quality 95, about 125 kB) of one class below `root`."""
+    """Writes `count` JPEG files (500 x 375 pixels, quality 95, about 125 kB) of one class below `root`."""
     folder = root / "train" / "class"
     folder.mkdir(parents=True)
     for i in range(count):
@@ -73,7 +75,7 @@ def write_jpegs(root: Path, count: int) -> Path:
 
 
 def open_sources(root: Path, folder: Path, count: int) -> dict[str, Images]:
-    """The same images from every kind of storage; the first is the plain one. `folder`: where to prepare them."""
+    """Opens the same images in every kind of storage, plain JPEG files first; prepares the others in `folder`."""
     run = Run(model={}, attention="softmax")
 
     def training_split(dataset: str, path: Path) -> Images:
@@ -91,7 +93,7 @@ def open_sources(root: Path, folder: Path, count: int) -> dict[str, Images]:
 
 
 def time_sources(sources: Mapping[str, Images], count: int, rounds: int) -> Times:
-    """Processor time that every source takes for its first `count` images, augmented with the same seed in a round."""
+    """Measures the CPU time of every source for its first `count` images, with equal seeds in a round."""
 
     def load(images: Images) -> None:
         for _ in ImageLoader(images, BATCH_SIZE, stack=fast_collate, limit=math.inf, remedy="", sampler=range(count)):
@@ -106,16 +108,18 @@ def time_sources(sources: Mapping[str, Images], count: int, rounds: int) -> Time
         return time_rounds(calls, rounds, torch.device("cpu"), 0, clock=time.process_time, before=before)
 
 
-def table(times: Times, count: int) -> str:
-    """Images a second and milliseconds an image by source, and ratios to the speed of the first."""
+def speed_table(times: Times, count: int) -> str:
+    """Formats images per second, milliseconds per image, and the ratio to the first source's speed."""
     plain, rows = next(iter(times.seconds)), []
     for name, seconds in times.seconds.items():
-        row = describe("seconds", Spread.of(seconds), times) | describe("ratio", times.speedup(name, plain), times)
-        speed, ms = f"{count / row['seconds']:.0f}", quote(row, "seconds", count / 1000, ".2f")
-        rows.append((name, speed, ms, quote(row, "ratio", 1, ".2f")))
+        row = quartile_columns("seconds", Quartiles.of(seconds), times) | quartile_columns(
+            "ratio", times.speedup(name, plain), times
+        )
+        speed, ms = f"{count / row['seconds']:.0f}", quartiles_text(row, "seconds", count / 1000, ".2f")
+        rows.append((name, speed, ms, quartiles_text(row, "ratio", 1, ".2f")))
     header = ("source", "images/s per core", "ms", "ratio")
-    lines = ["{:<26}{:>18}{:>22}{:>22}".format(*row) for row in (header, *rows)]
-    return "\n".join([*lines, *([NOISE] if any("~" in line for line in lines) else [])])
+    text = align([header, *rows])
+    return f"{text}\n{NOISE}" if "~" in text else text
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a benchmark has measured, row by row: a table for people, CSV and JSON; and how a noisy figure is marked."""
+"""Results of a benchmark: Markdown for readers, CSV and JSON for programs, and the marking of noisy values."""
 
 import csv
 import itertools
@@ -8,41 +8,42 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from bench.timing import MAX_ERROR, MAX_WAITED, Spread, Times
+from bench.timing import MAX_ERROR, MAX_WAITED, Quartiles, Times
+from engine.reporting.tables import compact_table
 
 NOISE = (
     f"~ is noisy: the median's standard error, 0.93 x interquartile range / sqrt(rounds), is above {MAX_ERROR:.0%}, or "
     f"other programs kept the measurement from running for more than {MAX_WAITED:.0%} of its time."
 )
-"""What the report calls noisy."""
+"""Meaning of ~ in tables."""
 MEMORY = (
     "Peak: what torch allocates during a call, beyond parameters, optimiser state and inputs. Saved: what the result "
     "keeps for its backward pass, without parameters. MACs: of one image, forward."
 )
-"""What the counts mean."""
+"""Meaning of the counts."""
 
 SETTINGS = ("size", "batch", "mode", "dtype", "execution")
 ENDS = ("", "_q1", "_q3", "_noisy")
 MEASURED = [name + end for name in ("seconds", "speedup") for end in ENDS]
 COUNTED = ("images_per_second", "waited", "peak_bytes", "peak_ratio", "saved_bytes", "launches", "macs", "parameters")
 COLUMNS = ("kind", "name", "baseline", *SETTINGS, *MEASURED, *COUNTED)
-"""Of results.csv and results.json. peak_ratio: to the baseline. waited: share of the time, see `bench.timing.Times`."""
+"""Columns of results.csv and results.json. peak_ratio: relative to the baseline. waited: see `bench.timing.Times`."""
 
 
-def describe(name: str, spread: Spread, times: Times) -> dict[str, float | bool]:
-    """The four columns of the quantity `name`."""
-    values = (spread.median, spread.low, spread.high, times.noisy(spread))
+def quartile_columns(name: str, found: Quartiles, times: Times) -> dict[str, float | bool]:
+    """Returns the four columns of the quantity `name`."""
+    values = (found.median, found.low, found.high, times.noisy(found))
     return dict(zip((name + end for end in ENDS), values, strict=True))
 
 
-def quote(row: Mapping[str, Any], name: str, unit: float, form: str) -> str:
-    """The quantity `name` of a row as ``"~1.23 (1.20–1.30)"``: median and quartiles, ~ if noisy; empty if unknown."""
+def quartiles_text(row: Mapping[str, Any], name: str, unit: float, form: str) -> str:
+    """Formats a quantity of a row as ``"~1.23 (1.20–1.30)"``: median and quartiles, ~ if noisy; empty if unknown."""
     median, low, high, noisy = (row[name + end] for end in ENDS)
     return "" if median is None else f"{'~' * noisy}{median / unit:{form}} ({low / unit:{form}}–{high / unit:{form}})"
 
 
-def report(metadata: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: how it was measured, and a table for layers and one for models."""
+def format_results(metadata: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """Formats the conditions of the measurements, and a table for each kind of subject, as Markdown."""
     lines = [
         ", ".join(f"{name} {value}" for name, value in metadata.items() if name != "command"),
         "",
@@ -52,11 +53,8 @@ def report(metadata: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
         table = alike([readable(row) for row in same_kind])
         settings = {name: text for name, text in table[0].items() if name in SETTINGS}
         shared = [name for name in settings if len({line[name] for line in table}) == 1]
-        empty = [name for name in table[0] if not any(line[name] for line in table)]
-        names = [name for name in table[0] if name not in (*shared, *empty)]
         lines += ["", f"{kind}: " + ", ".join(f"{name} {settings[name]}" for name in shared if settings[name]), ""]
-        lines += [f"| {' | '.join(line)} |" for line in (names, ["---"] * len(names))]
-        lines += [f"| {' | '.join(line[name] for name in names)} |" for line in table]
+        lines += [compact_table([{name: line[name] for name in line if name not in shared} for line in table])]
     noisy = sum(bool(row["seconds_noisy"] or row["speedup_noisy"]) for row in rows)
     if noisy:
         waited = max(row["waited"] or 0 for row in rows)
@@ -65,7 +63,7 @@ def report(metadata: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
 
 
 def alike(table: Sequence[dict[str, str]]) -> Sequence[dict[str, str]]:
-    """Rows of one set of columns: where their speed-ups have several baselines, these are not named in the title."""
+    """Gives all rows the same columns: speed-ups over several baselines share a title that names none of them."""
     if len({tuple(line) for line in table}) == 1:
         return table
     own = "speed-up over its baseline"
@@ -73,7 +71,7 @@ def alike(table: Sequence[dict[str, str]]) -> Sequence[dict[str, str]]:
 
 
 def readable(row: Mapping[str, Any]) -> dict[str, str]:
-    """Title of a column -> its text in a row, for people; what is not known is empty."""
+    """Returns title of a column -> its text in a row; empty for unknown values."""
 
     def text(value: float | None, unit: float, form: str) -> str:
         return "" if value is None else f"{value / unit:{form}}"
@@ -81,8 +79,8 @@ def readable(row: Mapping[str, Any]) -> dict[str, str]:
     return {
         "name": row["name"],
         **{name: str(row[name]) for name in SETTINGS},
-        "ms": quote(row, "seconds", 1e-3, ".4g") or "out of memory",
-        f"speed-up over {row['baseline']}": quote(row, "speedup", 1, ".2f"),
+        "ms": quartiles_text(row, "seconds", 1e-3, ".4g") or "out of memory",
+        f"speed-up over {row['baseline']}": quartiles_text(row, "speedup", 1, ".2f"),
         "images/s": text(row["images_per_second"], 1, ".4g"),
         "peak (MiB)": text(row["peak_bytes"], 2**20, ".1f")
         + (f" ({row['peak_ratio']:.2f}x)" if row["peak_ratio"] else ""),
@@ -95,7 +93,7 @@ def readable(row: Mapping[str, Any]) -> dict[str, str]:
 
 def write_tables(metadata: Mapping[str, Any], rows: Sequence[dict[str, Any]], output: Path) -> None:
     """Writes table.md, results.csv and results.json into the directory `output`."""
-    (output / "table.md").write_text(report(metadata, rows))
+    (output / "table.md").write_text(format_results(metadata, rows))
     (output / "results.json").write_text(json.dumps({"metadata": metadata, "rows": rows}, indent=1))
     with (output / "results.csv").open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)

@@ -1,4 +1,4 @@
-"""How long calls take beside each other, in interleaved rounds, and how many kernels they launch."""
+"""Times of calls in interleaved rounds, and numbers of kernels that they launch."""
 
 import gc
 import math
@@ -19,12 +19,12 @@ MAX_WAITED = 0.05
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Repeated measurements of one quantity.
+class Quartiles:
+    """Quartiles of repeated measurements of one quantity.
 
     Attributes:
-        median, low, high: median, first and third quartile. error: standard error of the median over the median, from
-            the quartiles as of a normal distribution: 0.93 (high - low) / sqrt(count).
+        median, low, high: median, first and third quartile. error: relative standard error of the median, by the
+            quartiles of a normal distribution: 0.93 (high - low) / sqrt(count) / median.
     """
 
     median: float
@@ -33,33 +33,33 @@ class Spread:
     error: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
-        """Of at least two values."""
+    def of(cls, values: Sequence[float]) -> "Quartiles":
+        """Computes the quartiles of at least two values."""
         low, median, high = statistics.quantiles(values, method="inclusive")
         return cls(median, low, high, 0.93 * (high - low) / math.sqrt(len(values)) / median)
 
 
 @dataclass(frozen=True)
 class Times:
-    """What several calls took in the same rounds.
+    """Times of several calls in the same rounds.
 
     Attributes:
         seconds: name of a call -> its seconds in every round.
-        waited: share of that time in which the calling thread did not run, because other programs took the processor;
-            0 on a GPU, where it may sleep.
+        waited: share of that time in which other programs kept the calling thread from running; 0 on a GPU, where the
+            thread may sleep.
     """
 
     seconds: dict[str, list[float]]
     waited: float
 
-    def speedup(self, name: str, baseline: str) -> Spread:
-        """How many times faster than `baseline` the call `name` is, by the ratios of two times of the same round."""
+    def speedup(self, name: str, baseline: str) -> Quartiles:
+        """Returns how many times faster than `baseline` the call `name` is, from ratios within a round."""
         pairs = zip(self.seconds[baseline], self.seconds[name], strict=True)
-        return Spread.of([reference / seconds for reference, seconds in pairs])
+        return Quartiles.of([reference / seconds for reference, seconds in pairs])
 
-    def noisy(self, spread: Spread) -> bool:
-        """Whether a median of these times, or of their ratios, is too uncertain to be quoted."""
-        return spread.error > MAX_ERROR or self.waited > MAX_WAITED
+    def noisy(self, found: Quartiles) -> bool:
+        """Returns whether a median of these times, or of their ratios, is too uncertain to be quoted."""
+        return found.error > MAX_ERROR or self.waited > MAX_WAITED
 
 
 def time_rounds(
@@ -71,15 +71,15 @@ def time_rounds(
     clock: Callable[[], float] = time.perf_counter,
     before: Callable[[int], object] = lambda number: None,
 ) -> Times:
-    """Times `calls` in turns: A B C, then C B A, and so on, so that drift meets all of them alike.
+    """Times `calls` in turns: A B C, then C B A, and so on, so that drift affects all calls equally.
 
-    A measurement repeats a short call until it lasts `sample_seconds`, by CUDA events on a GPU. One more round comes
-    first and is dropped. Calls should have been made a few times before.
+    A measurement repeats a short call until it lasts `sample_seconds`. A GPU is timed by CUDA events. An extra first
+    round is dropped. Callers should warm the calls up.
 
     Args:
         clock: seconds on a CPU; `time.process_time` does not run while the process waits.
-        before: precedes every measurement, which it is no part of, and takes the number of the round. A GPU may still
-            be busy with what it has launched when the host begins to make the calls.
+        before: runs, untimed, before every measurement with the number of the round. A GPU may still be busy with its
+            kernels when the host begins to make the calls.
     """
 
     def measure(name: str, repeats: int, number: int) -> tuple[float, float]:
@@ -105,7 +105,7 @@ def time_rounds(
 
 
 def elapsed(call: Call, repeats: int, device: torch.device, clock: Callable[[], float]) -> tuple[float, float]:
-    """Seconds of `repeats` calls in a row, and for how many of them this thread ran: on a GPU, all."""
+    """Returns the seconds of `repeats` calls in a row, and the seconds for which this thread ran (on a GPU, all)."""
     if device.type == "cuda":
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
@@ -122,7 +122,7 @@ def elapsed(call: Call, repeats: int, device: torch.device, clock: Callable[[], 
 
 
 def count_launches(call: Call, device: torch.device) -> int | None:
-    """CUDA kernels that the call launches; None on a CPU."""
+    """Returns the number of CUDA kernels that the call launches; None on a CPU."""
     if device.type != "cuda":
         return None
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:

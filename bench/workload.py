@@ -1,4 +1,4 @@
-"""What is measured: single layers and whole models by name, with random inputs, as calls that can be repeated."""
+"""Workloads of a benchmark: single layers and whole models by name, with random inputs, as repeatable calls."""
 
 import math
 from collections.abc import Callable
@@ -14,19 +14,20 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import Attention, AttentionFactory, Grid, kernels
 from attention.options import OptionError, nearest
-from bench.costs import Costs, costs_of
-from bench.memory import peak_bytes, saved_bytes
 from bench.timing import count_launches
-from engine.config import ConfigError, load_run
-from engine.distributed import autocast
+from engine.config.load import load_run
+from engine.runtime.distributed import autocast
+from engine.runtime.errors import ConfigError
+from engine.runtime.memory import peak_bytes, saved_bytes
 from models import create_model
 from models.base import Backbone, compiled
+from models.costs import Costs, costs_of
 
 MODES = ("forward", "forward+backward", "train", "inference")
 DTYPES = ("fp32", "bf16", "fp16")
 EXECUTIONS = ("eager", "compiled")
 WARM_UP = 3
-"""Calls that are made before anything is measured."""
+"""Number of calls before the first measurement."""
 
 
 @dataclass(frozen=True)
@@ -34,9 +35,9 @@ class Subject:
     """A layer or model that is measured.
 
     Attributes:
-        name: as the user wrote it. path: of attention.kernels. build: size -> network.
+        name: entry of the command line. path: path of attention.kernels. build: size -> network.
         example: network, size, batch, device -> random arguments of its call. A size is the (H, W) tokens of a layer,
-            or pixels.
+            or the pixels of an image.
     """
 
     name: str
@@ -45,7 +46,7 @@ class Subject:
     example: Callable[[nn.Module, Grid, int, torch.device | str], tuple[Any, ...]]
 
     def check(self, size: Grid) -> Costs:
-        """Costs for one image in evaluation, counted without memory.
+        """Counts the costs for one image in evaluation, on the meta device.
 
         Raises:
             OptionError, ConfigError: the network refuses its options or the size.
@@ -61,7 +62,7 @@ class Subject:
 
 
 def attention_layer(text: str, dim: int, num_heads: int) -> Subject:
-    """The layer ``"NAME[@PATH][:OPTION=VALUE,...]"``.
+    """Parses the layer ``"NAME[@PATH][:OPTION=VALUE,...]"``.
 
     Raises:
         OptionError, ConfigError: unknown mechanism, path or option.
@@ -81,8 +82,9 @@ def attention_layer(text: str, dim: int, num_heads: int) -> Subject:
 
 
 class Core(nn.Module):
-    """What an attention layer does between its projections: a network of queries, keys, values and a grid. Its
-    parameters are counted with those of the projections.
+    """Attention layer without its projections: a network of queries, keys, values and a grid.
+
+    Its number of parameters includes the projections.
     """
 
     def __init__(self, layer: Attention):
@@ -95,8 +97,9 @@ class Core(nn.Module):
 
 
 def attention_core(text: str, dim: int, num_heads: int) -> Subject:
-    """The core of the layer `text`, see `attention_layer`. Its arguments lie in memory as the layer's projection
-    leaves them.
+    """Parses the core of the layer `text`, see `attention_layer`.
+
+    Its arguments have the memory layout that the layer's projection produces.
     """
     layer = attention_layer(text, dim, num_heads)
 
@@ -109,10 +112,10 @@ def attention_core(text: str, dim: int, num_heads: int) -> Subject:
 
 
 def whole_model(text: str) -> Subject:
-    """The model ``"NAME:ATTENTION[@PATH][:OPTION=VALUE,...]"``, ``"timm:NAME[:OPTION=VALUE,...]"`` or of a YAML file.
+    """Parses a model ``"NAME:ATTENTION[@PATH][:OPTION=VALUE,...]"``, ``"timm:NAME[:OPTION=VALUE,...]"``, or YAML file.
 
     Raises:
-        OptionError, ConfigError: unknown model of timm, or a refused file. Other names are checked at construction.
+        OptionError, ConfigError: an unknown model of timm, or a refused file. Other names are checked at construction.
     """
 
     def images(model: nn.Module, size: Grid, batch: int, device: torch.device | str) -> tuple[Tensor]:
@@ -135,14 +138,14 @@ def whole_model(text: str) -> Subject:
         return Subject(text, path, lambda size: create_model(family, attention=attention, img_size=size), images)
     if not timm.is_model(name):
         raise OptionError("timm", f"unknown model {name!r}{nearest(name, timm.list_models())}")
-    sized = timm.get_pretrained_cfg(name).fixed_input_size  # pyramids of convolutions take any size, and no option
+    sized = timm.get_pretrained_cfg(name).fixed_input_size  # convolutional pyramids take any size without an option
     return Subject(
         text, "auto", lambda size: timm.create_model(name, **options, **({"img_size": size} if sized else {})), images
     )
 
 
 def _split_path(text: str, name: str) -> tuple[str, kernels.Path]:
-    """Mechanism and path of ``"NAME[@PATH]"``, a part of the entry `text`."""
+    """Splits ``"NAME[@PATH]"``, a part of the entry `text`, into mechanism and path."""
     name, at, path = name.partition("@")
     try:
         with kernels.use(path if at else "auto"):
@@ -152,18 +155,18 @@ def _split_path(text: str, name: str) -> tuple[str, kernels.Path]:
 
 
 def _read_options(text: str, options: str) -> dict[str, Any]:
-    """``"window_size=7,num_landmarks=49"``, the end of the entry `text` -> plain options; values are YAML."""
+    """Parses ``"window_size=7,num_landmarks=49"``, the end of the entry `text`, with values in YAML."""
     try:
         return yaml.safe_load(f"{{{options.replace('=', ': ')}}}")
-    except (yaml.YAMLError, ValueError):  # ValueError: looks like a date, but is none
+    except (yaml.YAMLError, ValueError):  # ValueError: an invalid date
         raise ConfigError(f"{text!r}: expected OPTION=VALUE,... after the last colon") from None
 
 
 def initialise_weights(network: nn.Module) -> nn.Module:
-    """`network`, its linear layers initialised anew so that they keep the variance of their input.
+    """Initialises the linear layers of `network` so that they keep the variance of their input, and returns it.
 
-    Queries and keys then have variance 1, as after training, in layers and in models. With other variances the softmax
-    may yield denormal numbers, which slow processors down many times over.
+    Queries and keys then have variance 1, as after training. With other variances the softmax may yield denormal
+    numbers, which slow processors down many times over.
     """
     for module in network.modules():
         if isinstance(module, nn.Linear):
@@ -172,11 +175,11 @@ def initialise_weights(network: nn.Module) -> nn.Module:
 
 
 class Workload:
-    """A subject's network and inputs as one repeatable `call`, which leaves no graph and no gradients behind.
+    """Network and inputs of a subject as one repeatable `call`, which leaves no graph and no gradients behind.
 
     Modes: `forward` in training mode, with a graph; `forward+backward` to all parameters and all inputs but images;
-    `train`, with a step of AdamW too; `inference` in evaluation mode, without a graph. Half precision is autocast.
-    On the path "plain" torch's softmax attention is its definition too, with the whole matrix in memory.
+    `train`, also a step of AdamW; `inference` in evaluation mode, without a graph. Half precision uses autocast.
+    On the path "plain" torch's softmax attention, too, computes its whole matrix in memory.
 
     Raises:
         torch.OutOfMemoryError: the GPU is too small.
@@ -188,7 +191,7 @@ class Workload:
         self.path, self.device, self.amp = subject.path, device, None if dtype == "fp32" else dtype
         torch.manual_seed(0)
         network = initialise_weights(subject.build(size)).to(device)
-        torch.manual_seed(0)  # the same inputs, however many numbers the weights took
+        torch.manual_seed(0)  # gives the same inputs for every network
         with autocast(self.amp, device):
             self.inputs = subject.example(network, size, batch, device)
         self.parameters = list(network.parameters())
@@ -227,7 +230,7 @@ class Workload:
             leaf.grad = None
 
     def counts(self) -> dict[str, int | None]:
-        """Bytes and kernel launches of one call; None for what does not apply."""
+        """Returns bytes and kernel launches of one call; None for counts that do not apply."""
         return {
             "peak_bytes": peak_bytes(self.call, self.device),
             "saved_bytes": saved_bytes(self.forward, self.parameters) if self.network.training else None,

@@ -2,10 +2,10 @@
 
 model = create_model("deit_tiny_p8", attention={"name": "eva", "window_size": 7, "num_landmarks": 49}, num_classes=1000)
 
-`MODELS` maps names to (family, size options). To check options without building a model: `parse_model(name, options)`
-gives the family's `Config`, and `resolve_attention(name, attention)` the attention as it will be used: one mapping, for
-PVT-v2 a list of four. All names are registered with timm: `timm.create_model(name, attention=..., **options)` does the
-same.
+`MODELS` maps names to (family, size options). To check options without building a model, `parse_model(name, options)`
+returns the family's `Config`, and `resolve_attention(name, attention)` the attention in full: one mapping, for PVT-v2 a
+list of four. All names are registered with timm: `timm.create_model(name, attention=..., **options)` builds the same
+model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +23,7 @@ from attention.options import nearest, parse_options
 from models.base import Backbone
 from models.convert import resample_pos_embed
 from models.deit import Deit
+from models.objective_parts import WITH_PARTS
 from models.pvt import Pvt
 
 _DEIT_WIDTHS = {
@@ -40,7 +41,7 @@ _PVT_SIZES = {
 }
 
 _ENCODER = {"embed_dim": 192, "depth": 8}
-"""Where papers time mechanisms by the length of the sequence: EVA appendix E.4 with two heads, LARA H.5 with three."""
+"""Encoder for timing by sequence length in the papers: EVA appendix E.4 with two heads, LARA H.5 with three."""
 
 MODELS: dict[str, tuple[type[Backbone], dict[str, Any]]] = {
     "deit": (Deit, {}),
@@ -60,8 +61,8 @@ def create_model(name: str, attention: Mechanism | Sequence[Mechanism] = "softma
     Args:
         name: key of `MODELS`.
         attention: a mechanism; for PVT-v2 one for all stages but the last, which keeps softmax, or a list of four.
-        options: fields of the family's `Config`, in place of the size's; and those of `timm.create_model` and of its
-            models: device, dtype, and attn_drop_rate for the option `attn_drop` of every mechanism.
+        options: fields of the family's `Config`, which override the size's; also options of `timm.create_model` and of
+            timm's models: device, dtype, and attn_drop_rate for the option `attn_drop` of every mechanism.
     Raises:
         OptionError: unknown model, mechanism or option, wrong type or value, or a geometry that cannot be honoured.
     """
@@ -73,7 +74,7 @@ def create_model(name: str, attention: Mechanism | Sequence[Mechanism] = "softma
 
 
 def parse_model(name: str, options: Mapping[str, Any]) -> Any:
-    """The family's `Config` for model `name`, with `options` in place of its size's.
+    """The family's `Config` for model `name`, with `options` overriding those of its size.
 
     Raises:
         OptionError: unknown model or option, wrong type or value; keys begin with ``model.``.
@@ -84,11 +85,15 @@ def parse_model(name: str, options: Mapping[str, Any]) -> Any:
         if having and family.__name__ not in having:
             problem = f"an option of {', '.join(having)}, which {name} is not; leave it out, or choose another model"
             raise OptionError(f"model.{option}", problem)
-    return parse_options(family.Config, {**MODELS[name][1], **options}, "model")
+    config = parse_options(family.Config, {**MODELS[name][1], **options}, "model")
+    for option, with_part in WITH_PARTS.items():
+        if getattr(config, option, False):
+            with_part.check(config)
+    return config
 
 
 def resolve_attention(name: str, attention: Mechanism | Sequence[Mechanism]) -> dict[str, Any] | list[dict[str, Any]]:
-    """The attention that model `name` uses, written out: one mapping, or for a pyramid a list of one per stage.
+    """The attention of model `name` in full: one mapping, or for a pyramid a list of one mapping per stage.
 
     A single mechanism given to a pyramid serves all stages but the last, which keeps softmax, as in the papers.
 
@@ -128,8 +133,10 @@ def _build(
     stages = resolved if isinstance(resolved, list) else [resolved]
     if attn_drop_rate:
         stages = [{**stage, "attn_drop": attn_drop_rate} for stage in stages]
-    family: Callable[..., Backbone] = family_of(name)  # takes as many factories as it has stages
-    return family(parse_model(name, options), *map(AttentionFactory.from_options, stages))
+    config = parse_model(name, options)
+    with_parts = (model for option, model in WITH_PARTS.items() if getattr(config, option, False))
+    family: Callable[..., Backbone] = next(with_parts, family_of(name))  # takes as many factories as it has stages
+    return family(config, *map(AttentionFactory.from_options, stages))
 
 
 def _entrypoint(name: str) -> Callable[..., nn.Module]:

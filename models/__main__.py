@@ -1,6 +1,6 @@
 """Runs a script of timm on these models: ``python -m models TIMM/train.py --model deit_tiny_p16 ...``.
 
-timm's scripts know the models of timm's registry, where importing this package puts ours.
+timm's scripts find models in timm's registry; importing this package registers its models there.
 """
 
 import runpy

@@ -1,4 +1,4 @@
-"""What the model families share: the transformer block, and the parts of timm's model contract common to them."""
+"""Shared parts of the model families: the transformer block, and their common part of timm's model contract."""
 
 import math
 from collections.abc import Callable, Collection
@@ -13,17 +13,17 @@ from torch.func import functional_call
 from attention import Attention, Grid, OptionError
 
 MAX_TOKENS = 2**16
-"""Largest grid of a model: masks and tables grow with it, and cost no weights that would show how large they are."""
+"""Largest number of tokens of a model's grid: masks and tables grow with it without showing in the weights."""
 
-# fx tracing cannot follow the geometry that mechanisms compute from a grid: attention layers are leaves of its graphs.
+# fx cannot trace the geometry that mechanisms compute from a grid, so attention layers are leaves of its graphs.
 register_notrace_module(Attention)
 
 
 class StochasticDepth(DropPath):
-    """timm's DropPath, whose rate may be a tensor to the compiler, so that blocks of any rates are one graph.
+    """timm's DropPath with a rate that may be a tensor in compiled graphs, so that blocks of any rate share one graph.
 
     Attributes:
-        rate: scalar tensor, see `Backbone.compile_blocks`; None: the rate is a constant.
+        rate: scalar tensor, see `Backbone.compile_blocks`; None if the rate is a constant.
     """
 
     rate: Tensor | None = None
@@ -40,11 +40,11 @@ class StochasticDepth(DropPath):
 def compiled(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     """`torch.compile` for one graph of static shapes, whose backward pass runs without autocast, as in eager mode.
 
-    torch would run it under the autocast of the forward pass, which makes half types of gradients that are computed in
-    full precision.
+    torch would run it under the autocast of the forward pass, which would compute in half types those gradients that
+    need full precision.
 
     Args:
-        options: of `torch.compile`, such as its backend.
+        options: options of `torch.compile`, such as its backend.
     """
     without_autocast = torch._functorch.config.patch(backward_pass_autocast="off")
     return without_autocast(torch.compile(function, dynamic=False, fullgraph=True, **options))
@@ -55,9 +55,9 @@ class Block(nn.Module):
 
     Args:
         dim: channels C. drop_path: rate of stochastic depth, for both branches.
-        attn, mlp: modules (B, N, C), grid -> (B, N, C); N counts prefix tokens, where there are any.
+        attn, mlp: modules (B, N, C), grid -> (B, N, C); N includes prefix tokens.
     Attributes:
-        compiled_layers: `layers` compiled; of batches of `compiled_sizes` alone. See `Backbone.compile_blocks`.
+        compiled_layers: compiled `layers`, for batches of `compiled_sizes` only. See `Backbone.compile_blocks`.
     """
 
     compiled_layers: Callable[["Block", Tensor, Grid], Tensor]
@@ -93,14 +93,14 @@ class Backbone(nn.Module):
         num_features, head_hidden_size: channels of the features, and of the classifier's input.
         poolings: valid values of `global_pool`, the default first; the empty string leaves features unpooled.
         feature_info: channels and reduction of every intermediate feature, for timm's feature extraction.
-        pretrained_cfg: set by timm.
+        pretrained_cfg: timm's description of the model, which timm sets.
     """
 
     Config: ClassVar[type]
     num_stages: ClassVar[int] = 1
-    """How many attention factories the family takes."""
+    """Number of attention factories that the family takes."""
     feature_indices: ClassVar[int | tuple[int, ...]]
-    """Which intermediate features timm's `features_only` gives by default; an int: the last n."""
+    """Indices of the intermediate features that timm's `features_only` returns by default; an int n for the last n."""
     head: nn.Module
     feature_info: list[dict[str, Any]]
     pretrained_cfg: dict[str, Any]
@@ -115,22 +115,22 @@ class Backbone(nn.Module):
         self.head_drop = nn.Dropout(config.drop_rate)
 
     def no_weight_decay(self) -> set[str]:
-        """Names of the parameters without weight decay, beside biases and vectors: embeddings and bias tables."""
+        """Names of parameters without weight decay in addition to biases and vectors: embeddings and bias tables."""
         embeddings = "pos_embed", "cls_token", "dist_token", "reg_token", "mask_token"
         biases = "position_bias.table", "positions.table", "prefix_bias"
         return {name for name, _ in self.named_parameters() if name.endswith((*embeddings, *biases))}
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
-        """Recompute the activations of blocks in the backward pass, under the random state of the forward pass."""
+        """Makes the backward pass recompute the activations of blocks, under the random state of the forward pass."""
         for module in self.modules():
             if isinstance(module, Block):
                 module.grad_checkpointing = enable
 
     def compile_blocks(self, batch_sizes: Collection[int], **options: Any) -> int:
-        """Compiles the blocks for batches of these sizes; others, such as a last smaller one, run as they are.
+        """Compiles the blocks for batches of these sizes; other batches, such as a smaller last one, run uncompiled.
 
-        Blocks that differ in weights and in their rate of stochastic depth alone share their graphs: one for each grid,
-        batch size and mode, training or not. What a graph cannot follow raises an error.
+        Blocks that differ only in weights and in the rate of stochastic depth share graphs: one for each grid, batch
+        size and mode, training or evaluation. Operations that a graph cannot contain raise an error.
 
         Args:
             options: see `compiled`.
@@ -151,7 +151,7 @@ class Backbone(nn.Module):
         return self.head
 
     def reset_classifier(self, num_classes: int, global_pool: str | None = None) -> None:
-        """Gives the model a new classifier (0 classes: none), and another pooling where one is named."""
+        """Gives the model a new classifier (none for 0 classes), and another pooling unless `global_pool` is None."""
         if global_pool is not None:
             if global_pool not in self.poolings:
                 raise OptionError("global_pool", f" = {global_pool!r} is not one of {self.poolings}")
@@ -170,11 +170,11 @@ class Backbone(nn.Module):
         return head.train(self.training).apply(init_linear)
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Images -> what `pool` takes."""
+        """Images -> features, the input of `pool`."""
         raise NotImplementedError(f"{type(self).__name__} does not define forward_features")
 
     def pool(self, x: Tensor) -> Tensor:
-        """Features -> (B, C), or the features where nothing is pooled."""
+        """Features -> (B, C), or the features themselves without pooling."""
         raise NotImplementedError(f"{type(self).__name__} does not define pool")
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
@@ -190,7 +190,7 @@ class Backbone(nn.Module):
 def intermediate_outputs(
     final: Tensor | None, intermediates: list[Tensor], prefixes: list[Tensor] | None = None, *, as_dict: bool
 ) -> Any:
-    """What `forward_intermediates` returns, as timm's models do: a list, a pair (final, list), or a dict of these."""
+    """The result of `forward_intermediates`, as in timm's models: a list, a pair (final, list), or a dict of these."""
     if as_dict:
         outputs = {
             "image_features": final,
@@ -208,8 +208,8 @@ def first_attention(module: nn.Module) -> Attention:
 
 
 def drop_path_rates(rate: float, depth: int) -> list[float]:
-    """Of `depth` blocks: linear from 0 to `rate`."""
-    return cast(list[float], calculate_drop_path_rates(rate, depth))  # timm's type is also that of lists by stages
+    """Rates of stochastic depth of `depth` blocks, linear from 0 to `rate`."""
+    return cast(list[float], calculate_drop_path_rates(rate, depth))  # timm's type includes lists by stages
 
 
 def init_linear(module: nn.Module) -> None:
@@ -221,7 +221,7 @@ def init_linear(module: nn.Module) -> None:
 
 
 def check_grid(attn: Attention, grid: Grid) -> None:
-    """Raises the OptionError of an attention layer that cannot take an (H, W) grid; nothing is computed to see."""
+    """Raises the OptionError of an attention layer that cannot take an (H, W) grid; computes nothing."""
     state = {name: value.to("meta") for name, value in [*attn.named_parameters(), *attn.named_buffers()]}
     shape = 1, attn.num_prefix_tokens + math.prod(grid), attn.num_heads * attn.head_dim
     functional_call(attn, state, (torch.empty(shape, device="meta"), grid))

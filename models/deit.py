@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from timm.layers import (
     GluMlp,
     LayerNorm,
@@ -40,7 +39,6 @@ from models.base import (
     check_tokens,
     drop_path_rates,
     first_attention,
-    init_linear,
     intermediate_outputs,
 )
 
@@ -60,13 +58,6 @@ class TokenGluMlp(GluMlp):
 
     def forward(self, x: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]  # as `Block` calls it
         return super().forward(x)
-
-
-class TokenEmbed(nn.Embedding):
-    """Numbers of tokens (B, 1, H, W), of any type -> their embeddings (B, dim, H, W)."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x[:, 0].long()).permute(0, 3, 1, 2)
 
 
 def conv_stem(in_chans: int, dim: int, patch_size: int) -> nn.Sequential:
@@ -150,11 +141,7 @@ class Deit(Backbone):
                 raise OptionError(
                     "model.global_pool", f" = {self.global_pool!r}: with dist_token, heads read their tokens"
                 )
-            if self.mask_token:
-                self._check_reconstruction()
-            if self.vocab_size:
-                self._check_tokens()
-            if self.stem == "conv":
+            if self.stem == "conv" and not self.vocab_size:  # tokens refuse this stem altogether
                 if self.patch_size not in (4, 8, 16):
                     raise OptionError("model.patch_size", f" = {self.patch_size}: the conv stem takes 4, 8 or 16")
                 if self.embed_dim % (self.patch_size // 2):
@@ -162,27 +149,6 @@ class Deit(Backbone):
                         "model.embed_dim",
                         f" = {self.embed_dim}: the conv stem needs a multiple of {self.patch_size // 2}",
                     )
-
-        def _check_tokens(self) -> None:
-            """Refuses what acts on pixels."""
-            for name, value in {"patch_size": 1, "in_chans": 1, "stem": "linear", "mask_token": False}.items():
-                if (given := getattr(self, name)) != value:
-                    raise OptionError(f"model.{name}", f" = {given}: with vocab_size set it to {str(value).lower()}")
-
-        def _check_reconstruction(self) -> None:
-            """Refuses what would let a model see masked pixels, and what acts on predictions of classes."""
-            why = {
-                "num_classes": (0, "there is no classifier"),
-                "stem": ("linear", "convolutions would see the masked pixels beside a patch"),
-                "dist_token": (False, "there is no second head"),
-                "global_pool": (None, "nothing is pooled"),
-                "patch_drop_rate": (0.0, "every patch is reconstructed"),
-                "drop_rate": (0.0, "there is no classifier"),
-            }
-            for name, (value, reason) in why.items():
-                if (given := getattr(self, name)) != value:
-                    remedy = "leave it out" if value is None else f"set it to {str(value).lower()}"
-                    raise OptionError(f"model.{name}", f" = {given}: with mask_token {reason}; {remedy}")
 
     def __init__(self, config: Config, attention: AttentionFactory):
         poolings = ("token",) if config.dist_token else ("token", "avg") if config.class_token else ("avg",)
@@ -196,20 +162,14 @@ class Deit(Backbone):
             output_fmt="NHWC",
             strict_img_size=not config.dynamic_img_size,
         )
-        if config.stem == "conv":
-            stem = conv_stem(config.in_chans, dim, config.patch_size)
+        if (stem := self.create_stem()) is not None:
             self.patch_embed.proj = stem  # type: ignore[assignment]  # timm takes any module
-        if config.vocab_size:
-            table = TokenEmbed(config.vocab_size, dim)
-            trunc_normal_(table.weight, std=config.init_std)
-            self.patch_embed.proj = table  # type: ignore[assignment]  # timm takes any module
         self.num_prefix_tokens = config.class_token + config.dist_token + config.reg_tokens
         self.cls_token = nn.Parameter(torch.empty(1, 1, dim)) if config.class_token else None
         self.dist_token = nn.Parameter(torch.empty(1, 1, dim)) if config.dist_token else None
         self.distilled_training = False
         self.reg_token = nn.Parameter(torch.empty(1, config.reg_tokens, dim)) if config.reg_tokens else None
-        self.mask_token = nn.Parameter(torch.empty(1, 1, dim)) if config.mask_token else None
-        self.decoder = nn.Linear(dim, config.in_chans * config.patch_size**2) if config.mask_token else None
+        self.create_parts()
         self.pos_embed = nn.Parameter(torch.empty(1, self.num_prefix_tokens + self.patch_embed.num_patches, dim))
         self.pos_drop = nn.Dropout(config.pos_drop_rate)
         self.patch_drop = PatchDropout(config.patch_drop_rate, self.num_prefix_tokens)
@@ -244,19 +204,27 @@ class Deit(Backbone):
             for layer in range(config.depth)
         ]
         self.reset_classifier(config.num_classes)
-        if self.decoder is not None:
-            init_linear(self.decoder)
+        self.init_weights()
+
+    def create_stem(self) -> nn.Module | None:
+        """Creates the patch embedding (B, in_chans, height, width) -> (B, C, H, W). None: timm's linear one."""
+        config = self.config
+        return conv_stem(config.in_chans, config.embed_dim, config.patch_size) if config.stem == "conv" else None
+
+    def create_parts(self) -> None:
+        """Creates what an objective adds to the model, before the position embeddings and the blocks."""
+
+    def init_weights(self) -> None:
+        """Initialises linear layers by `init_std`, position embeddings and prefix tokens."""
         with torch.no_grad():
             for module in self.modules():
                 if isinstance(module, nn.Linear):
-                    module.weight *= config.init_std / 0.02
+                    module.weight *= self.config.init_std / 0.02
         trunc_normal_(self.pos_embed, std=0.02)
         for token in self.prefix_tokens():
             nn.init.normal_(token, std=1e-6)
         if self.dist_token is not None:
             trunc_normal_(self.dist_token, std=0.02)
-        if self.mask_token is not None:
-            trunc_normal_(self.mask_token, std=0.02)
 
     @property
     def grid(self) -> Grid:
@@ -286,8 +254,6 @@ class Deit(Backbone):
             height, width = to_2tuple(patch_size)
             if height != width or (self.config.stem == "conv" and height != self.config.patch_size):
                 raise OptionError("patch_size", f" = {patch_size!r}: patches are square, those of a conv stem fixed")
-            if self.decoder is not None and height != self.config.patch_size:
-                raise OptionError("patch_size", f" = {height}: the decoder to pixels is of {self.config.patch_size}")
             changed["patch_size"] = height
         config, before = dataclasses.replace(self.config, **changed), self.grid
         height, width = to_2tuple(config.img_size)
@@ -308,25 +274,28 @@ class Deit(Backbone):
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
         }
 
-    def embed(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Grid]:
-        """Images -> tokens (B, prefix + N, C) with position embeddings, and the grid of the N.
+    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+        """Images -> tokens (B, prefix + N, C) with position embeddings, and the grid of the N, see `add_positions`."""
+        return self.add_positions(*self.embed_patches(x))
 
-        The grid of what `patch_drop_rate` leaves in training is (1, N). For `mask` see `forward`.
-        """
+    def embed_patches(self, x: Tensor) -> tuple[Tensor, Grid]:
+        """Images -> tokens (B, H W, C) of their patches, and the grid (H, W)."""
         x = self.patch_embed(x)
         _, H, W, _ = x.shape
+        return x.flatten(1, 2).contiguous(), (H, W)  # else all blocks inherit the convolution's channel-first strides
+
+    def add_positions(self, x: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
+        """Adds prefix tokens and position embeddings to the tokens (B, N, C) of a grid.
+
+        With `patch_drop_rate`, some patches are left out in training; the grid of the others is (1, N).
+        """
         pos_embed = self.pos_embed
         if self.config.dynamic_img_size:
-            pos_embed = resample_abs_pos_embed(pos_embed, (H, W), self.grid, self.num_prefix_tokens)
-        x = x.flatten(1, 2).contiguous()  # else all blocks inherit the convolution's channel-first strides
-        if isinstance(mask, Tensor) and self.mask_token is None:  # torch.fx traces with a proxy of None
-            raise ValueError("got a mask, but the model has no mask token; build it with mask_token=True")
-        if mask is not None and self.mask_token is not None:
-            x = torch.where(mask.flatten(1)[..., None], self.mask_token.to(x.dtype), x)
+            pos_embed = resample_abs_pos_embed(pos_embed, grid, self.grid, self.num_prefix_tokens)
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
         x = self.pos_drop(torch.cat([*prefix, x], dim=1) + pos_embed)
         if not (self.training and self.config.patch_drop_rate):
-            return x, (H, W)
+            return x, grid
         x = self.patch_drop(x)
         return x, (1, x.shape[1] - self.num_prefix_tokens)
 
@@ -334,9 +303,12 @@ class Deit(Backbone):
         """The class token, the distillation token and the registers, as far as there are any, each (1, tokens, C)."""
         return [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
 
-    def forward_features(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        """Images -> normalised tokens (B, prefix + N, C). For `mask` see `forward`."""
-        x, grid = self.embed(x, mask)
+    def forward_features(self, x: Tensor) -> Tensor:
+        """Images -> normalised tokens (B, prefix + N, C)."""
+        return self.encode(*self.embed(x))
+
+    def encode(self, x: Tensor, grid: Grid) -> Tensor:
+        """Tokens (B, prefix + N, C) -> normalised tokens after all blocks."""
         for block in self.blocks:
             x = block(x, grid)
         return self.norm(x)
@@ -404,22 +376,6 @@ class Deit(Backbone):
         super().reset_classifier(num_classes, global_pool)
         if self.dist_token is not None:
             self.head_dist = self.create_head()
-
-    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Images (B, in_chans, height, width) -> logits (B, num_classes).
-
-        Of a model with a mask token: pixels, in the shape of the images, which are hidden from it in the patches where
-        `mask`, (B, H, W), is true.
-
-        Raises:
-            ValueError: a mask, for a model without a mask token.
-        """
-        tokens, p = self.forward_features(x, mask), self.config.patch_size
-        if self.decoder is None:
-            return self.forward_head(tokens)
-        grid = x.shape[2] // p, x.shape[3] // p
-        pixels = self.decoder(tokens[:, self.num_prefix_tokens :])
-        return F.pixel_shuffle(pixels.mT.unflatten(2, grid), p)
 
     def set_distilled_training(self, enable: bool = True) -> None:
         """Makes the outputs in training the logits of both heads, for a loss with a teacher, instead of their mean.

@@ -1,8 +1,8 @@
 """PVT-v2 (Wang et al., 2022): a pyramid of four stages with overlapping patch embeddings and convolution in MLPs.
 
-Every stage has attention of its own; the spatial reduction R = 8, 4, 2, 1 that PVT-v2 assigns to the stages reaches the
-mechanism in its layer's context. Parameter names are those of timm's PyramidVisionTransformerV2, but for the joint
-`qkv` projection (see `models.convert.from_timm_pvt`).
+Every stage has its own attention; the layer's context tells the mechanism the spatial reduction R = 8, 4, 2, 1 that
+PVT-v2 assigns to the stages. Parameter names are those of timm's PyramidVisionTransformerV2, except for the joint `qkv`
+projection (see `models.convert.from_timm_pvt`).
 """
 
 import math
@@ -42,7 +42,7 @@ class OverlapPatchEmbed(nn.Module):
 
 
 class ConvMlp(nn.Module):
-    """MLP with a depthwise 3x3 convolution over the grid before its nonlinearity, and `relu` before that."""
+    """MLP with an optional `relu` and a depthwise 3x3 convolution over the grid before its nonlinearity."""
 
     def __init__(self, dim: int, hidden_dim: int, drop: float, relu: bool):
         super().__init__()
@@ -68,7 +68,7 @@ class Stage(nn.Module):
         self.norm = LayerNorm(dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The stage before (B, C, H, W), or the embedded image (B, H, W, C) -> this stage (B, C, H, W)."""
+        """Output of the stage before (B, C, H, W), or the embedded image (B, H, W, C) -> this stage's (B, C, H, W)."""
         x = self.downsample(x)
         _, H, W, _ = x.shape
         x = x.flatten(1, 2)
@@ -189,11 +189,11 @@ class Pvt(Backbone):
         intermediates_only: bool = False,
         output_dict: bool = False,
     ) -> Any:
-        """Grids (B, C, H, W) after the stages `indices` (the last n for an int, all for None), always normalised.
+        """Normalised grids (B, C, H, W) after the stages `indices` (the last n for an int n, all for None).
 
         Returns:
-            The list of intermediates alone if `intermediates_only`, else (final features, list); with `output_dict` the
-            same under timm's keys, image_features and image_intermediates.
+            The list of intermediates alone if `intermediates_only`, otherwise (final features, list); with
+            `output_dict` the same under timm's keys, image_features and image_intermediates.
         """
         assert output_fmt == "NCHW", "the features of a pyramid are grids"
         taken, last = feature_take_indices(len(self.stages), indices)
@@ -208,7 +208,7 @@ class Pvt(Backbone):
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True
     ) -> list[int]:
-        """Removes what the intermediates `indices` do not need; returns their absolute indices."""
+        """Removes modules that the intermediates `indices` do not need; returns the absolute indices."""
         taken, last = feature_take_indices(len(self.stages), indices)
         self.stages = self.stages[: last + 1]
         self.num_features = self.head_hidden_size = self.feature_info[last]["num_chs"]
@@ -217,12 +217,12 @@ class Pvt(Backbone):
         return taken
 
     def pool(self, x: Tensor) -> Tensor:
-        """Grid -> (B, C), or the grid where nothing is pooled."""
+        """Grid -> (B, C), or the grid itself without pooling."""
         return x.mean((2, 3)) if self.global_pool else x
 
 
 def _conv(in_chans: int, dim: int, kernel_size: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:
-    """Padded convolution, initialised as PVT's: normal by its fan-out, no bias."""
+    """Padded convolution, initialised as in PVT: normal with a std from the fan-out, bias 0."""
     conv = nn.Conv2d(in_chans, dim, kernel_size, stride, kernel_size // 2, groups=groups)
     nn.init.normal_(conv.weight, std=(2 * groups / (kernel_size**2 * dim)) ** 0.5)
     if conv.bias is not None:

@@ -9,9 +9,9 @@ from tests.support.launcher import ForkServer
 
 @pytest.fixture(scope="session", autouse=True)
 def without_pictures() -> Iterator[None]:
-    """Runs draw no predictions, which takes seconds; tests/engine/test_report.py does."""
+    """Runs draw no predictions, which takes seconds; tests/engine/test_recorder.py does."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("engine.report.Report.predictions", lambda report, records: None)
+        patch.setattr("engine.reporting.recorder.Recorder.predictions", lambda recorder, predictions: None)
         yield
 
 

@@ -1,13 +1,11 @@
-"""Options: plain values become typed ones, and whatever does not fit is refused by name."""
+"""Options: plain values become typed ones, and a value that does not fit is refused by name."""
 
 import dataclasses
-import warnings
 from dataclasses import dataclass
 from typing import Literal
 
 import pytest
 
-from attention import AttentionFactory
 from attention.options import OptionError, option, parse_options
 
 
@@ -74,98 +72,3 @@ def test_what_does_not_fit_is_refused_by_name(options, message):
     with pytest.raises(OptionError) as error:
         parse_options(Options, options, "run")
     assert str(error.value).startswith(message)
-
-
-# Options as earlier versions wrote them
-
-
-@pytest.mark.parametrize(
-    ("name", "old", "new", "value"),
-    [
-        ("performer", "draws", "omega_sampling", "orthogonal"),
-        ("performer", "eval_draws", "eval_omega_sampling", "orthogonal"),
-        ("performer", "sampling", "feature_redraw", "learnable"),
-        ("performer", "redraw_every", "feature_redraw_interval", 3),
-        ("scatterbrain", "draws", "omega_sampling", "orthogonal"),
-        ("scatterbrain", "sampling", "feature_redraw", "fixed"),
-        ("scatterbrain", "complement", "leave_one_out", "released"),
-        ("scatterbrain_lsh", "draws", "omega_sampling", "orthogonal"),
-        ("scatterbrain_lsh", "sampling", "feature_redraw", "fixed"),
-    ],
-)
-def test_a_renamed_option_acts_and_says_its_new_name(name, old, new, value):
-    with pytest.warns(FutureWarning, match=rf"^attention\({name}\).{old} is now {new}$"):
-        factory = AttentionFactory.from_options({"name": name, old: value})
-    assert factory == AttentionFactory.from_options({"name": name, new: value})
-    assert getattr(factory.config, new) == value
-
-
-@pytest.mark.parametrize(("value", "now"), [(False, "positive"), (True, "hyperbolic"), ("cosine", "cosine")])
-def test_a_renamed_option_says_its_former_values_in_the_words_of_today(value, now):
-    with pytest.warns(FutureWarning, match=r"^attention\(ra\).hyperbolic is now features$"):
-        factory = AttentionFactory.from_options({"name": "ra", "hyperbolic": value})
-    assert factory == AttentionFactory.from_options({"name": "ra", "features": now})
-
-
-@pytest.mark.parametrize("value", ["iid", "orthogonal"])
-def test_an_option_under_both_of_its_names_is_refused(value):
-    with pytest.raises(OptionError, match=r"^a\(performer\).draws: is now omega_sampling, .* leave draws out$"):
-        AttentionFactory.from_options({"name": "performer", "draws": value, "omega_sampling": "iid"}, "a")
-
-
-WINDOWED = {"support": "local", "window_size": 7, "layout": "2d", "overlap": 0, "position_bias": "none"}
-HASHED = {**WINDOWED, "support": "lsh"}
-WRITTEN_OUT = {"complement": "merge", "num_rounds": 2, "draws": "iid", "sampling": "redraw", "features": "positive"}
-
-
-@pytest.mark.parametrize(
-    ("options", "cluster_size"),
-    [
-        ({**HASHED, **WRITTEN_OUT, "num_samples": 96}, 49),
-        ({"support": "lsh", "position_bias": "none"}, 49),
-        ({**HASHED, "window_size": 8, "layout": "1d"}, 8),
-        ({**HASHED, "window_size": 3}, 9),
-    ],
-    ids=str,
-)
-def test_scatterbrain_on_hashed_clusters_is_a_mechanism_of_its_own(options, cluster_size):
-    with pytest.warns(FutureWarning) as told:
-        factory = AttentionFactory.from_options({"name": "scatterbrain", **options})
-    assert factory == AttentionFactory.from_options({"name": "scatterbrain_lsh", "cluster_size": cluster_size})
-    assert str(told[0].message) == "attention: scatterbrain with support: lsh is now scatterbrain_lsh"
-    assert {str(warning.message) for warning in told[1:]} == {
-        f"attention(scatterbrain_lsh).{old} is now {new}"
-        for old, new in {"draws": "omega_sampling", "sampling": "feature_redraw"}.items()
-        if old in options
-    }
-
-
-def test_scatterbrain_on_windows_needs_no_support():
-    with warnings.catch_warnings(action="error"):
-        factory = AttentionFactory.from_options({"name": "scatterbrain", **WINDOWED, "num_rounds": 2})
-    assert factory == AttentionFactory.from_options({"name": "scatterbrain", "position_bias": "none"})
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"window_size": "a"}, r"window_size: expected int, got 'a'"),
-        ({"window_size": "a", "layout": "1d"}, r"window_size: expected int, got 'a'"),
-        ({"window_size": True}, r"window_size: expected int, got True"),
-        ({"window_size": -7}, r"window_size = -7 is below the least valid value 1"),
-        ({"layout": "3d"}, r"layout: '3d' is not a choice"),
-        ({"position_bias": "table"}, r"position_bias: 'table' is not a choice"),
-        ({"overlap": 1}, r"overlap: 1 is not a choice"),
-        ({"complement": "released"}, r"complement: 'released' is not a choice"),
-        ({"support": "lhs"}, r"support: 'lhs' is not a choice; did you mean 'lsh'\?"),
-    ],
-    ids=str,
-)
-def test_what_was_invalid_with_hashing_still_is(options, message):
-    with pytest.raises(OptionError, match=rf"^attention\(scatterbrain\).{message}"):
-        AttentionFactory.from_options({"name": "scatterbrain", "support": "lsh", **options})
-
-
-def test_rounds_of_hashing_without_support_are_no_option_of_windows():
-    with pytest.raises(OptionError, match=r"^attention\(scatterbrain\).num_rounds: unknown option"):
-        AttentionFactory.from_options({"name": "scatterbrain", "num_rounds": 3})

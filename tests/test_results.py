@@ -1,4 +1,4 @@
-"""The tables of docs/results.md and docs/benchmarks.md are what the files in docs/data/ say."""
+"""The tables of docs/results.md and docs/benchmarks.md show the files in docs/data/."""
 
 import csv
 import math
@@ -7,7 +7,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ablation.replicates import measure
-from ablation.tables import plus_minus, verdict
+from ablation.tables import verdict
+from engine.reporting.tables import plus_minus
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULTS, BENCHMARKS = ((DOCS / name).read_text() for name in ("results.md", "benchmarks.md"))
@@ -21,7 +22,7 @@ def read(name: str) -> list[Row]:
 
 
 def read_mode(name: str, mode: str) -> list[Row]:
-    """The rows of a file that are of this mode."""
+    """The rows of a file with this mode."""
     return [row for row in read(name) if row["mode"] == mode]
 
 
@@ -43,7 +44,7 @@ def table(rows: Sequence[Row], titles: str, cells: Callable[[Row, Row], Sequence
 
 
 def speed(row: Row, baseline: Row) -> tuple[str, str]:
-    """How many times as fast as the baseline, and how many times fewer multiply-accumulates; its own milliseconds."""
+    """Speed-up and ratio of multiply-accumulates to the baseline; milliseconds of the baseline itself."""
     if row is baseline:
         milliseconds = f"{1e3 * float(row['seconds']) / int(row['batch']):.3g}"
         return f"{float(milliseconds):g} ms", ""
@@ -64,7 +65,7 @@ def training(row: Row, baseline: Row) -> tuple[str, str, str]:
 
 
 def executions(rows: Sequence[Row], key: str, title: str) -> str:
-    """How many times as fast as the baseline, by dtype and execution: a line for every name and value of `key`."""
+    """Speed-ups by dtype and execution: a line for every name and value of `key`."""
     kinds = [(dtype, execution) for dtype in ("fp32", "bf16") for execution in ("eager", "compiled")]
     found = {(row["name"], row[key], row["dtype"], row["execution"]): row for row in rows}
     lines = [["", title, "MACs", *(f"{dtype}, {execution}" for dtype, execution in kinds)]]
@@ -169,7 +170,7 @@ def test_table_of_the_local_term():
     assert len(rows) == 3 * (1 + 2 * 15 + 2)
     top1 = {(row["attention"], row["train.seed"], row["local"]): float(row["top1"]) for row in rows}
     gains = [with_it - top1[name, seed, "false"] for (name, seed, local), with_it in top1.items() if local == "true"]
-    assert f"{sum(gain > 0 for gain in gains)} of the {len(gains)} pairs are better with it" in RESULTS
+    assert f"{sum(gain > 0 for gain in gains)} of the {len(gains)} pairs" in RESULTS
 
 
 def test_tables_of_pathfinder():

@@ -5,8 +5,8 @@ fill, Pi = softmax over tokens of a linear map of the input, c per head,
 
     k_hat = Pi k,   v_hat = Pi v,   y_n = softmax(q_n . k_hat / sqrt(d)) v_hat.
 
-Any number of tokens in any order. In causal attention a query reads what the tokens up to it have written, and the sums
-by which Pi is normalised run along with them. Gated versions are left out.
+Takes any number of tokens in any order. In causal attention a query reads the slots as written by the tokens up to it,
+and the sums that normalise Pi run along with the tokens. Gated versions are left out.
 Cost: (4 + h) N c C multiply-accumulates, h N c C of them for the control.
 """
 
@@ -16,16 +16,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import mix_features_macs
-from attention.mechanisms.softmax import softmax, softmax_reference
-from attention.ops.random_features.causal import running_logits, running_mass, running_mix
-from attention.options import causal_option, option
-from attention.parts.features import upcast
-from attention.parts.geometry import Grid, split_heads
-from attention.parts.linear import init_linear
-from attention.parts.masking import mask_logits
-from attention.parts.past import Past
+from ..base import Attention, Cost, LayerContext
+from ..costs import mix_features_macs
+from ..ops.random_features.causal import running_logits, running_mass, running_mix
+from ..options import causal_option, option
+from ..parts.features import upcast
+from ..parts.geometry import Grid, split_heads
+from ..parts.linear import init_linear
+from ..parts.masking import mask_logits
+from ..parts.past import Past
+from .softmax import softmax, softmax_reference
 
 
 def abc(
@@ -41,8 +41,8 @@ def abc(
 ) -> Tensor:
     """Queries, keys, values (B, h, N, d) and logits of the control (B, h, N, c) -> (B, h, N, d).
 
-    causal: query n reads what the tokens up to the n-th have written, after those of `past`. key_mask: which tokens
-    count, (B, N) bool.
+    causal: query n reads the slots as written by the tokens of `past` and the tokens up to the n-th. key_mask: (B, N)
+    bool, true for tokens that count.
     """
     control = mask_logits(upcast(control), key_mask, -2)
     if causal:
@@ -55,7 +55,7 @@ def abc(
 
 
 def abc_reference(q, k, v, control, attn_drop=0.0, *, causal=False):
-    """`abc`, slot by slot; causal: of every prefix, what its last query reads."""
+    """`abc`, slot by slot; if causal, the last query of every prefix."""
     if causal:
         prefixes = ([x[:, :, : n + 1] for x in (k, v, control)] for n in range(q.shape[2]))
         return torch.cat([abc_reference(q[:, :, n, None], *x, attn_drop) for n, x in enumerate(prefixes)], 2)

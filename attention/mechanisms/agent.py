@@ -1,16 +1,17 @@
 """Agent attention (Han et al. 2024, arXiv:2312.08874): c agents attend to all tokens, and all tokens to the agents.
 
-Agents a are means of the queries over c bins of the grid. With biases B by positions, the paper's agent bias,
+Agents a are means of the queries over c bins of the grid. With position biases B, the paper's agent bias,
 
     V_a = softmax(a K^T / sqrt(d) + B_1) V,   y = softmax(Q a^T / sqrt(d) + B_2) V_a + local term.
 
 For every head and agent a bias is the sum of a 7 x 7 image, stretched over the grid, and of a number for each row and
-column, as in the released code; these are resampled on another grid. The local term is a depthwise 3 x 3 convolution of
-the values, with a filter for every channel. Prefix tokens are ordinary tokens, with a bias of their own, but have no
-part in agents and no local term.
+column, as in the released code; these are resampled for another grid. The local term is a depthwise 3 x 3 convolution
+of the values, with a filter for every channel. Prefix tokens are ordinary tokens with a bias of their own, but do not
+contribute to agents and have no local term.
 Cost: 4 N c C + 9 N C multiply-accumulates.
 
-Bins are disjoint here. Those of the released code, as many rows as columns, overlap where they do not divide the grid.
+Bins are disjoint here. In the released code there are as many rows as columns of bins, which overlap if they do not
+divide the grid.
 """
 
 from dataclasses import dataclass
@@ -19,12 +20,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import local_cost, total
-from attention.options import local_option, option, released_option
-from attention.parts.geometry import Grid, split_prefix
-from attention.parts.groups import Groups, group_mean, pools_option, segments
-from attention.parts.position import PositionTable
+from ..base import Attention, Cost, LayerContext
+from ..costs import local_cost, total
+from ..options import local_option, option, released_option
+from ..parts.geometry import Grid, split_prefix
+from ..parts.groups import Groups, group_mean, pools_option, segments
+from ..parts.position import PositionTable
 
 
 def agent(
@@ -33,19 +34,20 @@ def agent(
     """Attention through agents.
 
     Args:
-        q, k, v: (B, h, P + N, d). b_1, b_2: biases of agents on tokens, (h, c, P + N), and back, (h, P + N, c).
-        bins: c of them, whose mean queries are the agents. attn_drop: dropout rate of both kinds of weights.
+        q, k, v: (B, h, P + N, d). b_1, b_2: biases of agents on tokens, (h, c, P + N), and of tokens on agents,
+            (h, P + N, c).
+        bins: c groups whose mean queries are the agents. attn_drop: dropout rate of both kinds of weights.
     Returns:
         (B, h, P + N, d).
     """
     a = group_mean(split_prefix(q, grid[0] * grid[1])[1], bins)[:, :, 0]
     v_a = F.scaled_dot_product_attention(a, k, v, b_1[None].to(q.dtype), attn_drop)
-    q = q.contiguous()  # without which torch loses track of the layout when a mask is exported to ONNX
+    q = q.contiguous()  # otherwise torch loses track of the layout in ONNX export with a mask
     return F.scaled_dot_product_attention(q, a, v_a, b_2[None].to(q.dtype), attn_drop)
 
 
 def agent_reference(q, k, v, b_1, b_2, *, grid, bins, attn_drop=0.0):
-    """`agent` by its two matrices of weights."""
+    """`agent` from its two matrices of weights."""
     tokens, scale = q[:, :, q.shape[2] - grid[0] * grid[1] :], q.shape[-1] ** -0.5
     members = [index[valid] for index, valid in zip(bins.index[0], bins.valid[0], strict=True)]
     a = torch.stack([tokens[:, :, own].mean(2) for own in members], 2)
@@ -57,7 +59,7 @@ class Agent(Attention):
     """Softmax attention of agents, and to agents."""
 
     prefix_tokens = "plain"
-    ignores_order = False  # agents are of bins, and biases of positions
+    ignores_order = False  # agents belong to bins, biases to positions
     key_mask_refusal = "its agents average every token of their bins"
     local_size = 3
     local_by_head = False
@@ -73,7 +75,7 @@ class Agent(Attention):
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         width, (H, W) = 2 * context.num_heads * config.num_landmarks, context.grid
-        self.bins(context.grid, torch.device("cpu"))  # refuses a count that makes no bins
+        self.bins(context.grid, torch.device("cpu"))  # refuses counts that form no bins
         self.image_positions = PositionTable(width, (7, 7), std=0.02)
         self.row_positions = PositionTable(width, (H, 1), std=0.02)
         self.column_positions = PositionTable(width, (1, W), std=0.02)
@@ -85,7 +87,7 @@ class Agent(Attention):
         return segments(config.num_landmarks, grid, device, key, pooled=config.released_pools)
 
     def biases(self, grid: Grid) -> Tensor:
-        """Of agents and tokens for the two softmaxes, (2, h, c, P + N)."""
+        """Biases between agents and tokens for the two softmaxes, (2, h, c, P + N)."""
         images = self.image_positions.table.unflatten(1, (7, 7))[None]
         images = F.interpolate(images, grid, mode="bilinear", align_corners=False)[0]  # (2 h c, H, W)
         rows, columns = self.row_positions.on((grid[0], 1)), self.column_positions.on((1, grid[1]))

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.mechanisms.softmax import softmax
-from attention.ops.joint_softmax.op import mix, prefix_term
-from attention.options import option
-from attention.parts.features import upcast
-from attention.parts.geometry import Grid, Windows, raster, split_prefix
-from attention.parts.sampling import counter_uniform
-from attention.parts.tables import kept_table
+from ..base import Attention, Cost, LayerContext
+from ..ops.joint_softmax.op import mix, prefix_term
+from ..options import option
+from ..parts.features import upcast
+from ..parts.geometry import Grid, Windows, raster, split_prefix
+from ..parts.sampling import counter_uniform
+from ..parts.tables import kept_table
+from .softmax import softmax
 
 
 def bigbird(
@@ -37,16 +37,16 @@ def bigbird(
 
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d); all queries attend to prefix tokens.
-        blocks: key blocks of every head and query block, (h, n, m) int64; n stands for none.
+        blocks: key blocks of every head and query block, (h, n, m) int64; n marks an unused entry.
         windows: the n blocks.
-        num_global: global blocks. attn_drop: dropout rate of the weights.
+        num_global: number of global blocks. attn_drop: dropout rate of the weights.
     Returns:
         (B, h, N, d).
     """
     (k_prefix, k_grid), (v_prefix, v_grid) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     queries, keys, values = (windows.partition(x) for x in (q, k_grid, v_grid))  # (B, h, n, b, d)
     (h, n, _), (*_, b, d) = blocks.shape, keys.shape
-    index = blocks.clamp(max=n - 1)  # padding points at some block
+    index = blocks.clamp(max=n - 1)  # unused entries point at a block too
     inside = windows.mask(q.device)
     valid = (blocks < n)[..., None].expand(-1, -1, -1, b)
     valid = valid if inside is None else valid & inside[index]
@@ -61,17 +61,17 @@ def bigbird(
 
 @kept_table
 def global_blocks(n: int, num_global: int, device: torch.device) -> Tensor:
-    """The first and last of n blocks in turns, (g,) int64: 0, n - 1, 1, n - 2, ..."""
+    """The first and last of n blocks alternately, (g,) int64: 0, n - 1, 1, n - 2, ..."""
     turn = torch.arange(min(num_global, n), device=device)
     return torch.where(turn % 2 == 0, turn // 2, n - 1 - turn // 2)
 
 
 def choose_blocks(num_window: int, num_global: int, uniform: Tensor) -> Tensor:
-    """Key blocks of every head and query block, each at most once: (h, n, w + g + r) int64; n where there is none.
+    """Key blocks of every head and query block, each at most once: (h, n, w + g + r) int64; n marks an unused entry.
 
     Args:
-        uniform: (h, n, r) in [0, 1); draws r blocks without replacement from those neither near nor global, or all of
-            them where fewer remain.
+        uniform: (h, n, r) in [0, 1); draws r blocks without replacement from the blocks neither near nor global, or
+            takes all of them if fewer remain.
     """
     h, n, _ = uniform.shape
     near = torch.arange(n, device=uniform.device)[:, None] + torch.arange(num_window, device=uniform.device)
@@ -82,7 +82,7 @@ def choose_blocks(num_window: int, num_global: int, uniform: Tensor) -> Tensor:
     chosen = chosen.masked_fill(twice | (chosen < 0) | (chosen >= n), n).expand(h, -1, -1)
     for u in uniform.unbind(-1):
         block = (u * (n - (chosen < n).sum(-1))).long()
-        for taken in chosen.sort(-1).values.unbind(-1):  # the position among free blocks -> the position among all
+        for taken in chosen.sort(-1).values.unbind(-1):  # position among free blocks -> position among all
             block = block + (block >= taken)
         chosen = torch.cat([chosen, block[..., None]], -1)
     return chosen.clamp(max=n)
@@ -127,7 +127,7 @@ class Bigbird(Attention):
             self.refuse("block_size", config.block_size, f"larger than the {H}x{W} grid; at most {longest}")
         if w % 2 == 0:
             self.refuse("num_window", w, f"as many neighbours on both sides make it odd; nearest valid: {w - 1}")
-        # The blocks of every grid are a function of it.
+        # The seed determines the blocks on every grid.
         self.register_buffer("pattern_seed", torch.randint(2**32, ()))
 
     def blocks(self, windows: Windows) -> Tensor:
@@ -140,7 +140,7 @@ class Bigbird(Attention):
         side, N, C = config.block_size, context.num_tokens, context.dim
         windows = Windows(raster(context.grid, config.layout), (1 if config.layout == "1d" else side, side))
         b, num_global = windows.num_queries, min(config.num_global, windows.count)
-        attended = config.num_window + num_global + config.num_random  # padding among them is computed too
+        attended = config.num_window + num_global + config.num_random  # unused entries are computed too
         return Cost(0, 2 * windows.count * b * attended * b * C + 2 * num_global * b * N * C)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:

@@ -1,12 +1,12 @@
 """Bi-level routing attention (Zhu et al. 2023, arXiv:2303.08810): tokens attend to the k regions most like their own.
 
-Each of S x S regions chooses the k whose mean keys have the largest products with its mean query over all channels; its
-tokens attend to theirs by one softmax (algorithm 1). The choice has no gradient. The local term is a depthwise
-convolution of the values, with a filter for every channel.
+Each of S x S regions chooses the k regions whose mean keys have the largest products with its mean query over all
+channels; its tokens attend to the tokens of these regions by one softmax (algorithm 1). The choice has no gradient. The
+local term is a depthwise convolution of the values, with a filter for every channel.
 Cost: 2 N^2 k C / S^2 + S^4 C + 25 N C multiply-accumulates.
 
-Regions that do not fill the grid are padded. Padding is no key and has no part in means, as in released code (one
-version pads tokens, another queries, keys and values), which also divides logits by sqrt(C), not sqrt(d).
+Regions that do not fill the grid are padded. Padding is neither a key nor part of a mean here. In the released code it
+is a key (one version pads tokens, another queries, keys and values), and logits are divided by sqrt(C), not sqrt(d).
 """
 
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import local_cost, total
-from attention.ops.joint_softmax.op import gathered_logits, mix, prefix_term
-from attention.options import local_option, option, released_option
-from attention.parts.features import full_precision
-from attention.parts.geometry import Grid, Windows, gather_tokens, split_prefix
-from attention.parts.masking import of_grid
+from ..base import Attention, Cost, LayerContext
+from ..costs import local_cost, total
+from ..ops.joint_softmax.op import gathered_logits, mix, prefix_term
+from ..options import local_option, option, released_option
+from ..parts.features import full_precision
+from ..parts.geometry import Grid, Windows, gather_tokens, split_prefix
+from ..parts.masking import of_grid
 
 
 def bilevel_routing(q: Tensor, k: Tensor, v: Tensor, *, regions: Windows, topk: int, attn_drop: float = 0.0) -> Tensor:
-    """q (B, h, N, d), k, v (B, h, P + N, d) -> (B, h, N, d). topk: regions that each attends to, or all there are."""
+    """q (B, h, N, d), k, v (B, h, P + N, d) -> (B, h, N, d). topk: regions that each region attends to, at most all."""
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     queries, mask, routes = regions.partition(q), regions.mask(q.device), route(q, k, regions, topk)
     keys, values = (follow(regions.partition(x), routes) for x in (k, v))
@@ -38,7 +38,7 @@ def bilevel_routing(q: Tensor, k: Tensor, v: Tensor, *, regions: Windows, topk: 
 
 @full_precision
 def route(q: Tensor, k: Tensor, regions: Windows, topk: int) -> Tensor:
-    """Queries and keys (B, h, N, d) -> the regions that each attends to, best first, (B, 1, g, topk) int64."""
+    """Chooses the regions that each region attends to, from q, k (B, h, N, d); best first, (B, 1, g, topk) int64."""
     q_bar, k_bar = (regions.mean(x.detach()).transpose(1, 2).flatten(2) for x in (q, k))  # (B, g, C)
     scores, mask = q_bar @ k_bar.mT, regions.mask(q.device)
     if mask is not None:
@@ -47,7 +47,7 @@ def route(q: Tensor, k: Tensor, regions: Windows, topk: int) -> Tensor:
 
 
 def follow(x: Tensor, routes: Tensor) -> Tensor:
-    """Tokens of regions (B, h, g, w, d) -> those of the regions that each attends to, (B, h, g, topk w, d)."""
+    """Gathers, from tokens of regions (B, h, g, w, d), those that each region attends to, (B, h, g, topk w, d)."""
     regions = gather_tokens(x.flatten(3), routes.expand(-1, x.shape[1], -1, -1))
     return regions.unflatten(4, x.shape[3:]).flatten(3, 4)
 

@@ -14,18 +14,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.options import option
-from attention.parts.features import compute_dtype, full_precision, scale
-from attention.parts.geometry import Grid, gather_tokens
+from ..base import Attention, Cost, LayerContext
+from ..options import option
+from ..parts.features import compute_dtype, full_precision, scale
+from ..parts.geometry import Grid, gather_tokens
 
 
 @full_precision
 def clustered(q: Tensor, k: Tensor, v: Tensor, cluster: Tensor, *, num_clusters: int, num_top_keys: int = 0) -> Tensor:
-    """Attention of cluster means, improved on `num_top_keys` keys each.
+    """Attention of cluster means, improved on the `num_top_keys` likeliest keys of each cluster.
 
     Args:
-        q, k, v: (B, h, N, d). cluster: of every query, (B, h, N) int64 below `num_clusters`; some may be empty.
+        q, k, v: (B, h, N, d). cluster: cluster of every query, (B, h, N) int64 below `num_clusters`; clusters may be
+            empty.
     Returns:
         (B, h, N, d), float32 at least.
     """
@@ -62,7 +63,7 @@ def cluster_sum(x: Tensor, cluster: Tensor, num_clusters: int) -> Tensor:
 
 
 def cluster_mean(x: Tensor, cluster: Tensor, num_clusters: int) -> Tensor:
-    """Means of the same; zero for a cluster without members."""
+    """Means of tokens (B, h, N, d) over each cluster's members, (B, h, J, d); zero for an empty cluster."""
     count = cluster_sum(torch.ones_like(x[..., :1]), cluster, num_clusters)
     return cluster_sum(x, cluster, num_clusters) / count.clamp(min=1)
 
@@ -70,7 +71,7 @@ def cluster_mean(x: Tensor, cluster: Tensor, num_clusters: int) -> Tensor:
 @torch.no_grad()
 @full_precision
 def hash_bits(q: Tensor, planes: Tensor) -> Tensor:
-    """On which side of every plane a query lies: q (B, h, N, d), planes [a, b] (h, bits, d + 1) -> a . q' > b."""
+    """Side of every plane on which a query lies: q (B, h, N, d), planes [a, b] (h, bits, d + 1) -> a . q' > b."""
     return scale(q) @ planes[..., :-1].mT > planes[..., -1][:, None]
 
 
@@ -78,7 +79,7 @@ def hamming_clusters(bits: Tensor, num_clusters: int, num_iterations: int) -> Te
     """Lloyd's algorithm in Hamming space: bits (B, h, N, b), b <= 63 -> cluster (B, h, N) int64.
 
     Centroids start at tokens spread evenly over the raster order and move to the majority of their members' bits, ties
-    to 0; one without members stays.
+    to 0; centroids without members stay.
     """
     N = bits.shape[2]
     start = torch.arange(num_clusters, device=bits.device) * N // num_clusters
@@ -94,13 +95,13 @@ def hamming_clusters(bits: Tensor, num_clusters: int, num_iterations: int) -> Te
 
 
 def pack(bits: Tensor) -> Tensor:
-    """Bits (..., b), b <= 63, as one non-negative int64 (...)."""
+    """Packs bits (..., b), b <= 63, into one non-negative int64 (...)."""
     placed = torch.bitwise_left_shift(bits.long(), torch.arange(bits.shape[-1], device=bits.device))
     return placed[..., :32].sum(-1) | placed[..., 32:].sum(-1)  # ONNX Runtime sums int64 as float64: exact for 32 bits
 
 
 def popcount(x: Tensor) -> Tensor:
-    """Ones among the bits of non-negative int64: sums of 2, 4 and 8 neighbouring bits, then of the bytes."""
+    """Number of ones among the bits of non-negative int64, by sums of 2, 4 and 8 neighbouring bits, then of bytes."""
     x = x - ((x >> 1) & 0x5555555555555555)
     x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
     return (((x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F) * 0x0101010101010101) >> 56
@@ -110,7 +111,7 @@ class Clustered(Attention):
     """Clusters of queries attend at once; improved on their likeliest keys."""
 
     prefix_tokens = "plain"
-    ignores_order = False  # clusters begin at positions
+    ignores_order = False  # clusters start at positions
     key_mask_refusal = "its clusters are those of all queries"
     eval_planes: Tensor
 
@@ -133,7 +134,7 @@ class Clustered(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C = context.num_tokens, context.dim
         attention = 2 * N * (config.num_clusters + min(config.num_top_keys, N)) * C
-        return Cost(0, N * config.num_bits * C + attention)  # the first for the hash
+        return Cost(0, N * config.num_bits * C + attention)  # the first term is the hash
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         planes, config = self.eval_planes, self.config

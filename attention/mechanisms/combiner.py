@@ -1,13 +1,13 @@
 """Combiner (Ren et al. 2021, arXiv:2107.05768): own span of u tokens exactly, every other span by one summary.
 
-The variant Fixed with DeepSets-Max: full attention factorised over spans of tokens. A query attends to the tokens of
-its own span, and to every other span as a whole: through a summary key k_bar_g that stands for the span in the softmax,
-and a span value v_bar_g that the span's summary query q_bar_g attends to
+This is the variant Fixed with DeepSets-Max: full attention factorised over spans of tokens. A query attends to the
+tokens of its own span, and to every other span as a whole: through a summary key k_bar_g that represents the span in
+the softmax, and a span value v_bar_g that the span's summary query q_bar_g gathers:
 
     y_n = [sum_own exp(l_nm) v_m + sum_{g != own} exp(q_n . k_bar_g / sqrt(d)) v_bar_g] / [the same without values]
-    v_bar_g = sum_{m in g} softmax_m(q_bar_g . k_m / sqrt(d)) v_m,   q_bar_g = max_{m in g} ReLU(U q_m), likewise k_bar
+    v_bar_g = sum_{m in g} softmax_m(q_bar_g . k_m / sqrt(d)) v_m,   q_bar_g = max_{m in g} ReLU(U q_m), k_bar from k
 
-The published bidirectional code also keeps the summary of a query's own span; here nothing counts twice.
+The published bidirectional code also attends to the summary of a query's own span; here no token counts twice.
 Cost: 2 N (u + N/u) C + 2 N (1 + d) C multiply-accumulates, the last for the summaries; N^1.5 at u = sqrt(N).
 """
 
@@ -18,15 +18,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import num_padded, window_cost
-from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
-from attention.options import option
-from attention.parts.features import upcast
-from attention.parts.geometry import Grid, Layout, Windows, split_prefix
-from attention.parts.linear import init_linear
-from attention.parts.position import BiasKind
-from attention.window_options import position_bias, window_option, windows_on
+from ..base import Attention, Cost, LayerContext
+from ..costs import num_padded, window_cost
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax
+from ..options import option
+from ..parts.features import upcast
+from ..parts.geometry import Grid, Layout, Windows, split_prefix
+from ..parts.linear import init_linear
+from ..parts.position import BiasKind
+from ..window_options import position_bias, window_option, windows_on
 
 
 def combiner(
@@ -43,8 +43,9 @@ def combiner(
     """One softmax over the own span's tokens and the other spans' summaries.
 
     Args:
-        q, k, v: (B, h, N, d). q_bar, k_bar: summaries of the g spans, (B, h, g, d). bias: of the own span, (h, w, w).
-        windows: the spans; causal ones attend to no later token of the own span, and to no later span.
+        q, k, v: (B, h, N, d). q_bar, k_bar: summaries of the g spans, (B, h, g, d). bias: position bias of the own
+            span, (h, w, w).
+        windows: the spans; if causal, queries attend to no later token of their span and to no later span.
         attn_drop: dropout rate of the weights.
     Returns:
         (B, h, N, d).
@@ -116,7 +117,7 @@ class Combiner(Attention):
         return nn.Sequential(linear, nn.ReLU())
 
     def pool(self, x: Tensor, windows: Windows) -> Tensor:
-        """Maximum or mean of tokens (B, h, N, d) over each span: (B, h, g, d); of none it is zero."""
+        """Maximum or mean of tokens (B, h, N, d) over each span: (B, h, g, d); zero for a span without tokens."""
         if self.config.pool == "mean":
             return windows.mean(x)
         spans, mask = windows.partition(x), windows.mask(x.device)
@@ -129,7 +130,7 @@ class Combiner(Attention):
         window, windows = window_cost(context, config), windows_on(config, context.grid)
         N, C, d, queries = context.num_tokens, context.dim, context.head_dim, num_padded(windows)
         transforms = 2 if config.summary == "deepsets" else 0
-        summaries = 2 * queries * C + transforms * N * d * C  # their values; ReLU(U x)
+        summaries = 2 * queries * C + transforms * N * d * C  # values of summaries; ReLU(U x)
         attention = 2 * queries * windows.count * C
         return Cost(window.parameters + transforms * d * d, window.macs + summaries + attention)
 

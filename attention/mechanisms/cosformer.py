@@ -2,9 +2,9 @@
 
     w_nm = ReLU(q_n) . ReLU(k_m) cos(pi (n - m) / 2N),
 
-which stay non-negative and, the cosine of a difference being cos cos + sin sin, are a kernel of twice as many features.
-On the grid (2d) the factor is cos(pi dy / 2H) cos(pi dx / 2W), of four times as many. In causal attention N stays the
-number of all tokens, which decoding has to know.
+which stay non-negative and, because the cosine of a difference is cos cos + sin sin, are a kernel of twice as many
+features. On the grid (2d) the factor is cos(pi dy / 2H) cos(pi dx / 2W), with four times as many features. In causal
+attention N is still the number of all tokens, which decoding has to know.
 Cost: 4 N d C multiply-accumulates, 8 N d C on the grid; linear in N.
 """
 
@@ -16,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import linear_attention_macs
-from attention.ops.random_features.op import linear_attention
-from attention.options import option
-from attention.parts.features import full_precision
-from attention.parts.geometry import Grid, raster, split_prefix
-from attention.parts.masking import of_grid
-from attention.parts.past import Past
-from attention.window_options import NOT_RASTER, window_option
+from ..base import Attention, Cost, LayerContext
+from ..costs import linear_attention_macs
+from ..ops.random_features.op import linear_attention
+from ..options import option
+from ..parts.features import full_precision
+from ..parts.geometry import Grid, raster, split_prefix
+from ..parts.masking import of_grid
+from ..parts.past import Past
+from ..window_options import NOT_RASTER, window_option
 
 
 @full_precision
@@ -42,9 +42,9 @@ def cosformer(
 
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens have no position, and their weights no factor.
-        key_mask: which keys count, (B, P + N) bool. Positions and lengths are those without the rows and columns of
-            which no token counts; in raster order, without the tokens.
-        causal: query n attends to the keys up to the n-th of the raster order, after those of `past`.
+        key_mask: (B, P + N) bool, true for keys that count. Positions and lengths skip rows and columns in which no
+            token counts; in raster order they skip masked tokens.
+        causal: query n attends to the keys of `past` and to keys up to the n-th of the raster order.
     Returns:
         (B, h, N, d), float32 at least; 0 for a query without positive weights.
     """
@@ -54,7 +54,7 @@ def cosformer(
     weighted_q, weighted_k = (reweight(x, grid, mask, first) for x in (phi_q, phi_k))
     if not k_prefix.shape[2]:
         return linear_attention(weighted_q, weighted_k, v, causal=causal, past=past, key_mask=key_mask)
-    # Features with and without a position side by side: a key has only one of the two kinds.
+    # Features with and without a position are concatenated; a key has only one of the two kinds.
     keys = torch.cat([F.pad(k_prefix, (weighted_k.shape[-1], 0)), F.pad(weighted_k, (0, k.shape[-1]))], 2)
     return linear_attention(torch.cat([weighted_q, phi_q], -1), keys, v, key_mask=key_mask)
 
@@ -62,7 +62,7 @@ def cosformer(
 def reweight(x: Tensor, grid: Grid, key_mask: Tensor | None = None, first: int = 0) -> Tensor:
     """[x cos(theta), x sin(theta)], theta = pi i / (2 side), along each axis of more than one token.
 
-    x: the tokens (B, h, N, d) of the grid, or of its raster order some from the token `first` on.
+    x: the tokens (B, h, N, d) of the grid, or, in raster order, some tokens beginning with the token `first`.
     """
     for axis, side in enumerate(grid):
         if side > 1:

@@ -4,7 +4,7 @@ The deterministic parameter-free projection,
 
     phi(x) = [r * roll(r, 1), ..., r * roll(r, nu)],   r = ReLU([x, -x]),
 
-makes non-negative and sparse features for linear attention.
+gives non-negative, sparse features for linear attention.
 Cost: 4 N nu d C multiply-accumulates; linear in N.
 """
 
@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import linear_attention_macs
-from attention.ops.random_features.op import linear_attention
-from attention.options import option
-from attention.parts.features import full_precision
-from attention.parts.geometry import Grid
+from ..base import Attention, Cost, LayerContext
+from ..costs import linear_attention_macs
+from ..ops.random_features.op import linear_attention
+from ..options import option
+from ..parts.features import full_precision
+from ..parts.geometry import Grid
 
 
 @full_precision

@@ -2,11 +2,11 @@
 
     y_n = sum_c softmax_c(q_n)_c sum_m softmax_m(k_.c)_m v_m,
 
-so that every channel of the keys pools the values of all tokens, and a query mixes the d pools of its head. Weights are
-positive and sum to one without a normaliser. Queries and keys are not scaled.
+so that every channel of the keys pools the values of all tokens, and a query mixes the d pooled values of its head.
+Weights are positive and sum to one without a normaliser. Queries and keys are not scaled.
 Cost: 2 N d C multiply-accumulates; linear in N.
 
-The released module adds its input to its output, which here is the network's affair.
+The released module adds its input to its output; here the network adds the residual.
 """
 
 from dataclasses import dataclass
@@ -14,18 +14,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import local_cost, total
-from attention.ops.random_features.op import linear_attention
-from attention.options import local_option
-from attention.parts.features import full_precision
-from attention.parts.geometry import Grid
-from attention.parts.masking import mask_logits
+from ..base import Attention, Cost, LayerContext
+from ..costs import local_cost, total
+from ..ops.random_features.op import linear_attention
+from ..options import local_option
+from ..parts.features import full_precision
+from ..parts.geometry import Grid
+from ..parts.masking import mask_logits
 
 
 @full_precision
 def efficient(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least. key_mask: which keys count, (B, N)."""
+    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least. key_mask: keys that count, (B, N)."""
     return linear_attention(q.softmax(-1), mask_logits(k, key_mask, -2).softmax(-2), v, "none", key_mask=key_mask)
 
 

@@ -1,7 +1,7 @@
 """EVA (Zheng et al. 2023, arXiv:2302.04542): a window exactly, and c groups of tokens by control variates.
 
 A query attends exactly to its local window E, and to c groups of tokens P_c through one summary each: a key k_tilde_c
-that stands for the group in the softmax, and a random-feature estimate beta_c of the group's average value (eq. 16,
+that represents the group in the softmax, and a random-feature estimate beta_c of the group's average value (eq. 16,
 Algorithm 1):
 
     y_n = [sum_E exp(l_nm) v_m + sum_c exp(t_nc) beta_c] / [sum_E exp(l_nm) + sum_c exp(t_nc)]
@@ -21,18 +21,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import group_cost, local_cost, num_padded, total, window_cost
-from attention.mechanisms.local import local
-from attention.ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
-from attention.ops.group_values.op import Visibility, attended_summaries, group_logits, group_prior, group_values
-from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
-from attention.options import local_option, option, released_option
-from attention.parts.geometry import Grid, Layout, Windows, raster, split_prefix
-from attention.parts.groups import Groups, bin_counts, bins, bins_outside, chunks_outside
-from attention.parts.position import BiasKind
-from attention.parts.sampling import Noise, noise_option
-from attention.window_options import position_bias, window_option, windows_on
+from ..base import Attention, Cost, LayerContext
+from ..costs import group_cost, local_cost, num_padded, total, window_cost
+from ..ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
+from ..ops.group_values.op import Visibility, attended_summaries, group_logits, group_prior, group_values
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax
+from ..options import local_option, option, released_option
+from ..parts.geometry import Grid, Layout, Windows, raster, split_prefix
+from ..parts.groups import Groups, bin_counts, bins, bins_outside, chunks_outside
+from ..parts.position import BiasKind
+from ..parts.sampling import Noise, noise_option
+from ..window_options import position_bias, window_option, windows_on
+from .local import local
 
 
 def eva(
@@ -55,7 +55,7 @@ def eva(
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d). k_tilde: landmarks (B, h, G, c, d), G = 1 or g windows.
         mu: proposal means (B, h, G, c, d); omega: samples (B, h, G, c, s, d), both in the scale d^-1/4 of the features.
-        bias: position bias of the window (h, w, e). groups: their members. visibility: those a causal query attends to.
+        bias: position bias of the window (h, w, e). groups: members of the groups. visibility: see `attended_groups`.
         log_count: adds log |P_c| to a group's logit. attn_drop: dropout rate of the weights.
     Returns:
         (B, h, N, d).
@@ -138,7 +138,7 @@ class Eva(Attention):
         if config.visibility != "paper" and not config.causal:
             self.refuse("visibility", config.visibility, "acts with causal; leave it out")
         if c:
-            self.groups(config, context.grid, torch.device("cpu"))  # refuses a count that makes no bins
+            self.groups(config, context.grid, torch.device("cpu"))  # refuses counts that form no bins
             self.landmarks = Landmarks(config, self.num_heads, self.head_dim)
 
     @staticmethod

@@ -1,8 +1,8 @@
 """EVA by clustering (Zheng et al. 2023, arXiv:2302.04542): a window exactly, c clusters of keys by control variates.
 
-As `eva` with one sample, but groups follow the keys and not the grid (section 7): keys are clustered as the queries of
-clustered attention are (Vyas et al. 2020), by Lloyd's algorithm on the bits of a hash. A group's landmark and proposal
-are of the means of its keys and of the queries at the same tokens. A cluster without members is not attended to.
+Like `eva` with one sample, but groups follow the keys instead of the grid (section 7): keys are clustered like the
+queries of clustered attention (Vyas et al. 2020), by Lloyd's algorithm on the bits of a hash. A group's landmark and
+proposal come from the means of its keys and of the queries of the same tokens. Queries do not attend to empty clusters.
 Cost: 2 N (|E| + c) C + bits N C multiply-accumulates, the last for the hash. The clustering counts bits.
 """
 
@@ -13,17 +13,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import group_cost, num_padded, total, window_cost
-from attention.mechanisms.clustered import cluster_mean, cluster_sum, hamming_clusters, hash_bits
-from attention.ops.group_values.landmarks import Landmarks, Mean, Transform, landmark_option
-from attention.ops.joint_softmax.op import attended_in_window, joint_softmax, summary_logits
-from attention.options import option, released_option
-from attention.parts.features import compute_dtype, full_precision, scale, upcast, xi
-from attention.parts.geometry import Grid, Layout, Windows, split_prefix
-from attention.parts.position import BiasKind
-from attention.parts.sampling import Noise, noise_option
-from attention.window_options import position_bias, window_option, windows_on
+from ..base import Attention, Cost, LayerContext
+from ..costs import group_cost, num_padded, total, window_cost
+from ..ops.group_values.landmarks import Landmarks, Mean, Transform, landmark_option
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax, summary_logits
+from ..options import option, released_option
+from ..parts.features import compute_dtype, full_precision, scale, upcast, xi
+from ..parts.geometry import Grid, Layout, Windows, split_prefix
+from ..parts.position import BiasKind
+from ..parts.sampling import Noise, noise_option
+from ..window_options import position_bias, window_option, windows_on
+from .clustered import cluster_mean, cluster_sum, hamming_clusters, hash_bits
 
 
 @full_precision
@@ -42,7 +42,7 @@ def eva_clustered(
     """One softmax over the window and the clusters (eq. 16).
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d). cluster: of every key of the grid, (B, h, N) int64 below c.
+        q: (B, h, N, d). k, v: (B, h, P + N, d). cluster: cluster of every key of the grid, (B, h, N) int64 below c.
         k_tilde, omega: landmark and sample of each cluster, (B, h, c, d). bias, windows, log_count: see `eva`.
     Returns:
         (B, h, N, d), float32 at least.
@@ -82,7 +82,7 @@ def eva_clustered_reference(q, k, v, cluster, k_tilde, omega, bias=None, *, wind
 
 
 def one_set_of_means(x: Tensor, cluster: Tensor, num_clusters: int) -> Tensor:
-    """`cluster_mean` as `Landmarks` takes it, the same for all queries: (B, h, 1, c, d), of the type of x."""
+    """`cluster_mean` in the form that `Landmarks` takes, shared by all queries: (B, h, 1, c, d), in the type of x."""
     return cluster_mean(upcast(x), cluster, num_clusters)[:, :, None].to(x.dtype)
 
 
@@ -95,7 +95,7 @@ class EvaClustered(Attention):
 
     @dataclass(frozen=True, kw_only=True)
     class Config:
-        num_samples: ClassVar[int] = 1  # of a group, for `Landmarks`
+        num_samples: ClassVar[int] = 1  # samples per group, for `Landmarks`
         window_size: int = option(7, "side of the window E in tokens; 0: no window", low=0)
         num_landmarks: int = option(49, "number of clusters C", low=1)
         released: bool = released_option()

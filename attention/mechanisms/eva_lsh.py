@@ -1,9 +1,9 @@
 """EVA by hashing (Zheng et al. 2023, arXiv:2302.04542): exact on hashed clusters, c groups along the hash.
 
-As `eva`, but the exact set E of a query is what a hash finds near it (section 4.1), and groups are of tokens that the
-hash puts side by side (section 7): SMYRF's hash sorts queries and keys, which are cut into clusters of equal size, and
-the i-th cluster of queries attends to the i-th of keys; groups are chunks of the order of the keys. One round of
-hashing, for all of E and the groups stand under one softmax.
+Like `eva`, but the exact set E of a query holds the tokens that a hash finds near it (section 4.1), and groups hold
+tokens that are neighbours in the order of the hash (section 7). SMYRF's hash sorts queries and keys, which are cut into
+clusters of equal size; the i-th cluster of queries attends to the i-th cluster of keys, and groups are chunks of the
+sorted keys. There is one round of hashing, because one softmax covers E and the groups.
 Cost: 2 N (|E| + c) C multiply-accumulates with s = 1, 2 N (d + 2) h more for the hash, and a sort.
 """
 
@@ -14,16 +14,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import group_cost, num_padded, total, window_macs
-from attention.mechanisms.eva import eva, eva_reference
-from attention.ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
-from attention.options import option, released_option
-from attention.parts.features import full_precision
-from attention.parts.geometry import Grid, Windows, raster, split_prefix
-from attention.parts.groups import Groups, bin_counts, bins, bins_outside
-from attention.parts.hashing import hash_clusters
-from attention.parts.sampling import Noise, gaussian, noise_option
+from ..base import Attention, Cost, LayerContext
+from ..costs import group_cost, num_padded, total, window_macs
+from ..ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
+from ..options import option, released_option
+from ..parts.features import full_precision
+from ..parts.geometry import Grid, Windows, raster, split_prefix
+from ..parts.groups import Groups, bin_counts, bins, bins_outside
+from ..parts.hashing import hash_clusters
+from ..parts.sampling import Noise, gaussian, noise_option
+from .eva import eva, eva_reference
 
 
 @full_precision
@@ -46,7 +46,7 @@ def eva_lsh(
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens are attended to exactly. k_tilde, mu, omega: see `eva`.
         order_q, order_k: queries and keys in the order of their hash, (B, h, N) int64.
-        groups, windows: of that order, as a grid of one row; windows are the clusters. log_count: see `eva`.
+        groups, windows: groups and clusters of that order, seen as a grid of one row. log_count: see `eva`.
     Returns:
         (B, h, N, d), float32 at least: a rounded key may fall in another cluster.
     """
@@ -67,7 +67,7 @@ def eva_lsh_reference(q, k, v, order_q, order_k, k_tilde, mu, omega, *, groups, 
 
 
 def in_order(x: Tensor, order: Tensor) -> Tensor:
-    """Tokens (B, h, P + N, d) with those of the grid in this order (B, h, N), after the prefix tokens."""
+    """Sorts the grid's tokens of (B, h, P + N, d) by this order (B, h, N); the prefix tokens stay first."""
     prefix, x = split_prefix(x, order.shape[2])
     x = x.gather(2, order[..., None].expand(-1, -1, -1, x.shape[-1]))
     return torch.cat([prefix, x], 2) if prefix.shape[2] else x
@@ -105,21 +105,21 @@ class EvaLsh(Attention):
 
     @staticmethod
     def clusters_and_groups(config: Config, grid: Grid, device: torch.device) -> tuple[Windows, Groups]:
-        """Of the order of the grid's tokens, which is a grid of one row."""
+        """Clusters and groups of the sorted tokens, which form a grid of one row."""
         order, c = raster(grid, "1d"), config.num_landmarks
         windows = Windows(order, (1, config.cluster_size))
         groups = bins(order, bin_counts(c, order, "attention(eva_lsh).num_landmarks"), device)
         return windows, bins_outside(groups, windows) if config.partition == "mask" else groups
 
     def sample_directions(self, like: Tensor) -> Tensor:
-        """A direction of the hash for every head, (h, 1, d + 2), on the device of `like`, in its compute dtype."""
+        """Direction of the hash for every head, (h, 1, d + 2), on the device of `like`, in its compute dtype."""
         return gaussian("iid", (self.num_heads, 1, self.head_dim + 2), like)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, h = context.num_tokens, context.dim, context.num_heads
         windows, groups = cls.clusters_and_groups(config, context.grid, torch.device("meta"))
-        clusters = Cost(0, 2 * N * (C + 2 * h) + window_macs(windows, C))  # the first for the hash
+        clusters = Cost(0, 2 * N * (C + 2 * h) + window_macs(windows, C))  # the first term is the hash
         return total(clusters, group_cost(context, config, groups.index.shape, num_padded(windows)))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:

@@ -1,15 +1,15 @@
 """Focused linear attention (Han et al. 2023, arXiv:2308.00442): powers make queries and keys point along few channels.
 
-With t = (ReLU(x) + 1e-6) / softplus(a) over all C channels, a learned, the features of queries and keys are
+With t = (ReLU(x) + 1e-6) / softplus(a) over all C channels and a learned a, the features of queries and keys are
 
     phi(x) = |t| t^p / |t^p|,   y = sum_m phi(q_n) . phi(k_m) v_m / sum_m phi(q_n) . phi(k_m) + local term,
 
-head by head. Keys first get a learned vector for each token of the grid (resampled on others); the local term is a
-depthwise convolution of the values, whose filters heads share. Prefix tokens have no vector and no local term.
+head by head. First, a learned vector for each token of the grid (resampled for other grids) is added to the keys. The
+local term is a depthwise convolution of the values, with filters that heads share. Prefix tokens have neither.
 Cost: 2 N d C + 25 N C multiply-accumulates; N C parameters for the tokens.
 
-Norms over all C channels, the floor 1e-6, softplus(a) and the vectors are the released code's; the paper's equations
-are per head and without them. The released code's spatial reduction of keys and values is left out.
+Norms over all C channels, the floor 1e-6, softplus(a) and the vectors follow the released code; the paper's equations
+are per head and lack all four. The released code's spatial reduction of keys and values is left out.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import linear_attention_macs, local_cost, total
-from attention.ops.random_features.op import linear_attention
-from attention.options import local_option, option
-from attention.parts.features import full_precision
-from attention.parts.geometry import Grid
-from attention.parts.position import KeyPositions
+from ..base import Attention, Cost, LayerContext
+from ..costs import linear_attention_macs, local_cost, total
+from ..ops.random_features.op import linear_attention
+from ..options import local_option, option
+from ..parts.features import full_precision
+from ..parts.geometry import Grid
+from ..parts.position import KeyPositions
 
 
 @full_precision
@@ -34,7 +34,7 @@ def focused_linear(
     """Attention with focused features.
 
     Args:
-        q, k, v: (B, h, N, d). scale: a, (h, d). power: p. key_mask: which keys count, (B, N) bool.
+        q, k, v: (B, h, N, d). scale: a, (h, d). power: p. key_mask: (B, N) bool, true for keys that count.
     Returns:
         (B, h, N, d), float32 at least.
     """
@@ -42,9 +42,9 @@ def focused_linear(
 
 
 def focus(x: Tensor, scale: Tensor, power: float) -> Tensor:
-    """phi: tokens (B, h, N, d) keep their length over all heads."""
+    """The feature map phi of tokens (B, h, N, d), which keeps their norm over all heads."""
     t = (x.relu() + 1e-6) / F.softplus(scale)[:, None]
-    raised = (t / t.amax((1, 3), keepdim=True)) ** power  # at most 1, whatever the power
+    raised = (t / t.amax((1, 3), keepdim=True)) ** power  # at most 1 for any power
     length, after = (torch.linalg.vector_norm(y, dim=(1, 3), keepdim=True) for y in (t, raised))
     return raised * (length / after)
 
@@ -64,7 +64,7 @@ class FocusedLinear(Attention):
     """Kernel attention with features raised to a power."""
 
     prefix_tokens = "plain"
-    ignores_order = False  # keys know their positions
+    ignores_order = False  # keys depend on their positions
     key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)

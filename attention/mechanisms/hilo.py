@@ -1,14 +1,14 @@
 """HiLo attention (Pan et al. 2022, arXiv:2205.13213): some heads attend within windows, the others to pooled tokens.
 
-Of h heads the first attend to the tokens of their window of w x w (Hi: high frequencies), and the last int(alpha h) to
-the means of all windows (Lo: low frequencies, L channels in all); at w = 1 all heads are Lo, and it is softmax
-attention. Since int rounds down, one head is Hi for every alpha < 1, as in the first stage of a pyramid, and attends
-to nothing beyond its window. Keys and values are pooled after their projection, which is linear: the same means as of
-tokens pooled before it, so that prefix tokens and masks are those of every mechanism.
+The first of h heads attend to the tokens of their window of w x w (Hi: high frequencies), and the last int(alpha h)
+heads to the means of all windows (Lo: low frequencies, L channels in all). At w = 1 all heads are Lo, which is softmax
+attention. Since int rounds down, at least one head is Hi for every alpha < 1, as in the first stage of a pyramid, and
+attends to nothing beyond its window. Keys and values are pooled after their projection; since it is linear, the means
+equal projections of pooled tokens, and prefix tokens and masks work as in every mechanism.
 Cost: 2 N w^2 (C - L) + 2 N^2 L / w^2 multiply-accumulates. The released code saves 2 (N - N / w^2) L C of them, as it
 projects pooled tokens, and projects the output of each branch by itself: `proj` with two blocks.
 
-Its windows must divide the grid; here means are of the tokens that a window has.
+Its windows must divide the grid; here, means run over the tokens that a window has.
 """
 
 from dataclasses import dataclass
@@ -17,21 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import window_macs
-from attention.mechanisms.softmax import softmax
-from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
-from attention.options import option
-from attention.parts.geometry import Grid, Windows, split_prefix
-from attention.parts.masking import of_grid
+from ..base import Attention, Cost, LayerContext
+from ..costs import window_macs
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax
+from ..options import option
+from ..parts.geometry import Grid, Windows, split_prefix
+from ..parts.masking import of_grid
+from .softmax import softmax
 
 
 def hilo(q: Tensor, k: Tensor, v: Tensor, *, windows: Windows, num_high: int, attn_drop: float = 0.0) -> Tensor:
-    """Heads of windows beside heads of pooled keys.
+    """Attention with some heads within windows and the other heads over pooled keys.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d). windows: those attended to, and pooled. num_high: heads of the first
-            kind. attn_drop: dropout rate of the weights.
+        q: (B, h, N, d). k, v: (B, h, P + N, d). windows: windows of Hi heads, pooled for Lo heads. num_high: number of
+            Hi heads. attn_drop: dropout rate of the weights.
     Returns:
         (B, h, N, d).
     """
@@ -74,7 +74,7 @@ class Hilo(Attention):
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
         def num_high(self, num_heads: int) -> int:
-            """Heads that attend within windows."""
+            """Number of heads that attend within windows."""
             return num_heads - int(num_heads * self.alpha) if self.window_size > 1 else 0
 
     def __init__(self, context: LayerContext, config: Config):

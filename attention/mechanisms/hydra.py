@@ -2,11 +2,11 @@
 
     y_n = q_n / |q_n| * sum_m k_m / |k_m| * v_m,
 
-products of channels, norms over all C of them, however many heads the network has: their number has no effect. Nothing
-is normalised, and the output grows with the number of tokens. The state is one vector.
+with products channel by channel and norms over all C channels; the network's number of heads has no effect. The sum is
+not normalised, so that the output grows with the number of tokens. The state is one vector.
 Cost: 2 N C multiply-accumulates; linear in N and in C.
 
-The paper's listing divides by norms without a floor; here that is 1e-12.
+The paper's listing divides by norms without a floor; here the floor is 1e-12.
 """
 
 from dataclasses import dataclass
@@ -14,17 +14,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import local_cost, total
-from attention.ops.random_features.op import linear_attention
-from attention.options import local_option
-from attention.parts.features import full_precision
-from attention.parts.geometry import Grid
+from ..base import Attention, Cost, LayerContext
+from ..costs import local_cost, total
+from ..ops.random_features.op import linear_attention
+from ..options import local_option
+from ..parts.features import full_precision
+from ..parts.geometry import Grid
 
 
 @full_precision
 def hydra(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least. key_mask: which keys count, (B, N)."""
+    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least. key_mask: keys that count, (B, N)."""
     heads = q.shape[1], q.shape[3]
     q, k = (x / torch.linalg.vector_norm(x, dim=(1, 3), keepdim=True).clamp(min=1e-12) for x in (q, k))
     q, k, v = (x.mT.flatten(1, 2)[..., None] for x in (q, k, v))  # (B, C, N, 1): heads of one channel

@@ -1,12 +1,12 @@
 """InLine attention (Han et al. 2024, arXiv:2412.06590): linear attention that subtracts means in place of dividing.
 
-With means k_bar, v_bar over the N tokens and s = d^(-1/2), weights sum to one, may be negative, and tell queries of
-different length apart:
+With means k_bar, v_bar over the N tokens and s = d^(-1/2), weights sum to one, may be negative, and differ for queries
+of different norm:
 
     y_n = v_bar + s q_n . sum_m (k_m - k_bar) (v_m - v_bar)^T / N + local term.
 
-The local term is a depthwise 3 x 3 convolution of the values. Two maps, grouped by head, make its filters of the mean
-of the layer's input. Prefix tokens are tokens as any other, and have no local term.
+The local term is a depthwise 3 x 3 convolution of the values. Two maps, grouped by head, compute its filters from the
+mean of the layer's input. Prefix tokens are ordinary tokens without a local term.
 Cost: 2 N d C multiply-accumulates, and 9 N C beside matrix products for the local term; 10 d C parameters.
 
 The paper's equations leave out the factor s / N of the released code, which is followed here.
@@ -19,11 +19,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.ops.random_features.op import linear_attention
-from attention.options import local_option
-from attention.parts.features import full_precision
-from attention.parts.geometry import Grid, split_prefix
+from ..base import Attention, Cost, LayerContext
+from ..ops.random_features.op import linear_attention
+from ..options import local_option
+from ..parts.features import full_precision
+from ..parts.geometry import Grid, split_prefix
 
 
 @full_precision
@@ -31,7 +31,7 @@ def inline(q: Tensor, k: Tensor, v: Tensor, filters: Tensor | None = None, *, gr
     """Attention with weights that a subtraction makes sum to one.
 
     Args:
-        q, k, v: (B, h, P + N, d). filters: of every image and channel, (B, C, 3, 3).
+        q, k, v: (B, h, P + N, d). filters: one filter per image and channel, (B, C, 3, 3).
     Returns:
         (B, h, P + N, d), float32 at least.
     """
@@ -48,7 +48,7 @@ def inline(q: Tensor, k: Tensor, v: Tensor, filters: Tensor | None = None, *, gr
 
 
 def inline_reference(q, k, v, filters=None, *, grid):
-    """`inline` as a dense matrix of weights, and filters tap by tap."""
+    """`inline` as a dense matrix of weights, with filters tap by tap."""
     (H, W), N, h = grid, k.shape[2], q.shape[1]
     logits = q @ k.mT / q.shape[-1] ** 0.5
     y = (logits / N - logits.mean(-1, keepdim=True) / N + 1 / N) @ v

@@ -16,22 +16,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import landmark_cost, local_cost, total
-from attention.ops.dispatch import with_fast_path
-from attention.ops.group_values.op import group_mean
-from attention.ops.random_features import eager, proposals
-from attention.ops.random_features.op import mix_features
-from attention.options import local_option, option, released_option
-from attention.parts.features import full_precision, log_features, scale
-from attention.parts.geometry import Grid, split_prefix
-from attention.parts.groups import Groups, pools_option, segments
-from attention.parts.linear import LandmarkTransform
-from attention.parts.masking import mask_logits, masked_mean, of_grid
-from attention.parts.sampling import Noise, mixture_noise, noise_option, random_seed, scale_noise
+from ..base import Attention, Cost, LayerContext
+from ..costs import landmark_cost, local_cost, total
+from ..ops.group_values.op import group_mean
+from ..ops.kernels import with_fast_path
+from ..ops.random_features import fused, proposals
+from ..ops.random_features.op import mix_features
+from ..options import local_option, option, released_option
+from ..parts.features import full_precision, log_features, scale
+from ..parts.geometry import Grid, split_prefix
+from ..parts.groups import Groups, pools_option, segments
+from ..parts.linear import LandmarkTransform
+from ..parts.masking import mask_logits, masked_mean, of_grid
+from ..parts.sampling import Noise, mixture_noise, noise_option, random_seed, scale_noise
 
 
-@with_fast_path(eager.lara, eager.covers_lara)
+@with_fast_path(fused.lara, fused.covers_lara)
 @full_precision
 def lara(
     q: Tensor,
@@ -53,9 +53,9 @@ def lara(
     Args:
         q, k, v: (B, h, N, d). q_bar, k_bar: landmarks (B, h, c, d); k_bar acts with the pool proposals.
         noise: Gaussian part of omega in the features' scale, s samples of each proposal, broadcast to (B, h, c, s, d).
-        uniform: in (0, 1), (..., c, s); chooses the mixture's component, whose mean stands in without it.
-        proposal: of q_c, see `propose`. weighting, beta: of alpha, see `query_weights`; "balance" is eq. 36.
-        key_mask: which keys count, (B, M) bool. filled: whose segments have tokens that count, (B, c) bool.
+        uniform: numbers in (0, 1), (..., c, s), that choose the mixture's component; None takes the components' mean.
+        proposal: kind of q_c, see `propose`. weighting, beta: form of alpha, see `query_weights`; "balance" is eq. 36.
+        key_mask: (B, M) bool, true for keys that count. filled: (B, c) bool, true for segments with tokens that count.
     Returns:
         (B, h, N, d), float32 at least.
     """
@@ -123,12 +123,12 @@ class Lara(Attention):
         self.single = config.proposal == "single"
         neutral: dict[str, Any] = {"antithetic": False} if config.samples_per_proposal == 1 else {}
         neutral |= {"beta": self.Config.beta} if config.weighting != "decoupled" else {}
-        if self.single:  # one proposal needs no landmarks, and all its samples weigh the same
+        if self.single:  # one proposal needs no landmarks, and all its samples have equal weights
             neutral |= {"weighting": "balance", "landmark_transform": "none", "samples_per_proposal": 1}
             neutral |= {"released_pools": False}
         self.refuse_unused(neutral, "does not act with these options")
         if not self.single:
-            self.segments(context.grid, torch.device("cpu"))  # refuses a count that no rows x columns of bins make
+            self.segments(context.grid, torch.device("cpu"))  # refuses counts that no rows x columns of bins form
         width = {"light": self.head_dim, "dense": context.dim}.get(config.landmark_transform)
         self.landmark_q = LandmarkTransform(width) if width else nn.Identity()
         if config.proposal in proposals.POOLED:
@@ -141,9 +141,9 @@ class Lara(Attention):
         return segments(config.num_landmarks, grid, device, key, pooled=config.released_pools)
 
     def sample_noise(self, q: Tensor, num_proposals: int) -> tuple[Tensor, Tensor | None]:
-        """Noise (..., c, s, d) and the uniforms (..., c, s) of mixtures.
+        """Noise (..., c, s, d), and uniforms (..., c, s) for mixtures.
 
-        Evaluation takes the proposals' means; of the single proposal, where these are equal, samples by `eval_seed`.
+        Evaluation uses the proposals' means; for a single proposal, whose means are equal, samples by `eval_seed`.
         """
         config, seed = self.config, None if self.training else self.eval_seed
         if not self.training and seed is None:
@@ -158,12 +158,12 @@ class Lara(Attention):
         N, C, h, c = context.num_tokens, context.dim, context.num_heads, config.num_landmarks
         own = total(Cost(0, 4 * N * c * C), local_cost(cls, context, config))  # features, sums over keys, their means
         if config.proposal == "single":
-            return total(own, Cost(0, (N + c) * C))  # the proposal's weights of keys; its density at c samples
+            return total(own, Cost(0, (N + c) * C))  # the proposal's weights of keys, and its density at c samples
         width = {"light": context.head_dim, "dense": C, "none": 0}[config.landmark_transform]
         landmarks = landmark_cost(context, width, 2 if config.proposal in proposals.POOLED else 1, c)
         sampling = {"pool": 0, "pool_mixed": 2 * c * c * C}.get(config.proposal, 2 * N * c * C)
         alpha = {"balance": 0, "decoupled": N * c * C}.get(config.weighting, N * c * (C + c * h))
-        return total(own, landmarks, Cost(0, sampling + c * c * C + alpha))  # c^2 C: densities
+        return total(own, landmarks, Cost(0, sampling + c * c * C + alpha))  # c^2 C for the densities
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config, k_bar, filled, mask = self.config, None, None, of_grid(key_mask, q.shape[2])

@@ -2,8 +2,8 @@
 
     y_n = sum_m phi(q_n) . phi(k_m) v_m / sum_m phi(q_n) . phi(k_m),
 
-so that the sums over keys are taken once. Queries and keys are not scaled. 'ELU' in EVA Table 5. In causal attention
-the sums run along with the queries.
+so that all queries share the sums over keys. Queries and keys are not scaled. EVA Table 5 calls it 'ELU'. In causal
+attention the sums run along with the queries.
 Cost: 2 N d C multiply-accumulates; linear in N.
 """
 
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import linear_attention_macs, local_cost, total
-from attention.ops.random_features.op import linear_attention
-from attention.options import causal_option, local_option
-from attention.parts.features import elu_plus_one, full_precision
-from attention.parts.geometry import Grid
-from attention.parts.past import Past
+from ..base import Attention, Cost, LayerContext
+from ..costs import linear_attention_macs, local_cost, total
+from ..ops.random_features.op import linear_attention
+from ..options import causal_option, local_option
+from ..parts.features import elu_plus_one, full_precision
+from ..parts.geometry import Grid
+from ..parts.past import Past
 
 
 @full_precision
@@ -33,7 +33,7 @@ def linear(
 ) -> Tensor:
     """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least; 0 for a query whose weights vanish.
 
-    `causal`: query n attends to the keys up to the n-th, after those of `past`.
+    causal: query n attends to the keys of `past` and to keys up to the n-th.
     """
     return linear_attention(elu_plus_one(q), elu_plus_one(k), v, causal=causal, past=past, key_mask=key_mask)
 

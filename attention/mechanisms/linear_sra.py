@@ -1,7 +1,7 @@
 """Linear spatial-reduction attention (Wang et al. 2022, arXiv:2106.13797): keys and values from a grid of M bins.
 
-The grid is averaged to 7 x 7 bins, whatever its size; then a convolution 1 x 1, LayerNorm, GELU and softmax over the 49
-bins, in every stage of PVT-v2-Li (whose MLPs have a further ReLU: the model's `mlp_relu`).
+The grid, of any size, is averaged to 7 x 7 bins; then follow a 1 x 1 convolution, LayerNorm, GELU and softmax over the
+49 bins, in every stage of PVT-v2-Li (whose MLPs have a further ReLU: the model's `mlp_relu`).
 Cost: M C^2 - 2 (N - M) C^2 + 2 N M C multiply-accumulates, M = 49: the convolution, less what the projection of keys
 and values saves, and attention.
 """
@@ -12,17 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.mechanisms.softmax import softmax
-from attention.mechanisms.sra import project_reduced
-from attention.options import option
-from attention.parts.geometry import Grid, split_prefix
+from ..base import Attention, Cost, LayerContext
+from ..options import option
+from ..parts.geometry import Grid, split_prefix
+from .softmax import softmax
+from .sra import project_reduced
 
 
 def linear_sra(x: Tensor, weight: Tensor, bias: Tensor | None, *, grid: Grid, pool_size: int) -> Tensor:
     """Averages tokens (B, N, C) over bins, then convolves by `weight` (C, C, 1, 1): (B, pool_size^2, C).
 
-    Bins have the edges floor(i*H/pool_size), ceil((i+1)*H/pool_size): where these are no integers, bins overlap.
+    Bins have the edges floor(i*H/pool_size), ceil((i+1)*H/pool_size); if pool_size does not divide H, bins overlap.
     """
     image = F.adaptive_avg_pool2d(x.mT.unflatten(2, grid), pool_size)
     return F.conv2d(image, weight, bias).flatten(2).mT
@@ -67,7 +67,7 @@ class LinearSra(Attention):
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, M, C = context.num_tokens, config.pool_size**2, context.dim
-        convolution, saved = M * C * C, 2 * (N - M) * C * C  # in the projection of keys and values
+        convolution, saved = M * C * C, 2 * (N - M) * C * C  # saved in the projection of keys and values
         return Cost(C * C + 3 * C, convolution - saved + 2 * N * M * C)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:

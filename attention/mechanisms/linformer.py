@@ -2,7 +2,7 @@
 
     k_hat = P_1 k,   v_hat = P_2 v,   y_n = softmax(q_n . k_hat / sqrt(d)) v_hat,   P_1, P_2: c x N.
 
-The matrices belong to one grid; on another their columns, which are images, are resampled.
+The matrices belong to one grid; for another grid, their rows are resampled as images of the grid.
 Cost: 4 N c C multiply-accumulates; 2 N c parameters per layer, N c or h times as many as they are shared.
 """
 
@@ -12,20 +12,20 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.mechanisms.softmax import softmax, softmax_reference
-from attention.options import option
-from attention.parts.geometry import Grid, resample, split_prefix
+from ..base import Attention, Cost, LayerContext
+from ..options import option
+from ..parts.geometry import Grid, resample, split_prefix
+from .softmax import softmax, softmax_reference
 
 MATRICES = {"heads": (2, 1), "kv": (1, 1), "none": (2, None), "layers": (1, 1)}
-"""Sharing -> how many projections of keys and values, and of how many heads (None: all), a layer has."""
+"""Sharing -> numbers of projections that a layer has: for keys and values, and for heads (None: one per head)."""
 
 
 def linformer(q: Tensor, k: Tensor, v: Tensor, projection: Tensor, attn_drop: float = 0.0) -> Tensor:
-    """Queries (B, h, N, d), keys and values (B, h, P + N, d), prefix tokens as they are -> (B, h, N, d).
+    """Queries (B, h, N, d), keys and values (B, h, P + N, d) -> (B, h, N, d); prefix tokens are not projected.
 
     Args:
-        projection: (1 or 2, 1 or h, c, N): of keys and values, of heads.
+        projection: (1 or 2, 1 or h, c, N): one for keys and values or one each, one for all heads or one each.
     """
     projection = projection.to(v.dtype).expand(2, v.shape[1], -1, -1)
     projected: list[Tensor] = []
@@ -67,7 +67,7 @@ class Linformer(Attention):
         self.grid, owner = context.grid, self
         if config.sharing == "layers":
             owner = context.shared.setdefault(("linformer", config.num_landmarks, context.grid), self)
-        # A tuple, so that the parameter is the owner's alone: once in the state dict and in a weight average.
+        # A tuple hides the owner from torch: its parameter occurs once in the state dict and in a weight average.
         self.owner = (owner,)
         if owner is self:
             count, heads = MATRICES[config.sharing]
@@ -79,11 +79,11 @@ class Linformer(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C = context.num_tokens, context.dim
         c, (parts, heads) = config.num_landmarks, MATRICES[config.sharing]
-        parameters = parts * (heads or context.num_heads) * c * N  # with sharing layers, of all layers together
+        parameters = parts * (heads or context.num_heads) * c * N  # with sharing: layers, for all layers together
         return Cost(parameters, 2 * N * c * C + 2 * N * c * C)  # projections, attention
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        # More columns, smaller entries: the sums over tokens stay as they are.
+        # With more columns, entries become smaller, so that the sums over tokens stay the same.
         (owner,), N = self.owner, self.grid[0] * self.grid[1]
         projection = resample(owner.projection, self.grid, grid) * (N / (grid[0] * grid[1]))
         return linformer(q, k, v, projection, self.attn_drop)

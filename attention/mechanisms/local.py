@@ -1,8 +1,8 @@
 """Local attention (Child et al. 2019, arXiv:1904.10509): softmax within windows, with a relative position bias.
 
 Windows are w x w tokens (or 1-D blocks of w tokens in raster order), not overlapping by default; with `overlap` e a
-window's keys reach e tokens beyond it on every side: |E| = (w + 2e)^2. Exact within the window, blind beyond. The
-baseline 'Local' of EVA (appendix E.1).
+window's keys reach e tokens beyond it on every side: |E| = (w + 2e)^2. It is exact within the window and ignores all
+other tokens. This is the baseline 'Local' of EVA (appendix E.1).
 Cost: 2 N |E| C multiply-accumulates.
 """
 
@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import window_cost
-from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
-from attention.options import option, released_option
-from attention.parts.geometry import Grid, Layout, Windows
-from attention.parts.position import BiasKind
-from attention.window_options import position_bias, window_option, windows_on
+from ..base import Attention, Cost, LayerContext
+from ..costs import window_cost
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax
+from ..options import option, released_option
+from ..parts.geometry import Grid, Layout, Windows
+from ..parts.position import BiasKind
+from ..window_options import position_bias, window_option, windows_on
 
 
 def local(

@@ -1,8 +1,8 @@
 """Longformer (Beltagy et al. 2020, arXiv:2004.05150): a sliding band of w keys, and g global tokens.
 
-A query attends, in one softmax, to the tokens within rho of it (in raster order, or in rows and columns: the window of
-Vision Longformer, Zhang et al. 2021) and to g global tokens, which themselves attend to everything. The global tokens
-are those at the centres of g equal bins of the grid.
+A query attends, in one softmax, to the tokens within distance rho (in raster order, or in rows and columns as in Vision
+Longformer, Zhang et al. 2021) and to g global tokens, which themselves attend to all tokens. The global tokens are the
+tokens at the centres of g equal bins of the grid.
 Cost: 2 N (w + 2 g) C multiply-accumulates by definition, w = 2 rho + 1 keys (w^2 in two dimensions), 2 N g C of them
 for the global rows. The band is computed in tiles of rho queries a side, so that w becomes 3 rho. Linear in N.
 """
@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import num_padded, projections, window_macs
-from attention.mechanisms.softmax import softmax
-from attention.ops.joint_softmax.op import mix, prefix_term, shared_logits, window_logits
-from attention.options import option
-from attention.parts.geometry import Grid, Windows, raster, split_heads, split_prefix
-from attention.parts.groups import bin_counts
-from attention.parts.tables import kept_table
+from ..base import Attention, Cost, LayerContext
+from ..costs import num_padded, projections, window_macs
+from ..ops.joint_softmax.op import mix, prefix_term, shared_logits, window_logits
+from ..options import option
+from ..parts.geometry import Grid, Windows, raster, split_heads, split_prefix
+from ..parts.groups import bin_counts
+from ..parts.tables import kept_table
+from .softmax import softmax
 
 
 def longformer(
@@ -42,10 +42,10 @@ def longformer(
 
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d); all queries attend to prefix tokens.
-        q_global (B, h, g, d), k_global, v_global (B, h, P + N, d): what global queries use instead.
-        global_tokens: their distinct raster indices, (g,) int64.
+        q_global (B, h, g, d), k_global, v_global (B, h, P + N, d): projections of their own for global queries.
+        global_tokens: distinct raster indices of the global tokens, (g,) int64.
         grid: rows and columns of the band; (1, N) for a raster band.
-        radius: the farthest row and column rho of a key from its query. attn_drop: dropout rate of the weights.
+        radius: largest distance rho of a key from its query, by row or column. attn_drop: dropout rate of the weights.
     Returns:
         (B, h, N, d).
     """
@@ -67,14 +67,14 @@ def longformer(
 
 
 def band(grid: Grid, radius: int) -> Windows:
-    """Tiles that hold a band: `radius` queries a side, extended by as much; a whole side where the band spans it."""
+    """Tiles that hold a band: `radius` queries a side, extended by `radius`; a whole side if the band spans it."""
     tile, overlap = zip(*((side, 0) if radius >= side else (max(radius, 1), radius) for side in grid), strict=True)
     return Windows(grid, tile, overlap)
 
 
 @kept_table
 def within(tiles: Windows, radius: int, device: torch.device) -> Tensor:
-    """Which keys of a tile lie within `radius` of each of its queries: (w, e) bool."""
+    """Mask of the keys of a tile that lie within `radius` of each of its queries: (w, e) bool."""
     rows, columns = (
         (torch.arange(side, device=device)[:, None] + over - torch.arange(side + 2 * over, device=device)).abs()
         <= radius
@@ -120,7 +120,7 @@ class Longformer(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.global_tokens(context.grid, torch.device("cpu"))  # refuses a count that no rows x columns of bins make
+        self.global_tokens(context.grid, torch.device("cpu"))  # refuses counts that no rows x columns of bins form
         if config.separate_global and not config.num_global:
             self.refuse("separate_global", True, "there is no global token; set num_global above 0")
         self.qkv_global = copy.deepcopy(self.qkv) if config.separate_global else None
@@ -137,7 +137,7 @@ class Longformer(Attention):
         return (rows[:, None] * grid[1] + columns).flatten()
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor | None, ...]:
-        """(B, P + N, C) -> q, k, v, and those of the global rows: q_global (B, h, g, d), k_global, v_global or None."""
+        """(B, P + N, C) -> q, k, v, and for global queries q_global (B, h, g, d), k_global and v_global, or None."""
         if self.qkv_global is None:
             return *super().project(x, grid), None, None, None
         C, weight, bias = x.shape[-1], self.qkv_global.weight, self.qkv_global.bias

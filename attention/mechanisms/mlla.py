@@ -1,18 +1,18 @@
 """Mamba-like linear attention (Han et al. 2024, arXiv:2405.16605): linear attention with Mamba's block and rotations.
 
-Values z come of the layer's input x by a linear map, a depthwise 3 x 3 convolution and SiLU; queries and keys are
-linear maps of z. With phi = elu + 1 and rho_n the rotation of all C channels by the row and column of token n (the
-first half of them by the row), before heads are split,
+A linear map, a depthwise 3 x 3 convolution and SiLU make values z from the layer's input x; queries and keys are linear
+maps of z. With phi = elu + 1 and rho_n the rotation of all C channels by the row and column of token n (the first half
+of them by the row), before heads are split,
 
     y_n = sum_m rho_n phi(q_n) . rho_m phi(k_m) z_m / (sum_m phi(q_n) . phi(k_m) + 1e-6 N) + local term,
 
 times SiLU of a linear map of x. The local term is a depthwise convolution of z. Rotated weights may be negative, and do
-not sum to one; heads of the first half know rows alone, the others columns. With `block` false queries, keys and values
-are linear maps of x as elsewhere, and nothing is gated.
+not sum to one; the first half of the heads depends on rows alone, the second on columns. With `block` false, queries,
+keys and values are linear maps of x as in other mechanisms, and there is no gate.
 Cost: N C^2 + 2 N d C + 18 N C multiply-accumulates, the first term for the gate.
 
 Also called MILA. The convolutions that the paper puts before attention and before the MLP belong to the network. The
-released code takes square grids only, and numbers of channels that 4 divides; others leave channels as they are here.
+released code takes square grids only, and numbers of channels that 4 divides; here, remaining channels are unrotated.
 """
 
 from dataclasses import dataclass
@@ -21,15 +21,15 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import linear_attention_macs, local_cost, projections, total
-from attention.ops.random_features.op import linear_attention
-from attention.options import local_option, option
-from attention.parts.features import elu_plus_one, full_precision
-from attention.parts.geometry import Grid, merge_heads, split_heads
-from attention.parts.linear import init_linear
-from attention.parts.local_term import LocalTerm
-from attention.parts.rotary import rotate, rotate_reference
+from ..base import Attention, Cost, LayerContext
+from ..costs import linear_attention_macs, local_cost, projections, total
+from ..ops.random_features.op import linear_attention
+from ..options import local_option, option
+from ..parts.features import elu_plus_one, full_precision
+from ..parts.geometry import Grid, merge_heads, split_heads
+from ..parts.linear import init_linear
+from ..parts.local_term import LocalTerm
+from ..parts.rotary import rotate, rotate_reference
 
 
 @full_precision
@@ -39,7 +39,7 @@ def mlla(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid) -> Tensor:
 
 
 def turn(x: Tensor, grid: Grid) -> Tensor:
-    """rho: tokens (B, h, N, d) turned over the channels of all heads."""
+    """The rotation rho: rotates tokens (B, h, N, d) over the channels of all heads."""
     return split_heads(rotate(merge_heads(x), grid, endpoint=False), 1, x.shape[1])[0]
 
 

@@ -2,7 +2,8 @@
 
 The window stops at the grid's border, so that every query has k^2 keys (equations 1 to 3); dilated by delta (DiNAT,
 arXiv:2209.15001), neighbours are sought among the tokens i mod delta of each axis. Old released code pads grids smaller
-than k delta, and padding is a key there; here these are refused, and on one met later, neighbours are all there are.
+than k delta, and padding is a key. Here construction refuses such grids; on a small grid at a later call, queries have
+fewer neighbours.
 Cost: 2 N e C multiply-accumulates, e = (k + t - 1)^2 keys of a tile of t^2 queries, t = (k + 1) / 2 (paper: k^2).
 """
 
@@ -13,13 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.ops.joint_softmax.op import gathered_logits, mix, prefix_term
-from attention.options import option
-from attention.parts.geometry import Grid, Windows, split_prefix
-from attention.parts.masking import of_grid
-from attention.parts.neighborhoods import pair, tiles, tiling
-from attention.parts.position import PositionBias
+from ..base import Attention, Cost, LayerContext
+from ..ops.joint_softmax.op import gathered_logits, mix, prefix_term
+from ..options import option
+from ..parts.geometry import Grid, Windows, split_prefix
+from ..parts.masking import of_grid
+from ..parts.neighborhoods import pair, tiles, tiling
+from ..parts.position import PositionBias
 
 
 def neighborhood(
@@ -34,9 +35,9 @@ def neighborhood(
     counts: Tensor | None = None,
     attn_drop: float = 0.0,
 ) -> Tensor:
-    """q (B, h, N, d), k, v (B, h, P + N, d) -> (B, h, N, d), from k and delta of both axes: size, dilation.
+    """q (B, h, N, d), k, v (B, h, P + N, d) -> (B, h, N, d); size, dilation: k and delta of both axes.
 
-    table: bias of query minus key (1, (2 k_y - 1) (2 k_x - 1), h). counts: which tokens count, (B, N) bool.
+    table: bias by query minus key, (1, (2 k_y - 1) (2 k_x - 1), h). counts: (B, N) bool, true for tokens that count.
     """
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     index = tiles(grid, size, dilation, q.device)
@@ -65,7 +66,7 @@ def neighborhood_reference(q, k, v, table=None, *, grid, size, dilation, counts=
 
 
 def neighbors(i: int, length: int, k: int, dilation: int) -> list[tuple[int, int]]:
-    """Of the token i of an axis: its k neighbours and their offsets, for the twin."""
+    """The k neighbours of token i along an axis and their offsets, for the twin."""
     members, j = range(i % dilation, length, dilation), i // dilation
     start = max(0, min(j - k // 2, len(members) - k))
     return [(m, j - a + k - 1) for a, m in enumerate(members)][start : start + k]
@@ -92,7 +93,7 @@ class Neighborhood(Attention):
                 self.refuse("kernel_size", k, f"as many neighbours on both sides make it odd; nearest valid: {k - 1}")
             if k * delta > length:
                 self.refuse("kernel_size", k, f"times the dilation {delta}, beyond {length} tokens of the grid's side")
-        windows = Windows(context.grid, self.size)  # with the offsets of neighbours
+        windows = Windows(context.grid, self.size)  # its offsets are the neighbours' offsets
         self.position_bias = PositionBias(config.position_bias, self.num_heads, self.head_dim, windows)
 
     @classmethod

@@ -1,6 +1,6 @@
 """Nystromformer (Xiong et al. 2021, arXiv:2102.03902): c landmarks, a pseudo-inverse, a convolution of values.
 
-Landmarks q_bar, k_bar are means of c segments. Nystrom's method takes attention through them: with s = 1/sqrt(d),
+Landmarks q_bar, k_bar are means of c segments. Nystrom's method routes attention through them: with s = 1/sqrt(d),
 
     y = softmax(s q k_bar^T) A^+ softmax(s q_bar k^T) v + conv(v),   A = softmax(s q_bar k_bar^T),
 
@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.mechanisms.softmax import softmax
-from attention.options import option
-from attention.parts.features import full_precision, scale
-from attention.parts.geometry import Grid, Layout, raster, split_prefix
-from attention.parts.groups import Groups, bin_counts, bins, group_mean
+from ..base import Attention, Cost, LayerContext
+from ..options import option
+from ..parts.features import full_precision, scale
+from ..parts.geometry import Grid, Layout, raster, split_prefix
+from ..parts.groups import Groups, bin_counts, bins, group_mean
+from .softmax import softmax
 
 
 @full_precision
@@ -31,16 +31,16 @@ def nystrom(
     """Nystrom's approximation of softmax attention, plus a convolution of values.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); landmarks and convolution leave prefix tokens out.
-        filters: (h, rows, columns), odd sides, laid over the raster `grid` of the tokens.
-        groups: segments whose means are landmarks. iterations: of the pseudo-inverse.
+        q: (B, h, N, d). k, v: (B, h, P + N, d); landmarks and convolution exclude prefix tokens.
+        filters: (h, rows, columns), odd sides, for the convolution over the raster `grid` of the tokens.
+        groups: segments whose means are landmarks. iterations: number of iterations of the pseudo-inverse.
     Returns:
         (B, h, N, d), float32 at least.
     """
     (_, k_grid), (_, v_grid) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     q_bar, k_bar = (group_mean(x, groups)[:, :, 0] for x in (q, k_grid))
     inverse = pseudo_inverse((scale(q_bar) @ scale(k_bar).mT).softmax(-1), iterations)
-    # In the paper's order; (A^+ (softmax v)) would cost c^2 C in place of h N c^2.
+    # The paper's order of products; (A^+ (softmax v)) would cost c^2 C instead of h N c^2.
     y = ((scale(q) @ scale(k_bar).mT).softmax(-1) @ inverse) @ softmax(q_bar, k, v)
     if filters is None:
         return y
@@ -99,7 +99,7 @@ class Nystrom(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.groups(context.grid, torch.device("cpu"))  # refuses a count that no rows x columns of bins make
+        self.groups(context.grid, torch.device("cpu"))  # refuses counts that no rows x columns of bins form
         size, unused = config.conv_size, config.conv == "none"
         if unused and size != self.Config.conv_size:
             self.refuse("conv_size", size, f"does not act with conv: none; set conv_size: {self.Config.conv_size}")
@@ -119,7 +119,7 @@ class Nystrom(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, h = context.num_tokens, context.dim, context.num_heads
         c, taps = config.num_landmarks, {"1d": config.conv_size, "2d": config.conv_size**2, "none": 0}[config.conv]
-        landmarks = 3 * N * c * C + c * c * C  # logits of queries, of landmarks on keys and on each other; values
+        landmarks = 3 * N * c * C + c * c * C  # logits of queries, of landmarks on keys and on landmarks; values
         inverse = 4 * config.pinv_iterations * h * c**3 + h * N * c * c
         return Cost(h * taps, landmarks + inverse + N * c * C + taps * N * C)
 

@@ -1,11 +1,12 @@
 """Orthoformer (Patrick et al. 2021, arXiv:2106.05392): attention through the c most orthogonal queries.
 
-The landmarks P are taken from the queries one by one, each the one whose largest |cosine| to those before is least; the
-longest query is the first (its authors draw it), so that no choice depends on the order of tokens. Then
+The landmarks P are chosen from the queries one by one; each is the query whose largest |cosine| to earlier landmarks is
+least. The first is the longest query (the authors draw it at random), so that no choice depends on the order of tokens.
+Then
 
     y = softmax(q P^T / sqrt(d)) softmax(P k^T / sqrt(d)) v.
 
-Cost: 5 N c C multiply-accumulates, N c C of them to choose.
+Cost: 5 N c C multiply-accumulates, N c C of them for the choice.
 """
 
 from dataclasses import dataclass
@@ -14,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.mechanisms.softmax import softmax, softmax_reference
-from attention.options import option
-from attention.parts.features import full_precision
-from attention.parts.geometry import Grid
+from ..base import Attention, Cost, LayerContext
+from ..options import option
+from ..parts.features import full_precision
+from ..parts.geometry import Grid
+from .softmax import softmax, softmax_reference
 
 
 @full_precision
@@ -34,7 +35,7 @@ def orthogonal_tokens(x: Tensor, count: int) -> Tensor:
     """Indices (B, h, count) of the tokens (B, h, N, d) that a greedy search finds the most orthogonal."""
     unit = F.normalize(x, dim=-1)
     chosen = [x.square().sum(-1).argmax(-1, keepdim=True)]
-    largest = torch.zeros_like(x[..., 0])  # |cosine| to any token chosen
+    largest = torch.zeros_like(x[..., 0])  # largest |cosine| to the chosen tokens
     for _ in range(count - 1):
         newest = unit.gather(2, chosen[-1][..., None].expand(-1, -1, -1, x.shape[-1]))
         largest = largest.maximum((unit @ newest.mT)[..., 0].abs()).scatter(2, chosen[-1], torch.inf)

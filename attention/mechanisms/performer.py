@@ -1,11 +1,11 @@
 """Performer (Choromanski et al. 2021, arXiv:2009.14794): s random features of the exponential kernel.
 
-Also called random feature attention, 'RFA' in EVA and LARA (after Peng et al. 2021, whose own features are `rfa`). The
+EVA and LARA also call it random feature attention, 'RFA' (after Peng et al. 2021, whose own features are `rfa`). The
 kernel is estimated at samples omega_s ~ N(0, I) that all queries share,
 
     exp(q . k) = E xi(q, omega) xi(k, omega),   xi(x, omega) = exp(omega . x - ||x||^2 / 2),
 
-so that sums over keys are taken once (LARA eq. 2). Unbiased for the kernel; biased, but consistent, for attention.
+so that all queries share the sums over keys (LARA eq. 2). Unbiased for the kernel; biased but consistent for attention.
 Cost: 4 N s C multiply-accumulates (hyperbolic and trigonometric features: 6 N s C); linear in N.
 """
 
@@ -15,21 +15,21 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import linear_attention_macs, local_cost, mix_features_macs, total
-from attention.ops.dispatch import with_fast_path
-from attention.ops.random_features import eager
-from attention.ops.random_features.op import linear_attention, mix_features, weighted_values_reference
-from attention.options import causal_option, local_option, option, released_option
-from attention.parts.features import CAUSAL, CLAMPED, FEATURE_MAPS, LOG_FEATURE_MAPS, full_precision, scale
-from attention.parts.geometry import Grid
-from attention.parts.past import Past
-from attention.parts.sampling import OmegaSampling, gaussian, omega_sampling_option
+from ..base import Attention, Cost, LayerContext
+from ..costs import linear_attention_macs, local_cost, mix_features_macs, total
+from ..ops.kernels import with_fast_path
+from ..ops.random_features import fused
+from ..ops.random_features.op import linear_attention, mix_features, weighted_values_reference
+from ..options import causal_option, local_option, option, released_option
+from ..parts.features import CAUSAL, CLAMPED, FEATURE_MAPS, LOG_FEATURE_MAPS, full_precision, scale
+from ..parts.geometry import Grid
+from ..parts.past import Past
+from ..parts.sampling import OmegaSampling, gaussian, omega_sampling_option
 
 Features = Literal["positive", "hyperbolic", "trigonometric", "relu", "favorp"]
 
 
-@with_fast_path(eager.performer, eager.covers_performer)
+@with_fast_path(fused.performer, fused.covers_performer)
 @full_precision
 def performer(
     q: Tensor,
@@ -45,12 +45,12 @@ def performer(
     """Attention with the estimated kernel.
 
     Args:
-        q, k, v: (B, h, N, d). omega: samples (h, s, d). key_mask: which keys count, (B, N) bool.
+        q, k, v: (B, h, N, d). omega: samples (h, s, d). key_mask: (B, N) bool, true for keys that count.
         features: positive, hyperbolic: LARA paper appendix C. trigonometric: sines and cosines; a normaliser can be
             negative, its magnitude is kept above 1e-6. relu: ReLU(s^(-1/2) omega . x) + 1e-3, no estimate of softmax.
-            favorp: positive features as the papers' released code has them, with 1e-4 added and normalisers above 1e-2.
-            trigonometric_released, relu_released: with normalisers above 1e-2, to which negative ones are raised too.
-        causal: query n attends to the keys up to the n-th, after those of `past`, with features of `CAUSAL`.
+            favorp: positive features as in the papers' released code, with 1e-4 added and normalisers above 1e-2.
+            trigonometric_released, relu_released: all normalisers, negative ones too, are raised to at least 1e-2.
+        causal: query n attends to the keys of `past` and to keys up to the n-th; needs features of `CAUSAL`.
     Returns:
         (B, h, N, d), float32 at least.
     """
@@ -148,14 +148,14 @@ class Performer(Attention):
         return gaussian(sampling, (self.num_heads, self.config.num_samples, self.head_dim), like)
 
     def redraw(self, like: Tensor) -> Tensor:
-        """The samples of this training pass: fresh ones, or with `feature_redraw_interval` those of an earlier pass.
+        """The samples of this training pass: fresh samples, or with `feature_redraw_interval` those of an earlier pass.
 
-        Fresh ones are drawn, if not used, in every pass: to branch on the count would need the device's answer.
+        Every pass draws fresh samples even if it does not use them: a branch on the count would synchronise the device.
         """
         fresh = self.sample_omega(self.config.omega_sampling, like)
         if self.config.feature_redraw_interval == 1:
             return fresh
-        # Activation checkpointing restores the generator, so equal samples mean the last pass again: not counted.
+        # Activation checkpointing restores the generator: equal samples mean a recomputed pass, which is not counted.
         counted = fresh[0, 0, 0] != self.last_draw
         due = counted & (self.num_passes % self.config.feature_redraw_interval == 0)
         self.train_omega: Tensor = torch.where(due, fresh, self.train_omega)
@@ -166,7 +166,7 @@ class Performer(Attention):
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, s = context.num_tokens, context.dim, config.num_samples
-        num_features = 2 * s if config.features in ("hyperbolic", "trigonometric") else s  # projected on once
+        num_features = 2 * s if config.features in ("hyperbolic", "trigonometric") else s  # each projection serves both
         mixing_macs = mix_features_macs if config.features in LOG_FEATURE_MAPS else linear_attention_macs
         macs = 2 * N * s * C + mixing_macs(context, num_features, config.causal)
         return total(Cost(s * C * (config.feature_redraw == "learnable"), macs), local_cost(cls, context, config))

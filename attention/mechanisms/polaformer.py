@@ -1,19 +1,19 @@
 """PolaFormer's attention (Meng et al. 2025, arXiv:2501.15061): a kernel of equal signs, and one of opposite signs.
 
-With z = x / softplus(a) of queries and keys, a learned, and exponents pi = 1 + alpha sigmoid(w), w learned, channel by
-channel, positive and negative parts z+ = ReLU(z)^pi and z- = ReLU(-z)^pi weigh the first half of a head's values and
-the second by
+Queries and keys x become z = x / softplus(a) with a learned a. With exponents pi = 1 + alpha sigmoid(w), w learned for
+each channel, and the positive and negative parts z+ = ReLU(z)^pi and z- = ReLU(-z)^pi, the weights of the first and of
+the second half of a head's values are
 
     q+ . k+ + q- . k-   and   q+ . k- + q- . k+,
 
-each over its sum, to whose mean over keys 1e-6 is added. Keys first get a learned vector for each token of the grid
-(resampled on others). To this a local term is added, a depthwise convolution of the values, whose filters heads share,
-and a linear map of the layer's input multiplies both. A query without any weight of a kind gets no values of that half.
-Prefix tokens have no vector and no local term.
+each divided by its sum over keys, with 1e-6 added to the mean over keys. First, a learned vector for each token of the
+grid (resampled for other grids) is added to the keys. A local term, a depthwise convolution of the values with filters
+that heads share, is added to the result, and a linear map of the layer's input multiplies the sum. The output half of a
+query whose weights for it are all zero is zero. Prefix tokens have no vector and no local term.
 Cost: N C^2 + 4 N d C + 25 N C multiply-accumulates, the first term for the gate; N C parameters for the tokens.
 
-The paper describes coefficients for each kind of sign; the gate of the released code, which is of both and of the
-local term, is followed here, and so are the scale and the vectors, which are not in its equations.
+The paper describes coefficients for each kind of sign. This follows the released code, whose gate covers both kinds and
+the local term, and which has the scale and the vectors, which the paper's equations lack.
 """
 
 from dataclasses import dataclass
@@ -22,24 +22,24 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import linear_attention_macs, local_cost, projections, total
-from attention.ops.random_features.op import linear_attention
-from attention.options import local_option, option
-from attention.parts.features import full_precision
-from attention.parts.geometry import Grid
-from attention.parts.linear import init_linear
-from attention.parts.position import KeyPositions
+from ..base import Attention, Cost, LayerContext
+from ..costs import linear_attention_macs, local_cost, projections, total
+from ..ops.random_features.op import linear_attention
+from ..options import local_option, option
+from ..parts.features import full_precision
+from ..parts.geometry import Grid
+from ..parts.linear import init_linear
+from ..parts.position import KeyPositions
 
 
 @full_precision
 def polaformer(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, power: Tensor, *, alpha: float, key_mask: Tensor | None = None
 ) -> Tensor:
-    """Attention of channels of equal signs, and of opposite ones.
+    """Attention by channels of equal signs and by channels of opposite signs.
 
     Args:
-        q, k, v: (B, h, N, d). scale, power: a and w, (h, d). key_mask: which keys count, (B, N) bool.
+        q, k, v: (B, h, N, d). scale, power: a and w, (h, d). key_mask: (B, N) bool, true for keys that count.
     Returns:
         (B, h, N, d), float32 at least.
     """
@@ -68,7 +68,7 @@ class Polaformer(Attention):
     """Kernel attention with features by sign, learned exponents, positions of keys, a local term and a gate."""
 
     prefix_tokens = "plain"
-    ignores_order = False  # keys know their positions
+    ignores_order = False  # keys depend on their positions
     key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)

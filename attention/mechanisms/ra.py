@@ -3,9 +3,9 @@
 Softmax attention is the mean of a random-feature average of values, y_n = E f_n(omega), with omega drawn for each query
 from a mixture of Gaussians p_n = sum_m pi_nm N(q_n + k_m, I), pi_n = softmax(q_n . k): sampling it gives an unbiased
 estimate of the whole of softmax attention, not only of its kernel (section 3, Algorithm 1). The biased variant replaces
-the random key by its mean (eq. 31). Cosine features with a random phase (appendix C) can be negative, and p_n with
-them: omega is drawn from N(0, I), and products of features are divided by the exact sum of the kernel. Outputs and
-gradients are unbiased, but weights as large as exp(||q_n - k_m||^2 / 2).
+the random key by its mean (eq. 31). Cosine features with a random phase (appendix C) can be negative, and so can p_n.
+With them, omega is drawn from N(0, I), and products of features are divided by the exact sum of the kernel. Outputs and
+gradients are unbiased, but weights can be as large as exp(||q_n - k_m||^2 / 2).
 Cost: (2 + s) N^2 C multiply-accumulates unbiased, (3 + s) N^2 C biased, (1 + s) N^2 C with the mean key.
 """
 
@@ -17,21 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.ops.dispatch import with_fast_path
-from attention.ops.randomized import eager
-from attention.options import option, released_option
-from attention.parts.features import full_precision, scale
-from attention.parts.geometry import Grid
-from attention.parts.masking import mask_logits, masked_mean
-from attention.parts.sampling import Noise, attended_keys, mixture_noise, noise_option, noise_std, random_seed
+from ..base import Attention, Cost, LayerContext
+from ..ops.kernels import with_fast_path
+from ..ops.randomized import fused
+from ..options import option, released_option
+from ..parts.features import full_precision, scale
+from ..parts.geometry import Grid
+from ..parts.masking import mask_logits, masked_mean
+from ..parts.sampling import Noise, attended_keys, mixture_noise, noise_option, noise_std, random_seed
 
 Proposal = Literal["unbiased", "biased", "mean_key"]
 Features = Literal["positive", "hyperbolic", "cosine"]
 
 
 @full_precision
-@with_fast_path(eager.ra, eager.covers)
+@with_fast_path(fused.ra, fused.covers)
 def ra(
     q: Tensor,
     k: Tensor,
@@ -47,11 +47,11 @@ def ra(
 
     Args:
         q, k, v: (B, h, N, d). noise: Gaussian part of omega, broadcast to (B, h, N, s, d).
-        uniform: in (0, 1), (..., N, s); chooses the unbiased proposal's key by the inverse distribution of pi_n. The
-            phase of cosine features, in turns, whose omega is the noise.
-        proposal: the key is drawn from pi_n ("unbiased"), or is its mean ("biased", eq. 31), or the plain mean of keys.
-        features: of f and p_n. hyperbolic: f is even, so that drawing from one half of p_n (corollary C.1) is enough.
-        key_mask: which keys count, (B, N) bool.
+        uniform: numbers in (0, 1), (..., N, s), that choose the unbiased proposal's key by inverting cumulative sums of
+            pi_n. For cosine features, whose omega is the noise, the phase in turns.
+        proposal: the key is drawn from pi_n ("unbiased"), is its mean ("biased", eq. 31), or the plain mean of keys.
+        features: features of f and p_n. hyperbolic: f is even, so that one half of p_n (corollary C.1) is enough.
+        key_mask: (B, N) bool, true for keys that count.
     Returns:
         (B, h, N, d), float32 at least.
     """
@@ -73,7 +73,7 @@ def ra(
 
 
 def cosine_weights(q: Tensor, k: Tensor, omega: Tensor, uniform: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Mean over samples of xi(q_n, omega, b) xi(k_m, omega, b) / sum_m exp(q_n . k_m): (B, h, N, M), of mean pi_nm.
+    """Mean over samples of xi(q_n, omega, b) xi(k_m, omega, b) / sum_m exp(q_n . k_m), (B, h, N, M); estimates pi_nm.
 
     xi(x, omega, b) = sqrt(2) exp(||x||^2 / 2) cos(omega . x + b), b = 2 pi uniform (LARA paper appendix C).
     """
@@ -154,7 +154,7 @@ class Ra(Attention):
         self.register_buffer("eval_seed", random_seed() if unbiased or config.eval_noise else None)
 
     def sample_noise(self, q: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Noise (..., N, s, d) and uniforms (..., N, s): random in training; in evaluation functions of `eval_seed`."""
+        """Noise (..., N, s, d) and uniforms (..., N, s): random in training, functions of `eval_seed` in evaluation."""
         config, seed = self.config, None if self.training else self.eval_seed
         if not self.training and seed is None:
             return q.new_zeros(1, q.shape[-1]), None
@@ -165,7 +165,7 @@ class Ra(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        key = {"unbiased": 1, "biased": 2, "mean_key": 0}[config.proposal]  # weights of keys, their mean
+        key = {"unbiased": 1, "biased": 2, "mean_key": 0}[config.proposal]  # weights of keys, mean of keys
         logits, values = config.num_eval_samples, 1
         return Cost(0, (key + logits + values) * context.num_tokens**2 * context.dim)
 

@@ -1,19 +1,19 @@
 """Rank-augmented linear attention (Fan et al. 2025, arXiv:2411.07635): keys weighted by the mean query, outputs gated.
 
-With phi = elu + 1 of queries and keys, q_bar the mean of phi(q) over the N tokens, and rho_n the rotation of the
-channels of every head by the row and column of token n (the first half of them by the row),
+With phi = elu + 1 for queries and keys, q_bar the mean of phi(q) over the N tokens, and rho_n the rotation of the
+channels of every head by the row and column of token n (the first half of the channels by the row),
 
     alpha_m = N softmax_m(q_bar . phi(k_m) / sqrt(d)),
     y_n = sum_m alpha_m rho_n phi(q_n) . rho_m phi(k_m) v_m / (sum_m alpha_m phi(q_n) . phi(k_m) + 1e-6 N) + local term,
 
 times a linear map of the layer's input. The local term is a depthwise convolution of the values. Rotated weights may be
 negative, and do not sum to one. alpha is a number per key, so that a head's matrix of weights has rank d at most, as
-in other linear attention: it is the product with the gate that raises the rank of the output. Prefix tokens are not
-rotated, and have no local term; nor are the channels of a head that are left where 4 does not divide d.
+in other linear attention; the product with the gate raises the rank of the output. Prefix tokens are not rotated and
+have no local term. If 4 does not divide d, the remaining channels of a head are not rotated.
 Cost: N C^2 + 2 N d C + 25 N C multiply-accumulates, the first term for the gate.
 
-Released models have this attention in the first two of four stages alone. In heads of few channels the normaliser,
-which is without rotations, may vanish beside what it divides: y is kept within twice the largest value of its channel.
+Released models have this attention in the first two of four stages only. In heads of few channels the normaliser, which
+has no rotations, may be far smaller than the sum that it divides: y is kept within twice its channel's largest |v|.
 """
 
 from dataclasses import dataclass
@@ -22,26 +22,26 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import linear_attention_macs, local_cost, projections, total
-from attention.ops.random_features.op import linear_attention
-from attention.options import local_option
-from attention.parts.features import elu_plus_one, full_precision
-from attention.parts.geometry import Grid
-from attention.parts.linear import init_linear
-from attention.parts.masking import mask_logits, mask_tokens, masked_mean
-from attention.parts.rotary import rotate, rotate_reference
+from ..base import Attention, Cost, LayerContext
+from ..costs import linear_attention_macs, local_cost, projections, total
+from ..ops.random_features.op import linear_attention
+from ..options import local_option
+from ..parts.features import elu_plus_one, full_precision
+from ..parts.geometry import Grid
+from ..parts.linear import init_linear
+from ..parts.masking import mask_logits, mask_tokens, masked_mean
+from ..parts.rotary import rotate, rotate_reference
 
 
 @full_precision
 def rala(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
     """Queries, keys and values (B, h, P + N, d) -> (B, h, P + N, d), float32 at least.
 
-    key_mask: which keys count, (B, P + N) bool; positions are those of the whole grid.
+    key_mask: (B, P + N) bool, true for keys that count; positions refer to the whole grid.
     """
     phi_q, phi_k = elu_plus_one(q), elu_plus_one(k)
     q_bar = masked_mean(phi_q, key_mask)[:, :, None] * q.shape[-1] ** -0.5
-    alpha = mask_logits(q_bar @ phi_k.mT, key_mask).softmax(-1).mT  # over N, as is the normaliser
+    alpha = mask_logits(q_bar @ phi_k.mT, key_mask).softmax(-1).mT  # divided by N, like the normaliser
     turn = partial(rotate, grid=grid, endpoint=True)
     y = linear_attention(phi_q, alpha * phi_k, v, "sum", rotate=turn, key_mask=key_mask)
     bound = 2 * mask_tokens(v, key_mask).abs().amax(2, keepdim=True)
@@ -64,7 +64,7 @@ class Rala(Attention):
     """Kernel attention with weighted keys, rotary positions, a local term and a gate."""
 
     prefix_tokens = "plain"
-    ignores_order = False  # rotations know positions
+    ignores_order = False  # rotations depend on positions
     key_mask_refusal = None
     local_by_head = False
 

@@ -1,11 +1,11 @@
 """Reformer (Kitaev et al. 2020, arXiv:2001.04451): chunks of c tokens sorted by hash, l rounds, queries being keys.
 
 Queries and keys share one projection, k_n = q_n / |q_n|. Each of l rounds hashes them by random rotations, sorts tokens
-by bucket and cuts the order into chunks of c; a chunk attends to itself and to the chunk before it, the first to the
-last. The rounds together are one softmax over the union of their pairs: a pair that r rounds hold weighs 1/r in each. A
-token attends to itself only where nothing else is visible.
-Cost: 4 l N c C - N C^2 multiply-accumulates, the last for the projection that keys do without, and for the hash l N b C
-with b = N / c up to N = c^2, then about sqrt(2 N / c); a sort. Linear in N, but for the sort and the hash.
+by bucket and cuts the order into chunks of c; a chunk attends to itself and to the chunk before it, the first chunk to
+the last. All rounds together form one softmax over the union of their pairs: a pair that meets in r rounds has weight
+1/r in each. A token attends to itself only if it has no other key.
+Cost: 4 l N c C - N C^2 multiply-accumulates, the last for the missing projection of keys; for the hash l N b C more,
+b = N / c up to N = c^2, then about sqrt(2 N / c); and a sort. Linear in N except for the sort and the hash.
 """
 
 import math
@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import projections
-from attention.options import option
-from attention.parts.features import compute_dtype, full_precision
-from attention.parts.geometry import Grid, gather_tokens, split_prefix
-from attention.parts.sampling import counter_normal
+from ..base import Attention, Cost, LayerContext
+from ..costs import projections
+from ..options import option
+from ..parts.features import compute_dtype, full_precision
+from ..parts.geometry import Grid, gather_tokens, split_prefix
+from ..parts.sampling import counter_normal
 
 SELF_LOGIT = -5e4
 
@@ -31,8 +31,8 @@ def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int
 
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d); all queries attend to prefix tokens.
-        bucket: of every token of the grid in every round, (B, h, l, N) int64.
-        chunk_size: tokens c; N or more make one chunk. same_bucket: pairs must share a bucket, not only their chunks.
+        bucket: bucket of every token of the grid in every round, (B, h, l, N) int64.
+        chunk_size: tokens c of a chunk; one chunk if c >= N. same_bucket: pairs must share a bucket, not only chunks.
     Returns:
         (B, h, N, d), float32 at least.
     """
@@ -65,7 +65,7 @@ def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int
 
 
 def differences(code: Tensor, own: Tensor, attended: Tensor) -> Tensor:
-    """code[own] - code[attended] of all pairs: code (B, h, M), own (..., c), attended (..., e) -> (..., c, e)."""
+    """code[own] - code[attended] for all pairs: code (B, h, M), own (..., c), attended (..., e) -> (..., c, e)."""
     a, b = (code.gather(2, index.flatten(2)).view_as(index) for index in (own, attended))
     return a[..., None] - b[..., None, :]
 
@@ -75,7 +75,7 @@ def differences(code: Tensor, own: Tensor, attended: Tensor) -> Tensor:
 def hash_buckets(q: Tensor, *rotations: Tensor) -> Tensor:
     """argmax [q R; -q R] in every round: q (B, h, N, d), rotations R (h, l, d, s/2) -> (B, h, l, N) int64 below s.
 
-    With several sets of rotations a bucket is the tuple of their buckets, as one number below the product of their s.
+    With several sets of rotations, a bucket is the tuple of their buckets, as one number below the product of their s.
     """
     bucket = q.new_zeros((), dtype=torch.int64)
     for R in rotations:
@@ -85,7 +85,7 @@ def hash_buckets(q: Tensor, *rotations: Tensor) -> Tensor:
 
 
 def rotation_counts(num_chunks: int, chunk_size: int) -> tuple[int, ...]:
-    """s/2 of each set of rotations for about s = 2 n buckets, n chunks of c tokens (one set up to n = c)."""
+    """s/2 for each set of rotations, so that n chunks of c tokens have about 2 n buckets (one set up to n = c)."""
     if num_chunks <= chunk_size:
         return (num_chunks,)
     first = math.ceil((num_chunks / 2) ** 0.5)

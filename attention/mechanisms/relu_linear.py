@@ -2,12 +2,12 @@
 
     y_n = sum_m ReLU(q_n) . ReLU(k_m) v_m / sum_m ReLU(q_n) . ReLU(k_m),
 
-and 0 where no weight is positive. The length of a query has no effect, nor that of all keys together. Further `scales`
-add as many heads again each, of queries, keys and values that a depthwise convolution and a linear map of every head's
-channels make of the first; prefix tokens, which are not in the image, have none of these.
+and 0 if no weight is positive. The norm of a query has no effect, nor has a common factor of all keys. Each further one
+of `scales` adds h heads, whose queries, keys and values come from the original ones by a depthwise convolution and a
+linear map of every head's channels; prefix tokens, which are not in the image, have no such heads.
 Cost: 2 N d C multiply-accumulates; linear in N. A scale of side s adds N C (C + 3 s^2 + 5 d).
 
-It is EfficientViT's attention in a transformer's layer: with biases, and without the batch norm that follows it there.
+This is EfficientViT's attention in a transformer layer: with biases, and without the batch norm that follows it there.
 """
 
 from dataclasses import dataclass
@@ -16,23 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import linear_attention_macs, local_cost, total
-from attention.ops.random_features.op import linear_attention
-from attention.options import local_option, option
-from attention.parts.features import Normaliser, full_precision
-from attention.parts.geometry import Grid, merge_heads
-from attention.parts.linear import init_linear
-from attention.parts.local_term import LocalTerm
+from ..base import Attention, Cost, LayerContext
+from ..costs import linear_attention_macs, local_cost, total
+from ..ops.random_features.op import linear_attention
+from ..options import local_option, option
+from ..parts.features import Normaliser, full_precision
+from ..parts.geometry import Grid, merge_heads
+from ..parts.linear import init_linear
+from ..parts.local_term import LocalTerm
 
 
 @full_precision
 def relu_linear(q: Tensor, k: Tensor, v: Tensor, *, eps: float | None = None, key_mask: Tensor | None = None) -> Tensor:
     """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least; 0 for a query without positive weights.
 
-    eps: added to the sum of a query's weights, which else is at least 1e-15. key_mask: which keys count, (B, N) bool.
+    eps: added to the sum of a query's weights; None raises the sum to at least 1e-15. key_mask: (B, N) bool, true for
+    keys that count.
     """
-    normaliser: Normaliser = "clamp" if eps is None else "sum"  # exports to ONNX leave out the addition of 1e-15
+    normaliser: Normaliser = "clamp" if eps is None else "sum"  # ONNX export drops an addition of 1e-15
     return linear_attention(q.relu(), k.relu(), v, normaliser, eps or 1e-15, key_mask=key_mask)
 
 
@@ -44,7 +45,7 @@ def relu_linear_reference(q, k, v, *, eps=None):
 
 
 class Scale(nn.Module):
-    """Queries, keys and values of a neighbourhood of every token."""
+    """Queries, keys and values from a neighbourhood of every token."""
 
     def __init__(self, dim: int, num_heads: int, size: int):
         super().__init__()
@@ -52,7 +53,7 @@ class Scale(nn.Module):
         self.pointwise = nn.Conv1d(3 * dim, 3 * dim, 1, groups=3 * num_heads, bias=False)
 
     def forward(self, qkv: Tensor, grid: Grid, key_mask: Tensor | None) -> Tensor:
-        """Side by side as heads, (B, 3h, P + N, d) -> (B, 3h, P + N, d). key_mask: see `LocalTerm`."""
+        """Maps queries, keys and values, stacked as heads (B, 3h, P + N, d), to new ones. key_mask: see `LocalTerm`."""
         mixed = self.depthwise.convolve(qkv, grid, key_mask).mT.flatten(1, 2)
         return self.pointwise(mixed).unflatten(1, (qkv.shape[1], -1)).mT
 
@@ -92,7 +93,7 @@ class ReluLinear(Attention):
         return total(Cost(sum(of_scales) + count * C * C, macs), local._replace(macs=(1 + count) * local.macs))
 
     def attend_all(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
-        """The heads of all scales one after another, (B, (1 + scales) h, P + N, d)."""
+        """Attended values of the heads of all scales, (B, (1 + scales) h, P + N, d)."""
         if self.proj_scales is None:
             return super().attend_all(projected, grid, key_mask)
         qkv = torch.cat(projected, 1)

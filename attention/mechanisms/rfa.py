@@ -2,8 +2,8 @@
 
     exp(-||q^ - k^||^2 / 2) = E cos(omega . (q^ - k^)),   q^ = q / (sigma ||q||),   k^ = k / (sigma ||k||),
 
-with a learned sigma per head. Norms being constant, this is an estimate of softmax attention with logits
-q . k / (sigma^2 ||q|| ||k||). Differs from `performer` with trigonometric features by the norms alone. The paper's
+with a learned sigma per head. Since norms are constant, this estimates softmax attention with logits
+q . k / (sigma^2 ||q|| ||k||). It differs from `performer` with trigonometric features only by the norms. The paper's
 gates, for causal attention, are left out.
 Cost: 6 N s C multiply-accumulates; linear in N. h parameters.
 """
@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import linear_attention_macs
-from attention.ops.random_features.op import linear_attention
-from attention.options import causal_option, option
-from attention.parts.features import full_precision, waves
-from attention.parts.geometry import Grid
-from attention.parts.past import Past
-from attention.parts.sampling import gaussian
+from ..base import Attention, Cost, LayerContext
+from ..costs import linear_attention_macs
+from ..ops.random_features.op import linear_attention
+from ..options import causal_option, option
+from ..parts.features import full_precision, waves
+from ..parts.geometry import Grid
+from ..parts.past import Past
+from ..parts.sampling import gaussian
 
 
 @full_precision
@@ -40,8 +40,8 @@ def rfa(
 
     Args:
         q, k, v: (B, h, N, d). omega: samples (h, s, d). sigma: (h).
-        causal: query n attends to the keys up to the n-th, after those of `past`. key_mask: which keys count, (B, N)
-            bool.
+        causal: query n attends to the keys of `past` and to keys up to the n-th. key_mask: (B, N) bool, true for keys
+            that count.
     Returns:
         (B, h, N, d), float32 at least.
     """

@@ -3,11 +3,11 @@
     y_n = sum_m A_nm v_m / sum_m A_nm,   A_nm = exp(q_n . k_m / sqrt(d)) on the support, phi(q_n) . phi(k_m) off it
 
 The support is a query's window (EVA appendix G, eq. 30); `scatterbrain_lsh` finds it by hashing. The matrix A is
-unbiased, its rows' normalisation is not. With windows that do not overlap, the sums off the support are merged from
-those of the other windows, so that nothing cancels; otherwise the window's share is subtracted from the sums over all
-tokens. In causal attention the window is the earlier part of a query's block, and what is off it are the tokens before.
-The features of linear attention, elu + 1, will do too (section 4.2): their mean product is 1 where q = k = 0, as the
-exact weight is, but no estimate of it elsewhere.
+unbiased, but the normalisation of its rows is not. If windows do not overlap, the sums off the support are merged from
+the sums of the other windows, without cancellation; otherwise the window's share is subtracted from the sums over all
+tokens. In causal attention the window is the earlier part of a query's block, and the tokens before the block are off
+the support. The features of linear attention, elu + 1, work too (section 4.2): their mean product equals the exact
+weight 1 at q = k = 0, but does not estimate it elsewhere.
 Cost: 4 N s C + 2 N |E| C multiply-accumulates, N s C more with subtraction. Linear in N.
 """
 
@@ -19,17 +19,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import num_padded, window_cost
-from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
-from attention.options import option, released_option
-from attention.parts.features import full_precision, log_kernel, phi
-from attention.parts.geometry import Grid, Layout, Windows, split_prefix
-from attention.parts.leave_one_out import LeaveOneOut, before, merge_all_but_one, over_all, shifted, subtract, within
-from attention.parts.masking import mask_logits
-from attention.parts.position import BiasKind
-from attention.parts.sampling import OmegaSampling, gaussian, omega_sampling_option
-from attention.window_options import position_bias, window_option, windows_on
+from ..base import Attention, Cost, LayerContext
+from ..costs import num_padded, window_cost
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax
+from ..options import option, released_option
+from ..parts.features import full_precision, log_kernel, phi
+from ..parts.geometry import Grid, Layout, Windows, split_prefix
+from ..parts.leave_one_out import LeaveOneOut, before, merge_all_but_one, over_all, shifted, subtract, within
+from ..parts.masking import mask_logits
+from ..parts.position import BiasKind
+from ..parts.sampling import OmegaSampling, gaussian, omega_sampling_option
+from ..window_options import position_bias, window_option, windows_on
 
 
 @full_precision
@@ -46,11 +46,11 @@ def scatterbrain(
     """Windows exactly, all else by random features, in one softmax.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d). omega: samples (h, s, d); without, the features are elu + 1. bias: of
-            the window, (h, w, e).
-        leave_one_out: sums off the window, see `merge_all_but_one` and `subtract`; with an overlap the latter. Causal
-            windows have the sums of what is before them. none: sums over all tokens, so that the window counts twice,
-            the paper's naive sum (section 4.1).
+        q: (B, h, N, d). k, v: (B, h, P + N, d). omega: samples (h, s, d); None takes the features elu + 1. bias:
+            position bias of the window, (h, w, e).
+        leave_one_out: method for the sums off the window, see `merge_all_but_one` and `subtract`; an overlap needs the
+            latter. Causal windows have sums over the tokens before them. none: sums over all tokens, so that the window
+            counts twice, the paper's naive sum (section 4.1).
     Returns:
         (B, h, N, d), float32 at least.
     """
@@ -92,12 +92,12 @@ def scatterbrain_reference(q, k, v, omega, bias=None, *, windows, leave_one_out=
 
 
 def features_option() -> Any:
-    """The field `features`, of both kinds of support."""
+    """The field `features`, for both kinds of support."""
     return option("positive", "xi(x, omega), or with xi(x, -omega) also; elu: elu + 1 of linear attention, no samples")
 
 
 def check_features(attn: Attention) -> None:
-    """Raises the OptionError for an option of samples where features have none."""
+    """Raises the OptionError for an option of samples if the features have no samples."""
     if attn.config.features == "elu":
         of_samples = "num_samples", "omega_sampling", "feature_redraw"
         neutral = {name: getattr(attn.Config, name) for name in of_samples}
@@ -105,7 +105,7 @@ def check_features(attn: Attention) -> None:
 
 
 def feature_cost(context: LayerContext, config: Any) -> tuple[int, int]:
-    """How many features a head has, and the multiply-accumulates of a layer's for queries and keys."""
+    """Number of features of a head, and multiply-accumulates of a layer for the features of queries and keys."""
     if config.features == "elu":
         return context.head_dim, 0
     s = config.num_samples * (2 if config.features == "hyperbolic" else 1)
@@ -152,13 +152,13 @@ class Scatterbrain(Attention):
         self.register_buffer("omega", self.sample_omega(self.qkv.weight))
 
     def sample_omega(self, like: Tensor) -> Tensor | None:
-        """Samples (h, s, d) on the device of `like`, in its compute dtype; none where features are elu + 1."""
+        """Samples (h, s, d) on the device of `like`, in its compute dtype; None if features are elu + 1."""
         if self.config.features == "elu":
             return None
         return gaussian(self.config.omega_sampling, (self.num_heads, self.config.num_samples, self.head_dim), like)
 
     def samples(self, like: Tensor) -> Tensor | None:
-        """Those of this pass; with hyperbolic features their mirror images too."""
+        """Samples for this pass; with hyperbolic features also their negatives."""
         redraw = self.training and self.config.feature_redraw == "redraw"
         omega = self.sample_omega(like) if redraw else self.omega
         return omega if omega is None or self.config.features != "hyperbolic" else torch.cat([omega, -omega], -2)
@@ -171,7 +171,7 @@ class Scatterbrain(Attention):
         total = 0 if config.leave_one_out == "merge" else N * s * C
         of_sums = shifted(windows) if config.causal else windows
         inside = 0 if config.leave_one_out == "none" else of_sums.count * of_sums.num_keys * s * C
-        outside = queries * s * C  # their values
+        outside = queries * s * C  # values under the features
         return Cost(window.parameters, window.macs + features + total + inside + outside)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:

@@ -1,9 +1,9 @@
 """Scatterbrain by hashing (Chen et al. 2021, arXiv:2110.15343): exact on hashed clusters, s random features elsewhere.
 
-As `scatterbrain`, but the support of a query is the union over r rounds of the clusters of c tokens that SMYRF's hash
-finds for it; a pair that meets in several rounds counts once. Its share of the random features is subtracted from their
-sums over all tokens. Without that (leave_one_out: none) it is the naive sum of SMYRF and Performer, to which the paper
-compares in Table 1; there the released code averages the two attentions instead.
+Like `scatterbrain`, but the support of a query is the union, over r rounds, of the clusters of c tokens that SMYRF's
+hash finds for it; a pair that meets in several rounds counts once. The support's share of the random features is
+subtracted from the sums over all tokens. Without the subtraction (leave_one_out: none), this is the naive sum of SMYRF
+and Performer, with which the paper compares in Table 1; for that, the released code averages the two attentions.
 Cost: 4 N s C + 2 r N c C + r N c s h multiply-accumulates, 2 r N (d + 2) h more for the hash, and a sort. Linear in N.
 """
 
@@ -15,14 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.mechanisms.scatterbrain import check_features, feature_cost, features_option
-from attention.mechanisms.smyrf import cluster_macs, same_cluster
-from attention.options import option
-from attention.parts.features import full_precision, log_kernel, phi
-from attention.parts.geometry import Grid, split_prefix
-from attention.parts.hashing import cluster_ids, cluster_mask, from_clusters, hash_clusters, to_clusters
-from attention.parts.sampling import OmegaSampling, gaussian, omega_sampling_option
+from ..base import Attention, Cost, LayerContext
+from ..options import option
+from ..parts.features import full_precision, log_kernel, phi
+from ..parts.geometry import Grid, split_prefix
+from ..parts.hashing import cluster_ids, cluster_mask, from_clusters, hash_clusters, to_clusters
+from ..parts.sampling import OmegaSampling, gaussian, omega_sampling_option
+from .scatterbrain import check_features, feature_cost, features_option
+from .smyrf import cluster_macs, same_cluster
 
 LeaveOneOut = Literal["subtract", "none", "average"]
 
@@ -41,11 +41,11 @@ def scatterbrain_lsh(
     """Hashed clusters exactly, all else by random features; a pair that meets in several rounds counts once.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens are attended to exactly. omega: samples (h, s, d);
-            without, the features are elu + 1.
-        directions: of the hash, one per round, (h, r, d + 2).
-        leave_one_out: the estimates of pairs within clusters are left out (subtract), or count beside the exact weights
-            (none); average: exact and estimated attention are normalised apart, and averaged.
+        q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens are attended to exactly. omega: samples (h, s, d); None
+            takes the features elu + 1.
+        directions: directions of the hash, one per round, (h, r, d + 2).
+        leave_one_out: subtract: the estimates of pairs within clusters are left out. none: they count in addition to
+            the exact weights. average: exact and estimated attention are normalised separately and averaged.
     Returns:
         (B, h, N, d), float32 at least.
     """
@@ -53,14 +53,14 @@ def scatterbrain_lsh(
     (k_prefix, k), (v_prefix, v) = split_prefix(k, N), split_prefix(v, N)
     log_k = log_kernel(k, omega)
     log_q = log_kernel(q, omega) + log_k.logsumexp(-2, keepdim=True) - math.log(log_k.shape[-1])
-    log_mass = log_q.logsumexp(-1, keepdim=True)  # of the estimated row, (B, h, N, 1)
+    log_mass = log_q.logsumexp(-1, keepdim=True)  # log sums of estimated rows, (B, h, N, 1)
     low_q, low_k = log_q.softmax(-1), log_k.softmax(-2)  # low_q low_k^T: the estimate, row by row divided by its mass
     low = low_q @ (low_k.mT @ v)
     if leave_one_out == "average":
         log_mass = torch.full_like(log_mass, torch.finfo(log_mass.dtype).min)
     of_q, of_k = hash_clusters(q, k, directions, cluster_size)
     valid = cluster_mask(N, cluster_size, q.device)
-    valid = valid[:, :, None] & valid[:, None]  # queries too: the shift suits them in their own cluster alone
+    valid = valid[:, :, None] & valid[:, None]  # queries too: the shift fits only in their own cluster
     q = q * d**-0.5
     logits = (to_clusters(q, of_q) @ to_clusters(k, of_k).mT).masked_fill(~valid, -torch.inf)
     on_prefix = q @ k_prefix.mT
@@ -78,7 +78,7 @@ def scatterbrain_lsh(
     correction, exact, estimate = from_clusters(sums, of_q, N).sum(2).split([v.shape[-1], 1, 1], -1)
     left = (1 - estimate).clamp(min=8 * torch.finfo(estimate.dtype).eps)
     y, mass = low_mass * low + correction, exact + low_mass * left
-    if k_prefix.shape[2]:  # runtimes of exported graphs disagree on sums of nothing
+    if k_prefix.shape[2]:  # runtimes of exported graphs disagree on empty sums
         on_prefix = (on_prefix - shift).exp()
         y, mass = y + on_prefix @ v_prefix, mass + on_prefix.sum(-1, keepdim=True)
     return (low + y / mass) / 2 if leave_one_out == "average" else y / mass
@@ -130,7 +130,7 @@ class ScatterbrainLsh(Attention):
         self.register_buffer("omega", self.sample_omega(self.qkv.weight))
 
     def sample_omega(self, like: Tensor) -> Tensor | None:
-        """Samples (h, s, d) on the device of `like`, in its compute dtype; none where features are elu + 1."""
+        """Samples (h, s, d) on the device of `like`, in its compute dtype; None if features are elu + 1."""
         if self.config.features == "elu":
             return None
         return gaussian(self.config.omega_sampling, (self.num_heads, self.config.num_samples, self.head_dim), like)
@@ -143,8 +143,8 @@ class ScatterbrainLsh(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, h, size = context.num_tokens, context.dim, context.num_heads, config.cluster_size
         s, features = feature_cost(context, config)
-        features += 2 * N * s * C  # sums over keys, their mean for every query
-        estimates = config.num_rounds * (N + -N % size) * size * s * h  # of the pairs within clusters
+        features += 2 * N * s * C  # sums over keys, weighted means for every query
+        estimates = config.num_rounds * (N + -N % size) * size * s * h  # for the pairs within clusters
         corrected = estimates if config.leave_one_out == "subtract" else 0
         return Cost(0, features + cluster_macs(context, size, config.num_rounds) + corrected)
 

@@ -1,8 +1,9 @@
 """Shifted windows (Liu et al. 2021, arXiv:2103.14030): softmax within windows that odd layers shift by half a window.
 
 Windows of w x w tokens begin at the grid's corner in even layers and floor(w / 2) rows and columns further in odd ones,
-but along an axis that one window covers (Swin Transformer, section 3.2). The shift is a roll of the padded grid; tokens
-that it brings together are masked, as padding is. In the released code padding is a key, and timm rolls before it pads.
+except along an axis that one window covers (Swin Transformer, section 3.2). The shift is a roll of the padded grid;
+pairs of tokens that only the roll makes neighbours are masked, like padding. In the released code padding is a key, and
+timm rolls before it pads.
 Cost: 2 N w^2 C multiply-accumulates.
 """
 
@@ -13,14 +14,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import window_macs
-from attention.ops.joint_softmax.op import joint_softmax, mix, prefix_term, window_logits
-from attention.options import option
-from attention.parts.geometry import Grid, Windows, split_prefix
-from attention.parts.masking import of_grid
-from attention.parts.position import PositionBias
-from attention.parts.tables import kept_table
+from ..base import Attention, Cost, LayerContext
+from ..costs import window_macs
+from ..ops.joint_softmax.op import joint_softmax, mix, prefix_term, window_logits
+from ..options import option
+from ..parts.geometry import Grid, Windows, split_prefix
+from ..parts.masking import of_grid
+from ..parts.position import PositionBias
+from ..parts.tables import kept_table
 
 
 def shifted_window(
@@ -41,7 +42,7 @@ def shifted_window(
 
 
 def roll(x: Tensor, windows: Windows, shift: Grid) -> Tensor:
-    """Tokens (B, h, N, d) -> (B, h, N', d), padded, and rolled up and to the left."""
+    """Pads tokens (B, h, N, d) to (B, h, N', d), and rolls them up and to the left."""
     below, beside = (after - before for after, before in zip(windows.padded_grid, windows.grid, strict=True))
     x = F.pad(x.unflatten(2, windows.grid), (0, 0, 0, beside, 0, below))
     return x.roll([-s for s in shift], (2, 3)).flatten(2, 3)
@@ -49,7 +50,7 @@ def roll(x: Tensor, windows: Windows, shift: Grid) -> Tensor:
 
 @kept_table
 def _apart(windows: Windows, shift: Grid, device: torch.device) -> Tensor:
-    """Which pairs in a window of the rolled grid are of different windows, padding being one: (g, w, w) bool."""
+    """Mask of the pairs in a window of the rolled grid from different windows, padding being one: (g, w, w) bool."""
     rows, columns = (
         (torch.arange(side, device=device) - s).div(w, rounding_mode="floor") + 2
         for side, s, w in zip(windows.grid, shift, windows.size, strict=True)

@@ -2,10 +2,10 @@
 
     y = sum_m ReLU(q_n) . ReLU(k_m) v_m / (1e-6 + sum_m ReLU(q_n) . ReLU(k_m)) + local term.
 
-Keys first get a learned vector for each token of the grid (resampled on others); the local term is a depthwise
-convolution of the values, whose filters heads share. Prefix tokens have no vector and no local term. So it is
-`relu_linear` with two terms more, and `focused_linear` at p = 1 without its scale. The paper's other half, a batch norm
-in the place of LayerNorm, belongs to the network.
+First, a learned vector for each token of the grid (resampled for other grids) is added to the keys. The local term is a
+depthwise convolution of the values, with filters that heads share. Prefix tokens have no vector and no local term. This
+is `relu_linear` with two more terms, and `focused_linear` at p = 1 without its scale. The paper's other half, a batch
+norm instead of LayerNorm, belongs to the network.
 Cost: 2 N d C + 25 N C multiply-accumulates; N C parameters for the tokens.
 
 The released code takes square grids only.
@@ -15,19 +15,19 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import linear_attention_macs, local_cost, total
-from attention.mechanisms.relu_linear import relu_linear
-from attention.options import local_option
-from attention.parts.geometry import Grid
-from attention.parts.position import KeyPositions
+from ..base import Attention, Cost, LayerContext
+from ..costs import linear_attention_macs, local_cost, total
+from ..options import local_option
+from ..parts.geometry import Grid
+from ..parts.position import KeyPositions
+from .relu_linear import relu_linear
 
 
 class Slab(Attention):
     """Kernel attention with ReLU features, positions of keys and a local term."""
 
     prefix_tokens = "plain"
-    ignores_order = False  # keys know their positions
+    ignores_order = False  # keys depend on their positions
     key_mask_refusal = None
 
     @dataclass(frozen=True, kw_only=True)

@@ -1,8 +1,8 @@
 """SMYRF (Daras et al. 2020, arXiv:2010.05315): softmax within clusters of c tokens that hashing finds, in r rounds.
 
-Queries and keys are put on one sphere where near means a large product, projected on a random direction, sorted, and
-cut into clusters of equal size; the i-th cluster of queries attends to the i-th of keys. Rounds with other directions
-are weighed by their normalisers Lambda:
+Queries and keys are mapped to one sphere, on which near points have large products, projected on a random direction,
+sorted, and cut into clusters of equal size; the i-th cluster of queries attends to the i-th cluster of keys. Rounds use
+different directions and are weighted by their normalisers Lambda:
 
     y_n = sum_r softmax_r(Lambda_nr) o_nr,   o_nr = softmax over the keys of n's cluster in round r.
 
@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.options import option
-from attention.parts.features import full_precision
-from attention.parts.geometry import Grid
-from attention.parts.hashing import cluster_mask, from_clusters, hash_clusters, to_clusters
-from attention.parts.sampling import gaussian
+from ..base import Attention, Cost, LayerContext
+from ..options import option
+from ..parts.features import full_precision
+from ..parts.geometry import Grid
+from ..parts.hashing import cluster_mask, from_clusters, hash_clusters, to_clusters
+from ..parts.sampling import gaussian
 
 
 @full_precision
@@ -29,7 +29,7 @@ def smyrf(q: Tensor, k: Tensor, v: Tensor, directions: Tensor, *, cluster_size: 
     """Softmax attention within hashed clusters.
 
     Args:
-        q, k, v: (B, h, N, d). directions: of the hash, one per round, (h, r, d + 2).
+        q, k, v: (B, h, N, d). directions: directions of the hash, one per round, (h, r, d + 2).
         cluster_size: tokens per cluster. attn_drop: dropout rate of the weights.
     Returns:
         (B, h, N, d), float32 at least: a rounded key may fall in another cluster.
@@ -55,7 +55,7 @@ def smyrf_reference(q, k, v, directions, *, cluster_size, attn_drop=0.0):
 
 
 def same_cluster(q: Tensor, k: Tensor, direction: Tensor, size: int) -> Tensor:
-    """(B, h, N, N) bool: whose clusters belong together along `direction` (h, d + 2), by the words of the paper."""
+    """Mask (B, h, N, N) of pairs whose clusters belong together along `direction` (h, d + 2), by the paper's text."""
     norms = [(x**2).sum(-1, keepdim=True) for x in (q, k)]
     M2 = norms[0].max(2, keepdim=True).values + norms[1].max(2, keepdim=True).values
     zero = torch.zeros_like(norms[0])
@@ -66,7 +66,7 @@ def same_cluster(q: Tensor, k: Tensor, direction: Tensor, size: int) -> Tensor:
 
 
 def cluster_macs(context: LayerContext, size: int, num_rounds: int) -> int:
-    """Hash, logits and values of clusters of `size` tokens, the last one padded, in all rounds."""
+    """MACs of the hash, logits and values of clusters of `size` tokens, the last one padded, in all rounds."""
     N, C, h = context.num_tokens, context.dim, context.num_heads
     padded = N + -N % size
     return num_rounds * (2 * N * (C + 2 * h) + 2 * padded * size * C)

@@ -2,7 +2,7 @@
 
     y_n = sum_m softmax_m(q_n . k_m / sqrt(d)) v_m,
 
-through the fused kernels of torch. The reference of every limit.
+computed by torch's fused kernels. It is the reference in every test of a limit.
 Cost: 2 N^2 C multiply-accumulates.
 """
 
@@ -12,10 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.options import causal_option, option
-from attention.parts.geometry import Grid
-from attention.parts.past import Past
+from ..base import Attention, Cost, LayerContext
+from ..options import causal_option, option
+from ..parts.geometry import Grid
+from ..parts.past import Past
 
 
 def softmax(
@@ -29,11 +29,11 @@ def softmax(
 ) -> Tensor:
     """Scaled dot-product attention of queries (B, h, N, d) over keys and values (B, h, M, d) -> (B, h, N, d).
 
-    `causal`: query n attends to the keys up to the n-th. `key_mask`: which keys count, (B, M) bool.
+    causal: query n attends to the keys up to the n-th. key_mask: (B, M) bool, true for keys that count.
     """
     if key_mask is not None:
         shown = key_mask[:, None, None]
-        if causal:  # a masked query attends to itself, if to nothing else
+        if causal:  # a masked query attends at least to itself
             earlier = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
             shown = shown & earlier | torch.eye(q.shape[2], dtype=torch.bool, device=q.device)
         return F.scaled_dot_product_attention(q, k, v, shown, attn_drop)

@@ -1,8 +1,8 @@
 """Sparse Transformer (Child et al. 2019, arXiv:1904.10509): own block of b tokens, and the last c of every other.
 
-The fixed pattern, for both directions. Tokens in raster order form blocks of b; the last c positions of a block,
-n mod b >= b - c, summarise it. A query attends, in one softmax, to its own block and to the summary positions of every
-other block. Child et al. split the two sets over heads or layers and mask the future; this is their union.
+This is the fixed pattern without a causal mask. Tokens in raster order form blocks of b; the last c positions of a
+block, n mod b >= b - c, summarise it. A query attends, in one softmax, to its own block and to the summary positions of
+every other block. Child et al. split the two sets over heads or layers and mask the future; this is the union.
 Cost: 2 N (b + (N/b - 1) c) C multiply-accumulates: N^2 / b at fixed b, N^1.5 where b is a row of the grid.
 """
 
@@ -12,11 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.base import Attention, Cost, LayerContext
-from attention.ops.joint_softmax.op import mix, prefix_term, shared_logits
-from attention.options import option
-from attention.parts.features import upcast
-from attention.parts.geometry import Grid, Windows, split_prefix
+from ..base import Attention, Cost, LayerContext
+from ..ops.joint_softmax.op import mix, prefix_term, shared_logits
+from ..options import option
+from ..parts.features import upcast
+from ..parts.geometry import Grid, Windows, split_prefix
 
 
 def sparse_transformer(
@@ -29,11 +29,11 @@ def sparse_transformer(
         block_size: tokens b. num_summary: last positions c of a block that all queries attend to.
         attn_drop: dropout rate of the weights.
     Returns:
-        (B, h, N, d). A last block of fewer than b tokens has only those summaries that its positions reach.
+        (B, h, N, d). A last block of fewer than b tokens has only the summary positions that exist in it.
     """
     blocks = Windows((1, q.shape[2]), (1, block_size))
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
-    sizes = [block_size - num_summary, num_summary]  # of a block, so that no key comes twice
+    sizes = [block_size - num_summary, num_summary]  # parts of a block, so that no key occurs twice
     queries = blocks.partition(q)  # (B, h, g, b, d)
     (own_k, shared_k), (own_v, shared_v) = (blocks.partition(x).split(sizes, 3) for x in (k, v))
     own = upcast(queries * q.shape[-1] ** -0.5 @ own_k.mT)
@@ -75,7 +75,7 @@ class SparseTransformer(Attention):
             self.refuse("block_size", block, f"larger than the {H * W} tokens of the {H}x{W} grid; at most {H * W}")
 
     def block_size(self, grid: Grid) -> int:
-        """Tokens b of a block on this grid; refuses one of fewer than its summary positions."""
+        """Tokens b of a block on this grid; refuses a block with fewer tokens than summary positions."""
         block, num_summary = self.config.block_size or grid[1], self.config.num_summary
         if num_summary > block:
             self.refuse("num_summary", num_summary, f"a block has {block} tokens; at most {block}")

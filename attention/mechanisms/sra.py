@@ -1,7 +1,7 @@
 """Spatial-reduction attention (Wang et al. 2022, arXiv:2106.13797): keys and values from a grid shrunk R times.
 
-The reduction of PVT-v2 is a convolution R x R of stride R followed by LayerNorm; then softmax over N / R^2 keys. The
-convolutional baseline of EVA and LARA (49 keys: R = 8, 4, 2 in PVT-v2's first three stages at 224 pixels).
+The reduction of PVT-v2 is an R x R convolution of stride R followed by LayerNorm; then softmax over N / R^2 keys. This
+is the convolutional baseline of EVA and LARA (49 keys: R = 8, 4, 2 in PVT-v2's first three stages at 224 pixels).
 Cost: N C^2 - 2 (N - N / R^2) C^2 + 2 N^2 C / R^2 multiply-accumulates: the convolution, less what the projection of
 keys and values saves, and attention.
 """
@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.mechanisms.softmax import softmax
-from attention.options import option
-from attention.parts.geometry import Grid, split_heads, split_prefix
+from ..base import Attention, Cost, LayerContext
+from ..options import option
+from ..parts.geometry import Grid, split_heads, split_prefix
+from .softmax import softmax
 
 DEFAULT_KEYS = 49
 
@@ -49,7 +49,7 @@ def project_reduced(qkv: nn.Linear, x: Tensor, reduced: Tensor, num_heads: int) 
 
 
 def side_ratio(context: LayerContext, config: Any) -> int:
-    """R: the option `reduction`, the pyramid's own, or the one that leaves 49 keys."""
+    """Reduction R: the option `reduction`, else the pyramid's reduction, else the one that leaves 49 keys."""
     return config.reduction or context.reduction or max(1, round((context.num_tokens / DEFAULT_KEYS) ** 0.5))
 
 
@@ -92,7 +92,7 @@ class Sra(Attention):
         if R == 1:
             return Cost(0, 2 * N * N * C)
         M = -(-H // R) * -(-W // R)
-        convolution, saved = M * R * R * C * C, 2 * (N - M) * C * C  # in the projection of keys and values
+        convolution, saved = M * R * R * C * C, 2 * (N - M) * C * C  # saved in the projection of keys and values
         return Cost(R * R * C * C + 3 * C, convolution - saved + 2 * N * M * C)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:

@@ -4,8 +4,8 @@ The factorised random variant,
 
     y = softmax(R_1 R_2^T) v,   R_1, R_2: N x p for every head, learned.
 
-There are no queries and keys, and no projections of them. The factors have a row for every token of one grid and for
-every prefix token; on another grid the rows of the grid are resampled.
+There are no queries and keys, and no projections for them. The factors have a row for every token of one grid and for
+every prefix token; for another grid, the rows of the grid are resampled.
 Cost: N^2 C + h p N^2 - 2 N C^2 multiply-accumulates: values, weights (once per batch), less two projections.
 """
 
@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import projections
-from attention.options import option
-from attention.parts.features import upcast
-from attention.parts.geometry import Grid, resample
+from ..base import Attention, Cost, LayerContext
+from ..costs import projections
+from ..options import option
+from ..parts.features import upcast
+from ..parts.geometry import Grid, resample
 
 
 def synthesizer(r_1: Tensor, r_2: Tensor, v: Tensor, attn_drop: float = 0.0) -> Tensor:

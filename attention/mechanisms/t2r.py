@@ -2,7 +2,7 @@
 
     phi(x) = ReLU(W x + b),   W: d -> m,
 
-one map per head for queries and keys alike, in linear attention.
+with one map per head, which queries and keys share, in linear attention.
 Cost: 4 N m C multiply-accumulates, half of them for the features; linear in N. h (m d + m) parameters.
 """
 
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import linear_attention_macs
-from attention.ops.random_features.op import linear_attention
-from attention.options import causal_option, option
-from attention.parts.features import full_precision
-from attention.parts.geometry import Grid
-from attention.parts.past import Past
+from ..base import Attention, Cost, LayerContext
+from ..costs import linear_attention_macs
+from ..ops.random_features.op import linear_attention
+from ..options import causal_option, option
+from ..parts.features import full_precision
+from ..parts.geometry import Grid
+from ..parts.past import Past
 
 
 @full_precision
@@ -36,8 +36,8 @@ def t2r(
 
     Args:
         q, k, v: (B, h, N, d). weight: (h, m, d). bias: (h, m).
-        causal: query n attends to the keys up to the n-th, after those of `past`. key_mask: which keys count, (B, N)
-            bool.
+        causal: query n attends to the keys of `past` and to keys up to the n-th. key_mask: (B, N) bool, true for keys
+            that count.
     Returns:
         (B, h, N, d), float32 at least; 0 for a query without positive weights.
     """
@@ -69,7 +69,7 @@ class T2r(Attention):
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         self.feature_weight = nn.Parameter(torch.empty(self.num_heads, config.num_features, self.head_dim))
-        self.feature_bias = nn.Parameter(torch.zeros(self.num_heads * config.num_features))  # a vector: not decayed
+        self.feature_bias = nn.Parameter(torch.zeros(self.num_heads * config.num_features))  # a vector: no weight decay
         nn.init.trunc_normal_(self.feature_weight, std=0.02)
 
     @classmethod

@@ -6,8 +6,8 @@ these (long) and to its window (short) under one softmax:
     k_bar = Pi k, v_bar = Pi v,   Pi = softmax over tokens of Linear(x)
     y_n = [sum_window exp(l_nm) v_m + sum_j exp(q_n . k_bar_j / sqrt(d)) v_bar_j] / [the same without values]
 
-Both kinds of keys and values are normalised over all channels, by a LayerNorm for each kind (DualLN): their sizes
-differ otherwise.
+Both kinds of keys and values are normalised over all channels, by a LayerNorm for each kind (DualLN); otherwise their
+norms would differ.
 Cost: 2 N |E| C + (4 + h) N r C multiply-accumulates, h N r C of them for Linear; linear in N.
 """
 
@@ -17,17 +17,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import num_padded, window_cost
-from attention.mechanisms.local import local
-from attention.ops.joint_softmax.op import attended_in_window, joint_softmax
-from attention.options import option
-from attention.parts.features import upcast
-from attention.parts.geometry import Grid, Layout, Windows, merge_heads, split_heads, split_prefix
-from attention.parts.linear import init_linear
-from attention.parts.masking import mask_logits
-from attention.parts.position import BiasKind
-from attention.window_options import position_bias, window_option, windows_on
+from ..base import Attention, Cost, LayerContext
+from ..costs import num_padded, window_cost
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax
+from ..options import option
+from ..parts.features import upcast
+from ..parts.geometry import Grid, Layout, Windows, merge_heads, split_heads, split_prefix
+from ..parts.linear import init_linear
+from ..parts.masking import mask_logits
+from ..parts.position import BiasKind
+from ..window_options import position_bias, window_option, windows_on
+from .local import local
 
 
 def transformer_ls(
@@ -42,12 +42,13 @@ def transformer_ls(
     windows: Windows,
     attn_drop: float = 0.0,
 ) -> Tensor:
-    """One softmax over a window's tokens and r weighted averages of all.
+    """One softmax over a window's tokens and r weighted averages of all tokens.
 
     Args:
-        q, k, v: (B, h, N, d), keys and values normalised; they may begin with those of prefix tokens.
+        q, k, v: (B, h, N, d), keys and values normalised; keys and values may include prefix tokens, which come first.
         slots: logits of the averages over the tokens of the grid, (B, h, r, N).
-        norm_weight, norm_bias: of the LayerNorm of averages, (C,); none without it. bias: of the window, (h, w, e).
+        norm_weight, norm_bias: parameters of the LayerNorm of averages, (C,); None without it. bias: position bias of
+            the window, (h, w, e).
         attn_drop: dropout rate of the weights.
     Returns:
         (B, h, N, d).
@@ -58,7 +59,7 @@ def transformer_ls(
 
 
 def normalise(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-    """LayerNorm of (B, h, r, d) over the channels of all heads; x itself without weight."""
+    """LayerNorm of (B, h, r, d) over the channels of all heads; x itself if `weight` is None."""
     if weight is None:
         return x
     return split_heads(F.layer_norm(merge_heads(x), weight.shape, weight, bias), 1, x.shape[1])[0]
@@ -128,7 +129,7 @@ class TransformerLs(Attention):
         N, C, slots = context.num_tokens, context.dim, context.num_heads * config.num_landmarks
         window, queries = window_cost(context, config), num_padded(windows_on(config, context.grid))
         norms = 2 * C * (1 + (slots > 0)) if config.dual_norm else 0
-        averages = N * slots * C + 2 * N * config.num_landmarks * C  # Linear; of keys and values
+        averages = N * slots * C + 2 * N * config.num_landmarks * C  # Linear; averages of keys and values
         attention = 2 * queries * config.num_landmarks * C
         return Cost(window.parameters + (C + 1) * slots + norms, window.macs + averages + attention)
 

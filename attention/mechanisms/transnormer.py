@@ -5,8 +5,8 @@ Zhang et al. 2021). The second half, NormAttention, is
 
     y = RMSNorm(phi(q) (phi(k)^T v)),   phi = elu + 1 (t2) or elu (t1),
 
-without the scale and without the sum of weights, by which linear attention divides and its gradients grow unbounded.
-In causal attention the norm makes up for the number of keys, which grows along the sequence.
+without the scale and without the sum of weights, because the division by it lets the gradients of linear attention grow
+unbounded. In causal attention the norm compensates for the number of keys, which grows along the sequence.
 Cost: 2 N |E| C or 2 N d C multiply-accumulates, in a Diag or a Norm layer; linear in N. C parameters per RMSNorm.
 """
 
@@ -18,16 +18,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.costs import linear_attention_macs, window_macs
-from attention.mechanisms.local import local
-from attention.ops.joint_softmax.op import attended_in_window, window_logits
-from attention.ops.random_features.op import linear_attention
-from attention.options import option
-from attention.parts.features import elu_plus_one, full_precision
-from attention.parts.geometry import Grid, Layout, Windows, split_prefix
-from attention.parts.past import Past
-from attention.window_options import refuse_windows, window_option, windows_on
+from ..base import Attention, Cost, LayerContext
+from ..costs import linear_attention_macs, window_macs
+from ..ops.joint_softmax.op import attended_in_window, window_logits
+from ..ops.random_features.op import linear_attention
+from ..options import option
+from ..parts.features import elu_plus_one, full_precision
+from ..parts.geometry import Grid, Layout, Windows, split_prefix
+from ..parts.past import Past
+from ..window_options import refuse_windows, window_option, windows_on
+from .local import local
 
 Variant = Literal["t1", "t2"]
 Norm = Literal["merged", "heads"]
@@ -49,8 +49,8 @@ def transnormer(
 ) -> Tensor:
     """NormAttention: q (B, h, N, d), k, v (B, h, P + N, d) and gain (h, d) -> (B, h, N, d), float32 at least.
 
-    causal: query n attends to the keys up to the n-th, after those of `past`. key_mask: which keys count, (B, P + N)
-    bool.
+    causal: query n attends to the keys of `past` and to keys up to the n-th. key_mask: (B, P + N) bool, true for keys
+    that count.
     """
     phi = FEATURE_MAPS[variant]
     y = linear_attention(phi(q), phi(k), v, "none", causal=causal, past=past, key_mask=key_mask)
@@ -129,7 +129,7 @@ class Transnormer(Attention):
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
         config, windows = self.config, windows_on(self.config, grid, key_mask)
-        if self.in_windows and past is not None:  # the next token's window is it alone, and what is before it a prefix
+        if self.in_windows and past is not None:  # the window is the next token alone, earlier tokens are a prefix
             (k, v), windows = past.append(k, v, period=config.window_size), Windows((1, 1), (1, 1))
         if self.in_windows and config.variant == "t2":
             return local(q, k, v, windows=windows)

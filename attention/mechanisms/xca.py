@@ -2,7 +2,8 @@
 
 Each channel of queries and keys is a unit vector over the N tokens; their d x d products, times a learned temperature
 per head, pass a softmax and mix the channels of every token's values. No weight depends on a pair of tokens, so there
-is no limit in which this is softmax attention. XCiT's convolution between tokens belongs to its block, not to this.
+is no limit in which this is softmax attention. XCiT's convolution between tokens belongs to its block, not to this
+mechanism.
 Cost: 2 N d C multiply-accumulates; linear in N. h parameters.
 """
 
@@ -12,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.base import Attention, Cost, LayerContext
-from attention.options import option
-from attention.parts.features import full_precision
-from attention.parts.geometry import Grid
-from attention.parts.masking import mask_tokens
+from ..base import Attention, Cost, LayerContext
+from ..options import option
+from ..parts.features import full_precision
+from ..parts.geometry import Grid
+from ..parts.masking import mask_tokens
 
 
 @full_precision
@@ -25,7 +26,7 @@ def xca(
 ) -> Tensor:
     """Queries, keys and values (B, h, N, d) and temperature (h) -> (B, h, N, d), float32 at least.
 
-    key_mask: which tokens count, (B, N) bool.
+    key_mask: (B, N) bool, true for tokens that count.
     """
     q, k = mask_tokens(q, key_mask), mask_tokens(k, key_mask)
     products = F.normalize(q, dim=-2).mT @ F.normalize(k, dim=-2)  # (B, h, d, d)

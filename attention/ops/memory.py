@@ -1,22 +1,23 @@
-"""Where the fast paths' tensors lie, and how much they work on at a time."""
+"""Memory of the fast paths: the layout of their tensors, and the size of the chunks that they work on."""
 
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from attention.parts.geometry import Windows
+from ..parts.geometry import Windows
 
 CACHE = 8 * 2**20
-"""Bytes that stay in a CPU's cache while they are worked on: a share of its L3."""
+"""Bytes of a chunk that stay in a CPU's cache while it is processed: a share of the L3 cache."""
 
 Chunk = tuple[slice, slice]
 
 
 def cache_chunks(x: Tensor, bytes_of_head: int) -> Iterator[Chunk]:
-    """Slices of images and heads of x (B, h, ...) whose work, `bytes_of_head` for one head of one image, fits `CACHE`.
+    """Slices of images and heads of x (B, h, ...), each as large as `CACHE` allows at `bytes_of_head` per head of an
+    image.
 
-    Off the CPU, and in compiled graphs, which would repeat the work's operations for each: one chunk.
+    Returns one chunk off the CPU, and in compiled graphs, which would contain the operations once per chunk.
     """
     (B, h), pairs = x.shape[:2], max(CACHE // bytes_of_head, 1)
     if x.device.type != "cpu" or torch.compiler.is_compiling():
@@ -28,20 +29,18 @@ def cache_chunks(x: Tensor, bytes_of_head: int) -> Iterator[Chunk]:
 
 
 def take(chunk: Chunk, *tensors: Tensor | None) -> list[Tensor | None]:
-    """Views of a chunk of tensors (B, h, ...)."""
+    """Views of one chunk of tensors (B, h, ...)."""
     return [None if x is None else x[chunk] for x in tensors]
 
 
-def like_tokens(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Empty (B, h, N, d), of the type of x or `dtype`, that lies in memory as (B, N, h, d): merging the heads copies
-    nothing.
-    """
+def like_tokens(x: Tensor) -> Tensor:
+    """Returns an empty tensor (B, h, N, d), laid out in memory as (B, N, h, d): merging the heads copies nothing."""
     B, h, N, d = x.shape
-    return x.new_empty(B, N, h, d, dtype=dtype).transpose(1, 2)
+    return x.new_empty(B, N, h, d).transpose(1, 2)
 
 
 def partition(x: Tensor, windows: Windows, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
-    """Tokens (B, h, N, d) -> windows (B h g, w, d) of `dtype`, never a view of them; in `out` if it is given."""
+    """Copies tokens (B, h, N, d) to windows (B h g, w, d) of `dtype`, into `out` if given; never returns a view."""
     tokens = windows.view(x)
     if out is None:
         copied = tokens.to(dtype, copy=True, memory_format=torch.contiguous_format)
@@ -51,7 +50,7 @@ def partition(x: Tensor, windows: Windows, dtype: torch.dtype, out: Tensor | Non
 
 
 def tiles_to_tokens(y: Tensor, tiles: Windows, like: Tensor) -> Tensor:
-    """Windows (B h g, w, d) that divide the grid -> tokens (B, h, N, d) of the type of `like`, in memory as those of
+    """Windows (B h g, w, d) that divide the grid -> tokens (B, h, N, d) in the type of `like` and the memory layout of
     `like_tokens`.
     """
     (B, h, N, d), (H, W), (rows, columns) = like.shape, tiles.grid, tiles.size
@@ -61,7 +60,7 @@ def tiles_to_tokens(y: Tensor, tiles: Windows, like: Tensor) -> Tensor:
 
 
 def reverse(y: Tensor, x: Tensor, windows: Windows) -> Tensor:
-    """Tokens x (B, h, N, d) with windows y (B h g, w, d) written to them: the inverse of `partition`."""
+    """Writes windows y (B h g, w, d) to tokens x (B, h, N, d) and returns them: the inverse of `partition`."""
     (B, h), (H, W), (rows, columns) = x.shape[:2], windows.grid, windows.size
     down, across = -(-H // rows), -(-W // columns)
     tokens = y.unflatten(1, windows.size).unflatten(0, (B, h, down, across)).transpose(3, 4)

@@ -1,9 +1,10 @@
-"""Tiles of tokens: what the Triton kernels of this folder are made of.
+"""Tiles of tokens: building blocks of the Triton kernels of this folder.
 
-Tokens come as tuples x = (pointer, strides of B, h and N), see `view`. S, a kernel's compile-time sizes, has at least
-the head width d, its power of two block_d, num_warps and num_stages, and for `dot` the precision of products in fp32.
+Tokens are passed as tuples x = (pointer, strides of B, h and N), see `view`. S, a kernel's compile-time sizes, has at
+least the head width d, its power of two block_d, num_warps and num_stages, and the precision of fp32 products in `dot`.
 
-Shapes beside products are those of blocks: q queries, k keys, c landmarks or samples, n tokens, d channels (block_d).
+Comments beside products give the shapes of blocks: q queries, k keys, c landmarks or samples, n tokens, d channels
+(block_d).
 """
 
 from typing import Any
@@ -13,14 +14,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+NAMESPACE = __package__.replace(".", "_")
+"""Namespace of the operators of this folder in torch: copies of the folder under other names have others."""
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 PROGRAMS = 1024
-"""How many programs share sums over images: a few for every multiprocessor."""
+"""Number of programs that share sums over images: a few for every multiprocessor."""
 
 
 @triton.jit
 def cast(x, dtype: tl.constexpr):
-    """`x` in `dtype`, rounded to nearest. Triton's interpreter would cut bf16 off: half a unit is added first."""
+    """`x` in `dtype`, rounded to nearest. Triton's interpreter truncates bf16, hence half a unit is added first."""
     if INTERPRETED and dtype == tl.bfloat16 and x.dtype == tl.float32:
         bits = x.to(tl.uint32, bitcast=True)
         x = (bits + 0x7FFF + ((bits >> 16) & 1)).to(tl.float32, bitcast=True)
@@ -37,7 +40,7 @@ def dot(a, b, S: tl.constexpr):
 
 @triton.jit
 def dot_exactly(a, b, S: tl.constexpr):
-    """a @ b of fp32 a, which is not rounded where b is of a half type: as the sum of two halves."""
+    """a @ b of fp32 a without rounding a: if b is of a half type, a is the sum of two numbers of that type."""
     high = cast(a, b.dtype)
     product = dot(high, b, S)  # (rows, inner) @ (inner, columns)
     if b.dtype != tl.float32:
@@ -67,10 +70,10 @@ def store(x, batch, head, index, valid, value, S: tl.constexpr):
 
 @triton.jit
 def accumulate(state, logits, values, S: tl.constexpr):
-    """Running softmax: state (largest logit, sum of weights, sum of weighted values) of queries."""
+    """Updates a running softmax: state (largest logit, sum of weights, sum of weighted values) of queries."""
     largest, total, y = state
     new = tl.maximum(largest, tl.max(logits, 1))
-    shift = tl.where(new == float("-inf"), 0.0, new)  # nothing attended yet
+    shift = tl.where(new == float("-inf"), 0.0, new)  # no key attended to yet
     weight, decay = tl.exp(logits - shift[:, None]), tl.exp(largest - shift)
     y = y * decay[:, None] + dot(cast(weight, values.dtype), values, S)  # (q, k) @ (k, d)
     return new, total * decay + tl.sum(weight, 1), y
@@ -85,18 +88,18 @@ def softmax_gradient(logits, a, b, lse, delta, S: tl.constexpr):
 
 @triton.jit
 def logits_gradient(weight, a, b, delta, S: tl.constexpr):
-    """Gradient of the logits; a @ b.T is that of the weights: dy and values, or values and dy."""
+    """Gradient of the logits. a @ b.T is the gradient of the weights: dy and values, or values and dy."""
     return weight * (dot(a, tl.trans(b), S) - delta)  # (q, d) @ (d, k), or (k, d) @ (d, q)
 
 
 @triton.jit
 def load_numbers(x, batch, head, index, valid, h, N, other):
-    """Numbers of queries from x (B, h, N); `other` where not valid."""
+    """Loads numbers of queries from x (B, h, N); `other` for invalid queries."""
     return tl.load(x + (batch.to(tl.int64) * h + head) * N + index, valid, other=other)
 
 
 def view(x: Tensor | None) -> tuple[Tensor, int, int, int] | None:
-    """(..., B, h, N, d) as a kernel takes it: pointer, strides of B, h and N."""
+    """Kernel argument for tokens (..., B, h, N, d): pointer, strides of B, h and N."""
     return None if x is None else (x, *x.stride()[-4:-1])
 
 
@@ -106,27 +109,28 @@ def dense(x: Tensor | None) -> Tensor | None:
 
 
 def supported(*tokens: Tensor) -> bool:
-    """Whether kernels take q, k, v such as these. Not: float64, heads wider than 64 channels, no images, no GPU."""
+    """Returns whether kernels take these q, k, v: on a GPU, not float64, at most 64 channels per head, not empty."""
     dtypes = torch.float32, torch.float16, torch.bfloat16
     fit = all(x.dtype in dtypes and x.shape[-1] <= 64 and len(x) for x in tokens)
     return fit and all(x.is_cuda or INTERPRETED.value for x in tokens)
 
 
 def block_length(length: int, most: int) -> int:
-    """A power of two that `tl.dot` takes, enough for `length` unless above `most`."""
+    """The least power of two that `tl.dot` takes and that covers `length`, but at most `most`."""
     return min(max(triton.next_power_of_2(length), 16), most)
 
 
 def precision() -> str:
-    """Of products in fp32: three of tf32 parts are as good as fp32.
+    """Precision of fp32 products: three products of tf32 parts are as accurate as fp32.
 
-    Asked of the backend, which all of torch's switches reach; `torch.get_float32_matmul_precision` raises after some.
+    Reads the backend's setting, which all of torch's switches change; `torch.get_float32_matmul_precision` raises after
+    some of them.
     """
     return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
 def launch_options(S: Any) -> dict[str, Any]:
-    """How a kernel is compiled, apart from its sizes."""
+    """Compile options of a kernel other than its sizes."""
     return {"num_warps": S.num_warps, "num_stages": S.num_stages, "enable_fp_fusion": True}
 
 

@@ -1,4 +1,4 @@
-"""A sequence taken apart into chunks, between which causal attention's sums run along."""
+"""Chunks of a sequence, from each of which causal attention carries its sums to the next."""
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -13,12 +13,12 @@ def chunk_size(N: int) -> int:
 
 
 def num_chunked(N: int) -> int:
-    """N tokens with those that are added for whole chunks."""
+    """Number of tokens after N is padded to whole chunks."""
     return N + -N % chunk_size(N)
 
 
 def pad(x: Tensor, size: int, value: float = 0.0) -> Tensor:
-    """Tokens (B, h, N, d) followed by more of this value, up to a multiple of `size`."""
+    """Pads tokens (B, h, N, d) at the end with `value`, up to a multiple of `size`."""
     return F.pad(x, (0, 0, 0, -x.shape[2] % size), value=value)
 
 

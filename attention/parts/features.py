@@ -1,9 +1,9 @@
-"""Features of kernels, and the attention that they make linear in the number of tokens.
+"""Feature maps of kernels, which make attention linear in the number of tokens.
 
 Random features of the exponential kernel are kept as logarithms. With xi(x, omega) = exp(omega . x - ||x||^2 / 2) and
 omega ~ N(0, I), E[xi(x, omega) xi(y, omega)] = exp(x . y) (Choromanski et al., 2021; EVA's and LARA's papers, eq. 1).
-Queries and keys come to them scaled by d^(-1/4) each (`scale`): the variance of the estimate depends on ||q + k||, so
-that the softmax scale cannot be put on one side only.
+Feature maps take queries and keys scaled by d^(-1/4) each (`scale`): the variance of the estimate depends on ||q + k||,
+so that the softmax scale cannot be put on one side only.
 """
 
 import contextlib
@@ -17,11 +17,11 @@ from torch import Tensor
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 Normaliser = Literal["floor", "clamp", "sum", "mean", "none"]
-"""What the sums of linear attention are divided by, see `attention.ops.random_features.op.linear_attention`."""
+"""Divisor of the sums of linear attention, see `attention.ops.random_features.op.linear_attention`."""
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """The compute dtype: float32 for half types, else that of `x`."""
+    """The compute dtype: float32 for half types, otherwise the type of `x`."""
     return torch.float32 if x.is_floating_point() and x.element_size() < 4 else x.dtype
 
 
@@ -31,12 +31,12 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def autocast_off(x: Tensor) -> contextlib.AbstractContextManager:
-    """Autocast off on the device of `x`, where it may be on: torch.export.load cannot read every graph that says so.
+    """Turns autocast off on the device of `x` if it may be on; torch.export.load cannot read every graph with autocast.
 
-    It may be in compiled graphs, whose backward pass runs under the autocast of their callers, whatever it is here.
+    It may be on in compiled graphs, because their backward pass runs under the autocast state of their callers.
     """
     compiles = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
-    may_be_on = not x.is_meta and (compiles or torch.is_autocast_enabled(x.device.type))  # meta has none
+    may_be_on = not x.is_meta and (compiles or torch.is_autocast_enabled(x.device.type))  # meta has no autocast
     return torch.autocast(x.device.type, enabled=False) if may_be_on else contextlib.nullcontext()
 
 
@@ -44,7 +44,7 @@ def full_precision(function: Function) -> Function:
     """Runs `function` with its tensors upcast and autocast off; results stay upcast.
 
     Exponentials, normalisers and random features overflow or lose their small terms in half types. Every function that
-    has them wears this decorator, and nothing else decides about precision.
+    computes them has this decorator, which alone decides about precision.
     """
 
     @functools.wraps(function)
@@ -58,7 +58,7 @@ def full_precision(function: Function) -> Function:
 
 
 def scale(x: Tensor) -> Tensor:
-    """d^(-1/4) x: what a query or key is to a feature map."""
+    """d^(-1/4) x: a query or key as a feature map takes it."""
     return x * x.shape[-1] ** -0.25
 
 
@@ -69,9 +69,9 @@ def log_features(x: Tensor, omega: Tensor) -> Tensor:
 
 
 def log_kernel(x: Tensor, omega: Tensor | None) -> Tensor:
-    """Log features of queries or keys (B, h, N, d), whose mean product stands for exp(q . k / sqrt(d)) in Scatterbrain.
+    """Log features of queries or keys (B, h, N, d), whose mean product replaces exp(q . k / sqrt(d)) in Scatterbrain.
 
-    Random ones at samples omega (h, s, d), (B, h, N, s); without samples elu + 1 of every channel, (B, h, N, d).
+    Random features (B, h, N, s) at samples omega (h, s, d); without samples, elu + 1 of every channel, (B, h, N, d).
     """
     return x.clamp(max=0) + x.relu().log1p() if omega is None else log_features(scale(x), omega)
 
@@ -103,7 +103,7 @@ def trigonometric(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def trigonometric_released(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
-    """The same with exp(||q||^2 / 2 - max ||q||^2 / 2), which a clamped normaliser does not cancel."""
+    """`trigonometric` with exp(||q||^2 / 2 - max ||q||^2 / 2), which does not cancel under a clamped normaliser."""
     phi_q, phi_k = trigonometric(q, k, omega)
     return phi_q * relative_size(q), phi_k
 
@@ -121,18 +121,18 @@ def relu(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def positive_logs(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
-    """omega . x - ||x||^2 / 2: of queries (..., N, s), less ||q||^2 / 2, which cancels; of keys (..., s, M)."""
+    """omega . x - ||x||^2 / 2: for queries (..., N, s), without ||q||^2 / 2, which cancels; for keys (..., s, M)."""
     return q @ omega.mT, log_features(k, omega).mT
 
 
 def hyperbolic_logs(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
-    """The same of omega and -omega: (..., N, 2 s) and (..., 2 s, M)."""
+    """`positive_logs` at omega and -omega: (..., N, 2 s) and (..., 2 s, M)."""
     log_q, log_k, half = q @ omega.mT, omega @ k.mT, k.square().sum(-1)[..., None, :] / 2
     return torch.cat([log_q, -log_q], -1), torch.cat([log_k, -log_k], -2) - half
 
 
 def favorp(q: Tensor, k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
-    """s^(-1/2) exp(g(x, omega) - max) + 1e-4; the maximum of omega . x is over samples, for keys over tokens too."""
+    """s^(-1/2) exp(g(x, omega) - max) + 1e-4, with the maximum of omega . x over samples, for keys over tokens too."""
 
     def positive(x: Tensor, over: int | tuple[int, int]) -> Tensor:
         projected, half = x @ omega.mT, x.square().sum(-1, keepdim=True) / 2
@@ -147,12 +147,12 @@ LOG_FEATURE_MAPS = {"positive": positive_logs, "hyperbolic": hyperbolic_logs}
 FEATURE_MAPS: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], Normaliser, float]] = {
     "trigonometric": (trigonometric, "floor", 1e-6),
     "trigonometric_released": (trigonometric_released, "clamp", 1e-2),
-    "relu": (relu, "floor", 1e-12),  # what a single key weighs is above it
+    "relu": (relu, "floor", 1e-12),  # below the weight of any single key
     "relu_released": (relu, "clamp", 1e-2),
     "favorp": (favorp, "floor", 1e-2),
 }
-"""Features that can vanish or turn negative: their map, the kind of normaliser, and its least value."""
+"""Features that can vanish or turn negative: feature map, kind of normaliser, and its least value."""
 CAUSAL = ("positive", "hyperbolic", "relu")
-"""Features of causal attention: those of a key are not relative to the largest of all."""
+"""Features for causal attention: the features of a key do not depend on a maximum over all keys."""
 CLAMPED = ("trigonometric", "relu")
-"""Features with a `_released` variant, whose normalisers have the released code's floor."""
+"""Features with a `_released` variant, whose normalisers have the floor of the released code."""

@@ -11,20 +11,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.parts.features import upcast
-from attention.parts.tables import kept_table
+from .features import upcast
+from .tables import kept_table
 
 Grid = tuple[int, int]
 """Rows and columns (H, W) of the token grid."""
 
 Layout = Literal["1d", "2d"]
-"""Order of tokens: along the raster, n = y*W + x, or of the grid."""
+"""Order of tokens: "1d" along the raster, n = y*W + x; "2d" on the grid."""
 
 
 def split_heads(x: Tensor, count: int, num_heads: int) -> tuple[Tensor, ...]:
     """(B, N, count*C) -> `count` tensors (B, h, N, d)."""
     B, N, width = x.shape
-    # Unbound before they are transposed, so that their gradients lie in memory as x does.
+    # Unbind before transposing, so that gradients have the memory layout of x.
     return tuple(y.transpose(1, 2) for y in x.view(B, N, count, num_heads, width // (count * num_heads)).unbind(2))
 
 
@@ -34,8 +34,8 @@ def merge_heads(y: Tensor) -> Tensor:
 
 
 def split_prefix(x: Tensor, N: int) -> tuple[Tensor, Tensor]:
-    """(..., P + N, d) -> prefix tokens (..., P, d), tokens of the grid (..., N, d)."""
-    if x.shape[-2] == N:  # a slice's gradient would be filled with zeros and copied
+    """Splits (..., P + N, d) into prefix tokens (..., P, d) and tokens of the grid (..., N, d)."""
+    if x.shape[-2] == N:  # avoids the gradient of a slice, which fills zeros and copies
         return x.detach()[..., :0, :], x
     return x[..., :-N, :], x[..., -N:, :]
 
@@ -46,12 +46,12 @@ def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
 
 
 def raster(grid: Grid, layout: Layout) -> Grid:
-    """The grid that windows are taken from: its raster order as one row where the layout is 1-D."""
+    """The grid that windows divide: `grid` itself, or its raster order as one row if the layout is 1-D."""
     return (1, math.prod(grid)) if layout == "1d" else grid
 
 
 def resample(table: Tensor, old: Grid, grid: Grid) -> Tensor:
-    """Interpolates the columns (..., H*W) of the grid `old` to those of `grid`, as images: bilinear, antialiased."""
+    """Interpolates columns (..., H*W) of a table from the grid `old` to `grid`, as images: bilinear, antialiased."""
     if old == grid:
         return table
     images = upcast(table).flatten(0, -2).unflatten(1, old)[None]
@@ -62,14 +62,14 @@ def resample(table: Tensor, old: Grid, grid: Grid) -> Tensor:
 
 
 class Windows(NamedTuple):
-    """A grid taken apart into g windows of w tokens, which attend to e = w tokens, or more with an overlap.
+    """A grid divided into g windows of w tokens, which attend to e = w tokens, or more with an overlap.
 
     Attributes:
         grid: (H, W) of the tokens.
         size: rows and columns of a window; (0, 0): one window of all queries that attends to no token of the grid.
         overlap: rows and columns by which a window's keys reach beyond it on every side.
-        causal: whether a query attends to no later token; windows are blocks of the raster order then.
-        key_mask: which tokens of each image count, (B, N) bool; all, where it is None.
+        causal: True if queries attend to no later tokens; windows are then blocks of the raster order.
+        key_mask: (B, N) bool, true for tokens of each image that count; None if all count.
     """
 
     grid: Grid
@@ -80,7 +80,7 @@ class Windows(NamedTuple):
 
     @property
     def count(self) -> int:  # type: ignore[override]  # hides tuple.count
-        """How many windows g cover the grid."""
+        """Number g of windows that cover the grid."""
         (H, W), (rows, columns) = self.grid, self.size
         return -(-H // rows) * -(-W // columns)
 
@@ -96,7 +96,7 @@ class Windows(NamedTuple):
 
     @property
     def padded(self) -> bool:
-        """Whether a window, or what it attends to, reaches beyond the grid."""
+        """True if a window, or its overlap, reaches beyond the grid."""
         (H, W), (rows, columns) = self.grid, self.size
         return bool(H % rows or W % columns or self.overlap != (0, 0))
 
@@ -107,7 +107,7 @@ class Windows(NamedTuple):
         return H + -H % rows, W + -W % columns
 
     def disjoint(self) -> "Windows":
-        """The windows without their overlap: of queries and outputs."""
+        """The windows without their overlap, as for queries and outputs."""
         return self._replace(overlap=(0, 0))
 
     def partition(self, x: Tensor) -> Tensor:
@@ -115,11 +115,11 @@ class Windows(NamedTuple):
         return x[:, :, None] if self.size == (0, 0) else self.view(x).flatten(4, 5).flatten(2, 3)
 
     def partition_keys(self, x: Tensor) -> Tensor:
-        """Keys or values (B, h, N, d) -> those that each window attends to, (B, h, g, e, d); zeros outside the grid."""
+        """Keys or values (B, h, N, d) -> the e that each window attends to, (B, h, g, e, d); zeros outside the grid."""
         return self.view(x, self.overlap).flatten(4, 5).flatten(2, 3)
 
     def mean(self, x: Tensor) -> Tensor:
-        """Means of tokens (B, h, N, d) over those of every window that count, (B, h, g, d); zero where none does."""
+        """Means of tokens (B, h, N, d) over each window's tokens that count, (B, h, g, d); zero if none counts."""
         tokens, mask = self.partition(x), self.mask(x.device)
         if mask is None:
             return tokens.mean(3)
@@ -135,12 +135,12 @@ class Windows(NamedTuple):
         return y.transpose(3, 4).flatten(4, 5).flatten(2, 3)[:, :, :H, :W].flatten(2, 3)
 
     def view(self, x: Tensor, overlap: Grid = (0, 0)) -> Tensor:
-        """Tokens (B, h, N, d) -> (B, h, g_y, g_x, e_y, e_x, d), in memory those of x where no padding is needed."""
+        """Tokens (B, h, N, d) -> (B, h, g_y, g_x, e_y, e_x, d), a view of x if no padding is needed."""
         (H, W), (rows, columns), (above, beside) = self.grid, self.size, overlap
         x = x.unflatten(2, self.grid)
         if H % rows or W % columns or above or beside:
             x = F.pad(x, (0, 0, beside, beside + -W % columns, above, above + -H % rows))
-        if overlap == (0, 0):  # the gradient of `unfold` fills and adds
+        if overlap == (0, 0):  # avoids the gradient of `unfold`, which fills zeros and adds
             return x.unflatten(3, (-1, columns)).unflatten(2, (-1, rows)).transpose(3, 4)
         return x.unfold(2, rows + 2 * above, rows).unfold(3, columns + 2 * beside, columns).permute(0, 1, 2, 3, 5, 6, 4)
 
@@ -149,23 +149,23 @@ class Windows(NamedTuple):
         return _indices(self._replace(key_mask=None), device)
 
     def mask(self, device: torch.device) -> Tensor | None:
-        """Which keys of every window lie in the grid, (g, e) bool, and count, (B, 1, g, e); None where all do."""
+        """Mask of every window's keys that lie in the grid, (g, e) bool, and count, (B, 1, g, e); None if all do."""
         if self.key_mask is not None:
             return self.partition_keys(self.key_mask[:, None, :, None])[..., 0]
         return _inside(self._replace(key_mask=None), device) if self.padded else None
 
     def later(self, device: torch.device) -> Tensor:
-        """Which keys of a window of the raster order come after each of its queries: (w, e) bool."""
+        """Mask of the keys of a raster-order window that come after each of its queries: (w, e) bool."""
         return _later(self.num_queries, self.num_keys, self.overlap[1], device)
 
     def index_of(self, n: int) -> int:
-        """The window of token n, for the literal twins."""
+        """Index of the window of token n, for the literal twins."""
         (y, x), (rows, columns) = divmod(n, self.grid[1]), self.size
         return y // rows * -(-self.grid[1] // columns) + x // columns
 
     def attended(self, n: int) -> tuple[list[int], list[int], int]:
-        """What token n attends to in its window, for the literal twins: raster indices of the keys, their positions
-        among the window's e, and n's own position among its w. With a key mask, of one image.
+        """Keys that token n attends to in its window, for the literal twins: their raster indices, their positions
+        among the window's e keys, and n's own position among its w queries. A key mask must be of one image.
         """
         if self.size == (0, 0):
             return [], [], 0

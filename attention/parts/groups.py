@@ -1,4 +1,4 @@
-"""Groups of tokens, their means and largest values.
+"""Groups of tokens, their means and maxima.
 
 A partition is a table of token indices per group, padded to the longest group: see `Groups`.
 """
@@ -10,20 +10,20 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from attention.options import OptionError, option
-from attention.parts.features import compute_dtype
-from attention.parts.geometry import Grid, Windows
-from attention.parts.tables import kept_table
+from ..options import OptionError, option
+from .features import compute_dtype
+from .geometry import Grid, Windows
+from .tables import kept_table
 
 
 class Groups(NamedTuple):
-    """Members of c groups, for G sets of queries: G = 1 where all queries share them, G = g windows otherwise.
+    """Members of c groups, for G sets of queries: G = 1 if all queries share the groups, otherwise G = g windows.
 
     Attributes:
-        index: (G, c, t) int64 raster indices; padding points at some token. valid: (G, c, t) bool, false at padding;
-            (B, 1, G, c, t) where tokens of images are masked.
-        tiles: the windows of the grid that the groups are, without padding; None where they are none.
-        padded_means: whether means divide by t, and not by the number of members.
+        index: (G, c, t) int64 raster indices; padding points at an arbitrary token. valid: (G, c, t) bool, false at
+            padding; (B, 1, G, c, t) if tokens of images are masked.
+        tiles: the groups as windows that divide the grid without padding; None if they are not such windows.
+        padded_means: True if means divide by t instead of the number of members.
     """
 
     index: Tensor  # type: ignore[assignment]  # hides tuple.index
@@ -36,20 +36,20 @@ class Groups(NamedTuple):
         return self.valid.sum(-1)
 
     def masked(self, key_mask: Tensor | None) -> "Groups":
-        """Without the tokens that key_mask (B, N) hides: valid (B, 1, G, c, t). Groups may become empty."""
+        """The groups without the tokens that key_mask (B, N) hides: valid (B, 1, G, c, t). Groups may become empty."""
         if key_mask is None:
             return self
         return self._replace(valid=self.valid & key_mask[:, self.index][:, None], tiles=None)
 
 
 def bin_counts(count: int, grid: Grid, key: str) -> Grid:
-    """Factors `count` into (rows, columns) of bins over the grid, the bins as square as can be.
+    """Factors `count` into (rows, columns) of bins over the grid, with bins as square as possible.
 
-    A grid that is not square gets bins of equal size where some factors make them, the squarest of these: 16 bins of a
+    A grid that is not square gets bins of equal size if some factors allow it, and the squarest of these: 16 bins of a
     12x4 grid are 4x4, each of 3x1 tokens, and not 8x2.
 
     Raises:
-        OptionError: no such factors exist; names `key`, both numbers and the nearest count that has them.
+        OptionError: no factors fit the grid; names `key`, both numbers and the nearest count with such factors.
     """
     (H, W), choices = grid, _bin_counts(count, grid)
     if not choices:
@@ -71,11 +71,11 @@ def _bin_counts(count: int, grid: Grid) -> list[Grid]:
 @kept_table
 def bins(grid: Grid, counts: Grid, device: torch.device, margin: Grid = (0, 0), *, overlapping: bool = False) -> Groups:
     """Disjoint rectangular bins with edges floor(i*H/rows), floor(j*W/columns), each grown by `margin` rows and
-    columns within the grid; means of grown bins count what lies outside it as zeros, as in the released code of EVA.
+    columns within the grid; means of grown bins count tokens outside the grid as zeros, as in the released code of EVA.
 
     Args:
-        overlapping: bins of adaptive average pooling, which end at ceil((i+1)*H/rows): no partition where that is no
-            integer.
+        overlapping: makes the bins of adaptive average pooling, which end at ceil((i+1)*H/rows) and overlap if rows do
+            not divide H.
     """
     rows, rows_valid = _chunks(torch.full((), grid[0], device=device), grid[0], counts[0], margin[0], overlapping)
     columns, columns_valid = _chunks(torch.full((), grid[1], device=device), grid[1], counts[1], margin[1], overlapping)
@@ -88,7 +88,7 @@ def bins(grid: Grid, counts: Grid, device: torch.device, margin: Grid = (0, 0), 
 
 
 def pools_option(applies: Callable[[Any], bool] = lambda c: True) -> Any:
-    """The field `released_pools`; `applies` tells from the options whether there are segments."""
+    """The field `released_pools`; `applies` returns from the options whether the mechanism has segments."""
     return option(
         None,
         "segments of adaptive average pooling: as many rows as columns of them where their number is a square, and "
@@ -99,7 +99,7 @@ def pools_option(applies: Callable[[Any], bool] = lambda c: True) -> Any:
 
 @kept_table
 def segments(count: int, grid: Grid, device: torch.device, key: str, *, pooled: bool) -> Groups:
-    """Bins, `count` of them, or with `pooled` those of adaptive average pooling, see `pools_option`.
+    """Divides the grid into `count` bins, with `pooled` the bins of adaptive average pooling, see `pools_option`.
 
     Raises:
         OptionError: see `bin_counts`.
@@ -121,7 +121,7 @@ def chunks_outside(windows: Windows, count: int, device: torch.device, key: str 
     """Contiguous chunks, `count` of them, of the raster order without the tokens that each window attends to: G = g.
 
     Raises:
-        OptionError: a window leaves fewer tokens; names `key`. Without one some groups are empty.
+        OptionError: a window leaves fewer tokens than chunks; names `key`. If `key` is None, some groups are empty.
     """
     least, most = tokens_outside(windows)
     if key and count > least:
@@ -133,7 +133,7 @@ def chunks_outside(windows: Windows, count: int, device: torch.device, key: str 
 
 
 def tokens_outside(windows: Windows) -> tuple[int, int]:
-    """Least and most tokens that a window does not attend to, over all windows."""
+    """Smallest and largest number of tokens that a window does not attend to, over all windows."""
     lengths = [
         [min(start + side + over, size) - max(start - over, 0) for start in range(0, size, side)]
         for size, side, over in zip(windows.grid, windows.size, windows.overlap, strict=True)
@@ -144,9 +144,9 @@ def tokens_outside(windows: Windows) -> tuple[int, int]:
 
 def _chunks(total: Tensor, most: int, count: int, margin: int = 0, overlapping: bool = False) -> tuple[Tensor, Tensor]:
     """Positions of `count` contiguous chunks of range(total), with edges floor(i*total/count): (..., count, t), and
-    validity. Overlapping ones begin there and end at ceil((i+1)*total/count).
+    validity. Overlapping chunks begin there and end at ceil((i+1)*total/count).
 
-    `total` (...) may differ per window; `most` is its largest value, known without looking at the device.
+    `total` (...) may differ per window; `most` is its largest value, known without a device synchronisation.
     """
     edge = torch.arange(count + 1, device=total.device) * total[..., None]
     start = edge[..., :-1, None] // count - margin
@@ -159,10 +159,10 @@ def _chunks(total: Tensor, most: int, count: int, margin: int = 0, overlapping: 
 
 @kept_table
 def _attended(windows: Windows, device: torch.device) -> Tensor:
-    """(g, N) bool: which tokens each window attends to."""
-    index = windows.indices(device) + 1  # padding: 0
+    """Mask of the tokens that each window attends to, (g, N) bool."""
+    index = windows.indices(device) + 1  # padding becomes 0
     attended = torch.zeros(len(index), math.prod(windows.grid) + 1, dtype=torch.bool, device=device)
-    return attended.scatter(1, index, 1)[:, 1:]  # tracing knows no scatter of True
+    return attended.scatter(1, index, 1)[:, 1:]  # tracing does not support scatter of True
 
 
 def gather_groups(x: Tensor, groups: Groups) -> Tensor:
@@ -175,10 +175,10 @@ def gather_groups(x: Tensor, groups: Groups) -> Tensor:
 def group_mean(x: Tensor, groups: Groups) -> Tensor:
     """Means of tokens (B, h, N, d) over the valid members of groups: (B, h, G, c, d); zero for an empty group.
 
-    With `padded_means` sums over the valid members, divided by the t of the longest group.
+    With `padded_means`, sums over the valid members are divided by t, the size of the longest group.
     """
     if groups.tiles:
-        tiles = groups.tiles.view(x).movedim(1, 5)  # heads side by side, as they lie in memory
+        tiles = groups.tiles.view(x).movedim(1, 5)  # heads adjacent, as in memory
         total = tiles.sum(3, dtype=compute_dtype(x)).movedim(4, 1).sum(4).flatten(2, 3)[:, :, None]
         return (total / groups.index.shape[-1]).to(x.dtype)
     weight = groups.valid[..., None].to(x.dtype)
@@ -187,8 +187,8 @@ def group_mean(x: Tensor, groups: Groups) -> Tensor:
 
 
 def group_max(x: Tensor, groups: Groups) -> Tensor:
-    """Largest values of tokens (B, h, N, d) over the valid members of groups, channel by channel: (B, h, G, c, d); zero
-    for an empty group.
+    """Maxima of tokens (B, h, N, d) over the valid members of groups, channel by channel: (B, h, G, c, d); zero for an
+    empty group.
     """
     largest = gather_groups(x, groups).masked_fill(~groups.valid[..., None], -torch.inf).amax(-2)
     return largest.masked_fill((groups.count() == 0)[..., None], 0)

@@ -1,4 +1,4 @@
-"""Leave-one-out sums: over all tokens but those of a window, as logarithms of masses and weighted means."""
+"""Leave-one-out sums over all tokens outside a window, as logarithms of masses and weighted means."""
 
 from typing import Literal
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.parts.geometry import Windows
+from .geometry import Windows
 
 LeaveOneOut = Literal["merge", "subtract", "none", "released"]
 
@@ -25,7 +25,7 @@ def within(log_k: Tensor, v: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
 
 
 def before(log_k: Tensor, v: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
-    """The same of all keys before a window's, in raster order."""
+    """Log mass and weighted mean of all keys before a window's keys, in raster order; shapes as in `within`."""
     reach = windows.overlap[1]
     log_k = F.pad(log_k, (0, 0, reach, 0), value=torch.finfo(log_k.dtype).min)
     sums = merge_all_but_one(*within(log_k, F.pad(v, (0, 0, reach, 0)), shifted(windows)), earlier=True)
@@ -33,18 +33,18 @@ def before(log_k: Tensor, v: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
 
 
 def shifted(windows: Windows) -> Windows:
-    """Blocks of the raster order after as many tokens as an overlap has: they end where the keys of `windows` begin."""
+    """Blocks of the raster order, shifted by the overlap, so that they end where the keys of `windows` begin."""
     return Windows((1, windows.overlap[1] + windows.grid[1]), windows.size)
 
 
 def merge_all_but_one(log_mass: Tensor, mean: Tensor, *, earlier: bool = False) -> tuple[Tensor, Tensor]:
-    """For each of g windows, log mass and weighted mean of all others: (..., g, s), (..., g, s, d).
+    """For each of g windows, log mass and weighted mean of all other windows: (..., g, s), (..., g, s, d).
 
-    Windows are merged in pairs up a binary tree; what lies outside a pair, merged with one of the two, lies outside
-    the other. About 2 g merges, each a sum of positive terms.
+    Windows are merged in pairs up a binary tree; then, down the tree, the sum outside a pair plus one of the two is the
+    sum outside the other. This takes about 2 g merges, each a sum of positive terms.
 
     Args:
-        earlier: of the windows before it alone: the second of a pair has the first, the first has none.
+        earlier: sums over the windows before each alone: in a pair, the second gets the first, the first gets nothing.
     """
     g, empty = log_mass.shape[-2], torch.finfo(log_mass.dtype).min
     if g == 1:
@@ -68,11 +68,11 @@ def merge(log_a: Tensor, a: Tensor, log_b: Tensor, b: Tensor) -> tuple[Tensor, T
 
 
 def subtract(log_k: Tensor, v: Tensor, log_own: Tensor, own: Tensor, released: bool) -> tuple[Tensor, Tensor]:
-    """What is left of all tokens without each window's own, by subtraction: (B, h, g, s), (B, h, g, s, d).
+    """Log mass and weighted mean of the tokens outside each window, by subtraction: (B, h, g, s), (B, h, g, s, d).
 
-    Where a window holds nearly all of a sample's mass the difference is rounding; the share left is kept above 8 units
-    of rounding. The released code adds 1e-5 to that share in the mass, and in the mean keeps the mass left above 1e-3
-    times that of the largest term.
+    If a window holds nearly all of a sample's mass, the difference is rounding error; the remaining share is kept above
+    8 units of rounding. The released code adds 1e-5 to that share in the mass, and in the mean keeps the remaining mass
+    above 1e-3 times the mass of the largest term.
 
     Args:
         log_k: log features of all tokens, (B, h, N, s). v: (B, h, N, d).

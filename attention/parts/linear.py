@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 
 def init_linear(linear: nn.Linear) -> None:
-    """Truncated normal of standard deviation 0.02, bias 0."""
+    """Initialises a linear layer: truncated normal of standard deviation 0.02, bias 0."""
     nn.init.trunc_normal_(linear.weight, std=0.02)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)
@@ -12,7 +12,7 @@ def init_linear(linear: nn.Linear) -> None:
 
 class LandmarkTransform(nn.Module):
     """Trainable map of group means to landmarks: LayerNorm(Linear(x)), or Linear alone (EVA paper eq. 26; LARA
-    paper app. H). Its width is that of a head, which all heads share, or of all heads' channels together.
+    paper app. H). Its width is that of one head, and all heads share it, or that of all heads together.
     """
 
     def __init__(self, width: int, norm: bool = True):

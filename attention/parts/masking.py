@@ -1,25 +1,25 @@
-"""Key masks: which tokens of each image count, (B, N) bool, true for those that do.
+"""Key masks, (B, N) bool: true for tokens of an image that count.
 
-The polarity is that of `F.scaled_dot_product_attention` and of Hugging Face's attention_mask. Masked tokens, where it
-is false, have weights of exactly zero, and the others are as if these were not there. Without a mask every function
-here is the identity, or the plain mean.
+The polarity is that of `F.scaled_dot_product_attention` and of Hugging Face's attention_mask. Masked tokens, for which
+it is false, have weights of exactly zero; outputs of the others are the same as without the masked tokens. Without a
+mask every function here is the identity, or the plain mean.
 """
 
 import torch
 from torch import Tensor
 
-from attention.parts.features import compute_dtype
+from .features import compute_dtype
 
 
 def mask_tokens(x: Tensor, key_mask: Tensor | None) -> Tensor:
-    """Tokens or features (B, h, N, d), zero where key_mask (B, N) is false."""
+    """Sets tokens or features (B, h, N, d) to zero where key_mask (B, N) is false."""
     return x if key_mask is None else x.masked_fill(~key_mask[:, None, :, None], 0)
 
 
 def mask_logits(logits: Tensor, key_mask: Tensor | None, dim: int = -1) -> Tensor:
-    """Logits (B, h, ...) along the keys of the axis `dim`, the least number where key_mask (B, N) is false.
+    """Sets logits (B, h, ...), with keys along the axis `dim`, to the least number where key_mask (B, N) is false.
 
-    Unlike -inf, it leaves a row without any other key finite: that of a masked query, which nobody reads.
+    Unlike -inf, this number keeps rows without any other key finite: rows of masked queries, which are never read.
     """
     if key_mask is None:
         return logits
@@ -36,8 +36,8 @@ def masked_mean(x: Tensor, key_mask: Tensor | None) -> Tensor:
 
 
 def stand_in(x: Tensor, key_mask: Tensor) -> Tensor:
-    """Tokens (B, N, C), masked ones replaced by one of their image that counts, without gradient; by zeros where none
-    does. So no maximum over tokens is a masked token's alone, whatever it holds.
+    """Replaces masked tokens of (B, N, C) by a token of their image that counts, without gradient, or by zeros if none
+    counts. So the values of masked tokens affect no maximum over tokens.
     """
     counts = key_mask[..., None]
     image, first = torch.arange(x.shape[0], device=x.device), key_mask.to(torch.uint8).argmax(1)
@@ -45,5 +45,5 @@ def stand_in(x: Tensor, key_mask: Tensor) -> Tensor:
 
 
 def of_grid(key_mask: Tensor | None, N: int) -> Tensor | None:
-    """Of prefix tokens and those of the grid (B, P + N) -> of the grid alone (B, N)."""
+    """Drops the prefix tokens from a mask: (B, P + N) -> (B, N)."""
     return None if key_mask is None else key_mask[:, -N:]

@@ -1,26 +1,26 @@
-"""Tiles of queries that attend to the k nearest tokens of both axes; neighbourhoods stop at the borders of the grid."""
+"""Tiles of queries that attend to the k nearest tokens along both axes; neighbourhoods stay within the grid."""
 
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from attention.parts.geometry import Grid
-from attention.parts.tables import kept_table
+from .geometry import Grid
+from .tables import kept_table
 
 
 def pair(value: int | Grid) -> Grid:
-    """An option of both axes, or of rows and columns: (rows, columns)."""
+    """(rows, columns) of an option that is one number for both axes or a pair."""
     return (value, value) if isinstance(value, int) else value
 
 
 class Tiles(NamedTuple):
-    """Tokens taken apart into g tiles of w queries with e keys.
+    """Tokens divided into g tiles of w queries with e keys.
 
     Attributes:
-        queries, keys: raster indices, (g, w) and (g, e); what fills a tile stands there twice.
-        offsets: query minus key as a row of the bias table, (g, w, e); -1 where a query does not attend.
-        position: of every token among the queries, (N,).
+        queries, keys: raster indices, (g, w) and (g, e); tokens that only fill a tile are repeated.
+        offsets: query minus key as a row of the bias table, (g, w, e); -1 for keys that are not attended to.
+        position: index of every token among the queries, (N,).
     """
 
     queries: Tensor
@@ -49,7 +49,7 @@ def _axis(length: int, k: int, dilation: int, device: torch.device) -> Tiles:
     """The tiles along one axis."""
     (count, t, e), token = tiling(length, k, dilation), torch.arange(length, device=device)
     residue = torch.arange(min(dilation, length), device=device)[:, None, None]
-    members = (length - 1 - residue) // dilation + 1  # of each residue: (delta, 1, 1)
+    members = (length - 1 - residue) // dilation + 1  # tokens of each residue: (delta, 1, 1)
     query = torch.arange(count * t, device=device).view(count, t).minimum(members - 1)
     start = (query - k // 2).minimum(members - k).clamp(min=0)  # (delta, count, t)
     key = start[..., :1] + torch.arange(e, device=device)
@@ -61,6 +61,6 @@ def _axis(length: int, k: int, dilation: int, device: torch.device) -> Tiles:
 
 
 def tiling(length: int, k: int, dilation: int) -> tuple[int, int, int]:
-    """Tiles of each residue along an axis, their queries and their keys."""
+    """Number of tiles of each residue along an axis, and of the queries and keys of a tile."""
     longest, t = -(-length // dilation), (k + 1) // 2
     return -(-longest // t), t, min(t + k - 1, longest)

@@ -1,7 +1,7 @@
 """Relative position bias of window attention: one number per head for every (query, key) of a window.
 
-With a window of side w and an overlap of e, offsets along an axis lie in [-(w+e-1), w+e-1]; in causal attention, where
-no query attends to a later token, in [0, w+e-1].
+With a window of side w and an overlap of e, offsets along an axis lie in [-(w+e-1), w+e-1]; in causal attention, in
+which no query attends to a later token, they lie in [0, w+e-1].
 """
 
 import functools
@@ -12,21 +12,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attention.parts.geometry import Grid, Windows, resample
+from .geometry import Grid, Windows, resample
 
 BiasKind = Literal["table", "t5", "none", "table_released", "t5_released"]
 
 
 class PositionBias(nn.Module):
-    """Bias (h, w, e) added to local logits; `table` is learned, its rows looked up by a fixed index.
+    """Bias (h, w, e) added to local logits; `table` is learned, and a fixed index looks up its rows.
 
     Kinds:
         table: a row per offset (Swin, Liu et al. 2021): (2w+2e-1)^2 rows in 2-D, 2w+2e-1 in 1-D.
         t5: logarithmic buckets (Raffel et al. 2020), b_y(dy) + b_x(dx) in 2-D; their number follows the window size.
-            In causal attention all of them are for what lies before the query.
-        table_released: the released code's; in 2-D a row stride of w+2e, so that some offsets share a row; in 1-D a
-            row per pair of tokens.
-        t5_released: the released code's; offsets of the flattened window, times d^-1/2, N(0, 1) at the start.
+            In causal attention all of them are for keys before the query.
+        table_released: as in the released code; in 2-D a row stride of w+2e, so that some offsets share a row; in 1-D
+            a row per pair of tokens.
+        t5_released: as in the released code; offsets of the flattened window, times d^-1/2, initialised by N(0, 1).
         none: no bias.
     """
 
@@ -48,7 +48,7 @@ class PositionBias(nn.Module):
         """The bias, (h, w, e); None for the kind `none`."""
         if self.table is None:
             return None
-        # a single one is a view: the gradient of `unbind` copies
+        # a single table is a view, because the gradient of `unbind` copies
         tables = [self.table.flatten(0, 1)] if len(self.index) == 1 else self.table
         rows = (F.embedding(index, table) for index, table in zip(self.index, tables, strict=True))
         bias = functools.reduce(torch.add, rows).permute(2, 0, 1)
@@ -56,9 +56,9 @@ class PositionBias(nn.Module):
 
 
 class PositionTable(nn.Module):
-    """`width` learned numbers for every token of a grid, or of a row or column of it; on another grid resampled.
+    """`width` learned numbers for every token of a grid, or of one row or column; resampled for another grid.
 
-    std: standard deviation of their start.
+    std: standard deviation of the initial values.
     """
 
     def __init__(self, width: int, grid: Grid, std: float = 0.0):
@@ -69,20 +69,20 @@ class PositionTable(nn.Module):
             nn.init.trunc_normal_(self.table, std=std)
 
     def on(self, grid: Grid) -> Tensor:
-        """The numbers of a grid, (width, H*W)."""
+        """The numbers for a grid, (width, H*W)."""
         return self.resampled(self.table, self.grid, grid)
 
     @staticmethod
     def resampled(table: Tensor, old: Grid, grid: Grid) -> Tensor:
-        """A table (width, H*W) of the grid `old` for `grid`."""
+        """Resamples a table (width, H*W) from the grid `old` to `grid`."""
         return resample(table, old, grid)
 
 
 class KeyPositions(PositionTable):
-    """A learned vector for every token of a grid, added to its key; prefix tokens have none."""
+    """A learned vector for every token of a grid, added to its key; prefix tokens have no vector."""
 
     def forward(self, k: Tensor, grid: Grid) -> Tensor:
-        """Keys (B, h, P + N, d) of a grid -> (B, h, P + N, d)."""
+        """Adds the vectors to keys (B, h, P + N, d) of a grid."""
         vectors = self.on(grid).unflatten(0, (k.shape[1], -1)).mT
         return k + F.pad(vectors, (0, 0, k.shape[2] - vectors.shape[1], 0))
 
@@ -124,7 +124,7 @@ def _t5_released(size: Grid, overlap: Grid) -> tuple[Tensor, int]:
     distance = size[1] + overlap[1]
     buckets = t5_num_buckets(distance)
     w, e = (math.prod(side + 2 * over for side, over in zip(size, o, strict=True)) for o in ((0, 0), overlap))
-    # Both ranges start at 0 there, so that an extended window's offsets are shifted.
+    # In the released code both ranges start at 0, so that the offsets of an extended window are shifted.
     offset = torch.arange(w)[:, None] - torch.arange(e)
     return t5_bucket(offset, buckets, distance)[None], buckets
 
@@ -140,9 +140,9 @@ def _causal_t5(size: Grid, overlap: Grid) -> tuple[Tensor, int]:
 
 
 INDEX = {"table": _table, "t5": _t5, "table_released": _table_released, "t5_released": _t5_released}
-"""Kind -> rows of the table for every pair of positions of a window, (axes, w, e), and their number."""
+"""Kind -> table rows of every pair of positions of a window, (axes, w, e), and the number of rows."""
 CAUSAL_INDEX = {"table": _causal_table, "t5": _causal_t5}
-"""The same where keys later than the query are masked."""
+"""`INDEX` for causal attention, in which keys later than the query are masked."""
 
 
 def t5_num_buckets(distance: int) -> int:
@@ -151,7 +151,7 @@ def t5_num_buckets(distance: int) -> int:
 
 
 def t5_bucket(offset: Tensor, num_buckets: int, max_distance: int) -> Tensor:
-    """Bidirectional T5 bucket of `offset` = query - key: one half of the buckets for either side."""
+    """Bidirectional T5 bucket of `offset` = query - key, with one half of the buckets for either side."""
     half = num_buckets // 2
     return half * (offset < 0) + log_bucket(offset.abs(), half, max_distance)
 

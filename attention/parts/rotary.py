@@ -1,6 +1,6 @@
-"""Rotary positions (Su et al. 2021, arXiv:2104.09864) on a grid: pairs of channels turn by a token's row or column.
+"""Rotary positions (Su et al. 2021, arXiv:2104.09864) on a grid: pairs of channels rotate by a token's row or column.
 
-Products of turned queries and keys depend on the difference of their positions alone.
+Products of rotated queries and keys depend on the difference of their positions alone.
 """
 
 import math
@@ -8,15 +8,15 @@ import math
 import torch
 from torch import Tensor
 
-from attention.parts.geometry import Grid
-from attention.parts.tables import kept_table
+from .geometry import Grid
+from .tables import kept_table
 
 
 def rotate(x: Tensor, grid: Grid, *, endpoint: bool) -> Tensor:
-    """Turns pairs (2i, 2i + 1) of channels of tokens (..., P + N, c): the first p = c // 4 by row, p more by column.
+    """Rotates pairs (2i, 2i + 1) of channels of tokens (..., P + N, c): the first p = c // 4 by row, p more by column.
 
-    The i-th of p pairs turns by position * 10000^(-i/p) radians; with `endpoint`, as of numpy's linspace, the last one
-    by position / 10000. Prefix tokens stay as they are, and the channels that are left where 4 does not divide c.
+    The i-th of p pairs rotates by position * 10000^(-i/p) radians; with `endpoint`, as in numpy's linspace, the last
+    pair by position / 10000. Prefix tokens, and the remaining channels if 4 does not divide c, are not rotated.
     """
     p = x.shape[-1] // 4
     cos, sin = turns(grid, x.shape[-2] - math.prod(grid), p, endpoint, x.dtype, x.device)

@@ -1,4 +1,4 @@
-"""Sampling of N(0, I), of mixtures and of keys, by a generator or as a function of position."""
+"""Sampling of N(0, I), of mixtures and of keys, from a generator or as a function of position."""
 
 import functools
 import math
@@ -7,9 +7,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from attention.options import option
-from attention.parts.features import compute_dtype
-from attention.parts.geometry import gather_tokens
+from ..options import option
+from .features import compute_dtype
+from .geometry import gather_tokens
 
 OmegaSampling = Literal["iid", "orthogonal", "orthogonal_sqrt_d"]
 Noise = Literal["unit", "released"]
@@ -27,12 +27,12 @@ def noise_option() -> Any:
 
 
 def noise_std(noise: Noise, head_dim: int) -> float:
-    """The standard deviation that the option noise stands for."""
+    """The standard deviation that the option `noise` names."""
     return 1.0 if noise == "unit" else head_dim**-0.25
 
 
 def scale_noise(normal: Tensor, noise: Noise) -> Tensor:
-    """Standard normals (..., d) with the standard deviation that the option noise stands for."""
+    """Scales standard normals (..., d) to the standard deviation that the option `noise` names."""
     return normal if noise == "unit" else normal * noise_std(noise, normal.shape[-1])
 
 
@@ -40,27 +40,27 @@ def gaussian(sampling: OmegaSampling, shape: tuple[int, int, int], like: Tensor)
     """Samples of N(0, I), shape (h, s, d), on the device of `like` and in its compute dtype.
 
     "iid": independent rows. "orthogonal": blocks of d rows that are orthogonal directions, uniform over rotations, with
-    independent chi_d norms, so that each row alone is still N(0, I). "orthogonal_sqrt_d": the same with norms sqrt(d).
+    independent chi_d norms, so that each row alone is still N(0, I). "orthogonal_sqrt_d": the norms are sqrt(d).
     """
     normal = functools.partial(torch.randn, device=like.device, dtype=compute_dtype(like))
     if sampling == "iid":
         return normal(shape)
     h, s, d = shape
     basis, triangle = torch.linalg.qr(normal(h, -(-s // d), d, d))
-    # The sign of R's diagonal is the algorithm's choice; without it Q is uniform over rotations.
+    # The QR algorithm chooses the signs of R's diagonal; with these signs removed, Q is uniform over rotations.
     basis = basis * triangle.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
     rows = basis.mT.flatten(1, 2)[:, :s]
     return rows * (d**0.5 if sampling == "orthogonal_sqrt_d" else normal(shape).norm(dim=-1, keepdim=True))
 
 
 def mixture_noise(shape: tuple[int, ...], q: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    """What samples of Gaussian mixtures are made of: standard normals (..., *shape, d) and uniforms (..., *shape).
+    """Noise for samples of Gaussian mixtures: standard normals (..., *shape, d) and uniforms (..., *shape).
 
     Args:
-        q: queries (B, ..., d), whose device and compute dtype the samples take.
-        seed: None samples from the device's generator, for each image apart: (B, *shape). An int64 pair makes the
-            samples a function of it and of position, shared over the batch: no image's output depends on its position
-            there.
+        q: queries (B, ..., d), whose device and compute dtype the samples have.
+        seed: None samples from the device's generator, independently for each image: (B, *shape). With an int64 pair,
+            samples are a function of it and of position, and all images share them: the output of an image does not
+            depend on its place in the batch.
     """
     d, device, dtype = q.shape[-1], q.device, compute_dtype(q)
     if seed is None:
@@ -77,8 +77,8 @@ def random_seed() -> Tensor:
 def counter_uniform(seed: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Uniforms in (0, 1) that depend on `seed` and position only: float32 of `shape`, on the device of `seed`.
 
-    Evaluation samples of mechanisms that cannot store them (their number follows the grid): the same on every
-    device and at every call, without touching a generator or leaving the device.
+    For evaluation samples that cannot be stored because their number depends on the grid: equal on every device and at
+    every call, without use of a generator or of another device.
 
     Args:
         seed: int64 scalar in [0, 2^32).
@@ -88,13 +88,13 @@ def counter_uniform(seed: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def counter_normal(seed: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Standard normals by Box and Muller's transform of `counter_uniform`, on the same terms."""
+    """Standard normals that depend on `seed` and position only, by Box and Muller's transform of `counter_uniform`."""
     radius, angle = counter_uniform(seed, (2, *shape)).unbind(0)
     return (-2 * radius.log()).sqrt() * (2 * torch.pi * angle).cos()
 
 
 def _hash(x: Tensor) -> Tensor:
-    """32-bit integer hash in int64: xor-shifts and multiplications, whose products stay below 2^63."""
+    """32-bit integer hash in int64, from xor-shifts and multiplications whose products stay below 2^63."""
     for multiplier in (0x7FEB352D, 0x5A2D39B5, 0x45D9F3B5):
         x = ((x ^ (x >> 16)) * multiplier) & 0xFFFFFFFF
     return x ^ (x >> 16)
@@ -103,7 +103,7 @@ def _hash(x: Tensor) -> Tensor:
 def sample_indices(probabilities: Tensor, uniform: Tensor, out: Tensor | None = None) -> Tensor:
     """Indices (..., s) drawn from `probabilities` (..., M) by inverting their cumulative sums at `uniform` (..., s).
 
-    The sums are left in `out`, which may be `probabilities`, if it is given.
+    If `out` is given, it holds the sums afterwards; it may be `probabilities`.
     """
     with torch.no_grad():
         cumulative = torch.cumsum(probabilities, -1, out=out)
@@ -114,7 +114,7 @@ def sample_indices(probabilities: Tensor, uniform: Tensor, out: Tensor | None = 
 def attended_keys(pi: Tensor, k: Tensor, uniform: Tensor | None) -> Tensor:
     """Keys (B, h, M, d) drawn with probabilities pi (B, h, n, M) at `uniform` in (0, 1), (..., n, s): (B, h, n, s, d).
 
-    Without `uniform`, their means: s = 1.
+    Without `uniform`, the means of keys under pi: s = 1.
     """
     if uniform is None:
         return (pi @ k)[:, :, :, None]

@@ -1,4 +1,4 @@
-"""Constant tables of grids, windows and groups: made once on the CPU, and kept on every device that asks for them."""
+"""Constant tables of grids, windows and groups, made once on the CPU and cached on every device that uses them."""
 
 import functools
 from collections.abc import Callable
@@ -9,16 +9,16 @@ from torch import Tensor
 from torch._guards import detect_fake_mode
 
 MAX_KEPT = 64
-"""Tables kept of each kind; those that were not used for longest go first."""
+"""Number of cached tables of each kind; the least recently used are dropped first."""
 
 
 def kept_table(make: Callable) -> Callable:
-    """Decorates `make`, a function of hashable arguments, one of them the device, that makes a tensor, or a NamedTuple
-    of tensors and other constants.
+    """Caches the results of `make`, a function of hashable arguments, one of them the device, that returns a tensor, or
+    a NamedTuple of tensors and other constants.
 
-    Calls with equal arguments share one result, which nobody may change in place. It is an ordinary tensor, for
-    training too, whatever mode it was first asked for in. Graphs that are compiled, exported or traced, fake tensors
-    and transforms of torch.func get a table of their own, made on the device, and nothing of theirs is kept.
+    Calls with equal arguments share one result, which must not be changed in place. It is an ordinary tensor, usable in
+    training even if it was first made in inference mode. Compiled, exported and traced graphs, fake tensors and
+    transforms of torch.func make tables of their own on the device, which are not cached.
     """
 
     @functools.lru_cache(maxsize=MAX_KEPT)
@@ -37,7 +37,7 @@ def kept_table(make: Callable) -> Callable:
 
 
 def _holds_no_data() -> bool:
-    """Whether a tensor made now is a fake one, or one of a transform of torch.func."""
+    """Returns whether a tensor made now would be a fake tensor or belong to a transform of torch.func."""
     return detect_fake_mode() is not None or torch._C._are_functorch_transforms_active()
 
 

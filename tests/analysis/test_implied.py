@@ -1,4 +1,4 @@
-"""Implied attention matrices: those of twins that make one, of every mechanism that has one, and plain refusals."""
+"""Implied attention matrices act on values as the literal twins do; a mechanism without one is refused."""
 
 import inspect
 import sys
@@ -51,7 +51,7 @@ def test_prefix_tokens_of_a_window_attend_to_all_and_are_attended_to():
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_the_matrix_is_that_of_the_literal_twin_or_the_refusal_says_why(name):
-    """The twin makes of values drawn at random what the matrix does; no other matrix would."""
+    """Twin and matrix give the same outputs for random values, as no other matrix would."""
     case = FIRST[name]
     if name in WITHOUT:
         with pytest.raises(NoMatrix, match=rf"attention\({name}\) has no .*{WITHOUT[name]}"):

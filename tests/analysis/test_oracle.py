@@ -1,4 +1,4 @@
-"""Decompositions recover what was planted and are optimal where theory says so; the oracle's budgets and figures."""
+"""Decompositions recover planted parts and are optimal where theory says so; the oracle's budgets and figures."""
 
 import csv
 import itertools
@@ -47,7 +47,7 @@ def test_planted_parts_are_recovered(decompose, planted):
 
 
 def test_robust_pca_minimises_its_objective():
-    """Of a matrix without such parts no optimum of another weight is better."""
+    """On a matrix without planted parts, the optimum of another weight is worse."""
     a = torch.randn(12, 9, dtype=torch.float64)
 
     def objective(weight: float, low: torch.Tensor, sparse: torch.Tensor) -> float:
@@ -76,7 +76,7 @@ def test_truncation_is_optimal():
 
 
 def test_the_largest_entries_are_optimal():
-    """Over all supports of that size. Of ties for the last place none is kept, so that the budget holds."""
+    """The support is the best of its size. Ties for the last place are dropped, so that the budget holds."""
     a = torch.randn(2, 4, dtype=torch.float64)
     kept = keep_largest(a, 3)
     assert (kept != 0).sum() == 3
@@ -87,7 +87,7 @@ def test_the_largest_entries_are_optimal():
 
 
 def test_regimes_of_process1_come_in_the_order_of_theorem_1():
-    """As beta rises: low rank suffices and entries do not; only both together suffice; entries suffice."""
+    """Rising beta passes three regimes: low rank suffices; only both together suffice; entries suffice."""
     suffices = []
     for times in (0.1, 0.45, 1.5):
         a = process1(1, times * math.log(120), tokens=120).matrices[0, 0]
@@ -111,7 +111,7 @@ def test_every_method_keeps_to_the_budget_and_both_parts_are_no_worse_than_one(b
 @pytest.mark.parametrize("grid", [(6, 5), (1, 30)], ids=str)
 @pytest.mark.parametrize("budget", [8, 13, 29])
 def test_a_budget_is_split_by_entropy(budget, grid):
-    """Of rows with one entry nothing is of low rank but a sample, of uniform rows all but a token."""
+    """Rows with one entry leave one sample to low rank; uniform rows leave one token to the window."""
     entropies = 0.0, 0.5, 1.7, 2.9, math.log(30)
     found = [split_budget(budget, low_rank_share(entropy, 30), grid) for entropy in entropies]
     samples = [options["num_samples"] for options in found]
@@ -144,7 +144,7 @@ def test_scatterbrain_is_exact_where_all_tokens_are_alike_and_nowhere_else(num_p
 
 
 def test_the_matrices_are_those_of_the_model():
-    """Times the values, projected, they are what the layers put out; prefix tokens included."""
+    """Matrix times values, projected, equals the output of the layer, prefix tokens included."""
     model = create_model("deit", attention="softmax", class_token=True, **DEIT).double().eval()
     outputs = {}
     for name, block in enumerate(model.blocks):
@@ -218,7 +218,7 @@ def test_relative_error_is_of_each_matrix():
 
 
 def test_figure_and_tables_show_the_rows():
-    """Of two matrices: mean and deviation at each budget; each against its entropy; errors below the floor at it."""
+    """Mean and deviation of two matrices by budget, each matrix by its entropy, with errors clipped at the floor."""
     fits = [(8, "GoDec", 0, 0.2), (8, "GoDec", 1, 0.4), (16, "GoDec", 0, 0.1), (16, "GoDec", 1, 1e-9)]
     others = (method for method in oracle.METHODS if method != "GoDec")
     fits += [(budget, method, i, 0.5) for method in others for budget in (8, 16) for i in (0, 1)]

@@ -22,9 +22,10 @@ from analysis.error_figures import AXES, draw
 from analysis.implied import attention_layers
 from analysis.trained import Trained, read_sample
 from attention import ATTENTION, OptionError
-from engine.checkpoint import load_checkpoint
-from engine.config import read_yaml
-from engine.export import export_checkpoint
+from engine.checkpoints.export import export_checkpoint
+from engine.checkpoints.files import load_checkpoint
+from engine.config.yaml_files import read_yaml
+from engine.reporting.tables import Spread
 from tests.analysis.models import load_model, save_model
 from tests.support.facts import stated
 
@@ -49,7 +50,7 @@ def inputs(trained):
 
 @pytest.fixture(autouse=True)
 def unrendered(request, monkeypatch):
-    """Figures are drawn, but rendered in stress tests alone: a second for each."""
+    """Figures are drawn, but rendered only in stress tests, because each takes a second."""
     if "stress" not in request.keywords:
         for module in (error, replace):
             monkeypatch.setattr(module, "encode", lambda figure: b"")
@@ -83,7 +84,7 @@ def test_softmax_in_the_place_of_softmax_changes_nothing(checkpoint, tmp_path, c
 
 
 def test_error_of_randomized_attention_falls_with_the_number_of_samples(checkpoint, tmp_path):
-    """As 1 / S, the mean of S independent and unbiased estimates; softmax's own is zero."""
+    """It falls as 1 / S, the error of the mean of S independent unbiased estimates; softmax's own is zero."""
     names, only = ("--attention", "softmax", "ra"), ("--temperatures", "1", "--modes", "evaluation")
     rows = ask(
         checkpoint, tmp_path, "error", *names, "--budgets", "1", "4", "16", "--images", "16", "--draws", "4", *only
@@ -98,7 +99,7 @@ def test_error_of_randomized_attention_falls_with_the_number_of_samples(checkpoi
 
 
 def test_errors_are_those_of_the_twin(trained, inputs):
-    """Against softmax written out, on the inputs of the second layer; zeros have the error 1."""
+    """Errors equal those of softmax written out, on inputs of the second layer; zeros have the error 1."""
     softmax = attend_by_softmax(trained, inputs, 0.5)
     q, k, v = attention_layers(trained.model)[1].project(*inputs[1])
     weights = (2 * q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
@@ -129,7 +130,7 @@ def test_entropy_rises_with_the_temperature(trained, inputs):
 
 
 def test_draws_are_those_of_the_seed(trained, inputs):
-    """Noise is kept in evaluation, and drawn where it is sampled, by attention alone."""
+    """Noise is fixed in evaluation mode and drawn in sampled mode, by attention alone."""
 
     def outputs(seed: int, mode: str) -> list[torch.Tensor]:
         model, _ = drop_in(trained, {"name": "performer", "num_samples": 8}, seed)
@@ -157,7 +158,7 @@ def test_figures_are_pictures(checkpoint, tmp_path):
 
 
 def bars(axes) -> list[tuple]:
-    """Of each errorbar of a panel: its points, and how far its bars go."""
+    """Returns the points of each errorbar of a panel, and the ends of its bars."""
     found = []
     for container in axes.containers:
         points, _, (lines,) = container.lines
@@ -166,7 +167,7 @@ def bars(axes) -> list[tuple]:
 
 
 def test_figures_of_error_show_the_rows():
-    """At two budgets, and another temperature; an error above the largest is at it, without a bar."""
+    """Errors above the largest are drawn at the largest, without a bar."""
     row = partial(Row, "lara", "", entropies=(1.0, 2.0), peak=2**20)
     rows = [
         row(budget=4, temperature=1.0, mode="evaluation", errors=[[0.1, 0.3], [0.3, 0.5]]),
@@ -183,8 +184,8 @@ def test_figures_of_error_show_the_rows():
 
 def test_figure_of_replacement_shows_the_rows():
     rows = [
-        replace.Row("eva", "", "any", (70.0, 1.0), (0.5, 0.125), untrained=3),
-        replace.Row("local", "", "any", (80.0, None), (0.25, None)),
+        replace.Row("eva", "", "any", Spread(70.0, 1.0, 2), Spread(0.5, 0.125, 2), untrained=3),
+        replace.Row("local", "", "any", Spread(80.0, None, 1), Spread(0.25, None, 1)),
         replace.Row("lara", "", problem="no"),
     ]
     accuracy, error = replace.draw("", rows, 90.0).axes
@@ -227,7 +228,7 @@ def test_every_mechanism_has_options_and_at_most_one_size():
 
 @pytest.mark.parametrize("is_export", [False, True], ids=["checkpoint", "export"])
 def test_what_is_replaced_is_trained_on_by_an_ablation(is_export, checkpoint, tmp_path, monkeypatch):
-    """Of the mechanisms that the grid can have, from the same weights."""
+    """The ablation holds the mechanisms that fit the grid, from the same weights."""
     if is_export:
         export = tmp_path / "model.safetensors"
         export_checkpoint(export, load_checkpoint(checkpoint), "plain")

@@ -1,4 +1,4 @@
-"""The benchmark: its workloads, its results for known cases, and what it refuses."""
+"""The benchmark: its workloads, its results for known cases, and its refusals."""
 
 import csv
 import json
@@ -8,6 +8,7 @@ import torch
 
 import benchmark
 from attention import ATTENTION
+from bench.comparison import Comparison
 from bench.workload import MODES, Workload, attention_core, attention_layer, initialise_weights, whole_model
 from models.base import Backbone
 
@@ -22,7 +23,7 @@ def run(*arguments: str, output) -> list[dict]:
     return json.loads((output / "results.json").read_text())["rows"]
 
 
-def plan(*arguments: str, device: torch.device = CPU) -> list[benchmark.Comparison]:
+def plan(*arguments: str, device: torch.device = CPU) -> list[Comparison]:
     return benchmark.plan(benchmark.parse_arguments(arguments), device)
 
 

@@ -14,7 +14,7 @@ from tests.support.comparisons import assert_equal
 
 @pytest.fixture
 def rows(monkeypatch) -> list[dict[str, str]]:
-    """Without a GPU: of small cases on their paths for a CPU, by a clock that sets itself forward by 2 ms."""
+    """Rows for small cases on the CPU, timed by a clock that advances 2 ms at each call."""
     clock = partial(next, itertools.count(step=0.002))
     cases = [Case((4, 6), (2, 3)), Case((4, 6), (2, 6), d=8)]
     monkeypatch.setattr(check_kernels, "TIMED", [case._replace(dtype=torch.bfloat16) for case in cases])

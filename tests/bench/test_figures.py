@@ -7,11 +7,11 @@ from matplotlib.axes import Axes
 
 from bench.figures import draw
 from bench.results import COLUMNS
-from engine.palette import COLORS, STYLES, line_style
+from engine.reporting.plots import COLORS, STYLES, line_style
 
 
 def row(name: str, size: str, seconds: float | None, mode: str = "forward", kind: str = "attention") -> dict[str, Any]:
-    """A row of results.csv, of a batch of two, with a peak of a MiB."""
+    """A row of results.csv for a batch of two with a peak of 1 MiB."""
     setting = {"mode": mode, "dtype": "fp32", "execution": "eager", "batch": 2}
     found = dict.fromkeys(COLUMNS) | {"kind": kind, "name": name, "size": size} | setting
     if seconds is None:

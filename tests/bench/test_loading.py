@@ -1,4 +1,4 @@
-"""What measures the loader: the same images from every source, and ratios that are what they say."""
+"""The benchmark of the loader: the same images from every source, and correct ratios."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,8 @@ import torch
 from bench import loading
 from bench.results import NOISE
 from bench.timing import Times
-from engine.distributed import seed_everything
-from engine.images import decode
+from engine.data.images import decode
+from engine.runtime.distributed import seed_everything
 
 SMALL = np.zeros((3, 4, 4), np.uint8)
 
@@ -31,17 +31,17 @@ def draw(images, index: int) -> np.ndarray:
 
 def test_the_table_takes_ratios_within_a_round():
     seconds = {"plain": [0.8, 1.6, 0.8], "fast": [0.4, 0.8, 0.4], "noisy": [0.8, 0.2, 3.2]}
-    _, plain, fast, noisy, what_noise_is = loading.table(Times(seconds, waited=0.0), 200).splitlines()
+    _, plain, fast, noisy, what_noise_is = loading.speed_table(Times(seconds, waited=0.0), 200).splitlines()
     assert plain.split() == ["plain", "250", "~4.00", "(4.00–6.00)", "1.00", "(1.00–1.00)"]
     assert fast.split() == ["fast", "500", "~2.00", "(2.00–3.00)", "2.00", "(2.00–2.00)"]
     assert noisy.split()[4] == "~1.00"
     assert what_noise_is == NOISE
-    steady = loading.table(Times({"plain": [0.8, 0.8]}, waited=0.0), 200)
+    steady = loading.speed_table(Times({"plain": [0.8, 0.8]}, waited=0.0), 200)
     assert "~" not in steady
 
 
 def test_sources_are_timed_with_equal_seeds_in_a_round(tmp_path):
-    """And with other seeds in other rounds; in processor time."""
+    """Rounds have different seeds; the clock is CPU time."""
     sources, seeds = loading.open_sources(loading.write_jpegs(tmp_path / "made", 2), tmp_path, 2), {}
     for name, images in sources.items():
         images.transform = lambda image, name=name: seeds.setdefault(name, []).append(torch.rand(()).item()) or SMALL

@@ -1,4 +1,4 @@
-"""What a call needs of memory, for known cases; and a limit that refuses what is not there."""
+"""Memory of a call for known cases, and a limit that refuses more memory than there is."""
 
 import os
 import resource
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from bench.memory import limit_memory, memory_permitting, peak_bytes, saved_bytes
+from engine.runtime.memory import limit_memory, memory_permitting, peak_bytes, saved_bytes
 
 CPU = torch.device("cpu")
 
@@ -47,7 +47,7 @@ def test_other_errors_are_not_taken_for_memory():
 
 
 def test_memory_that_is_not_there_is_refused():
-    """Linux alone would grant each of these, as nothing is written to them, and end the process in the end."""
+    """Without the limit, Linux would grant these unwritten blocks, and kill the process once they are used."""
     blocks, before = [], resource.getrlimit(resource.RLIMIT_DATA)
     count = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2**30 + 2
     with limit_memory(CPU), memory_permitting():

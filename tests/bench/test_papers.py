@@ -1,11 +1,11 @@
-"""The papers' rows are data: each is whole, and one that is not is refused by line."""
+"""The papers' rows are complete, and an incomplete row is refused with its line."""
 
 from pathlib import Path
 
 import pytest
 
-from bench.papers import PaperRow, read_papers
-from engine.config import ConfigError
+from engine.config.papers import PaperRow, read_papers
+from engine.runtime.errors import ConfigError
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

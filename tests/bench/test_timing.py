@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from bench.timing import Spread, Times, count_launches, time_rounds
+from bench.timing import Quartiles, Times, count_launches, time_rounds
 
 CPU = torch.device("cpu")
 
@@ -20,7 +20,7 @@ def test_rounds_interleave_and_turn_round():
 
 
 class Clock:
-    """A clock that calls set forward."""
+    """A clock that calls advance."""
 
     def __init__(self):
         self.now = 0.0
@@ -70,9 +70,9 @@ def test_processor_time_leaves_out_what_the_process_waits_for():
     ("values", "expected"),
     [([1.0, 2, 3, 4, 5], (3, 2, 4, 0.93 * 2 / 5**0.5 / 3)), ([2.0, 2], (2, 2, 2, 0))],
 )
-def test_spread(values, expected):
-    spread = Spread.of(values)
-    assert (spread.median, spread.low, spread.high, spread.error) == pytest.approx(expected)
+def test_quartiles(values, expected):
+    found = Quartiles.of(values)
+    assert (found.median, found.low, found.high, found.error) == pytest.approx(expected)
 
 
 def test_speedup_is_of_times_of_the_same_round():
@@ -82,7 +82,7 @@ def test_speedup_is_of_times_of_the_same_round():
 
 
 def test_noise():
-    steady, jumpy = Spread.of([1.0, 1.01, 0.99, 1.0]), Spread.of([1.0, 2.0, 1.0, 2.0])
+    steady, jumpy = Quartiles.of([1.0, 1.01, 0.99, 1.0]), Quartiles.of([1.0, 2.0, 1.0, 2.0])
     assert not Times({}, waited=0.01).noisy(steady)
     assert Times({}, waited=0.01).noisy(jumpy)
     assert Times({}, waited=0.3).noisy(steady)

@@ -21,12 +21,13 @@ import ablate
 from ablation import worker
 from ablation.curves import draw_curves, read_curve
 from ablation.figures import draw_heat_map, draw_pareto, draw_results, non_dominated
-from ablation.replicates import T_975, Spread, measure
+from ablation.replicates import measure
 from ablation.search import sample
 from ablation.sweep import Case, Setting, in_order, read_ablation, short_names
-from ablation.tables import ONE_RUN, for_programs, markdown, tabulate, to_json, write_tables
-from engine.config import dump_run
-from engine.signals import STOPPED
+from ablation.tables import ONE_RUN, for_programs, report_sweep, tabulate, to_json, write_tables
+from engine.config.load import dump_run
+from engine.reporting.tables import T_975, Spread
+from engine.runtime.signals import STOPPED
 
 BASE = """\
 model: {name: deit, img_size: 32, patch_size: 8, embed_dim: 12, depth: 1, num_heads: 2, num_classes: 10}
@@ -73,7 +74,7 @@ def config(tmp_path) -> Path:
 
 @pytest.fixture
 def pictures() -> None:
-    """Of a test that looks at the figures."""
+    """Marks a test that looks at the figures."""
 
 
 @pytest.fixture(autouse=True)
@@ -107,7 +108,7 @@ def launcher(tmp_path) -> str:
 
 
 def announce(config: Path, *overrides: str) -> None:
-    """Tells the launcher what train.py would make of the configuration."""
+    """Tells the launcher which runs train.py would make of the configuration."""
     _, settings = read_ablation(config, overrides, config.parent, [])
     dumped = {case.directory.name: yaml.safe_dump(dump_run(case.run)) for case in in_order(settings)}
     (config.parent / "announced").write_text(json.dumps(dumped))
@@ -139,9 +140,9 @@ def test_runs_are_trained_tabulated_and_skipped_once_finished(config, launcher, 
     assert [row["MACs (G)"] for row in table] == [f"{count / 1e9:#.4g}" for count in macs]
     for row in table:
         assert (row["step (s)"], row["peak memory (MB)"], row["top-1 (%)"]) == ("0.012", "321", "97.50")
-    markdown = (output / "table.md").read_text()
-    assert markdown.startswith("Windows\n\n| attention.window_size |")
-    assert markdown in capfd.readouterr().out
+    report_sweep = (output / "table.md").read_text()
+    assert report_sweep.startswith("Windows\n\n| attention.window_size |")
+    assert report_sweep in capfd.readouterr().out
     assert (output / "table.png").read_bytes().startswith(b"\x89PNG")
 
     ablate.main(arguments)
@@ -174,7 +175,7 @@ def test_a_run_made_with_other_options_is_not_taken_for_finished(config, launche
     ids=["the mechanism by its name alone", "another number of workers", "a mechanism that cannot be built"],
 )
 def test_a_finished_run_may_be_written_otherwise(config, launcher, change, is_finished):
-    """As by an older version, whose options had other names or were fewer; what it trained is what counts."""
+    """A run is the same if its options mean the same, however its config.yaml writes them."""
     output = config.parent / "out"
     config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
     announce(config)
@@ -187,7 +188,7 @@ def test_a_finished_run_may_be_written_otherwise(config, launcher, change, is_fi
 
 
 def test_a_finished_run_may_be_asked_for_otherwise(config, launcher):
-    """With other values of options that a run may be resumed with, its result stands."""
+    """Its result stands when only options change with which a run may be resumed."""
     output = config.parent / "out"
     config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
     announce(config)
@@ -221,7 +222,7 @@ def test_a_run_that_another_process_trains_is_left_to_it(config, launcher, capfd
 
 
 def test_a_run_that_another_process_begins_first_is_left_to_it(config, monkeypatch, capfd):
-    """It was free when it was looked at, and train.py refuses it."""
+    """The run was free when the worker checked it, and train.py refuses it."""
     config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
     answers = chain([False], repeat(True))
     monkeypatch.setattr(worker, "is_locked", lambda directory: next(answers))
@@ -231,7 +232,7 @@ def test_a_run_that_another_process_begins_first_is_left_to_it(config, monkeypat
 
 
 def test_a_run_whose_process_is_killed_is_taken_over(config, launcher, monkeypatch, capfd):
-    """By a worker that has nothing else left to do, and waits."""
+    """A waiting worker, which has no other run left, takes it over."""
     config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
     announce(config)
     _, [setting] = read_ablation(config, [], config.parent / "out", shlex.split(launcher))
@@ -322,10 +323,10 @@ with (output / "metrics.jsonl").open("a") as metrics:
     top1 = int(hashlib.sha256(output.name.encode()).hexdigest()[:4], 16) / 1000
     print(json.dumps({"kind": "final", "top1": top1, "step_seconds": 1, "memory_mb": 1}), file=metrics)
 """
-"""Locks, resumes and records as train.py does, in a moment."""
+"""Script that locks, resumes and records as train.py does, within a moment."""
 
 KILLS = int(os.environ.get("SWEEP_KILLS", "0"))
-"""How many sweeps are disturbed in a full examination; otherwise a few."""
+"""Number of disturbed sweeps in a full examination; a few by default."""
 
 
 def children_of(process: int) -> list[int]:
@@ -335,7 +336,7 @@ def children_of(process: int) -> list[int]:
 @pytest.mark.stress
 @pytest.mark.parametrize(("trainer", "amount"), [("stand-in", KILLS or 3), ("train.py", KILLS or 1)])
 def test_a_sweep_whose_workers_are_killed_is_that_of_one_worker(trainer, amount, config, fork_server, figure):
-    """Two of three, at random moments, one of them with the run that it trains."""
+    """Two of three workers are killed at random moments, one of them with the run that it trains."""
     config.write_text(TWELVE)
     announce(config)
     (config.parent / "stand_in.py").write_text(STAND_IN)
@@ -381,7 +382,7 @@ def test_a_sweep_whose_workers_are_killed_is_that_of_one_worker(trainer, amount,
 
 @pytest.mark.stress
 def test_two_ablations_share_one_output(config, figure):
-    """At the same time, with real runs: both end with status 0, and the table is complete."""
+    """Two sweeps of real runs at the same time end with status 0, and the table is complete."""
     output = config.parent / "out"
     command = [sys.executable, ablate.__file__, str(config), "--output", str(output)]
     both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=config.parent) for _ in range(2)]
@@ -512,7 +513,8 @@ def test_dry_run_shows_everything_and_writes_nothing(config, capsys):
         (
             "caption: Windows",
             "paper: EVA Table 22",
-            "windows.yaml:1: paper: 'EVA Table 22' is no source in bench/papers.yaml; did you mean 'EVA Table 2'?",
+            "windows.yaml:1: paper: 'EVA Table 22' is no source in engine/config/papers.yaml;"
+            " did you mean 'EVA Table 2'?",
         ),
         (ABLATION, "base: base.yaml\n", "windows.yaml:1: runs: no runs; give grid or runs"),
     ],
@@ -564,7 +566,7 @@ def test_a_run_is_trained_for_real(config):
 
 
 def finish(case: Case, **final: float) -> None:
-    """What train.py leaves of a finished run."""
+    """Writes the files of a finished run of train.py."""
     case.directory.mkdir(parents=True)
     (case.directory / "config.yaml").write_text(yaml.safe_dump(dump_run(case.run)))
     record = {"kind": "final", "step_seconds": 0.0123, "memory_mb": 321.4} | final
@@ -607,7 +609,7 @@ def test_seeds_are_runs_of_their_own_and_a_row_together(config):
 def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
     config.write_text(ABLATION[: ABLATION.index("runs:")])
     ablation, settings = read_ablation(config, [], config.parent, ["python"])
-    caption, same, header, *_ = filter(None, markdown(ablation.caption, settings).split("\n"))
+    caption, same, header, *_ = filter(None, report_sweep(ablation.caption, settings).split("\n"))
     assert caption == "Windows"
     assert same == "All rows: attention.position_bias = table."
     columns = ["attention.window_size", "parameters (M)", "MACs (G)", "step (s)", "peak memory (MB)", "top-1 (%)"]
@@ -624,7 +626,7 @@ def test_a_papers_table_is_a_list_of_configurations_with_the_papers_figures(tmp_
     assert table["base"] == ["deit_tiny_p8/softmax", "deit_tiny_p8/performer"]
     assert [table[title][1] for title in ("MACs (G)", "paper: MACs (G)", "paper (%)")] == ["4.655", "4.9", "67.19"]
     note = "deit_tiny_p8/performer, not as the paper prints it: 4.9 G is the cost of 96 features"
-    assert note in markdown(ablation.caption, settings[:2])
+    assert note in report_sweep(ablation.caption, settings[:2])
 
 
 def test_bases_are_changed_in_turn(config):
@@ -638,7 +640,7 @@ def test_bases_are_changed_in_turn(config):
 
 
 def test_a_row_shows_the_seeds_that_are_finished(config):
-    """Of the first row all three, of the second one, which no deviation can be told of, and of the third none."""
+    """The first row has three seeds, the second one, without a deviation, and the third none."""
     config.write_text(REPLICATED)
     ablation, settings = read_ablation(config, [], config.parent, ["python"])
     for case in (*settings[0].cases, settings[1].cases[1]):
@@ -649,17 +651,17 @@ def test_a_row_shows_the_seeds_that_are_finished(config):
         ("1", "97.50", ""),
         ("0", "", ""),
     ]
-    assert "| 1 | 97.50 | +0.00 (one seed) |" in markdown(ablation.caption, settings)
+    assert "| 1 | 97.50 | +0.00 (one seed) |" in report_sweep(ablation.caption, settings)
     assert len(draw_results(ablation.caption, settings).axes) == 2
 
 
 def test_without_seeds_the_table_says_what_one_run_is_worth(config):
     ablation, settings = read_ablation(config, [], config.parent, ["python"])
-    assert ONE_RUN in markdown(ablation.caption, settings)
+    assert ONE_RUN in report_sweep(ablation.caption, settings)
 
 
 def grid_of_numbers(config: Path) -> list[Setting]:
-    """3 x 2 settings, of which the first has three seeds, the last none and each other one."""
+    """3 x 2 settings: the first has three seeds, the last none, each other setting one."""
     config.write_text(
         "base: base.yaml\nseeds: 3\ngrid:\n  attention.window_size: [4, 1, 2]\n  schedule.epochs: [10, 9]\n"
     )
@@ -684,7 +686,7 @@ def test_two_axes_of_numbers_make_a_heat_map(config):
 
 
 def test_the_settings_that_no_other_beats_are_named(config):
-    """By step time: the third takes none, the fourth and fifth 0.1 s and 0.2 s more for a percent each."""
+    """By step time: the third takes none; the fourth and fifth take 0.1 s and 0.2 s more for one percent each."""
     settings = grid_of_numbers(config)
     by_macs, by_time, _ = draw_pareto("Windows", settings).axes
     names = short_names(settings)
@@ -738,7 +740,7 @@ def test_a_sweep_that_is_stopped_shows_what_it_has(config, pictures, capfd):
 
 
 def test_a_search_covers_its_ranges_and_a_longer_one_goes_on(config):
-    """Of 16 points of a Sobol sequence each sixteenth of a range has one; numbers are whole between whole bounds."""
+    """Each sixteenth of a range has one of 16 points of a Sobol sequence; whole bounds give whole numbers."""
     axes = {"a": {"range": [0.0, 1.6]}, "b": {"log_range": [1.0e-4, 1.0]}, "c": {"range": [1, 4]}, "d": ["x", "y"]}
     settings = sample(axes, 16, seed=0)
     assert sorted(int(10 * setting["a"]) for setting in settings) == list(range(16))
@@ -761,7 +763,7 @@ def test_quantiles_are_those_of_students_t():
 
 
 def test_what_a_run_did_not_measure_is_left_out():
-    """A run that is stopped after its last step, and resumed, times none."""
+    """A run that stops after its last step and resumes has no step time."""
     (measured,) = measure([{0: {"step_seconds": None}, 1: {"step_seconds": 0.5}, 2: {}}], "step_seconds")
     assert (measured.values, measured.spread.n) == ({1: 0.5}, 1)
 

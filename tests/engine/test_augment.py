@@ -8,9 +8,10 @@ from PIL import Image, ImageOps
 from timm.data.auto_augment import AugmentOp, rand_augment_choices
 
 from attention.options import OptionError
-from engine.augment import posterize
-from engine.distributed import seed_everything
-from engine.schema import POLICIES, Augment, check_policy
+from engine.config.checks import POLICIES, check_policy
+from engine.config.schema import Augment
+from engine.data.augment import posterize
+from engine.runtime.distributed import seed_everything
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_50000_augmented_images_pass(image, monkeypatch, figure):
 
 
 def parse(policy: str):
-    """What timm makes of a policy."""
+    """Returns the transform that timm makes of a policy."""
     return timm.data.create_transform(32, is_training=True, auto_augment=policy, separate=True)[1].transforms[0]
 
 

@@ -10,10 +10,10 @@ import torch
 from PIL import Image
 
 from attention.options import OptionError
-from engine import prepare, verify
-from engine.data import count_broken, create_loaders, create_val_loader
-from engine.distributed import World, seed_everything
-from engine.schema import Augment, Data, Run, Train
+from engine.config.schema import Augment, Data, Run, Train
+from engine.data import prepare, verify
+from engine.data.loaders import count_broken, create_loaders, create_val_loader
+from engine.runtime.distributed import World, seed_everything
 
 CPU = World(torch.device("cpu"))
 BROKEN = "val/b/2.png"
@@ -21,7 +21,7 @@ BROKEN = "val/b/2.png"
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
-    """Noise in two classes, 8 training and 6 validation images, one of which is broken, and a file that is none."""
+    """Noise in two classes: 8 training and 6 validation images, one of them broken, and a file that is no image."""
     root = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     for split, count in (("train", 4), ("val", 3)):
@@ -37,7 +37,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["0", "16"])
 def prepared(root, tmp_path_factory, request):
-    """Short side in pixels (0: as it is), and the data set prepared so."""
+    """Short side in pixels (0: unchanged), and the data set prepared with it."""
     output = tmp_path_factory.mktemp("prepared") / "below"
     prepare.main([str(root), str(output), "--short-side", request.param, "--workers", "0"])
     return int(request.param), output
@@ -49,7 +49,7 @@ def make_run(dataset: str, root, **augment) -> Run:
 
 
 def read_training(dataset: str, root) -> tuple[torch.Tensor, torch.Tensor]:
-    """The whole augmented epoch."""
+    """All augmented batches of an epoch."""
     loader = create_loaders(make_run(dataset, root), CPU, img_size=14, num_classes=2)[0]
     seed_everything(0)
     ((images, labels),) = loader

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not at all, verified, ranked; files from strangers; one format for export.
+"""Checkpoints are written completely or not at all, verified and ranked; foreign files; one format for export.
 
 The rows C1 to C4 of the stress suite.
 """
@@ -30,27 +30,27 @@ import timm
 import torch
 from torch import nn
 
-import engine.checkpoint as checkpoint_module
+import engine.checkpoints.identify as identify_module
 import validate
 from attention import create_attention
-from engine import files
-from engine.checkpoint import (
-    Checkpoints,
+from engine.checkpoints.export import export_checkpoint
+from engine.checkpoints.files import (
     find_checkpoint,
     find_weights,
     kept_weights,
-    list_checkpoints,
     load_checkpoint,
-    parse_checkpoint,
+    read_checkpoint,
     save_checkpoint,
 )
-from engine.config import dump_run, load_run
-from engine.distributed import World
-from engine.errors import UserError
-from engine.export import export_checkpoint
-from engine.files import digest_path
-from engine.progress import Progress, rank_epoch
-from engine.weights import load_weights
+from engine.checkpoints.identify import Kind, identify, identify_content, list_checkpoints
+from engine.checkpoints.progress import Progress, rank_epoch
+from engine.checkpoints.weights import load_weights
+from engine.config.load import dump_run, load_run
+from engine.runtime import files
+from engine.runtime.distributed import World
+from engine.runtime.errors import UserError
+from engine.runtime.files import digest_path
+from engine.training.resume import Checkpoints
 from models import create_model
 from tests.engine.test_resume import digest, light_and_full
 from tests.support.launcher import ROOT, ForkServer
@@ -122,7 +122,7 @@ def end_at(call: int, renamed: bool) -> Callable:
 def test_a_file_that_is_replaced_is_whole_whenever_that_ends(
     writer: str, whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Ended before and after every rename, as by a kill."""
+    """The program ends before and after every rename, as if killed."""
     write, name = WRITERS[writer]
     path = tmp_path / name
     for call, renamed in itertools.product((1, 2, 3), (False, True)):
@@ -181,14 +181,14 @@ def test_a_digest_that_is_damaged_is_not_that_of_the_file(text: bytes, whole, tm
 
 
 def test_a_file_may_be_replaced_while_it_is_read(whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    path, read_regular = tmp_path / "x.pt", checkpoint_module.read_regular
+    path, read_regular = tmp_path / "x.pt", identify_module.read_regular
     save_checkpoint(path, change(whole, progress__step=1))
 
     def replace_and_read(path: Path) -> bytes:
         save_checkpoint(path, change(whole, progress__step=2))
         return read_regular(path)
 
-    monkeypatch.setattr(checkpoint_module, "read_regular", replace_and_read)
+    monkeypatch.setattr(identify_module, "read_regular", replace_and_read)
     assert step_of(path) == 2
 
 
@@ -211,7 +211,7 @@ def test_ranking_keeps_the_best_and_of_equals_the_earlier():
 
 
 def save_epochs(checkpoints: Checkpoints, *top1s: float) -> None:
-    """A run of these results, with one checkpoint within each epoch."""
+    """A run with these results, and one checkpoint within each epoch."""
     progress = Progress()
     for epoch, top1 in enumerate(top1s, start=1):
         progress.step, progress.images = 2 * epoch - 1, 8
@@ -222,7 +222,7 @@ def save_epochs(checkpoints: Checkpoints, *top1s: float) -> None:
 
 
 def test_each_kind_of_weights_has_its_own_best(checkpoints: Checkpoints, tmp_path: Path):
-    """Epochs 2 and 3 by the plain weights, 1 and 4 by the averaged ones."""
+    """Plain weights rank epochs 2 and 3 best, averaged weights 1 and 4."""
     progress = Progress()
     for epoch, (top1, ema_top1) in enumerate([(50.0, 90.0), (86.0, 20.0), (70.0, 20.0), (60.0, 80.0), (40.0, 24.0)], 1):
         progress.metrics = {"top1": top1, "ema_top1": ema_top1}
@@ -243,23 +243,6 @@ def test_each_kind_of_weights_has_its_own_best(checkpoints: Checkpoints, tmp_pat
         ("step_2_epoch_2.pt", ["plain"]),
         ("step_1_epoch_1.pt", ["ema"]),
     ]
-
-
-def test_a_checkpoint_of_an_earlier_version_resumes(run, tmp_path: Path):
-    """One ranking, averaged weights by another name, and nothing said of the data."""
-    progress = {
-        name: value for name, value in vars(Progress(epoch=1, ranking=[[50.0, 1]])).items() if "ema" not in name
-    }
-    metadata = {"config": dump_run(run), "processes": 1, "images": 100, "progress": progress}
-    states = {"model": Weight(1).state_dict(), "ema": Weight(2).state_dict()}
-    save_checkpoint(tmp_path / "step_5_epoch_1.pt", metadata | states)
-    checkpoints = Checkpoints(tmp_path, run, ALONE, 100, IDENTITY)
-    models = {"model": Weight(0), "model_ema": Weight(0)}
-    restored = checkpoints.restore(models)
-    assert (restored.ranking, restored.ema_ranking) == ([[50.0, 1]], [])
-    assert [model.weight[0].item() for model in models.values()] == [1, 2]
-    ((_, checkpoint, kinds),) = find_weights(tmp_path, "best", None)
-    assert (kinds, checkpoint["model_ema"]["weight"].tolist()) == (["plain", "ema"], [2, 2])
 
 
 IDENTITY = {"classes": ["cat", "dog"], "train_files": "a" * 64, "val_files": "b" * 64, "teacher_weights": "none"}
@@ -340,7 +323,7 @@ def test_nothing_is_removed_for_a_checkpoint_that_is_damaged_at_once(
 
 
 class Strange(torch.optim.SGD):
-    """An optimiser with state that no reader takes."""
+    """An optimiser whose state no reader accepts."""
 
     def state_dict(self) -> dict:
         return {**super().state_dict(), "kind": torch.float16, "path": Path("x")}
@@ -365,7 +348,7 @@ def test_metadata_that_cannot_be_read_is_not_written(whole, tmp_path: Path):
 
 
 def test_dtypes_are_read(whole, tmp_path: Path):
-    """As options of an optimiser."""
+    """Optimisers may hold dtypes among their options."""
     state = {"dtype": torch.bfloat16, "average": torch.ones(3, dtype=torch.bfloat16)}
     save_checkpoint(tmp_path / "x.pt", whole | {"optimizer": state})
     read = load_checkpoint(tmp_path / "x.pt")["optimizer"]
@@ -440,7 +423,7 @@ def test_a_checkpoint_is_due_by_steps_and_overdue_by_time(tmp_path: Path, monkey
 
 @light_and_full(20, 300)
 def test_every_damage_is_noticed(amount: int, whole, tmp_path: Path, figure: Callable):
-    """Truncations, single bits and zeroed blocks; a third as many blocks."""
+    """Truncations, flipped bits, and a third as many zeroed blocks."""
     path, rng, noticed = tmp_path / "step_1.pt", random.Random(0), 0
     save_checkpoint(path, whole)
     content = path.read_bytes()
@@ -463,14 +446,14 @@ def test_every_damage_is_noticed(amount: int, whole, tmp_path: Path, figure: Cal
 
 @light_and_full(30, 3000)
 def test_without_a_digest_a_flipped_bit_changes_nothing_or_is_noticed(amount: int, whole, figure: Callable):
-    """What it may change is the date of a member, or a byte that fills a gap."""
+    """It may only change the date of a member or a padding byte."""
     content, rng, noticed = saved(whole), random.Random(0), 0
-    expected = digest(parse_checkpoint(content, "x"))
+    expected = digest(read_checkpoint(identify_content(content, Path("x"))))
     for _ in range(amount):
         place = rng.randrange(len(content))
         damaged = content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1 :]
         try:
-            assert digest(parse_checkpoint(damaged, "x")) == expected
+            assert digest(read_checkpoint(identify_content(damaged, Path("x")))) == expected
         except UserError:
             noticed += 1
     assert noticed > amount // 3
@@ -552,7 +535,7 @@ def hostile_files(directory: Path, whole: dict) -> dict[str, Path]:
 
 
 def claim_terabyte(structure: bytes) -> bytes:
-    """The pickle, with 2**38 elements in place of the first tensor's count."""
+    """The pickle, whose first tensor claims 2**38 elements."""
     place = structure.index(b"\x00cpu", structure.index(b"FloatStorage")) + 4
     while structure[place : place + 1] not in (b"K", b"M"):
         place += 1
@@ -561,7 +544,7 @@ def claim_terabyte(structure: bytes) -> bytes:
 
 
 def change(whole: dict, **values) -> dict:
-    """`whole` with other values at dotted paths, which are written with `__`."""
+    """`whole` with other values at dotted paths; keywords write `__` for a dot."""
     changed = copy.deepcopy(whole)
     for path, value in values.items():
         *keys, last = path.split("__")
@@ -601,7 +584,7 @@ def two_directories(content: bytes) -> bytes:
 
 
 def flip_bit(content: bytes) -> bytes:
-    """A bit of a weight."""
+    """One bit of a weight flips."""
     place = content.index(torch.full((4,), 0.75).numpy().tobytes())
     return content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :]
 
@@ -613,7 +596,7 @@ def saved(checkpoint: dict) -> bytes:
 
 
 def hostile_checkpoints(directory: Path, whole: dict) -> dict[str, Path]:
-    """Files that are archives of plain values, as far as a glance shows."""
+    """Files that look like archives of plain values."""
     content, bias, stem = saved(whole), whole["model"]["head.bias"], "patch_embed.proj.1.running_var"
     config = [
         ("model__depth", 1000),
@@ -678,7 +661,7 @@ def with_members(content: bytes, more: dict[str, bytes]) -> bytes:
 
 @contextmanager
 def little_memory(amount: int = 2**30):
-    """Inside it, no more memory than that can be had."""
+    """Context in which no more memory can be allocated."""
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     before = resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (used + amount, before[1]))
@@ -689,7 +672,7 @@ def little_memory(amount: int = 2**30):
 
 
 def test_hostile_files_do_nothing(whole, tmp_path: Path, figure: Callable):
-    """Within 2 s each, and 1 GB of memory beyond what the imports take."""
+    """Each is refused within 2 s and 1 GB of memory beyond the imports."""
     paths, slowest = hostile_files(tmp_path, whole), 0.0
     with little_memory():
         for path in paths.values():
@@ -727,7 +710,7 @@ def test_hostile_checkpoints_are_refused_before_any_evaluation(
 
 @pytest.mark.stress
 def test_what_hostile_files_cost(whole, fork_server: ForkServer, tmp_path: Path, figure: Callable):
-    """validate.py on each of them, in a process of its own: status, time, memory beyond that of the imports."""
+    """Runs validate.py on each file in its own process: status, time, memory beyond the imports."""
     paths = hostile_files(tmp_path, whole) | hostile_checkpoints(tmp_path, whole)
     sound = tmp_path / "sound.pt"
     sound.write_bytes(saved(change(whole, config__data__workers=10**6)))  # without effect
@@ -820,6 +803,40 @@ def test_validation_reads_while_training_writes(amount: int, checkpoints: Checkp
 # Export
 
 
+def test_every_source_has_one_kind(whole, tmp_path: Path):
+    """By its name, the content of a directory, or that of a file, whatever the file's name is."""
+    model, released = whole["model"], {"norm_before_pooling.weight": torch.zeros(2)}
+    layouts = {name: tmp_path / name for name in ("run", "ours", "timms", "nothing")}
+    for directory in layouts.values():
+        directory.mkdir()
+    for name in ("run", "ours", "timms"):
+        (layouts[name] / "config.json").write_text("{}")
+    save_checkpoint(layouts["run"] / "step_1.pt", whole)
+    export_checkpoint(layouts["ours"] / "model.safetensors", whole, "plain")
+    safetensors.torch.save_file(model, layouts["timms"] / "model.safetensors")
+    save_checkpoint(tmp_path / "checkpoint", whole)
+    for name, content in {
+        **{"released": {"model": released}, "released alone": released, "timm": {"arch": "x", "state_dict": model}},
+        **{"script": {"model": model}, "weights": model, "nothing known": {"x": 1}},
+    }.items():
+        torch.save(content, tmp_path / name)
+    torch.save(model, tmp_path / "legacy", _use_new_zipfile_serialization=False)
+    export_checkpoint(tmp_path / "export", whole, "ema")
+    safetensors.torch.save_file(model, tmp_path / "safetensors")
+    safetensors.torch.save_file(released, tmp_path / "released safetensors")
+    (tmp_path / "x.onnx").touch()
+    kinds = {
+        **{"run": Kind.RUN, "ours": Kind.EXPORT, "timms": Kind.LOCAL_DIR, "nothing": Kind.RUN, "x.onnx": Kind.GRAPH},
+        **{"checkpoint": Kind.CHECKPOINT, "export": Kind.EXPORT, "nothing known": Kind.CHECKPOINT},
+        **dict.fromkeys(("released", "released alone", "released safetensors"), Kind.RELEASED),
+        **{"timm": Kind.TIMM, "script": Kind.SCRIPT, "weights": Kind.STATE_DICT, "legacy": Kind.LEGACY},
+        "safetensors": Kind.SAFETENSORS,
+    }
+    assert {name: identify(tmp_path / name).kind for name in kinds} == kinds
+    assert identify("timm:vit_tiny_patch16_224").kind is Kind.HUB
+    assert identify(layouts["ours"]).path == layouts["ours"] / "model.safetensors"
+
+
 def test_exported_weights_are_a_checkpoint_and_timms(whole, run, tmp_path: Path):
     path = tmp_path / "model.safetensors"
     ema = {name: value + 1 if value.is_floating_point() else value for name, value in whole["model_ema"].items()}
@@ -835,7 +852,7 @@ def test_exported_weights_are_a_checkpoint_and_timms(whole, run, tmp_path: Path)
 
 
 def test_timm_finds_the_averaged_weights(whole, run, tmp_path: Path):
-    """As its own scripts do, with and without --use-ema; an exported file holds one kind."""
+    """timm loads them as its scripts do, with and without --use-ema; an exported file holds one kind."""
     averaged = {name: value + 1 if value.is_floating_point() else value for name, value in whole["model_ema"].items()}
     save_checkpoint(tmp_path / "x.pt", whole | {"model_ema": averaged})
     for kind in ("plain", "ema"):
@@ -849,15 +866,6 @@ def test_timm_finds_the_averaged_weights(whole, run, tmp_path: Path):
     ):
         timm.models.load_checkpoint(model, str(tmp_path / name), use_ema=use_ema)
         assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items()), name
-
-
-@pytest.mark.parametrize(("decay", "kind"), [(0.9, "ema"), (None, "plain")])
-def test_an_export_of_an_earlier_version_held_the_average(decay: float | None, kind: str, whole, tmp_path: Path):
-    config = whole["config"] | {"train": whole["config"]["train"] | {"ema_decay": decay}}
-    metadata = {"config": config} | {name: whole[name] for name in ("processes", "images", "progress")}
-    path = tmp_path / "x.safetensors"
-    path.write_bytes(safetensors.torch.save(whole["model"], metadata={"run": json.dumps(metadata)}))
-    assert kept_weights(load_checkpoint(path)) == [kind]
 
 
 def test_export_by_the_command(whole, tmp_path: Path, capsys: pytest.CaptureFixture):

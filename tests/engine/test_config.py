@@ -1,4 +1,4 @@
-"""Configuration files: what is written is read, and what is wrong is refused in one line that names its place."""
+"""Configuration files are read back as written, and a mistake is refused in one line that names its place."""
 
 import dataclasses
 import os
@@ -12,8 +12,9 @@ import pytest
 import yaml
 
 from attention import OptionError
-from engine.config import ConfigError, dump_run, load_run, parse_run, refuse_bad_input
-from engine.schema import Augment, Optim, Run
+from engine.config.load import dump_run, load_run, parse_run
+from engine.config.schema import Augment, Optim, Run
+from engine.runtime.errors import ConfigError, refuse_bad_input
 
 VALID = """\
 model:
@@ -33,7 +34,7 @@ def write(folder: Path, text: str | bytes, name: str = "run.yaml") -> Path:
 
 
 def refusal(path: Path, *overrides: str) -> str:
-    """The one-line message `load_run` refuses with, file names without their folder."""
+    """Returns the line with which `load_run` refuses, file names without their folder."""
     with pytest.raises(ConfigError) as caught:
         load_run(path, overrides)
     message = str(caught.value)
@@ -349,7 +350,7 @@ WITHOUT_HIGH = {
     "train.max_skipped": "above the run's steps: all may be skipped",
     "train.log_every": "above the epoch's steps: one line at its end",
 }
-"""Options without an upper bound, and what large values mean."""
+"""Options without an upper bound, and the meaning of large values."""
 
 
 def test_every_number_has_bounds():
@@ -403,7 +404,8 @@ def test_refused_with_a_base(tmp_path, base, text, expected):
 
 
 def test_bad_input_ends_a_script_with_status_2_one_line_and_no_traceback(tmp_path):
-    code = "from engine.config import *\nimport sys\nwith refuse_bad_input(): load_run(sys.argv[1])"
+    names = "from engine.config.load import load_run\nfrom engine.runtime.errors import refuse_bad_input"
+    code = f"{names}\nimport sys\nwith refuse_bad_input(): load_run(sys.argv[1])"
     path = write(tmp_path, VALID.replace("local", "locale"))
     done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")

@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.bar import progress_bar
-from engine.console import ConsoleLog
-from tests.engine.test_report import record_run, terminal
+from engine.runtime.terminal import ConsoleLog, progress_bar
+from tests.engine.test_recorder import record_run, terminal
 
 
 def test_it_has_what_is_printed_from_the_beginning(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -35,7 +34,7 @@ def test_another_launch_goes_on_and_a_bug_leaves_its_traceback(tmp_path: Path):
 
 
 def test_no_file_no_log(tmp_path: Path, capsys: pytest.CaptureFixture):
-    """What was refused before it had a directory leaves nothing, and a full disk is no error of the console."""
+    """A launch that was refused before it had a directory leaves no log, and a full disk does not stop the console."""
     with ConsoleLog() as console:
         print("shown")
         console.keep(tmp_path / "absent")

@@ -1,12 +1,12 @@
-"""`python -m models.convert` on weights of other codes; on those of the released code, see test_released.py."""
+"""`engine.checkpoints.convert` on weights of other programs; test_released.py has the released code's."""
 
 import pytest
 import timm
 import torch
 import yaml
 
-from engine.inference import load
-from models.convert.__main__ import main as convert
+from engine.checkpoints.convert import main as convert
+from engine.evaluation.inference import load
 
 SIZES = {"img_size": 32, "embed_dim": 24, "depth": 1, "num_heads": 2, "num_classes": 3}
 
@@ -47,7 +47,10 @@ def test_weights_of_timm_become_an_export(stock, tmp_path, monkeypatch, capsys):
         ),
         (["--config", "config.yaml", "model.depth=2"], "weights of another architecture: 1 blocks of width 24, where"),
         (["--config", "config.yaml", "--weights", "ema"], "--weights chooses from a checkpoint that has its own conf"),
-        ([], "`python -m models.convert last.pth.tar FILE.safetensors --config CONFIG.yaml` makes one of it, where"),
+        (
+            [],
+            "engine.checkpoints.convert last.pth.tar FILE.safetensors --config CONFIG.yaml` makes one of it, where",
+        ),
     ],
 )
 def test_other_weights_than_those_of_the_configuration_are_refused(

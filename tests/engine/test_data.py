@@ -14,15 +14,20 @@ from timm.loss import LabelSmoothingCrossEntropy, SoftTargetCrossEntropy
 from torch.utils.data import DistributedSampler
 
 from attention.options import OptionError
-from engine import data, prepare
-from engine.augment import create_loss, create_mixup, per_channel
-from engine.data import create_loaders, create_val_loader, digest_files, open_split
-from engine.distributed import World, seed_everything
-from engine.sampler import EpochSampler
-from engine.schema import UNCHANGED, Augment, Data, Run, Train
+from engine.config.schema import Augment, Data, Run, Train, per_channel
+from engine.data import prepare
+from engine.data.arrays import DIGITS
+from engine.data.augment import create_mixup
+from engine.data.loaders import create_loaders, create_val_loader
+from engine.data.sampler import EpochSampler
+from engine.data.splits import digest_files, open_split
+from engine.objectives.classification import create_loss
+from engine.objectives.copying import NO_AUGMENTATION
+from engine.runtime.distributed import World, seed_everything
 from tests.support.launcher import use_few_images
 
 CPU = World(torch.device("cpu"))
+UNCHANGED = Augment(**NO_AUGMENTATION)
 CLASSES = ("n02", "n10", "n100")
 
 
@@ -41,7 +46,7 @@ def make_loaders(run: Run, world: World = CPU, num_classes: int = 10, img_size: 
 
 
 def read_epoch(run: Run, epoch: int, world: World = CPU, loader=None) -> torch.Tensor:
-    """All training images of an epoch as a training script gets them."""
+    """All training images of an epoch, as a training script gets them."""
     loader = loader or make_loaders(run, world)[0]
     loader.sampler.set_epoch(epoch)
     return torch.cat([images for images, _ in loader])
@@ -75,7 +80,7 @@ def test_vertical_flips_turn_images_upside_down():
 
 def test_digits_are_the_published_ones():
     digest = hashlib.sha256()
-    with np.load(data.DIGITS) as arrays:
+    with np.load(DIGITS) as arrays:
         for name in sorted(arrays):
             digest.update(name.encode() + arrays[name].tobytes())
         train, val = np.bincount(arrays["train_labels"]), np.bincount(arrays["val_labels"])
@@ -91,7 +96,7 @@ def test_digits_reach_the_model_unchanged():
     run = dataclasses.replace(make_run(), data=Data(dataset="digits", workers=0, crop_pct=1.0))
     images, labels = zip(*make_loaders(run)[1], strict=True)
     grey = torch.cat(images) * torch.tensor(run.data.std).view(3, 1, 1) + torch.tensor(run.data.mean).view(3, 1, 1)
-    with np.load(data.DIGITS) as arrays:
+    with np.load(DIGITS) as arrays:
         expected = torch.from_numpy(arrays["val_images"] / 16.0)[:, None].expand(-1, 3, -1, -1)
         assert torch.cat(labels).tolist() == arrays["val_labels"].tolist()
     assert (grey - expected).abs().max() <= 0.5 / 255 + 1e-6  # rounding to 8 bits
@@ -138,7 +143,7 @@ def test_the_files_have_one_digest_wherever_they_are(image_root, tmp_path):
 
 
 def test_validation_crop_is_the_papers(image_root):
-    """Resize the short side to img_size / 0.875, bicubic, and crop the centre."""
+    """Validation resizes the short side to img_size / 0.875, bicubic, and crops the centre."""
     val = make_loaders(
         make_run(total_batch_size=6, dataset="folder", root=str(image_root)), num_classes=3, img_size=14
     )[1]
@@ -176,7 +181,7 @@ def test_order_depends_on_seed_and_epoch_only():
 
 @pytest.mark.parametrize("rank", [0, 3])
 def test_order_is_that_of_torch_and_timm(rank):
-    """The samplers of the published recipes, given the same permutation (their seed is the epoch's number)."""
+    """The order is that of the published recipes' samplers, given the same permutation (their seed is the epoch)."""
     size, epoch, num_images = 4, 7, 1300
     images = range(num_images)
     for repeats, published in (
@@ -253,7 +258,7 @@ def test_grey_images_are_those_of_rgb_in_one_channel(policy, monkeypatch):
 
 
 def test_colours_become_their_luma(image_root, tmp_path):
-    """Of files and of what was prepared of them."""
+    """Both image files and prepared images become grey by luma."""
     prepare.main([str(image_root), str(tmp_path), "--splits", "val", "--workers", "0", "--short-side", "0"])
     image = (
         Image.open(image_root / "val" / CLASSES[0] / "0.png").convert("L").resize((24, 16), Image.Resampling.BICUBIC)
@@ -283,7 +288,7 @@ def test_mean_and_std_per_channel(values, channels, expected):
 
 
 class OnCuda(World):
-    """Takes the path for CUDA, timm's prefetcher, on any device."""
+    """Context in which any device takes the path for CUDA, timm's prefetcher."""
 
     on_cuda = True
 

@@ -8,16 +8,18 @@ import timm
 import torch
 from torch import Tensor, nn
 
-from engine.augment import create_loss
-from engine.checkpoint import Checkpoints
-from engine.config import ConfigError, load_run
-from engine.data import open_split
-from engine.distill import Criterion, create_criterion, digest_weights, distillation_loss
-from engine.distributed import World
-from engine.errors import UserError
-from engine.export import export_checkpoint
-from engine.progress import Progress
-from engine.schema import Augment, Distill, Run
+from engine.checkpoints.export import export_checkpoint
+from engine.checkpoints.progress import Progress
+from engine.config.load import load_run
+from engine.config.schema import Augment, Distill, Run
+from engine.data.splits import open_split
+from engine.objectives.classification import create_loss
+from engine.objectives.distillation import Distillation, digest_weights, distillation_loss
+from engine.objectives.objective import Objective
+from engine.runtime.distributed import World
+from engine.runtime.errors import ConfigError, UserError
+from engine.training.objective import create_objective
+from engine.training.resume import Checkpoints
 from models import create_model
 from tests.support.launcher import ROOT
 
@@ -43,7 +45,7 @@ def build(run: Run, seed: int = 0) -> nn.Module:
 
 
 def train(directory: Path, *overrides: str, classes: list[str] | None = DIGITS, **more: nn.Module) -> nn.Module:
-    """Leaves a checkpoint of a run in `directory`; its model."""
+    """Leaves a checkpoint of a run in `directory`, and returns its model."""
     run = run_of(*overrides)
     model = build(run)
     identity = {} if classes is None else {"classes": classes}
@@ -51,8 +53,8 @@ def train(directory: Path, *overrides: str, classes: list[str] | None = DIGITS, 
     return model.eval()
 
 
-def criterion_of(run: Run, model: nn.Module | None = None) -> Criterion:
-    return create_criterion(run, model or build(run), open_split(run.data, "train_split"), WORLD)
+def criterion_of(run: Run, model: nn.Module | None = None) -> Objective:
+    return create_objective(run, model or build(run), open_split(run.data, "train_split"), WORLD)
 
 
 def softmax(z: list[float]) -> list[float]:
@@ -76,7 +78,7 @@ def on_paper(outputs, teacher: Tensor, targets: Tensor, distill: Distill) -> flo
 
 
 class Fixed(nn.Module):
-    """A teacher of the same logits for any images."""
+    """A teacher with the same logits for all images."""
 
     def __init__(self, logits: Tensor):
         super().__init__()
@@ -102,7 +104,7 @@ def test_the_loss_is_that_of_the_paper(distill: Distill, two_heads: bool):
     outputs = (logits, other) if two_heads else logits
     soft, indices = torch.rand(4, 5, dtype=torch.float64).softmax(1), torch.tensor([3, 0, 4, 3])
     for targets, smooth in ((soft, 0.0), (indices, 0.1)):
-        loss = Criterion(create_loss(Augment(mixup=0, cutmix=0, smoothing=smooth)), distill, Fixed(teacher))
+        loss = Distillation(create_loss(Augment(mixup=0, cutmix=0, smoothing=smooth)), distill, Fixed(teacher))
         expected = soft if targets is soft else 0.9 * nn.functional.one_hot(indices, 5) + 0.1 / 5
         found = loss(lambda _: outputs, None, targets).item()
         assert found == pytest.approx(on_paper(outputs, teacher, expected, distill))
@@ -123,7 +125,7 @@ def test_half_precision_logits_make_a_loss_in_fp32(kind):
 
 @pytest.mark.parametrize("options", [(), ("distill.type=soft", "distill.tau=2.0")], ids=str)
 def test_gradients_of_a_step(options: tuple[str, ...], tmp_path: Path):
-    """In float64, with the gradients of both heads' logits as one has them on paper."""
+    """Gradients of both heads' logits equal the formulas, in float64."""
     teacher = train(tmp_path, "model.embed_dim=16").double()
     run = run_of(*DISTILLED, f"distill.teacher={tmp_path}", *options)
     model = build(run).double()
@@ -145,7 +147,7 @@ def test_gradients_of_a_step(options: tuple[str, ...], tmp_path: Path):
 
 
 def test_a_teacher_sees_images_as_it_was_trained_with(tmp_path: Path):
-    """Of another normalisation and, to a run of grey images, in three equal channels; averaged weights come first."""
+    """It gets its own normalisation, and grey images as three equal channels; averaged weights are preferred."""
     own = "data.mean=[0.4, 0.5, 0.6]", "data.std=[0.2, 0.3, 0.25]"
     average = build(run_of(*own), seed=1).eval()
     train(tmp_path, *own, model_ema=average)
@@ -176,7 +178,7 @@ def test_without_a_teacher_the_loss_is_of_the_targets_alone():
 
 
 def test_the_identity_is_of_the_weights(tmp_path: Path):
-    """Wherever they lie, in a checkpoint or an export; one bit makes another."""
+    """The digest is the same in a checkpoint and an export, and one bit changes it."""
     model = train(tmp_path)
     export_checkpoint(tmp_path / "teacher.safetensors", torch.load(tmp_path / "step_1.pt"), "plain")
     sources = tmp_path, tmp_path / "step_1.pt", tmp_path / "teacher.safetensors"

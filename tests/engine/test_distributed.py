@@ -1,4 +1,4 @@
-"""Processes, devices and seeds. Several processes at work: test_evaluate.py, test_train.py."""
+"""Processes, devices and seeds; test_evaluate.py and test_train.py have several processes."""
 
 import os
 import random
@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.distributed import World, init_distributed, mix_seeds, seed_everything, set_deterministic, set_tf32
-from engine.errors import UserError
+from engine.runtime.distributed import World, init_distributed, mix_seeds, seed_everything, set_deterministic, set_tf32
+from engine.runtime.errors import UserError
 
 
 @pytest.mark.parametrize("allocation", [{}, {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}], ids=["alone", "in SLURM"])

@@ -11,20 +11,22 @@ import torch.nn.functional as F
 from PIL import Image
 from torch import nn
 
-from engine.data import DIGITS, classes_of, create_val_loader, indices_read
-from engine.distributed import World, init_distributed
-from engine.evaluate import evaluate
-from engine.images import BrokenImage
-from engine.outputs import classes_csv
-from engine.records import Records, gather_records
-from engine.schema import Data, Run
+from engine.config.schema import Data, Run
+from engine.data.arrays import DIGITS
+from engine.data.images import BrokenImage
+from engine.data.loaders import create_val_loader, indices_read
+from engine.data.splits import classes_of
+from engine.evaluation.evaluate import evaluate
+from engine.evaluation.predictions import PredictionTable, gather_predictions
+from engine.reporting.outputs import classes_csv
+from engine.runtime.distributed import World, init_distributed
 
 CPU = World(torch.device("cpu"))
 NUM_IMAGES = 1003  # of which every rank and batch has its own share: 17 x 59
 BATCH_SIZES = (1, 7, 64)
 COLUMNS = ("index", "label", "loss", "classes", "probability")
 BROKEN = (0, 4, 9)
-"""Of the ten images of another split."""
+"""Indices of broken images among the ten of another split."""
 
 
 class Linear(nn.Module):
@@ -49,10 +51,10 @@ def evaluate_digits(root: str, world: World) -> list[dict[str, float]]:
     return [evaluate(Linear(), create_loader(root, world, size), world, None) for size in BATCH_SIZES]
 
 
-def record_digits(root: str, world: World, split: str) -> Records:
+def record_digits(root: str, world: World, split: str) -> PredictionTable:
     loader, rows = create_loader(root, world, 7, split), []
     evaluate(Linear(), loader, world, None, rows=rows)
-    return gather_records(rows, indices_read(loader), loader.dataset, classes_of(loader.dataset), world)
+    return gather_predictions(rows, indices_read(loader), loader.dataset, classes_of(loader.dataset), world)
 
 
 def refuse(is_broken: bool):
@@ -62,7 +64,7 @@ def refuse(is_broken: bool):
 
 
 def main(arguments: list[str]) -> None:
-    """One of several processes; the last writes what it found."""
+    """One of several processes; the last writes its result."""
     (root,) = arguments
     world = init_distributed("cpu")
     is_last = world.rank == world.size - 1
@@ -119,7 +121,7 @@ def test_one_process_counts_every_image_once(root, expected):
 
 
 def assert_recorded(table, root, split):
-    """Against logits of all images at once: every one is there that is not broken, once."""
+    """Records equal logits of all images at once, and have every image that is not broken exactly once."""
     images, labels = next(iter(create_loader(root, CPU, 2000, split)))
     log_prob = Linear()(images).detach().float().log_softmax(1)
     index = [i for i in range(10) if i not in BROKEN] if split == "few" else [*range(NUM_IMAGES)]
@@ -160,7 +162,7 @@ def test_every_class_by_hand():
     logits = -torch.arange(8.0).repeat(5, 1)
     targets, rows = torch.tensor([0, 4, 0, 7, 4]), []
     evaluate(nn.Identity(), [(logits[:3], targets[:3]), (logits[3:], targets[3:])], CPU, None, rows=rows)
-    found = gather_records(rows, range(5), range(5), "abcdefgh", CPU)
+    found = gather_predictions(rows, range(5), range(5), "abcdefgh", CPU)
     header, *lines = classes_csv({"ema": found}).decode().splitlines()
     assert header == "weights,class,images,top1,top5"
     assert lines[0] == "ema,a,2,100.0,100.0"
@@ -170,12 +172,12 @@ def test_every_class_by_hand():
 
 
 def test_nothing_is_kept_of_single_images_where_no_one_asks(monkeypatch):
-    monkeypatch.setattr("engine.evaluate.record", None)
+    monkeypatch.setattr("engine.objectives.classification.prediction_rows", None)
     assert evaluate(nn.Identity(), [(torch.eye(3), torch.arange(3))], CPU, None)["top1"] == 100
 
 
 def test_a_rank_without_an_image_has_no_records():
-    found = gather_records([], [], range(2), "abc", CPU)
+    found = gather_predictions([], [], range(2), "abc", CPU)
     assert (len(found.index), found.classes.shape) == (0, (0, 3))
 
 

@@ -1,4 +1,4 @@
-"""Exports: what timm, torch.export and ONNX Runtime make of a checkpoint, and what is left where one fails."""
+"""Exports of a checkpoint to timm, torch.export and ONNX Runtime, and the files that a failed export leaves."""
 
 import json
 import os
@@ -12,15 +12,15 @@ from timm.layers import to_2tuple
 
 import models
 from attention import ATTENTION
-from engine import export as export_module
-from engine.checkpoint import load_checkpoint
-from engine.config import ConfigError, dump_run, parse_run
-from engine.errors import UserError
-from engine.export import check_target, export, to_onnx, to_pt2
-from engine.inference import load
-from engine.local_dir import describe_model
-from engine.progress import Progress
-from engine.sources import read_weights
+from engine.checkpoints import export as export_module
+from engine.checkpoints.export import check_target, export, to_onnx, to_pt2
+from engine.checkpoints.files import load_checkpoint
+from engine.checkpoints.local_dir import describe_model
+from engine.checkpoints.progress import Progress
+from engine.checkpoints.weight_sources import read_weights
+from engine.config.load import dump_run, parse_run
+from engine.evaluation.inference import load
+from engine.runtime.errors import ConfigError, UserError
 from tests.support.facts import FACTS
 
 EVA = {"name": "eva", "window_size": 2, "num_landmarks": 4}
@@ -95,7 +95,7 @@ def test_timm_rebuilds_a_directory(model, attention, tmp_path):
 
 
 def test_an_export_without_a_history_is_read(tmp_path):
-    """Of a model that timm has written, from timm's factory or ours, with or without pickle."""
+    """timm wrote the model, of its factory or of ours, with or without pickle."""
     for number, create in enumerate((timm.create_model, models.create_model)):
         model = create("deit_tiny_p16", attention={"name": "xca"}, depth=1, num_classes=2, img_size=32).eval()
         timm.models.save_for_hf(model, tmp_path / str(number), safe_serialization=bool(number))

@@ -24,13 +24,14 @@ import yaml
 from torch import nn
 
 import train
-from engine.augment import PairMixup
-from engine.checkpoint import find_checkpoint, list_checkpoints, load_checkpoint
-from engine.distributed import World, exchange
-from engine.finite import FiniteGuard
-from engine.progress import Progress
-from engine.schema import Data, Train
-from engine.signals import SIGNALS, SignalHandler
+from engine.checkpoints.files import find_checkpoint, list_checkpoints, load_checkpoint
+from engine.checkpoints.progress import Progress
+from engine.config.schema import Data, Train
+from engine.data.augment import PairMixup
+from engine.runtime.distributed import World
+from engine.runtime.signals import SIGNALS, SignalHandler
+from engine.training.exchange import UpdateExchange
+from engine.training.nonfinite import FiniteGuard
 from tests.engine.test_resume import RUN, STEPS, Runs, light_and_full, outcome, records
 from tests.support.launcher import ROOT, Fault, ForkServer, Job, use_few_images
 
@@ -74,7 +75,7 @@ def test_signals(signals: list[str], status: int, runs: Runs):
 def test_signals_that_were_ignored_stay_ignored_but_by_a_rank(
     number: signal.Signals, previous: str, is_rank: bool, is_heeded: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    """As nohup has it. torchrun would kill a rank that ignores the signal it was sent."""
+    """nohup ignores SIGHUP. torchrun kills a rank that ignores the signal that it was sent."""
     if is_rank:
         monkeypatch.setenv("WORLD_SIZE", "2")
     previous = getattr(signal, f"SIG_{previous}")
@@ -102,7 +103,7 @@ def test_a_rank_notices_that_its_parent_is_gone(monkeypatch: pytest.MonkeyPatch)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 60) -> float:
-    """Waits until `condition` is true; how long it took."""
+    """Waits until `condition` is true, and returns the seconds that it took."""
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() - begin < seconds
@@ -117,7 +118,7 @@ def is_alive(pid: int) -> bool:
 
 
 def session_of(text: str) -> set[int]:
-    """Processes whose command line contains `text`."""
+    """Returns the processes whose command line contains `text`."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with suppress(OSError):
@@ -127,7 +128,7 @@ def session_of(text: str) -> set[int]:
 
 
 ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-"""With the last, restarted ranks do not look for the addresses of dead ones."""
+"""The last variable keeps restarted ranks from looking for the addresses of dead ones."""
 
 
 @contextmanager
@@ -165,7 +166,7 @@ def torchrun(directory: Path, faults: dict[int, list[Fault]], *flags: str, optio
     ],
 )
 def test_signals_through_torchrun(name: str, flags: list[str], tmp_path: Path, figure: Callable):
-    """No process is left, and no update is lost."""
+    """All processes end, and no update is lost."""
     options = ["data.workers=1", "schedule.epochs=200"]
     with torchrun(tmp_path, {}, *flags, options=options) as (process, job):
         wait_for(lambda: len(job.recorded("random")) > 8, 120)
@@ -194,7 +195,7 @@ def test_signals_through_torchrun(name: str, flags: list[str], tmp_path: Path, f
 )
 def test_a_lost_rank_ends_the_job(action: str, message: str, pairs: Runs, fork_server: ForkServer, tmp_path: Path):
     command = [*pairs.command, "--output", str(tmp_path / "run")]
-    fault = {1: [("engine.finite.exchange", 4, action)]}
+    fault = {1: [("engine.training.exchange.UpdateExchange.accepts", 4, action)]}
     job = fork_server.start([*command, "train.timeout_minutes=0.05"], tmp_path / "log", fault, 2)
     assert fork_server.ask(wait=job.pids[0], timeout=60) == 1
     assert message in job.text
@@ -209,7 +210,7 @@ def test_a_lost_rank_ends_the_job(action: str, message: str, pairs: Runs, fork_s
 @pytest.mark.stress
 @pytest.mark.parametrize("action", ["SIGKILL", "raise", "SIGSTOP"])
 def test_torchrun_restarts_a_lost_rank(action: str, pairs: Runs, tmp_path: Path, figure: Callable):
-    fault = {1: [("engine.finite.exchange", 4, action)]}
+    fault = {1: [("engine.training.exchange.UpdateExchange.accepts", 4, action)]}
     with torchrun(tmp_path, fault, "--max-restarts=1", options=["train.timeout_minutes=0.2"]) as (process, job):
         assert process.wait(240) == 0, job.text
     assert outcome(job, tmp_path / "run") == pairs.expected
@@ -223,13 +224,13 @@ def test_torchrun_restarts_a_lost_rank(action: str, pairs: Runs, tmp_path: Path,
 def test_a_broken_validation_image_costs_no_epoch(runs: Runs):
     """Image 2 of the first evaluation, after 48 for training: the epoch's updates are saved, and not made again."""
     more = ["train.checkpoint_steps=0", "train.ema_decay=null"]
-    statuses, job, output = runs.launch(("engine.data.decode", 50, "full"), more=more)
+    statuses, job, output = runs.launch(("engine.data.splits.decode", 50, "full"), more=more)
     assert statuses == [1]
     assert job.text.splitlines()[-1].startswith("error: ")
     assert "data.broken_val=skip (validate.py: --skip-broken) leaves them out" in job.text.splitlines()[-1]
     assert [path.name for path in list_checkpoints(output)] == ["step_6.pt"]
     statuses, job, _ = runs.launch(
-        ("engine.data.decode", 2, "full"), output=output, more=[*more, "data.broken_val=skip"]
+        ("engine.data.splits.decode", 2, "full"), output=output, more=[*more, "data.broken_val=skip"]
     )
     assert statuses == [0], job.text
     assert {epoch for _, epoch, _ in job.recorded("place")} == {"1"}
@@ -240,10 +241,10 @@ def test_a_broken_validation_image_costs_no_epoch(runs: Runs):
 
 def test_the_count_of_broken_images_survives_a_stop(runs: Runs):
     statuses, _, output = runs.launch(
-        ("engine.data.decode", 3, "full"), ("train.nn.utils.clip_grad_norm_", 3, "SIGTERM")
+        ("engine.data.splits.decode", 3, "full"), ("train.nn.utils.clip_grad_norm_", 3, "SIGTERM")
     )
     assert statuses == [75]
-    statuses, job, _ = runs.launch(("engine.data.decode", 2, "full"), output=output, more=["data.max_broken=1"])
+    statuses, job, _ = runs.launch(("engine.data.splits.decode", 2, "full"), output=output, more=["data.max_broken=1"])
     assert statuses == [1]
     assert "error: 2 images of this epoch are broken, more than data.max_broken = 1" in job.text
     statuses, job, _ = runs.launch(output=output)
@@ -255,9 +256,9 @@ def test_the_count_of_broken_images_survives_a_stop(runs: Runs):
 @pytest.mark.stress
 @pytest.mark.parametrize("call", [26, 2])
 def test_ranks_that_meet_a_broken_image_end_alike(call: int, pairs: Runs, fork_server: ForkServer, tmp_path: Path):
-    """The second rank's, in validation after 24 for training, and in training."""
+    """The second rank meets the image, in validation (after 24 images for training) or in training."""
     command = [*pairs.command, "data.max_broken=0", "--output", str(tmp_path / "run")]
-    statuses, job = fork_server.run(command, tmp_path / "log", {1: [("engine.data.decode", call, "full")]}, 2)
+    statuses, job = fork_server.run(command, tmp_path / "log", {1: [("engine.data.splits.decode", call, "full")]}, 2)
     assert statuses == [1, 1], job.text
 
 
@@ -265,12 +266,12 @@ def test_ranks_that_meet_a_broken_image_end_alike(call: int, pairs: Runs, fork_s
 
 
 DISKS = {
-    "checkpoint": {"faults": [("engine.files.write_atomically", 6, "full")]},
+    "checkpoint": {"faults": [("engine.runtime.files.write_atomically", 6, "full")]},
     "checkpoint, by the system": {"limit": 100_000},
     "events, by the system": {"limit": 20_000},
     "log, by the system": {"limit": 400},
-    "log": {"faults": [("engine.report.json.dumps", 3, "full")]},
-    "directory removed": {"faults": [("engine.files.write_atomically", 6, "remove")]},
+    "log": {"faults": [("engine.reporting.recorder.json.dumps", 3, "full")]},
+    "directory removed": {"faults": [("engine.runtime.files.write_atomically", 6, "remove")]},
 }
 
 
@@ -297,7 +298,7 @@ def test_a_disk_that_fails(case: str, runs: Runs, fork_server: ForkServer, tmp_p
 @pytest.mark.stress
 @pytest.mark.parametrize("megabytes", [2, 4, 8])
 def test_a_small_disk_fills(megabytes: int, runs: Runs, fork_server: ForkServer, tmp_path: Path, figure: Callable):
-    """A real one; it needs the right to mount. Then it is read-only."""
+    """The disk is a real one, which needs the right to mount; then it is read-only."""
     mount = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "none", str(tmp_path)]
     subprocess.run(mount, check=True)
     try:
@@ -327,7 +328,7 @@ def test_a_small_disk_fills(megabytes: int, runs: Runs, fork_server: ForkServer,
     [([1, 2], 1), *(pytest.param([step], 2, marks=pytest.mark.stress) for step in (1, 3, 9))],
 )
 def test_loader_workers_that_are_killed(steps: list[int], workers: int, runs: Runs, figure: Callable):
-    """Others replace them once in an epoch. The second time the run saves, ends with one line, and resumes."""
+    """New workers replace them once in an epoch. The second time the run saves, ends with one line, and resumes."""
     command = {"more": [f"data.workers={workers}"]}
     status, job, output = runs.launch(
         *[("train.nn.utils.clip_grad_norm_", step, "workers") for step in steps], **command
@@ -347,7 +348,7 @@ def test_loader_workers_that_are_killed(steps: list[int], workers: int, runs: Ru
 
 @pytest.mark.stress
 def test_workers_of_one_rank_that_are_killed(pairs: Runs, figure: Callable):
-    """Every rank ends, none with the status of a run that was stopped."""
+    """Every rank ends, and none ends with the status of a stopped run."""
     faults = [("train.nn.utils.clip_grad_norm_", step, "workers") for step in (1, 2)]
     statuses, job, output = pairs.launch(*faults, rank=1, more=["data.workers=1"])
     assert statuses == [1, 1], job.text
@@ -376,7 +377,7 @@ SPOILERS = {
     "input": (PairMixup, "__call__", lambda value, args, result: result[0][0].fill_(value)),
     "weight": (FiniteGuard, "begin_update", lambda value, args, _: args[1].head.bias.data.fill_(value)),
 }
-"""What is overwritten -> owner and name of a function that every pass calls once, and what is done after it."""
+"""Spoilt value -> owner and name of a function that every pass calls once, and the action after it."""
 
 
 def gradient_of(optimizer: torch.optim.Optimizer) -> torch.Tensor:
@@ -439,7 +440,7 @@ def test_what_is_not_finite_reaches_no_checkpoint(
 
 
 class Two(World):
-    """Two ranks, of which the second sends what a test says."""
+    """Two ranks, of which the second sends the values that a test chooses."""
 
     def send(self, values):
         rows = [[float(value) for value in values], list(self.second)]
@@ -458,27 +459,41 @@ class Two(World):
 def test_one_exchange_carries_losses_norm_flags_and_broken_images(second: list[float], expected: tuple):
     world = Two(torch.device("cpu"), 0, 2)
     object.__setattr__(world, "second", second)
-    assert exchange(world, torch.tensor(3.0), torch.tensor(0.5), False, 2, True)() == expected
+    checked: list[tuple] = []
+    run = SimpleNamespace(train=Train(), data=Data())
+    exchange = UpdateExchange(run, world, Progress(), lambda losses, norm, ago: not checked.append((losses, norm, ago)))
+    assert exchange.accepts(torch.tensor(3.0), torch.tensor(0.5), False, 2, True)
+    losses, norm, stop, num_broken, overdue = expected
+    assert checked == [(losses, norm, 0)]
+    assert (exchange.norm, exchange.stopped, exchange.progress.broken, exchange.overdue) == (
+        norm,
+        stop,
+        num_broken,
+        overdue,
+    )
 
 
-def guard_of(options: Train, progress: Progress, world: World, late: bool = False) -> tuple[FiniteGuard, list]:
-    """A guard, and what it dumps; on a GPU it reads `late`."""
+def exchange_of(options: Train, progress: Progress, world: World, late: bool = False) -> tuple[UpdateExchange, list]:
+    """An exchange with a guard, and what that dumps; on a GPU it reads `late`."""
     dumped = []
-    guard = FiniteGuard(SimpleNamespace(train=options, data=Data()), world, progress, lambda *what: dumped.append(what))
-    guard.reads_late = late
-    return guard, dumped
+    guard = FiniteGuard(options, progress, lambda *what: dumped.append(what))
+    exchange = UpdateExchange(SimpleNamespace(train=options, data=Data()), world, progress, guard.check)
+    exchange.reads_late = late
+    return exchange, dumped
 
 
-def update_twice(guard: FiniteGuard, **values: float) -> None:
+def update_twice(exchange: UpdateExchange, **values: float) -> None:
     """An update, and one after it, which reads it if it is read late."""
-    assert update(guard, **values)
-    assert update(guard)
+    assert update(exchange, **values)
+    assert update(exchange)
 
 
-def update(guard: FiniteGuard, loss: float = 1.0, norm: float = 1.0, stop: bool = False, overdue: bool = False) -> bool:
+def update(
+    exchange: UpdateExchange, loss: float = 1.0, norm: float = 1.0, stop: bool = False, overdue: bool = False
+) -> bool:
     """One update, as train.py makes it."""
-    accepted = guard.accepts(torch.tensor(loss), torch.tensor(norm), stop, 0, overdue)
-    guard.progress.step += 1
+    accepted = exchange.accepts(torch.tensor(loss), torch.tensor(norm), stop, 0, overdue)
+    exchange.progress.step += 1
     return accepted
 
 
@@ -486,49 +501,51 @@ def update(guard: FiniteGuard, loss: float = 1.0, norm: float = 1.0, stop: bool 
 def test_the_rank_is_named(late: bool):
     world = Two(torch.device("cpu"), 0, 2)
     object.__setattr__(world, "second", [1.0, 0.5, 0.0, 0.0, 0.0])
-    guard, dumped = guard_of(Train(), Progress(), world, late)
-    assert update(guard, 3.0)
+    exchange, dumped = exchange_of(Train(), Progress(), world, late)
+    assert update(exchange, 3.0)
     assert not dumped
     world.second[0] = math.nan
     end = "no checkpoint was made after it" if late else "stopped before the update"
     with pytest.raises(FloatingPointError, match=f"step 1: the loss is not finite on rank 1; {end}"):
-        update_twice(guard)
+        update_twice(exchange)
     assert dumped == [(f"the loss is not finite on rank 1; {end}", int(late))]
 
 
 @pytest.mark.parametrize(("loss", "norm"), [(math.nan, 1.0), (1.0, math.inf)])
 def test_what_is_read_late_is_read_before_the_next_update_and_before_a_checkpoint(loss: float, norm: float):
-    for end in (update, FiniteGuard.settle):
-        guard, dumped = guard_of(Train(), Progress(), World(torch.device("cpu")), late=True)
-        assert update(guard)
-        assert update(guard, loss, norm)
-        assert guard.progress.num_summed == 1
+    for end in (update, UpdateExchange.settle):
+        exchange, dumped = exchange_of(Train(), Progress(), World(torch.device("cpu")), late=True)
+        assert update(exchange)
+        assert update(exchange, loss, norm)
+        assert exchange.progress.num_summed == 1
         with pytest.raises(FloatingPointError, match=r"step 1: .* no checkpoint was made after it"):
-            end(guard)
+            end(exchange)
         assert [ago for _, ago in dumped] == [1]
 
 
 def test_what_is_read_late_is_not_lost():
     progress = Progress()
-    guard, _ = guard_of(Train(), progress, World(torch.device("cpu")), late=True)
-    assert update(guard, 2.0, 3.0)
-    assert update(guard, 4.0, 5.0, stop=True)
-    assert (progress.loss_sum, progress.num_summed, guard.norm, guard.stopped) == (2.0, 1, 3.0, False)
+    exchange, _ = exchange_of(Train(), progress, World(torch.device("cpu")), late=True)
+    assert update(exchange, 2.0, 3.0)
+    assert update(exchange, 4.0, 5.0, stop=True)
+    assert (progress.loss_sum, progress.num_summed, exchange.norm, exchange.stopped) == (2.0, 1, 3.0, False)
     for _ in range(2):
-        guard.settle()
-        assert (progress.loss_sum, progress.num_summed, guard.norm, guard.stopped) == (6.0, 2, 5.0, True)
+        exchange.settle()
+        assert (progress.loss_sum, progress.num_summed, exchange.norm, exchange.stopped) == (6.0, 2, 5.0, True)
 
 
 @pytest.mark.parametrize(("first", "late", "saved"), [(0, 0, []), (0, 1, []), (1, 0, [1, 2, 3, 4]), (1, 1, [2, 4])])
 def test_all_ranks_save_by_the_clock_of_the_first(first: int, late: int, saved: list[int]):
-    """Else one rank alone might find what is read late, and end, while the others wait for it in the next update."""
+    """All ranks save at the same update, so that none ends alone while the others wait for it in the next."""
     world = Two(torch.device("cpu"), 1, 2)
     object.__setattr__(world, "send", lambda values: lambda: [[1.0, 1.0, 0.0, 0.0, first], [*map(float, values)]])
-    guard, _ = guard_of(Train(), Progress(), world, bool(late))
+    exchange, _ = exchange_of(Train(), Progress(), world, bool(late))
     steps: list[int] = []
-    trainer = MagicMock(options=Train(total_batch_size=1), progress=guard.progress, guard=guard, model=nn.Identity())
+    trainer = MagicMock(
+        options=Train(total_batch_size=1), progress=exchange.progress, exchange=exchange, model=nn.Identity()
+    )
     trainer.sampler = SimpleNamespace(stop=4, updates_per_epoch=4)
-    trainer.update = lambda batches: guard.accepts(torch.tensor(1.0), torch.tensor(1.0), False, 0, not first)
+    trainer.update = lambda batches: exchange.accepts(torch.tensor(1.0), torch.tensor(1.0), False, 0, not first)
     trainer.checkpoints.is_due = trainer.is_evaluated = lambda number: False
     trainer.checkpoints.save = lambda progress, stateful: steps.append(progress.step)
     trainer.save = partial(train.Trainer.save, trainer)
@@ -540,35 +557,35 @@ def test_all_ranks_save_by_the_clock_of_the_first(first: int, late: int, saved: 
 def test_only_a_gpu_is_read_late_and_only_where_no_update_is_skipped(tmp_path: Path):
     for device, max_skipped, late in (("cuda", 0, True), ("cuda", 1, False), ("cpu", 0, False)):
         run = SimpleNamespace(train=Train(max_skipped=max_skipped), data=Data())
-        assert FiniteGuard(run, World(torch.device(device)), Progress(), print).reads_late == late
+        assert UpdateExchange(run, World(torch.device(device)), Progress(), print).reads_late == late
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_with_loss_scaling_a_gradient_may_be_infinite(late: bool):
-    guard, _ = guard_of(Train(amp="fp16"), Progress(), World(torch.device("cpu")), late)
-    assert update(guard, norm=math.inf)
-    guard.settle()
+    exchange, _ = exchange_of(Train(amp="fp16"), Progress(), World(torch.device("cpu")), late)
+    assert update(exchange, norm=math.inf)
+    exchange.settle()
 
 
 @pytest.mark.parametrize("late", [False, True])
 def test_only_so_many_overflows_in_a_row_are_skipped(late: bool):
     options, progress = Train(amp="fp16", max_overflows=3), Progress()
-    guard, dumped = guard_of(options, progress, World(torch.device("cpu")), late)
+    exchange, dumped = exchange_of(options, progress, World(torch.device("cpu")), late)
     for norm in (math.inf, math.nan, math.inf, 1.0, math.inf, math.inf):
-        assert update(guard, norm=norm)
-    guard.settle()
-    guard.settle()
+        assert update(exchange, norm=norm)
+    exchange.settle()
+    exchange.settle()
     assert (progress.num_overflows, dumped) == (2, [])
-    guard, dumped = guard_of(options, Progress(**vars(progress)), guard.world, late)  # resumed
-    assert update(guard, norm=math.inf)
+    exchange, dumped = exchange_of(options, Progress(**vars(progress)), exchange.world, late)  # resumed
+    assert update(exchange, norm=math.inf)
     message = r"^step 7: the gradient was not finite in 4 updates in a row.*train\.max_overflows = 3; lower optim\.lr"
     with pytest.raises(FloatingPointError, match=message):
-        update_twice(guard, norm=math.inf)
+        update_twice(exchange, norm=math.inf)
     assert len(dumped) == 1
 
 
 def test_loss_scaling_does_not_skip_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
-    """The count outlives the process."""
+    """The count of skipped updates outlives the process."""
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(RUN))
     plain = ["attention={name: softmax}", "augment.auto_augment=null", "schedule.epochs=1", "schedule.warmup_epochs=0"]
     command = [str(tmp_path / "run.yaml"), *plain, "train.amp=fp16", "--output", str(tmp_path / "run")]

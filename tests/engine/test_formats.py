@@ -16,11 +16,12 @@ from PIL import Image
 from torchvision.datasets import CIFAR10
 
 from attention.options import OptionError
-from engine import formats, idx, prepare, verify
-from engine.data import classes_of, create_loaders, open_split
-from engine.distributed import World
-from engine.images import BrokenImage
-from engine.schema import Augment, Data, Run, Train
+from engine.config.schema import Augment, Data, Run, Train
+from engine.data import datasets, idx, prepare, verify
+from engine.data.images import BrokenImage
+from engine.data.loaders import create_loaders
+from engine.data.splits import classes_of, open_split
+from engine.runtime.distributed import World
 from tests.engine.test_resume import Runs, choose_kill
 from tests.support.launcher import ForkServer
 
@@ -89,7 +90,7 @@ def write_hfds(root) -> None:
 
 
 def write_parquet(path, images, labels, classes: list[str] | None) -> None:
-    """Rows of images and labels as the library writes them, with the names of the classes if there are any."""
+    """Writes rows of images and labels with the library, with class names if there are any."""
     import pyarrow
     from pyarrow import parquet
 
@@ -151,7 +152,7 @@ def folder(tmp_path_factory):
 
 
 def read_epoch(options, start: int = 0) -> list[torch.Tensor]:
-    """Images, augmented, and labels of an epoch from a position on."""
+    """Augmented images, and labels, of an epoch from a position on."""
     run = Run(
         model={},
         attention="softmax",
@@ -263,7 +264,7 @@ def test_a_shard_without_labels_is_refused(tmp_path, change, problem):
 
 
 def test_a_sample_that_comes_twice_is_refused(tmp_path):
-    """The later one would take the place of the first."""
+    """The later sample would replace the first."""
     write_shard(tmp_path / "train-0.tar", [sample(1), sample(2), sample(1)])
     with pytest.raises(OptionError, match=r"'train-0.tar' holds '00001.png' twice; names of samples must differ"):
         open_wds(tmp_path)
@@ -323,7 +324,7 @@ def test_damaged_files_of_torchvision_are_refused(tmp_path, ending, content):
     ],
 )
 def test_what_is_missing_is_named(tmp_path, monkeypatch, options, key, problem):
-    monkeypatch.setattr(formats.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(datasets.importlib.util, "find_spec", lambda name: None)
     options = {"root": "{root}"} | options
     root = options.pop("root")
     with pytest.raises(OptionError) as caught:

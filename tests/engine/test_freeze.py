@@ -1,4 +1,4 @@
-"""Frozen weights: which they are, that neither they nor their statistics move, and that a run of them resumes."""
+"""Frozen weights: their choice, their constant values and statistics, and runs that resume with them."""
 
 from pathlib import Path
 
@@ -6,15 +6,17 @@ import pytest
 import safetensors.torch
 import torch
 
-from engine.checkpoint import Checkpoints, find_checkpoint
-from engine.config import ConfigError, load_run
-from engine.distributed import World, seed_everything
-from engine.freeze import describe_freeze, freeze, set_train_mode
-from engine.init import create_initial_model
-from engine.optim import create_optimizer
-from engine.progress import Progress
-from engine.schema import Run
+from engine.checkpoints.files import find_checkpoint
+from engine.checkpoints.initial_weights import create_initial_model
+from engine.checkpoints.progress import Progress
+from engine.config.load import load_run
+from engine.config.schema import Run
+from engine.runtime.distributed import World, seed_everything
+from engine.runtime.errors import ConfigError
+from engine.training.optim import create_optimizer
+from engine.training.resume import Checkpoints
 from models import create_model
+from models.freeze import describe_freeze, freeze, set_train_mode
 from tests.engine.test_resume import Runs
 from tests.engine.test_train import start
 from tests.support.launcher import ROOT, ForkServer
@@ -22,7 +24,7 @@ from tests.support.launcher import ROOT, ForkServer
 WORLD = World(torch.device("cpu"))
 SMALL = {"img_size": 16, "patch_size": 4, "embed_dim": 12, "depth": 2, "num_heads": 3, "num_classes": 10}
 STEM = [f"patch_embed.proj.{i}.{kind}" for i in (1, 4) for kind in ("running_mean", "running_var")]
-"""What the BatchNorm layers of the stem measure."""
+"""Running statistics of the BatchNorm layers of the stem."""
 
 
 def deit(**options) -> torch.nn.Module:
@@ -108,7 +110,7 @@ def test_an_optimizer_has_only_what_is_trained(overrides):
 
 @pytest.mark.parametrize(("patterns", "moves"), [("patch_embed", False), ("patch_embed.proj.0", True)])
 def test_statistics_of_frozen_layers_do_not_move(patterns: str, moves: bool):
-    """A BatchNorm layer whose weights are trained measures on."""
+    """A BatchNorm layer with trained weights updates its statistics."""
     model = deit()
     freeze(model, patterns)
     model.eval()
@@ -122,7 +124,7 @@ def test_statistics_of_frozen_layers_do_not_move(patterns: str, moves: bool):
 
 
 def test_a_run_trains_the_rest(tmp_path: Path):
-    """Its average too; with every switch that looks at gradients or at layers."""
+    """Weights and averaged weights, under every switch that looks at gradients or at layers."""
     frozen = "[patch_embed, blocks.0, pos_embed]"
     switches = ("train.ema_decay=0.5", "train.grad_checkpointing=true", "optim.layer_decay=0.7", "train.max_skipped=1")
     last = start(tmp_path, "model.stem=conv", f"train.freeze={frozen}", *switches)
@@ -160,7 +162,7 @@ def test_one_line_says_what_is_trained_and_random_weights_are_warned_of(tmp_path
 
 
 def test_the_optimizers_state_is_of_the_weights_it_was_made_for(tmp_path: Path):
-    """Another part of as many weights would else get the state of the first."""
+    """Another part with as many weights would get the state of the first."""
     model, run = deit(), run_of("train.freeze=blocks.0")
     freeze(model, "blocks.0")
     optimizer = create_optimizer(model, run.optim, 16)
@@ -197,14 +199,18 @@ def test_a_run_of_frozen_weights_resumes_to_the_same_bits(
     for name in STEM if "head" not in overrides[0] else ():
         value = last["model"][name]
         assert torch.equal(value, torch.zeros_like(value) if name.endswith("mean") else torch.ones_like(value)), name
-    for target, call in [("train.seed_everything", 4), ("engine.finite.exchange", 2), ("os.replace", 5)]:
+    for target, call in [
+        ("train.seed_everything", 4),
+        ("engine.training.exchange.UpdateExchange.accepts", 2),
+        ("os.replace", 5),
+    ]:
         assert -9 in runs.survives((target, call, "SIGKILL"))
 
 
 @pytest.mark.stress
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo asks for it
 def test_a_compiled_run_trains_the_rest(tmp_path: Path):
-    """By the code generator, as users run it."""
+    """The blocks are compiled by the default backend, as for users."""
     (tmp_path / "plain").mkdir()
     options = ("model.stem=conv", "train.freeze=[patch_embed, blocks.0]", "optim.opt=sgd")
     expected = start(tmp_path / "plain", *options)["model"]

@@ -9,9 +9,9 @@ import pytest
 from PIL import Image
 
 from attention.options import OptionError
-from engine import sample, verify
-from engine.data import classes_of, open_split
-from engine.schema import Data
+from engine.config.schema import Data
+from engine.data import sample, verify
+from engine.data.splits import classes_of, open_split
 
 REFERENCE = Path(__file__).parents[2] / "reference"
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 3, 5), dtype=np.uint8)
@@ -20,7 +20,7 @@ IMAGES_HEADER, LABELS_HEADER = struct.pack(">4I", 2051, 6, 3, 5), struct.pack(">
 
 
 def write(root, images: bytes | None = None, labels: bytes | None = None, ending: str = "") -> None:
-    """A split by hand, its two files as they are given, or else sound."""
+    """Writes a split by hand, with the given files or sound ones."""
     pack = gzip.compress if ending else bytes
     (root / f"train-images-idx3-ubyte{ending}").write_bytes(images or pack(IMAGES_HEADER + PIXELS.tobytes()))
     (root / f"train-labels-idx1-ubyte{ending}").write_bytes(labels or pack(LABELS_HEADER + LABELS.tobytes()))
@@ -125,7 +125,7 @@ def test_the_shipped_sample_is_balanced():
 
 
 def test_statistics_are_those_of_the_pixels(tmp_path, capsys):
-    """Of grey images one mean and one deviation, of colours three."""
+    """Grey images have one mean and one deviation, colour images three."""
     write(tmp_path)
     for index, (name, width) in enumerate([("a", 4), ("a", 7), ("b", 9)]):
         (tmp_path / "colours" / name).mkdir(parents=True, exist_ok=True)

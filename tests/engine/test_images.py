@@ -12,15 +12,16 @@ import torch
 from PIL import Image
 
 from bench.loading import write_jpegs
-from engine.data import classes_of, count_broken, create_loaders, create_val_loader
-from engine.distributed import World, seed_everything
-from engine.files import open_regular
-from engine.images import BrokenImage, decode
-from engine.schema import Augment, Data, Run, Train
-from tests.support.zoo import WHITE, ZOO
+from engine.config.schema import Augment, Data, Run, Train
+from engine.data.images import BrokenImage, decode
+from engine.data.loaders import count_broken, create_loaders, create_val_loader
+from engine.data.splits import classes_of
+from engine.runtime.distributed import World, seed_everything
+from engine.runtime.files import open_regular
+from tests.support.image_files import IMAGE_FILES, WHITE
 
-SHOWN = [name for name, animal in ZOO.items() if not isinstance(animal.shown, str)]
-REFUSED = [name for name in ZOO if name not in SHOWN]
+SHOWN = [name for name, file in IMAGE_FILES.items() if not isinstance(file.shown, str)]
+REFUSED = [name for name in IMAGE_FILES if name not in SHOWN]
 
 
 SPECIAL = {
@@ -29,7 +30,7 @@ SPECIAL = {
     "nowhere.jpg": "No such file",
     "linked.jpg": None,
 }
-"""Files that are made of no content: why they are refused; the last is a link to a whole image."""
+"""Special files -> reason of their refusal; the last is a link to a whole image."""
 
 WHOLE = {*SHOWN, "linked.jpg"}
 BROKEN = {*REFUSED, *SPECIAL} - WHOLE
@@ -39,21 +40,21 @@ CPU = World(torch.device("cpu"))
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_shown(name):
-    image = decode(io.BytesIO(ZOO[name].content))
+    image = decode(io.BytesIO(IMAGE_FILES[name].content))
     assert (image.mode, image.size) == ("RGB", (16, 8))
     pixels = np.asarray(image).astype(int)
-    expected = np.array(ZOO[name].shown).reshape(2, 2, 3)
+    expected = np.array(IMAGE_FILES[name].shown).reshape(2, 2, 3)
     tolerance = 8 if name.endswith("jpg") else 1  # what JPEG loses; rounding of alpha
     assert np.abs(pixels[2:8:4, 4:16:8] - expected).max() <= tolerance
 
 
 @pytest.mark.parametrize("name", SHOWN)
 def test_shown_in_grey(name):
-    """Grey levels as they are, and the luma of colours."""
-    image = decode(io.BytesIO(ZOO[name].content), "L")
+    """Grey levels are kept, and colours become their luma."""
+    image = decode(io.BytesIO(IMAGE_FILES[name].content), "L")
     assert (image.mode, image.size) == ("L", (16, 8))
     pixels = np.asarray(image).astype(int)
-    expected = np.array(ZOO[name].shown).reshape(2, 2, 3) @ [0.299, 0.587, 0.114]
+    expected = np.array(IMAGE_FILES[name].shown).reshape(2, 2, 3) @ [0.299, 0.587, 0.114]
     exact = (expected == np.round(expected)).all() and not name.endswith("jpg")
     assert np.abs(pixels[2:8:4, 4:16:8] - expected).max() <= (1e-9 if exact else 8 if name.endswith("jpg") else 1)
 
@@ -61,20 +62,20 @@ def test_shown_in_grey(name):
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("mode", ["RGB", "L"])
 def test_refused(name, mode):
-    with pytest.raises(BrokenImage, match=ZOO[name].shown) as caught:
-        decode(io.BytesIO(ZOO[name].content), mode)
+    with pytest.raises(BrokenImage, match=IMAGE_FILES[name].shown) as caught:
+        decode(io.BytesIO(IMAGE_FILES[name].content), mode)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 250
 
 
 @pytest.fixture(scope="module")
-def zoo_root(tmp_path_factory):
-    """The zoo as a training and a validation split, every file a class of its own, and files that are no files."""
-    root = tmp_path_factory.mktemp("zoo")
+def root(tmp_path_factory):
+    """Directory whose training and validation splits hold all image files, each in its own class, and special files."""
+    root = tmp_path_factory.mktemp("image_files")
     for split in ("train", "val"):
-        for name, animal in ZOO.items():
+        for name, file in IMAGE_FILES.items():
             (root / split / name).mkdir(parents=True)
-            (root / split / name / name).write_bytes(animal.content)
+            (root / split / name / name).write_bytes(file.content)
         for name in SPECIAL:
             (root / split / name).mkdir()
         os.mkfifo(root / split / "pipe.jpg" / "pipe.jpg")
@@ -101,20 +102,15 @@ def names_of(images, batches) -> list[str]:
     return [classes[label] for _, labels in batches for label in labels]
 
 
-def test_the_zoo_is_large():
-    assert NUM >= 50
-    assert len(BROKEN) >= 20
-
-
 # Python 3.12 warns of fork, Linux's way to start workers there, where the operating system counts torch's idle threads.
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 @pytest.mark.parametrize(("size", "workers"), [(1, 0), (1, 2), (2, 0)])
-def test_training_skips_and_counts(zoo_root, capsys, size, workers):
-    """The order without the broken images, in as many batches as with them, on every rank."""
+def test_training_skips_and_counts(root, capsys, size, workers):
+    """Every rank has the order without the broken images, in as many batches as with them."""
     batch_size = 18 * size
     epoch, seen, reported = NUM // batch_size * batch_size, [], set()
     for rank in range(size):
-        run, world = make_run(zoo_root, NUM, workers, batch_size), World(CPU.device, rank, size)
+        run, world = make_run(root, NUM, workers, batch_size), World(CPU.device, rank, size)
         loader, _, augment = create_loaders(run, world, img_size=16, num_classes=NUM)
         classes = classes_of(loader.dataset.dataset)
         order = [classes[index] for index, _, _ in loader.sampler]  # a class and its file have the same number
@@ -139,39 +135,39 @@ def test_training_skips_and_counts(zoo_root, capsys, size, workers):
     assert reported == BROKEN & set(seen)
 
 
-def test_training_stops_above_the_limit(zoo_root):
-    loader = create_loaders(make_run(zoo_root, NUM, 0, NUM), CPU, img_size=16, num_classes=NUM)[0]
+def test_training_stops_above_the_limit(root):
+    loader = create_loaders(make_run(root, NUM, 0, NUM), CPU, img_size=16, num_classes=NUM)[0]
     (batch,) = loader
     assert (len(batch[1]), len(loader.broken)) == (len(WHOLE), len(BROKEN))
     assert count_broken(loader, len(BROKEN), CPU) == len(BROKEN)
     with pytest.raises(BrokenImage, match=rf"^{len(BROKEN)} images of this epoch are broken, more than"):
         count_broken(loader, len(BROKEN) - 1, CPU)
     for max_broken in (0, len(BROKEN) - 1):
-        loader = create_loaders(make_run(zoo_root, max_broken, 0, NUM), CPU, img_size=16, num_classes=NUM)[0]
+        loader = create_loaders(make_run(root, max_broken, 0, NUM), CPU, img_size=16, num_classes=NUM)[0]
         with pytest.raises(BrokenImage, match=rf"data.max_broken = {max_broken} of an epoch"):
             list(loader)
 
 
-def test_training_stops_at_a_batch_of_nothing(zoo_root):
-    loader = create_loaders(make_run(zoo_root, NUM, 0, 1), CPU, img_size=16, num_classes=NUM)[0]
+def test_training_stops_at_a_batch_of_nothing(root):
+    loader = create_loaders(make_run(root, NUM, 0, 1), CPU, img_size=16, num_classes=NUM)[0]
     with pytest.raises(BrokenImage, match="too many broken images"):
         list(loader)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-def test_validation_refuses(zoo_root, workers):
-    loader = create_loaders(make_run(zoo_root, NUM, workers), CPU, img_size=16, num_classes=NUM)[1]
+def test_validation_refuses(root, workers):
+    loader = create_loaders(make_run(root, NUM, workers), CPU, img_size=16, num_classes=NUM)[1]
     with pytest.raises(BrokenImage, match=r"^16_bit_clear\.png/.*: .*refused in validation.*--skip-broken"):
         list(loader)
 
 
 @pytest.mark.parametrize(("size", "batch_size"), [(1, 1), (1, 7), (1, 64), (3, 7)])
-def test_validation_leaves_out_on_demand(zoo_root, size, batch_size, figure):
+def test_validation_leaves_out_on_demand(root, size, batch_size, figure):
     whole, broken = [], []
     for rank in range(size):
         loader = create_val_loader(
-            make_run(zoo_root, 0),
+            make_run(root, 0),
             World(CPU.device, rank, size),
             img_size=16,
             num_classes=NUM,
@@ -184,7 +180,7 @@ def test_validation_leaves_out_on_demand(zoo_root, size, batch_size, figure):
         whole += names
         broken += loader.broken
     assert sorted(whole) == sorted(WHOLE)
-    reasons = {name: ZOO[name].shown for name in REFUSED} | SPECIAL
+    reasons = {name: IMAGE_FILES[name].shown for name in REFUSED} | SPECIAL
     assert sorted(line.split("/")[0] for line in broken) == sorted(BROKEN)
     for line in broken:
         name, _, reason = line.partition("/")

@@ -1,4 +1,4 @@
-"""Weights of other models at the start of a run: what fits is loaded, and a table says what became of each."""
+"""Weights of other models at the start of a run: fitting weights are loaded, and a table reports each."""
 
 import itertools
 import re
@@ -12,16 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from attention import ATTENTION
-from engine.checkpoint import Checkpoints, load_checkpoint
-from engine.config import load_run
-from engine.distributed import World
-from engine.errors import UserError
-from engine.export import export_checkpoint
-from engine.fit import fit_weights
-from engine.init import create_initial_model
-from engine.progress import Progress
-from engine.schema import Run
-from engine.sources import EXPECTED, Source, read_weights
+from engine.checkpoints.adapt import fit_weights
+from engine.checkpoints.export import export_checkpoint
+from engine.checkpoints.files import load_checkpoint
+from engine.checkpoints.initial_weights import create_initial_model
+from engine.checkpoints.progress import Progress
+from engine.checkpoints.weight_sources import EXPECTED, Source, read_weights
+from engine.config.load import load_run
+from engine.config.schema import Run
+from engine.runtime.distributed import World
+from engine.runtime.errors import UserError
+from engine.training.resume import Checkpoints
 from models import create_model
 from tests.support.facts import stated
 from tests.support.launcher import ROOT
@@ -47,7 +48,7 @@ def build(attention="softmax", **options) -> nn.Module:
 
 
 def fit(model: nn.Module, state: dict[str, Tensor], source: nn.Module | None = None) -> dict[str, list[str]]:
-    """Loads what fits, and says what became of each weight."""
+    """Loads the weights that fit, and returns the outcome of each."""
     taken, outcome = fit_weights(model, Source(state, source), "init.weights=file")
     model.load_state_dict(taken, strict=False)
     assert sorted(taken) == sorted(name.split(" ")[0] for name in outcome["loaded"] + outcome["adapted"])
@@ -255,7 +256,7 @@ HEADS = (
 
 @pytest.mark.parametrize("make", [build, stock])
 def test_another_number_of_heads_is_refused(make):
-    """The projections have the same shapes, but are cut into heads otherwise."""
+    """The projections have the same shapes, but another number of heads."""
     source = make(num_heads=4)
     with pytest.raises(UserError, match=HEADS % (4, 2, 4)):
         fit(build(), source.state_dict(), source)
@@ -349,7 +350,7 @@ def test_another_family_is_refused_in_one_line_that_says_what_it_is(name, says):
 
 
 def test_a_configuration_that_is_not_of_its_weights_is_refused():
-    """As no program writes it."""
+    """No program writes such a file."""
     local = {"name": "local", "window_size": 4}
     source = build(local)
     for other in (build("softmax"), build(local, depth=1)):
@@ -396,7 +397,7 @@ def start(run: Run, output: Path) -> nn.Module:
 
 
 def test_an_own_run_its_checkpoint_and_its_export_start_another(tmp_path, capsys):
-    """With the grid of the source, which is no square; the table says it all, once, and not where the run resumes."""
+    """The source has a grid that is not square. The table is printed once, and not when the run resumes."""
     run, before, output = run_of("model.img_size=[32, 48]"), tmp_path / "before", tmp_path / "after"
     before.mkdir()
     output.mkdir()
@@ -506,7 +507,9 @@ def test_timms_errors_are_one_line():
 
 def test_images_normalised_otherwise_are_warned_of(tmp_path, capsys, monkeypatch):
     images = {"mean": (0.5, 0.5, 0.5), "std": (0.25, 0.25, 0.25)}  # the quickstart has 0.5 for both
-    monkeypatch.setattr("engine.init.read_weights", lambda name: Source(stock().state_dict(), images=images))
+    monkeypatch.setattr(
+        "engine.checkpoints.initial_weights.read_weights", lambda name: Source(stock().state_dict(), images=images)
+    )
     start(run_of("init.weights=timm:any"), tmp_path)
     hint = "warning: data.std is [0.5, 0.5, 0.5], that of these weights was [0.25, 0.25, 0.25]"
     assert capsys.readouterr().err == f"{hint}: data.std=[0.25, 0.25, 0.25] keeps it\n"
@@ -514,7 +517,7 @@ def test_images_normalised_otherwise_are_warned_of(tmp_path, capsys, monkeypatch
 
 @pytest.mark.parametrize("name", [name for name, own in stated("LEARNED").items() if "key_positions" in own])
 def test_positions_of_keys_are_resampled_as_images_of_the_grid(name):
-    """The grid is that of the source's model; a square, where it is not known."""
+    """The grid is the source model's, or a square if that is unknown."""
     source, model = (build(name, img_size=size) for size in ((32, 64), (48, 32)))
     table = torch.linspace(0, 1, 8)[:, None].expand(8, 4)  # a ramp down the columns of the source's 4 x 8 patches
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The JSON Schema that editors read: it is the dataclasses', and refuses what a mistake of typing makes."""
+"""The JSON Schema that editors read agrees with the dataclasses and refuses typing mistakes."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from attention import ATTENTION
-from engine.json_schema import describe, main
+from engine.config.json_schema import describe, main
 from models import MODELS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -21,7 +21,7 @@ def test_the_file_is_what_the_command_writes(tmp_path, capsys):
     main([str(tmp_path / "schema.json")])
     assert capsys.readouterr().out == f"{tmp_path / 'schema.json'}\n"
     assert (tmp_path / "schema.json").read_bytes() == describe()
-    assert (CONFIGS / "schema.json").read_bytes() == describe(), "run: python -m engine.json_schema"
+    assert (CONFIGS / "schema.json").read_bytes() == describe(), "run: python -m engine.config.json_schema"
 
 
 def test_it_is_a_schema_and_every_shipped_configuration_is_valid():

@@ -1,4 +1,4 @@
-"""The logs that a run leaves, and docs/logs.md, which names every field of the records, and none that is not there."""
+"""The logs that a run leaves, and docs/logs.md, which names exactly the fields of the records."""
 
 import re
 from contextlib import redirect_stderr, redirect_stdout
@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.metrics import TOTALS, read_records
-from engine.progress import Progress
-from engine.report import Report
-from tests.engine.test_report import RUN
+from engine.checkpoints.progress import Progress
+from engine.reporting.metrics import TOTALS, read_records
+from engine.reporting.recorder import Recorder
+from tests.engine.test_recorder import RUN
 from tests.engine.test_train import start
 
 TEXT = (Path(__file__).parents[2] / "docs" / "logs.md").read_text()
@@ -31,7 +31,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
 
 
 def test_a_run_keeps_its_console(run: SimpleNamespace):
-    """All of it, from the weights to the last line, which names the logs; a launch that is refused adds nothing."""
+    """The log has every line, and its last line names the logs; a refused launch adds nothing."""
     path = run.directory / "console.log"
     text = path.read_text()
     assert run.err in text
@@ -45,15 +45,15 @@ def test_a_run_keeps_its_console(run: SimpleNamespace):
 
 
 def test_every_field_and_kind_is_documented_and_there(run: SimpleNamespace, tmp_path: Path):
-    """Of a run, and of what seldom happens."""
+    """The records are those of a run, and of rare events."""
     cpu = torch.device("cpu")
-    with pytest.raises(ValueError, match="a reason"), Report(tmp_path, RUN, Progress(), 1, cpu):
+    with pytest.raises(ValueError, match="a reason"), Recorder(tmp_path, RUN, Progress(), 1, cpu):
         raise ValueError("a reason")
-    with Report(tmp_path, RUN, Progress(), 1, cpu) as report:
-        report.num_gpus = 1
-        report.skip(1, 1)
-        report.eval(1, {"broken": 1})
-        report.final(broken=1, best_loss=0.5, best_ema_loss=0.5)
+    with Recorder(tmp_path, RUN, Progress(), 1, cpu) as recorder:
+        recorder.num_gpus = 1
+        recorder.skip(1, 1)
+        recorder.eval(1, {"broken": 1})
+        recorder.final(broken=1, best_loss=0.5, best_ema_loss=0.5)
     found: dict[str, set[str]] = {}
     for record in [*read_records(run.directory), *read_records(tmp_path)]:
         for name in record:

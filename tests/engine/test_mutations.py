@@ -16,8 +16,9 @@ import pytest
 import yaml
 
 from attention import AttentionFactory
-from engine.config import ConfigError, dump_run, load_run
-from engine.schema import Run
+from engine.config.load import dump_run, load_run
+from engine.config.schema import Run
+from engine.runtime.errors import ConfigError
 from models import parse_model
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*/*.yaml"))

@@ -10,19 +10,19 @@ from timm.optim import list_optimizers
 from torch import nn
 
 from attention.options import OptionError
-from engine.checkpoint import Checkpoints
-from engine.config import load_run
-from engine.distributed import World, seed_everything
-from engine.errors import UserError
-from engine.optim import (
+from engine.checkpoints.progress import Progress
+from engine.config.load import load_run
+from engine.config.schema import Optim, Run, Schedule
+from engine.runtime.distributed import World, seed_everything
+from engine.runtime.errors import UserError
+from engine.training.optim import (
     check_optimizer,
     create_optimizer,
     create_schedule,
     keep_weights_finite,
     restore_optimizer,
 )
-from engine.progress import Progress
-from engine.schema import Optim, Run, Schedule
+from engine.training.resume import Checkpoints
 from models import create_model
 from tests.engine.test_resume import digest
 from tests.support.launcher import ROOT
@@ -33,7 +33,7 @@ REFUSED = ("adahessian", "adan", "adanw", "cadan", "cadanw", *NEED_CUDA)
 ACCEPTED = [name for name in list_optimizers() if name not in REFUSED]
 
 LIGHT = ("adamw", "sgd", "lamb", "lambc", "adafactorbv", "adopt", "lion", "madgrad", "muon", "nadam", "rmsproptf")
-"""One of each kind: with steps in tensors, in numbers and in the groups, with dtypes, without any state."""
+"""Optimisers of each kind: steps in tensors, in numbers and in groups; dtypes as state; no state."""
 
 pytestmark = pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")  # by kron
 
@@ -45,7 +45,7 @@ def run() -> Run:
 
 
 class Weights(nn.Module):
-    """One of every number of dimensions, of which some optimisers factorise or orthogonalise a few."""
+    """A weight of every number of dimensions; some optimisers factorise or orthogonalise only some."""
 
     def __init__(self):
         super().__init__()
@@ -106,7 +106,7 @@ def test_an_option_that_was_changed_is_all_that_changes(name: str):
 
 
 def test_random_state_is_resumed():
-    """Kron keeps it beside the state of the weights."""
+    """Kron keeps such state beside the state of the weights."""
     former, optimizer = (create_optimizer(Weights(), Optim(opt="kron"), 512) for _ in range(2))
     former.rng.random()
     restore_optimizer(optimizer, former.state_dict(), former, "x")
@@ -134,13 +134,13 @@ def test_the_trial_sees_state_that_is_lost(monkeypatch: pytest.MonkeyPatch):
     def create(model: nn.Module, optim: Optim, total_batch_size: int) -> Forgetful:
         return Forgetful(model.parameters())
 
-    monkeypatch.setattr("engine.optim.create_optimizer", create)
+    monkeypatch.setattr("engine.training.optim.create_optimizer", create)
     with pytest.raises(OptionError, match="resumed, it makes other updates"):
         check_optimizer(Optim(), CPU)
 
 
 def test_state_of_other_groups_is_refused():
-    """Without weight decay timm makes one group, and the state of weights has their numbers in the groups."""
+    """timm makes one group without weight decay, and a weight's state is stored by its number in the groups."""
     former, optimizer = (create_optimizer(Weights(), Optim(weight_decay=value), 512) for value in (0.05, 0.0))
     with pytest.raises(UserError, match=r"^x: the checkpoint's state is for other groups of weights; optim\.weight_d"):
         restore_optimizer(optimizer, former.state_dict(), former, "x")
@@ -179,7 +179,7 @@ def trained(optimizer: torch.optim.Optimizer, model: nn.Module, value: float = 0
 
 @pytest.mark.parametrize("fused_before", [False, True])
 def test_a_run_may_go_on_with_a_fused_optimizer_or_without(fused_before: bool):
-    """The same weights, up to rounding: the two add up in another order."""
+    """The weights are equal up to rounding: the two sum in different orders."""
     options, (start, here, there) = Optim(), (nn.Linear(3, 5) for _ in range(3))
     before, after = (fuse, lambda x: x)[:: 1 if fused_before else -1]
     former = trained(before(create_optimizer(start, options, 8)), start)

@@ -1,4 +1,4 @@
-"""What validate.py writes of single images, and evaluation on other data: each held to an independent computation."""
+"""Files of validate.py, and evaluation on other data, against independent computations."""
 
 import csv
 import io
@@ -13,16 +13,18 @@ from PIL import Image
 from timm.data import RealLabelsImagenet
 
 from attention import OptionError
-from engine import outputs
-from engine.augment import create_transform
-from engine.classes import ClassSubset, match_classes, read_real_labels, real_accuracy
-from engine.config import dump_run, load_run
-from engine.data import DigitsReader, Images, show_images
-from engine.errors import UserError
-from engine.files import check_output, write_file
-from engine.fit import build_models
-from engine.images import BrokenImage
-from engine.records import Records
+from engine.checkpoints.adapt import build_models
+from engine.config.load import dump_run, load_run
+from engine.data.arrays import DigitsReader
+from engine.data.augment import create_transform
+from engine.data.images import BrokenImage
+from engine.data.loaders import show_images
+from engine.data.splits import Images
+from engine.evaluation.label_matching import ClassSubset, match_classes, read_real_labels, real_accuracy
+from engine.evaluation.predictions import PredictionTable
+from engine.reporting import outputs
+from engine.runtime.errors import UserError
+from engine.runtime.files import check_output, write_file
 from models import create_model
 
 ROOT = Path(__file__).parents[2]
@@ -36,8 +38,8 @@ def run():
     return load_run(ROOT / "configs/quickstart.yaml", [*OPTIONS, "attention=softmax"])
 
 
-def make_records(run, seed: int, omitted: int = 5) -> tuple[Records, np.ndarray]:
-    """Records of random logits of the held-out digits, as of images that were read but for one, and the logits."""
+def make_records(run, seed: int, omitted: int = 5) -> tuple[PredictionTable, np.ndarray]:
+    """Returns predictions of random logits for the held-out digits, without one unreadable image, and the logits."""
     images = Images(DigitsReader("val"))
     images.mode = "L"
     index = np.delete(np.arange(len(images)), omitted)
@@ -52,7 +54,7 @@ def make_records(run, seed: int, omitted: int = 5) -> tuple[Records, np.ndarray]
         classes,
         np.exp(np.take_along_axis(log_prob, classes, 1)),
     )
-    return Records(show_images(images, run), NAMES, *map(torch.from_numpy, found)), logits
+    return PredictionTable(show_images(images, run), NAMES, *map(torch.from_numpy, found)), logits
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +81,7 @@ def test_predictions_name_every_image_once(records):
             np.testing.assert_allclose(shown, probabilities[np.arange(359), place], rtol=1e-12)
 
 
-def confusion(found: Records, logits: np.ndarray) -> np.ndarray:
+def confusion(found: PredictionTable, logits: np.ndarray) -> np.ndarray:
     counts = np.zeros((10, 10), int)
     np.add.at(counts, (found.label.numpy(), logits.argmax(1)), 1)
     return counts
@@ -97,7 +99,7 @@ def test_the_confusion_matrix_is_complete(records):
 
 @pytest.fixture
 def as_figures(monkeypatch):
-    """What pictures show, which takes longest to draw."""
+    """Returns figures without encoding them, which takes longest."""
     monkeypatch.setattr(outputs, "encode", lambda figure, suffix: figure)
     monkeypatch.setattr(outputs, "GRID", 3)
 
@@ -173,7 +175,7 @@ def test_pictures_and_tables_of_imagenet(figure):
     generator = torch.Generator().manual_seed(0)
     label, classes = torch.arange(50_000) % 1000, torch.randint(1000, (50_000, 5), generator=generator)
     classes[:, 0] = torch.where(torch.rand(50_000, generator=generator) < 0.8, label, classes[:, 0])
-    found = Records(
+    found = PredictionTable(
         None, [f"n{i:08}" for i in range(1000)], torch.arange(50_000), label, label * 0.1, classes, classes * 0.0
     )
     rows = rows_of(outputs.confusion_csv({"ema": found}))
@@ -281,7 +283,7 @@ def test_a_subset_has_the_logits_of_its_classes():
 
 
 class NamedReader:
-    """Of images that are not there, whose names are ImageNet's."""
+    """Reader of images that do not exist, with ImageNet's file names."""
 
     def __init__(self):
         self.order = np.random.default_rng(0).permutation(40)
@@ -295,7 +297,7 @@ class NamedReader:
 
 
 def write_real(path: Path, reader: NamedReader, columns: list[int]) -> None:
-    """For most images their own class among others, for every seventh none."""
+    """Writes labels: every seventh image has none, all others have their own class and another."""
     labels = {int(reader.order[i]): [columns[reader.labels[i]], (3 * i) % 10] * (i % 7 > 0) for i in range(40)}
     path.write_text(json.dumps([labels[i] for i in range(40)]))
 
@@ -310,7 +312,7 @@ def test_real_labels_are_counted_as_timm_does(tmp_path, columns):
     full[:, columns] = logits  # of the model's classes, as timm takes them
     theirs.add_result(full)
     labels = read_real_labels(str(tmp_path / "real.json"), Images(reader), columns)
-    found = Records(None, NAMES, torch.arange(40), None, None, logits.topk(5).indices, None)
+    found = PredictionTable(None, NAMES, torch.arange(40), None, None, logits.topk(5).indices, None)
     ours = real_accuracy(found, labels)
     expected = {"real_top1": theirs.get_accuracy(1), "real_top5": theirs.get_accuracy(5), "real_images": 34}
     assert ours == pytest.approx(expected)

@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from engine import pathfinder, prepare
-from engine.idx import read_idx
+from engine.data import draw as pathfinder
+from engine.data.idx import read_idx
 
 TOKENS = 14
 
@@ -17,7 +17,7 @@ def draw(index: int, label: int, distractors: int = 0) -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def images() -> np.ndarray:
-    """(n, label, height, width): each drawing with the marks of either label."""
+    """Each drawing with the marks of either label, (n, label, height, width)."""
     return np.array([[draw(i, label, i % 2) for label in (0, 1)] for i in range(120)])
 
 
@@ -28,7 +28,7 @@ def tokens_of(images: np.ndarray) -> np.ndarray:
 
 
 def marks_of(images: np.ndarray) -> np.ndarray:
-    """Which tokens are marked: (..., 14, 14)"""
+    """Mask of the marked tokens, (..., 14, 14)."""
     return (tokens_of(images)[..., pathfinder.MARK.ravel()] == 255).all(-1)
 
 
@@ -53,7 +53,7 @@ def test_the_marks_of_class_1_are_joined_and_those_of_class_0_are_not(images):
 
 
 def test_a_drawing_has_either_class_by_where_one_mark_is(images):
-    """All else is the same to the pixel: curves, their number and length, and the other mark."""
+    """Curves, their number and length, and the other mark are the same to the pixel."""
     first, second = marks_of(images).swapaxes(0, 1)
     assert ((first & second).sum((1, 2)) == 1).all()
     tokens = tokens_of(images)
@@ -67,7 +67,7 @@ def test_no_window_of_7x7_tokens_holds_two_marks(images):
 
 
 def features(images: np.ndarray) -> dict[str, np.ndarray]:
-    """Images -> numbers that a shortcut might be seen in, (images, numbers)."""
+    """Images -> numbers that might reveal a shortcut, (images, numbers)."""
     tokens, marks = tokens_of(images / 255), marks_of(images)
     ink = tokens.sum(-1)
     found = {
@@ -84,7 +84,7 @@ def features(images: np.ndarray) -> dict[str, np.ndarray]:
 
 
 def accuracy(inputs: np.ndarray, labels: np.ndarray) -> float:
-    """Of a linear classifier (ridge regression), learned from the first half of the images, on the second."""
+    """Accuracy on the second half of the images of a ridge regression learned from the first half."""
     inputs = (inputs - inputs.mean(0)) / (inputs.std(0) + 1e-9)
     half, targets = len(inputs) // 2, 2 * labels - 1
     products = inputs @ inputs[:half].T / inputs.shape[1]
@@ -147,7 +147,7 @@ def test_ends_are_as_far_apart_as_is_asked_for(tmp_path):
 
 def make(root, *options: object) -> dict[str, bytes]:
     """File -> its bytes."""
-    prepare.main(["--make", "pathfinder", str(root), "--distractors", "0", *map(str, options)])
+    pathfinder.main(["pathfinder", str(root), "--distractors", "0", *map(str, options)])
     return {path.name: path.read_bytes() for path in root.iterdir()}
 
 

@@ -1,4 +1,4 @@
-"""predict.py and `engine.inference.load`, on the digits as image files, with a model of random weights."""
+"""predict.py and `engine.evaluation.inference.load`, on the digits as image files, with a model of random weights."""
 
 import csv
 import io
@@ -15,13 +15,13 @@ from PIL import Image, ImageOps
 
 import predict
 import validate
-from engine.checkpoint import load_checkpoint, save_checkpoint
-from engine.config import dump_run, load_run
-from engine.data import DigitsReader
-from engine.export import export_checkpoint
-from engine.images import decode
-from engine.inference import load
-from engine.progress import Progress
+from engine.checkpoints.export import export_checkpoint
+from engine.checkpoints.files import load_checkpoint, save_checkpoint
+from engine.checkpoints.progress import Progress
+from engine.config.load import dump_run, load_run
+from engine.data.arrays import DigitsReader
+from engine.data.images import decode
+from engine.evaluation.inference import load
 from models import create_model
 
 ROOT = Path(__file__).parents[2]
@@ -64,7 +64,7 @@ def in_place(place, monkeypatch):
 
 
 def ask(*arguments: str, status: int = 0) -> list[dict]:
-    """What predict.py writes as JSON."""
+    """Returns the JSON that predict.py writes."""
     with pytest.raises(SystemExit) if status else nullcontext() as caught:
         predict.main([*arguments, "--output", "predictions.json", "--device", "cpu"])
     assert (caught.value.code if status else 0) == status
@@ -141,7 +141,7 @@ def test_a_line_for_each_image(capsys):
 
 
 def test_a_reader_that_has_read_enough_ends_it(monkeypatch, capsys):
-    """As `| head -1` does."""
+    """`predict.py ... | head -1` closes the pipe early."""
     reading, writing = os.pipe()
     os.close(reading)
     with os.fdopen(writing, "w", buffering=1) as closed:
@@ -216,7 +216,3 @@ def test_numbers_must_be_positive(option, capsys):
     with pytest.raises(SystemExit, match="2"):
         predict.main(["runs/eva", "digits", option, "0"])
     assert f"{option} must be at least 1, got 0" in capsys.readouterr().err
-
-
-def test_predict_stays_short():
-    assert len((ROOT / "predict.py").read_text().splitlines()) <= 120

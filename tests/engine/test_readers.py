@@ -13,10 +13,12 @@ from timm.data.readers.reader_image_folder import ReaderImageFolder
 from timm.utils.misc import natural_key
 
 from attention.options import OptionError
-from engine.data import classes_of, describe_ignored, open_split
-from engine.images import FORMATS, SUFFIXES, BrokenImage
-from engine.readers import FolderReader, TarReader, classify, suffix_of
-from engine.schema import Data
+from engine.config.schema import Data
+from engine.data.folders import FolderReader
+from engine.data.images import FORMATS, SUFFIXES, BrokenImage
+from engine.data.layout import classify, suffix_of
+from engine.data.splits import classes_of, describe_ignored, open_split
+from engine.data.tar import TarReader
 
 
 def write_folder(root, paths, name="train"):
@@ -103,7 +105,7 @@ def test_images_without_any_folder_are_refused(tmp_path, kind):
 
 
 def test_the_order_is_timms(tmp_path):
-    """On folders of images alone, so that class indices, checkpoints and prepared files of earlier versions hold."""
+    """On folders that hold only images, classes and images have timm's order."""
     paths = [
         f"{name}/{name}_{i}.{end}" for name in ("n2", "n10", "N1", "m") for i in (9, 10, 1) for end in ("JPEG", "png")
     ]
@@ -114,15 +116,16 @@ def test_the_order_is_timms(tmp_path):
     assert [(str(tmp_path / "train" / path), label) for path, label in ours.samples] == theirs.samples
     (tmp_path / "train.tar").write_bytes(make_tar(sorted(paths, reverse=True), "train/"))
     tar = TarReader(str(tmp_path / "train.tar"))
-    assert (tar.samples, tar.class_to_idx) == (ours.samples, ours.class_to_idx)
+    assert (list(tar.samples), tar.class_to_idx) == (list(ours.samples), ours.class_to_idx)
 
 
 def test_names_of_equal_order_are_ordered_too():
-    """For timm "01" and "1" are equal, and so their order that of a set, another one in every process."""
+    """timm's natural order has "01" equal to "1", so that their order would differ between processes."""
     paths = [f"{name}/{i}.png" for name in ("1", "01", "001", "a", "A") for i in ("7", "07")]
     layouts = [classify(order) for order in (paths, paths[::-1], paths[5:] + paths[:5])]
-    assert layouts[0] == layouts[1] == layouts[2]
-    assert list(layouts[0].class_to_idx) == ["001", "01", "1", "A", "a"]
+    first, *others = [(list(layout.samples), layout.class_to_idx) for layout in layouts]
+    assert others == [first, first]
+    assert list(first[1]) == ["001", "01", "1", "A", "a"]
 
 
 @pytest.mark.parametrize(("link", "target"), [("a/again", "."), ("a/below/all", "../.."), ("c", "a"), ("a/b", "../b")])
@@ -203,7 +206,7 @@ PATHS = [f"{name}/{i}.png" for name in "ab" for i in range(3)]
     ],
 )
 def test_a_damaged_tar_is_refused(tmp_path, damage):
-    """tarfile itself ends the list there, as if the rest had never been."""
+    """tarfile would end its list there without an error."""
     content = make_tar(PATHS)
     assert content[: 4 * 1024].count(b".png\0") == 4 * 2
     (tmp_path / "train.tar").write_bytes(content)
@@ -247,7 +250,7 @@ def test_a_tar_that_is_cut_later_breaks_images(tmp_path):
 
 
 def test_the_order_is_timms_for_any_names():
-    """Folder by folder, and by the number in a name where that is all: the same as by all of every path at once."""
+    """Sorting folder by folder equals sorting whole paths at once."""
     rng = random.Random(0)
     kinds = ["n0144_{}.JPEG", "{}", "IMG-{}", "0{}", "A{}", "a{}", "a{}b", "٣{}", "a-{}", "deep/{}", "deep/a{}/1"]
     for _ in range(40):
@@ -261,7 +264,7 @@ def test_the_order_is_timms_for_any_names():
 
 
 def test_a_listing_is_no_larger_than_its_text():
-    """In a loader worker, every Python object that is touched costs a page of memory: there are none."""
+    """A loader worker copies a page of memory for each Python object that it touches: a listing has none."""
     num_classes, per_class = 10, 200
     paths = [f"n{c:08d}/n{c:08d}_{i}.JPEG" for c in range(num_classes) for i in range(per_class)]
     tracemalloc.start()

@@ -1,4 +1,4 @@
-"""Checkpoints of the released code of EVA and LARA, through the door that every command reads its weights by."""
+"""Checkpoints of the released code of EVA and LARA, read by the function that every command uses."""
 
 import argparse
 import functools
@@ -16,17 +16,18 @@ from torch import Tensor, nn
 
 from attention import AttentionFactory
 from attention.options import parse_options
-from engine.checkpoint import find_weights
-from engine.checkpoint_format import Record
-from engine.config import MissingOptions, parse_run, read_config
-from engine.errors import UserError
-from engine.released import from_released_file
-from engine.schema import Data
-from engine.sources import read_weights
-from engine.weights import build_model
+from engine.checkpoints.convert import main as convert
+from engine.checkpoints.files import find_weights
+from engine.checkpoints.format import ForeignObject
+from engine.checkpoints.released import from_released_file
+from engine.checkpoints.weight_sources import read_weights
+from engine.checkpoints.weights import build_model
+from engine.config.load import MissingOptions, parse_run
+from engine.config.schema import Data
+from engine.config.yaml_files import read_config
+from engine.runtime.errors import UserError
 from models import create_model, parse_model, resolve_attention
 from models.convert import from_released
-from models.convert.__main__ import main as convert
 from tests.models.test_released_models import CASES, LAYOUTS, MODELS, RELEASED
 from tests.support.launcher import ROOT
 
@@ -145,7 +146,7 @@ def test_an_option_that_is_not_in_the_file_must_be_given(argument, option, tmp_p
     with pytest.raises(MissingOptions) as caught:
         read(path)
     problem = f"{path}: does not say all options, and none is guessed: give {option}=..."
-    assert str(caught.value) == f"{problem} (python -m models.convert writes a file that says them)"
+    assert str(caught.value) == f"{problem} (python -m engine.checkpoints.convert writes a file that says them)"
 
 
 def test_weights_alone_load_with_every_option_given(tmp_path):
@@ -207,10 +208,10 @@ NAMES = {
 
 @pytest.mark.parametrize("file", NAMES)
 def test_the_papers_models_are_those_of_our_configurations(file):
-    layout, record = json.loads((RELEASED / "layouts" / file).read_text()), Record.__new__(Record)
-    record.state = NAMES[file] | {"data_set": "IMAGENET"}
+    layout, args = json.loads((RELEASED / "layouts" / file).read_text()), ForeignObject.__new__(ForeignObject)
+    args.state = NAMES[file] | {"data_set": "IMAGENET"}
     state = {key: torch.empty(shape, device="meta") for key, shape in layout["shapes"].items()}
-    checkpoint = from_released_file({"model": state, "args": record})
+    checkpoint = from_released_file({"model": state, "args": args})
     found, ours = checkpoint["config"], read_config(ROOT / "configs" / LAYOUTS[file]).values
     assert parse_options(Data, found["data"]) == Data()
     name = found["model"].pop("name")
@@ -235,7 +236,7 @@ class Call:
 
 
 def test_nothing_in_a_file_is_run(tmp_path, monkeypatch):
-    """Neither a call where the arguments are, nor one inside them."""
+    """A call is refused in the place of the arguments and inside them."""
     canary, state = tmp_path / "canary", weights_of(EVA_FILE)
     call = Call(os.system, f"touch {canary}")
     hostile = [

@@ -19,9 +19,10 @@ import yaml
 from timm.optim import list_optimizers
 
 from attention.options import OptionError
-from engine.checkpoint import find_checkpoint, list_checkpoints, list_differences, save_checkpoint
-from engine.optim import check_optimizer
-from engine.schema import Optim
+from engine.checkpoints.files import find_checkpoint, list_checkpoints, save_checkpoint
+from engine.config.schema import Optim
+from engine.training.optim import check_optimizer
+from engine.training.resume import list_differences
 from tests.support.launcher import Fault, ForkServer, Job
 
 RUN = {
@@ -59,25 +60,25 @@ STEPS = 12
 WITHIN_STEP = [
     "train.seed_everything",
     "train.nn.utils.clip_grad_norm_",
-    "engine.finite.exchange",
+    "engine.training.exchange.UpdateExchange.accepts",
     "train.ModelEmaV3.update",
-    "engine.report.Report.end_step",
+    "engine.reporting.recorder.Recorder.end_step",
 ]
-"""Functions called once an update."""
+"""Functions that a run calls once in every update."""
 
-LAST = ("engine.evaluate.autocast", 9, "SIGKILL")
-"""Kills a run in its last evaluation, when no update is left."""
+LAST = ("engine.evaluation.evaluate.autocast", 9, "SIGKILL")
+"""Faults that kill a run in its last evaluation, after all updates."""
 
 KILLS: dict[str, list[tuple[str, int, str]]] = {
     "step": [(target, STEPS, "SIGKILL") for target in WITHIN_STEP],
     "write": [
         ("os.replace", 16, "SIGKILL"),
         ("os.fsync", 32, "SIGKILL"),
-        ("engine.files.write_atomically", 16, "half"),
+        ("engine.runtime.files.write_atomically", 16, "half"),
     ],
-    "evaluation": [("engine.evaluate.autocast", 12, "SIGKILL")],
+    "evaluation": [("engine.evaluation.evaluate.autocast", 12, "SIGKILL")],
 }
-"""Where a run is killed: function, the least number of calls in an undisturbed run, what happens."""
+"""Place -> (function, its least number of calls in an undisturbed run, fault)."""
 
 
 def digest(value, hasher=None) -> str:
@@ -99,7 +100,7 @@ def digest(value, hasher=None) -> str:
 
 
 def records(directory: Path) -> list[dict]:
-    """The records of `metrics.jsonl` but those of launches and their ends, without times and memory."""
+    """The records of `metrics.jsonl` without times and memory, and without the starts and ends of launches."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     measured = {"images_per_second", "step_seconds", "memory_mb", "data_wait", "time", "elapsed_seconds"}
     launches = ("start", "stop", "fail")
@@ -107,7 +108,7 @@ def records(directory: Path) -> list[dict]:
 
 
 def outcome(job: Job, directory: Path, before: Job | None = None) -> dict[str, str | list]:
-    """What must be the same in two runs: the last checkpoint, the random state after the last update, the records.
+    """Returns all that must be equal in two runs: last checkpoint, last random state, records.
 
     The last update may have been made by the launch `before`, so that only the evaluation was left.
     """
@@ -175,11 +176,11 @@ def test_a_killed_run_ends_in_the_same_bits(place: str, amount: int, runs: Runs,
 
 @pytest.mark.stress
 def test_a_run_killed_in_the_second_save_of_a_step_ends_in_the_same_bits(runs: Runs, figure: Callable):
-    """The first was damaged afterwards. Killed before each rename, at each flush to the disk, and within writing."""
-    killed, signal = 0, ("engine.evaluate.autocast", 1, "SIGTERM")
+    """The first checkpoint is damaged. Kills come before each rename, at each flush to the disk, and in writing."""
+    killed, signal = 0, ("engine.evaluation.evaluate.autocast", 1, "SIGTERM")
     kills = [("os.replace", call, "SIGKILL") for call in range(1, 6)]
     kills += [("os.fsync", call, "SIGKILL") for call in range(1, 11, 2)]
-    kills += [("engine.files.write_atomically", call, "half") for call in range(1, 5)]
+    kills += [("engine.runtime.files.write_atomically", call, "half") for call in range(1, 5)]
     for kill in kills:
         statuses, _, output = runs.launch(signal)
         assert statuses == [75]
@@ -203,7 +204,7 @@ def test_an_evaluation_may_be_all_that_is_left(runs: Runs):
 def test_log_steps_increase_through_many_kills(amount: int, runs: Runs, figure: Callable):
     rng, output, more = random.Random(2), None, [f"schedule.epochs={amount}"]
     for _ in range(amount):
-        fault = ("engine.finite.exchange", rng.randint(2, 5), "SIGKILL")
+        fault = ("engine.training.exchange.UpdateExchange.accepts", rng.randint(2, 5), "SIGKILL")
         statuses, _, output = runs.launch(fault, output=output, more=more)
         assert statuses == [-9]
     assert runs.launch(output=output, more=more)[0] == [0]
@@ -228,7 +229,7 @@ LIGHT_CELLS = [(0, 1, 2, "bf16"), (2, 1, 1, "null"), (0, 2, 1, "bf16"), (2, 2, 2
     [(cell, 1) for cell in LIGHT_CELLS] + [pytest.param(cell, 3, marks=pytest.mark.stress) for cell in CELLS],
 )
 def test_any_way_to_run_resumes(cell, amount: int, fork_server: ForkServer, tmp_path: Path, figure: Callable):
-    """The last of the kills with LARA, the others with EVA."""
+    """The last kill has LARA, the others EVA."""
     workers, ranks, accumulation, amp = cell
     overrides = [f"data.workers={workers}", f"train.grad_accum_steps={accumulation}", f"train.amp={amp}"]
     rng = random.Random(str(cell))
@@ -265,7 +266,7 @@ def test_a_run_on_masked_images_resumes_after_any_kill(ranks: int, fork_server: 
 
 @pytest.mark.stress
 def test_two_ranks_learn_from_masked_images_what_one_learns(fork_server: ForkServer, tmp_path: Path):
-    """Without random numbers of the network, which differ between ranks."""
+    """The network draws no random numbers, because those differ between ranks."""
     plain = [*MASKED, "train.amp=null", "model.drop_path_rate=0", "attention={name: softmax}"]
     one, two = (Runs(fork_server, tmp_path / str(n), plain, n).expected["records"] for n in (1, 2))
     losses = [[record["loss"] for record in records if record["kind"] in ("train", "eval")] for records in (one, two)]
@@ -275,7 +276,7 @@ def test_two_ranks_learn_from_masked_images_what_one_learns(fork_server: ForkSer
 
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.stress)])
 def test_any_number_of_ranks_ends_in_the_same_bits(ranks: int, fork_server: ForkServer, tmp_path: Path):
-    """The gradients of three numbers add up to other bits in another order."""
+    """Three gradients have other bits when summed in another order."""
     runs = Runs(fork_server, tmp_path / "runs", [*SHORT, "schedule.warmup_epochs=0"], ranks)
     assert runs.survives(("train.seed_everything", 2, "SIGTERM")) == [75] * ranks
 
@@ -284,7 +285,7 @@ def test_any_number_of_ranks_ends_in_the_same_bits(ranks: int, fork_server: Fork
 @pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 1) for name in list_optimizers()), ("kron", 2), ("lamb", 3)])
 def test_any_optimizer_resumes_or_is_refused(name: str, ranks: int, fork_server: ForkServer, tmp_path: Path):
-    """Ranks whose weights drifted apart would go on otherwise, as all begin with those of the first."""
+    """Resumed ranks begin with the first rank's weights, so that ranks that drifted apart would end otherwise."""
     command, output = [*SHORT, "schedule.warmup_epochs=0", f"optim.opt={name}"], tmp_path / "refused"
     try:
         check_optimizer(Optim(opt=name), torch.device("cpu"))
@@ -305,7 +306,7 @@ def test_any_optimizer_resumes_or_is_refused(name: str, ranks: int, fork_server:
 @pytest.mark.stress
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_run_that_is_restarted_at_every_step(ranks: int, fork_server: ForkServer, tmp_path: Path, figure: Callable):
-    """With random augmentation and regularisation, and EVA."""
+    """The run has EVA, random augmentation and random regularisation."""
     runs = Runs(fork_server, tmp_path / "runs", ["train.total_batch_size=24"], ranks)
     job, output, statuses, num_launches = None, None, [75] * ranks, 0
     while statuses == [75] * ranks:
@@ -402,7 +403,7 @@ def test_other_options_are_refused_until_allowed(runs: Runs, figure: Callable):
 
 
 def stop_with_config(runs: Runs, change: Callable[[dict], None]) -> Path:
-    """The directory of a run that was stopped early, with another configuration in its checkpoint."""
+    """Returns the directory of a stopped run with another configuration in its checkpoint."""
     statuses, _, output = runs.launch(("train.nn.utils.clip_grad_norm_", 3, "SIGTERM"))
     assert statuses == [75]
     path, checkpoint = find_checkpoint(output, "last")
@@ -412,7 +413,7 @@ def stop_with_config(runs: Runs, change: Callable[[dict], None]) -> Path:
 
 
 def test_a_configuration_that_is_written_otherwise_is_the_same(runs: Runs):
-    """As by an older version: options that it did not write out yet have their defaults."""
+    """Options that config.yaml leaves out have their defaults."""
 
     def shorten(config: dict) -> None:
         config["attention"] = RUN["attention"]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.metrics import epochs_csv
-from engine.runs import COLUMNS, describe, main
+from engine.reporting.metrics import epochs_csv
+from engine.reporting.runs import COLUMNS, main, summarise
 
 START = {"kind": "start", "epoch": 0, "step": 0, "epochs": 4, "total_steps": 40, "elapsed_seconds": 10.0}
 TRAIN = {"kind": "train", "epoch": 2, "step": 20, "elapsed_seconds": 50.0, "loss": 1.0, "images_per_second": 99.6}
@@ -33,7 +33,7 @@ def make_run(directory: Path, *records: dict) -> Path:
     ],
 )
 def test_states(tmp_path: Path, end: dict, state: str):
-    row = describe(make_run(tmp_path / "run", START, EVAL, TRAIN, {**TRAIN, **end}))
+    row = summarise(make_run(tmp_path / "run", START, EVAL, TRAIN, {**TRAIN, **end}))
     assert row == dict(zip(COLUMNS, (state, "2/4", "87.50", "100", "0:00:50", "", ""), strict=True))
 
 
@@ -45,7 +45,7 @@ def hold(path: Path, pipe) -> None:
 
 
 def test_a_run_that_is_running(tmp_path: Path):
-    """Where, and by the speed since its launch, evaluations included, until when."""
+    """The table shows its host, and the time left by the speed since its launch, with evaluations."""
     again = {**START, "epoch": 1, "step": 10, "elapsed_seconds": 30.0}
     run = make_run(tmp_path / "run", START, EVAL, {"kind": "stop", "epoch": 1, "step": 10}, again, TRAIN)
     context = multiprocessing.get_context("fork")
@@ -53,7 +53,7 @@ def test_a_run_that_is_running(tmp_path: Path):
     process = context.Process(target=hold, args=(run, there))
     process.start()
     here.recv()
-    row = describe(run)
+    row = summarise(run)
     here.send(True)
     process.join()
     assert row["state"] == "running: process 5 on node1 since Sun Nov 22 09:00:00 2026"
@@ -62,7 +62,7 @@ def test_a_run_that_is_running(tmp_path: Path):
 
 def test_a_run_of_an_earlier_version(tmp_path: Path):
     old = {"kind": "start", "epoch": 0, "step": 0}, {"kind": "eval", "epoch": 1, "step": 9, "top1": 50.0}
-    row = describe(make_run(tmp_path / "run", *old, {"kind": "final", "epoch": 1, "step": 9, "top1": 50.0}))
+    row = summarise(make_run(tmp_path / "run", *old, {"kind": "final", "epoch": 1, "step": 9, "top1": 50.0}))
     assert [*row.values()] == ["finished", "1/?", "50.00", "", "", "", ""]
 
 
@@ -80,7 +80,7 @@ def test_runs_below_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
 
 
 def test_comparison(tmp_path: Path, capsys: pytest.CaptureFixture):
-    """Of run directories and files, also where one has more epochs."""
+    """Run directories and files are compared, also if one has more epochs."""
     second = {**EVAL, "epoch": 2, "step": 20, "top1": 90.25}
     a = make_run(tmp_path / "a", START, EVAL)
     (tmp_path / "b.csv").write_bytes(epochs_csv([EVAL | {"top1": 88.0}, TRAIN, second]))

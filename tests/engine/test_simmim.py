@@ -1,4 +1,4 @@
-"""Pre-training on masked images: masks by place, the loss against its twin, what is hidden, and fine-tuning."""
+"""Pre-training on masked images: masks by position, the loss and its twin, hidden pixels, and fine-tuning."""
 
 from pathlib import Path
 
@@ -7,20 +7,19 @@ import torch
 from torch import Tensor, nn
 
 from attention import ATTENTION, OptionError
-from engine.checkpoint import Checkpoints
-from engine.config import ConfigError, load_run
-from engine.data import create_loaders
-from engine.distill import create_criterion, read_teacher
-from engine.distributed import World, seed_everything
-from engine.errors import UserError
-from engine.evaluate import evaluate
-from engine.fit import fit_weights
-from engine.inference import load
-from engine.masks import create_masks
-from engine.progress import Progress
-from engine.schema import Run
-from engine.simmim import MaskedImages, masked_l1, masked_l1_reference
-from engine.sources import read_weights
+from engine.checkpoints.adapt import fit_weights
+from engine.checkpoints.progress import Progress
+from engine.checkpoints.weight_sources import read_weights
+from engine.config.load import load_run
+from engine.config.schema import Run
+from engine.data.loaders import create_loaders
+from engine.evaluation.evaluate import evaluate
+from engine.evaluation.inference import load
+from engine.objectives.masked_images import MaskedImages, masked_l1, masked_l1_reference
+from engine.runtime.distributed import World, seed_everything
+from engine.runtime.errors import ConfigError, UserError
+from engine.training.objective import create_objective, read_teacher
+from engine.training.resume import Checkpoints
 from models import create_model
 from tests.support.launcher import ROOT
 from validate import main as validate
@@ -58,7 +57,7 @@ def test_the_loss_and_its_gradient_are_those_of_the_twin():
 
 
 def test_the_loss_of_an_image_on_paper():
-    """Errors of 1 and 3 in two masked pixels; whatever is not masked does not count."""
+    """Two masked pixels have errors of 1 and 3; visible pixels do not count."""
     image = torch.zeros(1, 1, 2, 2)
     pixels = torch.tensor([[[[1.0, 100.0], [-3.0, 100.0]]]])
     assert masked_l1(pixels, image, torch.tensor([[[True, False], [True, False]]])).tolist() == [2.0]
@@ -82,7 +81,7 @@ def test_masked_pixels_are_hidden_and_every_patch_is_reconstructed_in_its_place(
 def test_a_mask_that_would_be_ignored_is_refused_and_so_are_patches_that_the_decoder_does_not_make():
     plain = create_model("deit", img_size=16, patch_size=4, embed_dim=12, depth=1, num_heads=3)
     for function in (plain, plain.forward_features):
-        with pytest.raises(ValueError, match="no mask token; build it with mask_token=True"):
+        with pytest.raises(TypeError, match="positional argument"):
             function(torch.randn(1, 3, 16, 16), draw(1, 4, 4))
     model = build(run_of())
     size, before = 2 * model.config.patch_size, model.config
@@ -93,7 +92,7 @@ def test_a_mask_that_would_be_ignored_is_refused_and_so_are_patches_that_the_dec
 
 @pytest.mark.parametrize("name", sorted(set(ATTENTION)))
 def test_every_mechanism_can_be_pre_trained(name: str):
-    """Every parameter has a gradient: otherwise several processes could not train it."""
+    """Every parameter has a gradient, which training in several processes needs."""
     torch.manual_seed(0)
     sizes = {"img_size": 56, "patch_size": 4, "in_chans": 1, "embed_dim": 12, "depth": 1, "num_heads": 3}
     model = create_model("deit", attention=name, mask_token=True, num_classes=0, **sizes)
@@ -106,7 +105,7 @@ def test_every_mechanism_can_be_pre_trained(name: str):
 
 
 def test_a_share_of_the_squares_is_masked_counted_up():
-    masks = create_masks(run_of("simmim.mask_ratio=0.6"), is_training=True)
+    masks = MaskedImages.create_targets(run_of("simmim.mask_ratio=0.6"), is_training=True)
     seed_everything(0)
     found = torch.stack([masks(0) for _ in range(400)])
     assert found.shape == (400, 14, 14)
@@ -128,7 +127,7 @@ def masks_by_place(run: Run, epoch: int = 0, start: int = 0, world: World = WORL
 
 
 def test_a_mask_is_a_function_of_seed_epoch_and_place():
-    """The same at any number of processes, of accumulation steps, and after a resumption within the epoch."""
+    """Masks are the same at any number of processes and accumulation steps, and after resuming within the epoch."""
     run = run_of("data.subset=1", "train.total_batch_size=4")
     whole = masks_by_place(run)
     assert [*whole] == [*range(8)]
@@ -144,7 +143,7 @@ def test_a_mask_is_a_function_of_seed_epoch_and_place():
 
 
 def test_validation_masks_are_those_of_the_image_in_every_run():
-    first, second = (create_masks(run_of(f"train.seed={seed}"), is_training=False) for seed in (0, 1))
+    first, second = (MaskedImages.create_targets(run_of(f"train.seed={seed}"), is_training=False) for seed in (0, 1))
     masks = [first(index) for index in range(20)]
     seed_everything(5)
     assert all(torch.equal(second(index), mask) for index, mask in enumerate(masks))
@@ -154,7 +153,7 @@ def test_validation_masks_are_those_of_the_image_in_every_run():
 def test_an_evaluation_is_the_mean_over_images_and_shows_the_first():
     run = run_of("model.img_size=16")
     model, images, masks = build(run), torch.randn(13, 3, 16, 16), draw(13, 4, 4)
-    criterion, rows = create_criterion(run, model, None, WORLD), []
+    criterion, rows = create_objective(run, model, None, WORLD), []
     batches = [(images[:10], masks[:10]), (images[10:], masks[10:])]
     found = evaluate(model, batches, WORLD, None, rows=rows, measure=criterion.measure)
     pixels = model(images, masks).detach()
@@ -181,7 +180,7 @@ def test_the_best_epoch_has_the_lowest_loss():
 
 
 def pre_train(directory: Path, *overrides: str) -> dict[str, Tensor]:
-    """Leaves a checkpoint of a run on masked images in `directory`; its weights."""
+    """Leaves a checkpoint of a run on masked images in `directory`, and returns its weights."""
     run = run_of(*overrides)
     model = build(run)
     Checkpoints(directory, run, WORLD, 100, {}).save(Progress(step=1, images=8), {"model": model})

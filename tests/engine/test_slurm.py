@@ -50,7 +50,7 @@ while :; do sleep 0.05; done
 
 
 class Cluster:
-    """SLURM, as far as slurm.sh sees it; `rank` stands for python."""
+    """The commands of SLURM that slurm.sh calls; `rank` stands for python."""
 
     def __init__(self, place: Path, rank: str):
         self.place = place

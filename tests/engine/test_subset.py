@@ -1,12 +1,13 @@
-"""data.subset and data.classes: the images that are asked for, of every class, in their order, and no others."""
+"""data.subset and data.classes choose exactly the requested images of every class, in their order."""
 
 import numpy as np
 import pytest
 
 from attention.options import OptionError
-from engine.data import classes_of, digest_files, open_split
-from engine.schema import Data, Run, check_run
-from engine.subset import choose_images
+from engine.config.checks import check_run
+from engine.config.schema import Data, Run
+from engine.data.splits import classes_of, digest_files, open_split
+from engine.data.subset import choose_images
 
 
 def open_digits(split: str = "train_split", **options):

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 import train
-from engine.checkpoint import find_checkpoint
+from engine.checkpoints.files import find_checkpoint
 
 ROOT = Path(train.__file__).parent
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from attention.options import OptionError
-from engine import trackers
-from engine.errors import UserError
-from engine.progress import Progress
-from engine.report import Report
-from engine.schema import Trackers
-from engine.trackers import Launch, OpenTrackers, check_trackers
-from tests.engine.test_report import RUN
+from engine.checkpoints.progress import Progress
+from engine.config.schema import Report
+from engine.reporting import trackers
+from engine.reporting.recorder import Recorder
+from engine.reporting.trackers import Launch, OpenTrackers, check_trackers
+from engine.runtime.errors import UserError
+from tests.engine.test_recorder import RUN
 from tests.engine.test_train import start
 
 
@@ -46,20 +46,20 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
     return Fake
 
 
-def train(directory: Path, options: Trackers, progress: Progress) -> None:
+def train(directory: Path, options: Report, progress: Progress) -> None:
     """A launch of one update."""
     run = replace(RUN, report=options)
-    with Report(directory, run, progress, total_steps=4, device=torch.device("cpu")) as report:
-        report.start(progress.epoch, processes=1)
-        report.begin_epoch(progress.epoch + 1)
-        report.end_step()
-        report.train(1, loss=2.5, grad_norm=float("inf"))
-        report.eval(1, {"top1": 50.0})
+    with Recorder(directory, run, progress, total_steps=4, device=torch.device("cpu")) as recorder:
+        recorder.start(progress.epoch, processes=1)
+        recorder.begin_epoch(progress.epoch + 1)
+        recorder.end_step()
+        recorder.train(1, loss=2.5, grad_norm=float("inf"))
+        recorder.eval(1, {"top1": 50.0})
 
 
 def test_records_go_there_too_and_a_resumed_run_is_the_same(tmp_path: Path, fake: type[Fake]):
     for step in (0, 1):
-        train(tmp_path, Trackers(wandb="digits"), Progress(step=step))
+        train(tmp_path, Report(wandb="digits"), Progress(step=step))
     first, second = fake.launches
     assert (first.name, first.launch.directory, first.closed) == ("digits", tmp_path, False)
     assert first.launch.run_id == second.launch.run_id
@@ -69,13 +69,13 @@ def test_records_go_there_too_and_a_resumed_run_is_the_same(tmp_path: Path, fake
 
 
 def test_none_by_default(tmp_path: Path, fake: type[Fake]):
-    train(tmp_path, Trackers(), Progress())
+    train(tmp_path, Report(), Progress())
     assert not fake.launches
 
 
 def test_a_failure_does_not_end_the_run(tmp_path: Path, fake: type[Fake], monkeypatch, capsys):
     monkeypatch.setattr(fake, "broken", True)
-    train(tmp_path, Trackers(wandb="digits"), Progress())
+    train(tmp_path, Report(wandb="digits"), Progress())
     error = capsys.readouterr().err
     assert error == "warning: report.wandb: ConnectionError: no route; nothing more is sent there\n"
 
@@ -86,7 +86,7 @@ def test_what_cannot_be_opened_is_refused(tmp_path: Path, monkeypatch):
 
     monkeypatch.setitem(trackers.TRACKERS, "mlflow", refuse)
     with pytest.raises(UserError, match=r"report\.mlflow = 'digits': ValueError: not logged in; or leave it out"):
-        OpenTrackers(Launch(replace(RUN, report=Trackers(mlflow="digits")), tmp_path, "1"))
+        OpenTrackers(Launch(replace(RUN, report=Report(mlflow="digits")), tmp_path, "1"))
 
 
 @pytest.mark.parametrize("package", trackers.TRACKERS)
@@ -102,7 +102,7 @@ def test_a_missing_package_is_named_before_any_work(package: str, tmp_path: Path
 
 def test_a_name_is_needed():
     with pytest.raises(OptionError, match=r"report\.wandb = ' ': name a project, or leave it out"):
-        check_trackers(Trackers(wandb=" "))
+        check_trackers(Report(wandb=" "))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -111,7 +111,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     for step in (0, 1):
-        train(tmp_path, Trackers(wandb="digits"), Progress(step=step))
+        train(tmp_path, Report(wandb="digits"), Progress(step=step))
     first, second = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     assert first.name == second.name
     for content in (first.read_bytes(), second.read_bytes()):
@@ -124,7 +124,7 @@ def test_mlflow_in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # which needs no database
     mlflow.set_tracking_uri((tmp_path / "mlruns").as_uri())
     for step in (0, 1):
-        train(tmp_path, Trackers(mlflow="digits"), Progress(step=step))
+        train(tmp_path, Report(mlflow="digits"), Progress(step=step))
     (found,) = mlflow.search_runs(experiment_names=["digits"], output_format="list")
     history = mlflow.MlflowClient().get_metric_history(found.info.run_id, "images_seen")
     assert found.info.status == "FINISHED"

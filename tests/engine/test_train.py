@@ -17,14 +17,15 @@ from torch._dynamo.utils import counters
 
 import train
 from attention import ATTENTION
-from engine.checkpoint import find_checkpoint
-from engine.compilation import CompilationFailed, compiled_blocks
-from engine.distill import Criterion
-from engine.distributed import World
-from engine.finite import FiniteGuard
-from engine.optim import create_optimizer, create_schedule
-from engine.progress import Progress
-from engine.schema import Data, Distill, Optim, Schedule, Train
+from engine.checkpoints.files import find_checkpoint
+from engine.checkpoints.progress import Progress
+from engine.config.schema import Data, Optim, Schedule, Train
+from engine.objectives.classification import Classification
+from engine.runtime.distributed import World
+from engine.training.compilation import CompilationFailed, compiled_blocks
+from engine.training.exchange import UpdateExchange
+from engine.training.nonfinite import FiniteGuard
+from engine.training.optim import create_optimizer, create_schedule
 from models import create_model
 from tests.support.launches import Launches
 
@@ -49,7 +50,7 @@ RUN = {
 
 
 def start(directory: Path, *overrides: str) -> dict:
-    """Trains RUN below `directory`; its last checkpoint."""
+    """Trains RUN below `directory`, and returns its last checkpoint."""
     config = directory / "run.yaml"
     config.write_text(yaml.safe_dump(RUN))
     train.main([str(config), *overrides, "--output", str(directory / "run")])
@@ -61,10 +62,6 @@ def relative_rms(state: dict, expected: dict) -> float:
     assert state.keys() == expected.keys()
     difference = sum((state[name].double() - expected[name].double()).square().sum() for name in expected)
     return (difference / sum(value.double().square().sum() for value in expected.values())).sqrt().item()
-
-
-def test_the_script_fits_on_250_lines():
-    assert len(Path(train.__file__).read_text().splitlines()) <= 250
 
 
 def test_initial_std_is_that_of_all_linear_layers():
@@ -88,7 +85,7 @@ def test_only_matrices_decay(name: str):
 
 @pytest.mark.parametrize(("total_batch_size", "peak"), [(1024, 1e-3), (256, 2.5e-4)])
 def test_learning_rate_of_the_papers(total_batch_size: int, peak: float):
-    """300 epochs of which 10 warm up from 1e-6: every step of the recipe, in closed form."""
+    """Every step of the recipe (300 epochs, 10 of warm-up from 1e-6) has its closed form."""
     updates = 7
     optimizer = create_optimizer(nn.Linear(2, 2), Optim(), total_batch_size)
     schedule = create_schedule(optimizer, Schedule(), updates)
@@ -150,7 +147,7 @@ def test_cuda_trains_like_the_cpu(overrides: tuple[str, ...], tmp_path: Path):
     ids=" ".join,
 )
 def test_switches_that_change_no_result(overrides: tuple[str, ...], tmp_path: Path):
-    """With SGD: Adam would enlarge rounding errors of gradients that are zero in exact arithmetic (key biases)."""
+    """The optimiser is SGD: Adam would enlarge rounding errors of gradients that are exactly zero (key biases)."""
     (tmp_path / "plain").mkdir()
     plain = ("optim.opt=sgd", "augment.scale=[1, 1]", "augment.ratio=[1, 1]", "augment.hflip=0", "model.stem=linear")
     expected = start(tmp_path / "plain", *plain)
@@ -158,7 +155,7 @@ def test_switches_that_change_no_result(overrides: tuple[str, ...], tmp_path: Pa
 
 
 def test_checkpointed_blocks_restore_random_state(tmp_path: Path):
-    """Stochastic depth and dropout: recomputed activations must be those of the forward pass, bit for bit."""
+    """With stochastic depth and dropout, recomputed activations equal those of the forward pass bit for bit."""
     (tmp_path / "plain").mkdir()
     random = ("model.drop_path_rate=0.5", "model.proj_drop_rate=0.2", "attention={name: softmax, attn_drop: 0.2}")
     expected = start(tmp_path / "plain", *random)
@@ -168,7 +165,7 @@ def test_checkpointed_blocks_restore_random_state(tmp_path: Path):
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo asks for it
 def test_compiled_model_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Through dynamo; without the code generator, whose compiler alone takes longer than all these tests."""
+    """The blocks go through dynamo, but not through inductor, which takes longer than all these tests."""
     compiled = partial(train.compiled_blocks, backend="eager")
     (tmp_path / "plain").mkdir()
     expected = start(tmp_path / "plain", "optim.opt=sgd")
@@ -215,7 +212,7 @@ def test_deterministic_switch(tmp_path: Path):
 
 
 def test_weight_average(tmp_path: Path):
-    """Evaluated and reported apart from the weights, saved, and an average of the weights."""
+    """Averaged weights are evaluated, reported and saved apart, and are an average of the weights."""
     last = start(tmp_path, "train.ema_decay=0.5")
     assert {"top1", "top5", "loss", "ema_top1", "ema_top5", "ema_loss"} <= last["progress"]["metrics"].keys()
     assert last["progress"]["metrics"]["ema_loss"] != last["progress"]["metrics"]["loss"]
@@ -266,7 +263,7 @@ def test_bad_input_is_one_line_and_writes_nothing(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_before_the_first_step_is_one_line(number: int, tmp_path: Path, monkeypatch, capsys):
-    """While files are listed, say: there is nothing to save yet."""
+    """A signal may come while files are listed, when there is nothing to save yet."""
     before = signal.signal(number, signal.SIG_DFL)  # a shell's background job ignores SIGINT
     monkeypatch.setattr(train, "create_loaders", lambda *arguments, **options: signal.raise_signal(number))
     with pytest.raises(SystemExit, match=str(128 + number)):
@@ -285,7 +282,7 @@ def test_soft_targets_and_label_smoothing_train(tmp_path: Path):
 
 
 class MetaWorld(World):
-    """A device that holds nothing a host could wait for, and the losses and norms that a test makes up."""
+    """World on the meta device, with losses and norms that a test makes up."""
 
     def send(self, values):
         super().send(values)  # its operators count
@@ -293,7 +290,7 @@ class MetaWorld(World):
 
 
 def meta_trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """What `Trainer.update` needs, on the device meta."""
+    """Everything that `Trainer.update` needs, on the device meta."""
     attention = {"name": "eva", "window_size": 3, "num_landmarks": 4}
     model = create_model(**RUN["model"] | {"depth": 1}, attention=attention)
     ema = ModelEmaV3(model, decay=0.9).to("meta")
@@ -301,11 +298,13 @@ def meta_trainer(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     object.__setattr__(world, "rows", [[[1.0, 1.0, 0.0, 0.0, 0.0]], [[2.0, math.nan, 0.0, 0.0, 0.0]]])
     monkeypatch.setattr(train, "autocast", lambda amp, device: nullcontext())  # meta has none
     run = SimpleNamespace(train=Train(total_batch_size=4, grad_accum_steps=2), data=Data(), optim=Optim())
-    guard = FiniteGuard(run, world, progress, lambda reason, ago: None)
-    guard.reads_late = True
+    guard = FiniteGuard(run.train, progress, lambda reason, ago: None)
+    exchange = UpdateExchange(run, world, progress, guard.check)
+    exchange.reads_late = True
     return SimpleNamespace(
-        run=run, options=run.train, world=world, progress=progress, guard=guard, model=model, network=model,
-        criterion=Criterion(nn.CrossEntropyLoss(), Distill()), scaler=torch.amp.GradScaler("cpu", enabled=False),
+        run=run, options=run.train, world=world, progress=progress, guard=guard, exchange=exchange,
+        model=model, network=model,
+        objective=Classification(nn.CrossEntropyLoss()), scaler=torch.amp.GradScaler("cpu", enabled=False),
         optimizer=create_optimizer(model, run.optim, 4), ema=ema,
         signals=SimpleNamespace(stop_requested=lambda: False), checkpoints=SimpleNamespace(is_overdue=lambda: False),
         train_loader=SimpleNamespace(batch_sampler=SimpleNamespace(batch_size=2), has_lost_workers=False),

@@ -16,13 +16,14 @@ from PIL import Image
 
 import train
 import validate
-from engine.checkpoint import find_checkpoint, load_checkpoint, save_checkpoint
-from engine.config import parse_run
-from engine.data import DigitsReader, create_val_loader
-from engine.distributed import World
-from engine.evaluate import evaluate
-from engine.images import decode
-from engine.inference import load
+from engine.checkpoints.files import find_checkpoint, load_checkpoint, save_checkpoint
+from engine.config.load import parse_run
+from engine.data.arrays import DigitsReader
+from engine.data.images import decode
+from engine.data.loaders import create_val_loader
+from engine.evaluation.evaluate import evaluate
+from engine.evaluation.inference import load
+from engine.runtime.distributed import World
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -56,14 +57,14 @@ def read_report(capsys, *arguments) -> dict:
 
 
 def without_speed(report: dict) -> dict:
-    """`report` without what differs from call to call."""
+    """`report` without the values that differ from call to call."""
     for result in report.values():
         assert result.pop("images_per_second") == pytest.approx(result["images"] / result.pop("seconds"))
     return report
 
 
 def flat(report: dict) -> dict:
-    """As train.py records its metrics."""
+    """Metrics under the names of train.py's records."""
     metrics = {kind: {k: v for k, v in report[kind].items() if k not in ("checkpoint", "epoch")} for kind in report}
     return metrics["plain"] | {f"ema_{name}": value for name, value in metrics["ema"].items()}
 
@@ -82,7 +83,7 @@ def test_metrics_are_those_of_training(run_directory, capsys, which):
 
 @pytest.fixture
 def apart(run_directory, tmp_path):
-    """The run's directory, had its first epoch been the best by the averaged weights."""
+    """The run's directory, changed so that its first epoch is best by the averaged weights."""
     for path in run_directory.glob("step_*_epoch_?.pt"):
         checkpoint = load_checkpoint(path)
         checkpoint["progress"]["ema_ranking"] = [[90.0, 1], [80.0, 2]]
@@ -181,7 +182,7 @@ def test_the_table_has_one_line_for_each_set_of_weights(run_directory, capsys):
 
 
 def test_the_accuracy_of_every_class(run_directory, tmp_path, capsys):
-    """Written as CSV; with their numbers of images they make up that of all images."""
+    """Accuracies in the CSV, weighted by numbers of images, give the accuracy of all images."""
     path = tmp_path / "classes.csv"
     report = read_report(capsys, run_directory, "--per-class", path)
     rows = list(csv.DictReader(path.read_text().splitlines()))
@@ -196,7 +197,7 @@ def test_the_accuracy_of_every_class(run_directory, tmp_path, capsys):
 
 
 def logits_of(path: Path, weights: str = "plain") -> tuple[np.ndarray, np.ndarray]:
-    """Of all held-out digits at once, by another way than validate.py's; and their classes."""
+    """Returns logits of all held-out digits at once, not by validate.py's code, and their classes."""
     model, transform, _ = load(path, weights=weights)
     reader = DigitsReader("val")
     with torch.no_grad():
@@ -206,7 +207,7 @@ def logits_of(path: Path, weights: str = "plain") -> tuple[np.ndarray, np.ndarra
 
 def test_files_of_single_images(run_directory, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("engine.outputs.GRID", 2)  # drawn in less time
+    monkeypatch.setattr("engine.reporting.outputs.GRID", 2)  # drawn in less time
     names = {"--predictions": "p.csv", "--confusion": "c.csv", "--mistakes": "m.png"}
     files = [argument for pair in names.items() for argument in pair]
     report = read_report(capsys, run_directory, "--weights", "plain", *files)["plain"]
@@ -227,7 +228,7 @@ def test_files_of_single_images(run_directory, tmp_path, monkeypatch, capsys):
 
 @pytest.fixture
 def shuffled(run_directory, tmp_path) -> Path:
-    """The run's checkpoint, had its classes been in another order."""
+    """The run's checkpoint with its classes in another order."""
     _, checkpoint = find_checkpoint(run_directory, "last")
     order = [3, 1, 4, 5, 9, 2, 6, 8, 7, 0]
     for name in ("head.weight", "head.bias"):
@@ -257,7 +258,7 @@ def write_images(root: Path, digits: str) -> list[int]:
 
 
 def test_some_of_the_classes(run_directory, tmp_path, capsys):
-    """Logits are restricted to them, and ReaL labels are theirs."""
+    """Logits and ReaL labels are restricted to them."""
     chosen = write_images(tmp_path, "358")
     real = [[int(DigitsReader("val").labels[index]), 8] for index in chosen]
     (tmp_path / "real.json").write_text(json.dumps(real))
@@ -340,7 +341,7 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
         (["state.pt"], "state.pt: no checkpoint of train.py: it holds no configuration; it seems to be a state dict"),
         (
             ["timm.pth.tar"],
-            "it seems to be a checkpoint of timm's train.py, and `python -m models.convert timm.",
+            "it seems to be a checkpoint of timm's train.py, and `python -m engine.checkpoints.convert timm.",
         ),
         (["other.pth"], "it seems to be a checkpoint of another training script"),
         (["old.pth"], "it seems to be a file of torch.save before torch 1.6"),
@@ -417,7 +418,3 @@ def test_batch_size_must_be_positive(run_directory, capsys):
         validate.main([str(run_directory), "--batch-size", "0"])
     assert caught.value.code == 2
     assert "--batch-size must be at least 1, got 0" in capsys.readouterr().err
-
-
-def test_validate_stays_short():
-    assert len((ROOT / "validate.py").read_text().splitlines()) <= 150

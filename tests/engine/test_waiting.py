@@ -6,10 +6,10 @@ import time
 import pytest
 import torch
 
-from engine.progress import Progress
-from engine.report import Report
-from engine.schema import Data, Run
-from engine.waiting import DataWait
+from engine.checkpoints.progress import Progress
+from engine.config.schema import Data, Run
+from engine.reporting.recorder import Recorder
+from engine.reporting.waiting import DataWait
 
 CPU = torch.device("cpu")
 
@@ -29,7 +29,7 @@ def clock(monkeypatch) -> Clock:
 
 
 def deliver(clock: Clock, seconds: list[float]):
-    """Batches that take so many seconds each."""
+    """Batches that take the given seconds each."""
     for i, delay in enumerate(seconds):
         clock.now += delay
         yield i
@@ -50,16 +50,16 @@ def test_only_the_wait_counts(clock):
 @pytest.mark.parametrize("share", [5, 40])
 def test_the_log_shows_the_share_and_says_once_when_a_run_is_input_bound(clock, tmp_path, capsys, share):
     run = Run(model={"name": "deit_tiny_p16"}, attention="softmax", data=Data(dataset="digits", workers=3))
-    report = Report(tmp_path, run, Progress(), 6, CPU)
-    report.begin_epoch(1)
+    recorder = Recorder(tmp_path, run, Progress(), 6, CPU)
+    recorder.begin_epoch(1)
     printed = []
-    for _ in report.wait.watch(deliver(clock, [share / 100] * 6)):
+    for _ in recorder.wait.watch(deliver(clock, [share / 100] * 6)):
         clock.now += 1 - share / 100
-        report.end_step()
-        if report.step % 2 == 0:
-            report.train(1, loss=1.0)
+        recorder.end_step()
+        if recorder.step % 2 == 0:
+            recorder.train(1, loss=1.0)
             printed.append(capsys.readouterr().out)
-    report.close()
+    recorder.close()
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [record["data_wait"] for record in records] == pytest.approx([share] * 3)
     assert all(f"{share} % waiting for data" in text for text in printed)

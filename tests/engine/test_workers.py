@@ -11,10 +11,10 @@ import pytest
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from engine.data import check_workers
-from engine.distributed import World
-from engine.sampler import EpochSampler, SeededDataset
-from engine.workers import RestartingLoader, WorkersLost
+from engine.data.loaders import check_workers
+from engine.data.sampler import EpochSampler, SeededDataset
+from engine.data.workers import RestartingLoader, WorkersLost
+from engine.runtime.distributed import World
 
 CPU = World(torch.device("cpu"))
 
@@ -30,7 +30,7 @@ class Noise(torch.utils.data.Dataset):
 
 @pytest.fixture(autouse=True)
 def _short_wait(monkeypatch: pytest.MonkeyPatch):
-    """torch asks every 5 s whether its workers are alive."""
+    """Makes torch check often whether its workers are alive; its interval is 5 s."""
     monkeypatch.setattr(_MultiProcessingDataLoaderIter._try_get_data, "__defaults__", (0.2,))
 
 
@@ -50,7 +50,7 @@ def read(loader: RestartingLoader, deaths: set[int] = frozenset()) -> Iterator[l
 
 
 def begin() -> tuple[Iterator[list[torch.Tensor]], multiprocessing.Process]:
-    """A pass of 18 batches, of which one is read, and its worker."""
+    """A pass of 18 batches after its first batch, and its worker."""
     others = set(multiprocessing.active_children())
     batches = read(train_loader(1))
     next(batches)
@@ -89,7 +89,7 @@ def test_a_worker_that_dies_interrupts_nothing_else():
 
 
 class Suicidal(Noise):
-    """A worker takes the lock of torch's event, if it has one, before it is killed at the first item."""
+    """Items of a worker that takes the lock of torch's event before it is killed at the first item."""
 
     def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
         if torch.utils.data.get_worker_info():
@@ -107,7 +107,7 @@ def read_beside_death() -> None:
 
 
 def test_a_worker_that_dies_holds_no_lock():
-    """In a process of its own, which a lock that is held would keep for ever."""
+    """A lock that stays held would block its process forever, so that it has one of its own."""
     process = multiprocessing.get_context("fork").Process(target=read_beside_death)
     process.start()
     process.join(30)

@@ -1,4 +1,4 @@
-"""The model families: every registered size, timm's contract, geometry, and what they hand to attention."""
+"""The model families: every registered size, timm's contract, geometry, and the context that attention receives."""
 
 import copy
 import dataclasses
@@ -15,10 +15,10 @@ import models
 from attention import ATTENTION, OptionError, create_attention
 from attention.options import parse_options
 from attention.parts.features import full_precision
-from bench.costs import count_costs
 from models import MODELS, create_model, parse_model, resolve_attention
 from models.base import StochasticDepth, compiled
 from models.convert import resample_pos_embed
+from models.costs import count_costs
 from models.deit import Deit
 from models.pvt import Pvt
 
@@ -46,7 +46,7 @@ def tiny_model(name, attention=EVA, **options):
 
 
 def shallow_model(name):
-    """With one block, or one in every stage."""
+    """The model with one block, or with one block in every stage."""
     return tiny_model(name, **({"depths": (1, 1, 1, 1)} if name == "pvtv2_b0" else {"depth": 1}))
 
 
@@ -192,7 +192,7 @@ def test_class_token():
 
 
 def test_distillation_token():
-    """In training without a teacher too, the output is the mean of both heads, as in timm."""
+    """As in timm, the output is the mean of both heads, also in training without a teacher."""
     options = TINY["deit"] | {"class_token": True, "dist_token": True}
     model, images = create_model("deit", **options), tiny_images("deit")
     assert model.num_prefix_tokens == model.blocks[0].attn.num_prefix_tokens == 2
@@ -222,7 +222,7 @@ def test_distillation_token():
 
 
 def test_costs_of_the_distillation_token():
-    """Two heads, and a token more in all else; attention of all tokens to all."""
+    """There are two classifiers, and one more token everywhere; all tokens attend to all."""
     plain, distilled = (
         count_costs({"name": "deit", **TINY["deit"], "class_token": True, "dist_token": value}, "softmax")
         for value in (False, True)
@@ -276,7 +276,7 @@ def test_every_parameter_gets_a_gradient(name):
 
 @families
 def test_gradient_checkpointing_restores_the_random_state(name):
-    """Dropout, stochastic depth and the mechanism's noise are drawn again as in the forward pass."""
+    """The recomputation draws the same dropout, stochastic depth and noise as the forward pass."""
     model = tiny_model(name, proj_drop_rate=0.2, drop_path_rate=0.3).train()
     plain = copy.deepcopy(model)
     model.set_grad_checkpointing()
@@ -295,7 +295,7 @@ def test_gradient_checkpointing_restores_the_random_state(name):
 
 
 def count_graphs(model, run):
-    """How many graphs the blocks of `model`, compiled for batches of two, take in `run`."""
+    """Number of graphs that the blocks of `model`, compiled for batches of two, use in `run`."""
     torch.compiler.reset()
     graphs = []
     model.compile_blocks({2}, backend=lambda graph, inputs: graphs.append(graph) or graph)
@@ -304,7 +304,7 @@ def count_graphs(model, run):
 
 
 def train_and_evaluate(model, images, smaller=True):
-    """Gradients of a pass in training, after another one of a smaller batch, and logits."""
+    """Gradients of a training pass, after a pass with a smaller batch, and logits."""
     torch.manual_seed(0)  # of the noise of EVA
     sizes = (1, 2) if smaller else (2,)
     for size in sizes:
@@ -316,7 +316,7 @@ def train_and_evaluate(model, images, smaller=True):
 
 
 asks_for_gradients = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-"""Dynamo does, of the inputs of graphs; outside of pytest it hides the warning."""
+"""Dynamo reads the gradients of graph inputs; outside of pytest it hides the warning."""
 
 
 @asks_for_gradients
@@ -445,7 +445,7 @@ def test_groups_follow_depth(name):
 
 
 def recorder(sites):
-    """A factory of attention that keeps the sites it is called for."""
+    """An attention factory that appends the context of every call to `sites`."""
 
     def build(**site):
         sites.append(site)

@@ -1,4 +1,4 @@
-"""What users of timm type, beside what test_models.py holds of its contract."""
+"""Calls that users of timm make, in addition to the parts of timm's contract in test_models.py."""
 
 import dataclasses
 import math
@@ -57,7 +57,7 @@ def test_the_smallest_image_is_declared():
 
 
 def refusal(function, *arguments):
-    """The message of the OptionError that a call raises; None: it raises none."""
+    """The message of the OptionError that a call raises; None if it raises none."""
     try:
         function(*arguments)
     except OptionError as error:
@@ -161,7 +161,7 @@ def test_dropout_after_position_embeddings():
 
 @pytest.mark.parametrize("tokens", [{"class_token": True}, {"class_token": False, "global_pool": "avg"}])
 def test_patches_left_out_are_those_of_timm(tokens):
-    """A third of 30, the same by the same seed, in value and gradient; none in evaluation."""
+    """A third of 30 patches, equal under the same seed, in value and gradient; none in evaluation."""
     model = tiny_model("deit", "softmax", patch_drop_rate=0.35, **tokens)
     stock = timm.create_model(
         "vit_tiny_patch16_224", **TINY["deit"], **tokens, patch_drop_rate=0.35, fc_norm=False
@@ -180,7 +180,7 @@ def test_patches_left_out_are_those_of_timm(tokens):
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_patches_are_left_out_where_attention_ignores_order(name):
-    """The attention of what is left is that of an image of these tokens alone."""
+    """Attention over the remaining tokens equals attention over an image of these tokens alone."""
     case = FACTS[name].CASES[0]
     options = {
         "img_size": (10, 14),

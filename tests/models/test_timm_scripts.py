@@ -1,7 +1,7 @@
 """timm's own scripts on our models, and checkpoints that go both ways: `pytest -m timm`, with a network.
 
-The scripts are no part of timm's distributions: they are those of its repository at the tag of the installed
-version, or of the checkout that the environment variable TIMM_SOURCE names.
+timm's distributions do not contain the scripts: they come from its repository at the tag of the installed version, or
+from the checkout that the environment variable TIMM_SOURCE names.
 """
 
 import json
@@ -17,7 +17,7 @@ import torch
 import yaml
 from PIL import Image
 
-from engine.data import DigitsReader
+from engine.data.arrays import DigitsReader
 from models import create_model
 
 pytestmark = pytest.mark.timm
@@ -67,7 +67,7 @@ def trained(scripts, digits, tmp_path_factory):
 
 
 def run_script(script, *arguments):
-    """What `script` prints, run as docs/integration.md says."""
+    """The output of `script`, run as in docs/integration.md."""
     command = [sys.executable, *(["-m", "models"] if script.parent != ROOT else []), script, *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment, check=False)

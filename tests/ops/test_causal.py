@@ -1,4 +1,4 @@
-"""Causal attention by features: its dense matrix, its precision, and what it costs."""
+"""Causal attention by features: its dense matrix, precision and cost."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from tests.support.inputs import draw
 
 NORMALISERS = ("floor", 1e-6), ("floor", 3.0), ("clamp", 1e-2), ("sum", 0.5), ("none", 0.0)
 every_length = pytest.mark.parametrize("N", [1, 8, 35, 67])
-"""In chunks of 8."""
+"""Lengths of sequences in chunks of 8."""
 
 
 @pytest.fixture(autouse=True)
@@ -25,7 +25,7 @@ def short_chunks(monkeypatch):
 
 
 def assert_agree(function, twin, *inputs, **options):
-    """In value and in all gradients."""
+    """Asserts that values and all gradients agree."""
     inputs = [x.requires_grad_() for x in inputs]
     y, expected = function(*inputs, **options), twin(*inputs, **options)
     torch.testing.assert_close(y, expected, rtol=FP64, atol=FP64)
@@ -62,7 +62,7 @@ def test_running_logits_are_those_on_means_of_the_prefix(N):
 
 @pytest.mark.parametrize("later", [1e3, 1e30])
 def test_the_largest_of_later_keys_rounds_nothing_earlier_to_zero(later):
-    """Within a span, a chunk and across chunks: a common maximum would leave 0 / 0."""
+    """Tests positions within a span, within a chunk and across chunks: a common maximum would give 0 / 0."""
     log_q, log_k, v = draw(1, 1, 35, 5).float(), draw(1, 1, 5, 35, seed=1).float(), draw(1, 1, 35, 4, seed=2).float()
     expected = mix_features(log_q, log_k, v, causal=True)
     for n in (1, 2, 5, 8, 20, 34):
@@ -72,7 +72,7 @@ def test_the_largest_of_later_keys_rounds_nothing_earlier_to_zero(later):
 
 
 def test_float32_is_as_precise_as_without_a_mask():
-    """Of logarithms that differ by hundreds, in a sequence of many chunks."""
+    """Logarithms differ by hundreds in a sequence of many chunks."""
     log_q, log_k, v = 30 * draw(1, 2, 515, 6), 30 * draw(1, 2, 6, 515, seed=1), draw(1, 2, 515, 4, seed=2)
     y = mix_features(log_q.float(), log_k.float(), v.float(), causal=True)
     assert rms_ratio(y.double(), mix_features(log_q, log_k, v, causal=True)) < 1e-5

@@ -1,4 +1,4 @@
-"""The fused Triton kernels compiled for GPUs that are not there: what they take of one lies within stated bounds.
+"""The fused Triton kernels compiled for absent GPUs: the resources that they use lie within stated bounds.
 
 Above 255 registers a thread's numbers spill to memory. Blocks of threads that share more than `SHARED` do not launch.
 """
@@ -12,7 +12,7 @@ from bench.check_kernels import CHECKED, Case, GroupCase, outputs_and_gradients
 from tests.support.compiled import compiler
 
 SHARED = {80: 163 * 2**10, 86: 99 * 2**10, 90: 227 * 2**10}
-"""Bytes that a block may share, by compute capability: of an A100, of an RTX 30 and 40, of an H100."""
+"""Shared memory of a block in bytes, by compute capability: A100, RTX 30 and 40, H100."""
 WINDOWS = {  # registers, and bytes that spill, stored and loaded
     "_forward": (168, 0),
     "_query_gradient": (255, 48),

@@ -1,4 +1,4 @@
-"""Which groups a query of causal attention attends to, and means of groups that are tiles of the grid."""
+"""Groups that a query of causal attention attends to, and means of groups that are tiles of the grid."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def test_groups_attended_to_by_the_paper_and_by_the_released_code(overlap):
 @pytest.mark.parametrize(("grid", "counts"), [((4, 6), (2, 2)), ((6, 1), (2, 1)), ((1, 35), (1, 7))], ids=str)
 @pytest.mark.parametrize("images", [3, 0])
 def test_means_of_tiles_are_those_of_the_definition(images, grid, counts, dtype):
-    """Large numbers, whose sums half types do not hold; gradients lie in memory as tokens do."""
+    """Large numbers, whose sums overflow half types; gradients have the memory layout of tokens."""
     generator, (rows, columns) = torch.Generator().manual_seed(0), counts
     x = 3e4 + torch.randn(images, grid[0] * grid[1], 30, generator=generator, dtype=torch.float64)
     gradient = torch.randn(images, 2, 1, rows * columns, 5, generator=generator, dtype=torch.float64).to(dtype)

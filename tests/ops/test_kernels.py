@@ -1,5 +1,5 @@
-"""Fast paths. The uniform suites hold those of the path "auto" to their literal twins, and the other paths to "auto";
-here all of them are held to what a user may do with a layer.
+"""Fast paths. The uniform suites compare those of the path "auto" with their literal twins, and the other paths with
+"auto"; these tests cover the uses of a layer on all paths.
 """
 
 import contextlib
@@ -13,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 from attention import create_attention, kernels
 from attention.ops import memory
-from attention.ops.group_values import eager as groups
-from attention.ops.joint_softmax import eager as joint
+from attention.ops.group_values import fused as groups
+from attention.ops.joint_softmax import fused as joint
 from attention.ops.joint_softmax.op import joint_softmax
-from attention.ops.random_features import eager as random_features
-from attention.ops.randomized import eager as randomized
+from attention.ops.random_features import fused as random_features
+from attention.ops.randomized import fused as randomized
 from attention.parts.geometry import Windows
-from bench.memory import peak_bytes
+from engine.runtime.memory import peak_bytes
 from tests.support.calls import value_and_gradients
 from tests.support.cases import Case
 from tests.support.comparisons import FP32_RMS, FP64_GRADIENT, rms_ratio
@@ -42,7 +42,7 @@ every_layer = pytest.mark.parametrize("case", LAYERS, ids=lambda case: case.name
 
 
 def taken(case: Case, monkeypatch) -> set[str]:
-    """The cores that a layer calls."""
+    """The fast paths that a layer calls."""
     called = set()
     with monkeypatch.context() as patch:
         for name, core in CORES.items():
@@ -159,7 +159,7 @@ def test_single_precision_is_close(case, path):
     ids=str,
 )
 def test_half_precision_is_as_close_as_the_plain_path(case):
-    """Errors of all outputs and gradients together, over several seeds; 1.15: of two equally good roundings."""
+    """Compares the total error of outputs and gradients over several seeds; 1.15 allows for equally good roundings."""
     errors = {"auto": 0.0, "plain": 0.0}
     for seed in range(8):
         attn, x = case.build(torch.float32, seed).eval(), case.tokens(torch.float32, seed)
@@ -175,7 +175,7 @@ def test_half_precision_is_as_close_as_the_plain_path(case):
 
 @every_layer
 def test_inputs_used_twice_frozen_or_strided(case):
-    """Beside another use of the same queries, keys and values, without their gradients, and out of order in memory."""
+    """Queries, keys and values that are used twice, have no gradients, or lie out of order in memory."""
     module, results = importlib.import_module(f"attention.mechanisms.{case.name}"), {}
     op = getattr(module, case.name)
     calls = []

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from attention.mechanisms.softmax import softmax
-from attention.ops.random_features.op import random_feature_attention
 from attention.ops.random_features.proposals import POOLED, propose
 from attention.parts.features import log_features
 from attention.parts.sampling import gaussian
 from tests.support.comparisons import assert_equal
 from tests.support.inputs import draw
+from tests.support.random_features import random_feature_attention
 
 FP64 = torch.zeros((), dtype=torch.float64)
 

@@ -1,7 +1,7 @@
 """The fused Triton kernels: in Triton's interpreter on a CPU, and on a GPU where there is one.
 
-The interpreter computes as the kernels say, one program after another; it knows nothing of threads, shared memory or
-speed. What it takes for Triton may still not compile: see test_compiled.py.
+The interpreter runs the programs of a kernel one after another; it ignores threads, shared memory and speed. Code that
+it accepts may still not compile: see test_compiled.py.
 """
 
 import json
@@ -30,9 +30,9 @@ def gpu(test):
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict:
-    """What `interpreted.py` prints."""
+    """The output of `interpreted.py`."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    warnings = ["-W", "error", "-W", "ignore:Conversion of an array:DeprecationWarning"]  # NumPy's, of Triton 3.6
+    warnings = ["-W", "error", "-W", "ignore:Conversion of an array:DeprecationWarning"]  # from NumPy in Triton 3.6
     command = [sys.executable, *warnings, "-m", "tests.support.interpreted"]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

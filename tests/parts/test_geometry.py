@@ -49,7 +49,7 @@ def test_a_misspelt_keyword_is_named():
 
 @pytest.mark.parametrize(("old", "grid"), [((3, 1), (6, 1)), ((3, 2), (6, 1)), ((3, 2), (6, 2)), ((3, 1), (6, 3))])
 def test_tables_of_one_column_are_resampled_as_others_and_as_rows(old, grid):
-    """Of numbers 0, 1, 2 from top to bottom. torch's antialiased images of one column are not right."""
+    """Resamples numbers 0, 1, 2 from top to bottom. torch's antialiased images of one column are wrong."""
     table = torch.arange(3.0)[:, None].expand(old)
     expected = torch.tensor([0, 0.25, 0.75, 1.25, 1.75, 2])[:, None].expand(grid)
     assert torch.allclose(resample(table.reshape(1, -1), old, grid).view(grid), expected)

@@ -42,7 +42,7 @@ def test_bins_are_disjoint_cover_the_grid_and_have_the_stated_edges(grid, counts
 
 
 def test_means_of_grown_bins_count_what_lies_outside_the_grid():
-    """Released code: three tokens in every bin of one, grown by one on either side; at the border one of them is 0."""
+    """Released code: bins of one token, grown by one on either side, hold three; at the border one of them is 0."""
     x = one_head(3, 6, 12)
     assert group_mean(x, bins((1, 3), (1, 3), CPU)).flatten().tolist() == [3, 6, 12]
     assert group_mean(x, bins((1, 3), (1, 3), CPU, (0, 1))).flatten().tolist() == [3, 7, 6]
@@ -50,7 +50,7 @@ def test_means_of_grown_bins_count_what_lies_outside_the_grid():
 
 @pytest.mark.parametrize(("grid", "counts"), [((4, 6), (2, 3)), ((5, 7), (2, 3))], ids=str)
 def test_pools_are_taken_over_the_members_of_each_group_and_of_none_are_zero(grid, counts):
-    """Of tiles, of unequal bins, of those outside windows, of which some have no members, and of masked tokens."""
+    """Groups are tiles, unequal bins, bins outside windows, some of them empty, and groups with masked tokens."""
     N = grid[0] * grid[1]
     x, whole = draw(2, 3, N, 4), bins(grid, counts, CPU)
     key_mask = draw(2, N) > 0.5

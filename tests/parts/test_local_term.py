@@ -16,7 +16,7 @@ N = GRID[0] * GRID[1]
 
 
 def local_term_reference(v, weight, bias, grid):
-    """Tap by tap; filters (C or d, size, size) for the channels of all heads, or of each."""
+    """The local term, tap by tap; filters (C or d, size, size) for the channels of all heads, or of each head."""
     (H, W), size = grid, weight.shape[-1]
     filters, biases = (x.repeat(h * d // len(x), *[1] * (x.dim() - 1)).view(h, d, *x.shape[1:]) for x in (weight, bias))
     y = biases[:, None].expand(B, h, H * W, d).clone()
@@ -52,7 +52,7 @@ HAVE_ONE = [name for name, kind in ATTENTION.items() if hasattr(kind.Config, "lo
 
 @pytest.mark.parametrize("name", HAVE_ONE)
 def test_a_layer_with_it_is_one_with_the_literal_term_in_value_and_all_gradients(name, monkeypatch):
-    """Which prefix tokens do not have."""
+    """Prefix tokens have no local term."""
     grid, own, P = (3, 4), vars(ATTENTION[name].Config()), 0 if ATTENTION[name].prefix_tokens == "refused" else 2
     small = {key: value for key, value in {"window_size": 3, "num_landmarks": 6}.items() if key in own}
     case = Case(name, grid, {**small, "local": True, "num_prefix_tokens": P})

@@ -14,7 +14,7 @@ every_kind = pytest.mark.parametrize("endpoint", [True, False])
 
 
 def test_by_hand():
-    """Of eight channels the slower pair of two turns by 1/10000 of a row with the endpoint, and by 1/100 without."""
+    """With eight channels, the slower of two pairs rotates by 1/10000 per row with the endpoint, by 1/100 without."""
     x = torch.tensor([1.0, 0.0], dtype=torch.float64).repeat(1, N, 4)
     for endpoint, slow in ((True, 1e-4), (False, 1e-2)):
         y = rotate(x, GRID, endpoint=endpoint)[0, 3 * 7 + 2]

@@ -41,7 +41,7 @@ def test_the_number_of_tables_kept_is_bounded():
 
 
 def test_an_image_size_first_seen_in_evaluation_trains():
-    """What is made in inference mode cannot be kept for a backward pass."""
+    """Tensors made in inference mode cannot be saved for a backward pass."""
     layer, x = padded_layer(), torch.randn(1, 66, 8)
     with torch.inference_mode():
         layer.eval()(x, (6, 11))

@@ -1,4 +1,4 @@
-"""The call of a mechanism's pure function, caught inside its layer, and what a layer gives."""
+"""Capture of the call of a mechanism's pure function inside its layer, and a layer's outputs and gradients."""
 
 import importlib
 
@@ -12,9 +12,9 @@ from tests.support.comparisons import FP64, FP64_GRADIENT
 
 
 def capture_op(case: Case, attn: Attention, x: Tensor, key_mask: Tensor | None = None) -> tuple:
-    """(op, positional arguments, keyword arguments) of the call that the mechanism makes for `x`.
+    """Returns (op, positional arguments, keyword arguments) of the call that the mechanism makes for `x`.
 
-    A keyword that is None is left out: twins know no masks, what these mean is what removing tokens does.
+    Drops keywords that are None, because twins take no masks; tests of masks remove the masked tokens instead.
     """
     module, name = importlib.import_module(f"attention.mechanisms.{case.name}"), case.op or case.name
     op, calls = getattr(module, name), []
@@ -44,7 +44,7 @@ def value_and_gradients(attn, x: Tensor, grid, amp: bool = False) -> list[Tensor
 
 
 def assert_paths_agree(case: Case, path: str):
-    """A layer's output and gradients in training are those of the path "auto"."""
+    """Asserts that a layer's output and gradients in training equal those of the path "auto"."""
     attn, x = case.build(), case.tokens()
     (y, *gradients) = value_and_gradients(attn, x, case.grid)
     with kernels.use(path):

@@ -1,4 +1,4 @@
-"""A mechanism with options on a grid: what the uniform suites run over.
+"""Cases of the uniform suites: mechanisms with options on a grid.
 
 Sizes are all different and no grid is square, so that a transposed axis cannot pass.
 """
@@ -20,17 +20,17 @@ class Case:
     """A mechanism with options on a grid.
 
     Attributes:
-        op: the pure function that the mechanism calls, where it is not named after the mechanism.
-        stochastic: whether training draws noise.
-        mixes_values: whether the output is a weighted mean of values (weights sum to one).
-        well_conditioned: whether rounding queries and keys changes little; not so where a key is drawn or chosen, which
-            may flip, a normaliser can vanish, or a matrix is inverted.
-        gradients_are_slopes: whether gradients are those of the output; not so where a part is held constant.
-        stock_keys: whether keys and values are those of `qkv` alone, so that prefix tokens get what softmax gives.
-        positive_weights: whether no attended token has a weight of zero.
-        bounded: whether weights stay within bounds; those of an unbiased estimate with signs grow exponentially with
+        op: the pure function that the mechanism calls, if it is not named after the mechanism.
+        stochastic: True if training draws noise.
+        mixes_values: True if the output is a weighted mean of values (weights sum to one).
+        well_conditioned: True if rounding of queries and keys changes little; False if a key is drawn or chosen, which
+            may flip, if a normaliser can vanish, or if a matrix is inverted.
+        gradients_are_slopes: True if gradients are the slopes of the output; False if a part is held constant.
+        stock_keys: True if keys and values come from `qkv` alone, so that prefix tokens get the output of softmax.
+        positive_weights: True if no attended token has a weight of zero.
+        bounded: True if weights are bounded; the weights of an unbiased estimate with signs grow exponentially with
             queries and keys.
-        far_keys_vanish: whether keys at a distance have weights of zero; elu + 1 gives every key some.
+        far_keys_vanish: True if distant keys have weights of zero; with elu + 1 every key has some weight.
     """
 
     name: str
@@ -50,7 +50,7 @@ class Case:
         return "-".join([self.name, *(f"{k}={v}" for k, v in self.options.items()), "x".join(map(str, self.grid))])
 
     def build(self, dtype: torch.dtype = torch.float64, seed: int = 0, **context: Any) -> Attention:
-        """The layer with `seed`ed weights; position biases and norms are moved off their trivial start."""
+        """The layer with weights from `seed`; position biases and norms are moved off their trivial initial values."""
         torch.manual_seed(seed)
         context = {"dim": HEADS * HEAD_DIM, "num_heads": HEADS, "grid": self.grid, **self.options, **context}
         attn = create_attention(self.name, **context).to(dtype)
@@ -60,7 +60,7 @@ class Case:
         return attn
 
     def num_tokens(self, grid: Grid) -> int:
-        """Prefix tokens and those of a grid."""
+        """Number of prefix tokens and tokens of a grid."""
         return self.options.get("num_prefix_tokens", 0) + grid[0] * grid[1]
 
     def tokens(self, dtype: torch.dtype = torch.float64, seed: int = 1, batch: int = B) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What results are compared with, and how closely: tolerances, exact and Monte-Carlo comparisons, masked softmax."""
+"""Comparisons of results: tolerances, exact and Monte-Carlo comparisons, masked softmax as a reference."""
 
 import torch
 from torch import Tensor
@@ -9,12 +9,12 @@ FP64, FP64_GRADIENT, FP32_RMS, BF16_RMS = 1e-9, 1e-8, 1e-5, 1e-2
 
 
 def assert_equal(y: Tensor, expected: Tensor):
-    """Equal in float64, to 1e-10."""
+    """Asserts equality in float64, to 1e-10."""
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
 
 
 def rms_ratio(a: Tensor, b: Tensor) -> float:
-    """Root mean square of a - b, relative to that of b."""
+    """Root mean square of a - b, divided by the root mean square of b."""
     return ((a - b).square().mean().sqrt() / b.square().mean().sqrt()).item()
 
 
@@ -25,7 +25,7 @@ def standard_errors(samples: Tensor, expected: Tensor | float) -> Tensor:
 
 
 def assert_mean(samples: Tensor, expected: Tensor | float):
-    """The mean of `samples` over their first axis is `expected`, within four standard errors."""
+    """Asserts that the mean of `samples` over their first axis is `expected`, within four standard errors."""
     assert standard_errors(samples, expected).max() < 4
 
 
@@ -42,13 +42,13 @@ def weights_of(op, q: Tensor, k: Tensor, *args, **options) -> Tensor:
 
 
 def same_cluster(q: Tensor, k: Tensor, directions: Tensor, size: int) -> Tensor:
-    """(B, h, r, N, N) bool: which keys each round's hash shows to a query."""
+    """Mask of the keys that each round's hash shows to a query, (B, h, r, N, N) bool."""
     of_q, of_k = (cluster_ids(clusters, q.shape[2]) for clusters in hash_clusters(q, k, directions, size))
     return of_q[..., None] == of_k[..., None, :]
 
 
 def assert_weights_sum_to_one_or_vanish(weights: Tensor):
-    """A matrix (..., N, N) of weights that are not negative; the rows of some queries are zero."""
+    """Asserts this of a matrix (..., N, N) of weights that are not negative; the rows of some queries are zero."""
     total = weights.sum(-1)
     assert (weights >= -1e-15).all()
     assert_equal(total, (total > 0.5).double())

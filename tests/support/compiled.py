@@ -1,4 +1,4 @@
-"""Kernels compiled ahead of time, for GPUs that are not there, and what they take of one."""
+"""Kernels compiled ahead of time for absent GPUs, and the resources that they use."""
 
 import contextlib
 import io
@@ -25,9 +25,9 @@ class Resources(NamedTuple):
 
 
 def compiler(capability: int, found: dict[str, Resources]) -> Callable[..., None]:
-    """Stands in for `triton_tokens.launch`: compiles for a GPU, into `found`, by the names of the kernels.
+    """A replacement of `triton_tokens.launch` that compiles kernels for a GPU and adds their resources to `found`.
 
-    As at a launch, the compiler is told which pointers and numbers are multiples of 16.
+    As at a launch, the compiler learns which pointers and numbers are multiples of 16.
     """
 
     def compile_only(kernel, programs: tuple[int, ...], *arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""All that the tests know of each mechanism: the constants of tests/mechanisms/<name>.py, over the registry.
+"""All that the tests know of each mechanism: the constants of tests/mechanisms/test_<name>.py, over the registry.
 
 A facts file that is missing, or lacks a required constant, ends every uniform suite with an error that names both.
 """
@@ -35,9 +35,9 @@ def load(name: str) -> ModuleType:
     """The facts of a mechanism.
 
     Raises:
-        LookupError: no such file, or a constant that it lacks.
+        LookupError: the file does not exist or lacks a required constant.
     """
-    file, module = f"tests/mechanisms/{name}.py", f"tests.mechanisms.{name}"
+    file, module = f"tests/mechanisms/test_{name}.py", f"tests.mechanisms.test_{name}"
     if importlib.util.find_spec(module) is None:
         raise LookupError(f"{file} does not exist: the mechanism {name!r} needs a file of facts for its tests")
     facts = importlib.import_module(module)

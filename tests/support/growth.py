@@ -1,9 +1,9 @@
-"""How multiply-accumulates and memory of a mechanism grow with the number of tokens N.
+"""Growth of a mechanism's multiply-accumulates and memory with the number of tokens N.
 
-One layer with one head of 8 channels C is run forward and backward at N = 784, 3136 and 12544. What counts is the
-mechanism's own part: MACs beyond the 4 N C^2 of the projections, and bytes saved for backward beyond the 5 N C numbers
-of these (input, queries, keys, values, mixed values). Few channels, because terms with C^2 or d C hide those that grow
-faster. The slope of log cost over log N is the order.
+One layer with one head of 8 channels C is run forward and backward at N = 784, 3136 and 12544. Only the mechanism's own
+part counts: MACs beyond the 4 N C^2 of the projections, and bytes saved for backward beyond the 5 N C numbers of the
+projections (input, queries, keys, values, mixed values). Channels are few, because terms with C^2 or d C would hide
+terms that grow faster. The slope of log cost over log N is the order.
 """
 
 import math
@@ -21,7 +21,7 @@ C = 8
 
 
 class Growth(NamedTuple):
-    """Orders of a mechanism, 1.5 for N^1.5; `options` for a grid of some side."""
+    """Orders of a mechanism's costs, 1.5 for N^1.5; `options` is a function of the grid's side."""
 
     macs: float
     saved_bytes: float
@@ -29,13 +29,13 @@ class Growth(NamedTuple):
 
 
 def own_costs(name: str, side: int, options: dict, device: str) -> tuple[float, int]:
-    """MACs and bytes saved for backward, beyond those of the projections, of a layer in training on one image."""
+    """MACs and bytes saved for backward of a layer in training on one image, beyond those of the projections."""
     N = side * side
     with torch.device(device):
         attn = create_attention(name, dim=C, num_heads=1, grid=(side, side), **options)
         x = torch.randn(1, N, C, requires_grad=True)
     parameters = {parameter.untyped_storage()._cdata for parameter in attn.parameters()}
-    saved = {}  # holds the storages, lest an address be used twice
+    saved = {}  # keeps the storages alive, so that no address is reused
 
     def save(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()

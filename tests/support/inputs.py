@@ -1,4 +1,4 @@
-"""What the tests of limits compute with: sizes, fixed random numbers, layers, all in float64."""
+"""Inputs for tests of limits: sizes, fixed random numbers, layers, all in float64."""
 
 from typing import Any
 
@@ -41,12 +41,12 @@ def identity(size: int) -> Tensor:
 
 
 def layer(name: str, grid, **options: Any) -> Attention:
-    """A layer in evaluation, its weights moved off their start."""
+    """A layer in evaluation, with weights moved off their initial values."""
     return Case(name, grid, options).build(dim=h * d, num_heads=h).eval()
 
 
 def averaging(grid) -> tuple[Groups, Tensor]:
-    """2 x 2 bins, and the matrix (1, 1, 4, N) that averages over each."""
+    """2 x 2 bins, and the matrix (1, 1, 4, N) that averages over each bin."""
     groups = bins(grid, (2, 2), CPU)
     matrix = torch.zeros(4, grid[0] * grid[1], dtype=torch.float64)
     for row, index, valid in zip(matrix, groups.index[0], groups.valid[0], strict=True):

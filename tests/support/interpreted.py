@@ -1,5 +1,5 @@
-"""Run by test_triton.py with TRITON_INTERPRET=1, which must be set before Triton is imported: prints what the kernels
-compute in Triton's interpreter as JSON.
+"""Script of test_triton.py, run with TRITON_INTERPRET=1, which must be set before Triton is imported: prints results of
+the kernels in Triton's interpreter as JSON.
 """
 
 import functools
@@ -54,23 +54,23 @@ def compiled(kernel, *inputs, **options):
 
 
 def frozen(kernel, q, k, v, *others, **options):
-    """All but the values."""
+    """Calls the kernel with frozen inputs, except for the values."""
     return kernel(q.detach(), k.detach(), v, *(x if x is None else x.detach() for x in others), **options)
 
 
 def apart_in_memory(kernel, q, k, v, bias, keys, values, logits, **options):
-    """Images in one place, logits that do not lie side by side."""
+    """Calls the kernel with images that share memory and logits with strides."""
     q, k, v, keys, values = (x.expand(2, *x.shape[1:]) for x in (q, k, v, keys, values))
     return kernel(q, k, v, bias, keys, values, torch.stack([logits] * 2, -1)[..., 0], **options)[:1]
 
 
 def mixed_types(kernel, q, k, v, *others, **options):
-    """As autocast leaves them where keys and values are normalised."""
+    """Calls the kernel with the types that autocast leaves if keys and values are normalised."""
     return kernel(q, k.float(), v.float(), *others, **options)
 
 
 def largest_difference(case, use) -> float:
-    """Of the output and all gradients, from those of the kernels called plainly."""
+    """Largest difference of the output and all gradients from those of a plain call of the kernels."""
     checked = CHECKED[type(case)]
     inputs, options = checked.example(case, CPU)
     functions = functools.partial(use, checked.kernels), checked.kernels
@@ -81,7 +81,7 @@ def largest_difference(case, use) -> float:
 
 
 def kernels_of_layer(name: str, B: int = 1, dim: int = 32, grid: tuple[int, int] = (6, 4), **options) -> list[str]:
-    """What a layer calls on the path "triton", where its output and gradients are the plain ones."""
+    """Kernels that a layer calls on the path "triton"; asserts that output and gradients equal the plain ones."""
     torch.manual_seed(0)
     attn = create_attention(name, dim=dim, num_heads=2, grid=grid, **options)
     x, found = torch.randn(B, grid[0] * grid[1], dim), {}

@@ -27,7 +27,7 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 
 Fault = tuple[str, int, str]
-"""A function, the number of the call, and what happens then: the name of a signal, or a key of `ACTIONS`."""
+"""A function, the number of the call, and the action at that call: the name of a signal, or a key of `ACTIONS`."""
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Job:
     log: Path
 
     def wait(self, timeout: float = 300) -> list[int]:
-        """Exit statuses, by rank; negative: the number of the signal that ended the process."""
+        """Waits for exit statuses, by rank; a negative status is the number of the signal that ended the process."""
         return [self.server.ask(wait=pid, timeout=timeout) for pid in self.pids]
 
     def signal(self, name: str, rank: int = 0) -> None:
@@ -66,7 +66,7 @@ class ForkServer:
         )
 
     def ask(self, **request: Any) -> Any:
-        """Sends a request; its answer."""
+        """Sends a request and returns its answer."""
         print(json.dumps(request), file=self.process.stdin, flush=True)
         return json.loads(self.process.stdout.readline())
 
@@ -104,7 +104,7 @@ class ForkServer:
         return Job(self, pids, log)
 
     def run(self, *args: Any, **kwargs: Any) -> tuple[list[int], Job]:
-        """`start`, then waits; the exit statuses, and the job."""
+        """Calls `start` and waits; returns the exit statuses and the job."""
         job = self.start(*args, **kwargs)
         return job.wait(), job
 
@@ -154,7 +154,7 @@ ACTIONS: dict[str, Callable] = {
 
 
 RECORDS = Path(os.devnull)
-"""Where this process writes records for the test, apart from the log of the run."""
+"""File to which this process writes records for the test, separate from the log of the run."""
 
 
 def record(*words: Any) -> None:
@@ -187,12 +187,12 @@ def record_state() -> None:
     import numpy as np
     import torch
 
-    from engine.report import Report
-    from engine.sampler import SeededDataset
+    from engine.data.sampler import SeededDataset
+    from engine.reporting.recorder import Recorder
 
-    end_step, getitem = Report.end_step, SeededDataset.__getitem__
+    end_step, getitem = Recorder.end_step, SeededDataset.__getitem__
 
-    def function(self: Report) -> None:
+    def function(self: Recorder) -> None:
         state = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()))  # noqa: NPY002
         record("random", self.step + 1, hashlib.sha256(state).hexdigest())
         resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
@@ -203,12 +203,12 @@ def record_state() -> None:
         record("place", *place)
         return getitem(self, place)
 
-    Report.end_step, SeededDataset.__getitem__ = function, getitem_and_record
+    Recorder.end_step, SeededDataset.__getitem__ = function, getitem_and_record
 
 
 def use_few_images(train: int, val: int, patch: Callable = setattr) -> None:
-    """Shortens the digits to so many images of each split."""
-    from engine.data import DigitsReader
+    """Shortens the digits to `train` and `val` images."""
+    from engine.data.arrays import DigitsReader
 
     init = DigitsReader.__init__
 
@@ -268,13 +268,13 @@ def wait(pid: int, timeout: float) -> int:
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # of tests in the background it would stay ignored
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # background tests would ignore it
     import train
     import validate  # noqa: F401
-    from bench.costs import Costs
+    from models.costs import Costs
 
     train.count_costs = lambda model, attention: Costs(0, 0)  # a third of the time of so short a run
-    train.Report.predictions = lambda report, records: None  # pictures, likewise
+    train.Recorder.predictions = lambda recorder, predictions: None  # pictures, likewise
     if len(sys.argv) > 1:  # a rank of torchrun; faults strike before a restart only
         request = json.loads(sys.argv[1])
         rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]

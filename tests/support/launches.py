@@ -1,4 +1,4 @@
-"""What a program asks of a device, operator by operator."""
+"""Recording of the operators that a program launches on a device."""
 
 from collections import Counter
 
@@ -7,17 +7,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 HIDDEN_VIEWS = {torch.ops.aten._unsafe_view.default, torch.ops.aten._reshape_alias.default}
-"""Views whose schema does not say so."""
+"""Views that their schema does not declare as views."""
 
 
 class Launches(TorchDispatchMode):
-    """As a context: the operators inside it.
+    """Context that records the operators run inside it.
 
     Attributes:
-        operators: name -> how often it ran; views apart. An operator is a view if its schema returns an alias of an
+        operators: name -> number of runs, without views. An operator is a view if its schema returns an alias of an
             argument that it does not write to, or if it is one of `HIDDEN_VIEWS`.
-        waits: operators that a host would wait in for `device`: copies to and from it, and those whose result's shape,
-            or the program's course, depends on what tensors hold.
+        waits: operators in which a host would wait for `device`: copies to and from it, and operators whose result's
+            shape, or the program's control flow, depends on values of tensors.
     """
 
     def __init__(self, device: str = "cpu"):
@@ -33,13 +33,13 @@ class Launches(TorchDispatchMode):
 
 
 def is_view(operator: torch._ops.OpOverload) -> bool:
-    """Whether it launches nothing."""
+    """Returns whether the operator launches nothing."""
     aliases = [x.alias_info for x in operator._schema.returns if x.alias_info is not None]
     return operator in HIDDEN_VIEWS or (bool(aliases) and not any(alias.is_write for alias in aliases))
 
 
 def waits(operator: torch._ops.OpOverload, args: tuple, result: object, device: str) -> bool:
-    """Whether a host waits in it for `device`. What happens on the host alone does not count."""
+    """Returns whether the host waits for `device` in the operator; operators on the host alone do not count."""
     tensors = [x for x in (*args, result) if isinstance(x, Tensor)]
     places = {x.device.type for x in tensors if x.ndim or operator.name().startswith(("aten::_to_copy", "aten::copy_"))}
     if operator in (torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default):

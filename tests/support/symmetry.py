@@ -12,7 +12,7 @@ BLOCKS = {"within", "between", "transposed"}
 
 
 def permutations() -> dict[str, Tensor]:
-    """The token that comes to each position, (24,): in any order; within every block; whole blocks."""
+    """Index of the token that moves to each position, (24,): in any order; within every block; whole blocks."""
     blocks = torch.arange(24).view(3, 2, 2, 2).transpose(1, 2).reshape(6, 4)  # block, position in it
     back = blocks.flatten().argsort()
     within = torch.stack([block[shuffled(4, seed=i)] for i, block in enumerate(blocks)])

@@ -1,5 +1,5 @@
-"""Causal attention: no output depends on later tokens; token by token it is the same as at once; and, as prefix tokens
-attend to every token, there are none.
+"""Causal attention: no output depends on later tokens; decoding token by token equals one pass over the sequence;
+prefix tokens are refused, because they attend to every token.
 """
 
 import pytest
@@ -31,13 +31,13 @@ def test_outputs_ignore_later_tokens(case, training):
 
 @pytest.mark.parametrize("case", CAUSAL_CASES, ids=str)
 def test_causal_attention_refuses_prefix_tokens(case):
-    options = {name: value for name, value in case.options.items() if name != "depth"}  # which is the network's
+    options = {name: value for name, value in case.options.items() if name != "depth"}  # depth belongs to the network
     message = rf"attention\({case.name}\).causal = True: prefix tokens attend to every token"
     with pytest.raises(OptionError, match=message):
         create_model("deit", attention={"name": case.name, **options}, class_token=True)
 
 
-DECODED = [  # and EVA's in tests/mechanisms/eva.py
+DECODED = [  # and EVA's in tests/mechanisms/test_eva.py
     *(case for case in CAUSAL_CASES if case.name in DECODERS and case.name != "eva"),
     *(Case("performer", (5, 7), {"causal": True, "features": x}) for x in ("hyperbolic", "relu")),
     Case("transnormer", (5, 7), {"causal": True, "depth": 2, "window_size": 8, "variant": "t1"}),

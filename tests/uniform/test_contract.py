@@ -1,4 +1,4 @@
-"""What every mechanism owes the networks that use it: shapes, gradients, grids, batches, compilation, projections."""
+"""The contract of every mechanism with networks: shapes, gradients, grids, batches, compilation, projections."""
 
 import re
 from collections.abc import Iterator
@@ -44,9 +44,9 @@ def test_batch_independence(case):
 
 
 def compiled() -> Iterator[Any]:
-    """Cases in training, and in evaluation too if they have noise: else the two are one computation, see
-    test_determinism.py. Of causal attention by features, which is Performer's with others, most are left to the stress
-    suite.
+    """Cases in training, and in evaluation too if they have noise; otherwise both modes are one computation, see
+    test_determinism.py. Most cases of causal attention by features, which shares Performer's code, run in the stress
+    suite only.
     """
     by_features = "linear", "rfa", "t2r", "cosformer", "transnormer", "abc"
     for case in CASES:
@@ -79,7 +79,7 @@ def test_constant_values_stay_constant(case):
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_stock_projections(name):
-    """timm's names for the projections, so that published softmax weights load wherever there are all three."""
+    """Projections have timm's names, so that published softmax weights load into every layer with all three."""
     attn = create_attention(name, dim=192, num_heads=3, grid=(14, 14))
     state, rows = attn.state_dict(), 192 * attn.num_projections
     shapes = {"qkv.weight": (rows, 192), "qkv.bias": (rows,), "proj.weight": (192, 192), "proj.bias": (192,)}
@@ -107,7 +107,7 @@ def test_an_empty_batch_goes_through(case, path):
 
 
 def assert_refused(attn: Attention, x: Tensor, grid: Grid, expected: int):
-    """By the number of tokens that came and the number `expected`."""
+    """Asserts that `attn` refuses x with an error that names its number of tokens and the number `expected`."""
     with pytest.raises(ValueError, match=r"tokens") as error:
         attn(x, grid)
     assert {x.shape[1], expected} <= set(map(int, re.findall(r"\d+", str(error.value))))
@@ -115,7 +115,7 @@ def assert_refused(attn: Attention, x: Tensor, grid: Grid, expected: int):
 
 @every_case
 def test_tokens_that_do_not_fit_the_grid_are_refused(case):
-    """One row more; one token too many; and those of the grid without the prefix tokens that the layer is built for."""
+    """One more row; one more token; and the tokens of the grid without the prefix tokens that the layer expects."""
     attn, x, (H, W) = case.build(), case.tokens(), case.grid
     assert_refused(attn, x, (H + 1, W), case.num_tokens((H + 1, W)))
     assert_refused(attn, torch.cat([x[:, :1], x], 1), (H, W), x.shape[1])

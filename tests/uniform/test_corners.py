@@ -1,5 +1,5 @@
-"""Corners of what a layer may be given, right on every path: no images, one channel, one summary token, windows beyond
-the grid. How wide heads may be for kernels: tests/ops/test_triton.py.
+"""Corner cases of a layer's input, on every path: no images, one channel, one summary token, windows beyond the grid.
+tests/ops/test_triton.py tests the widest heads of kernels.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from tests.support.calls import capture_op, value_and_gradients
 from tests.support.comparisons import FP64, FP64_GRADIENT
 from tests.support.facts import FACTS
 
-CORNERS: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Any]]] = {  # grid, its options, how it is built
+CORNERS: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Any]]] = {  # grid, options, layer context
     "no images": ((5, 7), {}, {}),
     "one channel": ((5, 7), {}, {"dim": 1, "num_heads": 1}),
     "one summary token": ((5, 7), {"num_landmarks": 1}, {}),
@@ -25,7 +25,7 @@ CORNERS: dict[str, tuple[tuple[int, int], dict[str, Any], dict[str, Any]]] = {  
 
 
 def corners() -> Iterator[Any]:
-    """Of every mechanism those that it has options for, in the place of these in its ordinary case."""
+    """For every mechanism, the corners that its options allow, applied to its ordinary case."""
     for name, attention in ATTENTION.items():
         ordinary, known = FACTS[name].CASES[0], {field.name for field in dataclasses.fields(attention.Config)}
         for corner, (grid, options, context) in CORNERS.items():

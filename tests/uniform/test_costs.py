@@ -1,6 +1,6 @@
-"""What a layer costs: `Attention.cost` equals what is counted, its formula in words, and published figures.
+"""Costs of a layer: `Attention.cost` equals counted costs, the formula in the docstring, and published figures.
 
-N tokens, C channels, h heads, d = C/h. Costs of a layer are those beside its four C x C projections.
+N tokens, C channels, h heads, d = C/h. Costs of a layer exclude its four C x C projections.
 """
 
 import contextlib
@@ -21,10 +21,10 @@ import benchmark
 from attention import ATTENTION, AttentionFactory, LayerContext, kernels
 from attention.__main__ import layer_costs, read_docstring
 from attention.base import Attention, Cost
-from bench.costs import Costs, costs_of, count_costs
-from bench.papers import read_papers
-from engine.config import load_run
+from engine.config.load import load_run
+from engine.config.papers import read_papers
 from models import resolve_attention
+from models.costs import Costs, costs_of, count_costs
 from tests.support.cases import HEAD_DIM, HEADS, Case
 from tests.support.facts import CASES, FACTS, rows
 from tests.support.growth import SIDES, Growth, order
@@ -40,14 +40,14 @@ def stated(mechanism: str | Mapping[str, Any], **context: Any) -> Cost:
 
 
 def stated_with(name: str, options: Mapping[str, Any], **context: Any) -> Cost:
-    """The same with options that may be fields of `LayerContext`, as of a `Case`."""
+    """`stated` with options that may be fields of `LayerContext`, like the options of a `Case`."""
     place = {field.name for field in fields(LayerContext)} & options.keys()
     of_mechanism = {key: value for key, value in options.items() if key not in place}
     return stated({"name": name, **of_mechanism}, **context, **{key: options[key] for key in place})
 
 
 def counted(attn: Attention, grid: tuple[int, int]) -> Cost:
-    """Of a layer on the meta device, in evaluation."""
+    """Counted cost of a layer on the meta device, in evaluation."""
     C, N = attn.proj.in_features, math.prod(grid)
     parameters, macs = costs_of(attn.eval(), torch.empty(1, N, C, device="meta"), grid)
     return Cost(parameters - (3 * C * (attn.qkv.bias is not None) + 4 * C * C + C), macs - 4 * N * C * C)
@@ -65,7 +65,7 @@ def test_cost_is_what_is_counted(case: Case, path):
 @pytest.mark.parametrize("name", ATTENTION)
 def test_cost_of_default_options_on_a_grid_that_windows_do_not_divide(name, qkv_bias):
     context = {"dim": 40, "num_heads": 5, "grid": (16, 15), "qkv_bias": qkv_bias}
-    options = {"num_landmarks": 48} if name in ("eva", "lara", "nystrom") else {}  # 49 do not part the grid
+    options = {"num_landmarks": 48} if name in ("eva", "lara", "nystrom") else {}  # 49 do not divide the grid
     with torch.device("meta"):
         expected = counted(AttentionFactory.from_options({"name": name, **options})(**context), context["grid"])
     assert stated({"name": name, **options}, **context) == expected
@@ -77,7 +77,7 @@ def test_cost_of_default_options_on_a_grid_that_windows_do_not_divide(name, qkv_
     ids=lambda mechanism: "-".join(mechanism.values()),
 )
 def test_cost_of_causal_attention_in_chunks(mechanism):
-    """Of 1, 3 and 240 tokens, of which chunks of 64 make 256."""
+    """1, 3 and 240 tokens, the last padded to 256 by chunks of 64."""
     mechanism = {**mechanism, "causal": True}
     for grid in ((1, 1), (1, 3), (16, 15)):
         context = {"dim": 40, "num_heads": 5, "grid": grid}
@@ -95,7 +95,7 @@ def test_a_mechanism_that_does_not_state_its_cost_is_named():
 
 
 def evaluate(formula: str, symbols: Mapping[str, float]) -> float:
-    """``"2 N (|E| + c) C / R^2"`` -> its value: products need no sign; left to right, as quotients."""
+    """Value of a formula such as ``"2 N (|E| + c) C / R^2"``; adjacent factors multiply, from left to right."""
     tokens = re.findall(r"\|E\||[A-Za-z]+|\d+|[-+/^()]", formula)
     assert "".join(tokens) == formula.replace(" ", ""), f"{formula}: not a formula"
     code = ""
@@ -119,7 +119,7 @@ def test_formulas_are_read_as_they_are_written():
 @pytest.mark.parametrize("N", [784, 3136])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_the_docstring_tells_the_cost(name, N):
-    """To within a tenth: a formula in words leaves small terms to the prose, or out."""
+    """The formula is within a tenth of the cost, because it may omit small terms."""
     costs = layer_costs(name, (math.isqrt(N), math.isqrt(N)))
     own = {letter: value(N) if callable(value) else value for letter, value in FACTS[name].SYMBOLS.items()}
     values = [
@@ -131,7 +131,7 @@ def test_the_docstring_tells_the_cost(name, N):
 
 @pytest.mark.parametrize(("name", "growth"), rows("GROWTH"), ids=label)
 def test_cost_grows_as_is_measured(name: str, growth: Growth):
-    """At the sizes of tests/support/growth.py: one head of 8 channels."""
+    """The stated cost grows as measured at the sizes of tests/support/growth.py: one head of 8 channels."""
     macs = [stated_with(name, growth.options(side), dim=8, num_heads=1, grid=(side, side)).macs for side in SIDES]
     assert order(macs) == pytest.approx(growth.macs, abs=0.15)
 
@@ -193,7 +193,7 @@ BACKBONES = {
 
 @functools.cache
 def stated_of_model(config: str, overrides: tuple[str, ...] = ()) -> Costs:
-    """Of a whole model; checked by counting one with a block of every kind (TransNormer has two)."""
+    """Stated costs of a whole model, checked by counting a model with a block of every kind (TransNormer has two)."""
     run, backbone = load_run(CONFIGS / f"{config}.yaml", overrides), BACKBONES[config.partition("/")[0]]
     fewer = {"depths": (1, 1, 1, 1)} if "depths" in run.model else {"depth": 2}
     assert count_costs(run.model | fewer, run.attention) == backbone(run.attention, **fewer)
@@ -286,7 +286,7 @@ def test_costs_of_models(config, overrides, parameters, giga_macs):
 @pytest.mark.parametrize("patch", [16, 4])
 @pytest.mark.parametrize("name", ATTENTION)
 def test_costs_of_every_mechanism_at_fewer_and_more_tokens(name, patch):
-    """Of two layers, which is enough: TransNormer has two kinds."""
+    """Two layers are enough, because TransNormer has two kinds of layers."""
     found = count_costs({"name": f"deit_tiny_p{patch}", "img_size": 224, "depth": 2}, name)
     assert found == deit((224 // patch) ** 2, 192, 3, name, depth=2)
 
@@ -304,7 +304,7 @@ COUNTED = [row for row in read_papers() if row.parameters or row.macs or row.rel
 
 @pytest.mark.parametrize("row", COUNTED, ids=lambda row: row.config)
 def test_a_count_rounds_to_what_the_paper_prints_or_its_row_says_why_not(row):
-    """To the one decimal that all tables print: within 0.05 M and 0.05 G."""
+    """Counts agree with the one decimal that all tables print: within 0.05 M and 0.05 G."""
     parameters, macs = stated_of_model(row.config.removesuffix(".yaml"), row.overrides)
     agrees = all(
         printed is None or round(count, 1) == printed
@@ -344,7 +344,7 @@ def test_benchmark_prints_every_mechanism_by_size(printed_by_size):
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_benchmark_prints_costs_of_models(name, printed_by_size):
-    """`deit` equals what is counted, see above."""
+    """The table prints the costs of `deit`, which equal counted costs, see above."""
     expected = [deit(N, 192, 3, name) for N in (196, 784, 3136)]
     cells = [f"{c.macs / 1e9:.3f} | {c.parameters / 1e6:.3f}" for c in expected]
     assert f"| {name} | {' | '.join(cells)} |" in printed_by_size

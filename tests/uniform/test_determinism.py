@@ -1,4 +1,4 @@
-"""Evaluation is deterministic; training draws what noise it has anew, from the generator alone."""
+"""Evaluation is deterministic; training draws new noise, from the generator alone."""
 
 import pytest
 import torch

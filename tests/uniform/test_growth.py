@@ -1,4 +1,4 @@
-"""How multiply-accumulates and memory grow with the number of tokens, see tests/support/growth.py."""
+"""Growth of multiply-accumulates and memory with the number of tokens, see tests/support/growth.py."""
 
 import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,7 +16,7 @@ def label(argument: str | Growth) -> str:
 
 @pytest.mark.parametrize(("name", "growth"), rows("GROWTH"), ids=label)
 def test_costs_grow_as_stated(name, growth):
-    """Counted on the meta device, where nothing is computed or stored."""
+    """Counts on the meta device, without computing or storing anything."""
     with sdpa_kernel(SDPBackend.MATH):
         macs, saved_bytes = zip(*(own_costs(name, s, growth.options(s), "meta") for s in SIDES), strict=True)
     assert order(macs) == pytest.approx(growth.macs, abs=0.15)

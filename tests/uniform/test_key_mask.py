@@ -1,4 +1,4 @@
-"""Key masks: what does not count is as if it were not there; or the mechanism refuses a mask, and says why."""
+"""Key masks: masked tokens have the effect of absent tokens, or the mechanism refuses a mask and states why."""
 
 import itertools
 import sys
@@ -22,8 +22,8 @@ OF_A_SET = {
     *("softmax", "performer", "linear", "xca", "cosformer", "transnormer", "t2r", "rfa", "dpfp", "abc"),
     *("efficient", "hydra", "relu_linear"),
 }
-"""Mechanisms that know of tokens no more than their order."""
-one_case_of_each = pytest.mark.parametrize(  # and in the stress suite every one
+"""Mechanisms that depend at most on the order of tokens, not on their positions in the grid."""
+one_case_of_each = pytest.mark.parametrize(  # the stress suite takes every case
     "case",
     [
         pytest.param(case, id=str(case), marks=[pytest.mark.stress] * (case.name == before.name))
@@ -33,7 +33,7 @@ one_case_of_each = pytest.mark.parametrize(  # and in the stress suite every one
 
 
 def masks(grid: Grid) -> Tensor:
-    """Of two images, (2, N): with holes, and no token in the first window and group; a smaller image, padded."""
+    """Masks of two images, (2, N): one with holes and no token in the first window and group; one padded."""
     (H, W), generator = grid, torch.Generator().manual_seed(5)
     holes = torch.rand(H, W, generator=generator) > 0.4
     holes[0], holes[:4, :4], holes[-1, -1] = False, False, True
@@ -43,7 +43,7 @@ def masks(grid: Grid) -> Tensor:
 
 
 def with_prefix(case: Case, key_mask: Tensor) -> Tensor:
-    """The mask of prefix tokens, which always count, and of those of the grid."""
+    """The mask with prefix tokens, which always count, before the tokens of the grid."""
     return F.pad(key_mask, (case.options.get("num_prefix_tokens", 0), 0), value=True)
 
 
@@ -53,7 +53,7 @@ def leaf(x):
 
 
 def of_image(value, b: int):
-    """What a twin takes for one image of two: its tokens, and windows and groups without what does not count."""
+    """Arguments of a twin for one image of two: its tokens, and windows and groups without masked tokens."""
     if isinstance(value, Windows) and value.key_mask is not None:
         return value._replace(key_mask=value.key_mask[b, None])
     if isinstance(value, Groups):
@@ -62,14 +62,14 @@ def of_image(value, b: int):
 
 
 def taken(x: Tensor | None, keep: Tensor, axis: int) -> Tensor | None:
-    """What counts of x along the axis, counted from the last; x itself where it is the same for all."""
+    """Entries of x that `keep` selects along the axis, counted from the last; x itself if its length differs."""
     of_each = isinstance(x, Tensor) and x.dim() >= axis and x.shape[-axis] == len(keep)
     return x.movedim(-axis, 0)[keep].movedim(0, -axis) if of_each else x
 
 
 def without_masked(name: str, args: list, options: dict, b: int) -> tuple[list, dict]:
-    """Arguments of an op that takes a mask, for image b and without one: without the tokens that do not count, and the
-    landmarks of segments that have no others.
+    """Arguments of an op for image b without a mask: the masked tokens, and the landmarks of segments with only masked
+    tokens, are removed.
     """
     keep, filled = options.pop("key_mask")[b], options.pop("filled", None)
     queries = keep[-args[0].shape[2] :]
@@ -89,14 +89,14 @@ def without_masked(name: str, args: list, options: dict, b: int) -> tuple[list, 
 @pytest.mark.parametrize("training", [True, pytest.param(False, marks=pytest.mark.stress)], ids=["train", "eval"])
 @one_case_of_each
 def test_masked_op_is_its_twin_without_the_masked_tokens(case, training):
-    """In value and in all gradients, which are zero for tokens that do not count."""
+    """Values and all gradients are equal; gradients of masked tokens are zero."""
     key_mask = masks(case.grid)
     attn = case.build().train(training)
     op, args, options = capture_op(case, attn, case.tokens(), key_mask)
     args, twin = [leaf(x) for x in args], getattr(sys.modules[op.__module__], f"{op.__name__}_reference")
     y, probe = op(*args, **options), torch.randn(args[0].shape, dtype=torch.float64)
     counts = with_prefix(case, key_mask)[:, -y.shape[2] :]
-    on_grid = min(options.get("grid", (1, 1))) > 1  # where holes have positions
+    on_grid = min(options.get("grid", (1, 1))) > 1  # on a grid, holes keep their positions
     images = [1] if on_grid else [0, 1]
     total, total_twin = 0, 0
     for b in images:
@@ -176,7 +176,7 @@ def test_a_sequence_with_masked_tokens_is_the_sequence_without_them(name, option
 
 @one_case_of_each
 def test_masked_tokens_have_no_effect_no_gradient_and_outputs_of_zero(case):
-    """Not even NaN, and of an image in which no token counts."""
+    """This holds even for NaN, and for an image in which no token counts."""
     attn, key_mask = case.build(), F.pad(masks(case.grid), (0, 0, 0, 1))
     counts, x = with_prefix(case, key_mask), case.tokens(batch=3)
     results = []

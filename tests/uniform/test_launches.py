@@ -1,4 +1,4 @@
-"""How many operators a layer launches, and that no host waits for the device in a training step."""
+"""Bounds on the operators that a layer launches, and checks that training steps never wait for the device."""
 
 import pytest
 import torch
@@ -15,15 +15,15 @@ from tests.support.facts import CASES, FACTS
 from tests.support.launches import Launches
 
 BOUNDS = {"eva": (42, 102), "lara": (62, 155), "performer": (24, 54), "local": (24, 46)}
-"""Operators, views not counted, of a layer of DeiT-Tiny/16 in training: forward, and with the backward pass. torch 2.15
-takes about 3 fewer; another version may take as many more."""
+"""Largest numbers of operators, without views, of a layer of DeiT-Tiny/16 in training: in the forward pass, and in both
+passes. torch 2.15 launches about 3 fewer; another version may launch about 3 more."""
 
 
 @pytest.mark.parametrize("name", BOUNDS)
 def test_a_layer_launches_few_operators(name: str):
     torch.manual_seed(0)
     layer, x = create_attention(name, dim=192, num_heads=3, grid=(14, 14)), torch.randn(2, 196, 192, requires_grad=True)
-    layer(x, (14, 14))  # makes the tables
+    layer(x, (14, 14))  # creates the tables
     with Launches() as forward:
         y = layer(x, (14, 14))
     gradient = torch.ones_like(y)
@@ -35,10 +35,10 @@ def test_a_layer_launches_few_operators(name: str):
 
 @pytest.mark.parametrize("case", [FACTS[name].CASES[0] for name in ATTENTION], ids=str)
 def test_nothing_waits_for_the_device(case: Case, monkeypatch: pytest.MonkeyPatch):
-    """Meta tensors stand for those of a device: they hold nothing that a host could wait for."""
+    """Meta tensors replace those of a device, because a host cannot wait for their values."""
     layer = case.build(torch.float32).train().to("meta")
     x = case.tokens(torch.float32).to("meta").requires_grad_()
-    layer(x, case.grid)  # brings the tables there
+    layer(x, case.grid)  # creates the tables on the device
     monkeypatch.setattr(torch, "tensor", None)  # copies numbers of the host, which meta tensors do not show
     with Launches("meta") as launches:
         layer(x, case.grid).sum().backward()
@@ -56,7 +56,7 @@ def on_fake_gpu(x: Tensor, mode: FakeTensorMode) -> Tensor:
     "case", [pytest.param(x, marks=[] if x == FACTS["eva"].CASES[0] else pytest.mark.stress) for x in CASES], ids=str
 )
 def test_nothing_waits_for_a_gpu(case: Case):
-    """A fake one, on which no backward pass can be run."""
+    """Runs the forward pass on a fake GPU, on which no backward pass can run."""
     layer, mode = case.build(torch.float32).train(), FakeTensorMode()
     for module in layer.modules():
         for name, weight in module.named_parameters(recurse=False):

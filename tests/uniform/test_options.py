@@ -1,4 +1,4 @@
-"""Options of mechanisms: documented, frozen, each with an effect; what cannot be honoured is refused by name."""
+"""Options of mechanisms: documented, frozen, each with an effect; impossible values are refused by name."""
 
 import dataclasses
 from typing import Any
@@ -33,7 +33,7 @@ def options_of(name: str) -> list[str]:
 
 
 def outputs(case: Case) -> list[torch.Tensor]:
-    """What two training passes and one evaluation give from fixed seeds."""
+    """Outputs of two training passes and one evaluation from fixed seeds."""
     attn, x = case.build(), case.tokens()
     torch.manual_seed(1)
     return [attn.train()(x, case.grid), attn(x, case.grid), attn.eval()(x, case.grid)]
@@ -55,7 +55,7 @@ def with_options(case: Case, **options: Any) -> Case:
 
 @pytest.mark.parametrize("case", [case for case in CASES if "released" in options_of(case.name)], ids=str)
 def test_released_is_short_for_options_that_can_be_set_by_themselves(case):
-    """Over all cases, since what it chooses depends on the other options."""
+    """Runs over all cases, since the values that `released` chooses depend on the other options."""
     plain, released = (with_options(case, released=switch) for switch in (False, True))
     ours, theirs = (dataclasses.asdict(chosen.build().config) for chosen in (plain, released))
     choices = {name: value for name, value in theirs.items() if value != ours[name] and name != "released"}

@@ -1,4 +1,4 @@
-"""Half types and large inputs: everything is finite, and close to what float64 gives."""
+"""Half types and large inputs: everything is finite, and close to float64 results."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def test_every_precision_is_finite_on_large_inputs(case, dtype, training):
         y = attn(x, case.grid)
     assert y.dtype == dtype
     assert y.isfinite().all()
-    y.float().mean().backward()  # a sum's weight gradients leave fp16's range, which is a loss scaler's affair
+    y.float().mean().backward()  # weight gradients of a sum would overflow fp16 without a loss scaler
     assert all(parameter.grad.isfinite().all() for parameter in attn.parameters())
     y = attn.to(dtype)(x.to(dtype), case.grid)
     assert y.dtype == dtype
@@ -37,7 +37,7 @@ def test_lower_precision_stays_close(case):
         with torch.autocast("cpu", torch.bfloat16):
             y = attn(x.float(), case.grid)
         assert rms_ratio(y.double(), expected) < BF16_RMS
-    else:  # no precision is lost beyond the rounding of what comes in
+    else:  # no precision is lost beyond the rounding of the inputs
         op, args, options = capture_op(case, attn, x.float())
         rounded = [a.bfloat16() for a in args[:3]]
         with torch.autocast("cpu", torch.bfloat16):

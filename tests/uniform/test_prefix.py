@@ -18,7 +18,7 @@ EXACT = [
 
 @pytest.mark.parametrize("name", [name for name in ATTENTION if ATTENTION[name].prefix_tokens == "exact"])
 def test_every_mechanism_that_is_not_plain_has_a_case(name):
-    assert any(case.name == name for case in EXACT), f"tests/mechanisms/{name}.py: no case has prefix tokens"
+    assert any(case.name == name for case in EXACT), f"tests/mechanisms/test_{name}.py: no case has prefix tokens"
 
 
 @pytest.mark.parametrize("case", EXACT, ids=str)
@@ -66,7 +66,7 @@ def test_what_attends_to_everything_is_softmax(name, options, prefix):
 
 @pytest.mark.parametrize("case", [case for case in EXACT if case.far_keys_vanish], ids=str)
 def test_windows_landmarks_and_positions_are_the_grids_alone(case):
-    """Prefix keys of no weight change nothing."""
+    """Prefix keys with zero weight change nothing."""
     attn, x = case.build().eval(), case.tokens()
     q, k, v, *others = attn.project(x, case.grid)
     q, k = (torch.cat([y[..., :-1], torch.ones_like(y[..., :1])], -1) for y in (q, k))

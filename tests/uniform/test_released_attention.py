@@ -1,4 +1,4 @@
-"""The released code of EVA and LARA: with the options for its deviations, its layers' outputs and gradients come back.
+"""The released code of EVA and LARA: with options for its deviations, our layers reproduce its outputs and gradients.
 
 tests/data/released/attention holds layers of that code: weights, inputs and noise stored as float16, which they are
 exactly; outputs and input gradients computed there in float64 and stored as float32; cases.json holds the largest
@@ -39,14 +39,14 @@ def test_numbers(name, file, dtype, monkeypatch):
     attn = create_attention(name, **FACTS[name].RELEASED[file], dim=C, num_heads=2, grid=(H, W))
     attn = attn.to(dtype).train("noise" in tensors)
     attn.load_state_dict({key: value.to(dtype) for key, value in ours(released).items()}, strict=True)
-    if "noise" in tensors:  # the released draw, in place of ours
+    if "noise" in tensors:  # the released noise replaces ours
         monkeypatch.setattr(torch, "randn", lambda shape, **_: tensors["noise"].to(dtype).view(shape))
     x = tensors["x"].to(dtype).flatten(1, 2).requires_grad_()
 
     y = attn(x, (H, W))
     (y * tensors["R"].to(dtype).view_as(y)).sum().backward()
 
-    # float64: the rounding of what is stored. float32: five times the error of the released code, or a few units.
+    # float64: the rounding of stored values. float32: five times the error of the released code, or a few units.
     tolerances = {
         torch.float64: [3e-7 * case[f"{k}_absmax"] for k in ("out", "grad")],
         torch.float32: [max(5 * case[f"f32_{k}_max_abs_err"], 1e-6 * case[f"{k}_absmax"]) for k in ("out", "grad")],

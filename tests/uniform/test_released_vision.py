@@ -1,9 +1,9 @@
-"""Released code of vision's attention: with its weights, our layers give its outputs and gradients, in float64.
+"""Released code of vision attention: with its weights, our layers reproduce its outputs and gradients, in float64.
 
 tests/data/vision holds single modules, with weights that are exactly float32, outputs in float64, and gradients
-computed in float64 and stored as float32; manifest.json says of which repository, commit, class and arguments, and how
-tokens are laid out. A facts file's VISION says by which options and names a layer of ours is that module: its weights
-are a function of the released ones, through which gradients reach these.
+computed in float64 and stored as float32; manifest.json states the repository, commit, class, arguments and token
+layout. VISION in a facts file states the options, and the function from released weights to ours, under which our layer
+equals that module; gradients reach the released weights through this function.
 """
 
 import json
@@ -22,7 +22,7 @@ CASES = json.loads((RELEASED / "manifest.json").read_text())
 
 
 def as_tokens(x: Tensor, layout: str) -> Tensor:
-    """Of the module's layout, (B, N, C), (B, C, H, W) or (B, H, W, C) -> (B, N, C)."""
+    """Converts x from the module's layout, (B, N, C), (B, C, H, W) or (B, H, W, C), to (B, N, C)."""
     return {"BNC": lambda: x, "NCHW": lambda: x.flatten(2).mT, "NHWC": lambda: x.flatten(1, 2)}[layout]()
 
 

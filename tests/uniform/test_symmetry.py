@@ -1,7 +1,7 @@
-"""Which rearrangements of tokens commute with a mechanism, and which do not (float64, 1e-10).
+"""Tests of the rearrangements of tokens that commute with a mechanism, and of those that do not (float64, 1e-10).
 
 On a grid of 6 x 4 with windows, groups and segments of 2 x 2: any permutation; one inside every block; one of whole
-blocks; and the transposed grid. Position biases and convolutions tell positions apart, and leave fewer.
+blocks; and the transposed grid. Position biases and convolutions distinguish positions, and leave fewer symmetries.
 """
 
 import pytest

@@ -7,17 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from attention import ATTENTION, Grid
-from bench.costs import costs_of
+from models.costs import costs_of
 from tests.support.cases import Case
 from tests.support.facts import FACTS
 
 CASES = [FACTS[name].CASES[0] for name in ATTENTION]
 UNCOUNTED = {"aten::scaled_dot_product_attention", "aten::einsum", "aten::_convolution"}
-"""What other mechanisms have beside matrix products."""
+"""Operators of multiply-accumulates other than matrix products, which are not counted here."""
 
 
 class OnGrid(nn.Module):
-    """A layer with its grid: what is traced takes tensors alone."""
+    """A layer with its grid, because traced functions take only tensors."""
 
     def __init__(self, attn: nn.Module, grid: Grid):
         super().__init__()
@@ -28,7 +28,7 @@ class OnGrid(nn.Module):
 
 
 def traced_macs(graph: torch._C.Graph) -> int:
-    """Of the matrix products: elements of each, times the length of the sums that they are."""
+    """MACs of the graph's matrix products: elements of each product times the length of their sums."""
     products = [node for node in graph.nodes() if node.kind() in ("aten::linear", "aten::matmul")]
     return sum(math.prod(n.output().type().sizes()) * next(n.inputs()).type().sizes()[-1] for n in products)
 
@@ -42,7 +42,7 @@ def test_layers_are_traced(case):
     traced = torch.jit.trace(layer, x, check_trace=False)
     torch.testing.assert_close(traced(x), layer(x))
     kinds = {node.kind() for node in traced.inlined_graph.nodes()}
-    assert "prim::PythonOp" not in kinds  # a function that only Python can call, and nobody can count
+    assert "prim::PythonOp" not in kinds  # a Python function, which cannot be counted
     if not kinds & UNCOUNTED:
         layer, x = layer.to("meta"), x.to("meta")
         assert traced_macs(traced.inlined_graph) == costs_of(layer, x).macs

@@ -12,7 +12,7 @@ from tests.support.facts import CASES
 
 
 def leaves(args: tuple) -> list:
-    """Arguments as fresh leaves that require gradients where they can."""
+    """Copies of arguments as leaves; floating-point tensors require gradients."""
     return [a.detach().clone().requires_grad_() if isinstance(a, Tensor) and a.is_floating_point() else a for a in args]
 
 
@@ -39,7 +39,7 @@ def test_op_equals_its_literal_twin_in_value_and_all_gradients(case, training):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.gradients_are_slopes], ids=str)
 def test_gradients_are_slopes(case):
-    """By finite differences along random directions, the noise of training held fixed."""
+    """Compares gradients with finite differences along random directions, with the training noise held fixed."""
     attn, x = case.build(), case.tokens(batch=1).requires_grad_()
     names, parameters = zip(*attn.named_parameters(), strict=True)
 

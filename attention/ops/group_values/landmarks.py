@@ -7,11 +7,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from attention.ops.group_values.op import group_mean
-from attention.options import option
-from attention.parts.groups import group_max
-from attention.parts.linear import LandmarkTransform
-from attention.parts.sampling import scale_noise
+from ...options import option
+from ...parts.groups import group_max
+from ...parts.linear import LandmarkTransform
+from ...parts.sampling import scale_noise
+from .op import group_mean
 
 Transform = Literal["ln_linear", "linear", "identity"]
 Pool = Literal["mean", "max"]
@@ -37,12 +37,12 @@ def landmark_option(name: str) -> Any:
 
 
 class Landmarks(nn.Module):
-    """Summary tokens of groups: landmarks of their keys, and proposals about those of queries and keys (eq. 26 to
-    28, Table 8).
+    """Summary tokens of groups: landmarks of their keys, and proposals centred on landmarks of queries and keys (eq. 26
+    to 28, Table 8).
 
     Args:
-        config: options of `eva`, or another mechanism's `OPTIONS` and noise. num_heads, head_dim: h, d.
-        pool: tokens and groups -> (B, h, G, c, d), where the option `pool` does not say it.
+        config: options of `eva`, or those of `OPTIONS` and `noise` of another mechanism. num_heads, head_dim: h, d.
+        pool: function of tokens and groups, -> (B, h, G, c, d); by default the one that the option `pool` names.
     """
 
     eval_noise: Tensor
@@ -65,18 +65,18 @@ class Landmarks(nn.Module):
             self.register_buffer("eval_noise", torch.randn(num_heads, config.num_samples, head_dim))
 
     def forward(self, q: Tensor, k: Tensor, groups: Any, first: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-        """k_tilde (B, h, G, c, d), means mu (B, h, G, c, d) and samples omega (B, h, G, c, s, d) of the proposals.
+        """Returns k_tilde (B, h, G, c, d), means mu (B, h, G, c, d) and samples omega (B, h, G, c, s, d) of proposals.
 
         Args:
-            q, k: tokens of the grid, (B, h, N, d). groups: `Groups`, or what the argument `pool` takes.
-            first: which of the layer's groups the first of `groups` is.
+            q, k: tokens of the grid, (B, h, N, d). groups: `Groups`, or the second argument of a custom `pool`.
+            first: index, among the layer's groups, of the first of `groups`.
         """
         k_tilde = self.k(self.pool(k, groups))
         mu = self.mean(q, k_tilde, groups, first)
         return k_tilde, mu, self.noise(mu) + mu[..., None, :]
 
     def mean(self, q: Tensor, k_tilde: Tensor, groups: Any, first: int) -> Tensor:
-        """mu (B, h, G, c, d)."""
+        """Means mu of the proposals, (B, h, G, c, d)."""
         kind, scale = self.config.mu, k_tilde.shape[-1] ** -0.25
         if kind == "zero":
             return torch.zeros_like(k_tilde)
@@ -86,7 +86,7 @@ class Landmarks(nn.Module):
         return self.config.mu_scale * scale * (q_tilde + k_tilde if kind == "qk" else q_tilde)
 
     def noise(self, mu: Tensor) -> Tensor:
-        """What samples add to their means, (B, h, G, c, s, d): drawn in training, fixed in evaluation."""
+        """Noise added to the proposals' means, (B, h, G, c, s, d): drawn in training, fixed in evaluation."""
         shape = (*mu.shape[:-1], self.config.num_samples, mu.shape[-1])
         if self.training:
             noise = torch.randn(shape, dtype=mu.dtype, device=mu.device)

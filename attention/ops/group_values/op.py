@@ -1,4 +1,4 @@
-"""What groups of tokens are to queries that attend to each through one summary token: a landmark in the softmax, and a
+"""Attention to groups of tokens through one summary token each: a landmark as its key in the softmax, and a
 random-feature estimate of the group's average value (EVA, Zheng et al., 2023, eq. 16, appendix C).
 """
 
@@ -8,23 +8,23 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attention.ops.dispatch import with_fast_path
-from attention.ops.group_values import eager
-from attention.parts import groups as partitions
-from attention.parts.features import compute_dtype, full_precision, log_features, scale, xi
-from attention.parts.geometry import Windows
-from attention.parts.groups import Groups, gather_groups
+from ...parts import groups as partitions
+from ...parts.features import compute_dtype, full_precision, log_features, scale, xi
+from ...parts.geometry import Windows
+from ...parts.groups import Groups, gather_groups
+from ..kernels import with_fast_path
+from . import fused
 
 Visibility = Literal["paper", "released"]
 
 
-@with_fast_path(eager.group_mean, eager.covers_mean)
+@with_fast_path(fused.group_mean, fused.covers_mean)
 def group_mean(x: Tensor, groups: Groups) -> Tensor:
     """`attention.parts.groups.group_mean`."""
     return partitions.group_mean(x, groups)
 
 
-@with_fast_path(eager.group_values, eager.covers, triton="attention.ops.group_values.triton_tiles")
+@with_fast_path(fused.group_values, fused.covers, triton=f"{__package__}.triton_tiles")
 @full_precision
 def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
     """Random-feature averages of each group, sample by sample.
@@ -65,8 +65,8 @@ def group_logits(
 ) -> Tensor:
     """Logits of every group's samples for windows of queries (B, h, g, w, d), t_nc + log w_ncs: (B, h, g, w, c*s).
 
-    With one sample w = 1. With more, w_ncs = softmax_s[g(q'_n, omega_cs) + log_mass_cs - g(mu_c, omega_cs)], where the
-    squared norms of q' and mu cancel.
+    With one sample w = 1. With more, w_ncs = softmax_s[g(q'_n, omega_cs) + log_mass_cs - g(mu_c, omega_cs)], in which
+    the squared norms of q' and mu cancel.
 
     Args:
         k_tilde, mu, omega: see `eva`. log_mass: see `group_values`.
@@ -88,10 +88,10 @@ def group_logits(
 
 
 def group_prior(q: Tensor, groups: Groups, visibility: Visibility, log_count: bool, windows: Windows) -> Tensor | None:
-    """Added to t_nc, broadcast to (..., g, w, c): log |P_c| with `log_count`, -inf for a group that is not attended to;
-    None for nothing.
+    """Term added to the logit t_nc, broadcast to (..., g, w, c): log |P_c| with `log_count`, -inf for a group that is
+    not attended to; None if there is nothing to add.
     """
-    if groups.tiles and not windows.causal and not log_count:  # tiles have members
+    if groups.tiles and not windows.causal and not log_count:  # tiles are never empty
         return None
     count = groups.count()[..., None, :].to(compute_dtype(q))
     attended = attended_groups(groups, visibility, windows)
@@ -99,8 +99,8 @@ def group_prior(q: Tensor, groups: Groups, visibility: Visibility, log_count: bo
 
 
 def attended_groups(groups: Groups, visibility: Visibility, windows: Windows) -> Tensor:
-    """Which groups every query attends to, broadcast to (..., g, w, c): those with members; in causal attention only
-    those that end before the query's window ("paper"), or before the query ("released").
+    """Mask of the groups that every query attends to, broadcast to (..., g, w, c): groups with members; in causal
+    attention only groups that end before the query's window ("paper") or before the query ("released").
     """
     filled = (groups.count() > 0)[..., None, :]
     if not windows.causal:
@@ -112,8 +112,8 @@ def attended_groups(groups: Groups, visibility: Visibility, windows: Windows) ->
 
 
 def attended_summaries(n, q, k, v, k_tilde, mu, omega, groups, window, visibility, log_count, windows):
-    """Pairs of query n's logit (B, h, 1) on a group that it attends to and the group's value (B, h, 1, d), for the
-    twins: eq. 16 with the ratio of sums of appendix C for beta.
+    """Pairs of a logit (B, h, 1) and a value (B, h, 1, d), one per group that query n attends to, for the twins: eq. 16
+    with the ratio of sums of appendix C as beta.
     """
     (q_, k_), d, pairs = (scale(q), scale(k)), q.shape[-1], []
     window_tokens, _, _ = windows._replace(causal=False).attended(n)

@@ -1,9 +1,9 @@
 """Values of groups of tokens (EVA, eq. 16, appendix C) that are equal tiles of the grid, with one sample each, fused
 into Triton kernels. Experimental.
 
-No token is in two tiles, so that a program owns all that belongs to its groups, gradients of tokens and samples alike:
-it finds the tokens of its tiles by index arithmetic and reads no others. Of a group's one sample a product with keys is
-no matrix product, hence it is multiplied and summed element by element, in fp32.
+No token is in two tiles, so that one program computes everything that belongs to its groups, including the gradients of
+their tokens and samples: it finds the tokens of its tiles by index arithmetic and reads no others. A group has one
+sample, whose product with the keys is too small for a matrix product; it is computed element by element, in fp32.
 """
 
 from typing import NamedTuple
@@ -13,20 +13,20 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.memory import like_tokens
-from attention.ops.triton_tokens import block_length, dense, launch, load, load_numbers, store, supported, view
-from attention.parts.groups import Groups
+from ...parts.groups import Groups
+from ..memory import like_tokens
+from ..triton_tokens import NAMESPACE, block_length, dense, launch, load, load_numbers, store, supported, view
 
 LARGEST = 256
-"""Tokens of a tile, at most: what registers hold."""
+"""Largest number of tokens of a tile, which registers must hold."""
 PER_PROGRAM, PER_WARP = 2048, 512
-"""Numbers in a program's block of keys, unless one tile has more, and in a warp's share of it: so few that registers do
-not spill.
+"""Numbers in a program's block of keys, unless one tile has more, and in a warp's share of the block; small enough to
+keep registers from spilling.
 """
 
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for: head width, rows and columns of a tile, block lengths, warps, stages."""
+    """Compile-time constants of a kernel: head width, rows and columns of a tile, block lengths, warps, stages."""
 
     d: int
     block_d: int
@@ -40,8 +40,8 @@ class Sizes(NamedTuple):
 
 @triton.jit
 def _program(h, c, W, S: tl.constexpr):
-    """Image, head and groups of a program, the raster index of their tokens, one tile after another, and which of both
-    there are. Programs of near tokens are neighbours.
+    """Image, head and groups of a program, the raster indices of the groups' tokens, tile after tile, and masks of the
+    valid groups and tokens. Programs of near tokens are neighbours.
     """
     program, blocks = tl.program_id(0), tl.cdiv(c, S.block_c)
     head, first, batch = program % h, program // h % blocks * S.block_c, program // h // blocks
@@ -54,7 +54,7 @@ def _program(h, c, W, S: tl.constexpr):
 
 @triton.jit
 def _load(x, batch, head, token, valid, S: tl.constexpr):
-    """Tokens of tiles, (groups, t, d)."""
+    """Loads the tokens of tiles, (groups, t, d)."""
     return tl.reshape(load(x, batch, head, token, valid, tl.float32, S), (S.block_c, S.block_t, S.block_d))
 
 
@@ -65,7 +65,7 @@ def _store(x, batch, head, token, valid, value, S: tl.constexpr):
 
 @triton.jit
 def _logits(keys, samples, S: tl.constexpr):
-    """Log features of tiles' tokens at samples (groups, d): (groups, t); -inf beyond a tile."""
+    """Log features of the tokens of tiles at samples (groups, d): (groups, t); -inf beyond a tile."""
     within = tl.arange(0, S.block_t)[None, :] < S.rows * S.columns
     # (groups, t, d) * (groups, 1, d), summed over d
     return tl.where(within, tl.sum(keys * (samples[:, None, :] - 0.5 * keys), 2), float("-inf"))
@@ -73,7 +73,7 @@ def _logits(keys, samples, S: tl.constexpr):
 
 @triton.jit
 def _forward(k, v, omega, beta, log_mass, h, c, W, scale, S: tl.constexpr):
-    """A few groups of one image and head: their values and log-masses."""
+    """Kernel that computes the values and log-masses of a few groups of one image and head."""
     batch, head, group, token, real, valid = _program(h, c, W, S)
     samples = load(omega, batch, head, group, real, tl.float32, S)
     logits = _logits(_load(k, batch, head, token, valid, S) * scale, samples, S)
@@ -88,7 +88,7 @@ def _forward(k, v, omega, beta, log_mass, h, c, W, scale, S: tl.constexpr):
 
 @triton.jit
 def _gradient(k, v, omega, log_mass, dbeta, dlog_mass, dk, dv, domega, h, c, W, scale, S: tl.constexpr):
-    """A few groups of one image and head: dk and dv of their tokens, and domega."""
+    """Kernel that computes domega of a few groups of one image and head, and dk and dv of their tokens."""
     batch, head, group, token, real, valid = _program(h, c, W, S)
     samples = load(omega, batch, head, group, real, tl.float32, S)
     gradient = load(dbeta, batch, head, group, real, tl.float32, S)[:, None, :]
@@ -100,7 +100,7 @@ def _gradient(k, v, omega, log_mass, dbeta, dlog_mass, dk, dv, domega, h, c, W, 
     d_weight = tl.sum(_load(v, batch, head, token, valid, S) * gradient, 2)
     _store(dv, batch, head, token, valid, weight[:, :, None] * gradient, S)
     d_logits = (weight * (d_weight + (d_mass - tl.sum(weight * d_weight, 1))[:, None]))[:, :, None]
-    keys = _load(k, batch, head, token, valid, S) * scale  # again: registers hold one block of tokens, not two
+    keys = _load(k, batch, head, token, valid, S) * scale  # loaded again: registers hold only one block of tokens
     _store(dk, batch, head, token, valid, d_logits * (samples[:, None, :] - keys) * scale, S)
     store(domega, batch, head, group, real, tl.sum(d_logits * keys, 1), S)
 
@@ -109,7 +109,7 @@ def _sizes(k: Tensor, omega: Tensor, tile: list[int]) -> Sizes:
     d, block_t = k.shape[3], triton.next_power_of_2(tile[0] * tile[1])
     block_d = block_length(d, 64)
     block_c = min(max(PER_PROGRAM // (block_t * block_d), 1), triton.next_power_of_2(omega.shape[2]))
-    num_warps = min(max(block_c * block_t * block_d // PER_WARP, 1), 16)  # of 32, each has too few registers
+    num_warps = min(max(block_c * block_t * block_d // PER_WARP, 1), 16)  # with 32, each has too few registers
     return Sizes(d, block_d, *tile, block_t, block_c, num_warps)
 
 
@@ -119,10 +119,10 @@ def _launch(kernel, k: Tensor, v: Tensor, omega: Tensor, others: tuple, W: int, 
     launch(kernel, (programs,), *map(view, (k, v, omega)), *others, h, c, W, d**-0.25, S)
 
 
-@torch.library.custom_op("attention::tile_values", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::tile_values", mutates_args=())
 def _tile_values(k: Tensor, v: Tensor, omega: Tensor, W: int, tile: list[int]) -> tuple[Tensor, Tensor]:
     """Values (B, h, c, d) and log-masses (B, h, c), in float32, at samples (B, h, c, d) of tiles (rows, columns) of a
-    grid W tokens wide. The last stride of all is 1.
+    grid W tokens wide. The last stride of every tensor is 1.
     """
     beta, log_mass = _empty_outputs(omega)
     _launch(_forward, k, v, omega, (view(beta), log_mass), W, tile)
@@ -130,7 +130,7 @@ def _tile_values(k: Tensor, v: Tensor, omega: Tensor, W: int, tile: list[int]) -
 
 
 def _empty_outputs(omega: Tensor) -> tuple[Tensor, Tensor]:
-    """For values (B, h, c, d) and log-masses (B, h, c) at samples omega."""
+    """Empty tensors for values (B, h, c, d) and log-masses (B, h, c) at samples omega."""
     return tuple(omega.new_empty(shape, dtype=torch.float32) for shape in (omega.shape, omega.shape[:3]))
 
 
@@ -139,7 +139,7 @@ def _(k, v, omega, W, tile):
     return _empty_outputs(omega)
 
 
-@torch.library.custom_op("attention::tile_values_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::tile_values_backward", mutates_args=())
 def _tile_values_backward(
     k: Tensor,
     v: Tensor,
@@ -179,15 +179,15 @@ _tile_values.register_autograd(_backward, setup_context=_save)
 
 
 def covers_group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> bool:
-    """Not: groups that are no tiles, tiles of more than LARGEST tokens, several samples (B, h, 1, c, s, d), and what is
-    not `supported`.
+    """Returns whether the groups are tiles of at most LARGEST tokens, with one sample each, and the tensors are
+    `supported`.
     """
     fits = groups.tiles is not None and groups.tiles.num_queries <= LARGEST
     return fits and omega.shape[4] == 1 and supported(k, v)
 
 
 def group_values(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
-    """`attention.ops.group_values.op.group_values`, if covered."""
+    """`attention.ops.group_values.op.group_values` for covered arguments."""
     tensors = map(dense, (k, v, omega[:, :, 0, :, 0]))
     beta, log_mass = _tile_values(*tensors, groups.tiles.grid[1], list(groups.tiles.size))
     return beta[:, :, None], log_mass[:, :, None, :, None]

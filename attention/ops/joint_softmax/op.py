@@ -1,6 +1,6 @@
-"""Window attention under one softmax with whatever stands for the tokens outside the window.
+"""Attention under one softmax over a window and the summary tokens that represent the tokens outside it.
 
-Prefix tokens belong to every window: keys and values may begin with those of P prefix tokens.
+Prefix tokens belong to every window: keys and values may begin with the keys and values of P prefix tokens.
 """
 
 import functools
@@ -9,13 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.ops.dispatch import with_fast_path
-from attention.ops.joint_softmax import eager
-from attention.parts.features import upcast
-from attention.parts.geometry import Windows, split_prefix
+from ...parts.features import upcast
+from ...parts.geometry import Windows, split_prefix
+from ..kernels import with_fast_path
+from . import fused
 
 
-@with_fast_path(eager.joint_softmax, eager.covers, triton="attention.ops.joint_softmax.triton_joint")
+@with_fast_path(fused.joint_softmax, fused.covers, triton=f"{__package__}.triton_joint")
 def joint_softmax(
     q: Tensor,
     k: Tensor,
@@ -28,14 +28,14 @@ def joint_softmax(
     windows: Windows,
     attn_drop: float = 0.0,
 ) -> Tensor:
-    """Values under one softmax over each query's window and summary tokens, which stand for those outside it.
+    """Values under one softmax over each query's window and the summary tokens of the tokens outside it.
 
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d). bias: position bias of the window, (h, w, e).
-        keys, values: of the summary tokens, (B, h, G, c, d), G = 1 or g windows.
-        logits: with keys, what is added to the logits q . key / sqrt(d), broadcast to (g, w, c), with masked tokens to
-            (B, h, g, w, c); without, the logits themselves, (B, h, g, w, c).
-        windows: what is attended to token by token. attn_drop: dropout rate of the weights.
+        keys, values: keys and values of the summary tokens, (B, h, G, c, d), G = 1 or g windows.
+        logits: with keys, a term added to the logits q . key / sqrt(d), broadcast to (g, w, c), or with masked tokens
+            to (B, h, g, w, c); without keys, the logits themselves, (B, h, g, w, c).
+        windows: the windows attended to token by token. attn_drop: dropout rate of the weights.
     Returns:
         (B, h, N, d).
     """
@@ -77,7 +77,7 @@ def joint_softmax_reference(q, k, v, bias=None, keys=None, values=None, logits=N
 
 
 def attended_in_window(n, q, k, v, bias=None, *, windows):
-    """Logits (B, h, e) of query n on prefix tokens and its window, and their values (B, h, e, d): for the twins."""
+    """Logits (B, h, e) of query n on prefix tokens and its window, and their values (B, h, e, d), for the twins."""
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     keys, positions, row = windows.attended(n)
     q_n = q[:, :, n, None] / q.shape[-1] ** 0.5
@@ -88,10 +88,10 @@ def attended_in_window(n, q, k, v, bias=None, *, windows):
 
 
 def window_logits(q: Tensor, k: Tensor, bias: Tensor | None, windows: Windows) -> Tensor:
-    """Logits q . k / sqrt(d) + bias within each window: (B, h, g, w, e), fp32, -inf where nothing is attended to; with
-    a key mask, which may leave a masked query no key, the least number.
+    """Logits q . k / sqrt(d) + bias within each window: (B, h, g, w, e), fp32, -inf for keys that are not attended to.
+    With a key mask, which may leave a masked query without keys, the least finite number replaces -inf.
 
-    Queries and keys are those of the grid, (B, h, N, d).
+    Queries and keys hold the tokens of the grid, (B, h, N, d).
     """
     logits = windows.partition(q * q.shape[-1] ** -0.5) @ windows.partition_keys(k).mT
     logits = upcast(logits) if bias is None else upcast(logits) + bias[:, None]
@@ -109,9 +109,9 @@ def gathered_logits(
 ) -> Tensor:
     """Logits of groups of queries (B, h, g, w, d) on keys gathered for each, (B, h, g, e, d): (B, h, g, w, e), fp32.
 
-    attended: which of a group's keys a query attends to, of (B, 1, g, w, e), bool, where not to all; others are -inf.
-    key_mask: which keys count, of (B, 1, g, 1, e); others are the least number, for a masked query may attend to no
-    other.
+    attended: bool, broadcast to (B, 1, g, w, e), true for keys of the group that a query attends to; others get -inf.
+    None for all. key_mask: bool, broadcast to (B, 1, g, 1, e), true for keys that count; others get the least finite
+    number, because a masked query may have no other keys.
     """
     logits = upcast(queries * queries.shape[-1] ** -0.5 @ keys.mT)
     if key_mask is not None:
@@ -132,7 +132,7 @@ def summary_logits(queries: Tensor, keys: Tensor) -> Tensor:
 
 
 def prefix_term(queries: Tensor, k_prefix: Tensor, v_prefix: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """What `mix` takes for prefix tokens, keys and values (B, h, P, d); nothing where there are none."""
+    """Terms of `mix` for prefix tokens with keys and values (B, h, P, d); an empty list if there are none."""
     return [(shared_logits(queries, k_prefix), v_prefix[:, :, None])] if k_prefix.shape[2] else []
 
 

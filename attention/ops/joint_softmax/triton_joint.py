@@ -1,17 +1,18 @@
 """The joint softmax of windows and landmarks that all queries share, fused into Triton kernels. Experimental.
 
-Windows do not overlap, and heads have at most 64 channels; `covers_joint_softmax` says what else is covered.
+Windows do not overlap, and heads have at most 64 channels; `covers_joint_softmax` states all conditions.
 
-Queries, keys and values are read where the projection left them: a program finds the tokens of its window by index
+Queries, keys and values are read in place from the projection's output. A program finds its window's tokens by index
 arithmetic, adds the position bias, and keeps a running softmax (Milakov and Gimelshein 2018, arXiv:1805.02867; Dao et
 al. 2022, arXiv:2205.14135) over the window's keys and then the landmarks. Saved for the backward pass: the output and
 one log-sum-exp per query; the weights are computed again from them.
 
-Every gradient is summed in registers by the program that owns it, so that all are deterministic: those of landmarks by
-landmark over all queries, and where a window is one block, all else window by window. Otherwise dq by blocks of
-queries, dk and dv by blocks of keys, and dbias by pair of positions over all images and windows. Sums over images are
-split into as many splits as keep a GPU busy. Registers are what these kernels are short of: gradients are summed in the
-order in which weights are needed least long, and nothing is computed before a loop that can be computed inside.
+One program owns each gradient and sums it in registers, so that all gradients are deterministic. The gradients of
+landmarks are summed landmark by landmark over all queries. If a window is one block, all other gradients are computed
+window by window; otherwise dq by blocks of queries, dk and dv by blocks of keys, and dbias by pairs of positions over
+all images and windows. Sums over images are split into enough parts to keep a GPU busy. These kernels are short of
+registers: gradients are summed in the order that frees the weights first, and anything that a loop can compute is
+computed inside the loop.
 """
 
 from typing import NamedTuple
@@ -22,8 +23,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attention.ops.memory import like_tokens
-from attention.ops.triton_tokens import (
+from ...parts.geometry import Windows, split_prefix
+from ..memory import like_tokens
+from ..triton_tokens import (
+    NAMESPACE,
     PROGRAMS,
     accumulate,
     block_length,
@@ -41,17 +44,16 @@ from attention.ops.triton_tokens import (
     supported,
     view,
 )
-from attention.parts.geometry import Windows, split_prefix
 
 CONFIGURATIONS = {2: (64, 4, 2), 4: (16, 2, 1)}
-"""Bytes of a number -> tokens of a block, at most, warps, and stages of loads; for gradients of heads wider than 32
-channels twice the warps. With these, registers hold what they must on sm_80, sm_86 and sm_90.
+"""Bytes of a number -> largest number of tokens of a block, warps, and stages of loads. Gradients of heads wider than
+32 channels use twice the warps. With these numbers registers do not spill on sm_80, sm_86 and sm_90.
 """
 
 
 class Sizes(NamedTuple):
-    """What a kernel is compiled for: head width, rows and columns of a window, block lengths, precision of fp32, warps,
-    stages of loads.
+    """Compile-time constants of a kernel: head width, rows and columns of a window, block lengths, precision of fp32,
+    warps, stages of loads.
     """
 
     d: int
@@ -76,7 +78,7 @@ def _window_program(blocks, h, H, W, S: tl.constexpr):
 
 @triton.jit
 def _tokens_of(position, window, H, W, S: tl.constexpr):
-    """Raster index of positions in window (y, x), and which lie in the grid."""
+    """Raster indices of positions in window (y, x), and a mask of those that lie in the grid."""
     y, x = window[0] * S.rows + position // S.columns, window[1] * S.columns + position % S.columns
     return y * W + x, (position < S.rows * S.columns) & (y < H) & (x < W)
 
@@ -90,7 +92,7 @@ def _bias(bias, head, query, key, valid, S: tl.constexpr):
 
 @triton.jit
 def _window_logits(a, b, bias, head, query, key, attended, scale, S: tl.constexpr):
-    """Logits a @ b.T of queries on the window's keys, or of keys on queries, here; -inf where not attended."""
+    """Logits a @ b.T of queries on the window's keys, or of keys on queries; -inf for keys that are not attended to."""
     logits = dot(a, tl.trans(b), S) * scale  # (q, d) @ (d, k), or (k, d) @ (d, q)
     if bias is not None:
         logits += _bias(bias, head, query, key, attended, S)
@@ -99,9 +101,9 @@ def _window_logits(a, b, bias, head, query, key, attended, scale, S: tl.constexp
 
 @triton.jit
 def _landmark_logits(a, b, prior, window, landmark, num_landmarks, W, scale, S: tl.constexpr):
-    """Logits a @ b.T of queries on landmarks, or of landmarks on queries; -inf beyond their number.
+    """Logits a @ b.T of queries on landmarks, or of landmarks on queries; -inf beyond the number of landmarks.
 
-    prior: what is added, its pointer and stride of windows. window: that of the queries, (y, x).
+    prior: pointer and window stride of a term added to the logits. window: the window of the queries, (y, x).
     """
     # (q, d) @ (d, c), or (c, d) @ (d, q)
     logits, attended = dot(a, tl.trans(b), S) * scale, landmark < num_landmarks
@@ -113,7 +115,7 @@ def _landmark_logits(a, b, prior, window, landmark, num_landmarks, W, scale, S: 
 
 @triton.jit
 def _forward(q, k, v, bias, k_tilde, beta, prior, y, lse, h, H, W, num_landmarks, scale, S: tl.constexpr):
-    """A block of one window's queries: their output y and log-sum-exp lse."""
+    """Kernel that computes the output y and log-sum-exp lse of a block of one window's queries."""
     w: tl.constexpr = S.rows * S.columns
     blocks: tl.constexpr = (w + S.block_w - 1) // S.block_w
     block, head, window, batch = _window_program(blocks, h, H, W, S)
@@ -167,9 +169,10 @@ def _query_gradient(
     scale,
     S: tl.constexpr,
 ):
-    """Every `splits`-th block of one head's queries: dq, and delta = y . dy, which the other kernels need.
+    """Kernel that computes, for every `splits`-th block of one head's queries, dq and delta = y . dy, which the other
+    kernels need.
 
-    Where a window is one block, dk and dv too, and this program's share of dbias.
+    If a window is one block, it also computes dk and dv, and this program's share of dbias.
     """
     w: tl.constexpr = S.rows * S.columns
     blocks: tl.constexpr = (w + S.block_w - 1) // S.block_w
@@ -223,7 +226,7 @@ def _query_gradient(
 
 @triton.jit
 def _key_gradient(q, k, v, bias, dy, lse, delta, dk, dv, h, H, W, scale, S: tl.constexpr):
-    """A block of one window's keys: dk and dv, over the window's queries."""
+    """Kernel that sums dk and dv of a block of one window's keys over the window's queries."""
     w: tl.constexpr = S.rows * S.columns
     blocks: tl.constexpr = (w + S.block_w - 1) // S.block_w
     block, head, window, batch = _window_program(blocks, h, H, W, S)
@@ -255,7 +258,7 @@ def _key_gradient(q, k, v, bias, dy, lse, delta, dk, dv, h, H, W, scale, S: tl.c
 def _landmark_gradient(
     q, k_tilde, beta, prior, dy, lse, delta, dk_tilde, dbeta, h, H, W, num_landmarks, scale, S: tl.constexpr
 ):
-    """A block of landmarks and every `splits`-th block of queries: their share of dk_tilde and dbeta."""
+    """Kernel that computes the share of every `splits`-th block of queries in dk_tilde and dbeta of some landmarks."""
     program, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     blocks, N = tl.cdiv(num_landmarks, S.block_c), H * W
     dtype = q[0].dtype.element_ty
@@ -274,7 +277,7 @@ def _landmark_gradient(
         gradient = load(dy, batch, head, index, valid, dtype, S)
         normaliser = load_numbers(lse, batch, head, index, valid, h, N, float("inf"))
         shift = load_numbers(delta, batch, head, index, valid, h, N, 0.0)
-        there = tl.minimum(index, N - 1)  # a prior ends with the last window
+        there = tl.minimum(index, N - 1)  # a prior has no entries beyond the last window
         window = there // W // S.rows, there % W // S.columns
         logits = _landmark_logits(keys, queries, prior, window, landmark[:, None], num_landmarks, W, scale, S)
         weight = tl.exp(logits - normaliser)
@@ -288,7 +291,7 @@ def _landmark_gradient(
 
 @triton.jit
 def _bias_gradient(q, k, v, bias, dy, lse, delta, dbias, batches, h, H, W, scale, S: tl.constexpr):
-    """A block of pairs of positions and every `splits`-th window of all images: their share of dbias."""
+    """Kernel that computes the share of every `splits`-th window of all images in dbias of some position pairs."""
     w: tl.constexpr = S.rows * S.columns
     blocks: tl.constexpr = (w + S.block_w - 1) // S.block_w
     program, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
@@ -324,7 +327,7 @@ def _sizes(q: Tensor, k_tilde: Tensor | None, window: list[int], backward: bool)
 
 
 def _of_windows(prior: Tensor | None) -> tuple[Tensor, int] | None:
-    """What is added to the logits of landmarks, (1 or g, c), as a kernel takes it: pointer and stride of windows."""
+    """Kernel arguments for the term (1 or g, c) added to the logits of landmarks: the tensor and its window stride."""
     return None if prior is None else (prior, prior.shape[1] if prior.shape[0] > 1 else 0)
 
 
@@ -333,7 +336,7 @@ def _scalars(q: Tensor, grid: list[int], k_tilde: Tensor | None) -> tuple[int, i
     return q.shape[1], *grid, 0 if k_tilde is None else k_tilde.shape[2], q.shape[-1] ** -0.5
 
 
-@torch.library.custom_op("attention::joint_softmax", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::joint_softmax", mutates_args=())
 def _joint_softmax(
     q: Tensor,
     k: Tensor,
@@ -360,7 +363,7 @@ def _(q, k, v, bias, k_tilde, beta, prior, grid, window):
     return like_tokens(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-@torch.library.custom_op("attention::joint_softmax_backward", mutates_args=())
+@torch.library.custom_op(f"{NAMESPACE}::joint_softmax_backward", mutates_args=())
 def _joint_softmax_backward(
     dy: Tensor,
     y: Tensor,
@@ -377,7 +380,7 @@ def _joint_softmax_backward(
     of_bias: bool,
     of_landmarks: bool,
 ) -> list[Tensor]:
-    """Gradients of q, k, v, with `of_bias` of the bias, with `of_landmarks` of landmarks and their values."""
+    """Gradients of q, k, v; with `of_bias` also of the bias, with `of_landmarks` also of landmarks and their values."""
     (B, h, N, _), (H, W), S = q.shape, grid, _sizes(q, k_tilde, window, backward=True)
     _, _, _, c, scale = scalars = _scalars(q, grid, k_tilde)
     w, windows = window[0] * window[1], Windows(grid, window).count
@@ -436,10 +439,11 @@ _joint_softmax.register_autograd(_backward, setup_context=_save)
 
 
 def covers_joint_softmax(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0) -> bool:
-    """Whether the kernels can compute a joint softmax of these arguments.
+    """Returns whether the kernels can compute a joint softmax of these arguments.
 
-    Not: what is not `supported`, no window, windows that overlap, causal attention, masked keys, dropped weights,
-    summary tokens of every window's own or without keys, and added logits that differ within a window or are learned.
+    They cannot if the tensors are not `supported`, windows are empty or overlap, attention is causal, keys are masked,
+    weights are dropped, summary tokens differ among windows or have no keys, or added logits differ within a window or
+    need a gradient.
     """
     shared = values is None or (keys is not None and keys.shape[2] == 1)
     of_windows = logits is None or set(logits.shape[:-3] + logits.shape[-2:-1]) <= {1}
@@ -460,18 +464,19 @@ def joint_softmax(
     windows: Windows,
     attn_drop: float = 0.0,
 ) -> Tensor:
-    """`attention.ops.joint_softmax.op.joint_softmax` with landmarks that all queries share, if covered.
+    """`attention.ops.joint_softmax.op.joint_softmax` with landmarks that all queries share, for covered arguments.
 
     Args:
         q: (B, h, N, d). k, v: (B, h, P + N, d). bias: position bias of the window, (h, w, w).
-        keys, values: of the landmarks, (B, h, 1, c, d). logits: added to theirs, broadcast to (g windows, 1, c).
+        keys, values: landmarks and their values, (B, h, 1, c, d). logits: term added to the landmarks' logits,
+            broadcast to (g windows, 1, c).
     Returns:
         (B, h, N, d), in memory (B, N, h, d).
     """
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     k_tilde, beta = (x if x is None else x[:, :, 0] for x in (keys, values))
     prior = None if logits is None else logits.reshape(-1, logits.shape[-1]).float()
-    if k_prefix.shape[2]:  # a prefix token is a landmark of its own
+    if k_prefix.shape[2]:  # each prefix token becomes a landmark
         prior = None if prior is None else F.pad(prior, (k_prefix.shape[2], 0))
         k_tilde, beta = (
             x if summaries is None else torch.cat([x.to(summaries.dtype), summaries], 2)

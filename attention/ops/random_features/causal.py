@@ -1,16 +1,16 @@
 """Causal attention by features of a kernel: sums over keys that end with the query's own token.
 
-The sequence is taken apart into chunks, so that time and memory are linear in the number of tokens: a query's sums are
-those over the chunks before it, which run along, and over the earlier keys of its own.
+The sequence is split into chunks, so that time and memory are linear in the number of tokens: the sums of a query are
+running sums over the chunks before it, plus sums over the earlier keys of its own chunk.
 
-Features kept as logarithms need more care. Divided by a maximum over all keys, those of a whole prefix could round to
-zero for the sake of one later key. So each query n has the normaliser of its own prefix,
+Features kept as logarithms need more care. If they were divided by a maximum over all keys, one later key could round
+the features of a whole prefix to zero. So each query n has the normaliser of its own prefix,
 
     L_ns = log sum_{m <= n} exp(log_k_ms),   weights exp(log_k_ms - L_ns), which sum to one over m <= n.
 
 L does not fall: for any token e between them, m <= e <= n, a weight is exp(log_k_ms - L_es) exp(L_es - L_ns), a factor
-of the key and one of the query, neither above one. Such tokens are the ends of chunks, and within a chunk the ends of
-spans of 1, 2, 4, ... keys, which the queries of the next span attend to.
+of the key and one of the query, neither above one. The tokens e are the ends of chunks and, within a chunk, the ends of
+spans of 1, 2, 4, ... keys, to which the queries of the next span attend.
 """
 
 from collections.abc import Callable
@@ -19,15 +19,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.parts.chunks import chunk_size, chunks, pad
-from attention.parts.features import full_precision
-from attention.parts.past import Past
+from ...parts.chunks import chunk_size, chunks, pad
+from ...parts.features import full_precision
+from ...parts.past import Past
 
 
 def causal_sums(phi_q: Tensor, phi_k: Tensor, v: Tensor, past: Past | None = None) -> Tensor:
     """sum_{m <= n} (phi_q_n . phi_k_m) v_m: features (B, h, N, f), v (B, h, N, d) -> (B, h, N, d).
 
-    Cost: N (c (f + d) + 2 f d) multiply-accumulates in chunks of c, which N is padded to.
+    Cost: N (c (f + d) + 2 f d) multiply-accumulates, with N padded to chunks of c.
     """
     N, size = v.shape[2], chunk_size(v.shape[2])
     phi_q, phi_k, values = (chunks(pad(x, size), size) for x in (phi_q, phi_k, v))
@@ -38,7 +38,7 @@ def causal_sums(phi_q: Tensor, phi_k: Tensor, v: Tensor, past: Past | None = Non
 def running_mass(log_k: Tensor, past: Past | None = None) -> Tensor:
     """L_ns, the logarithm of sum_{m <= n} exp(log_k_ms): (B, h, N, s) -> (B, h, 1 + N, s).
 
-    Before the first token stands that of the past, or the least number.
+    The first entry is the mass of the past, or the least finite number without one.
     """
     past = past or Past()
     first = past.kept.get("mass", torch.full_like(log_k[:, :, :1], torch.finfo(log_k.dtype).min))
@@ -91,13 +91,13 @@ def over_prefix(
     past: Past | None,
     name: str,
 ) -> Tensor:
-    """Of every query, a sum over the keys up to it: its own, those of earlier spans of its chunk, earlier chunks.
+    """For every query, sums over the keys up to it: its own key, earlier spans of its chunk, and earlier chunks.
 
     Args:
-        by_keys: (x, exp(L_es - L_ns), exp(log_k_ms - L_es), tokens) of queries and keys -> the sum over these keys.
-        by_state: (x, exp(L_es - L_ns), state) -> the sum over all keys up to e, state: sum_m exp(log_k_ms - L_es)
-            tokens_m, (s, d).
-        x: of queries, (B, h, N, f). tokens: of keys, (B, h, N, d). name: of the state in `past`.
+        by_keys: function of (x, exp(L_es - L_ns), exp(log_k_ms - L_es), tokens) that returns the sum over these keys.
+        by_state: function of (x, exp(L_es - L_ns), state) that returns the sum over all keys up to e, where state is
+            sum_m exp(log_k_ms - L_es) tokens_m, (s, d).
+        x: one row per query, (B, h, N, f). tokens: one row per key, (B, h, N, d). name: key of the state in `past`.
     """
     N, size = x.shape[2], chunk_size(x.shape[2])
     x, tokens, log_k = pad(x, size), pad(tokens, size), pad(log_k, size, torch.finfo(log_k.dtype).min)
@@ -122,12 +122,12 @@ def over_prefix(
 
 
 def states_before(sums: Tensor, decay: Tensor | None, past: Past | None, name: str) -> Tensor:
-    """The sums of the past and of all chunks before each, (B, h, g, f, d), and into `past` those of all.
+    """For each chunk, the sum of the past and of all chunks before it, (B, h, g, f, d); writes the total to `past`.
 
-    One by one: `cumsum` is not deterministic on a GPU, and has no decay.
+    Adds chunk by chunk, because `cumsum` is not deterministic on a GPU and has no decay.
 
     Args:
-        sums: of each chunk, (B, h, g, f, d). decay: by which a chunk multiplies what is before it, (B, h, g, f, 1).
+        sums: sums of each chunk, (B, h, g, f, d). decay: factor of each chunk for the sums before it, (B, h, g, f, 1).
     """
     past, states = past or Past(), []
     state = past.kept.get(name, torch.zeros_like(sums[:, :, 0]))

@@ -1,4 +1,4 @@
-"""Attention by features of a kernel: sums over keys are taken once, so that it is linear in the number of tokens."""
+"""Attention by features of a kernel: all queries share the sums over keys, so that cost is linear in N."""
 
 from collections.abc import Callable
 
@@ -6,10 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attention.ops.random_features.causal import causal_sums, running_mass, running_mix
-from attention.parts.features import Normaliser, full_precision, log_features
-from attention.parts.masking import mask_logits, mask_tokens
-from attention.parts.past import Past
+from ...parts.features import Normaliser, full_precision
+from ...parts.masking import mask_logits, mask_tokens
+from ...parts.past import Past
+from .causal import causal_sums, running_mass, running_mix
 
 
 @full_precision
@@ -28,8 +28,8 @@ def mix_features(
 
     Args:
         log_q: (..., N, s), up to a constant per query. log_k: (..., s, M). v: (..., M, d).
-        key_mask: which keys count, (B, M) bool.
-        causal: query n has the keys up to the n-th, after those of `past`; shapes are (B, h, ...).
+        key_mask: (B, M) bool, true for keys that count.
+        causal: query n attends to the keys of `past` and to keys up to the n-th; shapes are (B, h, ...).
     Returns:
         (..., N, d).
     """
@@ -39,27 +39,6 @@ def mix_features(
         mass = running_mass(log_k, past)
         return running_mix((log_q + mass[:, :, 1:]).softmax(-1), log_k, mass, v, past)
     return (log_q + log_k.logsumexp(-1)[..., None, :]).softmax(-1) @ (log_k.softmax(-1) @ v)
-
-
-@full_precision
-def random_feature_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    omega: Tensor,
-    log_weight: Tensor | float = 0.0,
-    *,
-    key_mask: Tensor | None = None,
-) -> Tensor:
-    """Self-normalised estimate of attention from samples that all queries share (LARA paper eq. 2, eq. 10).
-
-    Args:
-        q, k: scaled queries (..., N, d) and keys (..., M, d). v: (..., M, d). omega: (..., s, d).
-        log_weight: log importance weight of sample s for query n, (..., N, s). key_mask: which keys count, (B, M) bool.
-    Returns:
-        (..., N, d). Cost: 4 N s d multiply-accumulates at M = N.
-    """
-    return mix_features(q @ omega.mT + log_weight, log_features(k, omega).mT, v, key_mask)
 
 
 @full_precision
@@ -75,24 +54,24 @@ def linear_attention(
     past: Past | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """Attention of the kernel phi_q . phi_k, sums over keys taken once: sum_m (phi_q_n . phi_k_m) v_m over their sum.
+    """Attention with weights phi_q_n . phi_k_m, sum_m (phi_q_n . phi_k_m) v_m over the sum of weights, in linear time.
 
     Args:
         phi_q: features (..., N, f) of queries. phi_k: (..., M, f). v: (..., M, d).
-        normaliser: what the sum of a query's weights becomes.
-            floor: its magnitude at least `eps`, its sign kept; a query without any weight gives 0 above eps 0.
-            clamp: at least `eps`, to which negative ones are raised too (released code).
-            sum: the sum, with `eps` added. mean: with M `eps` added, as `eps` to the mean over keys.
+        normaliser: divisor made from the sum of a query's weights.
+            floor: magnitude raised to at least `eps`, sign kept; a query without any weight gives 0 if eps > 0.
+            clamp: raised to at least `eps`, negative sums included (released code).
+            sum: `eps` is added. mean: M `eps` is added, which adds `eps` to the mean over keys.
             none: weights are not normalised.
-        rotate: what turns features by their positions in the weights of values; normalisers are without it.
-        causal: query n has the keys up to the n-th, after those of `past`; shapes are (B, h, ...).
-        key_mask: which keys count, (B, M) bool.
+        rotate: function that rotates features by their positions in the weights of values; normalisers are unrotated.
+        causal: query n attends to the keys of `past` and to keys up to the n-th; shapes are (B, h, ...).
+        key_mask: (B, M) bool, true for keys that count.
     Returns:
         (..., N, d). Cost: 2 N f d multiply-accumulates at M = N, and N f for the normalisers; causal: `causal_sums`.
     """
     phi_k = mask_tokens(phi_k, key_mask)
     if causal:
-        assert normaliser != "mean"  # whose count would run, too
+        assert normaliser != "mean"  # its count of keys would have to run along
         assert rotate is None
         if normaliser == "none":
             return causal_sums(phi_q, phi_k, v, past)

@@ -1,7 +1,7 @@
-"""Proposal distributions of randomized attention, and what samples of several of them weigh (LARA paper sections 3, 4).
+"""Proposal distributions of randomized attention, and the weights of their samples (LARA paper sections 3, 4).
 
-A proposal q_c lies about q_bar_c and the keys that q_bar_c attends to. Queries and keys come here scaled, as to
-`attention.features`.
+A proposal q_c is centred on q_bar_c and the keys that q_bar_c attends to. Queries and keys are scaled, as in
+`attention.parts.features`.
 """
 
 import math
@@ -10,24 +10,24 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from attention.parts.features import log_features
-from attention.parts.masking import mask_logits, masked_mean, of_grid
-from attention.parts.sampling import attended_keys
+from ...parts.features import log_features
+from ...parts.masking import mask_logits, masked_mean, of_grid
+from ...parts.sampling import attended_keys
 
 Proposal = Literal["mixture", "attended_keys", "pool", "pool_mixed"]
 POOLED = ("pool", "pool_mixed")
-"""Proposals about landmarks of keys."""
+"""Proposals centred on landmarks of keys."""
 Weighting = Literal["balance", "coupled", "coupled_density", "decoupled"]
 MIN_ALPHA = 1e-8
 """Floor of query-specific weights alpha, which can turn negative (released code)."""
 
 
 class Proposals(NamedTuple):
-    """c distributions q_c: unit Gaussians, or mixtures of unit Gaussians about q_bar_c + k_m.
+    """c distributions q_c: unit Gaussians, or mixtures of unit Gaussians centred on q_bar_c + k_m.
 
     Attributes:
-        mean: of the Gaussian that each of s samples is drawn from, (B, h, c, s, d).
-        q_bar, log_total: of mixtures, (B, h, c, d) and log sum_m exp(q_bar_c . k_m), (B, h, c); None otherwise.
+        mean: mean of the Gaussian that each of s samples is drawn from, (B, h, c, s, d).
+        q_bar, log_total: for mixtures, (B, h, c, d) and log sum_m exp(q_bar_c . k_m), (B, h, c); None otherwise.
     """
 
     mean: Tensor
@@ -38,7 +38,7 @@ class Proposals(NamedTuple):
         """log q_c'(omega) / N(omega; 0, I) of every sample under every proposal, (B, h, c s, c').
 
         Args:
-            omega: (B, h, c s, d). log_k: log features of keys there, (B, h, c s, M).
+            omega: (B, h, c s, d). log_k: log features of keys at omega, (B, h, c s, M).
         """
         if self.q_bar is None or self.log_total is None:
             return log_features(self.mean[:, :, :, 0], omega).mT
@@ -55,14 +55,14 @@ def propose(
     key_mask: Tensor | None = None,
     filled: Tensor | None = None,
 ) -> Proposals:
-    """Proposals about landmarks of queries and a key each.
+    """Proposals, each centred on the sum of a landmark of queries and a key.
 
     Args:
         q_bar, k_bar: landmarks (B, h, c, d). k: (B, h, M, d).
-        uniform: in (0, 1), (..., c, s); chooses the mixture's component, whose mean stands in without it.
-        proposal: the key is drawn by attention (eq. 32), their mean by attention (33), k_bar_c (34), or k_bar mixed by
-            self-attention among landmarks (35).
-        key_mask: which keys count, (B, M) bool. filled: which landmarks do, (B, c) bool.
+        uniform: numbers in (0, 1), (..., c, s), that choose the mixture's component; None takes the components' mean.
+        proposal: choice of the key: drawn by attention (eq. 32), the mean under attention (33), k_bar_c (34), or k_bar
+            mixed by self-attention among landmarks (35).
+        key_mask: (B, M) bool, true for keys that count. filled: (B, c) bool, true for landmarks that count.
     """
     if proposal in POOLED:
         if k_bar is None:
@@ -75,7 +75,7 @@ def propose(
 
 
 def propose_reference(q_bar, k, k_bar, proposal):
-    """`propose` as two functions: what a sample of proposal c lies about, (B, h, d), with a uniform (B, h or 1, 1) or
+    """`propose` as two functions: the centre (B, h, d) of a sample of proposal c, given a uniform (B, h or 1, 1) or
     None; and the densities q_c(omega) of all proposals at omega (B, h, d): (B, h, 1, c).
     """
     if proposal in POOLED:
@@ -104,7 +104,7 @@ def normal(x, mean):
 
 
 def own_ratio(log_ratio: Tensor) -> Tensor:
-    """Of every sample under the proposal that it came from: (B, h, c s, c) -> (B, h, c s)."""
+    """Selects each sample's ratio under the proposal that it was drawn from: (B, h, c s, c) -> (B, h, c s)."""
     return log_ratio.unflatten(2, (log_ratio.shape[3], -1)).diagonal(dim1=2, dim2=4).mT.flatten(2)
 
 
@@ -124,8 +124,8 @@ def log_weights(
         q: (B, h, N, d). q_bar: (B, h, c, d). omega: s samples of each proposal, (B, h, c s, d).
         log_ratio: log q_c'(omega) / N(omega; 0, I) of every sample under every proposal, (B, h, c s, c').
         weighting, beta: see `query_weights`; "balance" is the balance heuristic alone (eq. 36).
-        key_mask, filled: see `propose`; the queries are the last of the keys. Proposals that do not count have the
-            least number, and in log_ratio too.
+        key_mask, filled: see `propose`; queries correspond to the last N keys. Proposals that do not count get the
+            least finite number, and have it in log_ratio too.
     """
     of_samples = None if filled is None else filled.repeat_interleave(omega.shape[2] // q_bar.shape[2], 1)
     if weighting == "balance":  # b_c / q_c is one over the sum of all densities
@@ -146,11 +146,11 @@ def query_weights(
     key_mask: Tensor | None = None,
     filled: Tensor | None = None,
 ) -> Tensor:
-    """alpha_nc at every sample, (B, h, N, c s): the balance heuristic b plus a query-specific term that sums to zero.
+    """Weights alpha_nc at every sample, (B, h, N, c s): the balance heuristic b plus query-specific terms of sum zero.
 
     r_nc is the softmax over the queries n of q_n . q_bar_c. "decoupled" (eq. 38): beta (r_nc - mean_c' r_nc').
-    "coupled" (eq. 37): b_c (r_nc - sum_c' b_c' r_nc'), with b_c in the place of the density q_c(omega_c), which is
-    far below b_c at usual d (10^-39 at d = 64); "coupled_density" has that density, in float64.
+    "coupled" (eq. 37): b_c (r_nc - sum_c' b_c' r_nc'), with b_c instead of the density q_c(omega_c), which is far below
+    b_c at usual d (10^-39 at d = 64); "coupled_density" uses that density, in float64.
     """
     if weighting == "coupled_density":
         omega, log_ratio, own = omega.double(), log_ratio.double(), own.double()
@@ -170,7 +170,7 @@ def weights_reference(omega, density, r, c, weighting, beta):
     """alpha_nc N(omega; 0, I) / q_c(omega), (B, h, N), at a sample omega (B, h, d) of proposal c, alpha floored.
 
     Args:
-        density: q_c(omega) of all proposals, (B, h, 1, c). r: of all proposals, (B, h, N, c).
+        density: q_c(omega) of all proposals, (B, h, 1, c). r: r_nc of all proposals, (B, h, N, c).
     """
     b, own = density / density.sum(-1, keepdim=True), density[..., c]
     correction = r[..., c] - (b * r).sum(-1)

@@ -1,0 +1,127 @@
+"""Fast paths: functions with the signature and the meaning of an op, for the arguments they cover.
+
+An op is the definition; the decorator `with_fast_path` is the one place that replaces it by another function. The same
+tests compare the op and its fast paths with the op's literal twin. The decorator comes first, above `full_precision`: a
+fast path takes tensors in their own type and upcasts those that need it.
+
+with kernels.use("plain"): ...   # the definitions themselves
+with kernels.use("lean"): ...    # fast paths that save less for the backward pass and compute it again
+with kernels.use("triton"): ...  # experimental: fused kernels on a GPU, fast paths for what they do not cover
+"""
+
+import contextlib
+import functools
+import importlib
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any, Literal, TypeVar, cast, get_args
+
+import torch
+
+Op = TypeVar("Op", bound=Callable[..., Any])
+
+Path = Literal["auto", "lean", "triton", "plain"]
+
+TRITON_MODULES: dict[str, str] = {}
+"""Name of an op -> the module with its kernel `name` and the predicate `covers_name`; filled by `with_fast_path`."""
+
+_path: Path = "auto"
+_fast: dict[str, Callable] = {}
+_triton: dict[str, ModuleType] = {}
+
+
+def path() -> Path:
+    """The path in use: "auto" takes fast paths, "lean" takes them in their variants of least memory, "triton" prefers
+    kernels to them, "plain" takes none.
+    """
+    return _path
+
+
+@contextlib.contextmanager
+def use(path: Path) -> Iterator[None]:
+    """Sets the path for calls inside the context, in all threads; checkpointed activations must be recomputed under the
+    same path.
+
+    Raises:
+        ValueError: the path is unknown, or is "triton" and triton is not installed.
+    """
+    global _path
+    if path not in get_args(Path):
+        raise ValueError(f"kernels.use({path!r}): unknown path; one of {', '.join(get_args(Path))}")
+    if path == "triton" and not _triton:
+        try:
+            for op, module in TRITON_MODULES.items():
+                _triton[op] = importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"kernels.use('triton'): {error.name} is not installed; use 'auto'") from error
+    before, _path = _path, path
+    try:
+        yield
+    finally:
+        _path = before
+
+
+def resolved() -> str:
+    """The path in use and the ops that it serves, for logs."""
+    if _path == "plain":
+        return _path
+    on_gpu = f"on a GPU Triton's {', '.join(TRITON_MODULES)}; " if _path == "triton" else ""
+    return f"{_path}: {on_gpu}fast {', '.join(sorted(_fast))}"
+
+
+def first_order(backward: Op) -> Op:
+    """Decorates the backward pass of a `torch.autograd.Function` that autograd must not follow.
+
+    torch's own `once_differentiable` silently drops this path if another one leads to the same tensor.
+    """
+
+    @functools.wraps(backward)
+    def run(ctx: Any, *gradients: Any) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError("fast paths have no second derivatives; differentiate twice within kernels.use('plain')")
+        return backward(ctx, *gradients)
+
+    return cast(Op, run)
+
+
+def refuse_transforms(op: str) -> None:
+    """Raises the RuntimeError for a fast path of `op` within a transform of torch.func or forward differentiation.
+
+    `torch.autograd.Function` and `torch.autograd.forward_ad` use the same two checks internally.
+    """
+    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
+        raise RuntimeError(
+            f"the fast path of {op} has gradients by backward() alone; call torch.func (grad, vmap, jvp, ...) and"
+            " torch.autograd.forward_ad within kernels.use('plain')"
+        )
+
+
+def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | None = None) -> Callable[[Op], Op]:
+    """Decorates an op: calls `fast` in its place if `covers` is true of the arguments, unless the path is "plain". The
+    path "triton" prefers the kernel of the module `triton`, if that covers the arguments.
+    """
+
+    def decorate(op: Op) -> Op:
+        _fast[op.__name__] = fast
+        if triton:
+            TRITON_MODULES[op.__name__] = triton
+
+        @functools.wraps(op)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            kwargs = {name: value for name, value in kwargs.items() if value is not None}
+            # exported and traced graphs must consist of torch's own operators; no fast path supports key masks
+            of_torch = torch.compiler.is_exporting() or torch.jit.is_tracing()
+            if _path == "plain" or of_torch or "key_mask" in kwargs:
+                return op(*args, **kwargs)
+            name, module = op.__name__, _triton.get(op.__name__) if _path == "triton" else None
+            if module and getattr(module, f"covers_{name}")(*args, **kwargs):
+                chosen = getattr(module, name)
+            else:
+                chosen = fast if covers(*args, **kwargs) else op
+            if chosen is not op and not torch.compiler.is_compiling():  # a compiled graph would contain the check
+                refuse_transforms(name)
+            return chosen(*args, **kwargs)
+
+        return cast(Op, run)
+
+    return decorate

@@ -1,0 +1,160 @@
+"""Attention by random features that all queries share, in two softmaxes with gradients by hand.
+
+    y_n = sum_s a_ns u_s,   a_n = softmax_s[q'_n . omega_s + LSE_m g(k'_m, omega_s) + prior_s + log alpha_ns]
+    u_s = sum_m softmax_m[g(k'_m, omega_s)] v_m,   g(k', omega) = k' . omega - |k'|^2 / 2
+
+The scale of queries and keys, x' = d^-1/4 x, is folded into samples and landmarks. The backward pass keeps q, k, v and
+the weights; with the path "lean" it computes the weights again.
+"""
+
+import torch
+from torch import Tensor
+
+from ...parts.features import autocast_off, compute_dtype, full_precision, log_features, scale, upcast
+from ..kernels import first_order, path
+from .proposals import MIN_ALPHA, POOLED, Proposal, Weighting, own_ratio, propose
+
+
+def covers_performer(q, k, v, omega, *, features="positive", causal=False, past=None):
+    """Returns whether the logarithms of the features are linear in queries and the sums run over all keys."""
+    return features == "positive" and not causal
+
+
+def performer(q, k, v, omega, *, features="positive", causal=False, past=None):
+    """`attention.mechanisms.performer.performer`."""
+    return _attend(q, k, v, upcast(omega).expand(q.shape[0], -1, -1, -1))
+
+
+def covers_lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mixed", weighting="decoupled", beta=2.0):
+    """True unless proposals are mixtures, whose densities need the keys, weights are coupled, or a proposal has several
+    samples.
+    """
+    one_sample = noise.dim() < 4 or noise.shape[-2] == 1
+    return proposal in POOLED and (weighting == "balance" or (weighting == "decoupled" and one_sample))
+
+
+def lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mixed", weighting="decoupled", beta=2.0):
+    """`attention.mechanisms.lara.lara`."""
+    return _attend(q, k, v, *lara_samples(q_bar, k_bar, noise, proposal, weighting, beta))
+
+
+@full_precision
+def lara_samples(
+    q_bar: Tensor, k_bar: Tensor, noise: Tensor, proposal: Proposal, weighting: Weighting, beta: float
+) -> tuple:
+    """Samples (B, h, c s, d) and their prior (B, h, c s); with the weighting "decoupled", one sample per proposal, also
+    the scaled q_bar, the balance heuristic b (B, h, c) and beta.
+    """
+    q_bar = scale(q_bar)
+    proposals = propose(q_bar, q_bar, scale(k_bar), None, proposal)
+    omega = (proposals.mean + noise).flatten(2, 3)
+    log_ratio = log_features(proposals.mean[:, :, :, 0], omega).mT
+    own, total = own_ratio(log_ratio), log_ratio.logsumexp(-1)
+    return (omega, -total) if weighting == "balance" else (omega, -own, q_bar, (own - total).exp(), beta)
+
+
+def _attend(q, k, v, omega, prior=None, q_bar=None, balance=None, beta=0.0):
+    if torch.is_grad_enabled():  # one copy for both passes; without gradients `_full` copies one at a time
+        q, k, v = (x.contiguous() for x in (q, k, v))
+    with autocast_off(q):
+        omega, q_bar = scale(omega), None if q_bar is None else scale(q_bar)
+        return RandomFeatures.apply(q, k, v, omega, prior, q_bar, balance, beta, path() == "lean")
+
+
+class RandomFeatures(torch.autograd.Function):
+    """Attention of q, k, v (B, h, N, d) by samples omega (B, h, s, d) with a prior (B, h, s), or None for 0.
+
+    With q_bar (B, h, s, d) and balance (B, h, s), alpha is LARA's: `query_weights` with the weighting "decoupled".
+    Samples and q_bar carry the scale of queries and keys.
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, omega, prior, q_bar, balance, beta, lean):
+        of_keys, mass = _key_weights(k, omega)
+        mass = mass if prior is None else mass + prior.flatten(0, 1)
+        of_queries, r = _query_weights(q, omega, mass, q_bar, balance, beta)
+        u = of_keys @ _full(v)
+        y = of_queries.mT @ u
+        weights = (None, None, None) if lean else (of_keys, of_queries, r)
+        ctx.save_for_backward(q, k, v, omega, mass, q_bar, balance, u, *weights)
+        ctx.beta = beta
+        return _as_tokens(y, q, y.dtype)
+
+    @staticmethod
+    @first_order
+    def backward(ctx, dy):
+        q, k, v, omega, mass, q_bar, balance, u, of_keys, of_queries, r = ctx.saved_tensors
+        needs, beta, softmax_backward = ctx.needs_input_grad, ctx.beta, torch.ops.aten._softmax_backward_data
+        dq = dk = dv = domega = dprior = dq_bar = dbalance = None
+        with autocast_off(q):
+            if of_keys is None:
+                of_keys, _ = _key_weights(k, omega)
+                of_queries, r = _query_weights(q, omega, mass, q_bar, balance, beta)
+            samples, dy = omega.flatten(0, 1), _full(dy)
+            du = of_queries @ dy
+            if needs[2]:
+                dv = _as_tokens(of_keys.mT @ du, v)
+            on_queries = softmax_backward(u @ dy.mT, of_queries, -2, u.dtype)  # gradient of logits, (B h, s, N)
+            dmass = on_queries.sum(-1)
+            if needs[4]:
+                dprior = dmass.view(omega.shape[:3]).clone()
+            queries, dqueries = _full(q), on_queries.mT @ samples
+            if q_bar is not None:
+                alpha = _alpha(r, balance, beta)
+                dalpha = torch.ops.aten.threshold_backward(on_queries / alpha, alpha, MIN_ALPHA)  # 0 at the floor
+                dbalance = dalpha.sum(-1).view_as(balance)
+                dr = softmax_backward(dalpha.sub_(dalpha.mean(-2, keepdim=True)), r, -1, r.dtype)
+                dq_bar = torch.bmm(dr, queries).mul_(beta).view_as(q_bar)
+                dqueries.baddbmm_(dr.mT, q_bar.flatten(0, 1), alpha=beta)
+            if needs[0]:
+                dq = _as_tokens(dqueries, q)
+            if needs[3]:
+                domega = torch.bmm(on_queries, queries)
+            del queries, dqueries, on_queries
+            dmass -= (du * u).sum(-1)  # the softmax over keys contributes to the gradient of their mass
+            on_keys = torch.baddbmm(dmass[..., None], du, _full(v).mT).mul_(of_keys)
+            keys = _full(k)
+            if needs[3]:
+                domega = domega.baddbmm_(on_keys, keys).view_as(omega)
+            if needs[1]:
+                keys = keys * on_keys.sum(1)[..., None]
+                dk = _as_tokens(keys.baddbmm_(on_keys.mT, samples, beta=-(k.shape[-1] ** -0.5)), k)
+        return dq, dk, dv, domega, dprior, dq_bar, dbalance, None, None
+
+
+def _key_weights(k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax_m g(k'_m, omega_s), (B h, s, M), and LSE_m g, (B h, s)."""
+    keys = _full(k)
+    lengths = torch.linalg.vector_norm(keys, dim=-1).square_()[:, None]
+    log_xi = torch.baddbmm(lengths, omega.flatten(0, 1), keys.mT, beta=-(k.shape[-1] ** -0.5) / 2)
+    largest = log_xi.amax(-1)
+    weights = torch.softmax(log_xi, -1, out=log_xi)
+    return weights, largest - weights.amax(-1).log()
+
+
+def _query_weights(q, omega, mass, q_bar, balance, beta):
+    """Weights a_ns and, with q_bar, softmax_n[q'_n . q_bar_s]: (B h, s, N)."""
+    queries, log_weight, r = _full(q).mT, mass[..., None], None
+    if q_bar is not None:
+        r = q_bar.flatten(0, 1) @ queries
+        r = torch.softmax(r, -1, out=r)
+        log_weight = _alpha(r, balance, beta).log_().add_(log_weight)
+    logits = torch.baddbmm(log_weight, omega.flatten(0, 1), queries)
+    return torch.softmax(logits, -2, out=logits), r
+
+
+def _alpha(r: Tensor, balance: Tensor, beta: float) -> Tensor:
+    """The weights alpha = b_s + beta (r_ns - mean_s r_ns), at least MIN_ALPHA."""
+    alpha = torch.add(balance.flatten(0, 1)[..., None], r, alpha=beta)
+    return alpha.sub_(r.mean(-2, keepdim=True), alpha=beta).clamp_(min=MIN_ALPHA)
+
+
+def _full(x: Tensor) -> Tensor:
+    """(B, h, N, d) -> (B h, N, d), float32 at least."""
+    return x.contiguous().to(compute_dtype(x)).flatten(0, 1)  # copying and converting in one step is slower
+
+
+def _as_tokens(x: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """(B h, N, d) -> (B, h, N, d) with the heads of a token adjacent in memory, in the type of `like` or `dtype`."""
+    tokens = x.view(like.shape).transpose(1, 2)
+    return tokens.to(dtype or like.dtype, copy=True, memory_format=torch.contiguous_format).transpose(1, 2)

@@ -1,0 +1,134 @@
+"""Comparisons of layers and models: which subjects are timed together, and their measurements."""
+
+import argparse
+import itertools
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attention import Grid
+from attention.options import OptionError, nearest
+from bench.results import COLUMNS, SETTINGS, quartile_columns
+from bench.timing import Call, Quartiles, time_rounds
+from bench.workload import Subject, Workload, attention_core, attention_layer, whole_model
+from engine.runtime.files import make_output
+from engine.runtime.memory import memory_permitting
+from models.costs import Costs
+
+BATCH_TOKENS = {"cpu": 6272, "cuda": 100352}
+"""Tokens of a batch: 8 or 128 images of 784 tokens. For a model, patches of 8 x 8 pixels count as tokens."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Subjects that are timed in the same rounds with the same settings.
+
+    Attributes:
+        kind: "attention" for layers, "core" for layers without their projections, or "model".
+        baseline: name of the subject that speed-ups are relative to. costs: costs of each subject.
+        size: (H, W) tokens of a layer, or pixels of an image. batch: number of images.
+    """
+
+    kind: str
+    subjects: Sequence[Subject]
+    baseline: str
+    costs: Sequence[Costs]
+    size: Grid
+    batch: int
+    mode: str
+    dtype: str
+    execution: str
+
+
+def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
+    """Returns the comparisons of a command line, after building every network once on the meta device.
+
+    Raises:
+        OptionError, UserError: a name, option, size or directory that cannot be honoured.
+    """
+    if args.output:
+        make_output(args.output, ())
+    kinds = []
+    if args.attention:
+        kind, subject = ("core", attention_core) if args.core else ("attention", attention_layer)
+        beside_softmax = args.attention if "softmax" in args.attention else ["softmax", *args.attention]
+        sets = [(on_path(name, args.against), name) for name in args.attention] if args.against else [beside_softmax]
+        for names in sets:
+            subjects = [subject(name, args.dim, args.num_heads) for name in dict.fromkeys(names)]
+            kinds.append((kind, subjects, args.tokens, 1))
+    if args.models:
+        kinds.append(("model", [whole_model(name) for name in dict.fromkeys(args.models)], args.image_sizes, 64))
+    known = [subject.name for _, subjects, _, _ in kinds for subject in subjects]
+    for name in args.baseline:
+        if name not in known:
+            raise OptionError("--baseline", f"{name!r} is not compared{nearest(name, known)}")
+
+    comparisons = []
+    for kind, subjects, sizes, patch in kinds:
+        names = [subject.name for subject in subjects]
+        default = names[0] if kind == "model" or args.against else "softmax"
+        baseline = next((name for name in args.baseline if name in names), default)
+        for size in sizes:
+            costs = [subject.check(size) for subject in subjects]
+            batch = args.batch_size or max(1, BATCH_TOKENS[device.type] * patch // math.prod(size))
+            comparisons += [
+                Comparison(kind, subjects, baseline, costs, size, batch, *setting)
+                for setting in itertools.product(args.modes, args.dtypes, args.execution)
+            ]
+    return comparisons
+
+
+def on_path(text: str, path: str) -> str:
+    """Returns the entry ``"NAME[@PATH][:OPTION=VALUE,...]"`` with another path."""
+    name, colon, options = text.partition(":")
+    return f"{name.partition('@')[0]}@{path}{colon}{options}"
+
+
+def compare(
+    comparison: Comparison, rounds: int, device: torch.device, clock: Callable[[], float] = time.perf_counter
+) -> list[dict[str, Any]]:
+    """Measures all subjects. Returns a row of results.csv for each; None for subjects that exceed the memory."""
+    torch.compiler.reset()  # otherwise the next shape would be compiled as a dynamic one, which is slower
+    # All mechanisms share one function, which the compiler would otherwise stop compiling at its limit.
+    with torch._dynamo.config.patch(recompile_limit=1000):
+        calls, counts = set_up(comparison, device)
+        times = time_rounds(calls, rounds, device, clock=clock)
+
+    rows = []
+    for subject, costs in zip(comparison.subjects, comparison.costs, strict=True):
+        row = {name: getattr(comparison, name, None) for name in COLUMNS}
+        row |= costs._asdict() | counts.get(subject.name, {}) | {"name": subject.name, "size": size_text(comparison)}
+        if subject.name in calls:
+            row |= quartile_columns("seconds", Quartiles.of(times.seconds[subject.name]), times)
+            row |= {"waited": times.waited, "images_per_second": comparison.batch / row["seconds"]}
+        if {subject.name, comparison.baseline} <= calls.keys():
+            row |= quartile_columns("speedup", times.speedup(subject.name, comparison.baseline), times)
+            row["peak_ratio"] = row["peak_bytes"] / counts[comparison.baseline]["peak_bytes"]
+        rows.append(row)
+    return rows
+
+
+def set_up(comparison: Comparison, device: torch.device) -> tuple[dict[str, Call], dict[str, dict[str, int | None]]]:
+    """Returns calls to time, and their memory and launches, for all subjects that fit into memory together."""
+    setting = [getattr(comparison, name) for name in SETTINGS]
+    workloads, calls, counts = {}, {}, {}
+    for subject in comparison.subjects:
+        with memory_permitting():
+            workloads[subject.name] = Workload(subject, *setting, device)
+    for name, workload in workloads.items():
+        with memory_permitting():
+            counts[name] = workload.counts()
+            calls[name] = workload.call
+    return calls, counts
+
+
+def size_text(comparison: Comparison) -> str:
+    """Formats a square grid as ``"784"`` tokens, a square image as ``"224"`` pixels, other sizes as ``"14x28"``."""
+    height, width = comparison.size
+    if height != width:
+        return f"{height}x{width}"
+    return str(height * width if comparison.kind != "model" else height)

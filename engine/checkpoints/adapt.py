@@ -1,0 +1,188 @@
+"""Fits the weights of another model to a model: resamples, leaves out, and tells what became of each."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from timm.layers import resample_patch_embed, to_2tuple
+from timm.models import adapt_input_conv
+from torch import Tensor, nn
+
+from attention import Attention, Grid
+from engine.checkpoints.files import WEIGHTS, Weights
+from engine.checkpoints.weight_sources import Source, source_of
+from engine.checkpoints.weights import (
+    build_model,
+    check_state,
+    describe_blocks,
+    describe_misfits,
+    list_not_finite,
+    load_weights,
+)
+from engine.config.load import MISSING, parse_run
+from engine.config.schema import Run
+from engine.runtime.errors import UserError
+from engine.runtime.text import describe_error, one_line
+from models import create_model
+from models.convert import (
+    from_released,
+    from_timm_pvt,
+    resample_bias_tables,
+    resample_pos_embed,
+    resample_position_tables,
+)
+
+HEAD = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
+
+OF_ANOTHER = "choose the model (model.name, model.depth, ...) that the weights were made for"
+"""Remedy of weights that do not fit."""
+
+SHARED = re.compile(r"(^|\.)blocks\.\d+\.(?!attn\.(?!qkv\.|proj\.))|^patch_embed\.backbone\.")
+"""Weights that every mechanism has in a block: all except the weights of attention beside its projections. It also
+matches the convolutions before the patches of a hybrid, so that hybrids, which no model here is, are refused."""
+
+
+Outcome = dict[str, list[str]]
+"""Outcome of fitting -> names of the weights, see `fit_weights`."""
+
+
+def build_models(
+    run: Run, checkpoint: Mapping[str, Any], kinds: Sequence[Weights]
+) -> tuple[dict[Weights, nn.Module], str]:
+    """Builds the models of `run` with `kinds` of weights of a checkpoint, resampled if its images had another size.
+
+    Returns:
+        Kind -> model, and a line that names the resampled weights ("": the size is the same).
+    Raises:
+        UserError: weights that do not fit, or cannot be resampled.
+    """
+    img_size = to_2tuple(checkpoint["config"]["model"].get("img_size", MISSING))
+    if img_size in (to_2tuple(run.model["img_size"]), to_2tuple(MISSING)):
+        return {kind: build_model(run, checkpoint[WEIGHTS[kind]], WEIGHTS[kind]) for kind in kinds}, ""
+    trained = parse_run(checkpoint["config"], "the checkpoint's configuration")
+    title, models = f"model.img_size = {run.model['img_size']}, trained at {trained.model['img_size']}", {}
+    for kind in kinds:
+        place, state = WEIGHTS[kind], checkpoint[WEIGHTS[kind]]
+        check_state(trained, state, place)
+        models[kind] = create_model(attention=run.attention, **run.model)
+        taken, outcome = fit_weights(models[kind], source_of(trained, state), place)
+        if rest := summarize({name: names for name, names in outcome.items() if name != "adapted"}):
+            raise UserError(f"{place}: {title}: not all weights can be resampled: {rest}")
+        load_weights(models[kind], taken, place)
+    return models, f"{title}; resampled: {', '.join(merge_layers(outcome['adapted'])) or 'nothing'}"
+
+
+def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str, Tensor], Outcome]:
+    """Fits the weights of `source` to `model`, without loading them.
+
+    Returns:
+        The state dict to load, and outcome -> names: loaded (unchanged), adapted (resampled, or a part is used),
+        fresh (the model's initial value, because the source has none or one of another meaning), drawn (random
+        numbers of attention, which the source does not have), re-made (a head, for other classes), dropped (weights
+        of the source without a place in the model).
+    Raises:
+        UserError: the source has other blocks or attention heads, or is not finite; the message begins with
+            `place`.
+    """
+    expected = model.state_dict()
+    try:
+        original = from_timm_pvt(from_released(source.state))
+        state = original | _cut_projections(original, model)
+        blocks = [{name: x for name, x in tensors.items() if SHARED.search(name)} for tensors in (state, expected)]
+        if misfits := describe_misfits(*blocks):
+            there, here = (describe_blocks(tensors) for tensors in (state, expected))
+            problem = f"weights of another architecture: {there}, where the model has {here} ({one_line(misfits, 200)})"
+            raise UserError(f"{place}: {problem}; {OF_ANOTHER}")
+        if source.model is not None and (theirs := list_heads(source.model)) != (own := list_heads(model)):
+            problem = f"weights of a model with num_heads={theirs}, but model.num_heads={own}: they would load, and"
+            raise UserError(f"{place}: {problem} mean something else; set model.num_heads={theirs}")
+        state |= _resample(state, model, getattr(getattr(source.model, "patch_embed", None), "grid_size", None))
+        tables, others = resample_bias_tables(state, model, source.model)
+        state |= tables | resample_position_tables(state, model, source.model)
+    except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:  # a malformed model
+        problem = f"weights that cannot be adapted to the model ({describe_error(error)})"
+        raise UserError(f"{place}: {problem}; {OF_ANOTHER}") from None
+    taken = {
+        name: x
+        for name, x in state.items()
+        if name in expected and x.shape == expected[name].shape and name not in others
+    }
+    if bad := list_not_finite(model, taken):
+        raise UserError(f"{place}: {len(bad)} weights are not finite: {', '.join(bad[:5])}")
+    parameters = dict(model.named_parameters())
+    absent = [name for name in expected if name not in taken]
+    remade = [name for name in absent if name in HEAD and name in state]
+    outcome = {
+        "loaded": [name for name, x in taken.items() if x is original[name]],
+        "adapted": [
+            f"{name} {tuple(original[name].shape)} -> {tuple(x.shape)}"
+            for name, x in taken.items()
+            if x is not original[name]
+        ],
+        "fresh": [
+            f"{name} ({others[name]})" if name in others else name
+            for name in absent
+            if name not in remade and (name in parameters or ".attn." not in name)
+        ],
+        "drawn": [name for name in absent if name not in parameters and ".attn." in name],
+        "re-made": remade,
+        "dropped": [name for name in state if name not in taken and name not in remade],
+    }
+    return taken, outcome
+
+
+def _cut_projections(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Returns the rows of `qkv` for layers with fewer projections: values, or queries (also as keys) and values."""
+    changed = {}
+    for name, layer in _attention_layers(model):
+        for key in (f"{name}.qkv.weight", f"{name}.qkv.bias"):
+            if key in state and state[key].shape[:1] == (3 * layer.proj.in_features,) and layer.num_projections < 3:
+                q, _, v = state[key].chunk(3)
+                changed[key] = torch.cat([q, v][-layer.num_projections :])
+    return changed
+
+
+def _resample(state: Mapping[str, Tensor], model: nn.Module, grid: Grid | None) -> dict[str, Tensor]:
+    """Resamples position embeddings and patch embedding to the sizes of `model`, by timm's functions."""
+    changed = {"pos_embed": resample_pos_embed(dict(state), model, grid)["pos_embed"]} if "pos_embed" in state else {}
+    patches, key = model.get_submodule("patch_embed.proj"), "patch_embed.proj.weight"
+    if isinstance(patches, nn.Conv2d) and key in state:
+        weight = adapt_input_conv(patches.in_channels, state[key], state[key].shape[1])
+        changed[key] = resample_patch_embed(weight, list(patches.kernel_size))
+    return changed
+
+
+def list_heads(model: nn.Module) -> int | list[int]:
+    """Returns `num_heads` of the blocks of a model, ours or timm's; with several stages a list."""
+    layers = {name.rpartition("blocks.")[0]: layer for name, layer in model.named_modules() if name.endswith(".attn")}
+    heads = [getattr(layer, "num_heads", 0) for layer in layers.values()]
+    return heads[0] if len(heads) == 1 else heads
+
+
+def _attention_layers(model: nn.Module) -> list[tuple[str, Attention]]:
+    return [(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
+
+
+def table(outcome: Outcome) -> list[str]:
+    """Returns a line per outcome: the number of weights, and their names unless they are loaded unchanged."""
+    return [
+        f"  {kind:<8}{len(names):>5}  {'' if kind == 'loaded' else ', '.join(merge_layers(names))}".rstrip()
+        for kind, names in outcome.items()
+    ]
+
+
+def summarize(outcome: Outcome) -> str:
+    """Returns one line about the weights that are not loaded unchanged."""
+    return "; ".join(
+        f"{len(names)} {kind} ({one_line(', '.join(merge_layers(names)), 100)})"
+        for kind, names in outcome.items()
+        if names and kind != "loaded"
+    )
+
+
+def merge_layers(names: Iterable[str]) -> list[str]:
+    """Merges the names of all layers into one: ``blocks.*.attn.omega (12)``."""
+    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
+    return [f"{name} ({count})" if count > 1 else name for name, count in counts.items()]

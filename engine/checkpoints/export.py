@@ -1,0 +1,202 @@
+"""Exports a trained model to other programs; the name of the output chooses the form.
+
+DIR/               timm's `local-dir:` layout, for timm.create_model("local-dir:DIR", pretrained=True)
+FILE.safetensors   the weights with the run's configuration, for the scripts here and timm's `checkpoint_path`
+FILE.onnx          the graph for ONNX Runtime, images of one size, any number of them
+FILE.pt2           the same graph for torch.export.load
+
+Graphs compute in fp32, as evaluation without `train.amp` does. They are compared with the model before they are
+written, and hold config.json of the first form, with preprocessing and labels. If an export cannot be written
+completely or computes something else, existing files stay unchanged.
+"""
+
+import importlib
+import io
+import json
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
+
+import safetensors.torch
+import torch
+from timm.layers import to_2tuple
+from torch import Tensor, nn
+
+from engine.checkpoints.adapt import build_models
+from engine.checkpoints.files import IDENTITY, METADATA, WEIGHTS, Weights
+from engine.checkpoints.identify import CONFIG, WEIGHTS_FILES
+from engine.checkpoints.local_dir import describe_model
+from engine.config.load import dump_run
+from engine.config.schema import Run, num_channels
+from engine.runtime.errors import UserError
+from engine.runtime.files import digest_path, write_atomically, write_verified
+from engine.runtime.text import one_line
+
+PACKAGES = {"/": (), ".safetensors": (), ".onnx": ("onnx", "onnxscript", "onnxruntime"), ".pt2": ()}
+"""A directory, or a suffix of files -> the packages that its export needs besides the project's own."""
+
+MAX_DIFFERENCE = 1e-3
+"""Largest accepted difference of a graph's logits from the model's, relative to the largest logit. Rounding causes 1e-7
+to 1e-6, and more if it moves a token to another cluster; a wrong option or operator causes 1e-2 and more."""
+
+BATCH_SIZES = (1, 3)
+"""Sizes of the batches that a graph is tried on; it is traced with two images."""
+
+
+def check_target(target: str) -> None:
+    """Checks that `export` can write to `target`, before any work.
+
+    Raises:
+        UserError: another kind of file, no such directory to write to, or a package that is not installed.
+    """
+    kind, parent = _kind(target), Path(target).parent
+    if not parent.is_dir():
+        raise UserError(f"{target}: no directory {str(parent)!r}")
+    if kind not in PACKAGES:
+        raise UserError(f"{target}: no kind of export; choose a directory DIR/ or a file .safetensors, .onnx or .pt2")
+    for package in PACKAGES[kind]:
+        try:
+            importlib.import_module(package)
+        except ImportError as error:
+            remedy = "pip install 'efficient-attention-vision[export]' (in a checkout: pip install -e '.[export]')"
+            raise UserError(f"{target}: needs the package {package} ({error}); {remedy}") from None
+
+
+def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weights) -> str:
+    """Writes the model that `run` describes, with one kind of weights of `checkpoint`.
+
+    Args:
+        target: see above; an existing directory may also be named without the slash.
+    Returns:
+        A note for the user, "" if there is none.
+    Raises:
+        UserError: it cannot be exported or written; existing files are unchanged.
+    """
+    path, kind, state = Path(target), _kind(target), WEIGHTS[weights]
+    model = build_models(run, checkpoint, [weights])[0][weights].eval()
+    checkpoint = {**checkpoint, "config": dump_run(run), state: model.state_dict()}
+    if kind == ".safetensors":
+        export_checkpoint(path, checkpoint, weights)
+        return ""
+    description = describe_model(model, run, checkpoint.get("classes"))
+    if kind == "/":
+        content = to_safetensors(checkpoint, weights)
+        _write(path, lambda: _write_together(path, {WEIGHTS_FILES[0]: content, CONFIG: description.encode()}))
+        return ""
+    images = torch.randn(sum(BATCH_SIZES), num_channels(run), *to_2tuple(run.model["img_size"]))
+    content, compute = (to_onnx if kind == ".onnx" else to_pt2)(model, images[:2], description)
+    difference = largest_difference(model, compute, images)
+    if not difference <= MAX_DIFFERENCE:
+        problem = f"its logits differ from the model's by {difference:.1e} of the largest, above {MAX_DIFFERENCE:.0e}"
+        raise UserError(f"{target}: not written: {problem}; what was there is unchanged")
+    _write(path, lambda: write_atomically(path, content))
+    return f"; on batches of {' and '.join(map(str, BATCH_SIZES))} differs by {difference:.1e} of the largest logit"
+
+
+def export_checkpoint(path: Path, checkpoint: Mapping[str, Any], weights: Weights) -> None:
+    """Writes the weights of one kind alone to `path` in the safetensors format, see `to_safetensors`.
+
+    Raises:
+        UserError: it cannot be written; an existing file is unchanged.
+    """
+    content = to_safetensors(checkpoint, weights)
+    _write(path, lambda: write_verified(path, content))
+
+
+def to_safetensors(checkpoint: Mapping[str, Any], weights: Weights) -> bytes:
+    """Returns the weights of one kind in the safetensors format.
+
+    The metadata and the kind (`weights`) go with them, so that `load_checkpoint` reads the file as a checkpoint.
+    """
+    metadata = {name: checkpoint[name] for name in (*METADATA, *IDENTITY) if name in checkpoint} | {"weights": weights}
+    contiguous = {name: weight.contiguous() for name, weight in checkpoint[WEIGHTS[weights]].items()}
+    return safetensors.torch.save(contiguous, metadata={"run": json.dumps(metadata)})
+
+
+def to_pt2(model: nn.Module, images: Tensor, description: str) -> tuple[bytes, Callable[[Tensor], Tensor]]:
+    """Returns the file of torch.export.save for images (B, C, H, W) of any B, and the function of its graph."""
+    file = io.BytesIO()
+    torch.export.save(_trace(model, images), file, extra_files={CONFIG: description})
+    with warnings.catch_warnings(action="ignore"):  # torch 2.11 warns of its own reading
+        program = torch.export.load(io.BytesIO(file.getvalue()))
+    return file.getvalue(), program.module()
+
+
+def to_onnx(model: nn.Module, images: Tensor, description: str) -> tuple[bytes, Callable[[Tensor], Tensor]]:
+    """Returns the ONNX file for images (B, C, H, W) of any B, and the function that ONNX Runtime computes on the CPU.
+
+    Raises:
+        UserError: an operator that cannot be translated.
+    """
+    import onnxruntime
+
+    from engine.checkpoints.onnx_operators import TRANSLATIONS
+
+    graph = _trace(model, images)
+    try:
+        with redirect_stdout(sys.stderr), warnings.catch_warnings(action="ignore"):
+            exported = torch.onnx.export(
+                graph,
+                dynamo=True,
+                verbose=False,
+                input_names=["images"],
+                output_names=["logits"],
+                custom_translation_table=TRANSLATIONS,
+            )
+    except torch.onnx.OnnxExporterError as error:
+        cause: BaseException = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise UserError(f"cannot be exported to ONNX: {one_line(' '.join(str(cause).split()), 200)}") from None
+    program = cast(torch.onnx.ONNXProgram, exported)  # because of dynamo=True
+    program.model.metadata_props[CONFIG] = description
+    file = io.BytesIO()
+    program.save(file)  # type: ignore[arg-type]  # a file object is accepted too
+    session = onnxruntime.InferenceSession(file.getvalue(), providers=["CPUExecutionProvider"])
+    return file.getvalue(), lambda images: torch.from_numpy(session.run(["logits"], {"images": images.numpy()})[0])
+
+
+@torch.no_grad()
+def _trace(model: nn.Module, images: Tensor) -> torch.export.ExportedProgram:
+    """Returns the graph of `model` for any number of such images."""
+    return torch.export.export(model, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+
+
+@torch.no_grad()
+def largest_difference(model: nn.Module, compute: Callable[[Tensor], Tensor], images: Tensor) -> float:
+    """Returns the largest difference of logits of `compute` and `model`, relative to the largest logit of an image."""
+    found = []
+    for batch in images.split(BATCH_SIZES):
+        expected = model(batch).flatten(1)
+        found.append((compute(batch).flatten(1) - expected).abs().amax(1) / expected.abs().amax(1))
+    return torch.cat(found).max().item()
+
+
+def _kind(target: str) -> str:
+    """Returns the suffix of a file, or / for an existing directory or a name that ends with a slash."""
+    path = Path(target)
+    return "/" if target.endswith("/") or (path.is_dir() and path.suffix not in PACKAGES) else path.suffix
+
+
+def _write_together(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Writes all of `files`, or none if one cannot be written."""
+    with TemporaryDirectory(dir=directory.parent) as unfinished:
+        for name, content in files.items():
+            write_atomically(Path(unfinished, name), content)
+        directory.mkdir(exist_ok=True)
+        for name in files:
+            digest_path(directory / name).unlink(missing_ok=True)  # the digest of a replaced file
+            os.replace(Path(unfinished, name), directory / name)
+
+
+def _write(path: Path, write: Callable[[], None]) -> None:
+    """Calls `write`, and raises a UserError if it fails."""
+    try:
+        write()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}; what was there is unchanged") from error

@@ -1,0 +1,244 @@
+"""Checkpoints of a run: written completely or not at all, verified when read, plain types only.
+
+A run directory holds `step_S.pt`, made within an epoch and before its evaluation, and `step_S_epoch_E.pt`, made after
+epoch E and its evaluation, each with its SHA-256 beside it in the format of sha256sum. A checkpoint is a dict. Its
+metadata: `config` (the resolved configuration, plain), `processes` and `images` (their numbers), `progress` (the fields
+of `Progress`), and `IDENTITY`. Its state dicts: `model`, `optimizer`, `scaler` and, if a weight average is kept,
+`model_ema`, timm's name for it. Random state is not saved: see `engine.data.sampler`.
+"""
+
+import argparse
+import io
+import json
+import pickle
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import torch
+
+from attention.options import parse_options
+from engine.checkpoints.format import Safetensors, check_plain, read_archive
+from engine.checkpoints.identify import (
+    FOREIGN,
+    NAME,
+    Found,
+    Kind,
+    damaged,
+    identify,
+    identify_file,
+    list_checkpoints,
+)
+from engine.checkpoints.local_dir import read_local_dir
+from engine.checkpoints.progress import Progress, check_progress
+from engine.checkpoints.released import Unsupported, from_released_file
+from engine.runtime.errors import UserError
+from engine.runtime.files import write_verified
+
+METADATA = ("config", "processes", "images", "progress")
+"""Metadata of every checkpoint."""
+
+IDENTITY = ("classes", "train_files", "val_files", "teacher_weights")
+"""Metadata of the data (`engine.data.splits.identify_data`) and the digest of a teacher, as far as they apply."""
+
+Weights = Literal["plain", "ema"]
+
+WEIGHTS: dict[Weights, str] = {"plain": "model", "ema": "model_ema"}
+"""Kind of weights, as trained or averaged -> its state dict in a checkpoint."""
+
+
+def find_checkpoint(
+    directory: Path, which: Literal["best", "last"], quiet: bool = False, weights: Weights = "plain"
+) -> tuple[Path, dict[str, Any]] | None:
+    """Returns the path and content of the best or the newest checkpoint in `directory`; None if there is none.
+
+    Args:
+        which: "best": the checkpoint of the epoch that ranks first, see `Progress`, or the newest if none is ranked.
+        quiet: do not name on stderr the damaged checkpoints that are passed over.
+        weights: the kind of weights whose ranking counts.
+    Raises:
+        UserError: all of them are damaged.
+    """
+    paths = list_checkpoints(directory)
+    last = _first_whole(paths, quiet)
+    if last is None and paths:
+        if list_checkpoints(directory) == paths:
+            raise UserError(f"{directory}: none of its checkpoints is whole; start afresh in another directory")
+        return find_checkpoint(directory, which, quiet, weights)  # a running training has replaced them meanwhile
+    if last is None or which == "last":
+        return last
+    progress = parse_options(Progress, last[1]["progress"])
+    ranking = progress.ranking if weights == "plain" else progress.ema_ranking
+    ranked = {match[2]: path for path in paths if (match := NAME.fullmatch(path.name)) and match[2]}
+    return _first_whole([ranked[str(epoch)] for _, epoch in ranking if str(epoch) in ranked], quiet) or last
+
+
+def find_weights(
+    path: Path, which: Literal["best", "last"], weights: Weights | None
+) -> list[tuple[Path, dict[str, Any], list[Weights]]]:
+    """Calls `choose_weights` for a path.
+
+    Raises:
+        UserError: see `identify` and `choose_weights`.
+    """
+    return choose_weights(identify(path), which, weights)
+
+
+def choose_weights(
+    found: Found, which: Literal["best", "last"], weights: Weights | None
+) -> list[tuple[Path, dict[str, Any], list[Weights]]]:
+    """Returns path and content of the checkpoints to take weights from, with the kinds to take from each, averaged
+    ones last.
+
+    Args:
+        which: the best or the last checkpoint of a run directory, see `find_checkpoint`.
+        weights: None: all kinds that are kept.
+    Raises:
+        UserError: there is no checkpoint, or none with such weights.
+    """
+    file = None if found.kind is Kind.RUN else (found.path, read_checkpoint(found))
+    chosen: dict[Path, tuple[dict[str, Any], list[Weights]]] = {}
+    for kind in [weights] if weights else WEIGHTS:
+        checkpoint = file or find_checkpoint(found.path, which, weights=kind)
+        if checkpoint is None:
+            raise UserError(f"{found.path}: no checkpoint there")
+        at, content = checkpoint
+        if WEIGHTS[kind] in content:
+            chosen.setdefault(at, (content, []))[1].append(kind)
+    if not chosen:
+        raise UserError(f"{at}: holds no {weights} weights, only {', '.join(kept_weights(content))}")
+    return [(at, *entry) for at, entry in chosen.items()]
+
+
+def parse_weights(text: str) -> Weights:
+    """Returns the kind of weights that the argument --weights names."""
+    for kind in WEIGHTS:
+        if kind == text:
+            return kind
+    renamed = f"; the {text} checkpoint is --select {text}" if text in ("best", "last") else ""
+    raise argparse.ArgumentTypeError(f"{text!r} is no kind of weights, {' or '.join(WEIGHTS)}{renamed}")
+
+
+def _first_whole(paths: Sequence[Path], quiet: bool) -> tuple[Path, dict[str, Any]] | None:
+    for path in paths:
+        try:
+            return path, load_checkpoint(path, need_digest=True)
+        except UserError as error:
+            if not quiet:
+                print(f"{error}; passed over", file=sys.stderr, flush=True)
+    return None
+
+
+def save_checkpoint(path: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Writes `checkpoint` to `path`, with its SHA-256, if `load_checkpoint` will read it.
+
+    Raises:
+        ValueError: `load_checkpoint` would refuse it; nothing is written. OSError: it cannot be written.
+    """
+    buffer = io.BytesIO()
+    torch.save(dict(checkpoint), buffer)
+    content = buffer.getvalue()
+    try:
+        _check_values(read_archive(content))
+    except (ValueError, pickle.UnpicklingError) as error:  # too little memory is another matter
+        raise ValueError(f"{path}: not written, as it could not be read again: {error}") from error
+    write_verified(path, content)
+
+
+def load_checkpoint(path: Path, need_digest: bool = False) -> dict[str, Any]:
+    """Reads the checkpoint file `path` into main memory; the file need not be trusted.
+
+    No code in the file is run, and no more memory is used than a few times its size. A SHA-256 beside it must match.
+
+    Args:
+        need_digest: refuse a file without a SHA-256 beside it.
+    Raises:
+        UserError: there is no such file, or it is not a regular file, is damaged, or is no checkpoint of a run.
+    """
+    return read_checkpoint(identify_file(path, need_digest))
+
+
+def read_checkpoint(found: Found) -> dict[str, Any]:
+    """Reads the checkpoint that `identify` has found, other than in a run directory.
+
+    Raises:
+        UserError: it is damaged, or describes no model of this project.
+    """
+    try:
+        checkpoint = READERS[found.kind](found)
+        _check_values(checkpoint)
+    except UserError:
+        raise
+    except Exception as error:  # a hostile file may fail in any way, and is refused in every case
+        raise damaged(found.path, error) from error
+    return checkpoint
+
+
+def _read_own(found: Found) -> dict[str, Any]:
+    checkpoint = found.load()
+    if not isinstance(checkpoint, dict):
+        raise ValueError(f"holds a {type(checkpoint).__name__}")
+    return checkpoint
+
+
+def _read_export(found: Found) -> dict[str, Any]:
+    assert isinstance(found.file, Safetensors), "an export is one"
+    checkpoint = json.loads(found.file.metadata["run"])
+    return checkpoint | {WEIGHTS[checkpoint["weights"]]: found.file.weights}
+
+
+def _read_released(found: Found) -> dict[str, Any]:
+    try:
+        return from_released_file(found.load(foreign=True))
+    except Unsupported as error:
+        raise Unsupported(f"{found.path}: {error}") from None
+
+
+def _refuse_graph(found: Found) -> NoReturn:
+    problem = "a graph without a configuration; name the run or checkpoint that it was made of"
+    raise UserError(f"{found.path}: {problem}")
+
+
+def _refuse_foreign(found: Found) -> NoReturn:
+    raise UserError(
+        f"{found.path}: no checkpoint of train.py: it holds no configuration; it seems to be {found.kind.value}, and"
+        f" `python -m engine.checkpoints.convert {found.path} FILE.safetensors --config CONFIG.yaml` makes one of it,"
+        " where CONFIG.yaml describes its model"
+    )
+
+
+READERS: dict[Kind, Callable[[Found], dict[str, Any]]] = {
+    Kind.CHECKPOINT: _read_own,
+    Kind.EXPORT: _read_export,
+    Kind.RELEASED: _read_released,
+    Kind.LOCAL_DIR: read_local_dir,
+    Kind.GRAPH: _refuse_graph,
+    **dict.fromkeys(FOREIGN, _refuse_foreign),
+}
+"""Kind of a file -> function that reads its checkpoint."""
+
+
+def kept_weights(checkpoint: Mapping[str, Any]) -> list[Weights]:
+    """Returns the kinds of weights that `checkpoint` holds."""
+    return [kind for kind, key in WEIGHTS.items() if key in checkpoint]
+
+
+def _check_values(checkpoint: Mapping[str, Any]) -> None:
+    """Checks the metadata and the weights of a checkpoint."""
+    if not {*METADATA} <= checkpoint.keys() or not kept_weights(checkpoint):
+        raise ValueError(f"holds {', '.join(map(repr, checkpoint))} only")
+    check_plain({name: checkpoint[name] for name in METADATA})
+    check_progress(checkpoint["progress"])
+    _check_identity(checkpoint)
+    for key in WEIGHTS.values():
+        weights = checkpoint.get(key, {}).items()
+        if not all(isinstance(name, str) and name.isprintable() and torch.is_tensor(x) for name, x in weights):
+            raise ValueError(f"{key} are no weights")
+
+
+def _check_identity(checkpoint: Mapping[str, Any]) -> None:
+    """Checks the metadata `IDENTITY`, which `check_plain` would refuse: there may be many classes."""
+    classes, digests = checkpoint.get("classes", []), [checkpoint.get(name, "") for name in IDENTITY[1:]]
+    if not isinstance(classes, list) or not all(isinstance(text, str) for text in classes + digests):
+        raise ValueError("class names or digests that are none")

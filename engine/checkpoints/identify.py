@@ -1,0 +1,164 @@
+"""The kind of a source of weights: a run, a checkpoint, an export, a file of another program, a name of timm's hub.
+
+`identify` alone decides it. It reads a file once and unpickles nothing; its readers follow the kind that it found.
+"""
+
+import hashlib
+import re
+from enum import Enum
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from engine.checkpoints.format import Archive, Safetensors, open_archive, open_safetensors
+from engine.runtime.errors import UserError
+from engine.runtime.files import read_digests, read_regular
+from engine.runtime.text import describe_error
+from models.convert import is_released
+
+TIMM = "timm:"
+"""Prefix of names of timm's hub."""
+
+CONFIG, WEIGHTS_FILES = "config.json", ("model.safetensors", "pytorch_model.bin")
+"""Files of timm's `local-dir:` layout. Of the files with weights, timm takes the first that exists."""
+
+NAME = re.compile(r"step_(\d+)(?:_epoch_(\d+))?\.pt")
+"""Names of the checkpoints in a run directory."""
+
+GRAPHS = (".onnx", ".pt2")
+"""Suffixes of exported graphs."""
+
+LEGACY = b"\x80\x02\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19."
+"""First bytes of files of torch.save before torch 1.6, which are no archives."""
+
+
+class Kind(Enum):
+    """Kind of a source of weights, in words."""
+
+    HUB = "a name of timm's hub"
+    RUN = "a run directory"
+    LOCAL_DIR = "a directory in timm's local-dir: layout, written by another program"
+    GRAPH = "an exported graph"
+    CHECKPOINT = "a checkpoint of a run"
+    EXPORT = "an exported checkpoint"
+    RELEASED = "weights of the released code of EVA and LARA"
+    TIMM = "a checkpoint of timm's train.py"
+    SCRIPT = "a checkpoint of another training script"
+    STATE_DICT = "a state dict, weights alone"
+    SAFETENSORS = "weights in the safetensors format"
+    LEGACY = "a file of torch.save before torch 1.6"
+
+
+FOREIGN = {Kind.TIMM, Kind.SCRIPT, Kind.STATE_DICT, Kind.SAFETENSORS, Kind.LEGACY}
+"""Kinds of files that do not describe their model."""
+
+
+class Found(NamedTuple):
+    """A source of weights.
+
+    Attributes:
+        kind: its kind. path: the file or run directory; of a directory in timm's layout, the file with the weights.
+        file: the content of a file, read but not unpickled; None for a hub name, a run directory or a graph.
+    """
+
+    kind: Kind
+    path: Path
+    file: Safetensors | Archive | None = None
+
+    def load(self, foreign: bool = False) -> dict[str, Any]:
+        """Returns the content of a file, see `Archive.load`."""
+        assert self.file is not None, f"{self.kind.value} has no content"
+        return self.file.load(foreign)
+
+
+def identify(name: str | Path, follow_links: bool = False) -> Found:
+    """Identifies what a command line or an option names.
+
+    Args:
+        name: a path, or as a str also a name of timm's hub.
+        follow_links: accept symbolic links.
+    Raises:
+        UserError: it does not exist, cannot be read, or is damaged.
+    """
+    if isinstance(name, str) and name.startswith(TIMM):
+        return Found(Kind.HUB, Path(name))
+    path = Path(name).expanduser() if isinstance(name, str) else name
+    if follow_links:
+        path = path.resolve()
+    if not path.exists():
+        raise UserError(f"{path}: no such run directory or checkpoint")
+    if not path.is_dir():
+        return identify_file(path)
+    if list_checkpoints(path) or not (path / CONFIG).is_file():
+        return Found(Kind.RUN, path)
+    weights = next((path / name for name in WEIGHTS_FILES if (path / name).is_file()), None)
+    if weights is None:
+        raise UserError(f"{path}: has a {CONFIG}, but neither {' nor '.join(WEIGHTS_FILES)}")
+    found = identify_file(weights)
+    return found._replace(kind=Kind.LOCAL_DIR) if found.kind in FOREIGN else found
+
+
+def identify_file(path: Path, need_digest: bool = False) -> Found:
+    """Identifies a file by its suffix or its content. A SHA-256 beside it must match.
+
+    Args:
+        need_digest: refuse a file without a SHA-256 beside it.
+    Raises:
+        UserError: there is no such file, or it is not a regular file, or is damaged.
+    """
+    if path.suffix in GRAPHS:
+        return Found(Kind.GRAPH, path)
+    digests = read_digests(path)  # a running training removes the file before its digest,
+    content = read_regular(path)
+    digests += read_digests(path)  # and replaces both
+    if not digests and need_digest:
+        raise UserError(f"{path}: without the SHA-256 that should stand beside it")
+    if digests and hashlib.sha256(content).hexdigest() not in digests:
+        raise UserError(f"{path}: damaged, or no checkpoint that can be loaded safely: its SHA-256 is another")
+    return identify_content(content, path)
+
+
+def identify_content(content: bytes, path: Path) -> Found:
+    """Identifies the file `path` by its content.
+
+    Raises:
+        UserError: it is damaged.
+    """
+    if content.startswith(LEGACY):
+        return Found(Kind.LEGACY, path, Archive({}, set(), [Kind.LEGACY.value]))
+    file: Safetensors | Archive
+    try:
+        file = open_safetensors(content) if content[8:9] == b"{" else open_archive(content)
+        return Found(_kind_of(file), path, file)
+    except Exception as error:  # a hostile file may fail in any way, and is refused in every case
+        raise damaged(path, error) from error
+
+
+def _kind_of(file: Safetensors | Archive) -> Kind:
+    """The kind of a file by the names in it. An archive with unknown names counts as a damaged checkpoint."""
+    names = file.names
+    if isinstance(file, Safetensors) and "run" in file.metadata:
+        return Kind.EXPORT
+    if isinstance(file, Archive) and {"config", "progress"} <= names:
+        return Kind.CHECKPOINT
+    if is_released(names):
+        return Kind.RELEASED
+    if isinstance(file, Safetensors):
+        return Kind.SAFETENSORS
+    if {"arch", "state_dict"} <= names:
+        return Kind.TIMM
+    if names & {"state_dict", "model"}:
+        return Kind.SCRIPT
+    if any(name.endswith(("weight", "bias")) for name in names):
+        return Kind.STATE_DICT
+    return Kind.CHECKPOINT
+
+
+def damaged(path: Path, error: Exception) -> UserError:
+    """The refusal of a file whose reading failed with `error`."""
+    return UserError(f"{path}: damaged, or no checkpoint that can be loaded safely ({describe_error(error)})")
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """The checkpoints of the run in `directory`, newest first."""
+    found = [(match, path) for path in directory.glob("step_*.pt") if (match := NAME.fullmatch(path.name))]
+    return [path for _, path in sorted(found, key=lambda entry: (int(entry[0][1]), entry[0][2] or ""), reverse=True)]

@@ -1,0 +1,69 @@
+"""Initial weights of a run: weights of another model as far as they fit, and a table of their outcome."""
+
+import sys
+from pathlib import Path
+
+from torch import nn
+
+from engine.checkpoints.adapt import fit_weights, list_heads, merge_layers, summarize, table
+from engine.checkpoints.identify import list_checkpoints
+from engine.checkpoints.weight_sources import read_weights
+from engine.config.schema import Run
+from engine.runtime.distributed import World
+from engine.runtime.errors import UserError
+from engine.runtime.text import one_line
+from models import create_model
+from models.freeze import describe_freeze, freeze
+
+
+def create_initial_model(run: Run, output: Path, world: World) -> nn.Module:
+    """Creates the model of `run` with the weights that `init` names, unless the run in `output` has checkpoints.
+
+    Freezes what `train.freeze` names. The primary rank prints the outcome of every weight and how many are trained.
+
+    Raises:
+        UserError: weights cannot be read or do not fit the model, or with `init.strict` not all of them fit.
+    """
+    model = create_model(attention=run.attention, **run.model)
+    is_resumed = bool(list_checkpoints(output))
+    initial = [name for name, _ in model.named_parameters()]
+    if run.init.weights is not None and not is_resumed:
+        initial = load_initial_weights(model, run, world)
+    if (frozen := freeze(model, run.train.freeze)) and world.is_primary:
+        print(f"train.freeze: {describe_freeze(model, frozen)}", flush=True)
+        if random := [] if is_resumed else [name for name in frozen if name in initial]:
+            names = one_line(", ".join(merge_layers(random)), 200)
+            hint = f"{len(random)} of the frozen parameters stay at their random initial values: {names}"
+            print(f"warning: train.freeze: {hint}", file=sys.stderr, flush=True)
+    return model
+
+
+def load_initial_weights(model: nn.Module, run: Run, world: World) -> list[str]:
+    """Loads the weights that `init` names and prints their outcome.
+
+    Returns:
+        The names of the model's parameters that keep their initial values.
+
+    Raises:
+        UserError: see `create_initial_model`.
+    """
+    name = run.init.weights
+    assert name is not None, "there is nothing to load"
+    place = f"init.weights={name}"
+    try:
+        source = read_weights(name)
+    except UserError as error:
+        raise UserError(f"init.weights: {error}") from None
+    state, outcome = fit_weights(model, source, place)
+    if run.init.strict and any(names for kind, names in outcome.items() if kind != "loaded"):
+        raise UserError(f"{place}: init.strict=true, but not all is loaded as it is: {summarize(outcome)}")
+    model.load_state_dict(state, strict=False)
+    if world.is_primary:
+        print("\n".join([place, *table(outcome)]), flush=True)
+        if source.model is None:
+            print(f"  heads    not known from this file; model.num_heads={list_heads(model)} is taken", flush=True)
+        for key, value in source.images.items():
+            if list(value) != list(getattr(run.data, key)):
+                hint = f"is {list(getattr(run.data, key))}, that of these weights was {list(value)}"
+                print(f"warning: data.{key} {hint}: data.{key}={list(value)} keeps it", file=sys.stderr, flush=True)
+    return [entry.split(" ")[0] for entry in outcome["fresh"] + outcome["re-made"]]

@@ -1,0 +1,87 @@
+"""timm's `local-dir:` layout: a directory that holds a model's config.json and its weights, model.safetensors."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from timm.layers import to_2tuple
+from timm.models._hub import save_config_for_hf
+from torch import nn
+
+from engine.checkpoints.format import check_plain
+from engine.checkpoints.identify import CONFIG, Found
+from engine.checkpoints.progress import Progress
+from engine.config.schema import Run, num_channels, per_channel
+from engine.runtime.errors import UserError
+from engine.runtime.files import read_regular
+from engine.runtime.text import describe_error, one_line
+from models import MODELS
+
+MAX_CONFIG = 2**24
+"""Bytes of a config.json; the classes of ImageNet-22k with their descriptions take 2 MB."""
+
+PREPROCESSING = ("interpolation", "crop_pct", "mean", "std")
+"""Options of `Data` that a config.json has under the same names."""
+
+
+def describe_model(model: nn.Module, run: Run, classes: Sequence[str] | None) -> str:
+    """Returns the config.json of the `model` of `run`: architecture with attention, preprocessing, labels."""
+    args = {key: value for key, value in run.model.items() if value is not None and not key.endswith("_rate")}
+    del args["name"]
+    channels = num_channels(run)
+    preprocessing = {
+        "input_size": (channels, *to_2tuple(run.model["img_size"])),
+        "interpolation": run.data.interpolation,
+        "crop_pct": run.data.crop_pct,
+        "mean": per_channel(run.data.mean, channels),
+        "std": per_channel(run.data.std, channels),
+    }
+    with TemporaryDirectory() as directory:  # timm writes only to a file
+        path = Path(directory, CONFIG)
+        labels = {"label_names": classes} if classes else {}
+        options = {**args, "attention": run.attention}
+        save_config_for_hf(model, path, labels, options, preprocessing)  # type: ignore[arg-type]  # timm needs a Path
+        return path.read_text()
+
+
+def read_local_dir(found: Found) -> dict[str, Any]:
+    """Reads a directory that timm has written as a checkpoint without a history; it need not be trusted.
+
+    Raises:
+        UserError: it is damaged, or holds a model that is none of `MODELS`.
+    """
+    directory = found.path.parent
+    path = directory / CONFIG
+    text = read_regular(path, MAX_CONFIG)
+    try:
+        there = json.loads(text)
+        name, cfg, args = there["architecture"], there["pretrained_cfg"], dict(there.get("model_args", {}))
+        if name not in MODELS:
+            remedy = f"timm.create_model('local-dir:{directory}', pretrained=True) loads it, if timm knows it"
+            raise UserError(f"{path}: of the model {one_line(repr(name), 60)}, which is none of these; {remedy}")
+        attention, (in_chans, *img_size) = args.pop("attention", "softmax"), cfg["input_size"]
+        model = {"name": name, "img_size": img_size, "in_chans": in_chans, "num_classes": there["num_classes"], **args}
+        options = {key: cfg[key] for key in PREPROCESSING if key in cfg}
+        classes = there.get("label_names", cfg.get("label_names"))
+        config = {"model": model, "attention": attention, "data": options}
+        check_plain(config)
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        problem = f"damaged, or no description of a model by timm ({describe_error(error)})"
+        raise UserError(f"{path}: {problem}") from None
+    labels = {"classes": [*map(str, classes)]} if isinstance(classes, list) else {}
+    weights = _load_weights(found)
+    return {"config": config, "processes": 1, "images": 0, "progress": asdict(Progress()), **labels, "model": weights}
+
+
+def _load_weights(found: Found) -> dict[str, torch.Tensor]:
+    try:
+        weights = found.load(foreign=True)
+    except Exception as error:  # a hostile file may fail in any way, and is refused in every case
+        raise UserError(f"{found.path}: cannot be loaded safely ({describe_error(error)})") from None
+    if not all(isinstance(key, str) and torch.is_tensor(x) for key, x in weights.items()):
+        raise UserError(f"{found.path}: holds more than weights")
+    return weights

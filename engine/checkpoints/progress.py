@@ -1,0 +1,80 @@
+"""Progress of a run, and the ranking of its epochs."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from attention.options import parse_options
+from engine.config.schema import Run
+
+
+@dataclass
+class Progress:
+    """Progress of a run.
+
+    Attributes:
+        epoch: finished epochs, evaluation included. step: finished updates, over all epochs.
+        images: position in the order of the current epoch, over all ranks. broken: images left out before it.
+        loss_sum, num_summed: losses of the updates since the last log line. num_skipped: updates that were not finite.
+        num_overflows: updates skipped by loss scaling (fp16) since the last that was not.
+        metrics: metrics of the last evaluation. ranking, ema_ranking: [score, epoch] of the best epochs, best first,
+            by the plain and by the averaged weights; the score is the top-1, or without classes the negative loss.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    images: int = 0
+    broken: int = 0
+    loss_sum: float = 0.0
+    num_summed: int = 0
+    num_skipped: int = 0
+    num_overflows: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    ranking: list[list] = field(default_factory=list)
+    ema_ranking: list[list] = field(default_factory=list)
+
+    def total_steps(self, run: Run, updates_per_epoch: int) -> int:
+        """Returns the updates of the whole run: the finished ones and the rest of its epochs."""
+        done = self.epoch * updates_per_epoch + self.images // run.train.total_batch_size
+        return self.step + run.schedule.epochs * updates_per_epoch - done
+
+    def rank(self, epoch: int, keep: int) -> None:
+        """Ranks `epoch` by its `metrics`; keeps the `keep` best epochs of each kind of weights."""
+        name, sign = ranked_by(self.metrics)
+        self.ranking = rank_epoch(self.ranking, epoch, sign * self.metrics[name], keep)
+        if f"ema_{name}" in self.metrics:
+            self.ema_ranking = rank_epoch(self.ema_ranking, epoch, sign * self.metrics[f"ema_{name}"], keep)
+
+    def best(self) -> dict[str, float]:
+        """Returns the highest top-1, or lowest loss, of each kind of weights, under the names of a record."""
+        name, sign = ranked_by(self.metrics)
+        rankings = {f"best_{name}": self.ranking, f"best_ema_{name}": self.ema_ranking}
+        return {name: sign * ranking[0][0] for name, ranking in rankings.items() if ranking}
+
+
+def ranked_by(metrics: Mapping[str, float]) -> tuple[str, int]:
+    """Returns the metric that ranks epochs, and 1 if the highest is best, -1 if the lowest is."""
+    return ("top1", 1) if "top1" in metrics else ("loss", -1)
+
+
+def rank_epoch(ranking: list[list], epoch: int, score: float, keep: int) -> list[list]:
+    """Returns the `keep` best [score, epoch] of `ranking` and the new epoch, best first; ties go to the earlier one."""
+    return sorted([*ranking, [score, epoch]], key=lambda entry: (-entry[0], entry[1]))[:keep]
+
+
+def check_progress(progress: Any) -> None:
+    """Checks types and ranges of the fields of `Progress`.
+
+    Raises:
+        ValueError: a value that no run has.
+    """
+    fields = vars(parse_options(Progress, progress, "progress"))
+    rankings = [value for value in fields.values() if isinstance(value, list)]
+    numbers = [*fields["metrics"].values(), *(number for ranking in rankings for pair in ranking for number in pair)]
+    counts = [value for value in fields.values() if isinstance(value, int)]
+    if (
+        not all(isinstance(number, int | float) for number in numbers)
+        or any(len(pair) != 2 for ranking in rankings for pair in ranking)
+        or not all(0 <= count < 2**53 for count in counts)
+    ):
+        raise ValueError(f"progress that no run makes: {progress}")

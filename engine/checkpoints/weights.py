@@ -1,0 +1,135 @@
+"""Loading weights into a model: they are checked to fit before anything is allocated or loaded."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine.config.schema import Run
+from engine.objectives import choose_objective
+from engine.runtime.errors import UserError
+from engine.runtime.text import one_line
+from models import create_model
+
+
+def build_model(run: Run, state: Mapping[str, Any], source: str) -> nn.Module:
+    """Builds the model that `run` describes, with the weights `state`.
+
+    Nothing is allocated before `state` is known to fit: `run` may come from a file that is not trusted.
+
+    Raises:
+        UserError: see `load_weights`.
+    """
+    check_state(run, state, source)
+    model = create_model(attention=run.attention, **run.model)
+    load_weights(model, state, source)
+    return model
+
+
+def check_predicts_classes(run: Run, source: str, of_metrics: bool = False) -> None:
+    """Refuses a model whose objective predicts no classes of images, see `Objective.refuse_prediction`.
+
+    Raises:
+        UserError: it is such a model; the message begins with `source`.
+    """
+    if problem := choose_objective(run).refuse_prediction(source, of_metrics):
+        raise UserError(f"{source}: {problem}")
+
+
+def check_state(run: Run, state: Mapping[str, Any], source: str) -> None:
+    """Checks that `state` fits the model that `run` describes, without allocating the model.
+
+    Raises:
+        UserError: see `load_weights`.
+    """
+    with torch.device("meta"):
+        model = create_model(attention=run.attention, **run.model)
+    check_fit(model, state, source)
+
+
+def load_weights(model: nn.Module, state: Mapping[str, Any], source: str) -> None:
+    """Loads `state` into `model`; names may carry the prefixes of torch's wrappers.
+
+    Raises:
+        UserError: names or shapes that do not fit, a model that takes far more memory than the weights, or weights that
+            are not finite; the message begins with `source`.
+    """
+    model.load_state_dict(check_fit(model, state, source))
+
+
+def check_fit(model: nn.Module, state: Mapping[str, Any], source: str) -> dict[str, torch.Tensor]:
+    """Returns `state` without the prefixes of torch's wrappers, checked to fit `model`, perhaps on the meta device.
+
+    Raises:
+        UserError: see `load_weights`.
+    """
+    state = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in state.items()}
+    problems = describe_misfits(state, model.state_dict())
+    if not problems:
+        _check_memory(model, state, source)
+        problems = _describe({"not finite": list_not_finite(model, state)})
+    if problems:
+        raise UserError(f"{source}: the checkpoint's weights do not fit: {problems}")
+    return state
+
+
+def describe_misfits(state: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]) -> str:
+    """Describes where names and shapes in `state` differ from `expected`; "" if nowhere."""
+    return _describe(
+        {
+            "missing": [name for name in expected if name not in state],
+            "unexpected": [name for name in state if name not in expected],
+            "of another shape": [
+                f"{name} {tuple(state[name].shape)} for {tuple(expected[name].shape)}"
+                for name in expected
+                if name in state and state[name].shape != expected[name].shape
+            ],
+        }
+    )
+
+
+def describe_blocks(state: Mapping[str, torch.Tensor]) -> str:
+    """Describes the blocks of every stage, ``2 + 2 blocks of width 64, 128``, or without blocks the first names."""
+    stages: dict[str, set[str]] = {}
+    for name in state:
+        if match := re.match(r"(.*?\bblocks\.)(\d+)\.", name):
+            stages.setdefault(match[1], set()).add(match[2])
+    if not stages:
+        return f"no blocks, but {one_line(', '.join(state), 80)}"
+    norms = [f"{prefix}{min(indices, key=int)}.norm1.weight" for prefix, indices in stages.items()]
+    widths = dict.fromkeys(str(state[name].numel()) for name in norms if name in state)
+    of_width = f" of width {', '.join(widths)}" if widths else ""
+    return f"{' + '.join(str(len(indices)) for indices in stages.values())} blocks{of_width}"
+
+
+def _describe(problems: Mapping[str, list[str]]) -> str:
+    """Returns ``2 missing: head.weight, head.bias; 1 unexpected: fc.weight``, at most five names per problem."""
+    return "; ".join(
+        f"{len(names)} {problem}: {', '.join(names[:5])}{', ...' * (len(names) > 5)}"
+        for problem, names in problems.items()
+        if names
+    )
+
+
+def _check_memory(model: nn.Module, state: Mapping[str, torch.Tensor], source: str) -> None:
+    """Refuses weights that share memory and so would need far more of it in a model."""
+    needed = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    held = sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in state.values()}.values())
+    if needed > 4 * held + 2**28:  # saved weights may have fewer bits; unsaved tables take some memory
+        raise UserError(f"{source}: the model takes {needed:,} bytes, but the checkpoint holds {held:,} for it")
+
+
+def is_finite(tensor: torch.Tensor) -> bool:
+    """Returns whether all values of `tensor` are finite."""
+    return bool(tensor.isfinite().all())
+
+
+def list_not_finite(model: nn.Module, state: Mapping[str, torch.Tensor]) -> list[str]:
+    """Lists the parameters and buffers that are not finite in `state`.
+
+    A buffer of one number may be NaN: it can stand for a value that is not known yet.
+    """
+    parameters = {name for name, _ in model.named_parameters()}
+    return [name for name, x in state.items() if (x.ndim or name in parameters) and not is_finite(x)]

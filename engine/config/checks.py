@@ -1,0 +1,142 @@
+"""Checks of a whole run: options that are valid each on its own but not together."""
+
+import re
+from typing import Any, NoReturn
+
+from timm.optim import list_optimizers
+
+from attention.options import OptionError, nearest
+from engine.config.schema import Run
+from engine.objectives import OBJECTIVES
+
+
+def check_run(run: Run, world_size: int = 1) -> None:
+    """Refuses options that are valid each on its own but not together.
+
+    Args:
+        world_size: ranks the run is to be trained with.
+    Raises:
+        OptionError: the first contradiction; its key is the option to change.
+    """
+    data, augment = run.data, run.augment
+    optim, schedule, train = run.optim, run.schedule, run.train
+    share = world_size * train.grad_accum_steps
+    batch_size, rest = divmod(train.total_batch_size, share)
+    peak_lr = optim.lr * train.total_batch_size / optim.lr_base_size
+    total = f" = {train.total_batch_size}"
+    scaled = f"the peak learning rate {peak_lr:g} (lr {optim.lr:g} scaled from {optim.lr_base_size} images)"
+    contradictions = [
+        (
+            rest or not batch_size,
+            "train.total_batch_size",
+            f"{total} is not divisible by {world_size} ranks x {train.grad_accum_steps} accumulation steps"
+            f"; nearest: {max(1, round(train.total_batch_size / share)) * share}",
+        ),
+        (
+            (augment.mixup or augment.cutmix) and batch_size % 2,
+            "train.total_batch_size",
+            f"{total} leaves {batch_size} images per rank and step, but mixup and cutmix pair images: make it even",
+        ),
+        (
+            schedule.warmup_epochs > schedule.epochs,
+            "schedule.warmup_epochs",
+            f" = {schedule.warmup_epochs} is above schedule.epochs = {schedule.epochs}",
+        ),
+        (
+            schedule.warmup_epochs and schedule.warmup_lr > peak_lr,
+            "schedule.warmup_lr",
+            f" = {schedule.warmup_lr:g} is above {scaled}",
+        ),
+        (
+            schedule.sched != "constant" and schedule.min_lr > peak_lr,
+            "schedule.min_lr",
+            f" = {schedule.min_lr:g} is above {scaled}",
+        ),
+        (
+            isinstance(data.subset, float) and data.subset > 1,
+            "data.subset",
+            f" = {data.subset} is no fraction; write {data.subset or 0:.0f} for as many images of every class",
+        ),
+        (
+            data.subset is None and data.subset_seed,
+            "data.subset_seed",
+            f" = {data.subset_seed}, but data.subset = null: set that, or leave it out",
+        ),
+        (augment.scale[0] > augment.scale[1], "augment.scale", f" = {list(augment.scale)} is not in ascending order"),
+        (augment.ratio[0] > augment.ratio[1], "augment.ratio", f" = {list(augment.ratio)} is not in ascending order"),
+        (
+            optim.opt not in (known := list_optimizers()),
+            "optim.opt",
+            f" = {optim.opt!r} is not an optimiser of timm{nearest(optim.opt, known)}",
+        ),
+    ]
+    for contradicts, key, problem in contradictions:
+        if contradicts:
+            raise OptionError(key, problem)
+    if augment.auto_augment is not None:
+        check_policy(augment.auto_augment)
+    for objective in OBJECTIVES.values():
+        objective.check(run)
+    if run.model["in_chans"] not in (1, 3):
+        raise OptionError("model.in_chans", f" = {run.model['in_chans']}: images have 3 channels (RGB) or 1 (grey)")
+
+
+POLICIES: dict[str, dict[str, range | tuple[Any, ...]]] = {
+    "rand": {
+        "m": range(31),
+        "n": range(1, 11),
+        "p": (0.0, 1.0),
+        "mstd": (0.0, 1000.0),
+        "mmax": range(1, 31),
+        "inc": range(2),
+        "t": ("weights", "3a", "3aw"),
+    },
+    "augmix": {
+        "m": range(11),
+        "w": range(1, 11),
+        "d": range(1, 11),
+        "a": (0.01, 100.0),
+        "b": range(2),
+        "mstd": (0.0, 1000.0),
+    },
+    **{name: {"mstd": (0.0, 1000.0)} for name in ("original", "originalr", "v0", "v0r", "3a")},
+}
+"""timm's policies -> their sections -> valid values: integers, least and largest number, or words."""
+
+
+def check_policy(policy: str) -> None:
+    """Refuses a policy unless every section of it acts. timm itself passes over much that it does not understand.
+
+    Raises:
+        OptionError: an unknown policy, a section that is unknown or twice there, or a value out of range.
+    """
+
+    def refuse(problem: str) -> NoReturn:
+        raise OptionError("augment.auto_augment", f" = {policy!r}: {problem}")
+
+    family, *sections = policy.split("-")
+    if family not in POLICIES:
+        refuse(f"unknown policy {family!r}{nearest(family, POLICIES)}")
+    found = {}
+    for section in sections:
+        [(name, value)] = re.findall(r"^(t|[a-z]*)(.*)", section, re.DOTALL)
+        if name not in POLICIES[family]:
+            refuse(f"unknown section {section!r}; known: {', '.join(POLICIES[family])}, each with its value")
+        if name in found:
+            refuse(f"{name!r} twice; leave one out")
+        if not _is_valid(value, valid := POLICIES[family][name]):
+            words = isinstance(valid, tuple) and isinstance(valid[0], str)
+            known = ", ".join(map(str, valid)) if words else f"{valid[0]} to {valid[-1]}"
+            refuse(f"{section!r} is not {name} with {known}")
+        found[name] = value
+    highest = int(found.get("mmax", 10))
+    if family == "rand" and int(found.get("m", 10)) > highest:
+        refuse(f"timm clips magnitudes to {highest}; add or raise mmax")
+
+
+def _is_valid(value: str, valid: range | tuple[Any, ...]) -> bool:
+    if isinstance(valid, range):
+        return value.isdecimal() and int(value) in valid
+    if isinstance(valid[0], str):
+        return value in valid
+    return re.fullmatch(r"[0-9]+(\.[0-9]+)?", value) is not None and valid[0] <= float(value) <= valid[1]

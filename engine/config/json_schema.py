@@ -1,0 +1,120 @@
+"""JSON Schema of configuration files, with which editors complete, explain and check them.
+
+    python -m engine.config.json_schema                # writes configs/schema.json
+
+It holds what the dataclasses of a run state for every option: name, type, choices, range, default and meaning. Rules
+across several options, or that need the data, are checked when a run is loaded.
+"""
+
+import argparse
+import json
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import Field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from attention import ATTENTION
+from engine.config.schema import Run
+from engine.runtime.errors import refuse_bad_input
+from engine.runtime.files import write_file
+from models import MODELS
+from models.base import Backbone
+
+TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", types.NoneType: "null"}
+
+LIMITS = {"low": "minimum", "high": "maximum", "above": "exclusiveMinimum", "below": "exclusiveMaximum"}
+"""Limit of `attention.options.option` -> its name in JSON Schema."""
+
+Schema = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m engine.config.json_schema", description="Write the JSON Schema of runs."
+    )
+    parser.add_argument("output", nargs="?", default="configs/schema.json", help="file to write (%(default)s)")
+    output = parser.parse_args(arguments).output
+    with refuse_bad_input():
+        write_file(Path(output), describe())
+    print(output)
+
+
+def describe() -> bytes:
+    """Returns the content of the file."""
+    return (json.dumps(run_schema(), indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def run_schema() -> Schema:
+    """Returns the schema of a configuration file; no option is required, since a `base` may give it."""
+    base = {"type": "string", "description": "configuration that holds the options that are not given here"}
+    kinds = typing.get_type_hints(Run)
+    sections = {
+        name: _of_options(kind) for name, kind in kinds.items() if isinstance(kind, type) and is_dataclass(kind)
+    }
+    mechanism = {"$ref": "#/definitions/mechanism"}
+    stages = {"type": "array", "items": mechanism, "minItems": 4, "maxItems": 4}
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "title": "Configuration of a training run",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {"base": base, "model": _model(), "attention": {"anyOf": [mechanism, stages]}, **sections},
+        "definitions": {"mechanism": _mechanism()},
+    }
+
+
+def _model() -> Schema:
+    """Returns the schema of a model of any family; the name is not required, since a `base` may give it."""
+    names: dict[type[Backbone], list[str]] = {}
+    for name, (family, _) in MODELS.items():
+        names.setdefault(family, []).append(name)
+    return {"anyOf": [_of_options(family.Config, {"enum": known}, family) for family, known in names.items()]}
+
+
+def _mechanism() -> Schema:
+    kinds = [
+        {**_of_options(mechanism.Config, {"const": name}, mechanism), "required": ["name"]}
+        for name, mechanism in ATTENTION.items()
+    ]
+    return {"oneOf": [{"enum": [*ATTENTION]}, *kinds]}
+
+
+def _of_options(cls: type, name: Schema | None = None, described: type | None = None) -> Schema:
+    """Returns the schema of the options of the dataclass `cls`, with a schema for `name` if given.
+
+    The description is the first line of the docstring of `described`, by default `cls`.
+    """
+    kinds = typing.get_type_hints(cls)
+    options = {field.name: _option(field, kinds[field.name]) for field in fields(cls)}
+    return {
+        "type": "object",
+        "description": str((described or cls).__doc__).partition("\n")[0],
+        "additionalProperties": False,
+        "properties": options if name is None else {"name": name, **options},
+    }
+
+
+def _option(field: Field[Any], kind: Any) -> Schema:
+    limits = {word: field.metadata[limit] for limit, word in LIMITS.items() if field.metadata[limit] is not None}
+    return {**_values(kind, limits), "default": field.default, "description": field.metadata["meaning"]}
+
+
+def _values(kind: Any, limits: Mapping[str, float]) -> Schema:
+    """Returns the schema of the values of a type; `limits` apply to numbers."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return {"enum": [*arguments]}
+    if origin in (types.UnionType, typing.Union):
+        return {"anyOf": [_values(argument, limits) for argument in arguments]}
+    if origin is tuple and arguments[-1] is Ellipsis:
+        return {"type": "array", "items": _values(arguments[0], limits)}
+    if origin is tuple:
+        items = [_values(argument, limits) for argument in arguments]
+        return {"type": "array", "items": items, "minItems": len(items), "maxItems": len(items)}
+    return {"type": TYPES[kind], **(limits if kind in (int, float) else {})}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""Rows of the papers' tables with accuracy and cost of a model, each with the configuration that reproduces it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from attention.options import OptionError, option, parse_options
+from engine.config.yaml_files import read_yaml
+from engine.runtime.errors import ConfigError
+
+PAPERS = Path(__file__).with_name("papers.yaml")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PaperRow:
+    """A row of a paper's table. Figures are as printed there; None: not printed."""
+
+    config: str  # a file below configs/
+    overrides: tuple[str, ...] = option((), "key.path=value, as on a command line")
+    source: str = option("", "paper and table; empty: for comparison")
+    top1: float | None = option(None, "percent", above=0)
+    parameters: float | None = option(None, "millions", above=0)
+    macs: float | None = option(None, 'billions, printed as "G"', above=0)
+    released_macs: float | None = option(None, "billions, counted in the papers' released code", above=0)
+    note: str = option("", "why our count does not round to what is printed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Papers:
+    """Content of the file."""
+
+    rows: tuple[PaperRow, ...]
+
+
+def read_papers(path: Path = PAPERS) -> tuple[PaperRow, ...]:
+    """Reads all rows of the file.
+
+    Raises:
+        ConfigError: the file cannot be read, or a row is malformed; the message names file, line and field.
+    """
+    tree = read_yaml(path)
+    try:
+        return parse_options(Papers, tree.values).rows
+    except OptionError as error:
+        raise ConfigError(f"{tree.origin(error.key)}: {error}") from None

@@ -1,0 +1,243 @@
+"""Every option of a run: name, type, default, meaning, unit and range. A configuration file is one `Run`.
+
+`model` and `attention` are open mappings here: their options are those of the model family and of the mechanism
+(`models.MODELS[name]`, `attention.ATTENTION[name].Config`), checked with the same strictness when a file is read.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from attention.options import option
+from engine.objectives.distillation import Distill
+from engine.objectives.masked_images import Simmim
+
+
+@dataclass(frozen=True, kw_only=True)
+class Init:
+    """Weights that a run starts from; a run that is resumed has its own."""
+
+    weights: str | None = option(
+        None, "file (of timm, DeiT, PVT-v2 or a run), run directory, or timm:NAME of timm's hub; null: none"
+    )
+    strict: bool = option(False, "refuse weights unless all of them, and of the model, load as they are")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """Place of the images, and preparation of a validation image."""
+
+    dataset: Literal[
+        "folder",
+        "tar",
+        "cache",
+        "idx",
+        "digits",
+        "copy",
+        "wds",
+        "hfds",
+        "torch/cifar10",
+        "torch/cifar100",
+        "torch/mnist",
+        "torch/fashion_mnist",
+        "torch/kmnist",
+    ] = option(
+        "folder",
+        "class folders, tar files of them, what engine.data.prepare made, IDX files, the embedded digits, sequences of"
+        " the copy task, WebDataset shards, a Hugging Face data set (columns image and label), or one of torchvision's",
+    )
+    root: str | None = option(
+        None, "directory that holds the two splits (hfds: or the name on the hub); digits need none"
+    )
+    train_split: str = option(
+        "train",
+        "folder (tar: NAME.tar, wds: NAME-*.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte) of training images",
+    )
+    val_split: str = option(
+        "val",
+        "folder (tar: NAME.tar, wds: NAME-*.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte) of validation images",
+    )
+    classes: str | None = option(
+        None,
+        "file that names the classes, a line each: other classes' images are left out; where the data has numbers 0, 1,"
+        " ..., their names; null: those of the data",
+    )
+    subset: int | float | None = option(
+        None, "training images of every class to use: a count (13) or a fraction (0.1); null: all", above=0
+    )
+    subset_seed: int = option(
+        0, "seed of the choice of subset; not train.seed, so that replicates train on the same images", low=0
+    )
+    num_sequences: tuple[int, int] = option(
+        (20_000, 1_000), "copy: sequences that are drawn to train and to validate", low=1, high=10**6
+    )
+    workers: int = option(8, "loader processes per rank", low=0, high=256)
+    max_broken: int = option(10, "broken training images that an epoch may leave out, over all ranks", low=0)
+    broken_val: Literal["refuse", "skip"] = option(
+        "refuse", "broken validation images: end the evaluation, or be left out, named and counted in its metrics"
+    )
+    crop_pct: float = option(0.875, "validation: share of the resized image kept by the centre crop", low=0.25, high=1)
+    interpolation: Literal["bicubic", "bilinear", "nearest"] = option("bicubic", "validation resize")
+    mean: tuple[float] | tuple[float, float, float] = option(
+        (0.485, 0.456, 0.406),
+        "subtracted from images in [0, 1]: one for each channel or for all; grey images: the mean of three",
+        low=0,
+        high=1,
+    )
+    std: tuple[float] | tuple[float, float, float] = option(
+        (0.229, 0.224, 0.225), "standard deviation by which images are divided, likewise", above=0, high=1
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Augment:
+    """Training augmentation, in timm's vocabulary. Defaults: DeiT without repeated augmentation."""
+
+    scale: tuple[float, float] = option((0.08, 1.0), "random resized crop: range of the area kept", above=0, high=1)
+    ratio: tuple[float, float] = option(
+        (0.75, 4 / 3), "random resized crop: range of the aspect ratio", low=0.1, high=10
+    )
+    hflip: float = option(0.5, "probability of a horizontal flip", low=0, high=1)
+    vflip: float = option(0.0, "probability of a vertical flip", low=0, high=1)
+    color_jitter: float = option(
+        0.4, "colour jitter factor; acts where auto_augment is none, as in timm", low=0, high=2
+    )
+    auto_augment: str | None = option(
+        "rand-m9-mstd0.5-inc1", "timm's RandAugment / AutoAugment policy string; null: none"
+    )
+    interpolation: Literal["bicubic", "bilinear", "random"] = option("bicubic", "training resize")
+    reprob: float = option(0.25, "probability of random erasing", low=0, high=1)
+    remode: Literal["pixel", "const", "rand"] = option("pixel", "filling of erased areas")
+    mixup: float = option(0.8, "mixup alpha; 0: off", low=0, high=100)
+    cutmix: float = option(1.0, "cutmix alpha; 0: off", low=0, high=100)
+    mixup_switch_prob: float = option(0.5, "probability of cutmix where both are on", low=0, high=1)
+    smoothing: float = option(0.1, "label smoothing", low=0, below=1)
+    repeats: int = option(0, "repeated augmentation: views of an image per epoch; 0: off", low=0, high=100)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    """Optimiser, made by timm."""
+
+    opt: str = option("adamw", "timm optimiser name")
+    lr: float = option(
+        5e-4, "learning rate at a total batch of lr_base_size; scaled linearly to the total batch", above=0, high=100
+    )
+    lr_base_size: int = option(512, "total batch for which lr is stated, images", low=1, high=2**20)
+    betas: tuple[float, float] = option((0.9, 0.999), "Adam's averaging coefficients", low=0, below=1)
+    eps: float = option(1e-8, "Adam's epsilon", above=0, high=1)
+    weight_decay: float = option(0.05, "decoupled weight decay; matrices only", low=0, high=100)
+    layer_decay: float | None = option(
+        None,
+        "factor of the learning rate from each layer to the one before it, as in timm; null: none",
+        above=0,
+        high=1,
+    )
+    clip_grad: float | None = option(5.0, "largest gradient norm; null: no clipping", above=0, high=1e6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """Learning rate over time, made by timm, updated after every optimiser step."""
+
+    sched: Literal["cosine", "linear", "constant"] = option("cosine", "shape after the warm-up")
+    epochs: int = option(300, "epochs in all, warm-up included", low=1, high=100_000)
+    warmup_epochs: int = option(10, "epochs of linear warm-up", low=0, high=100_000)
+    warmup_lr: float = option(1e-6, "learning rate of the first step", low=0, high=100)
+    min_lr: float = option(1e-5, "learning rate at the end", low=0, high=100)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """Training loop."""
+
+    total_batch_size: int = option(
+        1024, "images per optimiser step, over all ranks and accumulation steps", low=1, high=2**20
+    )
+    grad_accum_steps: int = option(1, "backward passes per optimiser step", low=1, high=2**20)
+    device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda where there is one")
+    amp: Literal["bf16", "fp16"] | None = option("bf16", "automatic mixed precision; null: off")
+    tf32: bool = option(
+        False,
+        "on a GPU, fp32 matrix products in TF32: faster, with 10 bits of mantissa; false: convolutions only, as torch",
+    )
+    compile: bool = option(
+        False,
+        "torch.compile the blocks, those that are alike as one graph, for full batches; smaller ones run as they are",
+    )
+    kernels: Literal["auto", "lean", "triton", "plain"] = option(
+        "auto", "fast paths of attention; lean: least memory; triton: on a GPU fused kernels, experimental; plain: none"
+    )
+    grad_checkpointing: bool = option(
+        False, "recompute block activations in the backward pass; random state is restored"
+    )
+    channels_last: bool = option(False, "NHWC memory format (PVT)")
+    deterministic: bool = option(False, "deterministic algorithms only, at some cost in speed")
+    seed: int = option(0, "seed of weights, order and augmentation", low=0)
+    freeze: str | tuple[str, ...] | None = option(
+        None,
+        "parameters that are not trained: backbone (all but the classifier), or patterns of the names of parameters or"
+        " modules (blocks.[0-5], pos_embed); null: none",
+    )
+    ema_decay: float | None = option(None, "decay of the weight average per step; null: none", above=0, below=1)
+    eval_every: int = option(1, "epochs between evaluations; the last epoch is always evaluated", low=1)
+    keep_checkpoints: int = option(
+        3, "how many of the best epoch checkpoints stay, by each kind of weights, beside the last", low=1
+    )
+    checkpoint_minutes: float | None = option(
+        15.0, "minutes after which a checkpoint is made within an epoch; null: none", above=0
+    )
+    checkpoint_steps: int = option(0, "optimiser steps between checkpoints within an epoch; 0: none", low=0)
+    max_skipped: int = option(
+        0,
+        "optimiser steps to skip, for a loss or gradient that is not finite, before stopping; above 0, every step waits"
+        " for the device once more",
+        low=0,
+    )
+    max_overflows: int = option(
+        40,
+        "fp16: optimiser steps in a row that loss scaling may skip, for a gradient that is not finite, before the run"
+        " stops; it halves the loss scale, 65536 at first, at each",
+        low=1,
+        high=10_000,
+    )
+    timeout_minutes: float = option(
+        10.0, "minutes for which a rank waits for the others before it fails", above=0, high=10_080
+    )
+    log_every: int = option(50, "optimiser steps between log lines", low=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Report:
+    """Experiment trackers that receive the records of a run, besides its directory."""
+
+    wandb: str | None = option(None, "Weights & Biases: project; needs the extra wandb; null: none")
+    mlflow: str | None = option(None, "MLflow: experiment; needs the extra mlflow; null: none")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run."""
+
+    model: dict[str, Any]
+    attention: Any
+    init: Init = field(default_factory=Init)
+    distill: Distill = field(default_factory=Distill)
+    simmim: Simmim = field(default_factory=Simmim)
+    data: Data = field(default_factory=Data)
+    augment: Augment = field(default_factory=Augment)
+    optim: Optim = field(default_factory=Optim)
+    schedule: Schedule = field(default_factory=Schedule)
+    train: Train = field(default_factory=Train)
+    report: Report = field(default_factory=Report)
+
+
+def num_channels(run: Run) -> int:
+    """Channels of the images that the model takes: 3, RGB, or 1, grey levels."""
+    return run.model.get("in_chans", 3)  # a run without a model, for its images alone, takes RGB
+
+
+def per_channel(values: Sequence[float], channels: int) -> tuple[float, ...]:
+    """`data.mean` or `data.std` for so many channels: as it is, one value for each, or the mean of three for grey."""
+    return tuple(values) if len(values) == channels else (statistics.fmean(values),) * channels

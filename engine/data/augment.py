@@ -1,0 +1,92 @@
+"""Augmentation: timm's transforms of an image, and its mixup of a batch."""
+
+from collections.abc import Callable
+from typing import Any
+
+import timm.data
+from PIL import Image
+from timm.data import Mixup, auto_augment
+from timm.data.mixup import mixup_target
+from torch import Tensor
+from torchvision.transforms.functional import pil_to_tensor
+
+from engine.config.schema import Augment, Run, num_channels, per_channel
+from engine.objectives import choose_objective
+
+
+def posterize(image: Image.Image, bits_to_keep: int, **kwargs: Any) -> Image.Image:
+    """timm's posterize, where keeping no bits gives black.
+
+    timm's increasing policies ask for 0 bits at magnitude 10 (below 0 with `mmax` above 10), which rand-m9-mstd0.5-inc1
+    reaches for one image in 656. Pillow used to return black for that; since 13 it raises "bits must be between or
+    equal to 1 and 8".
+    """
+    if bits_to_keep < 1:
+        return image.point(lambda _: 0)
+    return auto_augment.posterize(image, bits_to_keep, **kwargs)
+
+
+# timm looks up its operations by name in this table when it builds a policy, so that replacing entries is enough.
+auto_augment.NAME_TO_OP.update(
+    {name: posterize for name, op in auto_augment.NAME_TO_OP.items() if op is auto_augment.posterize}
+)
+
+
+BatchAugment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Images (b, C, H, W) and class indices (b,) -> images and, after mixup, soft targets (b, classes)."""
+
+
+class PairMixup(Mixup):
+    """timm's mixup, for batches of odd size too, which a broken image may cause: the middle image is unmixed."""
+
+    def __call__(self, images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        share = self._mix_batch(images)
+        return images, mixup_target(labels, self.num_classes, share, self.label_smoothing)
+
+
+def create_transform(
+    run: Run, img_size: int | tuple[int, int], is_training: bool, as_bytes: bool
+) -> Callable[[Image.Image], Any]:
+    """timm's transform of an image with the channels that the model takes; tokens stay as they are, bytes (1, H, W).
+
+    Args:
+        as_bytes: yields a uint8 tensor (C, H, W), neither normalised nor erased; else fp32, normalised and erased.
+    """
+    data, augment = run.data, run.augment
+    if choose_objective(run).inputs == "tokens":
+        return pil_to_tensor
+    return timm.data.create_transform(
+        img_size,
+        is_training=is_training,
+        scale=augment.scale,
+        ratio=augment.ratio,
+        hflip=augment.hflip,
+        vflip=augment.vflip,
+        color_jitter=augment.color_jitter,
+        auto_augment=augment.auto_augment,
+        interpolation=augment.interpolation if is_training else data.interpolation,
+        re_prob=augment.reprob,
+        re_mode=augment.remode,
+        mean=per_channel(data.mean, num_channels(run)),
+        std=per_channel(data.std, num_channels(run)),
+        crop_pct=data.crop_pct,
+        use_prefetcher=as_bytes,
+    )
+
+
+def create_batch_augment(augment: Augment, num_classes: int) -> BatchAugment:
+    """The augmentation of a batch on its device: mixup, or none."""
+    return create_mixup(augment, num_classes) or (lambda images, targets: (images, targets))
+
+
+def create_mixup(augment: Augment, num_classes: int) -> Mixup | None:
+    """timm's batch-wise mixup and cutmix, either or both; None if both are off."""
+    if not augment.mixup and not augment.cutmix:
+        return None
+    return PairMixup(
+        mixup_alpha=augment.mixup,
+        cutmix_alpha=augment.cutmix,
+        switch_prob=augment.mixup_switch_prob,
+        label_smoothing=augment.smoothing,
+        num_classes=num_classes,
+    )

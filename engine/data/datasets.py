@@ -1,0 +1,177 @@
+"""Readers of data sets in the formats of other libraries: WebDataset shards, Hugging Face datasets, torchvision's.
+
+All allow random access: order, exact resuming and the rules for broken images are the same as for class folders.
+"""
+
+import importlib.util
+import io
+import posixpath
+import tarfile
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+from timm.data.dataset_factory import create_dataset
+from timm.data.readers.reader import Reader
+from timm.data.readers.reader_factory import create_reader
+
+from engine.data.arrays import ArrayReader
+from engine.data.images import BrokenImage
+from engine.data.layout import Layout, LayoutError, LayoutReader, Samples, is_image, sort_naturally
+from engine.data.tar import find_members, read_member
+from engine.runtime.files import open_regular
+from engine.runtime.text import one_line
+
+TORCH = "torch/"
+"""Prefix of the names of torchvision's data sets, as in timm."""
+
+LABEL_BYTES = 18
+"""Largest size of a label in a shard, bytes."""
+
+
+class WdsReader(LayoutReader):
+    """Reads the shards that match the path `pattern`: tar files of samples NAME.jpg (or another image) and NAME.cls.
+
+    The shards are listed once, at the start, and not streamed. The labels that occur are the classes; their names are
+    the numbers.
+
+    Raises:
+        LayoutError: a sample has two images, the same member twice, or a label that is no number.
+        TarError: a shard cannot be read.
+    """
+
+    def __init__(self, pattern: str):
+        shards = Path(pattern).parent.glob(Path(pattern).name)
+        self.shards = sort_naturally(map(str, shards))
+        names, places, labels, ignored = [], [], [], []
+        for number, shard in enumerate(self.shards):
+            stem = Path(shard).stem
+            for key, members in find_samples(shard):
+                images = [ending for ending in members if is_image(f"{key}.{ending}")]
+                if not images:
+                    ignored += [f"{stem}/{key}.{ending}" for ending in members]
+                    continue
+                if len(images) > 1:
+                    raise LayoutError(f"sample {key!r} of {stem!r} has {len(images)} images: {', '.join(images)}")
+                labels.append(_read_label(shard, members.get("cls"), f"sample {key!r} of {stem!r}"))
+                names.append(f"{stem}/{key}.{images[0]}")
+                places.append((number, *members[images[0]]))
+        if not names:
+            raise LayoutError("no images in the shards")
+        self.places = np.array(places)
+        values, classes = np.unique(labels, return_inverse=True)
+        samples = Samples((label, [name]) for label, name in zip(classes, names, strict=True))
+        super().__init__(Layout(samples, {str(value): label for label, value in enumerate(values)}, ignored))
+
+    def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
+        shard, begin, size = map(int, self.places[index])
+        return read_member(self.shards[shard], begin, size), int(self.labels[index])
+
+
+def find_samples(shard: str) -> Iterable[tuple[str, dict[str, tuple[int, int]]]]:
+    """Lists the samples of the tar file `shard`: the name of each, and its members as ending -> (first byte, size)."""
+    samples: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
+    try:
+        with open_regular(shard) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+            for name, begin, size in find_members(tar):
+                folder, member = posixpath.split(name)
+                stem, _, ending = member.partition(".")
+                members = samples[posixpath.join(folder, stem)]
+                if ending.lower() in members:
+                    raise LayoutError(f"{Path(shard).name!r} holds {name!r} twice; names of samples must differ")
+                members[ending.lower()] = begin, size
+    except (tarfile.TarError, OSError) as error:
+        raise tarfile.ReadError(f"{Path(shard).name}: {getattr(error, 'strerror', error)}") from error
+    return samples.items()
+
+
+def _read_label(shard: str, place: tuple[int, int] | None, sample: str) -> int:
+    if place is None:
+        raise LayoutError(f"{sample} has no .cls, the number of its class; labels elsewhere are not read")
+    begin, size = place
+    text = read_member(shard, begin, min(size, LABEL_BYTES)).read()
+    if size > LABEL_BYTES or not text.strip().isdigit():
+        raise LayoutError(f"{sample}: its .cls holds {text!r}, no number of a class")
+    return int(text)
+
+
+class HfdsReader(Reader):
+    """Reads the columns `image` and `label` of a split of a Hugging Face data set, by timm's reader.
+
+    Args:
+        root: folder of the data set (such as one of parquet files), or its name on the hub.
+        split: name of the split in the library.
+    Raises:
+        LayoutError: the library is missing or cannot read the data set, the split or a column does not exist, or an
+            image has no label.
+    """
+
+    ignored = ()
+
+    def __init__(self, root: str, split: str):
+        super().__init__()
+        if importlib.util.find_spec("datasets") is None:
+            raise LayoutError("data.dataset=hfds needs the package datasets; `pip install 'datasets>=5.2'`")
+        try:
+            self.rows = create_reader(f"hfds/{root}", split=split)
+        except Exception as error:  # the library may raise anything: for the hub, the network, a file
+            reason = one_line(" ".join(str(error).split()))
+            raise LayoutError(f"the package datasets cannot read it: {reason}") from error
+        columns = self.rows.dataset.data  # timm adds an empty column where there is none
+        found = [name for name in columns.column_names if columns.column(name).null_count < len(columns)]
+        for key in (self.rows.image_key, self.rows.label_key):
+            if key not in found:
+                raise LayoutError(
+                    f"the column {key!r} is missing or empty; rename one to that; found: {one_line(', '.join(found))}"
+                )
+        labels = self.rows.dataset[self.rows.label_key][:]
+        kinds = {type(label).__name__ for label in labels if label is not None}
+        if kinds - {"int"} and kinds - {"str"}:
+            raise LayoutError(f"labels are numbers of classes, or names; the column holds {', '.join(sorted(kinds))}")
+        self.class_to_idx = self.rows.class_to_idx
+        if not self.class_to_idx:
+            indices = {label: index for index, label in enumerate(sorted({*labels} - {None}))}
+            self.class_to_idx = {str(label): index for label, index in indices.items()}
+            labels = [*map(indices.get, labels)]
+        known = range(len(self.class_to_idx))  # test splits have labels of -1, or null
+        if outside := [row for row, label in enumerate(labels) if label not in known]:
+            raise LayoutError(f"{len(outside):,} images have no label, such as row {outside[0]}; name another split")
+        self.labels = np.array(labels)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
+        image = self.rows.dataset[index][self.rows.image_key] or {}
+        if image.get("bytes"):
+            return io.BytesIO(image["bytes"]), int(self.labels[index])
+        if image.get("path"):
+            return open_regular(image["path"]), int(self.labels[index])
+        raise BrokenImage("the row has no image")
+
+    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        return f"{self.labels[index]}/{index}"  # the name of the file would need the image to be read
+
+
+class TorchReader(ArrayReader):
+    """Reads a data set of torchvision from the folder `root` to which torchvision has downloaded it.
+
+    Args:
+        name: name of the data set in timm, such as torch/cifar10. split: train, or val for the test images.
+    Raises:
+        LayoutError: the data set is missing or damaged, or the split is neither train nor val.
+    """
+
+    def __init__(self, name: str, root: str, *, split: str):
+        if split not in ("train", "val"):
+            raise LayoutError(f"{split!r} is no split of torchvision's; known: train, val (its test images)")
+        try:
+            dataset = create_dataset(name, root, split)
+            images, labels = np.asarray(dataset.data), np.asarray(dataset.targets)
+            if len(images) != len(labels):
+                raise ValueError(f"{len(images)} images, {len(labels)} labels")
+        except Exception as error:  # torchvision may raise anything for a damaged file
+            raise LayoutError("not found, or damaged; torchvision.datasets puts it there with download=True") from error
+        super().__init__(images, labels, dataset.classes)

@@ -1,0 +1,102 @@
+"""Readers of image files: class folders, and files that a command line names."""
+
+import os
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import BinaryIO
+
+import numpy as np
+from timm.data.readers.reader import Reader
+
+from engine.data.layout import NO_IMAGES, LayoutError, LayoutReader, classify, is_image, sort_naturally
+from engine.runtime.errors import UserError
+from engine.runtime.files import open_regular
+
+
+class FolderReader(LayoutReader):
+    """Reads class folders; opens regular files only.
+
+    Raises:
+        LayoutError: as in `classify`; or two paths lead to one folder, as in a loop of links.
+        OSError: a folder cannot be read.
+    """
+
+    def __init__(self, root: str):
+        super().__init__(classify(find_files(root)))
+        self.root = root
+
+    def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
+        path, label = self.samples[index]
+        return open_regular(os.path.join(self.root, path)), label
+
+
+def list_files(names: Iterable[str]) -> list[str]:
+    """Lists the files that `names` stand for, in order.
+
+    A file stands for itself, a folder for all images below it, and "-" for the files that standard input names, one per
+    line.
+
+    Raises:
+        UserError: a file or folder does not exist, a folder holds no images, or standard input is empty.
+    """
+    files = []
+    for name in names:
+        try:
+            if name == "-":
+                found = [os.fsdecode(line) for line in sys.stdin.buffer.read().splitlines() if line]
+            elif os.path.isdir(name):
+                found = [os.path.join(name, path) for path in sort_naturally(filter(is_image, find_files(name)))]
+            else:
+                os.stat(name)
+                found = [name]
+        except (OSError, LayoutError) as error:
+            raise UserError(f"{name}: {getattr(error, 'strerror', error)}") from None
+        if not found:
+            raise UserError(f"{name}: {'no file is named on standard input' if name == '-' else NO_IMAGES}")
+        files += found
+    return files
+
+
+def find_files(root: str) -> Iterator[str]:
+    """Yields the paths of the files below `root`, relative to it, and those of empty folders with a "/" at the end.
+
+    Links to folders are followed.
+
+    Raises:
+        LayoutError: two paths lead to one folder. OSError: a folder cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    known: dict[tuple[int, int], str] = {}
+    for folder, subfolders, files in os.walk(root, onerror=refuse, followlinks=True):
+        path = os.path.relpath(folder, root)
+        status = os.stat(folder)
+        first = known.setdefault((status.st_dev, status.st_ino), path)
+        if first != path:
+            raise LayoutError(f"{path!r} and {first!r} are one folder; remove the link")
+        prefix = "" if path == "." else f"{path}/"
+        yield from (prefix + name for name in files)
+        if prefix and not files and not subfolders:
+            yield prefix
+
+
+class FileReader(Reader):
+    """timm reader of the files `paths`; the label of each is its position. Opens regular files only."""
+
+    ignored = ()
+
+    def __init__(self, paths: Sequence[str]):
+        super().__init__()
+        self.paths, self.labels = paths, np.arange(len(paths))
+        self.class_to_idx: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
+        return open_regular(self.paths[index]), index
+
+    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        return self.paths[index]

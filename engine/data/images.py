@@ -1,0 +1,93 @@
+"""Decodes an image file to the RGB or grey pixels that a viewer shows, or raises `BrokenImage` with the reason.
+
+Files are not trusted: pixels, frames and formats are bounded, and an image without a defined appearance is refused.
+Colour profiles are ignored, as in the published recipes.
+"""
+
+import warnings
+from contextlib import suppress
+from typing import BinaryIO, Literal
+
+import numpy as np
+from PIL import Image, ImageOps
+from PIL.TiffImagePlugin import TiffImageFile
+
+from engine.runtime.errors import UserError
+from engine.runtime.text import describe_error
+
+FORMATS = ("JPEG", "PNG", "PPM", "GIF", "BMP", "WEBP", "TIFF")
+"""Formats that are decoded, whatever the name of the file. Pillow knows more, one of which starts a PostScript
+interpreter."""
+
+SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".mpo", ".png", ".apng", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
+    *(".ppm", ".pgm", ".pbm", ".pnm"),
+)
+"""Suffixes of files of these formats."""
+
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
+"""Pillow's pixel formats with a defined appearance; 16-bit grey levels are handled apart."""
+
+PHOTOMETRIC = 262
+"""TIFF tag whose value is 0 where white is zero; Pillow inverts such images for 8 bits only."""
+
+
+class BrokenImage(UserError):
+    """An image that cannot be used. The message is one line: the file, where it is known, and the reason."""
+
+
+def decode(file: BinaryIO, mode: Literal["RGB", "L"] = "RGB") -> Image.Image:
+    """Decodes the picture in an open file to 8-bit RGB or grey levels (L), upright, over white where it is transparent.
+
+    16-bit grey levels are rounded to 8 bits; CMYK and palettes are converted; colours become grey by their luma (ITU-R
+    601-2), as in timm; a JPEG with further pictures after it (MPO) gives the first. The function refuses animations and
+    multiple pages, 32-bit integer and floating-point levels (no file states their range), more than
+    `Image.MAX_IMAGE_PIXELS` (89 million) pixels, and anything that Pillow cannot decode completely.
+
+    Raises:
+        BrokenImage: the image is refused; the message says why.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):  # about metadata that does not affect the pixels
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            image = Image.open(file, formats=FORMATS)
+            if getattr(image, "is_animated", False) and image.format != "MPO":
+                raise BrokenImage(f"{image.format} with {getattr(image, 'n_frames', 0)} frames; an image has one")
+            return convert(image, mode)
+    except BrokenImage:
+        raise
+    except Image.UnidentifiedImageError:
+        raise BrokenImage(f"not an image, or not one of {', '.join(FORMATS)}") from None
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning):
+        raise BrokenImage(f"more than {Image.MAX_IMAGE_PIXELS:,} pixels, perhaps a decompression bomb") from None
+    except Exception as error:  # decoders may raise anything on a damaged file
+        raise BrokenImage(describe_error(error)) from error
+
+
+def convert(image: Image.Image, mode: Literal["RGB", "L"] = "RGB") -> Image.Image:
+    """Converts `image` as `decode` does; `image` itself is turned upright in place.
+
+    Raises:
+        BrokenImage: the image has no defined appearance.
+        Exception: any that Pillow raises for a damaged file.
+    """
+    image.load()
+    with suppress(Exception):  # a damaged orientation tag is ignored
+        ImageOps.exif_transpose(image, in_place=True)
+    image = _rgb(image)
+    return image if mode == "RGB" else image.convert(mode)  # exact where the picture is grey
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """Converts a decoded image to 8-bit RGB."""
+    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
+        if "transparency" in image.info or (isinstance(image, TiffImageFile) and image.tag_v2.get(PHOTOMETRIC) == 0):
+            raise BrokenImage("16-bit grey levels with a transparent one, or with white as zero")
+        levels = np.asarray(image).astype(np.uint32)
+        image = Image.fromarray(((levels + 128) // 257).astype(np.uint8))
+    if image.mode not in MODES:
+        raise BrokenImage(f"{image.format} of mode {image.mode}, whose levels have no defined look")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("RGB")

@@ -1,0 +1,202 @@
+"""Derives the images, classes and order of a split from the paths of its files, for class folders and tar files alike.
+
+The classes are the folders of the first level, as in torchvision's `ImageFolder`: an image at any depth belongs to the
+first folder of its path. A file is an image if it has the suffix of one; other files are ignored, and listed.
+"""
+
+import posixpath
+import re
+from array import array
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate, chain, groupby, pairwise, repeat
+from typing import BinaryIO, NamedTuple, Protocol
+
+import numpy as np
+from timm.data.readers.reader import Reader
+from timm.utils.misc import natural_key
+
+from engine.data.images import SUFFIXES
+
+NO_IMAGES = f"no images (files named {', '.join(f'*{suffix}' for suffix in SUFFIXES)})"
+
+
+class SplitReader(Protocol):
+    """Reader of a split: timm's methods, and facts about all images that are known before one is opened."""
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Class indices (number,), in the order of the images."""
+
+    @property
+    def class_to_idx(self) -> Mapping[str, int]:
+        """Class name -> index."""
+
+    @property
+    def ignored(self) -> Sequence[str]:
+        """Paths of the files that are not images."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> tuple[BinaryIO, int]: ...
+
+    def filename(self, index: int) -> str: ...
+
+    def filenames(self) -> Iterable[str]: ...
+
+
+class LayoutError(ValueError):
+    """Files that cannot be read as a split of classes. The message gives the reason and the remedy."""
+
+
+class Samples(Sequence[tuple[str, int]]):
+    """Path and class index of every image, in three arrays.
+
+    A million Python objects would take 200 MB, and as much again in every loader worker: each read writes a reference
+    count, so that the worker copies the memory.
+
+    Args:
+        parts: class index and paths of images of each part; the parts are joined in order.
+    """
+
+    def __init__(self, parts: Iterable[tuple[int, Iterable[str]]]):
+        text, ends, labels = bytearray(), array("q", [0]), array("i")
+        for label, paths in parts:
+            names = list(paths)
+            joined, lengths = "".join(names).encode(errors="surrogateescape"), [*map(len, names)]
+            if len(joined) > sum(lengths):  # not in ASCII
+                lengths = [len(name.encode(errors="surrogateescape")) for name in names]
+            text += joined
+            ends.extend(accumulate(lengths, initial=ends.pop()))
+            labels.extend(repeat(label, len(names)))
+        self.text, self.ends, self.labels = bytes(text), ends, np.array(labels)
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[str, int]:  # type: ignore[override]  # no slices
+        index = range(len(self))[index]
+        path = self.text[self.ends[index] : self.ends[index + 1]]
+        return path.decode(errors="surrogateescape"), int(self.labels[index])
+
+    def paths(self) -> Iterator[str]:
+        """Yields all paths in order."""
+        return (self.text[begin:end].decode(errors="surrogateescape") for begin, end in pairwise(self.ends))
+
+
+class Layout(NamedTuple):
+    """The files of a split in the natural order of their paths, which compares numbers by value.
+
+    Attributes:
+        samples: path and class index of every image. class_to_idx: class name -> index.
+        ignored: paths of other files.
+    """
+
+    samples: Samples
+    class_to_idx: dict[str, int]
+    ignored: list[str]
+
+
+def classify(paths: Iterable[str]) -> Layout:
+    """Returns the layout of a split from the relative `paths` of its files; one that ends in "/" is an empty folder.
+
+    Raises:
+        LayoutError: there is no image, an image lies outside of all class folders, or a class folder holds no image.
+    """
+    folders: defaultdict[str, list[str]] = defaultdict(list)
+    others: list[str] = []
+    for folder, group in groupby(paths, key=_first_folder):
+        files = list(group)
+        if images := [path for path in files if is_image(path)]:
+            folders[folder].append("//".join([*images, ""]))  # a million strings would take three times as much
+        if len(images) < len(files):
+            others += [path for path in files if not is_image(path)]
+    if not folders:
+        raise LayoutError(NO_IMAGES)
+    if outside := sort_naturally(_split(folders.pop("", []))):
+        raise LayoutError(f"images in no class folder: {len(outside):,}, such as {outside[0]!r}; move or remove them")
+    class_to_idx = {name: index for index, name in enumerate(sort_naturally(folders))}
+    others = sort_naturally(others)
+    for path in others:
+        if (folder := _first_folder(path)) and folder not in class_to_idx:
+            raise LayoutError(f"the class folder {folder!r} holds no image; remove it")
+
+    def parts() -> Iterator[tuple[int, Iterable[str]]]:
+        """Yields the class index and images of each folder.
+
+        Folders whose names are equal in timm's order are sorted as one, so that the order of whole paths holds.
+        """
+        for _, group in groupby(sort_naturally(f"{name}/" for name in folders), key=natural_key):
+            names = [name.removesuffix("/") for name in group]
+            images = sort_naturally(_split(chain.from_iterable(map(folders.pop, names))))
+            for name, paths in groupby(images, key=_first_folder) if len(names) > 1 else [(names[0], images)]:
+                yield class_to_idx[name], paths
+
+    return Layout(Samples(parts()), class_to_idx, [path for path in others if not path.endswith("/")])
+
+
+def _split(texts: Iterable[str]) -> list[str]:
+    """Splits `texts` into paths. Each path is followed by two slashes, which no path contains."""
+    return "".join(texts).split("//")[:-1]
+
+
+def is_image(path: str) -> bool:
+    """Returns whether a file is an image, by its name."""
+    if "/." in path or path.startswith("."):
+        return suffix_of(path) in SUFFIXES  # ".jpg" has no suffix
+    return path.lower().endswith(SUFFIXES)  # faster
+
+
+def suffix_of(path: str) -> str:
+    """Returns the suffix of a file's name in lower case, with its dot; "" if it has none."""
+    name = path[path.rfind("/") + 1 :].lstrip(".")  # as posixpath.splitext, in a third of the time
+    return name[name.rfind(".") :].lower() if "." in name else ""
+
+
+def _first_folder(path: str) -> str:
+    """Returns the first folder of a path; "" if there is none."""
+    return path.partition("/")[0] if "/" in path else ""
+
+
+def sort_naturally(names: Iterable[str]) -> list[str]:
+    """Sorts names in timm's order, numbers by value; names equal in it ("01" and "1", "A" and "a") sort as text."""
+    names = sorted(names)
+    numbers = _numbers(names)
+    if numbers is None:
+        return sorted(names, key=natural_key)
+    return [names[index] for index in sorted(range(len(names)), key=numbers.__getitem__)]
+
+
+def _numbers(names: Sequence[str]) -> list[int] | None:
+    """Returns the numbers in the sorted `names`, as in ImageNet's folders; None if they differ in more than one number.
+
+    The numbers order the names as `natural_key` does, in a fifth of the time.
+    """
+    if not names:
+        return None
+    prefix = re.sub(r"\d+$", "", posixpath.commonprefix([names[0], names[-1]]))
+    suffix = re.sub(r"^\d+", "", names[0][len(prefix) :])
+    found = [name[len(prefix) : len(name) - len(suffix)] for name in names if name.endswith(suffix)]
+    return [*map(int, found)] if len(found) == len(names) and all(map(str.isdecimal, found)) else None
+
+
+class LayoutReader(Reader):
+    """timm reader of the images of a layout; subclasses read their content."""
+
+    def __init__(self, layout: Layout):
+        super().__init__()
+        self.samples, self.class_to_idx, self.ignored = layout
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Class indices (number,), in the order of the images."""
+        return self.samples.labels
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        return self.samples[index][0]
+
+    def filenames(self, basename: bool = False, absolute: bool = False) -> Iterator[str]:
+        return self.samples.paths()

@@ -1,0 +1,299 @@
+"""Images -> batches: loaders of training and validation, and the broken images that they leave out."""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import count
+from typing import Any, cast
+
+import torch
+from timm.data.loader import PrefetchLoader, fast_collate
+from timm.data.random_erasing import RandomErasing
+from timm.layers import to_2tuple
+from torch import Tensor
+from torch.utils.data import SequentialSampler, default_collate
+from tqdm import tqdm
+
+from attention.options import OptionError
+from engine.config.schema import Run, num_channels, per_channel
+from engine.data.augment import BatchAugment, create_batch_augment, create_transform
+from engine.data.images import BrokenImage
+from engine.data.sampler import EpochSampler, SeededDataset
+from engine.data.splits import Images, _check_num_classes, classes_of, open_images, report_ignored
+from engine.data.workers import RestartingLoader, WorkersLost
+from engine.objectives import choose_objective
+from engine.runtime.distributed import World, seed_everything
+from engine.runtime.text import describe_difference, one_line
+
+ERASING = 1
+"""Tells the random numbers of erasing a batch from those of the image at its place."""
+
+VERIFY = "`python -m engine.data.verify ROOT` lists the broken images of a data set"
+
+
+class ImageLoader(RestartingLoader):
+    """Batches of `Images` without broken ones: each of those makes its batch smaller by one.
+
+    No other image replaces a broken one, so that none counts twice. The order and the number of batches do not change:
+    ranks stay in step, and a position in the order means the same with and without broken images.
+
+    Args:
+        stack: samples -> batch. limit: broken images that a pass may leave out; if finite, never a whole batch.
+        remedy: the end of the message of `BrokenImage`.
+    Attributes:
+        broken: those of the current pass, or of the last one, a line each: file and reason.
+        omitted: their positions in the order of the pass.
+    Raises:
+        BrokenImage: there are more than `limit`.
+    """
+
+    batch_size: int
+    sampler: EpochSampler | SequentialSampler | range
+
+    def __init__(
+        self,
+        images: Images | SeededDataset,
+        batch_size: int,
+        *,
+        stack: Callable,
+        limit: float,
+        remedy: str,
+        **options: Any,
+    ):
+        super().__init__(images, batch_size, collate_fn=partial(_collate, stack=stack), **options)
+        self.limit, self.remedy = limit, remedy
+        self.broken: list[str] = []
+        self.omitted: list[int] = []
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]  # torch names its own iterators
+        known, self.broken, self.omitted = set(self.broken), [], []
+        for number, (batch, positions, broken) in enumerate(super().__iter__()):
+            self.broken += broken
+            self.omitted += [number * self.batch_size + position for position in positions]
+            if len(self.broken) > self.limit or (batch is None and self.limit < math.inf):
+                raise BrokenImage(f"{broken[-1]}; {self.remedy}")
+            for line in broken:
+                if line not in known:
+                    tqdm.write(f"skipped: {one_line(line, 5000)}", file=sys.stderr)
+            if batch is not None:
+                yield batch
+
+
+def _collate(
+    samples: list[tuple[Any, int | Tensor] | BrokenImage], stack: Callable
+) -> tuple[Any, list[int], list[str]]:
+    """The batch of the intact samples (None: there are none); position, and a line, of each broken one."""
+    whole = [sample for sample in samples if not isinstance(sample, BrokenImage)]
+    broken = [position for position, sample in enumerate(samples) if isinstance(sample, BrokenImage)]
+    return stack(whole) if whole else None, broken, [str(samples[position]) for position in broken]
+
+
+class ErasingLoader(PrefetchLoader):
+    """timm's prefetcher of training images, whose random erasing depends on a place, as `engine.data.sampler` says.
+
+    It is done a batch ahead, on the prefetcher's stream, when the random state is that of another update.
+    """
+
+    def __init__(self, loader: ImageLoader, run: Run, **options: Any):
+        super().__init__(loader, re_prob=run.augment.reprob, re_mode=run.augment.remode, **options)
+        self.erase, self.seed = self.random_erasing, run.train.seed
+
+    def __iter__(self) -> Iterator[Any]:
+        sampler, world = self.sampler, self.sampler.world
+        places = count(sampler.start + world.rank, self.loader.batch_size * world.size)  # of batches' first images
+
+        def erase(images: Tensor) -> Tensor:
+            seed_everything(self.seed, sampler.epoch, next(places), ERASING)
+            return self.erase(images)
+
+        if self.erase:
+            self.random_erasing = cast(RandomErasing, erase)  # all that timm asks of it is to be called
+        return super().__iter__()
+
+
+Loader = ImageLoader | PrefetchLoader
+
+
+def count_broken(loader: Loader, limit: float, world: World) -> int:
+    """The number of broken images that the loaders of all ranks have left out, in the current pass or the last one.
+
+    Raises:
+        BrokenImage: more than `limit`, on every rank.
+    """
+    broken = int(world.sum(torch.tensor(len(_image_loader(loader).broken), device=world.device)))
+    check_broken(broken, limit)
+    return broken
+
+
+def indices_read(loader: Loader) -> list[int]:
+    """The indices of the images that the last pass of this rank's `loader` has yielded, in their order."""
+    omitted = set(_image_loader(loader).omitted)
+    return [index for position, index in enumerate(loader.sampler) if position not in omitted]
+
+
+def check_broken(broken: int, limit: float) -> None:
+    """Refuses so many broken images in an epoch, over all ranks.
+
+    Raises:
+        BrokenImage: they are more than `limit`.
+    """
+    if broken > limit:
+        raise BrokenImage(f"{broken} images of this epoch are broken, more than data.max_broken = {limit}; {VERIFY}")
+
+
+def has_lost_workers(loader: Loader) -> bool:
+    """Whether so many workers of `loader` were killed that a run should save and end."""
+    return _image_loader(loader).has_lost_workers
+
+
+def check_workers(loader: Loader, world: World) -> None:
+    """Ends a run that has lost loader workers.
+
+    Raises:
+        WorkersLost: `has_lost_workers` on any rank; raised on every one.
+    """
+    lost = [str(rank) for rank, (flag,) in enumerate(world.gather([has_lost_workers(loader)])) if flag]
+    if lost:
+        workers = _image_loader(loader).num_workers
+        raise WorkersLost(
+            f"loader workers of rank {', '.join(lost)} were killed again and again (out of memory?); lower data.workers"
+            f" = {workers}; the run is saved, and the same command resumes it"
+        )
+
+
+def _image_loader(loader: Loader) -> ImageLoader:
+    return cast(ImageLoader, loader.loader) if isinstance(loader, PrefetchLoader) else loader
+
+
+def images_of(loader: Loader) -> Images:
+    """The images that `loader` reads, without the seeds of training."""
+    dataset = _image_loader(loader).dataset
+    return cast(Images, dataset.dataset if isinstance(dataset, SeededDataset) else dataset)
+
+
+def create_loaders(
+    run: Run, world: World, *, img_size: int | tuple[int, int], num_classes: int
+) -> tuple[Loader, Loader, BatchAugment]:
+    """Training loader, validation loader and batch-wise augmentation of a run.
+
+    The loaders yield images (b, C, H, W) fp32 and class indices (b,) int64, or the targets that the
+    objective creates, on CUDA already on the device. Call ``train_loader.sampler.set_epoch(epoch)`` before each
+    epoch.
+    The training loader yields micro-batches, `grad_accum_steps` per optimiser step. Their images do not depend on the
+    random state of this process; the batch-wise augmentation depends on it alone.
+
+    Raises:
+        OptionError: missing or wrong folders, an empty split, classes that differ between the splits or from the
+            model's, or fewer training images than one total batch.
+    """
+    batch_size, rest = divmod(run.train.total_batch_size, world.size * run.train.grad_accum_steps)
+    assert not rest, "check_run refuses a total batch that cannot be divided"
+    train = open_images(run, "train_split", img_size, _sends_bytes(run, world))
+    val = open_images(run, "val_split", img_size, _sends_bytes(run, world))
+    if classes_of(train) != classes_of(val):
+        names = describe_difference(classes_of(train), classes_of(val))
+        raise OptionError("data.val_split", f"classes differ from training: {names}")
+    if choose_objective(run).predicts_classes:
+        _check_num_classes(train, num_classes)
+    if world.is_primary:
+        report_ignored("data.train_split", train)
+        report_ignored("data.val_split", val)
+    if len(train) < run.train.total_batch_size:
+        raise OptionError(
+            "train.total_batch_size",
+            f" = {run.train.total_batch_size} exceeds the {len(train)} training images; lower it",
+        )
+    val_limit = math.inf if run.data.broken_val == "skip" else 0
+    sampler = EpochSampler(len(train), run.train.total_batch_size, world, run.train.seed, run.augment.repeats)
+    return (
+        _create_loader(train, sampler, batch_size, run, world, run.data.max_broken),
+        _create_loader(val, _share(val, world), batch_size, run, world, val_limit),
+        create_batch_augment(run.augment, num_classes),
+    )
+
+
+def create_val_loader(
+    run: Run,
+    world: World,
+    *,
+    img_size: int | tuple[int, int],
+    num_classes: int | None,
+    batch_size: int | None = None,
+    skip_broken: bool = False,
+) -> Loader:
+    """Validation loader alone; over all ranks every image comes once.
+
+    An image that cannot be read ends the evaluation with `BrokenImage`, or is left out and counted (`skip_broken`).
+
+    Args:
+        num_classes: that the images must have; None: any number.
+        batch_size: images per rank; None: `choose_batch_size`.
+    Raises:
+        OptionError: missing or wrong folder, an empty split, or another number of classes.
+    """
+    val = open_images(run, "val_split", img_size, _sends_bytes(run, world))
+    if num_classes is not None:
+        _check_num_classes(val, num_classes)
+    if world.is_primary:
+        report_ignored("data.val_split", val)
+    batch_size = batch_size or choose_batch_size(img_size)
+    limit = math.inf if skip_broken else 0
+    return _create_loader(val, _share(val, world), batch_size, run, world, limit)
+
+
+def choose_batch_size(img_size: int | tuple[int, int]) -> int:
+    """Images per batch without gradients: 128, or fewer if they are larger than 256 x 256 pixels."""
+    return max(1, min(128, 128 * 256**2 // math.prod(to_2tuple(img_size))))
+
+
+def _share(dataset: Images, world: World) -> range:
+    """The indices that this rank evaluates. Unlike in timm's OrderedDistributedSampler, none is repeated as padding."""
+    return range(world.rank, len(dataset), world.size)
+
+
+def show_images(images: Images, run: Run) -> Images:
+    """Returns `images` as the model of `run` sees them in validation, but as bytes (C, H, W), not normalised."""
+    transform = create_transform(run, run.model["img_size"], is_training=False, as_bytes=True)
+    return Images(images.reader, transform, images.mode)
+
+
+def _sends_bytes(run: Run, world: World) -> bool:
+    """Returns whether images go to the device as bytes, to be normalised there; tokens do not."""
+    return world.on_cuda and choose_objective(run).inputs == "images"
+
+
+def _create_loader(
+    dataset: Images,
+    sampler: EpochSampler | range,
+    batch_size: int,
+    run: Run,
+    world: World,
+    limit: float,
+) -> Loader:
+    """timm's `create_loader`, but with a sampler of our own, which it does not accept.
+
+    On CUDA, timm's prefetcher copies images as uint8, while the device computes, and normalises and erases them there;
+    not tokens.
+    """
+    data, channels = run.data, num_channels(run)
+    prefetch, is_training = _sends_bytes(run, world), isinstance(sampler, EpochSampler)
+    if is_training:
+        remedy = f"too many broken images (data.max_broken = {limit} of an epoch, or a whole batch); {VERIFY}"
+    else:
+        remedy = f"refused in validation; {VERIFY}; data.broken_val=skip (validate.py: --skip-broken) leaves them out"
+    loader = ImageLoader(
+        SeededDataset(dataset, run.train.seed) if is_training else dataset,
+        batch_size,
+        stack=fast_collate if prefetch else default_collate,
+        limit=limit,
+        remedy=remedy,
+        sampler=sampler,
+        num_workers=data.workers,
+        pin_memory=world.on_cuda,
+    )
+    if not prefetch:
+        return loader
+    mean, std = per_channel(data.mean, channels), per_channel(data.std, channels)
+    options: dict[str, Any] = {"mean": mean, "std": std, "channels": channels, "device": world.device}
+    return ErasingLoader(loader, run, **options) if is_training else PrefetchLoader(loader, **options)

@@ -1,0 +1,81 @@
+"""The order of the training images and their random numbers: functions of a position, so that a run can start anywhere.
+
+A run has no random state to save. The random numbers of an image depend only on (seed, epoch, position in the order of
+the epoch), whichever process draws them. A batch that a GPU erases ahead uses the numbers of its first image. Those of
+an optimiser step, in the main process, depend on (seed, step, micro-batch, rank).
+"""
+
+import math
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import Dataset, Sampler
+
+from engine.runtime.distributed import World, mix_seeds, seed_everything
+
+Place = tuple[int, int, int]
+"""A training image: its index in the dataset, the epoch, and its position in the epoch's order."""
+
+
+class EpochSampler(Sampler[Place]):
+    """One rank's share of a global order that depends on (seed, epoch) only.
+
+    Rank r of R takes every R-th index, so that at any R the ranks' batches of a step make up the batch of a single
+    process. An epoch consists of whole total batches; images that do not fill one are left out. With `repeats` every
+    image comes that many times in a row, and so on different ranks, in an epoch of the same length (repeated
+    augmentation, Hoffer et al. 2020). The order is the same as in DeiT's and timm's samplers, which round down to 256
+    images instead.
+    """
+
+    def __init__(self, num_images: int, total_batch_size: int, world: World, seed: int, repeats: int = 0):
+        self.num_images, self.total_batch_size = num_images, total_batch_size
+        self.repeats, self.world, self.seed = max(1, repeats), world, seed
+        self.set_epoch(0)
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Selects the order of `epoch` from position `start` on, counted over all ranks. Call it before iterating."""
+        self.epoch, self.start, self.order_seed = epoch, start, mix_seeds(self.seed, epoch)
+        self.stop = start + (self.num_images - start) // self.total_batch_size * self.total_batch_size
+
+    @property
+    def updates_per_epoch(self) -> int:
+        """Number of whole total batches in an epoch."""
+        return self.num_images // self.total_batch_size
+
+    def order(self) -> torch.Tensor:
+        """Returns the image indices of the whole epoch, for all ranks, (num_images,) int64."""
+        order = torch.randperm(self.num_images, generator=torch.Generator().manual_seed(self.order_seed))
+        distinct = math.ceil(self.num_images / self.repeats)
+        return order[:distinct].repeat_interleave(self.repeats)[: self.num_images]
+
+    def __len__(self) -> int:
+        return (self.stop - self.start) // self.world.size
+
+    def __iter__(self) -> Iterator[Place]:
+        positions = range(self.start + self.world.rank, self.stop, self.world.size)
+        indices = self.order()[positions.start : positions.stop : positions.step].tolist()
+        return ((index, self.epoch, position) for index, position in zip(indices, positions, strict=True))
+
+
+class MapDataset(Protocol):
+    """A data set that is read by index."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> Any: ...
+
+
+class SeededDataset(Dataset):
+    """Data set that seeds each image, so that the random numbers of an image are the same in any process."""
+
+    def __init__(self, dataset: MapDataset, seed: int):
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, place: Place) -> Any:
+        index, epoch, position = place
+        seed_everything(self.seed, epoch, position)
+        return self.dataset[index]

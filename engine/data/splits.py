@@ -1,0 +1,184 @@
+"""A split of a data set: its reader, its images, its classes and its identity."""
+
+import hashlib
+import sys
+import tarfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from attention.options import OptionError
+from engine.config.schema import Data, Run, num_channels
+from engine.data.arrays import ArrayReader, DigitsReader
+from engine.data.augment import create_transform
+from engine.data.cache import INDEX, CacheReader
+from engine.data.datasets import TORCH, HfdsReader, TorchReader, WdsReader
+from engine.data.folders import FolderReader
+from engine.data.idx import ENDINGS, IdxReader
+from engine.data.images import BrokenImage, decode
+from engine.data.layout import LayoutError, SplitReader, suffix_of
+from engine.data.subset import SubsetReader, choose_classes, choose_images
+from engine.data.tar import TarReader
+from engine.objectives import choose_objective
+
+READERS: dict[str, tuple[Callable[[str], SplitReader], Sequence[str]]] = {
+    "folder": (FolderReader, ("",)),
+    "tar": (TarReader, (".tar",)),
+    "cache": (CacheReader, (INDEX,)),
+    "idx": (IdxReader, ENDINGS),
+    "wds": (WdsReader, ("-*.tar", ".tar")),
+}
+"""data.dataset -> reader of a split, and what may follow the split's name in that of its file ("": it is a folder)."""
+
+IS_THERE = {"folder": Path.is_dir, "wds": lambda path: any(path.parent.glob(path.name))}
+"""data.dataset -> whether a split is there, for those whose splits are no single files."""
+
+
+@dataclass(eq=False)
+class Images(Dataset):
+    """The images of a split: transformed image and class index, or the `BrokenImage` that says why there is none.
+
+    Args:
+        transform: function of a PIL image; None leaves images as they are. mode: "RGB", or "L" for grey levels.
+        create_target: function of an image's index that returns its target; None: the target is the class index.
+    """
+
+    reader: SplitReader
+    transform: Callable[[Image.Image], Any] | None = None
+    mode: Literal["RGB", "L"] = "RGB"
+    create_target: Callable[[int], Tensor] | None = None
+
+    def __len__(self) -> int:
+        return len(self.reader)
+
+    def filename(self, index: int) -> str:
+        return self.reader.filename(index)
+
+    def __getitem__(self, index: int) -> tuple[Any, int | Tensor] | BrokenImage:
+        try:
+            file, label = self.reader[index]
+            with file:
+                image = decode(file, self.mode)
+        except (BrokenImage, OSError, tarfile.TarError) as error:
+            return BrokenImage(f"{self.filename(index)}: {error}")
+        target = int(label) if self.create_target is None else self.create_target(index)
+        return image if self.transform is None else self.transform(image), target
+
+
+def open_images(
+    run: Run, option: Literal["train_split", "val_split"], img_size: int | tuple[int, int], as_bytes: bool
+) -> Images:
+    """Opens the split that `option` names, as inputs and targets of the model of `run`.
+
+    Args:
+        img_size: pixels of the inputs. as_bytes: see `create_transform`.
+    """
+    is_training, objective = option == "train_split", choose_objective(run)
+    drawn = objective.draw(run, is_training)
+    return Images(
+        open_split(run.data, option).reader if drawn is None else ArrayReader(*drawn),
+        create_transform(run, img_size, is_training, as_bytes),
+        "L" if num_channels(run) == 1 else "RGB",
+        objective.create_targets(run, is_training),
+    )
+
+
+def open_split(data: Data, option: str) -> Images:
+    """Opens the split that `option` (train_split, val_split) names; of a training split only `data.subset`."""
+    key = f"data.{option}"
+    open_reader, path = _find_split(data, getattr(data, option), key)
+    try:
+        reader = open_reader(path)
+    except (tarfile.TarError, OSError) as error:
+        raise OptionError(key, f"{path!r} is not a readable {data.dataset} file ({error})") from error
+    except LayoutError as error:
+        raise OptionError(key, f"{path!r}: {error}") from error
+    if data.classes is not None:
+        reader = choose_classes(reader, data.classes)
+    if data.subset is not None and option == "train_split":
+        reader = choose_images(reader, data.subset, data.subset_seed)
+    return Images(reader)
+
+
+def _find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], SplitReader], str]:
+    """Finds the reader of the split that the option `key` names `split`, and the path of the split."""
+    if data.dataset == "digits":
+        if data.root is not None:
+            raise OptionError("data.root", f"{data.root!r} given, but the digits need none; set data.dataset")
+        if split not in ("train", "val"):
+            raise OptionError(key, f"{split!r} is no split of the digits; known: train, val")
+        return DigitsReader, split
+
+    if data.root is None:
+        raise OptionError("data.root", f"required for data.dataset={data.dataset}: the directory that holds the splits")
+    if data.dataset == "hfds":
+        return partial(HfdsReader, split=split), data.root
+    root = Path(data.root)
+    if not root.is_dir():
+        raise OptionError("data.root", f"no directory {data.root!r}")
+    if data.dataset.startswith(TORCH):
+        return partial(TorchReader, data.dataset, split=split), data.root
+    reader, endings = READERS[data.dataset]
+    paths = [root / f"{split}{ending}" for ending in endings]
+    path = next(filter(IS_THERE.get(data.dataset, Path.is_file), paths), None)
+    if path is None:
+        known = tuple(ending for _, endings in READERS.values() for ending in endings if ending)
+        found = sorted(entry.name for entry in root.iterdir() if entry.is_dir() or entry.name.endswith(known))
+        raise OptionError(
+            key, f"no {paths[0].name!r} in {data.root!r}; found there: {', '.join(found[:20]) or 'nothing'}"
+        )
+    return reader, str(path)
+
+
+def classes_of(dataset: Images) -> list[str]:
+    """Class names in the order of their indices."""
+    index = dataset.reader.class_to_idx
+    return sorted(index, key=index.__getitem__)
+
+
+def describe_ignored(dataset: Images) -> str:
+    """The number of files that are no images, and one of them, for the ten commonest suffixes; "" if there are none."""
+    named: dict[str, list[str]] = {}
+    for path in dataset.reader.ignored:
+        named.setdefault(suffix_of(path), []).append(path)
+    kinds = sorted(named.items(), key=lambda item: -len(item[1]))
+    texts = [f"{len(paths):,} {f'*{suffix}' if suffix else 'without suffix'} ({paths[0]!r})" for suffix, paths in kinds]
+    return f"ignored files: {', '.join([*texts[:10], *(['...'] if texts[10:] else [])])}" if texts else ""
+
+
+def report_ignored(name: str, dataset: Images) -> None:
+    """Says on stderr which files of the split `name` are no images, and how many images are left out, if any."""
+    if isinstance(reader := dataset.reader, SubsetReader) and len(reader) < reader.num_available:
+        print(f"{name}: {len(reader):,} of {reader.num_available:,} images", file=sys.stderr, flush=True)
+    if text := describe_ignored(dataset):
+        print(f"{name}: {text}", file=sys.stderr, flush=True)
+
+
+def identify_data(train: Images, val: Images) -> dict[str, Any]:
+    """Returns the identity of the data of a run: class names, and a digest of each split's list of files."""
+    return {"classes": classes_of(train), "train_files": digest_files(train), "val_files": digest_files(val)}
+
+
+def digest_files(images: Images) -> str:
+    """SHA-256 of the class index and the name, relative to the split, of every image in order."""
+    digest, names, labels = hashlib.sha256(), iter(images.reader.filenames()), images.reader.labels
+    changes = [0, *(np.flatnonzero(np.diff(labels)) + 1).tolist(), len(labels)]
+    for begin, end in pairwise(changes):  # classes rather than images, of which there may be a million
+        label = f"{labels[begin]} "
+        text = label + f"\0{label}".join(islice(names, end - begin)) + "\0"
+        digest.update(text.encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def _check_num_classes(dataset: Images, num_classes: int) -> None:
+    found = len(classes_of(dataset))
+    if found != num_classes:
+        raise OptionError("model.num_classes", f" = {num_classes}, but the images have {found} classes; set it to that")

@@ -1,0 +1,117 @@
+"""A part of a split: some images of every class (`data.subset`), or the classes that a file names (`data.classes`)."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from timm.data.readers.reader import Reader
+
+from attention.options import OptionError, nearest
+from engine.data.layout import SplitReader
+from engine.runtime.distributed import mix_seeds
+from engine.runtime.files import open_regular
+from engine.runtime.text import one_line
+
+LIMIT = 2**24
+"""Largest size of a file of class names, bytes; the rest is not read."""
+
+
+class SubsetReader(Reader):
+    """timm reader of the images `indices` of `reader`.
+
+    Args:
+        labels: class index of each of these images; None: as in `reader`.
+        class_to_idx: class name -> index; None: as in `reader`.
+    Attributes:
+        num_available: number of images of the whole split.
+    """
+
+    def __init__(
+        self,
+        reader: SplitReader,
+        indices: Sequence[int] | np.ndarray,
+        labels: np.ndarray | None = None,
+        class_to_idx: Mapping[str, int] | None = None,
+    ):
+        super().__init__()
+        self.reader, self.indices, self.ignored = reader, np.asarray(indices, np.int64), reader.ignored
+        self.num_available: int = reader.num_available if isinstance(reader, SubsetReader) else len(reader)
+        self.labels = np.asarray(reader.labels)[self.indices] if labels is None else labels
+        self.class_to_idx = reader.class_to_idx if class_to_idx is None else class_to_idx
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
+        file, _ = self.reader[int(self.indices[index])]
+        return file, int(self.labels[index])
+
+    def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
+        return self.reader.filename(int(self.indices[index]))
+
+    def filenames(self, basename: bool = False, absolute: bool = False) -> Iterator[str]:
+        return map(self._filename, range(len(self)))
+
+
+def choose_images(reader: SplitReader, subset: int | float, seed: int) -> SubsetReader:
+    """Chooses `subset` images (int) of every class, or this fraction (float), rounded, but at least one; in order.
+
+    For one seed a larger subset includes every smaller one.
+
+    Raises:
+        OptionError: a class has fewer images.
+    """
+    labels, chosen = np.asarray(reader.labels), []
+    ends = np.bincount(labels, minlength=len(reader.class_to_idx)).cumsum()
+    by_class = np.split(np.argsort(labels, kind="stable"), ends[:-1])
+    for name, label in reader.class_to_idx.items():
+        images = by_class[label]
+        count = subset if isinstance(subset, int) else max(1, round(subset * len(images)))
+        if count > len(images):
+            raise OptionError("data.subset", f" = {subset}, but class {name!r} has {len(images)} images; lower it")
+        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(mix_seeds(seed, label)))
+        chosen.append(images[order[:count].numpy()])
+    return SubsetReader(reader, np.sort(np.concatenate(chosen)))
+
+
+def choose_classes(reader: SplitReader, path: str) -> SubsetReader:
+    """Chooses the images of the classes that the file `path` names, one per line; the lines give the order of classes.
+
+    If no line is a class of the data and the classes of the data are numbers, the lines name the classes 0, 1, ...
+
+    Raises:
+        OptionError: the file cannot be read, is empty, or names a class twice or one that the data lacks.
+    """
+    names, known = read_names(path), reader.class_to_idx
+    if known.keys().isdisjoint(names) and all(name.isdecimal() and int(name) < len(names) for name in known):
+        position = {label: int(name) for name, label in known.items()}
+    elif unknown := [name for name in names if name not in known]:
+        problem = f"{one_line(unknown[0], 100)!r} is no class of the data{one_line(nearest(unknown[0], known), 200)}"
+        raise OptionError("data.classes", f" = {path!r}: line {names[unknown[0]]}: {problem}")
+    else:
+        position = {known[name]: index for index, name in enumerate(names)}
+    labels = np.array([position.get(label, -1) for label in range(len(known))])[np.asarray(reader.labels)]
+    chosen = np.flatnonzero(labels >= 0)
+    return SubsetReader(reader, chosen, labels[chosen], {name: index for index, name in enumerate(names)})
+
+
+def read_names(path: str) -> dict[str, int]:
+    """Reads the names in the file `path`, one per line: name -> number of its line. Blank lines name nothing.
+
+    Raises:
+        OptionError: the file cannot be read, holds no name, or holds a name twice.
+    """
+    try:
+        with open_regular(path) as file:
+            text = file.read(LIMIT).decode("utf-8-sig", "surrogateescape")  # as names of folders are
+    except OSError as error:
+        raise OptionError("data.classes", f" = {path!r}: cannot be read: {error.strerror}") from None
+    lines: dict[str, int] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if (name := line.strip()) and lines.setdefault(name, number) != number:
+            shown = one_line(name, 100)
+            raise OptionError("data.classes", f" = {path!r}: line {number} names {shown!r} again; leave one out")
+    if not lines:
+        raise OptionError("data.classes", f" = {path!r}: names no class; write one a line")
+    return lines

@@ -1,0 +1,127 @@
+"""Loader workers that outlast the stop signals of a run, and are replaced if they are killed."""
+
+import copy
+import multiprocessing
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+from engine.runtime.signals import SIGNALS
+
+NUM_RESTARTS = 1
+"""Number of times in a pass that new workers replace the old ones after one was killed."""
+
+
+class WorkersLost(RuntimeError):
+    """Loader workers were killed more often than `NUM_RESTARTS` allows."""
+
+
+class RestartingLoader(DataLoader):
+    """DataLoader that continues when a worker is killed, as the kernel does when memory runs out.
+
+    New workers continue from the next batch, `NUM_RESTARTS` times in a pass. After that this process reads the rest,
+    slowly, so that a run can finish its step and save. A batch must not depend on the process that makes it. Workers
+    live from pass to pass, so that only one pass can run at a time.
+
+    Attributes:
+        num_deaths: number of times that workers were killed in the current pass, or else in the last one.
+    """
+
+    batch_sampler: Iterable[list[Any]]
+
+    def __init__(self, dataset: Dataset[Any], batch_size: int, **options: Any):
+        super().__init__(dataset, batch_size, worker_init_fn=shield_worker, **options)
+        self.remaining = Remaining(self.batch_sampler)
+        self.reader: DataLoader | None = None
+        self.num_deaths = 0
+
+    @property
+    def has_lost_workers(self) -> bool:
+        """Whether this process reads in place of the workers."""
+        return self.num_deaths > NUM_RESTARTS
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]  # torch names its own iterators
+        if self.has_lost_workers:
+            self.reader = None
+        self.num_deaths = num_read = 0
+        while True:
+            try:
+                for batch in self._read_from(num_read):
+                    num_read += 1
+                    yield batch
+                return
+            except (RuntimeError, OSError, EOFError) as error:
+                # From torch: a lost connection or a failed start. From the data set: torch puts "Caught " in front.
+                if not self.num_workers or self.has_lost_workers or str(error).startswith("Caught "):
+                    raise
+                self.reader = None
+                self.num_deaths += 1
+                reader = "this process reads the rest" if self.has_lost_workers else "new ones go on"
+                tqdm.write(f"a loader worker was killed (out of memory?): {error!r}; {reader}", file=sys.stderr)
+
+    def _read_from(self, start: int) -> Iterator[Any]:
+        """Returns an iterator over the batches from number `start` on."""
+        self.remaining.start = start
+        if self.reader is None:
+            workers = 0 if self.has_lost_workers else self.num_workers
+            self.reader = DataLoader(
+                self.dataset,
+                batch_sampler=self.remaining,
+                collate_fn=self.collate_fn,
+                num_workers=workers,
+                worker_init_fn=self.worker_init_fn,
+                multiprocessing_context=with_flags() if workers else None,
+                pin_memory=self.pin_memory,
+                persistent_workers=workers > 0,
+            )
+        batches = iter(self.reader)
+        if self.reader.num_workers:  # torch's handler would raise the death of a worker in the middle of anything
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        return batches
+
+
+class Remaining(Iterable[list[Any]]):
+    """The batches of `batches` from number `start` on."""
+
+    def __init__(self, batches: Iterable[list[Any]]):
+        self.batches, self.start = batches, 0
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        return islice(self.batches, self.start, None)
+
+
+class Flag:
+    """The methods of an event that torch calls, without a lock: a killed worker would hold the lock forever."""
+
+    def __init__(self) -> None:
+        self.value = multiprocessing.RawValue("b", 0)
+
+    def is_set(self) -> bool:
+        return bool(self.value.value)
+
+    def set(self) -> None:
+        self.value.value = 1
+
+
+def with_flags() -> Any:
+    """Returns a context of new processes whose events are flags."""
+    context: Any = copy.copy(multiprocessing.get_context())
+    context.Event = Flag
+    return context
+
+
+def shield_worker(worker: int) -> None:
+    """Keeps stop signals from ending a worker, whose images the run needs to finish its step.
+
+    torchrun and terminals send the signals to the process group, SLURM to every process of a job. SIGTERM still ends
+    the worker, as torch requires. The worker ends with its parent, however the parent ends.
+    """
+    os.setsid()
+    for number in set(SIGNALS) - {signal.SIGTERM}:
+        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,117 @@
+"""Exact evaluation: every image counts once, at any number of processes and any batch size."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+from torch import nn
+
+from engine.config.schema import Run
+from engine.data.images import BrokenImage
+from engine.data.loaders import Loader, count_broken, images_of, indices_read, show_images
+from engine.data.splits import classes_of
+from engine.evaluation.predictions import PredictionTable, gather_predictions
+from engine.objectives.classification import CLASSES
+from engine.objectives.objective import Measure
+from engine.runtime.distributed import World, autocast
+from engine.runtime.terminal import progress_bar
+
+
+def evaluate_all(
+    models: Mapping[str, nn.Module],
+    loader: Loader,
+    world: World,
+    amp: Literal["bf16", "fp16"] | None,
+    stop_requested: Callable[[], bool] = lambda: False,
+    rows: dict[str, list[torch.Tensor]] | None = None,
+    measure: Measure = CLASSES,
+) -> dict[str, float] | None:
+    """`evaluate` of every model, its metrics named with the model's key as a prefix; None if it was stopped.
+
+    If broken images were left out, `broken` is their number. Where `rows` are given, those of every model are added.
+    """
+    metrics: dict[str, float] = {}
+    for prefix, model in models.items():
+        world.copy_buffers(model)  # BatchNorm's averages and random features differ between ranks
+        own = None if rows is None else rows.setdefault(prefix, [])
+        found = evaluate(model, loader, world, amp, stop_requested, own, measure)
+        if found is None:
+            return None
+        metrics |= {f"{prefix}{name}": value for name, value in found.items()}
+    if broken := count_broken(loader, math.inf, world):
+        metrics["broken"] = broken
+    return metrics
+
+
+def gather_all(
+    rows: Mapping[str, list[torch.Tensor]], loader: Loader, run: Run, world: World, measure: Measure = CLASSES
+) -> dict[str, PredictionTable]:
+    """Kind of weights -> the records of the `rows` that `evaluate_all` has found of it with `loader`.
+
+    There are none where it did not measure `CLASSES`.
+    """
+    if measure is not CLASSES:
+        return {}
+    names, shown = classes_of(images_of(loader)), show_images(images_of(loader), run)
+    kinds = {"": "plain", "ema_": "ema"}
+    indices = indices_read(loader)
+    return {kinds[key]: gather_predictions(found, indices, shown, names, world) for key, found in rows.items()}
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    loader: Loader,
+    world: World,
+    amp: Literal["bf16", "fp16"] | None,
+    stop_requested: Callable[[], bool] = lambda: False,
+    rows: list[torch.Tensor] | None = None,
+    measure: Measure = CLASSES,
+) -> dict[str, float] | None:
+    """Accuracy and loss of `model`, which may be a plain or an averaged one, over all ranks' images.
+
+    Args:
+        model: images (b, C, H, W) -> logits (b, classes), or what `measure` takes; not wrapped for distributed
+            training, as ranks may hold different numbers of batches. Its training mode is restored.
+        loader: this rank's share of the validation images, from `engine.data`.
+        amp: precision of the forward pass; None: fp32.
+        stop_requested: asked before every batch; true on any rank, it stops the evaluation on all.
+        rows: where given, what `measure` keeps of single images of this rank is added.
+        measure: what to find.
+    Returns:
+        None if it was stopped, else the means over images of what `measure` finds, and `images`, their number.
+    Raises:
+        BrokenImage: on every rank, if any rank's loader refuses an image, or if there is no image at all.
+    """
+    was_training = model.training
+    model.eval()
+    sums = torch.zeros(len(measure.names) + 1, dtype=torch.float64, device=world.device)  # the last: images
+    num_images = len(loader.sampler) * world.size if isinstance(loader, Loader) else None
+    bar = progress_bar("evaluation", num_images, leave=False, hidden=not world.is_primary)
+    problem = ""
+    try:
+        for images, targets in loader:
+            if stop_requested():
+                break
+            images, targets = images.to(world.device, non_blocking=True), targets.to(world.device, non_blocking=True)
+            with autocast(amp, world.device):
+                found = measure.sums(model, images, targets, rows)
+            for place, value in enumerate(found):
+                sums[place] += value
+            sums[-1] += len(targets)
+            bar.update(len(targets) * world.size)
+    except BrokenImage as error:  # of this rank's share
+        problem = str(error)
+    finally:
+        bar.close()
+    model.train(was_training)
+    if world.any(stop_requested()):
+        return None
+    if problem := world.first(problem):
+        raise BrokenImage(problem)
+    *totals, images = world.sum(sums).tolist()
+    if not images:
+        raise BrokenImage("not one validation image could be read")
+    means = (total / images for total in totals)
+    return {**dict(zip(measure.names, means, strict=True)), "images": int(images)}

@@ -1,0 +1,112 @@
+"""A trained model ready for use, and its predictions for image files."""
+
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import torch
+from PIL import Image
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+from torchvision.transforms import Compose
+
+from engine.checkpoints.files import WEIGHTS, Weights, find_weights
+from engine.checkpoints.weights import build_model, check_predicts_classes
+from engine.config.load import parse_run
+from engine.config.schema import Data, num_channels
+from engine.data.augment import create_transform
+from engine.data.folders import FileReader
+from engine.data.images import convert
+from engine.data.loaders import ImageLoader, choose_batch_size, images_of
+from engine.data.splits import Images
+from engine.runtime.distributed import autocast
+from engine.runtime.errors import UserError
+
+
+class Trained(NamedTuple):
+    """Trained model with its transform and class names.
+
+    Attributes:
+        model: images (B, C, H, W) -> logits (B, classes), in evaluation mode, on the CPU.
+        transform: PIL image of any size and mode -> (C, H, W) fp32, normalised, as in validation; C is 1 (grey) or 3.
+        classes: names of the classes, in the order of the logits.
+    """
+
+    model: nn.Module
+    transform: Callable[[Image.Image], Tensor]
+    classes: list[str]
+
+
+def load(
+    path: str | Path,
+    *,
+    weights: Weights | None = None,
+    select: Literal["best", "last"] = "best",
+) -> Trained:
+    """Loads the model of a run directory, a checkpoint or an exported file. The file need not be trusted.
+
+    Args:
+        weights: "plain" or "ema" (averaged); None: averaged weights if there are any.
+        select: checkpoint of a run directory, the best by these weights or the last.
+    Raises:
+        UserError: the file does not exist, is no checkpoint of train.py, is damaged or contradicts itself.
+        ConfigError: the configuration in it cannot be honoured.
+    """
+    found, checkpoint, kinds = find_weights(Path(path), select, weights)[-1]  # averaged weights come last
+    run = parse_run(checkpoint["config"], str(found))
+    check_predicts_classes(run, str(found))
+    state, num_classes = WEIGHTS[kinds[-1]], run.model["num_classes"]
+    classes = checkpoint.get("classes")
+    if classes is None:
+        print(f"{found}: without class names; they are numbers here", file=sys.stderr)
+        classes = [str(index) for index in range(num_classes)]
+    if len(classes) != num_classes or not classes:
+        raise UserError(f"{found}: holds {len(classes)} class names, but model.num_classes = {num_classes}")
+    model = build_model(run, checkpoint[state], f"{found}: {state}").eval()
+    mode: Literal["RGB", "L"] = "L" if num_channels(run) == 1 else "RGB"
+    transform = create_transform(run, run.model["img_size"], is_training=False, as_bytes=False)
+    return Trained(model, Compose([partial(convert, mode=mode), transform]), classes)
+
+
+class Prediction(NamedTuple):
+    """Most probable classes of the image in `file`, most probable first, and their probabilities."""
+
+    file: str
+    classes: list[str]
+    probabilities: list[float]
+
+
+def create_loader(trained: Trained, files: Sequence[str], batch_size: int | None = None) -> ImageLoader:
+    """Returns a loader of the images in `files` and their positions; names other files on stderr and skips them.
+
+    Args:
+        batch_size: images per batch; None: `choose_batch_size`.
+    """
+    images = Images(FileReader(files), trained.transform)
+    _, height, width = trained.transform(Image.new("RGB", (1, 1))).shape
+    batch_size = batch_size or choose_batch_size((height, width))
+    workers = min(Data.workers, os.cpu_count() or 1, len(files) // batch_size)  # no worker starts for less than a batch
+    return ImageLoader(images, batch_size, stack=default_collate, limit=math.inf, remedy="", num_workers=workers)
+
+
+@torch.no_grad()
+def predict(
+    trained: Trained, loader: ImageLoader, top: int, amp: Literal["bf16", "fp16"] | None = None
+) -> Iterator[Prediction]:
+    """Yields the `top` classes (all, if there are fewer) for every image of a `loader` of `create_loader`.
+
+    Args:
+        amp: precision of the forward pass; None: fp32.
+    """
+    model, _, classes = trained
+    device = next(model.parameters()).device
+    for images, positions in loader:
+        with autocast(amp, device):
+            logits = model(images.to(device))
+        probabilities, indices = logits.float().softmax(1).topk(min(top, len(classes)))
+        for position, row, values in zip(positions.tolist(), indices.tolist(), probabilities.tolist(), strict=True):
+            yield Prediction(images_of(loader).filename(position), [classes[index] for index in row], values)

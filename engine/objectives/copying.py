@@ -1,0 +1,132 @@
+"""The copy task (Katharopoulos et al., 2020, section 4.1; Scatterbrain, Table 2): the model repeats a sequence.
+
+A sequence is `0 w 0 w`, with w uniform over the other tokens. A causal model predicts every token from those before it,
+and learns the second w alone, as nothing tells the first.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import numpy as np
+import torch.nn.functional as F
+from timm.layers import to_2tuple
+from torch import Tensor, nn
+
+from attention.options import OptionError
+from engine.objectives.classification import TOP
+from engine.objectives.objective import Measure, Objective, Run
+
+MAX_DRAWN = 2**27
+"""Largest number of tokens of a split, which is held in memory."""
+
+NO_AUGMENTATION: dict[str, Any] = {
+    "scale": (1.0, 1.0),
+    "ratio": (1.0, 1.0),
+    "hflip": 0.0,
+    "color_jitter": 0.0,
+    "auto_augment": None,
+    "reprob": 0.0,
+    "mixup": 0.0,
+    "cutmix": 0.0,
+    "smoothing": 0.0,
+}
+"""Options of the section `augment` that leave images unchanged."""
+
+
+def predict_copies(network: Callable[[Tensor], Tensor], sequences: Tensor) -> tuple[Tensor, Tensor]:
+    """Sequences (B, 1, 1, N) -> logits (B, n, tokens) of the second w, each from what is before it, and that w, (B, n).
+
+    n is N / 2 - 1.
+    """
+    tokens = sequences.flatten(1).long()
+    second = tokens.shape[1] // 2
+    return network(sequences)[:, second:-1], tokens[:, second + 1 :]
+
+
+def sum_copies(model: nn.Module, sequences: Tensor, targets: Tensor, rows: list[Tensor] | None) -> list[Tensor]:
+    """Computes the sums of `COPIES` over a batch."""
+    logits, copied = predict_copies(model, sequences)
+    hits = (logits.topk(min(TOP, logits.shape[-1])).indices == copied[..., None]).double()
+    losses = F.cross_entropy(logits.mT.float(), copied, reduction="none").double()
+    return [100 * hits[..., 0].mean(1).sum(), 100 * hits.sum(2).mean(1).sum(), losses.mean(1).sum()]
+
+
+COPIES = Measure(("top1", "top5", "loss"), sum_copies)
+"""Means over the tokens of the second w; top1, top5: percent of them that have the highest / one of the five highest
+logits. loss: cross-entropy, nats; its exponential is the perplexity."""
+
+
+class Copying(Objective):
+    """The objective of a run on the copy task."""
+
+    measure, inputs = COPIES, "tokens"
+
+    @staticmethod
+    def applies(run: Run) -> bool:
+        return run.data.dataset == "copy"
+
+    @staticmethod
+    def check(run: Run) -> None:
+        """Refuses options that the copy task cannot use, and a model of tokens for anything else.
+
+        Raises:
+            OptionError: the first such option.
+        """
+        data, model = run.data, run.model
+        if data.dataset != "copy":
+            if model.get("vocab_size"):
+                problem = f" = {model['vocab_size']}: images are pixels; set it to 0, or data.dataset=copy"
+                raise OptionError("model.vocab_size", problem)
+            if data.num_sequences != type(data).num_sequences:
+                raise OptionError("data.num_sequences", f"acts on data.dataset=copy, not {data.dataset}; leave it out")
+            return
+
+        def refuse(key: str, value: Any, remedy: str) -> NoReturn:
+            raise OptionError(key, f" = {value}: the copy task has sequences of tokens; {remedy}")
+
+        if model.get("vocab_size", 0) < 2:
+            refuse("model.vocab_size", model.get("vocab_size"), "set it to their number, of a DeiT, at least 2")
+        height, length = to_2tuple(model["img_size"])
+        if height != 1 or length % 2 or length < 4:
+            refuse("model.img_size", [height, length], "set it to [1, N] with N even, at least 4")
+        if (total := max(data.num_sequences) * length) > MAX_DRAWN:
+            refuse(
+                "data.num_sequences", list(data.num_sequences), f"lower it: {total:,} tokens are above {MAX_DRAWN:,}"
+            )
+        for name, value in {"global_pool": "", "num_classes": model["vocab_size"]}.items():
+            if model[name] != value:
+                refuse(f"model.{name}", model[name], f"set it to {value!r}, to predict one at every place")
+        if not run.attention.get("causal"):
+            name = run.attention["name"]
+            refuse(f"attention({name}).causal", False, "set it to true, or choose a mechanism that has it")
+        neutral_sections = {
+            "augment": type(run.augment)(**NO_AUGMENTATION),
+            "data": type(data)(),
+            "distill": type(run.distill)(),
+        }
+        for section, neutral in neutral_sections.items():
+            names = ("root", "classes", "subset") if section == "data" else vars(neutral)
+            for name in names:
+                if (given := getattr(getattr(run, section), name)) != (value := getattr(neutral, name)):
+                    refuse(f"{section}.{name}", given, f"set it to {'null' if value is None else value}")
+
+    @staticmethod
+    def refuse_prediction(source: str, of_metrics: bool) -> str:
+        return "" if of_metrics else "trained to copy sequences, it does not take images; name a run of images"
+
+    @staticmethod
+    def draw(run: Run, is_training: bool) -> tuple[np.ndarray, np.ndarray, Sequence[str]]:
+        """Draws the sequences, each an image of one row, (n, 1, length); the label of a sequence is the first of w.
+
+        Sequence i of a split is always the same.
+        """
+        number, (_, length) = run.data.num_sequences[not is_training], to_2tuple(run.model["img_size"])
+        rng, vocab_size = np.random.default_rng(int(not is_training)), run.model["vocab_size"]
+        w = np.zeros((number, 1, length // 2), np.uint8)
+        w[..., 1:] = rng.integers(1, vocab_size, (number, 1, length // 2 - 1))
+        return np.tile(w, 2), w[:, 0, 1].astype(int), [*map(str, range(vocab_size))]
+
+    def __call__(self, network: Callable[[Tensor], Tensor], sequences: Tensor, targets: Tensor, /) -> Tensor:
+        """Computes the mean cross-entropy of the tokens of the second w, a scalar in nats."""
+        logits, copied = predict_copies(network, sequences)
+        return F.cross_entropy(logits.mT, copied)

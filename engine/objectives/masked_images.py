@@ -1,0 +1,164 @@
+"""Pre-training on masked images, SimMIM (Xie et al., 2022, arXiv:2111.09886): its loss, and what is shown of it."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from timm.layers import to_2tuple
+from torch import Tensor, nn
+
+from attention import Grid
+from attention.options import OptionError, option
+from engine.objectives.objective import Measure, Objective, Run
+
+NUM_SHOWN = 8
+"""Images of which TensorBoard shows the reconstruction."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Simmim:
+    """Pre-training on masked images as in SimMIM, of a model with a mask token (model.mask_token)."""
+
+    mask_ratio: float = option(0.6, "share of an image's squares that are masked, counted up", above=0, below=1)
+    mask_size: int = option(
+        32, "side of a square, pixels: a multiple of the patch size that divides the image", low=1, high=4096
+    )
+
+
+@dataclass(frozen=True)
+class MaskGenerator:
+    """Draws which patches of an image are masked: whole squares, always as many.
+
+    Args:
+        squares: (H, W), the grid of squares. patches: along the side of one. count: squares to mask.
+        is_training: draw with the random numbers of the image's place (`engine.data.sampler`); otherwise they depend
+            on the image's index alone, so that all evaluations of all runs mask the same.
+    """
+
+    squares: Grid
+    patches: int
+    count: int
+    is_training: bool
+
+    def __call__(self, index: int) -> Tensor:
+        """The mask of the image with this index in its data set, (H, W) of patches, true where it is masked."""
+        generator = None if self.is_training else torch.Generator().manual_seed(index)
+        mask = torch.zeros(math.prod(self.squares), dtype=torch.bool)
+        mask[torch.randperm(len(mask), generator=generator)[: self.count]] = True
+        return mask.view(self.squares).repeat_interleave(self.patches, 0).repeat_interleave(self.patches, 1)
+
+
+def sum_losses(model: nn.Module, images: Tensor, masks: Tensor, rows: list[Tensor] | None) -> list[Tensor]:
+    """The sum of `masked_l1` over a batch; the first of an evaluation leaves a strip in `rows`.
+
+    It is (n, C, 3 x height, width): images above the same with masked pixels at the mean, and with these reconstructed.
+    """
+    pixels = model(images, masks)
+    if rows is not None and not rows:
+        shown, hidden = images[:NUM_SHOWN], to_pixels(masks, images)[:NUM_SHOWN]
+        rows.append(torch.cat([shown, shown * ~hidden, torch.where(hidden, pixels[:NUM_SHOWN], shown)], 2))
+    return [masked_l1(pixels, images, masks).double().sum()]
+
+
+def masked_l1(pixels: Tensor, images: Tensor, masks: Tensor) -> Tensor:
+    """The loss of every image, (B,): the mean of |pixel - image| over its masked pixels and channels (equation 1).
+
+    As in the paper's code, images are as the model gets them, normalised by `data.mean` and `data.std`. Every image has
+    as many masked pixels, so that the mean over images is that over all masked pixels.
+
+    Args:
+        pixels, images: (B, C, height, width). masks: (B, H, W) of patches, true where they are masked.
+    """
+    hidden = to_pixels(masks, images)
+    error = (pixels - images).abs().mean(1, keepdim=True)
+    return (error * hidden).sum((1, 2, 3)) / hidden.sum((1, 2, 3))
+
+
+def masked_l1_reference(pixels: Tensor, images: Tensor, masks: Tensor) -> Tensor:
+    """`masked_l1`, pixel by pixel."""
+    p = images.shape[2] // masks.shape[1]
+    losses = []
+    for pixel, image, mask in zip(pixels, images, masks, strict=True):
+        errors = [
+            abs(pixel[c, y, x] - image[c, y, x])
+            for c in range(image.shape[0])
+            for y in range(image.shape[1])
+            for x in range(image.shape[2])
+            if mask[y // p, x // p]
+        ]
+        losses.append(sum(errors) / len(errors))
+    return torch.stack(losses)
+
+
+def to_pixels(masks: Tensor, images: Tensor) -> Tensor:
+    """Masks of patches (B, H, W) -> of pixels, (B, 1, height, width) as the images."""
+    return F.interpolate(masks[:, None].to(torch.uint8), images.shape[2:]).bool()
+
+
+class MaskedImages(Objective):
+    """The objective of a run on masked images: the targets of its images are their masks."""
+
+    measure, predicts_classes = Measure(("loss",), sum_losses), False
+
+    @staticmethod
+    def applies(run: Run) -> bool:
+        return bool(run.model.get("mask_token"))
+
+    @staticmethod
+    def check(run: Run) -> None:
+        """Refuses masks that a run cannot use.
+
+        Raises:
+            OptionError: squares that are no whole patches or leave nothing to see, labels in a run on masked images, or
+                options of `Simmim` in any other run.
+        """
+        simmim, model = run.simmim, run.model
+        if not model.get("mask_token"):
+            if simmim != Simmim():
+                remedy = "set model.mask_token=true" if "mask_token" in model else f"choose a DeiT, not {model['name']}"
+                raise OptionError("simmim", f"given, but the model has no mask token; {remedy}, or leave simmim out")
+            return
+        sides, patch = to_2tuple(model["img_size"]), model["patch_size"]
+        valid = [size for size in range(patch, min(sides) + 1, patch) if not any(side % size for side in sides)]
+        size, ratio = simmim.mask_size, simmim.mask_ratio
+        for name in ("mixup", "cutmix"):
+            if value := getattr(run.augment, name):
+                raise OptionError(f"augment.{name}", f" = {value:g}: masked images have no labels to mix; set it to 0")
+        if run.distill.teacher is not None:
+            raise OptionError(
+                "distill.teacher", f" = {run.distill.teacher}: a model with mask_token predicts no classes"
+            )
+        if size not in valid:
+            squares = f"{size} x {size} pixels of a {sides[0]} x {sides[1]} image are no whole patches of {patch}"
+            raise OptionError(
+                "simmim.mask_size", f" = {size}: {squares} that tile it; valid: {', '.join(map(str, valid))}"
+            )
+        count = sides[0] * sides[1] // size**2
+        if math.ceil(ratio * count) == count:
+            raise OptionError(
+                "simmim.mask_ratio", f" = {ratio:g} masks all {count} squares; lower it, or simmim.mask_size"
+            )
+
+    @staticmethod
+    def refuse_prediction(source: str, of_metrics: bool) -> str:
+        remedy = f"train a classifier from it (init.weights={source}), and name that run"
+        return f"pre-trained on masked images, it predicts no classes; {remedy}"
+
+    @staticmethod
+    def create_targets(run: Run, is_training: bool) -> MaskGenerator:
+        """Creates the generator of the masks of a run's images."""
+        size = run.simmim.mask_size
+        height, width = to_2tuple(run.model["img_size"])
+        squares = height // size, width // size
+        count = math.ceil(run.simmim.mask_ratio * math.prod(squares))
+        return MaskGenerator(squares, size // run.model["patch_size"], count, is_training)
+
+    def __call__(self, network: Callable[[Tensor, Tensor], Tensor], images: Tensor, masks: Tensor, /) -> Tensor:
+        """Computes the loss of a batch, a scalar."""
+        return masked_l1(network(images, masks), images, masks).mean()
+
+    def pictures(self, rows: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+        """Returns the strip that `sum_losses` draws of the first images, for each model."""
+        return {f"{prefix}reconstruction": strips[0] for prefix, strips in rows.items() if strips}

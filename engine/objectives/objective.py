@@ -1,0 +1,85 @@
+"""The interface of an objective: the task that a run trains its model for."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+
+import numpy as np
+from torch import Tensor, nn
+
+Run = Any
+"""`engine.config.schema.Run`, whose sections include the options of objectives."""
+
+
+class Measure(NamedTuple):
+    """Metrics that an evaluation computes.
+
+    Attributes:
+        names: names of the metrics, which are means over images.
+        sums: function of model, images and targets of a batch, and the `rows` of `evaluate`. It returns the sums of the
+            metrics over the images of the batch, scalars in the order of `names`.
+    """
+
+    names: tuple[str, ...]
+    sums: Callable[[nn.Module, Tensor, Tensor, list[Tensor] | None], Sequence[Tensor]]
+
+
+class Objective:
+    """Base of the objectives, one file each, listed in `engine.objectives.OBJECTIVES`.
+
+    Attributes:
+        measure: metrics of an evaluation.
+        inputs: what the model takes: images, or sequences of tokens.
+        predicts_classes: whether the classes of the data are the outputs of the model.
+        identity: metadata of checkpoints; a run resumes only with equal ones.
+    """
+
+    measure: ClassVar[Measure]
+    inputs: ClassVar[Literal["images", "tokens"]] = "images"
+    predicts_classes: ClassVar[bool] = True
+    identity: Mapping[str, str] = {}
+
+    @staticmethod
+    def applies(run: Run) -> bool:
+        """Returns whether the options of `run` choose this objective."""
+        raise NotImplementedError("an objective defines applies")
+
+    @staticmethod
+    def check(run: Run) -> None:
+        """Refuses options that contradict each other. Every run is checked by all objectives.
+
+        Raises:
+            OptionError: the run has this objective, and model, data or augmentation that it cannot use; or it has
+                another one, and options of this one.
+        """
+
+    @staticmethod
+    def refuse_prediction(source: str, of_metrics: bool) -> str:
+        """Returns why a model of this objective predicts no classes of images, with the remedy; "" if it does.
+
+        Args:
+            source: name of the model. of_metrics: true if only the metrics of an evaluation are asked for.
+        """
+        return ""
+
+    @staticmethod
+    def draw(run: Run, is_training: bool) -> tuple[np.ndarray, np.ndarray, Sequence[str]] | None:
+        """Draws the data of a split: grey images (n, height, width), labels and class names. None: files hold them."""
+        return None
+
+    @staticmethod
+    def create_targets(run: Run, is_training: bool) -> Callable[[int], Tensor] | None:
+        """Creates the function of an image's index that returns its target. None: the target is the class index."""
+        return None
+
+    @classmethod
+    def from_run(cls, run: Run, create_teacher: Callable[[], nn.Module]) -> Self:
+        """Creates the objective of `run`; `create_teacher` reads its teacher, if the objective has one."""
+        return cls()
+
+    def __call__(self, network: Callable[..., Any], images: Tensor, targets: Tensor, /) -> Tensor:
+        """Computes the loss of a batch, a scalar; `network` is the model, wrapped for training."""
+        raise NotImplementedError("an objective defines its loss")
+
+    def pictures(self, rows: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
+        """Returns the pictures of an evaluation by their names; `rows` holds the rows of each model by its prefix."""
+        return {}

@@ -1,0 +1,31 @@
+"""Values of records as the console shows them."""
+
+from collections.abc import Mapping
+from typing import Any
+
+SHOWN = {
+    "top1": "top-1 {:.2f} %",
+    "top5": "top-5 {:.2f} %",
+    "loss": "loss {:.4f}",
+    "ema_top1": "EMA top-1 {:.2f} %",
+    "ema_top5": "EMA top-5 {:.2f} %",
+    "ema_loss": "EMA loss {:.4f}",
+    "best_top1": "best top-1 {:.2f} %",
+    "best_ema_top1": "best EMA top-1 {:.2f} %",
+    "best_loss": "best loss {:.4f}",
+    "best_ema_loss": "best EMA loss {:.4f}",
+    "lr": "lr {:.2e}",
+    "grad_norm": "gradient {:.2f}",
+    "parameters": "{:,} parameters",
+    "macs": "{:,} MACs",
+    "images_per_second": "{:.0f} images/s",
+    "memory_mb": "{:.0f} MB",
+    "data_wait": "{:.0f} % waiting for data",
+    "num_skipped": "not finite, skipped ({} of the run)",
+}
+"""Format of each value that the console shows; it shows no other values."""
+
+
+def format_values(values: Mapping[str, Any]) -> str:
+    """Formats those of `values` that are in `SHOWN`, on one line."""
+    return "  ".join(form.format(values[name]) for name, form in SHOWN.items() if name in values)

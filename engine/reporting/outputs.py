@@ -1,0 +1,218 @@
+"""Files that validate.py writes: predictions, accuracy and confusion of classes, and the worst mistakes."""
+
+import argparse
+import math
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.colors import PowerNorm
+from matplotlib.figure import Figure
+
+from engine.data.images import BrokenImage
+from engine.evaluation.predictions import PredictionTable, top_columns
+from engine.reporting.plots import encode
+from engine.runtime.errors import UserError
+from engine.runtime.files import check_output, to_csv, write_file
+from engine.runtime.text import one_line
+
+Predictions = Mapping[str, PredictionTable]
+"""Kind of weights -> table of predictions."""
+
+NUM_COUNTED = 20
+"""Most classes for which the picture of a confusion matrix shows its numbers."""
+
+NUM_TICKS = 40
+"""Approximate number of class names that the picture shows for more classes."""
+
+GRID = 5
+"""Number of columns, and largest number of rows, of the images shown for each kind of weights."""
+
+
+class Output(NamedTuple):
+    """Title of a file for the help text, and suffix of its name -> function that makes its content."""
+
+    title: str
+    writers: Mapping[str, Callable[[Predictions], bytes]]
+
+
+def add_outputs(parser: argparse.ArgumentParser) -> None:
+    """Adds an option for each of `OUTPUTS`."""
+    for name, (title, writers) in OUTPUTS.items():
+        suffixes = " or ".join(writers)
+        parser.add_argument(
+            f"--{name}", type=Path, action="append", metavar="FILE", help=f"write {title} ({suffixes}; repeatable)"
+        )
+
+
+def chosen_outputs(args: argparse.Namespace) -> dict[Path, Callable[[Predictions], bytes]]:
+    """Returns the files that the command line asks for -> functions that make their content.
+
+    Raises:
+        UserError: a file cannot be written, or is named twice.
+    """
+    found = {}
+    for name, (_, writers) in OUTPUTS.items():
+        for path in getattr(args, name.replace("-", "_")) or []:
+            check_output(path, f"--{name}", writers)
+            if path in found:
+                raise UserError(f"{path}: named twice; choose another --{name}")
+            found[path] = writers[path.suffix]
+    return found
+
+
+def write_outputs(outputs: Mapping[Path, Callable[[Predictions], bytes]], predictions: Predictions) -> None:
+    """Writes `chosen_outputs`.
+
+    Raises:
+        UserError: a file cannot be written; what was there is unchanged.
+    """
+    for path, make in outputs.items():
+        write_file(path, make(predictions))
+
+
+def classes_csv(predictions: Predictions) -> bytes:
+    """Returns a row for each kind of weights and class: number of images, top-1 and top-5 in percent."""
+
+    def rows(kind: str, found: PredictionTable) -> Iterable[list]:
+        hits = found.classes == found.label[:, None]
+        counted = (found.label, found.label[hits[:, 0]], found.label[hits.any(1)])
+        counts = zip(*(torch.bincount(x, minlength=len(found.names)).tolist() for x in counted), strict=True)
+        for name, (images, *correct) in zip(found.names, counts, strict=True):
+            yield [kind, name, images, *(100 * n / images if images else None for n in correct)]
+
+    header = ["weights", "class", "images", "top1", "top5"]
+    return to_csv(header, (row for kind, found in predictions.items() for row in rows(kind, found)))
+
+
+def predictions_csv(predictions: Predictions) -> bytes:
+    """Returns a row for each kind of weights and image: file, class (`label`), probable classes as in predict.py."""
+
+    def rows(kind: str, found: PredictionTable) -> Iterable[list]:
+        columns = (found.index, found.label, found.classes, found.probability)
+        for index, label, *top in zip(*(column.tolist() for column in columns), strict=True):
+            pairs = ((found.names[i], probability) for i, probability in zip(*top, strict=True))
+            yield [kind, found.images.filename(index), found.names[label], *chain(*pairs)]
+
+    k = next(iter(predictions.values())).classes.shape[1]
+    header = ["weights", "file", "label", *top_columns(k)]
+    return to_csv(header, (row for kind, found in predictions.items() for row in rows(kind, found)))
+
+
+def confusion_matrix(found: PredictionTable) -> np.ndarray:
+    """Returns the number of images of the row's class that are predicted as the column's: (classes, classes) int64."""
+    n = len(found.names)
+    return torch.bincount(n * found.label + found.predicted, minlength=n**2).view(n, n).numpy()
+
+
+def confusion_csv(predictions: Predictions) -> bytes:
+    """Returns a row for each kind of weights and true class (`true`), and a column for each predicted class."""
+    names = next(iter(predictions.values())).names
+    return to_csv(
+        ["weights", "true", *names],
+        (
+            [kind, name, *counts]
+            for kind, found in predictions.items()
+            for name, counts in zip(names, confusion_matrix(found).tolist(), strict=True)
+        ),
+    )
+
+
+def confusion_picture(predictions: Predictions, suffix: str = ".png") -> bytes:
+    """Draws the confusion matrix of each kind of weights, coloured by the share of the row's images.
+
+    A cell has at least about 2 pixels, so that each of 1,000,000 cells can be seen.
+    """
+    num_classes = len(next(iter(predictions.values())).names)
+    side = max(5.0, 0.45 * min(num_classes, NUM_COUNTED), num_classes / 45)  # inches of 100 pixels
+    figure = Figure((len(predictions) * (side + 2), side + 1.5), layout="constrained")
+    panels = figure.subplots(1, len(predictions), squeeze=False)[0]
+    for axes, (kind, found) in zip(panels, predictions.items(), strict=True):
+        _draw_confusion(axes, confusion_matrix(found), found.names)
+        axes.set_title(f"{kind} weights: top-1 {100 * (found.predicted == found.label).double().mean():.2f} %")
+    figure.colorbar(axes.images[0], ax=panels, label="share of the class's images", shrink=0.8, aspect=40)
+    return encode(figure, suffix)
+
+
+def _draw_confusion(axes: Axes, counts: np.ndarray, names: list[str]) -> None:
+    share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    axes.imshow(share, cmap="Blues", norm=PowerNorm(0.5, 0, 1))  # the root shows few images among many
+    if len(names) <= NUM_COUNTED:
+        for (row, column), count in np.ndenumerate(counts):
+            color = "white" if share[row, column] > 0.3 else "black"
+            axes.text(column, row, f"{count}" if count else "", ha="center", va="center", color=color, fontsize=8)
+    ticks = range(0, len(names), math.ceil(len(names) / NUM_TICKS))
+    labels = [one_line(names[i], 20) for i in ticks]
+    axes.set_xticks(ticks, labels, rotation=90, parse_math=False)
+    axes.set_yticks(ticks, labels, parse_math=False)
+    axes.set_xlabel("predicted class")
+    axes.set_ylabel("true class")
+
+
+def mistakes_picture(predictions: Predictions) -> bytes:
+    """Draws the images that each kind of weights predicts wrongly, highest loss first."""
+    wrong = {kind: _list_mistakes(found) for kind, found in predictions.items()}
+    worst = {kind: rows[: GRID**2] for kind, rows in wrong.items()}
+    titles = {kind: f"the worst {len(worst[kind])} of {len(rows):,} mistakes" for kind, rows in wrong.items()}
+    return _images_picture(predictions, worst, titles)
+
+
+def samples_picture(predictions: Predictions) -> bytes:
+    """Draws evenly spaced images of the data with the predictions of each kind of weights."""
+    rows = {}
+    for kind, found in predictions.items():
+        count = min(GRID**2, len(found.label))
+        rows[kind] = [i * len(found.label) // count for i in range(count)]
+    return _images_picture(predictions, rows, dict.fromkeys(rows, "class → predicted, and its probability"))
+
+
+def _images_picture(predictions: Predictions, rows: Mapping[str, list[int]], titles: Mapping[str, str]) -> bytes:
+    """Draws the images in `rows`, at most GRID x GRID for each kind of weights.
+
+    The title of each holds its class, the predicted class and its probability, in green if the prediction is right.
+    """
+    num_rows = max([1, *(math.ceil(len(chosen) / GRID) for chosen in rows.values())])
+    figure = Figure((len(predictions) * GRID * 1.7, num_rows * 1.9 + 0.5), layout="constrained")
+    parts = figure.subfigures(1, len(predictions), squeeze=False)[0]
+    for part, (kind, chosen) in zip(parts, rows.items(), strict=True):
+        part.suptitle(f"{kind} weights: {titles[kind]}")
+        for number, axes in enumerate(part.subplots(num_rows, GRID, squeeze=False).flat):
+            axes.set_axis_off()
+            if number < len(chosen):
+                _draw_image(axes, predictions[kind], chosen[number])
+    return encode(figure, ".png")
+
+
+def _list_mistakes(found: PredictionTable) -> list[int]:
+    """Returns the rows of `found` whose prediction is wrong, highest loss first."""
+    wrong = (found.predicted != found.label).nonzero()[:, 0]
+    return wrong[found.loss[wrong].argsort(descending=True, stable=True)].tolist()
+
+
+def _draw_image(axes: Axes, found: PredictionTable, row: int) -> None:
+    image = found.images[int(found.index[row])]
+    if isinstance(image, BrokenImage):  # it could be read when it was evaluated
+        raise image
+    pixels, _ = image
+    axes.imshow(np.asarray(pixels).transpose(1, 2, 0), cmap="gray", vmin=0, vmax=255)  # grey levels have one channel
+    label, predicted = (one_line(found.names[x[row]], 14) for x in (found.label, found.predicted))
+    title = f"{label} → {predicted}\n{found.probability[row, 0]:.3f}"
+    color = "green" if found.predicted[row] == found.label[row] else "black"
+    axes.set_title(title, fontsize=8, color=color, parse_math=False)
+
+
+OUTPUTS = {
+    "per-class": Output("the accuracy of every class", {".csv": classes_csv}),
+    "predictions": Output("class and probable classes of every image", {".csv": predictions_csv}),
+    "confusion": Output(
+        "the confusion matrix",
+        {".csv": confusion_csv, **{suffix: partial(confusion_picture, suffix=suffix) for suffix in (".png", ".pdf")}},
+    ),
+    "mistakes": Output("the worst mistakes as a grid of images", {".png": mistakes_picture}),
+}
+"""Option -> output."""

@@ -1,0 +1,260 @@
+"""Recorder of a run: writes its records to the console, `metrics.jsonl`, `epochs.csv` and TensorBoard, on the primary
+rank only.
+
+`metrics.jsonl` holds one JSON object per line: its kind, the epoch and step at which it was made, the time and images
+that the run has taken so far (`engine.reporting.metrics.TOTALS`), and values. docs/logs.md explains each field.
+
+start   at every start and resumption
+train   every `log_every` updates: means over the updates since the last such record
+skip    when an update was skipped because it was not finite
+eval    at every evaluation
+final   at the end
+stop    a signal has stopped the run; fail: an error has ended it
+"""
+
+import json
+import math
+import os
+import statistics
+import time
+import uuid
+from collections.abc import Mapping
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import yaml
+
+from engine.checkpoints.progress import Progress
+from engine.config.load import dump_run
+from engine.config.schema import Run
+from engine.evaluation.predictions import PredictionTable
+from engine.reporting.charts import Charts
+from engine.reporting.console import SHOWN, format_values
+from engine.reporting.metrics import EPOCHS, METRICS, epochs_csv, is_until, read_records
+from engine.reporting.trackers import Launch, OpenTrackers
+from engine.reporting.waiting import DataWait
+from engine.runtime.files import write_atomically
+from engine.runtime.memory import peak_memory_mb
+from engine.runtime.provenance import provenance
+from engine.runtime.terminal import CONSOLE, append_line, progress_bar
+from engine.runtime.text import one_line
+
+INPUT_BOUND = 20
+"""Percentage of time spent waiting for data above which a run is reported as input-bound, once. The first record of an
+epoch does not count, because the loader's workers start in it."""
+
+
+class Recorder:
+    """Writes the records of a run; as a context manager, it also records how the run ends.
+
+    Args:
+        directory: of the run; None: record nothing (ranks other than the primary).
+        progress: point from which the run goes on. Later records of an interrupted run are dropped, because they will
+            be repeated, but the time that they took counts.
+        total_steps: updates of the whole run. device: device whose peak memory is recorded.
+    """
+
+    def __init__(self, directory: Path | None, run: Run, progress: Progress, total_steps: int, device: torch.device):
+        self.directory, self.run, self.total_steps, self.device = directory, run, total_steps, device
+        self.progress, self.step, self.num_gpus, self.began = progress, progress.step, 0, time.monotonic()
+        self.images_seen, self.run_id = 0, uuid.uuid4().hex
+        self.trackers: OpenTrackers | None = None
+        self.step_seconds: list[float] = []
+        self.num_recorded = 0
+        self.wait = DataWait(device)
+        self.warned_input_bound = False
+        if directory is not None:
+            self.metrics = directory / METRICS
+            self.charts = Charts(directory, self._go_on(read_records(directory)), self.step)
+            title, batch_size = self._title(progress.epoch + 1), run.train.total_batch_size
+            self.bar = progress_bar(title, total_steps * batch_size, initial=self.step * batch_size)
+
+    def _go_on(self, records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Continues from `records` of earlier launches. Drops those that will be repeated and returns the others."""
+        kept = [record for record in records if is_until(self.progress, record)]
+        if self.metrics.exists():
+            write_atomically(self.metrics, "".join(f"{json.dumps(record)}\n" for record in kept).encode())
+        last, spent = (found[-1] if found else {} for found in (kept, records))
+        self.spent = {name: spent.get(name, 0.0) for name in ("elapsed_seconds", "gpu_hours")}
+        images, step = (last["images_seen"], last["step"]) if "images_seen" in last else (0, 0)
+        self.images_seen = images + (self.step - step) * self.run.train.total_batch_size
+        self.run_id = next((record["run_id"] for record in kept if "run_id" in record), self.run_id)
+        return kept
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        epoch = self.progress.epoch
+        if error is not None:
+            with suppress(OSError):  # the disk may be what failed
+                self._record(
+                    "fail", epoch, {"reason": one_line(str(error).partition("\n")[0] or type(error).__name__, 200)}
+                )
+        elif epoch < self.run.schedule.epochs:
+            self._record("stop", epoch, {})
+        if self.trackers is not None:
+            self.trackers.close(failed=error is not None)
+        self.close()
+        if error is None and self.directory is not None:
+            files = f"{EPOCHS} (a row per epoch), {METRICS} (all records), {CONSOLE}"
+            print(f"logs of {self.directory}: {files}; tensorboard --logdir {self.directory}", flush=True)
+
+    def start(self, epoch: int, processes: int, **values: Any) -> None:
+        """Records how the run starts, or resumes after `epoch` epochs, and its configuration."""
+        config = yaml.safe_dump(dump_run(self.run), sort_keys=False)
+        if self.directory is not None:
+            write_atomically(self.directory / "config.yaml", config.encode())
+            self.charts.show_config(config, self.step)
+            self.trackers = OpenTrackers(Launch(self.run, self.directory, self.run_id))
+        self.num_gpus = processes if self.device.type == "cuda" else 0
+        values |= {
+            "run_id": self.run_id,
+            "processes": processes,
+            "epochs": self.run.schedule.epochs,
+            "total_steps": self.total_steps,
+        }
+        self._record("start", epoch, {**values, **provenance(self.device)})
+
+    def images(self, images: torch.Tensor) -> None:
+        """Shows training images (B, C, H, W) as the model gets them; ignores integer tokens."""
+        if self.directory is not None and images.is_floating_point():
+            self.charts.show_images("train/images", images, self.run.data, self.step)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Writes the table of the epochs before `epoch`, which counts from 1, and starts the clock of the next step.
+
+        The time of evaluation and checkpoints is thus no part of a step.
+        """
+        self._tabulate(epoch)
+        self.step_began = time.perf_counter()
+        self.workers_start = True
+        if self.directory is not None:
+            self.bar.unpause()
+            self.bar.set_description(self._title(epoch))
+
+    def end_step(self) -> None:
+        """Counts an update and its time."""
+        now = time.perf_counter()
+        self.step_seconds.append(now - self.step_began)
+        self.step_began = now
+        self.step += 1
+        self.images_seen += self.run.train.total_batch_size
+        if self.directory is not None:
+            self.bar.update(self.run.train.total_batch_size)
+
+    def train(self, epoch: int, **values: float) -> None:
+        """Records `values` of the updates since the last such record, and their speed; `epoch` counts from 1."""
+        step_seconds = statistics.fmean(self.step_seconds[self.num_recorded :])
+        num_steps = len(self.step_seconds) - self.num_recorded
+        self.num_recorded += num_steps
+        data_wait = 100 * self.wait.seconds() / (num_steps * step_seconds)
+        self._record("train", epoch, {**values, **self._speed(step_seconds), "data_wait": data_wait})
+        is_input_bound = data_wait > INPUT_BOUND and not self.workers_start
+        self.workers_start = False
+        if is_input_bound and self.directory is not None and not self.warned_input_bound:
+            self.warned_input_bound = True
+            self.bar.write(
+                f"input-bound: {data_wait:.0f} % of the time goes into waiting for data; raise data.workers"
+                f" (= {self.run.data.workers}) up to the cores there are, or prepare the images (engine.data.prepare)"
+            )
+
+    def skip(self, epoch: int, num_skipped: int) -> None:
+        """Records that an update was skipped, the `num_skipped`-th of the run."""
+        self._record("skip", epoch, {"num_skipped": num_skipped})
+
+    def eval(self, epoch: int, metrics: Mapping[str, float], pictures: Mapping[str, torch.Tensor] = {}) -> None:
+        """Records an evaluation after `epoch` epochs, and shows its `pictures`: name -> (B, C, H, W), normalised."""
+        self._record("eval", epoch, metrics)
+        if self.directory is not None:
+            for name, images in pictures.items():
+                self.charts.show_images(f"eval/{name}", images, self.run.data, self.step)
+
+    def final(self, **values: float) -> None:
+        """Records the end of the run and its median speed since it was started or resumed."""
+        seconds = self.step_seconds or [math.nan]  # a run that was stopped after its last update has none
+        values |= self._speed(statistics.median(seconds))
+        self._record("final", self.run.schedule.epochs, values)
+        self._tabulate()
+        if self.directory is not None:
+            self.charts.show_result(self.run, values, self.step)
+
+    def predictions(self, predictions: Mapping[str, PredictionTable]) -> None:
+        """Shows the predictions of the last evaluation for single images: kind of weights -> table."""
+        if self.directory is not None:
+            self.charts.show_predictions(predictions, self.step)
+
+    def sync(self) -> None:
+        """Waits until the records are on disk, so that no checkpoint outlives them."""
+        if self.directory is not None:
+            with self.metrics.open("rb") as file:
+                os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Closes files and progress bar."""
+        if self.directory is not None:
+            self.charts.close()
+            self.bar.close()
+
+    def _title(self, epoch: int) -> str:
+        return f"epoch {epoch}/{self.run.schedule.epochs}"
+
+    def _speed(self, step_seconds: float) -> dict[str, float]:
+        return {
+            "images_per_second": self.run.train.total_batch_size / step_seconds,
+            "step_seconds": step_seconds,
+            "memory_mb": peak_memory_mb(self.device),
+        }
+
+    def _tabulate(self, before: float = math.inf) -> None:
+        """Writes the table of the epochs before `before`."""
+        if self.directory is not None:
+            records = (record for record in read_records(self.directory) if record["epoch"] < before)
+            write_atomically(self.directory / EPOCHS, epochs_csv(records))
+
+    def _totals(self) -> dict[str, Any]:
+        """Returns the `TOTALS` of the run until now."""
+        seconds = time.monotonic() - self.began
+        gpu_hours = self.spent["gpu_hours"] + self.num_gpus * seconds / 3600
+        return {
+            "time": f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}",
+            "elapsed_seconds": round(self.spent["elapsed_seconds"] + seconds, 3),
+            **({"gpu_hours": round(gpu_hours, 6)} if gpu_hours else {}),
+            "images_seen": self.images_seen,
+        }
+
+    def _record(self, kind: str, epoch: int, values: Mapping[str, Any]) -> None:
+        if self.directory is None:
+            return
+        record = {"kind": kind, "epoch": epoch, "step": self.step, **self._totals(), **values}
+        with self.metrics.open("a") as file:
+            file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
+        if self.trackers is not None and kind not in ("start", "stop", "fail"):
+            sent = {f"{kind}/{name}": value for name, value in values.items()} | {"epoch": epoch, **self._totals()}
+            self.trackers.log({name: value for name, value in sent.items() if _is_number(value)}, self.step)
+        self.charts.add(kind, values, self.step, self.images_seen)
+        if kind == "fail":  # the error is shown last
+            return
+        text = format_values(values)
+        if kind == "train":
+            seconds = (self.total_steps - self.step) * values["step_seconds"]
+            text += f"  ETA {timedelta(seconds=round(seconds))}"
+        line = f"{kind:5}  epoch {epoch}/{self.run.schedule.epochs}  step {self.step}/{self.total_steps}  {text}"
+        if kind == "train" and not self.bar.disable:
+            self.bar.set_postfix_str(SHOWN["loss"].format(values["loss"]))
+            append_line(self.directory, line)
+        else:
+            self.bar.write(line)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _finite(value: Any) -> Any:
+    """Replaces infinity and NaN, which JSON lacks, by None. Loss scaling skips updates with such gradient norms."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

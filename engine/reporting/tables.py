@@ -1,0 +1,61 @@
+"""Numbers as text: means with standard deviations, Markdown tables, aligned columns."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import mean, stdev
+from typing import NamedTuple
+
+T_975 = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
+    *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
+    *(2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+"""97.5 % quantiles of Student's t distribution for 1, 2, ... degrees of freedom."""
+
+
+class Spread(NamedTuple):
+    """Mean and standard deviation (over n - 1) of n values; a single value has no standard deviation (None)."""
+
+    mean: float
+    std: float | None
+    n: int
+
+    @property
+    def half_width(self) -> float:
+        """Half width of the 95 % interval of Student's t around the mean; infinite for n = 1, a bit wide above 31."""
+        return math.inf if self.std is None else T_975[min(self.n - 1, len(T_975)) - 1] * self.std / math.sqrt(self.n)
+
+    @property
+    def is_noise(self) -> bool:
+        """Whether that interval contains 0."""
+        return abs(self.mean) <= self.half_width
+
+
+def spread(values: Iterable[float]) -> Spread | None:
+    """Returns mean and standard deviation of `values`; None if there are none."""
+    values = list(values)
+    return Spread(mean(values), stdev(values) if len(values) > 1 else None, len(values)) if values else None
+
+
+def plus_minus(spread: Spread | None, form: str) -> str:
+    """Formats a spread as ``"1.20 ± 0.10"``; empty for None. A sign in `form` applies to the mean only."""
+    if spread is None:
+        return ""
+    return f"{spread.mean:{form}}" + ("" if spread.std is None else f" ± {spread.std:{form.removeprefix('+')}}")
+
+
+def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Formats a table in Markdown."""
+    return "\n".join(f"| {' | '.join(line)} |" for line in (titles, ["---"] * len(titles), *rows))
+
+
+def compact_table(rows: Sequence[Mapping[str, str]]) -> str:
+    """Formats rows, title of a column -> text, as a table in Markdown without columns that are empty in every row."""
+    titles = [title for title in rows[0] if any(row[title] for row in rows)]
+    return markdown_table(titles, ([row[title] for title in titles] for row in rows))
+
+
+def align(lines: Sequence[Sequence[str]]) -> str:
+    """Formats lines of cells as columns of text."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

@@ -1,0 +1,180 @@
+"""The processes of a run: ranks and devices, and the precision, determinism and random seeds of each."""
+
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from engine.runtime.errors import UserError
+
+AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the processes of the run.
+
+    Attributes:
+        device: device of this process. rank: its number. size: number of processes.
+    """
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+
+    @property
+    def is_primary(self) -> bool:
+        """Returns whether this process writes files and prints messages."""
+        return self.rank == 0
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Sums `tensor` over all ranks, in place."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def gather(self, values: Sequence[float | Tensor]) -> list[list[float]]:
+        """Gathers the `values` (scalars) of every rank in one collective: a list per rank; waits once."""
+        return self.send(values)()
+
+    def send(self, values: Sequence[float | Tensor]) -> Callable[[], list[list[float]]]:
+        """Begins to gather the `values`. The returned function waits for them, but not for later work of the device."""
+        table = torch.zeros(self.size, len(values), dtype=torch.float64, device=self.device)
+        for column, value in enumerate(values):
+            table[self.rank, column] = value
+        self.sum(table)
+        if not self.on_cuda:
+            return table.tolist
+        copy, is_there = table.to("cpu", non_blocking=True), torch.cuda.Event()
+        is_there.record()
+
+        def read() -> list[list[float]]:
+            is_there.synchronize()
+            return copy.tolist()
+
+        return read
+
+    def any(self, flag: bool) -> bool:
+        """Returns whether `flag` is true on any rank."""
+        return any(row[0] for row in self.gather([bool(flag)]))
+
+    def first(self, text: str) -> str:
+        """Returns the first text of all ranks that is not empty; "" if all are."""
+        texts = [text] * self.size
+        if self.size > 1:
+            dist.all_gather_object(texts, text)
+        return next(filter(None, texts), "")
+
+    def copy_buffers(self, module: nn.Module) -> None:
+        """Copies the primary rank's buffers to all ranks, as DistributedDataParallel does before a forward pass."""
+        if self.size > 1:
+            for buffer in module.buffers():
+                dist.broadcast(buffer, 0)
+
+    def average_gradients(self, module: nn.Module) -> nn.Module:
+        """Wraps `module` so that a backward pass averages its gradients over all ranks.
+
+        DistributedDataParallel rearranges its buckets after the first update. On a CPU the averages do not depend on
+        that, so that a resumed run is bit-identical at any number of ranks.
+        """
+        if self.size == 1:
+            return module
+        network = DistributedDataParallel(module)
+        if not self.on_cuda:  # on CUDA it would cost bandwidth
+            network.register_comm_hook(None, average_in_rank_order)
+        return network
+
+    def barrier(self) -> None:
+        """Waits until every rank is here."""
+        if self.size > 1:
+            dist.barrier(device_ids=[self.device.index] if self.on_cuda else None)
+
+    def destroy(self) -> None:
+        """Destroys the process group."""
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+def init_distributed(device: Literal["auto", "cuda", "cpu"], timeout_minutes: float = 10.0) -> World:
+    """Joins the process group that torchrun's environment describes (nccl on cuda, gloo on cpu), if there is one.
+
+    Args:
+        timeout_minutes: how long a rank waits for the others before it fails.
+    Raises:
+        UserError: cuda was requested but is not available.
+    """
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("train.device: cuda is not available here; use auto or cpu")
+    if "WORLD_SIZE" not in os.environ:  # timm would treat any SLURM allocation of several tasks as a launch
+        return World(torch.device(device))
+    local = torch.device(device, int(os.environ["LOCAL_RANK"])) if device == "cuda" else torch.device(device)
+    if device == "cuda":
+        torch.cuda.set_device(local)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=timedelta(minutes=timeout_minutes))
+    return World(local, dist.get_rank(), dist.get_world_size())
+
+
+def average_in_rank_order(state: None, bucket: dist.GradBucket) -> Future[Tensor]:
+    """Communication hook that adds up every gradient in the order of ranks, wherever it lies in the bucket.
+
+    All-reduce begins each chunk of a bucket with another rank; with three and more ranks the order matters.
+    """
+    mine = bucket.buffer()
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+
+    def average(future: Future) -> Tensor:
+        future.wait()  # raises if a rank has not answered
+        total, *others = gathered
+        for other in others:
+            total += other
+        return total.div_(len(gathered))
+
+    return dist.all_gather(gathered, mine, async_op=True).get_future().then(average)
+
+
+def autocast(amp: Literal["bf16", "fp16"] | None, device: torch.device) -> torch.autocast:
+    """Returns the context of automatic mixed precision for the forward pass; disabled for None."""
+    return torch.autocast(device.type, AMP_DTYPE[amp] if amp else None, enabled=amp is not None)
+
+
+def set_deterministic(deterministic: bool) -> None:
+    """Chooses deterministic algorithms (an operation without one raises) or the fastest. Call before CUDA is used."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = not deterministic
+
+
+def set_tf32(tf32: bool) -> None:
+    """Chooses whether a GPU computes matrix products of fp32 in TF32. Convolutions keep torch's default, TF32."""
+    torch.backends.cuda.matmul.allow_tf32 = tf32
+
+
+def mix_seeds(*key: int) -> int:
+    """Returns one 32-bit seed for the integers `key`, e.g. (seed, epoch); neighbouring keys give unrelated seeds."""
+    return int(np.random.SeedSequence((len(key), *key)).generate_state(1)[0])  # NumPy ignores trailing zeros
+
+
+def seed_everything(*key: int) -> None:
+    """Seeds Python, NumPy and torch on the CPU and on this process's CUDA device from the integers `key`."""
+    seed = mix_seeds(*key)
+    random.seed(seed)
+    np.random.seed(seed)  # noqa: NPY002 timm draws from the global one
+    torch.default_generator.manual_seed(seed)  # ten times as fast as torch.manual_seed, which asks every backend
+    if torch.cuda.is_initialized():  # false in loader workers
+        torch.cuda.manual_seed(seed)

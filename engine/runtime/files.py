@@ -1,0 +1,263 @@
+"""Files, written completely or not at all: locks of run directories, files with a SHA-256, results for the user."""
+
+import csv
+import errno
+import fcntl
+import hashlib
+import io
+import os
+import socket
+import stat
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+from engine.runtime.distributed import World
+from engine.runtime.errors import UserError
+
+
+@contextmanager
+def lock_directory(directory: Path, world: World) -> Iterator[None]:
+    """Creates `directory` and locks it: no other run can use it until this process ends, however it ends.
+
+    The lock is a POSIX lock on the file `lock`, whose text names its process. On a network file system it
+    holds between nodes if the file system supports that: NFSv4, GPFS, Lustre mounted with `flock`.
+
+    Raises:
+        UserError: another process holds the lock, or the directory cannot be written; on every rank.
+    """
+    file, problem = _lock(directory) if world.is_primary else (None, "")
+    try:
+        if world.any(bool(problem)):
+            raise UserError(f"{directory}: {problem}")
+        yield
+    finally:
+        if file is not None:
+            file.close()
+
+
+def _lock(directory: Path) -> tuple[TextIO | None, str]:
+    """Returns the open file that holds the lock of `directory`, and a problem ("" if there is none)."""
+    file = None
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = (directory / "lock").open("a+")
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                file.seek(0)
+                return file, f"in use by {file.read().strip()}; wait for its end, or choose another directory"
+            print(f"{directory}: locks do not work here ({error.strerror}); see that no second run uses it", flush=True)
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.ctime()}\n")
+        file.flush()
+        for unfinished in directory.glob("*.tmp"):  # left by a killed process
+            unfinished.unlink()
+    except OSError as error:
+        return file, f"cannot be written: {error.strerror}"
+    return file, ""
+
+
+@contextmanager
+def hold_lock(path: Path, wait: bool) -> Iterator[bool]:
+    """Context that locks the file `path` if it is free, or with `wait` as soon as it is.
+
+    Yields:
+        Whether this process has the lock; also True if locks do not work.
+    """
+    with path.open("a") as file:
+        is_held = True
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        except OSError as error:
+            is_held = error.errno not in (errno.EACCES, errno.EAGAIN)
+        yield is_held
+
+
+def is_locked(directory: Path) -> bool:
+    """Returns whether a run in another process holds the lock of `directory`; False if locks do not work."""
+    try:
+        with (directory / "lock").open() as file:
+            os.lockf(file.fileno(), os.F_TEST, 0)
+    except OSError as error:
+        return error.errno in (errno.EACCES, errno.EAGAIN)
+    return False
+
+
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
+    """Writes `content` to `path` atomically: after a crash or power cut, it has either its new or its old content.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        with unfinished.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(unfinished, path)
+    except BaseException as error:
+        unfinished.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            error.filename = str(path)
+        raise
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def check_output(path: Path, option: str, suffixes: Collection[str]) -> None:
+    """Checks in advance that `write_file` could write to the `path` that an option names.
+
+    Raises:
+        UserError: it ends in none of `suffixes`, or cannot be written.
+    """
+    if path.suffix not in suffixes:
+        raise UserError(f"{path}: {option} writes {' or '.join(suffixes)}; name such a file")
+    if not path.parent.is_dir():
+        raise UserError(f"{path}: no directory {str(path.parent)!r}")
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=path.name):
+            pass
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def make_output(directory: Path, files: Iterable[str], option: str = "--output") -> None:
+    """Makes the directory that an option names, and checks that these files can be written in it.
+
+    Raises:
+        UserError: it cannot be made, or a file cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{option} {directory}: cannot be made: {error.strerror}") from None
+    for file in files:
+        check_output(directory / file, option, [Path(file).suffix])
+
+
+def to_csv(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> bytes:
+    """Returns the content of a CSV file; names of files keep their bytes."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(header)
+    writer.writerows(rows)
+    return text.getvalue().encode(errors="surrogateescape")
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Writes `content`, a result for the user, to `path` atomically.
+
+    Raises:
+        UserError: it cannot be written; an existing file is unchanged.
+    """
+    try:
+        write_atomically(path, content)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}; what was there is unchanged") from error
+
+
+def write_verified(path: Path, content: bytes | memoryview) -> None:
+    """Writes `content` to `path`, and its SHA-256 beside it.
+
+    While a file is replaced, the digests of its old and its new content both stand beside it: after an interruption at
+    any time, `path` has one of the two, and is intact.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    new, old, known = hashlib.sha256(content).hexdigest(), _sha256(path), read_digests(path)
+    valid = [old] if old and (old in known or not known) else []
+    _write_digests(path, [new, *valid])
+    try:
+        write_atomically(path, content)
+    except OSError:
+        with suppress(OSError):
+            _write_digests(path, valid)
+        raise
+    if valid:
+        _write_digests(path, [new])
+
+
+def _write_digests(path: Path, digests: Sequence[str]) -> None:
+    """Writes `digests` beside `path`, in the format of sha256sum; without digests, removes their file."""
+    if digests:
+        write_atomically(digest_path(path), "".join(f"{digest}  {path.name}\n" for digest in digests).encode())
+    else:
+        digest_path(path).unlink()
+
+
+def _sha256(path: Path) -> str | None:
+    """Returns the SHA-256 of `path`, None if it cannot be read."""
+    try:
+        with open_regular(path) as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError:
+        return None
+
+
+def is_intact(path: Path) -> bool:
+    """Returns whether the SHA-256 of `path` stands beside it."""
+    return _sha256(path) in read_digests(path)
+
+
+def digest_path(path: Path) -> Path:
+    """Returns the path of the file with the SHA-256 of `path`."""
+    return path.with_name(path.name + ".sha256")
+
+
+def read_digests(path: Path) -> list[str]:
+    """Returns the SHA-256 beside `path`: none if it cannot be read, two while `path` is replaced."""
+    try:
+        text = read_regular(digest_path(path), 1024).decode(errors="replace")
+    except UserError:
+        return []
+    return [line[:64] for line in text.split("\n")]
+
+
+def open_regular(path: str | Path, flags: int = 0) -> io.BufferedReader:
+    """Opens a regular file for reading; a pipe or device could block or never end.
+
+    Args:
+        flags: further flags of `os.open`.
+    Raises:
+        OSError: no such file, no permission, or not a regular file (behind any symbolic links).
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        raise OSError(0, "a directory" if stat.S_ISDIR(mode) else "a pipe or device, not a regular file")
+    return open(descriptor, "rb")
+
+
+def read_regular(path: Path, limit: int = -1) -> bytes:
+    """Reads `path`, which must be a regular file: a link may lead anywhere, a pipe or device may never end.
+
+    Args:
+        limit: bytes to read at most; -1: all.
+
+    Raises:
+        UserError: it is not a regular file, or cannot be read.
+    """
+    try:
+        with open_regular(path, os.O_NOFOLLOW) as file:
+            return file.read(limit)
+    except MemoryError:
+        raise UserError(f"{path}: larger than memory") from None
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise UserError(f"{path}: a symbolic link; name the file itself") from None
+        if error.errno == errno.ENOENT:
+            raise UserError(f"{path}: no checkpoint there") from None
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None

@@ -1,0 +1,48 @@
+"""Provenance of a result: command, version and git revision of the code, device and packages."""
+
+import platform
+import re
+import shlex
+import subprocess
+import sys
+from contextlib import suppress
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from attention import __version__
+
+PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow")
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Returns command, version and git revision of this code (None if it is installed), device and package versions."""
+    code, run = Path(__file__), partial(subprocess.run, capture_output=True, text=True, check=True)
+    try:
+        # An installed package may lie in the repository of another project, which does not track it.
+        run(["git", "-C", code.parent, "ls-files", "--error-unmatch", code.name])
+        describe = ["git", "-C", code.parent, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+        revision = run(describe).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        revision = None
+    return {
+        "command": shlex.join(sys.argv),
+        "version": __version__,
+        "git": revision,
+        "device": device_name(device),
+        "python": platform.python_version(),
+        **{package: version(package) for package in PACKAGES},
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """Returns the model name of the GPU or the processor; "cpu" if the system does not name it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    with suppress(OSError):
+        if name := re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return name[1]
+    return platform.processor() or "cpu"

@@ -1,0 +1,91 @@
+"""The terminal: the progress bar, and the console log in a run directory."""
+
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TextIO
+
+from tqdm import tqdm
+
+CONSOLE = "console.log"
+"""File of a run directory."""
+
+
+def append_line(directory: Path, line: str) -> None:
+    """Adds a line to the console log of `directory`, unless it cannot be written: the console shows it anyway."""
+    with suppress(OSError), (directory / CONSOLE).open("a", encoding="utf-8", errors="backslashreplace") as file:
+        file.write(f"{line}\n")
+
+
+class ConsoleLog:
+    """Context in which every line that this process prints, on stdout or stderr, also goes into a file.
+
+    Lines wait until `keep` names the file. A line that is redrawn, such as a progress bar, is written in its last
+    state.
+    """
+
+    def __enter__(self) -> "ConsoleLog":
+        self.directory: Path | None = None
+        self.waiting: list[str] = []
+        self.streams = sys.stdout, sys.stderr
+        sys.stdout, sys.stderr = (Copied(stream, self.add) for stream in self.streams)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        sys.stdout, sys.stderr = self.streams
+        if error is not None and not isinstance(error, SystemExit):  # Python prints it later
+            self.add("".join(traceback.format_exception(error)).rstrip())
+
+    def keep(self, directory: Path) -> None:
+        """Appends all earlier and later output to `CONSOLE` in `directory`."""
+        self.directory = directory
+        for line in self.waiting:
+            self.add(line)
+
+    def add(self, line: str) -> None:
+        """Adds a line to the file only."""
+        if self.directory is None:
+            self.waiting.append(line)
+        else:
+            append_line(self.directory, line)
+
+
+class Copied:
+    """The text stream `stream`, whose complete lines also go to `add`."""
+
+    def __init__(self, stream: TextIO, add: Callable[[str], None]):
+        self.stream, self.add, self.line = stream, add, ""
+
+    def write(self, text: str) -> int:
+        *lines, self.line = (self.line + text).split("\n")
+        for line in lines:
+            self.add(line.rpartition("\r")[2])
+        self.line = self.line[self.line.rfind("\r") + 1 :]
+        return self.stream.write(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+def progress_bar(title: str, total: int | None, *, initial: int = 0, leave: bool = True, hidden: bool = False) -> tqdm:
+    """Returns a bar that counts images, as wide as the terminal; hidden if stderr is no terminal.
+
+    It shows the title, the share done, the time left, images per second, and last what `set_postfix_str` adds.
+
+    Args:
+        total: number of all images; None: unknown. leave: a closed bar stays on the screen. hidden: always hide it.
+    """
+    return tqdm(
+        desc=title,
+        total=total,
+        initial=initial,
+        leave=leave,
+        disable=hidden or None,  # None: unless stderr is a terminal
+        dynamic_ncols=True,
+        unit=" images",
+        unit_scale=True,
+        bar_format="{l_bar}{bar}| ETA {remaining}, {rate_noinv_fmt}{postfix}",
+    )

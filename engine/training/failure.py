@@ -1,0 +1,76 @@
+"""Failures of a run that the user can act on: one line on stderr, and an exit status.
+
+0   finished
+1   failed: a loss that is not finite, a broken image, too little memory or disk, a rank that does not answer, loader
+    workers that are killed, blocks that cannot be compiled
+2   refused before it began: configuration, data, a directory in use
+75  stopped by a signal and saved; the same command resumes it (`engine.runtime.signals`)
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from torch.distributed import distributed_c10d
+
+from engine.config.schema import Train
+from engine.data.images import BrokenImage
+from engine.data.workers import WorkersLost
+from engine.runtime.distributed import World
+from engine.runtime.memory import is_out_of_memory
+from engine.training.compilation import CompilationFailed
+
+FAILED = 1
+
+PATIENCE = 2.0
+"""Time (s) within which all ranks notice that another rank is lost."""
+
+
+@contextmanager
+def explain_failures(options: Train, world: World) -> Iterator[None]:
+    """Context in which such a failure ends the process with one line and status `FAILED`; bugs pass."""
+    try:
+        yield
+    except (FloatingPointError, BrokenImage, WorkersLost, CompilationFailed) as error:
+        _end(world, str(error))
+    except OSError as error:
+        what = error.strerror or str(error).strip().splitlines()[-1]
+        _end(world, f"{error.filename or 'log or events'}: {what}; the last checkpoint stands")
+    except (RuntimeError, MemoryError) as error:
+        text = str(error).partition("\n")[0]
+        if is_out_of_memory(error):
+            _end(world, f"out of memory; {_remedies(options, world)} ({text})")
+        if "gloo/transport" in text:  # on CUDA, NCCL ends the process
+            _end(world, f"{_find_missing(world)} ({text})")
+        raise
+
+
+def _remedies(options: Train, world: World) -> str:
+    """Returns the options to change if memory ran out."""
+    images = options.total_batch_size // (world.size * options.grad_accum_steps)
+    remedies = {
+        f"raise train.grad_accum_steps = {options.grad_accum_steps} ({images} images a pass)": images > 1,
+        "set train.grad_checkpointing=true": not options.grad_checkpointing,
+        "set train.amp=bf16": options.amp is None,
+        f"lower train.total_batch_size = {options.total_batch_size}": True,
+    }
+    return ", or ".join(remedy for remedy, helps in remedies.items() if helps)
+
+
+def _find_missing(world: World) -> str:
+    """Names the ranks that do not answer: every living rank sets a key in the store of the process group."""
+    store = distributed_c10d._get_default_store()
+    keys = {rank: f"failed/{rank}" for rank in range(world.size)}
+    with suppress(RuntimeError):  # its process has ended
+        store.set(keys[world.rank], "")
+        time.sleep(PATIENCE)
+        if missing := [str(rank) for rank, key in keys.items() if not store.check([key])]:
+            return f"no answer from rank {', '.join(missing)}"
+    return "no answer from another rank"
+
+
+def _end(world: World, message: str) -> None:
+    who = f"rank {world.rank}: " if world.size > 1 else ""
+    print(f"error: {who}{message}", file=sys.stderr, flush=True)
+    raise SystemExit(FAILED) from None

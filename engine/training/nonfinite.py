@@ -1,0 +1,113 @@
+"""Losses and gradients that are not finite: their updates are skipped, or end the run."""
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import cast
+
+from torch import nn
+
+from engine.checkpoints.progress import Progress
+from engine.config.schema import Train
+from engine.data.loaders import Loader, images_of
+from engine.data.sampler import EpochSampler
+from engine.runtime.files import write_atomically
+from engine.training.resume import Checkpoints, Stateful
+
+
+class FiniteGuard:
+    """Checks the losses of all ranks and the gradient norm of every update.
+
+    Where `UpdateExchange` reads them one update late, the weights may be spoilt by then (a fused optimiser leaves them
+    as they are, see `keep_weights_finite`), but nothing has been saved. With fp16, loss scaling expects gradients that
+    are not finite and skips their updates itself; here they are counted.
+
+    Args:
+        progress: counts the losses of updates that were made, and the updates that were skipped.
+        dump: writes down the update that many updates ago, and the reason; see `dump_step`.
+    """
+
+    def __init__(self, options: Train, progress: Progress, dump: Callable[[str, int], None]):
+        self.options, self.progress, self.dump = options, progress, dump
+
+    def begin_update(self, model: nn.Module) -> None:
+        """Copies the buffers, which a forward pass changes (as BatchNorm does), if the update may be skipped."""
+        if self.options.max_skipped:
+            self.buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+
+    def check(self, losses: Sequence[float], norm: float, updates_ago: int) -> bool:
+        """Returns whether to make the update with these losses, one per rank, and this gradient norm.
+
+        The buffers of a skipped update are restored.
+
+        Args:
+            updates_ago: 1 if the update has been made already, else 0.
+        Raises:
+            FloatingPointError: the loss of a rank or the gradient is not finite, and the update is not to be skipped.
+        """
+        loss, is_scaled = sum(losses) / len(losses), self.options.amp == "fp16"
+        if self.options.max_skipped and not (math.isfinite(loss) and (is_scaled or math.isfinite(norm))):
+            self._skip(f"the loss is {loss:g} and the gradient norm {norm:g}")
+            return False
+        end = "no checkpoint was made after it" if updates_ago else "stopped before the update"
+        if ranks := ", ".join(str(rank) for rank, x in enumerate(losses) if not math.isfinite(x)):
+            self._stop(f"the loss is not finite on rank {ranks}; {end}", updates_ago)
+        if is_scaled:
+            self._count_overflow(not math.isfinite(norm), updates_ago)
+        elif not math.isfinite(norm):
+            self._stop(f"the gradient norm is {norm}; {end}", updates_ago)
+        self.progress.loss_sum += loss
+        self.progress.num_summed += 1
+        return True
+
+    def _skip(self, reason: str) -> None:
+        if self.progress.num_skipped == self.options.max_skipped:
+            self._stop(f"{reason}; {self.progress.num_skipped} updates have been skipped already", 0)
+        self.progress.num_skipped += 1
+        for buffer, before in self.buffers:
+            buffer.copy_(before)
+        self.dump(reason, 0)
+
+    def _count_overflow(self, overflows: bool, updates_ago: int) -> None:
+        count = self.progress.num_overflows = self.progress.num_overflows + 1 if overflows else 0
+        if count > self.options.max_overflows:
+            self._stop(
+                f"the gradient was not finite in {count} updates in a row, at any loss scale; train.max_overflows ="
+                f" {self.options.max_overflows}; lower optim.lr, or set train.amp=bf16 (with --allow-change)",
+                updates_ago,
+            )
+
+    def _stop(self, reason: str, updates_ago: int) -> None:
+        self.dump(reason, updates_ago)
+        raise FloatingPointError(f"step {self.progress.step - updates_ago}: {reason}")
+
+
+def dump_step(
+    checkpoints: Checkpoints,
+    loader: Loader,
+    stateful: Mapping[str, Stateful],
+    progress: Progress,
+    reason: str,
+    updates_ago: int,
+) -> None:
+    """Writes the current update, or the one before, to `failed_step_S.json` and `.pt` beside the checkpoints.
+
+    The JSON file lists the images of the total batch, in order; rank r of R had every R-th. The other is a checkpoint
+    of the present state, from which no run resumes.
+    """
+    if not checkpoints.world.is_primary:
+        return
+    sampler, images = cast(EpochSampler, loader.sampler), images_of(loader)
+    start = progress.images - updates_ago * sampler.total_batch_size
+    indices = sampler.order()[start : start + sampler.total_batch_size].tolist()
+    record = {
+        "step": progress.step - updates_ago,
+        "reason": reason,
+        "progress": asdict(progress),
+        "processes": checkpoints.world.size,
+        "images": [[index, str(images.filename(index))] for index in indices],
+    }
+    path = checkpoints.directory / f"failed_step_{record['step']}.json"
+    write_atomically(path, json.dumps(record, indent=1).encode())
+    checkpoints.write(path.with_suffix(".pt"), progress, stateful)

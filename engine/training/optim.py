@@ -1,0 +1,137 @@
+"""Optimiser and learning rate schedule of a run, both by timm."""
+
+import io
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from timm.optim import create_optimizer_v2
+from timm.scheduler import create_scheduler_v2
+from timm.scheduler.scheduler import Scheduler
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from attention.options import OptionError
+from engine.checkpoints.format import read_archive
+from engine.config.schema import Optim, Schedule
+from engine.runtime.distributed import seed_everything
+from engine.runtime.errors import UserError
+from engine.runtime.text import describe_error
+
+FUSED = ("adam", "adamw")
+"""Optimisers of timm that are torch's own and can be fused on CUDA."""
+
+DEVICE_OPTIONS = {"fused", "foreach"}
+"""Options of parameter groups that choose the kernels of an update, not its result."""
+
+
+def create_optimizer(model: nn.Module, optim: Optim, total_batch_size: int) -> Optimizer:
+    """Creates timm's optimiser of `model`, with the learning rate scaled to the total batch.
+
+    One-dimensional weights, biases and the weights in `model.no_weight_decay()` do not decay. With `layer_decay` the
+    groups are timm's, by `model.group_matcher()`: their `lr_scale` is the factor that the schedule applies. On CUDA,
+    torch's Adam and AdamW are fused: one kernel instead of a dozen.
+    """
+    is_fused = next(model.parameters()).is_cuda and optim.opt in FUSED
+    fused: dict[str, Any] = {"fused": True} if is_fused else {}
+    return create_optimizer_v2(
+        model,
+        optim.opt,
+        lr=optim.lr * total_batch_size / optim.lr_base_size,
+        weight_decay=optim.weight_decay,
+        betas=optim.betas,
+        eps=optim.eps,
+        layer_decay=optim.layer_decay,
+        **fused,
+    )
+
+
+def keep_weights_finite(optimizer: Optimizer, norm: Tensor) -> None:
+    """Makes the next step of a fused optimiser change nothing if the gradient norm, a scalar on the device, is not
+    finite. Other optimisers have no such switch. Unlike a branch, this does not wait for the device.
+    """
+    if optimizer.param_groups[0].get("fused"):
+        vars(optimizer)["found_inf"] = norm.isfinite().logical_not().float()  # as torch's GradScaler does
+
+
+def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any], former: Optimizer, source: str) -> None:
+    """Loads the state dict `state` into `optimizer`, except for options that the user has changed.
+
+    Parameter groups hold options as well as state (LAMB counts its steps there), so all unchanged entries are taken
+    from `state`.
+
+    Args:
+        former: a new optimiser of the same weights with the saved options: entries that differ have been changed.
+    Raises:
+        UserError: the state belongs to other groups of weights; the message begins with `source`.
+    """
+    here, before, there = optimizer.param_groups, former.param_groups, state["param_groups"]
+    if [len(group["params"]) for group in here] != [len(group["params"]) for group in there]:
+        raise UserError(
+            f"{source}: the checkpoint's state is for other groups of weights; optim.weight_decay = 0 makes one group,"
+            " any other makes two, and optim.layer_decay makes them of every layer: keep both, or start afresh in"
+            " another directory"
+        )
+    groups = []
+    for new, old, saved in zip(here, before, there, strict=True):
+        names, known = new.keys() - {"params", "lr"}, old.keys() & saved.keys() - DEVICE_OPTIONS  # lr: every update
+        changed = {name for name in names if name not in known or new[name] != old[name]}
+        groups.append(saved | {name: new[name] for name in changed})
+    optimizer.load_state_dict({**state, "param_groups": groups})
+
+
+@torch.compiler.set_stance("force_eager")
+def check_optimizer(optim: Optim, device: torch.device) -> None:
+    """Refuses an optimiser that cannot train, be saved or be resumed, after a trial on a tiny model.
+
+    Raises:
+        OptionError: the trial failed.
+    """
+
+    def train(model: nn.Module, optimizer: Optimizer) -> None:
+        seed_everything(0)  # as before every update of a run
+        for _ in range(2):
+            for weight in model.parameters():
+                weight.grad = torch.randn_like(weight)
+            optimizer.step()
+
+    optim = replace(optim, layer_decay=None)  # the trial's model has no layers
+    model, resumed = (nn.Sequential(nn.Conv2d(3, 16, 2), nn.Linear(16, 17)).to(device) for _ in range(2))
+    try:
+        optimizer, other = (create_optimizer(m, optim, optim.lr_base_size) for m in (model, resumed))
+        train(model, optimizer)
+        saved = io.BytesIO()
+        torch.save(optimizer.state_dict(), saved)
+        resumed.load_state_dict(model.state_dict())
+        restore_optimizer(other, read_archive(saved.getvalue()), other, optim.opt)
+        train(model, optimizer)
+        train(resumed, other)
+        if not all(map(torch.equal, model.parameters(), resumed.parameters())):
+            raise ValueError("resumed, it makes other updates")
+    except Exception as error:  # any error means that it cannot be used
+        reason = describe_error(error)
+        problem = f" = {optim.opt!r} cannot be used, a trial failed ({reason}); choose another, such as adamw"
+        raise OptionError("optim.opt", problem) from error
+
+
+def create_schedule(optimizer: Optimizer, schedule: Schedule, updates_per_epoch: int) -> Scheduler:
+    """Creates timm's learning rate schedule: call ``step_update(finished updates)`` before each update.
+
+    As in DeiT, the decay runs over all epochs, and the warm-up replaces its beginning.
+    """
+    shapes: dict[str, dict[str, Any]] = {
+        "cosine": {"sched": "cosine"},
+        "linear": {"sched": "poly", "decay_rate": 1.0},
+        "constant": {"sched": "step", "decay_rate": 1.0},
+    }
+    return create_scheduler_v2(
+        optimizer,
+        **shapes[schedule.sched],
+        num_epochs=schedule.epochs,
+        warmup_epochs=schedule.warmup_epochs,
+        warmup_lr=schedule.warmup_lr,
+        min_lr=schedule.min_lr,
+        step_on_epochs=False,
+        updates_per_epoch=updates_per_epoch,
+    )[0]

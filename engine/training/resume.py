@@ -1,0 +1,208 @@
+"""Resuming: the checkpoints in a run directory, and the options that may change when a run continues."""
+
+import sys
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from attention.options import nearest, parse_options
+from engine.checkpoints.files import IDENTITY, find_checkpoint, save_checkpoint
+from engine.checkpoints.identify import NAME, list_checkpoints
+from engine.checkpoints.progress import Progress
+from engine.checkpoints.weights import is_finite, list_not_finite, load_weights
+from engine.config.load import dump_run, flatten, parse_run
+from engine.config.schema import Run
+from engine.runtime.distributed import World
+from engine.runtime.errors import ConfigError, UserError
+from engine.runtime.files import digest_path, is_intact
+from engine.runtime.text import describe_difference
+from engine.training.optim import create_optimizer, restore_optimizer
+
+RESUMABLE_OPTIONS = {
+    "data.root",
+    "data.classes",
+    "data.workers",
+    "data.max_broken",
+    "data.broken_val",
+    "train.log_every",
+    "train.keep_checkpoints",
+    "train.checkpoint_steps",
+    "train.checkpoint_minutes",
+    "train.timeout_minutes",
+    "train.max_skipped",
+    "train.max_overflows",
+    "report.wandb",
+    "report.mlflow",
+}
+"""Options without an effect on the trained weights: a run may be resumed with other values."""
+
+CHANGEABLE = "what may differ: an option, processes, images, classes, train_files, val_files or teacher_weights"
+"""Help on --allow-change: possible differences from the run that is continued."""
+
+Stateful = nn.Module | Optimizer | torch.amp.GradScaler
+"""Objects with a state dict in a checkpoint."""
+
+NUM_LAST = 2
+"""Number of newest checkpoints that are kept besides the best: a file may be damaged after it was written."""
+
+
+class Checkpoints:
+    """The checkpoints of `run`, on `num_images` training images, in `directory`, which this process has locked.
+
+    Args:
+        identity: metadata of the data, see `identify_data`, and of a teacher, see `Distillation.identity`.
+    """
+
+    def __init__(
+        self, directory: Path, run: Run, world: World, num_images: int, identity: Mapping[str, Any] | None = None
+    ):
+        self.directory, self.options, self.world = directory, run.train, world
+        self.metadata = {"config": dump_run(run), "processes": world.size, "images": num_images, **(identity or {})}
+        self.saved_at = time.monotonic()
+
+    def restore(self, stateful: Mapping[str, Stateful], allowed: Collection[str] = ()) -> Progress:
+        """Loads the newest valid checkpoint into `stateful`; without one, nothing changes.
+
+        Args:
+            stateful: name of a state dict -> object that it is loaded into.
+            allowed: options, or names in the metadata, that may differ from the checkpoint's, besides
+                `RESUMABLE_OPTIONS`.
+        Raises:
+            UserError: the checkpoint's run has other options or data, or unknown options; its weights or its optimiser
+                do not fit; it has more epochs than the configuration; or not every rank sees the same checkpoint.
+        """
+        found = find_checkpoint(self.directory, "last", quiet=not self.world.is_primary)
+        progress = parse_options(Progress, found[1]["progress"]) if found else Progress()
+        if self.world.gather([progress.epoch, progress.step]) != [[progress.epoch, progress.step]] * self.world.size:
+            problem = "not every rank sees the same checkpoint; use a file system that all share"
+            raise UserError(f"{self.directory}: {problem}")
+        here = _flatten_metadata(self.metadata)
+        for key in allowed:
+            if key not in here:
+                raise UserError(f"--allow-change: {key!r} is no option{nearest(key, here)}")
+        if found is None:
+            return progress
+        path, checkpoint = found
+        run = self._read_run(path, checkpoint)
+        there = _flatten_metadata(checkpoint | {"config": dump_run(run)})
+        if lines := list_differences(there, here, allowed):
+            raise UserError(
+                f"{self.directory}: holds a run with other options or data; resume it with its own, start afresh in"
+                " another directory, or allow a change with --allow-change KEY\n  " + "\n  ".join(lines)
+            )
+        epochs, before = here["schedule.epochs"], there["schedule.epochs"]
+        if epochs <= progress.epoch and epochs != before:
+            raise UserError(
+                f"{self.directory}: schedule.epochs = {epochs}, but {progress.epoch} of {before} epochs are done there;"
+                f" choose more than {progress.epoch}"
+            )
+        for name, target in stateful.items():
+            state = checkpoint.get(name)
+            if isinstance(target, nn.Module):  # a new average starts from the weights
+                load_weights(target, state or checkpoint.get("model", {}), f"{self.directory}: {name}")
+            elif not isinstance(target, Optimizer):
+                target.load_state_dict(state or target.state_dict())
+            elif all(there[key] == here[key] for key in ("optim.opt", "train.freeze")):  # its state still fits
+                former = create_optimizer(cast(nn.Module, stateful["model"]), run.optim, run.train.total_batch_size)
+                restore_optimizer(target, checkpoint[name], former, f"{self.directory}: {name}")
+        return progress
+
+    def _read_run(self, path: Path, checkpoint: Mapping[str, Any]) -> Run:
+        """Parses the configuration in `checkpoint`; new options have their defaults."""
+        try:
+            return parse_run(checkpoint["config"], "its configuration")
+        except ConfigError as error:
+            raise UserError(f"{path}: this version cannot resume it; {error}") from None
+
+    def is_due(self, step: int) -> bool:
+        """Returns whether a checkpoint is due after update `step` of the run."""
+        steps = self.options.checkpoint_steps
+        return bool(steps and step % steps == 0)
+
+    def is_overdue(self) -> bool:
+        """Returns whether the last checkpoint is too old by the clock of this rank; clocks of ranks may differ."""
+        minutes = self.options.checkpoint_minutes
+        return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+
+    def save(self, progress: Progress, stateful: Mapping[str, Stateful]) -> None:
+        """Writes a checkpoint on the primary rank, and removes checkpoints neither among the newest nor among the best.
+
+        Raises:
+            FloatingPointError: a weight, or the optimiser's state, is not finite; nothing is written.
+            OSError: it cannot be written; existing files are unchanged.
+        """
+        if self.world.is_primary:
+            self._save(progress, stateful)
+        self.saved_at = time.monotonic()
+
+    def _save(self, progress: Progress, stateful: Mapping[str, Stateful]) -> None:
+        if bad := _find_not_finite(stateful):
+            raise FloatingPointError(f"step {progress.step}: {bad} is not finite; no checkpoint was made of it")
+        name = f"step_{progress.step}" + (f"_epoch_{progress.epoch}" if not progress.images else "")
+        self.write(self.directory / f"{name}.pt", progress, stateful)
+        self._rotate(progress)
+
+    def write(self, path: Path, progress: Progress, stateful: Mapping[str, Stateful]) -> None:
+        """Writes a checkpoint to `path`, even if its state is not finite."""
+        states = {name: source.state_dict() for name, source in stateful.items()}
+        save_checkpoint(path, self.metadata | {"progress": asdict(progress)} | states)
+
+    def _rotate(self, progress: Progress) -> None:
+        newest, *others = list_checkpoints(self.directory)
+        if not is_intact(newest):
+            print(f"{newest}: not what was written to it; all older checkpoints are kept", file=sys.stderr, flush=True)
+            return
+        best = {epoch for _, epoch in progress.ranking + progress.ema_ranking}
+        for path in others[NUM_LAST - 1 :]:
+            match = NAME.fullmatch(path.name)
+            if match is None or match[2] is None or int(match[2]) not in best:
+                path.unlink()
+                digest_path(path).unlink(missing_ok=True)
+
+
+def _find_not_finite(stateful: Mapping[str, Stateful]) -> str | None:
+    """Returns the name of a weight, or of a tensor of the optimiser, that is not finite; None if all are."""
+    for key, source in stateful.items():
+        if isinstance(source, nn.Module):
+            bad = list_not_finite(source, source.state_dict())
+        elif isinstance(source, Optimizer):
+            states = enumerate(source.state.values())
+            named = ((f"{i}.{name}", x) for i, state in states for name, x in state.items() if torch.is_tensor(x))
+            bad = [name for name, tensor in named if not is_finite(tensor)]
+        else:
+            continue
+        if bad:
+            return f"{key}.{bad[0]}"
+    return None
+
+
+def _flatten_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    names = ("processes", "images", *IDENTITY)
+    return flatten(metadata["config"]) | {name: metadata[name] for name in names if name in metadata}
+
+
+def list_differences(there: Mapping[str, Any], here: Mapping[str, Any], allowed: Collection[str] = ()) -> list[str]:
+    """Returns one line for each forbidden difference between the options of the runs `here` and `there`.
+
+    Besides `RESUMABLE_OPTIONS` and `allowed`, a mechanism's `released` may differ: it only chooses the defaults of
+    other options, which are compared anyway.
+
+    Args:
+        there, here: dotted path of an option -> value.
+    """
+    absent = "absent"
+
+    def describe(key: str) -> str:
+        if key == "classes":
+            return describe_difference(there.get(key, []), here.get(key, []), ("the run there", "the data here"))
+        return f"{there.get(key, absent)} there, {here.get(key, absent)} here"
+
+    changed = {key for key in there.keys() | here.keys() if there.get(key, absent) != here.get(key, absent)}
+    modes = {key for key in changed if key.startswith("attention.") and key.endswith(".released")}
+    return [f"{key}: {describe(key)}" for key in sorted(changed - modes - RESUMABLE_OPTIONS - set(allowed))]

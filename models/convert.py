@@ -1,0 +1,213 @@
+"""Conversion of state dicts of other sizes and other code bases to state dicts that our models load strictly."""
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+import torch.nn.functional as F
+from timm.layers import resample_abs_pos_embed
+from torch import Tensor, nn
+
+from attention import Grid, OptionError
+
+StateDict = dict[str, Tensor]
+
+
+PREFIX_TOKENS = "cls_token", "dist_token", "reg_token"
+"""Names of the tokens before the grid tokens, in this order."""
+
+
+@runtime_checkable
+class HasGrid(Protocol):
+    """A model with position embeddings (1, prefix + H*W, C) of an (H, W) grid."""
+
+    pos_embed: Tensor
+    grid: Grid
+
+
+@runtime_checkable
+class HasPositionTable(Protocol):
+    """A part of attention that has a table (width, H*W) of an (H, W) grid and can resample it."""
+
+    table: Tensor
+    grid: Grid
+
+    def resampled(self, table: Tensor, old: Grid, grid: Grid) -> Tensor: ...
+
+
+def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | None = None) -> StateDict:
+    """Adapts a state dict's position embeddings, if it has any, to the image size and prefix tokens of a DeiT.
+
+    A prefix token that the state dict lacks keeps the model's position embedding.
+
+    Args:
+        state_dict: state dict of the same model built for another image size. model: the model that will load it.
+        grid: (H, W) of the state dict's position embeddings; None assumes the model's own grid if the number is the
+            same, and a square otherwise.
+    Raises:
+        OptionError: no grid is given and the number of position embeddings is not a square.
+    """
+    pos_embed = state_dict.get("pos_embed")
+    if pos_embed is None or not isinstance(model, HasGrid):
+        return state_dict
+    there, here = _count_prefix_tokens(state_dict), _count_prefix_tokens(dict(model.named_parameters()))
+    num_prefix = sum(there.values())
+    total = pos_embed.shape[1] - num_prefix
+    if grid is None:
+        is_grid = {n: n == math.prod(model.grid) or math.isqrt(n) ** 2 == n for n in (total, pos_embed.shape[1])}
+        total = next((n for n, fits in is_grid.items() if fits), total)
+        if not is_grid[total]:
+            raise OptionError("grid", f"{total} position embeddings are no square; name their (H, W)")
+        grid = model.grid if total == math.prod(model.grid) else (math.isqrt(total), math.isqrt(total))
+    if num_prefix and pos_embed.shape[1] == math.prod(grid):  # prefix tokens have no embeddings, as in DeiT III
+        pos_embed = torch.cat([pos_embed.new_zeros(1, num_prefix, pos_embed.shape[2]), pos_embed], 1)
+    if grid == model.grid and there == here and pos_embed is state_dict["pos_embed"]:
+        return state_dict
+    *rows, patches = pos_embed.split([*there.values(), math.prod(grid)], 1)
+    *own_rows, _ = model.pos_embed.detach().to(pos_embed).split([*here.values(), math.prod(model.grid)], 1)
+    prefix = dict(zip(here, own_rows, strict=True))
+    prefix |= {name: row for name, row in zip(there, rows, strict=True) if here.get(name) == there[name]}
+    patches = resample_abs_pos_embed(patches, model.grid, grid, num_prefix_tokens=0)
+    return {**state_dict, "pos_embed": torch.cat([*prefix.values(), patches], 1)}
+
+
+def _count_prefix_tokens(tensors: StateDict) -> dict[str, int]:
+    """Name -> number of tokens, for each kind of prefix tokens in the state dict."""
+    return {name: tensors[name].shape[1] for name in PREFIX_TOKENS if name in tensors}
+
+
+def resample_bias_tables(
+    state_dict: StateDict, model: nn.Module, source: nn.Module | None = None
+) -> tuple[StateDict, dict[str, str]]:
+    """Adapts a state dict's relative position bias to the windows of `model`, for tables with a row per offset.
+
+    Args:
+        source: the model of the state dict, which may be on the meta device. None assumes that the tables have the same
+            kind as the model's, and that tables with as many rows have the same windows.
+    Returns:
+        The tables that had to be resampled, and name -> reason for the tables that `model` cannot use.
+    """
+    tables, reasons = {}, {}
+    for name, layer in model.named_modules():
+        table, bias = state_dict.get(key := f"{name}.position_bias.table"), getattr(layer, "position_bias", None)
+        if table is None or bias is None or bias.table is None:
+            continue
+        (kind, windows), fits, rows = _bias_options(layer), table.shape == bias.table.shape, table.shape[1]
+        there = (kind, fits and windows) if source is None else _bias_options(source.get_submodule(name))
+        their_kind, their_windows = there
+        if their_kind != kind:
+            reasons[key] = f"there it is of {' '.join(their_kind)}"
+        elif fits and (kind[0] == "table" or their_windows == windows):
+            continue
+        elif kind[0] != "table":
+            reasons[key] = f"of another window, and {' '.join(kind)} cannot be resampled"
+        elif table.shape[::2] != bias.table.shape[::2] or ("2d" in kind and math.isqrt(rows) ** 2 != rows):
+            reasons[key] = f"{tuple(table.shape)} there is no such table"
+        else:
+            tables[key] = _resize_table(table, bias.table.shape[1], "2d" in kind)
+    return tables, reasons
+
+
+def resample_position_tables(state_dict: StateDict, model: nn.Module, source: nn.Module | None = None) -> StateDict:
+    """Adapts attention tables with a column for every token of a grid, or of a row or column, to the grids of `model`.
+
+    Args:
+        source: see `resample_bias_tables`. None assumes that tables with as many columns have the same grid, and others
+            a square.
+    Returns:
+        The tables that had to be resampled.
+    Raises:
+        RuntimeError: the number of columns does not match the grid.
+    """
+    tables = {}
+    for name, here in model.named_modules():
+        table = state_dict.get(key := f"{name}.table")
+        if table is None or not isinstance(here, HasPositionTable) or table.shape[:-1] != here.table.shape[:-1]:
+            continue
+        grid = here.grid if table.shape == here.table.shape else _likely_grid(table.shape[1], here.grid)
+        if source is not None:
+            there: Any = source.get_submodule(name)
+            grid = there.grid
+        if grid != here.grid:
+            tables[key] = here.resampled(table, grid, here.grid)
+    return tables
+
+
+def _likely_grid(count: int, here: Grid) -> Grid:
+    """The likely grid of `count` columns: a row or a column if `here` is one, otherwise a square."""
+    if 1 in here:
+        return (1, count) if here[0] == 1 else (count, 1)
+    return math.isqrt(count), math.isqrt(count)
+
+
+def _bias_options(layer: nn.Module) -> tuple[tuple[str, ...], tuple[int, int]]:
+    """Options that determine the rows of a bias table: its kind, and the window's side and overlap."""
+    config: Any = layer.config
+    kind = config.position_bias, config.layout, *(["causal"] if getattr(config, "causal", False) else [])
+    return kind, (config.window_size, getattr(config, "overlap", 0))
+
+
+def _resize_table(table: Tensor, rows: int, is_square: bool) -> Tensor:
+    """Resizes a bias table (1, rows, h) with a row per offset, along an axis or on a square, as timm does."""
+    before, after = ((side := math.isqrt(n), side) if is_square else (1, n) for n in (table.shape[1], rows))
+    images = table.float().mT.unflatten(2, before)  # (1, h, y, x)
+    return F.interpolate(images, after, mode="bicubic", align_corners=False).flatten(2).mT
+
+
+def from_timm_pvt(state_dict: Mapping[str, Tensor]) -> StateDict:
+    """Converts a state dict of timm's PyramidVisionTransformerV2: stacks the projections `q` and `kv` into one `qkv`.
+
+    All other names are the same; `sr` and `norm` of an attention layer belong to spatial-reduction attention.
+    """
+    converted = {}
+    for key, value in state_dict.items():
+        if ".attn.q." in key:
+            converted[key.replace(".q.", ".qkv.")] = torch.cat([value, state_dict[key.replace(".q.", ".kv.")]])
+        elif ".attn.kv." not in key:
+            converted[key] = value
+    return converted
+
+
+def from_released(state_dict: Mapping[str, Tensor]) -> StateDict:
+    """Converts state dicts of the published code of EVA and LARA (a checkpoint's `model`), of its DeiT and PVT-v2.
+
+    Bias tables load with `position_bias: table_released` or `t5_released`; their index is dropped, because this code
+    computes it. Outputs agree if the mechanism's options for the behaviour of the released code are set.
+    """
+    converted = {}
+    for key, value in state_dict.items():
+        if key.endswith(".local_relative_position_bias_table") and value.ndim == 3:
+            value = value.permute(1, 2, 0).flatten(0, 1)  # (h, w, e) of blocks of the raster order
+        for pattern, replacement in _RELEASED_NAMES:
+            key = re.sub(pattern, replacement, key)
+        if key == "pos_embed" and value.ndim == 4:
+            value = value.flatten(1, 2)  # (1, H, W, C)
+        elif key.endswith("position_bias.table") and value.ndim == 2:
+            value = value[None]  # (rows, h): one table
+        if not key.endswith(".relative_position_index"):
+            converted[key] = value
+    return converted
+
+
+def is_released(names: Iterable[str]) -> bool:
+    """Returns whether `names` contain names of weights that only models of the published code have."""
+    return any(name == "norm_before_pooling.weight" or ".attn.attn_fn." in name for name in names)
+
+
+_RELEASED_NAMES = [
+    (r"^norm_before_pooling\.", "norm."),
+    (r"\.attn\.attn_fn\.", ".attn."),
+    (r"\.(local_relative_position_bias_table|rel_pos_bias\.relative_attention_bias\.weight)$", ".position_bias.table"),
+    (r"\.adaptive_mu_([qk])\.0\.", r".landmarks.\1.linear."),
+    (r"\.adaptive_mu_([qk])\.1\.", r".landmarks.\1.norm."),
+    (r"\.([qk])_bar_gen\.2\.", r".landmark_\1.linear."),
+    (r"\.([qk])_bar_gen\.3\.", r".landmark_\1.norm."),
+    (r"\.(eval|random)_proj$", ".omega"),
+    (r"^patch_embed1\.", "patch_embed."),
+    (r"\.dwconv\.dwconv\.", ".dwconv."),
+    *[(rf"^patch_embed{s + 1}\.", f"stages.{s}.downsample.") for s in (1, 2, 3)],
+    *[(rf"^block{s + 1}\.", f"stages.{s}.blocks.") for s in range(4)],
+    *[(rf"^norm{s + 1}\.", f"stages.{s}.norm.") for s in range(4)],
+]

@@ -1,0 +1,37 @@
+"""Costs of a model: parameters, and multiply-accumulates (MACs) of one image. The papers print MACs as "FLOPs"."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from timm.layers import to_2tuple
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from models import create_model
+
+
+class Costs(NamedTuple):
+    """Trainable parameters, and MACs of matrix products and convolutions for one image in evaluation."""
+
+    parameters: int
+    macs: int
+
+
+def count_costs(model: Mapping[str, Any], attention: Any) -> Costs:
+    """Costs of the model and attention of a `Run`, counted on the meta device, without memory or arithmetic.
+
+    Softmax, exponentials, normalisations and element-wise products are not counted, as in the papers.
+    """
+    with torch.device("meta"):
+        network = create_model(attention=attention, **model).eval()
+        channels: Any = network.in_chans
+        image = torch.empty(1, channels, *to_2tuple(model["img_size"]))
+    return costs_of(network, image)
+
+
+def costs_of(network: nn.Module, *inputs: Any) -> Costs:
+    """Costs of one call of `network` in its present mode."""
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        network(*inputs)
+    return Costs(sum(p.numel() for p in network.parameters()), counter.get_total_flops() // 2)

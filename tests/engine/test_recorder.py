@@ -1,0 +1,407 @@
+"""The records of a run: console, metrics.jsonl and TensorBoard, by the primary rank alone."""
+
+import csv
+import fcntl
+import json
+import math
+import os
+import re
+import struct
+import subprocess
+import sys
+import termios
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from engine.checkpoints.progress import Progress
+from engine.config.schema import Data, Run, Schedule, Train
+from engine.data.loaders import create_val_loader
+from engine.evaluation.evaluate import evaluate
+from engine.evaluation.predictions import PredictionTable
+from engine.reporting.charts import Charts
+from engine.reporting.metrics import TOTALS
+from engine.reporting.recorder import Recorder
+from engine.runtime.distributed import World
+from engine.runtime.memory import peak_memory_mb
+from engine.runtime.provenance import provenance
+from engine.runtime.terminal import progress_bar
+from tests.support.launcher import use_few_images
+from train import Trainer
+
+CPU = torch.device("cpu")
+RUN = Run(
+    model={"name": "deit"},
+    attention=[{"name": "eva", "window_size": 7}],
+    data=Data(mean=(0.5, 0.25, 0.0), std=(0.5, 0.25, 1.0)),
+    schedule=Schedule(epochs=2),
+    train=Train(total_batch_size=8),
+)
+IMAGES = torch.tensor([0.0, 0.5, 1.0])[:, None, None, None] * torch.ones(3, 3, 4, 4)
+
+
+def record_run(directory: Path | None) -> None:
+    """A run of one update."""
+    recorder = Recorder(directory, RUN, Progress(), total_steps=1, device=CPU)
+    recorder.start(0, processes=1, parameters=1234, macs=5678)
+    mean, std = (torch.tensor(values)[:, None, None] for values in (RUN.data.mean, RUN.data.std))
+    recorder.images((IMAGES - mean) / std)
+    recorder.begin_epoch(1)
+    recorder.end_step()
+    recorder.train(1, loss=2.5, lr=1e-3, grad_norm=math.inf)
+    recorder.eval(1, {"top1": 50.0, "top5": 90.0, "loss": 1.5, "ema_top1": 40.0})
+    recorder.final(top1=50.0, best_top1=50.0, macs=5678)
+    recorder.sync()
+    recorder.close()
+
+
+def records(directory: Path) -> list[dict]:
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_records(tmp_path: Path):
+    record_run(tmp_path)
+    start, train, evaluation, final = records(tmp_path)
+    assert {**start, "processes": 1, "parameters": 1234, "macs": 5678} == start
+    assert {"kind": "start", "epoch": 0, "step": 0}.items() <= start.items()
+    assert start["torch"] == torch.__version__.partition("+")[0]
+    assert {"kind": "train", "epoch": 1, "step": 1, "loss": 2.5, "lr": 1e-3, "grad_norm": None}.items() <= train.items()
+    assert train["images_per_second"] == pytest.approx(8 / train["step_seconds"])
+    assert {name: value for name, value in evaluation.items() if name not in TOTALS} == {
+        "kind": "eval", "epoch": 1, "step": 1, "top1": 50.0, "top5": 90.0, "loss": 1.5, "ema_top1": 40.0
+    }  # fmt: skip
+    assert final["kind"] == "final"
+    assert final["step_seconds"] == train["step_seconds"]
+    assert 50 < final["memory_mb"] < 100_000
+
+
+class Clock:
+    """Takes the place of `time.monotonic` in reports."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.now = 1000.0
+        monkeypatch.setattr("engine.reporting.recorder.time.monotonic", lambda: self.now)
+
+
+def launch(directory: Path, progress: Progress, device: torch.device = CPU) -> Recorder:
+    """Returns the recorder of a run of two epochs of two updates, without drawing anything."""
+    recorder = Recorder(directory, RUN, progress, total_steps=4, device=device)
+    recorder.start(progress.epoch, processes=4)
+    return recorder
+
+
+def make_step(recorder: Recorder, clock: Clock, seconds: float) -> None:
+    clock.now += seconds
+    recorder.end_step()
+    recorder.train(1 + (recorder.step - 1) // 2, loss=2.0)
+
+
+def test_totals_go_on_after_stops_and_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Stops do not count; work that a kill has lost does, as it has been paid for, but its images are counted once."""
+    clock, cuda = Clock(monkeypatch), torch.device("cuda")
+    monkeypatch.setattr("engine.reporting.recorder.DataWait._now", lambda self: 0.0)
+    monkeypatch.setattr("engine.reporting.recorder.DataWait.seconds", lambda self: 0.0)
+    monkeypatch.setattr("engine.runtime.provenance.device_name", lambda device: "a GPU")
+    progress = Progress()
+    with launch(tmp_path, progress, cuda) as recorder:
+        recorder.begin_epoch(1)
+        make_step(recorder, clock, 9.0)
+        progress.step = 1
+    clock.now += 1e6  # stopped
+    recorder = launch(tmp_path, Progress(step=1), cuda)
+    recorder.begin_epoch(1)
+    make_step(recorder, clock, 18.0)
+    make_step(recorder, clock, 9.0)
+    recorder.close()  # killed, and the last checkpoint is that of step 2
+    clock.now += 1e6
+    recorder = launch(tmp_path, Progress(step=2, epoch=1), cuda)
+    recorder.begin_epoch(2)
+    make_step(recorder, clock, 9.0)
+    recorder.close()
+
+    found = records(tmp_path)
+    assert [record["kind"] for record in found] == ["start", "train", "stop", "start", "train", "start", "train"]
+    assert [record["images_seen"] for record in found] == [0, 8, 8, 8, 16, 16, 24]
+    assert [record["elapsed_seconds"] for record in found] == [0, 9, 9, 9, 27, 36, 45]
+    assert [record.get("gpu_hours", 0) for record in found] == [0, 0.01, 0.01, 0.01, 0.03, 0.04, 0.05]
+    assert (found[0]["epochs"], found[0]["total_steps"]) == (2, 4)
+    for record in found:
+        assert abs(datetime.now(UTC) - datetime.fromisoformat(f"{record['time']}+00:00")) < timedelta(minutes=5)
+
+
+def test_a_run_directory_of_an_earlier_version_goes_on(tmp_path: Path):
+    """Its records have no totals: images are known from the steps, time counts from now on."""
+    (tmp_path / "metrics.jsonl").write_text('{"kind": "train", "epoch": 1, "step": 2, "loss": 3.0}\n')
+    launch(tmp_path, Progress(epoch=1, step=2)).close()
+    old, start = records(tmp_path)
+    assert old == {"kind": "train", "epoch": 1, "step": 2, "loss": 3.0}
+    assert (start["images_seen"], start["elapsed_seconds"] < 60, "gpu_hours" in start) == (16, True, False)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "reason"),
+    [
+        (None, "stop", None),
+        (FloatingPointError("step 3: the loss is not finite\nmore"), "fail", "step 3: the loss is not finite"),
+        (KeyboardInterrupt(), "fail", "KeyboardInterrupt"),
+    ],
+)
+def test_the_last_record_says_how_a_launch_ended(tmp_path: Path, capsys: pytest.CaptureFixture, error, kind, reason):
+    with suppress(FloatingPointError, KeyboardInterrupt), launch(tmp_path, Progress(epoch=1, step=2)):
+        if error is not None:
+            raise error
+    last = records(tmp_path)[-1]
+    assert (last["kind"], last["epoch"], last["step"], last.get("reason")) == (kind, 1, 2, reason)
+    names_files = capsys.readouterr().out.splitlines()[-1].startswith(f"logs of {tmp_path}: epochs.csv ")
+    assert names_files == (error is None)  # the error is the last line of a launch that fails
+
+
+def test_a_full_disk_does_not_hide_the_error(tmp_path: Path):
+    recorder = launch(tmp_path, Progress())
+    recorder.metrics = Path("/dev/full")
+    with pytest.raises(OSError, match="No space left"), recorder:
+        recorder.skip(1, 1)
+
+
+def test_epochs_are_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A row has means over the updates of its epoch, also without an evaluation."""
+    clock = Clock(monkeypatch)
+    recorder = launch(tmp_path, Progress())
+    monkeypatch.setattr("engine.reporting.recorder.time.perf_counter", lambda: clock.now)
+    recorder.begin_epoch(1)
+    clock.now += 2.0
+    recorder.end_step()
+    clock.now += 2.0
+    recorder.end_step()
+    recorder.train(1, loss=4.0, lr=0.1, grad_norm=math.inf)
+    clock.now += 1.0
+    recorder.end_step()
+    recorder.train(1, loss=1.0, lr=0.2, grad_norm=0.5)
+    recorder.begin_epoch(2)
+    with (tmp_path / "epochs.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    numbers = {name: float(value) for name, value in row.items() if name not in ("time", "train_memory_mb")}
+    assert numbers == pytest.approx({
+        "epoch": 1, "step": 3, "elapsed_seconds": 5.0, "images_seen": 24, "train_loss": 3.0, "train_lr": 0.2,
+        "train_grad_norm": 0.5, "train_step_seconds": 5 / 3, "train_images_per_second": 4.8, "train_data_wait": 0.0,
+    })  # fmt: skip
+    clock.now += 3.0
+    recorder.eval(2, {"top1": 50.0})
+    recorder.final(top1=50.0)
+    recorder.close()
+    with (tmp_path / "epochs.csv").open(newline="") as file:
+        first, second = csv.DictReader(file)
+    assert first == row | {"eval_top1": ""}
+    assert (second["epoch"], second["eval_top1"], second["elapsed_seconds"]) == ("2", "50.0", "8.0")
+    assert [*second][:6] == ["epoch", "step", "time", "elapsed_seconds", "images_seen", "train_loss"]
+
+
+def test_console(tmp_path: Path, capsys: pytest.CaptureFixture):
+    record_run(tmp_path)
+    start, train, evaluation, final = capsys.readouterr().out.splitlines()
+    assert start == "start  epoch 0/2  step 0/1  1,234 parameters  5,678 MACs"
+    assert train.startswith("train  epoch 1/2  step 1/1  loss 2.5000  lr 1.00e-03  gradient inf  ")
+    assert all(unit in train for unit in (" images/s  ", " MB  ", "ETA 0:00:00"))
+    assert evaluation == "eval   epoch 1/2  step 1/1  top-1 50.00 %  top-5 90.00 %  loss 1.5000  EMA top-1 40.00 %"
+    assert final.startswith("final  epoch 2/2  step 1/1  top-1 50.00 %  best top-1 50.00 %  5,678 MACs  ")
+
+
+@contextmanager
+def terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """stderr as a terminal of `width` columns; afterwards the list holds what was drawn on its lines."""
+    (controller, terminal), drawn, content = os.openpty(), [], b""
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
+    with os.fdopen(terminal, "w") as file, monkeypatch.context() as patch:
+        patch.setattr(sys, "stderr", file)
+        yield drawn
+    with suppress(OSError):  # the end of what the closed side has written
+        while True:
+            content += os.read(controller, 2**16)
+    os.close(controller)
+    drawn += [line for line in re.split(r"[\r\n]+", content.decode()) if line.strip()]
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_progress_bar_on_a_terminal(tmp_path, capsys, monkeypatch, width):
+    with terminal(width, monkeypatch) as drawn:
+        record_run(tmp_path)
+    assert "train " not in capsys.readouterr().out
+    assert drawn[0].startswith("epoch 1/2:   0%|   ")
+    assert re.fullmatch(r"epoch 1/2: 100%\|█{20,}\| ETA 00:00, [\d.]+k? images/s, loss 2\.5000", drawn[-1])
+    assert {len(line) for line in drawn} == {width - 1}  # tqdm keeps out of the last column
+
+
+@pytest.mark.parametrize(("width", "least"), [(80, 12), (120, 50)])
+def test_a_long_run_leaves_room_for_the_bar(monkeypatch, width, least):
+    with terminal(width, monkeypatch), progress_bar("epoch 300/300", 300 * 1_281_167) as bar:
+        bar.set_postfix_str("loss 6.9078")
+        state = {"n": 1_281_167, "elapsed": 7000, "rate": 999, "ncols": width}
+        line = bar.format_meter(**bar.format_dict | state)
+    shown = re.fullmatch(r"epoch 300/300:   0%\|(.+)\| ETA 106:30:52, 999 images/s, loss 6\.9078", line)
+    assert len(line) == width
+    assert len(shown[1]) >= least
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_evaluation_has_a_bar_and_leaves_none(monkeypatch, width):
+    def eager(*args, **kwargs):
+        bar = progress_bar(*args, **kwargs)
+        bar.mininterval = 0
+        return bar
+
+    use_few_images(8, 48, monkeypatch.setattr)
+    monkeypatch.setattr("engine.evaluation.evaluate.progress_bar", eager)
+    run = Run(model={}, attention="softmax", data=Data(dataset="digits", workers=0))
+    world = World(CPU)
+    loader = create_val_loader(run, world, img_size=4, num_classes=10, batch_size=16)
+    model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(48, 10))
+    with terminal(width, monkeypatch) as drawn:
+        evaluate(model, loader, world, None)
+    assert [line[:16] for line in drawn] == [f"evaluation: {share:3d}%" for share in (0, 33, 67, 100)]
+    assert re.fullmatch(r"evaluation:  67%\|█+[^|]* *\| ETA 00:00, [\d.]+k? images/s", drawn[2])
+    assert {len(line) for line in drawn} == {width - 1}
+
+
+def test_no_bar_without_a_terminal(tmp_path, capsys):
+    record_run(tmp_path)
+    assert capsys.readouterr().err == ""
+
+
+def test_tensorboard(tmp_path: Path):
+    record_run(tmp_path)
+    assert sum(path.is_dir() for path in tmp_path.iterdir()) == 0  # hyper-parameters are no run of their own
+    events = EventAccumulator(str(tmp_path)).Reload()
+    scalars = {tag: events.Scalars(tag)[0].value for tag in events.Tags()["scalars"]}
+    shown = {"train/loss": 2.5, "eval/top1": 50.0, "eval/top5": 90.0, "eval/loss": 1.5, "eval/ema_top1": 40.0}
+    assert shown.items() <= scalars.items()
+    assert {"train/lr", "train/grad_norm", "train/images_per_second", "train/data_wait"} <= scalars.keys()
+    constant = {"broken", "memory_mb", "images", "parameters", "macs", "processes"}
+    assert not constant.intersection(tag.partition("/")[2] for tag in scalars)
+    assert b"total_batch_size: 8" in events.Tensors("config/text_summary")[0].tensor_proto.string_val[0]
+    hparams = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert b"attention.0.window_size" in hparams
+    assert b"final.macs" in hparams
+    assert not any(tag.startswith("final") for tag in scalars)  # charts of a single dot
+    assert b"eval/top1" in events.summary_metadata["_hparams_/experiment"].plugin_data.content
+
+
+def test_tensorboard_by_images(tmp_path: Path):
+    """Also after resuming, at which TensorBoard drops all points from the step on, in updates or images."""
+    for images in (0, 16):
+        recorder = launch(tmp_path, Progress(epoch=images // 16, step=images // 8))
+        recorder.begin_epoch(1)
+        for _ in range(2):
+            recorder.end_step()
+            recorder.train(1, loss=float(recorder.step), broken=0)
+        recorder.eval(1, {"top1": 1.0, "loss": float(recorder.step), "images": 5})
+        recorder.close()
+    events = EventAccumulator(str(tmp_path)).Reload()
+    charts = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
+    assert charts["train/loss"] == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
+    assert charts["train_by_images/loss"] == [(8, 1.0), (16, 2.0), (24, 3.0), (32, 4.0)]
+    assert charts["eval_by_images/loss"] == [(16, 2.0), (32, 4.0)]
+    assert not [tag for tag in charts if tag.endswith(("images", "broken"))]
+
+
+def test_tensorboard_shows_predictions(tmp_path: Path):
+    """Pictures of the last evaluation: images across the data, and the confusion matrix, of both kinds of weights."""
+    found = PredictionTable(
+        images=[(np.full((1, 4, 4), 200, np.uint8), 0)] * 3, names=["cat", "dog"], index=torch.arange(3),
+        label=torch.tensor([0, 1, 1]), loss=torch.ones(3), classes=torch.tensor([[0, 1], [0, 1], [1, 0]]),
+        probability=torch.full((3, 2), 0.5),
+    )  # fmt: skip
+    charts = Charts(tmp_path, [], step=0)
+    charts.show_predictions({"plain": found, "ema": found}, step=9)
+    charts.close()
+    events = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload()
+    sizes = {tag: (events.Images(tag)[0].width, events.Images(tag)[0].height) for tag in events.Tags()["images"]}
+    assert sizes.keys() == {f"eval/{name}" for name in ("images", "confusion", "ema_images", "ema_confusion")}
+    assert all(width > 600 < 3 * height for width, height in sizes.values())
+
+
+def test_images_are_shown_as_they_look(tmp_path: Path):
+    record_run(tmp_path)
+    grid = EventAccumulator(str(tmp_path)).Reload().Images("train/images")[0]
+    (tmp_path / "grid.png").write_bytes(grid.encoded_image_string)
+    with Image.open(tmp_path / "grid.png") as image:
+        pixels = np.asarray(image)
+    assert pixels.shape == (4 + 2 * 2, 3 * (4 + 2) + 2, 3)
+    assert [pixels[4, x].tolist() for x in (4, 10, 16)] == [[0, 0, 0], [127, 127, 127], [255, 255, 255]]
+
+
+def test_grey_images_are_shown_as_they_look(tmp_path: Path):
+    """With the normalisation that they have: the mean of the channels' means, 0.25, and of their deviations."""
+    recorder = Recorder(tmp_path, RUN, Progress(), total_steps=1, device=CPU)
+    recorder.images((IMAGES[:, :1] - 0.25) / (1.75 / 3))
+    recorder.close()
+    grid = EventAccumulator(str(tmp_path)).Reload().Images("train/images")[0]
+    (tmp_path / "grid.png").write_bytes(grid.encoded_image_string)
+    with Image.open(tmp_path / "grid.png") as image:
+        pixels = np.asarray(image)
+    assert [pixels[4, x].tolist() for x in (4, 10, 16)] == [[0, 0, 0], [127, 127, 127], [255, 255, 255]]
+
+
+def test_what_will_be_repeated_is_dropped(tmp_path: Path):
+    record_run(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"kind": "train", "st')  # the process died while writing
+    Recorder(tmp_path, RUN, Progress(), total_steps=1, device=CPU).close()
+    assert [record["kind"] for record in records(tmp_path)] == ["start"]
+
+
+def test_a_run_that_gets_more_epochs_has_not_ended(tmp_path: Path):
+    record_run(tmp_path)
+    Recorder(tmp_path, RUN, Progress(epoch=1, step=1), total_steps=2, device=CPU).close()
+    assert [record["kind"] for record in records(tmp_path)] == ["start", "train", "eval"]
+
+
+def test_records_are_on_disk_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    recorder = Recorder(tmp_path, RUN, Progress(), total_steps=1, device=CPU)
+    recorder.start(0, processes=1)
+    done = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: done.append(os.path.samestat(os.fstat(descriptor), metrics)))
+    metrics = os.stat(tmp_path / "metrics.jsonl")
+    checkpoints = SimpleNamespace(save=lambda *what: done.append("checkpoint"))
+    trainer = SimpleNamespace(
+        recorder=recorder,
+        checkpoints=checkpoints,
+        exchange=SimpleNamespace(settle=lambda: None),
+        progress=None,
+        stateful=None,
+    )
+    Trainer.save(trainer)
+    recorder.close()
+    assert done == [True, "checkpoint"]
+
+
+def test_other_ranks_record_nothing(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    record_run(None)
+    assert capsys.readouterr() == ("", "")
+    assert not any(tmp_path.iterdir())
+
+
+def test_provenance_outside_a_repository(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("GIT_DIR", "/nonexistent")
+    assert provenance(CPU)["git"] is None
+
+
+def test_provenance_installed_in_the_repository_of_another_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    commit = ["-c", "user.name=a", "-c", "user.email=a", "commit", "--quiet", "--allow-empty", "--message=theirs"]
+    for command in (["init", "--quiet"], commit):
+        subprocess.run(["git", "-C", tmp_path, *command], check=True)
+    monkeypatch.setattr("engine.runtime.provenance.__file__", str(tmp_path / "provenance.py"))
+    assert provenance(CPU)["git"] is None
+
+
+def test_peak_memory_is_that_of_the_system():
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    assert peak_memory_mb(CPU) == pytest.approx(int(status["VmHWM"].split()[0]) / 1024, rel=0.01)
