@@ -14,15 +14,13 @@ Bins are disjoint here. In the released code there are as many rows as columns o
 divide the grid.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
-from ..options import local_option, option, released_option
+from ..options import Options, local_option, option, released_option
 from ..parts.geometry import Grid, split_prefix
 from ..parts.groups import Groups, group_mean, pools_option, segments
 from ..parts.position import PositionTable
@@ -64,8 +62,7 @@ class Agent(Attention):
     local_size = 3
     local_by_head = False
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_landmarks: int = option(49, "agents c, the mean queries of as many bins of the grid", low=1)
         released: bool = released_option()
         released_pools: bool | None = pools_option()

@@ -6,7 +6,6 @@ everything. Every key counts once.
 Cost: 2 N (w + 2 g + r) b C multiply-accumulates, 2 g b N C of them for the global rows. Linear in N.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..ops.joint_softmax.op import mix, prefix_term
-from ..options import option
+from ..options import Options, option
 from ..parts.features import upcast
 from ..parts.geometry import Grid, Windows, raster, split_prefix
 from ..parts.sampling import counter_uniform
@@ -110,8 +109,7 @@ class Bigbird(Attention):
     key_mask_refusal = "its global blocks have fixed positions"
     pattern_seed: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         block_size: int = option(16, "tokens b of a block in raster order; side of a square block in 2d", low=1)
         layout: Literal["1d", "2d"] = option("1d", "blocks of the raster order, or square tiles of the grid")
         num_window: int = option(3, "neighbouring blocks w, itself among them: odd", low=1, high=63)

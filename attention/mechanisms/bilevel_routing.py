@@ -9,7 +9,6 @@ Regions that do not fill the grid are padded. Padding is neither a key nor part 
 is a key (one version pads tokens, another queries, keys and values), and logits are divided by sqrt(C), not sqrt(d).
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
 from ..ops.joint_softmax.op import gathered_logits, mix, prefix_term
-from ..options import local_option, option, released_option
+from ..options import Options, local_option, option, released_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, Windows, gather_tokens, split_prefix
 from ..parts.masking import of_grid
@@ -74,8 +73,7 @@ class BilevelRouting(Attention):
     key_mask_refusal = None
     local_by_head = False
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_regions: int = option(7, "regions S along both sides, or fewer of ceil(H / S) x ceil(W / S) tokens", low=1)
         topk: int = option(4, "regions k that each attends to; on a grid of fewer, all", low=1)
         released: bool = released_option()

@@ -9,13 +9,11 @@ mass m_hat_j that its cluster gives to its k likeliest keys T_j by weights of it
 Cost: 2 N (J + k) C + bits N C multiply-accumulates, the last for the hash; linear in N. The clustering counts bits.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..options import option
+from ..options import Options, option
 from ..parts.features import compute_dtype, full_precision, scale
 from ..parts.geometry import Grid, gather_tokens
 
@@ -115,8 +113,7 @@ class Clustered(Attention):
     key_mask_refusal = "its clusters are those of all queries"
     eval_planes: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_clusters: int = option(49, "clusters of queries", low=1)
         num_top_keys: int = option(32, "keys k that each query weighs anew (improved clustered); 0: clustered", low=0)
         num_bits: int = option(63, "hash bits of a query", low=1, high=63)

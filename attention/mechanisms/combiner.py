@@ -11,7 +11,6 @@ The published bidirectional code also attends to the summary of a query's own sp
 Cost: 2 N (u + N/u) C + 2 N (1 + d) C multiply-accumulates, the last for the summaries; N^1.5 at u = sqrt(N).
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from ..base import Attention, Cost, LayerContext
 from ..costs import num_padded, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax
-from ..options import option
+from ..options import Options, option
 from ..parts.features import upcast
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.linear import init_linear
@@ -92,8 +91,7 @@ class Combiner(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         window_size: int = option(7, "side of a span in tokens; its length where layout is 1d", low=1)
         layout: Layout | None = window_option("layout")
         summary: Literal["deepsets", "relu", "identity"] = option(

@@ -9,7 +9,6 @@ Cost: 4 N d C multiply-accumulates, 8 N d C on the grid; linear in N.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs
 from ..ops.random_features.op import linear_attention
-from ..options import option
+from ..options import Options, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, raster, split_prefix
 from ..parts.masking import of_grid
@@ -94,8 +93,7 @@ class Cosformer(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         layout: Literal["1d", "2d"] = option("1d", "distance in raster order, or along both axes of the grid")
         causal: bool = window_option("causal")
 

@@ -8,15 +8,13 @@ gives non-negative, sparse features for linear attention.
 Cost: 4 N nu d C multiply-accumulates; linear in N.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs
 from ..ops.random_features.op import linear_attention
-from ..options import option
+from ..options import Options, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 
@@ -50,8 +48,7 @@ class Dpfp(Attention):
     prefix_tokens = "plain"
     key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         nu: int = option(1, "rolls: 2 d nu features per head", low=1)
 
     def __init__(self, context: LayerContext, config: Config):

@@ -9,15 +9,13 @@ Cost: 2 N d C multiply-accumulates; linear in N.
 The released module adds its input to its output; here the network adds the residual.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
 from ..ops.random_features.op import linear_attention
-from ..options import local_option
+from ..options import Options, local_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.masking import mask_logits
@@ -45,8 +43,7 @@ class Efficient(Attention):
     prefix_tokens = "plain"
     key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         local: bool = local_option()
 
     @classmethod

@@ -14,7 +14,6 @@ attention (Algorithm 2) a query attends to the earlier tokens of its block and t
 Cost: 2 N (|E| + c) C multiply-accumulates with s = 1, 2 N C more for beta and 2 c C d for the landmarks; linear in N.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -26,7 +25,7 @@ from ..costs import group_cost, local_cost, num_padded, total, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
 from ..ops.group_values.op import Visibility, attended_summaries, group_logits, group_prior, group_values
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax
-from ..options import local_option, option, released_option
+from ..options import Options, local_option, option, released_option
 from ..parts.geometry import Grid, Layout, Windows, raster, split_prefix
 from ..parts.groups import Groups, bin_counts, bins, bins_outside, chunks_outside
 from ..parts.position import BiasKind
@@ -90,8 +89,7 @@ class Eva(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         window_size: int = option(7, "side of the window E in tokens; 0: no window", low=0)
         num_landmarks: int = option(49, "number of groups C; 0: none (local attention)", low=0)
         released: bool = released_option()

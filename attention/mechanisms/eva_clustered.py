@@ -6,7 +6,6 @@ proposal come from the means of its keys and of the queries of the same tokens. 
 Cost: 2 N (|E| + c) C + bits N C multiply-accumulates, the last for the hash. The clustering counts bits.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -17,7 +16,7 @@ from ..base import Attention, Cost, LayerContext
 from ..costs import group_cost, num_padded, total, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Transform, landmark_option
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, summary_logits
-from ..options import option, released_option
+from ..options import Options, option, released_option
 from ..parts.features import compute_dtype, full_precision, scale, upcast, xi
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.position import BiasKind
@@ -93,8 +92,7 @@ class EvaClustered(Attention):
     key_mask_refusal = "its clusters are those of all keys"
     eval_planes: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_samples: ClassVar[int] = 1  # samples per group, for `Landmarks`
         window_size: int = option(7, "side of the window E in tokens; 0: no window", low=0)
         num_landmarks: int = option(49, "number of clusters C", low=1)

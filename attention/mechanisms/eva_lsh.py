@@ -8,7 +8,6 @@ Cost: 2 N (|E| + c) C multiply-accumulates with s = 1, 2 N (d + 2) h more for th
 """
 
 import itertools
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import group_cost, num_padded, total, window_macs
 from ..ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
-from ..options import option, released_option
+from ..options import Options, option, released_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, Windows, raster, split_prefix
 from ..parts.groups import Groups, bin_counts, bins, bins_outside
@@ -80,8 +79,7 @@ class EvaLsh(Attention):
     key_mask_refusal = "its clusters of equal size are cut from all tokens"
     directions: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         cluster_size: int = option(49, "tokens of a cluster E", low=1)
         num_landmarks: int = option(49, "number of groups C", low=1)
         released: bool = released_option()

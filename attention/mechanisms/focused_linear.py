@@ -12,8 +12,6 @@ Norms over all C channels, the floor 1e-6, softplus(a) and the vectors follow th
 are per head and lack all four. The released code's spatial reduction of keys and values is left out.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, total
 from ..ops.random_features.op import linear_attention
-from ..options import local_option, option
+from ..options import Options, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.position import KeyPositions
@@ -67,8 +65,7 @@ class FocusedLinear(Attention):
     ignores_order = False  # keys depend on their positions
     key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         power: float = option(3.0, "exponent p of the features", low=1)
         local: bool = local_option(True)
 

@@ -11,8 +11,6 @@ projects pooled tokens, and projects the output of each branch by itself: `proj`
 Its windows must divide the grid; here, means run over the tokens that a window has.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -20,7 +18,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import window_macs
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax
-from ..options import option
+from ..options import Options, option
 from ..parts.geometry import Grid, Windows, split_prefix
 from ..parts.masking import of_grid
 from .softmax import softmax
@@ -67,8 +65,7 @@ class Hilo(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         window_size: int = option(2, "side w in tokens of windows and pools; 1: all heads attend to all tokens", low=1)
         alpha: float = option(0.9, "part of the heads that attend to pools, rounded down to whole heads", low=0, high=1)
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)

@@ -9,15 +9,13 @@ Cost: 2 N C multiply-accumulates; linear in N and in C.
 The paper's listing divides by norms without a floor; here the floor is 1e-12.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
 from ..ops.random_features.op import linear_attention
-from ..options import local_option
+from ..options import Options, local_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 
@@ -46,8 +44,7 @@ class Hydra(Attention):
     prefix_tokens = "plain"
     key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         local: bool = local_option()
 
     @classmethod

@@ -12,7 +12,6 @@ Cost: 2 N d C multiply-accumulates, and 9 N C beside matrix products for the loc
 The paper's equations leave out the factor s / N of the released code, which is followed here.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..ops.random_features.op import linear_attention
-from ..options import local_option
+from ..options import Options, local_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, split_prefix
 
@@ -72,8 +71,7 @@ class Inline(Attention):
     key_mask_refusal = "its filters are made of the mean of all tokens"
     local_size = 0
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         local: bool = local_option(True)
 
     def __init__(self, context: LayerContext, config: Config):

@@ -10,7 +10,6 @@ importance sampling (section 4, eq. 10; appendix G.3, Algorithm 3):
 Cost: 5 N c C multiply-accumulates, N c C of them for query-specific alpha, and c^2 C for the densities; linear in N.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,7 +21,7 @@ from ..ops.group_values.op import group_mean
 from ..ops.kernels import with_fast_path
 from ..ops.random_features import fused, proposals
 from ..ops.random_features.op import mix_features
-from ..options import local_option, option, released_option
+from ..options import Options, local_option, option, released_option
 from ..parts.features import full_precision, log_features, scale
 from ..parts.geometry import Grid, split_prefix
 from ..parts.groups import Groups, pools_option, segments
@@ -94,8 +93,7 @@ class Lara(Attention):
     key_mask_refusal = None
     eval_seed: Tensor | None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_landmarks: int = option(49, "segments of the grid, one proposal each (single: samples)", low=1)
         landmark_transform: Literal["light", "dense", "none"] | None = option(
             None,

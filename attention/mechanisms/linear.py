@@ -7,15 +7,13 @@ attention the sums run along with the queries.
 Cost: 2 N d C multiply-accumulates; linear in N.
 """
 
-from dataclasses import dataclass
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, total
 from ..ops.random_features.op import linear_attention
-from ..options import causal_option, local_option
+from ..options import Options, causal_option, local_option
 from ..parts.features import elu_plus_one, full_precision
 from ..parts.geometry import Grid
 from ..parts.past import Past
@@ -51,8 +49,7 @@ class Linear(Attention):
     prefix_tokens = "plain"
     key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         local: bool = local_option()
         causal: bool = causal_option()
 

@@ -6,14 +6,13 @@ The matrices belong to one grid; for another grid, their rows are resampled as i
 Cost: 4 N c C multiply-accumulates; 2 N c parameters per layer, N c or h times as many as they are shared.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..options import option
+from ..options import Options, option
 from ..parts.geometry import Grid, resample, split_prefix
 from .softmax import softmax, softmax_reference
 
@@ -54,8 +53,7 @@ class Linformer(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its learned projection is of all positions of the grid"
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_landmarks: int = option(49, "rows c of the projections", low=1)
         sharing: Literal["heads", "kv", "none", "layers"] = option(
             "heads", "one projection for all heads; for keys and values too; none; for all layers of a grid too"

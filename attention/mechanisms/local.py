@@ -6,8 +6,6 @@ other tokens. This is the baseline 'Local' of EVA (appendix E.1).
 Cost: 2 N |E| C multiply-accumulates.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -15,7 +13,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax
-from ..options import option, released_option
+from ..options import Options, option, released_option
 from ..parts.geometry import Grid, Layout, Windows
 from ..parts.position import BiasKind
 from ..window_options import position_bias, window_option, windows_on
@@ -43,8 +41,7 @@ class Local(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         window_size: int = option(7, "window side w in tokens; block length where layout is 1d", low=1)
         released: bool = released_option()
         layout: Layout | None = window_option("layout")

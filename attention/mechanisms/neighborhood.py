@@ -7,7 +7,6 @@ fewer neighbours.
 Cost: 2 N e C multiply-accumulates, e = (k + t - 1)^2 keys of a tile of t^2 queries, t = (k + 1) / 2 (paper: k^2).
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..ops.joint_softmax.op import gathered_logits, mix, prefix_term
-from ..options import option
+from ..options import Options, option
 from ..parts.geometry import Grid, Windows, split_prefix
 from ..parts.masking import of_grid
 from ..parts.neighborhoods import pair, tiles, tiling
@@ -78,8 +77,7 @@ class Neighborhood(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         kernel_size: int | tuple[int, int] = option(7, "neighbours k along both axes, or (rows, columns): odd", low=1)
         dilation: int | tuple[int, int] = option(1, "step delta between neighbours, or (rows, columns)", low=1)
         position_bias: Literal["table", "none"] = option("table", "relative position bias of the neighbours")

@@ -9,7 +9,6 @@ filter per head.
 Cost: 4 N c C + h N c^2 + 4 i h c^3 + t N C multiply-accumulates: i iterations for the inverse, t filter taps.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..options import option
+from ..options import Options, option
 from ..parts.features import full_precision, scale
 from ..parts.geometry import Grid, Layout, raster, split_prefix
 from ..parts.groups import Groups, bin_counts, bins, group_mean
@@ -89,8 +88,7 @@ class Nystrom(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its pseudo-inverse takes every landmark and its convolution every token"
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_landmarks: int = option(49, "segments c, one landmark each", low=1)
         segments: Layout = option("2d", "rectangles of the grid, or chunks of the raster order")
         pinv_iterations: int = option(6, "iterations of the pseudo-inverse", low=1, high=1000)

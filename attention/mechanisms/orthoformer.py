@@ -9,14 +9,12 @@ Then
 Cost: 5 N c C multiply-accumulates, N c C of them for the choice.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..options import option
+from ..options import Options, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from .softmax import softmax, softmax_reference
@@ -62,8 +60,7 @@ class Orthoformer(Attention):
     prefix_tokens = "plain"
     key_mask_refusal = "its landmarks are chosen among all queries"
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_landmarks: int = option(49, "queries c that are landmarks", low=1)
 
     def __init__(self, context: LayerContext, config: Config):

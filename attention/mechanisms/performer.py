@@ -9,7 +9,6 @@ so that all queries share the sums over keys (LARA eq. 2). Unbiased for the kern
 Cost: 4 N s C multiply-accumulates (hyperbolic and trigonometric features: 6 N s C); linear in N.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,7 @@ from ..costs import linear_attention_macs, local_cost, mix_features_macs, total
 from ..ops.kernels import with_fast_path
 from ..ops.random_features import fused
 from ..ops.random_features.op import linear_attention, mix_features, weighted_values_reference
-from ..options import causal_option, local_option, option, released_option
+from ..options import Options, causal_option, local_option, option, released_option
 from ..parts.features import CAUSAL, CLAMPED, FEATURE_MAPS, LOG_FEATURE_MAPS, full_precision, scale
 from ..parts.geometry import Grid
 from ..parts.past import Past
@@ -96,8 +95,7 @@ class Performer(Attention):
     key_mask_refusal = None
     omega: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_samples: int = option(128, "samples omega per head", low=1)
         released: bool = released_option()
         features: Features | None = option(

@@ -10,7 +10,6 @@ Cost: (2 + s) N^2 C multiply-accumulates unbiased, (3 + s) N^2 C biased, (1 + s)
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..ops.kernels import with_fast_path
 from ..ops.randomized import fused
-from ..options import option, released_option
+from ..options import Options, option, released_option
 from ..parts.features import full_precision, scale
 from ..parts.geometry import Grid
 from ..parts.masking import mask_logits, masked_mean
@@ -125,8 +124,7 @@ class Ra(Attention):
     key_mask_refusal = None
     eval_seed: Tensor | None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_samples: int = option(1, "samples per query in training", low=1, high=1024)
         num_eval_samples: int = option(
             1, "samples per query in evaluation; acts where evaluation is random", low=1, high=1024

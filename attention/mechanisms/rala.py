@@ -16,7 +16,6 @@ Released models have this attention in the first two of four stages only. In hea
 has no rotations, may be far smaller than the sum that it divides: y is kept within twice its channel's largest |v|.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, projections, total
 from ..ops.random_features.op import linear_attention
-from ..options import local_option
+from ..options import Options, local_option
 from ..parts.features import elu_plus_one, full_precision
 from ..parts.geometry import Grid
 from ..parts.linear import init_linear
@@ -68,8 +67,7 @@ class Rala(Attention):
     key_mask_refusal = None
     local_by_head = False
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         local: bool = local_option(True)
 
     def __init__(self, context: LayerContext, config: Config):

@@ -9,7 +9,6 @@ b = N / c up to N = c^2, then about sqrt(2 N / c); and a sort. Linear in N excep
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +16,7 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import projections
-from ..options import option
+from ..options import Options, option
 from ..parts.features import compute_dtype, full_precision
 from ..parts.geometry import Grid, gather_tokens, split_prefix
 from ..parts.sampling import counter_normal
@@ -119,8 +118,7 @@ class Reformer(Attention):
     num_projections = 2
     eval_seed: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         chunk_size: int = option(
             49, "tokens c of a chunk, which attends to 2c keys; N / c chunks, 2N / c buckets", low=1
         )

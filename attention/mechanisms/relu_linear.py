@@ -10,7 +10,6 @@ Cost: 2 N d C multiply-accumulates; linear in N. A scale of side s adds N C (C +
 This is EfficientViT's attention in a transformer layer: with biases, and without the batch norm that follows it there.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, total
 from ..ops.random_features.op import linear_attention
-from ..options import local_option, option
+from ..options import Options, local_option, option
 from ..parts.features import Normaliser, full_precision
 from ..parts.geometry import Grid, merge_heads
 from ..parts.linear import init_linear
@@ -64,8 +63,7 @@ class ReluLinear(Attention):
     prefix_tokens = "plain"
     key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         scales: tuple[int, ...] = option((), "sides of further scales, odd; tokens", low=1)
         local: bool = local_option()
 

@@ -8,8 +8,6 @@ gates, for causal attention, are left out.
 Cost: 6 N s C multiply-accumulates; linear in N. h parameters.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -17,7 +15,7 @@ from torch import Tensor, nn
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs
 from ..ops.random_features.op import linear_attention
-from ..options import causal_option, option
+from ..options import Options, causal_option, option
 from ..parts.features import full_precision, waves
 from ..parts.geometry import Grid
 from ..parts.past import Past
@@ -67,8 +65,7 @@ class Rfa(Attention):
     key_mask_refusal = None
     omega: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_samples: int = option(64, "samples omega per head, redrawn in training", low=1)
         causal: bool = causal_option()
 

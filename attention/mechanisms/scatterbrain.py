@@ -12,7 +12,6 @@ Cost: 4 N s C + 2 N |E| C multiply-accumulates, N s C more with subtraction. Lin
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,7 +21,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import num_padded, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax
-from ..options import option, released_option
+from ..options import Options, option, released_option
 from ..parts.features import full_precision, log_kernel, phi
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.leave_one_out import LeaveOneOut, before, merge_all_but_one, over_all, shifted, subtract, within
@@ -119,8 +118,7 @@ class Scatterbrain(Attention):
     key_mask_refusal = None
     omega: Tensor | None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_samples: int = option(96, "samples omega per head", low=1)
         window_size: int = option(7, "side w of the window in tokens; block length where layout is 1d", low=1)
         released: bool = released_option()

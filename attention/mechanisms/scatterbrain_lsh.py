@@ -8,7 +8,6 @@ Cost: 4 N s C + 2 r N c C + r N c s h multiply-accumulates, 2 r N (d + 2) h more
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..options import option
+from ..options import Options, option
 from ..parts.features import full_precision, log_kernel, phi
 from ..parts.geometry import Grid, split_prefix
 from ..parts.hashing import cluster_ids, cluster_mask, from_clusters, hash_clusters, to_clusters
@@ -106,8 +105,7 @@ class ScatterbrainLsh(Attention):
     directions: Tensor
     omega: Tensor | None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_samples: int = option(96, "samples omega per head", low=1)
         cluster_size: int = option(49, "tokens c of a cluster", low=1)
         num_rounds: int = option(2, "rounds r of hashing", low=1)

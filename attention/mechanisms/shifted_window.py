@@ -7,7 +7,6 @@ timm rolls before it pads.
 Cost: 2 N w^2 C multiply-accumulates.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import window_macs
 from ..ops.joint_softmax.op import joint_softmax, mix, prefix_term, window_logits
-from ..options import option
+from ..options import Options, option
 from ..parts.geometry import Grid, Windows, split_prefix
 from ..parts.masking import of_grid
 from ..parts.position import PositionBias
@@ -81,8 +80,7 @@ class ShiftedWindow(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         window_size: int = option(
             7, "window side w in tokens; along a shorter side of the layer's grid, that side", low=1
         )

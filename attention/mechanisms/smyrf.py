@@ -10,14 +10,12 @@ A pair that meets in two rounds counts twice.
 Cost: 2 r N c C multiply-accumulates, 2 r N (d + 2) h for the hash, and a sort.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..options import option
+from ..options import Options, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.hashing import cluster_mask, from_clusters, hash_clusters, to_clusters
@@ -79,8 +77,7 @@ class Smyrf(Attention):
     key_mask_refusal = "its clusters of equal size are cut from all tokens"
     directions: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         cluster_size: int = option(49, "tokens per cluster", low=1)
         num_rounds: int = option(2, "rounds of hashing", low=1)
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)

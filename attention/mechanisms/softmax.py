@@ -6,14 +6,12 @@ computed by torch's fused kernels. It is the reference in every test of a limit.
 Cost: 2 N^2 C multiply-accumulates.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..options import causal_option, option
+from ..options import Options, causal_option, option
 from ..parts.geometry import Grid
 from ..parts.past import Past
 
@@ -54,8 +52,7 @@ class Softmax(Attention):
     prefix_tokens = "plain"
     key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         causal: bool = causal_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 

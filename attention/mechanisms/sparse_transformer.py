@@ -6,15 +6,13 @@ every other block. Child et al. split the two sets over heads or layers and mask
 Cost: 2 N (b + (N/b - 1) c) C multiply-accumulates: N^2 / b at fixed b, N^1.5 where b is a row of the grid.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..ops.joint_softmax.op import mix, prefix_term, shared_logits
-from ..options import option
+from ..options import Options, option
 from ..parts.features import upcast
 from ..parts.geometry import Grid, Windows, split_prefix
 
@@ -62,8 +60,7 @@ class SparseTransformer(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its summary tokens have fixed positions"
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         block_size: int | None = option(None, "tokens b of a block, in raster order; null: a row of the grid", low=1)
         num_summary: int = option(1, "last positions c of every block that all queries attend to", low=1)
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)

@@ -6,15 +6,13 @@ with one map per head, which queries and keys share, in linear attention.
 Cost: 4 N m C multiply-accumulates, half of them for the features; linear in N. h (m d + m) parameters.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs
 from ..ops.random_features.op import linear_attention
-from ..options import causal_option, option
+from ..options import Options, causal_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.past import Past
@@ -61,8 +59,7 @@ class T2r(Attention):
     prefix_tokens = "plain"
     key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_features: int = option(32, "features m per head", low=1)
         causal: bool = causal_option()
 

@@ -11,8 +11,6 @@ norms would differ.
 Cost: 2 N |E| C + (4 + h) N r C multiply-accumulates, h N r C of them for Linear; linear in N.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 from ..base import Attention, Cost, LayerContext
 from ..costs import num_padded, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax
-from ..options import option
+from ..options import Options, option
 from ..parts.features import upcast
 from ..parts.geometry import Grid, Layout, Windows, merge_heads, split_heads, split_prefix
 from ..parts.linear import init_linear
@@ -95,8 +93,7 @@ class TransformerLs(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_landmarks: int = option(16, "averages r per head; 0: none (local attention)", low=0)
         window_size: int = option(7, "side of the window in tokens; block length where layout is 1d; 0: none", low=0)
         layout: Layout | None = window_option("layout")

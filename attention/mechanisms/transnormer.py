@@ -11,7 +11,6 @@ Cost: 2 N |E| C or 2 N d C multiply-accumulates, in a Diag or a Norm layer; line
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -22,7 +21,7 @@ from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, window_macs
 from ..ops.joint_softmax.op import attended_in_window, window_logits
 from ..ops.random_features.op import linear_attention
-from ..options import option
+from ..options import Options, option
 from ..parts.features import elu_plus_one, full_precision
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.past import Past
@@ -100,8 +99,7 @@ class Transnormer(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         variant: Variant = option("t2", "t2: softmax in windows, elu + 1; t1: ReLU weights in windows, elu")
         window_size: int = option(
             7, "window side in tokens of the first half's layers; block length where layout is 1d", low=1

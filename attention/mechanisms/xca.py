@@ -7,14 +7,12 @@ mechanism.
 Cost: 2 N d C multiply-accumulates; linear in N. h parameters.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..options import option
+from ..options import Options, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.masking import mask_tokens
@@ -50,8 +48,7 @@ class Xca(Attention):
     prefix_tokens = "plain"
     key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def __init__(self, context: LayerContext, config: Config):
