@@ -23,14 +23,7 @@ from .softmax import softmax
 
 
 def bigbird(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks: Tensor,
-    *,
-    windows: Windows,
-    num_global: int,
-    attn_drop: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, windows: Windows, num_global: int, attn_drop: float = 0.0
 ) -> Tensor:
     """Softmax over the key blocks of each query block; over all keys for the queries of global blocks.
 
@@ -145,11 +138,5 @@ class Bigbird(Attention):
         side = self.config.block_size
         windows = Windows(raster(grid, self.config.layout), (1 if self.config.layout == "1d" else side, side))
         return bigbird(
-            q,
-            k,
-            v,
-            self.blocks(windows),
-            windows=windows,
-            num_global=self.config.num_global,
-            attn_drop=self.attn_drop,
+            q, k, v, self.blocks(windows), windows=windows, num_global=self.config.num_global, attn_drop=self.attn_drop
         )

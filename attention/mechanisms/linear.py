@@ -21,13 +21,7 @@ from ..parts.past import Past
 
 @full_precision
 def linear(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    past: Past | None = None,
-    key_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, past: Past | None = None, key_mask: Tensor | None = None
 ) -> Tensor:
     """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least; 0 for a query whose weights vanish.
 

@@ -17,13 +17,7 @@ from ..parts.past import Past
 
 
 def softmax(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_drop: float = 0.0,
-    *,
-    causal: bool = False,
-    key_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, attn_drop: float = 0.0, *, causal: bool = False, key_mask: Tensor | None = None
 ) -> Tensor:
     """Scaled dot-product attention of queries (B, h, N, d) over keys and values (B, h, M, d) -> (B, h, N, d).
 

@@ -86,10 +86,5 @@ class SparseTransformer(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return sparse_transformer(
-            q,
-            k,
-            v,
-            block_size=self.block_size(grid),
-            num_summary=self.config.num_summary,
-            attn_drop=self.attn_drop,
+            q, k, v, block_size=self.block_size(grid), num_summary=self.config.num_summary, attn_drop=self.attn_drop
         )
