@@ -6,6 +6,7 @@ or groups, t tokens per group, s random samples, P prefix tokens (class token, r
 tokens.
 """
 
+import inspect
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
@@ -86,7 +87,7 @@ class Attention(nn.Module):
     to the prefix tokens, and windows, landmarks and positions cover the grid alone.
     """
     key_mask_refusal: ClassVar[str | None] = "it does not declare what it does with masked tokens"
-    """Why the mechanism refuses a key mask; None where `attend` takes one as its last argument."""
+    """Why the mechanism refuses a key mask; None for a mechanism whose `attend` takes the argument key_mask."""
     num_projections: ClassVar[int] = 3
     """Number of C x C outputs of `qkv`: 3 for queries, keys and values, 2 if keys are queries, 1 for values alone."""
     local_size: ClassVar[int] = 5
@@ -94,6 +95,10 @@ class Attention(nn.Module):
     own local term."""
     local_by_head: ClassVar[bool] = True
     """True if all heads share the filters of the local term; otherwise every channel has its own filter."""
+
+    def __init_subclass__(cls) -> None:
+        if "key_mask" in inspect.signature(cls.attend).parameters:
+            cls.key_mask_refusal = None
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__()

@@ -69,7 +69,6 @@ class Abc(Attention):
     """Softmax over learned slots. Papers: LARA Table 4 'ABC'."""
 
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
     class Config(Options):
         num_landmarks: int = option(49, "slots c per head", low=1)

@@ -70,7 +70,6 @@ class BilevelRouting(Attention):
     """Regions that attend to the tokens of few regions, which their means choose."""
 
     prefix_tokens = "exact"
-    key_mask_refusal = None
     local_by_head = False
 
     class Config(Options):

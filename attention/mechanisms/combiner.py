@@ -89,7 +89,6 @@ class Combiner(Attention):
     """Own span exactly, other spans by summaries. Papers: EVA Tables 2, 3, 15 'Combiner'."""
 
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
     class Config(Options):
         window_size: int = option(7, "side of a span in tokens; its length where layout is 1d", low=1)

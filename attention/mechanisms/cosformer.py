@@ -91,7 +91,6 @@ class Cosformer(Attention):
     """Kernel attention with ReLU features and a cosine of distance."""
 
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
     class Config(Options):
         layout: Literal["1d", "2d"] = option("1d", "distance in raster order, or along both axes of the grid")

@@ -46,7 +46,6 @@ class Dpfp(Attention):
     """Kernel attention with products of rectified coordinates."""
 
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
     class Config(Options):
         nu: int = option(1, "rolls: 2 d nu features per head", low=1)

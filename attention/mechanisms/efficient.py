@@ -41,7 +41,6 @@ class Efficient(Attention):
     """Attention of two softmaxes, over channels and over tokens."""
 
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
     class Config(Options):
         local: bool = local_option()

@@ -87,7 +87,6 @@ class Eva(Attention):
     """Exact window plus control variates for groups. Papers: EVA Tables 1-3, 6 (|E| and C), 8 (all other options)."""
 
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
     class Config(Options):
         window_size: int = option(7, "side of the window E in tokens; 0: no window", low=0)

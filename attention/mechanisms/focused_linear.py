@@ -63,7 +63,6 @@ class FocusedLinear(Attention):
 
     prefix_tokens = "plain"
     ignores_order = False  # keys depend on their positions
-    key_mask_refusal = None
 
     class Config(Options):
         power: float = option(3.0, "exponent p of the features", low=1)

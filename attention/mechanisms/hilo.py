@@ -63,7 +63,6 @@ class Hilo(Attention):
     """Heads of high frequencies beside heads of low ones."""
 
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
     class Config(Options):
         window_size: int = option(2, "side w in tokens of windows and pools; 1: all heads attend to all tokens", low=1)

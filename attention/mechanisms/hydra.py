@@ -42,7 +42,6 @@ class Hydra(Attention):
     """Attention of C heads of one channel."""
 
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
     class Config(Options):
         local: bool = local_option()

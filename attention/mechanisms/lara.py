@@ -90,7 +90,6 @@ class Lara(Attention):
     """Linear randomized attention over segments of the grid."""
 
     prefix_tokens = "exact"
-    key_mask_refusal = None
     eval_seed: Tensor | None
 
     class Config(Options):

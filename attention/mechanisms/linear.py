@@ -41,7 +41,6 @@ class Linear(Attention):
     """Kernel attention with the features elu + 1. Papers: EVA Table 5 'ELU' (language)."""
 
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
     class Config(Options):
         local: bool = local_option()

@@ -39,7 +39,6 @@ class Local(Attention):
     """Attention within windows, with a learned relative position bias. Papers: EVA Tables 1-3 'Local'."""
 
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
     class Config(Options):
         window_size: int = option(7, "window side w in tokens; block length where layout is 1d", low=1)

@@ -75,7 +75,6 @@ class Neighborhood(Attention):
     """The k x k nearest tokens, with a learned relative position bias."""
 
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
     class Config(Options):
         kernel_size: int | tuple[int, int] = option(7, "neighbours k along both axes, or (rows, columns): odd", low=1)

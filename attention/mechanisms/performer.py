@@ -92,7 +92,6 @@ class Performer(Attention):
     """Random feature attention over all tokens. Papers: EVA and LARA 'Performer', 'RFA'."""
 
     prefix_tokens = "plain"
-    key_mask_refusal = None
     omega: Tensor
 
     class Config(Options):

@@ -67,7 +67,6 @@ class Polaformer(Attention):
 
     prefix_tokens = "plain"
     ignores_order = False  # keys depend on their positions
-    key_mask_refusal = None
 
     class Config(Options):
         alpha: float = option(4.0, "range of the learned exponents, which lie between 1 and 1 + alpha", above=0)

@@ -121,7 +121,6 @@ class Ra(Attention):
     """Randomized attention over all tokens."""
 
     prefix_tokens = "plain"
-    key_mask_refusal = None
     eval_seed: Tensor | None
 
     class Config(Options):

@@ -64,7 +64,6 @@ class Rala(Attention):
 
     prefix_tokens = "plain"
     ignores_order = False  # rotations depend on positions
-    key_mask_refusal = None
     local_by_head = False
 
     class Config(Options):

@@ -61,7 +61,6 @@ class ReluLinear(Attention):
     """Kernel attention with ReLU features."""
 
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
     class Config(Options):
         scales: tuple[int, ...] = option((), "sides of further scales, odd; tokens", low=1)

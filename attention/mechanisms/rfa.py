@@ -62,7 +62,6 @@ class Rfa(Attention):
     """Random features of unit queries and keys. Papers: EVA Table 5 'RFA' (language)."""
 
     prefix_tokens = "plain"
-    key_mask_refusal = None
     omega: Tensor
 
     class Config(Options):

@@ -115,7 +115,6 @@ class Scatterbrain(Attention):
     """Windows exactly over random features. Papers: EVA Tables 2, 15 'Scatterbrain'."""
 
     prefix_tokens = "exact"
-    key_mask_refusal = None
     omega: Tensor | None
 
     class Config(Options):

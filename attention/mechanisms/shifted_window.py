@@ -78,7 +78,6 @@ class ShiftedWindow(Attention):
     """Windows, in odd layers shifted by half their size, with a learned relative position bias."""
 
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
     class Config(Options):
         window_size: int = option(

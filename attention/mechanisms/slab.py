@@ -26,7 +26,6 @@ class Slab(Attention):
 
     prefix_tokens = "plain"
     ignores_order = False  # keys depend on their positions
-    key_mask_refusal = None
 
     class Config(Options):
         local: bool = local_option(True)

@@ -44,7 +44,6 @@ class Softmax(Attention):
     """Exact attention over all tokens. Papers: EVA and LARA 'Softmax'."""
 
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
     class Config(Options):
         causal: bool = causal_option()

@@ -57,7 +57,6 @@ class T2r(Attention):
     """Kernel attention with learned ReLU features. Papers: EVA Table 5 'T2R' (language)."""
 
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
     class Config(Options):
         num_features: int = option(32, "features m per head", low=1)

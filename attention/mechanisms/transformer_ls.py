@@ -91,7 +91,6 @@ class TransformerLs(Attention):
     """A window and dynamic projections of all tokens. Papers: EVA Tables 2, 3, 15 'Long-Short', 'Transformer-LS'."""
 
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
     class Config(Options):
         num_landmarks: int = option(16, "averages r per head; 0: none (local attention)", low=0)

@@ -97,7 +97,6 @@ class Transnormer(Attention):
     """Windows in the first half of the layers, linear attention in the second."""
 
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
     class Config(Options):
         variant: Variant = option("t2", "t2: softmax in windows, elu + 1; t1: ReLU weights in windows, elu")

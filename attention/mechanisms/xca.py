@@ -46,7 +46,6 @@ class Xca(Attention):
     """Softmax over channels. Papers: LARA Table 8 'XCIT'."""
 
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
     class Config(Options):
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
