@@ -4,6 +4,12 @@ Shape letters used throughout: B images, (H, W) token grid, N = H*W tokens in ra
 (dim), h heads, d = C/h channels per head, g windows, w tokens per window, e keys that a window attends to, c landmarks
 or groups, t tokens per group, s random samples, P prefix tokens (class token, registers), which precede the grid
 tokens.
+
+Arguments that ops share, and that their docstrings do not repeat: queries q (B, h, N, d), keys and values k, v (B, h,
+P + N, d); bias, the position bias of a window, (h, w, e); attn_drop, the dropout rate of attention weights; key_mask
+(B, P + N) bool, true for keys that count; causal: query n attends to the keys of `past` and to keys up to the n-th. An
+op returns attended values (B, h, N, d), in float32 at least if it has the decorator `full_precision`. Where prefix
+tokens are plain, N counts them too.
 """
 
 import inspect

@@ -37,11 +37,7 @@ def abc(
     past: Past | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """Queries, keys, values (B, h, N, d) and logits of the control (B, h, N, c) -> (B, h, N, d).
-
-    causal: query n reads the slots as written by the tokens of `past` and the tokens up to the n-th. key_mask: (B, N)
-    bool, true for tokens that count.
-    """
+    """Attention to slots that the tokens, if causal those up to the query, write by logits `control` (B, h, N, c)."""
     control = mask_logits(upcast(control), key_mask, -2)
     if causal:
         mass = running_mass(control, past)

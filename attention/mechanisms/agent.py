@@ -29,14 +29,9 @@ from ..parts.position import PositionTable
 def agent(
     q: Tensor, k: Tensor, v: Tensor, b_1: Tensor, b_2: Tensor, *, grid: Grid, bins: Groups, attn_drop: float = 0.0
 ) -> Tensor:
-    """Attention through agents.
+    """Attention through agents, the mean queries of the c groups `bins`.
 
-    Args:
-        q, k, v: (B, h, P + N, d). b_1, b_2: biases of agents on tokens, (h, c, P + N), and of tokens on agents,
-            (h, P + N, c).
-        bins: c groups whose mean queries are the agents. attn_drop: dropout rate of both kinds of weights.
-    Returns:
-        (B, h, P + N, d).
+    b_1, b_2: biases of agents on tokens, (h, c, P + N), and of tokens on agents, (h, P + N, c).
     """
     a = group_mean(split_prefix(q, grid[0] * grid[1])[1], bins)[:, :, 0]
     v_a = F.scaled_dot_product_attention(a, k, v, b_1[None].to(q.dtype), attn_drop)

@@ -27,13 +27,7 @@ def bigbird(
 ) -> Tensor:
     """Softmax over the key blocks of each query block; over all keys for the queries of global blocks.
 
-    Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries attend to prefix tokens.
-        blocks: key blocks of every head and query block, (h, n, m) int64; n marks an unused entry.
-        windows: the n blocks.
-        num_global: number of global blocks. attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d).
+    blocks: key blocks of every head and query block, (h, n, m) int64; n marks an unused entry. windows: the n blocks.
     """
     (k_prefix, k_grid), (v_prefix, v_grid) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     queries, keys, values = (windows.partition(x) for x in (q, k_grid, v_grid))  # (B, h, n, b, d)
@@ -61,9 +55,7 @@ def global_blocks(n: int, num_global: int, device: torch.device) -> Tensor:
 def choose_blocks(num_window: int, num_global: int, uniform: Tensor) -> Tensor:
     """Key blocks of every head and query block, each at most once: (h, n, w + g + r) int64; n marks an unused entry.
 
-    Args:
-        uniform: (h, n, r) in [0, 1); draws r blocks without replacement from the blocks neither near nor global, or
-            takes all of them if fewer remain.
+    uniform: (h, n, r) in [0, 1); draws r blocks without replacement from those neither near nor global, or all of them.
     """
     h, n, _ = uniform.shape
     near = torch.arange(n, device=uniform.device)[:, None] + torch.arange(num_window, device=uniform.device)

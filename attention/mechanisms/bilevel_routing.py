@@ -25,7 +25,7 @@ from ..parts.masking import of_grid
 
 
 def bilevel_routing(q: Tensor, k: Tensor, v: Tensor, *, regions: Windows, topk: int, attn_drop: float = 0.0) -> Tensor:
-    """q (B, h, N, d), k, v (B, h, P + N, d) -> (B, h, N, d). topk: regions that each region attends to, at most all."""
+    """Attention of every region to the tokens of its `topk` regions, at most all."""
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     queries, mask, routes = regions.partition(q), regions.mask(q.device), route(q, k, regions, topk)
     keys, values = (follow(regions.partition(x), routes) for x in (k, v))

@@ -22,11 +22,7 @@ from ..parts.geometry import Grid, gather_tokens
 def clustered(q: Tensor, k: Tensor, v: Tensor, cluster: Tensor, *, num_clusters: int, num_top_keys: int = 0) -> Tensor:
     """Attention of cluster means, improved on the `num_top_keys` likeliest keys of each cluster.
 
-    Args:
-        q, k, v: (B, h, N, d). cluster: cluster of every query, (B, h, N) int64 below `num_clusters`; clusters may be
-            empty.
-    Returns:
-        (B, h, N, d), float32 at least.
+    cluster: cluster of every query, (B, h, N) int64 below `num_clusters`; clusters may be empty.
     """
     members, s = cluster[..., None], q.shape[-1] ** -0.5
     wide = members.expand_as(q)

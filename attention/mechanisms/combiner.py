@@ -41,13 +41,8 @@ def combiner(
 ) -> Tensor:
     """One softmax over the own span's tokens and the other spans' summaries.
 
-    Args:
-        q, k, v: (B, h, N, d). q_bar, k_bar: summaries of the g spans, (B, h, g, d). bias: position bias of the own
-            span, (h, w, w).
-        windows: the spans; if causal, queries attend to no later token of their span and to no later span.
-        attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d).
+    q_bar, k_bar: summaries of the g spans, (B, h, g, d). windows: the spans; if causal, queries attend to no later
+    token of their span and to no later span.
     """
     keys, values = (windows.partition(split_prefix(x, q.shape[2])[1]) for x in (k, v))
     inside = upcast((q_bar * q.shape[-1] ** -0.5)[:, :, :, None] @ keys.mT)  # (B, h, g, 1, w)

@@ -39,13 +39,8 @@ def cosformer(
 ) -> Tensor:
     """Attention re-weighted by distance along both axes of the grid; (1, N) for the raster order.
 
-    Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens have no position, and their weights no factor.
-        key_mask: (B, P + N) bool, true for keys that count. Positions and lengths skip rows and columns in which no
-            token counts; in raster order they skip masked tokens.
-        causal: query n attends to the keys of `past` and to keys up to the n-th of the raster order.
-    Returns:
-        (B, h, N, d), float32 at least; 0 for a query without positive weights.
+    Prefix tokens have no position, and their weights no factor. Positions and lengths skip rows and columns in which no
+    token counts by `key_mask`; in raster order they skip masked tokens. A query without positive weights gets 0.
     """
     phi_q, (k_prefix, phi_k) = q.relu(), split_prefix(k.relu(), q.shape[2])
     mask = of_grid(key_mask, q.shape[2])

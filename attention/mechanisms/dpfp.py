@@ -21,7 +21,7 @@ from ..parts.geometry import Grid
 
 @full_precision
 def dpfp(q: Tensor, k: Tensor, v: Tensor, *, nu: int, key_mask: Tensor | None = None) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least; 0 for a query without weights."""
+    """Linear attention with the features of `projection`; 0 for a query without weights."""
     return linear_attention(projection(q, nu), projection(k, nu), v, key_mask=key_mask)
 
 

@@ -23,7 +23,7 @@ from ..parts.masking import mask_logits
 
 @full_precision
 def efficient(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least. key_mask: keys that count, (B, N)."""
+    """Linear attention with softmax over channels for queries and over tokens for keys."""
     return linear_attention(q.softmax(-1), mask_logits(k, key_mask, -2).softmax(-2), v, "none", key_mask=key_mask)
 
 

@@ -52,12 +52,9 @@ def eva(
     """One softmax over the window and the groups (eq. 16).
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d). k_tilde: landmarks (B, h, G, c, d), G = 1 or g windows.
-        mu: proposal means (B, h, G, c, d); omega: samples (B, h, G, c, s, d), both in the scale d^-1/4 of the features.
-        bias: position bias of the window (h, w, e). groups: members of the groups. visibility: see `attended_groups`.
-        log_count: adds log |P_c| to a group's logit. attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d).
+        k_tilde: landmarks (B, h, G, c, d), G = 1 or g windows. mu: proposal means (B, h, G, c, d); omega: samples
+            (B, h, G, c, s, d), both in the scale d^-1/4 of the features.
+        visibility: see `attended_groups`. log_count: adds log |P_c| to a group's logit.
     """
     prior = group_prior(q, groups, visibility, log_count, windows)
     beta, log_mass = group_values(split_prefix(k, q.shape[2])[1], split_prefix(v, q.shape[2])[1], omega, groups)

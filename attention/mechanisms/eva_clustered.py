@@ -40,11 +40,8 @@ def eva_clustered(
 ) -> Tensor:
     """One softmax over the window and the clusters (eq. 16).
 
-    Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d). cluster: cluster of every key of the grid, (B, h, N) int64 below c.
-        k_tilde, omega: landmark and sample of each cluster, (B, h, c, d). bias, windows, log_count: see `eva`.
-    Returns:
-        (B, h, N, d), float32 at least.
+    cluster: cluster of every key of the grid, (B, h, N) int64 below c. k_tilde, omega: landmark and sample of each
+    cluster, (B, h, c, d). log_count: see `eva`.
     """
     N, c = q.shape[2], k_tilde.shape[2]
     keys, values = scale(split_prefix(k, N)[1]), split_prefix(v, N)[1]

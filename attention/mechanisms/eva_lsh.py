@@ -40,14 +40,10 @@ def eva_lsh(
     windows: Windows,
     log_count: bool = False,
 ) -> Tensor:
-    """`eva` along the order of a hash.
+    """`eva` along the order of a hash, in full precision, because a rounded key may fall in another cluster.
 
-    Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens are attended to exactly. k_tilde, mu, omega: see `eva`.
-        order_q, order_k: queries and keys in the order of their hash, (B, h, N) int64.
-        groups, windows: groups and clusters of that order, seen as a grid of one row. log_count: see `eva`.
-    Returns:
-        (B, h, N, d), float32 at least: a rounded key may fall in another cluster.
+    order_q, order_k: queries and keys in the order of their hash, (B, h, N) int64. groups, windows: groups and clusters
+    of that order, seen as a grid of one row.
     """
     k, v = (in_order(x, order_k) for x in (k, v))
     y = eva(in_order(q, order_q), k, v, k_tilde, mu, omega, groups=groups, windows=windows, log_count=log_count)

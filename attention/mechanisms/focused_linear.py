@@ -29,13 +29,7 @@ from ..parts.position import KeyPositions
 def focused_linear(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, *, power: float, key_mask: Tensor | None = None
 ) -> Tensor:
-    """Attention with focused features.
-
-    Args:
-        q, k, v: (B, h, N, d). scale: a, (h, d). power: p. key_mask: (B, N) bool, true for keys that count.
-    Returns:
-        (B, h, N, d), float32 at least.
-    """
+    """Attention with focused features, by the scale a (h, d) and the power p."""
     return linear_attention(focus(q, scale, power), focus(k, scale, power), v, "mean", key_mask=key_mask)
 
 

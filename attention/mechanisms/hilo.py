@@ -25,14 +25,7 @@ from .softmax import softmax
 
 
 def hilo(q: Tensor, k: Tensor, v: Tensor, *, windows: Windows, num_high: int, attn_drop: float = 0.0) -> Tensor:
-    """Attention with some heads within windows and the other heads over pooled keys.
-
-    Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d). windows: windows of Hi heads, pooled for Lo heads. num_high: number of
-            Hi heads. attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d).
-    """
+    """Attention of the first `num_high` heads within windows, and of the other heads to pooled windows."""
     high, low = ([x[:, part] for x in (q, k, v)] for part in (slice(num_high), slice(num_high, None)))
     y = [joint_softmax(*high, windows=windows, attn_drop=attn_drop)] if num_high else []
     if num_high < q.shape[1]:

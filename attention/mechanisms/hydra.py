@@ -22,7 +22,7 @@ from ..parts.geometry import Grid
 
 @full_precision
 def hydra(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least. key_mask: keys that count, (B, N)."""
+    """Linear attention of one channel per head with unit queries and keys, without a normaliser."""
     heads = q.shape[1], q.shape[3]
     q, k = (x / torch.linalg.vector_norm(x, dim=(1, 3), keepdim=True).clamp(min=1e-12) for x in (q, k))
     q, k, v = (x.mT.flatten(1, 2)[..., None] for x in (q, k, v))  # (B, C, N, 1): heads of one channel

@@ -27,13 +27,7 @@ from ..parts.geometry import Grid, split_prefix
 
 @full_precision
 def inline(q: Tensor, k: Tensor, v: Tensor, filters: Tensor | None = None, *, grid: Grid) -> Tensor:
-    """Attention with weights that a subtraction makes sum to one.
-
-    Args:
-        q, k, v: (B, h, P + N, d). filters: one filter per image and channel, (B, C, 3, 3).
-    Returns:
-        (B, h, P + N, d), float32 at least.
-    """
+    """Attention with weights that a subtraction makes sum to one. filters: (B, C, 3, 3), per image and channel."""
     k_bar, v_bar = k.mean(2, keepdim=True), v.mean(2, keepdim=True)
     scaled = q * (q.shape[-1] ** -0.5 / k.shape[2])
     y = v_bar + linear_attention(scaled, k - k_bar, v - v_bar, "none")

@@ -50,13 +50,10 @@ def lara(
     """Self-normalised multiple importance sampling with shared proposals (LARA paper eq. 10).
 
     Args:
-        q, k, v: (B, h, N, d). q_bar, k_bar: landmarks (B, h, c, d); k_bar acts with the pool proposals.
+        q_bar, k_bar: landmarks (B, h, c, d); k_bar acts with the pool proposals.
         noise: Gaussian part of omega in the features' scale, s samples of each proposal, broadcast to (B, h, c, s, d).
-        uniform: numbers in (0, 1), (..., c, s), that choose the mixture's component; None takes the components' mean.
-        proposal: kind of q_c, see `propose`. weighting, beta: form of alpha, see `query_weights`; "balance" is eq. 36.
-        key_mask: (B, M) bool, true for keys that count. filled: (B, c) bool, true for segments with tokens that count.
-    Returns:
-        (B, h, N, d), float32 at least.
+        uniform, proposal: see `propose`. weighting, beta: form of alpha, see `query_weights`; "balance" is eq. 36.
+        filled: (B, c) bool, true for segments with tokens that count.
     """
     q, k, q_bar = scale(q), scale(k), scale(q_bar)
     k_bar = None if k_bar is None else scale(k_bar)

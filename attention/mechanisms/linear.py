@@ -23,10 +23,7 @@ from ..parts.past import Past
 def linear(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, past: Past | None = None, key_mask: Tensor | None = None
 ) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least; 0 for a query whose weights vanish.
-
-    causal: query n attends to the keys of `past` and to keys up to the n-th.
-    """
+    """Linear attention with the features elu + 1; 0 for a query whose weights vanish."""
     return linear_attention(elu_plus_one(q), elu_plus_one(k), v, causal=causal, past=past, key_mask=key_mask)
 
 

@@ -21,10 +21,9 @@ MATRICES = {"heads": (2, 1), "kv": (1, 1), "none": (2, None), "layers": (1, 1)}
 
 
 def linformer(q: Tensor, k: Tensor, v: Tensor, projection: Tensor, attn_drop: float = 0.0) -> Tensor:
-    """Queries (B, h, N, d), keys and values (B, h, P + N, d) -> (B, h, N, d); prefix tokens are not projected.
+    """Attention to prefix tokens and to projected keys and values.
 
-    Args:
-        projection: (1 or 2, 1 or h, c, N): one for keys and values or one each, one for all heads or one each.
+    projection: (1 or 2, 1 or h, c, N): one for keys and values or one each, one for all heads or one each.
     """
     projection = projection.to(v.dtype).expand(2, v.shape[1], -1, -1)
     projected: list[Tensor] = []

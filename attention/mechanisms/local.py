@@ -22,7 +22,7 @@ from ..window_options import position_bias, window_option, windows_on
 def local(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, windows: Windows, attn_drop: float = 0.0
 ) -> Tensor:
-    """Softmax attention within windows: q (B, h, N, d), k, v (B, h, P + N, d), bias (h, w, e) -> (B, h, N, d)."""
+    """Softmax attention within windows."""
     return joint_softmax(q, k, v, bias, windows=windows, attn_drop=attn_drop)
 
 

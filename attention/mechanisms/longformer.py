@@ -40,13 +40,9 @@ def longformer(
     """Softmax over band and global keys; over all keys for the global queries.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries attend to prefix tokens.
         q_global (B, h, g, d), k_global, v_global (B, h, P + N, d): projections of their own for global queries.
         global_tokens: distinct raster indices of the global tokens, (g,) int64.
-        grid: rows and columns of the band; (1, N) for a raster band.
-        radius: largest distance rho of a key from its query, by row or column. attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d).
+        grid: rows and columns of the band; (1, N) for a raster band. radius: rho, by row or column.
     """
     if q_global is None or k_global is None or v_global is None:
         q_global, k_global, v_global = q.index_select(2, global_tokens), k, v

@@ -33,7 +33,7 @@ from ..parts.rotary import rotate, rotate_reference
 
 @full_precision
 def mlla(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least."""
+    """Linear attention with the features elu + 1, and rotations that the normaliser does not have."""
     return linear_attention(elu_plus_one(q), elu_plus_one(k), v, "mean", rotate=partial(turn, grid=grid))
 
 

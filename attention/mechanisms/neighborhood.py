@@ -34,7 +34,7 @@ def neighborhood(
     counts: Tensor | None = None,
     attn_drop: float = 0.0,
 ) -> Tensor:
-    """q (B, h, N, d), k, v (B, h, P + N, d) -> (B, h, N, d); size, dilation: k and delta of both axes.
+    """Softmax over the neighbours of every query, for k (`size`) and delta (`dilation`) of both axes.
 
     table: bias by query minus key, (1, (2 k_y - 1) (2 k_x - 1), h). counts: (B, N) bool, true for tokens that count.
     """

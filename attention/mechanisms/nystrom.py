@@ -27,14 +27,10 @@ from .softmax import softmax
 def nystrom(
     q: Tensor, k: Tensor, v: Tensor, filters: Tensor | None = None, *, groups: Groups, grid: Grid, iterations: int
 ) -> Tensor:
-    """Nystrom's approximation of softmax attention, plus a convolution of values.
+    """Nystrom's approximation of softmax attention, plus a convolution of values; both leave out prefix tokens.
 
-    Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); landmarks and convolution exclude prefix tokens.
-        filters: (h, rows, columns), odd sides, for the convolution over the raster `grid` of the tokens.
-        groups: segments whose means are landmarks. iterations: number of iterations of the pseudo-inverse.
-    Returns:
-        (B, h, N, d), float32 at least.
+    filters: (h, rows, columns), odd sides, for the convolution over the raster `grid` of the tokens. groups: segments
+    whose means are landmarks.
     """
     (_, k_grid), (_, v_grid) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     q_bar, k_bar = (group_mean(x, groups)[:, :, 0] for x in (q, k_grid))

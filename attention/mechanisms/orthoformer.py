@@ -22,7 +22,7 @@ from .softmax import softmax, softmax_reference
 
 @full_precision
 def orthoformer(q: Tensor, k: Tensor, v: Tensor, *, num_landmarks: int) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least."""
+    """Attention of queries to landmarks, which attend to all keys."""
     index = orthogonal_tokens(q, num_landmarks)
     landmarks = q.gather(2, index[..., None].expand(-1, -1, -1, q.shape[-1]))
     return softmax(q, landmarks, softmax(landmarks, k, v))

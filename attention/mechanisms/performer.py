@@ -44,14 +44,12 @@ def performer(
     """Attention with the estimated kernel.
 
     Args:
-        q, k, v: (B, h, N, d). omega: samples (h, s, d). key_mask: (B, N) bool, true for keys that count.
+        omega: samples (h, s, d).
         features: positive, hyperbolic: LARA paper appendix C. trigonometric: sines and cosines; a normaliser can be
             negative, its magnitude is kept above 1e-6. relu: ReLU(s^(-1/2) omega . x) + 1e-3, no estimate of softmax.
             favorp: positive features as in the papers' released code, with 1e-4 added and normalisers above 1e-2.
             trigonometric_released, relu_released: all normalisers, negative ones too, are raised to at least 1e-2.
-        causal: query n attends to the keys of `past` and to keys up to the n-th; needs features of `CAUSAL`.
-    Returns:
-        (B, h, N, d), float32 at least.
+        causal: needs features of `CAUSAL`.
     """
     q, k = scale(q), scale(k)
     if features in LOG_FEATURE_MAPS:

@@ -34,13 +34,7 @@ from ..parts.position import KeyPositions
 def polaformer(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, power: Tensor, *, alpha: float, key_mask: Tensor | None = None
 ) -> Tensor:
-    """Attention by channels of equal signs and by channels of opposite signs.
-
-    Args:
-        q, k, v: (B, h, N, d). scale, power: a and w, (h, d). key_mask: (B, N) bool, true for keys that count.
-    Returns:
-        (B, h, N, d), float32 at least.
-    """
+    """Attention by channels of equal signs and by channels of opposite signs. scale, power: a and w, (h, d)."""
     scale, power = F.softplus(scale)[:, None], 1 + alpha * power.sigmoid()[:, None]
     q_plus, q_minus, k_plus, k_minus = ((x / scale).relu() ** power for x in (q, -q, k, -k))
     keys = torch.cat([k_plus, k_minus], -1)

@@ -45,14 +45,11 @@ def ra(
     """Mean over samples of f_n(omega) (LARA paper eq. 6), omega = q'_n + key + noise.
 
     Args:
-        q, k, v: (B, h, N, d). noise: Gaussian part of omega, broadcast to (B, h, N, s, d).
+        noise: Gaussian part of omega, broadcast to (B, h, N, s, d).
         uniform: numbers in (0, 1), (..., N, s), that choose the unbiased proposal's key by inverting cumulative sums of
             pi_n. For cosine features, whose omega is the noise, the phase in turns.
         proposal: the key is drawn from pi_n ("unbiased"), is its mean ("biased", eq. 31), or the plain mean of keys.
         features: features of f and p_n. hyperbolic: f is even, so that one half of p_n (corollary C.1) is enough.
-        key_mask: (B, N) bool, true for keys that count.
-    Returns:
-        (B, h, N, d), float32 at least.
     """
     q, k = scale(q), scale(k)
     if features == "cosine":

@@ -28,12 +28,8 @@ SELF_LOGIT = -5e4
 def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int, same_bucket: bool = False) -> Tensor:
     """One softmax over the pairs of all rounds.
 
-    Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries attend to prefix tokens.
-        bucket: bucket of every token of the grid in every round, (B, h, l, N) int64.
-        chunk_size: tokens c of a chunk; one chunk if c >= N. same_bucket: pairs must share a bucket, not only chunks.
-    Returns:
-        (B, h, N, d), float32 at least.
+    bucket: bucket of every token of the grid in every round, (B, h, l, N) int64. chunk_size: tokens c of a chunk; one
+    chunk if c >= N. same_bucket: pairs must share a bucket, not only chunks.
     """
     (*_, num_rounds, N), c = bucket.shape, min(chunk_size, q.shape[2])
     n = -(-N // c)

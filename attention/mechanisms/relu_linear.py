@@ -27,10 +27,9 @@ from ..parts.local_term import LocalTerm
 
 @full_precision
 def relu_linear(q: Tensor, k: Tensor, v: Tensor, *, eps: float | None = None, key_mask: Tensor | None = None) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least; 0 for a query without positive weights.
+    """Linear attention with the features ReLU; 0 for a query without positive weights.
 
-    eps: added to the sum of a query's weights; None raises the sum to at least 1e-15. key_mask: (B, N) bool, true for
-    keys that count.
+    eps: added to the sum of a query's weights; None raises the sum to at least 1e-15.
     """
     normaliser: Normaliser = "clamp" if eps is None else "sum"  # ONNX export drops an addition of 1e-15
     return linear_attention(q.relu(), k.relu(), v, normaliser, eps or 1e-15, key_mask=key_mask)

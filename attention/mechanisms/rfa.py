@@ -34,15 +34,7 @@ def rfa(
     past: Past | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """Attention with the estimated kernel.
-
-    Args:
-        q, k, v: (B, h, N, d). omega: samples (h, s, d). sigma: (h).
-        causal: query n attends to the keys of `past` and to keys up to the n-th. key_mask: (B, N) bool, true for keys
-            that count.
-    Returns:
-        (B, h, N, d), float32 at least.
-    """
+    """Attention with the kernel that samples omega (h, s, d) estimate, for the sigma (h) of every head."""
     phi_q, phi_k = (waves(F.normalize(x, dim=-1) / sigma[:, None, None], omega) for x in (q, k))
     return linear_attention(phi_q, phi_k / omega.shape[-2], v, causal=causal, past=past, key_mask=key_mask)
 

@@ -45,13 +45,10 @@ def scatterbrain(
     """Windows exactly, all else by random features, in one softmax.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d). omega: samples (h, s, d); None takes the features elu + 1. bias:
-            position bias of the window, (h, w, e).
+        omega: samples (h, s, d); None takes the features elu + 1.
         leave_one_out: method for the sums off the window, see `merge_all_but_one` and `subtract`; an overlap needs the
             latter. Causal windows have sums over the tokens before them. none: sums over all tokens, so that the window
             counts twice, the paper's naive sum (section 4.1).
-    Returns:
-        (B, h, N, d), float32 at least.
     """
     k_grid, v_grid = (split_prefix(x, q.shape[2])[1] for x in (k, v))
     log_k = mask_logits(log_kernel(k_grid, omega), windows.key_mask, -2)  # (B, h, N, s)

@@ -26,7 +26,7 @@ from ..parts.tables import kept_table
 def shifted_window(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, windows: Windows, shift: Grid, attn_drop: float = 0
 ) -> Tensor:
-    """q (B, h, N, d), k, v (B, h, P + N, d), bias (h, w, w) -> (B, h, N, d); windows begin at the token `shift`."""
+    """Softmax within windows that begin at the token `shift`."""
     if shift == (0, 0):
         return joint_softmax(q, k, v, bias, windows=windows, attn_drop=attn_drop)
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])

@@ -24,13 +24,9 @@ from ..parts.sampling import gaussian
 
 @full_precision
 def smyrf(q: Tensor, k: Tensor, v: Tensor, directions: Tensor, *, cluster_size: int, attn_drop: float = 0.0) -> Tensor:
-    """Softmax attention within hashed clusters.
+    """Softmax attention within hashed clusters, in full precision, because a rounded key may fall in another cluster.
 
-    Args:
-        q, k, v: (B, h, N, d). directions: directions of the hash, one per round, (h, r, d + 2).
-        cluster_size: tokens per cluster. attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d), float32 at least: a rounded key may fall in another cluster.
+    directions: directions of the hash, one per round, (h, r, d + 2).
     """
     N, d = v.shape[2:]
     of_q, of_k = hash_clusters(q, k, directions, cluster_size)

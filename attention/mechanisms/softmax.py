@@ -19,10 +19,7 @@ from ..parts.past import Past
 def softmax(
     q: Tensor, k: Tensor, v: Tensor, attn_drop: float = 0.0, *, causal: bool = False, key_mask: Tensor | None = None
 ) -> Tensor:
-    """Scaled dot-product attention of queries (B, h, N, d) over keys and values (B, h, M, d) -> (B, h, N, d).
-
-    causal: query n attends to the keys up to the n-th. key_mask: (B, M) bool, true for keys that count.
-    """
+    """Scaled dot-product attention; any number of keys and values, (B, h, M, d)."""
     if key_mask is not None:
         shown = key_mask[:, None, None]
         if causal:  # a masked query attends at least to itself

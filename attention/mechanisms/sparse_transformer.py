@@ -20,14 +20,9 @@ from ..parts.geometry import Grid, Windows, split_prefix
 def sparse_transformer(
     q: Tensor, k: Tensor, v: Tensor, *, block_size: int, num_summary: int, attn_drop: float = 0.0
 ) -> Tensor:
-    """Softmax over a query's block and all summaries.
+    """Softmax over a query's block of b tokens and all summaries, the last c positions of each block.
 
-    Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries attend to prefix tokens.
-        block_size: tokens b. num_summary: last positions c of a block that all queries attend to.
-        attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d). A last block of fewer than b tokens has only the summary positions that exist in it.
+    A last block of fewer than b tokens has only the summary positions that exist in it.
     """
     blocks = Windows((1, q.shape[2]), (1, block_size))
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])

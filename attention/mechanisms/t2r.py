@@ -30,15 +30,7 @@ def t2r(
     past: Past | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """Attention with learned features.
-
-    Args:
-        q, k, v: (B, h, N, d). weight: (h, m, d). bias: (h, m).
-        causal: query n attends to the keys of `past` and to keys up to the n-th. key_mask: (B, N) bool, true for keys
-            that count.
-    Returns:
-        (B, h, N, d), float32 at least; 0 for a query without positive weights.
-    """
+    """Attention with learned features: weight (h, m, d), bias (h, m); 0 for a query without positive weights."""
     phi_q, phi_k = ((x @ weight.mT + bias[:, None]).relu() for x in (q, k))
     return linear_attention(phi_q, phi_k, v, causal=causal, past=past, key_mask=key_mask)
 

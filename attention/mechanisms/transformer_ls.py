@@ -42,14 +42,8 @@ def transformer_ls(
 ) -> Tensor:
     """One softmax over a window's tokens and r weighted averages of all tokens.
 
-    Args:
-        q, k, v: (B, h, N, d), keys and values normalised; keys and values may include prefix tokens, which come first.
-        slots: logits of the averages over the tokens of the grid, (B, h, r, N).
-        norm_weight, norm_bias: parameters of the LayerNorm of averages, (C,); None without it. bias: position bias of
-            the window, (h, w, e).
-        attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d).
+    slots: logits of the averages over the tokens of the grid, (B, h, r, N). norm_weight, norm_bias: parameters of the
+    LayerNorm of averages, (C,); None without it. Keys and values are normalised already.
     """
     pi = mask_logits(upcast(slots), windows.key_mask).softmax(-1).to(k.dtype)
     k_bar, v_bar = (normalise(pi @ split_prefix(x, q.shape[2])[1], norm_weight, norm_bias) for x in (k, v))

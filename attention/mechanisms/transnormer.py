@@ -46,11 +46,7 @@ def transnormer(
     past: Past | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """NormAttention: q (B, h, N, d), k, v (B, h, P + N, d) and gain (h, d) -> (B, h, N, d), float32 at least.
-
-    causal: query n attends to the keys of `past` and to keys up to the n-th. key_mask: (B, P + N) bool, true for keys
-    that count.
-    """
+    """NormAttention. gain: factors of the normalised channels, (h, d)."""
     phi = FEATURE_MAPS[variant]
     y = linear_attention(phi(q), phi(k), v, "none", causal=causal, past=past, key_mask=key_mask)
     return rms_norm(y, gain, norm)
@@ -58,7 +54,7 @@ def transnormer(
 
 @full_precision
 def rela(q: Tensor, k: Tensor, v: Tensor, gain: Tensor, *, windows: Windows, norm: Norm) -> Tensor:
-    """DiagAttention of t1: weights ReLU(q . k / sqrt(d)) within windows; shapes as in `transnormer`."""
+    """DiagAttention of t1: weights ReLU(q . k / sqrt(d)) within windows."""
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     weights = window_logits(q, k, None, windows).relu()
     y = windows.reverse(weights @ windows.partition(v))

@@ -22,10 +22,7 @@ from ..parts.masking import mask_tokens
 def xca(
     q: Tensor, k: Tensor, v: Tensor, temperature: Tensor, attn_drop: float = 0.0, *, key_mask: Tensor | None = None
 ) -> Tensor:
-    """Queries, keys and values (B, h, N, d) and temperature (h) -> (B, h, N, d), float32 at least.
-
-    key_mask: (B, N) bool, true for tokens that count.
-    """
+    """Attention between channels, whose logits are cosines times the temperature (h) of the head."""
     q, k = mask_tokens(q, key_mask), mask_tokens(k, key_mask)
     products = F.normalize(q, dim=-2).mT @ F.normalize(k, dim=-2)  # (B, h, d, d)
     weights = F.dropout((products * temperature[:, None, None]).softmax(-1), attn_drop)

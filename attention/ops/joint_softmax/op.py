@@ -31,13 +31,9 @@ def joint_softmax(
     """Values under one softmax over each query's window and the summary tokens of the tokens outside it.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d). bias: position bias of the window, (h, w, e).
         keys, values: keys and values of the summary tokens, (B, h, G, c, d), G = 1 or g windows.
         logits: with keys, a term added to the logits q . key / sqrt(d), broadcast to (g, w, c), or with masked tokens
             to (B, h, g, w, c); without keys, the logits themselves, (B, h, g, w, c).
-        windows: the windows attended to token by token. attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d).
     """
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     queries = windows.partition(q)
