@@ -146,6 +146,13 @@ class Attention(nn.Module):
         """Raises the OptionError for option `name` of this mechanism."""
         raise OptionError(f"attention({cls.name()}).{name}", f" = {value}: {problem}")
 
+    def refuse_above(self, context: LayerContext, *names: str) -> None:
+        """Raises the OptionError for options larger than the number of tokens of the grid."""
+        for name in names:
+            if (value := getattr(self.config, name)) > (most := context.num_tokens):
+                H, W = context.grid
+                self.refuse(name, value, f"more than the tokens of the {H}x{W} grid; at most {most}")
+
     @classmethod
     def cost(cls, context: LayerContext, config: Any) -> Cost:
         """Exact cost of a layer beyond its four C x C projections (4 C^2 + 4 C parameters, 4 N C^2 MACs).

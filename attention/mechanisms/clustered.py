@@ -14,8 +14,9 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..options import Options, option
-from ..parts.features import compute_dtype, full_precision, scale
+from ..parts.features import full_precision, scale
 from ..parts.geometry import Grid, gather_tokens
+from ..parts.sampling import redrawn
 
 
 @full_precision
@@ -117,10 +118,7 @@ class Clustered(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        H, W = context.grid
-        for name in ("num_clusters", "num_top_keys"):
-            if getattr(config, name) > H * W:
-                self.refuse(name, getattr(config, name), f"more than the tokens of the {H}x{W} grid; at most {H * W}")
+        self.refuse_above(context, "num_clusters", "num_top_keys")
         self.register_buffer("eval_planes", torch.randn(self.num_heads, config.num_bits, self.head_dim + 1))
 
     @classmethod
@@ -130,9 +128,7 @@ class Clustered(Attention):
         return Cost(0, N * config.num_bits * C + attention)  # the first term is the hash
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        planes, config = self.eval_planes, self.config
-        if self.training:
-            planes = torch.randn(planes.shape, dtype=compute_dtype(q), device=q.device)
+        planes, config = redrawn(self.training, self.eval_planes, q), self.config
         cluster = hamming_clusters(hash_bits(q, planes), config.num_clusters, config.num_iterations)
         y = clustered(q, k, v, cluster, num_clusters=config.num_clusters, num_top_keys=config.num_top_keys)
         return y.to(v.dtype)

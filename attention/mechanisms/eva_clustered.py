@@ -17,10 +17,10 @@ from ..costs import group_cost, num_padded, total, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Transform, landmark_option
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, summary_logits
 from ..options import Options, option, released_option
-from ..parts.features import compute_dtype, full_precision, scale, upcast, xi
+from ..parts.features import full_precision, scale, upcast, xi
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.position import BiasKind
-from ..parts.sampling import Noise, noise_option
+from ..parts.sampling import Noise, noise_option, redrawn
 from ..window_options import position_bias, window_option, windows_on
 from .clustered import cluster_mean, cluster_sum, hamming_clusters, hash_bits
 
@@ -107,11 +107,11 @@ class EvaClustered(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        (H, W), c = context.grid, config.num_landmarks
-        if c > H * W:
-            self.refuse("num_landmarks", c, f"more than the tokens of the {H}x{W} grid; at most {H * W}")
+        self.refuse_above(context, "num_landmarks")
         self.position_bias = position_bias(self, context)
-        self.landmarks = Landmarks(config, self.num_heads, self.head_dim, partial(one_set_of_means, num_clusters=c))
+        self.landmarks = Landmarks(
+            config, self.num_heads, self.head_dim, partial(one_set_of_means, num_clusters=config.num_landmarks)
+        )
         self.register_buffer("eval_planes", torch.randn(self.num_heads, config.num_bits, self.head_dim + 1))
 
     @classmethod
@@ -122,9 +122,8 @@ class EvaClustered(Attention):
         return total(window_cost(context, config), groups, Cost(0, hash_macs))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        config, planes, k_grid = self.config, self.eval_planes, split_prefix(k, q.shape[2])[1]
-        if self.training:
-            planes = torch.randn(planes.shape, dtype=compute_dtype(q), device=q.device)
+        config, k_grid = self.config, split_prefix(k, q.shape[2])[1]
+        planes = redrawn(self.training, self.eval_planes, q)
         cluster = hamming_clusters(hash_bits(k_grid, planes), config.num_landmarks, config.num_iterations)
         k_tilde, _, omega = (x[:, :, 0] for x in self.landmarks(q, k_grid, cluster))
         options: dict[str, Any] = {"windows": windows_on(config, grid), "log_count": config.log_count}

@@ -21,7 +21,7 @@ from ..parts.features import full_precision
 from ..parts.geometry import Grid, Windows, raster, split_prefix
 from ..parts.groups import Groups, bin_counts, bins, bins_outside
 from ..parts.hashing import hash_clusters
-from ..parts.sampling import Noise, gaussian, noise_option
+from ..parts.sampling import Noise, gaussian, noise_option, redrawn
 from .eva import eva, eva_reference
 
 
@@ -90,12 +90,10 @@ class EvaLsh(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        (H, W), size = context.grid, config.cluster_size
-        if size > H * W:
-            self.refuse("cluster_size", size, f"the {H}x{W} grid has fewer tokens; at most {H * W}")
+        self.refuse_above(context, "cluster_size")
         self.clusters_and_groups(config, context.grid, torch.device("cpu"))  # refuses more groups than tokens
         self.landmarks = Landmarks(config, self.num_heads, self.head_dim)
-        self.register_buffer("directions", self.sample_directions(self.qkv.weight))
+        self.register_buffer("directions", gaussian("iid", (self.num_heads, 1, self.head_dim + 2), self.qkv.weight))
 
     @staticmethod
     def clusters_and_groups(config: Config, grid: Grid, device: torch.device) -> tuple[Windows, Groups]:
@@ -104,10 +102,6 @@ class EvaLsh(Attention):
         windows = Windows(order, (1, config.cluster_size))
         groups = bins(order, bin_counts(c, order, "attention(eva_lsh).num_landmarks"), device)
         return windows, bins_outside(groups, windows) if config.partition == "mask" else groups
-
-    def sample_directions(self, like: Tensor) -> Tensor:
-        """Direction of the hash for every head, (h, 1, d + 2), on the device of `like`, in its compute dtype."""
-        return gaussian("iid", (self.num_heads, 1, self.head_dim + 2), like)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
@@ -118,8 +112,9 @@ class EvaLsh(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config, k_grid = self.config, split_prefix(k, q.shape[2])[1]
-        directions = self.sample_directions(q) if self.training else self.directions
-        order_q, order_k = (x.flatten(2) for x in hash_clusters(q, k_grid, directions, 1))
+        order_q, order_k = (
+            x.flatten(2) for x in hash_clusters(q, k_grid, redrawn(self.training, self.directions, q), 1)
+        )
         windows, groups = self.clusters_and_groups(config, grid, q.device)
         k_tilde, mu, omega = self.landmarks(in_order(q, order_q), in_order(k_grid, order_k), groups)
         options = {"groups": groups, "windows": windows, "log_count": config.log_count}

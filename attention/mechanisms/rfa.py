@@ -19,7 +19,7 @@ from ..options import Options, causal_option, option
 from ..parts.features import full_precision, waves
 from ..parts.geometry import Grid
 from ..parts.past import Past
-from ..parts.sampling import gaussian
+from ..parts.sampling import gaussian, redrawn
 
 
 @full_precision
@@ -63,11 +63,9 @@ class Rfa(Attention):
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         self.log_sigma = nn.Parameter(torch.zeros(context.num_heads))
-        self.register_buffer("omega", self.sample(self.log_sigma))
-
-    def sample(self, like: Tensor) -> Tensor:
-        """Samples (h, s, d) on the device of `like`, in its compute dtype."""
-        return gaussian("iid", (self.num_heads, self.config.num_samples, self.head_dim), like)
+        self.register_buffer(
+            "omega", gaussian("iid", (self.num_heads, config.num_samples, self.head_dim), self.log_sigma)
+        )
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
@@ -78,5 +76,5 @@ class Rfa(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
-        omega, causal = self.sample(q) if self.training else self.omega, self.config.causal
+        omega, causal = redrawn(self.training, self.omega, q), self.config.causal
         return rfa(q, k, v, omega, self.log_sigma.exp(), causal=causal, past=past, key_mask=key_mask).to(v.dtype)

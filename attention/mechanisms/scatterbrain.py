@@ -100,6 +100,20 @@ def check_features(attn: Attention) -> None:
         attn.refuse_unused(neutral, "the features elu have no samples")
 
 
+def sample_omega(attn: Attention, like: Tensor) -> Tensor | None:
+    """Samples (h, s, d) on the device of `like`, in its compute dtype; None if features are elu + 1."""
+    if attn.config.features == "elu":
+        return None
+    return gaussian(attn.config.omega_sampling, (attn.num_heads, attn.config.num_samples, attn.head_dim), like)
+
+
+def samples(attn: Any, like: Tensor) -> Tensor | None:
+    """Samples for this pass; with hyperbolic features also their negatives."""
+    redraw = attn.training and attn.config.feature_redraw == "redraw"
+    omega = sample_omega(attn, like) if redraw else attn.omega
+    return omega if omega is None or attn.config.features != "hyperbolic" else torch.cat([omega, -omega], -2)
+
+
 def feature_cost(context: LayerContext, config: Any) -> tuple[int, int]:
     """Number of features of a head, and multiply-accumulates of a layer for the features of queries and keys."""
     if config.features == "elu":
@@ -143,19 +157,7 @@ class Scatterbrain(Attention):
         if config.overlap and config.leave_one_out == "merge" and not config.causal:
             self.refuse("leave_one_out", "merge", "with overlap windows share tokens; set leave_one_out: subtract")
         check_features(self)
-        self.register_buffer("omega", self.sample_omega(self.qkv.weight))
-
-    def sample_omega(self, like: Tensor) -> Tensor | None:
-        """Samples (h, s, d) on the device of `like`, in its compute dtype; None if features are elu + 1."""
-        if self.config.features == "elu":
-            return None
-        return gaussian(self.config.omega_sampling, (self.num_heads, self.config.num_samples, self.head_dim), like)
-
-    def samples(self, like: Tensor) -> Tensor | None:
-        """Samples for this pass; with hyperbolic features also their negatives."""
-        redraw = self.training and self.config.feature_redraw == "redraw"
-        omega = self.sample_omega(like) if redraw else self.omega
-        return omega if omega is None or self.config.features != "hyperbolic" else torch.cat([omega, -omega], -2)
+        self.register_buffer("omega", sample_omega(self, self.qkv.weight))
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
@@ -171,4 +173,4 @@ class Scatterbrain(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config = self.config
         options: dict[str, Any] = {"windows": windows_on(config, grid, key_mask), "leave_one_out": config.leave_one_out}
-        return scatterbrain(q, k, v, self.samples(q), self.position_bias(), **options).to(v.dtype)
+        return scatterbrain(q, k, v, samples(self, q), self.position_bias(), **options).to(v.dtype)

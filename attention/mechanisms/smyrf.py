@@ -19,7 +19,7 @@ from ..options import Options, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.hashing import cluster_mask, from_clusters, hash_clusters, to_clusters
-from ..parts.sampling import gaussian
+from ..parts.sampling import gaussian, redrawn
 
 
 @full_precision
@@ -80,19 +80,14 @@ class Smyrf(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        H, W = context.grid
-        if config.cluster_size > H * W:
-            self.refuse("cluster_size", config.cluster_size, f"the {H}x{W} grid has fewer tokens; at most {H * W}")
-        self.register_buffer("directions", self.sample(self.qkv.weight))
-
-    def sample(self, like: Tensor) -> Tensor:
-        """Directions (h, r, d + 2) of the hash, on the device of `like`, in its compute dtype."""
-        return gaussian("iid", (self.num_heads, self.config.num_rounds, self.head_dim + 2), like)
+        self.refuse_above(context, "cluster_size")
+        shape = self.num_heads, config.num_rounds, self.head_dim + 2
+        self.register_buffer("directions", gaussian("iid", shape, self.qkv.weight))
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         return Cost(0, cluster_macs(context, config.cluster_size, config.num_rounds))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        directions = self.sample(q) if self.training else self.directions
+        directions = redrawn(self.training, self.directions, q)
         return smyrf(q, k, v, directions, cluster_size=self.config.cluster_size, attn_drop=self.attn_drop).to(v.dtype)
