@@ -14,12 +14,11 @@ Cost: 2 N (u + N/u) C + 2 N (1 + d) C multiply-accumulates, the last for the sum
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import num_padded, window_cost
-from ..ops.joint_softmax.op import attended_in_window, joint_softmax
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
 from ..options import Options, option
 from ..parts.features import upcast
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
@@ -75,8 +74,7 @@ def combiner_reference(q, k, v, q_bar, k_bar, bias=None, *, windows, attn_drop=0
         for g, span in spans.items():
             if n not in span and (span.min() < n or not windows.causal):
                 attended.append((scale * (q[:, :, n] * k_bar[:, :, g]).sum(-1, keepdim=True), summaries[g]))
-        logits, values = torch.cat([logit for logit, _ in attended], -1), torch.cat([value for _, value in attended], 2)
-        y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ values)[:, :, 0]
+        y[:, :, n] = mix_reference(*attended, attn_drop=attn_drop)
     return y
 
 

@@ -17,14 +17,13 @@ Cost: 2 N (|E| + c) C multiply-accumulates with s = 1, 2 N C more for beta and 2
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import group_cost, local_cost, num_padded, total, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
 from ..ops.group_values.op import Visibility, attended_summaries, group_logits, group_prior, group_values
-from ..ops.joint_softmax.op import attended_in_window, joint_softmax
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
 from ..options import Options, local_option, option, released_option
 from ..parts.geometry import Grid, Layout, Windows, raster, split_prefix
 from ..parts.groups import Groups, bin_counts, bins, bins_outside, chunks_outside
@@ -75,8 +74,7 @@ def eva_reference(
         attended += attended_summaries(
             n, q, k_grid, v_grid, k_tilde, mu, omega, groups, window, visibility, log_count, windows
         )
-        logits, values = torch.cat([logit for logit, _ in attended], -1), torch.cat([value for _, value in attended], 2)
-        y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ values)[:, :, 0]
+        y[:, :, n] = mix_reference(*attended, attn_drop=attn_drop)
     return y
 
 

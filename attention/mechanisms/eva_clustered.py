@@ -15,7 +15,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import group_cost, num_padded, total, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Transform, landmark_option
-from ..ops.joint_softmax.op import attended_in_window, joint_softmax, summary_logits
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference, summary_logits
 from ..options import Options, option, released_option
 from ..parts.features import full_precision, scale, upcast, xi
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
@@ -71,9 +71,7 @@ def eva_clustered_reference(q, k, v, cluster, k_tilde, omega, bias=None, *, wind
         logits.append((q * k_tilde[:, :, c, None]).sum(-1) * d**-0.5 + weight.to(q.dtype).log())
     logits, values = torch.stack(logits, -1), torch.stack(values, 2)  # (B, h, N, c), (B, h, c, d)
     for n in range(N):
-        on_window, in_window = attended_in_window(n, q, k, v, bias, windows=windows)
-        weights = torch.cat([on_window, logits[:, :, n]], -1).softmax(-1)
-        y[:, :, n] = (weights[:, :, None] @ torch.cat([in_window, values], 2))[:, :, 0]
+        y[:, :, n] = mix_reference(attended_in_window(n, q, k, v, bias, windows=windows), (logits[:, :, n], values))
     return y
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import window_macs
-from ..ops.joint_softmax.op import attended_in_window, joint_softmax
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
 from ..options import Options, option
 from ..parts.geometry import Grid, Windows, split_prefix
 from ..parts.masking import of_grid
@@ -45,10 +45,9 @@ def hilo_reference(q, k, v, *, windows, num_high, attn_drop=0.0):
     pools = [[n] for n in range(P)] + [P + (pool if counts is None else pool[counts[0, pool]]) for pool in pools]
     k_bar, v_bar = (torch.stack([x[:, num_high:, pool].mean(2) for pool in pools], 2) for x in (k, v))
     for n in range(q.shape[2]):
-        own, values = attended_in_window(n, *(x[:, :num_high] for x in (q, k, v)), windows=windows)
-        pooled = (q[:, num_high:, n, None] @ k_bar.mT)[:, :, 0] / q.shape[-1] ** 0.5
-        y[:, :num_high, n] = (F.dropout(own.softmax(-1), attn_drop)[:, :, None] @ values)[:, :, 0]
-        y[:, num_high:, n] = (F.dropout(pooled.softmax(-1), attn_drop)[:, :, None] @ v_bar)[:, :, 0]
+        own = attended_in_window(n, *(x[:, :num_high] for x in (q, k, v)), windows=windows)
+        pooled = (q[:, num_high:, n, None] @ k_bar.mT)[:, :, 0] / q.shape[-1] ** 0.5, v_bar
+        y[:, :, n] = torch.cat([mix_reference(term, attn_drop=attn_drop) for term in (own, pooled)], 1)
     return y
 
 

@@ -7,12 +7,11 @@ Cost: 2 N |E| C multiply-accumulates.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import window_cost
-from ..ops.joint_softmax.op import attended_in_window, joint_softmax
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
 from ..options import Options, option, released_option
 from ..parts.geometry import Grid, Layout, Windows
 from ..parts.position import BiasKind
@@ -30,8 +29,7 @@ def local_reference(q, k, v, bias=None, *, windows, attn_drop=0.0):
     """`local`, query by query."""
     y = torch.zeros_like(q)
     for n in range(q.shape[2]):
-        logits, values = attended_in_window(n, q, k, v, bias, windows=windows)
-        y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ values)[:, :, 0]
+        y[:, :, n] = mix_reference(attended_in_window(n, q, k, v, bias, windows=windows), attn_drop=attn_drop)
     return y
 
 

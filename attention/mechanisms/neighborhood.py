@@ -10,11 +10,10 @@ Cost: 2 N e C multiply-accumulates, e = (k + t - 1)^2 keys of a tile of t^2 quer
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..ops.joint_softmax.op import gathered_logits, mix, prefix_term
+from ..ops.joint_softmax.op import attended_tokens, gathered_logits, mix, mix_reference, prefix_term
 from ..options import Options, option
 from ..parts.geometry import Grid, Windows, split_prefix
 from ..parts.masking import of_grid
@@ -51,16 +50,13 @@ def neighborhood(
 
 def neighborhood_reference(q, k, v, table=None, *, grid, size, dilation, counts=None, attn_drop=0.0):
     """`neighborhood`, query by query."""
-    y, P = torch.zeros_like(q), k.shape[2] - q.shape[2]
+    y = torch.zeros_like(q)
     for n in range(q.shape[2]):
         rows, columns = map(neighbors, divmod(n, grid[1]), grid, size, dilation)
         keys = [(a * grid[1] + b, i, j) for a, i in rows for b, j in columns]
         keys = [key for key in keys if counts is None or counts[0, key[0]]]
-        attended = [*range(P), *(P + m for m, _, _ in keys)]
-        logits = (q[:, :, n, None] @ k[:, :, attended].mT)[:, :, 0] / q.shape[-1] ** 0.5
-        if table is not None:
-            logits = logits + F.pad(table[0, [i * (2 * size[1] - 1) + j for _, i, j in keys]].T, (P, 0))
-        y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ v[:, :, attended])[:, :, 0]
+        bias = None if table is None else table[0, [i * (2 * size[1] - 1) + j for _, i, j in keys]].T
+        y[:, :, n] = mix_reference(attended_tokens(n, q, k, v, [m for m, _, _ in keys], bias), attn_drop=attn_drop)
     return y
 
 

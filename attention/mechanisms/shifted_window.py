@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import window_macs
-from ..ops.joint_softmax.op import joint_softmax, mix, prefix_term, window_logits
+from ..ops.joint_softmax.op import attended_tokens, joint_softmax, mix, mix_reference, prefix_term, window_logits
 from ..options import Options, option
 from ..parts.geometry import Grid, Windows, split_prefix
 from ..parts.masking import of_grid
@@ -61,16 +61,13 @@ def _apart(windows: Windows, shift: Grid, device: torch.device) -> Tensor:
 
 def shifted_window_reference(q, k, v, bias=None, *, windows, shift, attn_drop=0):
     """`shifted_window`, query by query."""
-    y, P, N, (rows, columns) = torch.zeros_like(q), k.shape[2] - q.shape[2], q.shape[2], windows.size
+    y, N, (rows, columns) = torch.zeros_like(q), q.shape[2], windows.size
     moved = [(n // windows.grid[1] - shift[0], n % windows.grid[1] - shift[1]) for n in range(N)]
     own, position = [(a // rows, b // columns) for a, b in moved], [a % rows * columns + b % columns for a, b in moved]
     for n in range(N):
         keys = [m for m in range(N) if own[m] == own[n] and (windows.key_mask is None or windows.key_mask[0, m])]
-        attended = [*range(P), *(P + m for m in keys)]
-        logits = (q[:, :, n, None] @ k[:, :, attended].mT)[:, :, 0] / q.shape[-1] ** 0.5
-        if bias is not None:
-            logits = logits + F.pad(bias[:, position[n], [position[m] for m in keys]], (P, 0))
-        y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ v[:, :, attended])[:, :, 0]
+        own_bias = None if bias is None else bias[:, position[n], [position[m] for m in keys]]
+        y[:, :, n] = mix_reference(attended_tokens(n, q, k, v, keys, own_bias), attn_drop=attn_drop)
     return y
 
 

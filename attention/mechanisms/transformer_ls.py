@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import num_padded, window_cost
-from ..ops.joint_softmax.op import attended_in_window, joint_softmax
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
 from ..options import Options, option
 from ..parts.features import upcast
 from ..parts.geometry import Grid, Layout, Windows, merge_heads, split_heads, split_prefix
@@ -74,10 +74,9 @@ def transformer_ls_reference(q, k, v, slots, norm_weight=None, norm_bias=None, b
             averages.append(average)
     k_bar, v_bar, y = torch.stack(k_bar, 2), torch.stack(v_bar, 2), torch.zeros_like(q)
     for n in range(N):
-        on_window, values = attended_in_window(n, q, k, v, bias, windows=windows)
-        logits = torch.cat([on_window, scale * (q[:, :, n, None] @ k_bar.mT)[:, :, 0]], -1)
-        weights = F.dropout(logits.softmax(-1), attn_drop)
-        y[:, :, n] = (weights[:, :, None] @ torch.cat([values, v_bar], 2))[:, :, 0]
+        averages = scale * (q[:, :, n, None] @ k_bar.mT)[:, :, 0], v_bar
+        own = attended_in_window(n, q, k, v, bias, windows=windows)
+        y[:, :, n] = mix_reference(own, averages, attn_drop=attn_drop)
     return y
 
 
