@@ -8,7 +8,6 @@ projection (see `models.convert.from_timm_pvt`).
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from timm.layers import LayerNorm, to_2tuple
@@ -16,7 +15,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from attention import AttentionFactory, Grid, OptionError
-from attention.options import option
+from attention.options import Options, option
 from models.base import (
     Backbone,
     Block,
@@ -83,8 +82,7 @@ class Pvt(Backbone):
     num_stages = 4
     feature_indices = (0, 1, 2, 3)
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         img_size: int | tuple[int, int] = option(
             224,
             "image side, or height and width, that attention is built for; pixels. Others are accepted",

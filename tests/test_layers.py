@@ -54,7 +54,7 @@ BELOW = {  # folder or file -> what of this project it may import
         for room, below in ROOMS.items()
     },
 }
-MODELS_MAY_TAKE = {"Attention", "AttentionFactory", "Grid", "OptionError", "LayerContext"} | {
+MODELS_MAY_TAKE = {"Attention", "AttentionFactory", "Grid", "OptionError", "LayerContext", "Options"} | {
     *("option", "nearest", "parse_options"),
 }
 EVERY_FILE = [path for package in LIBRARIES for path in sorted((ROOT / package).rglob("*.py"))]

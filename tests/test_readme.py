@@ -138,7 +138,7 @@ def test_causal_attention():
 
 
 SECTION = MECHANISMS[MECHANISMS.index("## Add your own attention") : MECHANISMS.index("## Fast paths")]
-MECHANISM, REGISTRY, FACTS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+MECHANISM, FACTS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
 
 
 def test_your_own_attention(tmp_path):
@@ -150,9 +150,7 @@ def test_your_own_attention(tmp_path):
     named = re.findall(r"`((?:attention|tests)/[\w/]+\.py)`", SECTION)
     assert named == ["attention/mechanisms/pooled.py", "attention/__init__.py", "tests/mechanisms/test_pooled.py"]
     mechanism, registry, facts = (tmp_path / path for path in named)
-    line, entry = REGISTRY.strip("\n").split("\n\n")
-    written = registry.read_text().replace("\nATTENTION", f"\n{line}\n\nATTENTION", 1)
-    registry.write_text(re.sub(r"(\nATTENTION[^\n]*)", rf"\1\n{entry}", written, count=1))
+    registry.write_text(registry.read_text().replace('NAMES = """', 'NAMES = """\n    pooled', 1))
     mechanism.write_text(MECHANISM)
     facts.write_text(FACTS)
     tests = ["tests/uniform", "tests/mechanisms/test_pooled.py", "tests/test_layers.py", "tests/test_recipes.py"]
