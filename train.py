@@ -31,6 +31,7 @@ from engine.evaluation.evaluate import evaluate_all, gather_all
 from engine.reporting.console import format_values
 from engine.reporting.recorder import Recorder
 from engine.reporting.trackers import check_trackers
+from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import World, autocast, init_distributed, seed_everything, set_deterministic, set_tf32
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.files import lock_directory
@@ -49,7 +50,7 @@ from models.freeze import set_train_mode
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Train a model.", formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description="Train a model.", formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=find_config, help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the file's")
     parser.add_argument("--output", type=Path, required=True, help="directory of the run; an unfinished run resumes")
