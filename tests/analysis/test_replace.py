@@ -263,6 +263,7 @@ def test_what_is_replaced_is_trained_on_by_an_ablation(is_export, checkpoint, tm
 )
 def test_refusals(checkpoint, tmp_path, capsys, arguments, expected):
     with pytest.raises(SystemExit) as caught:
-        analyze.main(["replace", str(checkpoint), "--output", str(tmp_path), *arguments])
+        output = [] if "--output" in arguments else ["--output", str(tmp_path)]
+        analyze.main(["replace", str(checkpoint), *output, *arguments])
     assert caught.value.code == 2
     assert expected in capsys.readouterr().err
