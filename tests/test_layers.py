@@ -111,6 +111,11 @@ def test_no_file_is_named_for_nothing(path):
     assert path.stem not in {"utils", "common", "helpers", "misc"}
 
 
+def test_every_command_refuses_an_option_given_twice():
+    """Every parser is one of engine.runtime.arguments."""
+    assert not [path for path in [*ROOT.glob("*.py"), *EVERY_FILE] if "argparse.ArgumentParser(" in path.read_text()]
+
+
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "attention").rglob("*.py")), ids=lambda path: str(path.relative_to(ROOT))
 )

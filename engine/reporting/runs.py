@@ -7,7 +7,6 @@ A run is running (and where), finished, stopped (by a signal; the same command g
 interrupted (it ended without a record). Any column of `epochs.csv` can be compared; docs/logs.md explains them.
 """
 
-import argparse
 import csv
 from collections.abc import Sequence
 from datetime import timedelta
@@ -17,13 +16,14 @@ from typing import Any
 from attention.options import nearest
 from engine.reporting.metrics import read_records, tabulate_epochs
 from engine.reporting.tables import align
+from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.files import is_locked
 from engine.runtime.text import one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Show runs as a table, or compare them.")
+    parser = ArgumentParser(description="Show runs as a table, or compare them.")
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs; to compare: runs or CSVs")
     parser.add_argument("--compare", metavar="COLUMN", help="show this column of epochs.csv of every run")
     args = parser.parse_args(arguments)

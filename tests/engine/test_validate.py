@@ -108,6 +108,20 @@ def test_an_export_names_the_weights_that_it_holds(apart, capsys, kind, epoch):
     assert read_report(capsys, apart / "x.safetensors") == {kind or "ema": expected}
 
 
+def test_every_export_that_is_asked_for_is_written(run_directory, tmp_path, capsys):
+    targets = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    read_report(capsys, run_directory, *(f"--export={target}" for target in targets))
+    assert targets[0].read_bytes() == targets[1].read_bytes()
+
+
+def test_an_option_of_one_value_is_given_once(run_directory, capsys):
+    with pytest.raises(SystemExit) as caught:
+        validate.main([str(run_directory), "--select", "best", "data.workers=0", "--select", "last"])
+    assert caught.value.code == 2
+    expected = "error: argument --select: given twice, and only the last would count; give it once\n"
+    assert capsys.readouterr().err.endswith(expected)
+
+
 def test_the_former_meaning_of_weights_says_its_new_name(run_directory, capsys):
     with pytest.raises(SystemExit) as caught:
         validate.main([str(run_directory), "--weights", "best"])
