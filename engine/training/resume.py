@@ -17,7 +17,7 @@ from engine.checkpoints.identify import NAME, list_checkpoints
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weights import is_finite, list_not_finite, load_weights
 from engine.config.load import dump_run, flatten, parse_run
-from engine.config.schema import Run
+from engine.config.schema import Run, takes
 from engine.runtime.distributed import World
 from engine.runtime.errors import ConfigError, UserError
 from engine.runtime.files import digest_path, is_intact
@@ -190,8 +190,8 @@ def _flatten_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
 def list_differences(there: Mapping[str, Any], here: Mapping[str, Any], allowed: Collection[str] = ()) -> list[str]:
     """Returns one line for each forbidden difference between the options of the runs `here` and `there`.
 
-    Besides `RESUMABLE_OPTIONS` and `allowed`, a mechanism's `released` may differ: it only chooses the defaults of
-    other options, which are compared anyway.
+    Besides `RESUMABLE_OPTIONS` and `allowed`, these may differ: a mechanism's `released`, which only chooses the
+    defaults of other options, and `optim.betas` and `optim.eps` of an optimiser that takes none.
 
     Args:
         there, here: dotted path of an option -> value.
@@ -204,5 +204,6 @@ def list_differences(there: Mapping[str, Any], here: Mapping[str, Any], allowed:
         return f"{there.get(key, absent)} there, {here.get(key, absent)} here"
 
     changed = {key for key in there.keys() | here.keys() if there.get(key, absent) != here.get(key, absent)}
-    modes = {key for key in changed if key.startswith("attention.") and key.endswith(".released")}
-    return [f"{key}: {describe(key)}" for key in sorted(changed - modes - RESUMABLE_OPTIONS - set(allowed))]
+    idle = {key for key in changed if key.startswith("attention.") and key.endswith(".released")}
+    idle |= {f"optim.{name}" for name in ("betas", "eps") if not takes(here.get("optim.opt", ""), name)}
+    return [f"{key}: {describe(key)}" for key in sorted(changed - idle - RESUMABLE_OPTIONS - set(allowed))]
