@@ -18,7 +18,7 @@ from engine.config.load import dump_run, flatten, load_run, parse_run
 from engine.config.papers import PaperRow, read_papers
 from engine.config.schema import Run
 from engine.config.yaml_files import read_yaml
-from engine.reporting.metrics import read_records
+from engine.reporting.metrics import list_changes, read_records
 from engine.runtime.errors import ConfigError
 from engine.training.resume import list_differences
 from models.costs import Costs, count_costs
@@ -71,6 +71,10 @@ class Case:
         except FileNotFoundError:
             return None
         return finals[-1] if finals and is_same_run(config, self.run, self.directory) else None
+
+    def changes(self) -> list[str]:
+        """Returns a text for every option that was changed within the run, so that it is not all of one setting."""
+        return list_changes(read_records(self.directory))
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@
     python -m engine.reporting.runs runs/eva runs/lara --compare eval_top1
 
 A run is running (and where), finished, stopped (by a signal; the same command goes on), failed (and why), or
-interrupted (it ended without a record). Any column of `epochs.csv` can be compared; docs/logs.md explains them.
+interrupted (it ended without a record). `changed` names options that --allow-change has changed within the run. Any
+column of `epochs.csv` can be compared; docs/logs.md explains them.
 """
 
 import csv
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from attention.options import nearest
-from engine.reporting.metrics import read_records, tabulate_epochs
+from engine.reporting.metrics import list_changes, read_records, tabulate_epochs
 from engine.reporting.tables import align
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
@@ -50,7 +51,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     return sorted(found)
 
 
-COLUMNS = ("state", "epoch", "top-1 (%)", "images/s", "elapsed", "GPU-hours", "ETA")
+COLUMNS = ("state", "epoch", "top-1 (%)", "images/s", "elapsed", "GPU-hours", "ETA", "changed")
 
 
 def summarise(run: Path) -> dict[str, str]:
@@ -72,6 +73,7 @@ def summarise(run: Path) -> dict[str, str]:
         "" if seconds is None else str(timedelta(seconds=round(seconds))),
         f"{last['gpu_hours']:.2f}" if "gpu_hours" in last else "",
         "" if left is None else str(timedelta(seconds=round(left))),
+        "; ".join(list_changes(records)),
     ]
     return dict(zip(COLUMNS, texts, strict=True))
 

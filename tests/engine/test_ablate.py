@@ -199,6 +199,22 @@ def test_a_finished_run_may_be_asked_for_otherwise(config, launcher):
     assert [row["top-1 (%)"] for row in rows(output)] == ["97.50"]
 
 
+def test_a_run_that_was_changed_within_is_marked(config, launcher):
+    """Its result belongs to no setting alone."""
+    output = config.parent / "out"
+    announce(config)
+    arguments = [str(config), "--output", str(output), "--launcher", launcher]
+    ablate.main(arguments)
+    assert "changed" not in read_csv(output / "runs.csv")[0]
+    with (output / NAMES[1] / "metrics.jsonl").open("a") as file:
+        change = {"kind": "change", "epoch": 0, "step": 3, "option": "optim.lr", "before": 1e-3, "now": 5e-4}
+        print(json.dumps(change), file=file)
+    ablate.main(arguments)
+    text = "optim.lr 0.001 -> 0.0005 at step 3"
+    assert [row["changed"] for row in read_csv(output / "runs.csv")] == ["", text, ""]
+    assert f"\n{NAMES[1]} is not all of its setting: {text}.\n" in (output / "table.md").read_text()
+
+
 @pytest.mark.parametrize("lock", ["lock", "ablate.lock"], ids=["of train.py", "of ablate.py"])
 def test_a_run_that_another_process_trains_is_left_to_it(config, launcher, capfd, lock):
     config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n  - {attention: linear}\n")

@@ -45,7 +45,7 @@ def refusal(path: Path, *overrides: str) -> str:
 
 def test_options_not_given_have_the_defaults_of_their_dataclass(tmp_path):
     run = load_run(write(tmp_path, VALID))
-    assert (run.augment, run.optim) == (Augment(), Optim())
+    assert (run.augment, run.optim) == (Augment(), Optim(betas=(0.9, 0.999), eps=1e-8))
     assert run.model["num_heads"] == 3
     assert run.attention == {"name": "local", "window_size": 7} | run.attention
     assert len(run.attention) > 2
