@@ -33,6 +33,7 @@ from torch import nn
 import engine.checkpoints.identify as identify_module
 import validate
 from attention import create_attention
+from engine.checkpoints import convert
 from engine.checkpoints.export import export_checkpoint
 from engine.checkpoints.files import (
     find_checkpoint,
@@ -42,6 +43,7 @@ from engine.checkpoints.files import (
     read_checkpoint,
     save_checkpoint,
 )
+from engine.checkpoints.format import ForeignObject, read_archive
 from engine.checkpoints.identify import Kind, identify, identify_content, list_checkpoints
 from engine.checkpoints.progress import Progress, rank_epoch
 from engine.checkpoints.weights import load_weights
@@ -669,6 +671,56 @@ def little_memory(amount: int = 2**30):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def pickled_class(name: str, operation: bytes, arguments: bytes = b")") -> bytes:
+    """A file of torch.save whose ``x.weight`` is an object of the class, made by REDUCE (R) or NEWOBJ (0x81)."""
+    module, _, kind = name.rpartition(".")
+    structure = b"\x80\x02}X\x08\0\0\0x.weightc" + f"{module}\n{kind}\n".encode() + arguments + operation + b"s."
+    return archive({"archive/data.pkl": structure, "archive/data/0": bytes(8), "archive/version": b"3"})
+
+
+def test_no_class_of_torch_is_made(monkeypatch: pytest.MonkeyPatch):
+    """Classes and functions that torch lets into its own reading, made as objects or called with a size."""
+    names = {*torch._weights_only_unpickler._get_allowed_globals(), "torch.CharTensor", "builtins.bytearray"}
+    refused = 0
+    for name, operation in itertools.product(sorted(names), (b"\x81", b"R")):
+        for arguments in (b")", b"\x8a\x05\0\0\0\0\1\x85"):
+            try:
+                content = read_archive(pickled_class(name, operation, arguments))
+            except (pickle.UnpicklingError, TypeError):
+                refused += 1
+                continue
+            assert name == "collections.OrderedDict" or isinstance(content.values["x.weight"], ForeignObject), name
+            assert name == "collections.OrderedDict" or content.class_names == (name,)
+    assert refused > len(names)
+
+
+@pytest.mark.parametrize("operations", [b"N}X\1\0\0\0xK\1s\x86b", b"(tb", b"NNs", b"Na"])
+@pytest.mark.parametrize("target", [b"_rebuild_tensor_v2\n", b"R"])
+def test_a_pickle_changes_no_tensor_and_no_function(target: bytes, operations: bytes):
+    """BUILD, SETITEM and APPEND on a tensor, and on the function that makes it."""
+    content = saved({"x.weight": torch.ones(2)})
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        structure = file.read("archive/data.pkl")
+    place = structure.rindex(target) + len(target)
+    with pytest.raises((AttributeError, TypeError, pickle.UnpicklingError)):
+        read_archive(with_pickle(content, structure[:place] + operations + structure[place:]))
+    assert read_archive(content).values["x.weight"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["x.pth", "pytorch_model.bin"])
+def test_weights_that_are_objects_are_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    (tmp_path / name).write_bytes(pickled_class("torch.CharTensor", b"\x81", b"\x8a\x05\0\0\0\0\1\x85"))
+    model = {"architecture": "deit", "num_classes": 10, "pretrained_cfg": {"input_size": [3, 8, 8]}}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    source = tmp_path if name == "pytorch_model.bin" else tmp_path / name
+    config = [] if name == "pytorch_model.bin" else ["--config", str(ROOT / "configs/quickstart.yaml"), *OPTIONS]
+    with pytest.raises(SystemExit) as caught:
+        convert.main([str(source), str(tmp_path / "out.safetensors"), *config])
+    assert caught.value.code == 2
+    assert "holds " in capsys.readouterr().err
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 def test_hostile_files_do_nothing(whole, tmp_path: Path, figure: Callable):
