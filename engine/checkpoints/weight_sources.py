@@ -93,4 +93,4 @@ def _read_state(found: Found) -> dict[str, Tensor]:
         raise UserError(
             f"{found.path}: holds no weights, but {one_line(', '.join(map(repr, content)), 100)}; {EXPECTED}"
         )
-    return clean_state_dict(state)
+    return clean_state_dict(dict(state))

@@ -13,6 +13,7 @@ import os
 import pickle
 import random
 import resource
+import stat
 import struct
 import subprocess
 import threading
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -34,7 +36,7 @@ import engine.checkpoints.identify as identify_module
 import validate
 from attention import create_attention
 from engine.checkpoints import convert
-from engine.checkpoints.export import export_checkpoint
+from engine.checkpoints.export import export, export_checkpoint
 from engine.checkpoints.files import (
     find_checkpoint,
     find_weights,
@@ -47,7 +49,7 @@ from engine.checkpoints.format import ForeignObject, read_archive
 from engine.checkpoints.identify import Kind, identify, identify_content, list_checkpoints
 from engine.checkpoints.progress import Progress, rank_epoch
 from engine.checkpoints.weights import load_weights
-from engine.config.load import dump_run, load_run
+from engine.config.load import dump_run, load_run, parse_run
 from engine.runtime import files
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
@@ -139,6 +141,76 @@ def test_a_file_that_is_replaced_is_whole_whenever_that_ends(
     assert (step_of(path), done.stdout) == (3, f"{name}: OK\n")
 
 
+class FailAt:
+    """A function of the system, whose call of this number fails with this error."""
+
+    def __init__(self, call: int, function: Callable, number: int):
+        self.call, self.function, self.number, self.num_calls = call, function, number, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_calls += 1
+        if self.num_calls == self.call:
+            raise OSError(self.number, os.strerror(self.number))
+        return self.function(*args, **kwargs)
+
+
+def write_text(path: Path, checkpoint: dict) -> None:
+    files.write_file(path, str(checkpoint["progress"]["step"]).encode())
+
+
+def export_directory(path: Path, checkpoint: dict) -> None:
+    export(f"{path}/", parse_run(checkpoint["config"], "x"), checkpoint, "plain")
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "read"),
+    [
+        (save_checkpoint, "x.pt", step_of),
+        (export_plain, "x.safetensors", step_of),
+        (write_text, "x.csv", lambda path: int(path.read_text())),
+        pytest.param(export_directory, "x", lambda path: find_weights(path, "best", None)[0][1]["progress"]["step"]),
+    ],
+)
+@pytest.mark.parametrize("where", ["os.fsync", "os.replace", "os.open", "io.open"])
+def test_a_file_is_whole_whichever_call_fails(
+    where: str, write: Callable, name: str, read: Callable, whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Every call of the system fails once, also after the file is renamed; the file has its old or its new content."""
+    path, module, attribute = tmp_path / name, {"os": os, "io": io}[where[:2]], where[3:]
+    write(path, change(whole, progress__step=1))
+    names = {file.name for file in tmp_path.rglob(f"{name}*")}
+    for call in itertools.count(1):
+        old, message = read(path), None
+        failing = FailAt(call, getattr(module, attribute), errno.EIO)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, attribute, failing)
+            try:
+                write(path, change(whole, progress__step=call + 1))
+            except (UserError, OSError) as error:
+                message = str(error)
+        assert {file.name for file in tmp_path.rglob(f"{name}*")} == names
+        assert read(path) == call + 1 or (message and read(path) == old)
+        assert read(path) == old or "unchanged" not in (message or "")
+        if failing.num_calls < call:
+            break
+    assert call > 1
+    assert message is None
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_does_not_sync_directories(
+    number: int, whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def sync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    save_checkpoint(tmp_path / "x.pt", whole)
+    save_checkpoint(tmp_path / "x.pt", change(whole, progress__step=7))
+    assert step_of(tmp_path / "x.pt") == 7
+
+
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_file_is_unchanged_where_a_new_one_cannot_be_written(
@@ -153,14 +225,15 @@ def test_a_file_is_unchanged_where_a_new_one_cannot_be_written(
             raise OSError(errno.ENOSPC, "No space left on device", str(target))
         write_atomically(target, content)
 
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    before = path.read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(files, "write_atomically", fill_disk)
         problem = f"{path}: cannot be written: No space left on device; what was there is unchanged"
         with pytest.raises(UserError if writer == "export" else OSError) as caught:
             write(path, change(whole, progress__step=2))
     assert writer == "checkpoint" or str(caught.value) == problem
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    assert (path.read_bytes(), step_of(path)) == (before, 1)
+    assert {file.name for file in tmp_path.iterdir()} == {name, f"{name}.sha256"}
 
 
 def test_a_file_without_a_digest_is_whole_while_it_is_replaced(whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
