@@ -109,7 +109,7 @@ def check_optimizer(optim: Optim, device: torch.device) -> None:
         saved = io.BytesIO()
         torch.save(optimizer.state_dict(), saved)
         resumed.load_state_dict(model.state_dict())
-        restore_optimizer(other, read_archive(saved.getvalue()), other, optim.opt)
+        restore_optimizer(other, read_archive(saved.getvalue()).own(), other, optim.opt)
         train(model, optimizer)
         train(resumed, other)
         if not all(map(torch.equal, model.parameters(), resumed.parameters())):
