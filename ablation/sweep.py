@@ -24,7 +24,7 @@ from engine.data.splits import identify_data, open_split
 from engine.objectives import choose_objective
 from engine.reporting.metrics import read_records
 from engine.runtime.errors import ConfigError, UserError
-from engine.training.resume import list_data_differences, list_differences
+from engine.training.resume import CONTENT, NAMES_ONLY, list_data_differences, list_differences
 from models.costs import Costs, count_costs
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
@@ -246,7 +246,7 @@ def is_same_run(config: dict[str, Any], run: Run, source: Path) -> bool:
 def check_data(cases: Sequence[Case]) -> None:
     """Refuses finished runs that were trained on other data than the sweep has now, as train.py would.
 
-    Names on stderr the finished runs without a checkpoint, which alone knows the data. Data that an objective draws
+    Names on stderr the finished runs whose checkpoints do not tell their data, or only its names. Data that an objective draws
     follows from the options.
 
     Raises:
@@ -265,6 +265,8 @@ def check_data(cases: Sequence[Case]) -> None:
         elif lines := list_data_differences(found[1], identify(case.run.data)):
             remedy = "name its data again, or another --output"
             raise UserError(f"{case.directory}: was trained on other data; {remedy}: {'; '.join(lines)}")
+        elif CONTENT[0] not in found[1]:
+            print(f"warning: {found[0]}: {NAMES_ONLY}", file=sys.stderr)
 
 
 @functools.cache

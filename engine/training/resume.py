@@ -48,6 +48,9 @@ CHANGEABLE = f"what may differ: an option, processes, images, {', '.join(IDENTIT
 CONTENT = ("train_content", "val_content")
 """Metadata of the data that checkpoints of earlier versions lack."""
 
+NAMES_ONLY = "an earlier version made it, which kept the names of its images, not their content; the names are compared"
+"""Note on a checkpoint without `CONTENT`."""
+
 Stateful = nn.Module | Optimizer | torch.amp.GradScaler
 """Objects with a state dict in a checkpoint."""
 
@@ -97,8 +100,7 @@ class Checkpoints:
         if unknown := [key for key in CONTENT if key in here and key not in there]:
             here = {key: value for key, value in here.items() if key not in unknown}
             if self.world.is_primary:
-                problem = "an earlier version made it, which kept the names of its images, not their content"
-                print(f"{path}: {problem}; the data is compared by these names", file=sys.stderr, flush=True)
+                print(f"{path}: {NAMES_ONLY}", file=sys.stderr, flush=True)
         if lines := list_differences(there, here, allowed):
             raise UserError(
                 f"{self.directory}: holds a run with other options or data; resume it with its own, start afresh in"
