@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ablation.sweep import Case, Setting, in_order, read_ablation
+from ablation.sweep import Case, Setting, check_data, in_order, read_ablation
 from ablation.tables import report_sweep, write_figures, write_tables
 from ablation.worker import is_busy, last_failure, run_jobs, train_all
 from engine.config.load import find_config
@@ -51,15 +51,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not 1 <= args.jobs <= MOST_JOBS:
             raise ConfigError(f"--jobs {args.jobs}: expected 1 to {MOST_JOBS}")
         ablation, settings = read_ablation(args.config, args.overrides, args.output, launcher)
+        cases = in_order(settings)
+        if not args.dry_run:
+            make_output(args.output, ["runs.csv"])
+        check_data(cases)
 
-    cases = in_order(settings)
     if args.dry_run:
         print(report_sweep(ablation.caption, settings))
         for case in cases:
             print(shlex.join(case.command))
         return
-    with refuse_bad_input():
-        make_output(args.output, ["runs.csv"])
     failures = {case.directory: last_failure(case) for case in cases}
     write = Writer(ablation.caption, settings, args.output)
     try:

@@ -42,8 +42,14 @@ RESUMABLE_OPTIONS = {
 }
 """Options without an effect on the trained weights: a run may be resumed with other values."""
 
-CHANGEABLE = "what may differ: an option, processes, images, classes, train_files, val_files or teacher_weights"
+CHANGEABLE = f"what may differ: an option, processes, images, {', '.join(IDENTITY[:-1])} or {IDENTITY[-1]}"
 """Help on --allow-change: possible differences from the run that is continued."""
+
+CONTENT = ("train_content", "val_content")
+"""Metadata of the data that checkpoints of earlier versions lack."""
+
+NAMES_ONLY = "an earlier version made it, which kept the names of its images, not their content; the names are compared"
+"""Note on a checkpoint without `CONTENT`."""
 
 Stateful = nn.Module | Optimizer | torch.amp.GradScaler
 """Objects with a state dict in a checkpoint."""
@@ -94,6 +100,10 @@ class Checkpoints:
         path, checkpoint = found
         run = self._read_run(path, checkpoint)
         there = _flatten_metadata(checkpoint | {"config": dump_run(run)})
+        if unknown := [key for key in CONTENT if key in here and key not in there]:
+            here = {key: value for key, value in here.items() if key not in unknown}
+            if self.world.is_primary:
+                print(f"{path}: {NAMES_ONLY}", file=sys.stderr, flush=True)
         if lines := list_differences(there, here, allowed):
             raise UserError(
                 f"{self.directory}: holds a run with other options or data; resume it with its own, start afresh in"
@@ -193,6 +203,15 @@ def _flatten_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
 
 
 ABSENT = "absent"
+
+
+def list_data_differences(checkpoint: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Returns one line for each difference between the data of a checkpoint and that of the identity `here`.
+
+    Only parts of the identity that the checkpoint holds are compared; see `engine.data.splits.identify_data`.
+    """
+    known = [name for name in here if name in checkpoint]
+    return list_differences({name: checkpoint[name] for name in known}, {name: here[name] for name in known})
 
 
 def find_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> set[str]:

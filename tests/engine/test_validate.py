@@ -19,6 +19,7 @@ import validate
 from engine.checkpoints.files import find_checkpoint, load_checkpoint, save_checkpoint
 from engine.config.load import parse_run
 from engine.data.arrays import DigitsReader
+from engine.data.idx import write_idx
 from engine.data.images import decode
 from engine.data.loaders import create_val_loader
 from engine.evaluation.evaluate import evaluate
@@ -67,6 +68,19 @@ def flat(report: dict) -> dict:
     """Metrics under the names of train.py's records."""
     metrics = {kind: {k: v for k, v in report[kind].items() if k not in ("checkpoint", "epoch")} for kind in report}
     return metrics["plain"] | {f"ema_{name}": value for name, value in metrics["ema"].items()}
+
+
+def test_other_images_of_the_same_names_are_announced(run_directory, tmp_path, capsys):
+    reader = DigitsReader("val")
+    write_idx(tmp_path / "val-images-idx3-ubyte", reader.images)
+    write_idx(tmp_path / "val-labels-idx1-ubyte", reader.labels)
+    for path in tmp_path.iterdir():
+        path.rename(f"{path}.gz")
+    arguments = [str(run_directory), "data.workers=0", "--weights", "plain"]
+    validate.main(arguments)
+    assert capsys.readouterr().err == ""
+    validate.main([*arguments, "data.dataset=idx", f"data.root={tmp_path}"])
+    assert capsys.readouterr().err == "data: other images than those of the validation in training\n"
 
 
 @pytest.mark.parametrize("which", ["best", "last"])
