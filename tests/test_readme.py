@@ -51,7 +51,7 @@ def test_opening_example():
     for grid in itertools.product((rows, rows + 1, 3 * rows - 1), (columns, columns + 4, 2 * columns)):
         assert names["attn"](torch.randn(1, math.prod(grid), 192), grid).shape == (1, math.prod(grid), 192)
     for smaller in ((rows - 1, 2 * columns), (2 * rows, columns - 1)):
-        with pytest.raises(OptionError, match="window_size|num_landmarks"):
+        with pytest.raises(OptionError, match=r"window_size|num_landmarks"):
             create_attention("eva", dim=192, num_heads=3, grid=smaller)
 
 
