@@ -19,6 +19,7 @@ import os
 import statistics
 import time
 import uuid
+from array import array
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -67,7 +68,7 @@ class Recorder:
         self.progress, self.step, self.num_gpus, self.began = progress, progress.step, 0, time.monotonic()
         self.images_seen, self.run_id = 0, uuid.uuid4().hex
         self.trackers: OpenTrackers | None = None
-        self.step_seconds: list[float] = []
+        self.step_seconds = array("d")
         self.num_recorded = 0
         self.wait = DataWait(device)
         self.warned_input_bound = False
