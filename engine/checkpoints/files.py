@@ -39,7 +39,7 @@ from engine.runtime.files import write_verified
 METADATA = ("config", "processes", "images", "progress")
 """Metadata of every checkpoint."""
 
-IDENTITY = ("classes", "train_files", "val_files", "teacher_weights")
+IDENTITY = ("classes", "train_files", "train_content", "val_files", "val_content", "teacher_weights")
 """Metadata of the data (`engine.data.splits.identify_data`) and the digest of a teacher, as far as they apply."""
 
 Weights = Literal["plain", "ema"]

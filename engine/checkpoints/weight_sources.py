@@ -30,11 +30,13 @@ class Source(NamedTuple):
     Attributes:
         state: name -> weight. model: their model if it is known; it may be on the meta device.
         images: `mean` and `std` by which its images were normalised, as far as they are known.
+        classes: names in the order of its classifier; None: not known.
     """
 
     state: dict[str, Tensor]
     model: nn.Module | None = None
     images: Mapping[str, Sequence[float]] = {}
+    classes: Sequence[str] | None = None
 
 
 def read_weights(name: str) -> Source:
@@ -51,12 +53,16 @@ def read_weights(name: str) -> Source:
         raise UserError(f"{error}; {EXPECTED}") from None
     if found.kind is Kind.HUB:
         model = load_timm(name.removeprefix(TIMM))
-        return Source(model.state_dict(), model, {key: model.pretrained_cfg[key] for key in ("mean", "std")})
+        config = model.pretrained_cfg
+        return Source(
+            model.state_dict(), model, {key: config[key] for key in ("mean", "std")}, config.get("label_names")
+        )
     if found.kind in FOREIGN:
         return Source(_read_state(found))
     try:
         _, checkpoint, kinds = choose_weights(found, "best", None)[-1]
-        return source_of(parse_run(checkpoint["config"], str(found.path)), checkpoint[WEIGHTS[kinds[-1]]])
+        run, state = parse_run(checkpoint["config"], str(found.path)), checkpoint[WEIGHTS[kinds[-1]]]
+        return source_of(run, state)._replace(classes=checkpoint.get("classes"))
     except UserError as error:
         if found.kind is Kind.RELEASED and isinstance(error, Unsupported | MissingOptions):
             return Source(_read_state(found))  # a new run describes its model itself

@@ -54,7 +54,7 @@ from engine.runtime import files
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.files import digest_path
-from engine.training.resume import Checkpoints
+from engine.training.resume import NAMES_ONLY, Checkpoints
 from models import create_model
 from tests.engine.test_resume import digest, light_and_full
 from tests.support.launcher import ROOT, ForkServer
@@ -320,11 +320,20 @@ def test_each_kind_of_weights_has_its_own_best(checkpoints: Checkpoints, tmp_pat
     ]
 
 
-IDENTITY = {"classes": ["cat", "dog"], "train_files": "a" * 64, "val_files": "b" * 64, "teacher_weights": "none"}
+IDENTITY = {
+    "classes": ["cat", "dog"],
+    "train_files": "a" * 64,
+    "train_content": "b" * 64,
+    "val_files": "b" * 64,
+    "val_content": "a" * 64,
+    "teacher_weights": "none",
+}
 OTHERS = {
     "classes": (["cat", "cow"], "only in the run there: dog (1); only in the data here: cow (1)"),
     "train_files": ("c" * 64, f"{'a' * 64} there, {'c' * 64} here"),
+    "train_content": ("c" * 64, f"{'b' * 64} there, {'c' * 64} here"),
     "val_files": ("c" * 64, f"{'b' * 64} there, {'c' * 64} here"),
+    "val_content": ("c" * 64, f"{'a' * 64} there, {'c' * 64} here"),
     "teacher_weights": ("c" * 64, f"none there, {'c' * 64} here"),
 }
 
@@ -338,6 +347,23 @@ def test_other_data_is_refused_until_allowed(key: str, run, tmp_path: Path):
         checkpoints.restore({})
     assert str(caught.value).splitlines()[1:] == [f"  {key}: {message}"]
     assert checkpoints.restore({}, [key]).step == 7
+
+
+def test_an_earlier_versions_run_is_compared_by_names(run, tmp_path: Path, capsys):
+    """Its checkpoint knows the names of its images, not their content; the next one knows both."""
+    earlier = {name: value for name, value in IDENTITY.items() if not name.endswith("_content")}
+    Checkpoints(tmp_path, run, ALONE, 100, earlier).save(Progress(step=7), {"model": Weight(1)})
+    with pytest.raises(UserError, match="\n  val_files: "):
+        Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {"val_files": "c" * 64}).restore({})
+    checkpoints = Checkpoints(tmp_path, run, ALONE, 100, IDENTITY)
+    capsys.readouterr()
+    progress = checkpoints.restore({})
+    assert progress.step == 7
+    assert capsys.readouterr().err.endswith(f"{NAMES_ONLY}\n")
+    progress.step += 1
+    checkpoints.save(progress, {"model": Weight(1)})
+    with pytest.raises(UserError, match="\n  val_content: "):
+        Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {"val_content": "c" * 64}).restore({})
 
 
 def test_many_classes_can_be_kept(run, tmp_path: Path):
