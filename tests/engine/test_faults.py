@@ -271,7 +271,7 @@ DISKS = {
     "events, by the system": {"limit": 20_000},
     "log, by the system": {"limit": 400},
     "log": {"faults": [("engine.reporting.recorder.json.dumps", 3, "full")]},
-    "directory not synced": {"faults": [("os.fsync", 17, "full")]},
+    "directory not synced": {"faults": [("os.fsync", 19, "full")]},
     "directory removed": {"faults": [("engine.runtime.files.write_atomically", 6, "remove")]},
 }
 
