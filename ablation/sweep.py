@@ -5,6 +5,7 @@ import functools
 import itertools
 import math
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +15,16 @@ import yaml
 
 from ablation.search import sample
 from attention.options import OptionError, nearest, option, parse_options
+from engine.checkpoints.files import find_checkpoint
 from engine.config.load import dump_run, flatten, load_run, parse_run
 from engine.config.papers import PaperRow, read_papers
-from engine.config.schema import Run
+from engine.config.schema import Data, Run
 from engine.config.yaml_files import read_yaml
-from engine.reporting.metrics import read_records
-from engine.runtime.errors import ConfigError
-from engine.training.resume import list_differences
+from engine.data.splits import identify_data, open_split
+from engine.objectives import choose_objective
+from engine.reporting.metrics import list_changes, read_records
+from engine.runtime.errors import ConfigError, UserError
+from engine.training.resume import CONTENT, NAMES_ONLY, list_data_differences, list_differences
 from models.costs import Costs, count_costs
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
@@ -71,6 +75,10 @@ class Case:
         except FileNotFoundError:
             return None
         return finals[-1] if finals and is_same_run(config, self.run, self.directory) else None
+
+    def changes(self) -> list[str]:
+        """Returns a text for every option that was changed within the run, so that it is not all of one setting."""
+        return list_changes(read_records(self.directory))
 
 
 @dataclass(frozen=True)
@@ -237,6 +245,38 @@ def is_same_run(config: dict[str, Any], run: Run, source: Path) -> bool:
     except ConfigError:
         return False
     return not list_differences(flatten(config), flatten(dump_run(run)))
+
+
+def check_data(cases: Sequence[Case]) -> None:
+    """Refuses finished runs that were trained on other data than the sweep has now, as train.py would.
+
+    Names on stderr the finished runs whose checkpoints do not tell their data, or only its names. Data that an objective draws
+    follows from the options.
+
+    Raises:
+        UserError: the first such run, and what differs. OptionError: the data cannot be read.
+    """
+    for case in cases:
+        if not case.result() or choose_objective(case.run).draw(case.run, False) is not None:
+            continue
+        try:
+            found = find_checkpoint(case.directory, "last", quiet=True)
+            problem = "no checkpoint there"
+        except UserError as error:
+            found, problem = None, str(error)
+        if found is None:
+            print(f"warning: {case.directory}: which data it was trained on is not known: {problem}", file=sys.stderr)
+        elif lines := list_data_differences(found[1], identify(case.run.data)):
+            remedy = "name its data again, or another --output"
+            raise UserError(f"{case.directory}: was trained on other data; {remedy}: {'; '.join(lines)}")
+        elif CONTENT[0] not in found[1]:
+            print(f"warning: {found[0]}: {NAMES_ONLY}", file=sys.stderr)
+
+
+@functools.cache
+def identify(data: Data) -> dict[str, Any]:
+    """Returns the identity of the data of a run, see `identify_data`."""
+    return identify_data(open_split(data, "train_split"), open_split(data, "val_split"))
 
 
 def to_text(value: Any) -> str:

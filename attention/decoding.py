@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .base import Attention
+from .mechanisms.scatterbrain import samples
 from .ops.group_values.op import group_logits, group_values
 from .ops.joint_softmax.op import mix, shared_logits
 from .parts.features import compute_dtype, log_kernel, upcast
@@ -132,7 +133,7 @@ class ScatterbrainDecoder(Decoder):
         q, k, v = map(upcast, projected)
         windows, kept = windows_on(self.attn.config, self.grid), self.past.kept
         attended, positions, row = windows.attended(self.num_tokens)
-        omega = self.attn.samples(q)
+        omega = samples(self.attn, q)
         log_q = log_kernel(q, omega)[:, :, None]
         if not kept:
             (B, h, _, d), s = v.shape, log_q.shape[-1]

@@ -11,7 +11,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, dataclass_transform
 
 
 class OptionError(ValueError):
@@ -28,6 +28,14 @@ class OptionError(ValueError):
 
 class UnknownOptionError(OptionError, TypeError):
     """An option that does not exist; also a TypeError, like any unknown keyword argument."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Options:
+    """Base of a mechanism's or a model's `Config`: makes its subclasses frozen dataclasses of keyword arguments."""
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
 
 def option(

@@ -6,14 +6,12 @@ Cost: M C^2 - 2 (N - M) C^2 + 2 N M C multiply-accumulates, M = 49: the convolut
 and values saves, and attention.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..options import option
+from ..options import Options, option
 from ..parts.geometry import Grid, split_prefix
 from ..parts.linear import is_plain
 from .softmax import softmax
@@ -50,8 +48,7 @@ class LinearSra(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its bins average every token of the grid"
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         pool_size: int = option(7, "side of the pooled grid in bins", low=1, high=64)
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 

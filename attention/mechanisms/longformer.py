@@ -8,7 +8,6 @@ for the global rows. The band is computed in tiles of rho queries a side, so tha
 """
 
 import copy
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,7 +17,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import num_padded, projections, window_macs
 from ..ops.joint_softmax.op import mix, prefix_term, shared_logits, window_logits
-from ..options import option
+from ..options import Options, option
 from ..parts.geometry import Grid, Windows, raster, split_heads, split_prefix
 from ..parts.groups import bin_counts
 from ..parts.linear import linear_part
@@ -42,13 +41,9 @@ def longformer(
     """Softmax over band and global keys; over all keys for the global queries.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries attend to prefix tokens.
         q_global (B, h, g, d), k_global, v_global (B, h, P + N, d): projections of their own for global queries.
         global_tokens: distinct raster indices of the global tokens, (g,) int64.
-        grid: rows and columns of the band; (1, N) for a raster band.
-        radius: largest distance rho of a key from its query, by row or column. attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d).
+        grid: rows and columns of the band; (1, N) for a raster band. radius: rho, by row or column.
     """
     if q_global is None or k_global is None or v_global is None:
         q_global, k_global, v_global = q.index_select(2, global_tokens), k, v
@@ -111,8 +106,7 @@ class Longformer(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its global tokens have fixed positions"
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         radius: int = option(24, "farthest key rho: tokens in raster order, or rows and columns; w = 2 rho + 1", low=0)
         layout: Literal["1d", "2d"] = option("1d", "band of the raster order, or square windows around each query")
         num_global: int = option(1, "global tokens g, spread evenly over the grid", low=0)

@@ -15,7 +15,6 @@ Also called MILA. The convolutions that the paper puts before attention and befo
 released code takes square grids only, and numbers of channels that 4 divides; here, remaining channels are unrotated.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch.nn.functional as F
@@ -24,7 +23,7 @@ from torch import Tensor, nn
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, projections, total
 from ..ops.random_features.op import linear_attention
-from ..options import local_option, option
+from ..options import Options, local_option, option
 from ..parts.features import elu_plus_one, full_precision
 from ..parts.geometry import Grid, merge_heads, split_heads
 from ..parts.linear import init_linear, linear_part
@@ -34,7 +33,7 @@ from ..parts.rotary import rotate, rotate_reference
 
 @full_precision
 def mlla(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least."""
+    """Linear attention with the features elu + 1, and rotations that the normaliser does not have."""
     return linear_attention(elu_plus_one(q), elu_plus_one(k), v, "mean", rotate=partial(turn, grid=grid))
 
 
@@ -60,8 +59,7 @@ class Mlla(Attention):
     local_size = 3
     local_by_head = False
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         block: bool = option(True, "Mamba's block: a convolution and SiLU make the values, and the output is gated")
         local: bool = local_option(True)
 

@@ -6,7 +6,6 @@ Cost: N C^2 - 2 (N - N / R^2) C^2 + 2 N^2 C / R^2 multiply-accumulates: the conv
 keys and values saves, and attention.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..options import option
+from ..options import Options, option
 from ..parts.geometry import Grid, split_heads, split_prefix
 from ..parts.linear import is_plain, linear_part
 from .softmax import softmax
@@ -63,8 +62,7 @@ class Sra(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its convolution shrinks the grid with every token of it"
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         reduction: int | None = option(
             None, "side ratio R; null: the pyramid's own, or the one that leaves 49 keys", low=1
         )

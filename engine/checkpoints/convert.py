@@ -9,7 +9,6 @@ them, and they are given as key.path=value. Weights of other programs (timm, Dei
 configuration describes their model, and nothing is written unless all of them load unchanged.
 """
 
-import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -23,13 +22,14 @@ from engine.checkpoints.initial_weights import load_initial_weights
 from engine.checkpoints.progress import Progress
 from engine.config.load import dump_run, find_config, load_run, parse_run
 from engine.config.schema import Init, Run
+from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import World
 from engine.runtime.errors import refuse_bad_input
 from models import create_model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         prog="python -m engine.checkpoints.convert", description="Export the weights of a checkpoint."
     )
     parser.add_argument("checkpoint", type=Path, help="file of weights, or directory or checkpoint of a run")

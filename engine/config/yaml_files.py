@@ -87,8 +87,8 @@ def read_yaml(path: str | Path) -> Tree:
             content = file.read(_MAX_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"{path}: {error.strerror}") from None
-    except ValueError as error:  # a null character
-        raise ConfigError(f"{str(path)!r}: {error}") from None
+    except ValueError:
+        raise ConfigError(f"{str(path)!r}: holds a null character, which no path can") from None
     if content.startswith(codecs.BOM_UTF8):
         raise ConfigError(f"{path}:1: begins with a byte order mark; save it as UTF-8 without one")
     try:
@@ -152,7 +152,7 @@ def _parse_yaml(text: str, place: Callable[[int], str]) -> Tree:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise ConfigError(f"{place(mark.line + 1 if mark else 1)}: {error.problem}") from None
-    except OverflowError:
+    except (ValueError, OverflowError):  # of chr(), which raises either; Python's versions differ in which
         raise ConfigError(f"{place(reader.line + 1)}: an escape that is no character") from None
     except yaml.reader.ReaderError as error:
         line = text.count("\n", 0, error.position) + 1

@@ -262,7 +262,8 @@ def test_what_is_replaced_is_trained_on_by_an_ablation(is_export, checkpoint, tm
     ],
 )
 def test_refusals(checkpoint, tmp_path, capsys, arguments, expected):
+    output = [] if "--output" in arguments else ["--output", str(tmp_path)]
     with pytest.raises(SystemExit) as caught:
-        analyze.main(["replace", str(checkpoint), "--output", str(tmp_path), *arguments])
+        analyze.main(["replace", str(checkpoint), *output, *arguments])
     assert caught.value.code == 2
     assert expected in capsys.readouterr().err

@@ -6,6 +6,7 @@ import math
 import os
 import random
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,11 +14,13 @@ import time
 from itertools import chain, repeat
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 import ablate
+import train
 from ablation import worker
 from ablation.curves import draw_curves, read_curve
 from ablation.figures import draw_heat_map, draw_pareto, draw_results, non_dominated
@@ -25,9 +28,12 @@ from ablation.replicates import measure
 from ablation.search import sample
 from ablation.sweep import Case, Setting, in_order, read_ablation, short_names
 from ablation.tables import ONE_RUN, for_programs, report_sweep, tabulate, to_json, write_tables
+from engine.checkpoints.files import find_checkpoint, save_checkpoint
 from engine.config.load import dump_run
+from engine.data.idx import IMAGES, LABELS, write_idx
 from engine.reporting.tables import T_975, Spread
 from engine.runtime.signals import STOPPED
+from engine.training.resume import NAMES_ONLY
 
 BASE = """\
 model: {name: deit, img_size: 32, patch_size: 8, embed_dim: 12, depth: 1, num_heads: 2, num_classes: 10}
@@ -197,6 +203,64 @@ def test_a_finished_run_may_be_asked_for_otherwise(config, launcher):
     ablate.main([*arguments, "data.workers=3", "train.log_every=7"])
     assert len((config.parent / "log").read_text().splitlines()) == 1
     assert [row["top-1 (%)"] for row in rows(output)] == ["97.50"]
+
+
+def test_a_run_that_was_changed_within_is_marked(config, launcher):
+    """Its result belongs to no setting alone."""
+    output = config.parent / "out"
+    announce(config)
+    arguments = [str(config), "--output", str(output), "--launcher", launcher]
+    ablate.main(arguments)
+    assert "changed" not in read_csv(output / "runs.csv")[0]
+    with (output / NAMES[1] / "metrics.jsonl").open("a") as file:
+        change = {"kind": "change", "epoch": 0, "step": 3, "option": "optim.lr", "before": 1e-3, "now": 5e-4}
+        print(json.dumps(change), file=file)
+    ablate.main(arguments)
+    text = "optim.lr 0.001 -> 0.0005 at step 3"
+    assert [row["changed"] for row in read_csv(output / "runs.csv")] == ["", text, ""]
+    assert f"\n{NAMES[1]} is not all of its setting: {text}.\n" in (output / "table.md").read_text()
+
+
+def test_a_run_finished_on_other_data_is_refused(config, capsys):
+    """One rule for the same data: that of train.py, which the checkpoint of the finished run answers."""
+    rng, roots = np.random.default_rng(0), [config.parent / name for name in ("first", "second", "moved")]
+    for root in roots[:2]:
+        root.mkdir()
+        for split in ("train", "val"):
+            write_idx(root / f"{split}{IMAGES}.gz", rng.integers(0, 256, (64, 8, 8)))
+            write_idx(root / f"{split}{LABELS}.gz", np.arange(64) % 10)
+    shutil.copytree(*roots[::2])
+    (config.parent / "classes").write_text("\n".join("1023456789"))
+    config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
+
+    def sweep(root: Path, *overrides: str) -> str:
+        options = ["data.dataset=idx", f"data.root={root}", *overrides]
+        try:
+            ablate.main([str(config), *options, "--output", str(config.parent / "out"), "--launcher", "false"])
+        except SystemExit as ended:
+            assert ended.code == 2
+        return capsys.readouterr().err
+
+    directory = config.parent / "out" / "attention=softmax"
+    options = ["attention=softmax", "data.dataset=idx", f"data.root={roots[0]}"]
+    train.main([str(config.parent / "base.yaml"), *options, "--output", str(directory)])
+    capsys.readouterr()
+    assert sweep(roots[0]) == sweep(roots[2]) == ""
+    table = (config.parent / "out" / "table.csv").read_bytes()
+    assert rows(config.parent / "out")[0]["top-1 (%)"]
+    problem = f"error: {directory}: was trained on other data; name its data again, or another --output: "
+    assert sweep(roots[1]).startswith(f"{problem}train_content: ")
+    assert sweep(roots[0], f"data.classes={config.parent / 'classes'}").startswith(f"{problem}classes: the same names")
+    assert sweep(config.parent / "absent") == f"error: data.root: no directory '{config.parent / 'absent'}'\n"
+    assert (config.parent / "out" / "table.csv").read_bytes() == table
+
+    path, checkpoint = find_checkpoint(directory, "last")
+    save_checkpoint(path, {name: value for name, value in checkpoint.items() if not name.endswith("_content")})
+    assert sweep(roots[1]) == f"warning: {path}: {NAMES_ONLY}\n"
+    assert sweep(roots[0], f"data.classes={config.parent / 'classes'}").startswith(problem)
+    for path in directory.glob("*.pt"):
+        path.unlink()
+    assert sweep(roots[0]).endswith("which data it was trained on is not known: no checkpoint there\n")
 
 
 @pytest.mark.parametrize("lock", ["lock", "ablate.lock"], ids=["of train.py", "of ablate.py"])

@@ -45,7 +45,7 @@ def refusal(path: Path, *overrides: str) -> str:
 
 def test_options_not_given_have_the_defaults_of_their_dataclass(tmp_path):
     run = load_run(write(tmp_path, VALID))
-    assert (run.augment, run.optim) == (Augment(), Optim())
+    assert (run.augment, run.optim) == (Augment(), Optim(betas=(0.9, 0.999), eps=1e-8))
     assert run.model["num_heads"] == 3
     assert run.attention == {"name": "local", "window_size": 7} | run.attention
     assert len(run.attention) > 2
@@ -206,6 +206,7 @@ REFUSED = {  # name: (text in place of one in VALID, or of all; the whole messag
     "key that cannot be printed": (VALID + '"a\\nb": 1\n', "run.yaml:8: a\\nb: unknown option"),
     "key that looks like a path": (VALID + '"optim.lr": 1\n', "run.yaml:8: optim.lr: unknown option"),
     "escape that is no character": (VALID + 'data: "\\Uffffffff"\n', "run.yaml:8: an escape that is no character"),
+    "escape above all characters": (VALID + 'data: "\\U00110000"\n', "run.yaml:8: an escape that is no character"),
     "long value": (
         VALID.replace("local", "l" * 9000),
         f"run.yaml:4: attention.name: unknown mechanism '{'l' * 300}",
@@ -389,7 +390,7 @@ def test_unreadable_files_are_refused(tmp_path):
     ("base", "text", "expected"),
     [
         (None, "base: absent.yaml\n", "run.yaml:1: base: absent.yaml: No such file or directory"),
-        (None, 'base: "a\\0b"\n', "run.yaml:1: base: 'a\\x00b': embedded null byte"),
+        (None, 'base: "a\\0b"\n', "run.yaml:1: base: 'a\\x00b': holds a null character"),
         ("base: other.yaml\n", "base: base.yaml\n", "run.yaml:1: base: 'base.yaml' has a base itself"),
         (VALID, "base: [base.yaml]\n", "run.yaml:1: base: expected the name of a file, got ['base.yaml']"),
         (VALID.replace("5.0e-4", "-1.0"), "base: base.yaml\n", "base.yaml:7: optim.lr = -1.0 must be greater than 0"),
