@@ -121,7 +121,7 @@ def main(args: argparse.Namespace) -> None:
 
 
 def finetuning(trained: Trained, epochs: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Returns the configuration of a run that trains the model further: all weights, where `overrides` do not freeze any.
+    """Returns the configuration of a run that trains all weights of the model further, unless `overrides` freeze some.
 
     Another mechanism may have weights that the model lacks, so that `init.strict` and `train.freeze` of the run that
     made it do not apply.
