@@ -99,7 +99,7 @@ class EvaDecoder(Decoder):
             k_tilde, mu, omega, log_mass, beta = (torch.cat(parts, 3) for parts in summaries)
             prior = count.to(compute_dtype(q)).log()[:, None] if config.log_count else None
             logits = group_logits(q[:, :, None], k_tilde, mu, omega, log_mass, prior)
-            terms.append((logits, beta))
+            terms.append((logits, beta.to(values.dtype)))
         self.advance()
         return mix(terms)[:, :, 0]
 

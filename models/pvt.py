@@ -138,10 +138,8 @@ class Pvt(Backbone):
         self.reset_classifier(config.num_classes)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns that group parameters by depth, for timm's layer-wise learning rates."""
-        stage = r"^stages\.(\d+)"
-        fine = [(rf"{stage}\.downsample", (0,)), (rf"{stage}\.blocks\.(\d+)", None), (rf"{stage}\.norm", (99999,))]
-        return {"stem": r"^patch_embed", "blocks": stage if coarse else fine}
+        """Patterns that group parameters by stage, as timm's do, for its layer-wise learning rates."""
+        return {"stem": r"^patch_embed", "blocks": r"^stages\.(\d+)"}
 
     def min_side(self) -> int:
         """Side of the smallest square image, in steps of the last stage's stride, that the attention takes; pixels."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..base import Attention, Cost, LayerContext
 from ..options import Options, option
 from ..parts.geometry import Grid, split_prefix
+from ..parts.linear import is_plain
 from .softmax import softmax
 from .sra import project_reduced
 
@@ -22,8 +23,12 @@ def linear_sra(x: Tensor, weight: Tensor, bias: Tensor | None, *, grid: Grid, po
 
     Bins have the edges floor(i*H/pool_size), ceil((i+1)*H/pool_size); if pool_size does not divide H, bins overlap.
     """
-    image = F.adaptive_avg_pool2d(x.mT.unflatten(2, grid), pool_size)
-    return F.conv2d(image, weight, bias).flatten(2).mT
+    return F.conv2d(pooled_image(x, grid, pool_size), weight, bias).flatten(2).mT
+
+
+def pooled_image(x: Tensor, grid: Grid, pool_size: int) -> Tensor:
+    """Averages of tokens (B, N, C) over bins, as an image (B, C, pool_size, pool_size)."""
+    return F.adaptive_avg_pool2d(x.mT.unflatten(2, grid), pool_size)
 
 
 def linear_sra_reference(x, weight, bias, *, grid, pool_size):
@@ -58,7 +63,11 @@ class LinearSra(Attention):
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
         """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + pool_size^2, d)."""
         prefix, tokens = split_prefix(x, grid[0] * grid[1])
-        reduced = linear_sra(tokens, self.sr.weight, self.sr.bias, grid=grid, pool_size=self.config.pool_size)
+        pool_size = self.config.pool_size
+        if is_plain(self.sr, nn.Conv2d):
+            reduced = linear_sra(tokens, self.sr.weight, self.sr.bias, grid=grid, pool_size=pool_size)
+        else:
+            reduced = self.sr(pooled_image(tokens, grid, pool_size)).flatten(2).mT
         return project_reduced(self.qkv, x, torch.cat([prefix, F.gelu(self.norm(reduced))], 1), self.num_heads)
 
     @classmethod

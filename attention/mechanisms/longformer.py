@@ -20,6 +20,7 @@ from ..ops.joint_softmax.op import mix, prefix_term, shared_logits, window_logit
 from ..options import Options, option
 from ..parts.geometry import Grid, Windows, raster, split_heads, split_prefix
 from ..parts.groups import bin_counts
+from ..parts.linear import linear_part
 from ..parts.tables import kept_table
 from .softmax import softmax
 
@@ -134,11 +135,11 @@ class Longformer(Attention):
         """(B, P + N, C) -> q, k, v, and for global queries q_global (B, h, g, d), k_global and v_global, or None."""
         if self.qkv_global is None:
             return *super().project(x, grid), None, None, None
-        C, weight, bias = x.shape[-1], self.qkv_global.weight, self.qkv_global.bias
-        q_bias, kv_bias = (None, None) if bias is None else (bias[:C], bias[C:])
+        C = x.shape[-1]
         chosen = split_prefix(x, grid[0] * grid[1])[1].index_select(1, self.global_tokens(grid, x.device))
-        q_global = split_heads(F.linear(chosen, weight[:C], q_bias), 1, self.num_heads)
-        return *super().project(x, grid), *q_global, *split_heads(F.linear(x, weight[C:], kv_bias), 2, self.num_heads)
+        q_global = split_heads(linear_part(self.qkv_global, chosen, slice(C)), 1, self.num_heads)
+        keys_and_values = linear_part(self.qkv_global, x, slice(C, None))
+        return *super().project(x, grid), *q_global, *split_heads(keys_and_values, 2, self.num_heads)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

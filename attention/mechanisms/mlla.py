@@ -26,7 +26,7 @@ from ..ops.random_features.op import linear_attention
 from ..options import Options, local_option, option
 from ..parts.features import elu_plus_one, full_precision
 from ..parts.geometry import Grid, merge_heads, split_heads
-from ..parts.linear import init_linear
+from ..parts.linear import init_linear, linear_part
 from ..parts.local_term import LocalTerm
 from ..parts.rotary import rotate, rotate_reference
 
@@ -82,11 +82,9 @@ class Mlla(Attention):
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         if self.convolution is None:
             return super().project(x, grid)
-        C, bias = x.shape[-1], self.qkv.bias
-        of_z, of_x = self.qkv.weight.split([2 * C, C])
-        bias_z, bias_x = (None, None) if bias is None else bias.split([2 * C, C])
-        z = F.silu(self.convolution.convolve(F.linear(x, of_x, bias_x)[:, None], grid))[:, 0]
-        return *split_heads(F.linear(z, of_z, bias_z), 2, self.num_heads), *split_heads(z, 1, self.num_heads)
+        of_z, of_x = slice(2 * x.shape[-1]), slice(2 * x.shape[-1], None)
+        z = F.silu(self.convolution.convolve(linear_part(self.qkv, x, of_x)[:, None], grid))[:, 0]
+        return *split_heads(linear_part(self.qkv, z, of_z), 2, self.num_heads), *split_heads(z, 1, self.num_heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return mlla(q, k, v, grid=grid).to(v.dtype)
