@@ -73,8 +73,7 @@ class Abc(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.control = nn.Linear(context.dim, context.num_heads * config.num_landmarks)
-        init_linear(self.control)
+        self.control = init_linear(nn.Linear(context.dim, context.num_heads * config.num_landmarks))
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         """(B, N, C) -> queries, keys and values (B, h, N, d), logits of the control (B, h, N, c)."""

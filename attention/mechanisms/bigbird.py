@@ -102,6 +102,10 @@ class Bigbird(Attention):
         num_random: int = option(3, "random blocks r of each query block; fewer where fewer are left", low=0, high=64)
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
+        def windows(self, grid: Grid) -> Windows:
+            """The blocks of this grid."""
+            return Windows(raster(grid, self.layout), (1 if self.layout == "1d" else self.block_size, self.block_size))
+
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         longest, w = max(raster(context.grid, config.layout)), config.num_window
@@ -120,15 +124,12 @@ class Bigbird(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        side, N, C = config.block_size, context.num_tokens, context.dim
-        windows = Windows(raster(context.grid, config.layout), (1 if config.layout == "1d" else side, side))
+        windows, N, C = config.windows(context.grid), context.num_tokens, context.dim
         b, num_global = windows.num_queries, min(config.num_global, windows.count)
         attended = config.num_window + num_global + config.num_random  # unused entries are computed too
         return Cost(0, 2 * windows.count * b * attended * b * C + 2 * num_global * b * N * C)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        side = self.config.block_size
-        windows = Windows(raster(grid, self.config.layout), (1 if self.config.layout == "1d" else side, side))
-        return bigbird(
-            q, k, v, self.blocks(windows), windows=windows, num_global=self.config.num_global, attn_drop=self.attn_drop
-        )
+        windows, num_global = self.config.windows(grid), self.config.num_global
+        blocks = self.blocks(windows)
+        return bigbird(q, k, v, blocks, windows=windows, num_global=num_global, attn_drop=self.attn_drop)

@@ -102,9 +102,7 @@ class Combiner(Attention):
     def make_summary(self) -> nn.Module:
         if self.config.summary != "deepsets":
             return nn.ReLU() if self.config.summary == "relu" else nn.Identity()
-        linear = nn.Linear(self.head_dim, self.head_dim, bias=False)
-        init_linear(linear)
-        return nn.Sequential(linear, nn.ReLU())
+        return nn.Sequential(init_linear(nn.Linear(self.head_dim, self.head_dim, bias=False)), nn.ReLU())
 
     def pool(self, x: Tensor, windows: Windows) -> Tensor:
         """Maximum or mean of tokens (B, h, N, d) over each span: (B, h, g, d); zero for a span without tokens."""

@@ -15,7 +15,7 @@ from ..options import Options, option
 from ..parts.geometry import Grid, split_prefix
 from ..parts.linear import is_plain
 from .softmax import softmax
-from .sra import project_reduced
+from .sra import project_reduced, reducing_convolution
 
 
 def linear_sra(x: Tensor, weight: Tensor, bias: Tensor | None, *, grid: Grid, pool_size: int) -> Tensor:
@@ -54,11 +54,8 @@ class LinearSra(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.sr = nn.Conv2d(context.dim, context.dim, 1)
+        self.sr = reducing_convolution(context.dim, 1)
         self.norm = nn.LayerNorm(context.dim, eps=1e-5)
-        nn.init.normal_(self.sr.weight, std=(2 / context.dim) ** 0.5)  # kaiming, fan out
-        if self.sr.bias is not None:
-            nn.init.zeros_(self.sr.bias)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
         """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + pool_size^2, d)."""

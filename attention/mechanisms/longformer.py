@@ -8,7 +8,7 @@ for the global rows. The band is computed in tiles of rho queries a side, so tha
 """
 
 import copy
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -125,10 +125,8 @@ class Longformer(Attention):
         if not self.config.num_global:
             return torch.empty(0, dtype=torch.int64, device=device)
         counts = bin_counts(self.config.num_global, grid, "attention(longformer).num_global")
-        rows, columns = (
-            (2 * torch.arange(count, device=device) + 1) * side // (2 * count)
-            for side, count in zip(grid, counts, strict=True)
-        )
+        sides = zip(grid, counts, strict=True)
+        rows, columns = ((2 * torch.arange(c, device=device) + 1) * side // (2 * c) for side, c in sides)
         return (rows[:, None] * grid[1] + columns).flatten()
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor | None, ...]:
@@ -151,25 +149,9 @@ class Longformer(Attention):
         queries, keys_and_values = g * C * C, 2 * N * C * C
         return Cost(projections(context, 3).parameters, macs + queries + keys_and_values)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_global: Tensor | None,
-        k_global: Tensor | None,
-        v_global: Tensor | None,
-        grid: Grid,
-    ) -> Tensor:
-        return longformer(
-            q,
-            k,
-            v,
-            q_global,
-            k_global,
-            v_global,
-            global_tokens=self.global_tokens(grid, q.device),
-            grid=raster(grid, self.config.layout),
-            radius=self.config.radius,
-            attn_drop=self.attn_drop,
-        )
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+        """Attends with the results of `project` and the grid."""
+        *of_global, grid = others
+        options: dict[str, Any] = {"radius": self.config.radius, "attn_drop": self.attn_drop}
+        options |= {"global_tokens": self.global_tokens(grid, q.device), "grid": raster(grid, self.config.layout)}
+        return longformer(q, k, v, *of_global, **options)

@@ -69,8 +69,7 @@ class Mlla(Attention):
         if config.block:
             self.convolution = LocalTerm(context.dim, 3)
             linear = nn.Linear(context.dim, context.dim, bias=context.qkv_bias)
-            init_linear(linear)
-            self.gate = nn.Sequential(linear, nn.SiLU())
+            self.gate = nn.Sequential(init_linear(linear), nn.SiLU())
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

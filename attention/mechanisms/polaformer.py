@@ -70,8 +70,7 @@ class Polaformer(Attention):
         super().__init__(context, config)
         self.key_positions = KeyPositions(context.dim, context.grid)
         self.feature_scale, self.feature_power = (nn.Parameter(torch.zeros(context.dim)) for _ in range(2))
-        self.gate = nn.Linear(context.dim, context.dim, bias=context.qkv_bias)
-        init_linear(self.gate)
+        self.gate = init_linear(nn.Linear(context.dim, context.dim, bias=context.qkv_bias))
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

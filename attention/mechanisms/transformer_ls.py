@@ -101,8 +101,7 @@ class TransformerLs(Attention):
         self.position_bias = position_bias(self, context)
         self.norm_full = nn.LayerNorm(context.dim, eps=1e-5) if config.dual_norm else nn.Identity()
         if config.num_landmarks:
-            self.slots = nn.Linear(context.dim, self.num_heads * config.num_landmarks)
-            init_linear(self.slots)
+            self.slots = init_linear(nn.Linear(context.dim, self.num_heads * config.num_landmarks))
             self.norm_slots = nn.LayerNorm(context.dim, eps=1e-5) if config.dual_norm else None
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor | None, ...]:
