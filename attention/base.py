@@ -7,7 +7,7 @@ tokens.
 
 Arguments that ops share, and that their docstrings do not repeat: queries q (B, h, N, d), keys and values k, v (B, h,
 P + N, d); bias, the position bias of a window, (h, w, e); attn_drop, the dropout rate of attention weights; key_mask
-(B, P + N) bool, true for keys that count; causal: query n attends to the keys of `past` and to keys up to the n-th. An
+(B, P + N) bool, true for keys that count; causal: query n attends to keys up to the n-th, after those of a `Past`. An
 op returns attended values (B, h, N, d), in float32 at least if it has the decorator `full_precision`. Where prefix
 tokens are plain, N counts them too.
 """

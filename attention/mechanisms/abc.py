@@ -22,7 +22,7 @@ from ..parts.features import upcast
 from ..parts.geometry import Grid, split_heads
 from ..parts.linear import init_linear
 from ..parts.masking import mask_logits
-from ..parts.past import Past
+from ..parts.past import Causal, Past
 from .softmax import softmax, softmax_reference
 
 
@@ -33,13 +33,13 @@ def abc(
     control: Tensor,
     attn_drop: float = 0.0,
     *,
-    causal: bool = False,
-    past: Past | None = None,
+    causal: Causal = False,
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention to slots that the tokens, if causal those up to the query, write by logits `control` (B, h, N, c)."""
     control = mask_logits(upcast(control), key_mask, -2)
     if causal:
+        past = causal if isinstance(causal, Past) else None
         mass = running_mass(control, past)
         logits = running_logits(q * q.shape[-1] ** -0.5, k, control, mass, past)
         weights = F.dropout(logits.softmax(-1), attn_drop)
@@ -95,5 +95,4 @@ class Abc(Attention):
         key_mask: Tensor | None = None,
         past: Past | None = None,
     ) -> Tensor:
-        causal = self.config.causal
-        return abc(q, k, v, control, self.attn_drop, causal=causal, past=past, key_mask=key_mask)
+        return abc(q, k, v, control, self.attn_drop, causal=past or self.config.causal, key_mask=key_mask)
