@@ -13,6 +13,7 @@ tokens are plain, N counts them too.
 """
 
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
@@ -105,6 +106,7 @@ class Attention(nn.Module):
     def __init_subclass__(cls) -> None:
         if "key_mask" in inspect.signature(cls.attend).parameters:
             cls.key_mask_refusal = None
+        cls.__doc__ = cls.__doc__ or getattr(sys.modules.get(cls.__module__), "__doc__", None)  # the file's docstring
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__()

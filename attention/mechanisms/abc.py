@@ -8,6 +8,7 @@ fill, Pi = softmax over tokens of a linear map of the input, c per head,
 Takes any number of tokens in any order. In causal attention a query reads the slots as written by the tokens up to it,
 and the sums that normalise Pi run along with the tokens. Gated versions are left out.
 Cost: (4 + h) N c C multiply-accumulates, h N c C of them for the control.
+Papers: LARA Table 4 'ABC'.
 """
 
 import torch
@@ -62,8 +63,6 @@ def abc_reference(q, k, v, control, attn_drop=0.0, *, causal=False):
 
 
 class Abc(Attention):
-    """Softmax over learned slots. Papers: LARA Table 4 'ABC'."""
-
     prefix_tokens = "plain"
 
     class Config(Options):

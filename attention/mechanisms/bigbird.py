@@ -4,6 +4,7 @@ Tokens form n blocks of b. A query block attends, in one softmax, to w neighbour
 g global blocks (the first and the last) and to r others, drawn once for every layer and head; global blocks attend to
 everything. Every key counts once.
 Cost: 2 N (w + 2 g + r) b C multiply-accumulates, 2 g b N C of them for the global rows. Linear in N.
+Papers: LARA Table 9.
 """
 
 from typing import Literal
@@ -88,8 +89,6 @@ def bigbird_reference(q, k, v, blocks, *, windows, num_global, attn_drop=0.0):
 
 
 class Bigbird(Attention):
-    """Sliding, global and random blocks of keys. Papers: LARA Table 9."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its global blocks have fixed positions"
     pattern_seed: Tensor

@@ -9,6 +9,7 @@ the softmax, and a span value v_bar_g that the span's summary query q_bar_g gath
 
 The published bidirectional code also attends to the summary of a query's own span; here no token counts twice.
 Cost: 2 N (u + N/u) C + 2 N (1 + d) C multiply-accumulates, the last for the summaries; N^1.5 at u = sqrt(N).
+Papers: EVA Tables 2, 3, 15 'Combiner'.
 """
 
 from typing import Literal
@@ -79,8 +80,6 @@ def combiner_reference(q, k, v, q_bar, k_bar, bias=None, *, windows, attn_drop=0
 
 
 class Combiner(Attention):
-    """Own span exactly, other spans by summaries. Papers: EVA Tables 2, 3, 15 'Combiner'."""
-
     prefix_tokens = "exact"
 
     class Config(Options):

@@ -75,8 +75,6 @@ def cosformer_reference(q, k, v, *, grid, causal=False):
 
 
 class Cosformer(Attention):
-    """Kernel attention with ReLU features and a cosine of distance."""
-
     prefix_tokens = "exact"
 
     class Config(Options):

@@ -53,8 +53,6 @@ def focused_linear_reference(q, k, v, scale, *, power):
 
 
 class FocusedLinear(Attention):
-    """Kernel attention with features raised to a power."""
-
     prefix_tokens = "plain"
     ignores_order = False  # keys depend on their positions
 

@@ -52,8 +52,6 @@ def hilo_reference(q, k, v, *, windows, num_high, attn_drop=0.0):
 
 
 class Hilo(Attention):
-    """Heads of high frequencies beside heads of low ones."""
-
     prefix_tokens = "exact"
 
     class Config(Options):

@@ -5,6 +5,7 @@
 so that all queries share the sums over keys. Queries and keys are not scaled. EVA Table 5 calls it 'ELU'. In causal
 attention the sums run along with the queries.
 Cost: 2 N d C multiply-accumulates; linear in N.
+Papers: EVA Table 5 'ELU' (language).
 """
 
 import torch.nn.functional as F
@@ -31,8 +32,6 @@ def linear_reference(q, k, v, *, causal=False):
 
 
 class Linear(Attention):
-    """Kernel attention with the features elu + 1. Papers: EVA Table 5 'ELU' (language)."""
-
     prefix_tokens = "plain"
 
     class Config(Options):

@@ -4,6 +4,7 @@ The grid, of any size, is averaged to 7 x 7 bins; then follow a 1 x 1 convolutio
 49 bins, in every stage of PVT-v2-Li (whose MLPs have a further ReLU: the model's `mlp_relu`).
 Cost: M C^2 - 2 (N - M) C^2 + 2 N M C multiply-accumulates, M = 49: the convolution, less what the projection of keys
 and values saves, and attention.
+Paper: PVT-v2 'Li'.
 """
 
 import torch
@@ -43,8 +44,6 @@ def linear_sra_reference(x, weight, bias, *, grid, pool_size):
 
 
 class LinearSra(Attention):
-    """Softmax over a grid pooled to 7 x 7. Paper: PVT-v2 'Li'."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its bins average every token of the grid"
 

@@ -101,8 +101,6 @@ def longformer_reference(
 
 
 class Longformer(Attention):
-    """A band of keys and global tokens."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its global tokens have fixed positions"
 

@@ -53,8 +53,6 @@ def mlla_reference(q, k, v, *, grid):
 
 
 class Mlla(Attention):
-    """Kernel attention with rotary positions and a local term, in Mamba's block."""
-
     key_mask_refusal = "a convolution of all tokens makes the values of its block"
     local_size = 3
     local_by_head = False

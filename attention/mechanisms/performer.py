@@ -7,6 +7,7 @@ kernel is estimated at samples omega_s ~ N(0, I) that all queries share,
 
 so that all queries share the sums over keys (LARA eq. 2). Unbiased for the kernel; biased but consistent for attention.
 Cost: 4 N s C multiply-accumulates (hyperbolic and trigonometric features: 6 N s C); linear in N.
+Papers: EVA and LARA 'Performer', 'RFA'.
 """
 
 from typing import Any, Literal
@@ -86,8 +87,6 @@ def performer_reference(q, k, v, omega, *, features="positive", causal=False):
 
 
 class Performer(Attention):
-    """Random feature attention over all tokens. Papers: EVA and LARA 'Performer', 'RFA'."""
-
     prefix_tokens = "plain"
     omega: Tensor
 

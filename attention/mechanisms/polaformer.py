@@ -57,8 +57,6 @@ def polaformer_reference(q, k, v, scale, power, *, alpha):
 
 
 class Polaformer(Attention):
-    """Kernel attention with features by sign, learned exponents, positions of keys, a local term and a gate."""
-
     prefix_tokens = "plain"
     ignores_order = False  # keys depend on their positions
 

@@ -57,8 +57,6 @@ def rala_reference(q, k, v, *, grid):
 
 
 class Rala(Attention):
-    """Kernel attention with weighted keys, rotary positions, a local term and a gate."""
-
     prefix_tokens = "plain"
     ignores_order = False  # rotations depend on positions
     local_by_head = False

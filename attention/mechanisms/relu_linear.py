@@ -57,8 +57,6 @@ class Scale(nn.Module):
 
 
 class ReluLinear(Attention):
-    """Kernel attention with ReLU features."""
-
     prefix_tokens = "plain"
 
     class Config(Options):

@@ -6,6 +6,7 @@ with a learned sigma per head. Since norms are constant, this estimates softmax 
 q . k / (sigma^2 ||q|| ||k||). It differs from `performer` with trigonometric features only by the norms. The paper's
 gates, for causal attention, are left out.
 Cost: 6 N s C multiply-accumulates; linear in N. h parameters.
+Papers: EVA Table 5 'RFA' (language).
 """
 
 import torch
@@ -47,8 +48,6 @@ def rfa_reference(q, k, v, omega, sigma, *, causal=False):
 
 
 class Rfa(Attention):
-    """Random features of unit queries and keys. Papers: EVA Table 5 'RFA' (language)."""
-
     prefix_tokens = "plain"
     omega: Tensor
 

@@ -4,6 +4,7 @@ The reduction of PVT-v2 is an R x R convolution of stride R followed by LayerNor
 is the convolutional baseline of EVA and LARA (49 keys: R = 8, 4, 2 in PVT-v2's first three stages at 224 pixels).
 Cost: N C^2 - 2 (N - N / R^2) C^2 + 2 N^2 C / R^2 multiply-accumulates: the convolution, less what the projection of
 keys and values saves, and attention.
+Papers: EVA Table 1, LARA Tables 2 and 8 'SRA'.
 """
 
 from typing import Any
@@ -65,8 +66,6 @@ def reducing_convolution(dim: int, side: int) -> nn.Conv2d:
 
 
 class Sra(Attention):
-    """Softmax over a grid reduced by a strided convolution. Papers: EVA Table 1, LARA Tables 2 and 8 'SRA'."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its convolution shrinks the grid with every token of it"
 

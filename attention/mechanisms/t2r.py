@@ -4,6 +4,7 @@
 
 with one map per head, which queries and keys share, in linear attention.
 Cost: 4 N m C multiply-accumulates, half of them for the features; linear in N. h (m d + m) parameters.
+Papers: EVA Table 5 'T2R' (language).
 """
 
 import torch
@@ -44,8 +45,6 @@ def t2r_reference(q, k, v, weight, bias, *, causal=False):
 
 
 class T2r(Attention):
-    """Kernel attention with learned ReLU features. Papers: EVA Table 5 'T2R' (language)."""
-
     prefix_tokens = "plain"
 
     class Config(Options):

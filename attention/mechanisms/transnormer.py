@@ -89,8 +89,6 @@ def rms_norm_reference(y, gain, norm):
 
 
 class Transnormer(Attention):
-    """Windows in the first half of the layers, linear attention in the second."""
-
     prefix_tokens = "exact"
 
     class Config(Options):
