@@ -148,12 +148,12 @@ class Attention(nn.Module):
         """Raises the OptionError for option `name` of this mechanism."""
         raise OptionError(f"attention({cls.name()}).{name}", f" = {value}: {problem}")
 
-    def refuse_above(self, context: LayerContext, *names: str) -> None:
-        """Raises the OptionError for options larger than the number of tokens of the grid."""
+    def refuse_above(self, context: LayerContext, *names: str, side: int = 0) -> None:
+        """Raises the OptionError for options larger than the number of tokens of the grid, or than its longest side."""
+        (H, W), what = context.grid, "larger than" if side else "more than the tokens of"
         for name in names:
-            if (value := getattr(self.config, name)) > (most := context.num_tokens):
-                H, W = context.grid
-                self.refuse(name, value, f"more than the tokens of the {H}x{W} grid; at most {most}")
+            if (value := getattr(self.config, name, 0)) > (most := side or context.num_tokens):
+                self.refuse(name, value, f"{what} the {H}x{W} grid; at most {most}")
 
     @classmethod
     def cost(cls, context: LayerContext, config: Any) -> Cost:

@@ -107,11 +107,8 @@ class Bigbird(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        longest, w = max(raster(context.grid, config.layout)), config.num_window
-        if config.block_size > longest:
-            H, W = context.grid
-            self.refuse("block_size", config.block_size, f"larger than the {H}x{W} grid; at most {longest}")
-        if w % 2 == 0:
+        self.refuse_above(context, "block_size", side=max(raster(context.grid, config.layout)))
+        if (w := config.num_window) % 2 == 0:
             self.refuse("num_window", w, f"as many neighbours on both sides make it odd; nearest valid: {w - 1}")
         # The seed determines the blocks on every grid.
         self.register_buffer("pattern_seed", torch.randint(2**32, ()))

@@ -53,7 +53,7 @@ def longformer(
     on_band = on_band.masked_fill(~within(tiles, radius, q.device), -torch.inf)
     queries = tiles.partition(q)
     on_global = shared_logits(queries, k.index_select(2, global_tokens))
-    n, W = tiles.disjoint().indices(q.device)[..., None], grid[1]
+    n, W = tiles._replace(overlap=(0, 0)).indices(q.device)[..., None], grid[1]
     distances = (n // W - global_tokens // W).abs(), (n % W - global_tokens % W).abs()
     on_global = on_global.masked_fill((distances[0] <= radius) & (distances[1] <= radius), -torch.inf)
     global_values = v.index_select(2, global_tokens)[:, :, None]

@@ -20,12 +20,7 @@ def mix_features(
 
     It equals LARA paper eq. 2 and 10 exactly, needs no epsilon and cannot overflow.
 
-    Args:
-        log_q: (..., N, s), up to a constant per query. log_k: (..., s, M). v: (..., M, d).
-        key_mask: (B, M) bool, true for keys that count.
-        causal: see `attention.base`; shapes are (B, h, ...).
-    Returns:
-        (..., N, d).
+    log_q: (..., N, s), up to a constant per query. log_k: (..., s, M). v: (..., M, d). Causal: (B, h, ...).
     """
     log_k, past = mask_logits(log_k, key_mask), causal if isinstance(causal, Past) else None
     if causal:
@@ -57,8 +52,7 @@ def linear_attention(
             sum: `eps` is added. mean: M `eps` is added, which adds `eps` to the mean over keys.
             none: weights are not normalised.
         rotate: function that rotates features by their positions in the weights of values; normalisers are unrotated.
-        causal: see `attention.base`; shapes are (B, h, ...).
-        key_mask: (B, M) bool, true for keys that count.
+        causal: shapes are (B, h, ...).
     Returns:
         (..., N, d). Cost: 2 N f d multiply-accumulates at M = N, and N f for the normalisers; causal: `causal_sums`.
     """
