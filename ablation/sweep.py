@@ -246,8 +246,8 @@ def is_same_run(config: dict[str, Any], run: Run, source: Path) -> bool:
 def check_data(cases: Sequence[Case]) -> None:
     """Refuses finished runs that were trained on other data than the sweep has now, as train.py would.
 
-    Names on stderr the finished runs whose checkpoints do not tell their data, or only its names. Data that an objective
-    draws follows from the options.
+    Names on stderr the finished runs whose checkpoints do not tell their data, or only its names. Data that an
+    objective draws follows from the options.
 
     Raises:
         UserError: the first such run, and what differs. OptionError: the data cannot be read.
