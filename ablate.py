@@ -11,7 +11,6 @@ The tables (table.md, table.csv, table.json, runs.csv) are rewritten after every
 pareto.png, curves.png, heat_map.png) are rewritten at most once a minute, and at the end or at a stop signal.
 """
 
-import argparse
 import shlex
 import shutil
 import sys
@@ -23,15 +22,16 @@ from ablation.sweep import Case, Setting, check_data, in_order, read_ablation
 from ablation.tables import report_sweep, write_figures, write_tables
 from ablation.worker import is_busy, last_failure, run_jobs, train_all
 from engine.config.load import find_config
+from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import ConfigError, refuse_bad_input
-from engine.runtime.files import make_output
+from engine.runtime.files import check_directory, make_output
 from engine.runtime.signals import end_at_interrupt
 
 MOST_JOBS = 1024
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Run an ablation: a YAML grid -> runs -> one table.")
+    parser = ArgumentParser(description="Run an ablation: a YAML grid -> runs -> one table.")
     parser.add_argument("config", type=find_config, help="YAML file, see configs/ablation/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options of every run")
     parser.add_argument("--output", type=Path, required=True, help="directory of the runs and the table")
@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(f"--jobs {args.jobs}: expected 1 to {MOST_JOBS}")
         ablation, settings = read_ablation(args.config, args.overrides, args.output, launcher)
         cases = in_order(settings)
+        for case in cases:
+            check_directory(case.directory)
         if not args.dry_run:
             make_output(args.output, ["runs.csv"])
         check_data(cases)

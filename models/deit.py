@@ -10,7 +10,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -30,7 +29,7 @@ from timm.models._input import update_model_input_size
 from torch import Tensor, nn
 
 from attention import AttentionFactory, Grid, OptionError
-from attention.options import option
+from attention.options import Options, option
 from models.base import (
     Backbone,
     Block,
@@ -80,8 +79,7 @@ class Deit(Backbone):
 
     feature_indices = 3
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         img_size: int | tuple[int, int] = option(224, "image side, or height and width; pixels", low=1, high=4096)
         patch_size: int = option(16, "side of a patch, pixels", low=1)
         in_chans: int = option(3, "image channels", low=1)

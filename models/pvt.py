@@ -8,7 +8,6 @@ projection (see `models.convert.from_timm_pvt`).
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from timm.layers import LayerNorm, to_2tuple
@@ -16,7 +15,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from attention import AttentionFactory, Grid, OptionError
-from attention.options import option
+from attention.options import Options, option
 from models.base import (
     Backbone,
     Block,
@@ -83,8 +82,7 @@ class Pvt(Backbone):
     num_stages = 4
     feature_indices = (0, 1, 2, 3)
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         img_size: int | tuple[int, int] = option(
             224,
             "image side, or height and width, that attention is built for; pixels. Others are accepted",
@@ -153,13 +151,8 @@ class Pvt(Backbone):
         self.reset_classifier(config.num_classes)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns that group parameters by depth, for timm's layer-wise learning rates."""
-        fine = [
-            (r"^stages\.(\d+)\.downsample", (0,)),
-            (r"^stages\.(\d+)\.blocks\.(\d+)", None),
-            (r"^stages\.(\d+)\.norm", (99999,)),
-        ]
-        return {"stem": r"^patch_embed", "blocks": r"^stages\.(\d+)" if coarse else fine}
+        """Patterns that group parameters by stage, as timm's do, for its layer-wise learning rates."""
+        return {"stem": r"^patch_embed", "blocks": r"^stages\.(\d+)"}
 
     def min_side(self) -> int:
         """Side of the smallest square image, in steps of the last stage's stride, that the attention takes; pixels."""

@@ -38,10 +38,24 @@ def read_records(directory: Path) -> list[dict[str, Any]]:
 def is_until(progress: Progress, record: Mapping[str, Any]) -> bool:
     """Returns whether a run that goes on from `progress` keeps `record`.
 
-    It keeps records that were made no later, evaluations only of finished epochs. It drops the `final` record.
+    It keeps records that were made no later, evaluations only of finished epochs. It drops the `final` record, and
+    changes that are not in the checkpoint: those that were made when a run went on from it.
     """
+    if record["kind"] == "change":
+        return (record["epoch"], record["step"]) < (progress.epoch, progress.step)
     is_evaluated = record["kind"] != "eval" or record["epoch"] <= progress.epoch
     return record["step"] <= progress.step and is_evaluated and record["kind"] != "final"
+
+
+def describe_change(record: Mapping[str, Any]) -> str:
+    """Returns the text of a `change` record: ``optim.lr 0.001 -> 0.0005``."""
+    return f"{record['option']} {record['before']} -> {record['now']}"
+
+
+def list_changes(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Returns a text for every option that was changed in the run of `records`."""
+    changes = (record for record in records if record["kind"] == "change")
+    return [f"{describe_change(record)} at step {record['step']}" for record in changes]
 
 
 def tabulate_epochs(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:

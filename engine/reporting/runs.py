@@ -4,10 +4,10 @@
     python -m engine.reporting.runs runs/eva runs/lara --compare eval_top1
 
 A run is running (and where), finished, stopped (by a signal; the same command goes on), failed (and why), or
-interrupted (it ended without a record). Any column of `epochs.csv` can be compared; docs/logs.md explains them.
+interrupted (it ended without a record). `changed` names options that --allow-change has changed within the run. Any
+column of `epochs.csv` can be compared; docs/logs.md explains them.
 """
 
-import argparse
 import csv
 from collections.abc import Sequence
 from datetime import timedelta
@@ -15,15 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from attention.options import nearest
-from engine.reporting.metrics import read_records, tabulate_epochs
+from engine.reporting.metrics import list_changes, read_records, tabulate_epochs
 from engine.reporting.tables import align
+from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.files import is_locked
 from engine.runtime.text import one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Show runs as a table, or compare them.")
+    parser = ArgumentParser(description="Show runs as a table, or compare them.")
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs; to compare: runs or CSVs")
     parser.add_argument("--compare", metavar="COLUMN", help="show this column of epochs.csv of every run")
     args = parser.parse_args(arguments)
@@ -50,7 +51,7 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     return sorted(found)
 
 
-COLUMNS = ("state", "epoch", "top-1 (%)", "images/s", "elapsed", "GPU-hours", "ETA")
+COLUMNS = ("state", "epoch", "top-1 (%)", "images/s", "elapsed", "GPU-hours", "ETA", "changed")
 
 
 def summarise(run: Path) -> dict[str, str]:
@@ -72,6 +73,7 @@ def summarise(run: Path) -> dict[str, str]:
         "" if seconds is None else str(timedelta(seconds=round(seconds))),
         f"{last['gpu_hours']:.2f}" if "gpu_hours" in last else "",
         "" if left is None else str(timedelta(seconds=round(left))),
+        "; ".join(list_changes(records)),
     ]
     return dict(zip(COLUMNS, texts, strict=True))
 

@@ -88,11 +88,15 @@ def is_locked(directory: Path) -> bool:
     return False
 
 
+class FailedAfterReplacing(OSError):
+    """A failure after a file was replaced: files are whole, but a power cut may undo it. Nothing is rolled back."""
+
+
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Writes `content` to `path` atomically: after a crash or power cut, it has either its new or its old content.
 
     Raises:
-        OSError: it could not be written.
+        FailedAfterReplacing: it has its new content, which a power cut may undo. OSError: it could not be written.
     """
     unfinished = path.with_name(path.name + ".tmp")
     try:
@@ -106,11 +110,24 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
         if isinstance(error, OSError):
             error.filename = str(path)
         raise
-    directory = os.open(path.parent, os.O_RDONLY)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Waits until the names in `directory` are on disk, where its file system can do that.
+
+    Raises:
+        FailedAfterReplacing: the disk reports an error.
+    """
     try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise FailedAfterReplacing(error.errno, error.strerror, str(directory)) from error
 
 
 def check_output(path: Path, option: str, suffixes: Collection[str]) -> None:
@@ -130,6 +147,25 @@ def check_output(path: Path, option: str, suffixes: Collection[str]) -> None:
             pass
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def check_directory(directory: Path, option: str = "--output") -> None:
+    """Checks in advance, and makes nothing, that the directory that an option names exists or can be made.
+
+    Raises:
+        UserError: it is a file, its name is too long, or the directory above it cannot be written.
+    """
+    try:
+        if not os.path.lexists(directory):
+            directory.stat()  # says why
+        elif not directory.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    except FileNotFoundError:
+        above = next(parent for parent in directory.absolute().parents if parent.exists())
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise UserError(f"{option} {directory}: cannot be made: {above} is not writable") from None
+    except OSError as error:
+        raise UserError(f"{option} {directory}: cannot be made: {error.strerror}") from None
 
 
 def make_output(directory: Path, files: Iterable[str], option: str = "--output") -> None:
@@ -161,8 +197,17 @@ def write_file(path: Path, content: bytes) -> None:
     Raises:
         UserError: it cannot be written; an existing file is unchanged.
     """
-    try:
+    with explain_unwritten(path):
         write_atomically(path, content)
+
+
+@contextmanager
+def explain_unwritten(path: Path) -> Iterator[None]:
+    """Context in which a failure to write `path` becomes a UserError."""
+    try:
+        yield
+    except FailedAfterReplacing as error:
+        raise UserError(f"{path}: replaced, but perhaps not on the disk: {error.strerror}; write it again") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}; what was there is unchanged") from error
 
@@ -170,31 +215,24 @@ def write_file(path: Path, content: bytes) -> None:
 def write_verified(path: Path, content: bytes | memoryview) -> None:
     """Writes `content` to `path`, and its SHA-256 beside it.
 
-    While a file is replaced, the digests of its old and its new content both stand beside it: after an interruption at
-    any time, `path` has one of the two, and is intact.
+    While a file is replaced, the digests of its old and its new content both stand beside it: after an interruption or
+    a failure at any time, `path` has one of the two, and is intact.
 
     Raises:
-        OSError: it could not be written.
+        OSError: see `write_atomically`.
     """
     new, old, known = hashlib.sha256(content).hexdigest(), _sha256(path), read_digests(path)
     valid = [old] if old and (old in known or not known) else []
     _write_digests(path, [new, *valid])
-    try:
-        write_atomically(path, content)
-    except OSError:
-        with suppress(OSError):
-            _write_digests(path, valid)
-        raise
+    write_atomically(path, content)
     if valid:
-        _write_digests(path, [new])
+        with suppress(OSError):  # the old digest may stay: the file is there
+            _write_digests(path, [new])
 
 
 def _write_digests(path: Path, digests: Sequence[str]) -> None:
-    """Writes `digests` beside `path`, in the format of sha256sum; without digests, removes their file."""
-    if digests:
-        write_atomically(digest_path(path), "".join(f"{digest}  {path.name}\n" for digest in digests).encode())
-    else:
-        digest_path(path).unlink()
+    """Writes `digests` beside `path`, in the format of sha256sum."""
+    write_atomically(digest_path(path), "".join(f"{digest}  {path.name}\n" for digest in digests).encode())
 
 
 def _sha256(path: Path) -> str | None:

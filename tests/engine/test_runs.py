@@ -34,7 +34,16 @@ def make_run(directory: Path, *records: dict) -> Path:
 )
 def test_states(tmp_path: Path, end: dict, state: str):
     row = summarise(make_run(tmp_path / "run", START, EVAL, TRAIN, {**TRAIN, **end}))
-    assert row == dict(zip(COLUMNS, (state, "2/4", "87.50", "100", "0:00:50", "", ""), strict=True))
+    assert row == dict(zip(COLUMNS, (state, "2/4", "87.50", "100", "0:00:50", "", "", ""), strict=True))
+
+
+def test_options_that_were_changed_within_a_run_are_named(tmp_path: Path):
+    changes = [
+        {"kind": "change", "epoch": 1, "step": 10, "option": "optim.lr", "before": 1e-3, "now": 5e-4},
+        {"kind": "change", "epoch": 2, "step": 20, "option": "processes", "before": 2, "now": 1},
+    ]
+    row = summarise(make_run(tmp_path / "run", START, EVAL, changes[0], TRAIN, changes[1]))
+    assert row["changed"] == "optim.lr 0.001 -> 0.0005 at step 10; processes 2 -> 1 at step 20"
 
 
 def hold(path: Path, pipe) -> None:
@@ -63,7 +72,7 @@ def test_a_run_that_is_running(tmp_path: Path):
 def test_a_run_of_an_earlier_version(tmp_path: Path):
     old = {"kind": "start", "epoch": 0, "step": 0}, {"kind": "eval", "epoch": 1, "step": 9, "top1": 50.0}
     row = summarise(make_run(tmp_path / "run", *old, {"kind": "final", "epoch": 1, "step": 9, "top1": 50.0}))
-    assert [*row.values()] == ["finished", "1/?", "50.00", "", "", "", ""]
+    assert [*row.values()] == ["finished", "1/?", "50.00", "", "", "", "", ""]
 
 
 def test_runs_below_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture):

@@ -122,6 +122,20 @@ def test_an_export_names_the_weights_that_it_holds(apart, capsys, kind, epoch):
     assert read_report(capsys, apart / "x.safetensors") == {kind or "ema": expected}
 
 
+def test_every_export_that_is_asked_for_is_written(run_directory, tmp_path, capsys):
+    targets = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    read_report(capsys, run_directory, *(f"--export={target}" for target in targets))
+    assert targets[0].read_bytes() == targets[1].read_bytes()
+
+
+def test_an_option_of_one_value_is_given_once(run_directory, capsys):
+    with pytest.raises(SystemExit) as caught:
+        validate.main([str(run_directory), "--select", "best", "data.workers=0", "--select", "last"])
+    assert caught.value.code == 2
+    expected = "error: argument --select: given twice, and only the last would count; give it once\n"
+    assert capsys.readouterr().err.endswith(expected)
+
+
 def test_the_former_meaning_of_weights_says_its_new_name(run_directory, capsys):
     with pytest.raises(SystemExit) as caught:
         validate.main([str(run_directory), "--weights", "best"])
@@ -348,7 +362,7 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
         (["nowhere"], "nowhere: no such run directory or checkpoint"),
         (["."], ".: no checkpoint there"),
         (["text.pt"], "text.pt: damaged, or no checkpoint that can be loaded safely"),
-        (["x.onnx"], "x.onnx: a graph without a configuration; name the run or checkpoint that it was made of"),
+        (["x.onnx"], "x.onnx: an exported graph, which only other programs run (docs/validation.md, Export); name the"),
         (["good.pt", "--export", "x.bin"], "x.bin: no kind of export; choose a directory DIR/ or a file"),
         (["half.pt"], "half.pt: damaged, or no checkpoint that can be loaded safely"),
         (["plain.pt", "--weights", "ema"], "plain.pt: holds no ema weights, only plain"),

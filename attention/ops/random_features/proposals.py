@@ -117,6 +117,7 @@ def log_weights(
     beta: float,
     key_mask: Tensor | None = None,
     filled: Tensor | None = None,
+    min_alpha: float = MIN_ALPHA,
 ) -> Tensor:
     """log alpha_nc - log q_c(omega_c) / N(omega_c; 0, I) of every sample, (B, h, N or 1, c s).
 
@@ -125,14 +126,14 @@ def log_weights(
         log_ratio: log q_c'(omega) / N(omega; 0, I) of every sample under every proposal, (B, h, c s, c').
         weighting, beta: see `query_weights`; "balance" is the balance heuristic alone (eq. 36).
         key_mask, filled: see `propose`; queries correspond to the last N keys. Proposals that do not count get the
-            least finite number, and have it in log_ratio too.
+            least finite number, and have it in log_ratio too. min_alpha: floor of alpha; "balance" needs none.
     """
     of_samples = None if filled is None else filled.repeat_interleave(omega.shape[2] // q_bar.shape[2], 1)
     if weighting == "balance":  # b_c / q_c is one over the sum of all densities
         return mask_logits(-log_ratio.logsumexp(-1)[:, :, None], of_samples)
     own = own_ratio(log_ratio)
     alpha = query_weights(q, q_bar, omega, log_ratio, own, weighting, beta, key_mask, filled)
-    return mask_logits(alpha.clamp(min=MIN_ALPHA).log().to(q.dtype) - own[:, :, None], of_samples)
+    return mask_logits(alpha.clamp(min=min_alpha).log().to(q.dtype) - own[:, :, None], of_samples)
 
 
 def query_weights(
@@ -156,7 +157,7 @@ def query_weights(
         omega, log_ratio, own = omega.double(), log_ratio.double(), own.double()
     balance = (own - log_ratio.logsumexp(-1)).exp()[:, :, None]
     r = mask_logits(q @ q_bar.mT, of_grid(key_mask, q.shape[2]), -2).softmax(-2).to(log_ratio.dtype)
-    r_own = r.repeat_interleave(omega.shape[2] // q_bar.shape[2], -1)
+    r_own = r[..., None].expand(*r.shape, omega.shape[2] // q_bar.shape[2]).flatten(-2)
     if weighting == "decoupled":
         return balance + beta * (r_own - masked_mean(r.mT, filled)[..., None])
     correction = r_own - r @ log_ratio.softmax(-1).mT
@@ -166,7 +167,7 @@ def query_weights(
     return balance + (own + log_normal).exp()[:, :, None] * correction
 
 
-def weights_reference(omega, density, r, c, weighting, beta):
+def weights_reference(omega, density, r, c, weighting, beta, min_alpha=MIN_ALPHA):
     """alpha_nc N(omega; 0, I) / q_c(omega), (B, h, N), at a sample omega (B, h, d) of proposal c, alpha floored.
 
     Args:
@@ -180,5 +181,5 @@ def weights_reference(omega, density, r, c, weighting, beta):
         "coupled": b[..., c] + b[..., c] * correction,
         "coupled_density": b[..., c] + own * correction,
     }[weighting]
-    alpha = alpha if weighting == "balance" else alpha.clamp(min=MIN_ALPHA)
+    alpha = alpha if weighting == "balance" else alpha.clamp(min=min_alpha)
     return alpha * normal(omega, 0)[:, :, None] / own
