@@ -130,7 +130,7 @@ def test_a_configuration_of_many_aliases_is_that_of_another_run(tmp_path: Path, 
     (run / "config.yaml").write_text("x0: &x0 [0]\n" + "\n".join(levels))
     assert Case(RUN, run, []).result() is None
     assert capsys.readouterr().err == (
-        f"warning: {run}/config.yaml:4: more than 2000 values; the run counts as another\n"
+        f"warning: {run}/config.yaml:1: more than 2000 values; the run counts as another\n"
     )
 
 
