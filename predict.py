@@ -5,7 +5,8 @@
     find photos -name '*.jpg' | python predict.py runs/eva - --output predictions.json
 
 Images are prepared as in validation, and predictions keep their order. A folder stands for all images in it and
-its subfolders. A file that cannot be read as an image is named, counted and left out.
+its subfolders. A path that does not exist is refused; a file that cannot be read as an image is named, counted and left
+out.
 
 Exit status: 0 all images were read, 1 some were not, 2 the input was refused.
 """

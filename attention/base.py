@@ -201,6 +201,8 @@ class Attention(nn.Module):
             ValueError: the number of tokens is not P + H*W; the mask has another shape or type, or the mechanism
                 refuses masks.
         """
+        if torch.jit.is_tracing():  # it records sizes as tensors, but a traced graph belongs to one grid
+            grid = int(grid[0]), int(grid[1])
         (H, W), P = grid, self.num_prefix_tokens
         if x.shape[1] != P + H * W:
             raise ValueError(

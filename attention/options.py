@@ -79,8 +79,9 @@ def local_option(default: bool = False) -> Any:
 def nearest(word: object, choices: Iterable[object]) -> str:
     """``"; did you mean 'window_size'?"`` for the choice with the most similar spelling, or the list of all choices."""
     known = sorted(map(str, choices))
-    match = difflib.get_close_matches(str(word), known, n=1)
-    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known) or 'none'}"
+    spellings = {choice.lower(): choice for choice in known}
+    match = difflib.get_close_matches(str(word).lower(), spellings, n=1)
+    return f"; did you mean {spellings[match[0]]!r}?" if match else f"; known: {', '.join(known) or 'none'}"
 
 
 def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:

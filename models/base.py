@@ -24,6 +24,16 @@ init_linears = partial(init_weights_vit_timm, needs_reset=False)
 register_notrace_module(Attention)
 
 
+def _transposed(graph: Any, x: Any) -> Any:
+    """`Tensor.mT` as an operator of ONNX."""
+    *batch, rows, columns = range(x.type().dim())
+    return graph.op("Transpose", x, perm_i=[*batch, columns, rows])
+
+
+# torch.onnx.export(dynamo=False), which timm's onnx_export calls by default, has no translation of this operator.
+torch.onnx.register_custom_op_symbolic("aten::mT", _transposed, 9)
+
+
 class StochasticDepth(DropPath):
     """timm's DropPath with a rate that may be a tensor in compiled graphs, so that blocks of any rate share one graph.
 

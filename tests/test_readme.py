@@ -25,9 +25,11 @@ import yaml
 from PIL import Image
 
 import attention
+from ablation.sweep import read_ablation
 from attention import ATTENTION, LayerContext, OptionError, create_attention
 from attention.__main__ import config, table
 from attention.options import parse_options
+from engine.config.load import load_run
 from engine.config.options_table import tables
 from tests.engine.test_predict import CLASSES, make_checkpoint
 from tests.test_layers import ROOMS
@@ -248,6 +250,19 @@ def test_commands_in_sentences_exist():
     commands = set(re.findall(r"\beav-\w+", TEXT))
     assert commands <= MAINS.keys()
     assert {name for name, module in MAINS.items() if "." in module} <= commands
+
+
+@pytest.mark.parametrize("text", re.findall(r"^```yaml\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE))
+def test_configurations_are_valid(text, tmp_path):
+    """A sweep is one as if it stood in configs/ablation/, and options are those of a run."""
+    text = text.replace("base: ..", f"base: {ROOT}/configs")
+    options = yaml.safe_load(text)
+    path = tmp_path / "example.yaml"
+    path.write_text(text if "base" in options else f"base: {ROOT}/configs/quickstart.yaml\n{text}")
+    if options.keys() & {"grid", "runs"}:
+        assert read_ablation(path, [], tmp_path / "out", ["python"])[1]
+    else:
+        load_run(path)
 
 
 def test_first_page_leads_to_every_other():

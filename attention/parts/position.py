@@ -44,7 +44,6 @@ class PositionBias(nn.Module):
         self.table = nn.Parameter(torch.empty(len(index), rows, num_heads))
         nn.init.trunc_normal_(self.table, std=0.02) if kind != "t5_released" else nn.init.normal_(self.table)
 
-    @property
     def index(self) -> Tensor:
         """Table rows of every pair of positions of a window, (axes, w, e); a constant, and not a part of the state."""
         assert self.table is not None
@@ -54,7 +53,7 @@ class PositionBias(nn.Module):
         """The bias, (h, w, e); None for the kind `none`."""
         if self.table is None:
             return None
-        index = self.index
+        index = self.index()
         # a single table is a view, because the gradient of `unbind` copies
         tables = [self.table.flatten(0, 1)] if len(index) == 1 else self.table
         rows = (F.embedding(of_axis, table) for of_axis, table in zip(index, tables, strict=True))

@@ -156,6 +156,7 @@ def to_onnx(model: nn.Module, images: Tensor, description: str) -> tuple[bytes, 
                 verbose=False,
                 input_names=["images"],
                 output_names=["logits"],
+                dynamic_shapes=({0: "batch"},),
                 custom_translation_table=TRANSLATIONS,
             )
     except torch.onnx.OnnxExporterError as error:

@@ -195,8 +195,8 @@ def _read_released(found: Found) -> dict[str, Any]:
 
 
 def _refuse_graph(found: Found) -> NoReturn:
-    problem = "a graph without a configuration; name the run or checkpoint that it was made of"
-    raise UserError(f"{found.path}: {problem}")
+    problem = "an exported graph, which only other programs run (docs/validation.md, Export)"
+    raise UserError(f"{found.path}: {problem}; name the run, checkpoint or .safetensors that it was made of")
 
 
 def _refuse_foreign(found: Found) -> NoReturn:

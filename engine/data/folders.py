@@ -11,6 +11,7 @@ from timm.data.readers.reader import Reader
 from engine.data.layout import NO_IMAGES, LayoutError, LayoutReader, classify, is_image, sort_naturally
 from engine.runtime.errors import UserError
 from engine.runtime.files import open_regular
+from engine.runtime.text import one_line
 
 
 class FolderReader(LayoutReader):
@@ -49,8 +50,8 @@ def measure_files(paths: Iterable[str]) -> np.ndarray:
 def list_files(names: Iterable[str]) -> list[str]:
     """Lists the files that `names` stand for, in order.
 
-    A file stands for itself, a folder for all images below it, and "-" for the files that standard input names, one per
-    line.
+    A file stands for itself, a folder for all images below it, and "-" for the files and folders that standard input
+    names, one per line.
 
     Raises:
         UserError: a file or folder does not exist, a folder holds no images, or standard input is empty.
@@ -59,16 +60,16 @@ def list_files(names: Iterable[str]) -> list[str]:
     for name in names:
         try:
             if name == "-":
-                found = [os.fsdecode(line) for line in sys.stdin.buffer.read().splitlines() if line]
+                found = list_files(os.fsdecode(line) for line in sys.stdin.buffer.read().splitlines() if line)
             elif os.path.isdir(name):
                 found = [os.path.join(name, path) for path in sort_naturally(filter(is_image, find_files(name)))]
             else:
                 os.stat(name)
                 found = [name]
         except (OSError, LayoutError) as error:
-            raise UserError(f"{name}: {getattr(error, 'strerror', error)}") from None
+            raise UserError(f"{one_line(name)}: {getattr(error, 'strerror', error)}") from None
         if not found:
-            raise UserError(f"{name}: {'no file is named on standard input' if name == '-' else NO_IMAGES}")
+            raise UserError(f"{one_line(name)}: {'no file is named on standard input' if name == '-' else NO_IMAGES}")
         files += found
     return files
 

@@ -19,6 +19,7 @@ import os
 import statistics
 import time
 import uuid
+from array import array
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -27,11 +28,11 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import yaml
 
 from engine.checkpoints.progress import Progress
 from engine.config.load import dump_run
 from engine.config.schema import Run
+from engine.config.yaml_files import dump_yaml
 from engine.evaluation.predictions import PredictionTable
 from engine.reporting.charts import Charts
 from engine.reporting.console import SHOWN, format_values
@@ -67,7 +68,7 @@ class Recorder:
         self.progress, self.step, self.num_gpus, self.began = progress, progress.step, 0, time.monotonic()
         self.images_seen, self.run_id = 0, uuid.uuid4().hex
         self.trackers: OpenTrackers | None = None
-        self.step_seconds: list[float] = []
+        self.step_seconds = array("d")
         self.num_recorded = 0
         self.wait = DataWait(device)
         self.warned_input_bound = False
@@ -114,7 +115,7 @@ class Recorder:
         """Records how the run starts, or resumes after `epoch` epochs, its configuration, and `changes` of options:
         name -> value before and now.
         """
-        config = yaml.safe_dump(dump_run(self.run), sort_keys=False)
+        config = dump_yaml(dump_run(self.run))
         if self.directory is not None:
             write_atomically(self.directory / "config.yaml", config.encode())
             self.charts.show_config(config, self.step)

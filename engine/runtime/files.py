@@ -174,6 +174,25 @@ def check_output(path: Path, option: str, suffixes: Collection[str]) -> None:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from error
 
 
+def check_directory(directory: Path, option: str = "--output") -> None:
+    """Checks in advance, and makes nothing, that the directory that an option names exists or can be made.
+
+    Raises:
+        UserError: it is a file, its name is too long, or the directory above it cannot be written.
+    """
+    try:
+        if not os.path.lexists(directory):
+            directory.stat()  # says why
+        elif not directory.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    except FileNotFoundError:
+        above = next(parent for parent in directory.absolute().parents if parent.exists())
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise UserError(f"{option} {directory}: cannot be made: {above} is not writable") from None
+    except OSError as error:
+        raise UserError(f"{option} {directory}: cannot be made: {error.strerror}") from None
+
+
 def make_output(directory: Path, files: Iterable[str], option: str = "--output") -> None:
     """Makes the directory that an option names, and checks that these files can be written in it.
 

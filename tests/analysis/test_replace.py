@@ -247,6 +247,20 @@ def test_what_is_replaced_is_trained_on_by_an_ablation(is_export, checkpoint, tm
     assert read_yaml(plan).values["runs"] == [{"attention": read_mechanisms(names)[names[1]]}]
 
 
+def test_training_on_does_not_inherit_strictness_or_frozen_weights(trained):
+    """They belong to the run's own mechanism; the command line may ask for them again."""
+    run = dataclasses.replace(
+        trained.run,
+        init=dataclasses.replace(trained.run.init, strict=True),
+        train=dataclasses.replace(trained.run.train, freeze="backbone"),
+    )
+    base = partial(replace.finetuning, dataclasses.replace(trained, run=run), 1)
+    assert (base([])["init"]["strict"], base([])["train"]["freeze"]) == (False, None)
+    again = base(["train.freeze=pos_embed", "init.strict=true"])
+    assert (again["init"]["strict"], again["train"]["freeze"]) == (True, "pos_embed")
+    assert again["init"]["weights"] == str(trained.path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [

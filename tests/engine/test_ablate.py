@@ -5,12 +5,14 @@ import json
 import math
 import os
 import random
+import re
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from itertools import chain, repeat
 from pathlib import Path
 
@@ -26,7 +28,7 @@ from ablation.curves import draw_curves, read_curve
 from ablation.figures import draw_heat_map, draw_pareto, draw_results, non_dominated
 from ablation.replicates import measure
 from ablation.search import sample
-from ablation.sweep import Case, Setting, in_order, read_ablation, short_names
+from ablation.sweep import Case, Setting, in_order, read_ablation, short_names, to_directory
 from ablation.tables import ONE_RUN, for_programs, report_sweep, tabulate, to_json, write_tables
 from engine.checkpoints.files import find_checkpoint, save_checkpoint
 from engine.config.load import dump_run
@@ -233,12 +235,11 @@ def test_a_run_finished_on_other_data_is_refused(config, capsys):
     (config.parent / "classes").write_text("\n".join("1023456789"))
     config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
 
-    def sweep(root: Path, *overrides: str) -> str:
+    def sweep(root: Path, *overrides: str, status: int | None = None) -> str:
         options = ["data.dataset=idx", f"data.root={root}", *overrides]
-        try:
+        with pytest.raises(SystemExit) if status else nullcontext() as ended:
             ablate.main([str(config), *options, "--output", str(config.parent / "out"), "--launcher", "false"])
-        except SystemExit as ended:
-            assert ended.code == 2
+        assert (ended and ended.value.code) == status
         return capsys.readouterr().err
 
     directory = config.parent / "out" / "attention=softmax"
@@ -249,15 +250,16 @@ def test_a_run_finished_on_other_data_is_refused(config, capsys):
     table = (config.parent / "out" / "table.csv").read_bytes()
     assert rows(config.parent / "out")[0]["top-1 (%)"]
     problem = f"error: {directory}: was trained on other data; name its data again, or another --output: "
-    assert sweep(roots[1]).startswith(f"{problem}train_content: ")
-    assert sweep(roots[0], f"data.classes={config.parent / 'classes'}").startswith(f"{problem}classes: the same names")
-    assert sweep(config.parent / "absent") == f"error: data.root: no directory '{config.parent / 'absent'}'\n"
+    classes = f"data.classes={config.parent / 'classes'}"
+    assert sweep(roots[1], status=2).startswith(f"{problem}train_content: ")
+    assert sweep(roots[0], classes, status=2).startswith(f"{problem}classes: the same names")
+    assert sweep(config.parent / "absent", status=2) == f"error: data.root: no directory '{config.parent / 'absent'}'\n"
     assert (config.parent / "out" / "table.csv").read_bytes() == table
 
     path, checkpoint = find_checkpoint(directory, "last")
     save_checkpoint(path, {name: value for name, value in checkpoint.items() if not name.endswith("_content")})
     assert sweep(roots[1]) == f"warning: {path}: {NAMES_ONLY}\n"
-    assert sweep(roots[0], f"data.classes={config.parent / 'classes'}").startswith(problem)
+    assert sweep(roots[0], classes, status=2).startswith(problem)
     for path in directory.glob("*.pt"):
         path.unlink()
     assert sweep(roots[0]).endswith("which data it was trained on is not known: no checkpoint there\n")
@@ -596,6 +598,75 @@ def test_all_runs_are_checked_before_the_first_starts(config, launcher, capsys, 
     assert sorted(config.parent.rglob("*")) == before
 
 
+LONG = {f"augment.{name}": [0.111111111, 0.2] for name in ("hflip", "vflip", "reprob", "smoothing", "color_jitter")}
+
+
+def test_a_long_name_of_a_directory_ends_in_a_hash(config):
+    """The names differ, stay the same at every start, and can be made; those that fit are as they were."""
+    grid = LONG | {"attention.window_size": [1, 2], "schedule.warmup_lr": [1.0e-6, 2.0e-6], "data.crop_pct": [0.8, 0.9]}
+    grid |= {"augment.mixup_switch_prob": [0.5], "schedule.min_lr": [1.0e-5], "optim.weight_decay": [0.05]}
+    config.write_text(yaml.safe_dump({"base": "base.yaml", "trials": 3, "grid": grid, "seeds": [7, 100]}))
+    _, settings = read_ablation(config, [], config.parent / "out", ["python"])
+    names = [case.directory.name for case in in_order(settings)]
+    assert len(set(names)) == len(names) == 6
+    for name, case in zip(names, in_order(settings), strict=True):
+        assert re.fullmatch(r"augment\..*-[0-9a-f]{12},train\.seed=(7|100)", name)
+        assert len(name) == 255
+        case.directory.mkdir(parents=True)
+    _, again = read_ablation(config, [], config.parent / "out", ["python"])
+    assert [case.directory.name for case in in_order(again)] == names
+    assert to_directory("é" * 127, []) == "é" * 127
+    assert len(to_directory("é" * 128, []).encode()) == 255
+
+
+@pytest.mark.parametrize(
+    ("output", "problem"),
+    [
+        ("/dev/null/sweep", "Not a directory"),
+        ("x" * 256, "File name too long"),
+        ("/proc/sweep", "/proc is not writable"),
+    ],
+)
+def test_a_dry_run_refuses_directories_that_cannot_be_made(config, capsys, output, problem):
+    with pytest.raises(SystemExit, match="2"):
+        ablate.main([str(config), "--output", output, "--dry-run"])
+    assert capsys.readouterr().err == f"error: --output {output}/{NAMES[0]}: cannot be made: {problem}\n"
+
+
+SEARCH = """\
+base: base.yaml
+trials: 8
+grid:
+  model.num_heads: {range: [1, 6]}
+  optim.lr: {log_range: [1e-4, 1]}
+"""
+
+
+def test_the_next_point_takes_the_place_of_one_that_is_no_valid_run(config, capsys):
+    """An embedding of 12 has no 5 heads. The points are those of a longer search."""
+    config.write_text(SEARCH)
+    _, settings = read_ablation(config, [], config.parent / "out", ["python"])
+    drawn, _ = sample(yaml.safe_load(SEARCH.replace("1e-4", "1.0e-4"))["grid"], 16, seed=0)
+    valid = [point for point in drawn if point["model.num_heads"] != 5][:8]
+    assert valid != drawn[:8]
+    runs = [setting.cases[0].run for setting in settings]
+    assert [(run.model["num_heads"], run.optim.lr) for run in runs] == [tuple(point.values()) for point in valid]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(
+        r"grid: \d of 1?\d points are no valid run, others take their place; the first: override 'mod", line
+    )
+
+
+@pytest.mark.parametrize("axis", ["[5]", "{range: [7, 11]}", "{range: [1.0, 2.0]}"])
+def test_a_search_without_valid_points_ends_with_the_reason(config, capsys, axis):
+    config.write_text(SEARCH.replace("{range: [1, 6]}", axis).replace("trials: 8", "trials: 2"))
+    with pytest.raises(SystemExit, match="2"):
+        ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "windows.yaml:2: trials = 2, but 0 of 11 points of grid are valid runs; the last is not: override" in line
+    assert "num_heads" in line
+
+
 @pytest.mark.parametrize("jobs", ["0", "-2", "5000"])
 def test_a_number_of_jobs_that_cannot_be_is_refused(config, capsys, jobs):
     with pytest.raises(SystemExit) as ended:
@@ -608,6 +679,13 @@ def test_a_directory_that_cannot_be_made_is_refused(config, capsys):
     with pytest.raises(SystemExit, match="2"):
         ablate.main([str(config), "--output", "/dev/null/sweep"])
     assert capsys.readouterr().err == "error: --output /dev/null/sweep: cannot be made: Not a directory\n"
+
+
+def test_the_configuration_of_a_run_is_no_sweep(config, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        ablate.main([str(config.with_name("base.yaml")), "--output", str(config.parent / "out")])
+    problem = "the configuration of one run; give it to train.py, or name it as base of a sweep"
+    assert capsys.readouterr().err == f"error: {config.with_name('base.yaml')}: {problem}\n"
 
 
 def test_an_absent_launcher_is_refused(config, capsys):
@@ -807,12 +885,12 @@ def test_a_sweep_that_is_stopped_shows_what_it_has(config, pictures, capfd):
 def test_a_search_covers_its_ranges_and_a_longer_one_goes_on(config):
     """Each sixteenth of a range has one of 16 points of a Sobol sequence; whole bounds give whole numbers."""
     axes = {"a": {"range": [0.0, 1.6]}, "b": {"log_range": [1.0e-4, 1.0]}, "c": {"range": [1, 4]}, "d": ["x", "y"]}
-    settings = sample(axes, 16, seed=0)
+    settings, _ = sample(axes, 16, seed=0)
     assert sorted(int(10 * setting["a"]) for setting in settings) == list(range(16))
     assert sorted(int(4 * math.log10(setting["b"]) + 16) for setting in settings) == list(range(16))
     assert sorted(setting["c"] for setting in settings) == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
     assert sorted(setting["d"] for setting in settings) == ["x"] * 8 + ["y"] * 8
-    assert sample(axes, 20, seed=0)[:16] == settings != sample(axes, 16, seed=1)
+    assert sample(axes, 20, seed=0)[0][:16] == settings != sample(axes, 16, seed=1)[0]
     grid = "grid:\n  optim.lr: {log_range: [1.0e-4, 1.0e-2]}\n  attention.window_size: [1, 2]\n"
     config.write_text(f"base: base.yaml\ntrials: 4\n{grid}")
     _, settings = read_ablation(config, [], config.parent, ["python"])

@@ -362,7 +362,7 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
         (["nowhere"], "nowhere: no such run directory or checkpoint"),
         (["."], ".: no checkpoint there"),
         (["text.pt"], "text.pt: damaged, or no checkpoint that can be loaded safely"),
-        (["x.onnx"], "x.onnx: a graph without a configuration; name the run or checkpoint that it was made of"),
+        (["x.onnx"], "x.onnx: an exported graph, which only other programs run (docs/validation.md, Export); name the"),
         (["good.pt", "--export", "x.bin"], "x.bin: no kind of export; choose a directory DIR/ or a file"),
         (["half.pt"], "half.pt: damaged, or no checkpoint that can be loaded safely"),
         (["plain.pt", "--weights", "ema"], "plain.pt: holds no ema weights, only plain"),

@@ -22,7 +22,7 @@ def test_every_bias_row_in_use_receives_a_gradient(kind, layout, overlap):
     y = attn(draw(2, 81, 8).float(), (9, 9))
     (y * torch.randn_like(y)).sum().backward()
     bias = attn.position_bias
-    for table_gradient, index in zip(bias.table.grad, bias.index, strict=True):
+    for table_gradient, index in zip(bias.table.grad, bias.index(), strict=True):
         used = torch.zeros(len(table_gradient), dtype=torch.bool)
         used[index.unique()] = True
         assert torch.equal((table_gradient != 0).all(-1), used)
@@ -47,7 +47,7 @@ def test_bias_table_sizes(kind, window, overlap, rows):
 
 
 def test_table_bias_is_a_function_of_the_offset_alone_and_tells_all_offsets_apart():
-    index = PositionBias("table", 1, 8, Windows((6, 6), (3, 3), (1, 1))).index[0]
+    index = PositionBias("table", 1, 8, Windows((6, 6), (3, 3), (1, 1))).index()[0]
     offsets = {}
     for query in range(9):
         for key in range(25):
@@ -59,7 +59,7 @@ def test_table_bias_is_a_function_of_the_offset_alone_and_tells_all_offsets_apar
 
 def test_released_table_confuses_offsets():
     """w = 7, e = 0: 169 offsets share 97 rows, e.g. (0, +1) and (+1, -6)."""
-    index = PositionBias("table_released", 1, 8, Windows((7, 7), (7, 7))).index[0]
+    index = PositionBias("table_released", 1, 8, Windows((7, 7), (7, 7))).index()[0]
     assert len(index.unique()) == 97
     assert index[1, 0] == index[7, 6]
 
@@ -72,9 +72,9 @@ def test_windows_of_one_token_with_an_overlap(kind, layout):
     attn = create_attention("local", dim=8, num_heads=2, grid=(4, 5), **options).double()
     bias, (q, k, v) = attn.position_bias, tokens((4, 5))
     keys = 3 if layout == "1d" else 9
-    assert bias.index.shape == (1 + (kind == "t5" and layout == "2d"), 1, keys)
+    assert bias.index().shape == (1 + (kind == "t5" and layout == "2d"), 1, keys)
     if kind != "t5_released":  # it confuses axes, and so rows
-        assert len(bias.index[:, 0].unique(dim=1).T) == keys
+        assert len(bias.index()[:, 0].unique(dim=1).T) == keys
     windows = windows_on(attn.config, (4, 5))
     assert_equal(local(q, k, v, bias(), windows=windows), local_reference(q, k, v, bias(), windows=windows))
 

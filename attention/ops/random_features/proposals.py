@@ -157,7 +157,7 @@ def query_weights(
         omega, log_ratio, own = omega.double(), log_ratio.double(), own.double()
     balance = (own - log_ratio.logsumexp(-1)).exp()[:, :, None]
     r = mask_logits(q @ q_bar.mT, of_grid(key_mask, q.shape[2]), -2).softmax(-2).to(log_ratio.dtype)
-    r_own = r.repeat_interleave(omega.shape[2] // q_bar.shape[2], -1)
+    r_own = r[..., None].expand(*r.shape, omega.shape[2] // q_bar.shape[2]).flatten(-2)
     if weighting == "decoupled":
         return balance + beta * (r_own - masked_mean(r.mT, filled)[..., None])
     correction = r_own - r @ log_ratio.softmax(-1).mT
