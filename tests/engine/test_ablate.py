@@ -107,8 +107,8 @@ def launcher(tmp_path) -> str:
         "output.mkdir(parents=True, exist_ok=True)\n"
         "run = json.loads((folder / 'announced').read_text())[output.name]\n"
         "(output / 'config.yaml').write_text(run)\n"
-        "evaluation = {'kind': 'eval', 'epoch': 1, 'loss': 1.0}\n"
-        "final = {'kind': 'final', 'top1': 97.5, 'ema_top1': 98.5, 'step_seconds': 0.0123, 'memory_mb': 321.4}\n"
+        "evaluation = {'kind': 'eval', 'epoch': 1, 'step': 9, 'loss': 1.0}\n"
+        "final = {'kind': 'final', 'epoch': 1, 'step': 9, 'top1': 97.5, 'ema_top1': 98.5, 'step_seconds': 0.0123, 'memory_mb': 321.4}\n"
         "lines = json.dumps(evaluation) + '\\n' + json.dumps(final) + '\\n'\n"
         "(output / 'metrics.jsonl').write_text(lines)\n"
     )
@@ -380,14 +380,15 @@ except OSError:
     sys.exit(2)
 epochs = output / "epochs"
 with (output / "metrics.jsonl").open("a") as metrics:
-    print(json.dumps({"kind": "start"}), file=metrics, flush=True)
+    print(json.dumps({"kind": "start", "epoch": 0, "step": 0}), file=metrics, flush=True)
     for epoch in range(int(epochs.read_text()) if epochs.exists() else 0, 4):
         time.sleep(0.05)
         epochs.write_text(str(epoch + 1))
     run = json.loads((Path(sys.argv[2]).parent / "announced").read_text())[output.name]
     (output / "config.yaml").write_text(run)
     top1 = int(hashlib.sha256(output.name.encode()).hexdigest()[:4], 16) / 1000
-    print(json.dumps({"kind": "final", "top1": top1, "step_seconds": 1, "memory_mb": 1}), file=metrics)
+    final = {"kind": "final", "epoch": 1, "step": 9, "top1": top1, "step_seconds": 1, "memory_mb": 1}
+    print(json.dumps(final), file=metrics)
 """
 """Script that locks, resumes and records as train.py does, within a moment."""
 
@@ -711,7 +712,7 @@ def finish(case: Case, **final: float) -> None:
     """Writes the files of a finished run of train.py."""
     case.directory.mkdir(parents=True)
     (case.directory / "config.yaml").write_text(yaml.safe_dump(dump_run(case.run)))
-    record = {"kind": "final", "step_seconds": 0.0123, "memory_mb": 321.4} | final
+    record = {"kind": "final", "epoch": 1, "step": 9, "step_seconds": 0.0123, "memory_mb": 321.4} | final
     (case.directory / "metrics.jsonl").write_text(json.dumps(record) + "\n")
 
 
