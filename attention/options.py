@@ -115,6 +115,19 @@ def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:
     return dataclasses.replace(parsed, **{n: rule(parsed) for n, rule in rules.items() if getattr(parsed, n) is None})
 
 
+def check_fields(values: Any) -> dict[str, Any]:
+    """The values of a dataclass by name, as `parse_options` converts them.
+
+    Raises:
+        OptionError: the first value that does not fit the type of its field, or the range in the field's metadata.
+    """
+    types_of, checked = typing.get_type_hints(type(values)), {}
+    for field in dataclasses.fields(values):
+        checked[field.name] = _check(types_of[field.name], getattr(values, field.name), field.name)
+        _check_range(checked[field.name], field.metadata, field.name)
+    return checked
+
+
 def _check(kind: Any, value: Any, key: str) -> Any:
     """Returns `value` as the type `kind`, or raises an OptionError."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
