@@ -31,8 +31,6 @@ def measure(results: Sequence[Mapping[int, Mapping[str, Any]]], name: str) -> li
     values = [{seed: record[name] for seed, record in runs.items() if record.get(name) is not None} for runs in results]
     images = [record.get("images", math.inf) for runs in results for record in runs.values() if name.endswith("top1")]
     first, step = values[0], 100 / min(images, default=math.inf)
-    differences = [
-        None,
-        *(spread((own[seed] - first[seed] for seed in own if seed in first), step) for own in values[1:]),
-    ]
+    pairs = [[own[seed] - first[seed] for seed in own if seed in first] for own in values[1:]]
+    differences = [None, *(spread(found, step) for found in pairs)]
     return [Measured(own, spread(own.values()), d) for own, d in zip(values, differences, strict=True)]

@@ -779,23 +779,19 @@ def test_one_difference_is_never_clear():
 def test_an_accuracy_is_rounded_to_images():
     """Three equal differences of one image are no effect, of ten they are; other measurements have no steps."""
     for images, is_noise in ((1, True), (10, False)):
-        results = [
-            {seed: {"top1": top1, "loss": top1, "images": 500} for seed in range(3)} for top1 in (80.0, 80 + images / 5)
-        ]
+        values = 80.0, 80 + images / 5
+        results = [{seed: {"top1": x, "loss": x, "images": 500} for seed in range(3)} for x in values]
         assert measure(results, "top1")[1].difference.is_noise == is_noise
         assert not measure(results, "loss")[1].difference.is_noise
 
 
-@pytest.mark.parametrize("seeds", [2, 3])
-@pytest.mark.parametrize("deviation", [0.5, 1.0, 3.0, 30.0])
+@pytest.mark.parametrize(("seeds", "deviation"), [(2, 0.7), (3, 2.0)])
 def test_at_most_one_in_twenty_rows_without_effect_seems_to_have_one(seeds, deviation):
     """Accuracies of 500 images whose right ones vary by so many between seeds."""
-    right = torch.randn(2, 4000, seeds, generator=torch.Generator().manual_seed(0)).mul(deviation).add(400.37).round()
-    rows = [
-        {seed: {"top1": x / 5, "images": 500} for seed, x in enumerate(row)} for row in right.flatten(0, 1).tolist()
-    ]
-    found = [measure(pair, "top1")[1].difference for pair in zip(rows[:4000], rows[4000:], strict=True)]
-    assert sum(not difference.is_noise for difference in found) <= 0.05 * 4000 + 4 * math.sqrt(4000 * 0.05 * 0.95)
+    right = torch.randn(2, 1000, seeds, generator=torch.Generator().manual_seed(0)).mul(deviation).add(400.37).round()
+    rows = [[{seed: {"top1": x / 5, "images": 500} for seed, x in enumerate(row)} for row in n] for n in right.tolist()]
+    found = [measure(pair, "top1")[1].difference for pair in zip(*rows, strict=True)]
+    assert sum(not difference.is_noise for difference in found) <= 0.05 * 1000 + 4 * math.sqrt(1000 * 0.05 * 0.95)
 
 
 def test_short_names_tell_runs_apart_by_what_varies(tmp_path):
