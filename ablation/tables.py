@@ -20,7 +20,7 @@ ONE_RUN = (
 REPLICATES = (
     "± is the standard deviation over seeds. Differences are to the first row, between runs of the same seed, and noise"
     " where the 95 % interval of Student's t over them contains 0; their standard deviation counts as one image at"
-    " least, since accuracies are rounded to images (row by row: of 20 rows without any effect, one will seem to have one)."
+    " least, as accuracies are rounded to images (row by row: of 20 rows without any effect, one will seem to have one)."
 )
 
 Table = dict[str, list[str]]
