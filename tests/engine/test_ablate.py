@@ -374,7 +374,7 @@ def test_a_sweep_whose_workers_are_killed_is_that_of_one_worker(trainer, amount,
         tables = [rows(outputs[i]) for i in (0, number)]
         for table in tables:
             for row in table:
-                del row["step (s)"], row["peak memory (MB)"]
+                del row["step (s)"]
         assert tables[0] == tables[1]
         assert all(row["seeds"] == "3" for row in tables[0])
     figure("X3", f"two of three workers killed, {amount} times ({trainer}): as one worker; {taken_over} runs resumed")
@@ -561,7 +561,7 @@ def test_a_run_is_trained_for_real(config):
     assert final["kind"] == "final"
     assert row["top-1 (%)"] == f"{final['top1']:.2f}"
     assert row["step (s)"] == f"{final['step_seconds']:.3f}"
-    assert float(row["peak memory (MB)"]) > 10
+    assert "peak memory (MB)" not in row  # on a CPU
     assert row["parameters (M)"] == f"{final['parameters'] / 1e6:#.4g}"
 
 
@@ -612,7 +612,7 @@ def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
     caption, same, header, *_ = filter(None, report_sweep(ablation.caption, settings).split("\n"))
     assert caption == "Windows"
     assert same == "All rows: attention.position_bias = table."
-    columns = ["attention.window_size", "parameters (M)", "MACs (G)", "step (s)", "peak memory (MB)", "top-1 (%)"]
+    columns = ["attention.window_size", "parameters (M)", "MACs (G)", "step (s)", "top-1 (%)"]
     assert header == f"| {' | '.join(columns)} |"  # without a paper's, which gives none
     assert "attention.position_bias" in tabulate(settings, for_programs)
 
