@@ -97,6 +97,9 @@ def test_error_of_randomized_attention_falls_with_the_number_of_samples(checkpoi
     assert found[1] > 0.01
     assert found[1] / found[4] == pytest.approx(4, rel=0.25)
     assert found[1] / found[16] == pytest.approx(16, rel=0.25)
+    macs = {(row["attention"], row["budget"]): int(row["macs"]) for row in rows}
+    products = {("softmax", ""): 2, **{("ra", str(samples)): samples + 2 for samples in (1, 4, 16)}}  # of N^2 C
+    assert macs == {key: 2 * (4 * 16 * 24**2 + count * 16**2 * 24) for key, count in products.items()}
 
 
 def test_errors_are_those_of_the_twin(trained, inputs):
@@ -169,15 +172,15 @@ def bars(axes) -> list[tuple]:
 
 def test_figures_of_error_show_the_rows():
     """Errors above the largest are drawn at the largest, without a bar."""
-    row = partial(Row, "lara", "", entropies=(1.0, 2.0), peak=2**20)
+    row = partial(Row, "lara", "", entropies=(1.0, 2.0), macs=3 * 10**6, peak=2**20)
     rows = [
         row(budget=4, temperature=1.0, mode="evaluation", errors=[[0.1, 0.3], [0.3, 0.5]]),
         row(budget=16, temperature=1.0, mode="evaluation", errors=[[20.0, 30.0], [40.0, 50.0]]),
         row(budget=16, temperature=4.0, mode="sampled", errors=[[0.25, 0.75]]),
     ]
-    shown = {name: [bars(axes) for axes in draw("", rows, name, MODES, [4, 16]).axes] for name in AXES}
+    shown = {name: [bars(axes) for axes in draw("", rows, name, MODES, [4, 16], 10**6).axes] for name in AXES}
     low, high = 0.3 - 0.1 * 2**0.5, 0.3 + 0.1 * 2**0.5
-    assert shown["budget"] == [[([[4, pytest.approx(0.3)], [16, 10]], [pytest.approx([low, high]), [10, 10]])], []]
+    assert shown["macs"] == [[([[3, pytest.approx(0.3)], [3, 10]], [pytest.approx([low, high]), [10, 10]])], []]
     assert shown["memory"] == [[([[1, pytest.approx(0.3)], [1, 10]], [pytest.approx([low, high]), [10, 10]])], []]
     assert shown["entropy"] == [[([[1.5, 10]], [[10, 10]])], [([[1.5, 0.5]], [[0.5, 0.5]])]]
     assert shown["layer"] == [[([[1, 10], [2, 10]], [[10, 10]] * 2)], []]
