@@ -52,8 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(f"--jobs {args.jobs}: expected 1 to {MOST_JOBS}")
         ablation, settings = read_ablation(args.config, args.overrides, args.output, launcher)
         cases = in_order(settings)
-        for case in cases:
-            check_directory(case.directory)
+        for directory in (args.output, *(case.directory for case in cases)):
+            check_directory(directory)
 
     if args.dry_run:
         print(report_sweep(ablation.caption, settings))
