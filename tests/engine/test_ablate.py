@@ -108,7 +108,8 @@ def launcher(tmp_path) -> str:
         "run = json.loads((folder / 'announced').read_text())[output.name]\n"
         "(output / 'config.yaml').write_text(run)\n"
         "evaluation = {'kind': 'eval', 'epoch': 1, 'step': 9, 'loss': 1.0}\n"
-        "final = {'kind': 'final', 'epoch': 1, 'step': 9, 'top1': 97.5, 'ema_top1': 98.5, 'step_seconds': 0.0123, 'memory_mb': 321.4}\n"
+        "final = {'kind': 'final', 'epoch': 1, 'step': 9, 'top1': 97.5, 'ema_top1': 98.5}\n"
+        "final |= {'step_seconds': 0.0123, 'memory_mb': 321.4}\n"
         "lines = json.dumps(evaluation) + '\\n' + json.dumps(final) + '\\n'\n"
         "(output / 'metrics.jsonl').write_text(lines)\n"
     )
@@ -610,7 +611,7 @@ def test_a_long_name_of_a_directory_ends_in_a_hash(config):
     names = [case.directory.name for case in in_order(settings)]
     assert len(set(names)) == len(names) == 6
     for name, case in zip(names, in_order(settings), strict=True):
-        assert re.fullmatch(r"augment\..*-[0-9a-f]{12},train\.seed=(7|100)", name)
+        assert re.fullmatch(r"attention\..*-[0-9a-f]{12},train\.seed=(7|100)", name)
         assert len(name) == 255
         case.directory.mkdir(parents=True)
     _, again = read_ablation(config, [], config.parent / "out", ["python"])
@@ -621,16 +622,21 @@ def test_a_long_name_of_a_directory_ends_in_a_hash(config):
 
 @pytest.mark.parametrize(
     ("output", "problem"),
-    [
-        ("/dev/null/sweep", "Not a directory"),
-        ("x" * 256, "File name too long"),
-        ("/proc/sweep", "/proc is not writable"),
-    ],
+    [("/dev/null/sweep", "Not a directory"), ("x" * 256, "File name too long"), ("/nowhere/out", "/ is not writable")],
 )
-def test_a_dry_run_refuses_directories_that_cannot_be_made(config, capsys, output, problem):
+def test_a_dry_run_refuses_a_directory_that_cannot_be_made(config, capsys, monkeypatch, output, problem):
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK | os.X_OK)
     with pytest.raises(SystemExit, match="2"):
-        ablate.main([str(config), "--output", output, "--dry-run"])
-    assert capsys.readouterr().err == f"error: --output {output}/{NAMES[0]}: cannot be made: {problem}\n"
+        ablate.main([str(config), "--output", output, "--launcher", sys.executable, "--dry-run"])
+    assert capsys.readouterr().err == f"error: --output {output}: cannot be made: {problem}\n"
+
+
+def test_a_dry_run_refuses_a_file_in_the_place_of_a_run(config, capsys):
+    (config.parent / "out").mkdir()
+    (path := config.parent / "out" / NAMES[1]).touch()
+    with pytest.raises(SystemExit, match="2"):
+        ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
+    assert capsys.readouterr().err == f"error: --output {path}: cannot be made: Not a directory\n"
 
 
 SEARCH = """\
