@@ -61,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for case in cases:
             print(shlex.join(case.command))
         return
+    with refuse_bad_input():
+        make_output(args.output, ["runs.csv"])
     failures = {case.directory: last_failure(case) for case in cases}
     write = Writer(ablation.caption, settings, args.output)
     try:
