@@ -23,8 +23,9 @@ from engine.config.schema import Data, Run
 from engine.config.yaml_files import SWEEP, dump_yaml, read_yaml
 from engine.data.splits import identify_data, open_split
 from engine.objectives import choose_objective
-from engine.reporting.metrics import list_changes, read_records
+from engine.reporting.metrics import find_records, list_changes
 from engine.runtime.errors import ConfigError, UserError
+from engine.runtime.terminal import warn_once
 from engine.training.resume import CONTENT, NAMES_ONLY, list_data_differences, list_differences
 from models.costs import Costs, count_costs
 
@@ -73,16 +74,12 @@ class Case:
 
     def result(self) -> dict[str, Any] | None:
         """Returns the final record of train.py; None if the run is unfinished or has other options."""
-        finals = [record for record in read_records(self.directory) if record["kind"] == "final"]
-        try:
-            config = yaml.safe_load((self.directory / "config.yaml").read_text())
-        except FileNotFoundError:
-            return None
-        return finals[-1] if finals and is_same_run(config, self.run, self.directory) else None
+        finals = [record for record in find_records(self.directory) if record["kind"] == "final"]
+        return finals[-1] if finals and is_same_run(self.directory / "config.yaml", self.run) else None
 
     def changes(self) -> list[str]:
         """Returns a text for every option that was changed within the run, so that it is not all of one setting."""
-        return list_changes(read_records(self.directory))
+        return list_changes(find_records(self.directory))
 
 
 @dataclass(frozen=True)
@@ -274,15 +271,17 @@ def has_replicates(settings: Sequence[Setting]) -> bool:
     return len(settings[0].cases) > 1
 
 
-def is_same_run(config: dict[str, Any], run: Run, source: Path) -> bool:
-    """Returns whether `config`, of any version, describes a run with the results of `run`."""
-    if config == dump_run(run):
-        return True
+def is_same_run(config: Path, run: Run) -> bool:
+    """Returns whether the file `config`, of any version, describes a run with the results of `run`."""
+    expected = dump_run(run)
     try:
-        config = dump_run(parse_run(config, str(source)))
-    except ConfigError:
+        options = read_yaml(config).values
+        if options == expected:
+            return True
+        return not list_differences(flatten(dump_run(parse_run(options, str(config)))), flatten(expected))
+    except ConfigError as error:
+        warn_once(f"{error}; the run counts as another")
         return False
-    return not list_differences(flatten(config), flatten(dump_run(run)))
 
 
 def check_data(cases: Sequence[Case]) -> None:

@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
+from engine.runtime.text import one_line
 
 
 @contextmanager
@@ -44,13 +45,13 @@ def _lock(directory: Path) -> tuple[TextIO | None, str]:
     file = None
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / "lock").open("a+")
+        file = _open_lock(directory / "lock")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 file.seek(0)
-                return file, f"in use by {file.read().strip()}; wait for its end, or choose another directory"
+                return file, f"in use by {_holder(file)}; wait for its end, or choose another directory"
             print(f"{directory}: locks do not work here ({error.strerror}); see that no second run uses it", flush=True)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.ctime()}\n")
@@ -62,14 +63,38 @@ def _lock(directory: Path) -> tuple[TextIO | None, str]:
     return file, ""
 
 
+def _open_lock(path: Path) -> TextIO:
+    """Opens a lock, which is made if need be; a pipe in its place would block."""
+    return io.TextIOWrapper(open_regular(path, os.O_RDWR | os.O_CREAT, "r+b"), errors="replace")
+
+
+def _holder(lock: TextIO) -> str:
+    return one_line(lock.read(200).strip())
+
+
+def lock_holder(directory: Path) -> str:
+    """Returns the process that the lock of `directory` names, in one printable line; "" if it cannot be read."""
+    try:
+        with io.TextIOWrapper(open_regular(directory / "lock"), errors="replace") as file:
+            return _holder(file)
+    except OSError:
+        return ""
+
+
 @contextmanager
 def hold_lock(path: Path, wait: bool) -> Iterator[bool]:
     """Context that locks the file `path` if it is free, or with `wait` as soon as it is.
 
     Yields:
         Whether this process has the lock; also True if locks do not work.
+    Raises:
+        UserError: it cannot be opened.
     """
-    with path.open("a") as file:
+    try:
+        lock = _open_lock(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be locked: {error.strerror}") from None
+    with lock as file:
         is_held = True
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -81,7 +106,7 @@ def hold_lock(path: Path, wait: bool) -> Iterator[bool]:
 def is_locked(directory: Path) -> bool:
     """Returns whether a run in another process holds the lock of `directory`; False if locks do not work."""
     try:
-        with (directory / "lock").open() as file:
+        with open_regular(directory / "lock") as file:
             os.lockf(file.fileno(), os.F_TEST, 0)
     except OSError as error:
         return error.errno in (errno.EACCES, errno.EAGAIN)
@@ -263,20 +288,38 @@ def read_digests(path: Path) -> list[str]:
     return [line[:64] for line in text.split("\n")]
 
 
-def open_regular(path: str | Path, flags: int = 0) -> io.BufferedReader:
-    """Opens a regular file for reading; a pipe or device could block or never end.
+def open_regular(path: str | Path, flags: int = 0, mode: str = "rb") -> Any:
+    """Opens a regular file, by default for reading; a pipe or device could block or never end.
 
     Args:
-        flags: further flags of `os.open`.
+        flags: further flags of `os.open`. mode: mode of `open`.
     Raises:
         OSError: no such file, no permission, or not a regular file (behind any symbolic links).
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags, 0o666)
+    kind = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(kind):
         os.close(descriptor)
-        raise OSError(0, "a directory" if stat.S_ISDIR(mode) else "a pipe or device, not a regular file")
-    return open(descriptor, "rb")
+        raise OSError(0, "a directory" if stat.S_ISDIR(kind) else "a pipe or device, not a regular file")
+    return open(descriptor, mode)
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """Reads a regular file of at most `limit` bytes.
+
+    Raises:
+        UserError: it is no such file, or cannot be read. FileNotFoundError: there is none.
+    """
+    try:
+        with open_regular(path) as file:
+            content = file.read(limit + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(content) > limit:
+        raise UserError(f"{path}: larger than {limit:,} bytes")
+    return content
 
 
 def read_regular(path: Path, limit: int = -1) -> bytes:
