@@ -6,7 +6,7 @@ import torch
 from attention import kernels
 from tests.support.calls import capture_op
 from tests.support.comparisons import BF16_RMS, FP32_RMS, rms_ratio
-from tests.support.facts import CASES
+from tests.support.facts import CASES, light
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -32,9 +32,7 @@ NO_SOFTMAX_OF_PRODUCTS = {"inline": "weights grow with the logits", "synthesizer
 
 
 @pytest.mark.parametrize("path", ["auto", "plain"])
-@pytest.mark.parametrize(
-    "case", [case for case in CASES if case.bounded and case.name not in NO_SOFTMAX_OF_PRODUCTS], ids=str
-)
+@pytest.mark.parametrize("case", light([c for c in CASES if c.bounded and c.name not in NO_SOFTMAX_OF_PRODUCTS]))
 def test_logits_beyond_float16_are_finite(case, path, monkeypatch):
     """Queries and keys of 1,000 are float16 numbers, and their products are not; torch's attention takes them too."""
     attn, x = case.build(torch.float16).eval(), case.tokens(torch.float16)
