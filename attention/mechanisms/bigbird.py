@@ -16,7 +16,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..ops.joint_softmax.op import mix, prefix_term
 from ..options import Options, option
-from ..parts.features import upcast
+from ..parts.features import product
 from ..parts.geometry import Grid, Windows, raster, split_prefix
 from ..parts.sampling import counter_uniform
 from ..parts.tables import kept_table
@@ -38,7 +38,7 @@ def bigbird(
     valid = (blocks < n)[..., None].expand(-1, -1, -1, b)
     valid = valid if inside is None else valid & inside[index]
     head = torch.arange(h, device=q.device)[:, None, None]
-    logits = upcast(d**-0.5 * queries @ keys[:, head, index].flatten(3, 4).mT)  # (B, h, n, b, m*b)
+    logits = product(d**-0.5 * queries, keys[:, head, index].flatten(3, 4).mT)  # (B, h, n, b, m*b)
     logits = logits.masked_fill(~valid.flatten(2)[:, :, None], -torch.inf)
     y = mix([(logits, values[:, head, index].flatten(3, 4)), *prefix_term(queries, k_prefix, v_prefix)], attn_drop)
     rows = global_blocks(n, num_global, q.device)

@@ -21,7 +21,7 @@ from ..base import Attention, Cost, LayerContext
 from ..costs import num_padded, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
 from ..options import Options, option
-from ..parts.features import upcast
+from ..parts.features import product
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.linear import init_linear
 from ..parts.position import BiasKind
@@ -45,7 +45,7 @@ def combiner(
     token of their span and to no later span.
     """
     keys, values = (windows.partition(split_prefix(x, q.shape[2])[1]) for x in (k, v))
-    inside = upcast((q_bar * q.shape[-1] ** -0.5)[:, :, :, None] @ keys.mT)  # (B, h, g, 1, w)
+    inside = product((q_bar * q.shape[-1] ** -0.5)[:, :, :, None], keys.mT)  # (B, h, g, 1, w)
     mask = windows.mask(q.device)
     if mask is not None:
         inside = inside.masked_fill(~mask[..., None, :], torch.finfo(inside.dtype).min)
