@@ -399,6 +399,10 @@ def test_other_options_are_refused_until_allowed(runs: Runs, figure: Callable):
     assert runs.launch(output=output, more=allowed)[0] == [0]
     groups = find_checkpoint(output, "last")[1]["optimizer"]["param_groups"]
     assert {group["weight_decay"] for group in groups} == {0.0, 0.01}
+    trace = {"kind": "change", "step": 4, "option": "optim.weight_decay", "before": 0.05, "now": 0.01}
+    changes = [record for record in records(output) if record["kind"] == "change"]
+    assert [{key: record[key] for key in trace} for record in changes] == [trace]
+    assert "optim.weight_decay 0.05 -> 0.01\n" in (output / "console.log").read_text()
     figure("R5", "changed options refused key by key, allowed ones take effect")
 
 

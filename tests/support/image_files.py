@@ -123,7 +123,7 @@ IMAGE_FILES = {
     "text.jpg": ImageFile(b"<html>404 Not Found</html>", "not an image"),
     "postscript.jpg": ImageFile(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),
     "long_comment.ppm": ImageFile(b"P6 #" + bytes(2**18) + b"\n 1 1 255\n123", "its header is too long"),
-    "hole.jpg": ImageFile(JPEG[:2] + bytes(2**18) + JPEG[2:], "its header is too long"),
+    "hole.jpg": ImageFile(JPEG[:20] + bytes(2**18) + JPEG[20:], "its header is too long"),
     "animated_gif.png": ImageFile(frames("GIF"), "GIF with several frames"),
     "animated.png": ImageFile(frames("PNG"), "PNG with several frames"),
     "animated_webp.png": ImageFile(frames("WEBP"), "WEBP with several frames"),
