@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+import engine.data.workers
 from engine.data.loaders import check_workers
 from engine.data.sampler import EpochSampler, SeededDataset
-from engine.data.workers import RestartingLoader, WorkersLost, with_flags
+from engine.data.workers import RestartingLoader, WorkersLost, WorkersStuck, with_flags
 from engine.runtime.distributed import World
 
 CPU = World(torch.device("cpu"))
@@ -170,3 +171,42 @@ def test_workers_live_on_from_pass_to_pass():
             assert all(torch.equal(value, other) for value, other in zip(batch, twin, strict=True))
     del loader
     assert set(multiprocessing.active_children()) == others
+
+
+class Stuck(Noise):
+    """Items of a worker that stops, as if its disk did not answer, at index 4."""
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        if index == 4:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine.data.workers, "STOP_AFTER", 0.1)
+    others = set(multiprocessing.active_children())
+    for stopped in (False, True):
+        loader = RestartingLoader(Stuck(), 2, sampler=range(8), num_workers=1, patience=60.0 if stopped else 1.0)
+        batches = iter(loader)
+        assert next(batches)[0].tolist() == [0, 1]  # no limit of the whole pass
+        loader.stop_requested = lambda stopped=stopped: stopped
+        with pytest.raises(WorkersStuck, match=r"sent no batch for \d+ s; (the limit is 1 s|a stop signal)") as caught:
+            list(batches)
+        assert caught.value.stopped == stopped
+        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.join()  # would not end if it only had a signal that a stopped process cannot hear
+
+
+def test_a_worker_that_stops_between_two_batches_is_not_waited_for():
+    """Its batches are in the queue, but their tensors come from a thread of the worker."""
+    others = set(multiprocessing.active_children())
+    loader = RestartingLoader(Noise(), 2, sampler=range(40), num_workers=1, patience=1.0)
+    batches = iter(loader)
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - others
+    os.kill(worker.pid, signal.SIGSTOP)
+    with pytest.raises(WorkersStuck):
+        list(batches)
+    worker.join()
+    assert worker.exitcode == -signal.SIGKILL
