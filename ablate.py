@@ -52,10 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(f"--jobs {args.jobs}: expected 1 to {MOST_JOBS}")
         ablation, settings = read_ablation(args.config, args.overrides, args.output, launcher)
         cases = in_order(settings)
-        for case in cases:
-            check_directory(case.directory)
-        if not args.dry_run:
-            make_output(args.output, [*TABLES, *FIGURES])
+        for directory in (args.output, *(case.directory for case in cases)):
+            check_directory(directory)
         check_data(cases)
 
     if args.dry_run:
@@ -63,6 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for case in cases:
             print(shlex.join(case.command))
         return
+    with refuse_bad_input():
+        make_output(args.output, [*TABLES, *FIGURES])
     failures = {case.directory: last_failure(case) for case in cases}
     write = Writer(ablation.caption, settings, args.output)
     with refuse_bad_input():

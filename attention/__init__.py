@@ -82,10 +82,12 @@ class AttentionFactory:
 
 def create_attention(name: str, **options: Any) -> Attention:
     """Builds one attention layer: keywords are the fields of `LayerContext` (dim, num_heads, grid, ...) and the options
-    of the mechanism.
+    of the mechanism. A name that is both is the mechanism's option.
 
     Raises:
         OptionError: unknown mechanism or option, wrong type or value, or a geometry that cannot be honoured.
     """
-    context = {field.name: options.pop(field.name) for field in fields(LayerContext) if field.name in options}
+    known = {field.name for field in fields(ATTENTION[name].Config)} if name in ATTENTION else set()
+    of_context = {field.name for field in fields(LayerContext)} - known
+    context = {option: options.pop(option) for option in of_context & options.keys()}
     return AttentionFactory.from_options({"name": name, **options})(**context)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .options import OptionError
+from .options import OptionError, check_fields
 from .parts.geometry import Grid, merge_heads, split_heads, split_prefix
 from .parts.linear import init_linear
 from .parts.local_term import LocalTerm
@@ -42,21 +42,25 @@ class LayerContext:
         reduction: spatial reduction R that a pyramid assigns to this stage (PVT-v2: 8, 4, 2, 1); None elsewhere.
         qkv_bias: True if the query/key/value projection has a bias. proj_drop: dropout rate of the output.
         shared: objects that the network's layers share, under keys of the mechanism's choice; one dict per network.
+    Raises:
+        OptionError: a value of another type or out of its range; heads that do not divide the channels.
     """
 
-    dim: int
-    num_heads: int
-    grid: Grid
-    num_prefix_tokens: int = 0
-    layer: int = 0
-    depth: int = 1
-    reduction: int | None = None
+    dim: int = field(metadata={"low": 1})
+    num_heads: int = field(metadata={"low": 1})
+    grid: Grid = field(metadata={"low": 1})
+    num_prefix_tokens: int = field(default=0, metadata={"low": 0})
+    layer: int = field(default=0, metadata={"low": 0})
+    depth: int = field(default=1, metadata={"low": 1})
+    reduction: int | None = field(default=None, metadata={"low": 1})
     qkv_bias: bool = True
-    proj_drop: float = 0.0
+    proj_drop: float = field(default=0.0, metadata={"low": 0, "high": 1})
     shared: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        if self.num_heads < 1 or self.dim % self.num_heads:
+        for name, value in check_fields(self).items():
+            object.__setattr__(self, name, value)
+        if self.dim % self.num_heads:
             raise OptionError("num_heads", f" = {self.num_heads} does not divide dim = {self.dim}")
 
     @property

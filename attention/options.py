@@ -110,9 +110,24 @@ def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:
     for name, field in fields.items():
         if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise OptionError(f"{path}.{name}" if path else name, "required, but not given")
+        if name not in values and dataclasses.is_dataclass(types_of[name]):
+            values[name] = parse_options(types_of[name], {}, name)  # its rules choose what is null
     parsed = cls(**values)
     rules = {name: rule for name, field in fields.items() if (rule := field.metadata.get("chosen"))}
     return dataclasses.replace(parsed, **{n: rule(parsed) for n, rule in rules.items() if getattr(parsed, n) is None})
+
+
+def check_fields(values: Any) -> dict[str, Any]:
+    """The values of a dataclass by name, as `parse_options` converts them.
+
+    Raises:
+        OptionError: the first value that does not fit the type of its field, or the range in the field's metadata.
+    """
+    types_of, checked = typing.get_type_hints(type(values)), {}
+    for field in dataclasses.fields(values):
+        checked[field.name] = _check(types_of[field.name], getattr(values, field.name), field.name)
+        _check_range(checked[field.name], field.metadata, field.name)
+    return checked
 
 
 def _check(kind: Any, value: Any, key: str) -> Any:

@@ -176,12 +176,9 @@ class Backbone(nn.Module):
 
     def create_head(self) -> nn.Module:
         """A new classifier of `num_classes`, in the mode of the model."""
-        like = next(self.parameters())
-        head = (
-            nn.Linear(self.num_features, self.num_classes, device=like.device, dtype=like.dtype)
-            if self.num_classes
-            else nn.Identity()
-        )
+        like, head = next(self.parameters()), cast(nn.Module, nn.Identity())
+        if self.num_classes:
+            head = nn.Linear(self.num_features, self.num_classes, device=like.device, dtype=like.dtype)
         return head.train(self.training).apply(init_linears)
 
     def forward_features(self, x: Tensor) -> Tensor:
@@ -207,12 +204,8 @@ def intermediate_outputs(
 ) -> Any:
     """The result of `forward_intermediates`, as in timm's models: a list, a pair (final, list), or a dict of these."""
     if as_dict:
-        outputs = {
-            "image_features": final,
-            "image_intermediates": intermediates,
-            "image_intermediates_prefix": prefixes,
-        }
-        return {key: value for key, value in outputs.items() if value is not None}
+        outputs = {"features": final, "intermediates": intermediates, "intermediates_prefix": prefixes}
+        return {f"image_{key}": value for key, value in outputs.items() if value is not None}
     listed = intermediates if prefixes is None else list(zip(intermediates, prefixes, strict=True))
     return listed if final is None else (final, listed)
 

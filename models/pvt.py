@@ -119,29 +119,16 @@ class Pvt(Backbone):
         self.patch_embed = OverlapPatchEmbed(config.in_chans, dims[0], patch_size=7, stride=4)
         rates = drop_path_rates(config.drop_path_rate, sum(depths))
         stages = []
-        shared: dict[Any, Any] = {}
+        where: dict[str, Any] = {"depth": sum(depths), "qkv_bias": config.qkv_bias, "shared": {}}
         for s in range(self.num_stages):
-            stride = 4 * 2**s
-            first = sum(depths[:s])
-            blocks = [
-                Block(
-                    dims[s],
-                    attention[s](
-                        dim=dims[s],
-                        num_heads=config.num_heads[s],
-                        grid=tuple(math.ceil(side / stride) for side in to_2tuple(config.img_size)),
-                        layer=layer,
-                        depth=sum(depths),
-                        reduction=config.reductions[s],
-                        qkv_bias=config.qkv_bias,
-                        proj_drop=config.proj_drop_rate,
-                        shared=shared,
-                    ),
-                    ConvMlp(dims[s], int(dims[s] * config.mlp_ratios[s]), config.proj_drop_rate, config.mlp_relu),
-                    rates[layer],
-                )
-                for layer in range(first, first + depths[s])
-            ]
+            first, hidden_dim, drop = sum(depths[:s]), int(dims[s] * config.mlp_ratios[s]), config.proj_drop_rate
+            where["grid"] = tuple(math.ceil(side / (4 * 2**s)) for side in to_2tuple(config.img_size))
+            where |= {"dim": dims[s], "num_heads": config.num_heads[s], "reduction": config.reductions[s]}
+            blocks = []
+            for layer in range(first, first + depths[s]):
+                attn = attention[s](**where, layer=layer, proj_drop=drop)
+                mlp = ConvMlp(dims[s], hidden_dim, drop, config.mlp_relu)
+                blocks.append(Block(dims[s], attn, mlp, rates[layer]))
             downsample = OverlapPatchEmbed(dims[s - 1], dims[s], patch_size=3, stride=2) if s else nn.Identity()
             stages.append(Stage(downsample, blocks, dims[s]))
         self.stages = nn.ModuleList(stages)

@@ -44,7 +44,6 @@ def lara(
     proposal: proposals.Proposal = "pool_mixed",
     weighting: proposals.Weighting = "decoupled",
     beta: float = 2.0,
-    min_alpha: float = proposals.MIN_ALPHA,
     key_mask: Tensor | None = None,
     filled: Tensor | None = None,
 ) -> Tensor:
@@ -54,7 +53,6 @@ def lara(
         q_bar, k_bar: landmarks (B, h, c, d); k_bar acts with the pool proposals.
         noise: Gaussian part of omega in the features' scale, s samples of each proposal, broadcast to (B, h, c, s, d).
         uniform, proposal: see `propose`. weighting, beta: form of alpha, see `query_weights`; "balance" is eq. 36.
-        min_alpha: floor of alpha.
         filled: (B, c) bool, true for segments with tokens that count.
     """
     q, k, q_bar = scale(q), scale(k), scale(q_bar)
@@ -63,23 +61,12 @@ def lara(
     omega = (drawn.mean + noise).flatten(2, 3)  # (B, h, c s, d)
     log_k = mask_logits(log_features(k, omega).mT, key_mask)  # (B, h, c s, M)
     log_ratio = mask_logits(drawn.log_ratio(omega, log_k), filled)
-    log_weight = proposals.log_weights(q, q_bar, omega, log_ratio, weighting, beta, key_mask, filled, min_alpha)
+    log_weight = proposals.log_weights(q, q_bar, omega, log_ratio, weighting, beta, key_mask, filled)
     return mix_features(q @ omega.mT + log_weight, log_k, v)
 
 
 def lara_reference(
-    q,
-    k,
-    v,
-    q_bar,
-    k_bar,
-    noise,
-    uniform=None,
-    *,
-    proposal="pool_mixed",
-    weighting="decoupled",
-    beta=2.0,
-    min_alpha=proposals.MIN_ALPHA,
+    q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mixed", weighting="decoupled", beta=2.0
 ):
     """`lara` by the paper's Algorithm 3: densities and ratios of sums, one sample at a time."""
     q, k, q_bar = (x * x.shape[-1] ** -0.25 for x in (q, k, q_bar))
@@ -90,7 +77,7 @@ def lara_reference(
     for c, s in ((c, s) for c in range(C) for s in range(noise.shape[3])):
         u = uniform if uniform is None else uniform.expand(B, h, C, -1)[:, :, c, s, None]
         omega = centre(c, u) + noise[:, :, c, s]
-        weight = proposals.weights_reference(omega, densities(omega), r, c, weighting, beta, min_alpha)  # (B, h, N)
+        weight = proposals.weights_reference(omega, densities(omega), r, c, weighting, beta, noise.shape[3])
         xi_q, xi_k = (torch.exp(x @ omega[..., None] - (x**2).sum(-1, keepdim=True) / 2) for x in (q, k))
         kernel = kernel + weight[..., None] * xi_q * xi_k.mT
     return kernel @ v / kernel.sum(-1, keepdim=True)
@@ -184,6 +171,4 @@ class Lara(Attention):
                 k_bar = self.landmark_k(group_mean(k_grid, segments).flatten(2, 3))
         options = {"weighting": config.weighting, "beta": config.beta, "key_mask": key_mask, "filled": filled}
         options["proposal"] = "mixture" if self.single else config.proposal
-        if config.released and self.training and config.weighting == "decoupled" and config.samples_per_proposal == 2:
-            options["min_alpha"] = 2 * proposals.MIN_ALPHA  # the released alpha of 2 c proposals is half of ours
         return lara(q, k, v, q_bar, k_bar, *self.sample_noise(q, q_bar.shape[2]), **options).to(v.dtype)

@@ -165,10 +165,11 @@ def _unset(tree: Tree, keys: Keys) -> None:
     container = tree.values[section] if option else tree.values
     kind = typing.get_type_hints(Run).get(section)
     if section == "model" and option:
-        kind = MODELS[name][0].Config if (name := container.get("name")) in MODELS else None
-    if option and dataclasses.is_dataclass(kind):
-        if type(None) in typing.get_args(typing.get_type_hints(kind).get(option[0])):
-            return
+        name = str(container.get("name"))
+        kind = MODELS[name][0].Config if name in MODELS else None
+    hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+    if option and type(None) in typing.get_args(hints.get(option[0])):
+        return
     del container[keys[-1]]
     if os.environ.get("RANK", "0") == "0":
         _tell(f"{tree.origins[keys]}: {'.'.join(keys)}: null unsets what the base gives; the default applies")

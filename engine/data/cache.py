@@ -49,7 +49,7 @@ class CacheReader(Reader):
             index = _read_index(path)
         except Exception as error:  # reading a damaged archive may raise anything
             raise OSError(0, f"damaged index, {describe_error(error)}; prepare the cache anew") from error
-        self.begins, self.labels, self.checksums, self.originals, self.names, classes = map(index.get, KINDS)
+        self.begins, self.labels, self.checksums, self.originals, self.names, classes = (index[name] for name in KINDS)
         if not self.pixels.is_file() or self.pixels.stat().st_size != self.begins[-1]:
             raise OSError(0, f"{self.pixels.name} is missing or has not the {self.begins[-1]} bytes of the index")
         self.class_to_idx = {os.fsdecode(name): label for label, name in enumerate(classes)}

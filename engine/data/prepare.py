@@ -15,6 +15,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
@@ -87,7 +88,7 @@ def check(path: Path, workers: int, title: str) -> tuple[int, int]:
     return num_empty, int(reader.begins[-1])
 
 
-def _report_broken(samples: Iterable[tuple[bytes, int] | BrokenImage]) -> Iterator[tuple[bytes, int] | BrokenImage]:
+def _report_broken(samples: Iterable[tuple[Any, int] | BrokenImage]) -> Iterator[tuple[Any, int] | BrokenImage]:
     """Passes `samples` on, and prints a line to stderr for each broken one."""
     for sample in samples:
         if isinstance(sample, BrokenImage):

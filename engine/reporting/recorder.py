@@ -40,7 +40,6 @@ from engine.reporting.metrics import EPOCHS, METRICS, describe_change, epochs_cs
 from engine.reporting.trackers import Launch, OpenTrackers
 from engine.reporting.waiting import DataWait
 from engine.runtime.files import write_atomically
-from engine.runtime.memory import peak_memory_mb
 from engine.runtime.provenance import provenance
 from engine.runtime.terminal import CONSOLE, append_line, progress_bar
 from engine.runtime.text import one_line
@@ -215,11 +214,10 @@ class Recorder:
         return f"epoch {epoch}/{self.run.schedule.epochs}"
 
     def _speed(self, step_seconds: float) -> dict[str, float]:
-        return {
-            "images_per_second": self.run.train.total_batch_size / step_seconds,
-            "step_seconds": step_seconds,
-            "memory_mb": peak_memory_mb(self.device),
-        }
+        speed = {"images_per_second": self.run.train.total_batch_size / step_seconds, "step_seconds": step_seconds}
+        if self.device.type == "cuda":  # on a CPU, the memory of the process is hardly that of the model
+            speed["memory_mb"] = torch.cuda.max_memory_allocated(self.device) / 2**20
+        return speed
 
     def _tabulate(self, before: float = math.inf) -> None:
         """Writes the table of the epochs before `before`."""

@@ -47,6 +47,8 @@ def refusal(path: Path, *overrides: str) -> str:
 def test_options_not_given_have_the_defaults_of_their_dataclass(tmp_path):
     run = load_run(write(tmp_path, VALID))
     assert (run.augment, run.optim) == (Augment(), Optim(betas=(0.9, 0.999), eps=1e-8))
+    without_section, _, _ = VALID.partition("optim:")
+    assert load_run(write(tmp_path, without_section)).optim == run.optim
     assert run.model["num_heads"] == 3
     assert run.attention == {"name": "local", "window_size": 7} | run.attention
     assert len(run.attention) > 2

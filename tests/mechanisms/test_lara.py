@@ -10,7 +10,7 @@ from torch import Tensor
 from attention import AttentionFactory, OptionError, create_attention
 from attention.mechanisms.lara import lara
 from attention.mechanisms.ra import ra
-from attention.ops.random_features.proposals import MIN_ALPHA, log_weights, own_ratio, query_weights
+from attention.ops.random_features.proposals import log_weights, own_ratio, query_weights
 from attention.parts.features import log_features, scale
 from attention.parts.groups import group_mean
 from tests.support.cases import PREFIX, Case
@@ -30,7 +30,7 @@ CASES = [
     case({**FEW, "proposal": "pool", "weighting": "balance"}),
     case({**FEW, "proposal": "attended_keys", "weighting": "coupled"}),
     case({**FEW, "proposal": "mixture", "weighting": "coupled_density"}),
-    case({**FEW, "proposal": "mixture", "samples_per_proposal": 2, "released": True}),
+    case({**FEW, "proposal": "mixture", "samples_per_proposal": 2}),
     case({**FEW, "samples_per_proposal": 2, "antithetic": True, "local": True}),
     case({**FEW, "proposal": "single"}, well_conditioned=False),  # draws a key
     case({**FEW, **PREFIX}),
@@ -269,7 +269,7 @@ def test_a_second_sample_acts_in_training_only():
     assert torch.equal(one(x, (4, 6)), two(x, (4, 6)))
 
 
-def test_the_released_floor_of_two_samples_is_that_of_two_proposals(monkeypatch):
+def test_the_released_floor_of_two_samples_is_that_of_two_proposals():
     """The released code counts 2 c proposals: its alpha, of at least 1e-8, is half of ours."""
     queries, landmarks, noise = 9 * draw(1, 1, N, D, seed=7), draw(1, 1, C, D, seed=9), draw(1, 1, C, 2, D, seed=8)
     omega = (landmarks[:, :, :, None] + noise).flatten(2, 3)
@@ -280,15 +280,8 @@ def test_the_released_floor_of_two_samples_is_that_of_two_proposals(monkeypatch)
     released = (released + 1.0 * (r - r.mean(-1, keepdim=True))).clamp(min=1e-8)
     assert (released == 1e-8).any()
 
-    options = []
-    monkeypatch.setattr("attention.mechanisms.lara.lara", lambda q, *_, **given: options.append(given) or q)
-    attn = layer(samples_per_proposal=2, released=True)
-    for training in (True, False):
-        attn.train(training)(torch.randn(3, 24, 8), (4, 6))
-    two, one = (given.get("min_alpha", MIN_ALPHA) for given in options)
-    ours = log_weights(queries, landmarks, omega, log_ratio, "decoupled", 2.0, min_alpha=two)
+    ours = log_weights(queries, landmarks, omega, log_ratio, "decoupled", 2.0)
     assert_equal(ours, (2 * released).log() - own[:, :, None])
-    assert one == MIN_ALPHA
 
 
 def test_a_single_proposal_tells_queries_apart_in_evaluation():

@@ -19,7 +19,9 @@ POOLED = ("pool", "pool_mixed")
 """Proposals centred on landmarks of keys."""
 Weighting = Literal["balance", "coupled", "coupled_density", "decoupled"]
 MIN_ALPHA = 1e-8
-"""Floor of query-specific weights alpha, which can turn negative (released code)."""
+"""Floor of query-specific weights alpha, which can turn negative (released code), times the samples of a proposal: the
+released code counts every sample as a proposal of its own, so that its alpha is that many times smaller.
+"""
 
 
 class Proposals(NamedTuple):
@@ -117,7 +119,6 @@ def log_weights(
     beta: float,
     key_mask: Tensor | None = None,
     filled: Tensor | None = None,
-    min_alpha: float = MIN_ALPHA,
 ) -> Tensor:
     """log alpha_nc - log q_c(omega_c) / N(omega_c; 0, I) of every sample, (B, h, N or 1, c s).
 
@@ -126,14 +127,15 @@ def log_weights(
         log_ratio: log q_c'(omega) / N(omega; 0, I) of every sample under every proposal, (B, h, c s, c').
         weighting, beta: see `query_weights`; "balance" is the balance heuristic alone (eq. 36).
         key_mask, filled: see `propose`; queries correspond to the last N keys. Proposals that do not count get the
-            least finite number, and have it in log_ratio too. min_alpha: floor of alpha; "balance" needs none.
+            least finite number, and have it in log_ratio too.
     """
-    of_samples = None if filled is None else filled.repeat_interleave(omega.shape[2] // q_bar.shape[2], 1)
+    samples = omega.shape[2] // q_bar.shape[2]
+    of_samples = None if filled is None else filled.repeat_interleave(samples, 1)
     if weighting == "balance":  # b_c / q_c is one over the sum of all densities
         return mask_logits(-log_ratio.logsumexp(-1)[:, :, None], of_samples)
     own = own_ratio(log_ratio)
     alpha = query_weights(q, q_bar, omega, log_ratio, own, weighting, beta, key_mask, filled)
-    return mask_logits(alpha.clamp(min=min_alpha).log().to(q.dtype) - own[:, :, None], of_samples)
+    return mask_logits(alpha.clamp(min=MIN_ALPHA * samples).log().to(q.dtype) - own[:, :, None], of_samples)
 
 
 def query_weights(
@@ -167,7 +169,7 @@ def query_weights(
     return balance + (own + log_normal).exp()[:, :, None] * correction
 
 
-def weights_reference(omega, density, r, c, weighting, beta, min_alpha=MIN_ALPHA):
+def weights_reference(omega, density, r, c, weighting, beta, num_samples=1):
     """alpha_nc N(omega; 0, I) / q_c(omega), (B, h, N), at a sample omega (B, h, d) of proposal c, alpha floored.
 
     Args:
@@ -181,5 +183,5 @@ def weights_reference(omega, density, r, c, weighting, beta, min_alpha=MIN_ALPHA
         "coupled": b[..., c] + b[..., c] * correction,
         "coupled_density": b[..., c] + own * correction,
     }[weighting]
-    alpha = alpha if weighting == "balance" else alpha.clamp(min=min_alpha)
+    alpha = alpha if weighting == "balance" else alpha.clamp(min=MIN_ALPHA * num_samples)
     return alpha * normal(omega, 0)[:, :, None] / own
