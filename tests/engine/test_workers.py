@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import engine.data.workers
@@ -16,6 +17,7 @@ from engine.data.loaders import check_workers
 from engine.data.sampler import EpochSampler, SeededDataset
 from engine.data.workers import RestartingLoader, WorkersLost, WorkersStuck, with_flags
 from engine.runtime.distributed import World
+from engine.runtime.errors import UserError
 
 CPU = World(torch.device("cpu"))
 
@@ -152,6 +154,18 @@ def test_only_torch_ends_a_worker_by_a_signal():
         os.kill(worker.pid, number)
     assert len(list(batches)) == 17
     assert worker.exitcode == 0
+
+
+class Full(Dataset):
+    """Images that a worker cannot send, because the shared memory is full."""
+
+    def __getitem__(self, index: int) -> int:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+
+def test_full_shared_memory_is_named():
+    with pytest.raises(UserError, match=r"/dev/shm, .*, is full; enlarge it .*, lower data\.workers = 1, or set"):
+        list(RestartingLoader(Full(), 2, sampler=[1], num_workers=1))
 
 
 def test_workers_live_on_from_pass_to_pass():
