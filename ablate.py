@@ -18,13 +18,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ablation.sweep import Case, Setting, in_order, read_ablation
+from ablation.sweep import Case, Setting, check_data, in_order, read_ablation
 from ablation.tables import report_sweep, write_figures, write_tables
 from ablation.worker import is_busy, last_failure, run_jobs, train_all
 from engine.config.load import find_config
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import ConfigError, refuse_bad_input
-from engine.runtime.files import make_output
+from engine.runtime.files import check_directory
 from engine.runtime.signals import end_at_interrupt
 
 MOST_JOBS = 1024
@@ -51,8 +51,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not 1 <= args.jobs <= MOST_JOBS:
             raise ConfigError(f"--jobs {args.jobs}: expected 1 to {MOST_JOBS}")
         ablation, settings = read_ablation(args.config, args.overrides, args.output, launcher)
+        cases = in_order(settings)
+        for directory in (args.output, *(case.directory for case in cases)):
+            check_directory(directory)
+        check_data(cases)
 
-    cases = in_order(settings)
     if args.dry_run:
         print(report_sweep(ablation.caption, settings))
         for case in cases:

@@ -146,7 +146,8 @@ class Trainer:
         directory = self.output if self.world.is_primary else None
         self.recorder = self.cleanup.enter_context(Recorder(directory, run, progress, total, self.world.device))
         self.signals = self.cleanup.enter_context(SignalHandler())
-        self.recorder.start(progress.epoch, processes=self.world.size, kernels=kernels.resolved(), **self.costs)
+        processes, changes = self.world.size, self.checkpoints.changes
+        self.recorder.start(progress.epoch, processes, changes, kernels=kernels.resolved(), **self.costs)
 
     def train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
         """Makes the updates that are left of an epoch, and saves; returns whether a signal has stopped the run."""

@@ -27,7 +27,7 @@ from engine.checkpoints.weights import check_predicts_classes
 from engine.config.load import parse_run
 from engine.config.schema import Data, Run
 from engine.data.loaders import count_broken, create_val_loader, indices_read, show_images
-from engine.data.splits import classes_of
+from engine.data.splits import classes_of, identify_split
 from engine.evaluation.evaluate import evaluate
 from engine.evaluation.label_matching import ClassSubset, match_classes, read_real_labels, real_accuracy
 from engine.evaluation.predictions import PredictionTable, gather_predictions
@@ -37,6 +37,7 @@ from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import World, init_distributed
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
+from engine.training.resume import list_data_differences
 
 
 @end_at_interrupt()
@@ -117,6 +118,8 @@ def validate(
     columns, note = match_classes(checkpoint.get("classes"), names, num_classes)
     real = read_real_labels(real_labels, shown, columns) if real_labels else None
     models, resampled = build_models(run, checkpoint, kinds)
+    if not note and list_data_differences(checkpoint, identify_split("val", loader.dataset)):
+        note = "data: other images than those of the validation in training"
     for line in filter(None, [note, resampled]) if world.is_primary else ():
         print(line, file=sys.stderr)
     results = {}

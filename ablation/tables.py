@@ -124,6 +124,9 @@ def report_sweep(caption: str, settings: Sequence[Setting]) -> str:
     for name, setting in zip(short_names(settings), settings, strict=True):
         if setting.paper and setting.paper.note:
             notes.append(f"{name}, not as the paper prints it: {setting.paper.note}.")
+    for case in in_order(settings):
+        if changes := case.changes():
+            notes.append(f"{case.directory.name} is not all of its setting: {'; '.join(changes)}.")
     return f"{caption}\n\n" + f"All rows: {stated}.\n\n" * bool(stated) + rows + "".join(f"\n{n}\n" for n in notes)
 
 
@@ -138,12 +141,14 @@ def list_runs(settings: Sequence[Setting]) -> Table:
     columns = {f"{name} (%)": key for name, key in accuracies(settings).items()} | {"step (s)": "step_seconds"}
     memory = [text(result.get("memory_mb"), ".6g") for _, result in runs]
     rounds = len(settings[0].cases)
+    changes = ["; ".join(case.changes()) for case, _ in runs]
     return {
         "directory": [case.directory.name for case, _ in runs],
         **{option: texts * rounds for option, texts in changed_options(settings).items()},
         "train.seed": [str(case.run.train.seed) for case, _ in runs],
         **{title: [text(result.get(key), ".6g") for _, result in runs] for title, key in columns.items()},
         **if_measured("peak memory (MB)", memory),
+        **({"changed": changes} if any(changes) else {}),
     }
 
 

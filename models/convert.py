@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -11,30 +11,13 @@ from timm.layers import resample_abs_pos_embed
 from torch import Tensor, nn
 
 from attention import Grid, OptionError
+from models.deit import Deit
 
 StateDict = dict[str, Tensor]
 
 
 PREFIX_TOKENS = "cls_token", "dist_token", "reg_token"
 """Names of the tokens before the grid tokens, in this order."""
-
-
-@runtime_checkable
-class HasGrid(Protocol):
-    """A model with position embeddings (1, prefix + H*W, C) of an (H, W) grid."""
-
-    pos_embed: Tensor
-    grid: Grid
-
-
-@runtime_checkable
-class HasPositionTable(Protocol):
-    """A part of attention that has a table (width, H*W) of an (H, W) grid and can resample it."""
-
-    table: Tensor
-    grid: Grid
-
-    def resampled(self, table: Tensor, old: Grid, grid: Grid) -> Tensor: ...
 
 
 def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | None = None) -> StateDict:
@@ -50,7 +33,7 @@ def resample_pos_embed(state_dict: StateDict, model: nn.Module, grid: Grid | Non
         OptionError: no grid is given and the number of position embeddings is not a square.
     """
     pos_embed = state_dict.get("pos_embed")
-    if pos_embed is None or not isinstance(model, HasGrid):
+    if pos_embed is None or not isinstance(model, Deit):
         return state_dict
     there, here = _count_prefix_tokens(state_dict), _count_prefix_tokens(dict(model.named_parameters()))
     num_prefix = sum(there.values())
@@ -122,9 +105,10 @@ def resample_position_tables(state_dict: StateDict, model: nn.Module, source: nn
         RuntimeError: the number of columns does not match the grid.
     """
     tables = {}
-    for name, here in model.named_modules():
+    modules: dict[str, Any] = dict(model.named_modules())
+    for name, here in modules.items():
         table = state_dict.get(key := f"{name}.table")
-        if table is None or not isinstance(here, HasPositionTable) or table.shape[:-1] != here.table.shape[:-1]:
+        if table is None or not hasattr(here, "resampled") or table.shape[:-1] != here.table.shape[:-1]:
             continue
         grid = here.grid if table.shape == here.table.shape else _likely_grid(table.shape[1], here.grid)
         if source is not None:

@@ -10,8 +10,6 @@ and the sums that normalise Pi run along with the tokens. Gated versions are lef
 Cost: (4 + h) N c C multiply-accumulates, h N c C of them for the control.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 from ..base import Attention, Cost, LayerContext
 from ..costs import mix_features_macs
 from ..ops.random_features.causal import running_logits, running_mass, running_mix
-from ..options import causal_option, option
+from ..options import Options, causal_option, option
 from ..parts.features import upcast
 from ..parts.geometry import Grid, split_heads
 from ..parts.linear import init_linear
@@ -39,11 +37,7 @@ def abc(
     past: Past | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """Queries, keys, values (B, h, N, d) and logits of the control (B, h, N, c) -> (B, h, N, d).
-
-    causal: query n reads the slots as written by the tokens of `past` and the tokens up to the n-th. key_mask: (B, N)
-    bool, true for tokens that count.
-    """
+    """Attention to slots that the tokens, if causal those up to the query, write by logits `control` (B, h, N, c)."""
     control = mask_logits(upcast(control), key_mask, -2)
     if causal:
         mass = running_mass(control, past)
@@ -71,10 +65,8 @@ class Abc(Attention):
     """Softmax over learned slots. Papers: LARA Table 4 'ABC'."""
 
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_landmarks: int = option(49, "slots c per head", low=1)
         attn_drop: float = option(0.0, "dropout rate of the attention weights over slots", low=0, high=1)
         causal: bool = causal_option()

@@ -6,7 +6,6 @@ everything. Every key counts once.
 Cost: 2 N (w + 2 g + r) b C multiply-accumulates, 2 g b N C of them for the global rows. Linear in N.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..ops.joint_softmax.op import mix, prefix_term
-from ..options import option
+from ..options import Options, option
 from ..parts.features import upcast
 from ..parts.geometry import Grid, Windows, raster, split_prefix
 from ..parts.sampling import counter_uniform
@@ -24,24 +23,11 @@ from .softmax import softmax
 
 
 def bigbird(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks: Tensor,
-    *,
-    windows: Windows,
-    num_global: int,
-    attn_drop: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, windows: Windows, num_global: int, attn_drop: float = 0.0
 ) -> Tensor:
     """Softmax over the key blocks of each query block; over all keys for the queries of global blocks.
 
-    Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries attend to prefix tokens.
-        blocks: key blocks of every head and query block, (h, n, m) int64; n marks an unused entry.
-        windows: the n blocks.
-        num_global: number of global blocks. attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d).
+    blocks: key blocks of every head and query block, (h, n, m) int64; n marks an unused entry. windows: the n blocks.
     """
     (k_prefix, k_grid), (v_prefix, v_grid) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     queries, keys, values = (windows.partition(x) for x in (q, k_grid, v_grid))  # (B, h, n, b, d)
@@ -69,9 +55,7 @@ def global_blocks(n: int, num_global: int, device: torch.device) -> Tensor:
 def choose_blocks(num_window: int, num_global: int, uniform: Tensor) -> Tensor:
     """Key blocks of every head and query block, each at most once: (h, n, w + g + r) int64; n marks an unused entry.
 
-    Args:
-        uniform: (h, n, r) in [0, 1); draws r blocks without replacement from the blocks neither near nor global, or
-            takes all of them if fewer remain.
+    uniform: (h, n, r) in [0, 1); draws r blocks without replacement from those neither near nor global, or all of them.
     """
     h, n, _ = uniform.shape
     near = torch.arange(n, device=uniform.device)[:, None] + torch.arange(num_window, device=uniform.device)
@@ -110,8 +94,7 @@ class Bigbird(Attention):
     key_mask_refusal = "its global blocks have fixed positions"
     pattern_seed: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         block_size: int = option(16, "tokens b of a block in raster order; side of a square block in 2d", low=1)
         layout: Literal["1d", "2d"] = option("1d", "blocks of the raster order, or square tiles of the grid")
         num_window: int = option(3, "neighbouring blocks w, itself among them: odd", low=1, high=63)
@@ -147,11 +130,5 @@ class Bigbird(Attention):
         side = self.config.block_size
         windows = Windows(raster(grid, self.config.layout), (1 if self.config.layout == "1d" else side, side))
         return bigbird(
-            q,
-            k,
-            v,
-            self.blocks(windows),
-            windows=windows,
-            num_global=self.config.num_global,
-            attn_drop=self.attn_drop,
+            q, k, v, self.blocks(windows), windows=windows, num_global=self.config.num_global, attn_drop=self.attn_drop
         )

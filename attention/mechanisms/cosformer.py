@@ -9,7 +9,6 @@ Cost: 4 N d C multiply-accumulates, 8 N d C on the grid; linear in N.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs
 from ..ops.random_features.op import linear_attention
-from ..options import option
+from ..options import Options, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, raster, split_prefix
 from ..parts.masking import of_grid
@@ -40,13 +39,8 @@ def cosformer(
 ) -> Tensor:
     """Attention re-weighted by distance along both axes of the grid; (1, N) for the raster order.
 
-    Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens have no position, and their weights no factor.
-        key_mask: (B, P + N) bool, true for keys that count. Positions and lengths skip rows and columns in which no
-            token counts; in raster order they skip masked tokens.
-        causal: query n attends to the keys of `past` and to keys up to the n-th of the raster order.
-    Returns:
-        (B, h, N, d), float32 at least; 0 for a query without positive weights.
+    Prefix tokens have no position, and their weights no factor. Positions and lengths skip rows and columns in which no
+    token counts by `key_mask`; in raster order they skip masked tokens. A query without positive weights gets 0.
     """
     phi_q, (k_prefix, phi_k) = q.relu(), split_prefix(k.relu(), q.shape[2])
     mask = of_grid(key_mask, q.shape[2])
@@ -92,10 +86,8 @@ class Cosformer(Attention):
     """Kernel attention with ReLU features and a cosine of distance."""
 
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         layout: Literal["1d", "2d"] = option("1d", "distance in raster order, or along both axes of the grid")
         causal: bool = window_option("causal")
 

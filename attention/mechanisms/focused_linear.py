@@ -12,8 +12,6 @@ Norms over all C channels, the floor 1e-6, softplus(a) and the vectors follow th
 are per head and lack all four. The released code's spatial reduction of keys and values is left out.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -21,7 +19,7 @@ from torch import Tensor, nn
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, total
 from ..ops.random_features.op import linear_attention
-from ..options import local_option, option
+from ..options import Options, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.position import KeyPositions
@@ -31,13 +29,7 @@ from ..parts.position import KeyPositions
 def focused_linear(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, *, power: float, key_mask: Tensor | None = None
 ) -> Tensor:
-    """Attention with focused features.
-
-    Args:
-        q, k, v: (B, h, N, d). scale: a, (h, d). power: p. key_mask: (B, N) bool, true for keys that count.
-    Returns:
-        (B, h, N, d), float32 at least.
-    """
+    """Attention with focused features, by the scale a (h, d) and the power p."""
     return linear_attention(focus(q, scale, power), focus(k, scale, power), v, "mean", key_mask=key_mask)
 
 
@@ -65,10 +57,8 @@ class FocusedLinear(Attention):
 
     prefix_tokens = "plain"
     ignores_order = False  # keys depend on their positions
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         power: float = option(3.0, "exponent p of the features", low=1)
         local: bool = local_option(True)
 

@@ -7,15 +7,13 @@ attention the sums run along with the queries.
 Cost: 2 N d C multiply-accumulates; linear in N.
 """
 
-from dataclasses import dataclass
-
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, total
 from ..ops.random_features.op import linear_attention
-from ..options import causal_option, local_option
+from ..options import Options, causal_option, local_option
 from ..parts.features import elu_plus_one, full_precision
 from ..parts.geometry import Grid
 from ..parts.past import Past
@@ -23,18 +21,9 @@ from ..parts.past import Past
 
 @full_precision
 def linear(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    past: Past | None = None,
-    key_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, past: Past | None = None, key_mask: Tensor | None = None
 ) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least; 0 for a query whose weights vanish.
-
-    causal: query n attends to the keys of `past` and to keys up to the n-th.
-    """
+    """Linear attention with the features elu + 1; 0 for a query whose weights vanish."""
     return linear_attention(elu_plus_one(q), elu_plus_one(k), v, causal=causal, past=past, key_mask=key_mask)
 
 
@@ -49,10 +38,8 @@ class Linear(Attention):
     """Kernel attention with the features elu + 1. Papers: EVA Table 5 'ELU' (language)."""
 
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         local: bool = local_option()
         causal: bool = causal_option()
 

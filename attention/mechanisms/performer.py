@@ -9,7 +9,6 @@ so that all queries share the sums over keys (LARA eq. 2). Unbiased for the kern
 Cost: 4 N s C multiply-accumulates (hyperbolic and trigonometric features: 6 N s C); linear in N.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,7 @@ from ..costs import linear_attention_macs, local_cost, mix_features_macs, total
 from ..ops.kernels import with_fast_path
 from ..ops.random_features import fused
 from ..ops.random_features.op import linear_attention, mix_features, weighted_values_reference
-from ..options import causal_option, local_option, option, released_option
+from ..options import Options, causal_option, local_option, option, released_option
 from ..parts.features import CAUSAL, CLAMPED, FEATURE_MAPS, LOG_FEATURE_MAPS, full_precision, scale
 from ..parts.geometry import Grid
 from ..parts.past import Past
@@ -45,14 +44,12 @@ def performer(
     """Attention with the estimated kernel.
 
     Args:
-        q, k, v: (B, h, N, d). omega: samples (h, s, d). key_mask: (B, N) bool, true for keys that count.
+        omega: samples (h, s, d).
         features: positive, hyperbolic: LARA paper appendix C. trigonometric: sines and cosines; a normaliser can be
             negative, its magnitude is kept above 1e-6. relu: ReLU(s^(-1/2) omega . x) + 1e-3, no estimate of softmax.
             favorp: positive features as in the papers' released code, with 1e-4 added and normalisers above 1e-2.
             trigonometric_released, relu_released: all normalisers, negative ones too, are raised to at least 1e-2.
-        causal: query n attends to the keys of `past` and to keys up to the n-th; needs features of `CAUSAL`.
-    Returns:
-        (B, h, N, d), float32 at least.
+        causal: needs features of `CAUSAL`.
     """
     q, k = scale(q), scale(k)
     if features in LOG_FEATURE_MAPS:
@@ -93,11 +90,9 @@ class Performer(Attention):
     """Random feature attention over all tokens. Papers: EVA and LARA 'Performer', 'RFA'."""
 
     prefix_tokens = "plain"
-    key_mask_refusal = None
     omega: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_samples: int = option(128, "samples omega per head", low=1)
         released: bool = released_option()
         features: Features | None = option(

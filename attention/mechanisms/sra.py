@@ -6,7 +6,6 @@ Cost: N C^2 - 2 (N - N / R^2) C^2 + 2 N^2 C / R^2 multiply-accumulates: the conv
 keys and values saves, and attention.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..options import option
+from ..options import Options, option
 from ..parts.geometry import Grid, split_heads, split_prefix
+from ..parts.linear import is_plain, linear_part
 from .softmax import softmax
 
 DEFAULT_KEYS = 49
@@ -23,9 +23,13 @@ DEFAULT_KEYS = 49
 
 def sra(x: Tensor, weight: Tensor, bias: Tensor | None, *, grid: Grid) -> Tensor:
     """Shrinks tokens (B, N, C) by the strided convolution `weight` (C, C, R, R): (B, ceil(H/R) * ceil(W/R), C)."""
-    (H, W), R = grid, weight.shape[-1]
-    image = F.pad(x.mT.unflatten(2, grid), (0, -W % R, 0, -H % R))
-    return F.conv2d(image, weight, bias, stride=R).flatten(2).mT
+    return F.conv2d(padded_image(x, grid, weight.shape[-1]), weight, bias, stride=weight.shape[-1]).flatten(2).mT
+
+
+def padded_image(x: Tensor, grid: Grid, R: int) -> Tensor:
+    """Tokens (B, N, C) as an image (B, C, H', W'), with zeros to the next multiples of R."""
+    (H, W) = grid
+    return F.pad(x.mT.unflatten(2, grid), (0, -W % R, 0, -H % R))
 
 
 def sra_reference(x, weight, bias, *, grid):
@@ -39,12 +43,11 @@ def sra_reference(x, weight, bias, *, grid):
     return torch.stack(reduced, 1)
 
 
-def project_reduced(qkv: nn.Linear, x: Tensor, reduced: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def project_reduced(qkv: nn.Module, x: Tensor, reduced: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries of tokens x (B, N, C), keys and values of `reduced` tokens (B, M, C), by the joint projection `qkv`."""
     C = x.shape[-1]
-    bias = qkv.bias if qkv.bias is not None else qkv.weight.new_zeros(3 * C)
-    (q,) = split_heads(F.linear(x, qkv.weight[:C], bias[:C]), 1, num_heads)
-    k, v = split_heads(F.linear(reduced, qkv.weight[C:], bias[C:]), 2, num_heads)
+    (q,) = split_heads(linear_part(qkv, x, slice(C)), 1, num_heads)
+    k, v = split_heads(linear_part(qkv, reduced, slice(C, None)), 2, num_heads)
     return q, k, v
 
 
@@ -59,8 +62,7 @@ class Sra(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its convolution shrinks the grid with every token of it"
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         reduction: int | None = option(
             None, "side ratio R; null: the pyramid's own, or the one that leaves 49 keys", low=1
         )
@@ -71,6 +73,7 @@ class Sra(Attention):
         (H, W), reduction = context.grid, side_ratio(context, config)
         if reduction > max(H, W):
             self.refuse("reduction", reduction, f"larger than the {H}x{W} grid; at most {max(H, W)}")
+        self.reduction = reduction
         self.sr = nn.Conv2d(context.dim, context.dim, reduction, reduction) if reduction > 1 else None
         self.norm = nn.LayerNorm(context.dim, eps=1e-5) if reduction > 1 else None
         if self.sr is not None:
@@ -83,8 +86,11 @@ class Sra(Attention):
         if self.sr is None or self.norm is None:
             return super().project(x, grid)
         prefix, tokens = split_prefix(x, grid[0] * grid[1])
-        reduced = self.norm(sra(tokens, self.sr.weight, self.sr.bias, grid=grid))
-        return project_reduced(self.qkv, x, torch.cat([prefix, reduced], 1), self.num_heads)
+        if is_plain(self.sr, nn.Conv2d):
+            reduced = sra(tokens, self.sr.weight, self.sr.bias, grid=grid)
+        else:
+            reduced = self.sr(padded_image(tokens, grid, self.reduction)).flatten(2).mT
+        return project_reduced(self.qkv, x, torch.cat([prefix, self.norm(reduced)], 1), self.num_heads)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

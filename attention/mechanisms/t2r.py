@@ -6,15 +6,13 @@ with one map per head, which queries and keys share, in linear attention.
 Cost: 4 N m C multiply-accumulates, half of them for the features; linear in N. h (m d + m) parameters.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs
 from ..ops.random_features.op import linear_attention
-from ..options import causal_option, option
+from ..options import Options, causal_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.past import Past
@@ -32,15 +30,7 @@ def t2r(
     past: Past | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """Attention with learned features.
-
-    Args:
-        q, k, v: (B, h, N, d). weight: (h, m, d). bias: (h, m).
-        causal: query n attends to the keys of `past` and to keys up to the n-th. key_mask: (B, N) bool, true for keys
-            that count.
-    Returns:
-        (B, h, N, d), float32 at least; 0 for a query without positive weights.
-    """
+    """Attention with learned features: weight (h, m, d), bias (h, m); 0 for a query without positive weights."""
     phi_q, phi_k = ((x @ weight.mT + bias[:, None]).relu() for x in (q, k))
     return linear_attention(phi_q, phi_k, v, causal=causal, past=past, key_mask=key_mask)
 
@@ -59,10 +49,8 @@ class T2r(Attention):
     """Kernel attention with learned ReLU features. Papers: EVA Table 5 'T2R' (language)."""
 
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_features: int = option(32, "features m per head", low=1)
         causal: bool = causal_option()
 

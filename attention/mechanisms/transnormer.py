@@ -11,7 +11,6 @@ Cost: 2 N |E| C or 2 N d C multiply-accumulates, in a Diag or a Norm layer; line
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -22,7 +21,7 @@ from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, window_macs
 from ..ops.joint_softmax.op import attended_in_window, window_logits
 from ..ops.random_features.op import linear_attention
-from ..options import option
+from ..options import Options, option
 from ..parts.features import elu_plus_one, full_precision
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.past import Past
@@ -47,11 +46,7 @@ def transnormer(
     past: Past | None = None,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """NormAttention: q (B, h, N, d), k, v (B, h, P + N, d) and gain (h, d) -> (B, h, N, d), float32 at least.
-
-    causal: query n attends to the keys of `past` and to keys up to the n-th. key_mask: (B, P + N) bool, true for keys
-    that count.
-    """
+    """NormAttention. gain: factors of the normalised channels, (h, d)."""
     phi = FEATURE_MAPS[variant]
     y = linear_attention(phi(q), phi(k), v, "none", causal=causal, past=past, key_mask=key_mask)
     return rms_norm(y, gain, norm)
@@ -59,7 +54,7 @@ def transnormer(
 
 @full_precision
 def rela(q: Tensor, k: Tensor, v: Tensor, gain: Tensor, *, windows: Windows, norm: Norm) -> Tensor:
-    """DiagAttention of t1: weights ReLU(q . k / sqrt(d)) within windows; shapes as in `transnormer`."""
+    """DiagAttention of t1: weights ReLU(q . k / sqrt(d)) within windows."""
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     weights = window_logits(q, k, None, windows).relu()
     y = windows.reverse(weights @ windows.partition(v))
@@ -98,10 +93,8 @@ class Transnormer(Attention):
     """Windows in the first half of the layers, linear attention in the second."""
 
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         variant: Variant = option("t2", "t2: softmax in windows, elu + 1; t1: ReLU weights in windows, elu")
         window_size: int = option(
             7, "window side in tokens of the first half's layers; block length where layout is 1d", low=1

@@ -25,7 +25,6 @@ from engine.checkpoints.identify import Kind, damaged, identify
 from engine.checkpoints.initial_weights import load_initial_weights
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.released import Arguments
-from engine.checkpoints.weight_sources import load_foreign
 from engine.config.load import dump_run, find_config, flatten, load_run, parse_run
 from engine.config.schema import Init, Run
 from engine.runtime.arguments import ArgumentParser
@@ -82,7 +81,7 @@ def check_attention(run: Run, path: Path) -> None:
     found = identify(path)
     if found.kind is not Kind.TIMM:
         return
-    content = load_foreign(found)
+    content = found.values()
     options = Arguments(content.get("args")).values.get("model_kwargs")
     if str(content["arch"]) not in MODELS or not isinstance(options, Mapping):
         return

@@ -89,22 +89,9 @@ def load_timm(name: str) -> Any:  # nn.Module, whose attributes are tensors or m
         raise UserError(f"{TIMM}{name}: timm cannot load it ({describe_error(error)}); {remedy}") from None
 
 
-def load_foreign(found: Found) -> dict[str, Any]:
-    """Returns the content of a file of another program.
-
-    Raises:
-        UserError: it cannot be loaded safely.
-    """
-    try:
-        return found.load(foreign=True)
-    except Exception as error:  # a hostile file may fail in any way, and is refused in every case
-        remedy = "save its weights alone, with torch.save(model.state_dict(), FILE)"
-        raise UserError(f"{found.path}: cannot be loaded safely ({describe_error(error)}); {remedy}") from None
-
-
 def _read_state(found: Found) -> dict[str, Tensor]:
     """Reads the weights alone from a file of another program."""
-    content = load_foreign(found)
+    content = found.values()
     state = next((content[key] for key in NESTED if isinstance(content.get(key), Mapping)), content)
     if not state or not all(
         isinstance(key, str) and key.isprintable() and torch.is_tensor(x) for key, x in state.items()
@@ -112,4 +99,4 @@ def _read_state(found: Found) -> dict[str, Tensor]:
         raise UserError(
             f"{found.path}: holds no weights, but {one_line(', '.join(map(repr, content)), 100)}; {EXPECTED}"
         )
-    return clean_state_dict(state)
+    return clean_state_dict(dict(state))

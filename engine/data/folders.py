@@ -30,6 +30,22 @@ class FolderReader(LayoutReader):
         path, label = self.samples[index]
         return open_regular(os.path.join(self.root, path)), label
 
+    def fingerprints(self) -> np.ndarray:
+        """Sizes of the files, bytes; see `measure_files`."""
+        return measure_files(os.path.join(self.root, path) for path in self.samples.paths())
+
+
+def measure_files(paths: Iterable[str]) -> np.ndarray:
+    """Returns the sizes of files, bytes, (number,) int64; -1 for a file that is not there."""
+
+    def measure(path: str) -> int:
+        try:
+            return os.stat(path).st_size
+        except OSError:  # such as a link that leads nowhere: a broken image
+            return -1
+
+    return np.fromiter(map(measure, paths), np.int64)
+
 
 def list_files(names: Iterable[str]) -> list[str]:
     """Lists the files that `names` stand for, in order.
@@ -101,3 +117,7 @@ class FileReader(Reader):
 
     def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
         return self.paths[index]
+
+    def fingerprints(self) -> np.ndarray:
+        """Sizes of the files, bytes; see `measure_files`."""
+        return measure_files(self.paths)

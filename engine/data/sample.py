@@ -37,7 +37,7 @@ def sample(root: str, output: Path, split: str, per_class: int) -> None:
         OptionError: the split is missing or damaged.
         UserError: a class has fewer images, or the sample exists already or cannot be written.
     """
-    images = open_split(Data(dataset="idx", root=root, val_split=split), "val_split")
+    images = open_split(Data(dataset="idx", root=root, val_split=split), "val_split", "--split")
     reader, names = images.reader, classes_of(images)
     assert isinstance(reader, IdxReader)
     chosen = [np.flatnonzero(reader.labels == label)[:per_class] for label in range(len(names))]

@@ -77,7 +77,7 @@ def open_splits(args: argparse.Namespace) -> dict[str, Images]:
         OptionError: a split is missing or holds no image.
     """
     return {
-        name: open_split(Data(dataset=args.dataset, root=args.root, train_split=name), "train_split")
+        name: open_split(Data(dataset=args.dataset, root=args.root, train_split=name), "train_split", "--splits")
         for name in args.splits
     }
 

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, stdev
 from typing import NamedTuple
 
+from engine.runtime.text import one_line
+
 T_975 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
@@ -65,6 +67,7 @@ def compact_table(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def align(lines: Sequence[Sequence[str]]) -> str:
-    """Formats lines of cells as columns of text."""
+    """Formats lines of cells as columns of text, with escapes for characters that cannot be printed."""
+    lines = [[one_line(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, get_optimizer_info
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from attention.options import OptionError
 from engine.checkpoints.format import read_archive
-from engine.config.schema import Optim, Schedule
+from engine.config.schema import Optim, Schedule, takes
 from engine.runtime.distributed import seed_everything
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error
@@ -34,15 +34,15 @@ def create_optimizer(model: nn.Module, optim: Optim, total_batch_size: int) -> O
     torch's Adam and AdamW are fused: one kernel instead of a dozen.
     """
     is_fused = next(model.parameters()).is_cuda and optim.opt in FUSED
+    given = {name: value for name in ("betas", "eps") if (value := getattr(optim, name)) is not None}
     fused: dict[str, Any] = {"fused": True} if is_fused else {}
     return create_optimizer_v2(
         model,
         optim.opt,
         lr=optim.lr * total_batch_size / optim.lr_base_size,
         weight_decay=optim.weight_decay,
-        betas=optim.betas,
-        eps=optim.eps,
         layer_decay=optim.layer_decay,
+        **given,
         **fused,
     )
 
@@ -70,8 +70,8 @@ def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any], former: Op
     if [len(group["params"]) for group in here] != [len(group["params"]) for group in there]:
         raise UserError(
             f"{source}: the checkpoint's state is for other groups of weights; optim.weight_decay = 0 makes one group,"
-            " any other makes two, and optim.layer_decay makes them of every layer: keep both, or start afresh in"
-            " another directory"
+            " any other makes two, and optim.layer_decay makes them of every layer, which in a PVT-v2 is a stage, and"
+            " was a block before: keep both, or start afresh in another directory"
         )
     groups = []
     for new, old, saved in zip(here, before, there, strict=True):
@@ -86,8 +86,13 @@ def check_optimizer(optim: Optim, device: torch.device) -> None:
     """Refuses an optimiser that cannot train, be saved or be resumed, after a trial on a tiny model.
 
     Raises:
-        OptionError: the trial failed.
+        OptionError: the trial failed, or the optimiser does not take `betas` or `eps` as they are given.
     """
+    for name in ("betas", "eps"):
+        if (value := getattr(optim, name)) is not None and not takes(optim.opt, name):
+            raise OptionError(f"optim.{name}", f" = {value}, but {optim.opt} takes none; set it to null")
+    if optim.betas and len(optim.betas) != (number := get_optimizer_info(optim.opt).num_betas):
+        raise OptionError("optim.betas", f" = {list(optim.betas)}, but {optim.opt} takes {number}")
 
     def train(model: nn.Module, optimizer: Optimizer) -> None:
         seed_everything(0)  # as before every update of a run
@@ -104,7 +109,7 @@ def check_optimizer(optim: Optim, device: torch.device) -> None:
         saved = io.BytesIO()
         torch.save(optimizer.state_dict(), saved)
         resumed.load_state_dict(model.state_dict())
-        restore_optimizer(other, read_archive(saved.getvalue()), other, optim.opt)
+        restore_optimizer(other, read_archive(saved.getvalue()).own(), other, optim.opt)
         train(model, optimizer)
         train(resumed, other)
         if not all(map(torch.equal, model.parameters(), resumed.parameters())):

@@ -399,3 +399,17 @@ def test_provenance_installed_in_the_repository_of_another_project(tmp_path: Pat
         subprocess.run(["git", "-C", tmp_path, *command], check=True)
     monkeypatch.setattr("engine.runtime.provenance.__file__", str(tmp_path / "provenance.py"))
     assert provenance(CPU)["git"] is None
+
+
+def test_a_change_stays_once_a_checkpoint_has_it(tmp_path: Path):
+    """A change belongs to the checkpoints after it: a kill before the first of them takes it back."""
+    change = {"optim.lr": (1e-3, 5e-4), "classes": (["a"] * 1000, ["b"] * 1000)}
+    recorder = Recorder(tmp_path, RUN, Progress(step=1, images=8), total_steps=4, device=CPU)
+    recorder.start(0, 1, change)
+    recorder.close()
+    lr, classes = (record for record in records(tmp_path) if record["kind"] == "change")
+    assert (lr["option"], lr["before"], lr["now"], lr["step"]) == ("optim.lr", 1e-3, 5e-4, 1)
+    assert len(classes["before"]) == 200
+    for progress, number in [(Progress(step=2, epoch=1), 2), (Progress(step=1, epoch=1), 2), (Progress(step=1), 0)]:
+        Recorder(tmp_path, RUN, progress, total_steps=4, device=CPU).close()
+        assert [record["kind"] for record in records(tmp_path)].count("change") == number

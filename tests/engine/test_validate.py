@@ -19,6 +19,7 @@ import validate
 from engine.checkpoints.files import find_checkpoint, load_checkpoint, save_checkpoint
 from engine.config.load import parse_run
 from engine.data.arrays import DigitsReader
+from engine.data.idx import write_idx
 from engine.data.images import decode
 from engine.data.loaders import create_val_loader
 from engine.evaluation.evaluate import evaluate
@@ -67,6 +68,19 @@ def flat(report: dict) -> dict:
     """Metrics under the names of train.py's records."""
     metrics = {kind: {k: v for k, v in report[kind].items() if k not in ("checkpoint", "epoch")} for kind in report}
     return metrics["plain"] | {f"ema_{name}": value for name, value in metrics["ema"].items()}
+
+
+def test_other_images_of_the_same_names_are_announced(run_directory, tmp_path, capsys):
+    reader = DigitsReader("val")
+    write_idx(tmp_path / "val-images-idx3-ubyte", reader.images)
+    write_idx(tmp_path / "val-labels-idx1-ubyte", reader.labels)
+    for path in tmp_path.iterdir():
+        path.rename(f"{path}.gz")
+    arguments = [str(run_directory), "data.workers=0", "--weights", "plain"]
+    validate.main(arguments)
+    assert capsys.readouterr().err == ""
+    validate.main([*arguments, "data.dataset=idx", f"data.root={tmp_path}"])
+    assert capsys.readouterr().err == "data: other images than those of the validation in training\n"
 
 
 @pytest.mark.parametrize("which", ["best", "last"])
@@ -272,10 +286,13 @@ def write_images(root: Path, digits: str) -> list[int]:
 
 
 def test_some_of_the_classes(run_directory, tmp_path, capsys):
-    """Logits and ReaL labels are restricted to them."""
+    """Logits and ReaL labels are restricted to them; the second ReaL label is one that the model confuses."""
     chosen = write_images(tmp_path, "358")
-    real = [[int(DigitsReader("val").labels[index]), 8] for index in chosen]
-    (tmp_path / "real.json").write_text(json.dumps(real))
+    logits, labels = (x[chosen] for x in logits_of(run_directory))
+    logits, targets = logits[:, [3, 5, 8]], np.searchsorted([3, 5, 8], labels)
+    predicted = logits.argmax(1)
+    also = predicted[predicted != targets][0]
+    (tmp_path / "real.json").write_text(json.dumps([[int(label), [3, 5, 8][also]] for label in labels]))
     data = [
         "data.dataset=folder",
         f"data.root={tmp_path}",
@@ -287,12 +304,10 @@ def test_some_of_the_classes(run_directory, tmp_path, capsys):
     output = capsys.readouterr()
     assert output.err == "classes: the data has 3 of the checkpoint's 10; the logits of the others are left out\n"
     found = json.loads(output.out)["plain"]
-    logits, labels = (x[chosen] for x in logits_of(run_directory))
-    logits, targets = logits[:, [3, 5, 8]], np.searchsorted([3, 5, 8], labels)
     log_prob = logits - np.log(np.exp(logits).sum(1, keepdims=True))
-    assert found["top1"] == pytest.approx(100 * np.mean(logits.argmax(1) == targets))
+    assert found["top1"] == pytest.approx(100 * np.mean(predicted == targets))
     assert found["loss"] == pytest.approx(-log_prob[np.arange(len(chosen)), targets].mean(), rel=1e-5)
-    is_real = (logits.argmax(1) == targets) | (logits.argmax(1) == 2)
+    is_real = (predicted == targets) | (predicted == also)
     assert (found["real_top1"], found["real_images"]) == (pytest.approx(100 * is_real.mean()), len(chosen))
     assert found["real_top1"] > found["top1"]
     validate.main([str(run_directory), *data, "--weights", "plain"])

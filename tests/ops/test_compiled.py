@@ -5,6 +5,8 @@ Above 255 registers a thread's numbers spill to memory. Blocks of threads that s
 
 import pytest
 import torch
+import triton
+from packaging.version import Version
 
 from attention.ops.group_values import triton_tiles
 from attention.ops.joint_softmax import triton_joint
@@ -20,6 +22,13 @@ WINDOWS = {  # registers, and bytes that spill, stored and loaded
     "_bias_gradient": (255, 0),
     "_landmark_gradient": (255, 0),
 }
+if Version(triton.__version__) < Version("3.9"):  # those compilers spill more, which costs time on a GPU
+    WINDOWS |= {
+        "_forward": (186, 0),
+        "_query_gradient": (255, 600),
+        "_bias_gradient": (255, 164),
+        "_landmark_gradient": (255, 16),
+    }
 TILES = {"_forward": (64, 0), "_gradient": (128, 0)}
 ONE_BLOCK = WINDOWS.keys() - {"_key_gradient", "_bias_gradient"}
 BF16, FP32 = torch.bfloat16, torch.float32

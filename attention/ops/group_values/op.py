@@ -56,12 +56,7 @@ def group_values_reference(k, v, omega, groups):
 
 @full_precision
 def group_logits(
-    q: Tensor,
-    k_tilde: Tensor,
-    mu: Tensor,
-    omega: Tensor,
-    log_mass: Tensor,
-    prior: Tensor | None = None,
+    q: Tensor, k_tilde: Tensor, mu: Tensor, omega: Tensor, log_mass: Tensor, prior: Tensor | None = None
 ) -> Tensor:
     """Logits of every group's samples for windows of queries (B, h, g, w, d), t_nc + log w_ncs: (B, h, g, w, c*s).
 

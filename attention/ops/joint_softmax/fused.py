@@ -28,18 +28,7 @@ def covers(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, 
     return attn_drop == 0 and windows.overlap == (0, 0) != windows.size and shared
 
 
-def joint_softmax(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None = None,
-    keys: Tensor | None = None,
-    values: Tensor | None = None,
-    logits: Tensor | None = None,
-    *,
-    windows: Windows,
-    attn_drop: float = 0.0,
-) -> Tensor:
+def joint_softmax(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0):
     """`op.joint_softmax`, with the result in the type of q."""
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     if keys is None or values is None:
