@@ -24,7 +24,7 @@ from ablation.worker import is_busy, last_failure, run_jobs, train_all
 from engine.config.load import find_config
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import ConfigError, refuse_bad_input
-from engine.runtime.files import check_directory
+from engine.runtime.files import check_directory, make_output
 from engine.runtime.signals import end_at_interrupt
 
 MOST_JOBS = 1024

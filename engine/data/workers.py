@@ -110,8 +110,11 @@ class Flag:
 
 
 def with_flags() -> Any:
-    """Returns a context of new processes whose events are flags."""
-    context: Any = copy.copy(multiprocessing.get_context())
+    """Returns a context of new processes whose events are flags.
+
+    Workers are forked on Linux. From Python 3.14 on, a server would start them, and they would import everything anew.
+    """
+    context: Any = copy.copy(multiprocessing.get_context("fork" if sys.platform == "linux" else None))
     context.Event = Flag
     return context
 

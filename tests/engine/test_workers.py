@@ -13,7 +13,7 @@ from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from engine.data.loaders import check_workers
 from engine.data.sampler import EpochSampler, SeededDataset
-from engine.data.workers import RestartingLoader, WorkersLost
+from engine.data.workers import RestartingLoader, WorkersLost, with_flags
 from engine.runtime.distributed import World
 
 CPU = World(torch.device("cpu"))
@@ -56,6 +56,16 @@ def begin() -> tuple[Iterator[list[torch.Tensor]], multiprocessing.Process]:
     next(batches)
     (worker,) = set(multiprocessing.active_children()) - others
     return batches, worker
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not fork")
+def test_workers_are_forked_whatever_python_prefers():
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)  # the default of Python 3.14
+    try:
+        assert with_flags().get_start_method() == "fork"
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.mark.parametrize("deaths", [{2}, {2, 9}])
