@@ -152,10 +152,11 @@ class ScatterbrainDecoder(Decoder):
         return y[:, :, 0].to(projected[2].dtype)
 
 
-DECODERS: dict[str, type[Decoder]] = dict.fromkeys(
-    "softmax local eva linear performer scatterbrain rfa t2r cosformer transnormer abc".split(), Decoder
-)
-DECODERS |= {"local": EvaDecoder, "eva": EvaDecoder, "scatterbrain": ScatterbrainDecoder}
+DECODERS: dict[str, type[Decoder]] = {
+    **{"softmax": Decoder, "local": EvaDecoder, "eva": EvaDecoder, "linear": Decoder, "performer": Decoder},
+    "scatterbrain": ScatterbrainDecoder,
+    **dict.fromkeys(("rfa", "t2r", "cosformer", "transnormer", "abc"), Decoder),
+}
 """Mechanism -> class of its decoder."""
 
 
