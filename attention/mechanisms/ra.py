@@ -115,8 +115,6 @@ def ra_reference(q, k, v, noise, uniform=None, *, proposal="unbiased", features=
 
 
 class Ra(Attention):
-    """Randomized attention over all tokens."""
-
     prefix_tokens = "plain"
     eval_seed: Tensor | None
 

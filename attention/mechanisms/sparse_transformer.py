@@ -50,8 +50,6 @@ def sparse_transformer_reference(q, k, v, *, block_size, num_summary, attn_drop=
 
 
 class SparseTransformer(Attention):
-    """A query's own block and the last tokens of every block."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its summary tokens have fixed positions"
 

@@ -106,10 +106,6 @@ class Windows(NamedTuple):
         (H, W), (rows, columns) = self.grid, self.size
         return H + -H % rows, W + -W % columns
 
-    def disjoint(self) -> "Windows":
-        """The windows without their overlap, as for queries and outputs."""
-        return self._replace(overlap=(0, 0))
-
     def partition(self, x: Tensor) -> Tensor:
         """Queries (B, h, N, d) -> windows (B, h, g, w, d); zeros outside the grid."""
         return x[:, :, None] if self.size == (0, 0) else self.view(x).flatten(4, 5).flatten(2, 3)

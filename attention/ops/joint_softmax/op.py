@@ -141,13 +141,9 @@ def prefix_term(queries: Tensor, k_prefix: Tensor, v_prefix: Tensor) -> list[tup
 
 
 def mix(terms: list[tuple[Tensor, Tensor]], attn_drop: float = 0.0) -> Tensor:
-    """Values of all terms under one softmax.
+    """Values (B, h, g, w, d) of all terms under one softmax, in the type of the values.
 
-    Args:
-        terms: logits (B, h, g, w, c) of w queries in each of g windows, and values (B, h, G, c, d), G = 1 or g windows.
-        attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, g, w, d), of the type of the values.
+    terms: logits (B, h, g, w, c) of w queries in each of g windows, and values (B, h, G, c, d), G = 1 or g windows.
     """
     terms = [term for term in terms if term[0].shape[-1]]
     logits = [logits for logits, _ in terms]
