@@ -134,7 +134,7 @@ def _t5(size: Grid, overlap: Grid, device: torch.device) -> tuple[Tensor, int]:
 def _t5_released(size: Grid, overlap: Grid, device: torch.device) -> tuple[Tensor, int]:
     distance = size[1] + overlap[1]
     buckets = t5_num_buckets(distance)
-    w, e = (math.prod(side + 2 * over for side, over in zip(size, o, strict=True)) for o in ((0, 0), overlap))
+    w, e = size[0] * size[1], (size[0] + 2 * overlap[0]) * (size[1] + 2 * overlap[1])
     # In the released code both ranges start at 0, so that the offsets of an extended window are shifted.
     offset = torch.arange(w, device=device)[:, None] - torch.arange(e, device=device)
     return t5_bucket(offset, buckets, distance)[None], buckets
