@@ -95,6 +95,11 @@ class RestartingLoader(DataLoader):
                     yield batch
             except (RuntimeError, OSError, EOFError) as error:
                 # From torch: a lost connection or a failed start. From the data set: torch puts "Caught " in front.
+                if self.num_workers and "shared memory" in str(error):
+                    raise UserError(
+                        "/dev/shm, through which loader workers send images, is full; enlarge it (docker run"
+                        f" --shm-size=8g), lower data.workers = {self.num_workers}, or set data.workers=0"
+                    ) from None
                 if not self.num_workers or self.has_lost_workers or str(error).startswith("Caught "):
                     raise
                 self.reader = None
@@ -184,8 +189,11 @@ class Flag:
 
 
 def with_flags() -> Any:
-    """Returns a context of new processes whose events are flags."""
-    context: Any = copy.copy(multiprocessing.get_context())
+    """Returns a context of new processes whose events are flags.
+
+    Workers are forked on Linux. From Python 3.14 on, a server would start them, and they would import everything anew.
+    """
+    context: Any = copy.copy(multiprocessing.get_context("fork" if sys.platform == "linux" else None))
     context.Event = Flag
     return context
 

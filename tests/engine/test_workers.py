@@ -9,13 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 import engine.data.workers
 from engine.data.loaders import check_workers
 from engine.data.sampler import EpochSampler, SeededDataset
-from engine.data.workers import RestartingLoader, WorkersLost, WorkersStuck
+from engine.data.workers import RestartingLoader, WorkersLost, WorkersStuck, with_flags
 from engine.runtime.distributed import World
+from engine.runtime.errors import UserError
 
 CPU = World(torch.device("cpu"))
 
@@ -57,6 +59,16 @@ def begin() -> tuple[Iterator[list[torch.Tensor]], multiprocessing.Process]:
     next(batches)
     (worker,) = set(multiprocessing.active_children()) - others
     return batches, worker
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not fork")
+def test_workers_are_forked_whatever_python_prefers():
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)  # the default of Python 3.14
+    try:
+        assert with_flags().get_start_method() == "fork"
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.mark.parametrize("deaths", [{2}, {2, 9}])
@@ -142,6 +154,18 @@ def test_only_torch_ends_a_worker_by_a_signal():
         os.kill(worker.pid, number)
     assert len(list(batches)) == 17
     assert worker.exitcode == 0
+
+
+class Full(Dataset):
+    """Images that a worker cannot send, because the shared memory is full."""
+
+    def __getitem__(self, index: int) -> int:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+
+def test_full_shared_memory_is_named():
+    with pytest.raises(UserError, match=r"/dev/shm, .*, is full; enlarge it .*, lower data\.workers = 1, or set"):
+        list(RestartingLoader(Full(), 2, sampler=[1], num_workers=1))
 
 
 def test_workers_live_on_from_pass_to_pass():
