@@ -2,10 +2,12 @@
 
 import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from engine.runtime.distributed import World, init_distributed, mix_seeds, seed_everything, set_deterministic, set_tf32
 from engine.runtime.errors import UserError
@@ -83,3 +85,27 @@ def test_the_deterministic_switch(monkeypatch):
         assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"  # cuBLAS is deterministic only with it
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def gloo_threads() -> list[str]:
+    names = [task.read_text().strip() for task in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_process_group_ends_when_it_is_destroyed(fails: bool):
+    """An owner that goes later would join the group's threads, with Python's lock held."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    world, kept = World(torch.device("cpu"), rank=0, size=2), []
+    try:
+        with world.average_gradients(torch.nn.Linear(3, 2)) as network:
+            network(torch.randn(4, 3)).sum().backward()
+            kept.append(network)  # as the frame of a traceback does
+            assert gloo_threads()
+            if fails:
+                raise KeyError
+    except KeyError as error:
+        kept.append(error)
+    finally:
+        world.destroy()
+    assert not gloo_threads()

@@ -348,6 +348,22 @@ def test_loader_workers_that_are_killed(steps: list[int], workers: int, runs: Ru
     figure("W1", f"workers killed at step {steps}: {'saved, resumed' if lost else 'replaced'}, same bits")
 
 
+@pytest.mark.parametrize("stop", [False, pytest.param(True, marks=pytest.mark.stress)])
+def test_loader_workers_that_hang(stop: bool, runs: Runs):
+    """The run ends with one line within a limit, or soon after a stop signal, and resumes from its last checkpoint."""
+    faults = [("train.nn.utils.clip_grad_norm_", 3, action) for action in ["hang", *["SIGTERM"] * stop]]
+    minutes = 5 if stop else 0.02
+    status, job, output = runs.launch(*faults, more=["data.workers=1", f"data.timeout_minutes={minutes}"])
+    reason = "a stop signal ended the wait" if stop else "the limit is 1.2 s"
+    assert status == [75 if stop else 1], job.text
+    assert "Traceback" not in job.text
+    assert job.text.splitlines()[-1].startswith("error: loader workers sent no batch for ")
+    assert f"; {reason}; the last checkpoint stands; check the storage" in job.text.splitlines()[-1]
+    status, job, _ = runs.launch(output=output)
+    assert status == [0]
+    assert outcome(job, output) == runs.expected
+
+
 @pytest.mark.stress
 def test_workers_of_one_rank_that_are_killed(pairs: Runs, figure: Callable):
     """Every rank ends, and none ends with the status of a stopped run."""

@@ -282,6 +282,27 @@ def test_any_number_of_ranks_ends_in_the_same_bits(ranks: int, fork_server: Fork
 
 
 @pytest.mark.stress
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_rank_ends(ranks: int, fork_server: ForkServer, tmp_path: Path, figure: Callable):
+    """Success, stop and failure, 100 ends in all."""
+    ends: list[tuple[list[Fault], int]] = [
+        ([], 0),
+        ([("train.seed_everything", 2, "SIGTERM")], 75),
+        ([("train.ModelEmaV3.update", 2, "raise")], 1),
+    ]
+    config = tmp_path / "run.yaml"
+    config.write_text(yaml.safe_dump(RUN))
+    for number in range(100):
+        faults, status = ends[number % 3]
+        output, log = tmp_path / f"run{number}", tmp_path / f"{number}.log"
+        command = [str(config), *SHORT, "schedule.warmup_epochs=0", "--output", str(output)]
+        statuses, job = fork_server.run(command, log, {number % ranks: faults}, ranks)
+        assert statuses == [status] * ranks, job.text
+        shutil.rmtree(output, ignore_errors=True)
+    figure("E1", f"100/100 ends of {ranks} ranks: finished, stopped, failed")
+
+
+@pytest.mark.stress
 @pytest.mark.filterwarnings("ignore:It is highly recommended to have 'opt_einsum'")
 @pytest.mark.parametrize(("name", "ranks"), [*((name, 1) for name in list_optimizers()), ("kron", 2), ("lamb", 3)])
 def test_any_optimizer_resumes_or_is_refused(name: str, ranks: int, fork_server: ForkServer, tmp_path: Path):

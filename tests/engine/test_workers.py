@@ -200,10 +200,13 @@ def test_a_worker_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(engine.data.workers, "STOP_AFTER", 0.1)
     others = set(multiprocessing.active_children())
     for stopped in (False, True):
-        loader = RestartingLoader(Stuck(), 2, sampler=range(8), num_workers=1, patience=60.0 if stopped else 1.0)
+        loader = RestartingLoader(Stuck(), 2, sampler=range(8), num_workers=1)
         batches = iter(loader)
-        assert next(batches)[0].tolist() == [0, 1]  # no limit of the whole pass
-        loader.stop_requested = lambda stopped=stopped: stopped
+        assert next(batches)[0].tolist() == [0, 1]
+        if stopped:
+            loader.stop_requested = lambda: True
+        else:
+            loader.patience = 1.0
         with pytest.raises(WorkersStuck, match=r"sent no batch for \d+ s; (the limit is 1 s|a stop signal)") as caught:
             list(batches)
         assert caught.value.stopped == stopped
@@ -215,9 +218,10 @@ def test_a_worker_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
 def test_a_worker_that_stops_between_two_batches_is_not_waited_for():
     """Its batches are in the queue, but their tensors come from a thread of the worker."""
     others = set(multiprocessing.active_children())
-    loader = RestartingLoader(Noise(), 2, sampler=range(40), num_workers=1, patience=1.0)
+    loader = RestartingLoader(Noise(), 2, sampler=range(40), num_workers=1)
     batches = iter(loader)
     next(batches)
+    loader.patience = 1.0
     (worker,) = set(multiprocessing.active_children()) - others
     os.kill(worker.pid, signal.SIGSTOP)
     with pytest.raises(WorkersStuck):
