@@ -217,7 +217,7 @@ def check_plain(value: Any) -> None:
     while rest:
         value, depth = rest.pop()
         num_seen += 1
-        if num_seen > MAX_PLAIN or depth > 20:
+        if num_seen + (len(value) if isinstance(value, dict | list | tuple) else 0) > MAX_PLAIN or depth > 20:
             raise ValueError("a configuration of too many values")
         if isinstance(value, dict):
             rest += [(item, depth + 1) for pair in value.items() for item in pair]

@@ -21,7 +21,7 @@ from engine.runtime.files import read_regular
 from engine.runtime.text import describe_error, one_line
 from models import MODELS
 
-MAX_CONFIG = 2**24
+MAX_CONFIG = 2**22
 """Bytes of a config.json; the classes of ImageNet-22k with their descriptions take 2 MB."""
 
 PREPROCESSING = ("interpolation", "crop_pct", "mean", "std")

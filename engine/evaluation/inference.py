@@ -60,13 +60,13 @@ def load(
     run = parse_run(checkpoint["config"], str(found))
     check_predicts_classes(run, str(found))
     state, num_classes = WEIGHTS[kinds[-1]], run.model["num_classes"]
+    model = build_model(run, checkpoint[state], f"{found}: {state}").eval()  # first: the file may claim many classes
     classes = checkpoint.get("classes")
     if classes is None:
         print(f"{found}: without class names; they are numbers here", file=sys.stderr)
         classes = [str(index) for index in range(num_classes)]
     if len(classes) != num_classes or not classes:
         raise UserError(f"{found}: holds {len(classes)} class names, but model.num_classes = {num_classes}")
-    model = build_model(run, checkpoint[state], f"{found}: {state}").eval()
     mode: Literal["RGB", "L"] = "L" if num_channels(run) == 1 else "RGB"
     transform = create_transform(run, run.model["img_size"], is_training=False, as_bytes=False)
     return Trained(model, Compose([partial(convert, mode=mode), transform]), classes)

@@ -115,6 +115,8 @@ def test_an_export_without_a_history_is_read(tmp_path):
         ({"architecture": ["deit"]}, "damaged, or no description of a model by timm (TypeError: "),
         ({"pretrained_cfg": 3}, "damaged, or no description of a model by timm (TypeError: "),
         ({"model_args": {"num_classes": 9}}, "do not fit: "),
+        ({"model_args": {"num_classes": 10**9}}, "do not fit: "),
+        ({"model_args": {"depth": [0] * 10**5}}, "a configuration of too many values"),
         ({"model_args": {"attention": {"name": "eva", "windw": 2}}}, "attention(eva).windw: unknown option"),
         ({"model_args": {"attention": {"name": "__import__('os')"}}}, "unknown mechanism \"__import__('os')\""),
         ({"model_args": {"depth": 10**9}}, "model.depth"),
