@@ -7,12 +7,13 @@ tokens.
 
 Arguments that ops share, and that their docstrings do not repeat: queries q (B, h, N, d), keys and values k, v (B, h,
 P + N, d); bias, the position bias of a window, (h, w, e); attn_drop, the dropout rate of attention weights; key_mask
-(B, P + N) bool, true for keys that count; causal: query n attends to the keys of `past` and to keys up to the n-th. An
+(B, P + N) bool, true for keys that count; causal: query n attends to keys up to the n-th, after those of a `Past`. An
 op returns attended values (B, h, N, d), in float32 at least if it has the decorator `full_precision`. Where prefix
 tokens are plain, N counts them too.
 """
 
 import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
@@ -109,6 +110,7 @@ class Attention(nn.Module):
     def __init_subclass__(cls) -> None:
         if "key_mask" in inspect.signature(cls.attend).parameters:
             cls.key_mask_refusal = None
+        cls.__doc__ = cls.__doc__ or getattr(sys.modules.get(cls.__module__), "__doc__", None)  # the file's docstring
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__()
@@ -150,12 +152,12 @@ class Attention(nn.Module):
         """Raises the OptionError for option `name` of this mechanism."""
         raise OptionError(f"attention({cls.name()}).{name}", f" = {value}: {problem}")
 
-    def refuse_above(self, context: LayerContext, *names: str) -> None:
-        """Raises the OptionError for options larger than the number of tokens of the grid."""
+    def refuse_above(self, context: LayerContext, *names: str, side: int = 0) -> None:
+        """Raises the OptionError for options larger than the number of tokens of the grid, or than its longest side."""
+        (H, W), what = context.grid, "larger than" if side else "more than the tokens of"
         for name in names:
-            if (value := getattr(self.config, name)) > (most := context.num_tokens):
-                H, W = context.grid
-                self.refuse(name, value, f"more than the tokens of the {H}x{W} grid; at most {most}")
+            if (value := getattr(self.config, name, 0)) > (most := side or context.num_tokens):
+                self.refuse(name, value, f"{what} the {H}x{W} grid; at most {most}")
 
     @classmethod
     def cost(cls, context: LayerContext, config: Any) -> Cost:

@@ -153,17 +153,8 @@ class ScatterbrainDecoder(Decoder):
 
 
 DECODERS: dict[str, type[Decoder]] = {
-    "softmax": Decoder,
-    "local": EvaDecoder,
-    "eva": EvaDecoder,
-    "linear": Decoder,
-    "performer": Decoder,
-    "scatterbrain": ScatterbrainDecoder,
-    "rfa": Decoder,
-    "t2r": Decoder,
-    "cosformer": Decoder,
-    "transnormer": Decoder,
-    "abc": Decoder,
+    **dict.fromkeys(("softmax", "linear", "performer", "rfa", "t2r", "cosformer", "transnormer", "abc"), Decoder),
+    **{"local": EvaDecoder, "eva": EvaDecoder, "scatterbrain": ScatterbrainDecoder},
 }
 """Mechanism -> class of its decoder."""
 

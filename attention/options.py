@@ -110,8 +110,6 @@ def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:
     for name, field in fields.items():
         if name not in values and field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             raise OptionError(f"{path}.{name}" if path else name, "required, but not given")
-        if name not in values and dataclasses.is_dataclass(types_of[name]):
-            values[name] = parse_options(types_of[name], {}, name)  # its rules choose what is null
     parsed = cls(**values)
     rules = {name: rule for name, field in fields.items() if (rule := field.metadata.get("chosen"))}
     return dataclasses.replace(parsed, **{n: rule(parsed) for n, rule in rules.items() if getattr(parsed, n) is None})

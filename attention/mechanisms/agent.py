@@ -49,8 +49,6 @@ def agent_reference(q, k, v, b_1, b_2, *, grid, bins, attn_drop=0.0):
 
 
 class Agent(Attention):
-    """Softmax attention of agents, and to agents."""
-
     prefix_tokens = "plain"
     ignores_order = False  # agents belong to bins, biases to positions
     key_mask_refusal = "its agents average every token of their bins"

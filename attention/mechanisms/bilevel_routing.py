@@ -67,8 +67,6 @@ def bilevel_routing_reference(q, k, v, *, regions, topk, attn_drop=0.0):
 
 
 class BilevelRouting(Attention):
-    """Regions that attend to the tokens of few regions, which their means choose."""
-
     prefix_tokens = "exact"
     local_by_head = False
 

@@ -103,8 +103,6 @@ def popcount(x: Tensor) -> Tensor:
 
 
 class Clustered(Attention):
-    """Clusters of queries attend at once; improved on their likeliest keys."""
-
     prefix_tokens = "plain"
     ignores_order = False  # clusters start at positions
     key_mask_refusal = "its clusters are those of all queries"

@@ -9,6 +9,7 @@ the softmax, and a span value v_bar_g that the span's summary query q_bar_g gath
 
 The published bidirectional code also attends to the summary of a query's own span; here no token counts twice.
 Cost: 2 N (u + N/u) C + 2 N (1 + d) C multiply-accumulates, the last for the summaries; N^1.5 at u = sqrt(N).
+Papers: EVA Tables 2, 3, 15 'Combiner'.
 """
 
 from typing import Literal
@@ -20,7 +21,7 @@ from ..base import Attention, Cost, LayerContext
 from ..costs import num_padded, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
 from ..options import Options, option
-from ..parts.features import upcast
+from ..parts.features import product
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.linear import init_linear
 from ..parts.position import BiasKind
@@ -44,7 +45,7 @@ def combiner(
     token of their span and to no later span.
     """
     keys, values = (windows.partition(split_prefix(x, q.shape[2])[1]) for x in (k, v))
-    inside = upcast((q_bar * q.shape[-1] ** -0.5)[:, :, :, None] @ keys.mT)  # (B, h, g, 1, w)
+    inside = product((q_bar * q.shape[-1] ** -0.5)[:, :, :, None], keys.mT)  # (B, h, g, 1, w)
     mask = windows.mask(q.device)
     if mask is not None:
         inside = inside.masked_fill(~mask[..., None, :], torch.finfo(inside.dtype).min)
@@ -79,8 +80,6 @@ def combiner_reference(q, k, v, q_bar, k_bar, bias=None, *, windows, attn_drop=0
 
 
 class Combiner(Attention):
-    """Own span exactly, other spans by summaries. Papers: EVA Tables 2, 3, 15 'Combiner'."""
-
     prefix_tokens = "exact"
 
     class Config(Options):
@@ -102,9 +101,7 @@ class Combiner(Attention):
     def make_summary(self) -> nn.Module:
         if self.config.summary != "deepsets":
             return nn.ReLU() if self.config.summary == "relu" else nn.Identity()
-        linear = nn.Linear(self.head_dim, self.head_dim, bias=False)
-        init_linear(linear)
-        return nn.Sequential(linear, nn.ReLU())
+        return nn.Sequential(init_linear(nn.Linear(self.head_dim, self.head_dim, bias=False)), nn.ReLU())
 
     def pool(self, x: Tensor, windows: Windows) -> Tensor:
         """Maximum or mean of tokens (B, h, N, d) over each span: (B, h, g, d); zero for a span without tokens."""

@@ -43,8 +43,6 @@ def dpfp_reference(q, k, v, *, nu):
 
 
 class Dpfp(Attention):
-    """Kernel attention with products of rectified coordinates."""
-
     prefix_tokens = "plain"
 
     class Config(Options):

@@ -38,8 +38,6 @@ def efficient_reference(q, k, v):
 
 
 class Efficient(Attention):
-    """Attention of two softmaxes, over channels and over tokens."""
-
     prefix_tokens = "plain"
 
     class Config(Options):

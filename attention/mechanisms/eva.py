@@ -12,6 +12,7 @@ Algorithm 1):
 With s > 1 samples beta depends on the query, by self-normalised importance weights over the samples. In causal
 attention (Algorithm 2) a query attends to the earlier tokens of its block and the groups before it.
 Cost: 2 N (|E| + c) C multiply-accumulates with s = 1, 2 N C more for beta and 2 c C d for the landmarks; linear in N.
+Papers: EVA Tables 1-3, 6 (|E| and C), 8 (all other options).
 """
 
 from typing import Any, Literal
@@ -79,8 +80,6 @@ def eva_reference(
 
 
 class Eva(Attention):
-    """Exact window plus control variates for groups. Papers: EVA Tables 1-3, 6 (|E| and C), 8 (all other options)."""
-
     prefix_tokens = "exact"
 
     class Config(Options):

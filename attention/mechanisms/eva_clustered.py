@@ -4,6 +4,7 @@ Like `eva` with one sample, but groups follow the keys instead of the grid (sect
 queries of clustered attention (Vyas et al. 2020), by Lloyd's algorithm on the bits of a hash. A group's landmark and
 proposal come from the means of its keys and of the queries of the same tokens. Queries do not attend to empty clusters.
 Cost: 2 N (|E| + c) C + bits N C multiply-accumulates, the last for the hash. The clustering counts bits.
+Paper: EVA section 7.
 """
 
 from functools import partial
@@ -81,8 +82,6 @@ def one_set_of_means(x: Tensor, cluster: Tensor, num_clusters: int) -> Tensor:
 
 
 class EvaClustered(Attention):
-    """Exact window plus control variates for clusters of keys. Paper: EVA section 7."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its clusters are those of all keys"
     eval_planes: Tensor

@@ -5,6 +5,7 @@ tokens that are neighbours in the order of the hash (section 7). SMYRF's hash so
 clusters of equal size; the i-th cluster of queries attends to the i-th cluster of keys, and groups are chunks of the
 sorted keys. There is one round of hashing, because one softmax covers E and the groups.
 Cost: 2 N (|E| + c) C multiply-accumulates with s = 1, 2 N (d + 2) h more for the hash, and a sort.
+Paper: EVA sections 4.1 and 7.
 """
 
 import itertools
@@ -69,8 +70,6 @@ def in_order(x: Tensor, order: Tensor) -> Tensor:
 
 
 class EvaLsh(Attention):
-    """Hashed clusters exactly, and groups along the order of the hash. Paper: EVA sections 4.1 and 7."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its clusters of equal size are cut from all tokens"
     directions: Tensor

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, total
-from ..ops.random_features.op import linear_attention
+from ..ops.random_features.op import linear_attention, weighted_values_reference
 from ..options import Options, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
@@ -49,12 +49,10 @@ def focused_linear_reference(q, k, v, scale, *, power):
         raised = t**power
         features.append(raised * ((t**2).sum((1, 3), True) / (raised**2).sum((1, 3), True)) ** 0.5)
     kernel = features[0] @ features[1].mT
-    return kernel @ v / (kernel.sum(-1, keepdim=True) + 1e-6 * k.shape[2])
+    return weighted_values_reference(kernel, v, "mean")
 
 
 class FocusedLinear(Attention):
-    """Kernel attention with features raised to a power."""
-
     prefix_tokens = "plain"
     ignores_order = False  # keys depend on their positions
 

@@ -52,8 +52,6 @@ def hilo_reference(q, k, v, *, windows, num_high, attn_drop=0.0):
 
 
 class Hilo(Attention):
-    """Heads of high frequencies beside heads of low ones."""
-
     prefix_tokens = "exact"
 
     class Config(Options):
@@ -67,9 +65,7 @@ class Hilo(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        if config.window_size > (longest := max(context.grid)):
-            problem = "larger than the {}x{} grid; at most {}".format(*context.grid, longest)
-            self.refuse("window_size", config.window_size, problem)
+        self.refuse_above(context, "window_size", side=max(context.grid))
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

@@ -39,8 +39,6 @@ def hydra_reference(q, k, v):
 
 
 class Hydra(Attention):
-    """Attention of C heads of one channel."""
-
     prefix_tokens = "plain"
 
     class Config(Options):

@@ -59,8 +59,6 @@ def inline_reference(q, k, v, filters=None, *, grid):
 
 
 class Inline(Attention):
-    """Kernel attention without a kernel's features, and with filters that follow the image."""
-
     prefix_tokens = "plain"
     key_mask_refusal = "its filters are made of the mean of all tokens"
     local_size = 0

@@ -84,8 +84,6 @@ def lara_reference(
 
 
 class Lara(Attention):
-    """Linear randomized attention over segments of the grid."""
-
     prefix_tokens = "exact"
     eval_seed: Tensor | None
 

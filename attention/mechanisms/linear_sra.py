@@ -4,6 +4,7 @@ The grid, of any size, is averaged to 7 x 7 bins; then follow a 1 x 1 convolutio
 49 bins, in every stage of PVT-v2-Li (whose MLPs have a further ReLU: the model's `mlp_relu`).
 Cost: M C^2 - 2 (N - M) C^2 + 2 N M C multiply-accumulates, M = 49: the convolution, less what the projection of keys
 and values saves, and attention.
+Paper: PVT-v2 'Li'.
 """
 
 import torch
@@ -15,7 +16,7 @@ from ..options import Options, option
 from ..parts.geometry import Grid, split_prefix
 from ..parts.linear import is_plain
 from .softmax import softmax
-from .sra import project_reduced
+from .sra import project_reduced, reducing_convolution
 
 
 def linear_sra(x: Tensor, weight: Tensor, bias: Tensor | None, *, grid: Grid, pool_size: int) -> Tensor:
@@ -43,8 +44,6 @@ def linear_sra_reference(x, weight, bias, *, grid, pool_size):
 
 
 class LinearSra(Attention):
-    """Softmax over a grid pooled to 7 x 7. Paper: PVT-v2 'Li'."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its bins average every token of the grid"
 
@@ -54,11 +53,8 @@ class LinearSra(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.sr = nn.Conv2d(context.dim, context.dim, 1)
+        self.sr = reducing_convolution(context.dim, 1)
         self.norm = nn.LayerNorm(context.dim, eps=1e-5)
-        nn.init.normal_(self.sr.weight, std=(2 / context.dim) ** 0.5)  # kaiming, fan out
-        if self.sr.bias is not None:
-            nn.init.zeros_(self.sr.bias)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
         """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + pool_size^2, d)."""

@@ -4,6 +4,7 @@
 
 The matrices belong to one grid; for another grid, their rows are resampled as images of the grid.
 Cost: 4 N c C multiply-accumulates; 2 N c parameters per layer, N c or h times as many as they are shared.
+Papers: EVA Table 3, LARA Table 8 'Linformer'.
 """
 
 from typing import Literal
@@ -47,8 +48,6 @@ def linformer_reference(q, k, v, projection, attn_drop=0.0):
 
 
 class Linformer(Attention):
-    """Softmax over learned linear combinations of tokens. Papers: EVA Table 3, LARA Table 8 'Linformer'."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its learned projection is of all positions of the grid"
 

@@ -4,6 +4,7 @@ Windows are w x w tokens (or 1-D blocks of w tokens in raster order), not overla
 window's keys reach e tokens beyond it on every side: |E| = (w + 2e)^2. It is exact within the window and ignores all
 other tokens. This is the baseline 'Local' of EVA (appendix E.1).
 Cost: 2 N |E| C multiply-accumulates.
+Papers: EVA Tables 1-3 'Local'.
 """
 
 import torch
@@ -34,8 +35,6 @@ def local_reference(q, k, v, bias=None, *, windows, attn_drop=0.0):
 
 
 class Local(Attention):
-    """Attention within windows, with a learned relative position bias. Papers: EVA Tables 1-3 'Local'."""
-
     prefix_tokens = "exact"
 
     class Config(Options):

@@ -8,7 +8,7 @@ for the global rows. The band is computed in tiles of rho queries a side, so tha
 """
 
 import copy
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -53,7 +53,7 @@ def longformer(
     on_band = on_band.masked_fill(~within(tiles, radius, q.device), -torch.inf)
     queries = tiles.partition(q)
     on_global = shared_logits(queries, k.index_select(2, global_tokens))
-    n, W = tiles.disjoint().indices(q.device)[..., None], grid[1]
+    n, W = tiles._replace(overlap=(0, 0)).indices(q.device)[..., None], grid[1]
     distances = (n // W - global_tokens // W).abs(), (n % W - global_tokens % W).abs()
     on_global = on_global.masked_fill((distances[0] <= radius) & (distances[1] <= radius), -torch.inf)
     global_values = v.index_select(2, global_tokens)[:, :, None]
@@ -101,8 +101,6 @@ def longformer_reference(
 
 
 class Longformer(Attention):
-    """A band of keys and global tokens."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its global tokens have fixed positions"
 
@@ -125,10 +123,8 @@ class Longformer(Attention):
         if not self.config.num_global:
             return torch.empty(0, dtype=torch.int64, device=device)
         counts = bin_counts(self.config.num_global, grid, "attention(longformer).num_global")
-        rows, columns = (
-            (2 * torch.arange(count, device=device) + 1) * side // (2 * count)
-            for side, count in zip(grid, counts, strict=True)
-        )
+        sides = zip(grid, counts, strict=True)
+        rows, columns = ((2 * torch.arange(c, device=device) + 1) * side // (2 * c) for side, c in sides)
         return (rows[:, None] * grid[1] + columns).flatten()
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor | None, ...]:
@@ -151,25 +147,9 @@ class Longformer(Attention):
         queries, keys_and_values = g * C * C, 2 * N * C * C
         return Cost(projections(context, 3).parameters, macs + queries + keys_and_values)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_global: Tensor | None,
-        k_global: Tensor | None,
-        v_global: Tensor | None,
-        grid: Grid,
-    ) -> Tensor:
-        return longformer(
-            q,
-            k,
-            v,
-            q_global,
-            k_global,
-            v_global,
-            global_tokens=self.global_tokens(grid, q.device),
-            grid=raster(grid, self.config.layout),
-            radius=self.config.radius,
-            attn_drop=self.attn_drop,
-        )
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+        """Attends with the results of `project` and the grid."""
+        *of_global, grid = others
+        options: dict[str, Any] = {"radius": self.config.radius, "attn_drop": self.attn_drop}
+        options |= {"global_tokens": self.global_tokens(grid, q.device), "grid": raster(grid, self.config.layout)}
+        return longformer(q, k, v, *of_global, **options)

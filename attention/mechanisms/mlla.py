@@ -53,8 +53,6 @@ def mlla_reference(q, k, v, *, grid):
 
 
 class Mlla(Attention):
-    """Kernel attention with rotary positions and a local term, in Mamba's block."""
-
     key_mask_refusal = "a convolution of all tokens makes the values of its block"
     local_size = 3
     local_by_head = False
@@ -69,8 +67,7 @@ class Mlla(Attention):
         if config.block:
             self.convolution = LocalTerm(context.dim, 3)
             linear = nn.Linear(context.dim, context.dim, bias=context.qkv_bias)
-            init_linear(linear)
-            self.gate = nn.Sequential(linear, nn.SiLU())
+            self.gate = nn.Sequential(init_linear(linear), nn.SiLU())
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

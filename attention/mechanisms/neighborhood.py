@@ -68,8 +68,6 @@ def neighbors(i: int, length: int, k: int, dilation: int) -> list[tuple[int, int
 
 
 class Neighborhood(Attention):
-    """The k x k nearest tokens, with a learned relative position bias."""
-
     prefix_tokens = "exact"
 
     class Config(Options):

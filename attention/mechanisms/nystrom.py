@@ -7,6 +7,7 @@ Landmarks q_bar, k_bar are means of c segments. Nystrom's method routes attentio
 where A^+ comes from a few iterations that approach the inverse, and conv is a depthwise convolution over tokens, one
 filter per head.
 Cost: 4 N c C + h N c^2 + 4 i h c^3 + t N C multiply-accumulates: i iterations for the inverse, t filter taps.
+Papers: EVA Table 2, LARA Table 8 'Nystromformer'.
 """
 
 from typing import Literal
@@ -79,8 +80,6 @@ def nystrom_reference(q, k, v, filters=None, *, groups, grid, iterations):
 
 
 class Nystrom(Attention):
-    """Attention through segment means. Papers: EVA Table 2, LARA Table 8 'Nystromformer'."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its pseudo-inverse takes every landmark and its convolution every token"
 

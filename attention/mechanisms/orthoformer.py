@@ -7,6 +7,7 @@ Then
     y = softmax(q P^T / sqrt(d)) softmax(P k^T / sqrt(d)) v.
 
 Cost: 5 N c C multiply-accumulates, N c C of them for the choice.
+Paper: LARA Table 3 'Orthoformer' (video).
 """
 
 import torch
@@ -55,8 +56,6 @@ def orthoformer_reference(q, k, v, *, num_landmarks):
 
 
 class Orthoformer(Attention):
-    """Attention through orthogonal queries. Paper: LARA Table 3 'Orthoformer' (video)."""
-
     prefix_tokens = "plain"
     key_mask_refusal = "its landmarks are chosen among all queries"
 

@@ -7,6 +7,7 @@ kernel is estimated at samples omega_s ~ N(0, I) that all queries share,
 
 so that all queries share the sums over keys (LARA eq. 2). Unbiased for the kernel; biased but consistent for attention.
 Cost: 4 N s C multiply-accumulates (hyperbolic and trigonometric features: 6 N s C); linear in N.
+Papers: EVA and LARA 'Performer', 'RFA'.
 """
 
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from ..ops.random_features.op import linear_attention, mix_features, weighted_va
 from ..options import Options, causal_option, local_option, option, released_option
 from ..parts.features import CAUSAL, CLAMPED, FEATURE_MAPS, LOG_FEATURE_MAPS, full_precision, scale
 from ..parts.geometry import Grid
-from ..parts.past import Past
+from ..parts.past import Causal, Past
 from ..parts.sampling import OmegaSampling, gaussian, omega_sampling_option
 
 Features = Literal["positive", "hyperbolic", "trigonometric", "relu", "favorp"]
@@ -37,8 +38,7 @@ def performer(
     omega: Tensor,
     *,
     features: Features | Literal["trigonometric_released", "relu_released"] = "positive",
-    causal: bool = False,
-    past: Past | None = None,
+    causal: Causal = False,
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention with the estimated kernel.
@@ -53,10 +53,10 @@ def performer(
     """
     q, k = scale(q), scale(k)
     if features in LOG_FEATURE_MAPS:
-        return mix_features(*LOG_FEATURE_MAPS[features](q, k, omega), v, key_mask, causal=causal, past=past)
+        return mix_features(*LOG_FEATURE_MAPS[features](q, k, omega), v, key_mask, causal=causal)
     feature_map, normaliser, least = FEATURE_MAPS[features]
     phi_q, phi_k = feature_map(q, k, omega)
-    return linear_attention(phi_q, phi_k, v, normaliser, least, causal=causal, past=past, key_mask=key_mask)
+    return linear_attention(phi_q, phi_k, v, normaliser, least, causal=causal, key_mask=key_mask)
 
 
 def performer_reference(q, k, v, omega, *, features="positive", causal=False):
@@ -83,12 +83,10 @@ def performer_reference(q, k, v, omega, *, features="positive", causal=False):
             phi_q = torch.exp(on_q - half_q - on_q.amax(-1, keepdim=True).detach()) / s**0.5 + 1e-4
             phi_k = torch.exp(on_k - half_k - on_k.amax((-2, -1), keepdim=True).detach()) / s**0.5 + 1e-4
         kernel = phi_q @ phi_k.mT
-    return weighted_values_reference(kernel.tril() if causal else kernel, v, "clamp" if released else "floor", least)
+    return weighted_values_reference(kernel, v, "clamp" if released else "floor", least, causal)
 
 
 class Performer(Attention):
-    """Random feature attention over all tokens. Papers: EVA and LARA 'Performer', 'RFA'."""
-
     prefix_tokens = "plain"
     omega: Tensor
 
@@ -169,7 +167,7 @@ class Performer(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
-        fresh, causal = self.training and self.config.feature_redraw == "redraw", self.config.causal
+        fresh, causal = self.training and self.config.feature_redraw == "redraw", past or self.config.causal
         omega = self.redraw(q) if fresh else self.omega
         features = self.config.features + "_released" * self.config.released_clamp
-        return performer(q, k, v, omega, features=features, causal=causal, past=past, key_mask=key_mask).to(v.dtype)
+        return performer(q, k, v, omega, features=features, causal=causal, key_mask=key_mask).to(v.dtype)

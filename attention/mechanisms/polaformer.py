@@ -57,8 +57,6 @@ def polaformer_reference(q, k, v, scale, power, *, alpha):
 
 
 class Polaformer(Attention):
-    """Kernel attention with features by sign, learned exponents, positions of keys, a local term and a gate."""
-
     prefix_tokens = "plain"
     ignores_order = False  # keys depend on their positions
 
@@ -70,8 +68,7 @@ class Polaformer(Attention):
         super().__init__(context, config)
         self.key_positions = KeyPositions(context.dim, context.grid)
         self.feature_scale, self.feature_power = (nn.Parameter(torch.zeros(context.dim)) for _ in range(2))
-        self.gate = nn.Linear(context.dim, context.dim, bias=context.qkv_bias)
-        init_linear(self.gate)
+        self.gate = init_linear(nn.Linear(context.dim, context.dim, bias=context.qkv_bias))
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

@@ -115,8 +115,6 @@ def ra_reference(q, k, v, noise, uniform=None, *, proposal="unbiased", features=
 
 
 class Ra(Attention):
-    """Randomized attention over all tokens."""
-
     prefix_tokens = "plain"
     eval_seed: Tensor | None
 
@@ -166,4 +164,7 @@ class Ra(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         noise, uniform = self.sample_noise(q)
         options = {"proposal": self.config.proposal, "features": self.config.features, "key_mask": key_mask}
-        return ra(q, k, v, noise, uniform, **options).to(v.dtype)
+        y = ra(q, k, v, noise, uniform, **options)
+        if self.config.features == "cosine":  # its weights have no bound, and float16 has one
+            y = y.clamp(torch.finfo(v.dtype).min, torch.finfo(v.dtype).max)
+        return y.to(v.dtype)

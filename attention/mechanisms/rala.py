@@ -57,8 +57,6 @@ def rala_reference(q, k, v, *, grid):
 
 
 class Rala(Attention):
-    """Kernel attention with weighted keys, rotary positions, a local term and a gate."""
-
     prefix_tokens = "plain"
     ignores_order = False  # rotations depend on positions
     local_by_head = False
@@ -68,8 +66,7 @@ class Rala(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.gate = nn.Linear(context.dim, context.dim, bias=context.qkv_bias)
-        init_linear(self.gate)
+        self.gate = init_linear(nn.Linear(context.dim, context.dim, bias=context.qkv_bias))
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

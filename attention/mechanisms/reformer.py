@@ -6,6 +6,7 @@ the last. All rounds together form one softmax over the union of their pairs: a 
 1/r in each. A token attends to itself only if it has no other key.
 Cost: 4 l N c C - N C^2 multiply-accumulates, the last for the missing projection of keys; for the hash l N b C more,
 b = N / c up to N = c^2, then about sqrt(2 N / c); and a sort. Linear in N except for the sort and the hash.
+Papers: EVA Table 3, LARA Table 9, Scatterbrain Table 2.
 """
 
 import math
@@ -106,8 +107,6 @@ def reformer_reference(q, k, v, bucket, *, chunk_size, same_bucket=False):
 
 
 class Reformer(Attention):
-    """Attention by rounds of hashing. Papers: EVA Table 3, LARA Table 9, Scatterbrain Table 2."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its chunks of equal size are cut from all tokens"
 

@@ -57,8 +57,6 @@ class Scale(nn.Module):
 
 
 class ReluLinear(Attention):
-    """Kernel attention with ReLU features."""
-
     prefix_tokens = "plain"
 
     class Config(Options):
@@ -72,9 +70,7 @@ class ReluLinear(Attention):
                 self.refuse("scales", size, f"as many tokens on both sides make it odd; nearest valid: {size - 1}")
         C, count = context.dim, len(config.scales)
         self.scales = nn.ModuleList(Scale(C, context.num_heads, size) for size in config.scales)
-        self.proj_scales = nn.Linear(count * C, C, bias=False) if count else None
-        if self.proj_scales is not None:
-            init_linear(self.proj_scales)
+        self.proj_scales = init_linear(nn.Linear(count * C, C, bias=False)) if count else None
 
     @property
     def ignores_order(self) -> bool:

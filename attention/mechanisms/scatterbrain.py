@@ -9,6 +9,7 @@ tokens. In causal attention the window is the earlier part of a query's block, a
 the support. The features of linear attention, elu + 1, work too (section 4.2): their mean product equals the exact
 weight 1 at q = k = 0, but does not estimate it elsewhere.
 Cost: 4 N s C + 2 N |E| C multiply-accumulates, N s C more with subtraction. Linear in N.
+Papers: EVA Tables 2, 15 'Scatterbrain'.
 """
 
 import math
@@ -123,8 +124,6 @@ def feature_cost(context: LayerContext, config: Any) -> tuple[int, int]:
 
 
 class Scatterbrain(Attention):
-    """Windows exactly over random features. Papers: EVA Tables 2, 15 'Scatterbrain'."""
-
     prefix_tokens = "exact"
     omega: Tensor | None
 

@@ -5,6 +5,7 @@ hash finds for it; a pair that meets in several rounds counts once. The support'
 subtracted from the sums over all tokens. Without the subtraction (leave_one_out: none), this is the naive sum of SMYRF
 and Performer, with which the paper compares in Table 1; for that, the released code averages the two attentions.
 Cost: 4 N s C + 2 r N c C + r N c s h multiply-accumulates, 2 r N (d + 2) h more for the hash, and a sort. Linear in N.
+Paper: Scatterbrain section 4.
 """
 
 import math
@@ -94,8 +95,6 @@ def scatterbrain_lsh_reference(q, k, v, omega, directions, *, cluster_size, leav
 
 
 class ScatterbrainLsh(Attention):
-    """Hashed clusters exactly over random features. Paper: Scatterbrain section 4."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its clusters of equal size are cut from all tokens"
     directions: Tensor

@@ -72,8 +72,6 @@ def shifted_window_reference(q, k, v, bias=None, *, windows, shift, attn_drop=0)
 
 
 class ShiftedWindow(Attention):
-    """Windows, in odd layers shifted by half their size, with a learned relative position bias."""
-
     prefix_tokens = "exact"
 
     class Config(Options):

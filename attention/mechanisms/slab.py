@@ -22,8 +22,6 @@ from .relu_linear import relu_linear
 
 
 class Slab(Attention):
-    """Kernel attention with ReLU features, positions of keys and a local term."""
-
     prefix_tokens = "plain"
     ignores_order = False  # keys depend on their positions
 

@@ -8,6 +8,7 @@ different directions and are weighted by their normalisers Lambda:
 
 A pair that meets in two rounds counts twice.
 Cost: 2 r N c C multiply-accumulates, 2 r N (d + 2) h for the hash, and a sort.
+Paper: Scatterbrain Table 1 'SMYRF'.
 """
 
 import torch
@@ -67,8 +68,6 @@ def cluster_macs(context: LayerContext, size: int, num_rounds: int) -> int:
 
 
 class Smyrf(Attention):
-    """Attention within hashed clusters. Paper: Scatterbrain Table 1 'SMYRF'."""
-
     prefix_tokens = "plain"
     key_mask_refusal = "its clusters of equal size are cut from all tokens"
     directions: Tensor

@@ -4,6 +4,7 @@
 
 computed by torch's fused kernels. It is the reference in every test of a limit.
 Cost: 2 N^2 C multiply-accumulates.
+Papers: EVA and LARA 'Softmax'.
 """
 
 import torch
@@ -38,8 +39,6 @@ def softmax_reference(q: Tensor, k: Tensor, v: Tensor, attn_drop: float = 0.0, *
 
 
 class Softmax(Attention):
-    """Exact attention over all tokens. Papers: EVA and LARA 'Softmax'."""
-
     prefix_tokens = "plain"
 
     class Config(Options):

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..ops.joint_softmax.op import mix, prefix_term, shared_logits
 from ..options import Options, option
-from ..parts.features import upcast
+from ..parts.features import product
 from ..parts.geometry import Grid, Windows, split_prefix
 
 
@@ -29,7 +29,7 @@ def sparse_transformer(
     sizes = [block_size - num_summary, num_summary]  # parts of a block, so that no key occurs twice
     queries = blocks.partition(q)  # (B, h, g, b, d)
     (own_k, shared_k), (own_v, shared_v) = (blocks.partition(x).split(sizes, 3) for x in (k, v))
-    own = upcast(queries * q.shape[-1] ** -0.5 @ own_k.mT)
+    own = product(queries * q.shape[-1] ** -0.5, own_k.mT)
     shared = shared_logits(queries, shared_k.flatten(2, 3))
     valid = blocks.mask(q.device)
     if valid is not None:
@@ -50,8 +50,6 @@ def sparse_transformer_reference(q, k, v, *, block_size, num_summary, attn_drop=
 
 
 class SparseTransformer(Attention):
-    """A query's own block and the last tokens of every block."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its summary tokens have fixed positions"
 

@@ -4,6 +4,7 @@ The reduction of PVT-v2 is an R x R convolution of stride R followed by LayerNor
 is the convolutional baseline of EVA and LARA (49 keys: R = 8, 4, 2 in PVT-v2's first three stages at 224 pixels).
 Cost: N C^2 - 2 (N - N / R^2) C^2 + 2 N^2 C / R^2 multiply-accumulates: the convolution, less what the projection of
 keys and values saves, and attention.
+Papers: EVA Table 1, LARA Tables 2 and 8 'SRA'.
 """
 
 from typing import Any
@@ -56,9 +57,15 @@ def side_ratio(context: LayerContext, config: Any) -> int:
     return config.reduction or context.reduction or max(1, round((context.num_tokens / DEFAULT_KEYS) ** 0.5))
 
 
-class Sra(Attention):
-    """Softmax over a grid reduced by a strided convolution. Papers: EVA Table 1, LARA Tables 2 and 8 'SRA'."""
+def reducing_convolution(dim: int, side: int) -> nn.Conv2d:
+    """A convolution of stride `side`, initialised as in PVT-v2: normal, with a std by the fan-out, and bias 0."""
+    conv = nn.Conv2d(dim, dim, side, side)
+    nn.init.normal_(conv.weight, std=(2 / (dim * side**2)) ** 0.5)
+    nn.init.zeros_(conv.get_parameter("bias"))
+    return conv
 
+
+class Sra(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its convolution shrinks the grid with every token of it"
 
@@ -74,12 +81,8 @@ class Sra(Attention):
         if reduction > max(H, W):
             self.refuse("reduction", reduction, f"larger than the {H}x{W} grid; at most {max(H, W)}")
         self.reduction = reduction
-        self.sr = nn.Conv2d(context.dim, context.dim, reduction, reduction) if reduction > 1 else None
+        self.sr = reducing_convolution(context.dim, reduction) if reduction > 1 else None
         self.norm = nn.LayerNorm(context.dim, eps=1e-5) if reduction > 1 else None
-        if self.sr is not None:
-            nn.init.normal_(self.sr.weight, std=(2 / (context.dim * reduction**2)) ** 0.5)  # kaiming, fan out
-            if self.sr.bias is not None:
-                nn.init.zeros_(self.sr.bias)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + N/R^2, d)."""

@@ -37,8 +37,6 @@ def synthesizer_reference(r_1, r_2, v, attn_drop=0.0):
 
 
 class Synthesizer(Attention):
-    """Learned weights between positions, the same for every image."""
-
     prefix_tokens = "plain"
     ignores_order = False  # weights belong to positions
     key_mask_refusal = "its learned weights are of all positions of the grid, the same for every image"

@@ -9,6 +9,7 @@ these (long) and to its window (short) under one softmax:
 Both kinds of keys and values are normalised over all channels, by a LayerNorm for each kind (DualLN); otherwise their
 norms would differ.
 Cost: 2 N |E| C + (4 + h) N r C multiply-accumulates, h N r C of them for Linear; linear in N.
+Papers: EVA Tables 2, 3, 15 'Long-Short', 'Transformer-LS'.
 """
 
 import torch
@@ -81,8 +82,6 @@ def transformer_ls_reference(q, k, v, slots, norm_weight=None, norm_bias=None, b
 
 
 class TransformerLs(Attention):
-    """A window and dynamic projections of all tokens. Papers: EVA Tables 2, 3, 15 'Long-Short', 'Transformer-LS'."""
-
     prefix_tokens = "exact"
 
     class Config(Options):
@@ -101,8 +100,7 @@ class TransformerLs(Attention):
         self.position_bias = position_bias(self, context)
         self.norm_full = nn.LayerNorm(context.dim, eps=1e-5) if config.dual_norm else nn.Identity()
         if config.num_landmarks:
-            self.slots = nn.Linear(context.dim, self.num_heads * config.num_landmarks)
-            init_linear(self.slots)
+            self.slots = init_linear(nn.Linear(context.dim, self.num_heads * config.num_landmarks))
             self.norm_slots = nn.LayerNorm(context.dim, eps=1e-5) if config.dual_norm else None
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor | None, ...]:

@@ -24,7 +24,7 @@ from ..ops.random_features.op import linear_attention
 from ..options import Options, option
 from ..parts.features import elu_plus_one, full_precision
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
-from ..parts.past import Past
+from ..parts.past import Causal, Past
 from ..window_options import refuse_windows, window_option, windows_on
 from .local import local
 
@@ -42,13 +42,12 @@ def transnormer(
     *,
     variant: Variant,
     norm: Norm,
-    causal: bool = False,
-    past: Past | None = None,
+    causal: Causal = False,
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """NormAttention. gain: factors of the normalised channels, (h, d)."""
     phi = FEATURE_MAPS[variant]
-    y = linear_attention(phi(q), phi(k), v, "none", causal=causal, past=past, key_mask=key_mask)
+    y = linear_attention(phi(q), phi(k), v, "none", causal=causal, key_mask=key_mask)
     return rms_norm(y, gain, norm)
 
 
@@ -90,8 +89,6 @@ def rms_norm_reference(y, gain, norm):
 
 
 class Transnormer(Attention):
-    """Windows in the first half of the layers, linear attention in the second."""
-
     prefix_tokens = "exact"
 
     class Config(Options):
@@ -129,5 +126,5 @@ class Transnormer(Attention):
         gain, norm = self.gain.view(self.num_heads, -1), config.norm
         if self.in_windows:
             return rela(q, k, v, gain, norm=norm, windows=windows).to(v.dtype)
-        options = {"variant": config.variant, "norm": norm, "causal": config.causal}
-        return transnormer(q, k, v, gain, past=past, key_mask=key_mask, **options).to(v.dtype)
+        options = {"variant": config.variant, "norm": norm, "causal": past or config.causal}
+        return transnormer(q, k, v, gain, key_mask=key_mask, **options).to(v.dtype)

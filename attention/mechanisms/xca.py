@@ -5,6 +5,7 @@ per head, pass a softmax and mix the channels of every token's values. No weight
 is no limit in which this is softmax attention. XCiT's convolution between tokens belongs to its block, not to this
 mechanism.
 Cost: 2 N d C multiply-accumulates; linear in N. h parameters.
+Papers: LARA Table 8 'XCIT'.
 """
 
 import torch
@@ -40,8 +41,6 @@ def xca_reference(q, k, v, temperature, attn_drop=0.0):
 
 
 class Xca(Attention):
-    """Softmax over channels. Papers: LARA Table 8 'XCIT'."""
-
     prefix_tokens = "plain"
 
     class Config(Options):

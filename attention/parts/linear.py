@@ -4,11 +4,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def init_linear(linear: nn.Linear) -> None:
-    """Initialises a linear layer: truncated normal of standard deviation 0.02, bias 0."""
+def init_linear(linear: nn.Linear) -> nn.Linear:
+    """Initialises a linear layer and returns it: truncated normal of standard deviation 0.02, bias 0."""
     nn.init.trunc_normal_(linear.weight, std=0.02)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)
+    return linear
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
@@ -37,9 +38,8 @@ class LandmarkTransform(nn.Module):
     def __init__(self, width: int, norm: bool = True):
         super().__init__()
         self.width = width
-        self.linear = nn.Linear(width, width)
+        self.linear = init_linear(nn.Linear(width, width))
         self.norm = nn.LayerNorm(width, eps=1e-5) if norm else nn.Identity()
-        init_linear(self.linear)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, h, ..., d) -> (B, h, ..., d)."""

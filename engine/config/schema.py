@@ -4,13 +4,10 @@
 (`models.MODELS[name]`, `attention.ATTENTION[name].Config`), checked with the same strictness when a file is read.
 """
 
-import inspect
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
-
-from timm.optim import get_optimizer_info, list_optimizers
 
 from attention.options import option
 from engine.objectives.distillation import Distill
@@ -76,6 +73,9 @@ class Data:
         (20_000, 1_000), "copy: sequences that are drawn to train and to validate", low=1, high=10**6
     )
     workers: int = option(8, "loader processes per rank", low=0, high=256)
+    timeout_minutes: float = option(
+        5.0, "minutes for which a rank waits for a batch of its loader processes before it fails", above=0, high=10_080
+    )
     max_broken: int = option(10, "broken training images that an epoch may leave out, over all ranks", low=0)
     broken_val: Literal["refuse", "skip"] = option(
         "refuse", "broken validation images: end the evaluation, or be left out, named and counted in its metrics"
@@ -133,14 +133,12 @@ class Optim:
         "averaging coefficients, of an optimiser that has them; null: its own ([0.9, 0.999] for adamw)",
         low=0,
         below=1,
-        chosen=lambda optim: own_default(optim.opt, "betas"),
     )
     eps: float | None = option(
         None,
         "term of the denominator, of an optimiser that has one; null: its own (1.0e-08 for adamw)",
         above=0,
         high=1,
-        chosen=lambda optim: own_default(optim.opt, "eps"),
     )
     weight_decay: float = option(
         0.05,
@@ -252,19 +250,6 @@ class Run:
     schedule: Schedule = field(default_factory=Schedule)
     train: Train = field(default_factory=Train)
     report: Report = field(default_factory=Report)
-
-
-def takes(opt: str, name: str) -> bool:
-    """Whether timm's optimiser `opt` takes its option `name`, ``"betas"`` or ``"eps"``; unknown optimisers do not."""
-    return opt in list_optimizers() and getattr(get_optimizer_info(opt), f"has_{name}")
-
-
-def own_default(opt: str, name: str) -> Any:
-    """Default of the option `name` of timm's optimiser `opt`; None if it has none, or is of another package."""
-    if not takes(opt, name) or isinstance((info := get_optimizer_info(opt)).opt_class, str):
-        return None
-    defaults = {key: parameter.default for key, parameter in inspect.signature(info.opt_class).parameters.items()}
-    return (defaults | (info.defaults or {}))[name]
 
 
 def num_channels(run: Run) -> int:

@@ -1,5 +1,6 @@
 """Optimiser and learning rate schedule of a run, both by timm."""
 
+import inspect
 import io
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from attention.options import OptionError
 from engine.checkpoints.format import read_archive
-from engine.config.schema import Optim, Schedule, takes
+from engine.config.schema import Optim, Schedule
 from engine.runtime.distributed import seed_everything
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error
@@ -45,6 +46,27 @@ def create_optimizer(model: nn.Module, optim: Optim, total_batch_size: int) -> O
         **given,
         **fused,
     )
+
+
+def takes(opt: str, name: str) -> bool:
+    """Whether timm's optimiser `opt` takes its option `name`, ``"betas"`` or ``"eps"``."""
+    return getattr(get_optimizer_info(opt), f"has_{name}")
+
+
+def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `options`, dotted path -> value, with null for `optim.betas` and `optim.eps` that are the optimiser's own
+    or that it does not take: configurations of earlier versions hold the same values for every optimiser.
+    """
+    changed = dict(options)
+    for key in {"optim.betas", "optim.eps"} & options.keys() if "optim.opt" in options else ():
+        info, name = get_optimizer_info(options["optim.opt"]), key.removeprefix("optim.")
+        defaults = (
+            {} if isinstance(info.opt_class, str) else inspect.signature(info.opt_class).parameters
+        )  # str: not timm's
+        own = (info.defaults or {}).get(name, defaults[name].default if name in defaults else None)
+        if not takes(info.name, name) or options[key] == (list(own) if isinstance(own, tuple) else own):
+            changed[key] = None
+    return changed
 
 
 def keep_weights_finite(optimizer: Optimizer, norm: Tensor) -> None:

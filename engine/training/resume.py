@@ -17,17 +17,18 @@ from engine.checkpoints.identify import NAME, list_checkpoints
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weights import is_finite, list_not_finite, load_weights
 from engine.config.load import dump_run, flatten, parse_run
-from engine.config.schema import Run, takes
+from engine.config.schema import Run
 from engine.runtime.distributed import World
 from engine.runtime.errors import ConfigError, UserError
 from engine.runtime.files import digest_path, is_intact
 from engine.runtime.text import describe_difference
-from engine.training.optim import create_optimizer, restore_optimizer
+from engine.training.optim import create_optimizer, restore_optimizer, without_defaults
 
 RESUMABLE_OPTIONS = {
     "data.root",
     "data.classes",
     "data.workers",
+    "data.timeout_minutes",
     "data.max_broken",
     "data.broken_val",
     "train.log_every",
@@ -218,14 +219,14 @@ def find_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> set[s
     """Returns the options with an effect in which the runs `here` and `there` differ.
 
     Besides `RESUMABLE_OPTIONS`, these are without an effect: a mechanism's `released`, which only chooses the defaults
-    of other options, and `optim.betas` and `optim.eps` of an optimiser that takes none.
+    of other options, and `optim.betas` and `optim.eps` that are the optimiser's own or that it does not take.
 
     Args:
         there, here: dotted path of an option -> value.
     """
+    there, here = without_defaults(there), without_defaults(here)
     changed = {key for key in there.keys() | here.keys() if there.get(key, ABSENT) != here.get(key, ABSENT)}
     idle = {key for key in changed if key.startswith("attention.") and key.endswith(".released")}
-    idle |= {f"optim.{name}" for name in ("betas", "eps") if not takes(here.get("optim.opt", ""), name)}
     return changed - idle - RESUMABLE_OPTIONS
 
 

@@ -34,6 +34,7 @@ from engine.checkpoints.files import find_checkpoint, save_checkpoint
 from engine.config.load import dump_run
 from engine.data.idx import IMAGES, LABELS, write_idx
 from engine.reporting.tables import T_975, Spread
+from engine.runtime import files
 from engine.runtime.signals import STOPPED
 from engine.training.resume import NAMES_ONLY
 
@@ -462,6 +463,33 @@ def test_two_ablations_share_one_output(config, figure):
     shared = sum(text.count("is running elsewhere\n") for text in texts)
     assert shared
     figure("X2", f"two ablate.py on one output: both 0, no run trained twice, {shared} left to the other")
+
+
+@pytest.mark.parametrize("file", ["table.md", "heat_map.png"])
+def test_a_table_that_cannot_be_written_is_one_line_before_any_run(config, launcher, capsys, file):
+    output = config.parent / "out"
+    (output / file).mkdir(parents=True)
+    with pytest.raises(SystemExit) as ended:
+        ablate.main([str(config), "--output", str(output), "--launcher", launcher])
+    error = capsys.readouterr().err
+    assert (ended.value.code, error) == (2, f"error: {output / file}: cannot be written: Is a directory\n")
+    assert not (config.parent / "log").exists()
+
+
+def test_a_disk_that_is_full_ends_a_sweep_in_one_line(config, launcher, capsys, monkeypatch):
+    announce(config)
+    output = config.parent / "out"
+
+    def fill_disk(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write_atomically", fill_disk)
+    with pytest.raises(SystemExit) as ended:
+        ablate.main([str(config), "--output", str(output), "--launcher", launcher])
+    shown = capsys.readouterr()
+    problem = f"{output}/table.md: cannot be written: No space left on device; what was there is unchanged"
+    assert (ended.value.code, shown.err) == (2, f"error: {problem}\n")
+    assert "97.50" in shown.out
 
 
 def test_a_failed_run_is_reported_and_the_others_go_on(config, launcher, pictures, capfd):

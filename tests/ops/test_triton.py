@@ -32,13 +32,13 @@ def gpu(test):
 
 
 @pytest.fixture(scope="module")
-def interpreted() -> dict:
+def interpreted(pytestconfig) -> dict:
     """The output of `interpreted.py`."""
     if Version(triton.__version__) < Version("3.7") and Version(np.__version__) >= Version("2.4"):
         pytest.skip("Triton's interpreter before 3.7 fails with NumPy 2.4 and later (triton-lang/triton issue 9171)")
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)}
-    warnings = ["-W", "error", "-W", "ignore:Conversion of an array:DeprecationWarning"]  # from NumPy in Triton 3.6
-    command = [sys.executable, *warnings, "-m", "tests.support.interpreted"]
+    filters = *pytestconfig.getini("filterwarnings"), "ignore:Conversion of an array:DeprecationWarning"  # Triton 3.6
+    command = [sys.executable, *(f"-W{each}" for each in filters), "-m", "tests.support.interpreted"]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     return json.loads(run.stdout)

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 
 from attention import Attention
 from tests.support.comparisons import FP64, rms_ratio
-from tests.support.facts import CASES
+from tests.support.facts import CASES, light
 
-every_case = pytest.mark.parametrize("case", CASES, ids=str)
+every_case = pytest.mark.parametrize("case", light(CASES, "separate_global"))
 LAYERS = nn.Linear, nn.Conv2d
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.facts import CASES
+from tests.support.facts import CASES, light
 
 
 def fill_with_garbage(module: nn.Module) -> None:
@@ -13,7 +13,7 @@ def fill_with_garbage(module: nn.Module) -> None:
         tensor.data.fill_(torch.nan if tensor.is_floating_point() else 123_456_789)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", light(CASES, "position_bias"))
 def test_layers_of_the_meta_device_take_their_state_and_nothing_else(case):
     attn, x = case.build().eval(), case.tokens()
     expected, state = attn(x, case.grid), attn.state_dict()

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...parts.features import upcast
+from ...parts.features import product
 from ...parts.geometry import Windows, split_prefix
 from ..kernels import with_fast_path
 from . import fused
@@ -97,8 +97,8 @@ def window_logits(q: Tensor, k: Tensor, bias: Tensor | None, windows: Windows) -
 
     Queries and keys hold the tokens of the grid, (B, h, N, d).
     """
-    logits = windows.partition(q * q.shape[-1] ** -0.5) @ windows.partition_keys(k).mT
-    logits = upcast(logits) if bias is None else upcast(logits) + bias[:, None]
+    logits = product(windows.partition(q * q.shape[-1] ** -0.5), windows.partition_keys(k).mT)
+    logits = logits if bias is None else logits + bias[:, None]
     mask = windows.mask(q.device)
     if mask is not None:
         least = -torch.inf if windows.key_mask is None else torch.finfo(logits.dtype).min
@@ -117,7 +117,7 @@ def gathered_logits(
     None for all. key_mask: bool, broadcast to (B, 1, g, 1, e), true for keys that count; others get the least finite
     number, because a masked query may have no other keys.
     """
-    logits = upcast(queries * queries.shape[-1] ** -0.5 @ keys.mT)
+    logits = product(queries * queries.shape[-1] ** -0.5, keys.mT)
     if key_mask is not None:
         logits = logits.masked_fill(~key_mask, torch.finfo(logits.dtype).min)
     return logits if attended is None else logits.masked_fill(~attended, -torch.inf)
@@ -132,7 +132,7 @@ def summary_logits(queries: Tensor, keys: Tensor) -> Tensor:
     """Logits of windows of queries (B, h, g, w, d) on keys (B, h, G, c, d), G = 1 or g: (B, h, g, w, c), fp32."""
     (B, h, g, w, d), (G, c) = queries.shape, keys.shape[2:4]
     of_set = (queries * d**-0.5).reshape(B, h, G, g * w // G, d)
-    return upcast(of_set @ keys.mT).reshape(B, h, g, w, c)
+    return product(of_set, keys.mT).reshape(B, h, g, w, c)
 
 
 def prefix_term(queries: Tensor, k_prefix: Tensor, v_prefix: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -141,13 +141,9 @@ def prefix_term(queries: Tensor, k_prefix: Tensor, v_prefix: Tensor) -> list[tup
 
 
 def mix(terms: list[tuple[Tensor, Tensor]], attn_drop: float = 0.0) -> Tensor:
-    """Values of all terms under one softmax.
+    """Values (B, h, g, w, d) of all terms under one softmax, in the type of the values.
 
-    Args:
-        terms: logits (B, h, g, w, c) of w queries in each of g windows, and values (B, h, G, c, d), G = 1 or g windows.
-        attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, g, w, d), of the type of the values.
+    terms: logits (B, h, g, w, c) of w queries in each of g windows, and values (B, h, G, c, d), G = 1 or g windows.
     """
     terms = [term for term in terms if term[0].shape[-1]]
     logits = [logits for logits, _ in terms]

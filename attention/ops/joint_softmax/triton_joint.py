@@ -84,18 +84,13 @@ def _tokens_of(position, window, H, W, S: tl.constexpr):
 
 
 @triton.jit
-def _bias(bias, head, query, key, valid, S: tl.constexpr):
-    """Bias (h, w, w) of head at positions of queries and keys, broadcast to (q, k)."""
-    w: tl.constexpr = S.rows * S.columns
-    return tl.load(bias + head.to(tl.int64) * w * w + query * w + key, valid & (query < w), other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _window_logits(a, b, bias, head, query, key, attended, scale, S: tl.constexpr):
     """Logits a @ b.T of queries on the window's keys, or of keys on queries; -inf for keys that are not attended to."""
     logits = dot(a, tl.trans(b), S) * scale  # (q, d) @ (d, k), or (k, d) @ (d, q)
     if bias is not None:
-        logits += _bias(bias, head, query, key, attended, S)
+        w: tl.constexpr = S.rows * S.columns
+        pointers = bias + head.to(tl.int64) * w * w + query * w + key  # bias (h, w, w)
+        logits += tl.load(pointers, attended & (query < w), other=0.0).to(tl.float32)
     return tl.where(attended, logits, float("-inf"))
 
 
