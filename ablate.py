@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ablation.sweep import Case, Setting, check_data, in_order, read_ablation
-from ablation.tables import report_sweep, write_figures, write_tables
+from ablation.tables import FIGURES, TABLES, report_sweep, write_figures, write_tables
 from ablation.worker import is_busy, last_failure, run_jobs, train_all
 from engine.config.load import find_config
 from engine.runtime.arguments import ArgumentParser
@@ -62,20 +62,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(shlex.join(case.command))
         return
     with refuse_bad_input():
-        make_output(args.output, ["runs.csv"])
+        make_output(args.output, [*TABLES, *FIGURES])
     failures = {case.directory: last_failure(case) for case in cases}
     write = Writer(ablation.caption, settings, args.output)
-    try:
-        with end_at_interrupt():
-            if args.jobs > 1:
-                worker = [sys.executable, __file__, str(args.config), *args.overrides, "--output", str(args.output)]
-                worker += ["--launcher", shlex.join(launcher), *["--no-wait"] * args.no_wait]
-                run_jobs(worker, args.jobs, args.output)
-            else:
-                train_all(cases, failures, not args.no_wait, write.after_each)
-    finally:
-        write.all()
-        print(report_sweep(ablation.caption, settings))
+    with refuse_bad_input():
+        try:
+            with end_at_interrupt():
+                if args.jobs > 1:
+                    worker = [sys.executable, __file__, str(args.config), *args.overrides, "--output", str(args.output)]
+                    worker += ["--launcher", shlex.join(launcher), *["--no-wait"] * args.no_wait]
+                    run_jobs(worker, args.jobs, args.output)
+                else:
+                    train_all(cases, failures, not args.no_wait, write.after_each)
+        finally:
+            print(report_sweep(ablation.caption, settings))
+            write.all()
     failed = [case for case in cases if last_failure(case) != failures[case.directory]]
     unfinished = [case for case in cases if not case.result() and case not in failed]
     are_elsewhere = any(map(is_busy, unfinished))

@@ -25,7 +25,7 @@ from attention import kernels
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.config.load import find_config, load_run
 from engine.config.schema import Run
-from engine.data.loaders import check_workers, create_loaders, has_lost_workers
+from engine.data.loaders import check_workers, create_loaders, has_lost_workers, stop_waiting_if
 from engine.data.splits import classes_of, identify_data
 from engine.evaluation.evaluate import evaluate_all, gather_all
 from engine.reporting.console import format_values
@@ -117,6 +117,7 @@ class Trainer:
             FloatingPointError: a loss or gradient is not finite; raised on every rank, and nothing is saved after it.
             BrokenImage: more images are broken than the options allow.
             WorkersLost: loader workers were killed again and again; raised on every rank, after saving.
+            WorkersStuck: loader workers hang; raised without saving, on the rank that waits for them.
         """
         progress, epochs, stopped = self.progress, self.run.schedule.epochs, False
         if progress.epoch < epochs:
@@ -138,7 +139,7 @@ class Trainer:
         if self.options.compile:
             models = [self.model, self.ema.module] if self.ema else [self.model]
             self.cleanup.enter_context(compiled_blocks(models, self.train_loader.batch_sampler.batch_size, self.world))
-        self.network = self.world.average_gradients(self.model)
+        self.network = self.cleanup.enter_context(self.world.average_gradients(self.model))
         dump = partial(dump_step, self.checkpoints, self.train_loader, self.stateful, progress)
         self.guard = FiniteGuard(run.train, progress, dump)
         self.exchange = UpdateExchange(run, self.world, progress, self.guard.check)
@@ -146,6 +147,7 @@ class Trainer:
         directory = self.output if self.world.is_primary else None
         self.recorder = self.cleanup.enter_context(Recorder(directory, run, progress, total, self.world.device))
         self.signals = self.cleanup.enter_context(SignalHandler())
+        stop_waiting_if(self.signals.stop_requested, self.train_loader, self.val_loader)
         processes, changes = self.world.size, self.checkpoints.changes
         self.recorder.start(progress.epoch, processes, changes, kernels=kernels.resolved(), **self.costs)
 

@@ -167,6 +167,13 @@ def to_json(caption: str, settings: Sequence[Setting]) -> bytes:
     return json.dumps({"caption": caption, "rows": rows}, indent=1).encode()
 
 
+TABLES = ("table.md", "table.json", "table.csv", "runs.csv")
+"""Files that `write_tables` writes."""
+
+FIGURES = ("table.png", "heat_map.png", "pareto.png", "curves.png")
+"""Files that `write_figures` writes."""
+
+
 def write_tables(caption: str, settings: Sequence[Setting], output: Path) -> None:
     """Writes table.md, table.csv, table.json and runs.csv into `output`."""
     with hold_lock(output / "lock", wait=True):

@@ -73,6 +73,9 @@ class Data:
         (20_000, 1_000), "copy: sequences that are drawn to train and to validate", low=1, high=10**6
     )
     workers: int = option(8, "loader processes per rank", low=0, high=256)
+    timeout_minutes: float = option(
+        5.0, "minutes for which a rank waits for a batch of its loader processes before it fails", above=0, high=10_080
+    )
     max_broken: int = option(10, "broken training images that an epoch may leave out, over all ranks", low=0)
     broken_val: Literal["refuse", "skip"] = option(
         "refuse", "broken validation images: end the evaluation, or be left out, named and counted in its metrics"

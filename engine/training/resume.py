@@ -28,6 +28,7 @@ RESUMABLE_OPTIONS = {
     "data.root",
     "data.classes",
     "data.workers",
+    "data.timeout_minutes",
     "data.max_broken",
     "data.broken_val",
     "train.log_every",

@@ -34,6 +34,7 @@ from engine.checkpoints.files import find_checkpoint, save_checkpoint
 from engine.config.load import dump_run
 from engine.data.idx import IMAGES, LABELS, write_idx
 from engine.reporting.tables import T_975, Spread
+from engine.runtime import files
 from engine.runtime.errors import ConfigError
 from engine.runtime.signals import STOPPED
 from engine.training.resume import NAMES_ONLY
@@ -465,6 +466,33 @@ def test_two_ablations_share_one_output(config, figure):
     figure("X2", f"two ablate.py on one output: both 0, no run trained twice, {shared} left to the other")
 
 
+@pytest.mark.parametrize("file", ["table.md", "heat_map.png"])
+def test_a_table_that_cannot_be_written_is_one_line_before_any_run(config, launcher, capsys, file):
+    output = config.parent / "out"
+    (output / file).mkdir(parents=True)
+    with pytest.raises(SystemExit) as ended:
+        ablate.main([str(config), "--output", str(output), "--launcher", launcher])
+    error = capsys.readouterr().err
+    assert (ended.value.code, error) == (2, f"error: {output / file}: cannot be written: Is a directory\n")
+    assert not (config.parent / "log").exists()
+
+
+def test_a_disk_that_is_full_ends_a_sweep_in_one_line(config, launcher, capsys, monkeypatch):
+    announce(config)
+    output = config.parent / "out"
+
+    def fill_disk(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write_atomically", fill_disk)
+    with pytest.raises(SystemExit) as ended:
+        ablate.main([str(config), "--output", str(output), "--launcher", launcher])
+    shown = capsys.readouterr()
+    problem = f"{output}/table.md: cannot be written: No space left on device; what was there is unchanged"
+    assert (ended.value.code, shown.err) == (2, f"error: {problem}\n")
+    assert "97.50" in shown.out
+
+
 def test_a_failed_run_is_reported_and_the_others_go_on(config, launcher, pictures, capfd):
     output = config.parent / "out"
     (config.parent / "fail").touch()
@@ -861,6 +889,9 @@ def test_the_settings_that_no_other_beats_are_named(config):
     assert [text.get_text() for text in by_time.texts] == names[2:5]
     assert [text.get_text() for text in by_macs.texts] == [names[3], names[4]]  # windows of 1 and 2 cost less than of 4
     assert non_dominated([(1, 5), (1, 5), (1, 4), (2, 5), (2, 6)]) == [True, True, False, False, True]
+    for path in config.parent.rglob("metrics.jsonl"):  # as on a CPU
+        path.write_text(path.read_text().replace('"memory_mb": 321.4', '"memory_mb": null'))
+    assert len(draw_pareto("Windows", settings).axes) == 2
 
 
 def test_curves_are_of_all_runs_finished_or_not(config):

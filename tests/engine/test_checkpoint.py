@@ -733,6 +733,7 @@ def hostile_checkpoints(directory: Path, whole: dict) -> dict[str, Path]:
     contents = {f"{key}={value!r}"[:80]: saved(change(whole, **{key: value})) for key, value in changes}
     contents |= {
         "progress": saved(whole | {"progress": [1, 2]}),
+        "no progress": saved(whole | {"progress": {}}),
         "wide and deep": saved(claim_storage(whole, embed_dim=1008, depth=8)),
         "expanded": saved(change(whole, **{"model__head.bias": torch.zeros(1).expand(10)})),
         "name": saved(change(whole, **{"model__\x1b[2J\n": bias})),
