@@ -113,7 +113,8 @@ def read_ablation(
     Raises:
         ConfigError: the file, or a run, holds something that cannot be honoured.
     """
-    tree, settings, load = read_yaml(path), {}, functools.cache(load_run)  # which reads a sampled setting twice
+    tree, settings = read_yaml(path), {}
+    load = functools.cache(functools.partial(load_run, world_size=count_ranks(launcher)))  # sampled settings: twice
 
     def check(options: dict[str, Any]) -> None:
         for base in bases_of(ablation):
@@ -165,6 +166,13 @@ def read_ablation(
             cases.append(Case(dataclasses.replace(run, train=train), directory, command))
         settings[name] = Setting(changes, paper, tuple(cases))
     return ablation, list(settings.values())
+
+
+def count_ranks(launcher: Sequence[str]) -> int:
+    """Returns how many ranks the command `launcher` starts, by torchrun's options; 1 where they are no numbers."""
+    text = " ".join(launcher).replace("_", "-")
+    found = (re.findall(rf"--{option}[= ](\d+)(?!\S)", text) for option in ("nnodes", "nproc-per-node"))
+    return math.prod(int(numbers[-1]) for numbers in found if numbers)
 
 
 def bases_of(ablation: Ablation) -> tuple[str, ...]:

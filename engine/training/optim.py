@@ -57,16 +57,15 @@ def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns `options`, dotted path -> value, with null for `optim.betas` and `optim.eps` that are the optimiser's own
     or that it does not take: configurations of earlier versions hold the same values for every optimiser.
     """
-    changed = dict(options)
+    result = dict(options)
     for key in {"optim.betas", "optim.eps"} & options.keys() if "optim.opt" in options else ():
         info, name = get_optimizer_info(options["optim.opt"]), key.removeprefix("optim.")
-        defaults = (
-            {} if isinstance(info.opt_class, str) else inspect.signature(info.opt_class).parameters
-        )  # str: not timm's
+        kind = info.opt_class  # or the name of a class of another package
+        defaults = {} if isinstance(kind, str) else dict(inspect.signature(kind).parameters)
         own = (info.defaults or {}).get(name, defaults[name].default if name in defaults else None)
         if not takes(info.name, name) or options[key] == (list(own) if isinstance(own, tuple) else own):
-            changed[key] = None
-    return changed
+            result[key] = None
+    return result
 
 
 def keep_weights_finite(optimizer: Optimizer, norm: Tensor) -> None:

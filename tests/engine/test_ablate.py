@@ -28,13 +28,14 @@ from ablation.curves import draw_curves, read_curve
 from ablation.figures import draw_heat_map, draw_pareto, draw_results, non_dominated
 from ablation.replicates import measure
 from ablation.search import sample
-from ablation.sweep import Case, Setting, in_order, read_ablation, short_names, to_directory
+from ablation.sweep import Case, Setting, count_ranks, in_order, read_ablation, short_names, to_directory
 from ablation.tables import ONE_RUN, for_programs, report_sweep, tabulate, to_json, write_tables
 from engine.checkpoints.files import find_checkpoint, save_checkpoint
 from engine.config.load import dump_run
 from engine.data.idx import IMAGES, LABELS, write_idx
 from engine.reporting.tables import T_975, Spread
 from engine.runtime import files
+from engine.runtime.errors import ConfigError
 from engine.runtime.signals import STOPPED
 from engine.training.resume import NAMES_ONLY
 
@@ -720,6 +721,24 @@ def test_the_configuration_of_a_run_is_no_sweep(config, capsys):
         ablate.main([str(config.with_name("base.yaml")), "--output", str(config.parent / "out")])
     problem = "the configuration of one run; give it to train.py, or name it as base of a sweep"
     assert capsys.readouterr().err == f"error: {config.with_name('base.yaml')}: {problem}\n"
+
+
+@pytest.mark.parametrize(
+    ("launcher", "ranks"),
+    [
+        ("python", 1),
+        ("torchrun --nproc_per_node=8", 8),
+        ("torchrun --nnodes 2 --nproc-per-node 8 --rdzv-id=3", 16),
+        ("torchrun --nnodes=1:4 --nproc_per_node=gpu", 1),
+    ],
+)
+def test_ranks_of_a_launcher(launcher, ranks):
+    assert count_ranks(launcher.split()) == ranks
+
+
+def test_a_batch_that_the_launchers_ranks_cannot_share_is_refused(config):
+    with pytest.raises(ConfigError, match="total_batch_size = 64 is not divisible by 3 ranks x 1 accumulation steps"):
+        read_ablation(config, [], config.parent, ["torchrun", "--nproc_per_node=3"])
 
 
 def test_an_absent_launcher_is_refused(config, capsys):

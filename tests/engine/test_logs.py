@@ -44,14 +44,20 @@ def test_a_run_keeps_its_console(run: SimpleNamespace):
     assert path.read_text() == text
 
 
-def test_every_field_and_kind_is_documented_and_there(run: SimpleNamespace, tmp_path: Path):
-    """The records are those of a run, and of rare events."""
+def test_every_field_and_kind_is_documented_and_there(
+    run: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The records are those of a run, and of rare events, as on a GPU."""
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**20)
     cpu = torch.device("cpu")
     with pytest.raises(ValueError, match="a reason"), Recorder(tmp_path, RUN, Progress(), 1, cpu):
         raise ValueError("a reason")
     with Recorder(tmp_path, RUN, Progress(), 1, cpu) as recorder:
         recorder.start(0, 1, {"optim.lr": (1e-3, 5e-4)})
-        recorder.num_gpus = 1
+        recorder.num_gpus, recorder.device = 1, torch.device("cuda")
+        recorder.begin_epoch(1)
+        recorder.end_step()
+        recorder.train(1, loss=1.0)
         recorder.skip(1, 1)
         recorder.eval(1, {"broken": 1})
         recorder.final(broken=1, best_loss=0.5, best_ema_loss=0.5)
