@@ -153,11 +153,7 @@ class Checked(NamedTuple):
 
 CHECKED = {
     Case: Checked(
-        example,
-        ("q", "k", "v", "bias", "keys", "values"),
-        triton_joint.joint_softmax,
-        plain,
-        joint_softmax_reference,
+        example, ("q", "k", "v", "bias", "keys", "values"), triton_joint.joint_softmax, plain, joint_softmax_reference
     ),
     GroupCase: Checked(
         group_example, ("k", "v", "omega"), triton_tiles.group_values, group_values, group_values_reference
