@@ -266,7 +266,7 @@ def draw(title: str, rows: Sequence[Row]) -> Figure:
     for number, method in enumerate(METHODS):
         here = [[row.error for row in rows if (row.method, row.budget) == (method, budget)] for budget in budgets]
         places = [budget * 1.02 ** (number - 2) for budget in budgets]  # so that bars do not hide each other
-        means, deviations, _ = zip(*map(spread, here), strict=True)
+        means, deviations, *_ = zip(*map(spread, here), strict=True)
         means, deviations = [max(mean, FLOOR) for mean in means], [deviation or 0 for deviation in deviations]
         below = [min(deviation, mean - FLOOR) for mean, deviation in zip(means, deviations, strict=True)]
         by_budget.errorbar(places, means, [below, deviations], capsize=2, markersize=5, **line_style(number))
