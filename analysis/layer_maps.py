@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -117,19 +117,18 @@ def tabulate(rows: Sequence[Row]) -> str:
 
 def layers_csv(rows: Sequence[Row]) -> bytes:
     """Returns a row for each attention, image, layer and head."""
-    fields = ["entropy", "equal_entropy", "distance", "equal_distance", "row_sum", "negative"]
-
-    def lines() -> Iterator[list[Any]]:
-        for attention, file, layer, found in rows:
-            if isinstance(found, NoMatrix):
-                yield [attention, file, layer, *[None] * 7, str(found)]
-                continue
-            for head in range(len(found.entropy)):
-                values = (getattr(found, field) for field in fields)
-                numbers = (value[head].item() if isinstance(value, Tensor) else value for value in values)
-                yield [attention, file, layer, head + 1, *numbers, None]
-
-    return to_csv(["attention", "file", "layer", "head", *fields, "problem"], lines())
+    fields, lines = ["entropy", "equal_entropy", "distance", "equal_distance", "row_sum", "negative"], []
+    for attention, file, layer, found in rows:
+        if isinstance(found, NoMatrix):
+            lines.append([attention, file, layer, *[None] * 7, str(found)])
+            continue
+        columns = [
+            torch.as_tensor(getattr(found, field), dtype=torch.float64).expand(len(found.entropy)).tolist()
+            for field in fields
+        ]
+        for head, numbers in enumerate(zip(*columns, strict=True), start=1):
+            lines.append([attention, file, layer, head, *numbers, None])
+    return to_csv(["attention", "file", "layer", "head", *fields, "problem"], lines)
 
 
 def list_problems(rows: Sequence[Row]) -> list[str]:
