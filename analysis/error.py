@@ -30,10 +30,6 @@ NUM_IMAGES = 16
 LARGEST = 10.0
 """Largest error that the figures resolve; zeros have an error of 1."""
 
-Points = list[tuple[float, float, float | None]]
-"""Place on the horizontal axis, mean and standard deviation of the error."""
-
-
 AXES = {
     "macs": "multiply-accumulates (M) of the attention layers for an image\n"
     "(with projections; dashed: softmax attention)",
@@ -112,10 +108,11 @@ def values(row: Row, images: int, draws: int) -> Iterator[dict[str, Any]]:
         yield line | {"peak_bytes": row.peak, "problem": row.problem}
 
 
-def points_on(against: str, rows: Sequence[Row], middle: int) -> Points:
-    """Returns the points of a mechanism on one of `AXES`: of temperature 1, or of the `middle` budget, or of both.
+def points_on(against: str, rows: Sequence[Row], middle: int) -> list[tuple[float, float, float | None]]:
+    """Returns the points of a mechanism: place on one of `AXES`, mean and standard deviation of the error.
 
-    The middle budget is measured at every temperature. Rows without a budget count as of any.
+    They are of temperature 1, or of the `middle` budget, or of both. The middle budget is measured at every
+    temperature. Rows without a budget count as of any.
     """
     at_middle = [row for row in rows if row.budget in (None, middle)]
     if against == "entropy":

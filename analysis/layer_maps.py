@@ -101,17 +101,13 @@ def tabulate(rows: Sequence[Row]) -> str:
     lines = {}
     for row in rows:
         key, found = (row.attention, row.layer), row.found
-        line = lines[key] = dict.fromkeys(COLUMNS, "") | {"attention": row.attention, "layer": str(row.layer)}
-        if isinstance(found, NoMatrix):
-            line["left out"] = str(found)
-            continue
-        heads = {field: means[field][key] for field in fields}
-        line |= {
-            COLUMNS[2]: f"{numbers(heads['entropy'], '.2f')} ({found.equal_entropy:.2f})",
-            COLUMNS[3]: f"{numbers(heads['distance'], '.2f')} ({found.equal_distance:.2f})",
-            "row sums": numbers(heads["row_sum"], ".3g"),
-            "negative weights (%)": numbers(100 * heads["negative"], ".2g"),
-        }
+        texts = ["", "", "", "", str(found)]
+        if isinstance(found, LayerMaps):
+            of_entropy, of_distance, sums, negative = (means[field][key] for field in fields)
+            texts = [f"{numbers(of_entropy, '.2f')} ({found.equal_entropy:.2f})"]
+            texts += [f"{numbers(of_distance, '.2f')} ({found.equal_distance:.2f})"]
+            texts += [numbers(sums, ".3g"), numbers(100 * negative, ".2g"), ""]
+        lines[key] = dict(zip(COLUMNS, [row.attention, str(row.layer), *texts], strict=True))
     return compact_table(list(lines.values()))
 
 
@@ -122,12 +118,10 @@ def layers_csv(rows: Sequence[Row]) -> bytes:
         if isinstance(found, NoMatrix):
             lines.append([attention, file, layer, *[None] * 7, str(found)])
             continue
-        columns = [
-            torch.as_tensor(getattr(found, field), dtype=torch.float64).expand(len(found.entropy)).tolist()
-            for field in fields
-        ]
-        for head, numbers in enumerate(zip(*columns, strict=True), start=1):
-            lines.append([attention, file, layer, head, *numbers, None])
+        for head in range(len(found.entropy)):
+            values = (getattr(found, field) for field in fields)
+            numbers = (value[head].item() if isinstance(value, Tensor) else value for value in values)
+            lines.append([attention, file, layer, head + 1, *numbers, None])
     return to_csv(["attention", "file", "layer", "head", *fields, "problem"], lines)
 
 
