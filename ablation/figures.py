@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -155,16 +154,11 @@ def non_dominated(points: Sequence[tuple[float, float]]) -> list[bool]:
     ]
 
 
-class Evaluation(NamedTuple):
-    """Evaluation of a run; `hours`: running time of the run until then, without pauses."""
+def read_curve(directory: Path) -> list[tuple[int, float, float]]:
+    """Returns epoch, hours and loss of every evaluation of a run.
 
-    epoch: int
-    hours: float
-    loss: float
-
-
-def read_curve(directory: Path) -> list[Evaluation]:
-    """Returns the evaluations of a run. Hours count training steps alone if records have no time."""
+    Hours are running time without pauses. They count training steps alone if records have no time.
+    """
     evaluations, seconds, step = [], 0.0, 0
     for record in find_records(directory):
         if record["kind"] == "train":
@@ -172,7 +166,7 @@ def read_curve(directory: Path) -> list[Evaluation]:
             step = record["step"]
         if record["kind"] == "eval" and record.get("loss") is not None:
             hours = record.get("elapsed_seconds", seconds) / 3600
-            evaluations.append(Evaluation(record["epoch"], hours, record["loss"]))
+            evaluations.append((record["epoch"], hours, record["loss"]))
     return evaluations
 
 

@@ -1,6 +1,4 @@
-"""Budgets: the option of each mechanism that sets the size of its approximation, its value for a common budget, and the
-split of a budget between the two parts of Scatterbrain.
-"""
+"""Budgets: each mechanism's option of size, its value for a common budget, and the split of Scatterbrain's budget."""
 
 import math
 from collections.abc import Mapping

@@ -77,6 +77,7 @@ class GroupCase(NamedTuple):
     __str__ = changed
 
 
+HALF = torch.bfloat16, torch.float16
 CASES = [
     Case((5, 7), (3, 4)),
     Case((4, 6), (2, 3), B=2, h=1, d=20, log_count=True),
@@ -89,13 +90,12 @@ CASES = [
     Case((1, 20), (1, 6), d=33, h=1),
     Case((7, 8), (7, 7), c=40, h=1),
     Case((4, 6), (3, 3), d=64),
-    *(Case((9, 8), (7, 7), c=49, d=40, h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
-    *(Case((9, 8), (9, 8), c=49, d=40, h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+    *(Case((9, 8), window, c=49, d=40, h=1, dtype=dtype) for window in ((7, 7), (9, 8)) for dtype in HALF),
     GroupCase((6, 8), (2, 4), d=20, B=2, h=3),
     GroupCase((6, 10), (6, 5), d=64, B=2),
     GroupCase((4, 6), (4, 6), d=1, h=1),
     GroupCase((16, 16), (1, 1), h=1),
-    *(GroupCase((9, 6), (3, 2), d=40, h=1, dtype=dtype) for dtype in (torch.bfloat16, torch.float16)),
+    *(GroupCase((9, 6), (3, 2), d=40, h=1, dtype=dtype) for dtype in HALF),
 ]
 SIZES = (14, 128), (28, 128), (56, 32), (56, 128)
 TIMED = [Case((side, side), (7, 7), c=49, d=64, B=B, h=3, dtype=torch.bfloat16) for side, B in SIZES]
@@ -274,14 +274,12 @@ def implemented(calls: Mapping[str, Call]) -> tuple[dict[str, Call], dict[str, s
 
 def table(device: torch.device) -> Iterator[str]:
     """Yields the lines of the table of times, and the meaning of ~."""
-    bytes_per_second, columns = bandwidth(device), None
-    for case in TIMED:
-        for row in timings(case, device, bytes_per_second):
-            if columns is None:
-                columns = list(row)
-                yield f"|{'|'.join(columns)}|"
-                yield f"|{'---|' * len(columns)}"
-            yield f"|{'|'.join(map(str, row.values()))}|"
+    bytes_per_second = bandwidth(device)
+    for number, row in enumerate(row for case in TIMED for row in timings(case, device, bytes_per_second)):
+        if not number:
+            yield f"|{'|'.join(row)}|"
+            yield f"|{'---|' * len(row)}"
+        yield f"|{'|'.join(map(str, row.values()))}|"
     yield f"\n{NOISE}"
 
 
