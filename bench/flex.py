@@ -38,10 +38,10 @@ def joint_softmax(q, k, v, bias=None, keys=None, values=None, logits=None, *, wi
         on_grid, on_landmark = (key >= first) & (key < number), key >= number
         if bias is not None:
             token = torch.where(on_grid, key - first, 0)
-            of_pair = bias[head, _position(query, windows), _position(token, windows)]
+            of_pair = bias[head, _locate(query, windows)[1], _locate(token, windows)[1]]
             score = score + torch.where(on_grid, of_pair, 0.0)
         if prior is not None:
-            of_landmark = prior[_window(query, windows), torch.where(on_landmark, key - number, 0)]
+            of_landmark = prior[_locate(query, windows)[0], torch.where(on_landmark, key - number, 0)]
             score = score + torch.where(on_landmark, of_landmark, 0.0)
         return score
 
@@ -59,19 +59,13 @@ def _mask(windows: Windows, first: int, number: int, length: int, device: torch.
     """Returns the mask over `length` keys: a query attends to prefix tokens, its window, and keys from `number` on."""
 
     def attended(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        own = _window(query, windows) == _window(key - first, windows)
+        own = _locate(query, windows)[0] == _locate(key - first, windows)[0]
         return (key < first) | (key >= number) | own
 
     return create_block_mask(attended, None, None, number - first, length, device)
 
 
-def _window(n: Tensor, windows: Windows) -> Tensor:
-    """Returns the window of token n."""
+def _locate(n: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
+    """Returns the window of token n, and its position in the window."""
     (_, W), (rows, columns) = windows.grid, windows.size
-    return n // W // rows * -(-W // columns) + n % W // columns
-
-
-def _position(n: Tensor, windows: Windows) -> Tensor:
-    """Returns the position of token n in its window."""
-    (_, W), (rows, columns) = windows.grid, windows.size
-    return n // W % rows * columns + n % W % columns
+    return n // W // rows * -(-W // columns) + n % W // columns, n // W % rows * columns + n % W % columns
