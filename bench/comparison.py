@@ -129,6 +129,5 @@ def set_up(comparison: Comparison, device: torch.device) -> tuple[dict[str, Call
 def size_text(comparison: Comparison) -> str:
     """Formats a square grid as ``"784"`` tokens, a square image as ``"224"`` pixels, other sizes as ``"14x28"``."""
     height, width = comparison.size
-    if height != width:
-        return f"{height}x{width}"
-    return str(height * width if comparison.kind != "model" else height)
+    square = height if comparison.kind == "model" else height * width
+    return str(square) if height == width else f"{height}x{width}"

@@ -8,6 +8,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
@@ -72,12 +73,9 @@ def draw(rows: Sequence[dict[str, Any]]) -> Figure:
 
 def draw_times(axes: Axes, rows: Sequence[dict[str, Any]], scale: Scale, style: dict[str, Any]) -> None:
     """Draws a line with quartiles, and white markers at noisy values."""
-    (sizes, seconds), (_, low), (_, high) = (
-        points(rows, name, scale, scale.time[1]) for name in ("seconds", "seconds_q1", "seconds_q3")
-    )
-    below = [y - end for y, end in zip(seconds, low, strict=True)]
-    above = [end - y for y, end in zip(seconds, high, strict=True)]
-    axes.errorbar(sizes, seconds, yerr=(below, above), capsize=2, **style)
+    names = "seconds", "seconds_q1", "seconds_q3"
+    (sizes, seconds), (_, low), (_, high) = (points(rows, name, scale, scale.time[1]) for name in names)
+    axes.errorbar(sizes, seconds, yerr=np.abs(np.subtract((low, high), seconds)), capsize=2, **style)
     noisy = points([row for row in rows if row["seconds_noisy"]], "seconds", scale, scale.time[1])
     axes.plot(*noisy, **style | {"label": None, "linestyle": "none", "markerfacecolor": "white"}, zorder=3)
 
