@@ -42,14 +42,13 @@ def sample(
             continue
         try:
             check(setting)
+            settings[name] = setting
         except ConfigError as error:
             refused[name] = str(error)
-            if len(refused) > REFUSED_PER_TRIAL * trials:
-                break
-            continue
-        settings[name] = setting
         if len(settings) == trials:
             return list(settings.values()), list(refused.values())
+        if len(refused) > REFUSED_PER_TRIAL * trials:
+            break
     found = f"grid has fewer combinations; choose at most {len(settings)}"
     if refused:
         points = len(settings) + len(refused)

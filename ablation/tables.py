@@ -169,13 +169,8 @@ def write_tables(caption: str, settings: Sequence[Setting], output: Path) -> Non
 
 def write_figures(caption: str, settings: Sequence[Setting], output: Path) -> None:
     """Writes table.png, pareto.png, curves.png and, for two options of numbers, heat_map.png into `output`."""
-    drawings = {
-        "table": draw_results(caption, settings),
-        "heat_map": draw_heat_map(caption, settings),
-        "pareto": draw_pareto(caption, settings),
-        "curves": draw_curves(caption, settings),
-    }
+    drawings = [draw(caption, settings) for draw in (draw_results, draw_heat_map, draw_pareto, draw_curves)]
     with hold_lock(output / "lock", wait=True):
-        for name, figure in drawings.items():
+        for name, figure in zip(FIGURES, drawings, strict=True):
             if figure is not None:
-                write_file(output / f"{name}.png", encode(figure))
+                write_file(output / name, encode(figure))
