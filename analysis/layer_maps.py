@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -84,10 +85,7 @@ def describe_layer(layer: LayerInput, query: int) -> LayerMaps | NoMatrix:
 
 def mean_over_images(rows: Sequence[Row], field: str) -> Iterator[tuple[str, int, Tensor]]:
     """Yields attention, layer and the mean over images of `field` (h,), for layers with a matrix."""
-
-    def key(row: Row) -> tuple[str, int]:
-        return row.attention, row.layer
-
+    key = attrgetter("attention", "layer")
     for (attention, layer), same in groupby(sorted(rows, key=key), key):
         found = [getattr(row.found, field) for row in same if isinstance(row.found, LayerMaps)]
         if found:

@@ -148,7 +148,7 @@ def decomposition_fits(a: Tensor, low: Tensor, budget: int) -> dict[str, Fit]:
 
     low: low-rank part of `robust_pca`. It is truncated to rank r; then the entries with the largest error become exact.
     """
-    N, ranks = len(a), [int(share * budget / 2) for share in SHARES]
+    N, splits = len(a), [(rank, budget - 2 * rank) for rank in (int(share * budget / 2) for share in SHARES)]
 
     def fit(approximation: Tensor, rank: int, entries: int) -> Fit:
         return Fit(rank, entries / N, relative_error(approximation, a).item())
@@ -157,11 +157,8 @@ def decomposition_fits(a: Tensor, low: Tensor, budget: int) -> dict[str, Fit]:
         part = truncate(low, rank)
         return part + keep_largest(a - part, entries * N)
 
-    splits = [(rank, budget - 2 * rank) for rank in ranks]
-    alone = {
-        "low rank": fit(truncate(a, budget // 2), budget // 2, 0),
-        "sparse": fit(keep_largest(a, budget * N), 0, budget),
-    }
+    alone = {"low rank": fit(truncate(a, budget // 2), budget // 2, 0)}
+    alone["sparse"] = fit(keep_largest(a, budget * N), 0, budget)
     return alone | {
         "robust PCA": best([*alone.values(), *(fit(cut(*split), *split) for split in splits)]),
         "GoDec": best([*alone.values(), *(fit(sum(godec(a, r, s * N)), r, s) for r, s in splits)]),
