@@ -20,16 +20,7 @@ import torch
 
 from attention.options import parse_options
 from engine.checkpoints.format import check_plain, read_archive
-from engine.checkpoints.identify import (
-    FOREIGN,
-    NAME,
-    Found,
-    Kind,
-    damaged,
-    identify,
-    identify_file,
-    list_checkpoints,
-)
+from engine.checkpoints.identify import FOREIGN, NAME, Found, Kind, damaged, identify, identify_file, list_checkpoints
 from engine.checkpoints.local_dir import read_local_dir
 from engine.checkpoints.progress import Progress, check_progress
 from engine.checkpoints.released import Unsupported, from_released_file

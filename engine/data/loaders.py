@@ -270,12 +270,7 @@ def _sends_bytes(run: Run, world: World) -> bool:
 
 
 def _create_loader(
-    dataset: Images,
-    sampler: EpochSampler | range,
-    batch_size: int,
-    run: Run,
-    world: World,
-    limit: float,
+    dataset: Images, sampler: EpochSampler | range, batch_size: int, run: Run, world: World, limit: float
 ) -> Loader:
     """timm's `create_loader`, but with a sampler of our own, which it does not accept.
 

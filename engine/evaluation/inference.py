@@ -41,12 +41,7 @@ class Trained(NamedTuple):
     classes: list[str]
 
 
-def load(
-    path: str | Path,
-    *,
-    weights: Weights | None = None,
-    select: Literal["best", "last"] = "best",
-) -> Trained:
+def load(path: str | Path, *, weights: Weights | None = None, select: Literal["best", "last"] = "best") -> Trained:
     """Loads the model of a run directory, a checkpoint or an exported file. The file need not be trusted.
 
     Args:
