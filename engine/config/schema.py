@@ -24,25 +24,14 @@ class Init:
     strict: bool = option(False, "refuse weights unless all of them, and of the model, load as they are")
 
 
+Torchvision = Literal["torch/cifar10", "torch/cifar100", "torch/mnist", "torch/fashion_mnist", "torch/kmnist"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Place of the images, and preparation of a validation image."""
 
-    dataset: Literal[
-        "folder",
-        "tar",
-        "cache",
-        "idx",
-        "digits",
-        "copy",
-        "wds",
-        "hfds",
-        "torch/cifar10",
-        "torch/cifar100",
-        "torch/mnist",
-        "torch/fashion_mnist",
-        "torch/kmnist",
-    ] = option(
+    dataset: Literal["folder", "tar", "cache", "idx", "digits", "copy", "wds", "hfds", Torchvision] = option(
         "folder",
         "class folders, tar files of them, what engine.data.prepare made, IDX files, the embedded digits, sequences of"
         " the copy task, WebDataset shards, a Hugging Face data set (columns image and label), or one of torchvision's",
