@@ -156,7 +156,10 @@ def _draw_confusion(axes: Axes, counts: np.ndarray, names: list[str]) -> None:
 
 def mistakes_picture(predictions: Predictions) -> bytes:
     """Draws the images that each kind of weights predicts wrongly, highest loss first."""
-    wrong = {kind: _list_mistakes(found) for kind, found in predictions.items()}
+    wrong = {}
+    for kind, found in predictions.items():
+        rows = (found.predicted != found.label).nonzero()[:, 0]
+        wrong[kind] = rows[found.loss[rows].argsort(descending=True, stable=True)].tolist()
     worst = {kind: rows[: GRID**2] for kind, rows in wrong.items()}
     titles = {kind: f"the worst {len(worst[kind])} of {len(rows):,} mistakes" for kind, rows in wrong.items()}
     return _images_picture(predictions, worst, titles)
@@ -186,12 +189,6 @@ def _images_picture(predictions: Predictions, rows: Mapping[str, list[int]], tit
             if number < len(chosen):
                 _draw_image(axes, predictions[kind], chosen[number])
     return encode(figure, ".png")
-
-
-def _list_mistakes(found: PredictionTable) -> list[int]:
-    """Returns the rows of `found` whose prediction is wrong, highest loss first."""
-    wrong = (found.predicted != found.label).nonzero()[:, 0]
-    return wrong[found.loss[wrong].argsort(descending=True, stable=True)].tolist()
 
 
 def _draw_image(axes: Axes, found: PredictionTable, row: int) -> None:
