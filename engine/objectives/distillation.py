@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -76,8 +76,6 @@ class Distillation(Objective):
 
     Args:
         loss: function of logits and targets.
-    Attributes:
-        identity: the SHA-256 of the teacher's weights.
     """
 
     measure = CLASSES
@@ -92,11 +90,7 @@ class Distillation(Objective):
 
     @staticmethod
     def check(run: Run) -> None:
-        """Refuses options of `Distill` without an effect.
-
-        Raises:
-            OptionError: there is no teacher, or the temperature acts on nothing.
-        """
+        """Refuses options of `Distill` without an effect: there is no teacher, or the temperature acts on nothing."""
         distill = run.distill
         if distill.teacher is None and distill != Distill():
             problem = " = null, but other options of distill are given: name a teacher, or leave them out"
@@ -109,9 +103,7 @@ class Distillation(Objective):
     def from_run(cls, run: Run, create_teacher: Callable[[], nn.Module]) -> Self:
         return cls(create_loss(run.augment), run.distill, create_teacher())
 
-    def __call__(
-        self, network: Callable[[Tensor], Tensor | tuple[Tensor, Tensor]], images: Tensor, targets: Tensor
-    ) -> Tensor:
+    def __call__(self, network: Callable[..., Any], images: Tensor, targets: Tensor, /) -> Tensor:
         outputs = network(images)
         logits, distilled = outputs if isinstance(outputs, tuple) else (outputs, outputs)
         divergence = distillation_loss(distilled, self.teacher(images), self.distill.type, self.distill.tau)
