@@ -157,13 +157,11 @@ def draw(
     """
     for _ in range(ATTEMPTS):
         ends = _draw_ends(rng, tokens, length, separation)
-        drawings = [
-            _draw_curves(rng, ends, first, tokens, length, distractors, attempts or ATTEMPTS) for first in (0, 1)
-        ]
-        if all(drawings):
+        drawn = [_draw_curves(rng, ends, first, tokens, length, distractors, attempts or ATTEMPTS) for first in (0, 1)]
+        if all(drawn):
             first, half = rng.integers(2, size=2)
             side = (first + 1 - label + 2 * half) % 4
-            return _render(drawings[first], ends[[side, (side + 1) % 4]], tokens)
+            return _render(drawn[first], ends[[side, (side + 1) % 4]], tokens)
     raise UserError(
         f"no room for paths of --length {length:g} and --distractors {distractors} on {tokens}x{tokens} tokens; name"
         " another length, fewer distractors or scenes, a smaller separation or more tokens"
