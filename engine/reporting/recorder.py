@@ -233,7 +233,8 @@ class Recorder:
             file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
         if self.trackers is not None and kind not in ("start", "change", "stop", "fail"):
             sent = {f"{kind}/{name}": value for name, value in values.items()} | {"epoch": epoch, **self._totals()}
-            self.trackers.log({name: value for name, value in sent.items() if _is_number(value)}, self.step)
+            numbers = {name: x for name, x in sent.items() if isinstance(x, int | float) and math.isfinite(x)}
+            self.trackers.log(numbers, self.step)
         self.charts.add(kind, values, self.step, self.images_seen)
         if kind == "fail":  # the error is shown last
             return
@@ -256,10 +257,6 @@ def _short(value: Any) -> Any:
     classes.
     """
     return value if isinstance(value, int | float | None) else one_line(str(value), 200)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _finite(value: Any) -> Any:
