@@ -31,7 +31,6 @@ auto_augment.NAME_TO_OP.update(
     {name: posterize for name, op in auto_augment.NAME_TO_OP.items() if op is auto_augment.posterize}
 )
 
-
 BatchAugment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Images (b, C, H, W) and class indices (b,) -> images and, after mixup, soft targets (b, classes)."""
 

@@ -74,11 +74,7 @@ def _read_index(path: str) -> dict[str, np.ndarray]:
     """Reads the arrays of the index `path`, which need not be trusted, and checks that they belong together.
 
     An index of an earlier version has no fingerprints: the checksums stand for them. Its broken images have the class
-    -1, which becomes that of the folder in their name.
-
-    Raises:
-        ValueError: the arrays are none that `write_cache` writes.
-        Exception: any that NumPy raises for a damaged file.
+    -1, which becomes that of the folder in their name. A damaged file raises any error of NumPy.
     """
     with open(path, "rb") as file, np.load(file) as arrays:
         if any(member.compress_type for member in arrays.zip.infolist()):

@@ -195,17 +195,11 @@ def draw_graded(
     scale = side / tokens
     image = np.zeros((PIXELS * tokens, PIXELS * tokens), np.uint8)
     corner = PIXELS * rng.integers(tokens - count * side + 1, size=2)
+    distractors, attempts = (distractors, ATTEMPTS) if count == 1 else (0, GRADED_ATTEMPTS)
     for offset in np.ndindex(count, count):
         y, x = corner + PIXELS * side * np.array(offset)
-        image[y : y + PIXELS * side, x : x + PIXELS * side] = draw(
-            rng,
-            label,
-            side,
-            length * scale,
-            distractors if count == 1 else 0,
-            int(separation * scale),
-            attempts=ATTEMPTS if count == 1 else GRADED_ATTEMPTS,
-        )
+        scene = draw(rng, label, side, length * scale, distractors, int(separation * scale), attempts)
+        image[y : y + PIXELS * side, x : x + PIXELS * side] = scene
     return image
 
 

@@ -125,10 +125,7 @@ def classify(paths: Iterable[str]) -> Layout:
             raise LayoutError(f"the class folder {folder!r} holds no image; remove it")
 
     def parts() -> Iterator[tuple[int, Iterable[str]]]:
-        """Yields the class index and images of each folder.
-
-        Folders whose names are equal in timm's order are sorted as one, so that the order of whole paths holds.
-        """
+        # Folders whose names are equal in timm's order are sorted as one, so that the order of whole paths holds.
         for _, group in groupby(sort_naturally(f"{name}/" for name in folders), key=natural_key):
             names = [name.removesuffix("/") for name in group]
             images = sort_naturally(_split(chain.from_iterable(map(folders.pop, names))))
@@ -184,7 +181,7 @@ def _numbers(names: Sequence[str]) -> list[int] | None:
 
 
 class LayoutReader(SplitReader):
-    """timm reader of the images of a layout; subclasses read their content."""
+    """Reader of the images of a layout; subclasses read their content."""
 
     def __init__(self, layout: Layout):
         super().__init__()

@@ -20,15 +20,9 @@ MAX_DRAWN = 2**27
 """Largest number of tokens of a split, which is held in memory."""
 
 NO_AUGMENTATION: dict[str, Any] = {
-    "scale": (1.0, 1.0),
-    "ratio": (1.0, 1.0),
-    "hflip": 0.0,
-    "color_jitter": 0.0,
+    **dict.fromkeys(("scale", "ratio"), (1.0, 1.0)),
+    **dict.fromkeys(("hflip", "color_jitter", "reprob", "mixup", "cutmix", "smoothing"), 0.0),
     "auto_augment": None,
-    "reprob": 0.0,
-    "mixup": 0.0,
-    "cutmix": 0.0,
-    "smoothing": 0.0,
 }
 """Options of the section `augment` that leave images unchanged."""
 

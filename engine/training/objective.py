@@ -24,7 +24,7 @@ from models.deit import Deit
 
 
 def create_objective(run: Run, model: nn.Module, images: Images, world: World) -> Objective:
-    """Creates the objective of `run`. For arguments and errors see `create_teacher`."""
+    """Creates the objective of `run`; see `create_teacher`."""
     return choose_objective(run).from_run(run, lambda: create_teacher(run, model, images, world))
 
 
