@@ -11,7 +11,6 @@ The tables (table.md, table.csv, table.json, runs.csv) are rewritten after every
 pareto.png, curves.png, heat_map.png) are rewritten at most once a minute, and at the end or at a stop signal.
 """
 
-import argparse
 import shlex
 import shutil
 import sys
@@ -19,19 +18,20 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ablation.sweep import Case, Setting, in_order, read_ablation
-from ablation.tables import report_sweep, write_figures, write_tables
+from ablation.sweep import Case, Setting, check_data, in_order, read_ablation
+from ablation.tables import FIGURES, TABLES, report_sweep, write_figures, write_tables
 from ablation.worker import is_busy, last_failure, run_jobs, train_all
 from engine.config.load import find_config
+from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import ConfigError, refuse_bad_input
-from engine.runtime.files import make_output
+from engine.runtime.files import check_directory, make_output
 from engine.runtime.signals import end_at_interrupt
 
 MOST_JOBS = 1024
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Run an ablation: a YAML grid -> runs -> one table.")
+    parser = ArgumentParser(description="Run an ablation: a YAML grid -> runs -> one table.")
     parser.add_argument("config", type=find_config, help="YAML file, see configs/ablation/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options of every run")
     parser.add_argument("--output", type=Path, required=True, help="directory of the runs and the table")
@@ -51,28 +51,32 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if not 1 <= args.jobs <= MOST_JOBS:
             raise ConfigError(f"--jobs {args.jobs}: expected 1 to {MOST_JOBS}")
         ablation, settings = read_ablation(args.config, args.overrides, args.output, launcher)
+        cases = in_order(settings)
+        for directory in (args.output, *(case.directory for case in cases)):
+            check_directory(directory)
+        check_data(cases)
 
-    cases = in_order(settings)
     if args.dry_run:
         print(report_sweep(ablation.caption, settings))
         for case in cases:
             print(shlex.join(case.command))
         return
     with refuse_bad_input():
-        make_output(args.output, ["runs.csv"])
+        make_output(args.output, [*TABLES, *FIGURES])
     failures = {case.directory: last_failure(case) for case in cases}
     write = Writer(ablation.caption, settings, args.output)
-    try:
-        with end_at_interrupt():
-            if args.jobs > 1:
-                worker = [sys.executable, __file__, str(args.config), *args.overrides, "--output", str(args.output)]
-                worker += ["--launcher", shlex.join(launcher), *["--no-wait"] * args.no_wait]
-                run_jobs(worker, args.jobs, args.output)
-            else:
-                train_all(cases, failures, not args.no_wait, write.after_each)
-    finally:
-        write.all()
-        print(report_sweep(ablation.caption, settings))
+    with refuse_bad_input():
+        try:
+            with end_at_interrupt():
+                if args.jobs > 1:
+                    worker = [sys.executable, __file__, str(args.config), *args.overrides, "--output", str(args.output)]
+                    worker += ["--launcher", shlex.join(launcher), *["--no-wait"] * args.no_wait]
+                    run_jobs(worker, args.jobs, args.output)
+                else:
+                    train_all(cases, failures, not args.no_wait, write.after_each)
+        finally:
+            print(report_sweep(ablation.caption, settings))
+            write.all()
     failed = [case for case in cases if last_failure(case) != failures[case.directory]]
     unfinished = [case for case in cases if not case.result() and case not in failed]
     are_elsewhere = any(map(is_busy, unfinished))

@@ -6,12 +6,12 @@
 Options of the run (key.path=value) may stand anywhere on the line.
 """
 
-import argparse
 import re
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
 
@@ -29,7 +29,7 @@ OVERRIDE = re.compile(r"\w+(\.\w+)*=")
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Analyse attention in a trained model.")
+    parser = ArgumentParser(description="Analyse attention in a trained model.")
     questions = parser.add_subparsers(dest="question", required=True, metavar="QUESTION")
     for name, shows in QUESTIONS.items():
         question = questions.add_parser(

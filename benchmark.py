@@ -30,6 +30,7 @@ from bench.figures import draw_figures
 from bench.results import MEMORY, NOISE, format_results, write_tables
 from bench.workload import DTYPES, EXECUTIONS, MODES
 from engine.config.papers import PaperRow, read_papers
+from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import init_distributed
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.memory import limit_memory
@@ -73,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description="Compare mechanisms and models side by side.", epilog=f"{MEMORY} {NOISE}".replace("%", "%%")
     )
     many = {"nargs": "+", "default": []}

@@ -5,12 +5,12 @@
     find photos -name '*.jpg' | python predict.py runs/eva - --output predictions.json
 
 Images are prepared as in validation, and predictions keep their order. A folder stands for all images in it and
-its subfolders. A file that cannot be read as an image is named, counted and left out.
+its subfolders. A path that does not exist is refused; a file that cannot be read as an image is named, counted and left
+out.
 
 Exit status: 0 all images were read, 1 some were not, 2 the input was refused.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -24,6 +24,7 @@ from engine.checkpoints.files import parse_weights
 from engine.data.folders import list_files
 from engine.evaluation.inference import Prediction, create_loader, load, predict
 from engine.evaluation.predictions import top_columns
+from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import init_distributed
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.files import check_output, to_csv, write_file
@@ -34,7 +35,7 @@ from engine.runtime.text import one_line
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Predict the classes of images.")
+    parser = ArgumentParser(description="Predict the classes of images.")
     parser.add_argument("checkpoint", type=Path, help="directory of a run, or a checkpoint file")
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="image, folder of images, or - for a list on stdin")
     parser.add_argument("--top", type=int, default=5, help="classes to name for each image (5)")

@@ -1,4 +1,4 @@
-"""Trains one configuration: config -> processes -> model -> loaders -> optimiser -> resume -> epochs.
+"""Trains one configuration: config -> processes -> loaders -> model -> optimiser -> resume -> epochs.
 
     python train.py configs/quickstart.yaml --output runs/quickstart
     torchrun --nproc_per_node=8 train.py configs/deit_tiny_p8/eva.yaml data.root=/data/imagenet --output runs/eva
@@ -25,12 +25,13 @@ from attention import kernels
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.config.load import find_config, load_run
 from engine.config.schema import Run
-from engine.data.loaders import check_workers, create_loaders, has_lost_workers
-from engine.data.splits import identify_data
+from engine.data.loaders import check_workers, create_loaders, has_lost_workers, stop_waiting_if
+from engine.data.splits import classes_of, identify_data
 from engine.evaluation.evaluate import evaluate_all, gather_all
 from engine.reporting.console import format_values
 from engine.reporting.recorder import Recorder
 from engine.reporting.trackers import check_trackers
+from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import World, autocast, init_distributed, seed_everything, set_deterministic, set_tf32
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.files import lock_directory
@@ -49,7 +50,7 @@ from models.freeze import set_train_mode
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Train a model.", formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = ArgumentParser(description="Train a model.", formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=find_config, help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the file's")
     parser.add_argument("--output", type=Path, required=True, help="directory of the run; an unfinished run resumes")
@@ -88,11 +89,12 @@ class Trainer:
         self.costs = count_costs(run.model, run.attention)._asdict()
         seed_everything(self.options.seed)  # without the rank: every rank makes the same initial weights
         self.layout = torch.channels_last if self.options.channels_last else torch.contiguous_format
-        self.model = create_initial_model(run, output, world).to(world.device, memory_format=self.layout)
-        self.model.set_grad_checkpointing(self.options.grad_checkpointing)
         self.train_loader, self.val_loader, self.augment = create_loaders(
-            run, world, img_size=self.model.config.img_size, num_classes=self.model.num_classes
+            run, world, img_size=run.model["img_size"], num_classes=run.model["num_classes"]
         )
+        self.model = create_initial_model(run, output, world, classes_of(self.val_loader.dataset))
+        self.model.to(world.device, memory_format=self.layout)
+        self.model.set_grad_checkpointing(self.options.grad_checkpointing)
         self.sampler = self.train_loader.sampler
         self.objective = create_objective(run, self.model, self.train_loader.dataset.dataset, world)
         self.optimizer = create_optimizer(self.model, run.optim, self.options.total_batch_size)
@@ -115,6 +117,7 @@ class Trainer:
             FloatingPointError: a loss or gradient is not finite; raised on every rank, and nothing is saved after it.
             BrokenImage: more images are broken than the options allow.
             WorkersLost: loader workers were killed again and again; raised on every rank, after saving.
+            WorkersStuck: loader workers hang; raised without saving, on the rank that waits for them.
         """
         progress, epochs, stopped = self.progress, self.run.schedule.epochs, False
         if progress.epoch < epochs:
@@ -136,7 +139,7 @@ class Trainer:
         if self.options.compile:
             models = [self.model, self.ema.module] if self.ema else [self.model]
             self.cleanup.enter_context(compiled_blocks(models, self.train_loader.batch_sampler.batch_size, self.world))
-        self.network = self.world.average_gradients(self.model)
+        self.network = self.cleanup.enter_context(self.world.average_gradients(self.model))
         dump = partial(dump_step, self.checkpoints, self.train_loader, self.stateful, progress)
         self.guard = FiniteGuard(run.train, progress, dump)
         self.exchange = UpdateExchange(run, self.world, progress, self.guard.check)
@@ -144,7 +147,9 @@ class Trainer:
         directory = self.output if self.world.is_primary else None
         self.recorder = self.cleanup.enter_context(Recorder(directory, run, progress, total, self.world.device))
         self.signals = self.cleanup.enter_context(SignalHandler())
-        self.recorder.start(progress.epoch, processes=self.world.size, kernels=kernels.resolved(), **self.costs)
+        stop_waiting_if(self.signals.stop_requested, self.train_loader, self.val_loader)
+        processes, changes = self.world.size, self.checkpoints.changes
+        self.recorder.start(progress.epoch, processes, changes, kernels=kernels.resolved(), **self.costs)
 
     def train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
         """Makes the updates that are left of an epoch, and saves; returns whether a signal has stopped the run."""

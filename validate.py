@@ -27,29 +27,35 @@ from engine.checkpoints.weights import check_predicts_classes
 from engine.config.load import parse_run
 from engine.config.schema import Data, Run
 from engine.data.loaders import count_broken, create_val_loader, indices_read, show_images
-from engine.data.splits import classes_of
+from engine.data.splits import classes_of, identify_split
 from engine.evaluation.evaluate import evaluate
 from engine.evaluation.label_matching import ClassSubset, match_classes, read_real_labels, real_accuracy
 from engine.evaluation.predictions import PredictionTable, gather_predictions
 from engine.objectives import choose_objective
 from engine.reporting.outputs import add_outputs, chosen_outputs, write_outputs
+from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import World, init_distributed
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
+from engine.training.resume import list_data_differences
 
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description="Evaluate a checkpoint.", formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description="Evaluate a checkpoint.", formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path, help="directory of a run, or a checkpoint file")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the checkpoint's")
     parser.add_argument("--weights", type=parse_weights, help="plain or ema: the kind of weights (each that is kept)")
     parser.add_argument("--select", choices=("best", "last"), default="best", help="which of a run directory (best)")
     parser.add_argument("--batch-size", type=int, help="images per process and step (128, fewer where they are large)")
     parser.add_argument("--skip-broken", action="store_true", help="leave out and count images that cannot be read")
-    parser.add_argument("--export", metavar="TARGET", help="write the model: DIR/ for timm, .safetensors, .onnx, .pt2")
+    parser.add_argument(
+        "--export",
+        metavar="TARGET",
+        action="append",
+        default=[],
+        help="write the model: DIR/ for timm, .safetensors, .onnx, .pt2; repeatable",
+    )
     parser.add_argument("--real-labels", metavar="FILE", help="ImageNet's ReaL labels too: real.json, or timm for its")
     add_outputs(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -59,8 +65,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with refuse_bad_input():
         outputs = chosen_outputs(args)
         found = find_weights(args.checkpoint, args.select, args.weights)
-        if args.export:
-            check_target(args.export)
+        for target in args.export:
+            check_target(target)
         overrides = [f"data.workers={min(Data.workers, os.cpu_count() or 1)}", *args.overrides]  # no file decides that
         runs = [parse_run(checkpoint["config"], str(path), overrides) for path, checkpoint, _ in found]
         world, results, records = init_distributed(runs[0].train.device), {}, {} if outputs else None
@@ -77,11 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(results) if args.json else table(results))
         with refuse_bad_input():
             write_outputs(outputs, records)
-        if args.export:
-            path, checkpoint, kinds = found[-1]  # averaged weights come last
+        path, checkpoint, kinds = found[-1]  # averaged weights come last
+        for target in args.export:
             with refuse_bad_input():
-                note = export(args.export, runs[-1], checkpoint, kinds[-1])
-            print(f"{args.export}: the {kinds[-1]} weights of {path}{note}", file=sys.stderr)
+                note = export(target, runs[-1], checkpoint, kinds[-1])
+            print(f"{target}: the {kinds[-1]} weights of {path}{note}", file=sys.stderr)
 
 
 def validate(
@@ -112,6 +118,8 @@ def validate(
     columns, note = match_classes(checkpoint.get("classes"), names, num_classes)
     real = read_real_labels(real_labels, shown, columns) if real_labels else None
     models, resampled = build_models(run, checkpoint, kinds)
+    if not note and list_data_differences(checkpoint, identify_split("val", loader.dataset)):
+        note = "data: other images than those of the validation in training"
     for line in filter(None, [note, resampled]) if world.is_primary else ():
         print(line, file=sys.stderr)
     results = {}

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ablation.sweep import Setting, short_names
-from engine.reporting.metrics import read_records
+from engine.reporting.metrics import find_records
 from engine.reporting.plots import line_style
 
 
@@ -23,11 +23,11 @@ class Evaluation(NamedTuple):
 def read_curve(directory: Path) -> list[Evaluation]:
     """Returns the evaluations of a run. Hours count training steps alone if records have no time."""
     evaluations, seconds, step = [], 0.0, 0
-    for record in read_records(directory):
+    for record in find_records(directory):
         if record["kind"] == "train":
-            seconds += record["step_seconds"] * (record["step"] - step)
+            seconds += (record.get("step_seconds") or 0) * (record["step"] - step)
             step = record["step"]
-        if record["kind"] == "eval":
+        if record["kind"] == "eval" and record.get("loss") is not None:
             hours = record.get("elapsed_seconds", seconds) / 3600
             evaluations.append(Evaluation(record["epoch"], hours, record["loss"]))
     return evaluations

@@ -112,7 +112,7 @@ def numeric_axes(settings: Sequence[Setting]) -> list[tuple[str, list[float]]] |
 
 
 def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
-    """Draws mean top-1 against MACs, step time and memory, and names the settings that no other beats in both."""
+    """Draws mean top-1 against MACs, step time and (of a GPU) memory; names settings that no other beats in both."""
     results = [setting.results() for setting in settings]
     names, accuracy = short_names(settings), [own.spread for own in measure(results, "top1")]
     costs = {
@@ -120,9 +120,11 @@ def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
         "step (s)": [own.spread and own.spread.mean for own in measure(results, "step_seconds")],
         "peak memory (MB)": [own.spread and own.spread.mean for own in measure(results, "memory_mb")],
     }
-    figure = Figure(figsize=(15, 5), layout="constrained")
+    if not any(costs["peak memory (MB)"]):
+        del costs["peak memory (MB)"]
+    figure = Figure(figsize=(5 * len(costs), 5), layout="constrained")
     figure.suptitle(f"{caption}\nnamed: no other is cheaper and better (of means)", parse_math=False)
-    for axes, (label, values) in zip(figure.subplots(1, 3, sharey=True), costs.items(), strict=True):
+    for axes, (label, values) in zip(figure.subplots(1, len(costs), sharey=True), costs.items(), strict=True):
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
         axes.margins(x=0.15)

@@ -1,5 +1,6 @@
 """Results of a setting over several seeds, and their differences to the first setting."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,8 +26,11 @@ def measure(results: Sequence[Mapping[int, Mapping[str, Any]]], name: str) -> li
     """Returns the measurement `name` of every setting, whose `results` are seed -> final record of train.py.
 
     A record may lack it: the run keeps no averaged weights, or was resumed after its last step and has timed none.
+    Steps of an accuracy (`top1` and its kin, in percent) are those of one of the evaluated `images`.
     """
     values = [{seed: record[name] for seed, record in runs.items() if record.get(name) is not None} for runs in results]
-    first = values[0]
-    differences = [None, *(spread(own[seed] - first[seed] for seed in own if seed in first) for own in values[1:])]
+    images = [record.get("images", math.inf) for runs in results for record in runs.values() if name.endswith("top1")]
+    first, step = values[0], 100 / min(images, default=math.inf)
+    pairs = [[own[seed] - first[seed] for seed in own if seed in first] for own in values[1:]]
+    differences = [None, *(spread(found, step) for found in pairs)]
     return [Measured(own, spread(own.values()), d) for own, d in zip(values, differences, strict=True)]

@@ -2,10 +2,12 @@
 
 import dataclasses
 import functools
+import hashlib
 import itertools
 import math
 import re
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,19 +16,26 @@ import yaml
 
 from ablation.search import sample
 from attention.options import OptionError, nearest, option, parse_options
+from engine.checkpoints.files import find_checkpoint
 from engine.config.load import dump_run, flatten, load_run, parse_run
 from engine.config.papers import PaperRow, read_papers
-from engine.config.schema import Run
-from engine.config.yaml_files import read_yaml
-from engine.reporting.metrics import read_records
-from engine.runtime.errors import ConfigError
-from engine.training.resume import list_differences
+from engine.config.schema import Data, Run
+from engine.config.yaml_files import SWEEP, dump_yaml, read_yaml
+from engine.data.splits import identify_data, open_split
+from engine.objectives import choose_objective
+from engine.reporting.metrics import find_records, list_changes
+from engine.runtime.errors import ConfigError, UserError
+from engine.runtime.terminal import warn_once
+from engine.training.resume import CONTENT, NAMES_ONLY, list_data_differences, list_differences
 from models.costs import Costs, count_costs
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
 CONFIGS = Path(__file__).parents[1] / "configs"
 LIMIT = 10_000
 """Largest number of settings of a grid, and of seeds of a setting."""
+
+MAX_BYTES = 255
+"""Longest name of a directory in nearly every file system, in bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +74,12 @@ class Case:
 
     def result(self) -> dict[str, Any] | None:
         """Returns the final record of train.py; None if the run is unfinished or has other options."""
-        finals = [record for record in read_records(self.directory) if record["kind"] == "final"]
-        try:
-            config = yaml.safe_load((self.directory / "config.yaml").read_text())
-        except FileNotFoundError:
-            return None
-        return finals[-1] if finals and is_same_run(config, self.run, self.directory) else None
+        finals = [record for record in find_records(self.directory) if record["kind"] == "final"]
+        return finals[-1] if finals and is_same_run(self.directory / "config.yaml", self.run) else None
+
+    def changes(self) -> list[str]:
+        """Returns a text for every option that was changed within the run, so that it is not all of one setting."""
+        return list_changes(find_records(self.directory))
 
 
 @dataclass(frozen=True)
@@ -104,10 +113,18 @@ def read_ablation(
     Raises:
         ConfigError: the file, or a run, holds something that cannot be honoured.
     """
-    tree, settings = read_yaml(path), {}
+    tree, settings, load = read_yaml(path), {}, functools.cache(load_run)  # which reads a sampled setting twice
+
+    def check(options: dict[str, Any]) -> None:
+        for base in bases_of(ablation):
+            load(path.parent / base, (*overrides, *to_overrides(options)))
+
+    sections = {field.name for field in dataclasses.fields(Run)}
+    if tree.values.keys() & sections and not tree.values.keys() & SWEEP:
+        raise ConfigError(f"{path}: the configuration of one run; give it to train.py, or name it as base of a sweep")
     try:
         ablation = parse_options(Ablation, tree.values)
-        product = combine(ablation)
+        product = combine(ablation, check)
         if not ablation.base and not ablation.bases:
             raise OptionError("base", "required, but not given; or give bases")
         if ablation.base and ablation.bases:
@@ -121,11 +138,10 @@ def read_ablation(
 
     rows = [("grid", options) for options in product]
     rows += [(f"runs.{i}", options) for i, options in enumerate(ablation.runs)]
-    bases = [("base", ablation.base)] if ablation.base else [(f"bases.{i}", b) for i, b in enumerate(ablation.bases)]
-    for (base_key, base), (key, options) in itertools.product(bases, rows or [("bases", {})]):
-        key, base = key if rows else base_key, path.parent / base
+    for (i, base), (key, options) in itertools.product(enumerate(bases_of(ablation)), rows or [("bases", {})]):
+        key, base = key if rows else f"bases.{i}", path.parent / base
         changes = {option: to_text(value) for option, value in options.items() if option != "paper"}
-        given = [f"{option}={text}" for option, text in changes.items()]
+        given = to_overrides(options)
         if ablation.bases:
             changes = {"base": "/".join(base.with_suffix("").parts[-2:])} | changes
         name = to_name([changes["base"], *given] if ablation.bases else given) or "base"
@@ -135,7 +151,7 @@ def read_ablation(
             if not isinstance(top1 := options.get("paper"), float | int | None):
                 raise ConfigError(f"paper: expected a number, got {top1!r}")
             paper = PaperRow(config=str(base), top1=top1) if top1 else figures.get((base.resolve(), tuple(given)))
-            run = load_run(base, [*overrides, *given])
+            run = load(base, (*overrides, *given))
             if seeds and sets_seed([*overrides, *given]):
                 raise ConfigError("train.seed is given beside seeds; leave one of them out")
         except ConfigError as error:
@@ -143,7 +159,7 @@ def read_ablation(
         cases = []
         for seed in seeds or [None]:
             texts = [] if seed is None else [f"train.seed={seed}"]
-            directory = output / ",".join([name, *texts])
+            directory = output / to_directory(name, texts)
             command = [*launcher, TRAIN, str(base), *overrides, *given, *texts, "--output", str(directory)]
             train = run.train if seed is None else dataclasses.replace(run.train, seed=seed)
             cases.append(Case(dataclasses.replace(run, train=train), directory, command))
@@ -151,8 +167,18 @@ def read_ablation(
     return ablation, list(settings.values())
 
 
-def combine(ablation: Ablation) -> list[dict[str, Any]]:
-    """Returns the settings of `grid`: all combinations, or `trials` of them.
+def bases_of(ablation: Ablation) -> tuple[str, ...]:
+    """Returns the files that the settings change."""
+    return (ablation.base,) if ablation.base else ablation.bases
+
+
+def to_overrides(options: Mapping[str, Any]) -> list[str]:
+    """Returns the overrides of train.py for a setting."""
+    return [f"{option}={to_text(value)}" for option, value in options.items() if option != "paper"]
+
+
+def combine(ablation: Ablation, check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
+    """Returns the settings of `grid`: all combinations, or `trials` of them that `check` does not refuse.
 
     Raises:
         OptionError: a value of `grid` is no list, or no range of a search; there are more than `LIMIT` settings.
@@ -161,7 +187,11 @@ def combine(ablation: Ablation) -> list[dict[str, Any]]:
     if ablation.trials and not grid:
         raise OptionError("trials", f" = {ablation.trials}, but there is no grid to choose from")
     if ablation.trials:
-        return sample(grid, ablation.trials, ablation.trials_seed)
+        settings, refused = sample(grid, ablation.trials, ablation.trials_seed, check)
+        if refused:
+            number = f"{len(refused)} of {len(refused) + len(settings)} points"
+            print(f"grid: {number} are no valid run, others take their place; the first: {refused[0]}", file=sys.stderr)
+        return settings
     for key, values in grid.items():
         if isinstance(values, dict):
             raise OptionError(f"grid.{key}", f"{values!r} needs trials: how many settings to choose")
@@ -170,6 +200,19 @@ def combine(ablation: Ablation) -> list[dict[str, Any]]:
     if (count := math.prod(map(len, grid.values()))) > LIMIT:
         raise OptionError("grid", f"{count:,} combinations, more than {LIMIT:,}; choose some of them by trials")
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if values]
+
+
+def to_directory(name: str, seed: Sequence[str]) -> str:
+    """Returns the name of the directory of a run: the setting's `name` and the override of its seed, if there is one.
+
+    In a name beyond the `MAX_BYTES` that file systems allow, a hash takes the place of what does not fit.
+    """
+    whole = ",".join([name, *seed])
+    if len(whole.encode()) <= MAX_BYTES:
+        return whole
+    digest = hashlib.sha256(name.encode()).hexdigest()[:12]
+    end = ",".join([f"-{digest}", *seed])
+    return name.encode()[: MAX_BYTES - len(end)].decode(errors="ignore") + end
 
 
 def to_name(texts: Sequence[str]) -> str:
@@ -228,20 +271,54 @@ def has_replicates(settings: Sequence[Setting]) -> bool:
     return len(settings[0].cases) > 1
 
 
-def is_same_run(config: dict[str, Any], run: Run, source: Path) -> bool:
-    """Returns whether `config`, of any version, describes a run with the results of `run`."""
-    if config == dump_run(run):
-        return True
+def is_same_run(config: Path, run: Run) -> bool:
+    """Returns whether the file `config`, of any version, describes a run with the results of `run`."""
+    expected = dump_run(run)
     try:
-        config = dump_run(parse_run(config, str(source)))
-    except ConfigError:
+        options = read_yaml(config).values
+        if options == expected:
+            return True
+        return not list_differences(flatten(dump_run(parse_run(options, str(config)))), flatten(expected))
+    except ConfigError as error:
+        warn_once(f"{error}; the run counts as another")
         return False
-    return not list_differences(flatten(config), flatten(dump_run(run)))
+
+
+def check_data(cases: Sequence[Case]) -> None:
+    """Refuses finished runs that were trained on other data than the sweep has now, as train.py would.
+
+    Names on stderr the finished runs whose checkpoints do not tell their data, or only its names. Data that an
+    objective draws follows from the options.
+
+    Raises:
+        UserError: the first such run, and what differs. OptionError: the data cannot be read.
+    """
+    for case in cases:
+        if not case.result() or choose_objective(case.run).draw(case.run, False) is not None:
+            continue
+        try:
+            found = find_checkpoint(case.directory, "last", quiet=True)
+            problem = "no checkpoint there"
+        except UserError as error:
+            found, problem = None, str(error)
+        if found is None:
+            print(f"warning: {case.directory}: which data it was trained on is not known: {problem}", file=sys.stderr)
+        elif lines := list_data_differences(found[1], identify(case.run.data)):
+            remedy = "name its data again, or another --output"
+            raise UserError(f"{case.directory}: was trained on other data; {remedy}: {'; '.join(lines)}")
+        elif CONTENT[0] not in found[1]:
+            print(f"warning: {found[0]}: {NAMES_ONLY}", file=sys.stderr)
+
+
+@functools.cache
+def identify(data: Data) -> dict[str, Any]:
+    """Returns the identity of the data of a run, see `identify_data`."""
+    return identify_data(open_split(data, "train_split"), open_split(data, "val_split"))
 
 
 def to_text(value: Any) -> str:
     """Formats `value` as YAML on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=float("inf"), allow_unicode=True)
+    text = dump_yaml(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
     return text.removesuffix("...\n").strip()
 
 

@@ -19,8 +19,8 @@ ONE_RUN = (
 )
 REPLICATES = (
     "± is the standard deviation over seeds. Differences are to the first row, between runs of the same seed, and noise"
-    " where the 95 % interval of Student's t over them contains 0 (row by row: of 20 rows without any effect, one will"
-    " seem to have one)."
+    " where the 95 % interval of Student's t over them contains 0; their standard deviation counts as one image at"
+    " least, as accuracies are rounded to images (row by row: of 20 rows without an effect, one will seem to have one)."
 )
 
 Table = dict[str, list[str]]
@@ -31,7 +31,7 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
     """Returns a row for each setting.
 
     Accuracies are from the last epoch: "top-1" of the plain weights and, if any run keeps them, "EMA top-1" of averaged
-    weights. Step time and memory are means over seeds.
+    weights. Step time and memory are means over seeds; memory is measured on a GPU only.
 
     Args:
         write: makes the columns of an accuracy of several seeds from its name and values: `for_readers` or
@@ -45,7 +45,7 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
         "MACs (G)": [f"{setting.costs.macs / 1e9:#.4g}" for setting in settings],
         "paper: MACs (G)": printed(settings, "macs", ".1f"),
         "step (s)": means(measure(results, "step_seconds"), ".3f"),
-        "peak memory (MB)": means(measure(results, "memory_mb"), ".0f"),
+        **if_measured("peak memory (MB)", means(measure(results, "memory_mb"), ".0f")),
     }
     if has_replicates(settings):
         table["seeds"] = [str(len(runs)) for runs in results]
@@ -101,6 +101,11 @@ def means(measured: Sequence[Measured], form: str) -> list[str]:
     return [text(own.spread and own.spread.mean, form) for own in measured]
 
 
+def if_measured(title: str, texts: list[str]) -> Table:
+    """Returns a column, or none if it has no values."""
+    return {title: texts} if any(texts) else {}
+
+
 def text(number: float | None, form: str) -> str:
     """Formats a number; empty for None, NaN and infinity."""
     return f"{number:{form}}" if number is not None and math.isfinite(number) else ""
@@ -119,6 +124,9 @@ def report_sweep(caption: str, settings: Sequence[Setting]) -> str:
     for name, setting in zip(short_names(settings), settings, strict=True):
         if setting.paper and setting.paper.note:
             notes.append(f"{name}, not as the paper prints it: {setting.paper.note}.")
+    for case in in_order(settings):
+        if changes := case.changes():
+            notes.append(f"{case.directory.name} is not all of its setting: {'; '.join(changes)}.")
     return f"{caption}\n\n" + f"All rows: {stated}.\n\n" * bool(stated) + rows + "".join(f"\n{n}\n" for n in notes)
 
 
@@ -130,16 +138,17 @@ def is_constant(texts: Sequence[str]) -> bool:
 def list_runs(settings: Sequence[Setting]) -> Table:
     """Returns a row for each run, in the order of training."""
     runs = [(case, case.result() or {}) for case in in_order(settings)]
-    columns = {f"{name} (%)": key for name, key in accuracies(settings).items()} | {
-        "step (s)": "step_seconds",
-        "peak memory (MB)": "memory_mb",
-    }
+    columns = {f"{name} (%)": key for name, key in accuracies(settings).items()} | {"step (s)": "step_seconds"}
+    memory = [text(result.get("memory_mb"), ".6g") for _, result in runs]
     rounds = len(settings[0].cases)
+    changes = ["; ".join(case.changes()) for case, _ in runs]
     return {
         "directory": [case.directory.name for case, _ in runs],
         **{option: texts * rounds for option, texts in changed_options(settings).items()},
         "train.seed": [str(case.run.train.seed) for case, _ in runs],
         **{title: [text(result.get(key), ".6g") for _, result in runs] for title, key in columns.items()},
+        **if_measured("peak memory (MB)", memory),
+        **({"changed": changes} if any(changes) else {}),
     }
 
 
@@ -156,6 +165,13 @@ def to_json(caption: str, settings: Sequence[Setting]) -> bytes:
         for name, setting in zip(short_names(settings), settings, strict=True)
     ]
     return json.dumps({"caption": caption, "rows": rows}, indent=1).encode()
+
+
+TABLES = ("table.md", "table.json", "table.csv", "runs.csv")
+"""Files that `write_tables` writes."""
+
+FIGURES = ("table.png", "heat_map.png", "pareto.png", "curves.png")
+"""Files that `write_figures` writes."""
 
 
 def write_tables(caption: str, settings: Sequence[Setting], output: Path) -> None:

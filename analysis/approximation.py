@@ -18,6 +18,8 @@ from analysis.trained import Trained
 from attention import Attention, Grid, OptionError
 from engine.reporting.tables import Spread, spread
 from engine.runtime.memory import peak_bytes
+from models import create_model
+from models.costs import costs_of
 
 
 @dataclass(frozen=True)
@@ -28,8 +30,8 @@ class Row:
         name: as on the command line. options: options of the mechanism, with the budget's. budget: None for mechanisms
             without an option of size. temperature: divisor of the logits. entropies: entropy of softmax's weights in
             each layer, nats. mode: see `merge_modes`. errors: `normalised_error` for each draw and layer. untrained:
-            number of untrained parameters. peak: peak bytes of the first layer for `CHUNK` images. problem: why there
-            is no result.
+            number of untrained parameters. macs: see `layer_macs`. peak: peak bytes of the first layer for `CHUNK`
+            images. problem: why there is no result.
     """
 
     name: str
@@ -40,6 +42,7 @@ class Row:
     mode: str = ""
     errors: Sequence[Sequence[float]] = ()
     untrained: int = 0
+    macs: int = 0
     peak: int | None = None
     problem: str = ""
 
@@ -55,7 +58,7 @@ class Softmax:
     Attributes:
         temperature: divisor of the logits. state: weights whose queries are divided by it. inputs: tokens
             (B, P + N, C) and grid of every attention layer of the trained model. outputs: attended values.
-        entropies: entropy of the weights of each layer, nats, mean over queries and heads.
+        entropies: entropy of the weights of each layer, nats, mean over queries and heads. macs: see `layer_macs`.
     """
 
     temperature: float
@@ -63,6 +66,7 @@ class Softmax:
     inputs: Sequence[tuple[Tensor, Grid]]
     outputs: Sequence[Tensor]
     entropies: Sequence[float]
+    macs: int
 
 
 @torch.no_grad()
@@ -81,7 +85,15 @@ def attend_by_softmax(trained: Trained, inputs: Sequence[tuple[Tensor, Grid]], t
     layers = attention_layers(model)
     outputs = [attended(layer, *given) for layer, given in zip(layers, inputs, strict=True)]
     entropies = [softmax_entropy(layer, *given) for layer, given in zip(layers, inputs, strict=True)]
-    return Softmax(temperature, state, inputs, outputs, entropies)
+    return Softmax(temperature, state, inputs, outputs, entropies, layer_macs(trained, "softmax", inputs))
+
+
+def layer_macs(trained: Trained, attention: str | Mapping[str, Any], inputs: Sequence[tuple[Tensor, Grid]]) -> int:
+    """Counts the multiply-accumulates of all attention layers, projections included, for one image in evaluation."""
+    with torch.device("meta"):
+        network = create_model(**trained.run.model | {"attention": attention}).eval()
+        images = [(torch.empty(1, *x.shape[1:]), grid) for x, grid in inputs]
+    return sum(costs_of(layer, *given).macs for layer, given in zip(attention_layers(network), images, strict=True))
 
 
 @torch.no_grad()
@@ -118,7 +130,7 @@ def measure(
         except OptionError as error:
             yield row(options_text(options), problem=str(error))
             continue
-        x, grid = softmax.inputs[0]
+        macs, (x, grid) = layer_macs(trained, options, softmax.inputs), softmax.inputs[0]
         peak = peak_bytes(partial(attended, attention_layers(model.eval())[0], x[:CHUNK], grid), trained.device)
         for mode, errors in merge_modes(found).items():
-            yield row(options_text(options), mode=mode, errors=errors, untrained=untrained, peak=peak)
+            yield row(options_text(options), mode=mode, errors=errors, untrained=untrained, macs=macs, peak=peak)

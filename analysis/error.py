@@ -27,7 +27,7 @@ NUM_IMAGES = 16
 
 HEADER = (
     *("attention", "options", "mode", "images", "draws", "budget", "temperature", "layer", "entropy"),
-    *("error", "error_std", "untrained_parameters", "peak_bytes", "problem"),
+    *("error", "error_std", "untrained_parameters", "macs", "peak_bytes", "problem"),
 )
 
 
@@ -76,7 +76,8 @@ def main(args: argparse.Namespace) -> None:
     lines = (line for row in rows for line in values(row, count, args.draws))
     write_file(args.output / "error.csv", to_csv(HEADER, lines))
     for against in AXES:
-        write_file(args.output / f"error_{against}.png", encode(draw(title, rows, against, args.modes, budgets)))
+        figure = draw(title, rows, against, args.modes, budgets, softmax.macs)
+        write_file(args.output / f"error_{against}.png", encode(figure))
 
 
 def readable(row: Row) -> dict[str, str]:
@@ -92,6 +93,7 @@ def readable(row: Row) -> dict[str, str]:
         "error": plus_minus(row.spread(), ".3g"),
         **layers,
         "untrained parameters": f"{row.untrained:,}" if row.untrained else "",
+        "MACs (M)": f"{row.macs / 1e6:.2f}" if row.macs else "",
         "peak (MiB)": "" if row.peak is None else f"{row.peak / 2**20:.1f}",
         "cannot be built": row.problem,
     }
@@ -102,4 +104,4 @@ def values(row: Row, images: int, draws: int) -> Iterator[list[Any]]:
     for layer, nats in enumerate(row.entropies):
         found = (row.spread(layer) or (None, None))[:2]
         setting = [row.name, row.options, row.mode, images, draws, row.budget, row.temperature, layer + 1, nats]
-        yield [*setting, *found, row.untrained, row.peak, row.problem]
+        yield [*setting, *found, row.untrained, row.macs or None, row.peak, row.problem]

@@ -1,10 +1,10 @@
-"""Figures of the error of mechanisms against softmax attention: by budget, memory, entropy and layer."""
+"""Figures of the error of mechanisms against softmax attention: by multiply-accumulates, memory, entropy and layer."""
 
 from collections.abc import Callable, Sequence
 from statistics import mean
 
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator, NullLocator
+from matplotlib.ticker import MaxNLocator
 
 from analysis.approximation import Row
 from analysis.drop_in import CHUNK
@@ -17,8 +17,8 @@ Points = list[tuple[float, float, float | None]]
 """Place on the horizontal axis, mean and standard deviation of the error."""
 
 
-def by_budget(rows: Sequence[Row], budgets: Sequence[int]) -> Points:
-    return [(row.budget or 1.5 * budgets[-1], *row.spread()[:2]) for row in rows if row.temperature == 1]
+def by_macs(rows: Sequence[Row], budgets: Sequence[int]) -> Points:
+    return sorted((row.macs / 1e6, *row.spread()[:2]) for row in rows if row.temperature == 1)
 
 
 def by_memory(rows: Sequence[Row], budgets: Sequence[int]) -> Points:
@@ -40,9 +40,9 @@ def at_middle(rows: Sequence[Row], budgets: Sequence[int]) -> list[Row]:
 
 
 AXES: dict[str, tuple[Callable[[Sequence[Row], Sequence[int]], Points], str]] = {
-    "budget": (
-        by_budget,
-        "budget: landmarks, samples, tokens of a window or cluster\n(right of the last: no such size)",
+    "macs": (
+        by_macs,
+        "multiply-accumulates (M) of the attention layers for an image\n(with projections; dashed: softmax attention)",
     ),
     "memory": (by_memory, f"peak memory of the first layer for {CHUNK} images (MiB)"),
     "entropy": (by_entropy, "entropy of softmax's weights (nats), at {temperatures}\nand a budget of {middle}"),
@@ -51,7 +51,9 @@ AXES: dict[str, tuple[Callable[[Sequence[Row], Sequence[int]], Points], str]] = 
 """Horizontal axis -> function for the points of a mechanism, and label."""
 
 
-def draw(title: str, rows: Sequence[Row], against: str, modes: Sequence[str], budgets: Sequence[int]) -> Figure:
+def draw(
+    title: str, rows: Sequence[Row], against: str, modes: Sequence[str], budgets: Sequence[int], softmax_macs: int
+) -> Figure:
     """Draws the error against one of `AXES`: a panel for each mode, a line for each mechanism."""
     (points_of, label), names = AXES[against], list(dict.fromkeys(row.name for row in rows if row.errors))
     temperatures = ", ".join(f"{row:g}" for row in dict.fromkeys(row.temperature for row in rows))
@@ -75,12 +77,11 @@ def draw(title: str, rows: Sequence[Row], against: str, modes: Sequence[str], bu
         axes.set_title(f"{mode} mode", fontsize=10)
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
-    if against in ("budget", "memory"):
+        if against == "macs":
+            axes.axvline(softmax_macs / 1e6, color="black", linewidth=0.8, linestyle="--")
+    if against in ("macs", "memory"):
         panels[0].set_xscale("log", base=2)
         panels[0].xaxis.set_major_formatter("{x:g}")
-    if against == "budget":
-        panels[0].set_xticks(budgets)
-        panels[0].xaxis.set_minor_locator(NullLocator())
     if against == "layer":
         panels[0].xaxis.set_major_locator(MaxNLocator(integer=True))
     note = f"(those above {LARGEST:g} at {LARGEST:g}; dotted: of zeros)"

@@ -99,7 +99,7 @@ def main(args: argparse.Namespace) -> None:
     if args.finetune is not None and args.weights:
         raise UserError("--finetune goes on from averaged weights where they are kept; leave out --weights")
     trained = load_trained(args)
-    base = None if args.finetune is None else finetuning(trained, args.finetune)
+    base = None if args.finetune is None else finetuning(trained, args.finetune, args.overrides)
     sample = read_sample(trained, args.images)
     own, rows = measure_own(trained, sample), []
     with command_line.progress("replace", len(mechanisms), "mechanisms") as bar:
@@ -120,13 +120,18 @@ def main(args: argparse.Namespace) -> None:
         train_on(base, built, args.output / "finetune")
 
 
-def finetuning(trained: Trained, epochs: int) -> dict[str, Any]:
-    """Returns the configuration of a run that trains the model further.
+def finetuning(trained: Trained, epochs: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns the configuration of a run that trains all weights of the model further, unless `overrides` freeze some.
+
+    Another mechanism may have weights that the model lacks, so that `init.strict` and `train.freeze` of the run that
+    made it do not apply.
 
     Raises:
         ConfigError: the model cannot be trained further. OptionError: there are no training images.
     """
     options = dump_run(trained.run)
+    options["init"]["strict"], options["train"]["freeze"] = False, None
+    options = dump_run(parse_run(options, f"--finetune {epochs}", overrides))
     options["init"]["weights"] = str(trained.path.resolve())
     options["schedule"] |= {"epochs": epochs, "warmup_epochs": min(options["schedule"]["warmup_epochs"], epochs - 1)}
     open_split(parse_run(options, f"--finetune {epochs}").data, "train_split")

@@ -36,10 +36,8 @@ def row(name: str) -> tuple[str, ...]:
     found, costs = read_docstring(name), layer_costs(name, (28, 28))
     paper = f"[{found['authors']}](https://arxiv.org/abs/{found['number']})" if found["number"] else ""
     idea, cost = (found[part].replace("|", r"\|").replace("^2", "²").replace("^3", "³") for part in ("idea", "cost"))
-    macs, parameters = (
-        " or ".join(f"{c.macs / 1e6:.1f}" for c in costs),
-        " or ".join(f"{c.parameters:,}" for c in costs),
-    )
+    macs = " or ".join(f"{cost.macs / 1e6:.1f}" for cost in costs)
+    parameters = " or ".join(f"{cost.parameters:,}" for cost in costs)
     return f"`{name}`", paper, idea, cost, macs, parameters, config(name)
 
 

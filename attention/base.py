@@ -4,8 +4,16 @@ Shape letters used throughout: B images, (H, W) token grid, N = H*W tokens in ra
 (dim), h heads, d = C/h channels per head, g windows, w tokens per window, e keys that a window attends to, c landmarks
 or groups, t tokens per group, s random samples, P prefix tokens (class token, registers), which precede the grid
 tokens.
+
+Arguments that ops share, and that their docstrings do not repeat: queries q (B, h, N, d), keys and values k, v (B, h,
+P + N, d); bias, the position bias of a window, (h, w, e); attn_drop, the dropout rate of attention weights; key_mask
+(B, P + N) bool, true for keys that count; causal: query n attends to keys up to the n-th, after those of a `Past`. An
+op returns attended values (B, h, N, d), in float32 at least if it has the decorator `full_precision`. Where prefix
+tokens are plain, N counts them too.
 """
 
+import inspect
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
@@ -14,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .options import OptionError
+from .options import OptionError, check_fields
 from .parts.geometry import Grid, merge_heads, split_heads, split_prefix
 from .parts.linear import init_linear
 from .parts.local_term import LocalTerm
@@ -35,21 +43,25 @@ class LayerContext:
         reduction: spatial reduction R that a pyramid assigns to this stage (PVT-v2: 8, 4, 2, 1); None elsewhere.
         qkv_bias: True if the query/key/value projection has a bias. proj_drop: dropout rate of the output.
         shared: objects that the network's layers share, under keys of the mechanism's choice; one dict per network.
+    Raises:
+        OptionError: a value of another type or out of its range; heads that do not divide the channels.
     """
 
-    dim: int
-    num_heads: int
-    grid: Grid
-    num_prefix_tokens: int = 0
-    layer: int = 0
-    depth: int = 1
-    reduction: int | None = None
+    dim: int = field(metadata={"low": 1})
+    num_heads: int = field(metadata={"low": 1})
+    grid: Grid = field(metadata={"low": 1})
+    num_prefix_tokens: int = field(default=0, metadata={"low": 0})
+    layer: int = field(default=0, metadata={"low": 0})
+    depth: int = field(default=1, metadata={"low": 1})
+    reduction: int | None = field(default=None, metadata={"low": 1})
     qkv_bias: bool = True
-    proj_drop: float = 0.0
+    proj_drop: float = field(default=0.0, metadata={"low": 0, "high": 1})
     shared: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
-        if self.num_heads < 1 or self.dim % self.num_heads:
+        for name, value in check_fields(self).items():
+            object.__setattr__(self, name, value)
+        if self.dim % self.num_heads:
             raise OptionError("num_heads", f" = {self.num_heads} does not divide dim = {self.dim}")
 
     @property
@@ -86,7 +98,7 @@ class Attention(nn.Module):
     to the prefix tokens, and windows, landmarks and positions cover the grid alone.
     """
     key_mask_refusal: ClassVar[str | None] = "it does not declare what it does with masked tokens"
-    """Why the mechanism refuses a key mask; None where `attend` takes one as its last argument."""
+    """Why the mechanism refuses a key mask; None for a mechanism whose `attend` takes the argument key_mask."""
     num_projections: ClassVar[int] = 3
     """Number of C x C outputs of `qkv`: 3 for queries, keys and values, 2 if keys are queries, 1 for values alone."""
     local_size: ClassVar[int] = 5
@@ -94,6 +106,11 @@ class Attention(nn.Module):
     own local term."""
     local_by_head: ClassVar[bool] = True
     """True if all heads share the filters of the local term; otherwise every channel has its own filter."""
+
+    def __init_subclass__(cls) -> None:
+        if "key_mask" in inspect.signature(cls.attend).parameters:
+            cls.key_mask_refusal = None
+        cls.__doc__ = cls.__doc__ or getattr(sys.modules.get(cls.__module__), "__doc__", None)  # the file's docstring
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__()
@@ -134,6 +151,13 @@ class Attention(nn.Module):
     def refuse(cls, name: str, value: Any, problem: str) -> NoReturn:
         """Raises the OptionError for option `name` of this mechanism."""
         raise OptionError(f"attention({cls.name()}).{name}", f" = {value}: {problem}")
+
+    def refuse_above(self, context: LayerContext, *names: str, side: int = 0) -> None:
+        """Raises the OptionError for options larger than the number of tokens of the grid, or than its longest side."""
+        (H, W), what = context.grid, "larger than" if side else "more than the tokens of"
+        for name in names:
+            if (value := getattr(self.config, name, 0)) > (most := side or context.num_tokens):
+                self.refuse(name, value, f"{what} the {H}x{W} grid; at most {most}")
 
     @classmethod
     def cost(cls, context: LayerContext, config: Any) -> Cost:
@@ -183,6 +207,8 @@ class Attention(nn.Module):
             ValueError: the number of tokens is not P + H*W; the mask has another shape or type, or the mechanism
                 refuses masks.
         """
+        if torch.jit.is_tracing():  # it records sizes as tensors, but a traced graph belongs to one grid
+            grid = int(grid[0]), int(grid[1])
         (H, W), P = grid, self.num_prefix_tokens
         if x.shape[1] != P + H * W:
             raise ValueError(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .base import Attention
+from .mechanisms.scatterbrain import samples
 from .ops.group_values.op import group_logits, group_values
 from .ops.joint_softmax.op import mix, shared_logits
 from .parts.features import compute_dtype, log_kernel, upcast
@@ -98,7 +99,7 @@ class EvaDecoder(Decoder):
             k_tilde, mu, omega, log_mass, beta = (torch.cat(parts, 3) for parts in summaries)
             prior = count.to(compute_dtype(q)).log()[:, None] if config.log_count else None
             logits = group_logits(q[:, :, None], k_tilde, mu, omega, log_mass, prior)
-            terms.append((logits, beta))
+            terms.append((logits, beta.to(values.dtype)))
         self.advance()
         return mix(terms)[:, :, 0]
 
@@ -132,7 +133,7 @@ class ScatterbrainDecoder(Decoder):
         q, k, v = map(upcast, projected)
         windows, kept = windows_on(self.attn.config, self.grid), self.past.kept
         attended, positions, row = windows.attended(self.num_tokens)
-        omega = self.attn.samples(q)
+        omega = samples(self.attn, q)
         log_q = log_kernel(q, omega)[:, :, None]
         if not kept:
             (B, h, _, d), s = v.shape, log_q.shape[-1]
@@ -152,17 +153,8 @@ class ScatterbrainDecoder(Decoder):
 
 
 DECODERS: dict[str, type[Decoder]] = {
-    "softmax": Decoder,
-    "local": EvaDecoder,
-    "eva": EvaDecoder,
-    "linear": Decoder,
-    "performer": Decoder,
-    "scatterbrain": ScatterbrainDecoder,
-    "rfa": Decoder,
-    "t2r": Decoder,
-    "cosformer": Decoder,
-    "transnormer": Decoder,
-    "abc": Decoder,
+    **dict.fromkeys(("softmax", "linear", "performer", "rfa", "t2r", "cosformer", "transnormer", "abc"), Decoder),
+    **{"local": EvaDecoder, "eva": EvaDecoder, "scatterbrain": ScatterbrainDecoder},
 }
 """Mechanism -> class of its decoder."""
 

@@ -11,7 +11,7 @@ import math
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, dataclass_transform
 
 
 class OptionError(ValueError):
@@ -28,6 +28,14 @@ class OptionError(ValueError):
 
 class UnknownOptionError(OptionError, TypeError):
     """An option that does not exist; also a TypeError, like any unknown keyword argument."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+class Options:
+    """Base of a mechanism's or a model's `Config`: makes its subclasses frozen dataclasses of keyword arguments."""
+
+    def __init_subclass__(cls) -> None:
+        dataclasses.dataclass(frozen=True, kw_only=True)(cls)
 
 
 def option(
@@ -71,8 +79,9 @@ def local_option(default: bool = False) -> Any:
 def nearest(word: object, choices: Iterable[object]) -> str:
     """``"; did you mean 'window_size'?"`` for the choice with the most similar spelling, or the list of all choices."""
     known = sorted(map(str, choices))
-    match = difflib.get_close_matches(str(word), known, n=1)
-    return f"; did you mean {match[0]!r}?" if match else f"; known: {', '.join(known) or 'none'}"
+    spellings = {choice.lower(): choice for choice in known}
+    match = difflib.get_close_matches(str(word).lower(), spellings, n=1)
+    return f"; did you mean {spellings[match[0]]!r}?" if match else f"; known: {', '.join(known) or 'none'}"
 
 
 def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:
@@ -104,6 +113,19 @@ def parse_options(cls: type, options: Mapping[str, Any], path: str = "") -> Any:
     parsed = cls(**values)
     rules = {name: rule for name, field in fields.items() if (rule := field.metadata.get("chosen"))}
     return dataclasses.replace(parsed, **{n: rule(parsed) for n, rule in rules.items() if getattr(parsed, n) is None})
+
+
+def check_fields(values: Any) -> dict[str, Any]:
+    """The values of a dataclass by name, as `parse_options` converts them.
+
+    Raises:
+        OptionError: the first value that does not fit the type of its field, or the range in the field's metadata.
+    """
+    types_of, checked = typing.get_type_hints(type(values)), {}
+    for field in dataclasses.fields(values):
+        checked[field.name] = _check(types_of[field.name], getattr(values, field.name), field.name)
+        _check_range(checked[field.name], field.metadata, field.name)
+    return checked
 
 
 def _check(kind: Any, value: Any, key: str) -> Any:

@@ -28,10 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "table_released" if getattr(c, "released", False) and not getattr(c, "causal", False) else "table"
         ),
     },
-    "causal": {
-        "default": False,
-        "meaning": "no token attends to a later one of the raster order; needs layout 1d",
-    },
+    "causal": {"default": False, "meaning": "no token attends to a later one of the raster order; needs layout 1d"},
 }
 
 NOT_RASTER = "causal attention follows the raster order; set layout: 1d"
@@ -78,10 +75,7 @@ def refuse_windows(attn: Attention, context: LayerContext) -> None:
     Raises:
         OptionError: a window or overlap is larger than the grid; causal attention has another layout than 1d.
     """
-    config, (H, W) = attn.config, context.grid
-    for name in ("window_size", "overlap"):
-        side, longest = getattr(config, name, 0), max(raster(context.grid, config.layout))
-        if side > longest:
-            attn.refuse(name, side, f"larger than the {H}x{W} grid; at most {longest}")
+    config = attn.config
+    attn.refuse_above(context, "window_size", "overlap", side=max(raster(context.grid, config.layout)))
     if getattr(config, "causal", False) and config.layout != "1d":
         attn.refuse("layout", config.layout, NOT_RASTER)

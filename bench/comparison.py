@@ -12,7 +12,7 @@ import torch
 
 from attention import Grid
 from attention.options import OptionError, nearest
-from bench.results import COLUMNS, SETTINGS, quartile_columns
+from bench.results import COLUMNS, FILES, SETTINGS, quartile_columns
 from bench.timing import Call, Quartiles, time_rounds
 from bench.workload import Subject, Workload, attention_core, attention_layer, whole_model
 from engine.runtime.files import make_output
@@ -51,7 +51,7 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
         OptionError, UserError: a name, option, size or directory that cannot be honoured.
     """
     if args.output:
-        make_output(args.output, ())
+        make_output(args.output, FILES)
     kinds = []
     if args.attention:
         kind, subject = ("core", attention_core) if args.core else ("attention", attention_layer)

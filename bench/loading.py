@@ -31,6 +31,7 @@ from engine.data.prepare import prepare
 from engine.data.splits import Images, open_split
 from engine.data.subset import SubsetReader
 from engine.reporting.tables import align
+from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import seed_everything
 from engine.runtime.errors import refuse_bad_input
 
@@ -38,7 +39,7 @@ IMG_SIZE, BATCH_SIZE = 224, 32
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
+    parser = ArgumentParser(
         description="Images per second and core.", formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("root", nargs="?", help="holds class folders in `train` (JPEG made on the spot)")

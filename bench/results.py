@@ -1,6 +1,5 @@
 """Results of a benchmark: Markdown for readers, CSV and JSON for programs, and the marking of noisy values."""
 
-import csv
 import itertools
 import json
 from collections.abc import Mapping, Sequence
@@ -10,6 +9,7 @@ from typing import Any
 
 from bench.timing import MAX_ERROR, MAX_WAITED, Quartiles, Times
 from engine.reporting.tables import compact_table
+from engine.runtime.files import to_csv, write_file
 
 NOISE = (
     f"~ is noisy: the median's standard error, 0.93 x interquartile range / sqrt(rounds), is above {MAX_ERROR:.0%}, or "
@@ -26,6 +26,9 @@ SETTINGS = ("size", "batch", "mode", "dtype", "execution")
 ENDS = ("", "_q1", "_q3", "_noisy")
 MEASURED = [name + end for name in ("seconds", "speedup") for end in ENDS]
 COUNTED = ("images_per_second", "waited", "peak_bytes", "peak_ratio", "saved_bytes", "launches", "macs", "parameters")
+FILES = ("table.md", "results.json", "results.csv")
+"""Files that `write_tables` writes."""
+
 COLUMNS = ("kind", "name", "baseline", *SETTINGS, *MEASURED, *COUNTED)
 """Columns of results.csv and results.json. peak_ratio: relative to the baseline. waited: see `bench.timing.Times`."""
 
@@ -93,9 +96,6 @@ def readable(row: Mapping[str, Any]) -> dict[str, str]:
 
 def write_tables(metadata: Mapping[str, Any], rows: Sequence[dict[str, Any]], output: Path) -> None:
     """Writes table.md, results.csv and results.json into the directory `output`."""
-    (output / "table.md").write_text(format_results(metadata, rows))
-    (output / "results.json").write_text(json.dumps({"metadata": metadata, "rows": rows}, indent=1))
-    with (output / "results.csv").open("w", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
-        writer.writerows(rows)
+    write_file(output / "table.md", format_results(metadata, rows).encode())
+    write_file(output / "results.json", json.dumps({"metadata": metadata, "rows": rows}, indent=1).encode())
+    write_file(output / "results.csv", to_csv(COLUMNS, ([row[name] for name in COLUMNS] for row in rows)))

@@ -8,7 +8,6 @@ from typing import Any
 
 import timm
 import torch
-import yaml
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -16,6 +15,7 @@ from attention import Attention, AttentionFactory, Grid, kernels
 from attention.options import OptionError, nearest
 from bench.timing import count_launches
 from engine.config.load import load_run
+from engine.config.yaml_files import parse_yaml
 from engine.runtime.distributed import autocast
 from engine.runtime.errors import ConfigError
 from engine.runtime.memory import peak_bytes, saved_bytes
@@ -157,8 +157,8 @@ def _split_path(text: str, name: str) -> tuple[str, kernels.Path]:
 def _read_options(text: str, options: str) -> dict[str, Any]:
     """Parses ``"window_size=7,num_landmarks=49"``, the end of the entry `text`, with values in YAML."""
     try:
-        return yaml.safe_load(f"{{{options.replace('=', ': ')}}}")
-    except (yaml.YAMLError, ValueError):  # ValueError: an invalid date
+        return parse_yaml(f"{{{options.replace('=', ': ')}}}", lambda line: text).values
+    except ConfigError:
         raise ConfigError(f"{text!r}: expected OPTION=VALUE,... after the last colon") from None
 
 

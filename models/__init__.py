@@ -156,13 +156,9 @@ def _entrypoint(name: str) -> Callable[..., nn.Module]:
             return built[0]
 
         with nullcontext() if device is None else torch.device(device):
+            features = {"out_indices": family.feature_indices, "feature_cls": "getter"}
             model = build_model_with_cfg(
-                build,
-                name,
-                pretrained,
-                pretrained_filter_fn=resample_pos_embed,
-                feature_cfg={"out_indices": family.feature_indices, "feature_cls": "getter"},
-                **options,
+                build, name, pretrained, pretrained_filter_fn=resample_pos_embed, feature_cfg=features, **options
             )
         (backbone,) = built
         if isinstance(backbone, Pvt):
@@ -178,20 +174,10 @@ def _entrypoint(name: str) -> Callable[..., nn.Module]:
     return construct
 
 
-default_cfgs = generate_default_cfgs(
-    {
-        name: {
-            "input_size": (3, 224, 224),
-            "fixed_input_size": family is Deit,
-            "pool_size": (7, 7) if family is Pvt else None,
-            "crop_pct": 0.875,
-            "interpolation": "bicubic",
-            "first_conv": "patch_embed.proj",
-            "classifier": "head",
-        }
-        for name, (family, _) in MODELS.items()
-    }
-)
+_CFG: dict[str, Any] = {"input_size": (3, 224, 224), "crop_pct": 0.875, "interpolation": "bicubic"}
+_CFG |= {"first_conv": "patch_embed.proj", "classifier": "head"}
+_OF_FAMILY: dict[Any, dict[str, Any]] = {Deit: {"fixed_input_size": True}, Pvt: {"pool_size": (7, 7)}}
+default_cfgs = generate_default_cfgs({name: _CFG | _OF_FAMILY[family] for name, (family, _) in MODELS.items()})
 for _name in MODELS:
     register_model(_entrypoint(_name))
 

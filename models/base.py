@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
-from timm.layers import DropPath, LayerNorm, calculate_drop_path_rates, register_notrace_module, trunc_normal_
+from timm.layers import DropPath, LayerNorm, calculate_drop_path_rates, register_notrace_module
 from timm.models import checkpoint
+from timm.models.vision_transformer import init_weights_vit_timm
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -15,8 +17,21 @@ from attention import Attention, Grid, OptionError
 MAX_TOKENS = 2**16
 """Largest number of tokens of a model's grid: masks and tables grow with it without showing in the weights."""
 
+init_linears = partial(init_weights_vit_timm, needs_reset=False)
+"""Function of `nn.Module.apply`: linear layers get timm's truncated normal of std 0.02, bias 0; others stay."""
+
 # fx cannot trace the geometry that mechanisms compute from a grid, so attention layers are leaves of its graphs.
 register_notrace_module(Attention)
+
+
+def _transposed(graph: Any, x: Any) -> Any:
+    """`Tensor.mT` as an operator of ONNX."""
+    *batch, rows, columns = range(x.type().dim())
+    return graph.op("Transpose", x, perm_i=[*batch, columns, rows])
+
+
+# torch.onnx.export(dynamo=False), which timm's onnx_export calls by default, has no translation of this operator.
+torch.onnx.register_custom_op_symbolic("aten::mT", _transposed, 9)
 
 
 class StochasticDepth(DropPath):
@@ -69,7 +84,7 @@ class Block(nn.Module):
         self.attn = attn
         self.drop_path1 = StochasticDepth(drop_path)
         self.norm2 = LayerNorm(dim)
-        self.mlp = mlp.apply(init_linear)
+        self.mlp = mlp.apply(init_linears)
         self.drop_path2 = StochasticDepth(drop_path)
         self.grad_checkpointing = False
 
@@ -161,13 +176,10 @@ class Backbone(nn.Module):
 
     def create_head(self) -> nn.Module:
         """A new classifier of `num_classes`, in the mode of the model."""
-        like = next(self.parameters())
-        head = (
-            nn.Linear(self.num_features, self.num_classes, device=like.device, dtype=like.dtype)
-            if self.num_classes
-            else nn.Identity()
-        )
-        return head.train(self.training).apply(init_linear)
+        like, head = next(self.parameters()), cast(nn.Module, nn.Identity())
+        if self.num_classes:
+            head = nn.Linear(self.num_features, self.num_classes, device=like.device, dtype=like.dtype)
+        return head.train(self.training).apply(init_linears)
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images -> features, the input of `pool`."""
@@ -192,12 +204,8 @@ def intermediate_outputs(
 ) -> Any:
     """The result of `forward_intermediates`, as in timm's models: a list, a pair (final, list), or a dict of these."""
     if as_dict:
-        outputs = {
-            "image_features": final,
-            "image_intermediates": intermediates,
-            "image_intermediates_prefix": prefixes,
-        }
-        return {key: value for key, value in outputs.items() if value is not None}
+        outputs = {"features": final, "intermediates": intermediates, "intermediates_prefix": prefixes}
+        return {f"image_{key}": value for key, value in outputs.items() if value is not None}
     listed = intermediates if prefixes is None else list(zip(intermediates, prefixes, strict=True))
     return listed if final is None else (final, listed)
 
@@ -210,14 +218,6 @@ def first_attention(module: nn.Module) -> Attention:
 def drop_path_rates(rate: float, depth: int) -> list[float]:
     """Rates of stochastic depth of `depth` blocks, linear from 0 to `rate`."""
     return cast(list[float], calculate_drop_path_rates(rate, depth))  # timm's type includes lists by stages
-
-
-def init_linear(module: nn.Module) -> None:
-    """Initialises a linear layer: truncated normal of std 0.02, bias 0. Other layers stay as they are."""
-    if isinstance(module, nn.Linear):
-        trunc_normal_(module.weight, std=0.02)
-        if module.bias is not None:
-            nn.init.zeros_(module.bias)
 
 
 def check_grid(attn: Attention, grid: Grid) -> None:

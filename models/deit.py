@@ -10,7 +10,6 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -30,7 +29,7 @@ from timm.models._input import update_model_input_size
 from torch import Tensor, nn
 
 from attention import AttentionFactory, Grid, OptionError
-from attention.options import option
+from attention.options import Options, option
 from models.base import (
     Backbone,
     Block,
@@ -80,8 +79,7 @@ class Deit(Backbone):
 
     feature_indices = 3
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         img_size: int | tuple[int, int] = option(224, "image side, or height and width; pixels", low=1, high=4096)
         patch_size: int = option(16, "side of a patch, pixels", low=1)
         in_chans: int = option(3, "image channels", low=1)
@@ -127,10 +125,8 @@ class Deit(Backbone):
             for side in to_2tuple(self.img_size):
                 if side % self.patch_size:
                     valid = max(1, round(side / self.patch_size)) * self.patch_size
-                    raise OptionError(
-                        "model.img_size",
-                        f" = {side} is not a multiple of patch_size = {self.patch_size}; nearest: {valid}",
-                    )
+                    problem = f" = {side} is not a multiple of patch_size = {self.patch_size}; nearest: {valid}"
+                    raise OptionError("model.img_size", problem)
             height, width = to_2tuple(self.img_size)
             check_tokens((height // self.patch_size, width // self.patch_size))
             if self.global_pool == "token" and not self.class_token:
@@ -138,30 +134,21 @@ class Deit(Backbone):
             if self.dist_token and not self.class_token:
                 raise OptionError("model.dist_token", " = true needs class_token: true")
             if self.dist_token and self.global_pool not in (None, "token"):
-                raise OptionError(
-                    "model.global_pool", f" = {self.global_pool!r}: with dist_token, heads read their tokens"
-                )
+                problem = f" = {self.global_pool!r}: with dist_token, heads read their tokens"
+                raise OptionError("model.global_pool", problem)
             if self.stem == "conv" and not self.vocab_size:  # tokens refuse this stem altogether
                 if self.patch_size not in (4, 8, 16):
                     raise OptionError("model.patch_size", f" = {self.patch_size}: the conv stem takes 4, 8 or 16")
                 if self.embed_dim % (self.patch_size // 2):
-                    raise OptionError(
-                        "model.embed_dim",
-                        f" = {self.embed_dim}: the conv stem needs a multiple of {self.patch_size // 2}",
-                    )
+                    problem = f" = {self.embed_dim}: the conv stem needs a multiple of {self.patch_size // 2}"
+                    raise OptionError("model.embed_dim", problem)
 
     def __init__(self, config: Config, attention: AttentionFactory):
         poolings = ("token",) if config.dist_token else ("token", "avg") if config.class_token else ("avg",)
         super().__init__(config, config.embed_dim, (*poolings, ""))
         dim = self.embed_dim = config.embed_dim
-        self.patch_embed = PatchEmbed(
-            config.img_size,
-            config.patch_size,
-            config.in_chans,
-            dim,
-            output_fmt="NHWC",
-            strict_img_size=not config.dynamic_img_size,
-        )
+        sizes, strict = (config.img_size, config.patch_size, config.in_chans, dim), not config.dynamic_img_size
+        self.patch_embed = PatchEmbed(*sizes, output_fmt="NHWC", strict_img_size=strict)
         if (stem := self.create_stem()) is not None:
             self.patch_embed.proj = stem  # type: ignore[assignment]  # timm takes any module
         self.num_prefix_tokens = config.class_token + config.dist_token + config.reg_tokens
@@ -173,36 +160,20 @@ class Deit(Backbone):
         self.pos_embed = nn.Parameter(torch.empty(1, self.num_prefix_tokens + self.patch_embed.num_patches, dim))
         self.pos_drop = nn.Dropout(config.pos_drop_rate)
         self.patch_drop = PatchDropout(config.patch_drop_rate, self.num_prefix_tokens)
-        shared: dict[Any, Any] = {}
+        where: dict[str, Any] = {"dim": dim, "num_heads": config.num_heads, "grid": self.grid, "depth": config.depth}
+        where |= {"num_prefix_tokens": self.num_prefix_tokens, "qkv_bias": config.qkv_bias, "shared": {}}
         hidden_dim = int(dim * config.mlp_ratio)
         mlp: Callable[[], nn.Module] = functools.partial(TokenMlp, dim, hidden_dim, drop=config.proj_drop_rate)
         if config.use_glu:
             mlp = functools.partial(TokenGluMlp, dim, 2 * hidden_dim // 3, drop=config.proj_drop_rate)
         self.blocks = nn.ModuleList(
-            Block(
-                dim,
-                attention(
-                    dim=dim,
-                    num_heads=config.num_heads,
-                    grid=self.grid,
-                    layer=layer,
-                    depth=config.depth,
-                    num_prefix_tokens=self.num_prefix_tokens,
-                    qkv_bias=config.qkv_bias,
-                    proj_drop=config.proj_drop_rate,
-                    shared=shared,
-                ),
-                mlp(),
-                drop_path,
-            )
+            Block(dim, attention(**where, layer=layer, proj_drop=config.proj_drop_rate), mlp(), drop_path)
             for layer, drop_path in enumerate(drop_path_rates(config.drop_path_rate, config.depth))
         )
         self._check_patch_drop()
         self.norm: nn.Module = LayerNorm(dim)
-        self.feature_info = [
-            {"module": f"blocks.{layer}", "num_chs": dim, "reduction": config.patch_size}
-            for layer in range(config.depth)
-        ]
+        info = {"num_chs": dim, "reduction": config.patch_size}
+        self.feature_info = [{"module": f"blocks.{layer}", **info} for layer in range(config.depth)]
         self.reset_classifier(config.num_classes)
         self.init_weights()
 
@@ -344,12 +315,9 @@ class Deit(Backbone):
                     y = y.mT.unflatten(2, (H, W)).contiguous()
                 intermediates.append(y)
                 prefixes.append(prefix)
-        return intermediate_outputs(
-            None if intermediates_only else self.norm(x),
-            intermediates,
-            prefixes if return_prefix_tokens and self.num_prefix_tokens else None,
-            as_dict=output_dict,
-        )
+        final = None if intermediates_only else self.norm(x)
+        in_pairs = prefixes if return_prefix_tokens and self.num_prefix_tokens else None
+        return intermediate_outputs(final, intermediates, in_pairs, as_dict=output_dict)
 
     def prune_intermediate_layers(
         self, indices: int | list[int] = 1, prune_norm: bool = False, prune_head: bool = True

@@ -6,7 +6,7 @@ from timm.layers import to_2tuple, trunc_normal_
 from torch import Tensor, nn
 
 from attention import Grid, OptionError
-from models.base import init_linear
+from models.base import init_linears
 from models.deit import Deit
 
 
@@ -42,7 +42,7 @@ class MaskedDeit(Deit):
         self.decoder = nn.Linear(dim, config.in_chans * config.patch_size**2)
 
     def init_weights(self) -> None:
-        init_linear(self.decoder)
+        self.decoder.apply(init_linears)
         super().init_weights()
         trunc_normal_(self.mask_token, std=0.02)
 

@@ -8,7 +8,6 @@ projection (see `models.convert.from_timm_pvt`).
 import math
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any, Literal
 
 from timm.layers import LayerNorm, to_2tuple
@@ -16,7 +15,7 @@ from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
 from attention import AttentionFactory, Grid, OptionError
-from attention.options import option
+from attention.options import Options, option
 from models.base import (
     Backbone,
     Block,
@@ -83,8 +82,7 @@ class Pvt(Backbone):
     num_stages = 4
     feature_indices = (0, 1, 2, 3)
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         img_size: int | tuple[int, int] = option(
             224,
             "image side, or height and width, that attention is built for; pixels. Others are accepted",
@@ -121,29 +119,16 @@ class Pvt(Backbone):
         self.patch_embed = OverlapPatchEmbed(config.in_chans, dims[0], patch_size=7, stride=4)
         rates = drop_path_rates(config.drop_path_rate, sum(depths))
         stages = []
-        shared: dict[Any, Any] = {}
+        where: dict[str, Any] = {"depth": sum(depths), "qkv_bias": config.qkv_bias, "shared": {}}
         for s in range(self.num_stages):
-            stride = 4 * 2**s
-            first = sum(depths[:s])
-            blocks = [
-                Block(
-                    dims[s],
-                    attention[s](
-                        dim=dims[s],
-                        num_heads=config.num_heads[s],
-                        grid=tuple(math.ceil(side / stride) for side in to_2tuple(config.img_size)),
-                        layer=layer,
-                        depth=sum(depths),
-                        reduction=config.reductions[s],
-                        qkv_bias=config.qkv_bias,
-                        proj_drop=config.proj_drop_rate,
-                        shared=shared,
-                    ),
-                    ConvMlp(dims[s], int(dims[s] * config.mlp_ratios[s]), config.proj_drop_rate, config.mlp_relu),
-                    rates[layer],
-                )
-                for layer in range(first, first + depths[s])
-            ]
+            first, hidden_dim, drop = sum(depths[:s]), int(dims[s] * config.mlp_ratios[s]), config.proj_drop_rate
+            where["grid"] = tuple(math.ceil(side / (4 * 2**s)) for side in to_2tuple(config.img_size))
+            where |= {"dim": dims[s], "num_heads": config.num_heads[s], "reduction": config.reductions[s]}
+            blocks = []
+            for layer in range(first, first + depths[s]):
+                attn = attention[s](**where, layer=layer, proj_drop=drop)
+                mlp = ConvMlp(dims[s], hidden_dim, drop, config.mlp_relu)
+                blocks.append(Block(dims[s], attn, mlp, rates[layer]))
             downsample = OverlapPatchEmbed(dims[s - 1], dims[s], patch_size=3, stride=2) if s else nn.Identity()
             stages.append(Stage(downsample, blocks, dims[s]))
         self.stages = nn.ModuleList(stages)
@@ -153,13 +138,8 @@ class Pvt(Backbone):
         self.reset_classifier(config.num_classes)
 
     def group_matcher(self, coarse: bool = False) -> dict[str, Any]:
-        """Patterns that group parameters by depth, for timm's layer-wise learning rates."""
-        fine = [
-            (r"^stages\.(\d+)\.downsample", (0,)),
-            (r"^stages\.(\d+)\.blocks\.(\d+)", None),
-            (r"^stages\.(\d+)\.norm", (99999,)),
-        ]
-        return {"stem": r"^patch_embed", "blocks": r"^stages\.(\d+)" if coarse else fine}
+        """Patterns that group parameters by stage, as timm's do, for its layer-wise learning rates."""
+        return {"stem": r"^patch_embed", "blocks": r"^stages\.(\d+)"}
 
     def min_side(self) -> int:
         """Side of the smallest square image, in steps of the last stage's stride, that the attention takes; pixels."""

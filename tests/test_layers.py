@@ -54,7 +54,7 @@ BELOW = {  # folder or file -> what of this project it may import
         for room, below in ROOMS.items()
     },
 }
-MODELS_MAY_TAKE = {"Attention", "AttentionFactory", "Grid", "OptionError", "LayerContext"} | {
+MODELS_MAY_TAKE = {"Attention", "AttentionFactory", "Grid", "OptionError", "LayerContext", "Options"} | {
     *("option", "nearest", "parse_options"),
 }
 EVERY_FILE = [path for package in LIBRARIES for path in sorted((ROOT / package).rglob("*.py"))]
@@ -111,6 +111,11 @@ def test_every_room_has_its_rule():
 @pytest.mark.parametrize("path", [*ROOT.glob("*.py"), *EVERY_FILE], ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_file_is_named_for_nothing(path):
     assert path.stem not in {"utils", "common", "helpers", "misc"}
+
+
+def test_every_command_refuses_an_option_given_twice():
+    """Every parser is one of engine.runtime.arguments."""
+    assert not [path for path in [*ROOT.glob("*.py"), *EVERY_FILE] if "argparse.ArgumentParser(" in path.read_text()]
 
 
 @pytest.mark.parametrize(

@@ -93,6 +93,20 @@ def test_configurations_are_found_from_any_directory(tmp_path, monkeypatch):
     assert find_config("configs/quickstart.yaml") == Path("configs/quickstart.yaml")
 
 
+@pytest.mark.parametrize("stranger", ["models.py", "attention/__init__.py"])
+def test_a_module_in_the_place_of_ours_is_named(tmp_path, stranger):
+    """`python -m` finds modules of the current directory first."""
+    (path := tmp_path / stranger).parent.mkdir(exist_ok=True)
+    path.touch()
+    command, environment = [sys.executable, "-m", "engine.reporting.runs"], os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    name = path.relative_to(tmp_path).parts[0].removesuffix(".py")
+    problem = (
+        f"ImportError: {path} stands in the place of this project's {name} ({ROOT / name}): rename it, or run this"
+    )
+    assert done.stderr.splitlines()[-1] == f"{problem} in a directory without a module {name}"
+
+
 @pytest.mark.stress
 def test_installed_it_trains_the_quickstart_in_an_empty_directory(tmp_path, figure):
     """The wheel is built from the source distribution; its dependencies are this environment's."""
@@ -103,10 +117,12 @@ def test_installed_it_trains_the_quickstart_in_an_empty_directory(tmp_path, figu
     subprocess.run([sys.executable, "-m", "pip", "install", "--no-deps", "--target", site, wheel], check=True)
     assert all((site / path.relative_to(ROOT)).exists() for path in PACKAGED if path.suffix != ".pyc")
     empty.mkdir()
+    (empty / "train.py").write_text("raise SystemExit('a script of the user')")
     environment = os.environ | {"PYTHONPATH": str(site)}
     run = "configs/quickstart.yaml", "--output", "runs/quickstart", "schedule.epochs=3"
-    for command in (("eav-train", *run), ("eav-validate", "runs/quickstart")):
-        subprocess.run([site / "bin" / command[0], *command[1:]], check=True, cwd=empty, env=environment)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--no-python"]
+    subprocess.run([*launcher, site / "bin/eav-train", *run], check=True, cwd=empty, env=environment)
+    subprocess.run([site / "bin/eav-validate", "runs/quickstart"], check=True, cwd=empty, env=environment)
     records = [json.loads(line) for line in (empty / "runs/quickstart/metrics.jsonl").read_text().splitlines()]
     assert records[0]["git"] is None
     assert records[0]["version"] == attention.__version__

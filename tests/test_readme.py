@@ -1,6 +1,8 @@
 """README.md and docs/ agree with the code: examples run; tables, commands, options, names, files and links exist."""
 
 import io
+import itertools
+import math
 import re
 import shutil
 import subprocess
@@ -23,9 +25,11 @@ import yaml
 from PIL import Image
 
 import attention
-from attention import ATTENTION, LayerContext, OptionError
+from ablation.sweep import read_ablation
+from attention import ATTENTION, LayerContext, OptionError, create_attention
 from attention.__main__ import config, table
 from attention.options import parse_options
+from engine.config.load import load_run
 from engine.config.options_table import tables
 from tests.engine.test_predict import CLASSES, make_checkpoint
 from tests.test_layers import ROOMS
@@ -45,6 +49,12 @@ def test_opening_example():
     exec(re.search(r"```python\n(.*?)```", README, re.DOTALL)[1], names)
     assert names["y"].shape == (2, 784, 192)
     assert names["model"](torch.randn(1, 3, 224, 224)).shape == (1, 1000)
+    rows, columns = map(int, re.search(r"any grid from (\d+)x(\d+) on", README).groups())
+    for grid in itertools.product((rows, rows + 1, 3 * rows - 1), (columns, columns + 4, 2 * columns)):
+        assert names["attn"](torch.randn(1, math.prod(grid), 192), grid).shape == (1, math.prod(grid), 192)
+    for smaller in ((rows - 1, 2 * columns), (2 * rows, columns - 1)):
+        with pytest.raises(OptionError, match=r"window_size|num_landmarks"):
+            create_attention("eva", dim=192, num_heads=3, grid=smaller)
 
 
 def test_prediction(tmp_path, monkeypatch, capsys):
@@ -130,7 +140,7 @@ def test_causal_attention():
 
 
 SECTION = MECHANISMS[MECHANISMS.index("## Add your own attention") : MECHANISMS.index("## Fast paths")]
-MECHANISM, REGISTRY, FACTS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+MECHANISM, FACTS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
 
 
 def test_your_own_attention(tmp_path):
@@ -142,9 +152,7 @@ def test_your_own_attention(tmp_path):
     named = re.findall(r"`((?:attention|tests)/[\w/]+\.py)`", SECTION)
     assert named == ["attention/mechanisms/pooled.py", "attention/__init__.py", "tests/mechanisms/test_pooled.py"]
     mechanism, registry, facts = (tmp_path / path for path in named)
-    line, entry = REGISTRY.strip("\n").split("\n\n")
-    written = registry.read_text().replace("\nATTENTION", f"\n{line}\n\nATTENTION", 1)
-    registry.write_text(re.sub(r"(\nATTENTION[^\n]*)", rf"\1\n{entry}", written, count=1))
+    registry.write_text(registry.read_text().replace('NAMES = """', 'NAMES = """\n    pooled', 1))
     mechanism.write_text(MECHANISM)
     facts.write_text(FACTS)
     tests = ["tests/uniform", "tests/mechanisms/test_pooled.py", "tests/test_layers.py", "tests/test_recipes.py"]
@@ -242,6 +250,19 @@ def test_commands_in_sentences_exist():
     commands = set(re.findall(r"\beav-\w+", TEXT))
     assert commands <= MAINS.keys()
     assert {name for name, module in MAINS.items() if "." in module} <= commands
+
+
+@pytest.mark.parametrize("text", re.findall(r"^```yaml\n(.*?)^```", TEXT, re.DOTALL | re.MULTILINE))
+def test_configurations_are_valid(text, tmp_path):
+    """A sweep is one as if it stood in configs/ablation/, and options are those of a run."""
+    text = text.replace("base: ..", f"base: {ROOT}/configs")
+    options = yaml.safe_load(text)
+    path = tmp_path / "example.yaml"
+    path.write_text(text if "base" in options else f"base: {ROOT}/configs/quickstart.yaml\n{text}")
+    if options.keys() & {"grid", "runs"}:
+        assert read_ablation(path, [], tmp_path / "out", ["python"])[1]
+    else:
+        load_run(path)
 
 
 def test_first_page_leads_to_every_other():

@@ -12,6 +12,7 @@ import safetensors.torch
 import timm
 import torch
 import yaml
+from torch import nn
 
 from ablation.sweep import read_ablation
 from attention import ATTENTION, AttentionFactory
@@ -20,6 +21,7 @@ from engine.config.load import load_run
 from engine.config.papers import read_papers
 from engine.config.schema import Run
 from engine.runtime.distributed import World
+from engine.training.optim import create_optimizer
 from models import create_model
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -144,7 +146,9 @@ def test_the_recipe_is_that_of_the_papers(path):
     run = load(path)
     pvt = path.parent.name.startswith("pvtv2")
     optim, schedule, augment = run.optim, run.schedule, run.augment
-    assert (optim.opt, optim.betas, optim.eps, optim.weight_decay) == ("adamw", (0.9, 0.999), 1e-8, 0.05)
+    assert (optim.opt, optim.betas, optim.eps, optim.weight_decay) == ("adamw", None, None, 0.05)
+    (group,) = create_optimizer(nn.Linear(1, 1, bias=False), optim, optim.lr_base_size).param_groups
+    assert (group["betas"], group["eps"]) == ((0.9, 0.999), 1e-8)
     assert optim.lr * run.train.total_batch_size / optim.lr_base_size == pytest.approx(1e-3)
     assert run.train.total_batch_size == 1024
     assert (schedule.sched, schedule.epochs, schedule.warmup_epochs) == ("cosine", 300, 10)

@@ -8,9 +8,8 @@ fill, Pi = softmax over tokens of a linear map of the input, c per head,
 Takes any number of tokens in any order. In causal attention a query reads the slots as written by the tokens up to it,
 and the sums that normalise Pi run along with the tokens. Gated versions are left out.
 Cost: (4 + h) N c C multiply-accumulates, h N c C of them for the control.
+Papers: LARA Table 4 'ABC'.
 """
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,12 +18,12 @@ from torch import Tensor, nn
 from ..base import Attention, Cost, LayerContext
 from ..costs import mix_features_macs
 from ..ops.random_features.causal import running_logits, running_mass, running_mix
-from ..options import causal_option, option
+from ..options import Options, causal_option, option
 from ..parts.features import upcast
 from ..parts.geometry import Grid, split_heads
 from ..parts.linear import init_linear
 from ..parts.masking import mask_logits
-from ..parts.past import Past
+from ..parts.past import Causal, Past
 from .softmax import softmax, softmax_reference
 
 
@@ -35,17 +34,13 @@ def abc(
     control: Tensor,
     attn_drop: float = 0.0,
     *,
-    causal: bool = False,
-    past: Past | None = None,
+    causal: Causal = False,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """Queries, keys, values (B, h, N, d) and logits of the control (B, h, N, c) -> (B, h, N, d).
-
-    causal: query n reads the slots as written by the tokens of `past` and the tokens up to the n-th. key_mask: (B, N)
-    bool, true for tokens that count.
-    """
+    """Attention to slots that the tokens, if causal those up to the query, write by logits `control` (B, h, N, c)."""
     control = mask_logits(upcast(control), key_mask, -2)
     if causal:
+        past = causal if isinstance(causal, Past) else None
         mass = running_mass(control, past)
         logits = running_logits(q * q.shape[-1] ** -0.5, k, control, mass, past)
         weights = F.dropout(logits.softmax(-1), attn_drop)
@@ -68,21 +63,16 @@ def abc_reference(q, k, v, control, attn_drop=0.0, *, causal=False):
 
 
 class Abc(Attention):
-    """Softmax over learned slots. Papers: LARA Table 4 'ABC'."""
-
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_landmarks: int = option(49, "slots c per head", low=1)
         attn_drop: float = option(0.0, "dropout rate of the attention weights over slots", low=0, high=1)
         causal: bool = causal_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.control = nn.Linear(context.dim, context.num_heads * config.num_landmarks)
-        init_linear(self.control)
+        self.control = init_linear(nn.Linear(context.dim, context.num_heads * config.num_landmarks))
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         """(B, N, C) -> queries, keys and values (B, h, N, d), logits of the control (B, h, N, c)."""
@@ -104,5 +94,4 @@ class Abc(Attention):
         key_mask: Tensor | None = None,
         past: Past | None = None,
     ) -> Tensor:
-        causal = self.config.causal
-        return abc(q, k, v, control, self.attn_drop, causal=causal, past=past, key_mask=key_mask)
+        return abc(q, k, v, control, self.attn_drop, causal=past or self.config.causal, key_mask=key_mask)

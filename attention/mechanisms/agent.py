@@ -14,15 +14,13 @@ Bins are disjoint here. In the released code there are as many rows as columns o
 divide the grid.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
-from ..options import local_option, option, released_option
+from ..options import Options, local_option, option, released_option
 from ..parts.geometry import Grid, split_prefix
 from ..parts.groups import Groups, group_mean, pools_option, segments
 from ..parts.position import PositionTable
@@ -31,14 +29,9 @@ from ..parts.position import PositionTable
 def agent(
     q: Tensor, k: Tensor, v: Tensor, b_1: Tensor, b_2: Tensor, *, grid: Grid, bins: Groups, attn_drop: float = 0.0
 ) -> Tensor:
-    """Attention through agents.
+    """Attention through agents, the mean queries of the c groups `bins`.
 
-    Args:
-        q, k, v: (B, h, P + N, d). b_1, b_2: biases of agents on tokens, (h, c, P + N), and of tokens on agents,
-            (h, P + N, c).
-        bins: c groups whose mean queries are the agents. attn_drop: dropout rate of both kinds of weights.
-    Returns:
-        (B, h, P + N, d).
+    b_1, b_2: biases of agents on tokens, (h, c, P + N), and of tokens on agents, (h, P + N, c).
     """
     a = group_mean(split_prefix(q, grid[0] * grid[1])[1], bins)[:, :, 0]
     v_a = F.scaled_dot_product_attention(a, k, v, b_1[None].to(q.dtype), attn_drop)
@@ -56,16 +49,13 @@ def agent_reference(q, k, v, b_1, b_2, *, grid, bins, attn_drop=0.0):
 
 
 class Agent(Attention):
-    """Softmax attention of agents, and to agents."""
-
     prefix_tokens = "plain"
     ignores_order = False  # agents belong to bins, biases to positions
     key_mask_refusal = "its agents average every token of their bins"
     local_size = 3
     local_by_head = False
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_landmarks: int = option(49, "agents c, the mean queries of as many bins of the grid", low=1)
         released: bool = released_option()
         released_pools: bool | None = pools_option()

@@ -4,9 +4,9 @@ Tokens form n blocks of b. A query block attends, in one softmax, to w neighbour
 g global blocks (the first and the last) and to r others, drawn once for every layer and head; global blocks attend to
 everything. Every key counts once.
 Cost: 2 N (w + 2 g + r) b C multiply-accumulates, 2 g b N C of them for the global rows. Linear in N.
+Papers: LARA Table 9.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..ops.joint_softmax.op import mix, prefix_term
-from ..options import option
-from ..parts.features import upcast
+from ..options import Options, option
+from ..parts.features import product
 from ..parts.geometry import Grid, Windows, raster, split_prefix
 from ..parts.sampling import counter_uniform
 from ..parts.tables import kept_table
@@ -24,24 +24,11 @@ from .softmax import softmax
 
 
 def bigbird(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    blocks: Tensor,
-    *,
-    windows: Windows,
-    num_global: int,
-    attn_drop: float = 0.0,
+    q: Tensor, k: Tensor, v: Tensor, blocks: Tensor, *, windows: Windows, num_global: int, attn_drop: float = 0.0
 ) -> Tensor:
     """Softmax over the key blocks of each query block; over all keys for the queries of global blocks.
 
-    Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries attend to prefix tokens.
-        blocks: key blocks of every head and query block, (h, n, m) int64; n marks an unused entry.
-        windows: the n blocks.
-        num_global: number of global blocks. attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d).
+    blocks: key blocks of every head and query block, (h, n, m) int64; n marks an unused entry. windows: the n blocks.
     """
     (k_prefix, k_grid), (v_prefix, v_grid) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     queries, keys, values = (windows.partition(x) for x in (q, k_grid, v_grid))  # (B, h, n, b, d)
@@ -51,7 +38,7 @@ def bigbird(
     valid = (blocks < n)[..., None].expand(-1, -1, -1, b)
     valid = valid if inside is None else valid & inside[index]
     head = torch.arange(h, device=q.device)[:, None, None]
-    logits = upcast(d**-0.5 * queries @ keys[:, head, index].flatten(3, 4).mT)  # (B, h, n, b, m*b)
+    logits = product(d**-0.5 * queries, keys[:, head, index].flatten(3, 4).mT)  # (B, h, n, b, m*b)
     logits = logits.masked_fill(~valid.flatten(2)[:, :, None], -torch.inf)
     y = mix([(logits, values[:, head, index].flatten(3, 4)), *prefix_term(queries, k_prefix, v_prefix)], attn_drop)
     rows = global_blocks(n, num_global, q.device)
@@ -69,9 +56,7 @@ def global_blocks(n: int, num_global: int, device: torch.device) -> Tensor:
 def choose_blocks(num_window: int, num_global: int, uniform: Tensor) -> Tensor:
     """Key blocks of every head and query block, each at most once: (h, n, w + g + r) int64; n marks an unused entry.
 
-    Args:
-        uniform: (h, n, r) in [0, 1); draws r blocks without replacement from the blocks neither near nor global, or
-            takes all of them if fewer remain.
+    uniform: (h, n, r) in [0, 1); draws r blocks without replacement from those neither near nor global, or all of them.
     """
     h, n, _ = uniform.shape
     near = torch.arange(n, device=uniform.device)[:, None] + torch.arange(num_window, device=uniform.device)
@@ -104,14 +89,11 @@ def bigbird_reference(q, k, v, blocks, *, windows, num_global, attn_drop=0.0):
 
 
 class Bigbird(Attention):
-    """Sliding, global and random blocks of keys. Papers: LARA Table 9."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its global blocks have fixed positions"
     pattern_seed: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         block_size: int = option(16, "tokens b of a block in raster order; side of a square block in 2d", low=1)
         layout: Literal["1d", "2d"] = option("1d", "blocks of the raster order, or square tiles of the grid")
         num_window: int = option(3, "neighbouring blocks w, itself among them: odd", low=1, high=63)
@@ -119,13 +101,14 @@ class Bigbird(Attention):
         num_random: int = option(3, "random blocks r of each query block; fewer where fewer are left", low=0, high=64)
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
+        def windows(self, grid: Grid) -> Windows:
+            """The blocks of this grid."""
+            return Windows(raster(grid, self.layout), (1 if self.layout == "1d" else self.block_size, self.block_size))
+
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        longest, w = max(raster(context.grid, config.layout)), config.num_window
-        if config.block_size > longest:
-            H, W = context.grid
-            self.refuse("block_size", config.block_size, f"larger than the {H}x{W} grid; at most {longest}")
-        if w % 2 == 0:
+        self.refuse_above(context, "block_size", side=max(raster(context.grid, config.layout)))
+        if (w := config.num_window) % 2 == 0:
             self.refuse("num_window", w, f"as many neighbours on both sides make it odd; nearest valid: {w - 1}")
         # The seed determines the blocks on every grid.
         self.register_buffer("pattern_seed", torch.randint(2**32, ()))
@@ -137,21 +120,12 @@ class Bigbird(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        side, N, C = config.block_size, context.num_tokens, context.dim
-        windows = Windows(raster(context.grid, config.layout), (1 if config.layout == "1d" else side, side))
+        windows, N, C = config.windows(context.grid), context.num_tokens, context.dim
         b, num_global = windows.num_queries, min(config.num_global, windows.count)
         attended = config.num_window + num_global + config.num_random  # unused entries are computed too
         return Cost(0, 2 * windows.count * b * attended * b * C + 2 * num_global * b * N * C)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        side = self.config.block_size
-        windows = Windows(raster(grid, self.config.layout), (1 if self.config.layout == "1d" else side, side))
-        return bigbird(
-            q,
-            k,
-            v,
-            self.blocks(windows),
-            windows=windows,
-            num_global=self.config.num_global,
-            attn_drop=self.attn_drop,
-        )
+        windows, num_global = self.config.windows(grid), self.config.num_global
+        blocks = self.blocks(windows)
+        return bigbird(q, k, v, blocks, windows=windows, num_global=num_global, attn_drop=self.attn_drop)

@@ -9,7 +9,6 @@ Regions that do not fill the grid are padded. Padding is neither a key nor part 
 is a key (one version pads tokens, another queries, keys and values), and logits are divided by sqrt(C), not sqrt(d).
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,14 +18,14 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
 from ..ops.joint_softmax.op import gathered_logits, mix, prefix_term
-from ..options import local_option, option, released_option
+from ..options import Options, local_option, option, released_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, Windows, gather_tokens, split_prefix
 from ..parts.masking import of_grid
 
 
 def bilevel_routing(q: Tensor, k: Tensor, v: Tensor, *, regions: Windows, topk: int, attn_drop: float = 0.0) -> Tensor:
-    """q (B, h, N, d), k, v (B, h, P + N, d) -> (B, h, N, d). topk: regions that each region attends to, at most all."""
+    """Attention of every region to the tokens of its `topk` regions, at most all."""
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     queries, mask, routes = regions.partition(q), regions.mask(q.device), route(q, k, regions, topk)
     keys, values = (follow(regions.partition(x), routes) for x in (k, v))
@@ -68,14 +67,10 @@ def bilevel_routing_reference(q, k, v, *, regions, topk, attn_drop=0.0):
 
 
 class BilevelRouting(Attention):
-    """Regions that attend to the tokens of few regions, which their means choose."""
-
     prefix_tokens = "exact"
-    key_mask_refusal = None
     local_by_head = False
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_regions: int = option(7, "regions S along both sides, or fewer of ceil(H / S) x ceil(W / S) tokens", low=1)
         topk: int = option(4, "regions k that each attends to; on a grid of fewer, all", low=1)
         released: bool = released_option()

@@ -9,26 +9,21 @@ mass m_hat_j that its cluster gives to its k likeliest keys T_j by weights of it
 Cost: 2 N (J + k) C + bits N C multiply-accumulates, the last for the hash; linear in N. The clustering counts bits.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..options import option
-from ..parts.features import compute_dtype, full_precision, scale
+from ..options import Options, option
+from ..parts.features import full_precision, scale
 from ..parts.geometry import Grid, gather_tokens
+from ..parts.sampling import redrawn
 
 
 @full_precision
 def clustered(q: Tensor, k: Tensor, v: Tensor, cluster: Tensor, *, num_clusters: int, num_top_keys: int = 0) -> Tensor:
     """Attention of cluster means, improved on the `num_top_keys` likeliest keys of each cluster.
 
-    Args:
-        q, k, v: (B, h, N, d). cluster: cluster of every query, (B, h, N) int64 below `num_clusters`; clusters may be
-            empty.
-    Returns:
-        (B, h, N, d), float32 at least.
+    cluster: cluster of every query, (B, h, N) int64 below `num_clusters`; clusters may be empty.
     """
     members, s = cluster[..., None], q.shape[-1] ** -0.5
     wide = members.expand_as(q)
@@ -108,15 +103,12 @@ def popcount(x: Tensor) -> Tensor:
 
 
 class Clustered(Attention):
-    """Clusters of queries attend at once; improved on their likeliest keys."""
-
     prefix_tokens = "plain"
     ignores_order = False  # clusters start at positions
     key_mask_refusal = "its clusters are those of all queries"
     eval_planes: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_clusters: int = option(49, "clusters of queries", low=1)
         num_top_keys: int = option(32, "keys k that each query weighs anew (improved clustered); 0: clustered", low=0)
         num_bits: int = option(63, "hash bits of a query", low=1, high=63)
@@ -124,10 +116,7 @@ class Clustered(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        H, W = context.grid
-        for name in ("num_clusters", "num_top_keys"):
-            if getattr(config, name) > H * W:
-                self.refuse(name, getattr(config, name), f"more than the tokens of the {H}x{W} grid; at most {H * W}")
+        self.refuse_above(context, "num_clusters", "num_top_keys")
         self.register_buffer("eval_planes", torch.randn(self.num_heads, config.num_bits, self.head_dim + 1))
 
     @classmethod
@@ -137,9 +126,7 @@ class Clustered(Attention):
         return Cost(0, N * config.num_bits * C + attention)  # the first term is the hash
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        planes, config = self.eval_planes, self.config
-        if self.training:
-            planes = torch.randn(planes.shape, dtype=compute_dtype(q), device=q.device)
+        planes, config = redrawn(self.training, self.eval_planes, q), self.config
         cluster = hamming_clusters(hash_bits(q, planes), config.num_clusters, config.num_iterations)
         y = clustered(q, k, v, cluster, num_clusters=config.num_clusters, num_top_keys=config.num_top_keys)
         return y.to(v.dtype)

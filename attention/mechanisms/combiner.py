@@ -9,20 +9,19 @@ the softmax, and a span value v_bar_g that the span's summary query q_bar_g gath
 
 The published bidirectional code also attends to the summary of a query's own span; here no token counts twice.
 Cost: 2 N (u + N/u) C + 2 N (1 + d) C multiply-accumulates, the last for the summaries; N^1.5 at u = sqrt(N).
+Papers: EVA Tables 2, 3, 15 'Combiner'.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import num_padded, window_cost
-from ..ops.joint_softmax.op import attended_in_window, joint_softmax
-from ..options import option
-from ..parts.features import upcast
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
+from ..options import Options, option
+from ..parts.features import product
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.linear import init_linear
 from ..parts.position import BiasKind
@@ -42,16 +41,11 @@ def combiner(
 ) -> Tensor:
     """One softmax over the own span's tokens and the other spans' summaries.
 
-    Args:
-        q, k, v: (B, h, N, d). q_bar, k_bar: summaries of the g spans, (B, h, g, d). bias: position bias of the own
-            span, (h, w, w).
-        windows: the spans; if causal, queries attend to no later token of their span and to no later span.
-        attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d).
+    q_bar, k_bar: summaries of the g spans, (B, h, g, d). windows: the spans; if causal, queries attend to no later
+    token of their span and to no later span.
     """
     keys, values = (windows.partition(split_prefix(x, q.shape[2])[1]) for x in (k, v))
-    inside = upcast((q_bar * q.shape[-1] ** -0.5)[:, :, :, None] @ keys.mT)  # (B, h, g, 1, w)
+    inside = product((q_bar * q.shape[-1] ** -0.5)[:, :, :, None], keys.mT)  # (B, h, g, 1, w)
     mask = windows.mask(q.device)
     if mask is not None:
         inside = inside.masked_fill(~mask[..., None, :], torch.finfo(inside.dtype).min)
@@ -81,19 +75,14 @@ def combiner_reference(q, k, v, q_bar, k_bar, bias=None, *, windows, attn_drop=0
         for g, span in spans.items():
             if n not in span and (span.min() < n or not windows.causal):
                 attended.append((scale * (q[:, :, n] * k_bar[:, :, g]).sum(-1, keepdim=True), summaries[g]))
-        logits, values = torch.cat([logit for logit, _ in attended], -1), torch.cat([value for _, value in attended], 2)
-        y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ values)[:, :, 0]
+        y[:, :, n] = mix_reference(*attended, attn_drop=attn_drop)
     return y
 
 
 class Combiner(Attention):
-    """Own span exactly, other spans by summaries. Papers: EVA Tables 2, 3, 15 'Combiner'."""
-
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         window_size: int = option(7, "side of a span in tokens; its length where layout is 1d", low=1)
         layout: Layout | None = window_option("layout")
         summary: Literal["deepsets", "relu", "identity"] = option(
@@ -112,9 +101,7 @@ class Combiner(Attention):
     def make_summary(self) -> nn.Module:
         if self.config.summary != "deepsets":
             return nn.ReLU() if self.config.summary == "relu" else nn.Identity()
-        linear = nn.Linear(self.head_dim, self.head_dim, bias=False)
-        init_linear(linear)
-        return nn.Sequential(linear, nn.ReLU())
+        return nn.Sequential(init_linear(nn.Linear(self.head_dim, self.head_dim, bias=False)), nn.ReLU())
 
     def pool(self, x: Tensor, windows: Windows) -> Tensor:
         """Maximum or mean of tokens (B, h, N, d) over each span: (B, h, g, d); zero for a span without tokens."""

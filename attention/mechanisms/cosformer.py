@@ -9,7 +9,6 @@ Cost: 4 N d C multiply-accumulates, 8 N d C on the grid; linear in N.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -18,42 +17,30 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs
-from ..ops.random_features.op import linear_attention
-from ..options import option
+from ..ops.random_features.op import linear_attention, weighted_values_reference
+from ..options import Options, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, raster, split_prefix
 from ..parts.masking import of_grid
-from ..parts.past import Past
+from ..parts.past import Causal, Past
 from ..window_options import NOT_RASTER, window_option
 
 
 @full_precision
 def cosformer(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    grid: Grid,
-    causal: bool = False,
-    past: Past | None = None,
-    key_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, causal: Causal = False, key_mask: Tensor | None = None
 ) -> Tensor:
     """Attention re-weighted by distance along both axes of the grid; (1, N) for the raster order.
 
-    Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens have no position, and their weights no factor.
-        key_mask: (B, P + N) bool, true for keys that count. Positions and lengths skip rows and columns in which no
-            token counts; in raster order they skip masked tokens.
-        causal: query n attends to the keys of `past` and to keys up to the n-th of the raster order.
-    Returns:
-        (B, h, N, d), float32 at least; 0 for a query without positive weights.
+    Prefix tokens have no position, and their weights no factor. Positions and lengths skip rows and columns in which no
+    token counts by `key_mask`; in raster order they skip masked tokens. A query without positive weights gets 0.
     """
     phi_q, (k_prefix, phi_k) = q.relu(), split_prefix(k.relu(), q.shape[2])
     mask = of_grid(key_mask, q.shape[2])
-    first = 0 if past is None else past.num_tokens
+    first = causal.num_tokens if isinstance(causal, Past) else 0
     weighted_q, weighted_k = (reweight(x, grid, mask, first) for x in (phi_q, phi_k))
     if not k_prefix.shape[2]:
-        return linear_attention(weighted_q, weighted_k, v, causal=causal, past=past, key_mask=key_mask)
+        return linear_attention(weighted_q, weighted_k, v, causal=causal, key_mask=key_mask)
     # Features with and without a position are concatenated; a key has only one of the two kinds.
     keys = torch.cat([F.pad(k_prefix, (weighted_k.shape[-1], 0)), F.pad(weighted_k, (0, k.shape[-1]))], 2)
     return linear_attention(torch.cat([weighted_q, phi_q], -1), keys, v, key_mask=key_mask)
@@ -84,18 +71,13 @@ def cosformer_reference(q, k, v, *, grid, causal=False):
     decay_y, decay_x = (torch.cos(math.pi * (a[:, None] - a) / (2 * side)) for a, side in ((y, H), (x, W)))
     kernel = q.relu() @ k.relu().mT
     kernel = kernel * F.pad(decay_y * decay_x, (k.shape[2] - H * W, 0), value=1)
-    kernel = kernel.tril() if causal else kernel
-    return kernel @ v / kernel.sum(-1, keepdim=True).clamp(min=1e-6)
+    return weighted_values_reference(kernel, v, causal=causal)
 
 
 class Cosformer(Attention):
-    """Kernel attention with ReLU features and a cosine of distance."""
-
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         layout: Literal["1d", "2d"] = option("1d", "distance in raster order, or along both axes of the grid")
         causal: bool = window_option("causal")
 
@@ -112,5 +94,5 @@ class Cosformer(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
-        grid, causal = raster(grid, self.config.layout), self.config.causal
-        return cosformer(q, k, v, grid=grid, causal=causal, past=past, key_mask=key_mask).to(v.dtype)
+        grid, causal = raster(grid, self.config.layout), past or self.config.causal
+        return cosformer(q, k, v, grid=grid, causal=causal, key_mask=key_mask).to(v.dtype)

@@ -8,22 +8,20 @@ gives non-negative, sparse features for linear attention.
 Cost: 4 N nu d C multiply-accumulates; linear in N.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs
 from ..ops.random_features.op import linear_attention
-from ..options import option
+from ..options import Options, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 
 
 @full_precision
 def dpfp(q: Tensor, k: Tensor, v: Tensor, *, nu: int, key_mask: Tensor | None = None) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least; 0 for a query without weights."""
+    """Linear attention with the features of `projection`; 0 for a query without weights."""
     return linear_attention(projection(q, nu), projection(k, nu), v, key_mask=key_mask)
 
 
@@ -45,13 +43,9 @@ def dpfp_reference(q, k, v, *, nu):
 
 
 class Dpfp(Attention):
-    """Kernel attention with products of rectified coordinates."""
-
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         nu: int = option(1, "rolls: 2 d nu features per head", low=1)
 
     def __init__(self, context: LayerContext, config: Config):

@@ -9,15 +9,13 @@ Cost: 2 N d C multiply-accumulates; linear in N.
 The released module adds its input to its output; here the network adds the residual.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
 from ..ops.random_features.op import linear_attention
-from ..options import local_option
+from ..options import Options, local_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.masking import mask_logits
@@ -25,7 +23,7 @@ from ..parts.masking import mask_logits
 
 @full_precision
 def efficient(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least. key_mask: keys that count, (B, N)."""
+    """Linear attention with softmax over channels for queries and over tokens for keys."""
     return linear_attention(q.softmax(-1), mask_logits(k, key_mask, -2).softmax(-2), v, "none", key_mask=key_mask)
 
 
@@ -40,13 +38,9 @@ def efficient_reference(q, k, v):
 
 
 class Efficient(Attention):
-    """Attention of two softmaxes, over channels and over tokens."""
-
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         local: bool = local_option()
 
     @classmethod

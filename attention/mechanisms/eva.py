@@ -12,21 +12,20 @@ Algorithm 1):
 With s > 1 samples beta depends on the query, by self-normalised importance weights over the samples. In causal
 attention (Algorithm 2) a query attends to the earlier tokens of its block and the groups before it.
 Cost: 2 N (|E| + c) C multiply-accumulates with s = 1, 2 N C more for beta and 2 c C d for the landmarks; linear in N.
+Papers: EVA Tables 1-3, 6 (|E| and C), 8 (all other options).
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import group_cost, local_cost, num_padded, total, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
 from ..ops.group_values.op import Visibility, attended_summaries, group_logits, group_prior, group_values
-from ..ops.joint_softmax.op import attended_in_window, joint_softmax
-from ..options import local_option, option, released_option
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
+from ..options import Options, local_option, option, released_option
 from ..parts.geometry import Grid, Layout, Windows, raster, split_prefix
 from ..parts.groups import Groups, bin_counts, bins, bins_outside, chunks_outside
 from ..parts.position import BiasKind
@@ -53,12 +52,9 @@ def eva(
     """One softmax over the window and the groups (eq. 16).
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d). k_tilde: landmarks (B, h, G, c, d), G = 1 or g windows.
-        mu: proposal means (B, h, G, c, d); omega: samples (B, h, G, c, s, d), both in the scale d^-1/4 of the features.
-        bias: position bias of the window (h, w, e). groups: members of the groups. visibility: see `attended_groups`.
-        log_count: adds log |P_c| to a group's logit. attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d).
+        k_tilde: landmarks (B, h, G, c, d), G = 1 or g windows. mu: proposal means (B, h, G, c, d); omega: samples
+            (B, h, G, c, s, d), both in the scale d^-1/4 of the features.
+        visibility: see `attended_groups`. log_count: adds log |P_c| to a group's logit.
     """
     prior = group_prior(q, groups, visibility, log_count, windows)
     beta, log_mass = group_values(split_prefix(k, q.shape[2])[1], split_prefix(v, q.shape[2])[1], omega, groups)
@@ -79,19 +75,14 @@ def eva_reference(
         attended += attended_summaries(
             n, q, k_grid, v_grid, k_tilde, mu, omega, groups, window, visibility, log_count, windows
         )
-        logits, values = torch.cat([logit for logit, _ in attended], -1), torch.cat([value for _, value in attended], 2)
-        y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ values)[:, :, 0]
+        y[:, :, n] = mix_reference(*attended, attn_drop=attn_drop)
     return y
 
 
 class Eva(Attention):
-    """Exact window plus control variates for groups. Papers: EVA Tables 1-3, 6 (|E| and C), 8 (all other options)."""
-
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         window_size: int = option(7, "side of the window E in tokens; 0: no window", low=0)
         num_landmarks: int = option(49, "number of groups C; 0: none (local attention)", low=0)
         released: bool = released_option()

@@ -4,9 +4,9 @@ Like `eva` with one sample, but groups follow the keys instead of the grid (sect
 queries of clustered attention (Vyas et al. 2020), by Lloyd's algorithm on the bits of a hash. A group's landmark and
 proposal come from the means of its keys and of the queries of the same tokens. Queries do not attend to empty clusters.
 Cost: 2 N (|E| + c) C + bits N C multiply-accumulates, the last for the hash. The clustering counts bits.
+Paper: EVA section 7.
 """
 
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,12 +16,12 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import group_cost, num_padded, total, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Transform, landmark_option
-from ..ops.joint_softmax.op import attended_in_window, joint_softmax, summary_logits
-from ..options import option, released_option
-from ..parts.features import compute_dtype, full_precision, scale, upcast, xi
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference, summary_logits
+from ..options import Options, option, released_option
+from ..parts.features import full_precision, scale, upcast, xi
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.position import BiasKind
-from ..parts.sampling import Noise, noise_option
+from ..parts.sampling import Noise, noise_option, redrawn
 from ..window_options import position_bias, window_option, windows_on
 from .clustered import cluster_mean, cluster_sum, hamming_clusters, hash_bits
 
@@ -41,11 +41,8 @@ def eva_clustered(
 ) -> Tensor:
     """One softmax over the window and the clusters (eq. 16).
 
-    Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d). cluster: cluster of every key of the grid, (B, h, N) int64 below c.
-        k_tilde, omega: landmark and sample of each cluster, (B, h, c, d). bias, windows, log_count: see `eva`.
-    Returns:
-        (B, h, N, d), float32 at least.
+    cluster: cluster of every key of the grid, (B, h, N) int64 below c. k_tilde, omega: landmark and sample of each
+    cluster, (B, h, c, d). log_count: see `eva`.
     """
     N, c = q.shape[2], k_tilde.shape[2]
     keys, values = scale(split_prefix(k, N)[1]), split_prefix(v, N)[1]
@@ -75,9 +72,7 @@ def eva_clustered_reference(q, k, v, cluster, k_tilde, omega, bias=None, *, wind
         logits.append((q * k_tilde[:, :, c, None]).sum(-1) * d**-0.5 + weight.to(q.dtype).log())
     logits, values = torch.stack(logits, -1), torch.stack(values, 2)  # (B, h, N, c), (B, h, c, d)
     for n in range(N):
-        on_window, in_window = attended_in_window(n, q, k, v, bias, windows=windows)
-        weights = torch.cat([on_window, logits[:, :, n]], -1).softmax(-1)
-        y[:, :, n] = (weights[:, :, None] @ torch.cat([in_window, values], 2))[:, :, 0]
+        y[:, :, n] = mix_reference(attended_in_window(n, q, k, v, bias, windows=windows), (logits[:, :, n], values))
     return y
 
 
@@ -87,14 +82,11 @@ def one_set_of_means(x: Tensor, cluster: Tensor, num_clusters: int) -> Tensor:
 
 
 class EvaClustered(Attention):
-    """Exact window plus control variates for clusters of keys. Paper: EVA section 7."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its clusters are those of all keys"
     eval_planes: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_samples: ClassVar[int] = 1  # samples per group, for `Landmarks`
         window_size: int = option(7, "side of the window E in tokens; 0: no window", low=0)
         num_landmarks: int = option(49, "number of clusters C", low=1)
@@ -112,11 +104,11 @@ class EvaClustered(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        (H, W), c = context.grid, config.num_landmarks
-        if c > H * W:
-            self.refuse("num_landmarks", c, f"more than the tokens of the {H}x{W} grid; at most {H * W}")
+        self.refuse_above(context, "num_landmarks")
         self.position_bias = position_bias(self, context)
-        self.landmarks = Landmarks(config, self.num_heads, self.head_dim, partial(one_set_of_means, num_clusters=c))
+        self.landmarks = Landmarks(
+            config, self.num_heads, self.head_dim, partial(one_set_of_means, num_clusters=config.num_landmarks)
+        )
         self.register_buffer("eval_planes", torch.randn(self.num_heads, config.num_bits, self.head_dim + 1))
 
     @classmethod
@@ -127,9 +119,8 @@ class EvaClustered(Attention):
         return total(window_cost(context, config), groups, Cost(0, hash_macs))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        config, planes, k_grid = self.config, self.eval_planes, split_prefix(k, q.shape[2])[1]
-        if self.training:
-            planes = torch.randn(planes.shape, dtype=compute_dtype(q), device=q.device)
+        config, k_grid = self.config, split_prefix(k, q.shape[2])[1]
+        planes = redrawn(self.training, self.eval_planes, q)
         cluster = hamming_clusters(hash_bits(k_grid, planes), config.num_landmarks, config.num_iterations)
         k_tilde, _, omega = (x[:, :, 0] for x in self.landmarks(q, k_grid, cluster))
         options: dict[str, Any] = {"windows": windows_on(config, grid), "log_count": config.log_count}

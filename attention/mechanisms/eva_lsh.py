@@ -5,10 +5,10 @@ tokens that are neighbours in the order of the hash (section 7). SMYRF's hash so
 clusters of equal size; the i-th cluster of queries attends to the i-th cluster of keys, and groups are chunks of the
 sorted keys. There is one round of hashing, because one softmax covers E and the groups.
 Cost: 2 N (|E| + c) C multiply-accumulates with s = 1, 2 N (d + 2) h more for the hash, and a sort.
+Paper: EVA sections 4.1 and 7.
 """
 
 import itertools
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,12 +17,12 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import group_cost, num_padded, total, window_macs
 from ..ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
-from ..options import option, released_option
+from ..options import Options, option, released_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, Windows, raster, split_prefix
 from ..parts.groups import Groups, bin_counts, bins, bins_outside
 from ..parts.hashing import hash_clusters
-from ..parts.sampling import Noise, gaussian, noise_option
+from ..parts.sampling import Noise, gaussian, noise_option, redrawn
 from .eva import eva, eva_reference
 
 
@@ -41,14 +41,10 @@ def eva_lsh(
     windows: Windows,
     log_count: bool = False,
 ) -> Tensor:
-    """`eva` along the order of a hash.
+    """`eva` along the order of a hash, in full precision, because a rounded key may fall in another cluster.
 
-    Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens are attended to exactly. k_tilde, mu, omega: see `eva`.
-        order_q, order_k: queries and keys in the order of their hash, (B, h, N) int64.
-        groups, windows: groups and clusters of that order, seen as a grid of one row. log_count: see `eva`.
-    Returns:
-        (B, h, N, d), float32 at least: a rounded key may fall in another cluster.
+    order_q, order_k: queries and keys in the order of their hash, (B, h, N) int64. groups, windows: groups and clusters
+    of that order, seen as a grid of one row.
     """
     k, v = (in_order(x, order_k) for x in (k, v))
     y = eva(in_order(q, order_q), k, v, k_tilde, mu, omega, groups=groups, windows=windows, log_count=log_count)
@@ -74,14 +70,11 @@ def in_order(x: Tensor, order: Tensor) -> Tensor:
 
 
 class EvaLsh(Attention):
-    """Hashed clusters exactly, and groups along the order of the hash. Paper: EVA sections 4.1 and 7."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its clusters of equal size are cut from all tokens"
     directions: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         cluster_size: int = option(49, "tokens of a cluster E", low=1)
         num_landmarks: int = option(49, "number of groups C", low=1)
         released: bool = released_option()
@@ -96,12 +89,10 @@ class EvaLsh(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        (H, W), size = context.grid, config.cluster_size
-        if size > H * W:
-            self.refuse("cluster_size", size, f"the {H}x{W} grid has fewer tokens; at most {H * W}")
+        self.refuse_above(context, "cluster_size")
         self.clusters_and_groups(config, context.grid, torch.device("cpu"))  # refuses more groups than tokens
         self.landmarks = Landmarks(config, self.num_heads, self.head_dim)
-        self.register_buffer("directions", self.sample_directions(self.qkv.weight))
+        self.register_buffer("directions", gaussian("iid", (self.num_heads, 1, self.head_dim + 2), self.qkv.weight))
 
     @staticmethod
     def clusters_and_groups(config: Config, grid: Grid, device: torch.device) -> tuple[Windows, Groups]:
@@ -110,10 +101,6 @@ class EvaLsh(Attention):
         windows = Windows(order, (1, config.cluster_size))
         groups = bins(order, bin_counts(c, order, "attention(eva_lsh).num_landmarks"), device)
         return windows, bins_outside(groups, windows) if config.partition == "mask" else groups
-
-    def sample_directions(self, like: Tensor) -> Tensor:
-        """Direction of the hash for every head, (h, 1, d + 2), on the device of `like`, in its compute dtype."""
-        return gaussian("iid", (self.num_heads, 1, self.head_dim + 2), like)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
@@ -124,8 +111,9 @@ class EvaLsh(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config, k_grid = self.config, split_prefix(k, q.shape[2])[1]
-        directions = self.sample_directions(q) if self.training else self.directions
-        order_q, order_k = (x.flatten(2) for x in hash_clusters(q, k_grid, directions, 1))
+        order_q, order_k = (
+            x.flatten(2) for x in hash_clusters(q, k_grid, redrawn(self.training, self.directions, q), 1)
+        )
         windows, groups = self.clusters_and_groups(config, grid, q.device)
         k_tilde, mu, omega = self.landmarks(in_order(q, order_q), in_order(k_grid, order_k), groups)
         options = {"groups": groups, "windows": windows, "log_count": config.log_count}

@@ -12,16 +12,14 @@ Norms over all C channels, the floor 1e-6, softplus(a) and the vectors follow th
 are per head and lack all four. The released code's spatial reduction of keys and values is left out.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, total
-from ..ops.random_features.op import linear_attention
-from ..options import local_option, option
+from ..ops.random_features.op import linear_attention, weighted_values_reference
+from ..options import Options, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.position import KeyPositions
@@ -31,13 +29,7 @@ from ..parts.position import KeyPositions
 def focused_linear(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, *, power: float, key_mask: Tensor | None = None
 ) -> Tensor:
-    """Attention with focused features.
-
-    Args:
-        q, k, v: (B, h, N, d). scale: a, (h, d). power: p. key_mask: (B, N) bool, true for keys that count.
-    Returns:
-        (B, h, N, d), float32 at least.
-    """
+    """Attention with focused features, by the scale a (h, d) and the power p."""
     return linear_attention(focus(q, scale, power), focus(k, scale, power), v, "mean", key_mask=key_mask)
 
 
@@ -57,18 +49,14 @@ def focused_linear_reference(q, k, v, scale, *, power):
         raised = t**power
         features.append(raised * ((t**2).sum((1, 3), True) / (raised**2).sum((1, 3), True)) ** 0.5)
     kernel = features[0] @ features[1].mT
-    return kernel @ v / (kernel.sum(-1, keepdim=True) + 1e-6 * k.shape[2])
+    return weighted_values_reference(kernel, v, "mean")
 
 
 class FocusedLinear(Attention):
-    """Kernel attention with features raised to a power."""
-
     prefix_tokens = "plain"
     ignores_order = False  # keys depend on their positions
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         power: float = option(3.0, "exponent p of the features", low=1)
         local: bool = local_option(True)
 

@@ -11,30 +11,21 @@ projects pooled tokens, and projects the output of each branch by itself: `proj`
 Its windows must divide the grid; here, means run over the tokens that a window has.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import window_macs
-from ..ops.joint_softmax.op import attended_in_window, joint_softmax
-from ..options import option
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
+from ..options import Options, option
 from ..parts.geometry import Grid, Windows, split_prefix
 from ..parts.masking import of_grid
 from .softmax import softmax
 
 
 def hilo(q: Tensor, k: Tensor, v: Tensor, *, windows: Windows, num_high: int, attn_drop: float = 0.0) -> Tensor:
-    """Attention with some heads within windows and the other heads over pooled keys.
-
-    Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d). windows: windows of Hi heads, pooled for Lo heads. num_high: number of
-            Hi heads. attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d).
-    """
+    """Attention of the first `num_high` heads within windows, and of the other heads to pooled windows."""
     high, low = ([x[:, part] for x in (q, k, v)] for part in (slice(num_high), slice(num_high, None)))
     y = [joint_softmax(*high, windows=windows, attn_drop=attn_drop)] if num_high else []
     if num_high < q.shape[1]:
@@ -54,21 +45,16 @@ def hilo_reference(q, k, v, *, windows, num_high, attn_drop=0.0):
     pools = [[n] for n in range(P)] + [P + (pool if counts is None else pool[counts[0, pool]]) for pool in pools]
     k_bar, v_bar = (torch.stack([x[:, num_high:, pool].mean(2) for pool in pools], 2) for x in (k, v))
     for n in range(q.shape[2]):
-        own, values = attended_in_window(n, *(x[:, :num_high] for x in (q, k, v)), windows=windows)
-        pooled = (q[:, num_high:, n, None] @ k_bar.mT)[:, :, 0] / q.shape[-1] ** 0.5
-        y[:, :num_high, n] = (F.dropout(own.softmax(-1), attn_drop)[:, :, None] @ values)[:, :, 0]
-        y[:, num_high:, n] = (F.dropout(pooled.softmax(-1), attn_drop)[:, :, None] @ v_bar)[:, :, 0]
+        own = attended_in_window(n, *(x[:, :num_high] for x in (q, k, v)), windows=windows)
+        pooled = (q[:, num_high:, n, None] @ k_bar.mT)[:, :, 0] / q.shape[-1] ** 0.5, v_bar
+        y[:, :, n] = torch.cat([mix_reference(term, attn_drop=attn_drop) for term in (own, pooled)], 1)
     return y
 
 
 class Hilo(Attention):
-    """Heads of high frequencies beside heads of low ones."""
-
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         window_size: int = option(2, "side w in tokens of windows and pools; 1: all heads attend to all tokens", low=1)
         alpha: float = option(0.9, "part of the heads that attend to pools, rounded down to whole heads", low=0, high=1)
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
@@ -79,9 +65,7 @@ class Hilo(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        if config.window_size > (longest := max(context.grid)):
-            problem = "larger than the {}x{} grid; at most {}".format(*context.grid, longest)
-            self.refuse("window_size", config.window_size, problem)
+        self.refuse_above(context, "window_size", side=max(context.grid))
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

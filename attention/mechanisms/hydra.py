@@ -9,22 +9,20 @@ Cost: 2 N C multiply-accumulates; linear in N and in C.
 The paper's listing divides by norms without a floor; here the floor is 1e-12.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
 from ..ops.random_features.op import linear_attention
-from ..options import local_option
+from ..options import Options, local_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 
 
 @full_precision
 def hydra(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least. key_mask: keys that count, (B, N)."""
+    """Linear attention of one channel per head with unit queries and keys, without a normaliser."""
     heads = q.shape[1], q.shape[3]
     q, k = (x / torch.linalg.vector_norm(x, dim=(1, 3), keepdim=True).clamp(min=1e-12) for x in (q, k))
     q, k, v = (x.mT.flatten(1, 2)[..., None] for x in (q, k, v))  # (B, C, N, 1): heads of one channel
@@ -41,13 +39,9 @@ def hydra_reference(q, k, v):
 
 
 class Hydra(Attention):
-    """Attention of C heads of one channel."""
-
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         local: bool = local_option()
 
     @classmethod

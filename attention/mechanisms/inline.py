@@ -12,7 +12,6 @@ Cost: 2 N d C multiply-accumulates, and 9 N C beside matrix products for the loc
 The paper's equations leave out the factor s / N of the released code, which is followed here.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,20 +20,14 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..ops.random_features.op import linear_attention
-from ..options import local_option
+from ..options import Options, local_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, split_prefix
 
 
 @full_precision
 def inline(q: Tensor, k: Tensor, v: Tensor, filters: Tensor | None = None, *, grid: Grid) -> Tensor:
-    """Attention with weights that a subtraction makes sum to one.
-
-    Args:
-        q, k, v: (B, h, P + N, d). filters: one filter per image and channel, (B, C, 3, 3).
-    Returns:
-        (B, h, P + N, d), float32 at least.
-    """
+    """Attention with weights that a subtraction makes sum to one. filters: (B, C, 3, 3), per image and channel."""
     k_bar, v_bar = k.mean(2, keepdim=True), v.mean(2, keepdim=True)
     scaled = q * (q.shape[-1] ** -0.5 / k.shape[2])
     y = v_bar + linear_attention(scaled, k - k_bar, v - v_bar, "none")
@@ -66,14 +59,11 @@ def inline_reference(q, k, v, filters=None, *, grid):
 
 
 class Inline(Attention):
-    """Kernel attention without a kernel's features, and with filters that follow the image."""
-
     prefix_tokens = "plain"
     key_mask_refusal = "its filters are made of the mean of all tokens"
     local_size = 0
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         local: bool = local_option(True)
 
     def __init__(self, context: LayerContext, config: Config):

@@ -10,7 +10,6 @@ importance sampling (section 4, eq. 10; appendix G.3, Algorithm 3):
 Cost: 5 N c C multiply-accumulates, N c C of them for query-specific alpha, and c^2 C for the densities; linear in N.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,7 +21,7 @@ from ..ops.group_values.op import group_mean
 from ..ops.kernels import with_fast_path
 from ..ops.random_features import fused, proposals
 from ..ops.random_features.op import mix_features
-from ..options import local_option, option, released_option
+from ..options import Options, local_option, option, released_option
 from ..parts.features import full_precision, log_features, scale
 from ..parts.geometry import Grid, split_prefix
 from ..parts.groups import Groups, pools_option, segments
@@ -51,13 +50,10 @@ def lara(
     """Self-normalised multiple importance sampling with shared proposals (LARA paper eq. 10).
 
     Args:
-        q, k, v: (B, h, N, d). q_bar, k_bar: landmarks (B, h, c, d); k_bar acts with the pool proposals.
+        q_bar, k_bar: landmarks (B, h, c, d); k_bar acts with the pool proposals.
         noise: Gaussian part of omega in the features' scale, s samples of each proposal, broadcast to (B, h, c, s, d).
-        uniform: numbers in (0, 1), (..., c, s), that choose the mixture's component; None takes the components' mean.
-        proposal: kind of q_c, see `propose`. weighting, beta: form of alpha, see `query_weights`; "balance" is eq. 36.
-        key_mask: (B, M) bool, true for keys that count. filled: (B, c) bool, true for segments with tokens that count.
-    Returns:
-        (B, h, N, d), float32 at least.
+        uniform, proposal: see `propose`. weighting, beta: form of alpha, see `query_weights`; "balance" is eq. 36.
+        filled: (B, c) bool, true for segments with tokens that count.
     """
     q, k, q_bar = scale(q), scale(k), scale(q_bar)
     k_bar = None if k_bar is None else scale(k_bar)
@@ -81,21 +77,17 @@ def lara_reference(
     for c, s in ((c, s) for c in range(C) for s in range(noise.shape[3])):
         u = uniform if uniform is None else uniform.expand(B, h, C, -1)[:, :, c, s, None]
         omega = centre(c, u) + noise[:, :, c, s]
-        weight = proposals.weights_reference(omega, densities(omega), r, c, weighting, beta)  # (B, h, N)
+        weight = proposals.weights_reference(omega, densities(omega), r, c, weighting, beta, noise.shape[3])
         xi_q, xi_k = (torch.exp(x @ omega[..., None] - (x**2).sum(-1, keepdim=True) / 2) for x in (q, k))
         kernel = kernel + weight[..., None] * xi_q * xi_k.mT
     return kernel @ v / kernel.sum(-1, keepdim=True)
 
 
 class Lara(Attention):
-    """Linear randomized attention over segments of the grid."""
-
     prefix_tokens = "exact"
-    key_mask_refusal = None
     eval_seed: Tensor | None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_landmarks: int = option(49, "segments of the grid, one proposal each (single: samples)", low=1)
         landmark_transform: Literal["light", "dense", "none"] | None = option(
             None,

@@ -5,54 +5,36 @@
 so that all queries share the sums over keys. Queries and keys are not scaled. EVA Table 5 calls it 'ELU'. In causal
 attention the sums run along with the queries.
 Cost: 2 N d C multiply-accumulates; linear in N.
+Papers: EVA Table 5 'ELU' (language).
 """
-
-from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, total
-from ..ops.random_features.op import linear_attention
-from ..options import causal_option, local_option
+from ..ops.random_features.op import linear_attention, weighted_values_reference
+from ..options import Options, causal_option, local_option
 from ..parts.features import elu_plus_one, full_precision
 from ..parts.geometry import Grid
-from ..parts.past import Past
+from ..parts.past import Causal, Past
 
 
 @full_precision
-def linear(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    past: Past | None = None,
-    key_mask: Tensor | None = None,
-) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least; 0 for a query whose weights vanish.
-
-    causal: query n attends to the keys of `past` and to keys up to the n-th.
-    """
-    return linear_attention(elu_plus_one(q), elu_plus_one(k), v, causal=causal, past=past, key_mask=key_mask)
+def linear(q: Tensor, k: Tensor, v: Tensor, *, causal: Causal = False, key_mask: Tensor | None = None) -> Tensor:
+    """Linear attention with the features elu + 1; 0 for a query whose weights vanish."""
+    return linear_attention(elu_plus_one(q), elu_plus_one(k), v, causal=causal, key_mask=key_mask)
 
 
 def linear_reference(q, k, v, *, causal=False):
     """`linear` as a dense matrix of weights."""
-    kernel = (F.elu(q) + 1) @ (F.elu(k) + 1).mT
-    kernel = kernel.tril() if causal else kernel
-    return kernel @ v / kernel.sum(-1, keepdim=True).clamp(min=1e-6)
+    return weighted_values_reference((F.elu(q) + 1) @ (F.elu(k) + 1).mT, v, causal=causal)
 
 
 class Linear(Attention):
-    """Kernel attention with the features elu + 1. Papers: EVA Table 5 'ELU' (language)."""
-
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         local: bool = local_option()
         causal: bool = causal_option()
 
@@ -64,4 +46,4 @@ class Linear(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
-        return linear(q, k, v, causal=self.config.causal, past=past, key_mask=key_mask).to(v.dtype)
+        return linear(q, k, v, causal=past or self.config.causal, key_mask=key_mask).to(v.dtype)

@@ -4,19 +4,19 @@ The grid, of any size, is averaged to 7 x 7 bins; then follow a 1 x 1 convolutio
 49 bins, in every stage of PVT-v2-Li (whose MLPs have a further ReLU: the model's `mlp_relu`).
 Cost: M C^2 - 2 (N - M) C^2 + 2 N M C multiply-accumulates, M = 49: the convolution, less what the projection of keys
 and values saves, and attention.
+Paper: PVT-v2 'Li'.
 """
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..options import option
+from ..options import Options, option
 from ..parts.geometry import Grid, split_prefix
+from ..parts.linear import is_plain
 from .softmax import softmax
-from .sra import project_reduced
+from .sra import project_reduced, reducing_convolution
 
 
 def linear_sra(x: Tensor, weight: Tensor, bias: Tensor | None, *, grid: Grid, pool_size: int) -> Tensor:
@@ -24,8 +24,12 @@ def linear_sra(x: Tensor, weight: Tensor, bias: Tensor | None, *, grid: Grid, po
 
     Bins have the edges floor(i*H/pool_size), ceil((i+1)*H/pool_size); if pool_size does not divide H, bins overlap.
     """
-    image = F.adaptive_avg_pool2d(x.mT.unflatten(2, grid), pool_size)
-    return F.conv2d(image, weight, bias).flatten(2).mT
+    return F.conv2d(pooled_image(x, grid, pool_size), weight, bias).flatten(2).mT
+
+
+def pooled_image(x: Tensor, grid: Grid, pool_size: int) -> Tensor:
+    """Averages of tokens (B, N, C) over bins, as an image (B, C, pool_size, pool_size)."""
+    return F.adaptive_avg_pool2d(x.mT.unflatten(2, grid), pool_size)
 
 
 def linear_sra_reference(x, weight, bias, *, grid, pool_size):
@@ -40,28 +44,26 @@ def linear_sra_reference(x, weight, bias, *, grid, pool_size):
 
 
 class LinearSra(Attention):
-    """Softmax over a grid pooled to 7 x 7. Paper: PVT-v2 'Li'."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its bins average every token of the grid"
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         pool_size: int = option(7, "side of the pooled grid in bins", low=1, high=64)
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.sr = nn.Conv2d(context.dim, context.dim, 1)
+        self.sr = reducing_convolution(context.dim, 1)
         self.norm = nn.LayerNorm(context.dim, eps=1e-5)
-        nn.init.normal_(self.sr.weight, std=(2 / context.dim) ** 0.5)  # kaiming, fan out
-        if self.sr.bias is not None:
-            nn.init.zeros_(self.sr.bias)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
         """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + pool_size^2, d)."""
         prefix, tokens = split_prefix(x, grid[0] * grid[1])
-        reduced = linear_sra(tokens, self.sr.weight, self.sr.bias, grid=grid, pool_size=self.config.pool_size)
+        pool_size = self.config.pool_size
+        if is_plain(self.sr, nn.Conv2d):
+            reduced = linear_sra(tokens, self.sr.weight, self.sr.bias, grid=grid, pool_size=pool_size)
+        else:
+            reduced = self.sr(pooled_image(tokens, grid, pool_size)).flatten(2).mT
         return project_reduced(self.qkv, x, torch.cat([prefix, F.gelu(self.norm(reduced))], 1), self.num_heads)
 
     @classmethod

@@ -4,16 +4,16 @@
 
 The matrices belong to one grid; for another grid, their rows are resampled as images of the grid.
 Cost: 4 N c C multiply-accumulates; 2 N c parameters per layer, N c or h times as many as they are shared.
+Papers: EVA Table 3, LARA Table 8 'Linformer'.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..options import option
+from ..options import Options, option
 from ..parts.geometry import Grid, resample, split_prefix
 from .softmax import softmax, softmax_reference
 
@@ -22,10 +22,9 @@ MATRICES = {"heads": (2, 1), "kv": (1, 1), "none": (2, None), "layers": (1, 1)}
 
 
 def linformer(q: Tensor, k: Tensor, v: Tensor, projection: Tensor, attn_drop: float = 0.0) -> Tensor:
-    """Queries (B, h, N, d), keys and values (B, h, P + N, d) -> (B, h, N, d); prefix tokens are not projected.
+    """Attention to prefix tokens and to projected keys and values.
 
-    Args:
-        projection: (1 or 2, 1 or h, c, N): one for keys and values or one each, one for all heads or one each.
+    projection: (1 or 2, 1 or h, c, N): one for keys and values or one each, one for all heads or one each.
     """
     projection = projection.to(v.dtype).expand(2, v.shape[1], -1, -1)
     projected: list[Tensor] = []
@@ -49,13 +48,10 @@ def linformer_reference(q, k, v, projection, attn_drop=0.0):
 
 
 class Linformer(Attention):
-    """Softmax over learned linear combinations of tokens. Papers: EVA Table 3, LARA Table 8 'Linformer'."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its learned projection is of all positions of the grid"
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_landmarks: int = option(49, "rows c of the projections", low=1)
         sharing: Literal["heads", "kv", "none", "layers"] = option(
             "heads", "one projection for all heads; for keys and values too; none; for all layers of a grid too"

@@ -4,18 +4,16 @@ Windows are w x w tokens (or 1-D blocks of w tokens in raster order), not overla
 window's keys reach e tokens beyond it on every side: |E| = (w + 2e)^2. It is exact within the window and ignores all
 other tokens. This is the baseline 'Local' of EVA (appendix E.1).
 Cost: 2 N |E| C multiply-accumulates.
+Papers: EVA Tables 1-3 'Local'.
 """
 
-from dataclasses import dataclass
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import window_cost
-from ..ops.joint_softmax.op import attended_in_window, joint_softmax
-from ..options import option, released_option
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
+from ..options import Options, option, released_option
 from ..parts.geometry import Grid, Layout, Windows
 from ..parts.position import BiasKind
 from ..window_options import position_bias, window_option, windows_on
@@ -24,7 +22,7 @@ from ..window_options import position_bias, window_option, windows_on
 def local(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, windows: Windows, attn_drop: float = 0.0
 ) -> Tensor:
-    """Softmax attention within windows: q (B, h, N, d), k, v (B, h, P + N, d), bias (h, w, e) -> (B, h, N, d)."""
+    """Softmax attention within windows."""
     return joint_softmax(q, k, v, bias, windows=windows, attn_drop=attn_drop)
 
 
@@ -32,19 +30,14 @@ def local_reference(q, k, v, bias=None, *, windows, attn_drop=0.0):
     """`local`, query by query."""
     y = torch.zeros_like(q)
     for n in range(q.shape[2]):
-        logits, values = attended_in_window(n, q, k, v, bias, windows=windows)
-        y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ values)[:, :, 0]
+        y[:, :, n] = mix_reference(attended_in_window(n, q, k, v, bias, windows=windows), attn_drop=attn_drop)
     return y
 
 
 class Local(Attention):
-    """Attention within windows, with a learned relative position bias. Papers: EVA Tables 1-3 'Local'."""
-
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         window_size: int = option(7, "window side w in tokens; block length where layout is 1d", low=1)
         released: bool = released_option()
         layout: Layout | None = window_option("layout")

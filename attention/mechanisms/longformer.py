@@ -8,8 +8,7 @@ for the global rows. The band is computed in tiles of rho queries a side, so tha
 """
 
 import copy
-from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,9 +17,10 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import num_padded, projections, window_macs
 from ..ops.joint_softmax.op import mix, prefix_term, shared_logits, window_logits
-from ..options import option
+from ..options import Options, option
 from ..parts.geometry import Grid, Windows, raster, split_heads, split_prefix
 from ..parts.groups import bin_counts
+from ..parts.linear import linear_part
 from ..parts.tables import kept_table
 from .softmax import softmax
 
@@ -41,13 +41,9 @@ def longformer(
     """Softmax over band and global keys; over all keys for the global queries.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries attend to prefix tokens.
         q_global (B, h, g, d), k_global, v_global (B, h, P + N, d): projections of their own for global queries.
         global_tokens: distinct raster indices of the global tokens, (g,) int64.
-        grid: rows and columns of the band; (1, N) for a raster band.
-        radius: largest distance rho of a key from its query, by row or column. attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d).
+        grid: rows and columns of the band; (1, N) for a raster band. radius: rho, by row or column.
     """
     if q_global is None or k_global is None or v_global is None:
         q_global, k_global, v_global = q.index_select(2, global_tokens), k, v
@@ -57,7 +53,7 @@ def longformer(
     on_band = on_band.masked_fill(~within(tiles, radius, q.device), -torch.inf)
     queries = tiles.partition(q)
     on_global = shared_logits(queries, k.index_select(2, global_tokens))
-    n, W = tiles.disjoint().indices(q.device)[..., None], grid[1]
+    n, W = tiles._replace(overlap=(0, 0)).indices(q.device)[..., None], grid[1]
     distances = (n // W - global_tokens // W).abs(), (n % W - global_tokens % W).abs()
     on_global = on_global.masked_fill((distances[0] <= radius) & (distances[1] <= radius), -torch.inf)
     global_values = v.index_select(2, global_tokens)[:, :, None]
@@ -105,13 +101,10 @@ def longformer_reference(
 
 
 class Longformer(Attention):
-    """A band of keys and global tokens."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its global tokens have fixed positions"
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         radius: int = option(24, "farthest key rho: tokens in raster order, or rows and columns; w = 2 rho + 1", low=0)
         layout: Literal["1d", "2d"] = option("1d", "band of the raster order, or square windows around each query")
         num_global: int = option(1, "global tokens g, spread evenly over the grid", low=0)
@@ -130,21 +123,19 @@ class Longformer(Attention):
         if not self.config.num_global:
             return torch.empty(0, dtype=torch.int64, device=device)
         counts = bin_counts(self.config.num_global, grid, "attention(longformer).num_global")
-        rows, columns = (
-            (2 * torch.arange(count, device=device) + 1) * side // (2 * count)
-            for side, count in zip(grid, counts, strict=True)
-        )
+        sides = zip(grid, counts, strict=True)
+        rows, columns = ((2 * torch.arange(c, device=device) + 1) * side // (2 * c) for side, c in sides)
         return (rows[:, None] * grid[1] + columns).flatten()
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor | None, ...]:
         """(B, P + N, C) -> q, k, v, and for global queries q_global (B, h, g, d), k_global and v_global, or None."""
         if self.qkv_global is None:
             return *super().project(x, grid), None, None, None
-        C, weight, bias = x.shape[-1], self.qkv_global.weight, self.qkv_global.bias
-        q_bias, kv_bias = (None, None) if bias is None else (bias[:C], bias[C:])
+        C = x.shape[-1]
         chosen = split_prefix(x, grid[0] * grid[1])[1].index_select(1, self.global_tokens(grid, x.device))
-        q_global = split_heads(F.linear(chosen, weight[:C], q_bias), 1, self.num_heads)
-        return *super().project(x, grid), *q_global, *split_heads(F.linear(x, weight[C:], kv_bias), 2, self.num_heads)
+        q_global = split_heads(linear_part(self.qkv_global, chosen, slice(C)), 1, self.num_heads)
+        keys_and_values = linear_part(self.qkv_global, x, slice(C, None))
+        return *super().project(x, grid), *q_global, *split_heads(keys_and_values, 2, self.num_heads)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
@@ -156,25 +147,9 @@ class Longformer(Attention):
         queries, keys_and_values = g * C * C, 2 * N * C * C
         return Cost(projections(context, 3).parameters, macs + queries + keys_and_values)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        q_global: Tensor | None,
-        k_global: Tensor | None,
-        v_global: Tensor | None,
-        grid: Grid,
-    ) -> Tensor:
-        return longformer(
-            q,
-            k,
-            v,
-            q_global,
-            k_global,
-            v_global,
-            global_tokens=self.global_tokens(grid, q.device),
-            grid=raster(grid, self.config.layout),
-            radius=self.config.radius,
-            attn_drop=self.attn_drop,
-        )
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
+        """Attends with the results of `project` and the grid."""
+        *of_global, grid = others
+        options: dict[str, Any] = {"radius": self.config.radius, "attn_drop": self.attn_drop}
+        options |= {"global_tokens": self.global_tokens(grid, q.device), "grid": raster(grid, self.config.layout)}
+        return longformer(q, k, v, *of_global, **options)

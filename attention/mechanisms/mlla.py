@@ -15,7 +15,6 @@ Also called MILA. The convolutions that the paper puts before attention and befo
 released code takes square grids only, and numbers of channels that 4 divides; here, remaining channels are unrotated.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch.nn.functional as F
@@ -24,17 +23,17 @@ from torch import Tensor, nn
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, projections, total
 from ..ops.random_features.op import linear_attention
-from ..options import local_option, option
+from ..options import Options, local_option, option
 from ..parts.features import elu_plus_one, full_precision
 from ..parts.geometry import Grid, merge_heads, split_heads
-from ..parts.linear import init_linear
+from ..parts.linear import init_linear, linear_part
 from ..parts.local_term import LocalTerm
 from ..parts.rotary import rotate, rotate_reference
 
 
 @full_precision
 def mlla(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least."""
+    """Linear attention with the features elu + 1, and rotations that the normaliser does not have."""
     return linear_attention(elu_plus_one(q), elu_plus_one(k), v, "mean", rotate=partial(turn, grid=grid))
 
 
@@ -54,14 +53,11 @@ def mlla_reference(q, k, v, *, grid):
 
 
 class Mlla(Attention):
-    """Kernel attention with rotary positions and a local term, in Mamba's block."""
-
     key_mask_refusal = "a convolution of all tokens makes the values of its block"
     local_size = 3
     local_by_head = False
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         block: bool = option(True, "Mamba's block: a convolution and SiLU make the values, and the output is gated")
         local: bool = local_option(True)
 
@@ -71,8 +67,7 @@ class Mlla(Attention):
         if config.block:
             self.convolution = LocalTerm(context.dim, 3)
             linear = nn.Linear(context.dim, context.dim, bias=context.qkv_bias)
-            init_linear(linear)
-            self.gate = nn.Sequential(linear, nn.SiLU())
+            self.gate = nn.Sequential(init_linear(linear), nn.SiLU())
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
@@ -84,11 +79,9 @@ class Mlla(Attention):
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         if self.convolution is None:
             return super().project(x, grid)
-        C, bias = x.shape[-1], self.qkv.bias
-        of_z, of_x = self.qkv.weight.split([2 * C, C])
-        bias_z, bias_x = (None, None) if bias is None else bias.split([2 * C, C])
-        z = F.silu(self.convolution.convolve(F.linear(x, of_x, bias_x)[:, None], grid))[:, 0]
-        return *split_heads(F.linear(z, of_z, bias_z), 2, self.num_heads), *split_heads(z, 1, self.num_heads)
+        of_z, of_x = slice(2 * x.shape[-1]), slice(2 * x.shape[-1], None)
+        z = F.silu(self.convolution.convolve(linear_part(self.qkv, x, of_x)[:, None], grid))[:, 0]
+        return *split_heads(linear_part(self.qkv, z, of_z), 2, self.num_heads), *split_heads(z, 1, self.num_heads)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return mlla(q, k, v, grid=grid).to(v.dtype)

@@ -7,16 +7,14 @@ fewer neighbours.
 Cost: 2 N e C multiply-accumulates, e = (k + t - 1)^2 keys of a tile of t^2 queries, t = (k + 1) / 2 (paper: k^2).
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..ops.joint_softmax.op import gathered_logits, mix, prefix_term
-from ..options import option
+from ..ops.joint_softmax.op import attended_tokens, gathered_logits, mix, mix_reference, prefix_term
+from ..options import Options, option
 from ..parts.geometry import Grid, Windows, split_prefix
 from ..parts.masking import of_grid
 from ..parts.neighborhoods import pair, tiles, tiling
@@ -35,7 +33,7 @@ def neighborhood(
     counts: Tensor | None = None,
     attn_drop: float = 0.0,
 ) -> Tensor:
-    """q (B, h, N, d), k, v (B, h, P + N, d) -> (B, h, N, d); size, dilation: k and delta of both axes.
+    """Softmax over the neighbours of every query, for k (`size`) and delta (`dilation`) of both axes.
 
     table: bias by query minus key, (1, (2 k_y - 1) (2 k_x - 1), h). counts: (B, N) bool, true for tokens that count.
     """
@@ -52,16 +50,13 @@ def neighborhood(
 
 def neighborhood_reference(q, k, v, table=None, *, grid, size, dilation, counts=None, attn_drop=0.0):
     """`neighborhood`, query by query."""
-    y, P = torch.zeros_like(q), k.shape[2] - q.shape[2]
+    y = torch.zeros_like(q)
     for n in range(q.shape[2]):
         rows, columns = map(neighbors, divmod(n, grid[1]), grid, size, dilation)
         keys = [(a * grid[1] + b, i, j) for a, i in rows for b, j in columns]
         keys = [key for key in keys if counts is None or counts[0, key[0]]]
-        attended = [*range(P), *(P + m for m, _, _ in keys)]
-        logits = (q[:, :, n, None] @ k[:, :, attended].mT)[:, :, 0] / q.shape[-1] ** 0.5
-        if table is not None:
-            logits = logits + F.pad(table[0, [i * (2 * size[1] - 1) + j for _, i, j in keys]].T, (P, 0))
-        y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ v[:, :, attended])[:, :, 0]
+        bias = None if table is None else table[0, [i * (2 * size[1] - 1) + j for _, i, j in keys]].T
+        y[:, :, n] = mix_reference(attended_tokens(n, q, k, v, [m for m, _, _ in keys], bias), attn_drop=attn_drop)
     return y
 
 
@@ -73,13 +68,9 @@ def neighbors(i: int, length: int, k: int, dilation: int) -> list[tuple[int, int
 
 
 class Neighborhood(Attention):
-    """The k x k nearest tokens, with a learned relative position bias."""
-
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         kernel_size: int | tuple[int, int] = option(7, "neighbours k along both axes, or (rows, columns): odd", low=1)
         dilation: int | tuple[int, int] = option(1, "step delta between neighbours, or (rows, columns)", low=1)
         position_bias: Literal["table", "none"] = option("table", "relative position bias of the neighbours")

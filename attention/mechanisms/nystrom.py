@@ -7,9 +7,9 @@ Landmarks q_bar, k_bar are means of c segments. Nystrom's method routes attentio
 where A^+ comes from a few iterations that approach the inverse, and conv is a depthwise convolution over tokens, one
 filter per head.
 Cost: 4 N c C + h N c^2 + 4 i h c^3 + t N C multiply-accumulates: i iterations for the inverse, t filter taps.
+Papers: EVA Table 2, LARA Table 8 'Nystromformer'.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..options import option
+from ..options import Options, option
 from ..parts.features import full_precision, scale
 from ..parts.geometry import Grid, Layout, raster, split_prefix
 from ..parts.groups import Groups, bin_counts, bins, group_mean
@@ -28,14 +28,10 @@ from .softmax import softmax
 def nystrom(
     q: Tensor, k: Tensor, v: Tensor, filters: Tensor | None = None, *, groups: Groups, grid: Grid, iterations: int
 ) -> Tensor:
-    """Nystrom's approximation of softmax attention, plus a convolution of values.
+    """Nystrom's approximation of softmax attention, plus a convolution of values; both leave out prefix tokens.
 
-    Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); landmarks and convolution exclude prefix tokens.
-        filters: (h, rows, columns), odd sides, for the convolution over the raster `grid` of the tokens.
-        groups: segments whose means are landmarks. iterations: number of iterations of the pseudo-inverse.
-    Returns:
-        (B, h, N, d), float32 at least.
+    filters: (h, rows, columns), odd sides, for the convolution over the raster `grid` of the tokens. groups: segments
+    whose means are landmarks.
     """
     (_, k_grid), (_, v_grid) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     q_bar, k_bar = (group_mean(x, groups)[:, :, 0] for x in (q, k_grid))
@@ -84,13 +80,10 @@ def nystrom_reference(q, k, v, filters=None, *, groups, grid, iterations):
 
 
 class Nystrom(Attention):
-    """Attention through segment means. Papers: EVA Table 2, LARA Table 8 'Nystromformer'."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its pseudo-inverse takes every landmark and its convolution every token"
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_landmarks: int = option(49, "segments c, one landmark each", low=1)
         segments: Layout = option("2d", "rectangles of the grid, or chunks of the raster order")
         pinv_iterations: int = option(6, "iterations of the pseudo-inverse", low=1, high=1000)

@@ -7,16 +7,15 @@ Then
     y = softmax(q P^T / sqrt(d)) softmax(P k^T / sqrt(d)) v.
 
 Cost: 5 N c C multiply-accumulates, N c C of them for the choice.
+Paper: LARA Table 3 'Orthoformer' (video).
 """
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..options import option
+from ..options import Options, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from .softmax import softmax, softmax_reference
@@ -24,7 +23,7 @@ from .softmax import softmax, softmax_reference
 
 @full_precision
 def orthoformer(q: Tensor, k: Tensor, v: Tensor, *, num_landmarks: int) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least."""
+    """Attention of queries to landmarks, which attend to all keys."""
     index = orthogonal_tokens(q, num_landmarks)
     landmarks = q.gather(2, index[..., None].expand(-1, -1, -1, q.shape[-1]))
     return softmax(q, landmarks, softmax(landmarks, k, v))
@@ -57,13 +56,10 @@ def orthoformer_reference(q, k, v, *, num_landmarks):
 
 
 class Orthoformer(Attention):
-    """Attention through orthogonal queries. Paper: LARA Table 3 'Orthoformer' (video)."""
-
     prefix_tokens = "plain"
     key_mask_refusal = "its landmarks are chosen among all queries"
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_landmarks: int = option(49, "queries c that are landmarks", low=1)
 
     def __init__(self, context: LayerContext, config: Config):

@@ -7,9 +7,9 @@ kernel is estimated at samples omega_s ~ N(0, I) that all queries share,
 
 so that all queries share the sums over keys (LARA eq. 2). Unbiased for the kernel; biased but consistent for attention.
 Cost: 4 N s C multiply-accumulates (hyperbolic and trigonometric features: 6 N s C); linear in N.
+Papers: EVA and LARA 'Performer', 'RFA'.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,10 +20,10 @@ from ..costs import linear_attention_macs, local_cost, mix_features_macs, total
 from ..ops.kernels import with_fast_path
 from ..ops.random_features import fused
 from ..ops.random_features.op import linear_attention, mix_features, weighted_values_reference
-from ..options import causal_option, local_option, option, released_option
+from ..options import Options, causal_option, local_option, option, released_option
 from ..parts.features import CAUSAL, CLAMPED, FEATURE_MAPS, LOG_FEATURE_MAPS, full_precision, scale
 from ..parts.geometry import Grid
-from ..parts.past import Past
+from ..parts.past import Causal, Past
 from ..parts.sampling import OmegaSampling, gaussian, omega_sampling_option
 
 Features = Literal["positive", "hyperbolic", "trigonometric", "relu", "favorp"]
@@ -38,28 +38,25 @@ def performer(
     omega: Tensor,
     *,
     features: Features | Literal["trigonometric_released", "relu_released"] = "positive",
-    causal: bool = False,
-    past: Past | None = None,
+    causal: Causal = False,
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention with the estimated kernel.
 
     Args:
-        q, k, v: (B, h, N, d). omega: samples (h, s, d). key_mask: (B, N) bool, true for keys that count.
+        omega: samples (h, s, d).
         features: positive, hyperbolic: LARA paper appendix C. trigonometric: sines and cosines; a normaliser can be
             negative, its magnitude is kept above 1e-6. relu: ReLU(s^(-1/2) omega . x) + 1e-3, no estimate of softmax.
             favorp: positive features as in the papers' released code, with 1e-4 added and normalisers above 1e-2.
             trigonometric_released, relu_released: all normalisers, negative ones too, are raised to at least 1e-2.
-        causal: query n attends to the keys of `past` and to keys up to the n-th; needs features of `CAUSAL`.
-    Returns:
-        (B, h, N, d), float32 at least.
+        causal: needs features of `CAUSAL`.
     """
     q, k = scale(q), scale(k)
     if features in LOG_FEATURE_MAPS:
-        return mix_features(*LOG_FEATURE_MAPS[features](q, k, omega), v, key_mask, causal=causal, past=past)
+        return mix_features(*LOG_FEATURE_MAPS[features](q, k, omega), v, key_mask, causal=causal)
     feature_map, normaliser, least = FEATURE_MAPS[features]
     phi_q, phi_k = feature_map(q, k, omega)
-    return linear_attention(phi_q, phi_k, v, normaliser, least, causal=causal, past=past, key_mask=key_mask)
+    return linear_attention(phi_q, phi_k, v, normaliser, least, causal=causal, key_mask=key_mask)
 
 
 def performer_reference(q, k, v, omega, *, features="positive", causal=False):
@@ -86,18 +83,14 @@ def performer_reference(q, k, v, omega, *, features="positive", causal=False):
             phi_q = torch.exp(on_q - half_q - on_q.amax(-1, keepdim=True).detach()) / s**0.5 + 1e-4
             phi_k = torch.exp(on_k - half_k - on_k.amax((-2, -1), keepdim=True).detach()) / s**0.5 + 1e-4
         kernel = phi_q @ phi_k.mT
-    return weighted_values_reference(kernel.tril() if causal else kernel, v, "clamp" if released else "floor", least)
+    return weighted_values_reference(kernel, v, "clamp" if released else "floor", least, causal)
 
 
 class Performer(Attention):
-    """Random feature attention over all tokens. Papers: EVA and LARA 'Performer', 'RFA'."""
-
     prefix_tokens = "plain"
-    key_mask_refusal = None
     omega: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_samples: int = option(128, "samples omega per head", low=1)
         released: bool = released_option()
         features: Features | None = option(
@@ -174,7 +167,7 @@ class Performer(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
-        fresh, causal = self.training and self.config.feature_redraw == "redraw", self.config.causal
+        fresh, causal = self.training and self.config.feature_redraw == "redraw", past or self.config.causal
         omega = self.redraw(q) if fresh else self.omega
         features = self.config.features + "_released" * self.config.released_clamp
-        return performer(q, k, v, omega, features=features, causal=causal, past=past, key_mask=key_mask).to(v.dtype)
+        return performer(q, k, v, omega, features=features, causal=causal, key_mask=key_mask).to(v.dtype)

@@ -16,8 +16,6 @@ The paper describes coefficients for each kind of sign. This follows the release
 the local term, and which has the scale and the vectors, which the paper's equations lack.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -25,7 +23,7 @@ from torch import Tensor, nn
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, projections, total
 from ..ops.random_features.op import linear_attention
-from ..options import local_option, option
+from ..options import Options, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.linear import init_linear
@@ -36,13 +34,7 @@ from ..parts.position import KeyPositions
 def polaformer(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, power: Tensor, *, alpha: float, key_mask: Tensor | None = None
 ) -> Tensor:
-    """Attention by channels of equal signs and by channels of opposite signs.
-
-    Args:
-        q, k, v: (B, h, N, d). scale, power: a and w, (h, d). key_mask: (B, N) bool, true for keys that count.
-    Returns:
-        (B, h, N, d), float32 at least.
-    """
+    """Attention by channels of equal signs and by channels of opposite signs. scale, power: a and w, (h, d)."""
     scale, power = F.softplus(scale)[:, None], 1 + alpha * power.sigmoid()[:, None]
     q_plus, q_minus, k_plus, k_minus = ((x / scale).relu() ** power for x in (q, -q, k, -k))
     keys = torch.cat([k_plus, k_minus], -1)
@@ -65,14 +57,10 @@ def polaformer_reference(q, k, v, scale, power, *, alpha):
 
 
 class Polaformer(Attention):
-    """Kernel attention with features by sign, learned exponents, positions of keys, a local term and a gate."""
-
     prefix_tokens = "plain"
     ignores_order = False  # keys depend on their positions
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         alpha: float = option(4.0, "range of the learned exponents, which lie between 1 and 1 + alpha", above=0)
         local: bool = local_option(True)
 
@@ -80,8 +68,7 @@ class Polaformer(Attention):
         super().__init__(context, config)
         self.key_positions = KeyPositions(context.dim, context.grid)
         self.feature_scale, self.feature_power = (nn.Parameter(torch.zeros(context.dim)) for _ in range(2))
-        self.gate = nn.Linear(context.dim, context.dim, bias=context.qkv_bias)
-        init_linear(self.gate)
+        self.gate = init_linear(nn.Linear(context.dim, context.dim, bias=context.qkv_bias))
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

@@ -10,7 +10,6 @@ Cost: (2 + s) N^2 C multiply-accumulates unbiased, (3 + s) N^2 C biased, (1 + s)
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..ops.kernels import with_fast_path
 from ..ops.randomized import fused
-from ..options import option, released_option
+from ..options import Options, option, released_option
 from ..parts.features import full_precision, scale
 from ..parts.geometry import Grid
 from ..parts.masking import mask_logits, masked_mean
@@ -46,14 +45,11 @@ def ra(
     """Mean over samples of f_n(omega) (LARA paper eq. 6), omega = q'_n + key + noise.
 
     Args:
-        q, k, v: (B, h, N, d). noise: Gaussian part of omega, broadcast to (B, h, N, s, d).
+        noise: Gaussian part of omega, broadcast to (B, h, N, s, d).
         uniform: numbers in (0, 1), (..., N, s), that choose the unbiased proposal's key by inverting cumulative sums of
             pi_n. For cosine features, whose omega is the noise, the phase in turns.
         proposal: the key is drawn from pi_n ("unbiased"), is its mean ("biased", eq. 31), or the plain mean of keys.
         features: features of f and p_n. hyperbolic: f is even, so that one half of p_n (corollary C.1) is enough.
-        key_mask: (B, N) bool, true for keys that count.
-    Returns:
-        (B, h, N, d), float32 at least.
     """
     q, k = scale(q), scale(k)
     if features == "cosine":
@@ -119,14 +115,10 @@ def ra_reference(q, k, v, noise, uniform=None, *, proposal="unbiased", features=
 
 
 class Ra(Attention):
-    """Randomized attention over all tokens."""
-
     prefix_tokens = "plain"
-    key_mask_refusal = None
     eval_seed: Tensor | None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_samples: int = option(1, "samples per query in training", low=1, high=1024)
         num_eval_samples: int = option(
             1, "samples per query in evaluation; acts where evaluation is random", low=1, high=1024
@@ -172,4 +164,7 @@ class Ra(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         noise, uniform = self.sample_noise(q)
         options = {"proposal": self.config.proposal, "features": self.config.features, "key_mask": key_mask}
-        return ra(q, k, v, noise, uniform, **options).to(v.dtype)
+        y = ra(q, k, v, noise, uniform, **options)
+        if self.config.features == "cosine":  # its weights have no bound, and float16 has one
+            y = y.clamp(torch.finfo(v.dtype).min, torch.finfo(v.dtype).max)
+        return y.to(v.dtype)

@@ -16,7 +16,6 @@ Released models have this attention in the first two of four stages only. In hea
 has no rotations, may be far smaller than the sum that it divides: y is kept within twice its channel's largest |v|.
 """
 
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -25,7 +24,7 @@ from torch import Tensor, nn
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, projections, total
 from ..ops.random_features.op import linear_attention
-from ..options import local_option
+from ..options import Options, local_option
 from ..parts.features import elu_plus_one, full_precision
 from ..parts.geometry import Grid
 from ..parts.linear import init_linear
@@ -35,10 +34,7 @@ from ..parts.rotary import rotate, rotate_reference
 
 @full_precision
 def rala(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
-    """Queries, keys and values (B, h, P + N, d) -> (B, h, P + N, d), float32 at least.
-
-    key_mask: (B, P + N) bool, true for keys that count; positions refer to the whole grid.
-    """
+    """Linear attention with weighted keys and rotations; positions refer to the whole grid, whatever `key_mask`."""
     phi_q, phi_k = elu_plus_one(q), elu_plus_one(k)
     q_bar = masked_mean(phi_q, key_mask)[:, :, None] * q.shape[-1] ** -0.5
     alpha = mask_logits(q_bar @ phi_k.mT, key_mask).softmax(-1).mT  # divided by N, like the normaliser
@@ -61,21 +57,16 @@ def rala_reference(q, k, v, *, grid):
 
 
 class Rala(Attention):
-    """Kernel attention with weighted keys, rotary positions, a local term and a gate."""
-
     prefix_tokens = "plain"
     ignores_order = False  # rotations depend on positions
-    key_mask_refusal = None
     local_by_head = False
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         local: bool = local_option(True)
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.gate = nn.Linear(context.dim, context.dim, bias=context.qkv_bias)
-        init_linear(self.gate)
+        self.gate = init_linear(nn.Linear(context.dim, context.dim, bias=context.qkv_bias))
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

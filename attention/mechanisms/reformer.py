@@ -6,10 +6,10 @@ the last. All rounds together form one softmax over the union of their pairs: a 
 1/r in each. A token attends to itself only if it has no other key.
 Cost: 4 l N c C - N C^2 multiply-accumulates, the last for the missing projection of keys; for the hash l N b C more,
 b = N / c up to N = c^2, then about sqrt(2 N / c); and a sort. Linear in N except for the sort and the hash.
+Papers: EVA Table 3, LARA Table 9, Scatterbrain Table 2.
 """
 
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import projections
-from ..options import option
+from ..options import Options, option
 from ..parts.features import compute_dtype, full_precision
 from ..parts.geometry import Grid, gather_tokens, split_prefix
 from ..parts.sampling import counter_normal
@@ -29,12 +29,8 @@ SELF_LOGIT = -5e4
 def reformer(q: Tensor, k: Tensor, v: Tensor, bucket: Tensor, *, chunk_size: int, same_bucket: bool = False) -> Tensor:
     """One softmax over the pairs of all rounds.
 
-    Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries attend to prefix tokens.
-        bucket: bucket of every token of the grid in every round, (B, h, l, N) int64.
-        chunk_size: tokens c of a chunk; one chunk if c >= N. same_bucket: pairs must share a bucket, not only chunks.
-    Returns:
-        (B, h, N, d), float32 at least.
+    bucket: bucket of every token of the grid in every round, (B, h, l, N) int64. chunk_size: tokens c of a chunk; one
+    chunk if c >= N. same_bucket: pairs must share a bucket, not only chunks.
     """
     (*_, num_rounds, N), c = bucket.shape, min(chunk_size, q.shape[2])
     n = -(-N // c)
@@ -111,16 +107,13 @@ def reformer_reference(q, k, v, bucket, *, chunk_size, same_bucket=False):
 
 
 class Reformer(Attention):
-    """Attention by rounds of hashing. Papers: EVA Table 3, LARA Table 9, Scatterbrain Table 2."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its chunks of equal size are cut from all tokens"
 
     num_projections = 2
     eval_seed: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         chunk_size: int = option(
             49, "tokens c of a chunk, which attends to 2c keys; N / c chunks, 2N / c buckets", low=1
         )

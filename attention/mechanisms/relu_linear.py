@@ -10,7 +10,6 @@ Cost: 2 N d C multiply-accumulates; linear in N. A scale of side s adds N C (C +
 This is EfficientViT's attention in a transformer layer: with biases, and without the batch norm that follows it there.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, total
 from ..ops.random_features.op import linear_attention
-from ..options import local_option, option
+from ..options import Options, local_option, option
 from ..parts.features import Normaliser, full_precision
 from ..parts.geometry import Grid, merge_heads
 from ..parts.linear import init_linear
@@ -28,10 +27,9 @@ from ..parts.local_term import LocalTerm
 
 @full_precision
 def relu_linear(q: Tensor, k: Tensor, v: Tensor, *, eps: float | None = None, key_mask: Tensor | None = None) -> Tensor:
-    """Queries, keys and values (B, h, N, d) -> (B, h, N, d), float32 at least; 0 for a query without positive weights.
+    """Linear attention with the features ReLU; 0 for a query without positive weights.
 
-    eps: added to the sum of a query's weights; None raises the sum to at least 1e-15. key_mask: (B, N) bool, true for
-    keys that count.
+    eps: added to the sum of a query's weights; None raises the sum to at least 1e-15.
     """
     normaliser: Normaliser = "clamp" if eps is None else "sum"  # ONNX export drops an addition of 1e-15
     return linear_attention(q.relu(), k.relu(), v, normaliser, eps or 1e-15, key_mask=key_mask)
@@ -59,13 +57,9 @@ class Scale(nn.Module):
 
 
 class ReluLinear(Attention):
-    """Kernel attention with ReLU features."""
-
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         scales: tuple[int, ...] = option((), "sides of further scales, odd; tokens", low=1)
         local: bool = local_option()
 
@@ -76,9 +70,7 @@ class ReluLinear(Attention):
                 self.refuse("scales", size, f"as many tokens on both sides make it odd; nearest valid: {size - 1}")
         C, count = context.dim, len(config.scales)
         self.scales = nn.ModuleList(Scale(C, context.num_heads, size) for size in config.scales)
-        self.proj_scales = nn.Linear(count * C, C, bias=False) if count else None
-        if self.proj_scales is not None:
-            init_linear(self.proj_scales)
+        self.proj_scales = init_linear(nn.Linear(count * C, C, bias=False)) if count else None
 
     @property
     def ignores_order(self) -> bool:

@@ -6,9 +6,8 @@ with a learned sigma per head. Since norms are constant, this estimates softmax 
 q . k / (sigma^2 ||q|| ||k||). It differs from `performer` with trigonometric features only by the norms. The paper's
 gates, for causal attention, are left out.
 Cost: 6 N s C multiply-accumulates; linear in N. h parameters.
+Papers: EVA Table 5 'RFA' (language).
 """
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,12 +15,12 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs
-from ..ops.random_features.op import linear_attention
-from ..options import causal_option, option
+from ..ops.random_features.op import linear_attention, weighted_values_reference
+from ..options import Options, causal_option, option
 from ..parts.features import full_precision, waves
 from ..parts.geometry import Grid
-from ..parts.past import Past
-from ..parts.sampling import gaussian
+from ..parts.past import Causal, Past
+from ..parts.sampling import gaussian, redrawn
 
 
 @full_precision
@@ -32,21 +31,12 @@ def rfa(
     omega: Tensor,
     sigma: Tensor,
     *,
-    causal: bool = False,
-    past: Past | None = None,
+    causal: Causal = False,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """Attention with the estimated kernel.
-
-    Args:
-        q, k, v: (B, h, N, d). omega: samples (h, s, d). sigma: (h).
-        causal: query n attends to the keys of `past` and to keys up to the n-th. key_mask: (B, N) bool, true for keys
-            that count.
-    Returns:
-        (B, h, N, d), float32 at least.
-    """
+    """Attention with the kernel that samples omega (h, s, d) estimate, for the sigma (h) of every head."""
     phi_q, phi_k = (waves(F.normalize(x, dim=-1) / sigma[:, None, None], omega) for x in (q, k))
-    return linear_attention(phi_q, phi_k / omega.shape[-2], v, causal=causal, past=past, key_mask=key_mask)
+    return linear_attention(phi_q, phi_k / omega.shape[-2], v, causal=causal, key_mask=key_mask)
 
 
 def rfa_reference(q, k, v, omega, sigma, *, causal=False):
@@ -54,32 +44,23 @@ def rfa_reference(q, k, v, omega, sigma, *, causal=False):
     q, k = (x / x.square().sum(-1, keepdim=True).sqrt() / sigma[:, None, None] for x in (q, k))
     difference = q[..., :, None, :] - k[..., None, :, :]
     kernel = torch.einsum("bhnmd,hsd->bhnms", difference, omega).cos().mean(-1)
-    kernel = kernel.tril() if causal else kernel
-    normaliser = kernel.sum(-1, keepdim=True)
-    floor = torch.copysign(torch.tensor(1e-6), normaliser)
-    return kernel @ v / torch.where(normaliser.abs() < 1e-6, floor, normaliser)
+    return weighted_values_reference(kernel, v, causal=causal)
 
 
 class Rfa(Attention):
-    """Random features of unit queries and keys. Papers: EVA Table 5 'RFA' (language)."""
-
     prefix_tokens = "plain"
-    key_mask_refusal = None
     omega: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_samples: int = option(64, "samples omega per head, redrawn in training", low=1)
         causal: bool = causal_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         self.log_sigma = nn.Parameter(torch.zeros(context.num_heads))
-        self.register_buffer("omega", self.sample(self.log_sigma))
-
-    def sample(self, like: Tensor) -> Tensor:
-        """Samples (h, s, d) on the device of `like`, in its compute dtype."""
-        return gaussian("iid", (self.num_heads, self.config.num_samples, self.head_dim), like)
+        self.register_buffer(
+            "omega", gaussian("iid", (self.num_heads, config.num_samples, self.head_dim), self.log_sigma)
+        )
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
@@ -90,5 +71,5 @@ class Rfa(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
-        omega, causal = self.sample(q) if self.training else self.omega, self.config.causal
-        return rfa(q, k, v, omega, self.log_sigma.exp(), causal=causal, past=past, key_mask=key_mask).to(v.dtype)
+        omega, causal = redrawn(self.training, self.omega, q), past or self.config.causal
+        return rfa(q, k, v, omega, self.log_sigma.exp(), causal=causal, key_mask=key_mask).to(v.dtype)

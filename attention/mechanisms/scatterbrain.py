@@ -9,10 +9,10 @@ tokens. In causal attention the window is the earlier part of a query's block, a
 the support. The features of linear attention, elu + 1, work too (section 4.2): their mean product equals the exact
 weight 1 at q = k = 0, but does not estimate it elsewhere.
 Cost: 4 N s C + 2 N |E| C multiply-accumulates, N s C more with subtraction. Linear in N.
+Papers: EVA Tables 2, 15 'Scatterbrain'.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import num_padded, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax
-from ..options import option, released_option
+from ..options import Options, option, released_option
 from ..parts.features import full_precision, log_kernel, phi
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.leave_one_out import LeaveOneOut, before, merge_all_but_one, over_all, shifted, subtract, within
@@ -46,13 +46,10 @@ def scatterbrain(
     """Windows exactly, all else by random features, in one softmax.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d). omega: samples (h, s, d); None takes the features elu + 1. bias:
-            position bias of the window, (h, w, e).
+        omega: samples (h, s, d); None takes the features elu + 1.
         leave_one_out: method for the sums off the window, see `merge_all_but_one` and `subtract`; an overlap needs the
             latter. Causal windows have sums over the tokens before them. none: sums over all tokens, so that the window
             counts twice, the paper's naive sum (section 4.1).
-    Returns:
-        (B, h, N, d), float32 at least.
     """
     k_grid, v_grid = (split_prefix(x, q.shape[2])[1] for x in (k, v))
     log_k = mask_logits(log_kernel(k_grid, omega), windows.key_mask, -2)  # (B, h, N, s)
@@ -104,6 +101,20 @@ def check_features(attn: Attention) -> None:
         attn.refuse_unused(neutral, "the features elu have no samples")
 
 
+def sample_omega(attn: Attention, like: Tensor) -> Tensor | None:
+    """Samples (h, s, d) on the device of `like`, in its compute dtype; None if features are elu + 1."""
+    if attn.config.features == "elu":
+        return None
+    return gaussian(attn.config.omega_sampling, (attn.num_heads, attn.config.num_samples, attn.head_dim), like)
+
+
+def samples(attn: Any, like: Tensor) -> Tensor | None:
+    """Samples for this pass; with hyperbolic features also their negatives."""
+    redraw = attn.training and attn.config.feature_redraw == "redraw"
+    omega = sample_omega(attn, like) if redraw else attn.omega
+    return omega if omega is None or attn.config.features != "hyperbolic" else torch.cat([omega, -omega], -2)
+
+
 def feature_cost(context: LayerContext, config: Any) -> tuple[int, int]:
     """Number of features of a head, and multiply-accumulates of a layer for the features of queries and keys."""
     if config.features == "elu":
@@ -113,14 +124,10 @@ def feature_cost(context: LayerContext, config: Any) -> tuple[int, int]:
 
 
 class Scatterbrain(Attention):
-    """Windows exactly over random features. Papers: EVA Tables 2, 15 'Scatterbrain'."""
-
     prefix_tokens = "exact"
-    key_mask_refusal = None
     omega: Tensor | None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_samples: int = option(96, "samples omega per head", low=1)
         window_size: int = option(7, "side w of the window in tokens; block length where layout is 1d", low=1)
         released: bool = released_option()
@@ -149,19 +156,7 @@ class Scatterbrain(Attention):
         if config.overlap and config.leave_one_out == "merge" and not config.causal:
             self.refuse("leave_one_out", "merge", "with overlap windows share tokens; set leave_one_out: subtract")
         check_features(self)
-        self.register_buffer("omega", self.sample_omega(self.qkv.weight))
-
-    def sample_omega(self, like: Tensor) -> Tensor | None:
-        """Samples (h, s, d) on the device of `like`, in its compute dtype; None if features are elu + 1."""
-        if self.config.features == "elu":
-            return None
-        return gaussian(self.config.omega_sampling, (self.num_heads, self.config.num_samples, self.head_dim), like)
-
-    def samples(self, like: Tensor) -> Tensor | None:
-        """Samples for this pass; with hyperbolic features also their negatives."""
-        redraw = self.training and self.config.feature_redraw == "redraw"
-        omega = self.sample_omega(like) if redraw else self.omega
-        return omega if omega is None or self.config.features != "hyperbolic" else torch.cat([omega, -omega], -2)
+        self.register_buffer("omega", sample_omega(self, self.qkv.weight))
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
@@ -177,4 +172,4 @@ class Scatterbrain(Attention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config = self.config
         options: dict[str, Any] = {"windows": windows_on(config, grid, key_mask), "leave_one_out": config.leave_one_out}
-        return scatterbrain(q, k, v, self.samples(q), self.position_bias(), **options).to(v.dtype)
+        return scatterbrain(q, k, v, samples(self, q), self.position_bias(), **options).to(v.dtype)

@@ -5,10 +5,10 @@ hash finds for it; a pair that meets in several rounds counts once. The support'
 subtracted from the sums over all tokens. Without the subtraction (leave_one_out: none), this is the naive sum of SMYRF
 and Performer, with which the paper compares in Table 1; for that, the released code averages the two attentions.
 Cost: 4 N s C + 2 r N c C + r N c s h multiply-accumulates, 2 r N (d + 2) h more for the hash, and a sort. Linear in N.
+Paper: Scatterbrain section 4.
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -16,12 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..options import option
+from ..options import Options, option
 from ..parts.features import full_precision, log_kernel, phi
 from ..parts.geometry import Grid, split_prefix
 from ..parts.hashing import cluster_ids, cluster_mask, from_clusters, hash_clusters, to_clusters
-from ..parts.sampling import OmegaSampling, gaussian, omega_sampling_option
-from .scatterbrain import check_features, feature_cost, features_option
+from ..parts.sampling import OmegaSampling, gaussian, omega_sampling_option, redrawn
+from .scatterbrain import check_features, feature_cost, features_option, sample_omega, samples
 from .smyrf import cluster_macs, same_cluster
 
 LeaveOneOut = Literal["subtract", "none", "average"]
@@ -41,13 +41,9 @@ def scatterbrain_lsh(
     """Hashed clusters exactly, all else by random features; a pair that meets in several rounds counts once.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); prefix tokens are attended to exactly. omega: samples (h, s, d); None
-            takes the features elu + 1.
-        directions: directions of the hash, one per round, (h, r, d + 2).
+        omega: samples (h, s, d); None takes the features elu + 1. directions: one per round of the hash, (h, r, d + 2).
         leave_one_out: subtract: the estimates of pairs within clusters are left out. none: they count in addition to
             the exact weights. average: exact and estimated attention are normalised separately and averaged.
-    Returns:
-        (B, h, N, d), float32 at least.
     """
     N, d = q.shape[2:]
     (k_prefix, k), (v_prefix, v) = split_prefix(k, N), split_prefix(v, N)
@@ -99,15 +95,12 @@ def scatterbrain_lsh_reference(q, k, v, omega, directions, *, cluster_size, leav
 
 
 class ScatterbrainLsh(Attention):
-    """Hashed clusters exactly over random features. Paper: Scatterbrain section 4."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its clusters of equal size are cut from all tokens"
     directions: Tensor
     omega: Tensor | None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_samples: int = option(96, "samples omega per head", low=1)
         cluster_size: int = option(49, "tokens c of a cluster", low=1)
         num_rounds: int = option(2, "rounds r of hashing", low=1)
@@ -122,22 +115,11 @@ class ScatterbrainLsh(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        (H, W), size = context.grid, config.cluster_size
-        if size > H * W:
-            self.refuse("cluster_size", size, f"the {H}x{W} grid has fewer tokens; at most {H * W}")
-        self.register_buffer("directions", self.sample_directions(self.qkv.weight))
+        self.refuse_above(context, "cluster_size")
+        shape = self.num_heads, config.num_rounds, self.head_dim + 2
+        self.register_buffer("directions", gaussian("iid", shape, self.qkv.weight))
         check_features(self)
-        self.register_buffer("omega", self.sample_omega(self.qkv.weight))
-
-    def sample_omega(self, like: Tensor) -> Tensor | None:
-        """Samples (h, s, d) on the device of `like`, in its compute dtype; None if features are elu + 1."""
-        if self.config.features == "elu":
-            return None
-        return gaussian(self.config.omega_sampling, (self.num_heads, self.config.num_samples, self.head_dim), like)
-
-    def sample_directions(self, like: Tensor) -> Tensor:
-        """Directions (h, r, d + 2) of the hash."""
-        return gaussian("iid", (self.num_heads, self.config.num_rounds, self.head_dim + 2), like)
+        self.register_buffer("omega", sample_omega(self, self.qkv.weight))
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
@@ -150,9 +132,6 @@ class ScatterbrainLsh(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config = self.config
-        omega = self.sample_omega(q) if self.training and config.feature_redraw == "redraw" else self.omega
-        if omega is not None and config.features == "hyperbolic":
-            omega = torch.cat([omega, -omega], -2)
-        directions = self.sample_directions(q) if self.training else self.directions
+        omega, directions = samples(self, q), redrawn(self.training, self.directions, q)
         options: dict[str, Any] = {"cluster_size": config.cluster_size, "leave_one_out": config.leave_one_out}
         return scatterbrain_lsh(q, k, v, omega, directions, **options).to(v.dtype)

@@ -7,7 +7,6 @@ timm rolls before it pads.
 Cost: 2 N w^2 C multiply-accumulates.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -16,8 +15,8 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import window_macs
-from ..ops.joint_softmax.op import joint_softmax, mix, prefix_term, window_logits
-from ..options import option
+from ..ops.joint_softmax.op import attended_tokens, joint_softmax, mix, mix_reference, prefix_term, window_logits
+from ..options import Options, option
 from ..parts.geometry import Grid, Windows, split_prefix
 from ..parts.masking import of_grid
 from ..parts.position import PositionBias
@@ -27,7 +26,7 @@ from ..parts.tables import kept_table
 def shifted_window(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None = None, *, windows: Windows, shift: Grid, attn_drop: float = 0
 ) -> Tensor:
-    """q (B, h, N, d), k, v (B, h, P + N, d), bias (h, w, w) -> (B, h, N, d); windows begin at the token `shift`."""
+    """Softmax within windows that begin at the token `shift`."""
     if shift == (0, 0):
         return joint_softmax(q, k, v, bias, windows=windows, attn_drop=attn_drop)
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
@@ -62,27 +61,20 @@ def _apart(windows: Windows, shift: Grid, device: torch.device) -> Tensor:
 
 def shifted_window_reference(q, k, v, bias=None, *, windows, shift, attn_drop=0):
     """`shifted_window`, query by query."""
-    y, P, N, (rows, columns) = torch.zeros_like(q), k.shape[2] - q.shape[2], q.shape[2], windows.size
+    y, N, (rows, columns) = torch.zeros_like(q), q.shape[2], windows.size
     moved = [(n // windows.grid[1] - shift[0], n % windows.grid[1] - shift[1]) for n in range(N)]
     own, position = [(a // rows, b // columns) for a, b in moved], [a % rows * columns + b % columns for a, b in moved]
     for n in range(N):
         keys = [m for m in range(N) if own[m] == own[n] and (windows.key_mask is None or windows.key_mask[0, m])]
-        attended = [*range(P), *(P + m for m in keys)]
-        logits = (q[:, :, n, None] @ k[:, :, attended].mT)[:, :, 0] / q.shape[-1] ** 0.5
-        if bias is not None:
-            logits = logits + F.pad(bias[:, position[n], [position[m] for m in keys]], (P, 0))
-        y[:, :, n] = (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ v[:, :, attended])[:, :, 0]
+        own_bias = None if bias is None else bias[:, position[n], [position[m] for m in keys]]
+        y[:, :, n] = mix_reference(attended_tokens(n, q, k, v, keys, own_bias), attn_drop=attn_drop)
     return y
 
 
 class ShiftedWindow(Attention):
-    """Windows, in odd layers shifted by half their size, with a learned relative position bias."""
-
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         window_size: int = option(
             7, "window side w in tokens; along a shorter side of the layer's grid, that side", low=1
         )

@@ -11,27 +11,21 @@ Cost: 2 N d C + 25 N C multiply-accumulates; N C parameters for the tokens.
 The released code takes square grids only.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, total
-from ..options import local_option
+from ..options import Options, local_option
 from ..parts.geometry import Grid
 from ..parts.position import KeyPositions
 from .relu_linear import relu_linear
 
 
 class Slab(Attention):
-    """Kernel attention with ReLU features, positions of keys and a local term."""
-
     prefix_tokens = "plain"
     ignores_order = False  # keys depend on their positions
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         local: bool = local_option(True)
 
     def __init__(self, context: LayerContext, config: Config):

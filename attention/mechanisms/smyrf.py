@@ -8,31 +8,26 @@ different directions and are weighted by their normalisers Lambda:
 
 A pair that meets in two rounds counts twice.
 Cost: 2 r N c C multiply-accumulates, 2 r N (d + 2) h for the hash, and a sort.
+Paper: Scatterbrain Table 1 'SMYRF'.
 """
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..options import option
+from ..options import Options, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.hashing import cluster_mask, from_clusters, hash_clusters, to_clusters
-from ..parts.sampling import gaussian
+from ..parts.sampling import gaussian, redrawn
 
 
 @full_precision
 def smyrf(q: Tensor, k: Tensor, v: Tensor, directions: Tensor, *, cluster_size: int, attn_drop: float = 0.0) -> Tensor:
-    """Softmax attention within hashed clusters.
+    """Softmax attention within hashed clusters, in full precision, because a rounded key may fall in another cluster.
 
-    Args:
-        q, k, v: (B, h, N, d). directions: directions of the hash, one per round, (h, r, d + 2).
-        cluster_size: tokens per cluster. attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d), float32 at least: a rounded key may fall in another cluster.
+    directions: directions of the hash, one per round, (h, r, d + 2).
     """
     N, d = v.shape[2:]
     of_q, of_k = hash_clusters(q, k, directions, cluster_size)
@@ -73,33 +68,25 @@ def cluster_macs(context: LayerContext, size: int, num_rounds: int) -> int:
 
 
 class Smyrf(Attention):
-    """Attention within hashed clusters. Paper: Scatterbrain Table 1 'SMYRF'."""
-
     prefix_tokens = "plain"
     key_mask_refusal = "its clusters of equal size are cut from all tokens"
     directions: Tensor
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         cluster_size: int = option(49, "tokens per cluster", low=1)
         num_rounds: int = option(2, "rounds of hashing", low=1)
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        H, W = context.grid
-        if config.cluster_size > H * W:
-            self.refuse("cluster_size", config.cluster_size, f"the {H}x{W} grid has fewer tokens; at most {H * W}")
-        self.register_buffer("directions", self.sample(self.qkv.weight))
-
-    def sample(self, like: Tensor) -> Tensor:
-        """Directions (h, r, d + 2) of the hash, on the device of `like`, in its compute dtype."""
-        return gaussian("iid", (self.num_heads, self.config.num_rounds, self.head_dim + 2), like)
+        self.refuse_above(context, "cluster_size")
+        shape = self.num_heads, config.num_rounds, self.head_dim + 2
+        self.register_buffer("directions", gaussian("iid", shape, self.qkv.weight))
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         return Cost(0, cluster_macs(context, config.cluster_size, config.num_rounds))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        directions = self.sample(q) if self.training else self.directions
+        directions = redrawn(self.training, self.directions, q)
         return smyrf(q, k, v, directions, cluster_size=self.config.cluster_size, attn_drop=self.attn_drop).to(v.dtype)

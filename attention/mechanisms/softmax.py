@@ -4,33 +4,23 @@
 
 computed by torch's fused kernels. It is the reference in every test of a limit.
 Cost: 2 N^2 C multiply-accumulates.
+Papers: EVA and LARA 'Softmax'.
 """
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..options import causal_option, option
+from ..options import Options, causal_option, option
 from ..parts.geometry import Grid
 from ..parts.past import Past
 
 
 def softmax(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_drop: float = 0.0,
-    *,
-    causal: bool = False,
-    key_mask: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, attn_drop: float = 0.0, *, causal: bool = False, key_mask: Tensor | None = None
 ) -> Tensor:
-    """Scaled dot-product attention of queries (B, h, N, d) over keys and values (B, h, M, d) -> (B, h, N, d).
-
-    causal: query n attends to the keys up to the n-th. key_mask: (B, M) bool, true for keys that count.
-    """
+    """Scaled dot-product attention; any number of keys and values, (B, h, M, d)."""
     if key_mask is not None:
         shown = key_mask[:, None, None]
         if causal:  # a masked query attends at least to itself
@@ -49,13 +39,9 @@ def softmax_reference(q: Tensor, k: Tensor, v: Tensor, attn_drop: float = 0.0, *
 
 
 class Softmax(Attention):
-    """Exact attention over all tokens. Papers: EVA and LARA 'Softmax'."""
-
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         causal: bool = causal_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 

@@ -6,37 +6,30 @@ every other block. Child et al. split the two sets over heads or layers and mask
 Cost: 2 N (b + (N/b - 1) c) C multiply-accumulates: N^2 / b at fixed b, N^1.5 where b is a row of the grid.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..ops.joint_softmax.op import mix, prefix_term, shared_logits
-from ..options import option
-from ..parts.features import upcast
+from ..options import Options, option
+from ..parts.features import product
 from ..parts.geometry import Grid, Windows, split_prefix
 
 
 def sparse_transformer(
     q: Tensor, k: Tensor, v: Tensor, *, block_size: int, num_summary: int, attn_drop: float = 0.0
 ) -> Tensor:
-    """Softmax over a query's block and all summaries.
+    """Softmax over a query's block of b tokens and all summaries, the last c positions of each block.
 
-    Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d); all queries attend to prefix tokens.
-        block_size: tokens b. num_summary: last positions c of a block that all queries attend to.
-        attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d). A last block of fewer than b tokens has only the summary positions that exist in it.
+    A last block of fewer than b tokens has only the summary positions that exist in it.
     """
     blocks = Windows((1, q.shape[2]), (1, block_size))
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     sizes = [block_size - num_summary, num_summary]  # parts of a block, so that no key occurs twice
     queries = blocks.partition(q)  # (B, h, g, b, d)
     (own_k, shared_k), (own_v, shared_v) = (blocks.partition(x).split(sizes, 3) for x in (k, v))
-    own = upcast(queries * q.shape[-1] ** -0.5 @ own_k.mT)
+    own = product(queries * q.shape[-1] ** -0.5, own_k.mT)
     shared = shared_logits(queries, shared_k.flatten(2, 3))
     valid = blocks.mask(q.device)
     if valid is not None:
@@ -57,13 +50,10 @@ def sparse_transformer_reference(q, k, v, *, block_size, num_summary, attn_drop=
 
 
 class SparseTransformer(Attention):
-    """A query's own block and the last tokens of every block."""
-
     prefix_tokens = "exact"
     key_mask_refusal = "its summary tokens have fixed positions"
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         block_size: int | None = option(None, "tokens b of a block, in raster order; null: a row of the grid", low=1)
         num_summary: int = option(1, "last positions c of every block that all queries attend to", low=1)
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
@@ -89,10 +79,5 @@ class SparseTransformer(Attention):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return sparse_transformer(
-            q,
-            k,
-            v,
-            block_size=self.block_size(grid),
-            num_summary=self.config.num_summary,
-            attn_drop=self.attn_drop,
+            q, k, v, block_size=self.block_size(grid), num_summary=self.config.num_summary, attn_drop=self.attn_drop
         )

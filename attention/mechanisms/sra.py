@@ -4,9 +4,9 @@ The reduction of PVT-v2 is an R x R convolution of stride R followed by LayerNor
 is the convolutional baseline of EVA and LARA (49 keys: R = 8, 4, 2 in PVT-v2's first three stages at 224 pixels).
 Cost: N C^2 - 2 (N - N / R^2) C^2 + 2 N^2 C / R^2 multiply-accumulates: the convolution, less what the projection of
 keys and values saves, and attention.
+Papers: EVA Table 1, LARA Tables 2 and 8 'SRA'.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..options import option
+from ..options import Options, option
 from ..parts.geometry import Grid, split_heads, split_prefix
+from ..parts.linear import is_plain, linear_part
 from .softmax import softmax
 
 DEFAULT_KEYS = 49
@@ -23,9 +24,13 @@ DEFAULT_KEYS = 49
 
 def sra(x: Tensor, weight: Tensor, bias: Tensor | None, *, grid: Grid) -> Tensor:
     """Shrinks tokens (B, N, C) by the strided convolution `weight` (C, C, R, R): (B, ceil(H/R) * ceil(W/R), C)."""
-    (H, W), R = grid, weight.shape[-1]
-    image = F.pad(x.mT.unflatten(2, grid), (0, -W % R, 0, -H % R))
-    return F.conv2d(image, weight, bias, stride=R).flatten(2).mT
+    return F.conv2d(padded_image(x, grid, weight.shape[-1]), weight, bias, stride=weight.shape[-1]).flatten(2).mT
+
+
+def padded_image(x: Tensor, grid: Grid, R: int) -> Tensor:
+    """Tokens (B, N, C) as an image (B, C, H', W'), with zeros to the next multiples of R."""
+    (H, W) = grid
+    return F.pad(x.mT.unflatten(2, grid), (0, -W % R, 0, -H % R))
 
 
 def sra_reference(x, weight, bias, *, grid):
@@ -39,12 +44,11 @@ def sra_reference(x, weight, bias, *, grid):
     return torch.stack(reduced, 1)
 
 
-def project_reduced(qkv: nn.Linear, x: Tensor, reduced: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def project_reduced(qkv: nn.Module, x: Tensor, reduced: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries of tokens x (B, N, C), keys and values of `reduced` tokens (B, M, C), by the joint projection `qkv`."""
     C = x.shape[-1]
-    bias = qkv.bias if qkv.bias is not None else qkv.weight.new_zeros(3 * C)
-    (q,) = split_heads(F.linear(x, qkv.weight[:C], bias[:C]), 1, num_heads)
-    k, v = split_heads(F.linear(reduced, qkv.weight[C:], bias[C:]), 2, num_heads)
+    (q,) = split_heads(linear_part(qkv, x, slice(C)), 1, num_heads)
+    k, v = split_heads(linear_part(qkv, reduced, slice(C, None)), 2, num_heads)
     return q, k, v
 
 
@@ -53,14 +57,19 @@ def side_ratio(context: LayerContext, config: Any) -> int:
     return config.reduction or context.reduction or max(1, round((context.num_tokens / DEFAULT_KEYS) ** 0.5))
 
 
-class Sra(Attention):
-    """Softmax over a grid reduced by a strided convolution. Papers: EVA Table 1, LARA Tables 2 and 8 'SRA'."""
+def reducing_convolution(dim: int, side: int) -> nn.Conv2d:
+    """A convolution of stride `side`, initialised as in PVT-v2: normal, with a std by the fan-out, and bias 0."""
+    conv = nn.Conv2d(dim, dim, side, side)
+    nn.init.normal_(conv.weight, std=(2 / (dim * side**2)) ** 0.5)
+    nn.init.zeros_(conv.get_parameter("bias"))
+    return conv
 
+
+class Sra(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its convolution shrinks the grid with every token of it"
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         reduction: int | None = option(
             None, "side ratio R; null: the pyramid's own, or the one that leaves 49 keys", low=1
         )
@@ -71,20 +80,20 @@ class Sra(Attention):
         (H, W), reduction = context.grid, side_ratio(context, config)
         if reduction > max(H, W):
             self.refuse("reduction", reduction, f"larger than the {H}x{W} grid; at most {max(H, W)}")
-        self.sr = nn.Conv2d(context.dim, context.dim, reduction, reduction) if reduction > 1 else None
+        self.reduction = reduction
+        self.sr = reducing_convolution(context.dim, reduction) if reduction > 1 else None
         self.norm = nn.LayerNorm(context.dim, eps=1e-5) if reduction > 1 else None
-        if self.sr is not None:
-            nn.init.normal_(self.sr.weight, std=(2 / (context.dim * reduction**2)) ** 0.5)  # kaiming, fan out
-            if self.sr.bias is not None:
-                nn.init.zeros_(self.sr.bias)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + N/R^2, d)."""
         if self.sr is None or self.norm is None:
             return super().project(x, grid)
         prefix, tokens = split_prefix(x, grid[0] * grid[1])
-        reduced = self.norm(sra(tokens, self.sr.weight, self.sr.bias, grid=grid))
-        return project_reduced(self.qkv, x, torch.cat([prefix, reduced], 1), self.num_heads)
+        if is_plain(self.sr, nn.Conv2d):
+            reduced = sra(tokens, self.sr.weight, self.sr.bias, grid=grid)
+        else:
+            reduced = self.sr(padded_image(tokens, grid, self.reduction)).flatten(2).mT
+        return project_reduced(self.qkv, x, torch.cat([prefix, self.norm(reduced)], 1), self.num_heads)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

@@ -9,15 +9,13 @@ every prefix token; for another grid, the rows of the grid are resampled.
 Cost: N^2 C + h p N^2 - 2 N C^2 multiply-accumulates: values, weights (once per batch), less two projections.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import projections
-from ..options import option
+from ..options import Options, option
 from ..parts.features import upcast
 from ..parts.geometry import Grid, resample
 
@@ -39,15 +37,12 @@ def synthesizer_reference(r_1, r_2, v, attn_drop=0.0):
 
 
 class Synthesizer(Attention):
-    """Learned weights between positions, the same for every image."""
-
     prefix_tokens = "plain"
     ignores_order = False  # weights belong to positions
     key_mask_refusal = "its learned weights are of all positions of the grid, the same for every image"
     num_projections = 1
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         rank: int = option(8, "columns p of a factor", low=1)
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 

@@ -4,20 +4,19 @@
 
 with one map per head, which queries and keys share, in linear attention.
 Cost: 4 N m C multiply-accumulates, half of them for the features; linear in N. h (m d + m) parameters.
+Papers: EVA Table 5 'T2R' (language).
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs
-from ..ops.random_features.op import linear_attention
-from ..options import causal_option, option
+from ..ops.random_features.op import linear_attention, weighted_values_reference
+from ..options import Options, causal_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
-from ..parts.past import Past
+from ..parts.past import Causal, Past
 
 
 @full_precision
@@ -28,21 +27,12 @@ def t2r(
     weight: Tensor,
     bias: Tensor,
     *,
-    causal: bool = False,
-    past: Past | None = None,
+    causal: Causal = False,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """Attention with learned features.
-
-    Args:
-        q, k, v: (B, h, N, d). weight: (h, m, d). bias: (h, m).
-        causal: query n attends to the keys of `past` and to keys up to the n-th. key_mask: (B, N) bool, true for keys
-            that count.
-    Returns:
-        (B, h, N, d), float32 at least; 0 for a query without positive weights.
-    """
+    """Attention with learned features: weight (h, m, d), bias (h, m); 0 for a query without positive weights."""
     phi_q, phi_k = ((x @ weight.mT + bias[:, None]).relu() for x in (q, k))
-    return linear_attention(phi_q, phi_k, v, causal=causal, past=past, key_mask=key_mask)
+    return linear_attention(phi_q, phi_k, v, causal=causal, key_mask=key_mask)
 
 
 def t2r_reference(q, k, v, weight, bias, *, causal=False):
@@ -51,18 +41,13 @@ def t2r_reference(q, k, v, weight, bias, *, causal=False):
     for w, b in zip(weight.unbind(1), bias.unbind(1), strict=True):  # (h, d), (h)
         phi_q, phi_k = (((x * w[:, None]).sum(-1) + b[:, None]).relu() for x in (q, k))
         kernel = kernel + phi_q[..., :, None] * phi_k[..., None, :]
-    kernel = kernel.tril() if causal else kernel
-    return kernel @ v / kernel.sum(-1, keepdim=True).clamp(min=1e-6)
+    return weighted_values_reference(kernel, v, causal=causal)
 
 
 class T2r(Attention):
-    """Kernel attention with learned ReLU features. Papers: EVA Table 5 'T2R' (language)."""
-
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_features: int = option(32, "features m per head", low=1)
         causal: bool = causal_option()
 
@@ -81,5 +66,5 @@ class T2r(Attention):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
     ) -> Tensor:
-        bias, causal = self.feature_bias.view(self.num_heads, -1), self.config.causal
-        return t2r(q, k, v, self.feature_weight, bias, causal=causal, past=past, key_mask=key_mask).to(v.dtype)
+        bias, causal = self.feature_bias.view(self.num_heads, -1), past or self.config.causal
+        return t2r(q, k, v, self.feature_weight, bias, causal=causal, key_mask=key_mask).to(v.dtype)

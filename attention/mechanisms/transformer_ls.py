@@ -9,9 +9,8 @@ these (long) and to its window (short) under one softmax:
 Both kinds of keys and values are normalised over all channels, by a LayerNorm for each kind (DualLN); otherwise their
 norms would differ.
 Cost: 2 N |E| C + (4 + h) N r C multiply-accumulates, h N r C of them for Linear; linear in N.
+Papers: EVA Tables 2, 3, 15 'Long-Short', 'Transformer-LS'.
 """
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -19,8 +18,8 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import num_padded, window_cost
-from ..ops.joint_softmax.op import attended_in_window, joint_softmax
-from ..options import option
+from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
+from ..options import Options, option
 from ..parts.features import upcast
 from ..parts.geometry import Grid, Layout, Windows, merge_heads, split_heads, split_prefix
 from ..parts.linear import init_linear
@@ -44,14 +43,8 @@ def transformer_ls(
 ) -> Tensor:
     """One softmax over a window's tokens and r weighted averages of all tokens.
 
-    Args:
-        q, k, v: (B, h, N, d), keys and values normalised; keys and values may include prefix tokens, which come first.
-        slots: logits of the averages over the tokens of the grid, (B, h, r, N).
-        norm_weight, norm_bias: parameters of the LayerNorm of averages, (C,); None without it. bias: position bias of
-            the window, (h, w, e).
-        attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d).
+    slots: logits of the averages over the tokens of the grid, (B, h, r, N). norm_weight, norm_bias: parameters of the
+    LayerNorm of averages, (C,); None without it. Keys and values are normalised already.
     """
     pi = mask_logits(upcast(slots), windows.key_mask).softmax(-1).to(k.dtype)
     k_bar, v_bar = (normalise(pi @ split_prefix(x, q.shape[2])[1], norm_weight, norm_bias) for x in (k, v))
@@ -82,21 +75,16 @@ def transformer_ls_reference(q, k, v, slots, norm_weight=None, norm_bias=None, b
             averages.append(average)
     k_bar, v_bar, y = torch.stack(k_bar, 2), torch.stack(v_bar, 2), torch.zeros_like(q)
     for n in range(N):
-        on_window, values = attended_in_window(n, q, k, v, bias, windows=windows)
-        logits = torch.cat([on_window, scale * (q[:, :, n, None] @ k_bar.mT)[:, :, 0]], -1)
-        weights = F.dropout(logits.softmax(-1), attn_drop)
-        y[:, :, n] = (weights[:, :, None] @ torch.cat([values, v_bar], 2))[:, :, 0]
+        averages = scale * (q[:, :, n, None] @ k_bar.mT)[:, :, 0], v_bar
+        own = attended_in_window(n, q, k, v, bias, windows=windows)
+        y[:, :, n] = mix_reference(own, averages, attn_drop=attn_drop)
     return y
 
 
 class TransformerLs(Attention):
-    """A window and dynamic projections of all tokens. Papers: EVA Tables 2, 3, 15 'Long-Short', 'Transformer-LS'."""
-
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         num_landmarks: int = option(16, "averages r per head; 0: none (local attention)", low=0)
         window_size: int = option(7, "side of the window in tokens; block length where layout is 1d; 0: none", low=0)
         layout: Layout | None = window_option("layout")
@@ -112,8 +100,7 @@ class TransformerLs(Attention):
         self.position_bias = position_bias(self, context)
         self.norm_full = nn.LayerNorm(context.dim, eps=1e-5) if config.dual_norm else nn.Identity()
         if config.num_landmarks:
-            self.slots = nn.Linear(context.dim, self.num_heads * config.num_landmarks)
-            init_linear(self.slots)
+            self.slots = init_linear(nn.Linear(context.dim, self.num_heads * config.num_landmarks))
             self.norm_slots = nn.LayerNorm(context.dim, eps=1e-5) if config.dual_norm else None
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor | None, ...]:

@@ -11,7 +11,6 @@ Cost: 2 N |E| C or 2 N d C multiply-accumulates, in a Diag or a Norm layer; line
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -22,10 +21,10 @@ from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, window_macs
 from ..ops.joint_softmax.op import attended_in_window, window_logits
 from ..ops.random_features.op import linear_attention
-from ..options import option
+from ..options import Options, option
 from ..parts.features import elu_plus_one, full_precision
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
-from ..parts.past import Past
+from ..parts.past import Causal, Past
 from ..window_options import refuse_windows, window_option, windows_on
 from .local import local
 
@@ -43,23 +42,18 @@ def transnormer(
     *,
     variant: Variant,
     norm: Norm,
-    causal: bool = False,
-    past: Past | None = None,
+    causal: Causal = False,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """NormAttention: q (B, h, N, d), k, v (B, h, P + N, d) and gain (h, d) -> (B, h, N, d), float32 at least.
-
-    causal: query n attends to the keys of `past` and to keys up to the n-th. key_mask: (B, P + N) bool, true for keys
-    that count.
-    """
+    """NormAttention. gain: factors of the normalised channels, (h, d)."""
     phi = FEATURE_MAPS[variant]
-    y = linear_attention(phi(q), phi(k), v, "none", causal=causal, past=past, key_mask=key_mask)
+    y = linear_attention(phi(q), phi(k), v, "none", causal=causal, key_mask=key_mask)
     return rms_norm(y, gain, norm)
 
 
 @full_precision
 def rela(q: Tensor, k: Tensor, v: Tensor, gain: Tensor, *, windows: Windows, norm: Norm) -> Tensor:
-    """DiagAttention of t1: weights ReLU(q . k / sqrt(d)) within windows; shapes as in `transnormer`."""
+    """DiagAttention of t1: weights ReLU(q . k / sqrt(d)) within windows."""
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     weights = window_logits(q, k, None, windows).relu()
     y = windows.reverse(weights @ windows.partition(v))
@@ -95,13 +89,9 @@ def rms_norm_reference(y, gain, norm):
 
 
 class Transnormer(Attention):
-    """Windows in the first half of the layers, linear attention in the second."""
-
     prefix_tokens = "exact"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         variant: Variant = option("t2", "t2: softmax in windows, elu + 1; t1: ReLU weights in windows, elu")
         window_size: int = option(
             7, "window side in tokens of the first half's layers; block length where layout is 1d", low=1
@@ -136,5 +126,5 @@ class Transnormer(Attention):
         gain, norm = self.gain.view(self.num_heads, -1), config.norm
         if self.in_windows:
             return rela(q, k, v, gain, norm=norm, windows=windows).to(v.dtype)
-        options = {"variant": config.variant, "norm": norm, "causal": config.causal}
-        return transnormer(q, k, v, gain, past=past, key_mask=key_mask, **options).to(v.dtype)
+        options = {"variant": config.variant, "norm": norm, "causal": past or config.causal}
+        return transnormer(q, k, v, gain, key_mask=key_mask, **options).to(v.dtype)

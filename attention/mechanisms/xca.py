@@ -5,16 +5,15 @@ per head, pass a softmax and mix the channels of every token's values. No weight
 is no limit in which this is softmax attention. XCiT's convolution between tokens belongs to its block, not to this
 mechanism.
 Cost: 2 N d C multiply-accumulates; linear in N. h parameters.
+Papers: LARA Table 8 'XCIT'.
 """
-
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..options import option
+from ..options import Options, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.masking import mask_tokens
@@ -24,10 +23,7 @@ from ..parts.masking import mask_tokens
 def xca(
     q: Tensor, k: Tensor, v: Tensor, temperature: Tensor, attn_drop: float = 0.0, *, key_mask: Tensor | None = None
 ) -> Tensor:
-    """Queries, keys and values (B, h, N, d) and temperature (h) -> (B, h, N, d), float32 at least.
-
-    key_mask: (B, N) bool, true for tokens that count.
-    """
+    """Attention between channels, whose logits are cosines times the temperature (h) of the head."""
     q, k = mask_tokens(q, key_mask), mask_tokens(k, key_mask)
     products = F.normalize(q, dim=-2).mT @ F.normalize(k, dim=-2)  # (B, h, d, d)
     weights = F.dropout((products * temperature[:, None, None]).softmax(-1), attn_drop)
@@ -45,13 +41,9 @@ def xca_reference(q, k, v, temperature, attn_drop=0.0):
 
 
 class Xca(Attention):
-    """Softmax over channels. Papers: LARA Table 8 'XCIT'."""
-
     prefix_tokens = "plain"
-    key_mask_refusal = None
 
-    @dataclass(frozen=True, kw_only=True)
-    class Config:
+    class Config(Options):
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def __init__(self, context: LayerContext, config: Config):

@@ -9,7 +9,7 @@ CHUNK = 64
 
 def chunk_size(N: int) -> int:
     """Tokens of a chunk of N tokens: a power of two, at most `CHUNK`."""
-    return min(CHUNK, 1 << (N - 1).bit_length())
+    return min(CHUNK, 1 << (int(N) - 1).bit_length())  # torch.jit.trace records sizes as tensors
 
 
 def num_chunked(N: int) -> int:

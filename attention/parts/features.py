@@ -30,6 +30,18 @@ def upcast(x: Tensor) -> Tensor:
     return x.to(compute_dtype(x))
 
 
+def product(x: Tensor, y: Tensor) -> Tensor:
+    """x @ y in float32 at least: logits of queries and keys.
+
+    A product of float16 numbers can exceed the largest of them, 65504, so that they are upcast before; bfloat16 has the
+    range of float32.
+    """
+    if torch.float16 not in (x.dtype, y.dtype):
+        return upcast(x @ y)
+    with autocast_off(x):
+        return upcast(x) @ upcast(y)
+
+
 def autocast_off(x: Tensor) -> contextlib.AbstractContextManager:
     """Turns autocast off on the device of `x` if it may be on; torch.export.load cannot read every graph with autocast.
 

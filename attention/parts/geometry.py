@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .features import upcast
+from .features import compute_dtype, upcast
 from .tables import kept_table
 
 Grid = tuple[int, int]
@@ -106,10 +106,6 @@ class Windows(NamedTuple):
         (H, W), (rows, columns) = self.grid, self.size
         return H + -H % rows, W + -W % columns
 
-    def disjoint(self) -> "Windows":
-        """The windows without their overlap, as for queries and outputs."""
-        return self._replace(overlap=(0, 0))
-
     def partition(self, x: Tensor) -> Tensor:
         """Queries (B, h, N, d) -> windows (B, h, g, w, d); zeros outside the grid."""
         return x[:, :, None] if self.size == (0, 0) else self.view(x).flatten(4, 5).flatten(2, 3)
@@ -123,7 +119,8 @@ class Windows(NamedTuple):
         tokens, mask = self.partition(x), self.mask(x.device)
         if mask is None:
             return tokens.mean(3)
-        return tokens.masked_fill(~mask[..., None], 0).sum(3) / mask.sum(-1, keepdim=True).clamp(min=1)
+        total = tokens.masked_fill(~mask[..., None], 0).sum(3, dtype=compute_dtype(x))
+        return (total / mask.sum(-1, keepdim=True).clamp(min=1)).to(x.dtype)
 
     def reverse(self, y: Tensor) -> Tensor:
         """The inverse of `partition`: windows (B, h, g, w, d) -> tokens (B, h, N, d), without padding."""

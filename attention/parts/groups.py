@@ -183,7 +183,7 @@ def group_mean(x: Tensor, groups: Groups) -> Tensor:
         return (total / groups.index.shape[-1]).to(x.dtype)
     weight = groups.valid[..., None].to(x.dtype)
     count = groups.index.shape[-1] if groups.padded_means else groups.count()[..., None].clamp(min=1)
-    return (gather_groups(x, groups) * weight).sum(-2) / count
+    return ((gather_groups(x, groups) * weight).sum(-2, dtype=compute_dtype(x)) / count).to(x.dtype)
 
 
 def group_max(x: Tensor, groups: Groups) -> Tensor:

@@ -1,13 +1,33 @@
 """Linear layers that mechanisms learn in addition to the projections."""
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
-def init_linear(linear: nn.Linear) -> None:
-    """Initialises a linear layer: truncated normal of standard deviation 0.02, bias 0."""
+def init_linear(linear: nn.Linear) -> nn.Linear:
+    """Initialises a linear layer and returns it: truncated normal of standard deviation 0.02, bias 0."""
     nn.init.trunc_normal_(linear.weight, std=0.02)
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)
+    return linear
+
+
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Returns whether `module` computes what `kind` does with its own weights: no adapter, quantised or parametrised
+    layer took its place, and no hook watches or changes it.
+    """
+    hooks = module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks
+    return type(module) is kind and not hooks
+
+
+def linear_part(linear: nn.Module, x: Tensor, channels: slice) -> Tensor:
+    """A slice of the output channels of a linear layer, (..., C) -> (..., channels).
+
+    Computes these channels alone if the layer is plain; otherwise it calls the layer, and slices its output.
+    """
+    if isinstance(linear, nn.Linear) and is_plain(linear, nn.Linear):
+        return F.linear(x, linear.weight[channels], None if linear.bias is None else linear.bias[channels])
+    return linear(x)[..., channels]
 
 
 class LandmarkTransform(nn.Module):
@@ -17,12 +37,12 @@ class LandmarkTransform(nn.Module):
 
     def __init__(self, width: int, norm: bool = True):
         super().__init__()
-        self.linear = nn.Linear(width, width)
+        self.width = width
+        self.linear = init_linear(nn.Linear(width, width))
         self.norm = nn.LayerNorm(width, eps=1e-5) if norm else nn.Identity()
-        init_linear(self.linear)
 
     def forward(self, x: Tensor) -> Tensor:
         """(B, h, ..., d) -> (B, h, ..., d)."""
-        tokens = x if x.shape[-1] == self.linear.in_features else x.movedim(1, -2)
-        y = self.norm(self.linear(tokens.reshape(-1, self.linear.in_features))).view_as(tokens)
+        tokens = x if x.shape[-1] == self.width else x.movedim(1, -2)
+        y = self.norm(self.linear(tokens.reshape(-1, self.width))).view_as(tokens)
         return y if tokens is x else y.movedim(-2, 1)

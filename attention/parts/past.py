@@ -24,3 +24,7 @@ class Past:
         for i, x in enumerate(tokens):
             self.kept[f"tokens {i}"] = x if begins else torch.cat([self.kept[f"tokens {i}"], x], 2)
         return [self.kept[f"tokens {i}"] for i in range(len(tokens))]
+
+
+Causal = bool | Past
+"""Whether an op is causal; in decoding, where q, k and v hold the next token alone, the past of the sequence."""

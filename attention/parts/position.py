@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .geometry import Grid, Windows, resample
+from .tables import kept_table
 
 BiasKind = Literal["table", "t5", "none", "table_released", "t5_released"]
 
@@ -31,26 +32,31 @@ class PositionBias(nn.Module):
     """
 
     table: nn.Parameter | None
-    index: Tensor
 
     def __init__(self, kind: BiasKind, num_heads: int, head_dim: int, windows: Windows):
         super().__init__()
         if kind == "none":
             self.register_parameter("table", None)
             return
-        index, rows = (CAUSAL_INDEX if windows.causal else INDEX)[kind](windows.size, windows.overlap)
+        self.index_arguments = kind, windows.size, windows.overlap, windows.causal
+        index, rows = _index_and_rows(*self.index_arguments, torch.device("meta"))
         self.scale = head_dim**-0.5 if kind == "t5_released" else 1.0
         self.table = nn.Parameter(torch.empty(len(index), rows, num_heads))
         nn.init.trunc_normal_(self.table, std=0.02) if kind != "t5_released" else nn.init.normal_(self.table)
-        self.register_buffer("index", index, persistent=False)
+
+    def index(self) -> Tensor:
+        """Table rows of every pair of positions of a window, (axes, w, e); a constant, and not a part of the state."""
+        assert self.table is not None
+        return bias_index(*self.index_arguments, self.table.device)
 
     def forward(self) -> Tensor | None:
         """The bias, (h, w, e); None for the kind `none`."""
         if self.table is None:
             return None
+        index = self.index()
         # a single table is a view, because the gradient of `unbind` copies
-        tables = [self.table.flatten(0, 1)] if len(self.index) == 1 else self.table
-        rows = (F.embedding(index, table) for index, table in zip(self.index, tables, strict=True))
+        tables = [self.table.flatten(0, 1)] if len(index) == 1 else self.table
+        rows = (F.embedding(of_axis, table) for of_axis, table in zip(index, tables, strict=True))
         bias = functools.reduce(torch.add, rows).permute(2, 0, 1)
         return bias if self.scale == 1 else bias * self.scale
 
@@ -87,62 +93,77 @@ class KeyPositions(PositionTable):
         return k + F.pad(vectors, (0, 0, k.shape[2] - vectors.shape[1], 0))
 
 
-def _offsets(size: Grid, overlap: Grid) -> tuple[Tensor, Tensor]:
+def _offsets(size: Grid, overlap: Grid, device: torch.device) -> tuple[Tensor, Tensor]:
     """Query minus key along y and x, each (w, e)."""
-    y, x = (torch.arange(side) for side in size)
+    y, x = (torch.arange(side, device=device) for side in size)
     query = torch.cartesian_prod(y, x)
-    y, x = (torch.arange(-over, side + over) for side, over in zip(size, overlap, strict=True))
+    y, x = (torch.arange(-over, side + over, device=device) for side, over in zip(size, overlap, strict=True))
     key = torch.cartesian_prod(y, x)
     dy, dx = (query[:, None] - key[None]).unbind(-1)
     return dy, dx
 
 
-def _table(size: Grid, overlap: Grid) -> tuple[Tensor, int]:
-    dy, dx = _offsets(size, overlap)
+def _of_one_row(size: Grid, overlap: Grid) -> bool:
+    """Returns whether a window's queries and keys lie in one row, as in 1-D."""
+    return size[0] + overlap[0] == 1
+
+
+def _table(size: Grid, overlap: Grid, device: torch.device) -> tuple[Tensor, int]:
+    dy, dx = _offsets(size, overlap, device)
     far_y, far_x = (side + over - 1 for side, over in zip(size, overlap, strict=True))
     return ((dy + far_y) * (2 * far_x + 1) + dx + far_x)[None], (2 * far_y + 1) * (2 * far_x + 1)
 
 
-def _table_released(size: Grid, overlap: Grid) -> tuple[Tensor, int]:
-    if size[0] == 1:
+def _table_released(size: Grid, overlap: Grid, device: torch.device) -> tuple[Tensor, int]:
+    if _of_one_row(size, overlap):
         w, e = size[1], size[1] + 2 * overlap[1]
-        return torch.arange(w * e).view(1, w, e), w * e
-    dy, dx = _offsets(size, overlap)
+        return torch.arange(w * e, device=device).view(1, w, e), w * e
+    dy, dx = _offsets(size, overlap, device)
     (w, _), (e, _) = size, overlap
     shift = (w + e - 1) * (w + 2 * e + 1)
     return (dy * (w + 2 * e) + dx + shift)[None], 2 * shift + 1
 
 
-def _t5(size: Grid, overlap: Grid) -> tuple[Tensor, int]:
+def _t5(size: Grid, overlap: Grid, device: torch.device) -> tuple[Tensor, int]:
     distance = size[1] + overlap[1]
     buckets = t5_num_buckets(distance)
-    offsets = _offsets(size, overlap)[0 if size[0] > 1 else 1 :]
+    offsets = _offsets(size, overlap, device)[_of_one_row(size, overlap) :]
     return torch.stack([t5_bucket(offset, buckets, distance) for offset in offsets]), buckets
 
 
-def _t5_released(size: Grid, overlap: Grid) -> tuple[Tensor, int]:
+def _t5_released(size: Grid, overlap: Grid, device: torch.device) -> tuple[Tensor, int]:
     distance = size[1] + overlap[1]
     buckets = t5_num_buckets(distance)
     w, e = (math.prod(side + 2 * over for side, over in zip(size, o, strict=True)) for o in ((0, 0), overlap))
     # In the released code both ranges start at 0, so that the offsets of an extended window are shifted.
-    offset = torch.arange(w)[:, None] - torch.arange(e)
+    offset = torch.arange(w, device=device)[:, None] - torch.arange(e, device=device)
     return t5_bucket(offset, buckets, distance)[None], buckets
 
 
-def _causal_table(size: Grid, overlap: Grid) -> tuple[Tensor, int]:
-    return _offsets(size, overlap)[1].clamp(min=0)[None], size[1] + overlap[1]
+def _causal_table(size: Grid, overlap: Grid, device: torch.device) -> tuple[Tensor, int]:
+    return _offsets(size, overlap, device)[1].clamp(min=0)[None], size[1] + overlap[1]
 
 
-def _causal_t5(size: Grid, overlap: Grid) -> tuple[Tensor, int]:
+def _causal_t5(size: Grid, overlap: Grid, device: torch.device) -> tuple[Tensor, int]:
     distance = size[1] + overlap[1]
     buckets = t5_num_buckets(distance)
-    return log_bucket(_offsets(size, overlap)[1].clamp(min=0), buckets, distance)[None], buckets
+    return log_bucket(_offsets(size, overlap, device)[1].clamp(min=0), buckets, distance)[None], buckets
 
 
 INDEX = {"table": _table, "t5": _t5, "table_released": _table_released, "t5_released": _t5_released}
 """Kind -> table rows of every pair of positions of a window, (axes, w, e), and the number of rows."""
 CAUSAL_INDEX = {"table": _causal_table, "t5": _causal_t5}
 """`INDEX` for causal attention, in which keys later than the query are masked."""
+
+
+def _index_and_rows(kind: str, size: Grid, overlap: Grid, causal: bool, device: torch.device) -> tuple[Tensor, int]:
+    return (CAUSAL_INDEX if causal else INDEX)[kind](size, overlap, device)
+
+
+@kept_table
+def bias_index(kind: str, size: Grid, overlap: Grid, causal: bool, device: torch.device) -> Tensor:
+    """Table rows of a `PositionBias` for every pair of positions of a window, (axes, w, e) int64."""
+    return _index_and_rows(kind, size, overlap, causal, device)[0]
 
 
 def t5_num_buckets(distance: int) -> int:
@@ -159,6 +180,15 @@ def t5_bucket(offset: Tensor, num_buckets: int, max_distance: int) -> Tensor:
 def log_bucket(distance: Tensor, num_buckets: int, max_distance: int) -> Tensor:
     """T5 bucket of a distance: exact in the first half of the buckets, then logarithmic up to `max_distance`."""
     exact = num_buckets // 2
-    stretch = math.log(max(max_distance, exact + 1) / exact)
-    far = exact + (exact * (distance.clamp(min=exact) / exact).log() / stretch).long()
-    return torch.where(distance < exact, distance, far.clamp(max=num_buckets - 1))
+    stretch = _float32(math.log(max(max_distance, exact + 1) / exact))
+    buckets = list(range(exact))
+    while buckets[-1] < num_buckets - 1:
+        log = _float32(exact * _float32(math.log(_float32(len(buckets) / exact))))
+        buckets.append(min(exact + int(_float32(log / stretch)), num_buckets - 1))
+    return torch.tensor(buckets, device=distance.device)[distance.clamp(max=len(buckets) - 1)]
+
+
+def _float32(x: float) -> float:
+    """Rounds to float32, in which the released code finds buckets, by Veltkamp's splitting: graphs can record it."""
+    high = x * (2**29 + 1)
+    return high - (high - x)

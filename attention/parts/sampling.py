@@ -36,7 +36,7 @@ def scale_noise(normal: Tensor, noise: Noise) -> Tensor:
     return normal if noise == "unit" else normal * noise_std(noise, normal.shape[-1])
 
 
-def gaussian(sampling: OmegaSampling, shape: tuple[int, int, int], like: Tensor) -> Tensor:
+def gaussian(sampling: OmegaSampling, shape: tuple[int, ...], like: Tensor) -> Tensor:
     """Samples of N(0, I), shape (h, s, d), on the device of `like` and in its compute dtype.
 
     "iid": independent rows. "orthogonal": blocks of d rows that are orthogonal directions, uniform over rotations, with
@@ -51,6 +51,11 @@ def gaussian(sampling: OmegaSampling, shape: tuple[int, int, int], like: Tensor)
     basis = basis * triangle.diagonal(dim1=-2, dim2=-1).sign()[..., None, :]
     rows = basis.mT.flatten(1, 2)[:, :s]
     return rows * (d**0.5 if sampling == "orthogonal_sqrt_d" else normal(shape).norm(dim=-1, keepdim=True))
+
+
+def redrawn(training: bool, kept: Tensor, like: Tensor) -> Tensor:
+    """Fresh samples of N(0, I) of the shape of `kept` in training, on the device of `like`; `kept` in evaluation."""
+    return gaussian("iid", kept.shape, like) if training else kept
 
 
 def mixture_noise(shape: tuple[int, ...], q: Tensor, seed: Tensor | None) -> tuple[Tensor, Tensor]:

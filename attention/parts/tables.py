@@ -24,7 +24,8 @@ def kept_table(make: Callable) -> Callable:
     @functools.lru_cache(maxsize=MAX_KEPT)
     def keep(device: torch.device, *args: Any, **kwargs: Any) -> Any:
         with torch.inference_mode(False), torch.no_grad():
-            return _to(device, make(*_with_device(torch.device("cpu"), args), **kwargs))
+            on_cpu = (torch.device("cpu") if isinstance(x, torch.device) else x for x in args)
+            return _to(device, make(*on_cpu, **kwargs))
 
     @functools.wraps(make)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -39,10 +40,6 @@ def kept_table(make: Callable) -> Callable:
 def _holds_no_data() -> bool:
     """Returns whether a tensor made now would be a fake tensor or belong to a transform of torch.func."""
     return detect_fake_mode() is not None or torch._C._are_functorch_transforms_active()
-
-
-def _with_device(device: torch.device, args: tuple) -> list:
-    return [device if isinstance(x, torch.device) else x for x in args]
 
 
 def _to(device: torch.device, table: Any) -> Any:

@@ -74,13 +74,18 @@ def build_models(
     return models, f"{title}; resampled: {', '.join(merge_layers(outcome['adapted'])) or 'nothing'}"
 
 
-def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str, Tensor], Outcome]:
+def fit_weights(
+    model: nn.Module, source: Source, place: str, classes: Sequence[str] | None = None
+) -> tuple[dict[str, Tensor], Outcome]:
     """Fits the weights of `source` to `model`, without loading them.
 
+    Args:
+        classes: names in the order of the model's classifier, by which the rows of the source's are matched if it has
+            names too; None: both have the same.
     Returns:
         The state dict to load, and outcome -> names: loaded (unchanged), adapted (resampled, or a part is used),
         fresh (the model's initial value, because the source has none or one of another meaning), drawn (random
-        numbers of attention, which the source does not have), re-made (a head, for other classes), dropped (weights
+        numbers of attention, which the source does not have), re-made (a head of other classes), dropped (weights
         of the source without a place in the model).
     Raises:
         UserError: the source has other blocks or attention heads, or is not finite; the message begins with
@@ -101,6 +106,8 @@ def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str,
         state |= _resample(state, model, getattr(getattr(source.model, "patch_embed", None), "grid_size", None))
         tables, others = resample_bias_tables(state, model, source.model)
         state |= tables | resample_position_tables(state, model, source.model)
+        heads, strange = match_heads(state, expected, source.classes, classes)
+        state, others = state | heads, others | strange
     except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:  # a malformed model
         problem = f"weights that cannot be adapted to the model ({describe_error(error)})"
         raise UserError(f"{place}: {problem}; {OF_ANOTHER}") from None
@@ -114,6 +121,7 @@ def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str,
     parameters = dict(model.named_parameters())
     absent = [name for name in expected if name not in taken]
     remade = [name for name in absent if name in HEAD and name in state]
+    reasons = {name: f"{name} ({reason})" for name, reason in others.items()}
     outcome = {
         "loaded": [name for name, x in taken.items() if x is original[name]],
         "adapted": [
@@ -122,15 +130,42 @@ def fit_weights(model: nn.Module, source: Source, place: str) -> tuple[dict[str,
             if x is not original[name]
         ],
         "fresh": [
-            f"{name} ({others[name]})" if name in others else name
+            reasons.get(name, name)
             for name in absent
             if name not in remade and (name in parameters or ".attn." not in name)
         ],
         "drawn": [name for name in absent if name not in parameters and ".attn." in name],
-        "re-made": remade,
+        "re-made": [reasons.get(name, name) for name in remade],
         "dropped": [name for name in state if name not in taken and name not in remade],
     }
     return taken, outcome
+
+
+def match_heads(
+    state: Mapping[str, Tensor], initial: Mapping[str, Tensor], there: Sequence[str] | None, here: Sequence[str] | None
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Matches the rows of the classifiers in `state` by the names of their classes.
+
+    Args:
+        initial: weights of the new model, which classes without a row keep.
+        there, here: names of the classes of `state` and of the new model; None: not known, and nothing is matched.
+    Returns:
+        Classifiers with the rows that have a name in common, and name -> reason of those without one.
+    """
+    if there is None or here is None or list(there) == list(here):
+        return {}, {}
+    count = Counter(there)
+    row = {name: index for index, name in enumerate(there) if count[name] == 1}
+    rows = torch.tensor([row.get(name, -1) for name in here])
+    known, matched = rows >= 0, {}
+    heads = [name for name in HEAD if name in state and name in initial and len(state[name]) == len(there)]
+    if not known.any():
+        return {}, dict.fromkeys(heads, "of other classes")
+    for name in heads:
+        if state[name].shape[1:] == initial[name].shape[1:]:
+            matched[name] = initial[name].clone()
+            matched[name][known] = state[name][rows[known]].to(matched[name])
+    return matched, {}
 
 
 def _cut_projections(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:

@@ -10,6 +10,7 @@ written, and hold config.json of the first form, with preprocessing and labels. 
 completely or computes something else, existing files stay unchanged.
 """
 
+import errno
 import importlib
 import io
 import json
@@ -34,7 +35,15 @@ from engine.checkpoints.local_dir import describe_model
 from engine.config.load import dump_run
 from engine.config.schema import Run, num_channels
 from engine.runtime.errors import UserError
-from engine.runtime.files import digest_path, write_atomically, write_verified
+from engine.runtime.files import (
+    FailedAfterReplacing,
+    digest_path,
+    explain_unwritten,
+    sync_directory,
+    write_atomically,
+    write_file,
+    write_verified,
+)
 from engine.runtime.text import one_line
 
 PACKAGES = {"/": (), ".safetensors": (), ".onnx": ("onnx", "onnxscript", "onnxruntime"), ".pt2": ()}
@@ -86,7 +95,7 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
     description = describe_model(model, run, checkpoint.get("classes"))
     if kind == "/":
         content = to_safetensors(checkpoint, weights)
-        _write(path, lambda: _write_together(path, {WEIGHTS_FILES[0]: content, CONFIG: description.encode()}))
+        _write_together(path, {WEIGHTS_FILES[0]: content, CONFIG: description.encode()})
         return ""
     images = torch.randn(sum(BATCH_SIZES), num_channels(run), *to_2tuple(run.model["img_size"]))
     content, compute = (to_onnx if kind == ".onnx" else to_pt2)(model, images[:2], description)
@@ -94,7 +103,7 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
     if not difference <= MAX_DIFFERENCE:
         problem = f"its logits differ from the model's by {difference:.1e} of the largest, above {MAX_DIFFERENCE:.0e}"
         raise UserError(f"{target}: not written: {problem}; what was there is unchanged")
-    _write(path, lambda: write_atomically(path, content))
+    write_file(path, content)
     return f"; on batches of {' and '.join(map(str, BATCH_SIZES))} differs by {difference:.1e} of the largest logit"
 
 
@@ -105,7 +114,8 @@ def export_checkpoint(path: Path, checkpoint: Mapping[str, Any], weights: Weight
         UserError: it cannot be written; an existing file is unchanged.
     """
     content = to_safetensors(checkpoint, weights)
-    _write(path, lambda: write_verified(path, content))
+    with explain_unwritten(path):
+        write_verified(path, content)
 
 
 def to_safetensors(checkpoint: Mapping[str, Any], weights: Weights) -> bytes:
@@ -146,6 +156,7 @@ def to_onnx(model: nn.Module, images: Tensor, description: str) -> tuple[bytes, 
                 verbose=False,
                 input_names=["images"],
                 output_names=["logits"],
+                dynamic_shapes=({0: "batch"},),
                 custom_translation_table=TRANSLATIONS,
             )
     except torch.onnx.OnnxExporterError as error:
@@ -185,18 +196,21 @@ def _kind(target: str) -> str:
 
 def _write_together(directory: Path, files: Mapping[str, bytes]) -> None:
     """Writes all of `files`, or none if one cannot be written."""
-    with TemporaryDirectory(dir=directory.parent) as unfinished:
+    with (
+        explain_unwritten(directory),
+        TemporaryDirectory(dir=directory.parent, ignore_cleanup_errors=True) as unfinished,
+    ):
         for name, content in files.items():
             write_atomically(Path(unfinished, name), content)
         directory.mkdir(exist_ok=True)
-        for name in files:
+        if folders := [name for name in files if (directory / name).is_dir()]:
+            raise IsADirectoryError(errno.EISDIR, f"{folders[0]} is a directory")
+        for number, name in enumerate(files):
             digest_path(directory / name).unlink(missing_ok=True)  # the digest of a replaced file
-            os.replace(Path(unfinished, name), directory / name)
-
-
-def _write(path: Path, write: Callable[[], None]) -> None:
-    """Calls `write`, and raises a UserError if it fails."""
-    try:
-        write()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}; what was there is unchanged") from error
+            try:
+                os.replace(Path(unfinished, name), directory / name)
+            except OSError as error:
+                if number == 0:
+                    raise
+                raise FailedAfterReplacing(error.errno, f"{name}: {error.strerror}") from error
+        sync_directory(directory)

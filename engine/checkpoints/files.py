@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from attention.options import parse_options
-from engine.checkpoints.format import Safetensors, check_plain, read_archive
+from engine.checkpoints.format import check_plain, read_archive
 from engine.checkpoints.identify import (
     FOREIGN,
     NAME,
@@ -39,7 +39,7 @@ from engine.runtime.files import write_verified
 METADATA = ("config", "processes", "images", "progress")
 """Metadata of every checkpoint."""
 
-IDENTITY = ("classes", "train_files", "val_files", "teacher_weights")
+IDENTITY = ("classes", "train_files", "train_content", "val_files", "val_content", "teacher_weights")
 """Metadata of the data (`engine.data.splits.identify_data`) and the digest of a teacher, as far as they apply."""
 
 Weights = Literal["plain", "ema"]
@@ -140,7 +140,7 @@ def save_checkpoint(path: Path, checkpoint: Mapping[str, Any]) -> None:
     torch.save(dict(checkpoint), buffer)
     content = buffer.getvalue()
     try:
-        _check_values(read_archive(content))
+        _check_values(read_archive(content).own())
     except (ValueError, pickle.UnpicklingError) as error:  # too little memory is another matter
         raise ValueError(f"{path}: not written, as it could not be read again: {error}") from error
     write_verified(path, content)
@@ -176,28 +176,27 @@ def read_checkpoint(found: Found) -> dict[str, Any]:
 
 
 def _read_own(found: Found) -> dict[str, Any]:
-    checkpoint = found.load()
-    if not isinstance(checkpoint, dict):
-        raise ValueError(f"holds a {type(checkpoint).__name__}")
-    return checkpoint
+    assert found.content is not None, "a checkpoint has content"
+    return found.content.own()
 
 
 def _read_export(found: Found) -> dict[str, Any]:
-    assert isinstance(found.file, Safetensors), "an export is one"
-    checkpoint = json.loads(found.file.metadata["run"])
-    return checkpoint | {WEIGHTS[checkpoint["weights"]]: found.file.weights}
+    assert found.content is not None
+    assert found.content.metadata is not None, "an export is a safetensors file"
+    checkpoint = json.loads(found.content.metadata["run"])
+    return checkpoint | {WEIGHTS[checkpoint["weights"]]: found.content.values}
 
 
 def _read_released(found: Found) -> dict[str, Any]:
     try:
-        return from_released_file(found.load(foreign=True))
+        return from_released_file(found.values())
     except Unsupported as error:
         raise Unsupported(f"{found.path}: {error}") from None
 
 
 def _refuse_graph(found: Found) -> NoReturn:
-    problem = "a graph without a configuration; name the run or checkpoint that it was made of"
-    raise UserError(f"{found.path}: {problem}")
+    problem = "an exported graph, which only other programs run (docs/validation.md, Export)"
+    raise UserError(f"{found.path}: {problem}; name the run, checkpoint or .safetensors that it was made of")
 
 
 def _refuse_foreign(found: Found) -> NoReturn:

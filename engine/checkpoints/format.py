@@ -1,8 +1,8 @@
-"""Files of weights that need not be trusted: their content is checked before torch reads it.
+"""Reader of weight files that need not be trusted: archives of torch.save, and safetensors.
 
 `torch.load(weights_only=True)` runs no code, but it trusts the tensor sizes that a file states, and creates any object
-of its list of types, even a byte array of a terabyte. A checkpoint of this project is an uncompressed archive of plain
-values, ordered mappings and dense tensors; everything else is refused here.
+of its list of types, even a byte array of a terabyte. This reader makes plain values, ordered mappings and dense
+tensors of at most the bytes in an uncompressed archive. Other objects become `ForeignObject`, whatever their class.
 """
 
 import io
@@ -11,14 +11,15 @@ import math
 import pickle
 import pickletools
 import re
+import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import safetensors.torch
 import torch
-from torch import Tensor
 
 MAX_PICKLE = 2**21
 """Bytes of the pickle, without the tensors' data; 5,000 tensors take 0.6 MB."""
@@ -35,24 +36,21 @@ MAX_CLASSES = 100
 MEMBER = re.compile(r"[^/]+/(data\.pkl|data/\d+|version|byteorder|\.[a-z_]+|\.data/serialization_id)")
 
 OPERATIONS = re.compile(
-    "PROTO|STOP|MARK|EMPTY_(DICT|LIST|TUPLE)|TUPLE[123]?|APPENDS?|SETITEMS?|NONE|NEWTRUE|NEWFALSE|BININT[12]?|LONG1"
-    "|BINFLOAT|BINUNICODE|GLOBAL|REDUCE|BUILD|BINPERSID|(LONG_)?BIN(PUT|GET)"
+    "PROTO|STOP|MARK|EMPTY_(DICT|LIST|TUPLE)|TUPLE[123]?|APPENDS?|SETITEMS?|NONE|NEWTRUE|NEWFALSE|NEWOBJ"
+    "|BININT[12]?|LONG1|BINFLOAT|BINUNICODE|GLOBAL|REDUCE|BUILD|BINPERSID|(LONG_)?BIN(PUT|GET)"
 )
 """Operations of the pickles that torch writes (protocol 2); none allocates more than the file holds."""
 
-NEW_OBJECT = "a pickle with NEWOBJ"
-"""The one problem that files of other programs may have: an object of a class."""
-
-ITEM_SIZE = {
-    f"{name}Storage": size
-    for size, names in {8: "Double Long", 4: "Float Int", 2: "Half BFloat16 Short", 1: "Char Byte Bool"}.items()
-    for name in names.split()
+STORAGES = {
+    **{"DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16},
+    **{"BFloat16Storage": torch.bfloat16, "LongStorage": torch.int64, "IntStorage": torch.int32},
+    **{"ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool},
 }
-"""torch's storage types -> bytes of an element."""
+"""torch's storage types -> type of an element."""
 
 
 class ForeignObject:
-    """An object in a pickle of another program. Its own class is never imported.
+    """An object in a pickle of another program. Its own class is never looked up.
 
     Attributes:
         class_name: ``"argparse.Namespace"``. state: the object's state in the pickle.
@@ -63,78 +61,37 @@ class ForeignObject:
 
     def __init__(self, *arguments: Any):
         if self.class_name != "functools.partial":  # pickled as a call; other objects are made without one
-            raise pickle.UnpicklingError(f"a pickle with a call of {self.class_name}"[:100])
+            remedy = "save the weights alone, with torch.save(model.state_dict(), FILE)"
+            raise pickle.UnpicklingError(f"a pickle with a call of {self.class_name[:100]}; {remedy}")
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
 
-class Safetensors(NamedTuple):
-    """A file in the safetensors format.
+class Content(NamedTuple):
+    """Content of a file of weights, in main memory.
 
     Attributes:
-        weights: name -> tensor. metadata: the texts in its header.
+        values: the mapping in the file. metadata: the texts in the header of a safetensors file; None: another file.
+        class_names: classes of the foreign objects in the file.
     """
 
-    weights: dict[str, Tensor]
-    metadata: dict[str, str]
+    values: Mapping[str, Any]
+    metadata: Mapping[str, str] | None = None
+    class_names: tuple[str, ...] = ()
 
-    @property
-    def names(self) -> Set[str]:
-        """The names of the weights."""
-        return self.weights.keys()
+    def own(self) -> dict[str, Any]:
+        """Returns the values of a file that this project has written.
 
-    def load(self, foreign: bool = False) -> dict[str, Any]:
-        """Returns the weights; `foreign` makes no difference."""
-        return self.weights
-
-
-class Archive(NamedTuple):
-    """A file of torch.save, of which nothing has been unpickled yet.
-
-    Attributes:
-        members: name in the archive -> bytes, checked against their CRC. names: all texts in its pickle.
-        problems: operations that a checkpoint of this project does not have.
-    """
-
-    members: dict[str, bytes]
-    names: Set[str]
-    problems: list[str]
-
-    def load(self, foreign: bool = False) -> dict[str, Any]:
-        """Returns the content of the file in main memory.
-
-        Args:
-            foreign: accept files of other programs too; their objects become `ForeignObject`.
         Raises:
-            ValueError, pickle.UnpicklingError and others: the file holds anything that `save_checkpoint` does not
-                write, or claims more bytes than it has.
+            pickle.UnpicklingError: the file has foreign objects.
         """
-        return _load(*self.copy(foreign))
-
-    def copy(self, foreign: bool = False) -> tuple[io.BytesIO, list[type[ForeignObject]]]:
-        """Returns a copy of the file, made from its checked members, and the classes of foreign objects in it.
-
-        torch reads this copy: it might find other members or sizes in the file itself.
-        """
-        if problems := [problem for problem in self.problems if not (foreign and problem == NEW_OBJECT)]:
-            raise ValueError(problems[-1])
-        reader = _Reader(self.members["data.pkl"], {name: len(data) for name, data in self.members.items()}, foreign)
-        reader.load()
-        copy = io.BytesIO()
-        with zipfile.ZipFile(copy, "w") as archive:
-            for name, data in self.members.items():
-                archive.writestr(f"archive/{name}", data)
-        copy.seek(0)
-        return copy, [*reader.classes.values()]
+        if self.class_names:
+            raise pickle.UnpicklingError(f"a pickle with {self.class_names[0]}"[:100])
+        return dict(self.values)
 
 
-def _load(copy: io.BytesIO, classes: Sequence[type[ForeignObject]]) -> dict[str, Any]:
-    with torch.serialization.safe_globals([(kind, kind.class_name) for kind in classes]):
-        return torch.load(copy, map_location="cpu", weights_only=True)
-
-
-def open_safetensors(content: bytes) -> Safetensors:
+def read_safetensors(content: bytes) -> Content:
     """Reads a file in the safetensors format.
 
     Raises:
@@ -144,42 +101,39 @@ def open_safetensors(content: bytes) -> Safetensors:
     if size > MAX_PICKLE:
         raise ValueError(f"a header of more than {MAX_PICKLE} bytes")
     weights = safetensors.torch.load(content)
-    return Safetensors(weights, json.loads(content[8 : 8 + size]).get("__metadata__", {}))
+    return Content(weights, json.loads(content[8 : 8 + size]).get("__metadata__", {}))
 
 
-def open_archive(content: bytes) -> Archive:
-    """Opens a file of torch.save, and checks its members and the operations of its pickle.
+def read_archive(content: bytes) -> Content:
+    """Reads a file of torch.save; it need not be trusted.
 
     Raises:
-        ValueError, zipfile.BadZipFile and others: no such file, one that claims more bytes than it has, or bytes that
-            do not match their CRC.
+        ValueError, zipfile.BadZipFile, pickle.UnpicklingError and others: no such file, one that claims more bytes than
+            it has, bytes that do not match their CRC, or a call of an unknown function.
     """
     if not zipfile.is_zipfile(io.BytesIO(content)):
         raise ValueError("neither a whole file of torch.save nor in the safetensors format")
     members = _read_members(content)
+    if members.get("byteorder", sys.byteorder.encode()) != sys.byteorder.encode():
+        raise ValueError("tensors in the byte order of another kind of processor")
+    _check_operations(members["data.pkl"])
+    _Reader(members).load()  # without tensors, on which a pickle could call methods
+    reader = _Reader(members, {})
+    values = reader.load()
+    if not isinstance(values, Mapping):
+        raise ValueError(f"holds a {type(values).__name__}")
+    return Content(values, class_names=tuple(reader.classes))
+
+
+def _check_operations(structure: bytes) -> None:
     num_put = 0
-    problems: dict[str, None] = {}  # in their order, each once
-    names: set[str] = set()
-    for operation, argument, _ in pickletools.genops(members["data.pkl"]):
+    for operation, argument, _ in pickletools.genops(structure):
         if not OPERATIONS.fullmatch(operation.name):
-            problems[f"a pickle with {operation.name}"] = None
+            raise ValueError(f"a pickle with {operation.name}")
         if operation.name in ("BINPUT", "LONG_BINPUT"):
             num_put += 1
             if not isinstance(argument, int) or argument > num_put:  # Python allocates a table of that size
-                problems["a pickle that numbers its objects at random"] = None
-        if operation.name == "BINUNICODE":
-            names.add(str(argument))
-    return Archive(members, names, [*problems])
-
-
-def read_archive(content: bytes) -> dict[str, Any]:
-    """Reads a file that `save_checkpoint` has written; it need not be trusted.
-
-    Raises:
-        Exception: see `open_archive` and `Archive.load`.
-    """
-    copy, classes = open_archive(content).copy()  # the archive is freed: memory for the tensors
-    return _load(copy, classes)
+                raise ValueError("a pickle that numbers its objects at random")
 
 
 def _read_members(content: bytes) -> dict[str, bytes]:
@@ -203,40 +157,54 @@ def _read_members(content: bytes) -> dict[str, bytes]:
 
 
 class _Reader(pickle.Unpickler):
-    """Unpickles plain values, with None for every tensor."""
+    """Unpickles a structure.
 
-    def __init__(self, structure: bytes, sizes: Mapping[str, int], foreign: bool):
-        super().__init__(io.BytesIO(structure))
-        self.sizes, self.foreign = sizes, foreign
+    Args:
+        storages: name in the archive -> its storage, filled while reading; None: check tensors, and put None in their
+            place.
+    """
+
+    def __init__(self, members: Mapping[str, bytes], storages: dict[str, torch.UntypedStorage] | None = None):
+        super().__init__(io.BytesIO(members["data.pkl"]))
+        self.members, self.storages = members, storages
         self.classes: dict[str, type[ForeignObject]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) == ("collections", "OrderedDict"):
+        full = f"{module}.{name}"
+        if full == "collections.OrderedDict":
             return OrderedDict
-        if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
-            return _check_tensor
-        if module == "torch" and name in ITEM_SIZE:
-            return ITEM_SIZE[name]
+        if full == "torch._utils._rebuild_tensor_v2":
+            return partial(self.tensor)  # a new one each time: a pickle can change its attributes
+        if module == "torch" and name in STORAGES:
+            return STORAGES[name]
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
             return dtype  # an option of some optimisers
-        if self.foreign and len(self.classes) < MAX_CLASSES:
-            full = f"{module}.{name}"
-            return self.classes.setdefault(full, type("ForeignObject", (ForeignObject,), {"class_name": full}))
-        raise pickle.UnpicklingError(f"a pickle with {module}.{name}"[:100])
+        if len(self.classes) == MAX_CLASSES and full not in self.classes:
+            raise pickle.UnpicklingError(f"a pickle of more than {MAX_CLASSES} classes")
+        return self.classes.setdefault(full, type("ForeignObject", (ForeignObject,), {"class_name": full}))
 
-    def persistent_load(self, pid: tuple) -> int:
-        """Returns the number of elements of a storage."""
-        kind, item_size, key, _, num_elements = pid
-        if kind != "storage" or self.sizes.get(f"data/{key}") != item_size * num_elements:
+    def persistent_load(self, pid: tuple) -> tuple[str, torch.dtype]:
+        """Returns the name and the type of a storage that the archive holds."""
+        kind, dtype, key, _, num_elements = pid
+        name = f"data/{key}"
+        data = self.members.get(name)
+        if kind != "storage" or data is None or len(data) != dtype.itemsize * num_elements:
             raise ValueError(f"a tensor of {num_elements} elements, which the archive does not hold")
-        return num_elements
+        return name, dtype
 
-
-def _check_tensor(num_elements: int, offset: int, size: tuple, stride: tuple, *rest: Any) -> None:
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    outside = 0 not in size and last >= num_elements
-    if min((offset, *size, *stride)) < 0 or outside or math.prod(size) > num_elements:  # or expanded: larger in a model
-        raise ValueError(f"a tensor of size {size} in {num_elements} elements")
+    def tensor(self, storage: tuple[str, torch.dtype], offset: int, size: tuple, stride: tuple, *rest: Any) -> Any:
+        """Returns a tensor in a storage, or None, see `storages`."""
+        name, dtype = storage
+        num_elements = len(self.members[name]) // dtype.itemsize
+        last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+        outside = 0 not in size and last >= num_elements
+        if min((offset, *size, *stride)) < 0 or outside or math.prod(size) > num_elements:  # or expanded: larger copies
+            raise ValueError(f"a tensor of size {size} in {num_elements} elements")
+        if self.storages is None:
+            return None
+        if name not in self.storages:
+            self.storages[name] = torch.UntypedStorage.from_buffer(self.members[name], dtype=torch.uint8)
+        return torch.empty(0, dtype=dtype).set_(self.storages[name], offset, size, stride)
 
 
 def check_plain(value: Any) -> None:

@@ -1,15 +1,16 @@
 """The kind of a source of weights: a run, a checkpoint, an export, a file of another program, a name of timm's hub.
 
-`identify` alone decides it. It reads a file once and unpickles nothing; its readers follow the kind that it found.
+`identify` alone decides it. It reads a file once; the readers of its content follow the kind that it found.
 """
 
 import hashlib
 import re
+from collections.abc import Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.checkpoints.format import Archive, Safetensors, open_archive, open_safetensors
+from engine.checkpoints.format import Content, read_archive, read_safetensors
 from engine.runtime.errors import UserError
 from engine.runtime.files import read_digests, read_regular
 from engine.runtime.text import describe_error
@@ -57,17 +58,23 @@ class Found(NamedTuple):
 
     Attributes:
         kind: its kind. path: the file or run directory; of a directory in timm's layout, the file with the weights.
-        file: the content of a file, read but not unpickled; None for a hub name, a run directory or a graph.
+        content: the content of a file; None for a hub name, a run directory, a graph or a file before torch 1.6.
     """
 
     kind: Kind
     path: Path
-    file: Safetensors | Archive | None = None
+    content: Content | None = None
 
-    def load(self, foreign: bool = False) -> dict[str, Any]:
-        """Returns the content of a file, see `Archive.load`."""
-        assert self.file is not None, f"{self.kind.value} has no content"
-        return self.file.load(foreign)
+    def values(self) -> Mapping[str, Any]:
+        """Returns the mapping in a file of another program, or in a checkpoint.
+
+        Raises:
+            UserError: the file is older than torch 1.6.
+        """
+        if self.content is None:
+            remedy = "save its weights alone, with torch.save(model.state_dict(), FILE)"
+            raise UserError(f"{self.path}: cannot be loaded safely ({self.kind.value}); {remedy}")
+        return self.content.values
 
 
 def identify(name: str | Path, follow_links: bool = False) -> Found:
@@ -124,31 +131,31 @@ def identify_content(content: bytes, path: Path) -> Found:
         UserError: it is damaged.
     """
     if content.startswith(LEGACY):
-        return Found(Kind.LEGACY, path, Archive({}, set(), [Kind.LEGACY.value]))
-    file: Safetensors | Archive
+        return Found(Kind.LEGACY, path)
     try:
-        file = open_safetensors(content) if content[8:9] == b"{" else open_archive(content)
-        return Found(_kind_of(file), path, file)
+        found = read_safetensors(content) if content[8:9] == b"{" else read_archive(content)
+        return Found(_kind_of(found), path, found)
     except Exception as error:  # a hostile file may fail in any way, and is refused in every case
         raise damaged(path, error) from error
 
 
-def _kind_of(file: Safetensors | Archive) -> Kind:
-    """The kind of a file by the names in it. An archive with unknown names counts as a damaged checkpoint."""
-    names = file.names
-    if isinstance(file, Safetensors) and "run" in file.metadata:
+def _kind_of(content: Content) -> Kind:
+    """Returns the kind of a file by the names in it. One with unknown names counts as a damaged checkpoint."""
+    names = content.values.keys()
+    nested = {name for value in content.values.values() if isinstance(value, Mapping) for name in value}
+    if "run" in (content.metadata or {}):
         return Kind.EXPORT
-    if isinstance(file, Archive) and {"config", "progress"} <= names:
+    if {"config", "progress"} <= names:
         return Kind.CHECKPOINT
-    if is_released(names):
+    if is_released(map(str, {*names, *nested})):
         return Kind.RELEASED
-    if isinstance(file, Safetensors):
+    if content.metadata is not None:
         return Kind.SAFETENSORS
     if {"arch", "state_dict"} <= names:
         return Kind.TIMM
     if names & {"state_dict", "model"}:
         return Kind.SCRIPT
-    if any(name.endswith(("weight", "bias")) for name in names):
+    if any(str(name).endswith(("weight", "bias")) for name in names):
         return Kind.STATE_DICT
     return Kind.CHECKPOINT
 

@@ -1,26 +1,29 @@
 """Initial weights of a run: weights of another model as far as they fit, and a table of their outcome."""
 
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from torch import nn
+from torch import Tensor, nn
 
-from engine.checkpoints.adapt import fit_weights, list_heads, merge_layers, summarize, table
+from engine.checkpoints.adapt import HEAD, fit_weights, list_heads, merge_layers, summarize, table
 from engine.checkpoints.identify import list_checkpoints
 from engine.checkpoints.weight_sources import read_weights
 from engine.config.schema import Run
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
-from engine.runtime.text import one_line
+from engine.runtime.text import describe_difference, one_line
 from models import create_model
 from models.freeze import describe_freeze, freeze
 
 
-def create_initial_model(run: Run, output: Path, world: World) -> nn.Module:
+def create_initial_model(run: Run, output: Path, world: World, classes: Sequence[str] | None = None) -> nn.Module:
     """Creates the model of `run` with the weights that `init` names, unless the run in `output` has checkpoints.
 
     Freezes what `train.freeze` names. The primary rank prints the outcome of every weight and how many are trained.
 
+    Args:
+        classes: names of the data's classes, see `fit_weights`.
     Raises:
         UserError: weights cannot be read or do not fit the model, or with `init.strict` not all of them fit.
     """
@@ -28,7 +31,7 @@ def create_initial_model(run: Run, output: Path, world: World) -> nn.Module:
     is_resumed = bool(list_checkpoints(output))
     initial = [name for name, _ in model.named_parameters()]
     if run.init.weights is not None and not is_resumed:
-        initial = load_initial_weights(model, run, world)
+        initial = load_initial_weights(model, run, world, classes)
     if (frozen := freeze(model, run.train.freeze)) and world.is_primary:
         print(f"train.freeze: {describe_freeze(model, frozen)}", flush=True)
         if random := [] if is_resumed else [name for name in frozen if name in initial]:
@@ -38,12 +41,13 @@ def create_initial_model(run: Run, output: Path, world: World) -> nn.Module:
     return model
 
 
-def load_initial_weights(model: nn.Module, run: Run, world: World) -> list[str]:
+def load_initial_weights(model: nn.Module, run: Run, world: World, classes: Sequence[str] | None = None) -> list[str]:
     """Loads the weights that `init` names and prints their outcome.
 
+    Args:
+        classes: names of the data's classes, see `fit_weights`.
     Returns:
         The names of the model's parameters that keep their initial values.
-
     Raises:
         UserError: see `create_initial_model`.
     """
@@ -54,7 +58,7 @@ def load_initial_weights(model: nn.Module, run: Run, world: World) -> list[str]:
         source = read_weights(name)
     except UserError as error:
         raise UserError(f"init.weights: {error}") from None
-    state, outcome = fit_weights(model, source, place)
+    state, outcome = fit_weights(model, source, place, classes)
     if run.init.strict and any(names for kind, names in outcome.items() if kind != "loaded"):
         raise UserError(f"{place}: init.strict=true, but not all is loaded as it is: {summarize(outcome)}")
     model.load_state_dict(state, strict=False)
@@ -62,8 +66,21 @@ def load_initial_weights(model: nn.Module, run: Run, world: World) -> list[str]:
         print("\n".join([place, *table(outcome)]), flush=True)
         if source.model is None:
             print(f"  heads    not known from this file; model.num_heads={list_heads(model)} is taken", flush=True)
+        if classes is not None and (note := describe_classes(state, source.classes, classes)):
+            print(f"  classes  {note}", flush=True)
         for key, value in source.images.items():
             if list(value) != list(getattr(run.data, key)):
                 hint = f"is {list(getattr(run.data, key))}, that of these weights was {list(value)}"
                 print(f"warning: data.{key} {hint}: data.{key}={list(value)} keeps it", file=sys.stderr, flush=True)
     return [entry.split(" ")[0] for entry in outcome["fresh"] + outcome["re-made"]]
+
+
+def describe_classes(state: Mapping[str, Tensor], there: Sequence[str] | None, here: Sequence[str]) -> str:
+    """Returns how the classes of the classifier in `state` were matched with the data's; "" if names are the same."""
+    if not state.keys() & HEAD:
+        return ""
+    if there is None:
+        return f"not known from this file; the {len(here)} of its classifier are taken for the data's, in order"
+    if list(there) != list(here):
+        return f"matched by name: {describe_difference(there, here, ('the weights', 'the data'))}"
+    return "numbers, taken for the same on both sides" if all(map(str.isdecimal, here)) else ""

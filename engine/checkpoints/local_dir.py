@@ -78,10 +78,7 @@ def read_local_dir(found: Found) -> dict[str, Any]:
 
 
 def _load_weights(found: Found) -> dict[str, torch.Tensor]:
-    try:
-        weights = found.load(foreign=True)
-    except Exception as error:  # a hostile file may fail in any way, and is refused in every case
-        raise UserError(f"{found.path}: cannot be loaded safely ({describe_error(error)})") from None
+    weights = dict(found.values())
     if not all(isinstance(key, str) and torch.is_tensor(x) for key, x in weights.items()):
         raise UserError(f"{found.path}: holds more than weights")
     return weights

@@ -69,6 +69,8 @@ def check_progress(progress: Any) -> None:
         ValueError: a value that no run has.
     """
     fields = vars(parse_options(Progress, progress, "progress"))
+    if not {"epoch", "step"} <= progress.keys():
+        raise ValueError(f"progress without epoch and step: {progress}")
     rankings = [value for value in fields.values() if isinstance(value, list)]
     numbers = [*fields["metrics"].values(), *(number for ranking in rankings for pair in ranking for number in pair)]
     counts = [value for value in fields.values() if isinstance(value, int)]

@@ -30,11 +30,13 @@ class Source(NamedTuple):
     Attributes:
         state: name -> weight. model: their model if it is known; it may be on the meta device.
         images: `mean` and `std` by which its images were normalised, as far as they are known.
+        classes: names in the order of its classifier; None: not known.
     """
 
     state: dict[str, Tensor]
     model: nn.Module | None = None
     images: Mapping[str, Sequence[float]] = {}
+    classes: Sequence[str] | None = None
 
 
 def read_weights(name: str) -> Source:
@@ -51,12 +53,16 @@ def read_weights(name: str) -> Source:
         raise UserError(f"{error}; {EXPECTED}") from None
     if found.kind is Kind.HUB:
         model = load_timm(name.removeprefix(TIMM))
-        return Source(model.state_dict(), model, {key: model.pretrained_cfg[key] for key in ("mean", "std")})
+        config = model.pretrained_cfg
+        return Source(
+            model.state_dict(), model, {key: config[key] for key in ("mean", "std")}, config.get("label_names")
+        )
     if found.kind in FOREIGN:
         return Source(_read_state(found))
     try:
         _, checkpoint, kinds = choose_weights(found, "best", None)[-1]
-        return source_of(parse_run(checkpoint["config"], str(found.path)), checkpoint[WEIGHTS[kinds[-1]]])
+        run, state = parse_run(checkpoint["config"], str(found.path)), checkpoint[WEIGHTS[kinds[-1]]]
+        return source_of(run, state)._replace(classes=checkpoint.get("classes"))
     except UserError as error:
         if found.kind is Kind.RELEASED and isinstance(error, Unsupported | MissingOptions):
             return Source(_read_state(found))  # a new run describes its model itself
@@ -85,11 +91,7 @@ def load_timm(name: str) -> Any:  # nn.Module, whose attributes are tensors or m
 
 def _read_state(found: Found) -> dict[str, Tensor]:
     """Reads the weights alone from a file of another program."""
-    try:
-        content = found.load(foreign=True)
-    except Exception as error:  # a hostile file may fail in any way, and is refused in every case
-        remedy = "save its weights alone, with torch.save(model.state_dict(), FILE)"
-        raise UserError(f"{found.path}: cannot be loaded safely ({describe_error(error)}); {remedy}") from None
+    content = found.values()
     state = next((content[key] for key in NESTED if isinstance(content.get(key), Mapping)), content)
     if not state or not all(
         isinstance(key, str) and key.isprintable() and torch.is_tensor(x) for key, x in state.items()
@@ -97,4 +99,4 @@ def _read_state(found: Found) -> dict[str, Tensor]:
         raise UserError(
             f"{found.path}: holds no weights, but {one_line(', '.join(map(repr, content)), 100)}; {EXPECTED}"
         )
-    return clean_state_dict(state)
+    return clean_state_dict(dict(state))

@@ -25,6 +25,9 @@ def check_run(run: Run, world_size: int = 1) -> None:
     peak_lr = optim.lr * train.total_batch_size / optim.lr_base_size
     total = f" = {train.total_batch_size}"
     scaled = f"the peak learning rate {peak_lr:g} (lr {optim.lr:g} scaled from {optim.lr_base_size} images)"
+    remedy = "lower it, or raise optim.lr"
+    if train.total_batch_size < optim.lr_base_size:
+        remedy = f"lower it, raise optim.lr, or set optim.lr_base_size = {train.total_batch_size} to leave lr unscaled"
     contradictions = [
         (
             rest or not batch_size,
@@ -45,12 +48,12 @@ def check_run(run: Run, world_size: int = 1) -> None:
         (
             schedule.warmup_epochs and schedule.warmup_lr > peak_lr,
             "schedule.warmup_lr",
-            f" = {schedule.warmup_lr:g} is above {scaled}",
+            f" = {schedule.warmup_lr:g} is above {scaled}; {remedy}",
         ),
         (
             schedule.sched != "constant" and schedule.min_lr > peak_lr,
             "schedule.min_lr",
-            f" = {schedule.min_lr:g} is above {scaled}",
+            f" = {schedule.min_lr:g} is above {scaled}; {remedy}",
         ),
         (
             isinstance(data.subset, float) and data.subset > 1,

@@ -6,7 +6,6 @@ It holds what the dataclasses of a run state for every option: name, type, choic
 across several options, or that need the data, are checked when a run is loaded.
 """
 
-import argparse
 import json
 import types
 import typing
@@ -17,6 +16,7 @@ from typing import Any, Literal
 
 from attention import ATTENTION
 from engine.config.schema import Run
+from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.files import write_file
 from models import MODELS
@@ -31,9 +31,7 @@ Schema = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m engine.config.json_schema", description="Write the JSON Schema of runs."
-    )
+    parser = ArgumentParser(prog="python -m engine.config.json_schema", description="Write the JSON Schema of runs.")
     parser.add_argument("output", nargs="?", default="configs/schema.json", help="file to write (%(default)s)")
     output = parser.parse_args(arguments).output
     with refuse_bad_input():

@@ -7,19 +7,25 @@ one line: the file and line (or the override), the dotted path, the value and th
 
 import copy
 import dataclasses
+import difflib
+import functools
+import os
+import re
+import sys
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from attention import AttentionFactory
-from attention.options import OptionError, parse_options
+from attention import ATTENTION, AttentionFactory
+from attention.options import OptionError, UnknownOptionError, parse_options
 from engine.config.checks import check_run
 from engine.config.schema import Run
-from engine.config.yaml_files import Tree, override, read_config
+from engine.config.yaml_files import Keys, Tree, override, read_config
 from engine.runtime.errors import ConfigError
-from models import create_model, parse_model, resolve_attention
+from models import MODELS, create_model, parse_model, resolve_attention
 from models.freeze import freeze
 
 MISSING = "???"
@@ -47,7 +53,8 @@ def load_run(path: str | Path, overrides: Sequence[str] = (), world_size: int = 
 
     Args:
         path: YAML file with the sections of `Run`, and optionally ``base: FILE`` (relative to this file), whose options
-            apply where this file gives none. `attention` is taken as a whole from one of the two.
+            apply where this file gives none. `attention` is taken as a whole from one of the two. Null in the place of
+            a section, or of an option that has no null, unsets what the base gives.
         overrides: ``"key.path=value"``, the value in YAML; items of a list by their index. The last one wins.
         world_size: ranks the run is to be trained with.
     Returns:
@@ -56,6 +63,8 @@ def load_run(path: str | Path, overrides: Sequence[str] = (), world_size: int = 
         ConfigError: anything that cannot be honoured.
     """
     tree = read_config(path)
+    for keys in tree.unset:
+        _unset(tree, keys)
     return _parse(tree, overrides, world_size)
 
 
@@ -113,9 +122,62 @@ def _parse(tree: Tree, overrides: Sequence[str], world_size: int) -> Run:
         )
         check_run(run, world_size)
         freeze(model, run.train.freeze)
+    except UnknownOptionError as error:
+        raise ConfigError(f"{tree.origin(error.key)}: {_advise(error, tree.values, overrides)}") from None
     except OptionError as error:
         raise ConfigError(f"{tree.origin(error.key)}: {error}") from None
     return run
+
+
+def _advise(error: UnknownOptionError, values: Mapping[str, Any], overrides: Sequence[str]) -> str:
+    """Returns the message of `error`, with what the user may have meant in another section."""
+    for text in overrides:
+        key, _, name = text.partition("=")
+        if re.fullmatch(r"attention(\.\d+)?\.name", key) and error.key.startswith("attention"):
+            whole = key.removesuffix(".name")
+            remedy = f"give it as a whole, {whole}={name} or {whole}={{name: {name}, ...}}"
+            return f"{error.key}: unknown option; {text} keeps the other options that the file gives: {remedy}"
+    options = _known_options(values.get("attention"))
+    _, _, name = error.key.rpartition(".")
+    found = [option for option in options if option.endswith(f".{name}")]
+    if not found and len(longer := [option for option in options if option.endswith(f"_{name}")]) == 1:
+        found = longer
+    if not found and "did you mean" not in str(error):
+        names = {option.rpartition(".")[2]: option for option in options}
+        found = [names[match] for match in difflib.get_close_matches(name, names, n=1, cutoff=0.75)]
+    return f"{error.key}: unknown option; did you mean {' or '.join(map(repr, found))}?" if found else str(error)
+
+
+def _known_options(attention: Any) -> list[str]:
+    """Returns the paths of all options of a run whose attention has the plain options `attention`."""
+    kinds = [(name, kind) for name, kind in typing.get_type_hints(Run).items() if dataclasses.is_dataclass(kind)]
+    kinds += [("model", family.Config) for family, _ in MODELS.values()]
+    for stage in attention if isinstance(attention, list) else [attention]:
+        name = stage.get("name") if isinstance(stage, Mapping) else stage
+        kinds += [("attention", ATTENTION[name].Config)] if isinstance(name, str) and name in ATTENTION else []
+    options = (f"{section}.{field.name}" for section, kind in kinds for field in dataclasses.fields(kind))
+    return list(dict.fromkeys(options))
+
+
+def _unset(tree: Tree, keys: Keys) -> None:
+    """Removes the null at `keys` from `tree`, unless the option takes null, and tells the user, once."""
+    section, *option = keys
+    container = tree.values[section] if option else tree.values
+    kind = typing.get_type_hints(Run).get(section)
+    if section == "model" and option:
+        name = str(container.get("name"))
+        kind = MODELS[name][0].Config if name in MODELS else None
+    hints = typing.get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
+    if option and type(None) in typing.get_args(hints.get(option[0])):
+        return
+    del container[keys[-1]]
+    if os.environ.get("RANK", "0") == "0":
+        _tell(f"{tree.origins[keys]}: {'.'.join(keys)}: null unsets what the base gives; the default applies")
+
+
+@functools.cache
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def _written_out(attention: Any) -> Any:

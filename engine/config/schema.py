@@ -73,6 +73,9 @@ class Data:
         (20_000, 1_000), "copy: sequences that are drawn to train and to validate", low=1, high=10**6
     )
     workers: int = option(8, "loader processes per rank", low=0, high=256)
+    timeout_minutes: float = option(
+        5.0, "minutes for which a rank waits for a batch of its loader processes before it fails", above=0, high=10_080
+    )
     max_broken: int = option(10, "broken training images that an epoch may leave out, over all ranks", low=0)
     broken_val: Literal["refuse", "skip"] = option(
         "refuse", "broken validation images: end the evaluation, or be left out, named and counted in its metrics"
@@ -125,9 +128,25 @@ class Optim:
         5e-4, "learning rate at a total batch of lr_base_size; scaled linearly to the total batch", above=0, high=100
     )
     lr_base_size: int = option(512, "total batch for which lr is stated, images", low=1, high=2**20)
-    betas: tuple[float, float] = option((0.9, 0.999), "Adam's averaging coefficients", low=0, below=1)
-    eps: float = option(1e-8, "Adam's epsilon", above=0, high=1)
-    weight_decay: float = option(0.05, "decoupled weight decay; matrices only", low=0, high=100)
+    betas: tuple[float, float] | tuple[float, float, float] | None = option(
+        None,
+        "averaging coefficients, of an optimiser that has them; null: its own ([0.9, 0.999] for adamw)",
+        low=0,
+        below=1,
+    )
+    eps: float | None = option(
+        None,
+        "term of the denominator, of an optimiser that has one; null: its own (1.0e-08 for adamw)",
+        above=0,
+        high=1,
+    )
+    weight_decay: float = option(
+        0.05,
+        "weight decay; matrices only; decoupled in adamw, lion and muon; sgd and adam add it to the gradient, lamb to"
+        " the update that it rescales",
+        low=0,
+        high=100,
+    )
     layer_decay: float | None = option(
         None,
         "factor of the learning rate from each layer to the one before it, as in timm; null: none",

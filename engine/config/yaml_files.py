@@ -3,7 +3,7 @@
 import codecs
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,12 @@ trusted, and PyYAML takes about a second for this much."""
 _OTHER_BASE = re.compile(r"[-+]?(0[0-7_]+|.*:.*)")
 """Numbers that YAML 1.1 reads in base 8 or 60: ``010`` as 8, ``1:30`` as 90."""
 
+_EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
+"""Numbers that are text in YAML 1.1, for want of a point or of a sign: ``1e-3``, ``1.0e3``. YAML 1.2 has them."""
+
+SWEEP = {"grid", "runs", "bases"}
+"""Keys that a sweep has, see `ablation.sweep.Ablation`, and no run."""
+
 Keys = tuple[str, ...]
 """Keys that lead to a value: ``("attention", "0", "window_size")``."""
 
@@ -29,10 +35,12 @@ class Tree:
 
     Attributes:
         values: nested dicts and lists. origins: path of keys -> ``"FILE:LINE"`` or ``"override 'KEY=VALUE'"``.
+        unset: paths of values of a base in whose place its file has null.
     """
 
     values: Any
     origins: dict[Keys, str]
+    unset: Sequence[Keys] = ()
 
     def origin(self, key: str) -> str:
         """Returns the place of the option that an OptionError's `key` names, or of the nearest mapping above it."""
@@ -50,9 +58,11 @@ def read_config(path: str | Path) -> Tree:
     """Reads a YAML file of options and merges its `base` in; options are not checked.
 
     Raises:
-        ConfigError: unreadable file, YAML error, duplicate key, anything but a mapping, or a base with a base.
+        ConfigError: unreadable file, YAML error, duplicate key, anything but a mapping, a sweep, or a base with a base.
     """
     tree = read_yaml(path)
+    if tree.values.keys() & SWEEP:
+        raise ConfigError(f"{path}: a sweep of several runs; give it to ablate.py")
     if "base" not in tree.values:
         return tree
     name, origin = tree.values.pop("base"), tree.origins.pop(("base",))
@@ -64,16 +74,21 @@ def read_config(path: str | Path) -> Tree:
         raise ConfigError(f"{origin}: base: {error}") from None
     if "base" in base.values:
         raise ConfigError(f"{origin}: base: {name!r} has a base itself; only one level is followed")
+    unset: list[Keys] = []
     for section, options in tree.values.items():
         inherited = base.values.get(section)
+        if inherited is not None and options is None:
+            unset.append((section,))
         if section != "attention" and isinstance(options, dict) and isinstance(inherited, dict):
-            for option in options:
+            for option, value in options.items():
                 _forget(base.origins, (section, option))
+                if value is None and inherited.get(option) is not None:
+                    unset.append((section, option))
             base.values[section] = inherited | options
         else:
             _forget(base.origins, (section,))
             base.values[section] = options
-    return Tree(base.values, base.origins | tree.origins)
+    return Tree(base.values, base.origins | tree.origins, unset)
 
 
 def read_yaml(path: str | Path) -> Tree:
@@ -96,7 +111,7 @@ def read_yaml(path: str | Path) -> Tree:
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ConfigError(f"{path}:{line}: not UTF-8 text ({error.reason})") from None
-    tree = _parse_yaml(text, lambda line: f"{path}:{line}")
+    tree = parse_yaml(text, lambda line: f"{path}:{line}")
     if not isinstance(tree.values, dict):
         found = "an empty file" if tree.values is None else type(tree.values).__name__
         raise ConfigError(f"{path}: expected a mapping of options, got {found}")
@@ -114,7 +129,7 @@ def override(tree: Tree, text: str) -> None:
     path = tuple(key.split("."))
     if not equals or not all(path) or len(path) > _MAX_DEPTH:
         raise ConfigError(f"{origin}: expected key.path=value")
-    new = _parse_yaml(value, lambda line: origin)
+    new = parse_yaml(value, lambda line: origin)
     container = tree.values
     for depth, name in enumerate(path):
         where = ".".join(path[:depth])
@@ -141,8 +156,10 @@ def _forget(origins: dict[Keys, str], path: Keys) -> None:
         del origins[known]
 
 
-def _parse_yaml(text: str, place: Callable[[int], str]) -> Tree:
-    """Parses YAML `text` as safe_load does, but refuses duplicate keys; `place(line)` names a line of the text."""
+def parse_yaml(text: str, place: Callable[[int], str]) -> Tree:
+    """Parses YAML `text` as safe_load does, but refuses duplicate keys and takes ``1e-3`` for a number; `place(line)`
+    names a line of the text.
+    """
     if len(text) > _MAX_BYTES:
         raise ConfigError(f"{place(1)}: larger than {_MAX_BYTES} bytes; that is no configuration")
     try:
@@ -214,3 +231,16 @@ class _Reader(yaml.SafeLoader):
         if isinstance(value, int | float) and not isinstance(value, bool) and _OTHER_BASE.fullmatch(node.value):
             raise ConfigError(f"{here}: {name}: {node.value} is a number in base 8 or 60 to YAML; write it in base 10")
         return value
+
+
+class _Writer(yaml.SafeDumper):
+    """PyYAML's safe dumper; quotes text that `_Reader` would read as a number."""
+
+
+for _class in (_Reader, _Writer):
+    _class.add_implicit_resolver("tag:yaml.org,2002:float", _EXPONENT, list("-+.0123456789"))
+
+
+def dump_yaml(value: Any, **style: Any) -> str:
+    """Formats plain options as YAML, which `read_yaml` reads as the same; `style` is for `yaml.dump`."""
+    return yaml.dump(value, Dumper=_Writer, sort_keys=False, **style)

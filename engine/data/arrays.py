@@ -1,6 +1,7 @@
 """Readers of images in memory, and the embedded digits."""
 
 import io
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import BinaryIO
@@ -34,6 +35,11 @@ class ArrayReader(Reader):
 
     def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
         return f"{self.labels[index]}/{index}.pgm"
+
+    def fingerprints(self) -> np.ndarray:
+        """CRC-32 of every image, with its header; (number,) int64."""
+        begin = zlib.crc32(self.header)
+        return np.array([zlib.crc32(image.tobytes(), begin) for image in self.images], np.int64)
 
 
 DIGITS = Path(__file__).with_name("digits.npz")

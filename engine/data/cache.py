@@ -1,8 +1,8 @@
 """Reads and writes a prepared data set: decoded images in one file, so that training does not decode JPEG every epoch.
 
 `SPLIT.pixels` holds the images one after another, each a binary PPM file (8-bit RGB). The index `SPLIT.npz` holds the
-offset, class, checksum and original file name of each image. A broken image has no bytes but keeps its position, so
-that readers can treat it as in the original data set.
+offset, class, checksum, fingerprint and original file name of each image. A broken image has no bytes but keeps its
+position and its class, so that readers can treat it as in the original data set.
 """
 
 import io
@@ -18,8 +18,16 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import resize
 
 from engine.data.images import BrokenImage
+from engine.data.layout import SplitReader
+from engine.runtime.text import describe_error
 
 INDEX = ".npz"
+
+MOST_BYTES = 2**29
+"""Largest size of an image, bytes; an image that may be decoded has half of it at most."""
+
+KINDS = {"begins": "i", "labels": "i", "checksums": "u", "fingerprints": "i", "names": "S", "classes": "S"}
+"""Array of the index -> kind of its NumPy dtype."""
 
 
 class CacheReader(Reader):
@@ -28,7 +36,8 @@ class CacheReader(Reader):
     Args:
         path: the index; the file of pixels lies beside it.
     Raises:
-        OSError: the index or the pixels are missing or damaged, or do not belong together.
+        OSError: the index or the pixels are missing or damaged, or do not belong together. The index need not be
+            trusted.
     """
 
     ignored = ()
@@ -37,12 +46,10 @@ class CacheReader(Reader):
         super().__init__()
         self.pixels = pixels_of(Path(path))
         try:
-            with open(path, "rb") as file, np.load(file) as index:
-                self.begins, self.labels, self.checksums, self.names, classes = (
-                    index[name] for name in ("begins", "labels", "checksums", "names", "classes")
-                )
+            index = _read_index(path)
         except Exception as error:  # reading a damaged archive may raise anything
-            raise OSError(0, f"damaged index, {type(error).__name__}: {error}") from error
+            raise OSError(0, f"damaged index, {describe_error(error)}; prepare the cache anew") from error
+        self.begins, self.labels, self.checksums, self.originals, self.names, classes = (index[name] for name in KINDS)
         if not self.pixels.is_file() or self.pixels.stat().st_size != self.begins[-1]:
             raise OSError(0, f"{self.pixels.name} is missing or has not the {self.begins[-1]} bytes of the index")
         self.class_to_idx = {os.fsdecode(name): label for label, name in enumerate(classes)}
@@ -64,49 +71,92 @@ class CacheReader(Reader):
     def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
         return os.fsdecode(self.names[index])
 
+    def fingerprints(self) -> np.ndarray:
+        """Fingerprints of the original images, (number,) int64; the checksum of an image that was made smaller."""
+        return self.originals
+
+
+def _read_index(path: str) -> dict[str, np.ndarray]:
+    """Reads the arrays of the index `path`, which need not be trusted, and checks that they belong together.
+
+    An index of an earlier version has no fingerprints: the checksums stand for them. Its broken images have the class
+    -1, which becomes that of the folder in their name.
+
+    Raises:
+        ValueError: the arrays are none that `write_cache` writes.
+        Exception: any that NumPy raises for a damaged file.
+    """
+    with open(path, "rb") as file, np.load(file) as arrays:
+        if any(member.compress_type for member in arrays.zip.infolist()):
+            raise ValueError("its arrays are compressed, and may be of any size")
+        index = {name: arrays[name] for name in KINDS if name in arrays}
+    index.setdefault("fingerprints", index["checksums"].astype(np.int64))
+    number, num_classes = len(index["labels"]), len(index["classes"])
+    lengths = {"begins": number + 1, "classes": num_classes}
+    for name, kind in KINDS.items():
+        array = index[name]
+        if array.shape != (lengths.get(name, number),) or array.dtype.kind != kind:
+            raise ValueError(f"{name}: {array.dtype} of shape {array.shape}, for {number:,} images")
+    begins, labels = (index[name].astype(np.int64) for name in ("begins", "labels"))
+    sizes = np.diff(begins)
+    if not number or begins[0] or begins.min() < 0 or sizes.min() < 0 or sizes.max() > MOST_BYTES:
+        raise ValueError(f"begins: no offsets in order of at least one image of at most {MOST_BYTES:,} bytes")
+    classes = {name: label for label, name in enumerate(index["classes"].tolist())}
+    if len(classes) < num_classes:
+        raise ValueError("classes: names that are equal")
+    for image in np.flatnonzero((labels == -1) & (sizes == 0)):
+        labels[image] = classes.get(index["names"][image].partition(b"/")[0], -1)
+    if outside := labels[(labels < 0) | (labels >= num_classes)].tolist():
+        raise ValueError(f"labels: {outside[0]} is none of {num_classes:,} classes")
+    return index | {"begins": begins, "labels": labels}
+
 
 def pixels_of(path: Path) -> Path:
     """Returns the path of the file of pixels that belongs to the index `path`."""
     return path.with_suffix(".pixels")
 
 
-def encode(image: Image.Image, short_side: int | None) -> bytes:
-    """Encodes an RGB image as a PPM file. A short side above `short_side` pixels is reduced to it, bicubic as in
-    validation; None keeps the size.
+def encode(image: Image.Image, short_side: int | None) -> tuple[bytes, bool]:
+    """Encodes an RGB image as a PPM file, and returns whether it was made smaller.
+
+    A short side above `short_side` pixels is reduced to it, bicubic as in validation; None keeps the size.
     """
-    if short_side is not None and min(image.size) > short_side:
+    is_reduced = short_side is not None and min(image.size) > short_side
+    if is_reduced:
         image = resize(image, short_side, InterpolationMode.BICUBIC)
-    return b"P6 %d %d 255\n" % image.size + image.tobytes()
+    return b"P6 %d %d 255\n" % image.size + image.tobytes(), is_reduced
 
 
 def write_cache(
-    path: Path, samples: Iterable[tuple[bytes, int] | BrokenImage], names: Iterable[str], classes: Iterable[str]
+    path: Path, samples: Iterable[tuple[tuple[bytes, bool], int] | BrokenImage], source: SplitReader
 ) -> None:
     """Writes the index `path` and the pixels beside it, and flushes them to disk.
 
     Args:
-        samples: PPM file and class index of every image, or `BrokenImage`, in order. names: file names of the images.
-        classes: class names in the order of their indices.
+        samples: what `encode` returns, and class index, of every image of `source`, or `BrokenImage`, in order.
     Raises:
         OSError: no space, or no permission.
     """
-    begins, labels, checksums = [0], [], []
+    begins, checksums, fingerprints = [0], [], source.fingerprints().tolist()
     with pixels_of(path).open("wb") as file:
-        for sample in samples:
-            content, label = (b"", -1) if isinstance(sample, BrokenImage) else sample
+        for number, sample in enumerate(samples):
+            content, is_reduced = (b"", False) if isinstance(sample, BrokenImage) else sample[0]
             file.write(content)
             begins.append(begins[-1] + len(content))
-            labels.append(label)
             checksums.append(zlib.crc32(content))
+            if is_reduced:
+                fingerprints[number] = checksums[-1]
         _flush(file)
+    classes = source.class_to_idx
     with path.open("wb") as file:
         np.savez(
             file,
             begins=np.array(begins, np.int64),
-            labels=np.array(labels, np.int32),
+            labels=np.asarray(source.labels, np.int32),
             checksums=np.array(checksums, np.uint32),
-            names=np.array([os.fsencode(name) for name in names]),
-            classes=np.array([os.fsencode(name) for name in classes]),
+            fingerprints=np.array(fingerprints, np.int64),
+            names=np.array([os.fsencode(name) for name in source.filenames()]),
+            classes=np.array([os.fsencode(name) for name in sorted(classes, key=classes.__getitem__)]),
         )
         _flush(file)
 

@@ -7,6 +7,7 @@ import importlib.util
 import io
 import posixpath
 import tarfile
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,6 +19,7 @@ from timm.data.readers.reader import Reader
 from timm.data.readers.reader_factory import create_reader
 
 from engine.data.arrays import ArrayReader
+from engine.data.folders import measure_files
 from engine.data.images import BrokenImage
 from engine.data.layout import Layout, LayoutError, LayoutReader, Samples, is_image, sort_naturally
 from engine.data.tar import find_members, read_member
@@ -29,6 +31,9 @@ TORCH = "torch/"
 
 LABEL_BYTES = 18
 """Largest size of a label in a shard, bytes."""
+
+HASHED_BYTES = 2**30
+"""Largest size of a Hugging Face data set whose images are hashed to identify it, bytes."""
 
 
 class WdsReader(LayoutReader):
@@ -68,6 +73,10 @@ class WdsReader(LayoutReader):
     def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
         shard, begin, size = map(int, self.places[index])
         return read_member(self.shards[shard], begin, size), int(self.labels[index])
+
+    def fingerprints(self) -> np.ndarray:
+        """Sizes of the files, bytes, (number,)."""
+        return self.places[:, -1]
 
 
 def find_samples(shard: str) -> Iterable[tuple[str, dict[str, tuple[int, int]]]]:
@@ -153,6 +162,18 @@ class HfdsReader(Reader):
 
     def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
         return f"{self.labels[index]}/{index}"  # the name of the file would need the image to be read
+
+    def fingerprints(self) -> np.ndarray:
+        """CRC-32 of every image, (number,) int64, or its size in bytes: of a file, and in more than `HASHED_BYTES`."""
+        column = self.rows.dataset.data.column(self.rows.image_key)
+        measure = zlib.crc32 if column.nbytes <= HASHED_BYTES else len
+        parts = []
+        for chunk in column.chunks:
+            contents = [content.as_buffer() for content in chunk.field("bytes")]
+            sizes = measure_files(path or "" for path in chunk.field("path").to_pylist())
+            values = (size if x is None else measure(x) for x, size in zip(contents, sizes, strict=True))
+            parts.append(np.fromiter(values, np.int64))
+        return np.concatenate(parts)
 
 
 class TorchReader(ArrayReader):

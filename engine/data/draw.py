@@ -12,7 +12,6 @@ scenes (see `draw_graded`); the held-out split does not change. Equal arguments 
 depend on the number of images.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from engine.data.idx import LIMIT, new_files, write_idx
+from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
 
@@ -70,7 +70,7 @@ BOUNDS = {
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Draw a data set and write it in IDX files.")
+    parser = ArgumentParser(description="Draw a data set and write it in IDX files.")
     parser.add_argument("kind", choices=("pathfinder",), help="images of dashed paths: are two marked ends joined?")
     parser.add_argument("output", type=Path, help="directory of the splits train and t10k")
     parser.add_argument(

@@ -11,6 +11,7 @@ from timm.data.readers.reader import Reader
 from engine.data.layout import NO_IMAGES, LayoutError, LayoutReader, classify, is_image, sort_naturally
 from engine.runtime.errors import UserError
 from engine.runtime.files import open_regular
+from engine.runtime.text import one_line
 
 
 class FolderReader(LayoutReader):
@@ -29,12 +30,28 @@ class FolderReader(LayoutReader):
         path, label = self.samples[index]
         return open_regular(os.path.join(self.root, path)), label
 
+    def fingerprints(self) -> np.ndarray:
+        """Sizes of the files, bytes; see `measure_files`."""
+        return measure_files(os.path.join(self.root, path) for path in self.samples.paths())
+
+
+def measure_files(paths: Iterable[str]) -> np.ndarray:
+    """Returns the sizes of files, bytes, (number,) int64; -1 for a file that is not there."""
+
+    def measure(path: str) -> int:
+        try:
+            return os.stat(path).st_size
+        except OSError:  # such as a link that leads nowhere: a broken image
+            return -1
+
+    return np.fromiter(map(measure, paths), np.int64)
+
 
 def list_files(names: Iterable[str]) -> list[str]:
     """Lists the files that `names` stand for, in order.
 
-    A file stands for itself, a folder for all images below it, and "-" for the files that standard input names, one per
-    line.
+    A file stands for itself, a folder for all images below it, and "-" for the files and folders that standard input
+    names, one per line.
 
     Raises:
         UserError: a file or folder does not exist, a folder holds no images, or standard input is empty.
@@ -43,16 +60,16 @@ def list_files(names: Iterable[str]) -> list[str]:
     for name in names:
         try:
             if name == "-":
-                found = [os.fsdecode(line) for line in sys.stdin.buffer.read().splitlines() if line]
+                found = list_files(os.fsdecode(line) for line in sys.stdin.buffer.read().splitlines() if line)
             elif os.path.isdir(name):
                 found = [os.path.join(name, path) for path in sort_naturally(filter(is_image, find_files(name)))]
             else:
                 os.stat(name)
                 found = [name]
         except (OSError, LayoutError) as error:
-            raise UserError(f"{name}: {getattr(error, 'strerror', error)}") from None
+            raise UserError(f"{one_line(name)}: {getattr(error, 'strerror', error)}") from None
         if not found:
-            raise UserError(f"{name}: {'no file is named on standard input' if name == '-' else NO_IMAGES}")
+            raise UserError(f"{one_line(name)}: {'no file is named on standard input' if name == '-' else NO_IMAGES}")
         files += found
     return files
 
@@ -100,3 +117,7 @@ class FileReader(Reader):
 
     def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
         return self.paths[index]
+
+    def fingerprints(self) -> np.ndarray:
+        """Sizes of the files, bytes; see `measure_files`."""
+        return measure_files(self.paths)

@@ -4,9 +4,11 @@ Files are not trusted: pixels, frames and formats are bounded, and an image with
 Colour profiles are ignored, as in the published recipes.
 """
 
+import math
+import os
 import warnings
 from contextlib import suppress
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, cast
 
 import numpy as np
 from PIL import Image, ImageOps
@@ -32,6 +34,13 @@ PHOTOMETRIC = 262
 """TIFF tag whose value is 0 where white is zero; Pillow inverts such images for 8 bits only."""
 
 
+MAX_BYTES = 2**30
+"""Size of a file that is decoded: 12 bytes for each of the largest number of pixels."""
+
+MAX_HEADER_READS = 100_000
+"""Number of reads that may find the pixels of a file. Pillow looks for them byte by byte in a comment, or in a hole."""
+
+
 class BrokenImage(UserError):
     """An image that cannot be used. The message is one line: the file, where it is known, and the reason."""
 
@@ -42,7 +51,8 @@ def decode(file: BinaryIO, mode: Literal["RGB", "L"] = "RGB") -> Image.Image:
     16-bit grey levels are rounded to 8 bits; CMYK and palettes are converted; colours become grey by their luma (ITU-R
     601-2), as in timm; a JPEG with further pictures after it (MPO) gives the first. The function refuses animations and
     multiple pages, 32-bit integer and floating-point levels (no file states their range), more than
-    `Image.MAX_IMAGE_PIXELS` (89 million) pixels, and anything that Pillow cannot decode completely.
+    `Image.MAX_IMAGE_PIXELS` (89 million) pixels, more than `MAX_BYTES`, a header of more than `MAX_HEADER_READS`, and
+    anything that Pillow cannot decode completely.
 
     Raises:
         BrokenImage: the image is refused; the message says why.
@@ -50,9 +60,15 @@ def decode(file: BinaryIO, mode: Literal["RGB", "L"] = "RGB") -> Image.Image:
     try:
         with warnings.catch_warnings(action="ignore"):  # about metadata that does not affect the pixels
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            image = Image.open(file, formats=FORMATS)
-            if getattr(image, "is_animated", False) and image.format != "MPO":
-                raise BrokenImage(f"{image.format} with {getattr(image, 'n_frames', 0)} frames; an image has one")
+            size = file.seek(0, os.SEEK_END)
+            if size > MAX_BYTES:
+                raise BrokenImage(f"{size:,} bytes, more than {MAX_BYTES:,}")
+            file.seek(0)
+            header = CountedReads(file)
+            image = Image.open(cast(BinaryIO, header), formats=FORMATS)
+            header.left = math.inf
+            if getattr(image, "is_animated", False) and image.format != "MPO":  # counting frames may take minutes
+                raise BrokenImage(f"{image.format} with several frames; an image has one")
             return convert(image, mode)
     except BrokenImage:
         raise
@@ -62,6 +78,22 @@ def decode(file: BinaryIO, mode: Literal["RGB", "L"] = "RGB") -> Image.Image:
         raise BrokenImage(f"more than {Image.MAX_IMAGE_PIXELS:,} pixels, perhaps a decompression bomb") from None
     except Exception as error:  # decoders may raise anything on a damaged file
         raise BrokenImage(describe_error(error)) from error
+
+
+class CountedReads:
+    """An open `file` that raises `BrokenImage` after `MAX_HEADER_READS` reads."""
+
+    def __init__(self, file: BinaryIO):
+        self.file, self.left = file, float(MAX_HEADER_READS)
+
+    def read(self, size: int = -1) -> bytes:
+        self.left -= 1
+        if self.left < 0:
+            raise BrokenImage(f"no pixels within {MAX_HEADER_READS:,} reads of the file; its header is too long")
+        return self.file.read(size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.file, name)
 
 
 def convert(image: Image.Image, mode: Literal["RGB", "L"] = "RGB") -> Image.Image:

@@ -44,6 +44,12 @@ class SplitReader(Protocol):
 
     def filenames(self) -> Iterable[str]: ...
 
+    def fingerprints(self) -> np.ndarray:
+        """Number that stands for the content of every image, (number,) int64.
+
+        It is the CRC-32 of an image in memory, and the size in bytes of one that lies in a file.
+        """
+
 
 class LayoutError(ValueError):
     """Files that cannot be read as a split of classes. The message gives the reason and the remedy."""

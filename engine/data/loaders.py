@@ -162,6 +162,12 @@ def check_workers(loader: Loader, world: World) -> None:
         )
 
 
+def stop_waiting_if(stop_requested: Callable[[], bool], *loaders: Loader) -> None:
+    """Makes `loaders` ask `stop_requested` while they wait for their workers."""
+    for loader in loaders:
+        _image_loader(loader).stop_requested = stop_requested
+
+
 def _image_loader(loader: Loader) -> ImageLoader:
     return cast(ImageLoader, loader.loader) if isinstance(loader, PrefetchLoader) else loader
 
@@ -291,6 +297,7 @@ def _create_loader(
         sampler=sampler,
         num_workers=data.workers,
         pin_memory=world.on_cuda,
+        patience=60 * data.timeout_minutes,
     )
     if not prefetch:
         return loader

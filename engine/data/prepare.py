@@ -9,27 +9,28 @@ Training crops are taken from the smaller images; at full size training stays bi
 0.35 TB, at full size 0.75 TB. At the end every image is read back and checked.
 """
 
-import argparse
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from tqdm import tqdm
 
 from engine.data.cache import INDEX, CacheReader, encode, pixels_of, write_cache
 from engine.data.images import BrokenImage
-from engine.data.splits import Images, classes_of, report_ignored
+from engine.data.splits import Images, report_ignored
 from engine.data.verify import add_source, discard, open_splits, read_all
+from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
 
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Decode a data set once, for faster loading.")
+    parser = ArgumentParser(description="Decode a data set once, for faster loading.")
     add_source(parser)
     parser.add_argument("output", type=Path, help="directory of the prepared data set")
     parser.add_argument(
@@ -62,7 +63,7 @@ def prepare(name: str, images: Images, output: Path, short_side: int | None, wor
     unchecked = output / f"{name}.unchecked{INDEX}"
     try:
         with closing(read_all(encoded, workers, f"{name}: decoding")) as samples:
-            write_cache(unchecked, _report_broken(samples), images.reader.filenames(), classes_of(images))
+            write_cache(unchecked, _report_broken(samples), images.reader)
         num_empty, num_bytes = check(unchecked, workers, f"{name}: checking")
         for file in (pixels_of(path), path):
             unchecked.with_suffix(file.suffix).replace(file)
@@ -87,7 +88,7 @@ def check(path: Path, workers: int, title: str) -> tuple[int, int]:
     return num_empty, int(reader.begins[-1])
 
 
-def _report_broken(samples: Iterable[tuple[bytes, int] | BrokenImage]) -> Iterator[tuple[bytes, int] | BrokenImage]:
+def _report_broken(samples: Iterable[tuple[Any, int] | BrokenImage]) -> Iterator[tuple[Any, int] | BrokenImage]:
     """Passes `samples` on, and prints a line to stderr for each broken one."""
     for sample in samples:
         if isinstance(sample, BrokenImage):

@@ -5,7 +5,6 @@
 The images keep their order, and the split keeps its name.
 """
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,11 +13,12 @@ import numpy as np
 from engine.config.schema import Data
 from engine.data.idx import IdxReader, new_files, write_idx
 from engine.data.splits import classes_of, open_split
+from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Write a balanced sample of a split in IDX files.")
+    parser = ArgumentParser(description="Write a balanced sample of a split in IDX files.")
     parser.add_argument("root", help="directory that holds the split, as data.root of a run")
     parser.add_argument("output", type=Path, help="directory of the sample")
     parser.add_argument("--split", default="t10k", help="name of the split (t10k)")
@@ -37,7 +37,7 @@ def sample(root: str, output: Path, split: str, per_class: int) -> None:
         OptionError: the split is missing or damaged.
         UserError: a class has fewer images, or the sample exists already or cannot be written.
     """
-    images = open_split(Data(dataset="idx", root=root, val_split=split), "val_split")
+    images = open_split(Data(dataset="idx", root=root, val_split=split), "val_split", "--split")
     reader, names = images.reader, classes_of(images)
     assert isinstance(reader, IdxReader)
     chosen = [np.flatnonzero(reader.labels == label)[:per_class] for label in range(len(names))]

@@ -24,10 +24,11 @@ from engine.data.datasets import TORCH, HfdsReader, TorchReader, WdsReader
 from engine.data.folders import FolderReader
 from engine.data.idx import ENDINGS, IdxReader
 from engine.data.images import BrokenImage, decode
-from engine.data.layout import LayoutError, SplitReader, suffix_of
+from engine.data.layout import LayoutError, SplitReader, is_image, suffix_of
 from engine.data.subset import SubsetReader, choose_classes, choose_images
 from engine.data.tar import TarReader
 from engine.objectives import choose_objective
+from engine.runtime.text import one_line
 
 READERS: dict[str, tuple[Callable[[str], SplitReader], Sequence[str]]] = {
     "folder": (FolderReader, ("",)),
@@ -91,9 +92,13 @@ def open_images(
     )
 
 
-def open_split(data: Data, option: str) -> Images:
-    """Opens the split that `option` (train_split, val_split) names; of a training split only `data.subset`."""
-    key = f"data.{option}"
+def open_split(data: Data, option: str, key: str | None = None) -> Images:
+    """Opens the split that `option` (train_split, val_split) names; of a training split only `data.subset`.
+
+    Args:
+        key: name of the option in errors; None: that of a configuration.
+    """
+    key = key or f"data.{option}"
     open_reader, path = _find_split(data, getattr(data, option), key)
     try:
         reader = open_reader(path)
@@ -131,10 +136,12 @@ def _find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], Split
     path = next(filter(IS_THERE.get(data.dataset, Path.is_file), paths), None)
     if path is None:
         known = tuple(ending for _, endings in READERS.values() for ending in endings if ending)
-        found = sorted(entry.name for entry in root.iterdir() if entry.is_dir() or entry.name.endswith(known))
-        raise OptionError(
-            key, f"no {paths[0].name!r} in {data.root!r}; found there: {', '.join(found[:20]) or 'nothing'}"
-        )
+        entries = sorted(root.iterdir())
+        found = [entry.name for entry in entries if entry.is_dir() or entry.name.endswith(known)][:20]
+        if loose := [entry.name for entry in entries if is_image(entry.name)]:
+            found.insert(0, f"{len(loose):,} images in no folder, such as {loose[0]!r}")
+        problem = f"no {paths[0].name!r} in {data.root!r}; found there: {one_line(', '.join(found)) or 'nothing'}"
+        raise OptionError(key, problem)
     return reader, str(path)
 
 
@@ -163,8 +170,18 @@ def report_ignored(name: str, dataset: Images) -> None:
 
 
 def identify_data(train: Images, val: Images) -> dict[str, Any]:
-    """Returns the identity of the data of a run: class names, and a digest of each split's list of files."""
-    return {"classes": classes_of(train), "train_files": digest_files(train), "val_files": digest_files(val)}
+    """Returns the identity of the data of a run: class names, and digests of each split; see `identify_split`."""
+    return {"classes": classes_of(train), **identify_split("train", train), **identify_split("val", val)}
+
+
+def identify_split(name: Literal["train", "val"], images: Images) -> dict[str, str]:
+    """Returns the digest of the files of a split, see `digest_files`, and that of their content.
+
+    The latter is the SHA-256 of `SplitReader.fingerprints`. Files are not read for it: of two images of one name and
+    one size in bytes it knows no difference.
+    """
+    content = images.reader.fingerprints().astype("<i8").tobytes()
+    return {f"{name}_files": digest_files(images), f"{name}_content": hashlib.sha256(content).hexdigest()}
 
 
 def digest_files(images: Images) -> str:

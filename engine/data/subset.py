@@ -53,6 +53,10 @@ class SubsetReader(Reader):
     def filenames(self, basename: bool = False, absolute: bool = False) -> Iterator[str]:
         return map(self._filename, range(len(self)))
 
+    def fingerprints(self) -> np.ndarray:
+        """See `SplitReader.fingerprints`."""
+        return self.reader.fingerprints()[self.indices]
+
 
 def choose_images(reader: SplitReader, subset: int | float, seed: int) -> SubsetReader:
     """Chooses `subset` images (int) of every class, or this fraction (float), rounded, but at least one; in order.

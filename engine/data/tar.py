@@ -37,6 +37,10 @@ class TarReader(LayoutReader):
         begin, size = map(int, self.places[index])
         return read_member(self.path, begin, size), int(self.labels[index])
 
+    def fingerprints(self) -> np.ndarray:
+        """Sizes of the files, bytes, (number,)."""
+        return self.places[:, -1]
+
 
 def read_member(path: str, begin: int, size: int) -> BinaryIO:
     """Reads `size` bytes of the file `path` from byte `begin` on, or fewer if the file ends before."""

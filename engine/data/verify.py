@@ -23,6 +23,7 @@ from engine.config.schema import Data
 from engine.data.images import BrokenImage
 from engine.data.splits import Images, classes_of, describe_ignored, open_split
 from engine.data.workers import RestartingLoader
+from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
 from engine.runtime.text import describe_difference, one_line
@@ -33,7 +34,7 @@ KINDS = [kind for kind in get_args(Data.__annotations__["dataset"]) if kind not 
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="List the broken images of a data set.")
+    parser = ArgumentParser(description="List the broken images of a data set.")
     add_source(parser)
     parser.add_argument("--statistics", action="store_true", help="also images per class, sizes, mean and std")
     args = parser.parse_args(arguments)
@@ -76,7 +77,7 @@ def open_splits(args: argparse.Namespace) -> dict[str, Images]:
         OptionError: a split is missing or holds no image.
     """
     return {
-        name: open_split(Data(dataset=args.dataset, root=args.root, train_split=name), "train_split")
+        name: open_split(Data(dataset=args.dataset, root=args.root, train_split=name), "train_split", "--splits")
         for name in args.splits
     }
 

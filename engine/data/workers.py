@@ -1,25 +1,50 @@
-"""Loader workers that outlast the stop signals of a run, and are replaced if they are killed."""
+"""Loader workers that outlast the stop signals of a run, are replaced if they are killed, and are not waited for if
+they hang."""
 
 import copy
 import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
+from types import FrameType
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
+from engine.runtime.errors import UserError
 from engine.runtime.signals import SIGNALS
 
 NUM_RESTARTS = 1
 """Number of times in a pass that new workers replace the old ones after one was killed."""
 
 
+STOP_AFTER = 10.0
+"""Time (s) that a stopped run waits for the batch of its last update; torchrun kills its ranks after 30 s."""
+
+POLL = 0.5
+"""Time (s) between looks at the clock and for a stop signal, while this process waits for its workers."""
+
+
 class WorkersLost(RuntimeError):
     """Loader workers were killed more often than `NUM_RESTARTS` allows."""
+
+
+class WorkersStuck(UserError):
+    """Loader workers have sent no batch for too long.
+
+    Attributes:
+        stopped: whether a stop signal ended the wait, and not its limit.
+    """
+
+    def __init__(self, message: str, stopped: bool):
+        super().__init__(message)
+        self.stopped = stopped
 
 
 class RestartingLoader(DataLoader):
@@ -29,14 +54,21 @@ class RestartingLoader(DataLoader):
     slowly, so that a run can finish its step and save. A batch must not depend on the process that makes it. Workers
     live from pass to pass, so that only one pass can run at a time.
 
+    Args:
+        patience: time (s) within which the workers must send a batch.
     Attributes:
         num_deaths: number of times that workers were killed in the current pass, or else in the last one.
+        stop_requested: asked while the workers are waited for; if true, they have `STOP_AFTER` seconds.
+    Raises:
+        WorkersStuck: no batch came in time. The workers are killed.
     """
 
     batch_sampler: Iterable[list[Any]]
 
-    def __init__(self, dataset: Dataset[Any], batch_size: int, **options: Any):
+    def __init__(self, dataset: Dataset[Any], batch_size: int, patience: float = 300.0, **options: Any):
         super().__init__(dataset, batch_size, worker_init_fn=shield_worker, **options)
+        self.patience = patience
+        self.stop_requested: Callable[[], bool] = lambda: False
         self.remaining = Remaining(self.batch_sampler)
         self.reader: DataLoader | None = None
         self.num_deaths = 0
@@ -52,18 +84,61 @@ class RestartingLoader(DataLoader):
         self.num_deaths = num_read = 0
         while True:
             try:
-                for batch in self._read_from(num_read):
+                with self._watch():
+                    batches = self._read_from(num_read)
+                while True:
+                    with self._watch():
+                        batch = next(batches, END)
+                    if batch is END:
+                        return
                     num_read += 1
                     yield batch
-                return
             except (RuntimeError, OSError, EOFError) as error:
                 # From torch: a lost connection or a failed start. From the data set: torch puts "Caught " in front.
+                if self.num_workers and "shared memory" in str(error):
+                    raise UserError(
+                        "/dev/shm, through which loader workers send images, is full; enlarge it (docker run"
+                        f" --shm-size=8g), lower data.workers = {self.num_workers}, or set data.workers=0"
+                    ) from None
                 if not self.num_workers or self.has_lost_workers or str(error).startswith("Caught "):
                     raise
                 self.reader = None
                 self.num_deaths += 1
                 reader = "this process reads the rest" if self.has_lost_workers else "new ones go on"
                 tqdm.write(f"a loader worker was killed (out of memory?): {error!r}; {reader}", file=sys.stderr)
+
+    @contextmanager
+    def _watch(self) -> Iterator[None]:
+        """Context of a wait for the workers, which ends if it is too long.
+
+        A worker that hangs may have sent half of a batch, so that a timeout of torch's queue would not be enough.
+        """
+        if not self.num_workers or self.has_lost_workers or threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        began = time.monotonic()
+
+        def check(number: int, frame: FrameType | None) -> None:
+            waited = time.monotonic() - began
+            stopped = waited > STOP_AFTER and self.stop_requested()
+            if stopped or waited > self.patience:
+                reason = "a stop signal ended the wait" if stopped else f"the limit is {self.patience:g} s"
+                raise WorkersStuck(f"loader workers sent no batch for {waited:.0f} s; {reason}", stopped)
+
+        before = signal.signal(signal.SIGALRM, check)
+        signal.setitimer(signal.ITIMER_REAL, POLL, POLL)
+        try:
+            yield
+        except (WorkersStuck, KeyboardInterrupt):  # at its end, this process would wait for them again
+            for worker in self._workers():
+                worker.kill()
+            raise
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, before)
+
+    def _workers(self) -> list[multiprocessing.Process]:
+        return getattr(getattr(self.reader, "_iterator", None), "_workers", [])
 
     def _read_from(self, start: int) -> Iterator[Any]:
         """Returns an iterator over the batches from number `start` on."""
@@ -84,6 +159,10 @@ class RestartingLoader(DataLoader):
         if self.reader.num_workers:  # torch's handler would raise the death of a worker in the middle of anything
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return batches
+
+
+END = object()
+"""Stands for the end of a pass."""
 
 
 class Remaining(Iterable[list[Any]]):

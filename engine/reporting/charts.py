@@ -39,7 +39,7 @@ class Charts:
         self.writer = SummaryWriter(directory, purge_step=step + 1)
         for record in records:  # TensorBoard drops points by images too, as if they were steps
             if record.get("images_seen", 0) > step:
-                at = datetime.fromisoformat(f"{record['time']}+00:00").timestamp()
+                at = datetime.fromisoformat(f"{record['time']}+00:00").timestamp() if "time" in record else None
                 self._add_by_images(record["kind"], record, record["images_seen"], at)
 
     def add(self, kind: str, values: Mapping[str, Any], step: int, images_seen: int) -> None:
@@ -52,7 +52,7 @@ class Charts:
 
     def _add_by_images(self, kind: str, values: Mapping[str, Any], images: int, at: float | None = None) -> None:
         for name in CHARTED.get(kind, ()):
-            if name in BY_IMAGES and name in values:
+            if name in BY_IMAGES and values.get(name) is not None:
                 self.writer.add_scalar(f"{kind}_by_images/{name}", values[name], images, at)
 
     def show_config(self, text: str, step: int) -> None:

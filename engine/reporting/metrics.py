@@ -1,20 +1,46 @@
 """Records of a run, `metrics.jsonl`, and the table of its epochs made from them, `epochs.csv`; see docs/logs.md."""
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from datetime import datetime
 from pathlib import Path
-from statistics import fmean, harmonic_mean
+from statistics import StatisticsError, fmean, harmonic_mean
 from typing import Any
 
 from engine.checkpoints.progress import Progress
-from engine.runtime.files import to_csv
+from engine.runtime.errors import UserError
+from engine.runtime.files import read_bounded, to_csv
+from engine.runtime.terminal import warn_once
+from engine.runtime.text import one_line
 
 METRICS, EPOCHS = "metrics.jsonl", "epochs.csv"
 """Files of a run directory."""
 
 TOTALS = ("time", "elapsed_seconds", "gpu_hours", "images_seen")
 """Fields of every record: totals of the run until then."""
+
+MAX_METRICS = 2**28
+"""Bytes of the records; a run of 300 epochs makes some megabytes."""
+
+FREE: Mapping[str, Sequence[str]] = {
+    "start": (),
+    "change": ("option", "before", "now"),
+    "stop": (),
+    "fail": ("reason",),
+}
+"""Kinds of records with fields of any type -> fields that they have. The other kinds hold numbers."""
+
+NUMBERS = {"epoch", "step", "elapsed_seconds", "gpu_hours", "images_seen", "epochs", "total_steps"}
+"""Fields that are numbers in every kind of record, and not null."""
+
+TEXTS: Mapping[str, Callable[[str], Any]] = {
+    **dict.fromkeys(("kind", "option", "reason"), bool),
+    "time": lambda text: _is_time(text),
+    "run_id": re.compile("[0-9a-f]{32}").fullmatch,
+}
+"""Fields that are texts in every kind of record -> function that is true for valid ones."""
 
 AVERAGES: Mapping[str, Callable[..., float]] = {
     "loss": fmean,
@@ -26,22 +52,83 @@ AVERAGES: Mapping[str, Callable[..., float]] = {
 
 
 def read_records(directory: Path) -> list[dict[str, Any]]:
-    """Returns the records of the run in `directory`, oldest first; skips lines that are cut off."""
-    records = []
-    with suppress(FileNotFoundError):
-        for line in (directory / METRICS).read_text().splitlines():
-            with suppress(json.JSONDecodeError):  # the process was killed while it wrote
-                records.append(json.loads(line))
-    return records
+    """Returns the records of the run in `directory`, oldest first; they need not be trusted.
+
+    A line without a record is left out with a warning; the last line may be cut off, and is then left out without one.
+
+    Raises:
+        UserError: they cannot be read.
+    """
+    try:
+        lines = read_bounded(directory / METRICS, MAX_METRICS).split(b"\n")
+    except FileNotFoundError:
+        return []
+    records = [_parse_record(line) for line in lines]
+    if wrong := [number for number, record in enumerate(records[:-1], start=1) if record is None]:
+        others = f" (nor do {len(wrong) - 1} others)" if wrong[1:] else ""
+        warn_once(f"{directory / METRICS}:{wrong[0]}: holds no record of a run{others}; left out")
+    return [record for record in records if record is not None]
+
+
+def find_records(directory: Path) -> list[dict[str, Any]]:
+    """Returns `read_records`; if they cannot be read, warns and returns none."""
+    try:
+        return read_records(directory)
+    except UserError as error:
+        warn_once(str(error))
+        return []
+
+
+def _parse_record(line: bytes) -> dict[str, Any] | None:
+    """Returns the record in `line`, of the types that all readers rely on; None if it holds no such record."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
+        return None
+    is_free = record["kind"] in FREE
+    for name, value in record.items():
+        if name in TEXTS:
+            is_typed = isinstance(value, str) and TEXTS[name](value)
+        elif name in NUMBERS or not is_free:
+            is_typed = (type(value) in (int, float) and abs(value) < 1e100) or (value is None and name not in NUMBERS)
+        else:
+            is_typed = True
+        if not is_typed:
+            return None
+    has_fields = all(name in record for name in FREE.get(record["kind"], ()))
+    counts = record.get("epoch"), record.get("step")
+    return record if has_fields and all(isinstance(n, int) and 0 <= n < 2**53 for n in counts) else None
+
+
+def _is_time(text: str) -> bool:
+    with suppress(ValueError):
+        return datetime.fromisoformat(f"{text}+00:00").year > 1970
+    return False
 
 
 def is_until(progress: Progress, record: Mapping[str, Any]) -> bool:
     """Returns whether a run that goes on from `progress` keeps `record`.
 
-    It keeps records that were made no later, evaluations only of finished epochs. It drops the `final` record.
+    It keeps records that were made no later, evaluations only of finished epochs. It drops the `final` record, and
+    changes that are not in the checkpoint: those that were made when a run went on from it.
     """
+    if record["kind"] == "change":
+        return (record["epoch"], record["step"]) < (progress.epoch, progress.step)
     is_evaluated = record["kind"] != "eval" or record["epoch"] <= progress.epoch
     return record["step"] <= progress.step and is_evaluated and record["kind"] != "final"
+
+
+def describe_change(record: Mapping[str, Any]) -> str:
+    """Returns the text of a `change` record: ``optim.lr 0.001 -> 0.0005``."""
+    return one_line(f"{record['option']} {record['before']} -> {record['now']}")
+
+
+def list_changes(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Returns a text for every option that was changed in the run of `records`."""
+    changes = (record for record in records if record["kind"] == "change")
+    return [f"{describe_change(record)} at step {record['step']}" for record in changes]
 
 
 def tabulate_epochs(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -67,7 +154,8 @@ def tabulate_epochs(records: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]
             known = [(record[name], updates) for record, updates in found if record.get(name) is not None]
             if known:
                 values, weights = zip(*known, strict=True)
-                rows[epoch][f"train_{name}"] = average(values, weights=weights)
+                with suppress(StatisticsError):  # updates that were not made: the records were tampered with
+                    rows[epoch][f"train_{name}"] = average(values, weights=weights)
     return list(rows.values())
 
 

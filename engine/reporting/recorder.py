@@ -5,6 +5,7 @@ rank only.
 that the run has taken so far (`engine.reporting.metrics.TOTALS`), and values. docs/logs.md explains each field.
 
 start   at every start and resumption
+change  for every option that --allow-change has changed, after the start
 train   every `log_every` updates: means over the updates since the last such record
 skip    when an update was skipped because it was not finite
 eval    at every evaluation
@@ -18,6 +19,7 @@ import os
 import statistics
 import time
 import uuid
+from array import array
 from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -26,19 +28,18 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import yaml
 
 from engine.checkpoints.progress import Progress
 from engine.config.load import dump_run
 from engine.config.schema import Run
+from engine.config.yaml_files import dump_yaml
 from engine.evaluation.predictions import PredictionTable
 from engine.reporting.charts import Charts
 from engine.reporting.console import SHOWN, format_values
-from engine.reporting.metrics import EPOCHS, METRICS, epochs_csv, is_until, read_records
+from engine.reporting.metrics import EPOCHS, METRICS, describe_change, epochs_csv, is_until, read_records
 from engine.reporting.trackers import Launch, OpenTrackers
 from engine.reporting.waiting import DataWait
 from engine.runtime.files import write_atomically
-from engine.runtime.memory import peak_memory_mb
 from engine.runtime.provenance import provenance
 from engine.runtime.terminal import CONSOLE, append_line, progress_bar
 from engine.runtime.text import one_line
@@ -46,6 +47,9 @@ from engine.runtime.text import one_line
 INPUT_BOUND = 20
 """Percentage of time spent waiting for data above which a run is reported as input-bound, once. The first record of an
 epoch does not count, because the loader's workers start in it."""
+
+
+NO_CHANGES: Mapping[str, tuple[Any, Any]] = {}
 
 
 class Recorder:
@@ -63,7 +67,7 @@ class Recorder:
         self.progress, self.step, self.num_gpus, self.began = progress, progress.step, 0, time.monotonic()
         self.images_seen, self.run_id = 0, uuid.uuid4().hex
         self.trackers: OpenTrackers | None = None
-        self.step_seconds: list[float] = []
+        self.step_seconds = array("d")
         self.num_recorded = 0
         self.wait = DataWait(device)
         self.warned_input_bound = False
@@ -104,9 +108,13 @@ class Recorder:
             files = f"{EPOCHS} (a row per epoch), {METRICS} (all records), {CONSOLE}"
             print(f"logs of {self.directory}: {files}; tensorboard --logdir {self.directory}", flush=True)
 
-    def start(self, epoch: int, processes: int, **values: Any) -> None:
-        """Records how the run starts, or resumes after `epoch` epochs, and its configuration."""
-        config = yaml.safe_dump(dump_run(self.run), sort_keys=False)
+    def start(
+        self, epoch: int, processes: int, changes: Mapping[str, tuple[Any, Any]] = NO_CHANGES, **values: Any
+    ) -> None:
+        """Records how the run starts, or resumes after `epoch` epochs, its configuration, and `changes` of options:
+        name -> value before and now.
+        """
+        config = dump_yaml(dump_run(self.run))
         if self.directory is not None:
             write_atomically(self.directory / "config.yaml", config.encode())
             self.charts.show_config(config, self.step)
@@ -119,6 +127,8 @@ class Recorder:
             "total_steps": self.total_steps,
         }
         self._record("start", epoch, {**values, **provenance(self.device)})
+        for option, (before, now) in changes.items():
+            self._record("change", epoch, {"option": option, "before": _short(before), "now": _short(now)})
 
     def images(self, images: torch.Tensor) -> None:
         """Shows training images (B, C, H, W) as the model gets them; ignores integer tokens."""
@@ -204,11 +214,10 @@ class Recorder:
         return f"epoch {epoch}/{self.run.schedule.epochs}"
 
     def _speed(self, step_seconds: float) -> dict[str, float]:
-        return {
-            "images_per_second": self.run.train.total_batch_size / step_seconds,
-            "step_seconds": step_seconds,
-            "memory_mb": peak_memory_mb(self.device),
-        }
+        speed = {"images_per_second": self.run.train.total_batch_size / step_seconds, "step_seconds": step_seconds}
+        if self.device.type == "cuda":  # on a CPU, the memory of the process is hardly that of the model
+            speed["memory_mb"] = torch.cuda.max_memory_allocated(self.device) / 2**20
+        return speed
 
     def _tabulate(self, before: float = math.inf) -> None:
         """Writes the table of the epochs before `before`."""
@@ -233,13 +242,15 @@ class Recorder:
         record = {"kind": kind, "epoch": epoch, "step": self.step, **self._totals(), **values}
         with self.metrics.open("a") as file:
             file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
-        if self.trackers is not None and kind not in ("start", "stop", "fail"):
+        if self.trackers is not None and kind not in ("start", "change", "stop", "fail"):
             sent = {f"{kind}/{name}": value for name, value in values.items()} | {"epoch": epoch, **self._totals()}
             self.trackers.log({name: value for name, value in sent.items() if _is_number(value)}, self.step)
         self.charts.add(kind, values, self.step, self.images_seen)
         if kind == "fail":  # the error is shown last
             return
         text = format_values(values)
+        if kind == "change":
+            text = describe_change(values)
         if kind == "train":
             seconds = (self.total_steps - self.step) * values["step_seconds"]
             text += f"  ETA {timedelta(seconds=round(seconds))}"
@@ -249,6 +260,13 @@ class Recorder:
             append_line(self.directory, line)
         else:
             self.bar.write(line)
+
+
+def _short(value: Any) -> Any:
+    """Returns a number or null as it is, and anything else as a text of at most 200 characters: there may be many
+    classes.
+    """
+    return value if isinstance(value, int | float | None) else one_line(str(value), 200)
 
 
 def _is_number(value: Any) -> bool:

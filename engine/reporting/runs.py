@@ -4,26 +4,29 @@
     python -m engine.reporting.runs runs/eva runs/lara --compare eval_top1
 
 A run is running (and where), finished, stopped (by a signal; the same command goes on), failed (and why), or
-interrupted (it ended without a record). Any column of `epochs.csv` can be compared; docs/logs.md explains them.
+interrupted (it ended without a record). `changed` names options that --allow-change has changed within the run. Any
+column of `epochs.csv` can be compared; docs/logs.md explains them.
 """
 
-import argparse
 import csv
+import io
+import math
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from attention.options import nearest
-from engine.reporting.metrics import read_records, tabulate_epochs
+from engine.reporting.metrics import MAX_METRICS, find_records, list_changes, read_records, tabulate_epochs
 from engine.reporting.tables import align
+from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
-from engine.runtime.files import is_locked
+from engine.runtime.files import is_locked, lock_holder, read_bounded
 from engine.runtime.text import one_line
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Show runs as a table, or compare them.")
+    parser = ArgumentParser(description="Show runs as a table, or compare them.")
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="folders of runs; to compare: runs or CSVs")
     parser.add_argument("--compare", metavar="COLUMN", help="show this column of epochs.csv of every run")
     args = parser.parse_args(arguments)
@@ -44,34 +47,33 @@ def find_runs(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         if not path.is_dir():
             raise UserError(f"{path}: no such folder")
-    found = {file.parent for path in paths for file in path.rglob("lock") if file.read_bytes()}
+    found = {file.parent for path in paths for file in path.rglob("lock") if file.is_file() and file.stat().st_size}
     if not found:
         raise UserError(f"{', '.join(map(str, paths))}: no run in it")
     return sorted(found)
 
 
-COLUMNS = ("state", "epoch", "top-1 (%)", "images/s", "elapsed", "GPU-hours", "ETA")
+COLUMNS = ("state", "epoch", "top-1 (%)", "images/s", "elapsed", "GPU-hours", "ETA", "changed")
 
 
 def summarise(run: Path) -> dict[str, str]:
     """Returns the `COLUMNS` of the run in the directory `run`; "" for unknown values."""
-    records = read_records(run)
+    records = find_records(run)
     starts = [number for number, record in enumerate(records) if record["kind"] == "start"]
     launch = records[starts[-1] :] if starts else records
     start, last = (launch[0], launch[-1]) if launch else ({}, {})
     kinds = {record["kind"]: record for record in records}  # the last of each
     trained, evaluated = kinds.get("train", {}), kinds.get("eval", {})
     is_running = is_locked(run)
-    seconds = last.get("elapsed_seconds")
-    left = _seconds_left(start, last) if is_running else None
     texts = [
-        f"running: {(run / 'lock').read_text().strip()}" if is_running else _end(last),
+        f"running: {lock_holder(run)}" if is_running else _end(last),
         f"{max(trained.get('epoch', 0), evaluated.get('epoch', 0))}/{start.get('epochs', '?')}",
-        f"{evaluated['top1']:.2f}" if "top1" in evaluated else "",
-        f"{trained['images_per_second']:.0f}" if trained else "",
-        "" if seconds is None else str(timedelta(seconds=round(seconds))),
-        f"{last['gpu_hours']:.2f}" if "gpu_hours" in last else "",
-        "" if left is None else str(timedelta(seconds=round(left))),
+        _text(evaluated.get("top1"), ".2f"),
+        _text(trained.get("images_per_second"), ".0f"),
+        _duration(last.get("elapsed_seconds")),
+        _text(last.get("gpu_hours"), ".2f"),
+        _duration(_seconds_left(start, last) if is_running else None),
+        "; ".join(list_changes(records)),
     ]
     return dict(zip(COLUMNS, texts, strict=True))
 
@@ -93,7 +95,7 @@ def _end(last: dict[str, Any]) -> str:
 def _seconds_left(start: dict[str, Any], last: dict[str, Any]) -> float | None:
     """Estimates the time left from the time per step since the launch, with evaluations; None: not known yet."""
     steps = last.get("step", 0) - start.get("step", 0)
-    if steps <= 0 or "elapsed_seconds" not in start:
+    if steps <= 0 or not {"elapsed_seconds", "total_steps"} <= start.keys() or "elapsed_seconds" not in last:
         return None
     each = (last["elapsed_seconds"] - start["elapsed_seconds"]) / steps
     return each * (start["total_steps"] - last["step"])
@@ -109,20 +111,21 @@ def read_epochs(path: Path) -> list[dict[str, Any]]:
         rows = tabulate_epochs(read_records(path))
     else:
         try:
-            with path.open(newline="") as file:
-                rows = [{name: _number(text) for name, text in row.items()} for row in csv.DictReader(file)]
+            text = io.StringIO(read_bounded(path, MAX_METRICS).decode(), newline="")
+            rows = [{name: _number(cell) for name, cell in row.items() if name} for row in csv.DictReader(text)]
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise UserError(f"{path}: cannot be read as epochs.csv: {error}") from None
-    if not rows or not all(isinstance(row.get("epoch"), int | float) for row in rows):
+    if not rows or not all(isinstance(epoch := row.get("epoch"), float | int) and epoch % 1 == 0 for row in rows):
         raise UserError(f"{path}: no epochs of a run; name its directory or its epochs.csv")
     return rows
 
 
-def _number(text: Any) -> float | str | None:
+def _number(text: Any) -> float | None:
+    """Returns the number that `text` is; None for any other text, and for infinity and NaN."""
     try:
-        return float(text)
+        return number if math.isfinite(number := float(text)) else None
     except (TypeError, ValueError):
-        return text or None
+        return None
 
 
 def compare(runs: dict[str, list[dict[str, Any]]], column: str) -> list[list[str]]:
@@ -138,18 +141,24 @@ def compare(runs: dict[str, list[dict[str, Any]]], column: str) -> list[list[str
         known = dict.fromkeys(key for row in rows for key, value in row.items() if isinstance(value, int | float))
         if column not in known:
             raise UserError(f"--compare: {one_line(repr(column), 60)} is no column of {name}{nearest(column, known)}")
-        tables[name] = {int(row["epoch"]): row.get(column) for row in rows}
+        numbers = {int(row["epoch"]): row.get(column) for row in rows}
+        tables[name] = {epoch: x if isinstance(x, int | float) else None for epoch, x in numbers.items()}
     first, *others = tables
     lines = [["epoch", first, *(text for name in others for text in (name, "difference"))]]
     for epoch in sorted(set().union(*tables.values())):
         base, *values = (table.get(epoch) for table in tables.values())
         pairs = [(x, None if x is None or base is None else x - base) for x in values]
-        lines.append([str(epoch), _text(base), *(text for x, d in pairs for text in (_text(x), _text(d, "+")))])
+        texts = (text for x, d in pairs for text in (_text(x, ".6g"), _text(d, "+.6g")))
+        lines.append([str(epoch), _text(base, ".6g"), *texts])
     return lines
 
 
-def _text(value: float | None, sign: str = "") -> str:
-    return "" if value is None else f"{value:{sign}.6g}"
+def _text(value: float | None, form: str) -> str:
+    return "" if value is None else f"{value:{form}}"
+
+
+def _duration(seconds: float | None) -> str:
+    return "" if seconds is None or not 0 <= seconds < 1e13 else str(timedelta(seconds=round(seconds)))
 
 
 if __name__ == "__main__":

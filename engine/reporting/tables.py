@@ -5,6 +5,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import mean, stdev
 from typing import NamedTuple
 
+from engine.runtime.text import one_line
+
 T_975 = (
     *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228),
     *(2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086),
@@ -14,16 +16,25 @@ T_975 = (
 
 
 class Spread(NamedTuple):
-    """Mean and standard deviation (over n - 1) of n values; a single value has no standard deviation (None)."""
+    """Mean and standard deviation (over n - 1) of n values; a single value has no standard deviation (None).
+
+    `step` is the least difference of two unequal values, 0 if they are continuous.
+    """
 
     mean: float
     std: float | None
     n: int
+    step: float = 0.0
 
     @property
     def half_width(self) -> float:
-        """Half width of the 95 % interval of Student's t around the mean; infinite for n = 1, a bit wide above 31."""
-        return math.inf if self.std is None else T_975[min(self.n - 1, len(T_975)) - 1] * self.std / math.sqrt(self.n)
+        """Half width of the 95 % interval of Student's t around the mean; infinite for n = 1, a bit wide above 31.
+
+        The standard deviation counts as at least one step: few values that are rounded to steps may be equal by chance.
+        """
+        if self.std is None:
+            return math.inf
+        return T_975[min(self.n - 1, len(T_975)) - 1] * max(self.std, self.step) / math.sqrt(self.n)
 
     @property
     def is_noise(self) -> bool:
@@ -31,10 +42,10 @@ class Spread(NamedTuple):
         return abs(self.mean) <= self.half_width
 
 
-def spread(values: Iterable[float]) -> Spread | None:
-    """Returns mean and standard deviation of `values`; None if there are none."""
+def spread(values: Iterable[float], step: float = 0.0) -> Spread | None:
+    """Returns mean and standard deviation of `values`, whose least difference is `step`; None if there are none."""
     values = list(values)
-    return Spread(mean(values), stdev(values) if len(values) > 1 else None, len(values)) if values else None
+    return Spread(mean(values), stdev(values) if len(values) > 1 else None, len(values), step) if values else None
 
 
 def plus_minus(spread: Spread | None, form: str) -> str:
@@ -56,6 +67,7 @@ def compact_table(rows: Sequence[Mapping[str, str]]) -> str:
 
 
 def align(lines: Sequence[Sequence[str]]) -> str:
-    """Formats lines of cells as columns of text."""
+    """Formats lines of cells as columns of text, with escapes for characters that cannot be printed."""
+    lines = [[one_line(cell) for cell in line] for line in lines]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)

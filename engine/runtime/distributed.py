@@ -2,7 +2,8 @@
 
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
@@ -84,18 +85,26 @@ class World:
             for buffer in module.buffers():
                 dist.broadcast(buffer, 0)
 
-    def average_gradients(self, module: nn.Module) -> nn.Module:
-        """Wraps `module` so that a backward pass averages its gradients over all ranks.
+    @contextmanager
+    def average_gradients(self, module: nn.Module) -> Iterator[nn.Module]:
+        """Context of a wrapped `module`, whose backward passes average the gradients over all ranks.
 
         DistributedDataParallel rearranges its buckets after the first update. On a CPU the averages do not depend on
         that, so that a resumed run is bit-identical at any number of ranks.
+        The wrapped module cannot be used after the context, which must end before `destroy`.
         """
         if self.size == 1:
-            return module
+            yield module
+            return
         network = DistributedDataParallel(module)
         if not self.on_cuda:  # on CUDA it would cost bandwidth
             network.register_comm_hook(None, average_in_rank_order)
-        return network
+        try:
+            yield network
+        finally:
+            # The reducer must not be the last owner of the process group: its destructor keeps Python's lock while it
+            # joins the group's threads, which may need the lock to release tensors. A traceback may hold the network.
+            vars(network).clear()
 
     def barrier(self) -> None:
         """Waits until every rank is here."""
@@ -103,7 +112,7 @@ class World:
             dist.barrier(device_ids=[self.device.index] if self.on_cuda else None)
 
     def destroy(self) -> None:
-        """Destroys the process group."""
+        """Destroys the process group, which nothing else may own; see `average_gradients`."""
         if self.size > 1:
             dist.destroy_process_group()
 

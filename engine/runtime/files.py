@@ -17,6 +17,7 @@ from typing import Any, TextIO
 
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
+from engine.runtime.text import one_line
 
 
 @contextmanager
@@ -44,13 +45,13 @@ def _lock(directory: Path) -> tuple[TextIO | None, str]:
     file = None
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        file = (directory / "lock").open("a+")
+        file = _open_lock(directory / "lock")
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 file.seek(0)
-                return file, f"in use by {file.read().strip()}; wait for its end, or choose another directory"
+                return file, f"in use by {_holder(file)}; wait for its end, or choose another directory"
             print(f"{directory}: locks do not work here ({error.strerror}); see that no second run uses it", flush=True)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.ctime()}\n")
@@ -62,14 +63,38 @@ def _lock(directory: Path) -> tuple[TextIO | None, str]:
     return file, ""
 
 
+def _open_lock(path: Path) -> TextIO:
+    """Opens a lock, which is made if need be; a pipe in its place would block."""
+    return io.TextIOWrapper(open_regular(path, os.O_RDWR | os.O_CREAT, "r+b"), errors="replace")
+
+
+def _holder(lock: TextIO) -> str:
+    return one_line(lock.read(200).strip())
+
+
+def lock_holder(directory: Path) -> str:
+    """Returns the process that the lock of `directory` names, in one printable line; "" if it cannot be read."""
+    try:
+        with io.TextIOWrapper(open_regular(directory / "lock"), errors="replace") as file:
+            return _holder(file)
+    except OSError:
+        return ""
+
+
 @contextmanager
 def hold_lock(path: Path, wait: bool) -> Iterator[bool]:
     """Context that locks the file `path` if it is free, or with `wait` as soon as it is.
 
     Yields:
         Whether this process has the lock; also True if locks do not work.
+    Raises:
+        UserError: it cannot be opened.
     """
-    with path.open("a") as file:
+    try:
+        lock = _open_lock(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be locked: {error.strerror}") from None
+    with lock as file:
         is_held = True
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
@@ -81,18 +106,22 @@ def hold_lock(path: Path, wait: bool) -> Iterator[bool]:
 def is_locked(directory: Path) -> bool:
     """Returns whether a run in another process holds the lock of `directory`; False if locks do not work."""
     try:
-        with (directory / "lock").open() as file:
+        with open_regular(directory / "lock") as file:
             os.lockf(file.fileno(), os.F_TEST, 0)
     except OSError as error:
         return error.errno in (errno.EACCES, errno.EAGAIN)
     return False
 
 
+class FailedAfterReplacing(OSError):
+    """A failure after a file was replaced: files are whole, but a power cut may undo it. Nothing is rolled back."""
+
+
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Writes `content` to `path` atomically: after a crash or power cut, it has either its new or its old content.
 
     Raises:
-        OSError: it could not be written.
+        FailedAfterReplacing: it has its new content, which a power cut may undo. OSError: it could not be written.
     """
     unfinished = path.with_name(path.name + ".tmp")
     try:
@@ -106,11 +135,24 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
         if isinstance(error, OSError):
             error.filename = str(path)
         raise
-    directory = os.open(path.parent, os.O_RDONLY)
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Waits until the names in `directory` are on disk, where its file system can do that.
+
+    Raises:
+        FailedAfterReplacing: the disk reports an error.
+    """
     try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        descriptor = os.open(directory, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise FailedAfterReplacing(error.errno, error.strerror, str(directory)) from error
 
 
 def check_output(path: Path, option: str, suffixes: Collection[str]) -> None:
@@ -130,6 +172,25 @@ def check_output(path: Path, option: str, suffixes: Collection[str]) -> None:
             pass
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}") from error
+
+
+def check_directory(directory: Path, option: str = "--output") -> None:
+    """Checks in advance, and makes nothing, that the directory that an option names exists or can be made.
+
+    Raises:
+        UserError: it is a file, its name is too long, or the directory above it cannot be written.
+    """
+    try:
+        if not os.path.lexists(directory):
+            directory.stat()  # says why
+        elif not directory.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
+    except FileNotFoundError:
+        above = next(parent for parent in directory.absolute().parents if parent.exists())
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise UserError(f"{option} {directory}: cannot be made: {above} is not writable") from None
+    except OSError as error:
+        raise UserError(f"{option} {directory}: cannot be made: {error.strerror}") from None
 
 
 def make_output(directory: Path, files: Iterable[str], option: str = "--output") -> None:
@@ -161,8 +222,17 @@ def write_file(path: Path, content: bytes) -> None:
     Raises:
         UserError: it cannot be written; an existing file is unchanged.
     """
-    try:
+    with explain_unwritten(path):
         write_atomically(path, content)
+
+
+@contextmanager
+def explain_unwritten(path: Path) -> Iterator[None]:
+    """Context in which a failure to write `path` becomes a UserError."""
+    try:
+        yield
+    except FailedAfterReplacing as error:
+        raise UserError(f"{path}: replaced, but perhaps not on the disk: {error.strerror}; write it again") from error
     except OSError as error:
         raise UserError(f"{path}: cannot be written: {error.strerror}; what was there is unchanged") from error
 
@@ -170,31 +240,24 @@ def write_file(path: Path, content: bytes) -> None:
 def write_verified(path: Path, content: bytes | memoryview) -> None:
     """Writes `content` to `path`, and its SHA-256 beside it.
 
-    While a file is replaced, the digests of its old and its new content both stand beside it: after an interruption at
-    any time, `path` has one of the two, and is intact.
+    While a file is replaced, the digests of its old and its new content both stand beside it: after an interruption or
+    a failure at any time, `path` has one of the two, and is intact.
 
     Raises:
-        OSError: it could not be written.
+        OSError: see `write_atomically`.
     """
     new, old, known = hashlib.sha256(content).hexdigest(), _sha256(path), read_digests(path)
     valid = [old] if old and (old in known or not known) else []
     _write_digests(path, [new, *valid])
-    try:
-        write_atomically(path, content)
-    except OSError:
-        with suppress(OSError):
-            _write_digests(path, valid)
-        raise
+    write_atomically(path, content)
     if valid:
-        _write_digests(path, [new])
+        with suppress(OSError):  # the old digest may stay: the file is there
+            _write_digests(path, [new])
 
 
 def _write_digests(path: Path, digests: Sequence[str]) -> None:
-    """Writes `digests` beside `path`, in the format of sha256sum; without digests, removes their file."""
-    if digests:
-        write_atomically(digest_path(path), "".join(f"{digest}  {path.name}\n" for digest in digests).encode())
-    else:
-        digest_path(path).unlink()
+    """Writes `digests` beside `path`, in the format of sha256sum."""
+    write_atomically(digest_path(path), "".join(f"{digest}  {path.name}\n" for digest in digests).encode())
 
 
 def _sha256(path: Path) -> str | None:
@@ -225,20 +288,38 @@ def read_digests(path: Path) -> list[str]:
     return [line[:64] for line in text.split("\n")]
 
 
-def open_regular(path: str | Path, flags: int = 0) -> io.BufferedReader:
-    """Opens a regular file for reading; a pipe or device could block or never end.
+def open_regular(path: str | Path, flags: int = 0, mode: str = "rb") -> Any:
+    """Opens a regular file, by default for reading; a pipe or device could block or never end.
 
     Args:
-        flags: further flags of `os.open`.
+        flags: further flags of `os.open`. mode: mode of `open`.
     Raises:
         OSError: no such file, no permission, or not a regular file (behind any symbolic links).
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags)
-    mode = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(mode):
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags, 0o666)
+    kind = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(kind):
         os.close(descriptor)
-        raise OSError(0, "a directory" if stat.S_ISDIR(mode) else "a pipe or device, not a regular file")
-    return open(descriptor, "rb")
+        raise OSError(0, "a directory" if stat.S_ISDIR(kind) else "a pipe or device, not a regular file")
+    return open(descriptor, mode)
+
+
+def read_bounded(path: Path, limit: int) -> bytes:
+    """Reads a regular file of at most `limit` bytes.
+
+    Raises:
+        UserError: it is no such file, or cannot be read. FileNotFoundError: there is none.
+    """
+    try:
+        with open_regular(path) as file:
+            content = file.read(limit + 1)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    if len(content) > limit:
+        raise UserError(f"{path}: larger than {limit:,} bytes")
+    return content
 
 
 def read_regular(path: Path, limit: int = -1) -> bytes:

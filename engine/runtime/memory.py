@@ -3,7 +3,6 @@
 import os
 import re
 import resource
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -98,11 +97,3 @@ def saved_bytes(forward: Callable[[], Tensor], parameters: Iterable[Tensor]) -> 
 def is_out_of_memory(error: Exception) -> bool:
     """Returns whether `error` means that memory ran out; on a CPU torch has no class for it."""
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or "DefaultCPUAllocator" in str(error)
-
-
-def peak_memory_mb(device: torch.device) -> float:
-    """Returns the peak memory of this process (MB): allocated by torch on CUDA, else resident in main memory."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**20
-    kilobyte = 2**10 if sys.platform != "darwin" else 1  # ru_maxrss is in kB, but in bytes on macOS
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * kilobyte / 2**20

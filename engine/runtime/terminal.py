@@ -1,5 +1,7 @@
 """The terminal: the progress bar, and the console log in a run directory."""
 
+import functools
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -10,14 +12,24 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
+from engine.runtime.files import open_regular
+from engine.runtime.text import one_line
+
 CONSOLE = "console.log"
 """File of a run directory."""
 
 
 def append_line(directory: Path, line: str) -> None:
     """Adds a line to the console log of `directory`, unless it cannot be written: the console shows it anyway."""
-    with suppress(OSError), (directory / CONSOLE).open("a", encoding="utf-8", errors="backslashreplace") as file:
-        file.write(f"{line}\n")
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+    with suppress(OSError), open_regular(directory / CONSOLE, flags, "ab") as file:
+        file.write(f"{line}\n".encode(errors="backslashreplace"))
+
+
+@functools.cache
+def warn_once(text: str) -> None:
+    """Prints a warning in one printable line on stderr, once for every text."""
+    print(f"warning: {one_line(text)}", file=sys.stderr, flush=True)
 
 
 class ConsoleLog:

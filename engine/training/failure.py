@@ -2,9 +2,9 @@
 
 0   finished
 1   failed: a loss that is not finite, a broken image, too little memory or disk, a rank that does not answer, loader
-    workers that are killed, blocks that cannot be compiled
+    workers that are killed or hang, blocks that cannot be compiled
 2   refused before it began: configuration, data, a directory in use
-75  stopped by a signal and saved; the same command resumes it (`engine.runtime.signals`)
+75  stopped by a signal and saved (not if loader workers hang); the same command resumes it (`engine.runtime.signals`)
 """
 
 import sys
@@ -16,9 +16,10 @@ from torch.distributed import distributed_c10d
 
 from engine.config.schema import Train
 from engine.data.images import BrokenImage
-from engine.data.workers import WorkersLost
+from engine.data.workers import WorkersLost, WorkersStuck
 from engine.runtime.distributed import World
 from engine.runtime.memory import is_out_of_memory
+from engine.runtime.signals import STOPPED
 from engine.training.compilation import CompilationFailed
 
 FAILED = 1
@@ -34,6 +35,9 @@ def explain_failures(options: Train, world: World) -> Iterator[None]:
         yield
     except (FloatingPointError, BrokenImage, WorkersLost, CompilationFailed) as error:
         _end(world, str(error))
+    except WorkersStuck as error:
+        remedy = "the last checkpoint stands; check the storage of data.root, or raise data.timeout_minutes"
+        _end(world, f"{error}; {remedy}", STOPPED if error.stopped else FAILED)
     except OSError as error:
         what = error.strerror or str(error).strip().splitlines()[-1]
         _end(world, f"{error.filename or 'log or events'}: {what}; the last checkpoint stands")
@@ -70,7 +74,7 @@ def _find_missing(world: World) -> str:
     return "no answer from another rank"
 
 
-def _end(world: World, message: str) -> None:
+def _end(world: World, message: str, status: int = FAILED) -> None:
     who = f"rank {world.rank}: " if world.size > 1 else ""
     print(f"error: {who}{message}", file=sys.stderr, flush=True)
-    raise SystemExit(FAILED) from None
+    raise SystemExit(status) from None

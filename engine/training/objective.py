@@ -49,6 +49,8 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
         line = f"distill.teacher={name}: {distill.type}, alpha {distill.alpha:g}"
         if shape != teacher.shape:
             line += f"; trained with images of {_text(teacher.shape)}, asked about {_text(shape)}"
+        if teacher.classes is None:
+            line += "; its classes are not known, and are taken for the data's, in order"
         print(line, flush=True)
     return teacher
 

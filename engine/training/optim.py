@@ -1,12 +1,13 @@
 """Optimiser and learning rate schedule of a run, both by timm."""
 
+import inspect
 import io
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from timm.optim import create_optimizer_v2
+from timm.optim import create_optimizer_v2, get_optimizer_info
 from timm.scheduler import create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import Tensor, nn
@@ -34,17 +35,38 @@ def create_optimizer(model: nn.Module, optim: Optim, total_batch_size: int) -> O
     torch's Adam and AdamW are fused: one kernel instead of a dozen.
     """
     is_fused = next(model.parameters()).is_cuda and optim.opt in FUSED
+    given = {name: value for name in ("betas", "eps") if (value := getattr(optim, name)) is not None}
     fused: dict[str, Any] = {"fused": True} if is_fused else {}
     return create_optimizer_v2(
         model,
         optim.opt,
         lr=optim.lr * total_batch_size / optim.lr_base_size,
         weight_decay=optim.weight_decay,
-        betas=optim.betas,
-        eps=optim.eps,
         layer_decay=optim.layer_decay,
+        **given,
         **fused,
     )
+
+
+def takes(opt: str, name: str) -> bool:
+    """Whether timm's optimiser `opt` takes its option `name`, ``"betas"`` or ``"eps"``."""
+    return getattr(get_optimizer_info(opt), f"has_{name}")
+
+
+def without_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns `options`, dotted path -> value, with null for `optim.betas` and `optim.eps` that are the optimiser's own
+    or that it does not take: configurations of earlier versions hold the same values for every optimiser.
+    """
+    changed = dict(options)
+    for key in {"optim.betas", "optim.eps"} & options.keys() if "optim.opt" in options else ():
+        info, name = get_optimizer_info(options["optim.opt"]), key.removeprefix("optim.")
+        defaults = (
+            {} if isinstance(info.opt_class, str) else inspect.signature(info.opt_class).parameters
+        )  # str: not timm's
+        own = (info.defaults or {}).get(name, defaults[name].default if name in defaults else None)
+        if not takes(info.name, name) or options[key] == (list(own) if isinstance(own, tuple) else own):
+            changed[key] = None
+    return changed
 
 
 def keep_weights_finite(optimizer: Optimizer, norm: Tensor) -> None:
@@ -70,8 +92,8 @@ def restore_optimizer(optimizer: Optimizer, state: Mapping[str, Any], former: Op
     if [len(group["params"]) for group in here] != [len(group["params"]) for group in there]:
         raise UserError(
             f"{source}: the checkpoint's state is for other groups of weights; optim.weight_decay = 0 makes one group,"
-            " any other makes two, and optim.layer_decay makes them of every layer: keep both, or start afresh in"
-            " another directory"
+            " any other makes two, and optim.layer_decay makes them of every layer, which in a PVT-v2 is a stage, and"
+            " was a block before: keep both, or start afresh in another directory"
         )
     groups = []
     for new, old, saved in zip(here, before, there, strict=True):
@@ -86,8 +108,13 @@ def check_optimizer(optim: Optim, device: torch.device) -> None:
     """Refuses an optimiser that cannot train, be saved or be resumed, after a trial on a tiny model.
 
     Raises:
-        OptionError: the trial failed.
+        OptionError: the trial failed, or the optimiser does not take `betas` or `eps` as they are given.
     """
+    for name in ("betas", "eps"):
+        if (value := getattr(optim, name)) is not None and not takes(optim.opt, name):
+            raise OptionError(f"optim.{name}", f" = {value}, but {optim.opt} takes none; set it to null")
+    if optim.betas and len(optim.betas) != (number := get_optimizer_info(optim.opt).num_betas):
+        raise OptionError("optim.betas", f" = {list(optim.betas)}, but {optim.opt} takes {number}")
 
     def train(model: nn.Module, optimizer: Optimizer) -> None:
         seed_everything(0)  # as before every update of a run
@@ -104,7 +131,7 @@ def check_optimizer(optim: Optim, device: torch.device) -> None:
         saved = io.BytesIO()
         torch.save(optimizer.state_dict(), saved)
         resumed.load_state_dict(model.state_dict())
-        restore_optimizer(other, read_archive(saved.getvalue()), other, optim.opt)
+        restore_optimizer(other, read_archive(saved.getvalue()).own(), other, optim.opt)
         train(model, optimizer)
         train(resumed, other)
         if not all(map(torch.equal, model.parameters(), resumed.parameters())):

@@ -22,12 +22,13 @@ from engine.runtime.distributed import World
 from engine.runtime.errors import ConfigError, UserError
 from engine.runtime.files import digest_path, is_intact
 from engine.runtime.text import describe_difference
-from engine.training.optim import create_optimizer, restore_optimizer
+from engine.training.optim import create_optimizer, restore_optimizer, without_defaults
 
 RESUMABLE_OPTIONS = {
     "data.root",
     "data.classes",
     "data.workers",
+    "data.timeout_minutes",
     "data.max_broken",
     "data.broken_val",
     "train.log_every",
@@ -42,8 +43,14 @@ RESUMABLE_OPTIONS = {
 }
 """Options without an effect on the trained weights: a run may be resumed with other values."""
 
-CHANGEABLE = "what may differ: an option, processes, images, classes, train_files, val_files or teacher_weights"
+CHANGEABLE = f"what may differ: an option, processes, images, {', '.join(IDENTITY[:-1])} or {IDENTITY[-1]}"
 """Help on --allow-change: possible differences from the run that is continued."""
+
+CONTENT = ("train_content", "val_content")
+"""Metadata of the data that checkpoints of earlier versions lack."""
+
+NAMES_ONLY = "an earlier version made it, which kept the names of its images, not their content; the names are compared"
+"""Note on a checkpoint without `CONTENT`."""
 
 Stateful = nn.Module | Optimizer | torch.amp.GradScaler
 """Objects with a state dict in a checkpoint."""
@@ -57,6 +64,8 @@ class Checkpoints:
 
     Args:
         identity: metadata of the data, see `identify_data`, and of a teacher, see `Distillation.identity`.
+    Attributes:
+        changes: option, or name in the metadata -> its value before `restore` and now, where that was allowed.
     """
 
     def __init__(
@@ -65,6 +74,7 @@ class Checkpoints:
         self.directory, self.options, self.world = directory, run.train, world
         self.metadata = {"config": dump_run(run), "processes": world.size, "images": num_images, **(identity or {})}
         self.saved_at = time.monotonic()
+        self.changes: dict[str, tuple[Any, Any]] = {}
 
     def restore(self, stateful: Mapping[str, Stateful], allowed: Collection[str] = ()) -> Progress:
         """Loads the newest valid checkpoint into `stateful`; without one, nothing changes.
@@ -91,11 +101,17 @@ class Checkpoints:
         path, checkpoint = found
         run = self._read_run(path, checkpoint)
         there = _flatten_metadata(checkpoint | {"config": dump_run(run)})
+        if unknown := [key for key in CONTENT if key in here and key not in there]:
+            here = {key: value for key, value in here.items() if key not in unknown}
+            if self.world.is_primary:
+                print(f"{path}: {NAMES_ONLY}", file=sys.stderr, flush=True)
         if lines := list_differences(there, here, allowed):
             raise UserError(
                 f"{self.directory}: holds a run with other options or data; resume it with its own, start afresh in"
                 " another directory, or allow a change with --allow-change KEY\n  " + "\n  ".join(lines)
             )
+        changed = find_differences(there, here)
+        self.changes = {key: (there.get(key), here.get(key)) for key in sorted(changed)}
         epochs, before = here["schedule.epochs"], there["schedule.epochs"]
         if epochs <= progress.epoch and epochs != before:
             raise UserError(
@@ -187,22 +203,39 @@ def _flatten_metadata(metadata: Mapping[str, Any]) -> dict[str, Any]:
     return flatten(metadata["config"]) | {name: metadata[name] for name in names if name in metadata}
 
 
-def list_differences(there: Mapping[str, Any], here: Mapping[str, Any], allowed: Collection[str] = ()) -> list[str]:
-    """Returns one line for each forbidden difference between the options of the runs `here` and `there`.
+ABSENT = "absent"
 
-    Besides `RESUMABLE_OPTIONS` and `allowed`, a mechanism's `released` may differ: it only chooses the defaults of
-    other options, which are compared anyway.
+
+def list_data_differences(checkpoint: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Returns one line for each difference between the data of a checkpoint and that of the identity `here`.
+
+    Only parts of the identity that the checkpoint holds are compared; see `engine.data.splits.identify_data`.
+    """
+    known = [name for name in here if name in checkpoint]
+    return list_differences({name: checkpoint[name] for name in known}, {name: here[name] for name in known})
+
+
+def find_differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> set[str]:
+    """Returns the options with an effect in which the runs `here` and `there` differ.
+
+    Besides `RESUMABLE_OPTIONS`, these are without an effect: a mechanism's `released`, which only chooses the defaults
+    of other options, and `optim.betas` and `optim.eps` that are the optimiser's own or that it does not take.
 
     Args:
         there, here: dotted path of an option -> value.
     """
-    absent = "absent"
+    there, here = without_defaults(there), without_defaults(here)
+    changed = {key for key in there.keys() | here.keys() if there.get(key, ABSENT) != here.get(key, ABSENT)}
+    idle = {key for key in changed if key.startswith("attention.") and key.endswith(".released")}
+    return changed - idle - RESUMABLE_OPTIONS
+
+
+def list_differences(there: Mapping[str, Any], here: Mapping[str, Any], allowed: Collection[str] = ()) -> list[str]:
+    """Returns one line for each of `find_differences` that is not `allowed`."""
 
     def describe(key: str) -> str:
         if key == "classes":
             return describe_difference(there.get(key, []), here.get(key, []), ("the run there", "the data here"))
-        return f"{there.get(key, absent)} there, {here.get(key, absent)} here"
+        return f"{there.get(key, ABSENT)} there, {here.get(key, ABSENT)} here"
 
-    changed = {key for key in there.keys() | here.keys() if there.get(key, absent) != here.get(key, absent)}
-    modes = {key for key in changed if key.startswith("attention.") and key.endswith(".released")}
-    return [f"{key}: {describe(key)}" for key in sorted(changed - modes - RESUMABLE_OPTIONS - set(allowed))]
+    return [f"{key}: {describe(key)}" for key in sorted(find_differences(there, here) - set(allowed))]

@@ -97,6 +97,9 @@ def test_error_of_randomized_attention_falls_with_the_number_of_samples(checkpoi
     assert found[1] > 0.01
     assert found[1] / found[4] == pytest.approx(4, rel=0.25)
     assert found[1] / found[16] == pytest.approx(16, rel=0.25)
+    macs = {(row["attention"], row["budget"]): int(row["macs"]) for row in rows}
+    products = {("softmax", ""): 2, **{("ra", str(samples)): samples + 2 for samples in (1, 4, 16)}}  # of N^2 C
+    assert macs == {key: 2 * (4 * 16 * 24**2 + count * 16**2 * 24) for key, count in products.items()}
 
 
 def test_errors_are_those_of_the_twin(trained, inputs):
@@ -169,15 +172,15 @@ def bars(axes) -> list[tuple]:
 
 def test_figures_of_error_show_the_rows():
     """Errors above the largest are drawn at the largest, without a bar."""
-    row = partial(Row, "lara", "", entropies=(1.0, 2.0), peak=2**20)
+    row = partial(Row, "lara", "", entropies=(1.0, 2.0), macs=3 * 10**6, peak=2**20)
     rows = [
         row(budget=4, temperature=1.0, mode="evaluation", errors=[[0.1, 0.3], [0.3, 0.5]]),
         row(budget=16, temperature=1.0, mode="evaluation", errors=[[20.0, 30.0], [40.0, 50.0]]),
         row(budget=16, temperature=4.0, mode="sampled", errors=[[0.25, 0.75]]),
     ]
-    shown = {name: [bars(axes) for axes in draw("", rows, name, MODES, [4, 16]).axes] for name in AXES}
+    shown = {name: [bars(axes) for axes in draw("", rows, name, MODES, [4, 16], 10**6).axes] for name in AXES}
     low, high = 0.3 - 0.1 * 2**0.5, 0.3 + 0.1 * 2**0.5
-    assert shown["budget"] == [[([[4, pytest.approx(0.3)], [16, 10]], [pytest.approx([low, high]), [10, 10]])], []]
+    assert shown["macs"] == [[([[3, pytest.approx(0.3)], [3, 10]], [pytest.approx([low, high]), [10, 10]])], []]
     assert shown["memory"] == [[([[1, pytest.approx(0.3)], [1, 10]], [pytest.approx([low, high]), [10, 10]])], []]
     assert shown["entropy"] == [[([[1.5, 10]], [[10, 10]])], [([[1.5, 0.5]], [[0.5, 0.5]])]]
     assert shown["layer"] == [[([[1, 10], [2, 10]], [[10, 10]] * 2)], []]
@@ -248,6 +251,20 @@ def test_what_is_replaced_is_trained_on_by_an_ablation(is_export, checkpoint, tm
     assert read_yaml(plan).values["runs"] == [{"attention": read_mechanisms(names)[names[1]]}]
 
 
+def test_training_on_does_not_inherit_strictness_or_frozen_weights(trained):
+    """They belong to the run's own mechanism; the command line may ask for them again."""
+    run = dataclasses.replace(
+        trained.run,
+        init=dataclasses.replace(trained.run.init, strict=True),
+        train=dataclasses.replace(trained.run.train, freeze="backbone"),
+    )
+    base = partial(replace.finetuning, dataclasses.replace(trained, run=run), 1)
+    assert (base([])["init"]["strict"], base([])["train"]["freeze"]) == (False, None)
+    again = base(["train.freeze=pos_embed", "init.strict=true"])
+    assert (again["init"]["strict"], again["train"]["freeze"]) == (True, "pos_embed")
+    assert again["init"]["weights"] == str(trained.path)
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -263,7 +280,8 @@ def test_what_is_replaced_is_trained_on_by_an_ablation(is_export, checkpoint, tm
     ],
 )
 def test_refusals(checkpoint, tmp_path, capsys, arguments, expected):
+    output = [] if "--output" in arguments else ["--output", str(tmp_path)]
     with pytest.raises(SystemExit) as caught:
-        analyze.main(["replace", str(checkpoint), "--output", str(tmp_path), *arguments])
+        analyze.main(["replace", str(checkpoint), *output, *arguments])
     assert caught.value.code == 2
     assert expected in capsys.readouterr().err

@@ -5,29 +5,38 @@ import json
 import math
 import os
 import random
+import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from itertools import chain, repeat
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
 
 import ablate
+import train
 from ablation import worker
 from ablation.curves import draw_curves, read_curve
 from ablation.figures import draw_heat_map, draw_pareto, draw_results, non_dominated
 from ablation.replicates import measure
 from ablation.search import sample
-from ablation.sweep import Case, Setting, in_order, read_ablation, short_names
+from ablation.sweep import Case, Setting, in_order, read_ablation, short_names, to_directory
 from ablation.tables import ONE_RUN, for_programs, report_sweep, tabulate, to_json, write_tables
+from engine.checkpoints.files import find_checkpoint, save_checkpoint
 from engine.config.load import dump_run
+from engine.data.idx import IMAGES, LABELS, write_idx
 from engine.reporting.tables import T_975, Spread
+from engine.runtime import files
 from engine.runtime.signals import STOPPED
+from engine.training.resume import NAMES_ONLY
 
 BASE = """\
 model: {name: deit, img_size: 32, patch_size: 8, embed_dim: 12, depth: 1, num_heads: 2, num_classes: 10}
@@ -99,8 +108,9 @@ def launcher(tmp_path) -> str:
         "output.mkdir(parents=True, exist_ok=True)\n"
         "run = json.loads((folder / 'announced').read_text())[output.name]\n"
         "(output / 'config.yaml').write_text(run)\n"
-        "evaluation = {'kind': 'eval', 'epoch': 1, 'loss': 1.0}\n"
-        "final = {'kind': 'final', 'top1': 97.5, 'ema_top1': 98.5, 'step_seconds': 0.0123, 'memory_mb': 321.4}\n"
+        "evaluation = {'kind': 'eval', 'epoch': 1, 'step': 9, 'loss': 1.0}\n"
+        "final = {'kind': 'final', 'epoch': 1, 'step': 9, 'top1': 97.5, 'ema_top1': 98.5}\n"
+        "final |= {'step_seconds': 0.0123, 'memory_mb': 321.4}\n"
         "lines = json.dumps(evaluation) + '\\n' + json.dumps(final) + '\\n'\n"
         "(output / 'metrics.jsonl').write_text(lines)\n"
     )
@@ -197,6 +207,64 @@ def test_a_finished_run_may_be_asked_for_otherwise(config, launcher):
     ablate.main([*arguments, "data.workers=3", "train.log_every=7"])
     assert len((config.parent / "log").read_text().splitlines()) == 1
     assert [row["top-1 (%)"] for row in rows(output)] == ["97.50"]
+
+
+def test_a_run_that_was_changed_within_is_marked(config, launcher):
+    """Its result belongs to no setting alone."""
+    output = config.parent / "out"
+    announce(config)
+    arguments = [str(config), "--output", str(output), "--launcher", launcher]
+    ablate.main(arguments)
+    assert "changed" not in read_csv(output / "runs.csv")[0]
+    with (output / NAMES[1] / "metrics.jsonl").open("a") as file:
+        change = {"kind": "change", "epoch": 0, "step": 3, "option": "optim.lr", "before": 1e-3, "now": 5e-4}
+        print(json.dumps(change), file=file)
+    ablate.main(arguments)
+    text = "optim.lr 0.001 -> 0.0005 at step 3"
+    assert [row["changed"] for row in read_csv(output / "runs.csv")] == ["", text, ""]
+    assert f"\n{NAMES[1]} is not all of its setting: {text}.\n" in (output / "table.md").read_text()
+
+
+def test_a_run_finished_on_other_data_is_refused(config, capsys):
+    """One rule for the same data: that of train.py, which the checkpoint of the finished run answers."""
+    rng, roots = np.random.default_rng(0), [config.parent / name for name in ("first", "second", "moved")]
+    for root in roots[:2]:
+        root.mkdir()
+        for split in ("train", "val"):
+            write_idx(root / f"{split}{IMAGES}.gz", rng.integers(0, 256, (64, 8, 8)))
+            write_idx(root / f"{split}{LABELS}.gz", np.arange(64) % 10)
+    shutil.copytree(*roots[::2])
+    (config.parent / "classes").write_text("\n".join("1023456789"))
+    config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
+
+    def sweep(root: Path, *overrides: str, status: int | None = None) -> str:
+        options = ["data.dataset=idx", f"data.root={root}", *overrides]
+        with pytest.raises(SystemExit) if status else nullcontext() as ended:
+            ablate.main([str(config), *options, "--output", str(config.parent / "out"), "--launcher", "false"])
+        assert (ended and ended.value.code) == status
+        return capsys.readouterr().err
+
+    directory = config.parent / "out" / "attention=softmax"
+    options = ["attention=softmax", "data.dataset=idx", f"data.root={roots[0]}"]
+    train.main([str(config.parent / "base.yaml"), *options, "--output", str(directory)])
+    capsys.readouterr()
+    assert sweep(roots[0]) == sweep(roots[2]) == ""
+    table = (config.parent / "out" / "table.csv").read_bytes()
+    assert rows(config.parent / "out")[0]["top-1 (%)"]
+    problem = f"error: {directory}: was trained on other data; name its data again, or another --output: "
+    classes = f"data.classes={config.parent / 'classes'}"
+    assert sweep(roots[1], status=2).startswith(f"{problem}train_content: ")
+    assert sweep(roots[0], classes, status=2).startswith(f"{problem}classes: the same names")
+    assert sweep(config.parent / "absent", status=2) == f"error: data.root: no directory '{config.parent / 'absent'}'\n"
+    assert (config.parent / "out" / "table.csv").read_bytes() == table
+
+    path, checkpoint = find_checkpoint(directory, "last")
+    save_checkpoint(path, {name: value for name, value in checkpoint.items() if not name.endswith("_content")})
+    assert sweep(roots[1]) == f"warning: {path}: {NAMES_ONLY}\n"
+    assert sweep(roots[0], classes, status=2).startswith(problem)
+    for path in directory.glob("*.pt"):
+        path.unlink()
+    assert sweep(roots[0]).endswith("which data it was trained on is not known: no checkpoint there\n")
 
 
 @pytest.mark.parametrize("lock", ["lock", "ablate.lock"], ids=["of train.py", "of ablate.py"])
@@ -314,14 +382,15 @@ except OSError:
     sys.exit(2)
 epochs = output / "epochs"
 with (output / "metrics.jsonl").open("a") as metrics:
-    print(json.dumps({"kind": "start"}), file=metrics, flush=True)
+    print(json.dumps({"kind": "start", "epoch": 0, "step": 0}), file=metrics, flush=True)
     for epoch in range(int(epochs.read_text()) if epochs.exists() else 0, 4):
         time.sleep(0.05)
         epochs.write_text(str(epoch + 1))
     run = json.loads((Path(sys.argv[2]).parent / "announced").read_text())[output.name]
     (output / "config.yaml").write_text(run)
     top1 = int(hashlib.sha256(output.name.encode()).hexdigest()[:4], 16) / 1000
-    print(json.dumps({"kind": "final", "top1": top1, "step_seconds": 1, "memory_mb": 1}), file=metrics)
+    final = {"kind": "final", "epoch": 1, "step": 9, "top1": top1, "step_seconds": 1, "memory_mb": 1}
+    print(json.dumps(final), file=metrics)
 """
 """Script that locks, resumes and records as train.py does, within a moment."""
 
@@ -374,7 +443,7 @@ def test_a_sweep_whose_workers_are_killed_is_that_of_one_worker(trainer, amount,
         tables = [rows(outputs[i]) for i in (0, number)]
         for table in tables:
             for row in table:
-                del row["step (s)"], row["peak memory (MB)"]
+                del row["step (s)"]
         assert tables[0] == tables[1]
         assert all(row["seeds"] == "3" for row in tables[0])
     figure("X3", f"two of three workers killed, {amount} times ({trainer}): as one worker; {taken_over} runs resumed")
@@ -394,6 +463,33 @@ def test_two_ablations_share_one_output(config, figure):
     shared = sum(text.count("is running elsewhere\n") for text in texts)
     assert shared
     figure("X2", f"two ablate.py on one output: both 0, no run trained twice, {shared} left to the other")
+
+
+@pytest.mark.parametrize("file", ["table.md", "heat_map.png"])
+def test_a_table_that_cannot_be_written_is_one_line_before_any_run(config, launcher, capsys, file):
+    output = config.parent / "out"
+    (output / file).mkdir(parents=True)
+    with pytest.raises(SystemExit) as ended:
+        ablate.main([str(config), "--output", str(output), "--launcher", launcher])
+    error = capsys.readouterr().err
+    assert (ended.value.code, error) == (2, f"error: {output / file}: cannot be written: Is a directory\n")
+    assert not (config.parent / "log").exists()
+
+
+def test_a_disk_that_is_full_ends_a_sweep_in_one_line(config, launcher, capsys, monkeypatch):
+    announce(config)
+    output = config.parent / "out"
+
+    def fill_disk(path: Path, content: bytes) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write_atomically", fill_disk)
+    with pytest.raises(SystemExit) as ended:
+        ablate.main([str(config), "--output", str(output), "--launcher", launcher])
+    shown = capsys.readouterr()
+    problem = f"{output}/table.md: cannot be written: No space left on device; what was there is unchanged"
+    assert (ended.value.code, shown.err) == (2, f"error: {problem}\n")
+    assert "97.50" in shown.out
 
 
 def test_a_failed_run_is_reported_and_the_others_go_on(config, launcher, pictures, capfd):
@@ -531,6 +627,80 @@ def test_all_runs_are_checked_before_the_first_starts(config, launcher, capsys, 
     assert sorted(config.parent.rglob("*")) == before
 
 
+LONG = {f"augment.{name}": [0.111111111, 0.2] for name in ("hflip", "vflip", "reprob", "smoothing", "color_jitter")}
+
+
+def test_a_long_name_of_a_directory_ends_in_a_hash(config):
+    """The names differ, stay the same at every start, and can be made; those that fit are as they were."""
+    grid = LONG | {"attention.window_size": [1, 2], "schedule.warmup_lr": [1.0e-6, 2.0e-6], "data.crop_pct": [0.8, 0.9]}
+    grid |= {"augment.mixup_switch_prob": [0.5], "schedule.min_lr": [1.0e-5], "optim.weight_decay": [0.05]}
+    config.write_text(yaml.safe_dump({"base": "base.yaml", "trials": 3, "grid": grid, "seeds": [7, 100]}))
+    _, settings = read_ablation(config, [], config.parent / "out", ["python"])
+    names = [case.directory.name for case in in_order(settings)]
+    assert len(set(names)) == len(names) == 6
+    for name, case in zip(names, in_order(settings), strict=True):
+        assert re.fullmatch(r"attention\..*-[0-9a-f]{12},train\.seed=(7|100)", name)
+        assert len(name) == 255
+        case.directory.mkdir(parents=True)
+    _, again = read_ablation(config, [], config.parent / "out", ["python"])
+    assert [case.directory.name for case in in_order(again)] == names
+    assert to_directory("é" * 127, []) == "é" * 127
+    assert len(to_directory("é" * 128, []).encode()) == 255
+
+
+@pytest.mark.parametrize(
+    ("output", "problem"),
+    [("/dev/null/sweep", "Not a directory"), ("x" * 256, "File name too long"), ("/nowhere/out", "/ is not writable")],
+)
+def test_a_dry_run_refuses_a_directory_that_cannot_be_made(config, capsys, monkeypatch, output, problem):
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK | os.X_OK)
+    with pytest.raises(SystemExit, match="2"):
+        ablate.main([str(config), "--output", output, "--launcher", sys.executable, "--dry-run"])
+    assert capsys.readouterr().err == f"error: --output {output}: cannot be made: {problem}\n"
+
+
+def test_a_dry_run_refuses_a_file_in_the_place_of_a_run(config, capsys):
+    (config.parent / "out").mkdir()
+    (path := config.parent / "out" / NAMES[1]).touch()
+    with pytest.raises(SystemExit, match="2"):
+        ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
+    assert capsys.readouterr().err == f"error: --output {path}: cannot be made: Not a directory\n"
+
+
+SEARCH = """\
+base: base.yaml
+trials: 8
+grid:
+  model.num_heads: {range: [1, 6]}
+  optim.lr: {log_range: [1e-4, 1]}
+"""
+
+
+def test_the_next_point_takes_the_place_of_one_that_is_no_valid_run(config, capsys):
+    """An embedding of 12 has no 5 heads. The points are those of a longer search."""
+    config.write_text(SEARCH)
+    _, settings = read_ablation(config, [], config.parent / "out", ["python"])
+    drawn, _ = sample(yaml.safe_load(SEARCH.replace("1e-4", "1.0e-4"))["grid"], 16, seed=0)
+    valid = [point for point in drawn if point["model.num_heads"] != 5][:8]
+    assert valid != drawn[:8]
+    runs = [setting.cases[0].run for setting in settings]
+    assert [(run.model["num_heads"], run.optim.lr) for run in runs] == [tuple(point.values()) for point in valid]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.match(
+        r"grid: \d of 1?\d points are no valid run, others take their place; the first: override 'mod", line
+    )
+
+
+@pytest.mark.parametrize("axis", ["[5]", "{range: [7, 11]}", "{range: [1.0, 2.0]}"])
+def test_a_search_without_valid_points_ends_with_the_reason(config, capsys, axis):
+    config.write_text(SEARCH.replace("{range: [1, 6]}", axis).replace("trials: 8", "trials: 2"))
+    with pytest.raises(SystemExit, match="2"):
+        ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "windows.yaml:2: trials = 2, but 0 of 11 points of grid are valid runs; the last is not: override" in line
+    assert "num_heads" in line
+
+
 @pytest.mark.parametrize("jobs", ["0", "-2", "5000"])
 def test_a_number_of_jobs_that_cannot_be_is_refused(config, capsys, jobs):
     with pytest.raises(SystemExit) as ended:
@@ -543,6 +713,13 @@ def test_a_directory_that_cannot_be_made_is_refused(config, capsys):
     with pytest.raises(SystemExit, match="2"):
         ablate.main([str(config), "--output", "/dev/null/sweep"])
     assert capsys.readouterr().err == "error: --output /dev/null/sweep: cannot be made: Not a directory\n"
+
+
+def test_the_configuration_of_a_run_is_no_sweep(config, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        ablate.main([str(config.with_name("base.yaml")), "--output", str(config.parent / "out")])
+    problem = "the configuration of one run; give it to train.py, or name it as base of a sweep"
+    assert capsys.readouterr().err == f"error: {config.with_name('base.yaml')}: {problem}\n"
 
 
 def test_an_absent_launcher_is_refused(config, capsys):
@@ -561,7 +738,7 @@ def test_a_run_is_trained_for_real(config):
     assert final["kind"] == "final"
     assert row["top-1 (%)"] == f"{final['top1']:.2f}"
     assert row["step (s)"] == f"{final['step_seconds']:.3f}"
-    assert float(row["peak memory (MB)"]) > 10
+    assert "peak memory (MB)" not in row  # on a CPU
     assert row["parameters (M)"] == f"{final['parameters'] / 1e6:#.4g}"
 
 
@@ -569,7 +746,7 @@ def finish(case: Case, **final: float) -> None:
     """Writes the files of a finished run of train.py."""
     case.directory.mkdir(parents=True)
     (case.directory / "config.yaml").write_text(yaml.safe_dump(dump_run(case.run)))
-    record = {"kind": "final", "step_seconds": 0.0123, "memory_mb": 321.4} | final
+    record = {"kind": "final", "epoch": 1, "step": 9, "step_seconds": 0.0123, "memory_mb": 321.4} | final
     (case.directory / "metrics.jsonl").write_text(json.dumps(record) + "\n")
 
 
@@ -612,7 +789,7 @@ def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
     caption, same, header, *_ = filter(None, report_sweep(ablation.caption, settings).split("\n"))
     assert caption == "Windows"
     assert same == "All rows: attention.position_bias = table."
-    columns = ["attention.window_size", "parameters (M)", "MACs (G)", "step (s)", "peak memory (MB)", "top-1 (%)"]
+    columns = ["attention.window_size", "parameters (M)", "MACs (G)", "step (s)", "top-1 (%)"]
     assert header == f"| {' | '.join(columns)} |"  # without a paper's, which gives none
     assert "attention.position_bias" in tabulate(settings, for_programs)
 
@@ -693,6 +870,9 @@ def test_the_settings_that_no_other_beats_are_named(config):
     assert [text.get_text() for text in by_time.texts] == names[2:5]
     assert [text.get_text() for text in by_macs.texts] == [names[3], names[4]]  # windows of 1 and 2 cost less than of 4
     assert non_dominated([(1, 5), (1, 5), (1, 4), (2, 5), (2, 6)]) == [True, True, False, False, True]
+    for path in config.parent.rglob("metrics.jsonl"):  # as on a CPU
+        path.write_text(path.read_text().replace('"memory_mb": 321.4', '"memory_mb": null'))
+    assert len(draw_pareto("Windows", settings).axes) == 2
 
 
 def test_curves_are_of_all_runs_finished_or_not(config):
@@ -742,12 +922,12 @@ def test_a_sweep_that_is_stopped_shows_what_it_has(config, pictures, capfd):
 def test_a_search_covers_its_ranges_and_a_longer_one_goes_on(config):
     """Each sixteenth of a range has one of 16 points of a Sobol sequence; whole bounds give whole numbers."""
     axes = {"a": {"range": [0.0, 1.6]}, "b": {"log_range": [1.0e-4, 1.0]}, "c": {"range": [1, 4]}, "d": ["x", "y"]}
-    settings = sample(axes, 16, seed=0)
+    settings, _ = sample(axes, 16, seed=0)
     assert sorted(int(10 * setting["a"]) for setting in settings) == list(range(16))
     assert sorted(int(4 * math.log10(setting["b"]) + 16) for setting in settings) == list(range(16))
     assert sorted(setting["c"] for setting in settings) == [1] * 4 + [2] * 4 + [3] * 4 + [4] * 4
     assert sorted(setting["d"] for setting in settings) == ["x"] * 8 + ["y"] * 8
-    assert sample(axes, 20, seed=0)[:16] == settings != sample(axes, 16, seed=1)
+    assert sample(axes, 20, seed=0)[0][:16] == settings != sample(axes, 16, seed=1)[0]
     grid = "grid:\n  optim.lr: {log_range: [1.0e-4, 1.0e-2]}\n  attention.window_size: [1, 2]\n"
     config.write_text(f"base: base.yaml\ntrials: 4\n{grid}")
     _, settings = read_ablation(config, [], config.parent, ["python"])
@@ -774,6 +954,24 @@ def test_one_difference_is_never_clear():
     assert second.difference.n == 1
     assert second.difference.is_noise
     assert not Spread(mean=0.5, std=0.0, n=2).is_noise
+
+
+def test_an_accuracy_is_rounded_to_images():
+    """Three equal differences of one image are no effect, of ten they are; other measurements have no steps."""
+    for images, is_noise in ((1, True), (10, False)):
+        values = 80.0, 80 + images / 5
+        results = [{seed: {"top1": x, "loss": x, "images": 500} for seed in range(3)} for x in values]
+        assert measure(results, "top1")[1].difference.is_noise == is_noise
+        assert not measure(results, "loss")[1].difference.is_noise
+
+
+@pytest.mark.parametrize(("seeds", "deviation"), [(2, 0.7), (3, 2.0)])
+def test_at_most_one_in_twenty_rows_without_effect_seems_to_have_one(seeds, deviation):
+    """Accuracies of 500 images whose right ones vary by so many between seeds."""
+    right = torch.randn(2, 1000, seeds, generator=torch.Generator().manual_seed(0)).mul(deviation).add(400.37).round()
+    rows = [[{seed: {"top1": x / 5, "images": 500} for seed, x in enumerate(row)} for row in n] for n in right.tolist()]
+    found = [measure(pair, "top1")[1].difference for pair in zip(*rows, strict=True)]
+    assert sum(not difference.is_noise for difference in found) <= 0.05 * 1000 + 4 * math.sqrt(1000 * 0.05 * 0.95)
 
 
 def test_short_names_tell_runs_apart_by_what_varies(tmp_path):

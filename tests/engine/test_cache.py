@@ -11,8 +11,9 @@ from PIL import Image
 
 from attention.options import OptionError
 from engine.config.schema import Augment, Data, Run, Train
-from engine.data import prepare, verify
+from engine.data import cache, prepare, verify
 from engine.data.loaders import count_broken, create_loaders, create_val_loader
+from engine.data.splits import classes_of, identify_data, open_split
 from engine.runtime.distributed import World, seed_everything
 
 CPU = World(torch.device("cpu"))
@@ -107,6 +108,91 @@ def test_damage_is_noticed(prepared, tmp_path, capsys):
     assert (len(images), len(loader.broken)) == (7, 1)
 
 
+def identify(dataset: str, root, **options) -> dict:
+    data = Data(dataset=dataset, root=str(root), **options)
+    return identify_data(open_split(data, "train_split"), open_split(data, "val_split"))
+
+
+def test_folder_and_cache_of_one_data_set_have_one_identity(root, prepared, tmp_path):
+    """A broken image too; images that were made smaller are others."""
+    (tmp_path / "classes.txt").write_text("b\na\n")
+    for options in ({}, {"subset": 2}, {"classes": str(tmp_path / "classes.txt")}):
+        found, expected = identify("cache", prepared[1], **options), identify("folder", root, **options)
+        different = {name for name in expected if found[name] != expected[name]}
+        assert different == (set() if prepared[0] == 0 else {"train_content", "val_content"})
+
+
+def test_a_broken_image_keeps_its_class(prepared, tmp_path):
+    """Options that choose images by class find it, also in an index of an earlier version, which has -1 for it."""
+    with np.load(prepared[1] / "val.npz") as index:
+        arrays = dict(index)
+    assert arrays["labels"].tolist() == [0, 0, 0, 1, 1, 1]
+    shutil.copy(prepared[1] / "val.pixels", tmp_path / "train.pixels")
+    del arrays["fingerprints"]
+    np.savez(tmp_path / "train.npz", **(arrays | {"labels": np.array([0, 0, 0, 1, 1, -1], np.int32)}))
+    (tmp_path / "classes.txt").write_text("a\n")
+    for directory, split in ((prepared[1], "val"), (tmp_path, "train")):
+        data = {"dataset": "cache", "root": str(directory), "train_split": split}
+        half = open_split(Data(**data, subset=1), "train_split")
+        assert half.reader.labels.tolist() == [0, 1]
+        only = open_split(Data(**data, classes=str(tmp_path / "classes.txt")), "train_split")
+        assert (classes_of(only), only.reader.labels.tolist()) == (["a"], [0, 0, 0])
+    np.savez(tmp_path / "train.npz", **(arrays | {"labels": np.array([0, 0, 0, 1, -1, -1], np.int32)}))
+    with pytest.raises(OptionError, match="labels: -1 is none of 2 classes; prepare the cache anew"):
+        open_split(Data(**data), "train_split")
+
+
+def bomb(path, arrays) -> None:
+    """An index that unpacks to a thousand times its size."""
+    np.savez_compressed(path, **(arrays | {"labels": np.zeros(10**6, np.int32)}))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"labels": [0, 0, 0, 0, 1, 1, 1, 2]}, "labels: 2 is none of 2 classes"),
+        ({"labels": [0, 0, 0, 0, 1, 1, 1, -1]}, "labels: -1 is none of 2 classes"),
+        ({"labels": [0.5] * 8}, "labels: float64 of shape"),
+        ({"labels": [[0, 0, 0, 0, 1, 1, 1, 1]]}, "int64 of shape"),
+        ({"labels": [0, 0, 0, 0, 1, 1, 1]}, "begins: int64 of shape"),
+        ({"labels": 1}, "TypeError"),
+        ({"checksums": np.zeros(3, np.uint32)}, "checksums: uint32 of shape"),
+        ({"checksums": ["a"] * 8}, "ValueError"),
+        ({"fingerprints": [1.0] * 8}, "fingerprints: float64"),
+        ({"names": [b"a"]}, "names: "),
+        ({"classes": [b"a", b"a"]}, "classes: names that are equal"),
+        ({"classes": [{}, {}]}, "Object arrays cannot be loaded"),
+        ({"begins": [0, 2**62, *[2**62] * 7]}, "begins: no offsets in order"),
+        ({"begins": [0, 2**63 - 1, -(2**63), *[0] * 6]}, "begins: no offsets in order"),
+        ({"begins": [5, *[10] * 8]}, "begins: no offsets in order"),
+        ({"begins": [0, *[2**20] * 8]}, "train.pixels is missing or has not the 1048576 bytes"),
+        (bomb, "its arrays are compressed"),
+    ],
+)
+def test_a_tampered_index_is_refused_in_a_line(prepared, tmp_path, change, problem):
+    shutil.copy(prepared[1] / "train.pixels", tmp_path)
+    with np.load(prepared[1] / "train.npz") as index:
+        arrays = dict(index)
+    if callable(change):
+        change(tmp_path / "train.npz", arrays)
+    else:
+        np.savez(tmp_path / "train.npz", **(arrays | {name: np.array(value) for name, value in change.items()}))
+    with pytest.raises(OptionError, match=problem) as caught:
+        open_split(Data(dataset="cache", root=str(tmp_path)), "train_split")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_image_without_end_is_refused(prepared, tmp_path):
+    """A sparse file of pixels takes no space on a disk, and all of the memory."""
+    with np.load(prepared[1] / "train.npz") as index:
+        arrays = dict(index)
+    np.savez(tmp_path / "train.npz", **(arrays | {"begins": np.array([0] + [2**40] * 8)}))
+    with (tmp_path / "train.pixels").open("wb") as file:
+        file.truncate(2**40)
+    with pytest.raises(OptionError, match=f"at most {cache.MOST_BYTES:,} bytes"):
+        open_split(Data(dataset="cache", root=str(tmp_path)), "train_split")
+
+
 @pytest.mark.parametrize(
     ("name", "change", "problem"),
     [
@@ -150,7 +236,8 @@ def test_scan_of_a_whole_split(root):
     ("main", "arguments", "problem"),
     [
         (verify.main, ["{root}/nowhere"], "data.root: no directory"),
-        (verify.main, ["{root}", "--splits", "test"], "no 'test' in"),
+        (verify.main, ["{root}", "--splits", "test"], "--splits: no 'test' in"),
+        (verify.main, ["{root}/val/a"], "found there: 3 images in no folder, such as '0.png'"),
         (prepare.main, ["{root}/nowhere", "{out}/new"], "data.root: no directory"),
         (prepare.main, ["{root}", "{out}"], "train.npz: is there already; remove it"),
         (prepare.main, ["{root}", "/dev/null/new"], "/dev/null/new: Not a directory"),

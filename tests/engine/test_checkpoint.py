@@ -13,6 +13,7 @@ import os
 import pickle
 import random
 import resource
+import stat
 import struct
 import subprocess
 import threading
@@ -23,6 +24,7 @@ from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -33,7 +35,8 @@ from torch import nn
 import engine.checkpoints.identify as identify_module
 import validate
 from attention import create_attention
-from engine.checkpoints.export import export_checkpoint
+from engine.checkpoints import convert
+from engine.checkpoints.export import export, export_checkpoint
 from engine.checkpoints.files import (
     find_checkpoint,
     find_weights,
@@ -42,15 +45,16 @@ from engine.checkpoints.files import (
     read_checkpoint,
     save_checkpoint,
 )
+from engine.checkpoints.format import ForeignObject, read_archive
 from engine.checkpoints.identify import Kind, identify, identify_content, list_checkpoints
 from engine.checkpoints.progress import Progress, rank_epoch
 from engine.checkpoints.weights import load_weights
-from engine.config.load import dump_run, load_run
+from engine.config.load import dump_run, load_run, parse_run
 from engine.runtime import files
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.files import digest_path
-from engine.training.resume import Checkpoints
+from engine.training.resume import NAMES_ONLY, Checkpoints
 from models import create_model
 from tests.engine.test_resume import digest, light_and_full
 from tests.support.launcher import ROOT, ForkServer
@@ -137,6 +141,76 @@ def test_a_file_that_is_replaced_is_whole_whenever_that_ends(
     assert (step_of(path), done.stdout) == (3, f"{name}: OK\n")
 
 
+class FailAt:
+    """A function of the system, whose call of this number fails with this error."""
+
+    def __init__(self, call: int, function: Callable, number: int):
+        self.call, self.function, self.number, self.num_calls = call, function, number, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_calls += 1
+        if self.num_calls == self.call:
+            raise OSError(self.number, os.strerror(self.number))
+        return self.function(*args, **kwargs)
+
+
+def write_text(path: Path, checkpoint: dict) -> None:
+    files.write_file(path, str(checkpoint["progress"]["step"]).encode())
+
+
+def export_directory(path: Path, checkpoint: dict) -> None:
+    export(f"{path}/", parse_run(checkpoint["config"], "x"), checkpoint, "plain")
+
+
+@pytest.mark.parametrize(
+    ("write", "name", "read"),
+    [
+        (save_checkpoint, "x.pt", step_of),
+        (export_plain, "x.safetensors", step_of),
+        (write_text, "x.csv", lambda path: int(path.read_text())),
+        pytest.param(export_directory, "x", lambda path: find_weights(path, "best", None)[0][1]["progress"]["step"]),
+    ],
+)
+@pytest.mark.parametrize("where", ["os.fsync", "os.replace", "os.open", "io.open"])
+def test_a_file_is_whole_whichever_call_fails(
+    where: str, write: Callable, name: str, read: Callable, whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Every call of the system fails once, also after the file is renamed; the file has its old or its new content."""
+    path, module, attribute = tmp_path / name, {"os": os, "io": io}[where[:2]], where[3:]
+    write(path, change(whole, progress__step=1))
+    names = {file.name for file in tmp_path.rglob(f"{name}*")}
+    for call in itertools.count(1):
+        old, message = read(path), None
+        failing = FailAt(call, getattr(module, attribute), errno.EIO)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, attribute, failing)
+            try:
+                write(path, change(whole, progress__step=call + 1))
+            except (UserError, OSError) as error:
+                message = str(error)
+        assert {file.name for file in tmp_path.rglob(f"{name}*")} == names
+        assert read(path) == call + 1 or (message and read(path) == old)
+        assert read(path) == old or "unchanged" not in (message or "")
+        if failing.num_calls < call:
+            break
+    assert call > 1
+    assert message is None
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_a_file_system_that_does_not_sync_directories(
+    number: int, whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def sync(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    save_checkpoint(tmp_path / "x.pt", whole)
+    save_checkpoint(tmp_path / "x.pt", change(whole, progress__step=7))
+    assert step_of(tmp_path / "x.pt") == 7
+
+
 @pytest.mark.parametrize("writer", WRITERS)
 @pytest.mark.parametrize("call", [1, 2])
 def test_a_file_is_unchanged_where_a_new_one_cannot_be_written(
@@ -151,14 +225,15 @@ def test_a_file_is_unchanged_where_a_new_one_cannot_be_written(
             raise OSError(errno.ENOSPC, "No space left on device", str(target))
         write_atomically(target, content)
 
-    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    before = path.read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(files, "write_atomically", fill_disk)
         problem = f"{path}: cannot be written: No space left on device; what was there is unchanged"
         with pytest.raises(UserError if writer == "export" else OSError) as caught:
             write(path, change(whole, progress__step=2))
     assert writer == "checkpoint" or str(caught.value) == problem
-    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    assert (path.read_bytes(), step_of(path)) == (before, 1)
+    assert {file.name for file in tmp_path.iterdir()} == {name, f"{name}.sha256"}
 
 
 def test_a_file_without_a_digest_is_whole_while_it_is_replaced(whole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -245,11 +320,20 @@ def test_each_kind_of_weights_has_its_own_best(checkpoints: Checkpoints, tmp_pat
     ]
 
 
-IDENTITY = {"classes": ["cat", "dog"], "train_files": "a" * 64, "val_files": "b" * 64, "teacher_weights": "none"}
+IDENTITY = {
+    "classes": ["cat", "dog"],
+    "train_files": "a" * 64,
+    "train_content": "b" * 64,
+    "val_files": "b" * 64,
+    "val_content": "a" * 64,
+    "teacher_weights": "none",
+}
 OTHERS = {
     "classes": (["cat", "cow"], "only in the run there: dog (1); only in the data here: cow (1)"),
     "train_files": ("c" * 64, f"{'a' * 64} there, {'c' * 64} here"),
+    "train_content": ("c" * 64, f"{'b' * 64} there, {'c' * 64} here"),
     "val_files": ("c" * 64, f"{'b' * 64} there, {'c' * 64} here"),
+    "val_content": ("c" * 64, f"{'a' * 64} there, {'c' * 64} here"),
     "teacher_weights": ("c" * 64, f"none there, {'c' * 64} here"),
 }
 
@@ -263,6 +347,23 @@ def test_other_data_is_refused_until_allowed(key: str, run, tmp_path: Path):
         checkpoints.restore({})
     assert str(caught.value).splitlines()[1:] == [f"  {key}: {message}"]
     assert checkpoints.restore({}, [key]).step == 7
+
+
+def test_an_earlier_versions_run_is_compared_by_names(run, tmp_path: Path, capsys):
+    """Its checkpoint knows the names of its images, not their content; the next one knows both."""
+    earlier = {name: value for name, value in IDENTITY.items() if not name.endswith("_content")}
+    Checkpoints(tmp_path, run, ALONE, 100, earlier).save(Progress(step=7), {"model": Weight(1)})
+    with pytest.raises(UserError, match="\n  val_files: "):
+        Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {"val_files": "c" * 64}).restore({})
+    checkpoints = Checkpoints(tmp_path, run, ALONE, 100, IDENTITY)
+    capsys.readouterr()
+    progress = checkpoints.restore({})
+    assert progress.step == 7
+    assert capsys.readouterr().err.endswith(f"{NAMES_ONLY}\n")
+    progress.step += 1
+    checkpoints.save(progress, {"model": Weight(1)})
+    with pytest.raises(UserError, match="\n  val_content: "):
+        Checkpoints(tmp_path, run, ALONE, 100, IDENTITY | {"val_content": "c" * 64}).restore({})
 
 
 def test_many_classes_can_be_kept(run, tmp_path: Path):
@@ -632,6 +733,7 @@ def hostile_checkpoints(directory: Path, whole: dict) -> dict[str, Path]:
     contents = {f"{key}={value!r}"[:80]: saved(change(whole, **{key: value})) for key, value in changes}
     contents |= {
         "progress": saved(whole | {"progress": [1, 2]}),
+        "no progress": saved(whole | {"progress": {}}),
         "wide and deep": saved(claim_storage(whole, embed_dim=1008, depth=8)),
         "expanded": saved(change(whole, **{"model__head.bias": torch.zeros(1).expand(10)})),
         "name": saved(change(whole, **{"model__\x1b[2J\n": bias})),
@@ -669,6 +771,56 @@ def little_memory(amount: int = 2**30):
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def pickled_class(name: str, operation: bytes, arguments: bytes = b")") -> bytes:
+    """A file of torch.save whose ``x.weight`` is an object of the class, made by REDUCE (R) or NEWOBJ (0x81)."""
+    module, _, kind = name.rpartition(".")
+    structure = b"\x80\x02}X\x08\0\0\0x.weightc" + f"{module}\n{kind}\n".encode() + arguments + operation + b"s."
+    return archive({"archive/data.pkl": structure, "archive/data/0": bytes(8), "archive/version": b"3"})
+
+
+def test_no_class_of_torch_is_made(monkeypatch: pytest.MonkeyPatch):
+    """Classes and functions that torch lets into its own reading, made as objects or called with a size."""
+    names = {*torch._weights_only_unpickler._get_allowed_globals(), "torch.CharTensor", "builtins.bytearray"}
+    refused = 0
+    for name, operation in itertools.product(sorted(names), (b"\x81", b"R")):
+        for arguments in (b")", b"\x8a\x05\0\0\0\0\1\x85"):
+            try:
+                content = read_archive(pickled_class(name, operation, arguments))
+            except (pickle.UnpicklingError, TypeError):
+                refused += 1
+                continue
+            assert name == "collections.OrderedDict" or isinstance(content.values["x.weight"], ForeignObject), name
+            assert name == "collections.OrderedDict" or content.class_names == (name,)
+    assert refused > len(names)
+
+
+@pytest.mark.parametrize("operations", [b"N}X\1\0\0\0xK\1s\x86b", b"(tb", b"NNs", b"Na"])
+@pytest.mark.parametrize("target", [b"_rebuild_tensor_v2\n", b"R"])
+def test_a_pickle_changes_no_tensor_and_no_function(target: bytes, operations: bytes):
+    """BUILD, SETITEM and APPEND on a tensor, and on the function that makes it."""
+    content = saved({"x.weight": torch.ones(2)})
+    with zipfile.ZipFile(io.BytesIO(content)) as file:
+        structure = file.read("archive/data.pkl")
+    place = structure.rindex(target) + len(target)
+    with pytest.raises((AttributeError, TypeError, pickle.UnpicklingError)):
+        read_archive(with_pickle(content, structure[:place] + operations + structure[place:]))
+    assert read_archive(content).values["x.weight"].tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("name", ["x.pth", "pytorch_model.bin"])
+def test_weights_that_are_objects_are_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture):
+    (tmp_path / name).write_bytes(pickled_class("torch.CharTensor", b"\x81", b"\x8a\x05\0\0\0\0\1\x85"))
+    model = {"architecture": "deit", "num_classes": 10, "pretrained_cfg": {"input_size": [3, 8, 8]}}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    source = tmp_path if name == "pytorch_model.bin" else tmp_path / name
+    config = [] if name == "pytorch_model.bin" else ["--config", str(ROOT / "configs/quickstart.yaml"), *OPTIONS]
+    with pytest.raises(SystemExit) as caught:
+        convert.main([str(source), str(tmp_path / "out.safetensors"), *config])
+    assert caught.value.code == 2
+    assert "holds " in capsys.readouterr().err
+    assert not (tmp_path / "out.safetensors").exists()
 
 
 def test_hostile_files_do_nothing(whole, tmp_path: Path, figure: Callable):

@@ -14,6 +14,7 @@ import yaml
 from attention import OptionError
 from engine.config.load import dump_run, load_run, parse_run
 from engine.config.schema import Augment, Optim, Run
+from engine.config.yaml_files import dump_yaml, read_yaml
 from engine.runtime.errors import ConfigError, refuse_bad_input
 
 VALID = """\
@@ -82,6 +83,12 @@ def test_base_holds_where_the_file_gives_nothing_and_attention_is_taken_as_a_who
     ("overrides", "expected"),
     [
         (["optim.lr=1.0e-3"], {"optim": {"lr": 1e-3}}),
+        (["optim.lr=1e-3"], {"optim": {"lr": 1e-3}}),
+        (["optim.lr=1.0E-3"], {"optim": {"lr": 1e-3}}),
+        (["optim.lr=+.1e-2"], {"optim": {"lr": 1e-3}}),
+        (["train.checkpoint_minutes=1.5e1"], {"train": {"checkpoint_minutes": 15.0}}),
+        (['data.root="1e-3"'], {"data": {"root": "1e-3"}}),
+        (["data.root=1e-3a"], {"data": {"root": "1e-3a"}}),
         (["optim.betas.1=0.95"], None),
         (["optim.betas=[0.9, 0.95]", "optim.betas.1=0.99"], {"optim": {"betas": (0.9, 0.99)}}),
         (["train.seed=1", "train.seed=2"], {"train": {"seed": 2}}),
@@ -144,7 +151,7 @@ REFUSED = {  # name: (text in place of one in VALID, or of all; the whole messag
         "run.yaml:6: optim: expected a mapping of options, got None",
     ),
     "text for a number": (
-        VALID.replace("5.0e-4", "5e-4"),
+        VALID.replace("5.0e-4", "'5e-4'"),
         "run.yaml:7: optim.lr: expected float, got '5e-4', text to YAML; write 0.0005",
     ),
     "wrong type": (VALID.replace("7", "seven"), "run.yaml:5: attention(local).window_size: expected int, got 'seven'"),
@@ -245,11 +252,26 @@ def test_refused(tmp_path, case):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("optim.lr=1e-3", "optim.lr: expected float, got '1e-3', text to YAML; write 0.001"),
+        ("optim.lr='1e-3'", "optim.lr: expected float, got '1e-3', text to YAML; write 0.001"),
+        ("optim.lr=1e400", "optim.lr: inf is not a finite number"),
+        ("schedule.epochs=1e2", "schedule.epochs: expected int, got 100.0"),
+        ("data.root=1e-3", "data.root: expected str, got 0.001"),
+        ("lr=1", "lr: unknown option; did you mean 'optim.lr'?"),
+        ("train.epochs=1", "train.epochs: unknown option; did you mean 'schedule.epochs'?"),
+        ("batch_size=1", "batch_size: unknown option; did you mean 'train.total_batch_size'?"),
+        ("window_sizes=1", "window_sizes: unknown option; did you mean 'attention.window_size'?"),
+        ("attention.mixup=1", "attention(local).mixup: unknown option; did you mean 'augment.mixup'?"),
+        ("qqqq=1", "qqqq: unknown option; known: attention, "),
+        ("optim.opt=adamW2", "optim.opt = 'adamW2' is not an optimiser of timm; did you mean 'adamw'?"),
+        ("model.name=DeiT_Tiny_P16", "model.name: unknown model 'DeiT_Tiny_P16'; did you mean 'deit_tiny_p16'?"),
         ("optim.lr_=1", "optim.lr_: unknown option; did you mean 'lr'?"),
         ("optm.lr=1", "optm: unknown option; did you mean 'optim'?"),
         ("base=other.yaml", "base: unknown option"),
-        ("attention.name=softmax", "attention(softmax).window_size: unknown option"),
+        (
+            "attention.name=softmax",
+            "attention(softmax).window_size: unknown option; attention.name=softmax keeps the other options that the"
+            " file gives: give it as a whole, attention=softmax or attention={name: softmax, ...}",
+        ),
         ("attention={name: eva, num_landmarks: 0.5}", "attention(eva).num_landmarks: expected int, got 0.5"),
         ("model.name.x=1", "model.name is 'deit_tiny_p16', not a mapping"),
         ("optim.lr", "expected key.path=value"),
@@ -283,7 +305,10 @@ CONTRADICTIONS = {
     "train.total_batch_size=9": "train.total_batch_size = 9 leaves 9 images per rank and step",
     "schedule.epochs=5": "schedule.warmup_epochs = 10 is above schedule.epochs = 5",
     "schedule.warmup_lr=0.1": "schedule.warmup_lr = 0.1 is above the peak learning rate 0.001",
-    "schedule.min_lr=0.1": "schedule.min_lr = 0.1 is above the peak learning rate 0.001 (lr 0.0005 scaled from 512",
+    "schedule.min_lr=0.1": "schedule.min_lr = 0.1 is above the peak learning rate 0.001 (lr 0.0005 scaled from 512"
+    " images); lower it, or raise optim.lr",
+    "train.total_batch_size=8": "schedule.min_lr = 1e-05 is above the peak learning rate 7.8125e-06 (lr 0.0005 scaled"
+    " from 512 images); lower it, raise optim.lr, or set optim.lr_base_size = 8 to leave lr unscaled",
     "augment.scale=[0.5,0.2]": "augment.scale = [0.5, 0.2] is not in ascending order",
     "augment.ratio=[2,1]": "augment.ratio = [2.0, 1.0] is not in ascending order",
     "optim.betas=[0.9,1]": "optim.betas = 1.0 must be less than 1",
@@ -402,6 +427,60 @@ def test_refused_with_a_base(tmp_path, base, text, expected):
     if base is not None:
         write(tmp_path, base, "base.yaml")
     assert refusal(write(tmp_path, text)).startswith(expected)
+
+
+BASE_OF_UNSET = """\
+model: {name: deit_tiny_p16, patch_size: 8}
+attention: {name: local, window_size: 7}
+augment: {mixup: 0.0, hflip: 0.0}
+optim: {lr: 1.0, clip_grad: 1.0}
+"""
+
+
+def test_null_unsets_what_the_base_gives(tmp_path, capsys):
+    """An option that takes null is null; the user reads, once, what has its default again."""
+    write(tmp_path, BASE_OF_UNSET, "base.yaml")
+    changes = "model:\n  name: pvtv2_b0\n  patch_size: ~\naugment:\noptim: {lr: null, clip_grad: null}\n"
+    path = write(tmp_path, f"base: base.yaml\n{changes}")
+    for _ in range(2):
+        run = load_run(path)
+    assert (run.model["name"], run.augment, run.optim) == (
+        "pvtv2_b0",
+        Augment(),
+        Optim(clip_grad=None),
+    )
+    lines = capsys.readouterr().err.replace(f"{tmp_path}/", "").splitlines()
+    assert lines == [
+        f"run.yaml:{line}: {key}: null unsets what the base gives; the default applies"
+        for line, key in [(4, "model.patch_size"), (5, "augment"), (6, "optim.lr")]
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("attention: null", "attention: required, but not given"),
+        ("model: {name: null}", "model.name: expected the name of a model, got None"),
+        ("augment: {smoothing: null}", "run.yaml:2: augment.smoothing: expected float, got None"),
+        ("augment: {mixap: null}", "run.yaml:2: augment.mixap: unknown option; did you mean 'mixup'?"),
+        ("simmim: null", "run.yaml:2: simmim: expected a mapping of options, got None"),
+    ],
+)
+def test_null_unsets_nothing_else(tmp_path, text, expected):
+    write(tmp_path, BASE_OF_UNSET, "base.yaml")
+    assert expected in refusal(write(tmp_path, f"base: base.yaml\n{text}\n"))
+
+
+def test_a_sweep_is_no_run(tmp_path):
+    path = write(tmp_path, "base: absent.yaml\ngrid: {optim.lr: [1.0]}\n")
+    assert refusal(path) == "run.yaml: a sweep of several runs; give it to ablate.py"
+
+
+@pytest.mark.parametrize("text", ["1e-3", "1.0e3", "-.5E+2", "1e", "e3", "1e-3x", "0.1", "true", "null", "a: b"])
+def test_text_is_written_as_text(tmp_path, text):
+    """And numbers are read back as numbers."""
+    values = {"text": text, "items": [text, 1e-7, 3, None]}
+    assert read_yaml(write(tmp_path, dump_yaml(values))).values == values
 
 
 def test_bad_input_ends_a_script_with_status_2_one_line_and_no_traceback(tmp_path):

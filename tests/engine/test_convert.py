@@ -1,13 +1,20 @@
 """`engine.checkpoints.convert` on weights of other programs; test_released.py has the released code's."""
 
+import argparse
+import re
+import shlex
+from pathlib import Path
+
 import pytest
 import timm
 import torch
 import yaml
+from timm.utils import ParseKwargs
 
 from engine.checkpoints.convert import main as convert
 from engine.evaluation.inference import load
 
+PAGE = Path(__file__).parents[2] / "docs/integration.md"
 SIZES = {"img_size": 32, "embed_dim": 24, "depth": 1, "num_heads": 2, "num_classes": 3}
 
 
@@ -62,3 +69,40 @@ def test_other_weights_than_those_of_the_configuration_are_refused(
     assert caught.value.code == 2
     assert problem in capsys.readouterr().err
     assert not (tmp_path / "out.safetensors").exists()
+
+
+@pytest.fixture(scope="module")
+def by_timm(tmp_path_factory):
+    """A checkpoint as timm's train.py writes it for the command on the page, and the arguments to convert it."""
+    text = re.sub(r"\s*#.*", "", PAGE.read_text())
+    (train,) = re.findall(r"^python -m models (timm/train.py .*) \.\.\.$", text, re.MULTILINE)
+    (command,) = re.findall(r"^python -m engine.checkpoints.convert \S+ \S+ (.*)$", text, re.MULTILINE)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model")
+    parser.add_argument("--model-kwargs", nargs="*", default={}, action=ParseKwargs)
+    args, _ = parser.parse_known_args(shlex.split(train))
+    model = timm.create_model(args.model, **args.model_kwargs).eval()
+    path = tmp_path_factory.mktemp("timm") / "model_best.pth.tar"
+    torch.save({"arch": args.model, "args": args, "state_dict": model.state_dict()}, path)
+    return model, str(path), shlex.split(command)
+
+
+def test_the_commands_on_the_page_fit_each_other(by_timm, tmp_path):
+    model, path, command = by_timm
+    convert([path, str(tmp_path / "eva.safetensors"), *command])
+    images = torch.randn(1, 3, 224, 224)
+    with torch.no_grad():
+        assert torch.equal(load(tmp_path / "eva.safetensors").model(images), model(images))
+
+
+def test_another_attention_than_that_of_timms_training_is_refused(by_timm, tmp_path, capsys):
+    """Weights fit other options too, such as another scale."""
+    _, path, command = by_timm
+    for options in ([], ["attention={name: eva, mu_scale: 0.5}"]):
+        with pytest.raises(SystemExit):
+            convert([path, str(tmp_path / "x.safetensors"), *command[:2], *options])
+        line = capsys.readouterr().err
+        assert f"{path}: timm's train.py had attention." in line
+        assert "mu_scale=1.0 (not 0.5)" in line
+        assert line.endswith("; add 'attention=\"eva\"' to the command\n")
+    assert not list(tmp_path.iterdir())

@@ -20,7 +20,7 @@ from engine.data.arrays import DIGITS
 from engine.data.augment import create_mixup
 from engine.data.loaders import create_loaders, create_val_loader
 from engine.data.sampler import EpochSampler
-from engine.data.splits import digest_files, open_split
+from engine.data.splits import digest_files, identify_split, open_split
 from engine.objectives.classification import create_loss
 from engine.objectives.copying import NO_AUGMENTATION
 from engine.runtime.distributed import World, seed_everything
@@ -140,6 +140,24 @@ def test_the_files_have_one_digest_wherever_they_are(image_root, tmp_path):
     assert digests(tmp_path / "moved") == expected
     (tmp_path / "moved" / "val" / CLASSES[0] / "0.png").rename(tmp_path / "moved" / "val" / CLASSES[1] / "4.png")
     assert [a == b for a, b in zip(digests(tmp_path / "moved"), expected, strict=True)] == [True, False]
+
+
+def test_files_of_other_sizes_are_different_data(image_root, tmp_path):
+    def identify(root, **options) -> list[str]:
+        identity = identify_split("train", open_split(Data(root=str(root), **options), "train_split"))
+        return [identity["train_files"], identity["train_content"]]
+
+    expected = identify(image_root)
+    assert identify(image_root, dataset="tar") == expected
+    assert identify(image_root, subset=2)[1] != expected[1]
+    shutil.copytree(image_root, tmp_path / "moved")
+    assert identify(tmp_path / "moved") == expected
+    path = tmp_path / "moved" / "train" / CLASSES[1] / "0.png"
+    path.write_bytes(path.read_bytes() + b"0")
+    assert [a == b for a, b in zip(identify(tmp_path / "moved"), expected, strict=True)] == [True, False]
+    path.unlink()
+    path.symlink_to(tmp_path / "nowhere")
+    assert [a == b for a, b in zip(identify(tmp_path / "moved"), expected, strict=True)] == [True, False]
 
 
 def test_validation_crop_is_the_papers(image_root):

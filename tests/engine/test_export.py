@@ -2,19 +2,22 @@
 
 import json
 import os
+import re
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import timm
 import torch
+from PIL import Image
 from timm.layers import to_2tuple
 
 import models
 from attention import ATTENTION
 from engine.checkpoints import export as export_module
 from engine.checkpoints.export import check_target, export, to_onnx, to_pt2
-from engine.checkpoints.files import load_checkpoint
+from engine.checkpoints.files import load_checkpoint, save_checkpoint
 from engine.checkpoints.local_dir import describe_model
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import read_weights
@@ -23,6 +26,7 @@ from engine.evaluation.inference import load
 from engine.runtime.errors import ConfigError, UserError
 from tests.support.facts import FACTS
 
+PAGE = Path(__file__).parents[2] / "docs/validation.md"
 EVA = {"name": "eva", "window_size": 2, "num_landmarks": 4}
 DEIT = {"name": "deit", "img_size": [24, 16], "patch_size": 4, "embed_dim": 24, "depth": 1, "num_heads": 3}
 PVT = {
@@ -139,6 +143,7 @@ def test_timm_refuses_wrong_attention_by_name(tmp_path):
 
 
 def test_graphs_take_any_number_of_images(tmp_path, monkeypatch):
+    """Also as on the page, with the transform and the class names of the run."""
     onnxruntime = pytest.importorskip("onnxruntime")
     graphs = []  # one for both, to save time
 
@@ -156,8 +161,16 @@ def test_graphs_take_any_number_of_images(tmp_path, monkeypatch):
     (logits,) = session.run(["logits"], {"images": images.numpy()})
     for found in (graph(images), torch.from_numpy(logits)):
         torch.testing.assert_close(found, model_of(checkpoint)(images), rtol=1e-5, atol=1e-5)
+    assert [axis.shape[0] for axis in session.get_inputs() + session.get_outputs()] == ["batch", "batch"]
     for text in (description, session.get_modelmeta().custom_metadata_map):
         assert json.loads(text["config.json"])["label_names"] == CLASSES
+    (code,) = re.findall(r"```\n(session = .*?)```", PAGE.read_text(), re.DOTALL)
+    names = {"onnxruntime": onnxruntime, "json": json, "timm": timm, "image": Image.effect_noise((30, 40), 90)}
+    exec(code.replace("eva.onnx", f"{tmp_path}/x.onnx"), names)
+    save_checkpoint(tmp_path / "x.pt", checkpoint)
+    model, transform, _ = load(tmp_path / "x.pt")
+    expected = model(transform(names["image"])[None])
+    torch.testing.assert_close(torch.from_numpy(names["logits"]), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_a_graph_that_computes_something_else_is_not_written(tmp_path, monkeypatch):

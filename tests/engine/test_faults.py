@@ -271,6 +271,7 @@ DISKS = {
     "events, by the system": {"limit": 20_000},
     "log, by the system": {"limit": 400},
     "log": {"faults": [("engine.reporting.recorder.json.dumps", 3, "full")]},
+    "directory not synced": {"faults": [("os.fsync", 19, "full")]},
     "directory removed": {"faults": [("engine.runtime.files.write_atomically", 6, "remove")]},
 }
 
@@ -288,7 +289,8 @@ def test_a_disk_that_fails(case: str, runs: Runs, fork_server: ForkServer, tmp_p
     assert any(reason in errors[0] for reason in ("No space left", "File too large", "No such file"))
     assert not list(tmp_path.rglob("*.tmp"))
     if "removed" not in case and "system" not in case:
-        assert find_checkpoint(output, "last", quiet=True)[1]["progress"]["step"] == 4
+        step = 6 if "synced" in case else 4  # the file was replaced, and stays
+        assert find_checkpoint(output, "last", quiet=True)[1]["progress"]["step"] == step
     statuses, job = fork_server.run(command, tmp_path / "log")
     assert statuses == [0], job.text
     assert outcome(job, output) == runs.expected

@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import tarfile
+import zlib
 from collections.abc import Callable
 
 import numpy as np
@@ -20,7 +21,7 @@ from engine.config.schema import Augment, Data, Run, Train
 from engine.data import datasets, idx, prepare, verify
 from engine.data.images import BrokenImage
 from engine.data.loaders import create_loaders
-from engine.data.splits import classes_of, open_split
+from engine.data.splits import classes_of, identify_split, open_split
 from engine.runtime.distributed import World
 from tests.engine.test_resume import Runs, choose_kill
 from tests.support.launcher import ForkServer
@@ -179,6 +180,18 @@ def test_an_epoch_is_that_of_the_folders(folder, other):
     assert torch.equal(rest[1], expected[1][120:])
 
 
+def test_their_content_is_known(other, monkeypatch):
+    """Numbers that stand for the content of images: of the pixels in memory, of the files, or of their sizes."""
+    reader = open_split(Data(**other), "train_split").reader
+    files = [reader[index][0].read() for index in range(200)]
+    numbers = {zlib.crc32: [*map(zlib.crc32, files)], len: [*map(len, files)]}
+    measure = len if other["dataset"] == "wds" else zlib.crc32
+    assert reader.fingerprints().tolist() == numbers[measure]
+    if other["dataset"] == "hfds":
+        monkeypatch.setattr(datasets, "HASHED_BYTES", 1000)
+        assert reader.fingerprints().tolist() == numbers[len]
+
+
 def test_they_are_verified_prepared_and_chosen_from(other, tmp_path, capsys):
     arguments = [other["root"], "--dataset", other["dataset"], "--splits", "train", "--workers", "0"]
     with pytest.raises(SystemExit) as ended:
@@ -187,6 +200,7 @@ def test_they_are_verified_prepared_and_chosen_from(other, tmp_path, capsys):
     assert "train: 200 images of 4 classes, 0 broken" in capsys.readouterr().out
     prepare.main([*arguments, str(tmp_path), "--short-side", "0"])
     images = open_split(Data(dataset="cache", root=str(tmp_path)), "train_split")
+    assert identify_split("train", images) == identify_split("train", open_split(Data(**other), "train_split"))
     assert np.array_equal(np.stack([np.asarray(images[index][0]) for index in range(200)]), PIXELS)
     assert np.bincount(open_split(Data(**other, subset=7), "train_split").reader.labels).tolist() == [7] * 4
 
@@ -222,6 +236,7 @@ def test_labels_of_a_hugging_face_data_set(tmp_path, monkeypatch, column, classe
     assert images[0][1] == 1
     assert str(images[1]) == "0/1: the row has no image"
     assert str(images[2]).startswith("1/2: not an image")
+    assert images.reader.fingerprints().tolist() == [zlib.crc32(png(PIXELS[0])), -1, zlib.crc32(b"no image")]
     with pytest.raises(OptionError, match=r'cannot read it: Unknown split "validation"\. Should be one of'):
         open_split(Data(dataset="hfds", root=str(tmp_path / "data"), val_split="validation"), "val_split")
 

@@ -11,7 +11,7 @@ from PIL import Image
 from attention.options import OptionError
 from engine.config.schema import Data
 from engine.data import sample, verify
-from engine.data.splits import classes_of, open_split
+from engine.data.splits import classes_of, identify_split, open_split
 
 REFERENCE = Path(__file__).parents[2] / "reference"
 PIXELS = np.random.default_rng(0).integers(0, 256, (6, 3, 5), dtype=np.uint8)
@@ -39,6 +39,21 @@ def test_images_and_labels_are_those_of_the_files(tmp_path, ending):
     assert [images[i][1] for i in range(len(images))] == [2, 0, 2, 1, 0, 1]
     assert np.array_equal(np.stack([np.asarray(images[i][0]) for i in range(len(images))]), PIXELS)
     assert list(images.reader.filenames())[1] == "0/1.pgm"
+
+
+def test_drawings_of_one_size_are_different_data(tmp_path):
+    """The names of the images are numbers; the content tells two drawings apart, of which one pixel differs."""
+    (tmp_path / "other").mkdir()
+    write(tmp_path)
+    write(tmp_path / "other", ending=".gz")
+    first, same = (identify_split("train", open_train(root)) for root in (tmp_path, tmp_path / "other"))
+    assert first == same
+    pixels = PIXELS.copy()
+    pixels[4, 1, 1] ^= 1
+    write(tmp_path / "other", images=gzip.compress(IMAGES_HEADER + pixels.tobytes()), ending=".gz")
+    other = identify_split("train", open_train(tmp_path / "other"))
+    assert other["train_files"] == first["train_files"]
+    assert other["train_content"] != first["train_content"]
 
 
 def test_a_packed_file_may_have_unpacked_labels(tmp_path):

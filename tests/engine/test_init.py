@@ -391,9 +391,65 @@ def test_files_of_other_programs(name, wrap, tmp_path):
     assert all(torch.equal(read[key], state[key]) for key in state)
 
 
-def start(run: Run, output: Path) -> nn.Module:
+def start(run: Run, output: Path, classes: list[str] | None = None) -> nn.Module:
     torch.manual_seed(1)
-    return create_initial_model(run, output, WORLD)
+    return create_initial_model(run, output, WORLD, classes)
+
+
+@pytest.fixture
+def trained(tmp_path, capsys) -> tuple[nn.Module, str]:
+    """A model of the classes a to e, and the name of its checkpoint."""
+    run, before = run_of(), tmp_path / "before"
+    before.mkdir()
+    model = start(run, before)
+    torch.nn.init.normal_(model.head.bias)
+    identity = {"classes": [*"abcde"]}
+    Checkpoints(before, run, WORLD, 100, identity).save(Progress(step=1, images=8), {"model": model})
+    capsys.readouterr()
+    return model, str(before / "step_1.pt")
+
+
+@pytest.mark.parametrize(
+    ("classes", "rows", "says"),
+    [
+        ("abcde", [0, 1, 2, 3, 4], None),
+        ("edcba", [4, 3, 2, 1, 0], "matched by name: the same names in another order"),
+        ("cb", [2, 1], "matched by name: only in the weights: a, d, e (3)"),
+        ("xbcyz", [None, 1, 2, None, None], "only in the weights: a, d, e (3); only in the data: x, y, z (3)"),
+        ("vwxyz", [None] * 5, None),
+        ("vwxyzb", [*[None] * 5, 1], "only in the weights: a, c, d, e (4); only in the data: v, w, x, y, z (5)"),
+    ],
+)
+def test_classifiers_are_matched_by_the_names_of_classes(trained, tmp_path, capsys, classes, rows, says):
+    source, name = trained
+    options = f"model.num_classes={len(classes)}", f"init.weights={name}"
+    models = source, start(run_of(options[0]), tmp_path), start(run_of(*options), tmp_path, [*classes])
+    out = capsys.readouterr().out
+    for there, fresh, here in zip(*(model.head.parameters() for model in models), strict=True):
+        assert torch.equal(here, torch.stack([fresh[i] if row is None else there[row] for i, row in enumerate(rows)]))
+    assert (says in out) if says else ("classes  " not in out)
+    remade = "re-made     2  head.weight (of other classes), head.bias (of other classes)"
+    assert (remade in out) == (classes == "vwxyz")
+    if classes != "abcde":
+        with pytest.raises(UserError, match=r"not all is loaded as it is: 2 (adapted|re-made) \(head"):
+            start(run_of(*options, "init.strict=true"), tmp_path, [*classes])
+
+
+@pytest.mark.parametrize("in_file", [True, False])
+def test_classes_without_names_are_said_to_be_taken_in_order(in_file, tmp_path, capsys):
+    """Weights alone have none; numbers, as of IDX files, name no data set."""
+    model = build(stem="linear")
+    source = write(tmp_path / "vit.pth", model.state_dict())
+    if not in_file:
+        source = str(tmp_path / "before")
+        (tmp_path / "before").mkdir()
+        identity = {"classes": [*"01234"]}
+        Checkpoints(Path(source), run_of(), WORLD, 100, identity).save(Progress(step=1, images=8), {"model": model})
+    started = start(run_of(f"init.weights={source}"), tmp_path, [*"01234"])
+    assert torch.equal(started.head.weight, model.head.weight)
+    unknown = "not known from this file; the 5 of its classifier are taken for the data's, in order"
+    expected = unknown if in_file else "numbers, taken for the same on both sides"
+    assert f"\n  classes  {expected}\n" in capsys.readouterr().out
 
 
 def test_an_own_run_its_checkpoint_and_its_export_start_another(tmp_path, capsys):
@@ -460,7 +516,10 @@ class Evil:
     [
         (None, "no such run directory or checkpoint"),
         (b"\xff\xd8 a picture", "damaged, or no checkpoint"),
-        ({"weight": Evil(), "state_dict": {}}, "cannot be loaded safely (UnpicklingError: a pickle with "),
+        (
+            {"weight": Evil(), "state_dict": {}},
+            "can be loaded safely (UnpicklingError: a pickle with a call of __builtin__.print; save the",
+        ),
         ({"state_dict": {"epoch": 3}}, "holds no weights, but 'state_dict'"),
         ({"state_dict": {"\x1b[2J.weight": torch.zeros(1)}}, "holds no weights, but 'state_dict'"),
         (b"", "damaged, or no checkpoint"),

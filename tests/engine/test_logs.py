@@ -50,6 +50,7 @@ def test_every_field_and_kind_is_documented_and_there(run: SimpleNamespace, tmp_
     with pytest.raises(ValueError, match="a reason"), Recorder(tmp_path, RUN, Progress(), 1, cpu):
         raise ValueError("a reason")
     with Recorder(tmp_path, RUN, Progress(), 1, cpu) as recorder:
+        recorder.start(0, 1, {"optim.lr": (1e-3, 5e-4)})
         recorder.num_gpus = 1
         recorder.skip(1, 1)
         recorder.eval(1, {"broken": 1})

@@ -5,8 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import timm
 import torch
-from timm.optim import list_optimizers
+from timm.models import group_parameters
+from timm.optim import create_optimizer_v2, get_optimizer_info, list_optimizers
 from torch import nn
 
 from attention.options import OptionError
@@ -22,14 +24,14 @@ from engine.training.optim import (
     keep_weights_finite,
     restore_optimizer,
 )
-from engine.training.resume import Checkpoints
+from engine.training.resume import Checkpoints, list_differences
 from models import create_model
 from tests.engine.test_resume import digest
 from tests.support.launcher import ROOT
 
 CPU = torch.device("cpu")
 NEED_CUDA = tuple(name for name in list_optimizers() if name.startswith(("bnb", "fused")))
-REFUSED = ("adahessian", "adan", "adanw", "cadan", "cadanw", *NEED_CUDA)
+REFUSED = ("adahessian", *NEED_CUDA)
 ACCEPTED = [name for name in list_optimizers() if name not in REFUSED]
 
 LIGHT = ("adamw", "sgd", "lamb", "lambc", "adafactorbv", "adopt", "lion", "madgrad", "muon", "nadam", "rmsproptf")
@@ -88,7 +90,7 @@ def test_the_trial_accepts_what_works(name: str):
     check_optimizer(Optim(opt=name), CPU)
 
 
-CHANGES = {"betas": (0.5, 0.6), "eps": 1e-3, "weight_decay": 0.5}
+CHANGES = {"betas": (0.5, 0.6, 0.7), "eps": 1e-3, "weight_decay": 0.5}
 
 
 @pytest.mark.parametrize("name", ACCEPTED)
@@ -98,7 +100,9 @@ def test_an_option_that_was_changed_is_all_that_changes(name: str):
     state = former.state_dict()
     for group in state["param_groups"]:
         group["step"] = 7
-    for option, value in CHANGES.items():
+    info = get_optimizer_info(name)
+    changes = CHANGES | {"betas": CHANGES["betas"][: info.num_betas]}
+    for option, value in changes.items():
         optimizer = create_optimizer(Weights(), Optim(opt=name, **{option: value}), 512)
         new = optimizer.state_dict()["param_groups"]
         restore_optimizer(optimizer, state, former, "x")
@@ -161,6 +165,85 @@ def test_layer_decay_scales_the_rates_of_timms_groups(caplog):
     for name, weight in model.named_parameters():
         (depth,) = (depth for prefix, depth in layers.items() if name.startswith(prefix))
         assert rates[id(weight)] == pytest.approx(5e-4 * 0.5**depth), name
+
+
+@pytest.mark.parametrize(
+    ("name", "timms"), [("deit_tiny_p16", "deit_tiny_distilled_patch16_224"), ("pvtv2_b2", "pvt_v2_b2")]
+)
+def test_layers_are_timms(name: str, timms: str):
+    """A layer of a PVT-v2 is a stage. Timm's PVT-v2 has other names for queries, keys and values."""
+    tokens = {"class_token": True, "dist_token": True} if name.startswith("deit") else {}
+    with torch.device("meta"):
+        models = create_model(name, attention="softmax", **tokens), timm.create_model(timms)
+    here, there = (group_parameters(model, model.group_matcher(), reverse=True) for model in models)
+    same = here.keys() & there.keys()
+    assert {key: here[key] for key in same} == {key: there[key] for key in same}
+    assert max(here.values()) == max(there.values())
+    for key in here.keys() - same:
+        stage, _, _ = key.partition(".attn.")
+        assert here[key] == here[f"{stage}.norm1.weight"]
+
+
+OWN = {"adamw": ((0.9, 0.999), 1e-8), "lion": ((0.9, 0.99), None), "lamb": ((0.9, 0.999), 1e-6), "sgd": (None, None)}
+"""Published defaults of optimisers."""
+
+
+@pytest.mark.parametrize("name", [name for name in list_optimizers() if name not in NEED_CUDA])
+def test_null_is_the_optimisers_own(name: str):
+    """Every group has timm's values without a word of ours."""
+    model, given = Weights(), {"lr": Optim().lr, "weight_decay": Optim().weight_decay}
+    optimizers = create_optimizer(model, Optim(opt=name), 512), create_optimizer_v2(model, name, **given)
+    (here, *_), (there, *_) = (optimizer.param_groups for optimizer in optimizers)
+    assert here.keys() == there.keys()
+    assert all(here[key] == there[key] for key in here.keys() - {"params"})
+    assert (here.get("betas"), here.get("eps")) == OWN.get(name, (here.get("betas"), here.get("eps")))
+
+
+def test_options_that_an_optimizer_does_not_take_are_refused():
+    for optim, problem in [
+        (Optim(opt="sgd", betas=(0.9, 0.999)), r"optim\.betas = \(0\.9, 0\.999\), but sgd takes none; set it to null"),
+        (Optim(opt="lion", eps=1e-8), r"optim\.eps = 1e-08, but lion takes none"),
+        (Optim(opt="adanw", betas=(0.9, 0.999)), r"optim\.betas = \[0\.9, 0\.999\], but adanw takes 3"),
+        (Optim(betas=(0.9, 0.99, 0.999)), r"optim\.betas = \[0\.9, 0\.99, 0\.999\], but adamw takes 2"),
+    ]:
+        with pytest.raises(OptionError, match=f"^{problem}"):
+            check_optimizer(optim, CPU)
+
+
+FORMER = {"optim.betas": [0.9, 0.999], "optim.eps": 1e-8}
+"""Values that configurations of earlier runs hold for every optimiser."""
+
+
+@pytest.mark.parametrize(
+    ("name", "lines"),
+    [
+        *(("adamw", []), ("sgd", []), ("adagrad", []), ("cadafactor", ["optim.eps: 1e-08 there, None here"])),
+        ("lion", ["optim.betas: [0.9, 0.999] there, None here"]),
+        ("adopt", ["optim.betas: [0.9, 0.999] there, None here", "optim.eps: 1e-08 there, None here"]),
+        ("fusedadam", ["optim.betas: [0.9, 0.999] there, None here", "optim.eps: 1e-08 there, None here"]),
+    ],
+)
+def test_runs_from_before_go_on_where_nothing_changes(name: str, lines: list[str]):
+    here = {"optim.opt": name, "optim.betas": None, "optim.eps": None}
+    assert list_differences(here | FORMER, here) == lines
+    other = here | {"optim.opt": "adamw"}
+    assert list_differences(other | FORMER, here, ["optim.opt"]) == []
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "sgd", "adam", "lamb"])
+def test_weight_decay_is_decoupled_from_the_gradient_or_not(name: str):
+    """Decoupled, it takes lr * weight_decay of the weights, and the next step's moments know nothing of it."""
+    ends, states = [], []
+    for decay in (0.0, 0.1):
+        torch.manual_seed(0)
+        model = nn.Linear(7, 5, bias=False)
+        start = model.weight.detach().clone()
+        optimizer = create_optimizer(model, Optim(opt=name, lr=0.01, weight_decay=decay), 512)
+        train(model, optimizer, 0, 1)
+        ends.append(model.weight.detach())
+        states.append([x for x in optimizer.state[model.weight].values() if torch.is_tensor(x)])
+    takes_its_share = torch.allclose(ends[0] - ends[1], 0.01 * 0.1 * start, rtol=1e-3, atol=1e-6)
+    assert (takes_its_share and all(map(torch.equal, *states))) is (name in ("adamw", "lion", "muon"))
 
 
 def fuse(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

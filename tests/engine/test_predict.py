@@ -118,9 +118,7 @@ def test_what_is_no_image_is_named_and_counted(capsys):
 
 
 def test_files_may_be_listed_on_standard_input(monkeypatch, capsys):
-    monkeypatch.setattr(
-        sys, "stdin", io.TextIOWrapper(io.BytesIO(b"digits/7.png\n\nno such\x1b\xff.png\ndigits/3.png\n"))
-    )
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"digits/7.png\n\nfew/broken.png\ndigits/3.png\n")))
     with pytest.raises(SystemExit, match="1"):
         predict.main(["runs/eva", "-", "--top", "2", "--output", "x.csv"])
     header, *rows = csv.reader(Path("x.csv").read_text().splitlines())
@@ -128,8 +126,17 @@ def test_files_may_be_listed_on_standard_input(monkeypatch, capsys):
     assert [row[0] for row in rows] == ["digits/7.png", "digits/3.png"]
     assert all(float(row[2]) >= float(row[4]) > 0 and row[1] in CLASSES for row in rows)
     skipped, count = capsys.readouterr().err.splitlines()
-    assert skipped.startswith("skipped: no such\\x1b\\udcff.png: ")
+    assert skipped.startswith("skipped: few/broken.png: ")
     assert count.startswith("left out: 1 of 3 files")
+
+
+def test_a_missing_file_is_no_unreadable_image(monkeypatch, capsys):
+    """It is refused before any work, also in a list."""
+    stream = io.BytesIO(b"digits/7.png\nno such\x1b\xff.png\n")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(stream))
+    with pytest.raises(SystemExit, match="2"):
+        predict.main(["runs/eva", "-"])
+    assert capsys.readouterr() == ("", "error: no such\\x1b\\udcff.png: No such file or directory\n")
 
 
 def test_a_line_for_each_image(capsys):

@@ -399,6 +399,10 @@ def test_other_options_are_refused_until_allowed(runs: Runs, figure: Callable):
     assert runs.launch(output=output, more=allowed)[0] == [0]
     groups = find_checkpoint(output, "last")[1]["optimizer"]["param_groups"]
     assert {group["weight_decay"] for group in groups} == {0.0, 0.01}
+    trace = {"kind": "change", "step": 4, "option": "optim.weight_decay", "before": 0.05, "now": 0.01}
+    changes = [record for record in records(output) if record["kind"] == "change"]
+    assert [{key: record[key] for key in trace} for record in changes] == [trace]
+    assert "optim.weight_decay 0.05 -> 0.01\n" in (output / "console.log").read_text()
     figure("R5", "changed options refused key by key, allowed ones take effect")
 
 
@@ -501,18 +505,35 @@ def test_a_seed_decides_everything(runs: Runs, figure: Callable):
     figure("G1", "the same seed twice: same bits; another seed: everything differs")
 
 
+def allocations_per_step(runs: Runs, amount: int, *faults: Fault) -> tuple[float, float, set[float]]:
+    """The bytes and Python blocks that a run of `amount` updates keeps per update, and its numbers of descriptors.
+
+    Every interval between two counts has the same number of epochs, evaluations and checkpoints. The median does not
+    see what is allocated once, such as a cache.
+    """
+    plain = ["attention={name: softmax}", "model.depth=1", "augment.auto_augment=null"]
+    rare = ["train.eval_every=5", "train.checkpoint_steps=20"]
+    more = [f"schedule.epochs={amount // 12}", "train.total_batch_size=4", *rare, *plain]
+    statuses, job, _ = runs.launch(*faults, more=more)
+    assert statuses == [0], job.text
+    step, memory, blocks, files = np.array(job.recorded("memory"), int).T[:, amount // 180 :]
+    return *(np.median(np.diff(count) / np.diff(step)) for count in (memory, blocks)), set(files)
+
+
 @light_and_full(600, 3000)
 def test_a_long_run_takes_no_more_memory(amount: int, runs: Runs, figure: Callable):
-    plain = ["attention={name: softmax}", "model.depth=1", "augment.auto_augment=null"]
-    rare = ["train.eval_every=10", "train.checkpoint_steps=20"]
-    more = [f"schedule.epochs={amount // 12}", "train.total_batch_size=4", *rare, *plain]
-    statuses, job, _ = runs.launch(more=more)
-    assert statuses == [0]
-    step, memory, files = np.array(job.recorded("memory"), float).T[:, amount // 3 :]
-    slope = 1000 * np.polyfit(step, memory, 1)[0]
-    assert len(set(files)) == 1
-    assert slope < 1
-    figure("M1", f"{amount} steps: {slope:+.2f} MB per 1000 steps, {files[0]:.0f} descriptors throughout")
+    memory, blocks, files = allocations_per_step(runs, amount)
+    figure("M1", f"{amount} steps: {memory:+.1f} bytes and {blocks:+.3f} blocks per step, {files} descriptors")
+    assert len(files) == 1
+    assert memory < 250
+    assert blocks < 1
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("leak", ["leak tensor", "leak objects"])
+def test_a_leak_of_one_kilobyte_per_step_is_seen(leak: str, runs: Runs):
+    memory, blocks, _ = allocations_per_step(runs, 600, ("train.Recorder.end_step", 0, leak))
+    assert memory > 1000 if leak == "leak tensor" else blocks > 60
 
 
 def test_digest_sees_a_single_bit():

@@ -3,12 +3,23 @@
 import fcntl
 import json
 import multiprocessing
+import os
 from pathlib import Path
 
 import pytest
 
-from engine.reporting.metrics import epochs_csv
-from engine.reporting.runs import COLUMNS, main, summarise
+from ablation.curves import read_curve
+from ablation.sweep import Case
+from ablation.worker import is_busy
+from engine.checkpoints.progress import Progress
+from engine.reporting.metrics import epochs_csv, read_records, tabulate_epochs
+from engine.reporting.recorder import Recorder
+from engine.reporting.runs import COLUMNS, main, read_epochs, summarise
+from engine.runtime.distributed import World
+from engine.runtime.errors import UserError
+from engine.runtime.files import lock_directory
+from engine.runtime.terminal import append_line
+from tests.engine.test_recorder import CPU, RUN
 
 START = {"kind": "start", "epoch": 0, "step": 0, "epochs": 4, "total_steps": 40, "elapsed_seconds": 10.0}
 TRAIN = {"kind": "train", "epoch": 2, "step": 20, "elapsed_seconds": 50.0, "loss": 1.0, "images_per_second": 99.6}
@@ -34,7 +45,126 @@ def make_run(directory: Path, *records: dict) -> Path:
 )
 def test_states(tmp_path: Path, end: dict, state: str):
     row = summarise(make_run(tmp_path / "run", START, EVAL, TRAIN, {**TRAIN, **end}))
-    assert row == dict(zip(COLUMNS, (state, "2/4", "87.50", "100", "0:00:50", "", ""), strict=True))
+    assert row == dict(zip(COLUMNS, (state, "2/4", "87.50", "100", "0:00:50", "", "", ""), strict=True))
+
+
+def test_options_that_were_changed_within_a_run_are_named(tmp_path: Path):
+    changes = [
+        {"kind": "change", "epoch": 1, "step": 10, "option": "optim.lr", "before": 1e-3, "now": 5e-4},
+        {"kind": "change", "epoch": 2, "step": 20, "option": "processes", "before": 2, "now": 1},
+    ]
+    row = summarise(make_run(tmp_path / "run", START, EVAL, changes[0], TRAIN, changes[1]))
+    assert row["changed"] == "optim.lr 0.001 -> 0.0005 at step 10; processes 2 -> 1 at step 20"
+
+
+TAMPERED = [
+    b"\xff\xfe",
+    b"[1, 2]",
+    b"null",
+    b"{}",
+    b"[" * 100_000,
+    b"9" * 5000,
+    b'{"kind": ["train"], "epoch": 1, "step": 1}',
+    b'{"kind": "train", "epoch": "1", "step": 1}',
+    b'{"kind": "train", "epoch": 1, "step": -1}',
+    b'{"kind": "train", "epoch": 1}',
+    b'{"kind": "train", "epoch": 1, "step": 5, "loss": NaN}',
+    b'{"kind": "train", "epoch": 1, "step": 5, "loss": 1e999}',
+    b'{"kind": "train", "epoch": 1, "step": 5, "images_per_second": "fast"}',
+    b'{"kind": "eval", "epoch": 1, "step": 5, "top1": [1]}',
+    b'{"kind": "eval", "epoch": 1, "step": 5, "elapsed_seconds": null}',
+    b'{"kind": "final", "epoch": 1, "step": 5, "gpu_hours": {"a": 1}}',
+    b'{"kind": "fail", "epoch": 1, "step": 5}',
+    b'{"kind": "fail", "epoch": 1, "step": 5, "reason": 5}',
+    b'{"kind": "start", "epoch": 1, "step": 5, "total_steps": "many"}',
+    b'{"kind": "train", "epoch": 1, "step": 5, "time": "today", "images_seen": 9}',
+]
+
+
+@pytest.mark.parametrize("line", TAMPERED, ids=range(len(TAMPERED)))
+def test_a_line_that_is_no_record_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture, line: bytes):
+    """It is named, once, and neither a table nor a run that resumes fails."""
+    run = make_run(tmp_path / "run", START, EVAL, TRAIN)
+    expected = summarise(run)
+    whole = (run / "metrics.jsonl").read_bytes()
+    first, rest = whole.split(b"\n", 1)
+    (run / "metrics.jsonl").write_bytes(first + b"\n" + line + b"\n" + rest)
+    assert (summarise(run), read_epochs(run)) == (expected, tabulate_epochs([START, EVAL, TRAIN]))
+    error = capsys.readouterr().err
+    assert error == f"warning: {run}/metrics.jsonl:2: holds no record of a run; left out\n"
+    progress = Progress(epoch=1, step=20)
+    with Recorder(run, RUN, progress, total_steps=40, device=CPU):
+        assert (run / "metrics.jsonl").read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"kind": "train", "epoch": 1, "step": 0, "images_per_second": -5, "loss": 0},
+        {"kind": "train", "epoch": 1, "step": 0, "images_per_second": None, "loss": None},
+        {"kind": "eval", "epoch": 1, "step": 1, "elapsed_seconds": 1e90, "top1": None, "images_seen": 9},
+        {"kind": "start", "epoch": 1, "step": 0, "elapsed_seconds": -1e90, "epochs": 1e90},
+        {"kind": "weird", "epoch": 2**52, "step": 2**52},
+    ],
+)
+def test_a_record_that_no_run_makes_stops_nothing(tmp_path: Path, record: dict):
+    run = make_run(tmp_path / "run", START, EVAL, TRAIN, record)
+    summarise(run)
+    epochs_csv(read_records(run))
+    read_curve(run)
+    Recorder(run, RUN, Progress(epoch=3, step=30), total_steps=40, device=CPU).close()
+
+
+def test_what_a_run_says_reaches_the_terminal_as_text(tmp_path: Path, capsys: pytest.CaptureFixture):
+    change = {"kind": "change", "epoch": 1, "step": 9, "option": "optim\x1b[2J", "before": "\x1b]0;", "now": ["\x9b"]}
+    make_run(tmp_path / "r\x1b[2Jn", START, change, {**TRAIN, "kind": "fail", "reason": "\x1b[31mred\n"})
+    main([str(tmp_path)])
+    shown = capsys.readouterr().out
+    assert "failed: \\x1b[31mred\\n" in shown
+    assert all(line.isprintable() for line in shown.splitlines())
+
+
+def test_a_configuration_of_many_aliases_is_that_of_another_run(tmp_path: Path, capsys: pytest.CaptureFixture):
+    run = make_run(tmp_path / "run", START, {"kind": "final", "epoch": 4, "step": 40, "top1": 1.0})
+    levels = [f"x{i}: &x{i} [{', '.join([f'*x{i - 1}'] * 9)}]" for i in range(1, 30)]
+    (run / "config.yaml").write_text("x0: &x0 [0]\n" + "\n".join(levels))
+    assert Case(RUN, run, []).result() is None
+    assert capsys.readouterr().err == (
+        f"warning: {run}/config.yaml:1: more than 2000 values; the run counts as another\n"
+    )
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "lock", "ablate.lock", "console.log", "config.yaml"])
+def test_a_pipe_in_a_run_directory_blocks_nothing(tmp_path: Path, capsys: pytest.CaptureFixture, name: str):
+    run = make_run(tmp_path / "run", START, EVAL, TRAIN)
+    (run / name).unlink(missing_ok=True)
+    os.mkfifo(run / name)
+    make_run(tmp_path / "other", START, EVAL, TRAIN)
+    main([str(tmp_path)])
+    assert f"{tmp_path}/other" in capsys.readouterr().out
+    append_line(run, "line")
+    case = Case(RUN, run, [])
+    assert case.result() is None
+    if name == "ablate.lock":
+        with pytest.raises(UserError, match="cannot be locked: a pipe or device, not a regular file"):
+            is_busy(case)
+    else:
+        assert is_busy(case) is False
+    if name == "lock":
+        with pytest.raises(UserError, match="cannot be written: a pipe or device"), lock_directory(run, World(CPU)):
+            pass
+
+
+def test_records_that_are_too_large_are_neither_read_nor_lost(tmp_path: Path, capsys: pytest.CaptureFixture):
+    run = make_run(tmp_path / "run", START, EVAL, TRAIN)
+    with (run / "metrics.jsonl").open("r+b") as file:
+        file.truncate(50 * 2**30)
+    assert summarise(run)["state"] == "not begun"
+    problem = f"{run}/metrics.jsonl: larger than 268,435,456 bytes"
+    assert capsys.readouterr().err == f"warning: {problem}\n"
+    with pytest.raises(UserError, match=problem):
+        Recorder(run, RUN, Progress(), total_steps=40, device=CPU)
+    assert (run / "metrics.jsonl").stat().st_size == 50 * 2**30
 
 
 def hold(path: Path, pipe) -> None:
@@ -63,7 +193,7 @@ def test_a_run_that_is_running(tmp_path: Path):
 def test_a_run_of_an_earlier_version(tmp_path: Path):
     old = {"kind": "start", "epoch": 0, "step": 0}, {"kind": "eval", "epoch": 1, "step": 9, "top1": 50.0}
     row = summarise(make_run(tmp_path / "run", *old, {"kind": "final", "epoch": 1, "step": 9, "top1": 50.0}))
-    assert [*row.values()] == ["finished", "1/?", "50.00", "", "", "", ""]
+    assert [*row.values()] == ["finished", "1/?", "50.00", "", "", "", "", ""]
 
 
 def test_runs_below_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -77,6 +207,33 @@ def test_runs_below_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture):
         [f"{tmp_path}/a", "not", "begun"],
         [f"{tmp_path}/sweep/b", "interrupted", "1/4"],
     ]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("epoch,eval_top1\n1,nan\n2,90\n3,5\n", [["1", "87.5"], ["2", "90"], ["3", "5"]]),
+        ("epoch,eval_top1\n1,high\n2,90\n", [["1", "87.5"], ["2", "90"]]),
+        ("epoch,eval_top1\n1,88,9,9\n", [["1", "87.5", "88", "+0.5"]]),
+        ("epoch,eval_top1\nnan,88\n", "no epochs of a run"),
+        ("epoch,eval_top1\ninf,88\n", "no epochs of a run"),
+        ("epoch,eval_top1\n1.5,88\n", "no epochs of a run"),
+        ("epoch,eval_top1\n1,\n", "'eval_top1' is no column of b.csv"),
+        ("epoch,eval_top1\n" + "1" * 200_000, "cannot be read as epochs.csv"),
+    ],
+)
+def test_a_table_with_other_values_than_numbers(tmp_path: Path, monkeypatch, capsys, text: str, shown: list | str):
+    monkeypatch.chdir(tmp_path)
+    make_run(tmp_path / "a", START, EVAL)
+    (tmp_path / "b.csv").write_text(text)
+    if isinstance(shown, str):
+        with pytest.raises(SystemExit):
+            main(["a", "b.csv", "--compare", "eval_top1"])
+        error = capsys.readouterr().err
+        assert (error.count("\n"), shown in error) == (1, True)
+    else:
+        main(["a", "b.csv", "--compare", "eval_top1"])
+        assert [line.split() for line in capsys.readouterr().out.splitlines()][1:] == shown
 
 
 def test_comparison(tmp_path: Path, capsys: pytest.CaptureFixture):

@@ -19,6 +19,7 @@ import validate
 from engine.checkpoints.files import find_checkpoint, load_checkpoint, save_checkpoint
 from engine.config.load import parse_run
 from engine.data.arrays import DigitsReader
+from engine.data.idx import write_idx
 from engine.data.images import decode
 from engine.data.loaders import create_val_loader
 from engine.evaluation.evaluate import evaluate
@@ -69,6 +70,19 @@ def flat(report: dict) -> dict:
     return metrics["plain"] | {f"ema_{name}": value for name, value in metrics["ema"].items()}
 
 
+def test_other_images_of_the_same_names_are_announced(run_directory, tmp_path, capsys):
+    reader = DigitsReader("val")
+    write_idx(tmp_path / "val-images-idx3-ubyte", reader.images)
+    write_idx(tmp_path / "val-labels-idx1-ubyte", reader.labels)
+    for path in tmp_path.iterdir():
+        path.rename(f"{path}.gz")
+    arguments = [str(run_directory), "data.workers=0", "--weights", "plain"]
+    validate.main(arguments)
+    assert capsys.readouterr().err == ""
+    validate.main([*arguments, "data.dataset=idx", f"data.root={tmp_path}"])
+    assert capsys.readouterr().err == "data: other images than those of the validation in training\n"
+
+
 @pytest.mark.parametrize("which", ["best", "last"])
 def test_metrics_are_those_of_training(run_directory, capsys, which):
     path, recorded = find_checkpoint(run_directory, which)
@@ -106,6 +120,20 @@ def test_an_export_names_the_weights_that_it_holds(apart, capsys, kind, epoch):
     expected = report[kind or "ema"] | {"checkpoint": str(apart / "x.safetensors")}
     assert expected["epoch"] == epoch
     assert read_report(capsys, apart / "x.safetensors") == {kind or "ema": expected}
+
+
+def test_every_export_that_is_asked_for_is_written(run_directory, tmp_path, capsys):
+    targets = [tmp_path / "a.safetensors", tmp_path / "b.safetensors"]
+    read_report(capsys, run_directory, *(f"--export={target}" for target in targets))
+    assert targets[0].read_bytes() == targets[1].read_bytes()
+
+
+def test_an_option_of_one_value_is_given_once(run_directory, capsys):
+    with pytest.raises(SystemExit) as caught:
+        validate.main([str(run_directory), "--select", "best", "data.workers=0", "--select", "last"])
+    assert caught.value.code == 2
+    expected = "error: argument --select: given twice, and only the last would count; give it once\n"
+    assert capsys.readouterr().err.endswith(expected)
 
 
 def test_the_former_meaning_of_weights_says_its_new_name(run_directory, capsys):
@@ -335,7 +363,7 @@ def test_without_an_average_there_is_one_line(run_directory, tmp_path, capsys):
         (["nowhere"], "nowhere: no such run directory or checkpoint"),
         (["."], ".: no checkpoint there"),
         (["text.pt"], "text.pt: damaged, or no checkpoint that can be loaded safely"),
-        (["x.onnx"], "x.onnx: a graph without a configuration; name the run or checkpoint that it was made of"),
+        (["x.onnx"], "x.onnx: an exported graph, which only other programs run (docs/validation.md, Export); name the"),
         (["good.pt", "--export", "x.bin"], "x.bin: no kind of export; choose a directory DIR/ or a file"),
         (["half.pt"], "half.pt: damaged, or no checkpoint that can be loaded safely"),
         (["plain.pt", "--weights", "ema"], "plain.pt: holds no ema weights, only plain"),

@@ -9,12 +9,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch.utils.data import Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
+import engine.data.workers
 from engine.data.loaders import check_workers
 from engine.data.sampler import EpochSampler, SeededDataset
-from engine.data.workers import RestartingLoader, WorkersLost, with_flags
+from engine.data.workers import RestartingLoader, WorkersLost, WorkersStuck, with_flags
 from engine.runtime.distributed import World
+from engine.runtime.errors import UserError
 
 CPU = World(torch.device("cpu"))
 
@@ -153,6 +156,18 @@ def test_only_torch_ends_a_worker_by_a_signal():
     assert worker.exitcode == 0
 
 
+class Full(Dataset):
+    """Images that a worker cannot send, because the shared memory is full."""
+
+    def __getitem__(self, index: int) -> int:
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)")
+
+
+def test_full_shared_memory_is_named():
+    with pytest.raises(UserError, match=r"/dev/shm, .*, is full; enlarge it .*, lower data\.workers = 1, or set"):
+        list(RestartingLoader(Full(), 2, sampler=[1], num_workers=1))
+
+
 def test_workers_live_on_from_pass_to_pass():
     """Also after a pass that was not finished; one that dies in between is replaced."""
     loader = train_loader(2)
@@ -170,3 +185,42 @@ def test_workers_live_on_from_pass_to_pass():
             assert all(torch.equal(value, other) for value, other in zip(batch, twin, strict=True))
     del loader
     assert set(multiprocessing.active_children()) == others
+
+
+class Stuck(Noise):
+    """Items of a worker that stops, as if its disk did not answer, at index 4."""
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor]:
+        if index == 4:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().__getitem__(index)
+
+
+def test_a_worker_that_hangs_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(engine.data.workers, "STOP_AFTER", 0.1)
+    others = set(multiprocessing.active_children())
+    for stopped in (False, True):
+        loader = RestartingLoader(Stuck(), 2, sampler=range(8), num_workers=1, patience=60.0 if stopped else 1.0)
+        batches = iter(loader)
+        assert next(batches)[0].tolist() == [0, 1]  # no limit of the whole pass
+        loader.stop_requested = lambda stopped=stopped: stopped
+        with pytest.raises(WorkersStuck, match=r"sent no batch for \d+ s; (the limit is 1 s|a stop signal)") as caught:
+            list(batches)
+        assert caught.value.stopped == stopped
+        assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.join()  # would not end if it only had a signal that a stopped process cannot hear
+
+
+def test_a_worker_that_stops_between_two_batches_is_not_waited_for():
+    """Its batches are in the queue, but their tensors come from a thread of the worker."""
+    others = set(multiprocessing.active_children())
+    loader = RestartingLoader(Noise(), 2, sampler=range(40), num_workers=1, patience=1.0)
+    batches = iter(loader)
+    next(batches)
+    (worker,) = set(multiprocessing.active_children()) - others
+    os.kill(worker.pid, signal.SIGSTOP)
+    with pytest.raises(WorkersStuck):
+        list(batches)
+    worker.join()
+    assert worker.exitcode == -signal.SIGKILL

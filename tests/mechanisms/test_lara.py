@@ -10,7 +10,7 @@ from torch import Tensor
 from attention import AttentionFactory, OptionError, create_attention
 from attention.mechanisms.lara import lara
 from attention.mechanisms.ra import ra
-from attention.ops.random_features.proposals import query_weights
+from attention.ops.random_features.proposals import log_weights, own_ratio, query_weights
 from attention.parts.features import log_features, scale
 from attention.parts.groups import group_mean
 from tests.support.cases import PREFIX, Case
@@ -267,6 +267,21 @@ def test_a_second_sample_acts_in_training_only():
     one, two = layer().eval(), layer(samples_per_proposal=2).eval()
     x = torch.randn(2, 24, 8)
     assert torch.equal(one(x, (4, 6)), two(x, (4, 6)))
+
+
+def test_the_released_floor_of_two_samples_is_that_of_two_proposals():
+    """The released code counts 2 c proposals: its alpha, of at least 1e-8, is half of ours."""
+    queries, landmarks, noise = 9 * draw(1, 1, N, D, seed=7), draw(1, 1, C, D, seed=9), draw(1, 1, C, 2, D, seed=8)
+    omega = (landmarks[:, :, :, None] + noise).flatten(2, 3)
+    log_ratio = log_features(landmarks, omega).mT
+    own = own_ratio(log_ratio)
+    released = (own - log_ratio.repeat_interleave(2, -1).logsumexp(-1)).exp()[:, :, None]
+    r = (queries @ landmarks.mT).softmax(-2).repeat_interleave(2, -1)
+    released = (released + 1.0 * (r - r.mean(-1, keepdim=True))).clamp(min=1e-8)
+    assert (released == 1e-8).any()
+
+    ours = log_weights(queries, landmarks, omega, log_ratio, "decoupled", 2.0)
+    assert_equal(ours, (2 * released).log() - own[:, :, None])
 
 
 def test_a_single_proposal_tells_queries_apart_in_evaluation():

@@ -87,6 +87,17 @@ def test_gradients_of_cosine_features_are_unbiased_and_errors_fall_as_one_over_s
     assert variances[0] / variances[1] == pytest.approx(16, rel=0.1)
 
 
+def test_estimates_beyond_float16_stay_finite():
+    torch.manual_seed(0)
+    attn = create_attention("ra", dim=64, num_heads=1, grid=(7, 8), features="cosine").half()
+    q, k, v = (1.5 * torch.randn(2, 1, 56, 64).half() for _ in range(3))
+    torch.manual_seed(0)
+    noise, uniform = attn.sample_noise(q)
+    assert ra(q, k, v, noise, uniform, features="cosine").abs().max() > torch.finfo(torch.float16).max
+    torch.manual_seed(0)
+    assert attn.attend(q, k, v, (7, 8)).isfinite().all()
+
+
 def test_by_hand_with_cosine_features():
     """Two keys of one channel at omega = pi / 2: with b = 0 cosines are 1 at 0 and 0 at 1; with b = pi / 2 they are 0
     and -1. Query 0 has xi = sqrt(2) and 0; exp(q . k) is 1 for both keys. Query 1 has xi = 0 and -sqrt(2 e).

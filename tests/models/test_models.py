@@ -21,6 +21,7 @@ from models.convert import resample_pos_embed
 from models.costs import count_costs
 from models.deit import Deit
 from models.pvt import Pvt
+from tests.uniform.test_materialisation import fill_with_garbage
 
 EVA = {"name": "eva", "window_size": 3, "num_landmarks": 6}
 TINY = {
@@ -61,7 +62,31 @@ def test_every_size_builds(name):
         model = create_model(name)
         assert model(torch.empty(2, 3, 224, 224)).shape == (2, 1000)
     assert isinstance(model, family)
+    assert dict(model.named_buffers()).keys() <= model.state_dict().keys()  # nothing to compute beside the state
     assert dataclasses.replace(model.config, img_size=224) == parse_model(name, {})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("deit", {"stem": "conv", "class_token": True, "dist_token": True, "reg_tokens": 2}),
+        ("deit", {"mask_token": True, "num_classes": 0}),
+        ("deit", {"vocab_size": 9, "patch_size": 1, "in_chans": 1, "img_size": (6, 5)}),
+        ("pvtv2_b0", {}),
+    ],
+    ids=str,
+)
+def test_models_of_the_meta_device_take_their_state_and_nothing_else(name, options):
+    images = tiny_images(name)
+    if "vocab_size" in options:
+        images = images[:, :1, :6, :5].abs().round()
+    model = tiny_model(name, **options).eval()
+    with torch.device("meta"):
+        others = [tiny_model(name, **options).eval() for _ in range(2)]
+    fill_with_garbage(others[0].to_empty(device="cpu"))
+    for other, assign in zip(others, (False, True), strict=True):
+        other.load_state_dict(model.state_dict(), strict=True, assign=assign)
+        assert torch.equal(other(images), model(images))
 
 
 LARA_PVT = {"name": "lara", "landmark_transform": "dense"}
@@ -434,8 +459,8 @@ def test_groups_follow_depth(name):
         "pvtv2_b0": [
             "patch_embed.proj.weight",
             "stages.0.blocks.0.norm1.weight",
-            "stages.1.downsample.proj.weight",
             "stages.1.blocks.1.attn.proj.bias",
+            "stages.2.downsample.proj.weight",
             "stages.3.blocks.0.mlp.dwconv.weight",
         ],
     }[name]

@@ -97,7 +97,7 @@ def test_a_checkpoint_of_timm_has_the_same_top1_here(scripts, digits, trained, t
     for checkpoint in (output / "last.pth.tar", tmp_path / "clean.pth", tmp_path / "clean.safetensors"):
         assert top1_of_timm(scripts, digits, checkpoint) == pytest.approx(top1, abs=1e-4)
         export = tmp_path / "export.safetensors"
-        convert = [sys.executable, "-m", "models.convert", checkpoint, export, "--config", CONFIG]
+        convert = [sys.executable, "-m", "engine.checkpoints.convert", checkpoint, export, "--config", CONFIG]
         subprocess.run(convert, check=True, cwd=ROOT)
         assert top1_of_ours(digits, export) == pytest.approx(top1, abs=1e-4)
 

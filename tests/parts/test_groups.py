@@ -89,3 +89,19 @@ def test_complement_chunks_of_the_papers():
     for side, size in ((28, 15), (14, 3), (56, 63)):
         groups = chunks_outside(Windows((side, side), (7, 7)), 49, CPU)
         assert (groups.count() == size).all()
+
+
+@pytest.mark.parametrize("margin", [(0, 0), (1, 1)])
+@pytest.mark.parametrize("grid", [(4, 6), (5, 7)], ids=str)
+def test_means_of_large_halves_are_finite(grid, margin):
+    """Tiles, unequal bins and grown ones, with and without masked tokens: sums are beyond float16, means are not."""
+    N = grid[0] * grid[1]
+    x, key_mask = torch.full((2, 3, N, 4), 6e4, dtype=torch.float16), torch.arange(N).expand(2, -1) % 3 > 0
+    groups = bins(grid, (2, 3), CPU, margin)
+    for masked in (groups, groups.masked(key_mask)):
+        mean = group_mean(x, masked)
+        assert mean.dtype == x.dtype
+        assert mean.isfinite().all()
+        assert (mean == 6e4).all() or groups.padded_means
+    for mask in (None, key_mask):
+        assert (Windows(grid, (3, 2), key_mask=mask).mean(x) == 6e4).all()

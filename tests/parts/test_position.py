@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from attention import create_attention
-from attention.mechanisms.local import local
+from attention.mechanisms.local import local, local_reference
 from attention.parts.geometry import Windows
 from attention.parts.position import PositionBias, t5_bucket
+from attention.window_options import windows_on
 from tests.support.comparisons import assert_equal
 from tests.support.inputs import d, draw, h, tokens
 
@@ -21,7 +22,7 @@ def test_every_bias_row_in_use_receives_a_gradient(kind, layout, overlap):
     y = attn(draw(2, 81, 8).float(), (9, 9))
     (y * torch.randn_like(y)).sum().backward()
     bias = attn.position_bias
-    for table_gradient, index in zip(bias.table.grad, bias.index, strict=True):
+    for table_gradient, index in zip(bias.table.grad, bias.index(), strict=True):
         used = torch.zeros(len(table_gradient), dtype=torch.bool)
         used[index.unique()] = True
         assert torch.equal((table_gradient != 0).all(-1), used)
@@ -46,7 +47,7 @@ def test_bias_table_sizes(kind, window, overlap, rows):
 
 
 def test_table_bias_is_a_function_of_the_offset_alone_and_tells_all_offsets_apart():
-    index = PositionBias("table", 1, 8, Windows((6, 6), (3, 3), (1, 1))).index[0]
+    index = PositionBias("table", 1, 8, Windows((6, 6), (3, 3), (1, 1))).index()[0]
     offsets = {}
     for query in range(9):
         for key in range(25):
@@ -58,9 +59,24 @@ def test_table_bias_is_a_function_of_the_offset_alone_and_tells_all_offsets_apar
 
 def test_released_table_confuses_offsets():
     """w = 7, e = 0: 169 offsets share 97 rows, e.g. (0, +1) and (+1, -6)."""
-    index = PositionBias("table_released", 1, 8, Windows((7, 7), (7, 7))).index[0]
+    index = PositionBias("table_released", 1, 8, Windows((7, 7), (7, 7))).index()[0]
     assert len(index.unique()) == 97
     assert index[1, 0] == index[7, 6]
+
+
+@pytest.mark.parametrize("kind", ["table", "t5", "table_released", "t5_released"])
+@pytest.mark.parametrize("layout", ["1d", "2d"])
+def test_windows_of_one_token_with_an_overlap(kind, layout):
+    """Such a window has one axis in 1-D alone: its keys form a row of 3 tokens, or a square of 3 x 3."""
+    options = {"window_size": 1, "overlap": 1, "layout": layout, "position_bias": kind}
+    attn = create_attention("local", dim=8, num_heads=2, grid=(4, 5), **options).double()
+    bias, (q, k, v) = attn.position_bias, tokens((4, 5))
+    keys = 3 if layout == "1d" else 9
+    assert bias.index().shape == (1 + (kind == "t5" and layout == "2d"), 1, keys)
+    if kind != "t5_released":  # it confuses axes, and so rows
+        assert len(bias.index()[:, 0].unique(dim=1).T) == keys
+    windows = windows_on(attn.config, (4, 5))
+    assert_equal(local(q, k, v, bias(), windows=windows), local_reference(q, k, v, bias(), windows=windows))
 
 
 def test_t5_buckets():

@@ -8,6 +8,8 @@ import importlib.util
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 from attention import ATTENTION
 from tests.support.cases import Case
 
@@ -66,3 +68,13 @@ def stated(constant: str) -> dict[str, Any]:
 
 
 CASES: list[Case] = [case for _, case in rows("CASES")]
+
+
+def light(cases: list[Case], *also: str) -> list[Any]:
+    """Parameters of a test: the first of every mechanism's cases, and those with an option in `also`; others run in the
+    stress suite.
+    """
+    first = {case.name: case for case in reversed(cases)}.values()
+    are_light = [case in first or not case.options.keys().isdisjoint(also) for case in cases]
+    marks = [[] if is_light else [pytest.mark.stress] for is_light in are_light]
+    return [pytest.param(case, id=str(case), marks=mark) for case, mark in zip(cases, marks, strict=True)]

@@ -122,10 +122,12 @@ IMAGE_FILES = {
     "zeros.jpg": ImageFile(bytes(4096), "not an image"),
     "text.jpg": ImageFile(b"<html>404 Not Found</html>", "not an image"),
     "postscript.jpg": ImageFile(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "not an image"),
-    "animated_gif.png": ImageFile(frames("GIF"), "GIF with 2 frames"),
-    "animated.png": ImageFile(frames("PNG"), "PNG with 2 frames"),
-    "animated_webp.png": ImageFile(frames("WEBP"), "WEBP with 2 frames"),
-    "pages_tiff.jpg": ImageFile(frames("TIFF"), "TIFF with 2 frames"),
+    "long_comment.ppm": ImageFile(b"P6 #" + bytes(2**18) + b"\n 1 1 255\n123", "its header is too long"),
+    "hole.jpg": ImageFile(JPEG[:20] + bytes(2**18) + JPEG[20:], "its header is too long"),
+    "animated_gif.png": ImageFile(frames("GIF"), "GIF with several frames"),
+    "animated.png": ImageFile(frames("PNG"), "PNG with several frames"),
+    "animated_webp.png": ImageFile(frames("WEBP"), "WEBP with several frames"),
+    "pages_tiff.jpg": ImageFile(frames("TIFF"), "TIFF with several frames"),
     "float_tiff.jpg": ImageFile(
         saved(Image.fromarray(quadrants([0, 0.2, 0.5, 1], np.float32)), "TIFF"), "TIFF of mode F"
     ),

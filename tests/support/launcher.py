@@ -4,7 +4,9 @@ Run as a script this is the fork server: it imports everything once, and forks a
 fault strikes at a call of a function, found by name, so that the code under test contains nothing for it.
 """
 
+import ctypes
 import errno
+import gc
 import hashlib
 import importlib
 import json
@@ -143,6 +145,19 @@ def _remove_output(path: Path, content: bytes) -> None:
     shutil.rmtree(path.parent)
 
 
+LEAKED: list[Any] = []
+
+
+def _leak_tensor(*args: Any, **kwargs: Any) -> None:
+    import torch
+
+    LEAKED.append(torch.zeros(256))
+
+
+def _leak_objects(*args: Any, **kwargs: Any) -> None:
+    LEAKED.extend([object() for _ in range(64)])
+
+
 ACTIONS: dict[str, Callable] = {
     "half": _kill_within_writing,
     "full": _no_space,
@@ -150,6 +165,8 @@ ACTIONS: dict[str, Callable] = {
     "memory": _no_memory,
     "remove": _remove_output,
     "workers": _kill_workers,
+    "leak tensor": _leak_tensor,
+    "leak objects": _leak_objects,
 }
 
 
@@ -182,8 +199,29 @@ def inject(target: str, call: int, action: str) -> None:
     setattr(owner, name, function)
 
 
+class MallocInfo(ctypes.Structure):
+    """glibc's `struct mallinfo2`."""
+
+    _fields_ = [
+        *((name, ctypes.c_size_t) for name in ("arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks")),
+        *((name, ctypes.c_size_t) for name in ("uordblks", "fordblks", "keepcost")),
+    ]
+
+
+def count_allocations() -> tuple[int, int]:
+    """Returns the bytes that malloc has given out and nobody has freed, and the blocks of Python's own allocator.
+
+    Unlike resident memory, neither depends on what an allocator keeps for later, on other processes or on the kernel.
+    """
+    gc.collect()
+    mallinfo2 = ctypes.CDLL(None).mallinfo2
+    mallinfo2.restype = MallocInfo
+    info = mallinfo2()
+    return info.uordblks + info.hblkhd, sys.getallocatedblocks()
+
+
 def record_state() -> None:
-    """Records the position of every training image, and after every update a digest of the random state, and memory."""
+    """Records every training image's position, a digest of the random state after every update, and memory after 60."""
     import numpy as np
     import torch
 
@@ -195,8 +233,8 @@ def record_state() -> None:
     def function(self: Recorder) -> None:
         state = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()))  # noqa: NPY002
         record("random", self.step + 1, hashlib.sha256(state).hexdigest())
-        resident = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-        record("memory", self.step + 1, resident, len(os.listdir("/proc/self/fd")))
+        if (self.step + 1) % 60 == 0:
+            record("memory", self.step + 1, *count_allocations(), len(os.listdir("/proc/self/fd")))
         end_step(self)
 
     def getitem_and_record(self: SeededDataset, place: tuple[int, int, int]) -> Any:
@@ -235,6 +273,7 @@ def run_child(request: dict[str, Any]) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"], request["limit"]))
     use_few_images(50, 24)
     record_state()
+    gc.freeze()  # a collection need not look at what all runs import
     for fault in request["faults"]:
         inject(*fault)
     status = 1

@@ -10,6 +10,7 @@ from attention.decoding import DECODERS, create_decoder
 from attention.parts import chunks
 from models import create_model
 from tests.support.cases import Case
+from tests.support.comparisons import BF16_RMS, rms_ratio
 from tests.support.facts import CASES
 
 CAUSAL_CASES = [case for case in CASES if case.options.get("causal")]
@@ -56,6 +57,17 @@ def test_decoding_token_by_token_equals_the_parallel_form(case, monkeypatch):
     assert case.name == "softmax" or max(kept[8:]) <= max(kept[:8])  # a window's tokens, or running sums
     with pytest.raises(ValueError, match=rf"attention\({case.name}\): all {N} tokens of the grid are decoded"):
         decoder(x[:, :1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", [case for case in CAUSAL_CASES if case.name in DECODERS], ids=str)
+def test_half_types_are_decoded(case, dtype):
+    attn, x = case.build(dtype).eval(), case.tokens(dtype)
+    decoder = create_decoder(attn, case.grid)
+    y = torch.cat([decoder(token) for token in x.split(1, dim=1)], 1)
+    assert y.dtype == dtype
+    expected = attn.double()(x.double(), case.grid)
+    assert not case.well_conditioned or rms_ratio(y.double(), expected) < 2 * BF16_RMS  # projections are halves too
 
 
 def test_decoding_refuses_what_it_cannot_do():

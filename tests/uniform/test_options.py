@@ -76,6 +76,38 @@ def test_what_cannot_be_honoured_is_refused(name, refused):
         create_attention(name, **({"dim": 16, "num_heads": 2, "grid": (14, 14)} | options))
 
 
+@pytest.mark.parametrize(
+    ("context", "message"),
+    [
+        ({"dim": 0}, "dim = 0 is below the least valid value 1"),
+        ({"dim": 16.0}, "dim: expected int, got 16.0"),
+        ({"num_heads": 0}, "num_heads = 0 is below the least valid value 1"),
+        ({"num_heads": 3}, "num_heads = 3 does not divide dim = 16"),
+        ({"grid": (0, 4)}, "grid = 0 is below the least valid value 1"),
+        ({"grid": 14}, "grid: expected a list, got 14"),
+        ({"grid": (2, 3, 4)}, "grid: expected 2 values, got (2, 3, 4)"),
+        ({"num_prefix_tokens": -1}, "num_prefix_tokens = -1 is below the least valid value 0"),
+        ({"layer": -1}, "layer = -1 is below the least valid value 0"),
+        ({"depth": 0}, "depth = 0 is below the least valid value 1"),
+        ({"reduction": -2}, "reduction = -2 is below the least valid value 1"),
+        ({"qkv_bias": "no"}, "qkv_bias: expected bool, got 'no'"),
+        ({"proj_drop": 1.5}, "proj_drop = 1.5 is above the largest valid value 1"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["softmax", "sra"])
+def test_a_context_that_cannot_be_is_refused(name, context, message):
+    with pytest.raises(OptionError) as refused:
+        create_attention(name, **({"dim": 16, "num_heads": 2, "grid": (14, 14)} | context))
+    own = "attention(sra)." if name == "sra" and "reduction" in context else ""  # its own option of this name
+    assert str(refused.value) == own + message
+
+
+def test_a_grid_may_be_a_list_and_an_option_hides_the_context():
+    attn = create_attention("sra", dim=16, num_heads=2, grid=[14, 14], reduction=7)
+    assert (attn.config.reduction, attn.sr.stride) == (7, (7, 7))
+
+
 def test_an_unknown_mechanism_is_refused():
     with pytest.raises(OptionError, match=r"attention.name: unknown mechanism 'sofmax'; did you mean 'softmax'\?"):
         create_attention("sofmax", dim=16, num_heads=2, grid=(14, 14))

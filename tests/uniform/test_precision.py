@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from attention import kernels
 from tests.support.calls import capture_op
 from tests.support.comparisons import BF16_RMS, FP32_RMS, rms_ratio
-from tests.support.facts import CASES
+from tests.support.facts import CASES, light
 
 every_case = pytest.mark.parametrize("case", CASES, ids=str)
 
@@ -25,6 +26,25 @@ def test_every_precision_is_finite_on_large_inputs(case, dtype, training):
     y = attn.to(dtype)(x.to(dtype), case.grid)
     assert y.dtype == dtype
     assert y.isfinite().all()
+
+
+NO_SOFTMAX_OF_PRODUCTS = {"inline": "weights grow with the logits", "synthesizer": "no queries and keys"}
+
+
+@pytest.mark.parametrize("path", ["auto", "plain"])
+@pytest.mark.parametrize("case", light([c for c in CASES if c.bounded and c.name not in NO_SOFTMAX_OF_PRODUCTS]))
+def test_logits_beyond_float16_are_finite(case, path, monkeypatch):
+    """Queries and keys of 1,000 are float16 numbers, and their products are not; torch's attention takes them too."""
+    attn, x = case.build(torch.float16).eval(), case.tokens(torch.float16)
+    project = attn.project
+
+    def project_large(x, grid):
+        q, k, *others = project(x, grid)
+        return *(1000 * y / y.float().std().to(y.dtype) for y in (q, k)), *others
+
+    monkeypatch.setattr(attn, "project", project_large)
+    with kernels.use(path):
+        assert attn(x, case.grid).isfinite().all()
 
 
 @every_case

@@ -4,27 +4,33 @@ import math
 
 import pytest
 import torch
+from timm.utils.onnx import onnx_export
 from torch import Tensor, nn
 
-from attention import ATTENTION, Grid
+from attention import ATTENTION
+from attention.decoding import DECODERS
+from models import create_model
 from models.costs import costs_of
 from tests.support.cases import Case
 from tests.support.facts import FACTS
 
 CASES = [FACTS[name].CASES[0] for name in ATTENTION]
+CASES += [next(c for c in FACTS[name].CASES if c.options.get("causal")) for name in DECODERS]
+CASES += [Case("eva", (5, 7), {"window_size": 3, "num_landmarks": 6, "partition": "mask"})]
 UNCOUNTED = {"aten::scaled_dot_product_attention", "aten::einsum", "aten::_convolution"}
 """Operators of multiply-accumulates other than matrix products, which are not counted here."""
 
 
-class OnGrid(nn.Module):
-    """A layer with its grid, because traced functions take only tensors."""
+class OfImage(nn.Module):
+    """A layer on images (B, H, W, C): as in a whole network, tracing records the sides of its grid as tensors."""
 
-    def __init__(self, attn: nn.Module, grid: Grid):
+    def __init__(self, attn: nn.Module):
         super().__init__()
-        self.attn, self.grid = attn, grid
+        self.attn = attn
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.attn(x, self.grid)
+        _, H, W, _ = x.shape
+        return self.attn(x.flatten(1, 2), (H, W))
 
 
 def traced_macs(graph: torch._C.Graph) -> int:
@@ -34,11 +40,10 @@ def traced_macs(graph: torch._C.Graph) -> int:
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.torch.jit.trace")
-@pytest.mark.parametrize(
-    "case", [*CASES, Case("eva", (5, 7), {"window_size": 3, "num_landmarks": 6, "partition": "mask"})], ids=str
-)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_layers_are_traced(case):
-    layer, x = OnGrid(case.build(torch.float32).eval(), case.grid), case.tokens(torch.float32, batch=1)
+    layer = OfImage(case.build(torch.float32).eval())
+    x = case.tokens(torch.float32, batch=1).unflatten(1, case.grid)
     traced = torch.jit.trace(layer, x, check_trace=False)
     torch.testing.assert_close(traced(x), layer(x))
     kinds = {node.kind() for node in traced.inlined_graph.nodes()}
@@ -46,3 +51,15 @@ def test_layers_are_traced(case):
     if not kinds & UNCOUNTED:
         layer, x = layer.to("meta"), x.to("meta")
         assert traced_macs(traced.inlined_graph) == costs_of(layer, x).macs
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_timm_exports_a_network_to_onnx(tmp_path):
+    """timm's default mode: torch.onnx.export of a traced network."""
+
+    for package in ("onnx", "onnxruntime"):
+        pytest.importorskip(package)
+    size = {"img_size": (40, 56), "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 3, "num_classes": 5}
+    model = create_model("deit", {"name": "eva", "window_size": 3, "num_landmarks": 6}, **size)
+    onnx_export(model, str(tmp_path / "x.onnx"), torch.randn(2, 3, 40, 56), check_forward=True)
+    assert (tmp_path / "x.onnx").stat().st_size > 1e5

@@ -18,10 +18,7 @@ from . import fused
 Visibility = Literal["paper", "released"]
 
 
-@with_fast_path(fused.group_mean, fused.covers_mean)
-def group_mean(x: Tensor, groups: Groups) -> Tensor:
-    """`attention.parts.groups.group_mean`."""
-    return partitions.group_mean(x, groups)
+group_mean = with_fast_path(fused.group_mean, fused.covers_mean)(partitions.group_mean)
 
 
 @with_fast_path(fused.group_values, fused.covers, triton=f"{__package__}.triton_tiles")
@@ -56,12 +53,7 @@ def group_values_reference(k, v, omega, groups):
 
 @full_precision
 def group_logits(
-    q: Tensor,
-    k_tilde: Tensor,
-    mu: Tensor,
-    omega: Tensor,
-    log_mass: Tensor,
-    prior: Tensor | None = None,
+    q: Tensor, k_tilde: Tensor, mu: Tensor, omega: Tensor, log_mass: Tensor, prior: Tensor | None = None
 ) -> Tensor:
     """Logits of every group's samples for windows of queries (B, h, g, w, d), t_nc + log w_ncs: (B, h, g, w, c*s).
 

@@ -141,14 +141,7 @@ def _(k, v, omega, W, tile):
 
 @torch.library.custom_op(f"{NAMESPACE}::tile_values_backward", mutates_args=())
 def _tile_values_backward(
-    k: Tensor,
-    v: Tensor,
-    omega: Tensor,
-    log_mass: Tensor,
-    dbeta: Tensor,
-    dlog_mass: Tensor,
-    W: int,
-    tile: list[int],
+    k: Tensor, v: Tensor, omega: Tensor, log_mass: Tensor, dbeta: Tensor, dlog_mass: Tensor, W: int, tile: list[int]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of k, v and omega."""
     gradients = _empty_gradients(k, v, omega)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...parts.features import autocast_off, compute_dtype, upcast
+from ...parts.features import autocast_off, compute_dtype, product, upcast
 from ...parts.geometry import Windows, split_prefix
 from ..kernels import first_order, path
 from ..memory import Chunk, cache_chunks, like_tokens, partition, reverse, take
@@ -28,18 +28,7 @@ def covers(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, 
     return attn_drop == 0 and windows.overlap == (0, 0) != windows.size and shared
 
 
-def joint_softmax(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None = None,
-    keys: Tensor | None = None,
-    values: Tensor | None = None,
-    logits: Tensor | None = None,
-    *,
-    windows: Windows,
-    attn_drop: float = 0.0,
-) -> Tensor:
+def joint_softmax(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0):
     """`op.joint_softmax`, with the result in the type of q."""
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     if keys is None or values is None:
@@ -185,11 +174,11 @@ def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None, we
     """
     scale = q.shape[-1] ** -0.5
     images, heads, g = *q.shape[:2], len(queries) // max(len(q) * q.shape[1], 1)
-    if q.element_size() == 2 and q.device.type == "cpu" and keys.shape[1] % 32 > 8:
-        # On a CPU, softmax of half types processes the rest of a row beyond a multiple of 32 one element at a time.
-        logits = torch.bmm(queries, keys.mT).unflatten(0, (images, heads, g))
-        full = upcast(logits).mul_(scale) if offset is None else torch.add(upcast(offset), logits, alpha=scale)
-        weights = logits if weights is None else weights
+    by_rows = q.element_size() == 2 and q.device.type == "cpu" and keys.shape[1] % 32 > 8
+    if by_rows or q.dtype == torch.float16:  # softmax of half types on a CPU takes the rest of a row by 32 one by one
+        logits = product(queries, keys.mT).unflatten(0, (images, heads, g))
+        full = logits.mul_(scale) if offset is None else torch.add(upcast(offset), logits, alpha=scale)
+        weights = torch.empty_like(full, dtype=q.dtype) if weights is None else weights
         return weights.copy_(full.softmax(-1)).flatten(0, 2)
     if offset is None:
         logits = torch.baddbmm(queries.new_empty(()), queries, keys.mT, beta=0, alpha=scale)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...parts.features import upcast
+from ...parts.features import product
 from ...parts.geometry import Windows, split_prefix
 from ..kernels import with_fast_path
 from . import fused
@@ -31,13 +31,9 @@ def joint_softmax(
     """Values under one softmax over each query's window and the summary tokens of the tokens outside it.
 
     Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d). bias: position bias of the window, (h, w, e).
         keys, values: keys and values of the summary tokens, (B, h, G, c, d), G = 1 or g windows.
         logits: with keys, a term added to the logits q . key / sqrt(d), broadcast to (g, w, c), or with masked tokens
             to (B, h, g, w, c); without keys, the logits themselves, (B, h, g, w, c).
-        windows: the windows attended to token by token. attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, N, d).
     """
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     queries = windows.partition(q)
@@ -58,7 +54,7 @@ def joint_softmax_reference(q, k, v, bias=None, keys=None, values=None, logits=N
     """`joint_softmax`, query by query."""
     y = torch.zeros_like(q)
     for n in range(q.shape[2]):
-        attended, attended_values = attended_in_window(n, q, k, v, bias, windows=windows)
+        terms = [attended_in_window(n, q, k, v, bias, windows=windows)]
         if values is not None:
             window = windows.index_of(n) if windows.size != (0, 0) else 0
             own = window if values.shape[2] > 1 else 0
@@ -70,21 +66,29 @@ def joint_softmax_reference(q, k, v, bias=None, keys=None, values=None, logits=N
                 if logits is not None:
                     logit = logits.expand(windows.count, windows.num_queries, -1)
                     on_summaries = on_summaries + logit[window, windows.attended(n)[2]]
-            attended = torch.cat([attended, on_summaries], -1)
-            attended_values = torch.cat([attended_values, values[:, :, own]], 2)
-        y[:, :, n] = (F.dropout(attended.softmax(-1), attn_drop)[:, :, None] @ attended_values)[:, :, 0]
+            terms.append((on_summaries, values[:, :, own]))
+        y[:, :, n] = mix_reference(*terms, attn_drop=attn_drop)
     return y
 
 
 def attended_in_window(n, q, k, v, bias=None, *, windows):
     """Logits (B, h, e) of query n on prefix tokens and its window, and their values (B, h, e, d), for the twins."""
-    (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
-    keys, positions, row = windows.attended(n)
-    q_n = q[:, :, n, None] / q.shape[-1] ** 0.5
-    on_prefix, on_window = ((q_n @ x.mT)[:, :, 0] for x in (k_prefix, k[:, :, keys]))
-    if bias is not None:
-        on_window = on_window + bias[:, row, positions]
-    return torch.cat([on_prefix, on_window], -1), torch.cat([v_prefix, v[:, :, keys]], 2)
+    tokens, positions, row = windows.attended(n)
+    return attended_tokens(n, q, k, v, tokens, None if bias is None else bias[:, row, positions])
+
+
+def attended_tokens(n, q, k, v, tokens, bias=None):
+    """Logits and values of query n on prefix tokens and these tokens of the grid, with their bias (h, tokens)."""
+    P = k.shape[2] - q.shape[2]
+    attended = [*range(P), *(P + m for m in tokens)]
+    logits = (q[:, :, n, None] @ k[:, :, attended].mT)[:, :, 0] / q.shape[-1] ** 0.5
+    return logits if bias is None else logits + F.pad(bias, (P, 0)), v[:, :, attended]
+
+
+def mix_reference(*terms, attn_drop=0.0):
+    """Value (B, h, d) of one query under one softmax over terms: logits (B, h, e) and values (B, h, e, d)."""
+    logits, values = torch.cat([logits for logits, _ in terms], -1), torch.cat([values for _, values in terms], 2)
+    return (F.dropout(logits.softmax(-1), attn_drop)[:, :, None] @ values)[:, :, 0]
 
 
 def window_logits(q: Tensor, k: Tensor, bias: Tensor | None, windows: Windows) -> Tensor:
@@ -93,8 +97,8 @@ def window_logits(q: Tensor, k: Tensor, bias: Tensor | None, windows: Windows) -
 
     Queries and keys hold the tokens of the grid, (B, h, N, d).
     """
-    logits = windows.partition(q * q.shape[-1] ** -0.5) @ windows.partition_keys(k).mT
-    logits = upcast(logits) if bias is None else upcast(logits) + bias[:, None]
+    logits = product(windows.partition(q * q.shape[-1] ** -0.5), windows.partition_keys(k).mT)
+    logits = logits if bias is None else logits + bias[:, None]
     mask = windows.mask(q.device)
     if mask is not None:
         least = -torch.inf if windows.key_mask is None else torch.finfo(logits.dtype).min
@@ -113,7 +117,7 @@ def gathered_logits(
     None for all. key_mask: bool, broadcast to (B, 1, g, 1, e), true for keys that count; others get the least finite
     number, because a masked query may have no other keys.
     """
-    logits = upcast(queries * queries.shape[-1] ** -0.5 @ keys.mT)
+    logits = product(queries * queries.shape[-1] ** -0.5, keys.mT)
     if key_mask is not None:
         logits = logits.masked_fill(~key_mask, torch.finfo(logits.dtype).min)
     return logits if attended is None else logits.masked_fill(~attended, -torch.inf)
@@ -128,7 +132,7 @@ def summary_logits(queries: Tensor, keys: Tensor) -> Tensor:
     """Logits of windows of queries (B, h, g, w, d) on keys (B, h, G, c, d), G = 1 or g: (B, h, g, w, c), fp32."""
     (B, h, g, w, d), (G, c) = queries.shape, keys.shape[2:4]
     of_set = (queries * d**-0.5).reshape(B, h, G, g * w // G, d)
-    return upcast(of_set @ keys.mT).reshape(B, h, g, w, c)
+    return product(of_set, keys.mT).reshape(B, h, g, w, c)
 
 
 def prefix_term(queries: Tensor, k_prefix: Tensor, v_prefix: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -137,13 +141,9 @@ def prefix_term(queries: Tensor, k_prefix: Tensor, v_prefix: Tensor) -> list[tup
 
 
 def mix(terms: list[tuple[Tensor, Tensor]], attn_drop: float = 0.0) -> Tensor:
-    """Values of all terms under one softmax.
+    """Values (B, h, g, w, d) of all terms under one softmax, in the type of the values.
 
-    Args:
-        terms: logits (B, h, g, w, c) of w queries in each of g windows, and values (B, h, G, c, d), G = 1 or g windows.
-        attn_drop: dropout rate of the weights.
-    Returns:
-        (B, h, g, w, d), of the type of the values.
+    terms: logits (B, h, g, w, c) of w queries in each of g windows, and values (B, h, G, c, d), G = 1 or g windows.
     """
     terms = [term for term in terms if term[0].shape[-1]]
     logits = [logits for logits, _ in terms]

@@ -84,29 +84,24 @@ def _tokens_of(position, window, H, W, S: tl.constexpr):
 
 
 @triton.jit
-def _bias(bias, head, query, key, valid, S: tl.constexpr):
-    """Bias (h, w, w) of head at positions of queries and keys, broadcast to (q, k)."""
-    w: tl.constexpr = S.rows * S.columns
-    return tl.load(bias + head.to(tl.int64) * w * w + query * w + key, valid & (query < w), other=0.0).to(tl.float32)
-
-
-@triton.jit
 def _window_logits(a, b, bias, head, query, key, attended, scale, S: tl.constexpr):
     """Logits a @ b.T of queries on the window's keys, or of keys on queries; -inf for keys that are not attended to."""
     logits = dot(a, tl.trans(b), S) * scale  # (q, d) @ (d, k), or (k, d) @ (d, q)
     if bias is not None:
-        logits += _bias(bias, head, query, key, attended, S)
+        w: tl.constexpr = S.rows * S.columns
+        pointers = bias + head.to(tl.int64) * w * w + query * w + key  # bias (h, w, w)
+        logits += tl.load(pointers, attended & (query < w), other=0.0).to(tl.float32)
     return tl.where(attended, logits, float("-inf"))
 
 
 @triton.jit
-def _landmark_logits(a, b, prior, window, landmark, num_landmarks, W, scale, S: tl.constexpr):
+def _landmark_logits(a, b, prior, window, landmark, c, W, scale, S: tl.constexpr):
     """Logits a @ b.T of queries on landmarks, or of landmarks on queries; -inf beyond the number of landmarks.
 
     prior: pointer and window stride of a term added to the logits. window: the window of the queries, (y, x).
     """
     # (q, d) @ (d, c), or (c, d) @ (d, q)
-    logits, attended = dot(a, tl.trans(b), S) * scale, landmark < num_landmarks
+    logits, attended = dot(a, tl.trans(b), S) * scale, landmark < c
     if prior is not None:
         number = window[0] * tl.cdiv(W, S.columns) + window[1]
         logits += tl.load(prior[0] + number * prior[1] + landmark, attended, other=0.0)
@@ -114,7 +109,7 @@ def _landmark_logits(a, b, prior, window, landmark, num_landmarks, W, scale, S: 
 
 
 @triton.jit
-def _forward(q, k, v, bias, k_tilde, beta, prior, y, lse, h, H, W, num_landmarks, scale, S: tl.constexpr):
+def _forward(q, k, v, bias, k_tilde, beta, prior, y, lse, h, H, W, c, scale, S: tl.constexpr):
     """Kernel that computes the output y and log-sum-exp lse of a block of one window's queries."""
     w: tl.constexpr = S.rows * S.columns
     blocks: tl.constexpr = (w + S.block_w - 1) // S.block_w
@@ -133,11 +128,11 @@ def _forward(q, k, v, bias, k_tilde, beta, prior, y, lse, h, H, W, num_landmarks
         logits = _window_logits(queries, keys, bias, head, query[:, None], position, attended[None], scale, S)
         state = accumulate(state, logits, load(v, batch, head, token, attended, dtype, S), S)
     if k_tilde is not None:
-        for start in range(0, num_landmarks, S.block_c):
+        for start in range(0, c, S.block_c):
             landmark = start + tl.arange(0, S.block_c)
-            keys = load(k_tilde, batch, head, landmark, landmark < num_landmarks, dtype, S)
-            logits = _landmark_logits(queries, keys, prior, window, landmark, num_landmarks, W, scale, S)
-            values = load(beta, batch, head, landmark, landmark < num_landmarks, dtype, S)
+            keys = load(k_tilde, batch, head, landmark, landmark < c, dtype, S)
+            logits = _landmark_logits(queries, keys, prior, window, landmark, c, W, scale, S)
+            values = load(beta, batch, head, landmark, landmark < c, dtype, S)
             state = accumulate(state, logits, values, S)
     largest, total, output = state
     store(y, batch, head, index, valid, output / total[:, None], S)
@@ -146,28 +141,7 @@ def _forward(q, k, v, bias, k_tilde, beta, prior, y, lse, h, H, W, num_landmarks
 
 @triton.jit
 def _query_gradient(
-    q,
-    k,
-    v,
-    bias,
-    k_tilde,
-    beta,
-    prior,
-    y,
-    dy,
-    lse,
-    delta,
-    dq,
-    dk,
-    dv,
-    dbias,
-    batches,
-    h,
-    H,
-    W,
-    num_landmarks,
-    scale,
-    S: tl.constexpr,
+    q, k, v, bias, k_tilde, beta, prior, y, dy, lse, delta, dq, dk, dv, dbias, B, h, H, W, c, scale, S: tl.constexpr
 ):
     """Kernel that computes, for every `splits`-th block of one head's queries, dq and delta = y . dy, which the other
     kernels need.
@@ -181,7 +155,7 @@ def _query_gradient(
     dtype = q[0].dtype.element_ty
 
     d_bias = tl.full([S.block_w, S.block_w], 0.0, tl.float32)
-    for i in tl.range(split, batches * down * across * blocks, splits, disable_licm=True):
+    for i in tl.range(split, B * down * across * blocks, splits, disable_licm=True):
         batch, window = i // blocks // (down * across), (i // blocks // across % down, i // blocks % across)
         query = i % blocks * S.block_w + tl.arange(0, S.block_w)
         index, valid = _tokens_of(query, window, H, W, S)
@@ -210,11 +184,11 @@ def _query_gradient(
                 store(dk, batch, head, token, attended, d_keys * scale, S)
             d_queries += dot(cast(d_logits, dtype), keys, S)  # (q, k) @ (k, d)
         if k_tilde is not None:
-            for start in range(0, num_landmarks, S.block_c):
+            for start in range(0, c, S.block_c):
                 landmark = start + tl.arange(0, S.block_c)
-                keys = load(k_tilde, batch, head, landmark, landmark < num_landmarks, dtype, S)
-                values = load(beta, batch, head, landmark, landmark < num_landmarks, dtype, S)
-                logits = _landmark_logits(queries, keys, prior, window, landmark, num_landmarks, W, scale, S)
+                keys = load(k_tilde, batch, head, landmark, landmark < c, dtype, S)
+                values = load(beta, batch, head, landmark, landmark < c, dtype, S)
+                logits = _landmark_logits(queries, keys, prior, window, landmark, c, W, scale, S)
                 _, d_logits = softmax_gradient(logits, gradient, values, normaliser[:, None], shift[:, None], S)
                 d_queries += dot(cast(d_logits, dtype), keys, S)  # (q, c) @ (c, d)
         store(dq, batch, head, index, valid, d_queries * scale, S)
@@ -255,17 +229,15 @@ def _key_gradient(q, k, v, bias, dy, lse, delta, dk, dv, h, H, W, scale, S: tl.c
 
 
 @triton.jit
-def _landmark_gradient(
-    q, k_tilde, beta, prior, dy, lse, delta, dk_tilde, dbeta, h, H, W, num_landmarks, scale, S: tl.constexpr
-):
+def _landmark_gradient(q, k_tilde, beta, prior, dy, lse, delta, dk_tilde, dbeta, h, H, W, c, scale, S: tl.constexpr):
     """Kernel that computes the share of every `splits`-th block of queries in dk_tilde and dbeta of some landmarks."""
     program, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
-    blocks, N = tl.cdiv(num_landmarks, S.block_c), H * W
+    blocks, N = tl.cdiv(c, S.block_c), H * W
     dtype = q[0].dtype.element_ty
     block, head, batch = program % blocks, program // blocks % h, program // blocks // h
 
     landmark = block * S.block_c + tl.arange(0, S.block_c)
-    real = landmark < num_landmarks
+    real = landmark < c
     keys = load(k_tilde, batch, head, landmark, real, dtype, S)
     values = load(beta, batch, head, landmark, real, dtype, S)
     d_keys = tl.full([S.block_c, S.block_d], 0.0, tl.float32)
@@ -279,18 +251,18 @@ def _landmark_gradient(
         shift = load_numbers(delta, batch, head, index, valid, h, N, 0.0)
         there = tl.minimum(index, N - 1)  # a prior has no entries beyond the last window
         window = there // W // S.rows, there % W // S.columns
-        logits = _landmark_logits(keys, queries, prior, window, landmark[:, None], num_landmarks, W, scale, S)
+        logits = _landmark_logits(keys, queries, prior, window, landmark[:, None], c, W, scale, S)
         weight = tl.exp(logits - normaliser)
         d_values += dot(cast(weight, dtype), gradient, S)  # (c, q) @ (q, d)
         d_logits = logits_gradient(weight, values, gradient, shift, S)
         d_keys += dot_exactly(d_logits, queries, S)  # (c, q) @ (q, d)
-    row = split * num_landmarks + landmark
+    row = split * c + landmark
     store(dk_tilde, batch, head, row, real, d_keys * scale, S)
     store(dbeta, batch, head, row, real, d_values, S)
 
 
 @triton.jit
-def _bias_gradient(q, k, v, bias, dy, lse, delta, dbias, batches, h, H, W, scale, S: tl.constexpr):
+def _bias_gradient(q, k, v, bias, dy, lse, delta, dbias, B, h, H, W, scale, S: tl.constexpr):
     """Kernel that computes the share of every `splits`-th window of all images in dbias of some position pairs."""
     w: tl.constexpr = S.rows * S.columns
     blocks: tl.constexpr = (w + S.block_w - 1) // S.block_w
@@ -301,7 +273,7 @@ def _bias_gradient(q, k, v, bias, dy, lse, delta, dbias, batches, h, H, W, scale
     query = program // h % blocks * S.block_w + tl.arange(0, S.block_w)
     position = program // h // blocks * S.block_w + tl.arange(0, S.block_w)
     total = tl.full([S.block_w, S.block_w], 0.0, tl.float32)
-    for i in tl.range(split, batches * down * across, splits, num_stages=1, disable_licm=True):
+    for i in tl.range(split, B * down * across, splits, num_stages=1, disable_licm=True):
         batch, window = i // (down * across), (i // across % down, i % across)
         index, valid = _tokens_of(query, window, H, W, S)
         queries = load(q, batch, head, index, valid, dtype, S)
@@ -452,27 +424,8 @@ def covers_joint_softmax(q, k, v, bias=None, keys=None, values=None, logits=None
     return supported(q, k, v) and apart and attn_drop == 0 and shared and of_windows and constant
 
 
-def joint_softmax(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None = None,
-    keys: Tensor | None = None,
-    values: Tensor | None = None,
-    logits: Tensor | None = None,
-    *,
-    windows: Windows,
-    attn_drop: float = 0.0,
-) -> Tensor:
-    """`attention.ops.joint_softmax.op.joint_softmax` with landmarks that all queries share, for covered arguments.
-
-    Args:
-        q: (B, h, N, d). k, v: (B, h, P + N, d). bias: position bias of the window, (h, w, w).
-        keys, values: landmarks and their values, (B, h, 1, c, d). logits: term added to the landmarks' logits,
-            broadcast to (g windows, 1, c).
-    Returns:
-        (B, h, N, d), in memory (B, N, h, d).
-    """
+def joint_softmax(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows, attn_drop=0.0):
+    """`op.joint_softmax` with landmarks that all queries share, for covered arguments; in memory (B, N, h, d)."""
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     k_tilde, beta = (x if x is None else x[:, :, 0] for x in (keys, values))
     prior = None if logits is None else logits.reshape(-1, logits.shape[-1]).float()

@@ -54,14 +54,11 @@ def running_mix(weights: Tensor, log_k: Tensor, mass: Tensor, v: Tensor, past: P
     Args:
         weights, log_k: (B, h, N, s). mass: `running_mass` of log_k.
     """
-
-    def by_keys(weights, on_query, on_key, v):
-        return weights * on_query @ on_key.mT @ v
-
-    def by_state(weights, on_query, state):
-        return weights * on_query @ state
-
-    return over_prefix(by_keys, by_state, weights, log_k, mass, v, past, "values")
+    return over_prefix(
+        lambda weights, on_query, on_key, v: weights * on_query @ on_key.mT @ v,
+        lambda weights, on_query, state: weights * on_query @ state,
+        *(weights, log_k, mass, v, past, "values"),
+    )
 
 
 @full_precision
@@ -71,14 +68,11 @@ def running_logits(q: Tensor, k: Tensor, log_k: Tensor, mass: Tensor, past: Past
     Args:
         log_k: (B, h, N, s). mass: `running_mass` of log_k.
     """
-
-    def by_keys(q, on_query, on_key, k):
-        return q @ k.mT @ on_key * on_query
-
-    def by_state(q, on_query, state):
-        return q @ state.mT * on_query
-
-    return over_prefix(by_keys, by_state, q, log_k, mass, k, past, "keys")
+    return over_prefix(
+        lambda q, on_query, on_key, k: q @ k.mT @ on_key * on_query,
+        lambda q, on_query, state: q @ state.mT * on_query,
+        *(q, log_k, mass, k, past, "keys"),
+    )
 
 
 def over_prefix(

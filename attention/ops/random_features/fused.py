@@ -15,12 +15,12 @@ from ..kernels import first_order, path
 from .proposals import MIN_ALPHA, POOLED, Proposal, Weighting, own_ratio, propose
 
 
-def covers_performer(q, k, v, omega, *, features="positive", causal=False, past=None):
+def covers_performer(q, k, v, omega, *, features="positive", causal=False):
     """Returns whether the logarithms of the features are linear in queries and the sums run over all keys."""
     return features == "positive" and not causal
 
 
-def performer(q, k, v, omega, *, features="positive", causal=False, past=None):
+def performer(q, k, v, omega, *, features="positive", causal=False):
     """`attention.mechanisms.performer.performer`."""
     return _attend(q, k, v, upcast(omega).expand(q.shape[0], -1, -1, -1))
 

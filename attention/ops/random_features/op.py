@@ -8,32 +8,21 @@ from torch import Tensor
 
 from ...parts.features import Normaliser, full_precision
 from ...parts.masking import mask_logits, mask_tokens
-from ...parts.past import Past
+from ...parts.past import Causal, Past
 from .causal import causal_sums, running_mass, running_mix
 
 
 @full_precision
 def mix_features(
-    log_q: Tensor,
-    log_k: Tensor,
-    v: Tensor,
-    key_mask: Tensor | None = None,
-    *,
-    causal: bool = False,
-    past: Past | None = None,
+    log_q: Tensor, log_k: Tensor, v: Tensor, key_mask: Tensor | None = None, *, causal: Causal = False
 ) -> Tensor:
     """Ratio of sums sum_sm exp(log_q_ns + log_k_sm) v_m / sum_sm exp(log_q_ns + log_k_sm), as two nested softmaxes.
 
     It equals LARA paper eq. 2 and 10 exactly, needs no epsilon and cannot overflow.
 
-    Args:
-        log_q: (..., N, s), up to a constant per query. log_k: (..., s, M). v: (..., M, d).
-        key_mask: (B, M) bool, true for keys that count.
-        causal: query n attends to the keys of `past` and to keys up to the n-th; shapes are (B, h, ...).
-    Returns:
-        (..., N, d).
+    log_q: (..., N, s), up to a constant per query. log_k: (..., s, M). v: (..., M, d). Causal: (B, h, ...).
     """
-    log_k = mask_logits(log_k, key_mask)
+    log_k, past = mask_logits(log_k, key_mask), causal if isinstance(causal, Past) else None
     if causal:
         log_k = log_k.mT
         mass = running_mass(log_k, past)
@@ -50,8 +39,7 @@ def linear_attention(
     eps: float = 1e-6,
     *,
     rotate: Callable[[Tensor], Tensor] | None = None,
-    causal: bool = False,
-    past: Past | None = None,
+    causal: Causal = False,
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention with weights phi_q_n . phi_k_m, sum_m (phi_q_n . phi_k_m) v_m over the sum of weights, in linear time.
@@ -64,12 +52,11 @@ def linear_attention(
             sum: `eps` is added. mean: M `eps` is added, which adds `eps` to the mean over keys.
             none: weights are not normalised.
         rotate: function that rotates features by their positions in the weights of values; normalisers are unrotated.
-        causal: query n attends to the keys of `past` and to keys up to the n-th; shapes are (B, h, ...).
-        key_mask: (B, M) bool, true for keys that count.
+        causal: shapes are (B, h, ...).
     Returns:
         (..., N, d). Cost: 2 N f d multiply-accumulates at M = N, and N f for the normalisers; causal: `causal_sums`.
     """
-    phi_k = mask_tokens(phi_k, key_mask)
+    phi_k, past = mask_tokens(phi_k, key_mask), causal if isinstance(causal, Past) else None
     if causal:
         assert normaliser != "mean"  # its count of keys would have to run along
         assert rotate is None
@@ -92,18 +79,17 @@ def linear_attention(
 
 def linear_attention_reference(phi_q, phi_k, v, normaliser="floor", eps=1e-6, *, causal=False):
     """`linear_attention` as a dense matrix of weights."""
-    kernel = phi_q @ phi_k.mT
-    return weighted_values_reference(kernel.tril() if causal else kernel, v, normaliser, eps)
+    return weighted_values_reference(phi_q @ phi_k.mT, v, normaliser, eps, causal)
 
 
 def mix_features_reference(log_q, log_k, v, *, causal=False):
     """`mix_features` as a dense matrix of weights."""
-    kernel = log_q.exp() @ log_k.exp()
-    return weighted_values_reference(kernel.tril() if causal else kernel, v, "sum", 0.0)
+    return weighted_values_reference(log_q.exp() @ log_k.exp(), v, "sum", 0.0, causal)
 
 
-def weighted_values_reference(kernel, v, normaliser, eps):
+def weighted_values_reference(kernel, v, normaliser="floor", eps=1e-6, causal=False):
     """Values under weights (..., N, M) with the normaliser of `linear_attention`."""
+    kernel = kernel.tril() if causal else kernel
     total = kernel.sum(-1, keepdim=True)
     if normaliser in ("sum", "mean"):
         return kernel @ v / (total + eps * (v.shape[-2] if normaliser == "mean" else 1))

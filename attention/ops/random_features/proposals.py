@@ -19,7 +19,9 @@ POOLED = ("pool", "pool_mixed")
 """Proposals centred on landmarks of keys."""
 Weighting = Literal["balance", "coupled", "coupled_density", "decoupled"]
 MIN_ALPHA = 1e-8
-"""Floor of query-specific weights alpha, which can turn negative (released code)."""
+"""Floor of query-specific weights alpha, which can turn negative (released code), times the samples of a proposal: the
+released code counts every sample as a proposal of its own, so that its alpha is that many times smaller.
+"""
 
 
 class Proposals(NamedTuple):
@@ -127,12 +129,13 @@ def log_weights(
         key_mask, filled: see `propose`; queries correspond to the last N keys. Proposals that do not count get the
             least finite number, and have it in log_ratio too.
     """
-    of_samples = None if filled is None else filled.repeat_interleave(omega.shape[2] // q_bar.shape[2], 1)
+    samples = omega.shape[2] // q_bar.shape[2]
+    of_samples = None if filled is None else filled.repeat_interleave(samples, 1)
     if weighting == "balance":  # b_c / q_c is one over the sum of all densities
         return mask_logits(-log_ratio.logsumexp(-1)[:, :, None], of_samples)
     own = own_ratio(log_ratio)
     alpha = query_weights(q, q_bar, omega, log_ratio, own, weighting, beta, key_mask, filled)
-    return mask_logits(alpha.clamp(min=MIN_ALPHA).log().to(q.dtype) - own[:, :, None], of_samples)
+    return mask_logits(alpha.clamp(min=MIN_ALPHA * samples).log().to(q.dtype) - own[:, :, None], of_samples)
 
 
 def query_weights(
@@ -156,7 +159,7 @@ def query_weights(
         omega, log_ratio, own = omega.double(), log_ratio.double(), own.double()
     balance = (own - log_ratio.logsumexp(-1)).exp()[:, :, None]
     r = mask_logits(q @ q_bar.mT, of_grid(key_mask, q.shape[2]), -2).softmax(-2).to(log_ratio.dtype)
-    r_own = r.repeat_interleave(omega.shape[2] // q_bar.shape[2], -1)
+    r_own = r[..., None].expand(*r.shape, omega.shape[2] // q_bar.shape[2]).flatten(-2)
     if weighting == "decoupled":
         return balance + beta * (r_own - masked_mean(r.mT, filled)[..., None])
     correction = r_own - r @ log_ratio.softmax(-1).mT
@@ -166,7 +169,7 @@ def query_weights(
     return balance + (own + log_normal).exp()[:, :, None] * correction
 
 
-def weights_reference(omega, density, r, c, weighting, beta):
+def weights_reference(omega, density, r, c, weighting, beta, num_samples=1):
     """alpha_nc N(omega; 0, I) / q_c(omega), (B, h, N), at a sample omega (B, h, d) of proposal c, alpha floored.
 
     Args:
@@ -180,5 +183,5 @@ def weights_reference(omega, density, r, c, weighting, beta):
         "coupled": b[..., c] + b[..., c] * correction,
         "coupled_density": b[..., c] + own * correction,
     }[weighting]
-    alpha = alpha if weighting == "balance" else alpha.clamp(min=MIN_ALPHA)
+    alpha = alpha if weighting == "balance" else alpha.clamp(min=MIN_ALPHA * num_samples)
     return alpha * normal(omega, 0)[:, :, None] / own
