@@ -58,18 +58,16 @@ def draw_differences(axes: Axes, measured: Sequence[Measured]) -> None:
     axes.axvline(0, color="black", linewidth=1)
     differences = {y: own.difference for y, own in enumerate(measured) if own.difference}
     kinds = (
-        ("95 % interval without 0", {"color": BLUE}, lambda d: not d.is_noise),
-        ("noise: 95 % interval with 0", {"color": GREY, "mfc": "white"}, lambda d: d.is_noise and d.n > 1),
-        ("one seed", {"color": GREY, "marker": "."}, lambda d: d.n == 1),
+        ("95 % interval without 0", {"fmt": "o", "color": BLUE}, lambda d: not d.is_noise),
+        ("noise: 95 % interval with 0", {"fmt": "o", "color": GREY, "mfc": "white"}, lambda d: d.is_noise and d.n > 1),
+        ("one seed", {"fmt": ".", "color": GREY}, lambda d: d.n == 1),
     )
     for label, style, belongs in kinds:
         points = {y: difference for y, difference in differences.items() if belongs(difference)}
         bars = [difference.half_width if difference.n > 1 else 0 for difference in points.values()]
         if points:
             x = [difference.mean for difference in points.values()]
-            axes.errorbar(
-                x, list(points), xerr=bars, capsize=3, linestyle="none", label=label, **{"marker": "o"} | style
-            )
+            axes.errorbar(x, list(points), xerr=bars, capsize=3, label=label, **style)
     if differences:
         axes.legend(fontsize=8)
 
@@ -128,11 +126,7 @@ def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
         axes.margins(x=0.15)
-        found = [
-            (cost, top1, name)
-            for cost, top1, name in zip(values, accuracy, names, strict=True)
-            if top1 and cost is not None
-        ]
+        found = [row for row in zip(values, accuracy, names, strict=True) if row[1] and row[0] is not None]
         best = non_dominated([(cost, top1.mean) for cost, top1, _ in found])
         front = sorted((cost, top1.mean, name) for cost, top1, name in itertools.compress(found, best))
         for is_best, (cost, top1, _) in zip(best, found, strict=True):

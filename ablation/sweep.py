@@ -237,9 +237,8 @@ def figures_of(source: str | None) -> dict[tuple[Path, tuple[str, ...]], PaperRo
     rows = read_papers() if source else ()
     figures = {((CONFIGS / row.config).resolve(), row.overrides): row for row in rows if row.source == source}
     if source and not figures:
-        raise OptionError(
-            "paper", f"{source!r} is no source in engine/config/papers.yaml{nearest(source, {r.source for r in rows})}"
-        )
+        meant = nearest(source, {row.source for row in rows})
+        raise OptionError("paper", f"{source!r} is no source in engine/config/papers.yaml{meant}")
     return figures
 
 
@@ -330,10 +329,15 @@ def to_text(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
+def changed_options(settings: Sequence[Setting]) -> dict[str, list[str]]:
+    """Returns option, or base, -> YAML texts of its values in the settings; empty where a setting leaves it out."""
+    changed = dict.fromkeys(option for setting in settings for option in setting.changes)
+    return {option: [setting.changes.get(option, "") for setting in settings] for option in changed}
+
+
 def varied_options(settings: Sequence[Setting]) -> list[str]:
     """Returns the options, or base, in which the settings differ."""
-    changed = dict.fromkeys(option for setting in settings for option in setting.changes)
-    return [option for option in changed if len({setting.changes.get(option) for setting in settings}) > 1]
+    return [option for option, texts in changed_options(settings).items() if len(set(texts)) > 1]
 
 
 def short_names(settings: Sequence[Setting]) -> list[str]:

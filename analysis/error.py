@@ -25,29 +25,14 @@ from engine.runtime.files import make_output, to_csv, write_file
 NUM_IMAGES = 16
 """Default number of images: with 14x14 tokens and three heads, 9,408 outputs of a layer."""
 
-HEADER = (
-    *("attention", "options", "mode", "images", "draws", "budget", "temperature", "layer", "entropy"),
-    *("error", "error_std", "untrained_parameters", "macs", "peak_bytes", "problem"),
-)
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
     command_line.add_drop_in(parser, NUM_IMAGES, command_line.MODES)
-    parser.add_argument(
-        "--budgets",
-        type=int,
-        nargs="+",
-        default=[16, 49, 196],
-        help="sizes of a mechanism: landmarks, samples, tokens of a window, ..., at temperature 1 (16 49 196)",
-    )
-    parser.add_argument(
-        "--temperatures",
-        type=float,
-        nargs="+",
-        default=[0.25, 1.0, 4.0],
-        help="divisors of the logits, at the middle budget (0.25 1 4)",
-    )
+    sizes = "sizes of a mechanism: landmarks, samples, tokens of a window, ..., at temperature 1 (16 49 196)"
+    parser.add_argument("--budgets", type=int, nargs="+", default=[16, 49, 196], help=sizes)
+    divisors = "divisors of the logits, at the middle budget (0.25 1 4)"
+    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.25, 1.0, 4.0], help=divisors)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -67,14 +52,14 @@ def main(args: argparse.Namespace) -> None:
             for name, attention in mechanisms.items():
                 bar.set_postfix_str(f"{name}, temperature {temperature:g}")
                 sizes = budgets if temperature == 1 else [middle]
-                rows += measure(trained, softmax, name, attention, sizes, args.draws, args.modes)
+                rows += measure(trained, softmax, name, attention, sizes, args)
                 bar.update()
     count = len(inputs[0][0])
     title = f"{args.checkpoint}: error against softmax of the same queries, keys and values; {count} images"
     title += f"; without training, mean ± standard deviation over draws: {args.draws}"
     print(f"{title}\n\n{compact_table([readable(row) for row in rows])}")
-    lines = (line for row in rows for line in values(row, count, args.draws))
-    write_file(args.output / "error.csv", to_csv(HEADER, lines))
+    lines = [line for row in rows for line in values(row, count, args.draws)]
+    write_file(args.output / "error.csv", to_csv(list(lines[0]), (line.values() for line in lines)))
     for against in AXES:
         figure = draw(title, rows, against, args.modes, budgets, softmax.macs)
         write_file(args.output / f"error_{against}.png", encode(figure))
@@ -99,9 +84,11 @@ def readable(row: Row) -> dict[str, str]:
     }
 
 
-def values(row: Row, images: int, draws: int) -> Iterator[list[Any]]:
-    """Yields the rows of the CSV file: one for each layer, counted from 1."""
+def values(row: Row, images: int, draws: int) -> Iterator[dict[str, Any]]:
+    """Yields the rows of the CSV file, column -> value: one for each layer, counted from 1."""
     for layer, nats in enumerate(row.entropies):
-        found = (row.spread(layer) or (None, None))[:2]
-        setting = [row.name, row.options, row.mode, images, draws, row.budget, row.temperature, layer + 1, nats]
-        yield [*setting, *found, row.untrained, row.macs or None, row.peak, row.problem]
+        error, std = (row.spread(layer) or (None, None))[:2]
+        line = {"attention": row.name, "options": row.options, "mode": row.mode, "images": images, "draws": draws}
+        line |= {"budget": row.budget, "temperature": row.temperature, "layer": layer + 1, "entropy": nats}
+        line |= {"error": error, "error_std": std, "untrained_parameters": row.untrained, "macs": row.macs or None}
+        yield line | {"peak_bytes": row.peak, "problem": row.problem}

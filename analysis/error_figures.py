@@ -1,6 +1,6 @@
 """Figures of the error of mechanisms against softmax attention: by multiply-accumulates, memory, entropy and layer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from statistics import mean
 
 from matplotlib.figure import Figure
@@ -17,47 +17,38 @@ Points = list[tuple[float, float, float | None]]
 """Place on the horizontal axis, mean and standard deviation of the error."""
 
 
-def by_macs(rows: Sequence[Row], budgets: Sequence[int]) -> Points:
-    return sorted((row.macs / 1e6, *row.spread()[:2]) for row in rows if row.temperature == 1)
-
-
-def by_memory(rows: Sequence[Row], budgets: Sequence[int]) -> Points:
-    return sorted((row.peak / 2**20, *row.spread()[:2]) for row in rows if row.temperature == 1)
-
-
-def by_entropy(rows: Sequence[Row], budgets: Sequence[int]) -> Points:
-    return [(mean(row.entropies), *row.spread()[:2]) for row in at_middle(rows, budgets)]
-
-
-def by_layer(rows: Sequence[Row], budgets: Sequence[int]) -> Points:
-    rows = [row for row in at_middle(rows, budgets) if row.temperature == 1]
-    return [(layer + 1, *row.spread(layer)[:2]) for row in rows for layer in range(len(row.entropies))]
-
-
-def at_middle(rows: Sequence[Row], budgets: Sequence[int]) -> list[Row]:
-    """Returns the rows of the middle budget, which is measured at every temperature, and rows without a budget."""
-    return [row for row in rows if row.budget in (None, budgets[len(budgets) // 2])]
-
-
-AXES: dict[str, tuple[Callable[[Sequence[Row], Sequence[int]], Points], str]] = {
-    "macs": (
-        by_macs,
-        "multiply-accumulates (M) of the attention layers for an image\n(with projections; dashed: softmax attention)",
-    ),
-    "memory": (by_memory, f"peak memory of the first layer for {CHUNK} images (MiB)"),
-    "entropy": (by_entropy, "entropy of softmax's weights (nats), at {temperatures}\nand a budget of {middle}"),
-    "layer": (by_layer, "layer, at a budget of {middle}"),
+AXES = {
+    "macs": "multiply-accumulates (M) of the attention layers for an image\n"
+    "(with projections; dashed: softmax attention)",
+    "memory": f"peak memory of the first layer for {CHUNK} images (MiB)",
+    "entropy": "entropy of softmax's weights (nats), at {temperatures}\nand a budget of {middle}",
+    "layer": "layer, at a budget of {middle}",
 }
-"""Horizontal axis -> function for the points of a mechanism, and label."""
+"""Horizontal axis -> label."""
+
+
+def points_on(against: str, rows: Sequence[Row], middle: int) -> Points:
+    """Returns the points of a mechanism on one of `AXES`: of temperature 1, or of the `middle` budget, or of both.
+
+    The middle budget is measured at every temperature. Rows without a budget count as of any.
+    """
+    at_middle = [row for row in rows if row.budget in (None, middle)]
+    if against == "entropy":
+        return [(mean(row.entropies), *row.spread()[:2]) for row in at_middle]
+    if against == "layer":
+        at_middle = [row for row in at_middle if row.temperature == 1]
+        return [(layer + 1, *row.spread(layer)[:2]) for row in at_middle for layer in range(len(row.entropies))]
+    at_one = [row for row in rows if row.temperature == 1]
+    return sorted((row.macs / 1e6 if against == "macs" else row.peak / 2**20, *row.spread()[:2]) for row in at_one)
 
 
 def draw(
     title: str, rows: Sequence[Row], against: str, modes: Sequence[str], budgets: Sequence[int], softmax_macs: int
 ) -> Figure:
     """Draws the error against one of `AXES`: a panel for each mode, a line for each mechanism."""
-    (points_of, label), names = AXES[against], list(dict.fromkeys(row.name for row in rows if row.errors))
+    names, middle = list(dict.fromkeys(row.name for row in rows if row.errors)), budgets[len(budgets) // 2]
     temperatures = ", ".join(f"{row:g}" for row in dict.fromkeys(row.temperature for row in rows))
-    label = label.format(temperatures=f"temperatures {temperatures}", middle=budgets[len(budgets) // 2])
+    label = AXES[against].format(temperatures=f"temperatures {temperatures}", middle=middle)
     figure = Figure(figsize=(1.5 + 5.5 * len(modes), 5.5 + 0.07 * len(names)), layout="constrained")
     figure.suptitle(title, fontsize=9, wrap=True, parse_math=False)
     panels = figure.subplots(1, len(modes), sharex=True, sharey=True, squeeze=False)[0]
@@ -65,7 +56,7 @@ def draw(
     for axes, mode in zip(panels, modes, strict=True):
         for number, name in enumerate(names):
             here = [row for row in rows if row.name == name and row.errors and row.mode in (mode, "any")]
-            if points := points_of(here, budgets):
+            if points := points_on(against, here, middle):
                 x, means, deviations = zip(*points, strict=True)
                 y = [min(value, LARGEST) for value in means]
                 bars = [0 if value > LARGEST else d or 0 for value, d in zip(means, deviations, strict=True)]

@@ -44,11 +44,6 @@ NUM_COMPARED = 32
 
 ABLATE = Path(__file__).parents[1] / "ablate.py"
 
-HEADER = (
-    *("attention", "options", "mode", "images", "draws", "top1", "top1_std", "change", "error", "error_std"),
-    *("macs", "peak_bytes", "untrained_parameters", "problem"),
-)
-
 
 @dataclass(frozen=True)
 class Row:
@@ -112,8 +107,8 @@ def main(args: argparse.Namespace) -> None:
     title += f"; others without training, {' and '.join(args.modes)} mode"
     title += f", mean ± standard deviation over draws: {args.draws}"
     print(f"{title}\n\n{compact_table([readable(row, own.top1) for row in rows])}")
-    lines = (values(row, own.top1, count, args.draws) for row in rows)
-    write_file(args.output / "replace.csv", to_csv(HEADER, lines))
+    lines = [values(row, own.top1, count, args.draws) for row in rows]
+    write_file(args.output / "replace.csv", to_csv(list(lines[0]), (line.values() for line in lines)))
     write_file(args.output / "replace.png", encode(draw(title, rows, own.top1)))
     if base is not None:
         built = [mechanisms[name] for name in dict.fromkeys(row.name for row in rows if row.top1)]
@@ -212,12 +207,13 @@ def readable(row: Row, own: float) -> dict[str, str]:
     }
 
 
-def values(row: Row, own: float, images: int, draws: int) -> list[Any]:
-    """Returns the row of the CSV file."""
-    top1, error = ((found or (None, None))[:2] for found in (row.top1, row.error))
-    change = None if row.top1 is None else row.top1.mean - own
-    setting = [row.name, row.options, row.mode, images, draws]
-    return [*setting, *top1, change, *error, row.macs, row.peak, row.untrained, row.problem]
+def values(row: Row, own: float, images: int, draws: int) -> dict[str, Any]:
+    """Returns the row of the CSV file, column -> value."""
+    (top1, top1_std), (error, error_std) = ((found or (None, None))[:2] for found in (row.top1, row.error))
+    line = {"attention": row.name, "options": row.options, "mode": row.mode, "images": images, "draws": draws}
+    line |= {"top1": top1, "top1_std": top1_std, "change": None if top1 is None else top1 - own}
+    line |= {"error": error, "error_std": error_std, "macs": row.macs, "peak_bytes": row.peak}
+    return line | {"untrained_parameters": row.untrained, "problem": row.problem}
 
 
 def draw(title: str, rows: Sequence[Row], own: float) -> Figure:
