@@ -24,6 +24,8 @@ class Init:
     strict: bool = option(False, "refuse weights unless all of them, and of the model, load as they are")
 
 
+SPLIT = "folder (tar: NAME.tar, wds: NAME-*.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte)"
+
 Torchvision = Literal["torch/cifar10", "torch/cifar100", "torch/mnist", "torch/fashion_mnist", "torch/kmnist"]
 
 
@@ -39,14 +41,8 @@ class Data:
     root: str | None = option(
         None, "directory that holds the two splits (hfds: or the name on the hub); digits need none"
     )
-    train_split: str = option(
-        "train",
-        "folder (tar: NAME.tar, wds: NAME-*.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte) of training images",
-    )
-    val_split: str = option(
-        "val",
-        "folder (tar: NAME.tar, wds: NAME-*.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte) of validation images",
-    )
+    train_split: str = option("train", f"{SPLIT} of training images")
+    val_split: str = option("val", f"{SPLIT} of validation images")
     classes: str | None = option(
         None,
         "file that names the classes, a line each: other classes' images are left out; where the data has numbers 0, 1,"

@@ -96,11 +96,7 @@ def choose_classes(reader: SplitReader, path: str) -> SubsetReader:
 
 
 def read_names(path: str) -> dict[str, int]:
-    """Reads the names in the file `path`, one per line: name -> number of its line. Blank lines name nothing.
-
-    Raises:
-        OptionError: the file cannot be read, holds no name, or holds a name twice.
-    """
+    """Reads the names in the file `path`, one per line: name -> number of its line. Blank lines name nothing."""
     try:
         with open_regular(path) as file:
             text = file.read(LIMIT).decode("utf-8-sig", "surrogateescape")  # as names of folders are

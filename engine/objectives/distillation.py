@@ -13,7 +13,7 @@ from attention.options import OptionError, option
 from engine.objectives.classification import CLASSES, create_loss
 from engine.objectives.objective import Objective, Run
 
-Normalisation = tuple[Sequence[float], Sequence[float]]
+MeanStd = tuple[Sequence[float], Sequence[float]]
 """Mean and standard deviation, each with one value for every channel."""
 
 
@@ -48,14 +48,7 @@ class Teacher(nn.Module):
     scale: Tensor
     shift: Tensor
 
-    def __init__(
-        self,
-        model: nn.Module,
-        shape: Sequence[int],
-        classes: list[str] | None,
-        given: Normalisation,
-        own: Normalisation,
-    ):
+    def __init__(self, model: nn.Module, shape: Sequence[int], classes: list[str] | None, given: MeanStd, own: MeanStd):
         super().__init__()
         self.model, self.shape, self.classes = model.eval(), tuple(shape), classes
         (mean, std), (own_mean, own_std) = (torch.tensor(x, dtype=torch.float64)[..., None, None] for x in (given, own))

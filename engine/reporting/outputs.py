@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,13 +31,6 @@ NUM_TICKS = 40
 
 GRID = 5
 """Number of columns, and largest number of rows, of the images shown for each kind of weights."""
-
-
-class Output(NamedTuple):
-    """Title of a file for the help text, and suffix of its name -> function that makes its content."""
-
-    title: str
-    writers: Mapping[str, Callable[[Predictions], bytes]]
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -203,13 +195,13 @@ def _draw_image(axes: Axes, found: PredictionTable, row: int) -> None:
     axes.set_title(title, fontsize=8, color=color, parse_math=False)
 
 
-OUTPUTS = {
-    "per-class": Output("the accuracy of every class", {".csv": classes_csv}),
-    "predictions": Output("class and probable classes of every image", {".csv": predictions_csv}),
-    "confusion": Output(
+OUTPUTS: dict[str, tuple[str, Mapping[str, Callable[[Predictions], bytes]]]] = {
+    "per-class": ("the accuracy of every class", {".csv": classes_csv}),
+    "predictions": ("class and probable classes of every image", {".csv": predictions_csv}),
+    "confusion": (
         "the confusion matrix",
         {".csv": confusion_csv, **{suffix: partial(confusion_picture, suffix=suffix) for suffix in (".png", ".pdf")}},
     ),
-    "mistakes": Output("the worst mistakes as a grid of images", {".png": mistakes_picture}),
+    "mistakes": ("the worst mistakes as a grid of images", {".png": mistakes_picture}),
 }
-"""Option -> output."""
+"""Option -> title of a file for the help text, and suffix of its name -> function that makes its content."""

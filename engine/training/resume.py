@@ -52,8 +52,8 @@ CONTENT = ("train_content", "val_content")
 NAMES_ONLY = "an earlier version made it, which kept the names of its images, not their content; the names are compared"
 """Note on a checkpoint without `CONTENT`."""
 
-Stateful = nn.Module | Optimizer | torch.amp.GradScaler
-"""Objects with a state dict in a checkpoint."""
+Stateful = Mapping[str, nn.Module | Optimizer | torch.amp.GradScaler]
+"""Name of a state dict in a checkpoint -> object that has it."""
 
 NUM_LAST = 2
 """Number of newest checkpoints that are kept besides the best: a file may be damaged after it was written."""
@@ -74,7 +74,7 @@ class Checkpoints:
         self.saved_at = time.monotonic()
         self.changes: dict[str, tuple[Any, Any]] = {}
 
-    def restore(self, stateful: Mapping[str, Stateful], allowed: Collection[str] = ()) -> Progress:
+    def restore(self, stateful: Stateful, allowed: Collection[str] = ()) -> Progress:
         """Loads the newest valid checkpoint into `stateful`; without one, nothing changes.
 
         Args:
@@ -140,7 +140,7 @@ class Checkpoints:
         minutes = self.options.checkpoint_minutes
         return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
 
-    def save(self, progress: Progress, stateful: Mapping[str, Stateful]) -> None:
+    def save(self, progress: Progress, stateful: Stateful) -> None:
         """Writes a checkpoint on the primary rank, and removes checkpoints neither among the newest nor among the best.
 
         Raises:
@@ -155,7 +155,7 @@ class Checkpoints:
             self._rotate(progress)
         self.saved_at = time.monotonic()
 
-    def write(self, path: Path, progress: Progress, stateful: Mapping[str, Stateful]) -> None:
+    def write(self, path: Path, progress: Progress, stateful: Stateful) -> None:
         """Writes a checkpoint to `path`, even if its state is not finite."""
         states = {name: source.state_dict() for name, source in stateful.items()}
         save_checkpoint(path, self.metadata | {"progress": asdict(progress)} | states)
@@ -173,7 +173,7 @@ class Checkpoints:
                 digest_path(path).unlink(missing_ok=True)
 
 
-def _find_not_finite(stateful: Mapping[str, Stateful]) -> str | None:
+def _find_not_finite(stateful: Stateful) -> str | None:
     """Returns the name of a weight, or of a tensor of the optimiser, that is not finite; None if all are."""
     for key, source in stateful.items():
         if isinstance(source, nn.Module):
