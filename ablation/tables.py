@@ -6,8 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ablation.curves import draw_curves
-from ablation.figures import draw_heat_map, draw_pareto, draw_results
+from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results
 from ablation.replicates import Measured, measure
 from ablation.sweep import Setting, accuracies, changed_options, has_replicates, in_order, short_names
 from engine.reporting.plots import encode

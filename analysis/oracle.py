@@ -72,11 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Prints the tables, and writes the figure and the CSV file.
-
-    Raises:
-        UserError, OptionError: an argument or option cannot be honoured.
-    """
     command_line.check_positive(args, "images", "draws")
     make_output(args.output, ["oracle.csv", "oracle.png"])
     torch.manual_seed(args.seed)

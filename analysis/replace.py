@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -67,16 +67,14 @@ class Row:
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class Own:
-    """Measurements of the trained model with its own attention.
+class Own(NamedTuple):
+    """Trained model with its own attention: top-1 in percent, and tokens, grid and attended values of every layer.
 
-    Attributes:
-        top1: percent. inputs: tokens and grid of every attention layer for `NUM_COMPARED` images. attended: attended
-            values of the layers.
+    images: `NUM_COMPARED` of the sample, evenly spaced, for which the layers are measured.
     """
 
     top1: float
+    images: Tensor
     inputs: Sequence[tuple[Tensor, Grid]]
     attended: Sequence[Tensor]
 
@@ -147,15 +145,11 @@ def train_on(base: Mapping[str, Any], mechanisms: Sequence[Mapping[str, Any]], d
 
 
 def measure_own(trained: Trained, sample: Sample) -> Own:
-    inputs = layer_inputs(trained, compared(sample))
-    layers = zip(attention_layers(trained.model), inputs, strict=True)
-    return Own(top1(trained.model, trained, sample), inputs, [attended(layer, *given) for layer, given in layers])
-
-
-def compared(sample: Sample) -> Tensor:
-    """Returns `NUM_COMPARED` of the images, evenly spaced."""
     count = min(NUM_COMPARED, len(sample.images))
-    return sample.images[torch.arange(count) * len(sample.images) // count]
+    images = sample.images[torch.arange(count) * len(sample.images) // count].to(trained.device)
+    inputs = layer_inputs(trained, images)
+    outputs = [attended(layer, *given) for layer, given in zip(attention_layers(trained.model), inputs, strict=True)]
+    return Own(top1(trained.model, trained, sample), images, inputs, outputs)
 
 
 @torch.no_grad()
@@ -182,9 +176,8 @@ def measure(
     except OptionError as error:
         yield Row(name, options_text(attention), problem=str(error))
         return
-    images = compared(sample).to(trained.device)
     with torch.no_grad():
-        peak = peak_bytes(partial(model.eval(), images), trained.device)
+        peak = peak_bytes(partial(model.eval(), own.images), trained.device)
     macs = count_costs(trained.run.model, attention).macs
     for mode, results in merge_modes(found).items():
         accuracy, error = map(spread, zip(*results, strict=True))
@@ -226,14 +219,14 @@ def draw(title: str, rows: Sequence[Row], own: float) -> Figure:
         (accuracy, "top1", "top-1 (%)"),
         (error, "error", "normalised mean squared error\nof attended values"),
     ):
-        for color, marker, hollow in ((COLORS[5], "o", False), (COLORS[4], "s", True)):
+        for note, style, hollow in (
+            ("all parameters trained", {"fmt": "o", "color": COLORS[5]}, False),
+            ("with untrained parameters", {"fmt": "s", "color": COLORS[4], "mfc": "white"}, True),
+        ):
             chosen = [(i, *getattr(row, column)[:2]) for i, row in enumerate(rows) if bool(row.untrained) == hollow]
             if chosen:
-                y, means, deviation = zip(*chosen, strict=True)
-                deviation = [d or 0 for d in deviation]
-                face = {"markerfacecolor": "white"} if hollow else {}
-                note = "with untrained parameters" if hollow else "all parameters trained"
-                axes.errorbar(means, y, xerr=deviation, fmt=marker, color=color, label=note, **face)
+                y, means, deviations = zip(*chosen, strict=True)
+                axes.errorbar(means, y, xerr=[d or 0 for d in deviations], label=note, **style)
         axes.set_xlabel(label)
         axes.grid(axis="x", alpha=0.4)
     accuracy.axvline(own, color="black", linestyle="--", label=f"its own attention: {own:.2f} %")
