@@ -109,10 +109,8 @@ class Trainer:
         self.progress = self.checkpoints.restore(self.stateful, allowed)
 
     def train(self) -> bool:
-        """Trains, evaluates and saves until the last epoch is finished or a signal stops the run.
+        """Trains, evaluates and saves until the last epoch is finished (true) or a signal stops the run (false).
 
-        Returns:
-            Whether the run is finished; if not, the same command resumes it.
         Raises:
             FloatingPointError: a loss or gradient is not finite; raised on every rank, and nothing is saved after it.
             BrokenImage: more images are broken than the options allow.
@@ -194,8 +192,7 @@ class Trainer:
     def update(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
         """One optimiser step: forward and backward pass of its micro-batches, clipping, step, weight average.
 
-        Returns:
-            Whether it was made; if not, it was skipped.
+        Returns whether it was made; if not, it was skipped.
         """
         num_micro, loss_sum, num_broken = self.options.grad_accum_steps, 0.0, 0
         self.guard.begin_update(self.model)

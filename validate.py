@@ -111,9 +111,7 @@ def validate(
         OptionError: data that cannot be used. UserError: weights that do not fit the model that `run` describes.
     """
     img_size, num_classes = run.model["img_size"], run.model["num_classes"]
-    loader = create_val_loader(
-        run, world, img_size=img_size, num_classes=None, batch_size=batch_size, skip_broken=skip_broken
-    )
+    loader = create_val_loader(run, world, img_size=img_size, batch_size=batch_size, skip_broken=skip_broken)
     names, shown = classes_of(loader.dataset), show_images(loader.dataset, run)
     columns, note = match_classes(checkpoint.get("classes"), names, num_classes)
     real = read_real_labels(real_labels, shown, columns) if real_labels else None

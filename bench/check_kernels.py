@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -122,11 +123,16 @@ def example(case: Case, device: torch.device) -> tuple[list[Tensor | None], dict
 
 
 def plain(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows) -> Tensor:
-    """Computes the op that the kernels replace, with landmarks' logits in fp32, which autocast would round."""
+    """Computes the op that the kernels replace, with landmarks' logits in fp32, which autocast would round.
+
+    Logits of windows are products as PyTorch rounds them in half types, also in float16, where the op itself has them
+    in fp32 because they may overflow: the error of the kernels is a multiple of PyTorch's.
+    """
     if keys is not None:
         on_keys = upcast(windows.partition(q)) * q.shape[-1] ** -0.5 @ keys.mT
         logits = on_keys if logits is None else on_keys + logits
-    return joint_softmax(q, k, v, bias, values=values, logits=logits, windows=windows)
+    with patch("attention.ops.joint_softmax.op.product", lambda x, y: upcast(x @ y)):
+        return joint_softmax(q, k, v, bias, values=values, logits=logits, windows=windows)
 
 
 def group_example(case: GroupCase, device: torch.device) -> tuple[list[Any], dict[str, Any]]:

@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import torch
 from timm.layers import resample_patch_embed, to_2tuple
@@ -25,14 +24,7 @@ from engine.config.load import MISSING, parse_run
 from engine.config.schema import Run
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error, one_line
-from models import create_model
-from models.convert import (
-    from_released,
-    from_timm_pvt,
-    resample_bias_tables,
-    resample_pos_embed,
-    resample_position_tables,
-)
+from models import convert, create_model
 
 HEAD = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
 
@@ -43,14 +35,11 @@ SHARED = re.compile(r"(^|\.)blocks\.\d+\.(?!attn\.(?!qkv\.|proj\.))|^patch_embed
 """Weights that every mechanism has in a block: all except the weights of attention beside its projections. It also
 matches the convolutions before the patches of a hybrid, so that hybrids, which no model here is, are refused."""
 
-
 Outcome = dict[str, list[str]]
 """Outcome of fitting -> names of the weights, see `fit_weights`."""
 
 
-def build_models(
-    run: Run, checkpoint: Mapping[str, Any], kinds: Sequence[Weights]
-) -> tuple[dict[Weights, nn.Module], str]:
+def build_models(run: Run, checkpoint: Mapping, kinds: Sequence[Weights]) -> tuple[dict[Weights, nn.Module], str]:
     """Builds the models of `run` with `kinds` of weights of a checkpoint, resampled if its images had another size.
 
     Returns:
@@ -93,7 +82,7 @@ def fit_weights(
     """
     expected = model.state_dict()
     try:
-        original = from_timm_pvt(from_released(source.state))
+        original = convert.from_timm_pvt(convert.from_released(source.state))
         state = original | _cut_projections(original, model)
         blocks = [{name: x for name, x in tensors.items() if SHARED.search(name)} for tensors in (state, expected)]
         if misfits := describe_misfits(*blocks):
@@ -104,8 +93,8 @@ def fit_weights(
             problem = f"weights of a model with num_heads={theirs}, but model.num_heads={own}: they would load, and"
             raise UserError(f"{place}: {problem} mean something else; set model.num_heads={theirs}")
         state |= _resample(state, model, getattr(getattr(source.model, "patch_embed", None), "grid_size", None))
-        tables, others = resample_bias_tables(state, model, source.model)
-        state |= tables | resample_position_tables(state, model, source.model)
+        tables, others = convert.resample_bias_tables(state, model, source.model)
+        state |= tables | convert.resample_position_tables(state, model, source.model)
         heads, strange = match_heads(state, expected, source.classes, classes)
         state, others = state | heads, others | strange
     except (AssertionError, AttributeError, LookupError, RuntimeError, ValueError) as error:  # a malformed model
@@ -181,7 +170,8 @@ def _cut_projections(state: Mapping[str, Tensor], model: nn.Module) -> dict[str,
 
 def _resample(state: Mapping[str, Tensor], model: nn.Module, grid: Grid | None) -> dict[str, Tensor]:
     """Resamples position embeddings and patch embedding to the sizes of `model`, by timm's functions."""
-    changed = {"pos_embed": resample_pos_embed(dict(state), model, grid)["pos_embed"]} if "pos_embed" in state else {}
+    key = "pos_embed"
+    changed = {key: convert.resample_pos_embed(dict(state), model, grid)[key]} if key in state else {}
     patches, key = model.get_submodule("patch_embed.proj"), "patch_embed.proj.weight"
     if isinstance(patches, nn.Conv2d) and key in state:
         weight = adapt_input_conv(patches.in_channels, state[key], state[key].shape[1])

@@ -10,17 +10,14 @@ written, and hold config.json of the first form, with preprocessing and labels. 
 completely or computes something else, existing files stay unchanged.
 """
 
-import errno
 import importlib
 import io
 import json
-import os
 import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast
 
 import safetensors.torch
@@ -35,15 +32,7 @@ from engine.checkpoints.local_dir import describe_model
 from engine.config.load import dump_run
 from engine.config.schema import Run, num_channels
 from engine.runtime.errors import UserError
-from engine.runtime.files import (
-    FailedAfterReplacing,
-    digest_path,
-    explain_unwritten,
-    sync_directory,
-    write_atomically,
-    write_file,
-    write_verified,
-)
+from engine.runtime.files import explain_unwritten, write_file, write_together, write_verified
 from engine.runtime.text import one_line
 
 PACKAGES = {"/": (), ".safetensors": (), ".onnx": ("onnx", "onnxscript", "onnxruntime"), ".pt2": ()}
@@ -95,7 +84,7 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
     description = describe_model(model, run, checkpoint.get("classes"))
     if kind == "/":
         content = to_safetensors(checkpoint, weights)
-        _write_together(path, {WEIGHTS_FILES[0]: content, CONFIG: description.encode()})
+        write_together(path, {WEIGHTS_FILES[0]: content, CONFIG: description.encode()})
         return ""
     images = torch.randn(sum(BATCH_SIZES), num_channels(run), *to_2tuple(run.model["img_size"]))
     content, compute = (to_onnx if kind == ".onnx" else to_pt2)(model, images[:2], description)
@@ -108,11 +97,7 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
 
 
 def export_checkpoint(path: Path, checkpoint: Mapping[str, Any], weights: Weights) -> None:
-    """Writes the weights of one kind alone to `path` in the safetensors format, see `to_safetensors`.
-
-    Raises:
-        UserError: it cannot be written; an existing file is unchanged.
-    """
+    """Writes `to_safetensors` to `path`; a UserError says that it cannot be written. An existing file is unchanged."""
     content = to_safetensors(checkpoint, weights)
     with explain_unwritten(path):
         write_verified(path, content)
@@ -192,25 +177,3 @@ def _kind(target: str) -> str:
     """Returns the suffix of a file, or / for an existing directory or a name that ends with a slash."""
     path = Path(target)
     return "/" if target.endswith("/") or (path.is_dir() and path.suffix not in PACKAGES) else path.suffix
-
-
-def _write_together(directory: Path, files: Mapping[str, bytes]) -> None:
-    """Writes all of `files`, or none if one cannot be written."""
-    with (
-        explain_unwritten(directory),
-        TemporaryDirectory(dir=directory.parent, ignore_cleanup_errors=True) as unfinished,
-    ):
-        for name, content in files.items():
-            write_atomically(Path(unfinished, name), content)
-        directory.mkdir(exist_ok=True)
-        if folders := [name for name in files if (directory / name).is_dir()]:
-            raise IsADirectoryError(errno.EISDIR, f"{folders[0]} is a directory")
-        for number, name in enumerate(files):
-            digest_path(directory / name).unlink(missing_ok=True)  # the digest of a replaced file
-            try:
-                os.replace(Path(unfinished, name), directory / name)
-            except OSError as error:
-                if number == 0:
-                    raise
-                raise FailedAfterReplacing(error.errno, f"{name}: {error.strerror}") from error
-        sync_directory(directory)

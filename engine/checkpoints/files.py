@@ -20,16 +20,7 @@ import torch
 
 from attention.options import parse_options
 from engine.checkpoints.format import check_plain, read_archive
-from engine.checkpoints.identify import (
-    FOREIGN,
-    NAME,
-    Found,
-    Kind,
-    damaged,
-    identify,
-    identify_file,
-    list_checkpoints,
-)
+from engine.checkpoints.identify import FOREIGN, NAME, Found, Kind, damaged, identify, identify_file, list_checkpoints
 from engine.checkpoints.local_dir import read_local_dir
 from engine.checkpoints.progress import Progress, check_progress
 from engine.checkpoints.released import Unsupported, from_released_file
@@ -77,11 +68,7 @@ def find_checkpoint(
 def find_weights(
     path: Path, which: Literal["best", "last"], weights: Weights | None
 ) -> list[tuple[Path, dict[str, Any], list[Weights]]]:
-    """Calls `choose_weights` for a path.
-
-    Raises:
-        UserError: see `identify` and `choose_weights`.
-    """
+    """Calls `choose_weights` for what `identify` finds at a path."""
     return choose_weights(identify(path), which, weights)
 
 
@@ -229,15 +216,10 @@ def _check_values(checkpoint: Mapping[str, Any]) -> None:
         raise ValueError(f"holds {', '.join(map(repr, checkpoint))} only")
     check_plain({name: checkpoint[name] for name in METADATA})
     check_progress(checkpoint["progress"])
-    _check_identity(checkpoint)
+    classes, digests = checkpoint.get("classes", []), [checkpoint.get(name, "") for name in IDENTITY[1:]]
+    if not isinstance(classes, list) or not all(isinstance(text, str) for text in classes + digests):
+        raise ValueError("class names or digests that are none")  # check_plain would refuse them: they may be many
     for key in WEIGHTS.values():
         weights = checkpoint.get(key, {}).items()
         if not all(isinstance(name, str) and name.isprintable() and torch.is_tensor(x) for name, x in weights):
             raise ValueError(f"{key} are no weights")
-
-
-def _check_identity(checkpoint: Mapping[str, Any]) -> None:
-    """Checks the metadata `IDENTITY`, which `check_plain` would refuse: there may be many classes."""
-    classes, digests = checkpoint.get("classes", []), [checkpoint.get(name, "") for name in IDENTITY[1:]]
-    if not isinstance(classes, list) or not all(isinstance(text, str) for text in classes + digests):
-        raise ValueError("class names or digests that are none")

@@ -73,12 +73,7 @@ def read_local_dir(found: Found) -> dict[str, Any]:
         problem = f"damaged, or no description of a model by timm ({describe_error(error)})"
         raise UserError(f"{path}: {problem}") from None
     labels = {"classes": [*map(str, classes)]} if isinstance(classes, list) else {}
-    weights = _load_weights(found)
-    return {"config": config, "processes": 1, "images": 0, "progress": asdict(Progress()), **labels, "model": weights}
-
-
-def _load_weights(found: Found) -> dict[str, torch.Tensor]:
     weights = dict(found.values())
     if not all(isinstance(key, str) and torch.is_tensor(x) for key, x in weights.items()):
         raise UserError(f"{found.path}: holds more than weights")
-    return weights
+    return {"config": config, "processes": 1, "images": 0, "progress": asdict(Progress()), **labels, "model": weights}

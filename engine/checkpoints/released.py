@@ -28,7 +28,6 @@ from models.convert import from_released
 
 CIFAR = [0.5071, 0.4867, 0.4408], [0.2675, 0.2565, 0.2761]
 
-
 NORMALISATION = {
     "IMAGENET": (list(IMAGENET_DEFAULT_MEAN), list(IMAGENET_DEFAULT_STD)),
     "CIFAR10": CIFAR,
@@ -198,10 +197,6 @@ def _attention(state: State, args: Arguments, model: Mapping[str, Any], is_deit:
     return stages[0] if all(stage == stages[0] for stage in stages) else [*stages, {"name": "softmax"}]
 
 
-def _softmax(layer: State, args: Arguments, grid: Grid | None) -> dict[str, Any]:
-    return {}
-
-
 def _local(layer: State, args: Arguments, grid: Grid | None) -> dict[str, Any]:
     window_size, extended = args.take("window_size", int), args.take("overlap_window", bool)
     overlap = 0 if extended is False else MISSING
@@ -296,7 +291,7 @@ def _ra(layer: State, args: Arguments, grid: Grid | None) -> dict[str, Any]:
 
 
 MECHANISMS = {
-    "softmax": _softmax,
+    "softmax": lambda layer, args, grid: {},
     "local": _local,
     "eva": _eva,
     "lara": _lara,

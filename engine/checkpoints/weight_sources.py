@@ -54,9 +54,8 @@ def read_weights(name: str) -> Source:
     if found.kind is Kind.HUB:
         model = load_timm(name.removeprefix(TIMM))
         config = model.pretrained_cfg
-        return Source(
-            model.state_dict(), model, {key: config[key] for key in ("mean", "std")}, config.get("label_names")
-        )
+        images = {key: config[key] for key in ("mean", "std")}
+        return Source(model.state_dict(), model, images, config.get("label_names"))
     if found.kind in FOREIGN:
         return Source(_read_state(found))
     try:
@@ -93,10 +92,8 @@ def _read_state(found: Found) -> dict[str, Tensor]:
     """Reads the weights alone from a file of another program."""
     content = found.values()
     state = next((content[key] for key in NESTED if isinstance(content.get(key), Mapping)), content)
-    if not state or not all(
-        isinstance(key, str) and key.isprintable() and torch.is_tensor(x) for key, x in state.items()
-    ):
-        raise UserError(
-            f"{found.path}: holds no weights, but {one_line(', '.join(map(repr, content)), 100)}; {EXPECTED}"
-        )
+    are_weights = (isinstance(k, str) and k.isprintable() and torch.is_tensor(x) for k, x in state.items())
+    if not state or not all(are_weights):
+        names = one_line(", ".join(map(repr, content)), 100)
+        raise UserError(f"{found.path}: holds no weights, but {names}; {EXPECTED}")
     return clean_state_dict(dict(state))

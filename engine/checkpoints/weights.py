@@ -17,10 +17,7 @@ from models import create_model
 def build_model(run: Run, state: Mapping[str, Any], source: str) -> nn.Module:
     """Builds the model that `run` describes, with the weights `state`.
 
-    Nothing is allocated before `state` is known to fit: `run` may come from a file that is not trusted.
-
-    Raises:
-        UserError: see `load_weights`.
+    Nothing is allocated before `state` is known to fit, see `load_weights`: `run` may come from an untrusted file.
     """
     check_state(run, state, source)
     model = create_model(attention=run.attention, **run.model)
@@ -39,11 +36,7 @@ def check_predicts_classes(run: Run, source: str, of_metrics: bool = False) -> N
 
 
 def check_state(run: Run, state: Mapping[str, Any], source: str) -> None:
-    """Checks that `state` fits the model that `run` describes, without allocating the model.
-
-    Raises:
-        UserError: see `load_weights`.
-    """
+    """Checks that `state` fits the model that `run` describes, as `load_weights` does, without allocating the model."""
     with torch.device("meta"):
         model = create_model(attention=run.attention, **run.model)
     check_fit(model, state, source)
@@ -60,11 +53,7 @@ def load_weights(model: nn.Module, state: Mapping[str, Any], source: str) -> Non
 
 
 def check_fit(model: nn.Module, state: Mapping[str, Any], source: str) -> dict[str, torch.Tensor]:
-    """Returns `state` without the prefixes of torch's wrappers, checked to fit `model`, perhaps on the meta device.
-
-    Raises:
-        UserError: see `load_weights`.
-    """
+    """Returns `state` without the prefixes of torch's wrappers, checked to fit `model`, perhaps on the meta device."""
     state = {re.sub(r"^(module\.|_orig_mod\.)+", "", name): value for name, value in state.items()}
     problems = describe_misfits(state, model.state_dict())
     if not problems:
@@ -121,15 +110,10 @@ def _check_memory(model: nn.Module, state: Mapping[str, torch.Tensor], source: s
         raise UserError(f"{source}: the model takes {needed:,} bytes, but the checkpoint holds {held:,} for it")
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Returns whether all values of `tensor` are finite."""
-    return bool(tensor.isfinite().all())
-
-
 def list_not_finite(model: nn.Module, state: Mapping[str, torch.Tensor]) -> list[str]:
     """Lists the parameters and buffers that are not finite in `state`.
 
     A buffer of one number may be NaN: it can stand for a value that is not known yet.
     """
     parameters = {name for name, _ in model.named_parameters()}
-    return [name for name, x in state.items() if (x.ndim or name in parameters) and not is_finite(x)]
+    return [name for name, x in state.items() if (x.ndim or name in parameters) and not x.isfinite().all()]

@@ -28,54 +28,31 @@ def check_run(run: Run, world_size: int = 1) -> None:
     remedy = "lower it, or raise optim.lr"
     if train.total_batch_size < optim.lr_base_size:
         remedy = f"lower it, raise optim.lr, or set optim.lr_base_size = {train.total_batch_size} to leave lr unscaled"
-    contradictions = [
-        (
-            rest or not batch_size,
-            "train.total_batch_size",
-            f"{total} is not divisible by {world_size} ranks x {train.grad_accum_steps} accumulation steps"
-            f"; nearest: {max(1, round(train.total_batch_size / share)) * share}",
-        ),
-        (
-            (augment.mixup or augment.cutmix) and batch_size % 2,
-            "train.total_batch_size",
-            f"{total} leaves {batch_size} images per rank and step, but mixup and cutmix pair images: make it even",
-        ),
-        (
-            schedule.warmup_epochs > schedule.epochs,
-            "schedule.warmup_epochs",
-            f" = {schedule.warmup_epochs} is above schedule.epochs = {schedule.epochs}",
-        ),
-        (
-            schedule.warmup_epochs and schedule.warmup_lr > peak_lr,
-            "schedule.warmup_lr",
-            f" = {schedule.warmup_lr:g} is above {scaled}; {remedy}",
-        ),
-        (
-            schedule.sched != "constant" and schedule.min_lr > peak_lr,
-            "schedule.min_lr",
-            f" = {schedule.min_lr:g} is above {scaled}; {remedy}",
-        ),
-        (
-            isinstance(data.subset, float) and data.subset > 1,
-            "data.subset",
-            f" = {data.subset} is no fraction; write {data.subset or 0:.0f} for as many images of every class",
-        ),
-        (
-            data.subset is None and data.subset_seed,
-            "data.subset_seed",
-            f" = {data.subset_seed}, but data.subset = null: set that, or leave it out",
-        ),
-        (augment.scale[0] > augment.scale[1], "augment.scale", f" = {list(augment.scale)} is not in ascending order"),
-        (augment.ratio[0] > augment.ratio[1], "augment.ratio", f" = {list(augment.ratio)} is not in ascending order"),
-        (
-            optim.opt not in (known := list_optimizers()),
-            "optim.opt",
-            f" = {optim.opt!r} is not an optimiser of timm{nearest(optim.opt, known)}",
-        ),
-    ]
-    for contradicts, key, problem in contradictions:
-        if contradicts:
-            raise OptionError(key, problem)
+    if rest or not batch_size:
+        problem = f"is not divisible by {world_size} ranks x {train.grad_accum_steps} accumulation steps"
+        nearest_size = max(1, round(train.total_batch_size / share)) * share
+        raise OptionError("train.total_batch_size", f"{total} {problem}; nearest: {nearest_size}")
+    if (augment.mixup or augment.cutmix) and batch_size % 2:
+        problem = f"leaves {batch_size} images per rank and step, but mixup and cutmix pair images: make it even"
+        raise OptionError("train.total_batch_size", f"{total} {problem}")
+    if schedule.warmup_epochs > schedule.epochs:
+        problem = f" = {schedule.warmup_epochs} is above schedule.epochs = {schedule.epochs}"
+        raise OptionError("schedule.warmup_epochs", problem)
+    if schedule.warmup_epochs and schedule.warmup_lr > peak_lr:
+        raise OptionError("schedule.warmup_lr", f" = {schedule.warmup_lr:g} is above {scaled}; {remedy}")
+    if schedule.sched != "constant" and schedule.min_lr > peak_lr:
+        raise OptionError("schedule.min_lr", f" = {schedule.min_lr:g} is above {scaled}; {remedy}")
+    if isinstance(data.subset, float) and data.subset > 1:
+        problem = f" = {data.subset} is no fraction; write {data.subset:.0f} for as many images of every class"
+        raise OptionError("data.subset", problem)
+    if data.subset is None and data.subset_seed:
+        problem = f" = {data.subset_seed}, but data.subset = null: set that, or leave it out"
+        raise OptionError("data.subset_seed", problem)
+    for name in ("scale", "ratio"):
+        if (bounds := getattr(augment, name))[0] > bounds[1]:
+            raise OptionError(f"augment.{name}", f" = {list(bounds)} is not in ascending order")
+    if optim.opt not in (known := list_optimizers()):
+        raise OptionError("optim.opt", f" = {optim.opt!r} is not an optimiser of timm{nearest(optim.opt, known)}")
     if augment.auto_augment is not None:
         check_policy(augment.auto_augment)
     for objective in OBJECTIVES.values():

@@ -47,10 +47,8 @@ def describe() -> bytes:
 def run_schema() -> Schema:
     """Returns the schema of a configuration file; no option is required, since a `base` may give it."""
     base = {"type": "string", "description": "configuration that holds the options that are not given here"}
-    kinds = typing.get_type_hints(Run)
-    sections = {
-        name: _of_options(kind) for name, kind in kinds.items() if isinstance(kind, type) and is_dataclass(kind)
-    }
+    kinds = typing.get_type_hints(Run).items()
+    sections = {name: _of_options(kind) for name, kind in kinds if isinstance(kind, type) and is_dataclass(kind)}
     mechanism = {"$ref": "#/definitions/mechanism"}
     stages = {"type": "array", "items": mechanism, "minItems": 4, "maxItems": 4}
     return {

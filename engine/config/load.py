@@ -200,7 +200,6 @@ def _check_plain(value: Any, key: str) -> None:
         raise OptionError(key, "expected a number of at most 64 bits")
     if isinstance(value, str) and not value.isprintable():
         raise OptionError(key, f"{value!r} holds a character that cannot be printed")
-    for name, item in (
-        value.items() if isinstance(value, Mapping) else enumerate(value if isinstance(value, list) else ())
-    ):
+    inside = value if isinstance(value, Mapping | list) else ()
+    for name, item in inside.items() if isinstance(inside, Mapping) else enumerate(inside):
         _check_plain(item, f"{key}.{name}" if key else str(name))

@@ -24,25 +24,16 @@ class Init:
     strict: bool = option(False, "refuse weights unless all of them, and of the model, load as they are")
 
 
+SPLIT = "folder (tar: NAME.tar, wds: NAME-*.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte)"
+
+Torchvision = Literal["torch/cifar10", "torch/cifar100", "torch/mnist", "torch/fashion_mnist", "torch/kmnist"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Data:
     """Place of the images, and preparation of a validation image."""
 
-    dataset: Literal[
-        "folder",
-        "tar",
-        "cache",
-        "idx",
-        "digits",
-        "copy",
-        "wds",
-        "hfds",
-        "torch/cifar10",
-        "torch/cifar100",
-        "torch/mnist",
-        "torch/fashion_mnist",
-        "torch/kmnist",
-    ] = option(
+    dataset: Literal["folder", "tar", "cache", "idx", "digits", "copy", "wds", "hfds", Torchvision] = option(
         "folder",
         "class folders, tar files of them, what engine.data.prepare made, IDX files, the embedded digits, sequences of"
         " the copy task, WebDataset shards, a Hugging Face data set (columns image and label), or one of torchvision's",
@@ -50,14 +41,8 @@ class Data:
     root: str | None = option(
         None, "directory that holds the two splits (hfds: or the name on the hub); digits need none"
     )
-    train_split: str = option(
-        "train",
-        "folder (tar: NAME.tar, wds: NAME-*.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte) of training images",
-    )
-    val_split: str = option(
-        "val",
-        "folder (tar: NAME.tar, wds: NAME-*.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte) of validation images",
-    )
+    train_split: str = option("train", f"{SPLIT} of training images")
+    val_split: str = option("val", f"{SPLIT} of validation images")
     classes: str | None = option(
         None,
         "file that names the classes, a line each: other classes' images are left out; where the data has numbers 0, 1,"

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-from timm.data.readers.reader import Reader
+
+from engine.data.layout import SplitReader
 
 
-class ArrayReader(Reader):
-    """timm reader of images in memory, each as a PGM file, or PPM.
+class ArrayReader(SplitReader):
+    """Reads images in memory, each as a PGM file, or PPM.
 
     Args:
         images: bytes (number, height, width), grey, or (number, height, width, 3), RGB. labels: class indices.
@@ -19,16 +20,11 @@ class ArrayReader(Reader):
         white: the largest level.
     """
 
-    ignored = ()
-
     def __init__(self, images: np.ndarray, labels: np.ndarray, classes: Iterable[str], white: int = 255):
         super().__init__()
         self.images, self.labels = images, labels
         self.class_to_idx = {name: index for index, name in enumerate(classes)}
         self.header = b"P%d %d %d %d\n" % (images.ndim + 2, images.shape[2], images.shape[1], white)
-
-    def __len__(self) -> int:
-        return len(self.images)
 
     def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
         return io.BytesIO(self.header + self.images[index].tobytes()), int(self.labels[index])

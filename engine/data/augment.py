@@ -31,9 +31,11 @@ auto_augment.NAME_TO_OP.update(
     {name: posterize for name, op in auto_augment.NAME_TO_OP.items() if op is auto_augment.posterize}
 )
 
-
 BatchAugment = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Images (b, C, H, W) and class indices (b,) -> images and, after mixup, soft targets (b, classes)."""
+
+Size = int | tuple[int, int]
+"""Side, or height and width, of images, pixels."""
 
 
 class PairMixup(Mixup):
@@ -44,9 +46,7 @@ class PairMixup(Mixup):
         return images, mixup_target(labels, self.num_classes, share, self.label_smoothing)
 
 
-def create_transform(
-    run: Run, img_size: int | tuple[int, int], is_training: bool, as_bytes: bool
-) -> Callable[[Image.Image], Any]:
+def create_transform(run: Run, img_size: Size, is_training: bool, as_bytes: bool) -> Callable[[Image.Image], Any]:
     """timm's transform of an image with the channels that the model takes; tokens stay as they are, bytes (1, H, W).
 
     Args:
@@ -72,11 +72,6 @@ def create_transform(
         crop_pct=data.crop_pct,
         use_prefetcher=as_bytes,
     )
-
-
-def create_batch_augment(augment: Augment, num_classes: int) -> BatchAugment:
-    """The augmentation of a batch on its device: mixup, or none."""
-    return create_mixup(augment, num_classes) or (lambda images, targets: (images, targets))
 
 
 def create_mixup(augment: Augment, num_classes: int) -> Mixup | None:

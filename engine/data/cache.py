@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image
-from timm.data.readers.reader import Reader
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.functional import resize
 
@@ -30,8 +29,8 @@ KINDS = {"begins": "i", "labels": "i", "checksums": "u", "fingerprints": "i", "n
 """Array of the index -> kind of its NumPy dtype."""
 
 
-class CacheReader(Reader):
-    """timm reader of one split that `write_cache` has written.
+class CacheReader(SplitReader):
+    """Reads one split that `write_cache` has written.
 
     Args:
         path: the index; the file of pixels lies beside it.
@@ -39,8 +38,6 @@ class CacheReader(Reader):
         OSError: the index or the pixels are missing or damaged, or do not belong together. The index need not be
             trusted.
     """
-
-    ignored = ()
 
     def __init__(self, path: str):
         super().__init__()
@@ -53,9 +50,6 @@ class CacheReader(Reader):
         if not self.pixels.is_file() or self.pixels.stat().st_size != self.begins[-1]:
             raise OSError(0, f"{self.pixels.name} is missing or has not the {self.begins[-1]} bytes of the index")
         self.class_to_idx = {os.fsdecode(name): label for label, name in enumerate(classes)}
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[io.BytesIO, int]:
         begin, end = map(int, self.begins[index : index + 2])
@@ -80,11 +74,7 @@ def _read_index(path: str) -> dict[str, np.ndarray]:
     """Reads the arrays of the index `path`, which need not be trusted, and checks that they belong together.
 
     An index of an earlier version has no fingerprints: the checksums stand for them. Its broken images have the class
-    -1, which becomes that of the folder in their name.
-
-    Raises:
-        ValueError: the arrays are none that `write_cache` writes.
-        Exception: any that NumPy raises for a damaged file.
+    -1, which becomes that of the folder in their name. A damaged file raises any error of NumPy.
     """
     with open(path, "rb") as file, np.load(file) as arrays:
         if any(member.compress_type for member in arrays.zip.infolist()):

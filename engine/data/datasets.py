@@ -15,13 +15,12 @@ from typing import BinaryIO
 
 import numpy as np
 from timm.data.dataset_factory import create_dataset
-from timm.data.readers.reader import Reader
 from timm.data.readers.reader_factory import create_reader
 
 from engine.data.arrays import ArrayReader
 from engine.data.folders import measure_files
 from engine.data.images import BrokenImage
-from engine.data.layout import Layout, LayoutError, LayoutReader, Samples, is_image, sort_naturally
+from engine.data.layout import Layout, LayoutError, LayoutReader, Samples, SplitReader, is_image, sort_naturally
 from engine.data.tar import find_members, read_member
 from engine.runtime.files import open_regular
 from engine.runtime.text import one_line
@@ -75,7 +74,6 @@ class WdsReader(LayoutReader):
         return read_member(self.shards[shard], begin, size), int(self.labels[index])
 
     def fingerprints(self) -> np.ndarray:
-        """Sizes of the files, bytes, (number,)."""
         return self.places[:, -1]
 
 
@@ -106,7 +104,7 @@ def _read_label(shard: str, place: tuple[int, int] | None, sample: str) -> int:
     return int(text)
 
 
-class HfdsReader(Reader):
+class HfdsReader(SplitReader):
     """Reads the columns `image` and `label` of a split of a Hugging Face data set, by timm's reader.
 
     Args:
@@ -116,8 +114,6 @@ class HfdsReader(Reader):
         LayoutError: the library is missing or cannot read the data set, the split or a column does not exist, or an
             image has no label.
     """
-
-    ignored = ()
 
     def __init__(self, root: str, split: str):
         super().__init__()
@@ -148,9 +144,6 @@ class HfdsReader(Reader):
         if outside := [row for row, label in enumerate(labels) if label not in known]:
             raise LayoutError(f"{len(outside):,} images have no label, such as row {outside[0]}; name another split")
         self.labels = np.array(labels)
-
-    def __len__(self) -> int:
-        return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
         image = self.rows.dataset[index][self.rows.image_key] or {}

@@ -157,13 +157,11 @@ def draw(
     """
     for _ in range(ATTEMPTS):
         ends = _draw_ends(rng, tokens, length, separation)
-        drawings = [
-            _draw_curves(rng, ends, first, tokens, length, distractors, attempts or ATTEMPTS) for first in (0, 1)
-        ]
-        if all(drawings):
+        drawn = [_draw_curves(rng, ends, first, tokens, length, distractors, attempts or ATTEMPTS) for first in (0, 1)]
+        if all(drawn):
             first, half = rng.integers(2, size=2)
             side = (first + 1 - label + 2 * half) % 4
-            return _render(drawings[first], ends[[side, (side + 1) % 4]], tokens)
+            return _render(drawn[first], ends[[side, (side + 1) % 4]], tokens)
     raise UserError(
         f"no room for paths of --length {length:g} and --distractors {distractors} on {tokens}x{tokens} tokens; name"
         " another length, fewer distractors or scenes, a smaller separation or more tokens"
@@ -197,17 +195,11 @@ def draw_graded(
     scale = side / tokens
     image = np.zeros((PIXELS * tokens, PIXELS * tokens), np.uint8)
     corner = PIXELS * rng.integers(tokens - count * side + 1, size=2)
+    distractors, attempts = (distractors, ATTEMPTS) if count == 1 else (0, GRADED_ATTEMPTS)
     for offset in np.ndindex(count, count):
         y, x = corner + PIXELS * side * np.array(offset)
-        image[y : y + PIXELS * side, x : x + PIXELS * side] = draw(
-            rng,
-            label,
-            side,
-            length * scale,
-            distractors if count == 1 else 0,
-            int(separation * scale),
-            attempts=ATTEMPTS if count == 1 else GRADED_ATTEMPTS,
-        )
+        scene = draw(rng, label, side, length * scale, distractors, int(separation * scale), attempts)
+        image[y : y + PIXELS * side, x : x + PIXELS * side] = scene
     return image
 
 

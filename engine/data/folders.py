@@ -6,9 +6,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import BinaryIO
 
 import numpy as np
-from timm.data.readers.reader import Reader
 
-from engine.data.layout import NO_IMAGES, LayoutError, LayoutReader, classify, is_image, sort_naturally
+from engine.data.layout import NO_IMAGES, LayoutError, LayoutReader, SplitReader, classify, is_image, sort_naturally
 from engine.runtime.errors import UserError
 from engine.runtime.files import open_regular
 from engine.runtime.text import one_line
@@ -31,7 +30,6 @@ class FolderReader(LayoutReader):
         return open_regular(os.path.join(self.root, path)), label
 
     def fingerprints(self) -> np.ndarray:
-        """Sizes of the files, bytes; see `measure_files`."""
         return measure_files(os.path.join(self.root, path) for path in self.samples.paths())
 
 
@@ -99,18 +97,13 @@ def find_files(root: str) -> Iterator[str]:
             yield prefix
 
 
-class FileReader(Reader):
-    """timm reader of the files `paths`; the label of each is its position. Opens regular files only."""
-
-    ignored = ()
+class FileReader(SplitReader):
+    """Reads the files `paths`; the label of each is its position. Opens regular files only."""
 
     def __init__(self, paths: Sequence[str]):
         super().__init__()
         self.paths, self.labels = paths, np.arange(len(paths))
-        self.class_to_idx: dict[str, int] = {}
-
-    def __len__(self) -> int:
-        return len(self.paths)
+        self.class_to_idx = {}
 
     def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
         return open_regular(self.paths[index]), index
@@ -119,5 +112,4 @@ class FileReader(Reader):
         return self.paths[index]
 
     def fingerprints(self) -> np.ndarray:
-        """Sizes of the files, bytes; see `measure_files`."""
         return measure_files(self.paths)

@@ -33,7 +33,6 @@ MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
 PHOTOMETRIC = 262
 """TIFF tag whose value is 0 where white is zero; Pillow inverts such images for 8 bits only."""
 
-
 MAX_BYTES = 2**30
 """Size of a file that is decoded: 12 bytes for each of the largest number of pixels."""
 
@@ -106,12 +105,6 @@ def convert(image: Image.Image, mode: Literal["RGB", "L"] = "RGB") -> Image.Imag
     image.load()
     with suppress(Exception):  # a damaged orientation tag is ignored
         ImageOps.exif_transpose(image, in_place=True)
-    image = _rgb(image)
-    return image if mode == "RGB" else image.convert(mode)  # exact where the picture is grey
-
-
-def _rgb(image: Image.Image) -> Image.Image:
-    """Converts a decoded image to 8-bit RGB."""
     if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
         if "transparency" in image.info or (isinstance(image, TiffImageFile) and image.tag_v2.get(PHOTOMETRIC) == 0):
             raise BrokenImage("16-bit grey levels with a transparent one, or with white as zero")
@@ -122,4 +115,5 @@ def _rgb(image: Image.Image) -> Image.Image:
     if image.has_transparency_data:
         image = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("RGB")
+    image = image.convert("RGB")
+    return image if mode == "RGB" else image.convert(mode)  # exact where the picture is grey

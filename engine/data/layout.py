@@ -6,11 +6,12 @@ first folder of its path. A file is an image if it has the suffix of one; other 
 
 import posixpath
 import re
+from abc import abstractmethod
 from array import array
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain, groupby, pairwise, repeat
-from typing import BinaryIO, NamedTuple, Protocol
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from timm.data.readers.reader import Reader
@@ -21,29 +22,25 @@ from engine.data.images import SUFFIXES
 NO_IMAGES = f"no images (files named {', '.join(f'*{suffix}' for suffix in SUFFIXES)})"
 
 
-class SplitReader(Protocol):
-    """Reader of a split: timm's methods, and facts about all images that are known before one is opened."""
+class SplitReader(Reader):
+    """Reader of a split: timm's methods, and facts about all images that are known before one is opened.
 
-    @property
-    def labels(self) -> np.ndarray:
-        """Class indices (number,), in the order of the images."""
+    Attributes:
+        labels: class indices (number,), in the order of the images. class_to_idx: class name -> index.
+        ignored: paths of the files that are not images.
+    """
 
-    @property
-    def class_to_idx(self) -> Mapping[str, int]:
-        """Class name -> index."""
+    labels: np.ndarray
+    class_to_idx: Mapping[str, int]
+    ignored: Sequence[str] = ()
 
-    @property
-    def ignored(self) -> Sequence[str]:
-        """Paths of the files that are not images."""
+    def __len__(self) -> int:
+        return len(self.labels)
 
-    def __len__(self) -> int: ...
-
+    @abstractmethod
     def __getitem__(self, index: int) -> tuple[BinaryIO, int]: ...
 
-    def filename(self, index: int) -> str: ...
-
-    def filenames(self) -> Iterable[str]: ...
-
+    @abstractmethod
     def fingerprints(self) -> np.ndarray:
         """Number that stands for the content of every image, (number,) int64.
 
@@ -128,10 +125,7 @@ def classify(paths: Iterable[str]) -> Layout:
             raise LayoutError(f"the class folder {folder!r} holds no image; remove it")
 
     def parts() -> Iterator[tuple[int, Iterable[str]]]:
-        """Yields the class index and images of each folder.
-
-        Folders whose names are equal in timm's order are sorted as one, so that the order of whole paths holds.
-        """
+        # Folders whose names are equal in timm's order are sorted as one, so that the order of whole paths holds.
         for _, group in groupby(sort_naturally(f"{name}/" for name in folders), key=natural_key):
             names = [name.removesuffix("/") for name in group]
             images = sort_naturally(_split(chain.from_iterable(map(folders.pop, names))))
@@ -186,20 +180,13 @@ def _numbers(names: Sequence[str]) -> list[int] | None:
     return [*map(int, found)] if len(found) == len(names) and all(map(str.isdecimal, found)) else None
 
 
-class LayoutReader(Reader):
-    """timm reader of the images of a layout; subclasses read their content."""
+class LayoutReader(SplitReader):
+    """Reader of the images of a layout; subclasses read their content."""
 
     def __init__(self, layout: Layout):
         super().__init__()
         self.samples, self.class_to_idx, self.ignored = layout
-
-    @property
-    def labels(self) -> np.ndarray:
-        """Class indices (number,), in the order of the images."""
-        return self.samples.labels
-
-    def __len__(self) -> int:
-        return len(self.samples)
+        self.labels = self.samples.labels
 
     def _filename(self, index: int, basename: bool = False, absolute: bool = False) -> str:
         return self.samples[index][0]

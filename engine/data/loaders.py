@@ -12,12 +12,12 @@ from timm.data.loader import PrefetchLoader, fast_collate
 from timm.data.random_erasing import RandomErasing
 from timm.layers import to_2tuple
 from torch import Tensor
-from torch.utils.data import SequentialSampler, default_collate
+from torch.utils.data import Dataset, SequentialSampler, default_collate
 from tqdm import tqdm
 
 from attention.options import OptionError
 from engine.config.schema import Run, num_channels, per_channel
-from engine.data.augment import BatchAugment, create_batch_augment, create_transform
+from engine.data.augment import BatchAugment, Size, create_mixup, create_transform
 from engine.data.images import BrokenImage
 from engine.data.sampler import EpochSampler, SeededDataset
 from engine.data.splits import Images, _check_num_classes, classes_of, open_images, report_ignored
@@ -51,16 +51,7 @@ class ImageLoader(RestartingLoader):
     batch_size: int
     sampler: EpochSampler | SequentialSampler | range
 
-    def __init__(
-        self,
-        images: Images | SeededDataset,
-        batch_size: int,
-        *,
-        stack: Callable,
-        limit: float,
-        remedy: str,
-        **options: Any,
-    ):
+    def __init__(self, images: Dataset, batch_size: int, *, stack: Callable, limit: float, remedy: str, **options: Any):
         super().__init__(images, batch_size, collate_fn=partial(_collate, stack=stack), **options)
         self.limit, self.remedy = limit, remedy
         self.broken: list[str] = []
@@ -80,9 +71,7 @@ class ImageLoader(RestartingLoader):
                 yield batch
 
 
-def _collate(
-    samples: list[tuple[Any, int | Tensor] | BrokenImage], stack: Callable
-) -> tuple[Any, list[int], list[str]]:
+def _collate(samples: list[tuple | BrokenImage], stack: Callable) -> tuple[Any, list[int], list[str]]:
     """The batch of the intact samples (None: there are none); position, and a line, of each broken one."""
     whole = [sample for sample in samples if not isinstance(sample, BrokenImage)]
     broken = [position for position, sample in enumerate(samples) if isinstance(sample, BrokenImage)]
@@ -178,9 +167,7 @@ def images_of(loader: Loader) -> Images:
     return cast(Images, dataset.dataset if isinstance(dataset, SeededDataset) else dataset)
 
 
-def create_loaders(
-    run: Run, world: World, *, img_size: int | tuple[int, int], num_classes: int
-) -> tuple[Loader, Loader, BatchAugment]:
+def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) -> tuple[Loader, Loader, BatchAugment]:
     """Training loader, validation loader and batch-wise augmentation of a run.
 
     The loaders yield images (b, C, H, W) fp32 and class indices (b,) int64, or the targets that the
@@ -206,16 +193,14 @@ def create_loaders(
         report_ignored("data.train_split", train)
         report_ignored("data.val_split", val)
     if len(train) < run.train.total_batch_size:
-        raise OptionError(
-            "train.total_batch_size",
-            f" = {run.train.total_batch_size} exceeds the {len(train)} training images; lower it",
-        )
+        problem = f" = {run.train.total_batch_size} exceeds the {len(train)} training images; lower it"
+        raise OptionError("train.total_batch_size", problem)
     val_limit = math.inf if run.data.broken_val == "skip" else 0
     sampler = EpochSampler(len(train), run.train.total_batch_size, world, run.train.seed, run.augment.repeats)
     return (
         _create_loader(train, sampler, batch_size, run, world, run.data.max_broken),
         _create_loader(val, _share(val, world), batch_size, run, world, val_limit),
-        create_batch_augment(run.augment, num_classes),
+        create_mixup(run.augment, num_classes) or (lambda images, targets: (images, targets)),
     )
 
 
@@ -223,8 +208,8 @@ def create_val_loader(
     run: Run,
     world: World,
     *,
-    img_size: int | tuple[int, int],
-    num_classes: int | None,
+    img_size: Size,
+    num_classes: int | None = None,
     batch_size: int | None = None,
     skip_broken: bool = False,
 ) -> Loader:
@@ -243,12 +228,11 @@ def create_val_loader(
         _check_num_classes(val, num_classes)
     if world.is_primary:
         report_ignored("data.val_split", val)
-    batch_size = batch_size or choose_batch_size(img_size)
     limit = math.inf if skip_broken else 0
-    return _create_loader(val, _share(val, world), batch_size, run, world, limit)
+    return _create_loader(val, _share(val, world), batch_size or choose_batch_size(img_size), run, world, limit)
 
 
-def choose_batch_size(img_size: int | tuple[int, int]) -> int:
+def choose_batch_size(img_size: Size) -> int:
     """Images per batch without gradients: 128, or fewer if they are larger than 256 x 256 pixels."""
     return max(1, min(128, 128 * 256**2 // math.prod(to_2tuple(img_size))))
 
@@ -270,12 +254,7 @@ def _sends_bytes(run: Run, world: World) -> bool:
 
 
 def _create_loader(
-    dataset: Images,
-    sampler: EpochSampler | range,
-    batch_size: int,
-    run: Run,
-    world: World,
-    limit: float,
+    dataset: Images, sampler: EpochSampler | range, batch_size: int, run: Run, world: World, limit: float
 ) -> Loader:
     """timm's `create_loader`, but with a sampler of our own, which it does not accept.
 

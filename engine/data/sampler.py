@@ -7,11 +7,12 @@ an optimiser step, in the main process, depend on (seed, step, micro-batch, rank
 
 import math
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset, Sampler
 
+from engine.data.splits import Images
 from engine.runtime.distributed import World, mix_seeds, seed_everything
 
 Place = tuple[int, int, int]
@@ -58,18 +59,10 @@ class EpochSampler(Sampler[Place]):
         return ((index, self.epoch, position) for index, position in zip(indices, positions, strict=True))
 
 
-class MapDataset(Protocol):
-    """A data set that is read by index."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> Any: ...
-
-
 class SeededDataset(Dataset):
     """Data set that seeds each image, so that the random numbers of an image are the same in any process."""
 
-    def __init__(self, dataset: MapDataset, seed: int):
+    def __init__(self, dataset: Images, seed: int):
         self.dataset, self.seed = dataset, seed
 
     def __len__(self) -> int:

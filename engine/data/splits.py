@@ -18,7 +18,7 @@ from torch.utils.data import Dataset
 from attention.options import OptionError
 from engine.config.schema import Data, Run, num_channels
 from engine.data.arrays import ArrayReader, DigitsReader
-from engine.data.augment import create_transform
+from engine.data.augment import Size, create_transform
 from engine.data.cache import INDEX, CacheReader
 from engine.data.datasets import TORCH, HfdsReader, TorchReader, WdsReader
 from engine.data.folders import FolderReader
@@ -74,9 +74,7 @@ class Images(Dataset):
         return image if self.transform is None else self.transform(image), target
 
 
-def open_images(
-    run: Run, option: Literal["train_split", "val_split"], img_size: int | tuple[int, int], as_bytes: bool
-) -> Images:
+def open_images(run: Run, option: Literal["train_split", "val_split"], img_size: Size, as_bytes: bool) -> Images:
     """Opens the split that `option` names, as inputs and targets of the model of `run`.
 
     Args:

@@ -5,7 +5,6 @@ from typing import BinaryIO
 
 import numpy as np
 import torch
-from timm.data.readers.reader import Reader
 
 from attention.options import OptionError, nearest
 from engine.data.layout import SplitReader
@@ -17,8 +16,8 @@ LIMIT = 2**24
 """Largest size of a file of class names, bytes; the rest is not read."""
 
 
-class SubsetReader(Reader):
-    """timm reader of the images `indices` of `reader`.
+class SubsetReader(SplitReader):
+    """Reads the images `indices` of `reader`.
 
     Args:
         labels: class index of each of these images; None: as in `reader`.
@@ -40,9 +39,6 @@ class SubsetReader(Reader):
         self.labels = np.asarray(reader.labels)[self.indices] if labels is None else labels
         self.class_to_idx = reader.class_to_idx if class_to_idx is None else class_to_idx
 
-    def __len__(self) -> int:
-        return len(self.indices)
-
     def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
         file, _ = self.reader[int(self.indices[index])]
         return file, int(self.labels[index])
@@ -54,7 +50,6 @@ class SubsetReader(Reader):
         return map(self._filename, range(len(self)))
 
     def fingerprints(self) -> np.ndarray:
-        """See `SplitReader.fingerprints`."""
         return self.reader.fingerprints()[self.indices]
 
 
@@ -101,11 +96,7 @@ def choose_classes(reader: SplitReader, path: str) -> SubsetReader:
 
 
 def read_names(path: str) -> dict[str, int]:
-    """Reads the names in the file `path`, one per line: name -> number of its line. Blank lines name nothing.
-
-    Raises:
-        OptionError: the file cannot be read, holds no name, or holds a name twice.
-    """
+    """Reads the names in the file `path`, one per line: name -> number of its line. Blank lines name nothing."""
     try:
         with open_regular(path) as file:
             text = file.read(LIMIT).decode("utf-8-sig", "surrogateescape")  # as names of folders are

@@ -30,7 +30,7 @@ class TarReader(LayoutReader):
         shared = posixpath.dirname(shared) if folders == {shared} else shared
         prefix = f"{shared}/" if shared else ""
         super().__init__(classify(name.removeprefix(prefix) for name in places if name.startswith(prefix)))
-        self.ignored += [name for name in places if not name.startswith(prefix)]
+        self.ignored = [*self.ignored, *(name for name in places if not name.startswith(prefix))]
         self.path, self.places = path, np.array([places[prefix + name] for name in self.samples.paths()])
 
     def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
@@ -38,7 +38,6 @@ class TarReader(LayoutReader):
         return read_member(self.path, begin, size), int(self.labels[index])
 
     def fingerprints(self) -> np.ndarray:
-        """Sizes of the files, bytes, (number,)."""
         return self.places[:, -1]
 
 

@@ -23,7 +23,6 @@ from engine.runtime.signals import SIGNALS
 NUM_RESTARTS = 1
 """Number of times in a pass that new workers replace the old ones after one was killed."""
 
-
 STOP_AFTER = 10.0
 """Time (s) that a stopped run waits for the batch of its last update; torchrun kills its ranks after 30 s."""
 
@@ -130,15 +129,12 @@ class RestartingLoader(DataLoader):
         try:
             yield
         except (WorkersStuck, KeyboardInterrupt):  # at its end, this process would wait for them again
-            for worker in self._workers():
+            for worker in getattr(getattr(self.reader, "_iterator", None), "_workers", []):
                 worker.kill()
             raise
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
-
-    def _workers(self) -> list[multiprocessing.Process]:
-        return getattr(getattr(self.reader, "_iterator", None), "_workers", [])
 
     def _read_from(self, start: int) -> Iterator[Any]:
         """Returns an iterator over the batches from number `start` on."""

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Literal
 
 import torch
 from torch import nn
@@ -14,7 +13,7 @@ from engine.data.splits import classes_of
 from engine.evaluation.predictions import PredictionTable, gather_predictions
 from engine.objectives.classification import CLASSES
 from engine.objectives.objective import Measure
-from engine.runtime.distributed import World, autocast
+from engine.runtime.distributed import Amp, World, autocast
 from engine.runtime.terminal import progress_bar
 
 
@@ -22,7 +21,7 @@ def evaluate_all(
     models: Mapping[str, nn.Module],
     loader: Loader,
     world: World,
-    amp: Literal["bf16", "fp16"] | None,
+    amp: Amp,
     stop_requested: Callable[[], bool] = lambda: False,
     rows: dict[str, list[torch.Tensor]] | None = None,
     measure: Measure = CLASSES,
@@ -64,7 +63,7 @@ def evaluate(
     model: nn.Module,
     loader: Loader,
     world: World,
-    amp: Literal["bf16", "fp16"] | None,
+    amp: Amp,
     stop_requested: Callable[[], bool] = lambda: False,
     rows: list[torch.Tensor] | None = None,
     measure: Measure = CLASSES,

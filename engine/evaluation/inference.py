@@ -23,7 +23,7 @@ from engine.data.folders import FileReader
 from engine.data.images import convert
 from engine.data.loaders import ImageLoader, choose_batch_size, images_of
 from engine.data.splits import Images
-from engine.runtime.distributed import autocast
+from engine.runtime.distributed import Amp, autocast
 from engine.runtime.errors import UserError
 
 
@@ -41,12 +41,7 @@ class Trained(NamedTuple):
     classes: list[str]
 
 
-def load(
-    path: str | Path,
-    *,
-    weights: Weights | None = None,
-    select: Literal["best", "last"] = "best",
-) -> Trained:
+def load(path: str | Path, *, weights: Weights | None = None, select: Literal["best", "last"] = "best") -> Trained:
     """Loads the model of a run directory, a checkpoint or an exported file. The file need not be trusted.
 
     Args:
@@ -83,8 +78,7 @@ class Prediction(NamedTuple):
 def create_loader(trained: Trained, files: Sequence[str], batch_size: int | None = None) -> ImageLoader:
     """Returns a loader of the images in `files` and their positions; names other files on stderr and skips them.
 
-    Args:
-        batch_size: images per batch; None: `choose_batch_size`.
+    A batch has `batch_size` images; None: `choose_batch_size`.
     """
     images = Images(FileReader(files), trained.transform)
     _, height, width = trained.transform(Image.new("RGB", (1, 1))).shape
@@ -94,13 +88,10 @@ def create_loader(trained: Trained, files: Sequence[str], batch_size: int | None
 
 
 @torch.no_grad()
-def predict(
-    trained: Trained, loader: ImageLoader, top: int, amp: Literal["bf16", "fp16"] | None = None
-) -> Iterator[Prediction]:
+def predict(trained: Trained, loader: ImageLoader, top: int, amp: Amp = None) -> Iterator[Prediction]:
     """Yields the `top` classes (all, if there are fewer) for every image of a `loader` of `create_loader`.
 
-    Args:
-        amp: precision of the forward pass; None: fp32.
+    The forward pass has the precision `amp`; None: fp32.
     """
     model, _, classes = trained
     device = next(model.parameters()).device

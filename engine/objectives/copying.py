@@ -20,15 +20,9 @@ MAX_DRAWN = 2**27
 """Largest number of tokens of a split, which is held in memory."""
 
 NO_AUGMENTATION: dict[str, Any] = {
-    "scale": (1.0, 1.0),
-    "ratio": (1.0, 1.0),
-    "hflip": 0.0,
-    "color_jitter": 0.0,
+    **dict.fromkeys(("scale", "ratio"), (1.0, 1.0)),
+    **dict.fromkeys(("hflip", "color_jitter", "reprob", "mixup", "cutmix", "smoothing"), 0.0),
     "auto_augment": None,
-    "reprob": 0.0,
-    "mixup": 0.0,
-    "cutmix": 0.0,
-    "smoothing": 0.0,
 }
 """Options of the section `augment` that leave images unchanged."""
 
@@ -67,11 +61,7 @@ class Copying(Objective):
 
     @staticmethod
     def check(run: Run) -> None:
-        """Refuses options that the copy task cannot use, and a model of tokens for anything else.
-
-        Raises:
-            OptionError: the first such option.
-        """
+        """Refuses options that the copy task cannot use, and a model of tokens for anything else."""
         data, model = run.data, run.model
         if data.dataset != "copy":
             if model.get("vocab_size"):
@@ -90,24 +80,21 @@ class Copying(Objective):
         if height != 1 or length % 2 or length < 4:
             refuse("model.img_size", [height, length], "set it to [1, N] with N even, at least 4")
         if (total := max(data.num_sequences) * length) > MAX_DRAWN:
-            refuse(
-                "data.num_sequences", list(data.num_sequences), f"lower it: {total:,} tokens are above {MAX_DRAWN:,}"
-            )
+            refuse("data.num_sequences", [*data.num_sequences], f"lower it: {total:,} tokens are above {MAX_DRAWN:,}")
         for name, value in {"global_pool": "", "num_classes": model["vocab_size"]}.items():
             if model[name] != value:
                 refuse(f"model.{name}", model[name], f"set it to {value!r}, to predict one at every place")
         if not run.attention.get("causal"):
             name = run.attention["name"]
             refuse(f"attention({name}).causal", False, "set it to true, or choose a mechanism that has it")
-        neutral_sections = {
+        neutral = {
             "augment": type(run.augment)(**NO_AUGMENTATION),
             "data": type(data)(),
             "distill": type(run.distill)(),
         }
-        for section, neutral in neutral_sections.items():
-            names = ("root", "classes", "subset") if section == "data" else vars(neutral)
-            for name in names:
-                if (given := getattr(getattr(run, section), name)) != (value := getattr(neutral, name)):
+        for section, options in neutral.items():
+            for name in ("root", "classes", "subset") if section == "data" else vars(options):
+                if (given := getattr(getattr(run, section), name)) != (value := getattr(options, name)):
                     refuse(f"{section}.{name}", given, f"set it to {'null' if value is None else value}")
 
     @staticmethod

@@ -3,7 +3,7 @@
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 import torch
 import torch.nn.functional as F
@@ -13,7 +13,7 @@ from attention.options import OptionError, option
 from engine.objectives.classification import CLASSES, create_loss
 from engine.objectives.objective import Objective, Run
 
-Normalisation = tuple[Sequence[float], Sequence[float]]
+MeanStd = tuple[Sequence[float], Sequence[float]]
 """Mean and standard deviation, each with one value for every channel."""
 
 
@@ -48,14 +48,7 @@ class Teacher(nn.Module):
     scale: Tensor
     shift: Tensor
 
-    def __init__(
-        self,
-        model: nn.Module,
-        shape: Sequence[int],
-        classes: list[str] | None,
-        given: Normalisation,
-        own: Normalisation,
-    ):
+    def __init__(self, model: nn.Module, shape: Sequence[int], classes: list[str] | None, given: MeanStd, own: MeanStd):
         super().__init__()
         self.model, self.shape, self.classes = model.eval(), tuple(shape), classes
         (mean, std), (own_mean, own_std) = (torch.tensor(x, dtype=torch.float64)[..., None, None] for x in (given, own))
@@ -76,8 +69,6 @@ class Distillation(Objective):
 
     Args:
         loss: function of logits and targets.
-    Attributes:
-        identity: the SHA-256 of the teacher's weights.
     """
 
     measure = CLASSES
@@ -92,11 +83,7 @@ class Distillation(Objective):
 
     @staticmethod
     def check(run: Run) -> None:
-        """Refuses options of `Distill` without an effect.
-
-        Raises:
-            OptionError: there is no teacher, or the temperature acts on nothing.
-        """
+        """Refuses options of `Distill` without an effect: there is no teacher, or the temperature acts on nothing."""
         distill = run.distill
         if distill.teacher is None and distill != Distill():
             problem = " = null, but other options of distill are given: name a teacher, or leave them out"
@@ -109,9 +96,7 @@ class Distillation(Objective):
     def from_run(cls, run: Run, create_teacher: Callable[[], nn.Module]) -> Self:
         return cls(create_loss(run.augment), run.distill, create_teacher())
 
-    def __call__(
-        self, network: Callable[[Tensor], Tensor | tuple[Tensor, Tensor]], images: Tensor, targets: Tensor
-    ) -> Tensor:
+    def __call__(self, network: Callable[..., Any], images: Tensor, targets: Tensor, /) -> Tensor:
         outputs = network(images)
         logits, distilled = outputs if isinstance(outputs, tuple) else (outputs, outputs)
         divergence = distillation_loss(distilled, self.teacher(images), self.distill.type, self.distill.tau)

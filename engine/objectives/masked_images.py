@@ -76,22 +76,6 @@ def masked_l1(pixels: Tensor, images: Tensor, masks: Tensor) -> Tensor:
     return (error * hidden).sum((1, 2, 3)) / hidden.sum((1, 2, 3))
 
 
-def masked_l1_reference(pixels: Tensor, images: Tensor, masks: Tensor) -> Tensor:
-    """`masked_l1`, pixel by pixel."""
-    p = images.shape[2] // masks.shape[1]
-    losses = []
-    for pixel, image, mask in zip(pixels, images, masks, strict=True):
-        errors = [
-            abs(pixel[c, y, x] - image[c, y, x])
-            for c in range(image.shape[0])
-            for y in range(image.shape[1])
-            for x in range(image.shape[2])
-            if mask[y // p, x // p]
-        ]
-        losses.append(sum(errors) / len(errors))
-    return torch.stack(losses)
-
-
 def to_pixels(masks: Tensor, images: Tensor) -> Tensor:
     """Masks of patches (B, H, W) -> of pixels, (B, 1, height, width) as the images."""
     return F.interpolate(masks[:, None].to(torch.uint8), images.shape[2:]).bool()
@@ -108,11 +92,8 @@ class MaskedImages(Objective):
 
     @staticmethod
     def check(run: Run) -> None:
-        """Refuses masks that a run cannot use.
-
-        Raises:
-            OptionError: squares that are no whole patches or leave nothing to see, labels in a run on masked images, or
-                options of `Simmim` in any other run.
+        """Refuses squares that are no whole patches or leave nothing to see, labels in a run on masked images, and
+        options of `Simmim` in any other run.
         """
         simmim, model = run.simmim, run.model
         if not model.get("mask_token"):
@@ -126,10 +107,8 @@ class MaskedImages(Objective):
         for name in ("mixup", "cutmix"):
             if value := getattr(run.augment, name):
                 raise OptionError(f"augment.{name}", f" = {value:g}: masked images have no labels to mix; set it to 0")
-        if run.distill.teacher is not None:
-            raise OptionError(
-                "distill.teacher", f" = {run.distill.teacher}: a model with mask_token predicts no classes"
-            )
+        if (teacher := run.distill.teacher) is not None:
+            raise OptionError("distill.teacher", f" = {teacher}: a model with mask_token predicts no classes")
         if size not in valid:
             squares = f"{size} x {size} pixels of a {sides[0]} x {sides[1]} image are no whole patches of {patch}"
             raise OptionError(
@@ -137,9 +116,8 @@ class MaskedImages(Objective):
             )
         count = sides[0] * sides[1] // size**2
         if math.ceil(ratio * count) == count:
-            raise OptionError(
-                "simmim.mask_ratio", f" = {ratio:g} masks all {count} squares; lower it, or simmim.mask_size"
-            )
+            problem = f" = {ratio:g} masks all {count} squares; lower it, or simmim.mask_size"
+            raise OptionError("simmim.mask_ratio", problem)
 
     @staticmethod
     def refuse_prediction(source: str, of_metrics: bool) -> str:

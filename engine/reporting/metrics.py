@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
@@ -24,12 +24,7 @@ TOTALS = ("time", "elapsed_seconds", "gpu_hours", "images_seen")
 MAX_METRICS = 2**28
 """Bytes of the records; a run of 300 epochs makes some megabytes."""
 
-FREE: Mapping[str, Sequence[str]] = {
-    "start": (),
-    "change": ("option", "before", "now"),
-    "stop": (),
-    "fail": ("reason",),
-}
+FREE: dict[str, tuple] = {"start": (), "change": ("option", "before", "now"), "stop": (), "fail": ("reason",)}
 """Kinds of records with fields of any type -> fields that they have. The other kinds hold numbers."""
 
 NUMBERS = {"epoch", "step", "elapsed_seconds", "gpu_hours", "images_seen", "epochs", "total_steps"}
@@ -43,10 +38,8 @@ TEXTS: Mapping[str, Callable[[str], Any]] = {
 """Fields that are texts in every kind of record -> function that is true for valid ones."""
 
 AVERAGES: Mapping[str, Callable[..., float]] = {
-    "loss": fmean,
+    **dict.fromkeys(("loss", "step_seconds", "data_wait"), fmean),
     "images_per_second": harmonic_mean,
-    "step_seconds": fmean,
-    "data_wait": fmean,
 }
 """Fields of `train` records -> their mean over an epoch, weighted by updates. The last record gives other fields."""
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -32,13 +31,6 @@ NUM_TICKS = 40
 
 GRID = 5
 """Number of columns, and largest number of rows, of the images shown for each kind of weights."""
-
-
-class Output(NamedTuple):
-    """Title of a file for the help text, and suffix of its name -> function that makes its content."""
-
-    title: str
-    writers: Mapping[str, Callable[[Predictions], bytes]]
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -156,7 +148,10 @@ def _draw_confusion(axes: Axes, counts: np.ndarray, names: list[str]) -> None:
 
 def mistakes_picture(predictions: Predictions) -> bytes:
     """Draws the images that each kind of weights predicts wrongly, highest loss first."""
-    wrong = {kind: _list_mistakes(found) for kind, found in predictions.items()}
+    wrong = {}
+    for kind, found in predictions.items():
+        rows = (found.predicted != found.label).nonzero()[:, 0]
+        wrong[kind] = rows[found.loss[rows].argsort(descending=True, stable=True)].tolist()
     worst = {kind: rows[: GRID**2] for kind, rows in wrong.items()}
     titles = {kind: f"the worst {len(worst[kind])} of {len(rows):,} mistakes" for kind, rows in wrong.items()}
     return _images_picture(predictions, worst, titles)
@@ -188,12 +183,6 @@ def _images_picture(predictions: Predictions, rows: Mapping[str, list[int]], tit
     return encode(figure, ".png")
 
 
-def _list_mistakes(found: PredictionTable) -> list[int]:
-    """Returns the rows of `found` whose prediction is wrong, highest loss first."""
-    wrong = (found.predicted != found.label).nonzero()[:, 0]
-    return wrong[found.loss[wrong].argsort(descending=True, stable=True)].tolist()
-
-
 def _draw_image(axes: Axes, found: PredictionTable, row: int) -> None:
     image = found.images[int(found.index[row])]
     if isinstance(image, BrokenImage):  # it could be read when it was evaluated
@@ -206,13 +195,13 @@ def _draw_image(axes: Axes, found: PredictionTable, row: int) -> None:
     axes.set_title(title, fontsize=8, color=color, parse_math=False)
 
 
-OUTPUTS = {
-    "per-class": Output("the accuracy of every class", {".csv": classes_csv}),
-    "predictions": Output("class and probable classes of every image", {".csv": predictions_csv}),
-    "confusion": Output(
+OUTPUTS: dict[str, tuple[str, Mapping[str, Callable[[Predictions], bytes]]]] = {
+    "per-class": ("the accuracy of every class", {".csv": classes_csv}),
+    "predictions": ("class and probable classes of every image", {".csv": predictions_csv}),
+    "confusion": (
         "the confusion matrix",
         {".csv": confusion_csv, **{suffix: partial(confusion_picture, suffix=suffix) for suffix in (".png", ".pdf")}},
     ),
-    "mistakes": Output("the worst mistakes as a grid of images", {".png": mistakes_picture}),
+    "mistakes": ("the worst mistakes as a grid of images", {".png": mistakes_picture}),
 }
-"""Option -> output."""
+"""Option -> title of a file for the help text, and suffix of its name -> function that makes its content."""

@@ -49,9 +49,6 @@ INPUT_BOUND = 20
 epoch does not count, because the loader's workers start in it."""
 
 
-NO_CHANGES: Mapping[str, tuple[Any, Any]] = {}
-
-
 class Recorder:
     """Writes the records of a run; as a context manager, it also records how the run ends.
 
@@ -96,9 +93,8 @@ class Recorder:
         epoch = self.progress.epoch
         if error is not None:
             with suppress(OSError):  # the disk may be what failed
-                self._record(
-                    "fail", epoch, {"reason": one_line(str(error).partition("\n")[0] or type(error).__name__, 200)}
-                )
+                reason = str(error).partition("\n")[0] or type(error).__name__
+                self._record("fail", epoch, {"reason": one_line(reason, 200)})
         elif epoch < self.run.schedule.epochs:
             self._record("stop", epoch, {})
         if self.trackers is not None:
@@ -108,9 +104,7 @@ class Recorder:
             files = f"{EPOCHS} (a row per epoch), {METRICS} (all records), {CONSOLE}"
             print(f"logs of {self.directory}: {files}; tensorboard --logdir {self.directory}", flush=True)
 
-    def start(
-        self, epoch: int, processes: int, changes: Mapping[str, tuple[Any, Any]] = NO_CHANGES, **values: Any
-    ) -> None:
+    def start(self, epoch: int, processes: int, changes: Mapping[str, tuple[Any, Any]] = {}, **values: Any) -> None:
         """Records how the run starts, or resumes after `epoch` epochs, its configuration, and `changes` of options:
         name -> value before and now.
         """
@@ -120,13 +114,8 @@ class Recorder:
             self.charts.show_config(config, self.step)
             self.trackers = OpenTrackers(Launch(self.run, self.directory, self.run_id))
         self.num_gpus = processes if self.device.type == "cuda" else 0
-        values |= {
-            "run_id": self.run_id,
-            "processes": processes,
-            "epochs": self.run.schedule.epochs,
-            "total_steps": self.total_steps,
-        }
-        self._record("start", epoch, {**values, **provenance(self.device)})
+        values |= {"run_id": self.run_id, "processes": processes, "epochs": self.run.schedule.epochs}
+        self._record("start", epoch, {**values, "total_steps": self.total_steps, **provenance(self.device)})
         for option, (before, now) in changes.items():
             self._record("change", epoch, {"option": option, "before": _short(before), "now": _short(now)})
 
@@ -244,7 +233,8 @@ class Recorder:
             file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
         if self.trackers is not None and kind not in ("start", "change", "stop", "fail"):
             sent = {f"{kind}/{name}": value for name, value in values.items()} | {"epoch": epoch, **self._totals()}
-            self.trackers.log({name: value for name, value in sent.items() if _is_number(value)}, self.step)
+            numbers = {name: x for name, x in sent.items() if isinstance(x, int | float) and math.isfinite(x)}
+            self.trackers.log(numbers, self.step)
         self.charts.add(kind, values, self.step, self.images_seen)
         if kind == "fail":  # the error is shown last
             return
@@ -267,10 +257,6 @@ def _short(value: Any) -> Any:
     classes.
     """
     return value if isinstance(value, int | float | None) else one_line(str(value), 200)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _finite(value: Any) -> Any:

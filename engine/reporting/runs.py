@@ -80,16 +80,8 @@ def summarise(run: Path) -> dict[str, str]:
 
 def _end(last: dict[str, Any]) -> str:
     """Returns how a launch has ended, from its last record."""
-    match last.get("kind"):
-        case "final":
-            return "finished"
-        case "stop":
-            return "stopped"
-        case "fail":
-            return f"failed: {last['reason']}"
-        case None:
-            return "not begun"
-    return "interrupted"
+    ends = {"final": "finished", "stop": "stopped", "fail": f"failed: {last.get('reason')}", None: "not begun"}
+    return ends.get(last.get("kind"), "interrupted")
 
 
 def _seconds_left(start: dict[str, Any], last: dict[str, Any]) -> float | None:

@@ -6,11 +6,10 @@ Both work without a network: `WANDB_MODE=offline` (`wandb sync` sends the run la
 
 import importlib
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from attention.options import OptionError
 from engine.config.load import dump_run, flatten
@@ -25,18 +24,6 @@ class Launch(NamedTuple):
     run: Run
     directory: Path
     run_id: str
-
-
-class Tracker(Protocol):
-    """Receiver of the records of a launch."""
-
-    def __init__(self, name: str, launch: Launch): ...
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Takes finite numbers by name, recorded after update `step`."""
-
-    def close(self, failed: bool) -> None:
-        """Ends the launch."""
 
 
 class Wandb:
@@ -84,7 +71,7 @@ class MLflow:
         self.mlflow.end_run("FAILED" if failed else "FINISHED")
 
 
-TRACKERS: dict[str, type[Tracker]] = {"wandb": Wandb, "mlflow": MLflow}
+TRACKERS: dict[str, type[Wandb | MLflow]] = {"wandb": Wandb, "mlflow": MLflow}
 """Option of the section `report`, which is also the name of the package -> tracker."""
 
 
@@ -113,7 +100,7 @@ class OpenTrackers:
     """
 
     def __init__(self, launch: Launch):
-        self.open: dict[str, Tracker] = {}
+        self.open: dict[str, Wandb | MLflow] = {}
         for package, name in _chosen(launch.run.report).items():
             try:
                 self.open[package] = TRACKERS[package](name, launch)
@@ -122,24 +109,20 @@ class OpenTrackers:
 
     def log(self, values: Mapping[str, float], step: int) -> None:
         """Sends finite numbers by name, recorded after update `step`."""
-        for package in list(self.open):
-            with self._leave_out(package):
-                self.open[package].log(values, step)
+        self._tell(lambda tracker: tracker.log(values, step))
 
     def close(self, failed: bool) -> None:
         """Ends the launch."""
-        for package in list(self.open):
-            with self._leave_out(package):
-                self.open[package].close(failed)
+        self._tell(lambda tracker: tracker.close(failed))
 
-    @contextmanager
-    def _leave_out(self, package: str) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:  # a tracker must not end a run of days
-            del self.open[package]
-            message = f"warning: report.{package}: {_reason(error)}; nothing more is sent there"
-            print(message, file=sys.stderr, flush=True)
+    def _tell(self, call: Callable[[Wandb | MLflow], None]) -> None:
+        for package, tracker in list(self.open.items()):
+            try:
+                call(tracker)
+            except Exception as error:  # a tracker must not end a run of days
+                del self.open[package]
+                message = f"warning: report.{package}: {_reason(error)}; nothing more is sent there"
+                print(message, file=sys.stderr, flush=True)
 
 
 def _chosen(options: Report) -> dict[str, str]:

@@ -22,14 +22,11 @@ class DataWait:
 
     def watch(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         """Yields `batches` and measures the wait for each."""
-        while True:
-            began = self._now()
-            try:
-                batch = next(batches)
-            except StopIteration:
-                return
+        began = self._now()
+        for batch in batches:
             self.waits.append((began, self._now()))
             yield batch
+            began = self._now()
 
     def seconds(self) -> float:
         """Returns the seconds of waiting since the last call."""

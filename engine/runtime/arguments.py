@@ -1,7 +1,6 @@
 """Parser of command lines that refuses an option given twice where only one of its values would be taken."""
 
 import argparse
-from collections.abc import Sequence
 from typing import Any
 
 
@@ -18,13 +17,7 @@ class StoreOnce(argparse.Action):
 
     is_given = False
 
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: str | Sequence[Any] | None,
-        option_string: str | None = None,
-    ) -> None:
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         if option_string and self.is_given:
             remedy = "give it once, with all its values" if self.nargs else "give it once"
             raise argparse.ArgumentError(self, f"given twice, and only the last would count; {remedy}")

@@ -17,6 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from engine.runtime.errors import UserError
 
+Amp = Literal["bf16", "fp16"] | None
+"""Precision of automatic mixed precision; None: off."""
+
 AMP_DTYPE = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -156,7 +159,7 @@ def average_in_rank_order(state: None, bucket: dist.GradBucket) -> Future[Tensor
     return dist.all_gather(gathered, mine, async_op=True).get_future().then(average)
 
 
-def autocast(amp: Literal["bf16", "fp16"] | None, device: torch.device) -> torch.autocast:
+def autocast(amp: Amp, device: torch.device) -> torch.autocast:
     """Returns the context of automatic mixed precision for the forward pass; disabled for None."""
     return torch.autocast(device.type, AMP_DTYPE[amp] if amp else None, enabled=amp is not None)
 

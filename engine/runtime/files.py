@@ -10,7 +10,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
@@ -51,7 +51,8 @@ def _lock(directory: Path) -> tuple[TextIO | None, str]:
         except OSError as error:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 file.seek(0)
-                return file, f"in use by {_holder(file)}; wait for its end, or choose another directory"
+                holder = one_line(file.read(200).strip())
+                return file, f"in use by {holder}; wait for its end, or choose another directory"
             print(f"{directory}: locks do not work here ({error.strerror}); see that no second run uses it", flush=True)
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.ctime()}\n")
@@ -68,15 +69,11 @@ def _open_lock(path: Path) -> TextIO:
     return io.TextIOWrapper(open_regular(path, os.O_RDWR | os.O_CREAT, "r+b"), errors="replace")
 
 
-def _holder(lock: TextIO) -> str:
-    return one_line(lock.read(200).strip())
-
-
 def lock_holder(directory: Path) -> str:
     """Returns the process that the lock of `directory` names, in one printable line; "" if it cannot be read."""
     try:
         with io.TextIOWrapper(open_regular(directory / "lock"), errors="replace") as file:
-            return _holder(file)
+            return one_line(file.read(200).strip())
     except OSError:
         return ""
 
@@ -237,14 +234,33 @@ def explain_unwritten(path: Path) -> Iterator[None]:
         raise UserError(f"{path}: cannot be written: {error.strerror}; what was there is unchanged") from error
 
 
+def write_together(directory: Path, files: Mapping[str, bytes]) -> None:
+    """Writes all of `files`, or none if one cannot be written."""
+    with (
+        explain_unwritten(directory),
+        tempfile.TemporaryDirectory(dir=directory.parent, ignore_cleanup_errors=True) as unfinished,
+    ):
+        for name, content in files.items():
+            write_atomically(Path(unfinished, name), content)
+        directory.mkdir(exist_ok=True)
+        if folders := [name for name in files if (directory / name).is_dir()]:
+            raise IsADirectoryError(errno.EISDIR, f"{folders[0]} is a directory")
+        for number, name in enumerate(files):
+            digest_path(directory / name).unlink(missing_ok=True)  # the digest of a replaced file
+            try:
+                os.replace(Path(unfinished, name), directory / name)
+            except OSError as error:
+                if number == 0:
+                    raise
+                raise FailedAfterReplacing(error.errno, f"{name}: {error.strerror}") from error
+        sync_directory(directory)
+
+
 def write_verified(path: Path, content: bytes | memoryview) -> None:
     """Writes `content` to `path`, and its SHA-256 beside it.
 
     While a file is replaced, the digests of its old and its new content both stand beside it: after an interruption or
-    a failure at any time, `path` has one of the two, and is intact.
-
-    Raises:
-        OSError: see `write_atomically`.
+    a failure at any time, `path` has one of the two, and is intact. Errors are those of `write_atomically`.
     """
     new, old, known = hashlib.sha256(content).hexdigest(), _sha256(path), read_digests(path)
     valid = [old] if old and (old in known or not known) else []

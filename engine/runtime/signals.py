@@ -11,8 +11,9 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from types import FrameType, TracebackType
+from contextlib import ExitStack, contextmanager
+from types import FrameType
+from typing import Self
 
 STOPPED = 75
 """Exit status of a run that was stopped and can be resumed: EX_TEMPFAIL, "try again later", of sysexits.h."""
@@ -37,18 +38,14 @@ def handle_signals(handler: Callable[[int, FrameType | None], None]) -> Iterator
             signal.signal(number, previous)
 
 
-class SignalHandler:
+class SignalHandler(ExitStack):
     """Context in which a stop signal does not end the process but sets `received`."""
 
-    def __enter__(self) -> "SignalHandler":
+    def __enter__(self) -> Self:
         self.received = False
         self.parent = os.getppid() if "WORLD_SIZE" in os.environ else None  # without a launcher, a shell may end
-        self.handling = handle_signals(self._handle)
-        self.handling.__enter__()
+        self.enter_context(handle_signals(self._handle))
         return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.handling.__exit__(kind, error, traceback)
 
     def stop_requested(self) -> bool:
         """Returns whether this process should stop, because it has received a signal or its launcher has died."""

@@ -1,7 +1,7 @@
 """Values that ranks exchange in every update: losses, gradient norm, stop requests, broken images, save clocks."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -25,9 +25,7 @@ class UpdateExchange:
         overdue: whether it was time to save, by the first rank's clock; the save sets it to false.
     """
 
-    def __init__(
-        self, run: Run, world: World, progress: Progress, check: Callable[[Sequence[float], float, int], bool]
-    ):
+    def __init__(self, run: Run, world: World, progress: Progress, check: Callable[..., bool]):
         self.max_broken, self.world, self.progress, self.check = run.data.max_broken, world, progress, check
         self.norm, self.stopped, self.overdue = math.nan, False, False
         self.reads_late = world.on_cuda and not run.train.max_skipped
@@ -51,11 +49,7 @@ class UpdateExchange:
         return self._receive(read(), 0)
 
     def settle(self) -> None:
-        """Waits for the update before and checks it; to be called before anything is logged or saved.
-
-        Raises:
-            FloatingPointError, BrokenImage: as `accepts`.
-        """
+        """Waits for the update before and checks it as `accepts` does; call it before anything is logged or saved."""
         if self.unread:
             read, self.unread = self.unread, None
             self._receive(read(), 1)

@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import cast
 
@@ -84,12 +84,7 @@ class FiniteGuard:
 
 
 def dump_step(
-    checkpoints: Checkpoints,
-    loader: Loader,
-    stateful: Mapping[str, Stateful],
-    progress: Progress,
-    reason: str,
-    updates_ago: int,
+    checkpoints: Checkpoints, loader: Loader, stateful: Stateful, progress: Progress, reason: str, updates_ago: int
 ) -> None:
     """Writes the current update, or the one before, to `failed_step_S.json` and `.pt` beside the checkpoints.
 

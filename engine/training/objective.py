@@ -15,7 +15,7 @@ from engine.config.load import parse_run
 from engine.config.schema import Run, num_channels, per_channel
 from engine.data.splits import Images, classes_of
 from engine.objectives import choose_objective
-from engine.objectives.distillation import Normalisation, Teacher
+from engine.objectives.distillation import MeanStd, Teacher
 from engine.objectives.objective import Objective
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
@@ -24,7 +24,7 @@ from models.deit import Deit
 
 
 def create_objective(run: Run, model: nn.Module, images: Images, world: World) -> Objective:
-    """Creates the objective of `run`. For arguments and errors see `create_teacher`."""
+    """Creates the objective of `run`; see `create_teacher`."""
     return choose_objective(run).from_run(run, lambda: create_teacher(run, model, images, world))
 
 
@@ -99,7 +99,7 @@ def check_teacher(teacher: Teacher, shape: tuple[int, int, int], classes: Sequen
     raise UserError(f"{problem}; choose a teacher of the same classes")
 
 
-def _normalisation(run: Run) -> Normalisation:
+def _normalisation(run: Run) -> MeanStd:
     channels = num_channels(run)
     return per_channel(run.data.mean, channels), per_channel(run.data.std, channels)
 

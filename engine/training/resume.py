@@ -15,7 +15,7 @@ from attention.options import nearest, parse_options
 from engine.checkpoints.files import IDENTITY, find_checkpoint, save_checkpoint
 from engine.checkpoints.identify import NAME, list_checkpoints
 from engine.checkpoints.progress import Progress
-from engine.checkpoints.weights import is_finite, list_not_finite, load_weights
+from engine.checkpoints.weights import list_not_finite, load_weights
 from engine.config.load import dump_run, flatten, parse_run
 from engine.config.schema import Run
 from engine.runtime.distributed import World
@@ -52,8 +52,8 @@ CONTENT = ("train_content", "val_content")
 NAMES_ONLY = "an earlier version made it, which kept the names of its images, not their content; the names are compared"
 """Note on a checkpoint without `CONTENT`."""
 
-Stateful = nn.Module | Optimizer | torch.amp.GradScaler
-"""Objects with a state dict in a checkpoint."""
+Stateful = Mapping[str, nn.Module | Optimizer | torch.amp.GradScaler]
+"""Name of a state dict in a checkpoint -> object that has it."""
 
 NUM_LAST = 2
 """Number of newest checkpoints that are kept besides the best: a file may be damaged after it was written."""
@@ -68,15 +68,13 @@ class Checkpoints:
         changes: option, or name in the metadata -> its value before `restore` and now, where that was allowed.
     """
 
-    def __init__(
-        self, directory: Path, run: Run, world: World, num_images: int, identity: Mapping[str, Any] | None = None
-    ):
+    def __init__(self, directory: Path, run: Run, world: World, num_images: int, identity: Mapping[str, Any] = {}):
         self.directory, self.options, self.world = directory, run.train, world
-        self.metadata = {"config": dump_run(run), "processes": world.size, "images": num_images, **(identity or {})}
+        self.metadata = {"config": dump_run(run), "processes": world.size, "images": num_images, **identity}
         self.saved_at = time.monotonic()
         self.changes: dict[str, tuple[Any, Any]] = {}
 
-    def restore(self, stateful: Mapping[str, Stateful], allowed: Collection[str] = ()) -> Progress:
+    def restore(self, stateful: Stateful, allowed: Collection[str] = ()) -> Progress:
         """Loads the newest valid checkpoint into `stateful`; without one, nothing changes.
 
         Args:
@@ -99,7 +97,10 @@ class Checkpoints:
         if found is None:
             return progress
         path, checkpoint = found
-        run = self._read_run(path, checkpoint)
+        try:  # new options have their defaults
+            run = parse_run(checkpoint["config"], "its configuration")
+        except ConfigError as error:
+            raise UserError(f"{path}: this version cannot resume it; {error}") from None
         there = _flatten_metadata(checkpoint | {"config": dump_run(run)})
         if unknown := [key for key in CONTENT if key in here and key not in there]:
             here = {key: value for key, value in here.items() if key not in unknown}
@@ -129,13 +130,6 @@ class Checkpoints:
                 restore_optimizer(target, checkpoint[name], former, f"{self.directory}: {name}")
         return progress
 
-    def _read_run(self, path: Path, checkpoint: Mapping[str, Any]) -> Run:
-        """Parses the configuration in `checkpoint`; new options have their defaults."""
-        try:
-            return parse_run(checkpoint["config"], "its configuration")
-        except ConfigError as error:
-            raise UserError(f"{path}: this version cannot resume it; {error}") from None
-
     def is_due(self, step: int) -> bool:
         """Returns whether a checkpoint is due after update `step` of the run."""
         steps = self.options.checkpoint_steps
@@ -146,7 +140,7 @@ class Checkpoints:
         minutes = self.options.checkpoint_minutes
         return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
 
-    def save(self, progress: Progress, stateful: Mapping[str, Stateful]) -> None:
+    def save(self, progress: Progress, stateful: Stateful) -> None:
         """Writes a checkpoint on the primary rank, and removes checkpoints neither among the newest nor among the best.
 
         Raises:
@@ -154,17 +148,14 @@ class Checkpoints:
             OSError: it cannot be written; existing files are unchanged.
         """
         if self.world.is_primary:
-            self._save(progress, stateful)
+            if bad := _find_not_finite(stateful):
+                raise FloatingPointError(f"step {progress.step}: {bad} is not finite; no checkpoint was made of it")
+            name = f"step_{progress.step}" + (f"_epoch_{progress.epoch}" if not progress.images else "")
+            self.write(self.directory / f"{name}.pt", progress, stateful)
+            self._rotate(progress)
         self.saved_at = time.monotonic()
 
-    def _save(self, progress: Progress, stateful: Mapping[str, Stateful]) -> None:
-        if bad := _find_not_finite(stateful):
-            raise FloatingPointError(f"step {progress.step}: {bad} is not finite; no checkpoint was made of it")
-        name = f"step_{progress.step}" + (f"_epoch_{progress.epoch}" if not progress.images else "")
-        self.write(self.directory / f"{name}.pt", progress, stateful)
-        self._rotate(progress)
-
-    def write(self, path: Path, progress: Progress, stateful: Mapping[str, Stateful]) -> None:
+    def write(self, path: Path, progress: Progress, stateful: Stateful) -> None:
         """Writes a checkpoint to `path`, even if its state is not finite."""
         states = {name: source.state_dict() for name, source in stateful.items()}
         save_checkpoint(path, self.metadata | {"progress": asdict(progress)} | states)
@@ -182,7 +173,7 @@ class Checkpoints:
                 digest_path(path).unlink(missing_ok=True)
 
 
-def _find_not_finite(stateful: Mapping[str, Stateful]) -> str | None:
+def _find_not_finite(stateful: Stateful) -> str | None:
     """Returns the name of a weight, or of a tensor of the optimiser, that is not finite; None if all are."""
     for key, source in stateful.items():
         if isinstance(source, nn.Module):
@@ -190,7 +181,7 @@ def _find_not_finite(stateful: Mapping[str, Stateful]) -> str | None:
         elif isinstance(source, Optimizer):
             states = enumerate(source.state.values())
             named = ((f"{i}.{name}", x) for i, state in states for name, x in state.items() if torch.is_tensor(x))
-            bad = [name for name, tensor in named if not is_finite(tensor)]
+            bad = [name for name, tensor in named if not tensor.isfinite().all()]
         else:
             continue
         if bad:

@@ -194,7 +194,7 @@ def test_a_directory_that_cannot_be_written_stays(tmp_path, monkeypatch):
     def fail(path, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(export_module, "write_atomically", fail)
+    monkeypatch.setattr("engine.runtime.files.write_atomically", fail)
     with pytest.raises(UserError, match="x: cannot be written: No space left on device; what was there is unchanged"):
         export_plain(f"{tmp_path}/x/", trained(DEIT, "xca"))
     assert {path: path.read_bytes() for path in (tmp_path / "x").iterdir()} == before

@@ -184,7 +184,7 @@ def test_workers_live_on_from_pass_to_pass():
         for batch, twin in zip(batches, expected, strict=True):
             assert all(torch.equal(value, other) for value, other in zip(batch, twin, strict=True))
     del loader
-    assert set(multiprocessing.active_children()) == others
+    assert set(multiprocessing.active_children()) <= others  # those of an earlier test may end meanwhile
 
 
 class Stuck(Noise):
