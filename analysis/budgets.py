@@ -23,15 +23,10 @@ def ratio(budget: int, num_tokens: int) -> int:
     return root
 
 
-COUNTS = (
-    *("num_landmarks", "num_samples", "num_features", "num_clusters"),
-    *("cluster_size", "chunk_size", "block_size", "rank"),
-)
-"""Options that are the budget itself."""
-
 SIZES = {
-    **dict.fromkeys(COUNTS, lambda budget, num_tokens: budget),
-    "radius": lambda budget, num_tokens: budget // 2,  # of a band of `budget` tokens besides the token itself
+    **dict.fromkeys(("num_landmarks", "num_samples", "num_features", "num_clusters"), lambda budget, _: budget),
+    **dict.fromkeys(("cluster_size", "chunk_size", "block_size", "rank"), lambda budget, _: budget),
+    "radius": lambda budget, _: budget // 2,  # of a band of `budget` tokens besides the token itself
     **dict.fromkeys(("window_size", "pool_size", "kernel_size"), side),
     "reduction": ratio,
 }

@@ -100,8 +100,7 @@ def main(args: argparse.Namespace) -> None:
 def check_budgets(budgets: Sequence[int], layer: Layer) -> None:
     """Raises a UserError for a budget that does not compress the layer's matrices, or is too low to be split."""
     tokens = layer.q.shape[2]
-    prefix = tokens - math.prod(layer.grid)
-    low = LOWEST_BUDGET + 2 * prefix
+    low = LOWEST_BUDGET + 2 * (tokens - math.prod(layer.grid))
     for budget in budgets:
         if not low <= budget < tokens:
             raise UserError(f"--budgets {budget}: {layer.name} has rows of {tokens}; give {low} to {tokens - 1}")
