@@ -18,7 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ablation.sweep import Case, Setting, check_data, in_order, read_ablation
+from ablation.sweep import Case, check_data, in_order, read_ablation
 from ablation.tables import FIGURES, TABLES, report_sweep, write_figures, write_tables
 from ablation.worker import is_busy, last_failure, run_jobs, train_all
 from engine.config.load import find_config
@@ -32,17 +32,14 @@ MOST_JOBS = 1024
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description="Run an ablation: a YAML grid -> runs -> one table.")
-    parser.add_argument("config", type=find_config, help="YAML file, see configs/ablation/")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options of every run")
-    parser.add_argument("--output", type=Path, required=True, help="directory of the runs and the table")
-    parser.add_argument(
-        "--launcher", default="", help='command that starts train.py, e.g. "torchrun --nproc_per_node=8"'
-    )
-    parser.add_argument(
-        "--jobs", type=int, default=1, metavar="K", help="number of runs at the same time, each with its own GPUs"
-    )
-    parser.add_argument("--no-wait", action="store_true", help="end when all remaining runs are running elsewhere")
-    parser.add_argument("--dry-run", action="store_true", help="check all runs, show table and commands, and end")
+    add = parser.add_argument
+    add("config", type=find_config, help="YAML file, see configs/ablation/")
+    add("overrides", nargs="*", metavar="key.path=value", help="options of every run")
+    add("--output", type=Path, required=True, help="directory of the runs and the table")
+    add("--launcher", default="", help='command that starts train.py, e.g. "torchrun --nproc_per_node=8"')
+    add("--jobs", type=int, default=1, metavar="K", help="number of runs at the same time, each with its own GPUs")
+    add("--no-wait", action="store_true", help="end when all remaining runs are running elsewhere")
+    add("--dry-run", action="store_true", help="check all runs, show table and commands, and end")
     args = parser.parse_intermixed_args(arguments)
     with refuse_bad_input():
         launcher = shlex.split(args.launcher) or [sys.executable]
@@ -64,7 +61,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with refuse_bad_input():
         make_output(args.output, [*TABLES, *FIGURES])
     failures = {case.directory: last_failure(case) for case in cases}
-    write = Writer(ablation.caption, settings, args.output)
+    results, drawn = (ablation.caption, settings, args.output), time.monotonic()
+
+    def write_results() -> None:
+        """Writes the tables, and the figures if the last ones are a minute old."""
+        nonlocal drawn
+        write_tables(*results)
+        if time.monotonic() - drawn > 60:
+            write_figures(*results)
+            drawn = time.monotonic()
+
     with refuse_bad_input():
         try:
             with end_at_interrupt():
@@ -73,10 +79,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     worker += ["--launcher", shlex.join(launcher), *["--no-wait"] * args.no_wait]
                     run_jobs(worker, args.jobs, args.output)
                 else:
-                    train_all(cases, failures, not args.no_wait, write.after_each)
+                    train_all(cases, failures, not args.no_wait, write_results)
         finally:
             print(report_sweep(ablation.caption, settings))
-            write.all()
+            write_tables(*results)
+            write_figures(*results)
     failed = [case for case in cases if last_failure(case) != failures[case.directory]]
     unfinished = [case for case in cases if not case.result() and case not in failed]
     are_elsewhere = any(map(is_busy, unfinished))
@@ -86,24 +93,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {len(failed)} of {len(cases)} runs failed: {list_directories(failed)}")
     if unfinished and not are_elsewhere:
         sys.exit(f"error: {len(unfinished)} of {len(cases)} runs are not finished: {list_directories(unfinished)}")
-
-
-class Writer:
-    """Writes the results of a sweep so far into `output`."""
-
-    def __init__(self, caption: str, settings: Sequence[Setting], output: Path):
-        self.arguments, self.drawn = (caption, settings, output), time.monotonic()
-
-    def after_each(self) -> None:
-        """Writes the tables, and the figures if the last ones are a minute old."""
-        write_tables(*self.arguments)
-        if time.monotonic() - self.drawn > 60:
-            write_figures(*self.arguments)
-            self.drawn = time.monotonic()
-
-    def all(self) -> None:
-        write_tables(*self.arguments)
-        write_figures(*self.arguments)
 
 
 def list_directories(cases: Sequence[Case]) -> str:

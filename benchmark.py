@@ -50,19 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         device = init_distributed(args.device).device
         comparisons = plan(args, device)
         torch.set_num_threads(args.threads)
-        metadata = {
-            **provenance(device),
-            "cpus": os.cpu_count(),
-            "threads": args.threads,
-            "rounds": args.rounds,
-            "clock": "processor" if args.processor_time else "wall",
-            "load": round(os.getloadavg()[0], 2),
-        }
+        metadata = provenance(device) | {"cpus": os.cpu_count(), "threads": args.threads, "rounds": args.rounds}
+        metadata |= {"clock": "processor" if args.processor_time else "wall", "load": round(os.getloadavg()[0], 2)}
+        clock = time.process_time if args.processor_time else time.perf_counter
         rows = []
         try:
             with limit_memory(device), tqdm(comparisons, unit="comparison", disable=None) as bar:
                 for comparison in bar:
-                    clock = time.process_time if args.processor_time else time.perf_counter
                     rows += compare(comparison, args.rounds, device, clock)
                     if args.output:
                         write_tables(metadata, rows, args.output)
@@ -74,73 +68,35 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = ArgumentParser(
-        description="Compare mechanisms and models side by side.", epilog=f"{MEMORY} {NOISE}".replace("%", "%%")
-    )
-    many = {"nargs": "+", "default": []}
-    parser.add_argument("configs", nargs="*", help="with --macs: YAML files; none: the papers' rows and all mechanisms")
-    parser.add_argument(
-        "--macs", action="store_true", help="parameters and multiply-accumulates beside the papers' figures"
-    )
-    parser.add_argument(
-        "--attention",
-        **many,
-        metavar="NAME[@PATH][:OPTION=VALUE,...]",
-        help="single layers; PATH: fast paths, as train.kernels",
-    )
-    parser.add_argument(
-        "--core", action="store_true", help="layers without their projections: from q, k, v to attended values"
-    )
-    parser.add_argument(
-        "--models",
-        **many,
-        metavar="MODEL",
-        help="NAME:ATTENTION[@PATH][:OPTION=VALUE,...], timm:NAME[:OPTION=VALUE,...], or a YAML file",
-    )
-    parser.add_argument(
-        "--against",
-        choices=get_args(kernels.Path),
-        help="compare each layer with itself on this path, not with softmax",
-    )
-    parser.add_argument("--baseline", **many, metavar="ENTRY", help="default: softmax, and the first model")
-    parser.add_argument(
-        "--tokens", nargs="+", type=token_grid, default=[(28, 28)], metavar="N|HxW", help="tokens of a layer"
-    )
-    parser.add_argument(
-        "--image-sizes",
-        nargs="+",
-        type=image_size,
-        default=[(224, 224)],
-        metavar="SIDE|HxW",
-        help="images of models, in pixels",
-    )
-    parser.add_argument("--dim", type=positive, default=192, help="channels of a layer")
-    parser.add_argument("--num-heads", type=positive, default=3, help="heads of a layer")
-    parser.add_argument(
-        "--batch-size",
-        type=positive,
-        help=f"images; default: as many as have {BATCH_TOKENS['cpu']} tokens, on a GPU {BATCH_TOKENS['cuda']}",
-    )
-    parser.add_argument(
-        "--modes",
-        nargs="+",
-        choices=MODES,
-        default=["forward", "forward+backward"],
-        help="forward: with a graph, as in training; train: forward, backward and AdamW; inference: without a graph",
-    )
-    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"], help="half precision uses autocast")
-    parser.add_argument(
-        "--execution", nargs="+", choices=EXECUTIONS, default=["eager"], help="compiled: for each shape"
-    )
-    parser.add_argument("--rounds", type=positive, default=10, help="measurements of each")
-    parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    parser.add_argument(
-        "--processor-time",
-        action="store_true",
-        help="CPU time of the process instead of wall time, for a busy machine; needs one thread",
-    )
-    parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
-    parser.add_argument("--output", type=Path, help="directory for table.md, results.csv, results.json and figures")
+    epilog = f"{MEMORY} {NOISE}".replace("%", "%%")
+    parser = ArgumentParser(description="Compare mechanisms and models side by side.", epilog=epilog)
+    add, many = parser.add_argument, {"nargs": "+", "default": []}
+    layers, models = "NAME[@PATH][:OPTION=VALUE,...]", "NAME:ATTENTION[@PATH][:OPTION=VALUE,...]"
+    add("configs", nargs="*", help="with --macs: YAML files; none: the papers' rows and all mechanisms")
+    add("--macs", action="store_true", help="parameters and multiply-accumulates beside the papers' figures")
+    add("--attention", **many, metavar=layers, help="single layers; PATH: fast paths, as train.kernels")
+    add("--core", action="store_true", help="layers without their projections: from q, k, v to attended values")
+    add("--models", **many, metavar="MODEL", help=f"{models}, timm:NAME[:OPTION=VALUE,...], or a YAML file")
+    on_path = "compare each layer with itself on this path, not with softmax"
+    add("--against", choices=get_args(kernels.Path), help=on_path)
+    add("--baseline", **many, metavar="ENTRY", help="default: softmax, and the first model")
+    pixels = "images of models, in pixels"
+    add("--tokens", nargs="+", type=token_grid, default=[(28, 28)], metavar="N|HxW", help="tokens of a layer")
+    add("--image-sizes", nargs="+", type=image_size, default=[(224, 224)], metavar="SIDE|HxW", help=pixels)
+    add("--dim", type=positive, default=192, help="channels of a layer")
+    add("--num-heads", type=positive, default=3, help="heads of a layer")
+    default = f"as many as have {BATCH_TOKENS['cpu']} tokens, on a GPU {BATCH_TOKENS['cuda']}"
+    add("--batch-size", type=positive, help=f"images; default: {default}")
+    modes = "forward: with a graph, as in training; train: forward, backward and AdamW; inference: without a graph"
+    add("--modes", nargs="+", choices=MODES, default=["forward", "forward+backward"], help=modes)
+    add("--dtypes", nargs="+", choices=DTYPES, default=["fp32"], help="half precision uses autocast")
+    add("--execution", nargs="+", choices=EXECUTIONS, default=["eager"], help="compiled: for each shape")
+    add("--rounds", type=positive, default=10, help="measurements of each")
+    add("--device", choices=("auto", "cuda", "cpu"), default="auto")
+    processor = "CPU time of the process instead of wall time, for a busy machine; needs one thread"
+    add("--processor-time", action="store_true", help=processor)
+    add("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
+    add("--output", type=Path, help="directory for table.md, results.csv, results.json and figures")
     args = parser.parse_args(arguments)
     if not (args.macs or args.attention or args.models):
         parser.error("give --attention, --models or --macs")
@@ -178,8 +134,8 @@ def token_grid(text: str) -> Grid:
         return image_size(text)
     side = math.isqrt(positive(text))
     if side**2 != int(text):
-        nearest_square = round(int(text) ** 0.5) ** 2
-        raise argparse.ArgumentTypeError(f"{text} is no square number; nearest: {nearest_square}; or give HxW")
+        nearest = round(int(text) ** 0.5) ** 2
+        raise argparse.ArgumentTypeError(f"{text} is no square number; nearest: {nearest}; or give HxW")
     return side, side
 
 

@@ -1,15 +1,19 @@
-"""Figures of a sweep's finished runs."""
+"""Figures of a sweep: finished runs, and validation loss over time of all runs."""
 
 import itertools
 import math
 from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from ablation.replicates import Measured, measure
 from ablation.sweep import Setting, has_replicates, short_names, varied_options
-from engine.reporting.plots import COLORS
+from engine.reporting.metrics import find_records
+from engine.reporting.plots import COLORS, line_style
 from engine.reporting.tables import plus_minus
 
 ORANGE, BLUE, GREY = COLORS[4], COLORS[5], COLORS[7]
@@ -58,18 +62,16 @@ def draw_differences(axes: Axes, measured: Sequence[Measured]) -> None:
     axes.axvline(0, color="black", linewidth=1)
     differences = {y: own.difference for y, own in enumerate(measured) if own.difference}
     kinds = (
-        ("95 % interval without 0", {"color": BLUE}, lambda d: not d.is_noise),
-        ("noise: 95 % interval with 0", {"color": GREY, "mfc": "white"}, lambda d: d.is_noise and d.n > 1),
-        ("one seed", {"color": GREY, "marker": "."}, lambda d: d.n == 1),
+        ("95 % interval without 0", {"fmt": "o", "color": BLUE}, lambda d: not d.is_noise),
+        ("noise: 95 % interval with 0", {"fmt": "o", "color": GREY, "mfc": "white"}, lambda d: d.is_noise and d.n > 1),
+        ("one seed", {"fmt": ".", "color": GREY}, lambda d: d.n == 1),
     )
     for label, style, belongs in kinds:
         points = {y: difference for y, difference in differences.items() if belongs(difference)}
         bars = [difference.half_width if difference.n > 1 else 0 for difference in points.values()]
         if points:
             x = [difference.mean for difference in points.values()]
-            axes.errorbar(
-                x, list(points), xerr=bars, capsize=3, linestyle="none", label=label, **{"marker": "o"} | style
-            )
+            axes.errorbar(x, list(points), xerr=bars, capsize=3, label=label, **style)
     if differences:
         axes.legend(fontsize=8)
 
@@ -128,11 +130,7 @@ def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
         axes.margins(x=0.15)
-        found = [
-            (cost, top1, name)
-            for cost, top1, name in zip(values, accuracy, names, strict=True)
-            if top1 and cost is not None
-        ]
+        found = [row for row in zip(values, accuracy, names, strict=True) if row[1] and row[0] is not None]
         best = non_dominated([(cost, top1.mean) for cost, top1, _ in found])
         front = sorted((cost, top1.mean, name) for cost, top1, name in itertools.compress(found, best))
         for is_best, (cost, top1, _) in zip(best, found, strict=True):
@@ -155,3 +153,50 @@ def non_dominated(points: Sequence[tuple[float, float]]) -> list[bool]:
         not any(cost <= own_cost and top1 >= own_top1 and (cost, top1) != (own_cost, own_top1) for cost, top1 in points)
         for own_cost, own_top1 in points
     ]
+
+
+class Evaluation(NamedTuple):
+    """Evaluation of a run; `hours`: running time of the run until then, without pauses."""
+
+    epoch: int
+    hours: float
+    loss: float
+
+
+def read_curve(directory: Path) -> list[Evaluation]:
+    """Returns the evaluations of a run. Hours count training steps alone if records have no time."""
+    evaluations, seconds, step = [], 0.0, 0
+    for record in find_records(directory):
+        if record["kind"] == "train":
+            seconds += (record.get("step_seconds") or 0) * (record["step"] - step)
+            step = record["step"]
+        if record["kind"] == "eval" and record.get("loss") is not None:
+            hours = record.get("elapsed_seconds", seconds) / 3600
+            evaluations.append(Evaluation(record["epoch"], hours, record["loss"]))
+    return evaluations
+
+
+def draw_curves(caption: str, settings: Sequence[Setting]) -> Figure:
+    """Draws validation loss against epochs and hours, with a line for each run in the style of its setting."""
+    figure = Figure(figsize=(12, 5), layout="constrained")
+    figure.suptitle(caption, parse_math=False)
+    by_epoch, by_hours = figure.subplots(1, 2, sharey=True)
+    by_epoch.set(xlabel="epoch", ylabel="validation loss", yscale="log")
+    by_epoch.xaxis.set_major_locator(MaxNLocator(integer=True))
+    by_hours.set(xlabel="hours")
+    for number, (name, setting) in enumerate(zip(short_names(settings), settings, strict=True)):
+        style = line_style(number) | {"linewidth": 1, "markersize": 3}
+        for case in setting.cases:
+            if curve := read_curve(case.directory):
+                epochs, hours, losses = zip(*curve, strict=True)
+                by_epoch.plot(epochs, losses, label=name, **style)
+                by_hours.plot(hours, losses, **style)
+                name = "_"  # in the legend once
+    for axes in (by_epoch, by_hours):
+        axes.grid(alpha=0.3)
+    if by_epoch.lines:
+        lines = by_epoch.get_legend_handles_labels()
+        legend = by_hours.legend(*lines, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)  # below the caption
+        for text in legend.get_texts():
+            text.set_parse_math(False)
+    return figure

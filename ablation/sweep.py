@@ -117,7 +117,7 @@ def read_ablation(
     load = functools.cache(functools.partial(load_run, world_size=count_ranks(launcher)))  # sampled settings: twice
 
     def check(options: dict[str, Any]) -> None:
-        for base in bases_of(ablation):
+        for base in bases:
             load(path.parent / base, (*overrides, *to_overrides(options)))
 
     sections = {field.name for field in dataclasses.fields(Run)}
@@ -125,6 +125,7 @@ def read_ablation(
         raise ConfigError(f"{path}: the configuration of one run; give it to train.py, or name it as base of a sweep")
     try:
         ablation = parse_options(Ablation, tree.values)
+        bases = (ablation.base,) if ablation.base else ablation.bases
         product = combine(ablation, check)
         if not ablation.base and not ablation.bases:
             raise OptionError("base", "required, but not given; or give bases")
@@ -139,7 +140,7 @@ def read_ablation(
 
     rows = [("grid", options) for options in product]
     rows += [(f"runs.{i}", options) for i, options in enumerate(ablation.runs)]
-    for (i, base), (key, options) in itertools.product(enumerate(bases_of(ablation)), rows or [("bases", {})]):
+    for (i, base), (key, options) in itertools.product(enumerate(bases), rows or [("bases", {})]):
         key, base = key if rows else f"bases.{i}", path.parent / base
         changes = {option: to_text(value) for option, value in options.items() if option != "paper"}
         given = to_overrides(options)
@@ -173,11 +174,6 @@ def count_ranks(launcher: Sequence[str]) -> int:
     text = " ".join(launcher).replace("_", "-")
     found = (re.findall(rf"--{option}[= ](\d+)(?!\S)", text) for option in ("nnodes", "nproc-per-node"))
     return math.prod(int(numbers[-1]) for numbers in found if numbers)
-
-
-def bases_of(ablation: Ablation) -> tuple[str, ...]:
-    """Returns the files that the settings change."""
-    return (ablation.base,) if ablation.base else ablation.bases
 
 
 def to_overrides(options: Mapping[str, Any]) -> list[str]:
@@ -237,9 +233,8 @@ def figures_of(source: str | None) -> dict[tuple[Path, tuple[str, ...]], PaperRo
     rows = read_papers() if source else ()
     figures = {((CONFIGS / row.config).resolve(), row.overrides): row for row in rows if row.source == source}
     if source and not figures:
-        raise OptionError(
-            "paper", f"{source!r} is no source in engine/config/papers.yaml{nearest(source, {r.source for r in rows})}"
-        )
+        meant = nearest(source, {row.source for row in rows})
+        raise OptionError("paper", f"{source!r} is no source in engine/config/papers.yaml{meant}")
     return figures
 
 
@@ -330,10 +325,15 @@ def to_text(value: Any) -> str:
     return text.removesuffix("...\n").strip()
 
 
+def changed_options(settings: Sequence[Setting]) -> dict[str, list[str]]:
+    """Returns option, or base, -> YAML texts of its values in the settings; empty where a setting leaves it out."""
+    changed = dict.fromkeys(option for setting in settings for option in setting.changes)
+    return {option: [setting.changes.get(option, "") for setting in settings] for option in changed}
+
+
 def varied_options(settings: Sequence[Setting]) -> list[str]:
     """Returns the options, or base, in which the settings differ."""
-    changed = dict.fromkeys(option for setting in settings for option in setting.changes)
-    return [option for option in changed if len({setting.changes.get(option) for setting in settings}) > 1]
+    return [option for option, texts in changed_options(settings).items() if len(set(texts)) > 1]
 
 
 def short_names(settings: Sequence[Setting]) -> list[str]:

@@ -6,10 +6,9 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ablation.curves import draw_curves
-from ablation.figures import draw_heat_map, draw_pareto, draw_results
+from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results
 from ablation.replicates import Measured, measure
-from ablation.sweep import Setting, accuracies, has_replicates, in_order, short_names
+from ablation.sweep import Setting, accuracies, changed_options, has_replicates, in_order, short_names
 from engine.reporting.plots import encode
 from engine.reporting.tables import Spread, markdown_table, plus_minus
 from engine.runtime.files import hold_lock, to_csv, write_file
@@ -47,27 +46,17 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
         "step (s)": means(measure(results, "step_seconds"), ".3f"),
         **if_measured("peak memory (MB)", means(measure(results, "memory_mb"), ".0f")),
     }
-    if has_replicates(settings):
+    if several := has_replicates(settings):
         table["seeds"] = [str(len(runs)) for runs in results]
-    else:
-        write = for_one_seed
     for name, key in accuracies(settings).items():
-        table |= write(name, measure(results, key))
+        measured = measure(results, key)
+        table |= write(name, measured) if several else {f"{name} (%)": means(measured, ".2f")}
     return table | {"paper (%)": printed(settings, "top1", ".2f")}
-
-
-def changed_options(settings: Sequence[Setting]) -> Table:
-    changed = dict.fromkeys(option for setting in settings for option in setting.changes)
-    return {option: [setting.changes.get(option, "") for setting in settings] for option in changed}
 
 
 def printed(settings: Sequence[Setting], figure: str, form: str) -> list[str]:
     """Formats a figure of a paper's table."""
     return [text(setting.paper and getattr(setting.paper, figure), form) for setting in settings]
-
-
-def for_one_seed(name: str, measured: Sequence[Measured]) -> Table:
-    return {f"{name} (%)": means(measured, ".2f")}
 
 
 def for_programs(name: str, measured: Sequence[Measured]) -> Table:
@@ -116,7 +105,8 @@ def report_sweep(caption: str, settings: Sequence[Setting]) -> str:
     table = tabulate(settings, for_readers)
     papers = [title for title in table if title.startswith("paper")]
     given = (*changed_options(settings), "parameters (M)", "MACs (G)", "seeds", *papers)
-    same = {title: texts[0] for title, texts in table.items() if title in given and is_constant(texts)}
+    constant = [title for title in table if title in given and len(set(table[title])) == 1]
+    same = {title: table[title][0] for title in constant if len(settings) > 1 or not table[title][0]}
     table = {title: texts for title, texts in table.items() if title not in same}
     stated = ", ".join(f"{title} = {text}" for title, text in same.items() if text)
     rows = markdown_table(list(table), zip(*table.values(), strict=True)) + "\n"
@@ -130,21 +120,15 @@ def report_sweep(caption: str, settings: Sequence[Setting]) -> str:
     return f"{caption}\n\n" + f"All rows: {stated}.\n\n" * bool(stated) + rows + "".join(f"\n{n}\n" for n in notes)
 
 
-def is_constant(texts: Sequence[str]) -> bool:
-    """Returns whether all rows of a column are equal, so that the caption can state the value."""
-    return len(set(texts)) == 1 and (len(texts) > 1 or not texts[0])
-
-
 def list_runs(settings: Sequence[Setting]) -> Table:
     """Returns a row for each run, in the order of training."""
     runs = [(case, case.result() or {}) for case in in_order(settings)]
     columns = {f"{name} (%)": key for name, key in accuracies(settings).items()} | {"step (s)": "step_seconds"}
     memory = [text(result.get("memory_mb"), ".6g") for _, result in runs]
-    rounds = len(settings[0].cases)
     changes = ["; ".join(case.changes()) for case, _ in runs]
     return {
         "directory": [case.directory.name for case, _ in runs],
-        **{option: texts * rounds for option, texts in changed_options(settings).items()},
+        **{option: texts * len(settings[0].cases) for option, texts in changed_options(settings).items()},
         "train.seed": [str(case.run.train.seed) for case, _ in runs],
         **{title: [text(result.get(key), ".6g") for _, result in runs] for title, key in columns.items()},
         **if_measured("peak memory (MB)", memory),

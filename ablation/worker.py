@@ -119,9 +119,7 @@ def share_devices(jobs: int) -> list[dict[str, str]]:
     number = torch.cuda.device_count()
     gpus = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(number)))).split(",")[:number]
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))} | os.environ
-    visible = (
-        [gpus[job::jobs] or gpus[job % number : job % number + 1] for job in range(jobs)] if number else [[]] * jobs
-    )
+    visible = [gpus[job::jobs] or gpus[job % number : job % number + 1] if number else [] for job in range(jobs)]
     return [threads | ({"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {}) for own in visible]
 
 

@@ -1,6 +1,7 @@
 """Approximation error of mechanisms against softmax attention of the same queries, keys and values."""
 
 import math
+from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -107,22 +108,16 @@ def softmax_entropy(layer: Attention, x: Tensor, grid: Grid) -> float:
 
 
 def measure(
-    trained: Trained,
-    softmax: Softmax,
-    name: str,
-    attention: Mapping[str, Any],
-    budgets: Sequence[int],
-    draws: int,
-    modes: Sequence[str],
+    trained: Trained, softmax: Softmax, name: str, attention: Mapping[str, Any], budgets: Sequence[int], args: Namespace
 ) -> Iterator[Row]:
     """Yields the rows of a mechanism: one for each budget, or for each budget and mode if the modes differ."""
     for budget in budgets if size_option(attention) else [None]:
         row = partial(Row, name, budget=budget, temperature=softmax.temperature, entropies=softmax.entropies)
-        options, found = attention, {mode: [] for mode in modes}
+        options, found = attention, {mode: [] for mode in args.modes}
         try:
             if budget is not None:
                 options = with_budget(attention, budget, math.prod(softmax.inputs[0][1]))
-            for seed in range(draws):
+            for seed in range(args.draws):
                 model, untrained = drop_in(trained, options, seed, softmax.state)
                 for mode, errors in found.items():
                     set_mode(model, mode, seed)

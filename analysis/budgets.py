@@ -9,22 +9,12 @@ from typing import Any
 from attention import ATTENTION, Grid, OptionError
 
 
-def whole(budget: int, num_tokens: int) -> int:
-    """Returns the budget itself."""
-    return budget
-
-
 def side(budget: int, num_tokens: int) -> int:
     """Returns the side of a square of `budget` tokens."""
     root = math.isqrt(budget)
     if root**2 != budget:
         raise OptionError(f"--budgets {budget}", f"no square; nearest: {root**2}, {(root + 1) ** 2}")
     return root
-
-
-def reach(budget: int, num_tokens: int) -> int:
-    """Returns the radius of a band of `budget` tokens besides the token itself."""
-    return budget // 2
 
 
 def ratio(budget: int, num_tokens: int) -> int:
@@ -35,19 +25,16 @@ def ratio(budget: int, num_tokens: int) -> int:
     return root
 
 
+COUNTS = (
+    *("num_landmarks", "num_samples", "num_features", "num_clusters"),
+    *("cluster_size", "chunk_size", "block_size", "rank"),
+)
+"""Options that are the budget itself."""
+
 SIZES = {
-    "num_landmarks": whole,
-    "num_samples": whole,
-    "num_features": whole,
-    "num_clusters": whole,
-    "cluster_size": whole,
-    "chunk_size": whole,
-    "block_size": whole,
-    "rank": whole,
-    "radius": reach,
-    "window_size": side,
-    "pool_size": side,
-    "kernel_size": side,
+    **dict.fromkeys(COUNTS, lambda budget, num_tokens: budget),
+    "radius": lambda budget, num_tokens: budget // 2,  # of a band of `budget` tokens besides the token itself
+    **dict.fromkeys(("window_size", "pool_size", "kernel_size"), side),
     "reduction": ratio,
 }
 """Option for the size of an approximation -> its value for a budget. The first option that a mechanism has counts."""

@@ -22,40 +22,29 @@ MODES = "evaluation", "sampled"
 
 def add_run(parser: argparse.ArgumentParser, also: str = "") -> None:
     """Adds RUN, the choice of its weights, and the directory of results."""
-    parser.add_argument("checkpoint", type=Path, metavar="RUN", help=f"run directory, checkpoint or export{also}")
-    parser.add_argument("--weights", type=parse_weights, help="plain or ema: the kind of weights (ema if kept)")
-    parser.add_argument("--select", choices=("best", "last"), default="best", help="checkpoint of a run (best)")
-    parser.add_argument(
-        "--output", type=Path, default=Path(), metavar="DIR", help="directory of tables and figures (current directory)"
-    )
+    add = parser.add_argument
+    add("checkpoint", type=Path, metavar="RUN", help=f"run directory, checkpoint or export{also}")
+    add("--weights", type=parse_weights, help="plain or ema: the kind of weights (ema if kept)")
+    add("--select", choices=("best", "last"), default="best", help="checkpoint of a run (best)")
+    directory = "directory of tables and figures (current directory)"
+    add("--output", type=Path, default=Path(), metavar="DIR", help=directory)
 
 
 def add_mechanisms(parser: argparse.ArgumentParser, otherwise: str) -> None:
     """Adds --attention. otherwise: description of the default."""
-    parser.add_argument(
-        "--attention",
-        nargs="+",
-        metavar="NAME",
-        help=f"a mechanism with the options in {EVERY_MECHANISM}, or '{{name: eva, window_size: 7}}' ({otherwise})",
-    )
+    text = f"a mechanism with the options in {EVERY_MECHANISM}, or '{{name: eva, window_size: 7}}' ({otherwise})"
+    parser.add_argument("--attention", nargs="+", metavar="NAME", help=text)
 
 
 def add_drop_in(parser: argparse.ArgumentParser, num_images: int, modes: Sequence[str]) -> None:
     """Adds the options for measuring mechanisms without training."""
     add_mechanisms(parser, "all of that file")
-    parser.add_argument(
-        "--draws", type=int, default=3, help="number of random initialisations and samples, with seeds from 0 on (3)"
-    )
-    parser.add_argument(
-        "--modes",
-        nargs="+",
-        choices=MODES,
-        default=modes,
-        help=f"noise of attention: as kept for evaluation, or sampled as in training ({' '.join(modes)})",
-    )
-    parser.add_argument(
-        "--images", type=int, default=num_images, help=f"number of validation images, evenly spaced ({num_images})"
-    )
+    draws = "number of random initialisations and samples, with seeds from 0 on (3)"
+    parser.add_argument("--draws", type=int, default=3, help=draws)
+    noise = f"noise of attention: as kept for evaluation, or sampled as in training ({' '.join(modes)})"
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=modes, help=noise)
+    images = f"number of validation images, evenly spaced ({num_images})"
+    parser.add_argument("--images", type=int, default=num_images, help=images)
 
 
 def check_positive(args: argparse.Namespace, *names: str) -> None:

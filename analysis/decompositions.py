@@ -57,31 +57,23 @@ def godec(a: Tensor, rank: int, count: int, tolerance: float = 3e-3, max_steps: 
     """Finds L of `rank` and S of `count` entries with small ||A - L - S||_F (GoDec; Zhou and Tao, ICML 2011).
 
     L and S are fitted in turn to the residual of the other. Of two starts, the best S alone and S = 0, the better wins.
+    L is fitted by the paper's two projections, which start from the last step's, so that the error never rises.
 
     Args:
         a: (M, N). tolerance: iteration ends if a step lowers the error by a smaller share, or to rounding error.
     """
-    starts = keep_largest(a, count), torch.zeros_like(a)
-    found = [_alternate(a, start, rank, count, tolerance, max_steps) for start in starts]
+    found = []
+    for sparse in (keep_largest(a, count), torch.zeros_like(a)):
+        right, before = torch.linalg.svd(a - sparse, full_matrices=False).Vh[:rank].mT, torch.inf
+        for _ in range(max_steps):
+            rest = a - sparse
+            left = torch.linalg.qr(rest @ right).Q
+            right = rest.mT @ left
+            low = left @ right.mT
+            sparse = keep_largest(a - low, count)
+            error = (a - low - sparse).norm()
+            if error > (1 - tolerance) * before or error <= 1e-14 * a.norm():
+                break
+            before = error
+        found.append((low, sparse))
     return min(found, key=lambda parts: (a - sum(parts)).norm())
-
-
-def _alternate(
-    a: Tensor, sparse: Tensor, rank: int, count: int, tolerance: float, max_steps: int
-) -> tuple[Tensor, Tensor]:
-    """Runs GoDec from `sparse`.
-
-    L is fitted by the paper's two projections, which start from the last step's, so that the error never rises.
-    """
-    right, before = torch.linalg.svd(a - sparse, full_matrices=False).Vh[:rank].mT, torch.inf
-    for _ in range(max_steps):
-        rest = a - sparse
-        left = torch.linalg.qr(rest @ right).Q
-        right = rest.mT @ left
-        low = left @ right.mT
-        sparse = keep_largest(a - low, count)
-        error = (a - low - sparse).norm()
-        if error > (1 - tolerance) * before or error <= 1e-14 * a.norm():
-            break
-        before = error
-    return low, sparse

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,35 +101,28 @@ def tabulate(rows: Sequence[Row]) -> str:
     lines = {}
     for row in rows:
         key, found = (row.attention, row.layer), row.found
-        line = lines[key] = dict.fromkeys(COLUMNS, "") | {"attention": row.attention, "layer": str(row.layer)}
-        if isinstance(found, NoMatrix):
-            line["left out"] = str(found)
-            continue
-        heads = {field: means[field][key] for field in fields}
-        line |= {
-            COLUMNS[2]: f"{numbers(heads['entropy'], '.2f')} ({found.equal_entropy:.2f})",
-            COLUMNS[3]: f"{numbers(heads['distance'], '.2f')} ({found.equal_distance:.2f})",
-            "row sums": numbers(heads["row_sum"], ".3g"),
-            "negative weights (%)": numbers(100 * heads["negative"], ".2g"),
-        }
+        texts = ["", "", "", "", str(found)]
+        if isinstance(found, LayerMaps):
+            of_entropy, of_distance, sums, negative = (means[field][key] for field in fields)
+            texts = [f"{numbers(of_entropy, '.2f')} ({found.equal_entropy:.2f})"]
+            texts += [f"{numbers(of_distance, '.2f')} ({found.equal_distance:.2f})"]
+            texts += [numbers(sums, ".3g"), numbers(100 * negative, ".2g"), ""]
+        lines[key] = dict(zip(COLUMNS, [row.attention, str(row.layer), *texts], strict=True))
     return compact_table(list(lines.values()))
 
 
 def layers_csv(rows: Sequence[Row]) -> bytes:
     """Returns a row for each attention, image, layer and head."""
-    fields = ["entropy", "equal_entropy", "distance", "equal_distance", "row_sum", "negative"]
-
-    def lines() -> Iterator[list[Any]]:
-        for attention, file, layer, found in rows:
-            if isinstance(found, NoMatrix):
-                yield [attention, file, layer, *[None] * 7, str(found)]
-                continue
-            for head in range(len(found.entropy)):
-                values = (getattr(found, field) for field in fields)
-                numbers = (value[head].item() if isinstance(value, Tensor) else value for value in values)
-                yield [attention, file, layer, head + 1, *numbers, None]
-
-    return to_csv(["attention", "file", "layer", "head", *fields, "problem"], lines())
+    fields, lines = ["entropy", "equal_entropy", "distance", "equal_distance", "row_sum", "negative"], []
+    for attention, file, layer, found in rows:
+        if isinstance(found, NoMatrix):
+            lines.append([attention, file, layer, *[None] * 7, str(found)])
+            continue
+        for head in range(len(found.entropy)):
+            values = (getattr(found, field) for field in fields)
+            numbers = (value[head].item() if isinstance(value, Tensor) else value for value in values)
+            lines.append([attention, file, layer, head + 1, *numbers, None])
+    return to_csv(["attention", "file", "layer", "head", *fields, "problem"], lines)
 
 
 def list_problems(rows: Sequence[Row]) -> list[str]:

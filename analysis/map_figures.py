@@ -33,9 +33,9 @@ def draw_maps(layers: Sequence[LayerMaps | NoMatrix], field: str, title: str) ->
             continue
         P = layer.num_prefix_tokens
         for head, (axes, weights) in enumerate(zip(row, getattr(layer, field), strict=False), start=1):
-            text = f"head {head}: {percent(weights[P:].max())}"
+            text = f"head {head}: {100 * weights[P:].max():.2g} %"
             if P:
-                text += f"\nprefix {percent(weights[:P].sum())}"
+                text += f"\nprefix {100 * weights[:P].sum():.2g} %"
             axes.set_axis_on()
             draw_weights(axes, weights[P:], layer.keys)
             axes.set_title(text, fontsize=8)
@@ -88,14 +88,14 @@ def draw_rollout(layers: Sequence[LayerMaps | NoMatrix], image: Tensor, query: s
     P, extent = first.num_prefix_tokens, (-0.5, width - 0.5, height - 0.5, -0.5)
     weights = rolled[first.query].clone()
     own, weights[first.query] = weights[first.query].item(), 0  # mostly from the identity
-    text = f"{percent(weights[P:].max())}\nbeside its own {100 * own:.2g} %"
+    text = f"{100 * weights[P:].max():.2g} %\nbeside its own {100 * own:.2g} %"
     draw_weights(panels[1], weights[P:], first.grid, alpha=0.65, extent=extent)
     panels[1].set_title(f"rollout of {query}: {text}", fontsize=9)
     if first.query >= P:
         mark(panels[1], first.query - P, first.grid, (height, width))
     mean = rolled.mean(0)[P:]
     draw_weights(panels[2], mean, first.grid, alpha=0.65, extent=extent)
-    panels[2].set_title(f"rollout of all queries, mean: {percent(mean.max())}", fontsize=9)
+    panels[2].set_title(f"rollout of all queries, mean: {100 * mean.max():.2g} %", fontsize=9)
     label = "weight / the map's largest,\nwhich is above it"
     figure.colorbar(panels[2].images[1], ax=panels, label=label, shrink=0.8)
     return figure
@@ -116,25 +116,18 @@ def draw_layers(rows: Sequence[Row]) -> Figure:
     figure = Figure((11, 4.8), layout="constrained")
     panels = figure.subplots(1, 2)
     names = list(dict.fromkeys(row.attention for row in rows if isinstance(row.found, LayerMaps)))
-    for axes, field, label in zip(
-        panels,
-        ("entropy", "distance"),
-        ("entropy of the weights (nats)", "mean attention distance (tokens of the layer's grid)"),
-        strict=True,
-    ):
+    distance = "mean attention distance (tokens of the layer's grid)"
+    labels = {"entropy": "entropy of the weights (nats)", "distance": distance}
+    for axes, (field, label) in zip(panels, labels.items(), strict=True):
         for index, name in enumerate(names):
             means = [(layer, found) for attention, layer, found in mean_over_images(rows, field) if attention == name]
             shift = 0.12 * (index - (len(names) - 1) / 2)
             points = [(layer + shift, value) for layer, found in means for value in found.tolist()]
             if points:
-                axes.scatter(
-                    *zip(*points, strict=True), alpha=0.8, s=26, **marker_style(index), label=f"{name}: a head"
-                )
-                axes.plot(
-                    [layer for layer, _ in means],
-                    [found.nanmean() for _, found in means],
-                    color=marker_style(index)["color"],
-                )
+                style = marker_style(index)
+                axes.scatter(*zip(*points, strict=True), alpha=0.8, s=26, **style, label=f"{name}: a head")
+                layers, values = zip(*means, strict=True)
+                axes.plot(layers, [value.nanmean() for value in values], color=style["color"])
         equal = {row.layer: getattr(row.found, f"equal_{field}") for row in rows if isinstance(row.found, LayerMaps)}
         if equal:
             axes.plot(*zip(*sorted(equal.items()), strict=True), "k--", label="equal weights")
@@ -148,10 +141,6 @@ def draw_layers(rows: Sequence[Row]) -> Figure:
     notes += [f"left out: {problem}" for problem in list_problems(rows)]
     figure.suptitle("\n".join(notes), fontsize=9, parse_math=False)
     return figure
-
-
-def percent(weight: Tensor) -> str:
-    return f"{100 * weight:.2g} %"
 
 
 def wrap(text: str) -> str:

@@ -35,11 +35,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
     parser.add_argument("images", nargs="+", metavar="IMAGE", help="image, folder of images, or - for a list on stdin")
     command_line.add_mechanisms(parser, "the run's own")
-    parser.add_argument(
-        "--query",
-        metavar="ROW,COLUMN",
-        help="the patch, from 0,0, whose weights are shown (the class token if there is one, else the centre)",
-    )
+    query = "the patch, from 0,0, whose weights are shown (the class token if there is one, else the centre)"
+    parser.add_argument("--query", metavar="ROW,COLUMN", help=query)
 
 
 def main(args: argparse.Namespace) -> None:
@@ -75,9 +72,8 @@ def main(args: argparse.Namespace) -> None:
         print(f"left out: {problem}", file=sys.stderr)
     write_file(args.output / "maps.csv", layers_csv(rows))
     write_file(args.output / "maps.png", encode(draw_layers(rows)))
-    print(
-        f"{args.output}: maps.csv, maps.png, and by mechanism of every image its maps (query, mean) and their rollout"
-    )
+    by_mechanism = "by mechanism of every image its maps (query, mean) and their rollout"
+    print(f"{args.output}: maps.csv, maps.png, and {by_mechanism}")
 
 
 def examine(

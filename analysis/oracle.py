@@ -72,11 +72,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    """Prints the tables, and writes the figure and the CSV file.
-
-    Raises:
-        UserError, OptionError: an argument or option cannot be honoured.
-    """
     command_line.check_positive(args, "images", "draws")
     make_output(args.output, ["oracle.csv", "oracle.png"])
     torch.manual_seed(args.seed)
@@ -195,20 +190,12 @@ def scatterbrain_fits(
     for share in shares:
         options = split_budget(budget - 2 * prefix, share, grid)
         entries = options["window_size"] ** (1 if grid[0] == 1 else 2)
-        attn = create_attention(
-            "scatterbrain",
-            dim=h * layer.q.shape[-1],
-            num_heads=h,
-            grid=grid,
-            num_prefix_tokens=prefix,
-            position_bias="none",
-            **options,
-        ).double()  # training mode samples new features in every call
+        sizes = {"dim": h * layer.q.shape[-1], "num_heads": h, "grid": grid, "num_prefix_tokens": prefix}
+        attn = create_attention("scatterbrain", position_bias="none", **sizes, **options).double()
+        # In training mode, every call samples new features.
         errors = [relative_error(attn.attend_all((layer.q, layer.k, identity), grid), matrices) for _ in range(draws)]
-        density = (entries + 2 * prefix) / tokens
-        fits.append(
-            [[Fit(options["num_samples"], density, error) for error in row] for row in (sum(errors) / draws).tolist()]
-        )
+        rank, density = options["num_samples"], (entries + 2 * prefix) / tokens
+        fits.append([[Fit(rank, density, error) for error in row] for row in (sum(errors) / draws).tolist()])
     return [[best(fit[image][head] for fit in fits) for head in range(h)] for image in range(B)]
 
 
@@ -228,12 +215,11 @@ def sizes(rows: Sequence[Row]) -> list[dict[str, str]]:
     """Returns mean rank and density by budget; robust PCA takes any."""
     lines = []
     for budget in dict.fromkeys(row.budget for row in rows):
-        line = {"budget": "any" if budget is None else str(budget)}
+        lines.append({"budget": "any" if budget is None else str(budget)} | dict.fromkeys(METHODS, ""))
         for name in METHODS:
-            here = [row for row in rows if (row.budget, row.method) == (budget, name)]
-            means = here and (fmean(row.rank for row in here), fmean(100 * row.density for row in here))
-            line[name] = f"{means[0]:.1f}, {means[1]:.1f} %" if here else ""
-        lines.append(line)
+            if here := [row for row in rows if (row.budget, row.method) == (budget, name)]:
+                rank, density = fmean(row.rank for row in here), fmean(100 * row.density for row in here)
+                lines[-1][name] = f"{rank:.1f}, {density:.1f} %"
     return lines
 
 
@@ -266,7 +252,7 @@ def draw(title: str, rows: Sequence[Row]) -> Figure:
     for number, method in enumerate(METHODS):
         here = [[row.error for row in rows if (row.method, row.budget) == (method, budget)] for budget in budgets]
         places = [budget * 1.02 ** (number - 2) for budget in budgets]  # so that bars do not hide each other
-        means, deviations, _ = zip(*map(spread, here), strict=True)
+        means, deviations, *_ = zip(*map(spread, here), strict=True)
         means, deviations = [max(mean, FLOOR) for mean in means], [deviation or 0 for deviation in deviations]
         below = [min(deviation, mean - FLOOR) for mean, deviation in zip(means, deviations, strict=True)]
         by_budget.errorbar(places, means, [below, deviations], capsize=2, markersize=5, **line_style(number))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from statistics import mean
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import yaml
@@ -44,11 +44,6 @@ NUM_COMPARED = 32
 
 ABLATE = Path(__file__).parents[1] / "ablate.py"
 
-HEADER = (
-    *("attention", "options", "mode", "images", "draws", "top1", "top1_std", "change", "error", "error_std"),
-    *("macs", "peak_bytes", "untrained_parameters", "problem"),
-)
-
 
 @dataclass(frozen=True)
 class Row:
@@ -72,16 +67,14 @@ class Row:
     problem: str = ""
 
 
-@dataclass(frozen=True)
-class Own:
-    """Measurements of the trained model with its own attention.
+class Own(NamedTuple):
+    """Trained model with its own attention: top-1 in percent, and tokens, grid and attended values of every layer.
 
-    Attributes:
-        top1: percent. inputs: tokens and grid of every attention layer for `NUM_COMPARED` images. attended: attended
-            values of the layers.
+    images: `NUM_COMPARED` of the sample, evenly spaced, for which the layers are measured.
     """
 
     top1: float
+    images: Tensor
     inputs: Sequence[tuple[Tensor, Grid]]
     attended: Sequence[Tensor]
 
@@ -112,8 +105,8 @@ def main(args: argparse.Namespace) -> None:
     title += f"; others without training, {' and '.join(args.modes)} mode"
     title += f", mean ± standard deviation over draws: {args.draws}"
     print(f"{title}\n\n{compact_table([readable(row, own.top1) for row in rows])}")
-    lines = (values(row, own.top1, count, args.draws) for row in rows)
-    write_file(args.output / "replace.csv", to_csv(HEADER, lines))
+    lines = [values(row, own.top1, count, args.draws) for row in rows]
+    write_file(args.output / "replace.csv", to_csv(list(lines[0]), (line.values() for line in lines)))
     write_file(args.output / "replace.png", encode(draw(title, rows, own.top1)))
     if base is not None:
         built = [mechanisms[name] for name in dict.fromkeys(row.name for row in rows if row.top1)]
@@ -152,15 +145,11 @@ def train_on(base: Mapping[str, Any], mechanisms: Sequence[Mapping[str, Any]], d
 
 
 def measure_own(trained: Trained, sample: Sample) -> Own:
-    inputs = layer_inputs(trained, compared(sample))
-    layers = zip(attention_layers(trained.model), inputs, strict=True)
-    return Own(top1(trained.model, trained, sample), inputs, [attended(layer, *given) for layer, given in layers])
-
-
-def compared(sample: Sample) -> Tensor:
-    """Returns `NUM_COMPARED` of the images, evenly spaced."""
     count = min(NUM_COMPARED, len(sample.images))
-    return sample.images[torch.arange(count) * len(sample.images) // count]
+    images = sample.images[torch.arange(count) * len(sample.images) // count].to(trained.device)
+    inputs = layer_inputs(trained, images)
+    outputs = [attended(layer, *given) for layer, given in zip(attention_layers(trained.model), inputs, strict=True)]
+    return Own(top1(trained.model, trained, sample), images, inputs, outputs)
 
 
 @torch.no_grad()
@@ -187,9 +176,8 @@ def measure(
     except OptionError as error:
         yield Row(name, options_text(attention), problem=str(error))
         return
-    images = compared(sample).to(trained.device)
     with torch.no_grad():
-        peak = peak_bytes(partial(model.eval(), images), trained.device)
+        peak = peak_bytes(partial(model.eval(), own.images), trained.device)
     macs = count_costs(trained.run.model, attention).macs
     for mode, results in merge_modes(found).items():
         accuracy, error = map(spread, zip(*results, strict=True))
@@ -212,12 +200,13 @@ def readable(row: Row, own: float) -> dict[str, str]:
     }
 
 
-def values(row: Row, own: float, images: int, draws: int) -> list[Any]:
-    """Returns the row of the CSV file."""
-    top1, error = ((found or (None, None))[:2] for found in (row.top1, row.error))
-    change = None if row.top1 is None else row.top1.mean - own
-    setting = [row.name, row.options, row.mode, images, draws]
-    return [*setting, *top1, change, *error, row.macs, row.peak, row.untrained, row.problem]
+def values(row: Row, own: float, images: int, draws: int) -> dict[str, Any]:
+    """Returns the row of the CSV file, column -> value."""
+    (top1, top1_std), (error, error_std) = ((found or (None, None))[:2] for found in (row.top1, row.error))
+    line = {"attention": row.name, "options": row.options, "mode": row.mode, "images": images, "draws": draws}
+    line |= {"top1": top1, "top1_std": top1_std, "change": None if top1 is None else top1 - own}
+    line |= {"error": error, "error_std": error_std, "macs": row.macs, "peak_bytes": row.peak}
+    return line | {"untrained_parameters": row.untrained, "problem": row.problem}
 
 
 def draw(title: str, rows: Sequence[Row], own: float) -> Figure:
@@ -230,14 +219,14 @@ def draw(title: str, rows: Sequence[Row], own: float) -> Figure:
         (accuracy, "top1", "top-1 (%)"),
         (error, "error", "normalised mean squared error\nof attended values"),
     ):
-        for color, marker, hollow in ((COLORS[5], "o", False), (COLORS[4], "s", True)):
+        for note, style, hollow in (
+            ("all parameters trained", {"fmt": "o", "color": COLORS[5]}, False),
+            ("with untrained parameters", {"fmt": "s", "color": COLORS[4], "mfc": "white"}, True),
+        ):
             chosen = [(i, *getattr(row, column)[:2]) for i, row in enumerate(rows) if bool(row.untrained) == hollow]
             if chosen:
-                y, means, deviation = zip(*chosen, strict=True)
-                deviation = [d or 0 for d in deviation]
-                face = {"markerfacecolor": "white"} if hollow else {}
-                note = "with untrained parameters" if hollow else "all parameters trained"
-                axes.errorbar(means, y, xerr=deviation, fmt=marker, color=color, label=note, **face)
+                y, means, deviations = zip(*chosen, strict=True)
+                axes.errorbar(means, y, xerr=[d or 0 for d in deviations], label=note, **style)
         axes.set_xlabel(label)
         axes.grid(axis="x", alpha=0.4)
     accuracy.axvline(own, color="black", linestyle="--", label=f"its own attention: {own:.2f} %")

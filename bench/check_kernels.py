@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib.metadata import version
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -122,11 +123,16 @@ def example(case: Case, device: torch.device) -> tuple[list[Tensor | None], dict
 
 
 def plain(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows) -> Tensor:
-    """Computes the op that the kernels replace, with landmarks' logits in fp32, which autocast would round."""
+    """Computes the op that the kernels replace, with landmarks' logits in fp32, which autocast would round.
+
+    Logits of windows are products as PyTorch rounds them in half types, also in float16, where the op itself has them
+    in fp32 because they may overflow: the error of the kernels is a multiple of PyTorch's.
+    """
     if keys is not None:
         on_keys = upcast(windows.partition(q)) * q.shape[-1] ** -0.5 @ keys.mT
         logits = on_keys if logits is None else on_keys + logits
-    return joint_softmax(q, k, v, bias, values=values, logits=logits, windows=windows)
+    with patch("attention.ops.joint_softmax.op.product", lambda x, y: upcast(x @ y)):
+        return joint_softmax(q, k, v, bias, values=values, logits=logits, windows=windows)
 
 
 def group_example(case: GroupCase, device: torch.device) -> tuple[list[Any], dict[str, Any]]:
@@ -153,11 +159,7 @@ class Checked(NamedTuple):
 
 CHECKED = {
     Case: Checked(
-        example,
-        ("q", "k", "v", "bias", "keys", "values"),
-        triton_joint.joint_softmax,
-        plain,
-        joint_softmax_reference,
+        example, ("q", "k", "v", "bias", "keys", "values"), triton_joint.joint_softmax, plain, joint_softmax_reference
     ),
     GroupCase: Checked(
         group_example, ("k", "v", "omega"), triton_tiles.group_values, group_values, group_values_reference
@@ -225,17 +227,12 @@ def on_path(path: kernels.Path, q: Tensor, *arguments: Any, **options: Any) -> T
         return joint_softmax(q, *arguments, **options).to(q.dtype)
 
 
-def softmax_of_all(q: Tensor, k: Tensor, v: Tensor, *arguments: Any, **options: Any) -> Tensor:
-    """Computes softmax attention over all tokens and ignores other arguments."""
-    return F.scaled_dot_product_attention(q, k, v)
-
-
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
-    "SDPA": softmax_of_all,
+    "SDPA": lambda q, k, v, *others, windows: F.scaled_dot_product_attention(q, k, v),
     **{path: partial(on_path, path) for path in ("plain", "auto", "triton")},
     "FlexAttention": flex.joint_softmax,
 }
-"""Title of a column -> timed function."""
+"""Title of a column -> timed function. SDPA is softmax attention over all tokens, without the bias and landmarks."""
 
 
 def timings(case: Case, device: torch.device, bytes_per_second: float) -> list[dict[str, Any]]:

@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Sequence
-from functools import partial
 from operator import add, sub
 from pathlib import Path
 
@@ -23,13 +22,11 @@ def stated_costs(model: str) -> dict[str, Costs]:
     """
     config = parse_model(model, {})
     side = config.img_size // config.patch_size
-    context = partial(
-        LayerContext, dim=config.embed_dim, num_heads=config.num_heads, grid=(side, side), depth=config.depth
-    )
+    sizes = {"dim": config.embed_dim, "num_heads": config.num_heads, "grid": (side, side), "depth": config.depth}
 
     def of_layers(name: str) -> Costs:
         mechanism, options = ATTENTION[name], AttentionFactory.from_options(name).config
-        costs = (mechanism.cost(context(layer=layer), options) for layer in range(config.depth))
+        costs = (mechanism.cost(LayerContext(layer=layer, **sizes), options) for layer in range(config.depth))
         return Costs(*map(sum, zip(*costs, strict=True)))
 
     counted = count_costs({"name": model, "img_size": config.img_size}, "softmax")
@@ -43,18 +40,9 @@ def print_costs(rows: Sequence[PaperRow]) -> None:
     lines = []
     for row in rows:
         parameters, macs = costs_of_run(row.config, row.overrides)
-        cells = [
-            " ".join((row.config, *row.overrides)),
-            f"{parameters / 1e6:.3f}",
-            row.parameters or "",
-            f"{macs / 1e9:.3f}",
-            row.macs or "",
-            row.released_macs or "",
-            row.top1 or "",
-            row.source,
-            row.note,
-        ]
-        lines.append([str(cell) for cell in cells])
+        figures = f"{parameters / 1e6:.3f}", row.parameters, f"{macs / 1e9:.3f}", row.macs, row.released_macs, row.top1
+        cells = " ".join((row.config, *row.overrides)), *figures, row.source, row.note
+        lines.append([str(cell or "") for cell in cells])
     print(markdown_table([*titles, "note"], lines))
 
 

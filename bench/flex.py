@@ -15,17 +15,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from attention.parts.geometry import Windows
 
 
-def joint_softmax(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None = None,
-    keys: Tensor | None = None,
-    values: Tensor | None = None,
-    logits: Tensor | None = None,
-    *,
-    windows: Windows,
-) -> Tensor:
+def joint_softmax(q, k, v, bias=None, keys=None, values=None, logits=None, *, windows: Windows) -> Tensor:
     """Computes `attention.ops.joint_softmax.op.joint_softmax` for windows without overlap and shared landmarks.
 
     It is fused on a GPU. On a CPU the whole matrix is in memory.
@@ -38,10 +28,8 @@ def joint_softmax(
     Raises:
         NotImplementedError: raised by PyTorch for tensors that require gradients on a CPU.
     """
-    first, number = (
-        k.shape[2] - q.shape[2],
-        k.shape[2],
-    )  # positions of the grid's first token and the first landmark among the keys
+    number = k.shape[2]  # position of the first landmark among the keys
+    first = number - q.shape[2]  # position of the grid's first token
     if keys is not None:
         k, v = (torch.cat([x, summaries[:, :, 0].to(x.dtype)], 2) for x, summaries in ((k, keys), (v, values)))
     prior = None if logits is None else logits.expand(windows.count, 1, -1)[:, 0]

@@ -8,7 +8,6 @@ seeds, and stacked to batches of uint8. Sources take turns as in `bench.timing`;
 within a round. Time is the CPU time of this process, without waiting for a disk.
 """
 
-import argparse
 import math
 import time
 from collections.abc import Mapping, Sequence
@@ -39,9 +38,7 @@ IMG_SIZE, BATCH_SIZE = 224, 32
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(
-        description="Images per second and core.", formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = ArgumentParser(description="Images per second and core.")
     parser.add_argument("root", nargs="?", help="holds class folders in `train` (JPEG made on the spot)")
     parser.add_argument("--images", type=int, default=128, help="images per turn (128)")
     parser.add_argument("--rounds", type=int, default=9, help="turns of every source (9)")
@@ -67,10 +64,8 @@ def write_jpegs(root: Path, count: int) -> Path:
         image = np.full((375, 500, 3), 128.0)
         for rows, std in ((4, 60), (16, 40), (64, 25), (375, 12)):  # coarse shapes to noise, as in a photograph
             coarse = rng.normal(0, std, (3, rows, rows * 4 // 3)).astype(np.float32)
-            for channel in range(3):
-                image[..., channel] += np.asarray(
-                    Image.fromarray(coarse[channel]).resize((500, 375), Image.Resampling.BICUBIC)
-                )
+            channels = [Image.fromarray(channel).resize((500, 375), Image.Resampling.BICUBIC) for channel in coarse]
+            image += np.stack(channels, -1)
         Image.fromarray(image.clip(0, 255).astype(np.uint8)).save(folder / f"{i}.jpg", quality=95)
     return root
 
@@ -113,13 +108,11 @@ def speed_table(times: Times, count: int) -> str:
     """Formats images per second, milliseconds per image, and the ratio to the first source's speed."""
     plain, rows = next(iter(times.seconds)), []
     for name, seconds in times.seconds.items():
-        row = quartile_columns("seconds", Quartiles.of(seconds), times) | quartile_columns(
-            "ratio", times.speedup(name, plain), times
-        )
+        row = quartile_columns("seconds", Quartiles.of(seconds), times)
+        row |= quartile_columns("ratio", times.speedup(name, plain), times)
         speed, ms = f"{count / row['seconds']:.0f}", quartiles_text(row, "seconds", count / 1000, ".2f")
         rows.append((name, speed, ms, quartiles_text(row, "ratio", 1, ".2f")))
-    header = ("source", "images/s per core", "ms", "ratio")
-    text = align([header, *rows])
+    text = align([("source", "images/s per core", "ms", "ratio"), *rows])
     return f"{text}\n{NOISE}" if "~" in text else text
 
 

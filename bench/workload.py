@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import timm
@@ -70,15 +71,11 @@ def attention_layer(text: str, dim: int, num_heads: int) -> Subject:
     name, _, options = text.partition(":")
     name, path = _split_path(text, name)
     factory = AttentionFactory.from_options({"name": name, **_read_options(text, options)})
-    return Subject(
-        text,
-        path,
-        lambda grid: factory(dim=dim, num_heads=num_heads, grid=grid),
-        lambda _, grid, batch, device: (
-            torch.randn(batch, math.prod(grid), dim, device=device, requires_grad=True),
-            grid,
-        ),
-    )
+
+    def tokens(layer: nn.Module, grid: Grid, batch: int, device: torch.device | str) -> tuple[Any, ...]:
+        return torch.randn(batch, math.prod(grid), dim, device=device, requires_grad=True), grid
+
+    return Subject(text, path, lambda grid: factory(dim=dim, num_heads=num_heads, grid=grid), tokens)
 
 
 class Core(nn.Module):
@@ -123,19 +120,15 @@ def whole_model(text: str) -> Subject:
 
     if text.endswith(".yaml"):
         run = load_run(text)
-        return Subject(
-            text,
-            run.train.kernels,
-            lambda size: create_model(attention=run.attention, **run.model | {"img_size": size}),
-            images,
-        )
+        build = partial(create_model, attention=run.attention, **run.model)
+        return Subject(text, run.train.kernels, lambda size: build(img_size=size), images)
     family, _, rest = text.partition(":")
     name, _, options = rest.partition(":")
     options = _read_options(text, options)
     if family != "timm":
         name, path = _split_path(text, name or "softmax")
-        attention = {"name": name, **options}
-        return Subject(text, path, lambda size: create_model(family, attention=attention, img_size=size), images)
+        build = partial(create_model, family, attention={"name": name, **options})
+        return Subject(text, path, lambda size: build(img_size=size), images)
     if not timm.is_model(name):
         raise OptionError("timm", f"unknown model {name!r}{nearest(name, timm.list_models())}")
     sized = timm.get_pretrained_cfg(name).fixed_input_size  # convolutional pyramids take any size without an option

@@ -18,7 +18,7 @@ from analysis.approximation import Row, attend_by_softmax
 from analysis.budgets import SIZES, size_option, with_budget
 from analysis.command_line import MODES, read_mechanisms
 from analysis.drop_in import attended, drop_in, layer_inputs, merge_modes, normalised_error, set_mode
-from analysis.error_figures import AXES, draw
+from analysis.error import AXES, draw
 from analysis.implied import attention_layers
 from analysis.trained import Trained, read_sample
 from attention import ATTENTION, OptionError

@@ -24,8 +24,7 @@ import yaml
 import ablate
 import train
 from ablation import worker
-from ablation.curves import draw_curves, read_curve
-from ablation.figures import draw_heat_map, draw_pareto, draw_results, non_dominated
+from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, non_dominated, read_curve
 from ablation.replicates import measure
 from ablation.search import sample
 from ablation.sweep import Case, Setting, count_ranks, in_order, read_ablation, short_names, to_directory

@@ -55,7 +55,7 @@ def wrong_values(kind: Any) -> list[Any]:
     table = {
         bool: ["perhaps", 1, 0.5, None, [True], {}],
         int: ["seven", "7.0", 1.5, True, None, [1], {}, 2**63, 10**400],
-        float: ["fast", "1e-3 s", True, None, [1.0], {}, math.inf, math.nan, 10**400],
+        float: ["fast", "1e-3.0", True, None, [1.0], {}, math.inf, math.nan, 10**400],
         str: [5, 0.5, True, [], ["a"], {}, "\0", "\x1b[31m"],
         Literal: ["no such choice", 123456, ["bf16"], {}],
         tuple: [5, "x", None, {}, [], ["a"] * 9, [None]],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ablation.curves import read_curve
+from ablation.figures import read_curve
 from ablation.sweep import Case
 from ablation.worker import is_busy
 from engine.checkpoints.progress import Progress

@@ -18,7 +18,10 @@ from . import fused
 Visibility = Literal["paper", "released"]
 
 
-group_mean = with_fast_path(fused.group_mean, fused.covers_mean)(partitions.group_mean)
+@with_fast_path(fused.group_mean, fused.covers_mean)
+def group_mean(x: Tensor, groups: Groups) -> Tensor:
+    """`attention.parts.groups.group_mean`."""
+    return partitions.group_mean(x, groups)
 
 
 @with_fast_path(fused.group_values, fused.covers, triton=f"{__package__}.triton_tiles")
