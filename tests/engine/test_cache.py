@@ -1,8 +1,13 @@
 """Scanning a data set and preparing it: exact counts, the same input to the model, and damage that is noticed."""
 
+import errno
+import io
+import itertools
 import os
+import re
 import shutil
 import signal
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -15,6 +20,7 @@ from engine.data import cache, prepare, verify
 from engine.data.loaders import count_broken, create_loaders, create_val_loader
 from engine.data.splits import classes_of, identify_data, open_split
 from engine.runtime.distributed import World, seed_everything
+from tests.engine.test_checkpoint import FailAt
 
 CPU = World(torch.device("cpu"))
 BROKEN = "val/b/2.png"
@@ -111,6 +117,11 @@ def test_damage_is_noticed(prepared, tmp_path, capsys):
 def identify(dataset: str, root, **options) -> dict:
     data = Data(dataset=dataset, root=str(root), **options)
     return identify_data(open_split(data, "train_split"), open_split(data, "val_split"))
+
+
+def identify_train(root) -> bytes:
+    """Names and content of a prepared training split."""
+    return open_split(Data(dataset="cache", root=str(root)), "train_split").reader.fingerprints().tobytes()
 
 
 def test_folder_and_cache_of_one_data_set_have_one_identity(root, prepared, tmp_path):
@@ -291,6 +302,29 @@ def test_what_is_not_read_back_is_not_kept(root, tmp_path, monkeypatch, capsys):
     assert ended.value.code == 2
     assert "1 images were not read back as they were written" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("where", ["os.fsync", "os.replace", "io.open"])
+def test_a_split_is_whole_or_absent_whichever_call_fails(root, tmp_path, monkeypatch, capsys, where):
+    """Every call of the system fails once; the same command then prepares the split."""
+    module, attribute = {"os": os, "io": io}[where[:2]], where[3:]
+    command = ["--splits", "train", "--workers", "0"]
+    for call in itertools.count(1):
+        output = tmp_path / str(call)
+        failing = FailAt(call, getattr(module, attribute), errno.EIO)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, attribute, failing)
+            with suppress(SystemExit):
+                prepare.main([str(root), str(output), *command])
+        error = capsys.readouterr().err
+        if failing.num_calls < call:
+            break
+        assert re.search(r"^error: .*Input/output error$", error, re.MULTILINE)
+        assert not (output / "train.npz").exists()
+        prepare.main([str(root), str(output), *command])
+        assert {file.name for file in output.iterdir()} == {"train.npz", "train.pixels"}
+        assert identify_train(output) == identify_train(tmp_path / "1")
+    assert call > 1
 
 
 def test_broken_names_are_printed(root, tmp_path, capsys):
