@@ -18,7 +18,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ablation.sweep import Case, check_data, in_order, read_ablation
+from ablation.cases import Case, check_data, in_order
+from ablation.sweep import read_ablation
 from ablation.tables import FIGURES, TABLES, report_sweep, write_figures, write_tables
 from ablation.worker import is_busy, last_failure, run_jobs, train_all
 from engine.config.load import find_config

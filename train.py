@@ -34,7 +34,7 @@ from engine.reporting.trackers import check_trackers
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import World, autocast, init_distributed, seed_everything, set_deterministic, set_tf32
 from engine.runtime.errors import refuse_bad_input
-from engine.runtime.files import lock_directory
+from engine.runtime.locks import lock_directory
 from engine.runtime.signals import STOPPED, SignalHandler, end_at_interrupt
 from engine.runtime.terminal import ConsoleLog
 from engine.training.compilation import compiled_blocks

@@ -14,20 +14,14 @@ from typing import Any
 
 import yaml
 
+from ablation.cases import Case, Setting
 from ablation.search import sample
 from attention.options import OptionError, nearest, option, parse_options
-from engine.checkpoints.files import find_checkpoint
-from engine.config.load import dump_run, flatten, load_run, parse_run
+from engine.config.load import flatten, load_run
 from engine.config.papers import PaperRow, read_papers
-from engine.config.schema import Data, Run
+from engine.config.schema import Run
 from engine.config.yaml_files import SWEEP, dump_yaml, read_yaml
-from engine.data.splits import identify_data, open_split
-from engine.objectives import choose_objective
-from engine.reporting.metrics import find_records, list_changes
-from engine.runtime.errors import ConfigError, UserError
-from engine.runtime.terminal import warn_once
-from engine.training.resume import CONTENT, NAMES_ONLY, list_data_differences, list_differences
-from models.costs import Costs, count_costs
+from engine.runtime.errors import ConfigError
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -62,47 +56,6 @@ class Ablation:
     runs: tuple[dict[str, Any], ...] = option(
         (), "options key.path -> value of each setting; paper: its top-1 in a paper"
     )
-
-
-@dataclass(frozen=True)
-class Case:
-    """One run: the `command` trains it into `directory`."""
-
-    run: Run
-    directory: Path
-    command: list[str]
-
-    def result(self) -> dict[str, Any] | None:
-        """Returns the final record of train.py; None if the run is unfinished or has other options."""
-        finals = [record for record in find_records(self.directory) if record["kind"] == "final"]
-        return finals[-1] if finals and is_same_run(self.directory / "config.yaml", self.run) else None
-
-    def changes(self) -> list[str]:
-        """Returns a text for every option that was changed within the run, so that it is not all of one setting."""
-        return list_changes(find_records(self.directory))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A row of the table.
-
-    Attributes:
-        changes: option (or base) -> YAML text of its value. paper: figures of a paper. cases: a run per seed.
-    """
-
-    changes: dict[str, str]
-    paper: PaperRow | None
-    cases: tuple[Case, ...]
-
-    @functools.cached_property
-    def costs(self) -> Costs:
-        """Parameters and MACs of the model."""
-        return count_costs(self.cases[0].run.model, self.cases[0].run.attention)
-
-    def results(self) -> dict[int, dict[str, Any]]:
-        """Returns seed -> final record of train.py for the finished runs."""
-        results = {case.run.train.seed: case.result() for case in self.cases}
-        return {seed: result for seed, result in results.items() if result}
 
 
 def read_ablation(
@@ -258,89 +211,7 @@ def sets_seed(overrides: Sequence[str]) -> bool:
     return any("train.seed" in flatten({key: yaml.safe_load(text)}) for key, text in keys_and_values)
 
 
-def in_order(settings: Sequence[Setting]) -> list[Case]:
-    """Returns the runs in the order of training: every setting with the first seed, then with the next seed."""
-    return [case for replicate in zip(*(setting.cases for setting in settings), strict=True) for case in replicate]
-
-
-def accuracies(settings: Sequence[Setting]) -> dict[str, str]:
-    """Returns name -> key in the final record, for plain weights and, if any run keeps them, averaged weights."""
-    averages = any(case.run.train.ema_decay for setting in settings for case in setting.cases)
-    return {"top-1": "top1"} | ({"EMA top-1": "ema_top1"} if averages else {})
-
-
-def has_replicates(settings: Sequence[Setting]) -> bool:
-    """Returns whether settings are trained with several seeds."""
-    return len(settings[0].cases) > 1
-
-
-def is_same_run(config: Path, run: Run) -> bool:
-    """Returns whether the file `config`, of any version, describes a run with the results of `run`."""
-    expected = dump_run(run)
-    try:
-        options = read_yaml(config).values
-        if options == expected:
-            return True
-        return not list_differences(flatten(dump_run(parse_run(options, str(config)))), flatten(expected))
-    except ConfigError as error:
-        warn_once(f"{error}; the run counts as another")
-        return False
-
-
-def check_data(cases: Sequence[Case]) -> None:
-    """Refuses finished runs that were trained on other data than the sweep has now, as train.py would.
-
-    Names on stderr the finished runs whose checkpoints do not tell their data, or only its names. Data that an
-    objective draws follows from the options.
-
-    Raises:
-        UserError: the first such run, and what differs. OptionError: the data cannot be read.
-    """
-    for case in cases:
-        if not case.result() or choose_objective(case.run).draw(case.run, False) is not None:
-            continue
-        try:
-            found = find_checkpoint(case.directory, "last", quiet=True)
-            problem = "no checkpoint there"
-        except UserError as error:
-            found, problem = None, str(error)
-        if found is None:
-            print(f"warning: {case.directory}: which data it was trained on is not known: {problem}", file=sys.stderr)
-        elif lines := list_data_differences(found[1], identify(case.run.data)):
-            remedy = "name its data again, or another --output"
-            raise UserError(f"{case.directory}: was trained on other data; {remedy}: {'; '.join(lines)}")
-        elif CONTENT[0] not in found[1]:
-            print(f"warning: {found[0]}: {NAMES_ONLY}", file=sys.stderr)
-
-
-@functools.cache
-def identify(data: Data) -> dict[str, Any]:
-    """Returns the identity of the data of a run, see `identify_data`."""
-    return identify_data(open_split(data, "train_split"), open_split(data, "val_split"))
-
-
 def to_text(value: Any) -> str:
     """Formats `value` as YAML on one line."""
     text = dump_yaml(value, default_flow_style=True, width=float("inf"), allow_unicode=True)
     return text.removesuffix("...\n").strip()
-
-
-def changed_options(settings: Sequence[Setting]) -> dict[str, list[str]]:
-    """Returns option, or base, -> YAML texts of its values in the settings; empty where a setting leaves it out."""
-    changed = dict.fromkeys(option for setting in settings for option in setting.changes)
-    return {option: [setting.changes.get(option, "") for setting in settings] for option in changed}
-
-
-def varied_options(settings: Sequence[Setting]) -> list[str]:
-    """Returns the options, or base, in which the settings differ."""
-    return [option for option, texts in changed_options(settings).items() if len(set(texts)) > 1]
-
-
-def short_names(settings: Sequence[Setting]) -> list[str]:
-    """Names each setting by the options in which settings differ: "window_size=7, num_landmarks=49"."""
-    varied, names = varied_options(settings), []
-    for setting in settings:
-        changes = {option: setting.changes[option] for option in varied if option in setting.changes}
-        texts = [text if o == "base" else f"{o.rpartition('.')[2]}={text}" for o, text in changes.items()]
-        names.append(", ".join(texts) or "base")
-    return names

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ablation.cases import Setting, accuracies, changed_options, has_replicates, in_order, short_names
 from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results
 from ablation.replicates import Measured, measure
-from ablation.sweep import Setting, accuracies, changed_options, has_replicates, in_order, short_names
 from engine.reporting.plots import encode
 from engine.reporting.tables import Spread, markdown_table, plus_minus
-from engine.runtime.files import hold_lock, to_csv, write_file
+from engine.runtime.files import to_csv, write_file
+from engine.runtime.locks import hold_lock
 
 ONE_RUN = (
     "One run per row: how far other seeds would end from it is not known, and rows that are near cannot be ranked."

@@ -13,8 +13,8 @@ from types import FrameType
 
 import torch
 
-from ablation.sweep import Case
-from engine.runtime.files import hold_lock, is_locked
+from ablation.cases import Case
+from engine.runtime.locks import hold_lock, is_locked
 from engine.runtime.signals import STOPPED, handle_signals
 
 POLL_SECONDS = 2

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 from engine.checkpoints.format import Content, read_archive, read_safetensors
 from engine.runtime.errors import UserError
-from engine.runtime.files import read_digests, read_regular
+from engine.runtime.files import read_digests
+from engine.runtime.reading import read_regular
 from engine.runtime.text import describe_error
 from models.convert import is_released
 

@@ -17,7 +17,7 @@ from engine.checkpoints.identify import CONFIG, Found
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Run, num_channels, per_channel
 from engine.runtime.errors import UserError
-from engine.runtime.files import read_regular
+from engine.runtime.reading import read_regular
 from engine.runtime.text import describe_error, one_line
 from models import MODELS
 

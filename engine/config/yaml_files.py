@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from engine.runtime.errors import ConfigError
-from engine.runtime.files import open_regular
+from engine.runtime.reading import open_regular
 
 _MAX_BYTES, _MAX_DEPTH, _MAX_NODES = 2**15, 50, 2_000
 """Limits of a file: size in bytes, depth of nesting, and number of values with aliases written out. Files are not

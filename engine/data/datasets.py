@@ -22,7 +22,7 @@ from engine.data.folders import measure_files
 from engine.data.images import BrokenImage
 from engine.data.layout import Layout, LayoutError, LayoutReader, Samples, SplitReader, is_image, sort_naturally
 from engine.data.tar import find_members, read_member
-from engine.runtime.files import open_regular
+from engine.runtime.reading import open_regular
 from engine.runtime.text import one_line
 
 TORCH = "torch/"

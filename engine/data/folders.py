@@ -9,7 +9,7 @@ import numpy as np
 
 from engine.data.layout import NO_IMAGES, LayoutError, LayoutReader, SplitReader, classify, is_image, sort_naturally
 from engine.runtime.errors import UserError
-from engine.runtime.files import open_regular
+from engine.runtime.reading import open_regular
 from engine.runtime.text import one_line
 
 

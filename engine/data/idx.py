@@ -17,7 +17,8 @@ import numpy as np
 from engine.data.arrays import ArrayReader
 from engine.data.layout import LayoutError
 from engine.runtime.errors import UserError
-from engine.runtime.files import make_output, open_regular, write_file
+from engine.runtime.files import make_output, write_file
+from engine.runtime.reading import open_regular
 
 IMAGES, LABELS = "-images-idx3-ubyte", "-labels-idx1-ubyte"
 """Endings of the two files of a split, after its name."""

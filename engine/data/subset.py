@@ -9,7 +9,7 @@ import torch
 from attention.options import OptionError, nearest
 from engine.data.layout import SplitReader
 from engine.runtime.distributed import mix_seeds
-from engine.runtime.files import open_regular
+from engine.runtime.reading import open_regular
 from engine.runtime.text import one_line
 
 LIMIT = 2**24

@@ -11,7 +11,8 @@ from typing import Any
 
 from engine.checkpoints.progress import Progress
 from engine.runtime.errors import UserError
-from engine.runtime.files import read_bounded, to_csv
+from engine.runtime.files import to_csv
+from engine.runtime.reading import read_bounded
 from engine.runtime.terminal import warn_once
 from engine.runtime.text import one_line
 

@@ -21,7 +21,8 @@ from engine.reporting.metrics import MAX_METRICS, find_records, list_changes, re
 from engine.reporting.tables import align
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
-from engine.runtime.files import is_locked, lock_holder, read_bounded
+from engine.runtime.locks import is_locked, lock_holder
+from engine.runtime.reading import read_bounded
 from engine.runtime.text import one_line
 
 

@@ -1,113 +1,18 @@
-"""Files, written completely or not at all: locks of run directories, files with a SHA-256, results for the user."""
+"""Files, written completely or not at all: files with a SHA-256, results for the user."""
 
 import csv
 import errno
-import fcntl
 import hashlib
 import io
 import os
-import socket
-import stat
 import tempfile
-import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
-from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
-from engine.runtime.text import one_line
-
-
-@contextmanager
-def lock_directory(directory: Path, world: World) -> Iterator[None]:
-    """Creates `directory` and locks it: no other run can use it until this process ends, however it ends.
-
-    The lock is a POSIX lock on the file `lock`, whose text names its process. On a network file system it
-    holds between nodes if the file system supports that: NFSv4, GPFS, Lustre mounted with `flock`.
-
-    Raises:
-        UserError: another process holds the lock, or the directory cannot be written; on every rank.
-    """
-    file, problem = _lock(directory) if world.is_primary else (None, "")
-    try:
-        if world.any(bool(problem)):
-            raise UserError(f"{directory}: {problem}")
-        yield
-    finally:
-        if file is not None:
-            file.close()
-
-
-def _lock(directory: Path) -> tuple[TextIO | None, str]:
-    """Returns the open file that holds the lock of `directory`, and a problem ("" if there is none)."""
-    file = None
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        file = _open_lock(directory / "lock")
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno in (errno.EACCES, errno.EAGAIN):
-                file.seek(0)
-                holder = one_line(file.read(200).strip())
-                return file, f"in use by {holder}; wait for its end, or choose another directory"
-            print(f"{directory}: locks do not work here ({error.strerror}); see that no second run uses it", flush=True)
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.ctime()}\n")
-        file.flush()
-        for unfinished in directory.glob("*.tmp"):  # left by a killed process
-            unfinished.unlink()
-    except OSError as error:
-        return file, f"cannot be written: {error.strerror}"
-    return file, ""
-
-
-def _open_lock(path: Path) -> TextIO:
-    """Opens a lock, which is made if need be; a pipe in its place would block."""
-    return io.TextIOWrapper(open_regular(path, os.O_RDWR | os.O_CREAT, "r+b"), errors="replace")
-
-
-def lock_holder(directory: Path) -> str:
-    """Returns the process that the lock of `directory` names, in one printable line; "" if it cannot be read."""
-    try:
-        with io.TextIOWrapper(open_regular(directory / "lock"), errors="replace") as file:
-            return one_line(file.read(200).strip())
-    except OSError:
-        return ""
-
-
-@contextmanager
-def hold_lock(path: Path, wait: bool) -> Iterator[bool]:
-    """Context that locks the file `path` if it is free, or with `wait` as soon as it is.
-
-    Yields:
-        Whether this process has the lock; also True if locks do not work.
-    Raises:
-        UserError: it cannot be opened.
-    """
-    try:
-        lock = _open_lock(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be locked: {error.strerror}") from None
-    with lock as file:
-        is_held = True
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except OSError as error:
-            is_held = error.errno not in (errno.EACCES, errno.EAGAIN)
-        yield is_held
-
-
-def is_locked(directory: Path) -> bool:
-    """Returns whether a run in another process holds the lock of `directory`; False if locks do not work."""
-    try:
-        with open_regular(directory / "lock") as file:
-            os.lockf(file.fileno(), os.F_TEST, 0)
-    except OSError as error:
-        return error.errno in (errno.EACCES, errno.EAGAIN)
-    return False
+from engine.runtime.reading import open_regular, read_regular
 
 
 class FailedAfterReplacing(OSError):
@@ -302,59 +207,3 @@ def read_digests(path: Path) -> list[str]:
     except UserError:
         return []
     return [line[:64] for line in text.split("\n")]
-
-
-def open_regular(path: str | Path, flags: int = 0, mode: str = "rb") -> Any:
-    """Opens a regular file, by default for reading; a pipe or device could block or never end.
-
-    Args:
-        flags: further flags of `os.open`. mode: mode of `open`.
-    Raises:
-        OSError: no such file, no permission, or not a regular file (behind any symbolic links).
-    """
-    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags, 0o666)
-    kind = os.fstat(descriptor).st_mode
-    if not stat.S_ISREG(kind):
-        os.close(descriptor)
-        raise OSError(0, "a directory" if stat.S_ISDIR(kind) else "a pipe or device, not a regular file")
-    return open(descriptor, mode)
-
-
-def read_bounded(path: Path, limit: int) -> bytes:
-    """Reads a regular file of at most `limit` bytes.
-
-    Raises:
-        UserError: it is no such file, or cannot be read. FileNotFoundError: there is none.
-    """
-    try:
-        with open_regular(path) as file:
-            content = file.read(limit + 1)
-    except FileNotFoundError:
-        raise
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
-    if len(content) > limit:
-        raise UserError(f"{path}: larger than {limit:,} bytes")
-    return content
-
-
-def read_regular(path: Path, limit: int = -1) -> bytes:
-    """Reads `path`, which must be a regular file: a link may lead anywhere, a pipe or device may never end.
-
-    Args:
-        limit: bytes to read at most; -1: all.
-
-    Raises:
-        UserError: it is not a regular file, or cannot be read.
-    """
-    try:
-        with open_regular(path, os.O_NOFOLLOW) as file:
-            return file.read(limit)
-    except MemoryError:
-        raise UserError(f"{path}: larger than memory") from None
-    except OSError as error:
-        if error.errno == errno.ELOOP:
-            raise UserError(f"{path}: a symbolic link; name the file itself") from None
-        if error.errno == errno.ENOENT:
-            raise UserError(f"{path}: no checkpoint there") from None
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from None

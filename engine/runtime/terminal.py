@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from engine.runtime.files import open_regular
+from engine.runtime.reading import open_regular
 from engine.runtime.text import one_line
 
 CONSOLE = "console.log"

@@ -24,10 +24,11 @@ import yaml
 import ablate
 import train
 from ablation import worker
+from ablation.cases import Case, Setting, in_order, short_names
 from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, non_dominated, read_curve
 from ablation.replicates import measure
 from ablation.search import sample
-from ablation.sweep import Case, Setting, count_ranks, in_order, read_ablation, short_names, to_directory
+from ablation.sweep import count_ranks, read_ablation, to_directory
 from ablation.tables import ONE_RUN, for_programs, report_sweep, tabulate, to_json, write_tables
 from engine.checkpoints.files import find_checkpoint, save_checkpoint
 from engine.config.load import dump_run

@@ -17,7 +17,7 @@ from engine.data.images import BrokenImage, decode
 from engine.data.loaders import count_broken, create_loaders, create_val_loader
 from engine.data.splits import classes_of
 from engine.runtime.distributed import World, seed_everything
-from engine.runtime.files import open_regular
+from engine.runtime.reading import open_regular
 from tests.support.image_files import IMAGE_FILES, WHITE
 
 SHOWN = [name for name, file in IMAGE_FILES.items() if not isinstance(file.shown, str)]

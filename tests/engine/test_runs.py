@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ablation.cases import Case
 from ablation.figures import read_curve
-from ablation.sweep import Case
 from ablation.worker import is_busy
 from engine.checkpoints.progress import Progress
 from engine.reporting.metrics import epochs_csv, read_records, tabulate_epochs
@@ -17,7 +17,7 @@ from engine.reporting.recorder import Recorder
 from engine.reporting.runs import COLUMNS, main, read_epochs, summarise
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
-from engine.runtime.files import lock_directory
+from engine.runtime.locks import lock_directory
 from engine.runtime.terminal import append_line
 from tests.engine.test_recorder import CPU, RUN
 
