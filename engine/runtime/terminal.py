@@ -3,6 +3,7 @@
 import functools
 import os
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,6 +15,10 @@ from tqdm import tqdm
 
 from engine.runtime.reading import open_regular
 from engine.runtime.text import one_line
+
+# tqdm's own lock is a semaphore between processes. Since Python 3.14, a process that ends by an error leaves it to a
+# tracker, which prints a warning after the error.
+tqdm.set_lock(threading.RLock())
 
 CONSOLE = "console.log"
 """File of a run directory."""

@@ -89,7 +89,7 @@ class Weight(nn.Module):
 
 def test_a_failed_save_leaves_the_old_file(whole, tmp_path: Path):
     save_checkpoint(tmp_path / "last.pt", whole)
-    with pytest.raises(AttributeError):
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda"):  # the latter since Python 3.14
         save_checkpoint(tmp_path / "last.pt", whole | {"unpicklable": lambda: None})
     assert load_checkpoint(tmp_path / "last.pt", need_digest=True)["progress"]["step"] == 3
     assert sorted(path.name for path in tmp_path.iterdir()) == ["last.pt", "last.pt.sha256"]

@@ -256,7 +256,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")  # jvp's own
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported)")  # jvp's own
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @every_layer
 def test_transforms_are_refused_and_plain_ones_exist(case, transform):
