@@ -39,7 +39,7 @@ from engine.reporting.console import SHOWN, format_values
 from engine.reporting.metrics import EPOCHS, METRICS, describe_change, epochs_csv, is_until, read_records
 from engine.reporting.trackers import Launch, OpenTrackers
 from engine.reporting.waiting import DataWait
-from engine.runtime.files import write_atomically
+from engine.runtime.files import append_whole, write_atomically
 from engine.runtime.provenance import provenance
 from engine.runtime.terminal import CONSOLE, append_line, progress_bar
 from engine.runtime.text import one_line
@@ -229,8 +229,8 @@ class Recorder:
         if self.directory is None:
             return
         record = {"kind": kind, "epoch": epoch, "step": self.step, **self._totals(), **values}
-        with self.metrics.open("a") as file:
-            file.write(json.dumps({name: _finite(value) for name, value in record.items()}) + "\n")
+        line = json.dumps({name: _finite(value) for name, value in record.items()})
+        append_whole(self.metrics, f"{line}\n".encode())
         if self.trackers is not None and kind not in ("start", "change", "stop", "fail"):
             sent = {f"{kind}/{name}": value for name, value in values.items()} | {"epoch": epoch, **self._totals()}
             numbers = {name: x for name, x in sent.items() if isinstance(x, int | float) and math.isfinite(x)}

@@ -40,6 +40,23 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
     sync_directory(path.parent)
 
 
+def append_whole(path: Path, content: bytes) -> None:
+    """Adds `content` to the file at `path`, all of it or nothing: what a failed write has added is cut off again.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    with path.open("ab", buffering=0) as file:
+        end, rest = file.tell(), memoryview(content)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            with suppress(OSError):
+                file.truncate(end)
+            raise
+
+
 def sync_directory(directory: Path) -> None:
     """Waits until the names in `directory` are on disk, where its file system can do that.
 

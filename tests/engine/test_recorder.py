@@ -1,11 +1,15 @@
 """The records of a run: console, metrics.jsonl and TensorBoard, by the primary rank alone."""
 
 import csv
+import errno
 import fcntl
+import io
+import itertools
 import json
 import math
 import os
 import re
+import resource
 import struct
 import subprocess
 import sys
@@ -31,8 +35,11 @@ from engine.reporting.charts import Charts
 from engine.reporting.metrics import TOTALS
 from engine.reporting.recorder import Recorder
 from engine.runtime.distributed import World
+from engine.runtime.errors import UserError
+from engine.runtime.files import append_whole
 from engine.runtime.provenance import provenance
 from engine.runtime.terminal import progress_bar
+from tests.engine.test_checkpoint import FailAt
 from tests.support.launcher import use_few_images
 from train import Trainer
 
@@ -379,6 +386,51 @@ def test_records_are_on_disk_before_the_checkpoint(tmp_path: Path, monkeypatch: 
     Trainer.save(trainer)
     recorder.close()
     assert done == [True, "checkpoint"]
+
+
+def test_a_record_is_whole_or_absent(tmp_path: Path):
+    """The kernel writes as much of a record as fits and fails then, as on a full disk."""
+    path = tmp_path / "metrics.jsonl"
+    append_whole(path, b'{"kind": "start"}\n')
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 5, limits[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            append_whole(path, b'{"kind": "train"}\n')
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    append_whole(path, b'{"kind": "fail"}\n')
+    assert path.read_text() == '{"kind": "start"}\n{"kind": "fail"}\n'
+
+
+@pytest.mark.parametrize("where", ["io.open", "os.fsync", "os.replace", "os.open"])
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)  # that of TensorBoard meets them too
+def test_records_are_whole_whichever_call_fails(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every call of the system fails once. Records are whole; the run that is launched again has each of its own once.
+
+    Those of the failed launch are dropped, but for the `fail` record of a run that had not begun to train.
+    """
+    module, attribute, num_failed = {"os": os, "io": io}[where[:2]], where[3:], 0
+    for call in itertools.count(1):
+        directory = tmp_path / str(call)
+        directory.mkdir()
+        failing = FailAt(call, getattr(module, attribute), errno.EIO)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, attribute, failing)
+            with suppress(OSError, UserError):
+                record_run(directory)
+        if failing.num_calls < call:
+            break
+        num_failed += 1
+        with suppress(FileNotFoundError):
+            assert all(json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines())
+        record_run(directory)
+        kinds = [record["kind"] for record in records(directory)]
+        assert kinds[-4:] == ["start", "train", "eval", "final"]
+        assert kinds[:-4] in ([], ["start"])
+    assert num_failed > (0 if where == "os.open" else 2)
 
 
 def test_other_ranks_record_nothing(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
