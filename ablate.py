@@ -22,6 +22,7 @@ from ablation.cases import Case, check_data, in_order
 from ablation.sweep import read_ablation
 from ablation.tables import FIGURES, TABLES, report_sweep, write_figures, write_tables
 from ablation.worker import is_busy, last_failure, run_jobs, train_all
+from attention.plugins import as_arguments
 from engine.config.load import find_config
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import ConfigError, refuse_bad_input
@@ -77,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with end_at_interrupt():
                 if args.jobs > 1:
                     worker = [sys.executable, __file__, str(args.config), *args.overrides, "--output", str(args.output)]
-                    worker += ["--launcher", shlex.join(launcher), *["--no-wait"] * args.no_wait]
+                    worker += ["--launcher", shlex.join(launcher), *["--no-wait"] * args.no_wait, *as_arguments()]
                     run_jobs(worker, args.jobs, args.output)
                 else:
                     train_all(cases, failures, not args.no_wait, write_results)

@@ -17,6 +17,7 @@ import yaml
 from ablation.cases import Case, Setting
 from ablation.search import sample
 from attention.options import OptionError, nearest, option, parse_options
+from attention.plugins import as_arguments, load_plugin
 from engine.config.load import flatten, load_run
 from engine.config.papers import PaperRow, read_papers
 from engine.config.schema import Run
@@ -56,6 +57,7 @@ class Ablation:
     runs: tuple[dict[str, Any], ...] = option(
         (), "options key.path -> value of each setting; paper: its top-1 in a paper"
     )
+    plugins: tuple[str, ...] = option((), "modules or .py files that register mechanisms of your own, see --plugin")
 
 
 def read_ablation(
@@ -78,6 +80,8 @@ def read_ablation(
         raise ConfigError(f"{path}: the configuration of one run; give it to train.py, or name it as base of a sweep")
     try:
         ablation = parse_options(Ablation, tree.values)
+        for plugin in ablation.plugins:
+            load_plugin(plugin, "plugins")
         bases = (ablation.base,) if ablation.base else ablation.bases
         product = combine(ablation, check)
         if not ablation.base and not ablation.bases:
@@ -116,6 +120,7 @@ def read_ablation(
             texts = [] if seed is None else [f"train.seed={seed}"]
             directory = output / to_directory(name, texts)
             command = [*launcher, TRAIN, str(base), *overrides, *given, *texts, "--output", str(directory)]
+            command += as_arguments()
             train = run.train if seed is None else dataclasses.replace(run.train, seed=seed)
             cases.append(Case(dataclasses.replace(run, train=train), directory, command))
         settings[name] = Setting(changes, paper, tuple(cases))

@@ -25,6 +25,7 @@ from analysis.drop_in import attended, drop_in, layer_errors, layer_inputs, merg
 from analysis.implied import attention_layers
 from analysis.trained import Sample, Trained, load_trained, read_sample
 from attention import Grid, OptionError
+from attention.plugins import as_arguments
 from engine.config.load import dump_run, parse_run
 from engine.data.loaders import choose_batch_size
 from engine.data.splits import open_split
@@ -138,7 +139,7 @@ def train_on(base: Mapping[str, Any], mechanisms: Sequence[Mapping[str, Any]], d
     plan = {"caption": caption, "base": "base.yaml", "runs": [{"attention": options} for options in mechanisms]}
     for name, content in (("base", base), ("plan", plan)):
         write_file(directory / f"{name}.yaml", yaml.safe_dump(content, sort_keys=False).encode())
-    command = [str(ABLATE), str(directory / "plan.yaml"), "--output", str(directory)]
+    command = [str(ABLATE), str(directory / "plan.yaml"), "--output", str(directory), *as_arguments()]
     print(f"\ntraining on; to go on after an interruption: python {' '.join(command)}")
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, *command])

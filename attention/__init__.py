@@ -11,8 +11,10 @@ from typing import Any
 
 from .base import Attention, LayerContext
 from .ops import kernels
-from .options import OptionError, nearest, parse_options
+from .options import OptionError, parse_options
 from .parts.geometry import Grid
+from .plugins import find_mechanism
+from .registry import ATTENTION, register
 
 __version__ = "0.1.0"  # the project's version, which pyproject.toml reads here
 
@@ -30,7 +32,8 @@ def _mechanism(name: str) -> type[Attention]:
     return getattr(import_module(f".mechanisms.{name}", __name__), title)
 
 
-ATTENTION: dict[str, type[Attention]] = {name: _mechanism(name) for name in NAMES.split()}
+for _name in NAMES.split():
+    register(_mechanism(_name))
 
 __all__ = [
     "ATTENTION",
@@ -41,6 +44,7 @@ __all__ = [
     "OptionError",
     "create_attention",
     "kernels",
+    "register",
 ]
 
 
@@ -66,10 +70,9 @@ class AttentionFactory:
         if not isinstance(options, Mapping) or "name" not in options:
             raise OptionError(path, f"expected a mechanism's name or a mapping with one, got {options!r}")
         name = options["name"]
-        if not isinstance(name, str) or name not in ATTENTION:
-            raise OptionError(f"{path}.name", f"unknown mechanism {name!r}{nearest(name, ATTENTION)}")
+        mechanism = find_mechanism(name, f"{path}.name")
         rest = {key: value for key, value in options.items() if key != "name"}
-        return cls(name, parse_options(ATTENTION[name].Config, rest, f"{path}({name})"))
+        return cls(name, parse_options(mechanism.Config, rest, f"{path}({name})"))
 
     def __call__(self, **context: Any) -> Attention:
         """Builds the layer for `LayerContext(**context)`.
@@ -87,7 +90,7 @@ def create_attention(name: str, **options: Any) -> Attention:
     Raises:
         OptionError: unknown mechanism or option, wrong type or value, or a geometry that cannot be honoured.
     """
-    known = {field.name for field in fields(ATTENTION[name].Config)} if name in ATTENTION else set()
+    known = {field.name for field in fields(find_mechanism(name).Config)}
     of_context = {field.name for field in fields(LayerContext)} - known
     context = {option: options.pop(option) for option in of_context & options.keys()}
     return AttentionFactory.from_options({"name": name, **options})(**context)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from . import ATTENTION, AttentionFactory, Grid, LayerContext
 from .base import Cost
+from .plugins import take_plugins
 
 ROOT = Path(__file__).parents[1]
 DOCSTRING = re.compile(
@@ -47,11 +48,12 @@ def read_docstring(name: str) -> re.Match[str]:
     Raises:
         ValueError: the docstring does not have the expected shape.
     """
-    module = ATTENTION[name].__module__
-    found = DOCSTRING.match(" ".join((sys.modules[module].__doc__ or "").split()))
+    cls = ATTENTION[name]
+    found = DOCSTRING.match(" ".join((cls.__doc__ or "").split()))
     if found is None:
-        shape = "'Title (authors year, arXiv:number): idea.' ... 'Cost: formula multiply-accumulates'"
-        raise ValueError(f"{module}: its docstring does not have the shape {shape}")
+        shape = "'Title (authors year, arXiv:number): idea.' ... 'Cost: formula multiply-accumulates.'"
+        also = "without a paper, no parenthesis; the class's docstring counts before its file's"
+        raise ValueError(f"{cls.__module__}: its docstring does not have the shape {shape} ({also})")
     return found
 
 
@@ -71,4 +73,5 @@ def config(name: str) -> str:
 
 
 if __name__ == "__main__":
+    take_plugins(sys.argv[1:])
     print(table())

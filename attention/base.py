@@ -13,6 +13,7 @@ tokens are plain, N counts them too.
 """
 
 import inspect
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -85,7 +86,8 @@ class Cost(NamedTuple):
 class Attention(nn.Module):
     """Base of all mechanisms: owns the projections, with timm's parameter names; a mechanism writes `attend`.
 
-    A mechanism derives from this class, nests its options as `Config`, and is listed in `attention.ATTENTION`.
+    A mechanism derives from this class, nests its options as `Config`, and is added to `attention.ATTENTION` by
+    `attention.register`.
     """
 
     Config: ClassVar[type]
@@ -137,8 +139,8 @@ class Attention(nn.Module):
 
     @classmethod
     def name(cls) -> str:
-        """The mechanism's name, which is also the name of its file."""
-        return cls.__module__.rpartition(".")[2]
+        """The mechanism's name: that of the class in snake case, sparse_transformer for `SparseTransformer`."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__).lower()
 
     @property
     def ignores_order(self) -> bool:

@@ -1,10 +1,43 @@
 """Fixtures of several test files."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from tests.support.launcher import ForkServer
+from tests.support.outside import OUTSIDE, add_facts
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("mechanisms from outside")
+    group.addoption("--plugin", action="append", default=[], metavar="MODULE", help="module or .py file of mechanisms")
+    text = (
+        "file of facts of such a mechanism, as in tests/mechanisms; all tests that run are its own, and those in FILE"
+    )
+    group.addoption("--mechanism-facts", action="append", default=[], metavar="FILE", help=text)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Loads plugins and facts before a suite asks for them."""
+    plugins, files = config.getoption("--plugin"), config.getoption("--mechanism-facts")
+    if plugins:
+        from attention.plugins import load_plugin
+
+        for plugin in plugins:
+            load_plugin(plugin)
+    for file in files:
+        add_facts(Path(file))
+        config.args.append(file)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps the tests of the mechanisms whose facts are given."""
+    files = [Path(file).resolve() for file in config.getoption("--mechanism-facts")]
+    if files:
+        theirs = [item for item in items if item.path in files or any(name in item.name for name in OUTSIDE)]
+        config.hook.pytest_deselected(items=[item for item in items if item not in theirs])
+        items[:] = theirs
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -45,6 +45,7 @@ BELOW = {  # folder or file -> what of this project it may import
     "attention/costs.py": {"attention.base", "attention.parts", "attention.window_options"},
     "attention/window_options.py": {"attention.base", "attention.options", "attention.parts"},
     "attention": {"attention"},
+    "models/__main__.py": {"attention", "attention.plugins"},
     "models": {"attention", "attention.options", "models"},
     "bench": {"attention", "models", "engine", "bench"},
     "analysis": {"attention", "models", "engine", "bench", "analysis"},
@@ -55,7 +56,7 @@ BELOW = {  # folder or file -> what of this project it may import
     },
 }
 MODELS_MAY_TAKE = {"Attention", "AttentionFactory", "Grid", "OptionError", "LayerContext", "Options"} | {
-    *("option", "nearest", "parse_options"),
+    *("option", "nearest", "parse_options", "take_plugins"),
 }
 EVERY_FILE = [path for package in LIBRARIES for path in sorted((ROOT / package).rglob("*.py"))]
 

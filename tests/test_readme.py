@@ -3,13 +3,14 @@
 import io
 import itertools
 import math
+import os
 import re
 import shutil
 import subprocess
 import sys
 import tomllib
 from contextlib import redirect_stdout
-from functools import cache, partial
+from functools import cache, partial, reduce
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,8 +30,10 @@ from ablation.sweep import read_ablation
 from attention import ATTENTION, LayerContext, OptionError, create_attention
 from attention.__main__ import config, table
 from attention.options import parse_options
+from engine.config.generate import COMMAND as GENERATE
+from engine.config.generate import FILES, PARTS, generate
 from engine.config.load import load_run
-from engine.config.options_table import tables
+from engine.runtime.errors import UserError
 from tests.engine.test_predict import CLASSES, make_checkpoint
 from tests.test_layers import ROOMS
 
@@ -125,16 +128,16 @@ def test_images_of_several_sizes_make_a_batch():
     torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-5)
 
 
-def test_mechanisms_that_refuse_key_masks_are_named():
-    lists = re.findall(r"(?:`\w+`(?:,\s+|\s+and\s+)?){3,}", CLIENTS)
-    refusing = {name for name, mechanism in ATTENTION.items() if mechanism.key_mask_refusal}
-    assert refusing in [set(re.findall(r"`(\w+)`", names)) for names in lists]
+@pytest.mark.parametrize("file", FILES)
+def test_what_follows_from_the_code_is_written(file):
+    """Tables, lists and the schema; `engine.config.generate.PARTS` names the function of each."""
+    assert (ROOT / file).read_bytes() == generate(file), f"run: {GENERATE}"
 
 
-def test_mechanisms_that_can_be_causal_are_named():
-    lists = re.findall(r"`causal: true` \(([\w,\s]+)\)", MECHANISMS)
-    causal = {name for name, mechanism in ATTENTION.items() if hasattr(mechanism.Config, "causal")}
-    assert [set(re.split(r",\s+", names)) for names in lists] == [causal]
+def test_a_page_without_the_comments_of_a_part_is_named(monkeypatch):
+    monkeypatch.setitem(PARTS, "README.md", {"mechanisms": lambda: "", "others": lambda: ""})
+    with pytest.raises(UserError, match=r"README\.md: expected <!-- generated: others --> and <!-- end --> once"):
+        generate("README.md")
 
 
 def test_causal_attention():
@@ -148,29 +151,64 @@ def test_causal_attention():
 
 SECTION = MECHANISMS[MECHANISMS.index("## Add your own attention") : MECHANISMS.index("## Fast paths")]
 MECHANISM, FACTS = re.findall(r"```python\n(.*?)```", SECTION, re.DOTALL)
+OUTSIDE = ROOT / "tests/outside"
+IN_PACKAGE = {
+    "from attention import Attention, Grid, LayerContext, register\n": "",
+    "from attention.base import Cost": "from ..base import Attention, Cost, LayerContext",
+    "from attention.mechanisms.": "from .",
+    "import split_prefix": "import Grid, split_prefix",
+    "from attention.": "from ..",
+    "@register\n": "",
+}
+INSIDE = reduce(lambda text, change: text.replace(*change), IN_PACKAGE.items(), MECHANISM)
+"""The module as a file of this repository, with relative imports."""
 
 
-def test_your_own_attention(tmp_path):
-    """The three files of the example in docs/mechanisms.md, in a copy of the project, pass every uniform suite."""
+def test_your_own_attention_is_the_package_of_the_tests():
+    """tests/engine/test_plugins.py trains it."""
+    (pyproject,) = re.findall(r"```toml\n(.*?)```", SECTION, re.DOTALL)
+    files = {"pooled_attention.py": MECHANISM, "facts.py": FACTS, "pyproject.toml": pyproject}
+    assert {path.name: path.read_text() for path in OUTSIDE.glob("*.*")} == files
+
+
+def test_your_own_attention_passes_every_uniform_suite():
+    """By the command in docs/mechanisms.md, and no test of another mechanism runs."""
+    command = re.search(r"^python (-m pytest) -n 2 (.*)", SECTION, re.MULTILINE)
+    words = [OUTSIDE / word if (OUTSIDE / word).exists() else word for word in " ".join(command.groups()).split()]
+    run = subprocess.run(
+        [sys.executable, *words, "-n", "0", "-p", "no:cacheprovider", "-vv"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert run.returncode == 0, run.stdout[-5000:]
+    tests = re.findall(r"^tests/(\S+\.py)::(.*) PASSED", run.stdout, re.MULTILINE)
+    assert len({file for file, _ in tests}) > 15
+    assert len(tests) > 80
+    assert all("pooled" in name for _, name in tests)
+
+
+def test_your_own_attention_becomes_one_of_the_repository(tmp_path):
+    """In a copy of the project: its two files, its name, and the command that writes what follows from the code."""
     for folder in ("ablation", "attention", "models", "engine", "bench", "configs", "docs", "tests"):
         shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
     for path in (*ROOT.glob("*.py"), ROOT / "pyproject.toml", ROOT / "README.md"):
         shutil.copy(path, tmp_path)
     named = re.findall(r"`((?:attention|tests)/[\w/]+\.py)`", SECTION)
-    assert named == ["attention/mechanisms/pooled.py", "attention/__init__.py", "tests/mechanisms/test_pooled.py"]
-    mechanism, registry, facts = (tmp_path / path for path in named)
+    assert named == ["attention/mechanisms/pooled.py", "tests/mechanisms/test_pooled.py", "attention/__init__.py"]
+    mechanism, facts, registry = (tmp_path / path for path in named)
     registry.write_text(registry.read_text().replace('NAMES = """', 'NAMES = """\n    pooled', 1))
-    mechanism.write_text(MECHANISM)
+    mechanism.write_text(INSIDE)
     facts.write_text(FACTS)
-    tests = ["tests/uniform", "tests/mechanisms/test_pooled.py", "tests/test_layers.py", "tests/test_recipes.py"]
-    table = ["tests/test_readme.py::test_mechanism_table_is_that_of_the_docstrings"]
-    chosen = ["-p", "no:cacheprovider", "-k", "pooled or table or facts", *tests, *table]
-    run = subprocess.run([sys.executable, "-m", "pytest", *chosen], cwd=tmp_path, capture_output=True, text=True)
+    call = partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True)
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    generated = call([sys.executable, *GENERATE.split()[1:]], env=environment)
+    assert generated.stdout.split() == ["docs/integration.md", "docs/options.md", "configs/schema.json"]
+    tests = ["tests/uniform/test_facts.py", "tests/uniform/test_twins.py", "tests/test_layers.py"]
+    chosen = ["-p", "no:cacheprovider", "-k", "pooled or facts", *tests]
+    run = call([sys.executable, "-m", "pytest", *chosen], env=environment)
     assert run.returncode == 0, run.stdout[-5000:]
 
 
 def test_your_own_attention_refuses_class_tokens_until_it_declares_them():
-    undeclared, count = re.subn(r".*prefix_tokens = .*\n", "", MECHANISM)
+    undeclared, count = re.subn(r".*prefix_tokens = .*\n", "", INSIDE)
     assert count == 1
     names = {"__name__": "attention.mechanisms.pooled", "__package__": "attention.mechanisms"}
     exec(undeclared, names)
@@ -179,11 +217,6 @@ def test_your_own_attention_refuses_class_tokens_until_it_declares_them():
     assert names["Pooled"](LayerContext(**context), options)(torch.randn(1, 196, 8), (14, 14)).shape == (1, 196, 8)
     with pytest.raises(OptionError, match="num_prefix_tokens = 1: pooled does not declare what it does"):
         names["Pooled"](LayerContext(**context, num_prefix_tokens=1), options)
-
-
-def test_mechanism_table_is_that_of_the_docstrings():
-    (written,) = re.findall(r"^\| name \|.*?(?=\n\n)", README, re.MULTILINE | re.DOTALL)
-    assert written.splitlines() == table().splitlines(), "let `python -m attention` print it anew"
 
 
 def test_mechanism_table_links_to_configurations_of_the_mechanism():
@@ -293,12 +326,6 @@ def test_links_lead_to_files_and_headings():
     assert found
 
 
-def test_option_tables_are_those_of_the_code():
-    assert PAGES["docs/options.md"].endswith(f"\n\n{tables()}\n"), (
-        "let `python -m engine.config.options_table` print them anew"
-    )
-
-
 def test_every_package_and_mechanism_is_on_a_page_of_the_site():
     shown = set(re.findall(r"^::: (\S+)", TEXT, re.MULTILINE))
     rooms = {f"engine.{room}" for room in ROOMS}
@@ -307,7 +334,7 @@ def test_every_package_and_mechanism_is_on_a_page_of_the_site():
 
 
 def test_a_docstring_of_another_shape_is_refused(monkeypatch):
-    monkeypatch.setattr(attention.mechanisms.eva, "__doc__", "EVA. Cost: linear.")
+    monkeypatch.setattr(ATTENTION["eva"], "__doc__", "EVA. Cost: linear.")
     with pytest.raises(
         ValueError, match=r"attention\.mechanisms\.eva: its docstring .* 'Title \(authors year, arXiv:number\)"
     ):

@@ -42,9 +42,10 @@ def describe_model(model: nn.Module, run: Run, classes: Sequence[str] | None) ->
     }
     with TemporaryDirectory() as directory:  # timm writes only to a file
         path = Path(directory, CONFIG)
-        labels = {"label_names": classes} if classes else {}
+        own = {"label_names": classes, "plugins": run.plugins}
         options = {**args, "attention": run.attention}
-        save_config_for_hf(model, path, labels, options, preprocessing)  # type: ignore[arg-type]  # timm needs a Path
+        given = {name: values for name, values in own.items() if values}
+        save_config_for_hf(model, path, given, options, preprocessing)  # type: ignore[arg-type]  # timm needs a Path
         return path.read_text()
 
 
@@ -67,7 +68,7 @@ def read_local_dir(found: Found) -> dict[str, Any]:
         model = {"name": name, "img_size": img_size, "in_chans": in_chans, "num_classes": there["num_classes"], **args}
         options = {key: cfg[key] for key in PREPROCESSING if key in cfg}
         classes = there.get("label_names", cfg.get("label_names"))
-        config = {"model": model, "attention": attention, "data": options}
+        config = {"model": model, "attention": attention, "data": options, "plugins": there.get("plugins", [])}
         check_plain(config)
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         problem = f"damaged, or no description of a model by timm ({describe_error(error)})"

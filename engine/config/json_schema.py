@@ -56,7 +56,13 @@ def run_schema() -> Schema:
         "title": "Configuration of a training run",
         "type": "object",
         "additionalProperties": False,
-        "properties": {"base": base, "model": _model(), "attention": {"anyOf": [mechanism, stages]}, **sections},
+        "properties": {
+            "base": base,
+            "model": _model(),
+            "attention": {"anyOf": [mechanism, stages]},
+            **sections,
+            "plugins": _of_options(Run)["properties"]["plugins"],
+        },
         "definitions": {"mechanism": _mechanism()},
     }
 
@@ -83,7 +89,7 @@ def _of_options(cls: type, name: Schema | None = None, described: type | None = 
     The description is the first line of the docstring of `described`, by default `cls`.
     """
     kinds = typing.get_type_hints(cls)
-    options = {field.name: _option(field, kinds[field.name]) for field in fields(cls)}
+    options = {field.name: _option(field, kinds[field.name]) for field in fields(cls) if field.metadata}
     return {
         "type": "object",
         "description": str((described or cls).__doc__).partition("\n")[0],

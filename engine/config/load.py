@@ -11,6 +11,7 @@ import difflib
 import functools
 import os
 import re
+import shlex
 import sys
 import typing
 from collections.abc import Mapping, Sequence
@@ -21,6 +22,8 @@ import torch
 
 from attention import ATTENTION, AttentionFactory
 from attention.options import OptionError, UnknownOptionError, parse_options
+from attention.plugins import FLAG, load_plugin, plugin_of
+from attention.registry import UnknownMechanism
 from engine.config.checks import check_run
 from engine.config.schema import Run
 from engine.config.yaml_files import Keys, Tree, override, read_config
@@ -49,7 +52,7 @@ def find_config(path: str) -> Path:
 
 
 def load_run(path: str | Path, overrides: Sequence[str] = (), world_size: int = 1) -> Run:
-    """Reads and checks a configuration file.
+    """Reads and checks a configuration file that the user gives; its `plugins` are imported.
 
     Args:
         path: YAML file with the sections of `Run`, and optionally ``base: FILE`` (relative to this file), whose options
@@ -65,11 +68,13 @@ def load_run(path: str | Path, overrides: Sequence[str] = (), world_size: int = 
     tree = read_config(path)
     for keys in tree.unset:
         _unset(tree, keys)
-    return _parse(tree, overrides, world_size)
+    return _parse(tree, overrides, world_size, import_plugins=True)
 
 
 def parse_run(options: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> Run:
     """Checks plain `options`, as `dump_run` returns them, and returns their `Run`; `source` names their origin.
+
+    They may be those of a stranger's checkpoint: their `plugins` are never imported.
 
     Raises:
         ConfigError: anything that cannot be honoured.
@@ -95,7 +100,7 @@ def flatten(options: Any, path: str = "") -> dict[str, Any]:
     return flat
 
 
-def _parse(tree: Tree, overrides: Sequence[str], world_size: int) -> Run:
+def _parse(tree: Tree, overrides: Sequence[str], world_size: int, import_plugins: bool = False) -> Run:
     for text in overrides:
         override(tree, text)
     try:
@@ -106,6 +111,8 @@ def _parse(tree: Tree, overrides: Sequence[str], world_size: int) -> Run:
                 " (python -m engine.checkpoints.convert writes a file that says them)"
             )
         run = parse_options(Run, tree.values)
+        for plugin in run.plugins if import_plugins else ():
+            load_plugin(plugin, "plugins")
         options = dict(run.model)
         name = options.pop("name", None)
         if not isinstance(name, str):
@@ -118,15 +125,34 @@ def _parse(tree: Tree, overrides: Sequence[str], world_size: int) -> Run:
         except (RuntimeError, TypeError, OverflowError) as error:  # sizes beyond 64 bits
             raise OptionError("model", f"cannot be built: {error}") from None
         run = dataclasses.replace(
-            run, model={"name": name, **_plain(dataclasses.asdict(config))}, attention=_written_out(attention)
+            run,
+            model={"name": name, **_plain(dataclasses.asdict(config))},
+            attention=_written_out(attention),
+            plugins=_plugins_of(attention),
         )
         check_run(run, world_size)
         freeze(model, run.train.freeze)
     except UnknownOptionError as error:
         raise ConfigError(f"{tree.origin(error.key)}: {_advise(error, tree.values, overrides)}") from None
+    except UnknownMechanism as error:
+        raise ConfigError(f"{tree.origin(error.key)}: {_advise_plugins(error, run.plugins)}") from None
     except OptionError as error:
         raise ConfigError(f"{tree.origin(error.key)}: {error}") from None
     return run
+
+
+def _plugins_of(attention: Any) -> tuple[str, ...]:
+    """Returns what `--plugin` takes to load the mechanisms in a run's attention; built-in ones need nothing."""
+    names = [value for key, value in flatten({"attention": attention}).items() if key.endswith(".name")]
+    return tuple(dict.fromkeys(filter(None, map(plugin_of, names))))
+
+
+def _advise_plugins(error: UnknownMechanism, plugins: Sequence[str]) -> str:
+    """Returns the message of `error`, with the plugins that its configuration names."""
+    if not plugins:
+        return str(error)
+    flags = " ".join(f"{FLAG} {shlex.quote(plugin)}" for plugin in plugins)
+    return f"{error.key}: the mechanism {error.name!r} came from a plugin; add {flags} if you trust it"
 
 
 def _advise(error: UnknownOptionError, values: Mapping[str, Any], overrides: Sequence[str]) -> str:

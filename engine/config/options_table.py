@@ -26,7 +26,8 @@ def tables() -> str:
     families = {f"model ({family.__name__.lower()})": family.Config for family, _ in MODELS.values()}
     sections = {name: kind for name, kind in typing.get_type_hints(Run).items() if dataclasses.is_dataclass(kind)}
     mechanisms = {name: mechanism.Config for name, mechanism in ATTENTION.items()}
-    chapters: dict[str, Mapping[str, Any]] = {"Runs": families | sections, "Mechanisms": mechanisms}
+    of_runs = families | sections | {"(no section)": Run}
+    chapters: dict[str, Mapping[str, Any]] = {"Runs": of_runs, "Mechanisms": mechanisms}
     parts = []
     for title, classes in chapters.items():
         parts.append(f"## {title}")
@@ -35,11 +36,11 @@ def tables() -> str:
 
 
 def table(cls: type) -> str:
-    """Returns a table with a row for every option of the dataclass `cls`."""
+    """Returns a table with a row for every option of the dataclass `cls`; sections of a run have their own tables."""
     kinds = typing.get_type_hints(cls)
     header = ("option", "value", "default", "meaning")
     rows = [header, ("---",) * len(header)]
-    for field in dataclasses.fields(cls):
+    for field in filter(lambda field: field.metadata, dataclasses.fields(cls)):
         default = "as follows from the others" if field.metadata["chosen"] else f"`{to_yaml(field.default)}`"
         value = to_words(kinds[field.name]) + limits(field.metadata)
         rows.append((f"`{field.name}`", value, default, field.metadata["meaning"]))

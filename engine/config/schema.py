@@ -235,6 +235,9 @@ class Run:
     schedule: Schedule = field(default_factory=Schedule)
     train: Train = field(default_factory=Train)
     report: Report = field(default_factory=Report)
+    plugins: tuple[str, ...] = option(
+        (), "modules or .py files that register the mechanisms in attention that are not built in, see --plugin"
+    )
 
 
 def num_channels(run: Run) -> int:

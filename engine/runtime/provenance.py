@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from attention import __version__
+from attention.plugins import versions
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow")
 
@@ -35,6 +36,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "device": device_name(device),
         "python": platform.python_version(),
         **{package: version(package) for package in PACKAGES},
+        **({"plugins": found} if (found := versions()) else {}),
     }
 
 

@@ -1,12 +1,12 @@
 """Capture of the call of a mechanism's pure function inside its layer, and a layer's outputs and gradients."""
 
-import importlib
+import sys
 
 import pytest
 import torch
 from torch import Tensor
 
-from attention import Attention, kernels
+from attention import ATTENTION, Attention, kernels
 from tests.support.cases import Case
 from tests.support.comparisons import FP64, FP64_GRADIENT
 
@@ -16,7 +16,7 @@ def capture_op(case: Case, attn: Attention, x: Tensor, key_mask: Tensor | None =
 
     Drops keywords that are None, because twins take no masks; tests of masks remove the masked tokens instead.
     """
-    module, name = importlib.import_module(f"attention.mechanisms.{case.name}"), case.op or case.name
+    module, name = sys.modules[ATTENTION[case.name].__module__], case.op or case.name
     op, calls = getattr(module, name), []
 
     def spy(*args, **kwargs):

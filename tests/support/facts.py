@@ -1,6 +1,7 @@
 """All that the tests know of each mechanism: the constants of tests/mechanisms/test_<name>.py, over the registry.
 
-A facts file that is missing, or lacks a required constant, ends every uniform suite with an error that names both.
+A mechanism from outside has its facts in a file that pytest's option --mechanism-facts names, see tests/conftest.py. A
+facts file that is missing, or lacks a required constant, ends every uniform suite with an error that names both.
 """
 
 import importlib
@@ -12,6 +13,7 @@ import pytest
 
 from attention import ATTENTION
 from tests.support.cases import Case
+from tests.support.outside import OUTSIDE
 
 REQUIRED = {
     "CASES": "a list of Case: what the uniform suites run over, the ordinary one first",
@@ -40,9 +42,11 @@ def load(name: str) -> ModuleType:
         LookupError: the file does not exist or lacks a required constant.
     """
     file, module = f"tests/mechanisms/test_{name}.py", f"tests.mechanisms.test_{name}"
-    if importlib.util.find_spec(module) is None:
-        raise LookupError(f"{file} does not exist: the mechanism {name!r} needs a file of facts for its tests")
-    facts = importlib.import_module(module)
+    if name not in OUTSIDE and importlib.util.find_spec(module) is None:
+        remedy = f"; constants: {', '.join(REQUIRED)} (tests/support/facts.py); or name it with --mechanism-facts"
+        raise LookupError(f"{file} does not exist: the mechanism {name!r} needs a file of facts for its tests{remedy}")
+    facts = OUTSIDE.get(name) or importlib.import_module(module)
+    file = file if name not in OUTSIDE else facts.__file__
     for constant, meaning in REQUIRED.items():
         if getattr(facts, constant, []) == []:
             raise LookupError(f"{file} lacks {constant}, {meaning}")

@@ -1,0 +1,85 @@
+"""The registry of mechanisms: name -> class. `register` adds one; attention/plugins.py imports those from outside."""
+
+import dataclasses
+from typing import Any, TypeVar
+
+from .base import Attention
+from .options import OptionError, Options, nearest
+
+ATTENTION: dict[str, type[Attention]] = {}
+"""Name of a mechanism -> its class."""
+
+Mechanism = TypeVar("Mechanism", bound=type[Attention])
+
+
+class UnknownMechanism(OptionError):
+    """A mechanism that is neither built in nor registered.
+
+    Attributes:
+        name: what was asked for.
+    """
+
+    def __init__(self, key: str, name: Any):
+        super().__init__(key, f"unknown mechanism {name!r}{nearest(name, ATTENTION)}")
+        self.name = name
+
+
+def register(cls: Mechanism) -> Mechanism:
+    """Adds a mechanism to `ATTENTION` and returns it; a class decorator.
+
+    Its name is that of the class in snake case, see `Attention.name`: ``RowAttention`` is ``row_attention``. A class
+    that is defined anew at the same place (a cell of a notebook that runs again) replaces its former self.
+
+    Raises:
+        TypeError: the class lacks a part of a mechanism; the message says what to write.
+        ValueError: another class has the name.
+    """
+    if not (isinstance(cls, type) and issubclass(cls, Attention)):
+        raise TypeError(f"register: {cls!r} is no mechanism; write `class RowAttention(attention.Attention): ...`")
+    if problem := _config_problem(cls) or _method_problem(cls):
+        raise TypeError(f"register: {cls.__qualname__} {problem}")
+    name = cls.name()
+    known = ATTENTION.get(name)
+    if known is not None and (is_built_in(known) or _place(known) != _place(cls)):
+        problem = f"would be the mechanism {name!r}, but {_place(known)} has that name; rename the class"
+        raise ValueError(f"register: {_place(cls)} {problem}")
+    ATTENTION[name] = cls
+    return cls
+
+
+def is_built_in(cls: type[Attention]) -> bool:
+    """True for a mechanism of this package."""
+    return cls.__module__.startswith(f"{__package__}.mechanisms.")
+
+
+def _place(cls: type) -> str:
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _config_problem(cls: type[Attention]) -> str:
+    """What is wrong with the options of a mechanism, and what to write; "" if nothing is."""
+    config: Any = getattr(cls, "Config", None)
+    is_options = isinstance(config, type) and issubclass(config, Options)
+    if not is_options:
+        example = "class Config(Options): window_size: int = option(7, 'side of a window, tokens', low=1)"
+        return (
+            f"has no options; write `{example}` inside it, or `class Config(Options): pass`"
+            " (from attention.options import Options, option)"
+        )
+    for field in dataclasses.fields(config):
+        if "meaning" not in field.metadata:
+            kind, default = getattr(field.type, "__name__", field.type), field.default
+            value = "DEFAULT" if default is dataclasses.MISSING else repr(default)
+            line = f"{field.name}: {kind} = option({value}, 'its meaning, with its unit')"
+            return f"has an option {field.name} that is no option(); write `{line}` (from attention.options)"
+    return ""
+
+
+def _method_problem(cls: type[Attention]) -> str:
+    """What a mechanism does not define, and what to write; "" if it has everything."""
+    if cls.attend is Attention.attend:
+        return "defines no attend; write `def attend(self, q, k, v, grid): ...`, which returns (B, h, N, d)"
+    if getattr(cls.cost, "__func__", None) is getattr(Attention.cost, "__func__", ()):
+        signature = "@classmethod def cost(cls, context, config): return Cost(parameters=..., macs=...)"
+        return f"defines no cost; write `{signature}` (from attention.base import Cost; see Attention.cost)"
+    return ""
