@@ -35,6 +35,7 @@ DATA = {
     "copy_task": ("copy", 16),
     "fashion_mnist": ("idx", 10),
     "lra_image": ("torch/cifar10", 10),
+    "lra_listops": ("idx", 10),
     "lra_pathfinder": ("idx", 2),
     "pathfinder": ("idx", 2),
     "tiny_imagenet": ("folder", 200),
