@@ -20,7 +20,8 @@ NAMES = """
     softmax local performer ra lara eva sra combiner transformer_ls smyrf scatterbrain scatterbrain_lsh eva_lsh
     eva_clustered linear xca cosformer transnormer t2r rfa dpfp linear_sra nystrom linformer abc synthesizer
     orthoformer longformer sparse_transformer bigbird clustered reformer efficient hydra focused_linear relu_linear
-    slab inline shifted_window neighborhood hilo bilevel_routing agent rala mlla polaformer
+    slab inline shifted_window neighborhood hilo bilevel_routing agent rala mlla polaformer identity mean pooling
+    convolution
 """
 
 

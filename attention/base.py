@@ -229,8 +229,8 @@ class Attention(nn.Module):
 
         projected: the output of `project`. key_mask: see `attend`.
         """
-        y = self.attend_with_prefix(projected, grid, key_mask)
-        return y if self.local_term is None else y + self.local_term.convolve(projected[2], grid, key_mask)
+        y, values = self.attend_with_prefix(projected, grid, key_mask), projected[0 if self.num_projections == 1 else 2]
+        return y if self.local_term is None else y + self.local_term.convolve(values, grid, key_mask)
 
     def attend_with_prefix(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None) -> Tensor:
         """`attend_all` without the local term: calls `attend`, and computes exact prefix tokens by softmax."""

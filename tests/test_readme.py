@@ -131,6 +131,12 @@ def test_mechanisms_that_refuse_key_masks_are_named():
     assert refusing in [set(re.findall(r"`(\w+)`", names)) for names in lists]
 
 
+def test_mechanisms_without_the_option_of_a_local_term_are_named():
+    (words,) = re.findall(r"every other mechanism but these: (.*?)\. It can", " ".join(MECHANISMS.split()))
+    without = {name for name, mechanism in ATTENTION.items() if not hasattr(mechanism.Config, "local")}
+    assert set(re.findall(r"\w+", re.sub(r"\(.*?\)", "", words))) - {"and"} == without
+
+
 def test_mechanisms_that_can_be_causal_are_named():
     lists = re.findall(r"`causal: true` \(([\w,\s]+)\)", MECHANISMS)
     causal = {name for name, mechanism in ATTENTION.items() if hasattr(mechanism.Config, "causal")}

@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..options import Options, causal_option, option
+from ..costs import local_cost, total
+from ..options import Options, causal_option, local_option, option
 from ..parts.geometry import Grid
 from ..parts.past import Past
 
@@ -43,11 +44,12 @@ class Softmax(Attention):
 
     class Config(Options):
         causal: bool = causal_option()
+        local: bool = local_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        return Cost(0, 2 * context.num_tokens**2 * context.dim)
+        return total(Cost(0, 2 * context.num_tokens**2 * context.dim), local_cost(cls, context, config))
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None
