@@ -70,12 +70,12 @@ class Block(nn.Module):
 
     Args:
         dim: channels C. drop_path: rate of stochastic depth, for both branches.
-        attn, mlp: modules (B, N, C), grid -> (B, N, C); N includes prefix tokens.
+        attn, mlp: modules (B, N, C), grid, key_mask -> (B, N, C); N includes prefix tokens.
     Attributes:
         compiled_layers: compiled `layers`, for batches of `compiled_sizes` only. See `Backbone.compile_blocks`.
     """
 
-    compiled_layers: Callable[["Block", Tensor, Grid], Tensor]
+    compiled_layers: Callable[..., Tensor]
     compiled_sizes: Collection[int] = ()
 
     def __init__(self, dim: int, attn: Attention, mlp: nn.Module, drop_path: float):
@@ -88,13 +88,16 @@ class Block(nn.Module):
         self.drop_path2 = StochasticDepth(drop_path)
         self.grad_checkpointing = False
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        layers = self.compiled_layers if x.shape[0] in self.compiled_sizes else Block.layers
-        return checkpoint(layers, self, x, grid) if self.grad_checkpointing else layers(self, x, grid)
+    def forward(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        """Tokens (B, N, C) of an (H, W) grid -> tokens; key_mask (B, H W): true for tokens of the grid that count."""
+        is_compiled = x.shape[0] in self.compiled_sizes and key_mask is None
+        layers = self.compiled_layers if is_compiled else Block.layers
+        given = (self, x, grid) if key_mask is None else (self, x, grid, key_mask)
+        return checkpoint(layers, *given) if self.grad_checkpointing else layers(*given)
 
-    def layers(self, x: Tensor, grid: Grid) -> Tensor:
-        x = x + self.drop_path1(self.attn(self.norm1(x), grid))
-        return x + self.drop_path2(self.mlp(self.norm2(x), grid))
+    def layers(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        x = x + self.drop_path1(self.attn(self.norm1(x), grid, key_mask))
+        return x + self.drop_path2(self.mlp(self.norm2(x), grid, key_mask))
 
 
 class Backbone(nn.Module):
@@ -142,7 +145,7 @@ class Backbone(nn.Module):
                 module.grad_checkpointing = enable
 
     def compile_blocks(self, batch_sizes: Collection[int], **options: Any) -> int:
-        """Compiles the blocks for batches of these sizes; other batches, such as a smaller last one, run uncompiled.
+        """Compiles the blocks for batches of these sizes; others, and those with a key mask, run uncompiled.
 
         Blocks that differ only in weights and in the rate of stochastic depth share graphs: one for each grid, batch
         size and mode, training or evaluation. Operations that a graph cannot contain raise an error.
@@ -181,22 +184,35 @@ class Backbone(nn.Module):
             head = nn.Linear(self.num_features, self.num_classes, device=like.device, dtype=like.dtype)
         return head.train(self.training).apply(init_linears)
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Images -> features, the input of `pool`."""
+    def forward_features(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Images -> features, the input of `pool`; for key_mask see `forward`."""
         raise NotImplementedError(f"{type(self).__name__} does not define forward_features")
 
-    def pool(self, x: Tensor) -> Tensor:
-        """Features -> (B, C), or the features themselves without pooling."""
+    def pool(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Features -> (B, C), without those that the key mask hides, or the features themselves without pooling."""
         raise NotImplementedError(f"{type(self).__name__} does not define pool")
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    def forward_head(
+        self, x: Tensor, pre_logits: bool = False, key_mask: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Features of `forward_features` -> logits (B, num_classes), or the classifier's input (B, C)."""
-        x = self.head_drop(self.pool(x))
+        x = self.head_drop(self.pool(x, key_mask))
         return x if pre_logits else self.head(x)
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor]:
-        """Images (B, in_chans, height, width) -> logits (B, num_classes)."""
-        return self.forward_head(self.forward_features(x))
+    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Images (B, in_chans, height, width) -> logits (B, num_classes).
+
+        Args:
+            key_mask: (B, H, W) bool, true for the patches of the grid that count (in a pyramid: of the first stage).
+                Images of several sizes make a batch if they are padded at the right and at the bottom, with zeros after
+                normalisation; their masks are true for their own patches. The outputs are those of the images alone,
+                unless attention divides the grid into windows or groups: those are of the padded grid.
+        Raises:
+            ValueError: an attention layer takes no key mask, or the mask is not bool of this shape.
+        """
+        if not isinstance(key_mask, Tensor):  # None, for which torch.fx has a placeholder while it traces
+            return self.forward_head(self.forward_features(x))
+        return self.forward_head(self.forward_features(x, key_mask), key_mask=key_mask)
 
 
 def intermediate_outputs(
@@ -225,6 +241,21 @@ def check_grid(attn: Attention, grid: Grid) -> None:
     state = {name: value.to("meta") for name, value in [*attn.named_parameters(), *attn.named_buffers()]}
     shape = 1, attn.num_prefix_tokens + math.prod(grid), attn.num_heads * attn.head_dim
     functional_call(attn, state, (torch.empty(shape, device="meta"), grid))
+
+
+def check_key_mask(key_mask: Tensor, shape: tuple[int, int, int]) -> None:
+    """Raises the ValueError for a key mask of a model that is not bool of `shape` (B, H, W)."""
+    if key_mask.dtype != torch.bool or key_mask.shape != shape:
+        raise ValueError(
+            f"key_mask: got {key_mask.dtype} {tuple(key_mask.shape)}; give torch.bool {shape}, (B, H, W), true for the"
+            " patches that count"
+        )
+
+
+def masked_mean(x: Tensor, key_mask: Tensor) -> Tensor:
+    """Mean of the tokens (B, N, C) that the mask (B, N) is true for: (B, C); zeros where it is true for none."""
+    total = x.masked_fill(~key_mask[..., None], 0).sum(1)
+    return total / key_mask.sum(1, keepdim=True).clamp(min=1)
 
 
 def check_tokens(grid: Grid) -> None:

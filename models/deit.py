@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from timm.layers import (
     GluMlp,
     LayerNorm,
@@ -35,17 +36,21 @@ from models.base import (
     Block,
     check_grid,
     check_heads,
+    check_key_mask,
     check_tokens,
     drop_path_rates,
     first_attention,
     intermediate_outputs,
+    masked_mean,
 )
 
 
 class TokenMlp(Mlp):
     """timm's Mlp, which has no use for the grid."""
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]  # as `Block` calls it
+    def forward(  # type: ignore[override]  # as `Block` calls it
+        self, x: Tensor, grid: Grid, key_mask: Tensor | None = None
+    ) -> Tensor:
         return super().forward(x)
 
 
@@ -55,7 +60,9 @@ class TokenGluMlp(GluMlp):
     def __init__(self, dim: int, hidden_dim: int, drop: float):
         super().__init__(dim, 2 * hidden_dim, act_layer=nn.GELU, gate_last=False, drop=drop)
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:  # type: ignore[override]  # as `Block` calls it
+    def forward(  # type: ignore[override]  # as `Block` calls it
+        self, x: Tensor, grid: Grid, key_mask: Tensor | None = None
+    ) -> Tensor:
         return super().forward(x)
 
 
@@ -72,6 +79,29 @@ def conv_stem(in_chans: int, dim: int, patch_size: int) -> nn.Sequential:
     for before, after in itertools.pairwise(widths):
         layers += [nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(after), nn.GELU()]
     return nn.Sequential(*layers, nn.Conv2d(dim, dim, 1))
+
+
+def unmasked_parts(key_mask: Tensor) -> list[Grid]:
+    """The (h, w) part of the grid, at its upper left, that the mask (B, H, W) of each image is true for.
+
+    Raises:
+        ValueError: a mask that is true for nothing, or for another shape.
+    """
+    H, W = key_mask.shape[1:]
+    h, w = key_mask.any(2).sum(1), key_mask.any(1).sum(1)
+    rows, columns = torch.arange(H, device=h.device) < h[:, None], torch.arange(W, device=w.device) < w[:, None]
+    parts = list(zip(h.tolist(), w.tolist(), strict=True))
+    if (0, 0) in parts or not torch.equal(key_mask, rows[:, :, None] & columns[:, None]):
+        raise ValueError("key_mask: dynamic_img_size needs masks that are true for a rectangle at the upper left")
+    return parts
+
+
+def pad_positions(pos_embed: Tensor, part: Grid, grid: Grid) -> Tensor:
+    """Position embeddings (1, prefix + h w, C) of a part of an (H, W) grid -> (1, prefix + H W, C), 0 elsewhere."""
+    num_prefix = pos_embed.shape[1] - math.prod(part)
+    prefix, positions = pos_embed[:, :num_prefix], pos_embed[:, num_prefix:].unflatten(1, part)
+    padded = F.pad(positions, (0, 0, 0, grid[1] - part[1], 0, grid[0] - part[0]))
+    return torch.cat([prefix, padded.flatten(1, 2)], 1)
 
 
 class Deit(Backbone):
@@ -100,6 +130,11 @@ class Deit(Backbone):
         class_token: bool = option(False, "a class token before the patches")
         dist_token: bool = option(False, "a distillation token after the class token, and a second head that reads it")
         reg_tokens: int = option(0, "register tokens, after those two and before the patches", low=0)
+        pad_token: int | None = option(
+            None,
+            "token of the vocabulary that fills sequences, and that attention and pooling leave out; null: none",
+            low=0,
+        )
         mask_token: bool = option(
             False, "a token in place of masked patches, and a linear layer to pixels in place of the classifier: simmim"
         )
@@ -129,6 +164,9 @@ class Deit(Backbone):
                     raise OptionError("model.img_size", problem)
             height, width = to_2tuple(self.img_size)
             check_tokens((height // self.patch_size, width // self.patch_size))
+            if self.pad_token is not None and self.pad_token >= self.vocab_size:
+                problem = f" = {self.pad_token} is not below model.vocab_size = {self.vocab_size}"
+                raise OptionError("model.pad_token", f"{problem}; leave it out, or name a token of the vocabulary")
             if self.global_pool == "token" and not self.class_token:
                 raise OptionError("model.global_pool", " = token needs class_token: true")
             if self.dist_token and not self.class_token:
@@ -245,9 +283,9 @@ class Deit(Backbone):
             "blocks": [(r"^blocks\.(\d+)", None), (r"^norm", (99999,))],
         }
 
-    def embed(self, x: Tensor) -> tuple[Tensor, Grid]:
+    def embed(self, x: Tensor, key_mask: Tensor | None = None) -> tuple[Tensor, Grid]:
         """Images -> tokens (B, prefix + N, C) with position embeddings, and the grid of the N, see `add_positions`."""
-        return self.add_positions(*self.embed_patches(x))
+        return self.add_positions(*self.embed_patches(x), key_mask)
 
     def embed_patches(self, x: Tensor) -> tuple[Tensor, Grid]:
         """Images -> tokens (B, H W, C) of their patches, and the grid (H, W)."""
@@ -255,14 +293,21 @@ class Deit(Backbone):
         _, H, W, _ = x.shape
         return x.flatten(1, 2).contiguous(), (H, W)  # else all blocks inherit the convolution's channel-first strides
 
-    def add_positions(self, x: Tensor, grid: Grid) -> tuple[Tensor, Grid]:
+    def add_positions(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> tuple[Tensor, Grid]:
         """Adds prefix tokens and position embeddings to the tokens (B, N, C) of a grid.
 
-        With `patch_drop_rate`, some patches are left out in training; the grid of the others is (1, N).
+        With `dynamic_img_size` and a key mask, each image has the embeddings of its own part of the grid. With
+        `patch_drop_rate`, some patches are left out in training; the grid of the others is (1, N).
         """
-        pos_embed = self.pos_embed
-        if self.config.dynamic_img_size:
-            pos_embed = resample_abs_pos_embed(pos_embed, grid, self.grid, self.num_prefix_tokens)
+        pos_embed: Tensor = self.pos_embed
+        if key_mask is not None:
+            self._check_key_mask(key_mask, (x.shape[0], *grid))
+        if self.config.dynamic_img_size and key_mask is not None:
+            parts = unmasked_parts(key_mask)
+            own = {part: pad_positions(self._positions(part), part, grid) for part in set(parts)}
+            pos_embed = torch.cat([own[part] for part in parts])
+        elif self.config.dynamic_img_size:
+            pos_embed = self._positions(grid)
         prefix = [token.expand(x.shape[0], -1, -1) for token in self.prefix_tokens()]
         x = self.pos_drop(torch.cat([*prefix, x], dim=1) + pos_embed)
         if not (self.training and self.config.patch_drop_rate):
@@ -270,18 +315,30 @@ class Deit(Backbone):
         x = self.patch_drop(x)
         return x, (1, x.shape[1] - self.num_prefix_tokens)
 
+    def _positions(self, grid: Grid) -> Tensor:
+        """Position embeddings (1, prefix + H W, C), resampled for an (H, W) grid."""
+        return resample_abs_pos_embed(self.pos_embed, grid, self.grid, self.num_prefix_tokens)
+
+    def _check_key_mask(self, key_mask: Tensor, shape: tuple[int, int, int]) -> None:
+        check_key_mask(key_mask, shape)
+        if self.config.stem == "conv":
+            raise ValueError("key_mask: model.stem = conv sees the padding beside a patch; use stem: linear")
+        if self.training and self.config.patch_drop_rate:
+            raise ValueError("key_mask: model.patch_drop_rate leaves patches out by itself; set it to 0")
+
     def prefix_tokens(self) -> list[nn.Parameter]:
         """The class token, the distillation token and the registers, as far as there are any, each (1, tokens, C)."""
         return [token for token in (self.cls_token, self.dist_token, self.reg_token) if token is not None]
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Images -> normalised tokens (B, prefix + N, C)."""
-        return self.encode(*self.embed(x))
+    def forward_features(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Images -> normalised tokens (B, prefix + N, C); outputs of masked patches have no meaning."""
+        return self.encode(*self.embed(x, key_mask), key_mask)
 
-    def encode(self, x: Tensor, grid: Grid) -> Tensor:
-        """Tokens (B, prefix + N, C) -> normalised tokens after all blocks."""
+    def encode(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        """Tokens (B, prefix + N, C) -> normalised tokens after all blocks; key_mask (B, H, W)."""
+        mask = [] if key_mask is None else [key_mask.flatten(1)]
         for block in self.blocks:
-            x = block(x, grid)
+            x = block(x, grid, *mask)
         return self.norm(x)
 
     def forward_intermediates(
@@ -331,9 +388,11 @@ class Deit(Backbone):
             self.reset_classifier(0, "")
         return taken
 
-    def pool(self, x: Tensor) -> Tensor:
-        """Tokens -> (B, C), or all tokens where nothing is pooled."""
-        return global_pool_nlc(x, self.global_pool, self.num_prefix_tokens)
+    def pool(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Tokens -> (B, C), or all tokens where nothing is pooled; the mean leaves out masked tokens."""
+        if key_mask is None or self.global_pool != "avg":
+            return global_pool_nlc(x, self.global_pool, self.num_prefix_tokens)
+        return masked_mean(x[:, self.num_prefix_tokens :], key_mask.flatten(1))
 
     def get_classifier(self) -> nn.Module | tuple[nn.Module, nn.Module]:
         """The head; with a distillation token both heads."""
@@ -355,14 +414,16 @@ class Deit(Backbone):
             raise OptionError("model.dist_token", " = false: there is no second head to train")
         self.distilled_training = enable
 
-    def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    def forward_head(
+        self, x: Tensor, pre_logits: bool = False, key_mask: Tensor | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Features of `forward_features` -> logits (B, num_classes), or the classifier's input (B, C).
 
         With a distillation token these are the means of two, of the class and the distillation token; in distilled
         training the logits are returned apart.
         """
         if self.dist_token is None or self.global_pool == "":
-            return super().forward_head(x, pre_logits)
+            return super().forward_head(x, pre_logits, key_mask)
         x, x_dist = self.head_drop(x[:, 0]), self.head_drop(x[:, 1])
         if pre_logits:
             return (x + x_dist) / 2

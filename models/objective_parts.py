@@ -100,6 +100,12 @@ class TokenDeit(Deit):
         trunc_normal_(table.weight, std=self.config.init_std)
         return table
 
+    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Tokens (B, 1, H, W) -> logits (B, num_classes); without a key mask, `pad_token` is what it hides."""
+        if self.config.pad_token is not None and key_mask is None:
+            key_mask = x[:, 0] != self.config.pad_token
+        return super().forward(x, key_mask)
+
 
 WITH_PARTS: dict[str, type[MaskedDeit | TokenDeit]] = {"mask_token": MaskedDeit, "vocab_size": TokenDeit}
 """Option of `Deit.Config` -> the class of models for which it is set."""

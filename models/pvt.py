@@ -21,10 +21,12 @@ from models.base import (
     Block,
     check_grid,
     check_heads,
+    check_key_mask,
     check_tokens,
     drop_path_rates,
     first_attention,
     intermediate_outputs,
+    masked_mean,
 )
 
 
@@ -52,8 +54,11 @@ class ConvMlp(nn.Module):
         self.fc2 = nn.Linear(hidden_dim, dim)
         self.drop = nn.Dropout(drop)
 
-    def forward(self, x: Tensor, grid: Grid) -> Tensor:
-        x = self.dwconv(self.relu(self.fc1(x)).mT.unflatten(2, grid))
+    def forward(self, x: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        x = self.relu(self.fc1(x))
+        if key_mask is not None:  # at the edge of an image, the convolution sees zeros, as at that of the grid
+            x = x.masked_fill(~key_mask[..., None], 0)
+        x = self.dwconv(x.mT.unflatten(2, grid))
         return self.drop(self.fc2(self.drop(self.act(x.flatten(2).mT))))
 
 
@@ -66,14 +71,18 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(blocks)
         self.norm = LayerNorm(dim)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Output of the stage before (B, C, H, W), or the embedded image (B, H, W, C) -> this stage's (B, C, H, W)."""
+    def forward(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Output of the stage before (B, C, H, W), or the embedded image (B, H, W, C) -> this stage's (B, C, H, W).
+
+        key_mask: (B, H, W) of this stage's grid. Masked tokens of the output are zero, for the next stage.
+        """
         x = self.downsample(x)
         _, H, W, _ = x.shape
-        x = x.flatten(1, 2)
+        x, mask = x.flatten(1, 2), [] if key_mask is None else [key_mask.flatten(1)]
         for block in self.blocks:
-            x = block(x, (H, W))
-        return self.norm(x).mT.unflatten(2, (H, W))
+            x = block(x, (H, W), *mask)
+        x = self.norm(x).mT.unflatten(2, (H, W))
+        return x if key_mask is None else x.masked_fill(~key_mask[:, None], 0)
 
 
 class Pvt(Backbone):
@@ -152,11 +161,13 @@ class Pvt(Backbone):
                 return side
         return largest
 
-    def forward_features(self, x: Tensor) -> Tensor:
-        """Images -> the last stage's normalised grid (B, C, H, W)."""
+    def forward_features(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Images -> the last stage's normalised grid (B, C, H, W), zero where masked."""
         x = self.patch_embed(x)
-        for stage in self.stages:
-            x = stage(x)
+        if key_mask is not None:
+            check_key_mask(key_mask, (x.shape[0], x.shape[1], x.shape[2]))
+        for s, stage in enumerate(self.stages):
+            x = stage(x) if key_mask is None else stage(x, _halved(key_mask, s))
         return x
 
     def forward_intermediates(
@@ -196,9 +207,18 @@ class Pvt(Backbone):
             self.reset_classifier(0, "")
         return taken
 
-    def pool(self, x: Tensor) -> Tensor:
-        """Grid -> (B, C), or the grid itself without pooling."""
-        return x.mean((2, 3)) if self.global_pool else x
+    def pool(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
+        """Grid -> (B, C), or the grid itself without pooling; the mean leaves out masked tokens."""
+        if not self.global_pool:
+            return x
+        if key_mask is None:
+            return x.mean((2, 3))
+        return masked_mean(x.flatten(2).mT, _halved(key_mask, len(self.stages) - 1).flatten(1))
+
+
+def _halved(key_mask: Tensor, times: int) -> Tensor:
+    """The mask of the stage that is `times` later; each stage keeps every second row and column, from the first on."""
+    return key_mask[:, :: 2**times, :: 2**times]
 
 
 def _conv(in_chans: int, dim: int, kernel_size: int, stride: int = 1, groups: int = 1) -> nn.Conv2d:

@@ -70,7 +70,7 @@ def test_prediction(tmp_path, monkeypatch, capsys):
 
 
 CLIENTS = INTEGRATION[INTEGRATION.index("## In other people's models") : INTEGRATION.index("## timm's scripts")]
-IN_TIMM, IN_TRANSFORMERS, SEQUENCE, CAUSAL = re.findall(r"```python\n(.*?)```", CLIENTS, re.DOTALL)
+IN_TIMM, IN_TRANSFORMERS, SEQUENCE, OF_SIZES, CAUSAL = re.findall(r"```python\n(.*?)```", CLIENTS, re.DOTALL)
 
 
 def run_example(code: str, **names: Any) -> dict[str, Any]:
@@ -116,6 +116,13 @@ def test_attention_on_sequences():
     assert y.shape == (2, 512, 64)
     assert y[1, :300].all()
     assert not y[1, 300:].any()
+
+
+def test_images_of_several_sizes_make_a_batch():
+    names = run_example(OF_SIZES)
+    model, x, logits = names["model"], names["x"], names["logits"]
+    alone = torch.cat([model(x[:1, :, :, :160]), model(x[1:, :, :192])])
+    torch.testing.assert_close(logits, alone, rtol=1e-4, atol=1e-5)
 
 
 def test_mechanisms_that_refuse_key_masks_are_named():
