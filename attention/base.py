@@ -27,6 +27,7 @@ from .parts.geometry import Grid, merge_heads, split_heads, split_prefix
 from .parts.linear import init_linear
 from .parts.local_term import LocalTerm
 from .parts.masking import stand_in
+from .parts.transforms import softmax_attention
 
 PrefixTokens = Literal["refused", "plain", "exact"]
 
@@ -240,7 +241,7 @@ class Attention(nn.Module):
         q_prefix, q = split_prefix(q, grid[0] * grid[1])
         attn_mask = None if key_mask is None else key_mask[:, None, None]
         k, v = others[:2]
-        y_prefix = F.scaled_dot_product_attention(q_prefix, k, v, attn_mask, self.attn_drop)
+        y_prefix = softmax_attention(q_prefix, k, v, attn_mask, self.attn_drop)
         return torch.cat([y_prefix, self.attend(q, *others, grid, *mask)], 2)
 
     def output(self, y: Tensor, x: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from ..costs import local_cost, total
 from ..options import Options, causal_option, local_option, option
 from ..parts.geometry import Grid
 from ..parts.past import Past
+from ..parts.transforms import softmax_attention
 
 
 def softmax(
@@ -27,8 +28,8 @@ def softmax(
         if causal:  # a masked query attends at least to itself
             earlier = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
             shown = shown & earlier | torch.eye(q.shape[2], dtype=torch.bool, device=q.device)
-        return F.scaled_dot_product_attention(q, k, v, shown, attn_drop)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=attn_drop, is_causal=causal)
+        return softmax_attention(q, k, v, shown, attn_drop)
+    return softmax_attention(q, k, v, dropout_p=attn_drop, is_causal=causal)
 
 
 def softmax_reference(q: Tensor, k: Tensor, v: Tensor, attn_drop: float = 0.0, *, causal: bool = False) -> Tensor:
