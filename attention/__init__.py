@@ -11,6 +11,7 @@ from typing import Any
 
 from .base import Attention, LayerContext
 from .ops import kernels
+from .option_tables import OptionInfo, describe
 from .options import OptionError, parse_options
 from .parts.geometry import Grid
 from .plugins import find_mechanism
@@ -22,7 +23,8 @@ NAMES = """
     softmax local performer ra lara eva sra combiner transformer_ls smyrf scatterbrain scatterbrain_lsh eva_lsh
     eva_clustered linear xca cosformer transnormer t2r rfa dpfp linear_sra nystrom linformer abc synthesizer
     orthoformer longformer sparse_transformer bigbird clustered reformer efficient hydra focused_linear relu_linear
-    slab inline shifted_window neighborhood hilo bilevel_routing agent rala mlla polaformer
+    slab inline shifted_window neighborhood hilo bilevel_routing agent rala mlla polaformer identity mean pooling
+    convolution
 """
 
 
@@ -42,8 +44,10 @@ __all__ = [
     "Grid",
     "LayerContext",
     "OptionError",
+    "OptionInfo",
     "create_attention",
     "kernels",
+    "options_of",
     "register",
 ]
 
@@ -69,10 +73,8 @@ class AttentionFactory:
         options = {"name": options} if isinstance(options, str) else options
         if not isinstance(options, Mapping) or "name" not in options:
             raise OptionError(path, f"expected a mechanism's name or a mapping with one, got {options!r}")
-        name = options["name"]
-        mechanism = find_mechanism(name, f"{path}.name")
-        rest = {key: value for key, value in options.items() if key != "name"}
-        return cls(name, parse_options(mechanism.Config, rest, f"{path}({name})"))
+        name, rest = options["name"], {key: value for key, value in options.items() if key != "name"}
+        return cls(name, parse_options(find_mechanism(name, f"{path}.name").Config, rest, f"{path}({name})"))
 
     def __call__(self, **context: Any) -> Attention:
         """Builds the layer for `LayerContext(**context)`.
@@ -83,14 +85,53 @@ class AttentionFactory:
         return ATTENTION[self.name](LayerContext(**context), self.config)
 
 
-def create_attention(name: str, **options: Any) -> Attention:
-    """Builds one attention layer: keywords are the fields of `LayerContext` (dim, num_heads, grid, ...) and the options
-    of the mechanism. A name that is both is the mechanism's option.
+def create_attention(
+    name: str,
+    *,
+    dim: int,
+    num_heads: int,
+    grid: Grid,
+    num_prefix_tokens: int = LayerContext.num_prefix_tokens,
+    layer: int = LayerContext.layer,
+    depth: int = LayerContext.depth,
+    reduction: int | None = LayerContext.reduction,
+    qkv_bias: bool = LayerContext.qkv_bias,
+    proj_drop: float = LayerContext.proj_drop,
+    shared: dict[Any, Any] | None = None,
+    **options: Any,
+) -> Attention:
+    """Builds one attention layer, a module that maps tokens (B, P + N, C) and their grid to (B, P + N, C).
+
+    Args:
+        name: key of `ATTENTION`.
+        dim: channels C of a token.
+        num_heads: heads h, a divisor of C.
+        grid: rows and columns (H, W) of the N = H*W tokens. It sizes parameters; the layer also takes other grids.
+        num_prefix_tokens: class and register tokens P, which precede those of the grid.
+        layer, depth: index of the layer and number of layers of the network, for mechanisms whose layers differ.
+        reduction: spatial reduction R that a pyramid assigns to the layer's stage; None elsewhere.
+        qkv_bias: True if the query/key/value projection has a bias.
+        proj_drop: dropout rate of the output.
+        shared: dict that the layers of one network share; None for a layer by itself.
+        options: the mechanism's own options; `options_of(name)` and ``python -m attention NAME`` list them. A keyword
+            above that is also an option of the mechanism, as `reduction` of sra, is the mechanism's.
 
     Raises:
         OptionError: unknown mechanism or option, wrong type or value, or a geometry that cannot be honoured.
     """
-    known = {field.name for field in fields(find_mechanism(name).Config)}
-    of_context = {field.name for field in fields(LayerContext)} - known
-    context = {option: options.pop(option) for option in of_context & options.keys()}
-    return AttentionFactory.from_options({"name": name, **options})(**context)
+    context = {"dim": dim, "num_heads": num_heads, "grid": grid, "num_prefix_tokens": num_prefix_tokens}
+    context |= {"layer": layer, "depth": depth, "reduction": reduction, "qkv_bias": qkv_bias, "proj_drop": proj_drop}
+    context |= {} if shared is None else {"shared": shared}
+    own = {
+        field.name: context.pop(field.name) for field in fields(find_mechanism(name).Config) if field.name in context
+    }
+    return AttentionFactory.from_options({"name": name, **own, **options})(**context)
+
+
+def options_of(name: str) -> dict[str, OptionInfo]:
+    """The options of a mechanism by name, each with its type, default, meaning, range and choices.
+
+    Raises:
+        OptionError: unknown mechanism.
+    """
+    return describe(find_mechanism(name).Config)

@@ -1,16 +1,21 @@
 """`python -m attention` prints the table of all mechanisms, in Markdown, as README.md shows it.
 
+`python -m attention eva` prints what EVA is, its paper and cost, and the table of its options.
+
 Each row comes from the docstring at the top of a mechanism's file: ``Title (authors year, arXiv:number): idea.``, then
 prose, then ``Cost: formula multiply-accumulates``. A mechanism without a paper leaves out the parenthesis. The figures
 come from `Attention.cost`.
 """
 
+import inspect
 import re
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from . import ATTENTION, AttentionFactory, Grid, LayerContext
+from . import ATTENTION, AttentionFactory, Grid, LayerContext, OptionError, options_of
 from .base import Cost
+from .option_tables import table as option_table
 from .plugins import take_plugins
 
 ROOT = Path(__file__).parents[1]
@@ -40,6 +45,16 @@ def row(name: str) -> tuple[str, ...]:
     macs = " or ".join(f"{cost.macs / 1e6:.1f}" for cost in costs)
     parameters = " or ".join(f"{cost.parameters:,}" for cost in costs)
     return f"`{name}`", paper, idea, cost, macs, parameters, config(name)
+
+
+def page(name: str) -> str:
+    """The docstring of mechanism `name`, and the table of its options.
+
+    Raises:
+        OptionError: unknown mechanism.
+    """
+    options = option_table(ATTENTION[name].Config) if options_of(name) else "It has no options of its own."
+    return f"{inspect.getdoc(ATTENTION[name])}\n\n{options}"
 
 
 def read_docstring(name: str) -> re.Match[str]:
@@ -72,6 +87,18 @@ def config(name: str) -> str:
     return ""
 
 
+def main(arguments: Sequence[str]) -> None:
+    """Prints the table of all mechanisms, or what the mechanism that `arguments` names is; exits with 2 for others."""
+    try:
+        arguments = take_plugins(arguments)
+        if len(arguments) > 1 or any(argument.startswith("-") for argument in arguments):
+            print("usage: python -m attention [--plugin MODULE] [NAME]")
+            sys.exit(0 if {"-h", "--help"} & {*arguments} else 2)
+        print(page(*arguments) if arguments else table())
+    except OptionError as error:
+        print(f"python -m attention: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
 if __name__ == "__main__":
-    take_plugins(sys.argv[1:])
-    print(table())
+    main(sys.argv[1:])

@@ -28,6 +28,7 @@ from .parts.geometry import Grid, merge_heads, split_heads, split_prefix
 from .parts.linear import init_linear
 from .parts.local_term import LocalTerm
 from .parts.masking import stand_in
+from .parts.transforms import softmax_attention
 
 PrefixTokens = Literal["refused", "plain", "exact"]
 
@@ -231,8 +232,8 @@ class Attention(nn.Module):
 
         projected: the output of `project`. key_mask: see `attend`.
         """
-        y = self.attend_with_prefix(projected, grid, key_mask)
-        return y if self.local_term is None else y + self.local_term.convolve(projected[2], grid, key_mask)
+        y, values = self.attend_with_prefix(projected, grid, key_mask), projected[0 if self.num_projections == 1 else 2]
+        return y if self.local_term is None else y + self.local_term.convolve(values, grid, key_mask)
 
     def attend_with_prefix(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None) -> Tensor:
         """`attend_all` without the local term: calls `attend`, and computes exact prefix tokens by softmax."""
@@ -242,7 +243,7 @@ class Attention(nn.Module):
         q_prefix, q = split_prefix(q, grid[0] * grid[1])
         attn_mask = None if key_mask is None else key_mask[:, None, None]
         k, v = others[:2]
-        y_prefix = F.scaled_dot_product_attention(q_prefix, k, v, attn_mask, self.attn_drop)
+        y_prefix = softmax_attention(q_prefix, k, v, attn_mask, self.attn_drop)
         return torch.cat([y_prefix, self.attend(q, *others, grid, *mask)], 2)
 
     def output(self, y: Tensor, x: Tensor) -> Tensor:

@@ -171,11 +171,24 @@ def _spelling(kind: type, value: Any) -> str:
     """Advice on the spelling of a number that YAML 1.1 reads as text; empty for other values."""
     if kind is float and isinstance(value, str):
         try:
-            number = repr(float(value))
+            return f", text to YAML; write {to_yaml(float(value))}"
         except ValueError:
             return ""
-        return f", text to YAML; write {number if '.' in number else number.replace('e', '.0e')}"
     return ""
+
+
+def to_yaml(value: Any) -> str:
+    """A plain value as a configuration writes it."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {to_yaml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(to_yaml, value)) + "]"
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    text = str(value)
+    if isinstance(value, float) and "e" in text and "." not in text:
+        return text.replace("e", ".0e")  # YAML 1.1 reads 1e-05 as text
+    return text or "''"
 
 
 def _check_range(value: Any, limits: Mapping[str, Any], key: str) -> None:

@@ -94,6 +94,9 @@ class TokenDeit(Deit):
         for name, value in {"patch_size": 1, "in_chans": 1, "stem": "linear", "mask_token": False}.items():
             if (given := getattr(config, name)) != value:
                 raise OptionError(f"model.{name}", f" = {given}: with vocab_size set it to {str(value).lower()}")
+        for name, value in {"patch_drop_rate": 0.0, "dynamic_img_size": False}.items():
+            if config.pad_token is not None and (given := getattr(config, name)) != value:
+                raise OptionError(f"model.{name}", f" = {given}: with pad_token set it to {str(value).lower()}")
 
     def create_stem(self) -> nn.Module:
         table = TokenEmbed(self.config.vocab_size, self.embed_dim)

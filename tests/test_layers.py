@@ -18,7 +18,7 @@ LIBRARIES = {
     "attention": {"torch", "triton"},
     "models": {"torch", "timm"},
     "engine": {
-        *("torch", "torchvision", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "safetensors"),
+        *("torch", "torchvision", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "safetensors", "tensorboard"),
         *EXPORT,
         *TRACKERS,
     },

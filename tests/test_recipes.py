@@ -35,6 +35,7 @@ DATA = {
     "copy_task": ("copy", 16),
     "fashion_mnist": ("idx", 10),
     "lra_image": ("torch/cifar10", 10),
+    "lra_listops": ("idx", 10),
     "lra_pathfinder": ("idx", 2),
     "pathfinder": ("idx", 2),
     "tiny_imagenet": ("folder", 200),
@@ -131,14 +132,16 @@ def test_every_mechanism_with_a_configuration_is_in_the_list_of_the_digits():
     assert [run["attention"]["name"] for run in runs] == [name for name in ATTENTION if name in shipped]
 
 
-def test_the_ablation_of_the_local_term_has_every_mechanism_without_and_with_it():
-    (first, *runs) = yaml.safe_load((CONFIGS / "ablation/local_term.yaml").read_text())["runs"]
-    assert first["attention"] == {"name": "softmax"}
-    have_one = [name for name, mechanism in ATTENTION.items() if hasattr(mechanism.Config, "local")]
+def test_the_ablation_of_the_local_term_has_every_one_by_default_without_and_with_it():
+    runs = yaml.safe_load((CONFIGS / "ablation/local_term.yaml").read_text())["runs"]
     given = [(run["attention"]["name"], run["attention"].get("local")) for run in runs]
-    with_option = 2 * len(have_one)
-    assert given[:with_option] == [(name, local) for name in have_one for local in (False, True)]
-    assert all(name not in have_one and local is None for name, local in given[with_option:])
+    by_default = {name for name, mechanism in ATTENTION.items() if getattr(mechanism.Config, "local", False)}
+    pairs = {name for name, local in given if local is not None}
+    assert by_default | {"softmax", "local", "linear", "efficient", "hydra", "relu_linear", "eva"} <= pairs
+    assert {"identity", "mean", "pooling", "convolution"} <= {name for name, local in given if local is None}
+    for name in pairs - {"softmax"}:
+        assert given.count((name, False)) == given.count((name, True)) == 1
+    assert (given[0], given.count(("softmax", True)), len(given)) == (("softmax", None), 1, len(set(given)))
 
 
 @pytest.mark.parametrize("path", IMAGENET, ids=name)

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import mix_features_macs
+from ..costs import local_cost, mix_features_macs, total
 from ..ops.random_features.causal import running_logits, running_mass, running_mix
-from ..options import Options, causal_option, option
+from ..options import Options, causal_option, local_option, option
 from ..parts.features import upcast
 from ..parts.geometry import Grid, split_heads
 from ..parts.linear import init_linear
@@ -67,6 +67,7 @@ class Abc(Attention):
 
     class Config(Options):
         num_landmarks: int = option(49, "slots c per head", low=1)
+        local: bool = local_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights over slots", low=0, high=1)
         causal: bool = causal_option()
 
@@ -82,7 +83,7 @@ class Abc(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, slots = context.num_tokens, context.dim, context.num_heads * config.num_landmarks
         writing_and_reading = 2 * mix_features_macs(context, config.num_landmarks, config.causal)
-        return Cost((C + 1) * slots, N * slots * C + writing_and_reading)
+        return total(Cost((C + 1) * slots, N * slots * C + writing_and_reading), local_cost(cls, context, config))
 
     def attend(
         self,

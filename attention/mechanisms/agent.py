@@ -24,6 +24,7 @@ from ..options import Options, local_option, option, released_option
 from ..parts.geometry import Grid, split_prefix
 from ..parts.groups import Groups, group_mean, pools_option, segments
 from ..parts.position import PositionTable
+from ..parts.transforms import softmax_attention
 
 
 def agent(
@@ -34,9 +35,9 @@ def agent(
     b_1, b_2: biases of agents on tokens, (h, c, P + N), and of tokens on agents, (h, P + N, c).
     """
     a = group_mean(split_prefix(q, grid[0] * grid[1])[1], bins)[:, :, 0]
-    v_a = F.scaled_dot_product_attention(a, k, v, b_1[None].to(q.dtype), attn_drop)
+    v_a = softmax_attention(a, k, v, b_1[None].to(q.dtype), attn_drop)
     q = q.contiguous()  # otherwise torch loses track of the layout in ONNX export with a mask
-    return F.scaled_dot_product_attention(q, a, v_a, b_2[None].to(q.dtype), attn_drop)
+    return softmax_attention(q, a, v_a, b_2[None].to(q.dtype), attn_drop)
 
 
 def agent_reference(q, k, v, b_1, b_2, *, grid, bins, attn_drop=0.0):

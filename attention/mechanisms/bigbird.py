@@ -14,8 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
+from ..costs import local_cost, total
 from ..ops.joint_softmax.op import mix, prefix_term
-from ..options import Options, option
+from ..options import Options, local_option, option
 from ..parts.features import product
 from ..parts.geometry import Grid, Windows, raster, split_prefix
 from ..parts.sampling import counter_uniform
@@ -99,6 +100,7 @@ class Bigbird(Attention):
         num_window: int = option(3, "neighbouring blocks w, itself among them: odd", low=1, high=63)
         num_global: int = option(2, "global blocks g, first and last in turns", low=0)
         num_random: int = option(3, "random blocks r of each query block; fewer where fewer are left", low=0, high=64)
+        local: bool = local_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
         def windows(self, grid: Grid) -> Windows:
@@ -123,7 +125,10 @@ class Bigbird(Attention):
         windows, N, C = config.windows(context.grid), context.num_tokens, context.dim
         b, num_global = windows.num_queries, min(config.num_global, windows.count)
         attended = config.num_window + num_global + config.num_random  # unused entries are computed too
-        return Cost(0, 2 * windows.count * b * attended * b * C + 2 * num_global * b * N * C)
+        return total(
+            Cost(0, 2 * windows.count * b * attended * b * C + 2 * num_global * b * N * C),
+            local_cost(cls, context, config),
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         windows, num_global = self.config.windows(grid), self.config.num_global

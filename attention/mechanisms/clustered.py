@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..options import Options, option
+from ..costs import local_cost, total
+from ..options import Options, local_option, option
 from ..parts.features import full_precision, scale
 from ..parts.geometry import Grid, gather_tokens
 from ..parts.sampling import redrawn
@@ -113,6 +114,7 @@ class Clustered(Attention):
         num_top_keys: int = option(32, "keys k that each query weighs anew (improved clustered); 0: clustered", low=0)
         num_bits: int = option(63, "hash bits of a query", low=1, high=63)
         num_iterations: int = option(10, "iterations of Lloyd's algorithm", low=0, high=1000)
+        local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -123,7 +125,8 @@ class Clustered(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C = context.num_tokens, context.dim
         attention = 2 * N * (config.num_clusters + min(config.num_top_keys, N)) * C
-        return Cost(0, N * config.num_bits * C + attention)  # the first term is the hash
+        own = Cost(0, N * config.num_bits * C + attention)  # the first term is the hash
+        return total(own, local_cost(cls, context, config))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         planes, config = redrawn(self.training, self.eval_planes, q), self.config

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import num_padded, window_cost
+from ..costs import local_cost, num_padded, total, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
-from ..options import Options, option
+from ..options import Options, local_option, option
 from ..parts.features import product
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.linear import init_linear
@@ -91,6 +91,7 @@ class Combiner(Attention):
         pool: Literal["max", "mean"] = option("max", "how a span's tokens are pooled")
         position_bias: BiasKind | None = window_option("position_bias")
         causal: bool = window_option("causal")
+        local: bool = local_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def __init__(self, context: LayerContext, config: Config):
@@ -119,7 +120,10 @@ class Combiner(Attention):
         transforms = 2 if config.summary == "deepsets" else 0
         summaries = 2 * queries * C + transforms * N * d * C  # values of summaries; ReLU(U x)
         attention = 2 * queries * windows.count * C
-        return Cost(window.parameters + transforms * d * d, window.macs + summaries + attention)
+        return total(
+            Cost(window.parameters + transforms * d * d, window.macs + summaries + attention),
+            local_cost(cls, context, config),
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         windows, keys = windows_on(self.config, grid, key_mask), split_prefix(k, q.shape[2])[1]

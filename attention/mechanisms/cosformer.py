@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs
+from ..costs import linear_attention_macs, local_cost, total
 from ..ops.random_features.op import linear_attention, weighted_values_reference
-from ..options import Options, option
+from ..options import Options, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, raster, split_prefix
 from ..parts.masking import of_grid
@@ -80,6 +80,7 @@ class Cosformer(Attention):
     class Config(Options):
         layout: Literal["1d", "2d"] = option("1d", "distance in raster order, or along both axes of the grid")
         causal: bool = window_option("causal")
+        local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -89,7 +90,10 @@ class Cosformer(Attention):
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         axes = sum(side > 1 for side in raster(context.grid, config.layout))
-        return Cost(0, linear_attention_macs(context, context.head_dim * 2**axes, config.causal))
+        return total(
+            Cost(0, linear_attention_macs(context, context.head_dim * 2**axes, config.causal)),
+            local_cost(cls, context, config),
+        )
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs
+from ..costs import linear_attention_macs, local_cost, total
 from ..ops.random_features.op import linear_attention
-from ..options import Options, option
+from ..options import Options, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 
@@ -47,6 +47,7 @@ class Dpfp(Attention):
 
     class Config(Options):
         nu: int = option(1, "rolls: 2 d nu features per head", low=1)
+        local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -55,7 +56,9 @@ class Dpfp(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        return Cost(0, linear_attention_macs(context, 2 * config.nu * context.head_dim))
+        return total(
+            Cost(0, linear_attention_macs(context, 2 * config.nu * context.head_dim)), local_cost(cls, context, config)
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         return dpfp(q, k, v, nu=self.config.nu, key_mask=key_mask).to(v.dtype)

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import group_cost, num_padded, total, window_cost
+from ..costs import group_cost, local_cost, num_padded, total, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Transform, landmark_option
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference, summary_logits
-from ..options import Options, option, released_option
+from ..options import Options, local_option, option, released_option
 from ..parts.features import full_precision, scale, upcast, xi
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.position import BiasKind
@@ -101,6 +101,7 @@ class EvaClustered(Attention):
         mu_scale: float | None = landmark_option("mu_scale")
         log_count: bool = option(False, "add log |P_c| to a cluster's logit")
         noise: Noise | None = noise_option()
+        local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -116,7 +117,7 @@ class EvaClustered(Attention):
         hash_macs = context.num_tokens * config.num_bits * context.dim
         queries = num_padded(windows_on(config, context.grid))
         groups = group_cost(context, config, (1, config.num_landmarks, 0), queries)
-        return total(window_cost(context, config), groups, Cost(0, hash_macs))
+        return total(window_cost(context, config), groups, Cost(0, hash_macs), local_cost(cls, context, config))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config, k_grid = self.config, split_prefix(k, q.shape[2])[1]

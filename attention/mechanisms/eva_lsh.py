@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import group_cost, num_padded, total, window_macs
+from ..costs import group_cost, local_cost, num_padded, total, window_macs
 from ..ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
-from ..options import Options, option, released_option
+from ..options import Options, local_option, option, released_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, Windows, raster, split_prefix
 from ..parts.groups import Groups, bin_counts, bins, bins_outside
@@ -86,6 +86,7 @@ class EvaLsh(Attention):
         mu_scale: float | None = landmark_option("mu_scale")
         log_count: bool = option(False, "add log |P_c| to a group's logit")
         noise: Noise | None = noise_option()
+        local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -107,7 +108,11 @@ class EvaLsh(Attention):
         N, C, h = context.num_tokens, context.dim, context.num_heads
         windows, groups = cls.clusters_and_groups(config, context.grid, torch.device("meta"))
         clusters = Cost(0, 2 * N * (C + 2 * h) + window_macs(windows, C))  # the first term is the hash
-        return total(clusters, group_cost(context, config, groups.index.shape, num_padded(windows)))
+        return total(
+            clusters,
+            group_cost(context, config, groups.index.shape, num_padded(windows)),
+            local_cost(cls, context, config),
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config, k_grid = self.config, split_prefix(k, q.shape[2])[1]

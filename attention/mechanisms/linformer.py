@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..options import Options, option
+from ..costs import local_cost, total
+from ..options import Options, local_option, option
 from ..parts.geometry import Grid, resample, split_prefix
 from .softmax import softmax, softmax_reference
 
@@ -56,6 +57,7 @@ class Linformer(Attention):
         sharing: Literal["heads", "kv", "none", "layers"] = option(
             "heads", "one projection for all heads; for keys and values too; none; for all layers of a grid too"
         )
+        local: bool = local_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def __init__(self, context: LayerContext, config: Config):
@@ -76,7 +78,8 @@ class Linformer(Attention):
         N, C = context.num_tokens, context.dim
         c, (parts, heads) = config.num_landmarks, MATRICES[config.sharing]
         parameters = parts * (heads or context.num_heads) * c * N  # with sharing: layers, for all layers together
-        return Cost(parameters, 2 * N * c * C + 2 * N * c * C)  # projections, attention
+        own = Cost(parameters, 2 * N * c * C + 2 * N * c * C)  # projections, attention
+        return total(own, local_cost(cls, context, config))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         # With more columns, entries become smaller, so that the sums over tokens stay the same.

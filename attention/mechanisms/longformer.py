@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import num_padded, projections, window_macs
+from ..costs import local_cost, num_padded, projections, total, window_macs
 from ..ops.joint_softmax.op import mix, prefix_term, shared_logits, window_logits
-from ..options import Options, option
+from ..options import Options, local_option, option
 from ..parts.geometry import Grid, Windows, raster, split_heads, split_prefix
 from ..parts.groups import bin_counts
 from ..parts.linear import linear_part
@@ -109,6 +109,7 @@ class Longformer(Attention):
         layout: Literal["1d", "2d"] = option("1d", "band of the raster order, or square windows around each query")
         num_global: int = option(1, "global tokens g, spread evenly over the grid", low=0)
         separate_global: bool = option(False, "separate projections for the global rows, initialised as copies of qkv")
+        local: bool = local_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def __init__(self, context: LayerContext, config: Config):
@@ -143,9 +144,11 @@ class Longformer(Attention):
         windows = band(raster(context.grid, config.layout), config.radius)
         macs = window_macs(windows, C) + 2 * num_padded(windows) * g * C + 2 * N * g * C  # band, columns, rows
         if not config.separate_global:
-            return Cost(0, macs)
+            return total(Cost(0, macs), local_cost(cls, context, config))
         queries, keys_and_values = g * C * C, 2 * N * C * C
-        return Cost(projections(context, 3).parameters, macs + queries + keys_and_values)
+        return total(
+            Cost(projections(context, 3).parameters, macs + queries + keys_and_values), local_cost(cls, context, config)
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *others: Any) -> Tensor:
         """Attends with the results of `project` and the grid."""

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..options import Options, option
+from ..costs import local_cost, total
+from ..options import Options, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from .softmax import softmax, softmax_reference
@@ -61,6 +62,7 @@ class Orthoformer(Attention):
 
     class Config(Options):
         num_landmarks: int = option(49, "queries c that are landmarks", low=1)
+        local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -74,7 +76,7 @@ class Orthoformer(Attention):
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         N, C, c = context.num_tokens, context.dim, config.num_landmarks
-        return Cost(0, (c - 1) * N * C + 4 * N * c * C)  # choice, attention
+        return total(Cost(0, (c - 1) * N * C + 4 * N * c * C), local_cost(cls, context, config))  # choice, attention
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         self.check(q.shape[2])

@@ -17,9 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
+from ..costs import local_cost, total
 from ..ops.kernels import with_fast_path
 from ..ops.randomized import fused
-from ..options import Options, option, released_option
+from ..options import Options, local_option, option, released_option
 from ..parts.features import full_precision, scale
 from ..parts.geometry import Grid
 from ..parts.masking import mask_logits, masked_mean
@@ -134,6 +135,7 @@ class Ra(Attention):
             "add the noise in evaluation too; null: with the unbiased proposal only, and not as released",
             chosen=lambda c: c.proposal == "unbiased" and not c.released,
         )
+        local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__(context, config)
@@ -159,7 +161,9 @@ class Ra(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         key = {"unbiased": 1, "biased": 2, "mean_key": 0}[config.proposal]  # weights of keys, mean of keys
         logits, values = config.num_eval_samples, 1
-        return Cost(0, (key + logits + values) * context.num_tokens**2 * context.dim)
+        return total(
+            Cost(0, (key + logits + values) * context.num_tokens**2 * context.dim), local_cost(cls, context, config)
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         noise, uniform = self.sample_noise(q)

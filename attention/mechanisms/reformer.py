@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import projections
-from ..options import Options, option
+from ..costs import local_cost, projections, total
+from ..options import Options, local_option, option
 from ..parts.features import compute_dtype, full_precision
 from ..parts.geometry import Grid, gather_tokens, split_prefix
 from ..parts.sampling import counter_normal
@@ -119,6 +119,7 @@ class Reformer(Attention):
         )
         num_rounds: int = option(4, "rounds l of hashing", low=1, high=64)
         same_bucket: bool = option(False, "attend within a bucket alone, not to all of a chunk and the one before")
+        local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -144,7 +145,10 @@ class Reformer(Attention):
         c, absent = min(config.chunk_size, N), projections(context, 1)
         n = -(-N // c)
         hashes, attention = N * sum(rotation_counts(n, c)) * C, 2 * n * c * (2 * c if n > 1 else c) * C
-        return Cost(-absent.parameters, config.num_rounds * (hashes + attention) - absent.macs)
+        return total(
+            Cost(-absent.parameters, config.num_rounds * (hashes + attention) - absent.macs),
+            local_cost(cls, context, config),
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         chunk_size, same_bucket = self.config.chunk_size, self.config.same_bucket

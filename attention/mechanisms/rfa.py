@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs
+from ..costs import linear_attention_macs, local_cost, total
 from ..ops.random_features.op import linear_attention, weighted_values_reference
-from ..options import Options, causal_option, option
+from ..options import Options, causal_option, local_option, option
 from ..parts.features import full_precision, waves
 from ..parts.geometry import Grid
 from ..parts.past import Causal, Past
@@ -54,6 +54,7 @@ class Rfa(Attention):
     class Config(Options):
         num_samples: int = option(64, "samples omega per head, redrawn in training", low=1)
         causal: bool = causal_option()
+        local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -66,7 +67,10 @@ class Rfa(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         s = config.num_samples
         features = 2 * context.num_tokens * s * context.dim
-        return Cost(context.num_heads, features + linear_attention_macs(context, 2 * s, config.causal))
+        return total(
+            Cost(context.num_heads, features + linear_attention_macs(context, 2 * s, config.causal)),
+            local_cost(cls, context, config),
+        )
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None

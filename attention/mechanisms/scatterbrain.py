@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import num_padded, window_cost
+from ..costs import local_cost, num_padded, total, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax
-from ..options import Options, option, released_option
+from ..options import Options, local_option, option, released_option
 from ..parts.features import full_precision, log_kernel, phi
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.leave_one_out import LeaveOneOut, before, merge_all_but_one, over_all, shifted, subtract, within
@@ -146,6 +146,7 @@ class Scatterbrain(Attention):
         features: Literal["positive", "hyperbolic", "elu"] = features_option()
         omega_sampling: OmegaSampling = omega_sampling_option()
         feature_redraw: Literal["redraw", "fixed"] = option("redraw", "samples of training; evaluation keeps one set")
+        local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -163,11 +164,14 @@ class Scatterbrain(Attention):
         window, windows = window_cost(context, config), windows_on(config, context.grid)
         N, C, queries = context.num_tokens, context.dim, num_padded(windows)
         s, features = feature_cost(context, config)
-        total = 0 if config.leave_one_out == "merge" else N * s * C
+        of_all = 0 if config.leave_one_out == "merge" else N * s * C
         of_sums = shifted(windows) if config.causal else windows
         inside = 0 if config.leave_one_out == "none" else of_sums.count * of_sums.num_keys * s * C
         outside = queries * s * C  # values under the features
-        return Cost(window.parameters, window.macs + features + total + inside + outside)
+        return total(
+            Cost(window.parameters, window.macs + features + of_all + inside + outside),
+            local_cost(cls, context, config),
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config = self.config

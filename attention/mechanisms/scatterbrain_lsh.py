@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..options import Options, option
+from ..costs import local_cost, total
+from ..options import Options, local_option, option
 from ..parts.features import full_precision, log_kernel, phi
 from ..parts.geometry import Grid, split_prefix
 from ..parts.hashing import cluster_ids, cluster_mask, from_clusters, hash_clusters, to_clusters
@@ -112,6 +113,7 @@ class ScatterbrainLsh(Attention):
         features: Literal["positive", "hyperbolic", "elu"] = features_option()
         omega_sampling: OmegaSampling = omega_sampling_option()
         feature_redraw: Literal["redraw", "fixed"] = option("redraw", "samples of training; evaluation keeps one set")
+        local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -128,7 +130,10 @@ class ScatterbrainLsh(Attention):
         features += 2 * N * s * C  # sums over keys, weighted means for every query
         estimates = config.num_rounds * (N + -N % size) * size * s * h  # for the pairs within clusters
         corrected = estimates if config.leave_one_out == "subtract" else 0
-        return Cost(0, features + cluster_macs(context, size, config.num_rounds) + corrected)
+        return total(
+            Cost(0, features + cluster_macs(context, size, config.num_rounds) + corrected),
+            local_cost(cls, context, config),
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         config = self.config

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import window_macs
+from ..costs import local_cost, total, window_macs
 from ..ops.joint_softmax.op import attended_tokens, joint_softmax, mix, mix_reference, prefix_term, window_logits
-from ..options import Options, option
+from ..options import Options, local_option, option
 from ..parts.geometry import Grid, Windows, split_prefix
 from ..parts.masking import of_grid
 from ..parts.position import PositionBias
@@ -80,6 +80,7 @@ class ShiftedWindow(Attention):
         )
         shift: bool = option(True, "whether odd layers shift their windows by half a window")
         position_bias: Literal["table", "none"] = option("table", "relative position bias inside the window")
+        local: bool = local_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
         def windows(self, grid: Grid) -> Windows:
@@ -95,7 +96,9 @@ class ShiftedWindow(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         (rows, columns), biased = config.windows(context.grid).size, config.position_bias == "table"
         table = context.num_heads * (2 * rows - 1) * (2 * columns - 1) * biased
-        return Cost(table, window_macs(config.windows(context.grid), context.dim))
+        return total(
+            Cost(table, window_macs(config.windows(context.grid), context.dim)), local_cost(cls, context, config)
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         windows = Windows(grid, self.size, key_mask=of_grid(key_mask, q.shape[2]))

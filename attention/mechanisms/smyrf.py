@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..options import Options, option
+from ..costs import local_cost, total
+from ..options import Options, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.hashing import cluster_mask, from_clusters, hash_clusters, to_clusters
@@ -75,6 +76,7 @@ class Smyrf(Attention):
     class Config(Options):
         cluster_size: int = option(49, "tokens per cluster", low=1)
         num_rounds: int = option(2, "rounds of hashing", low=1)
+        local: bool = local_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def __init__(self, context: LayerContext, config: Config):
@@ -85,7 +87,9 @@ class Smyrf(Attention):
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        return Cost(0, cluster_macs(context, config.cluster_size, config.num_rounds))
+        return total(
+            Cost(0, cluster_macs(context, config.cluster_size, config.num_rounds)), local_cost(cls, context, config)
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         directions = redrawn(self.training, self.directions, q)

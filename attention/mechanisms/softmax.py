@@ -12,9 +12,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
-from ..options import Options, causal_option, option
+from ..costs import local_cost, total
+from ..options import Options, causal_option, local_option, option
 from ..parts.geometry import Grid
 from ..parts.past import Past
+from ..parts.transforms import softmax_attention
 
 
 def softmax(
@@ -26,8 +28,8 @@ def softmax(
         if causal:  # a masked query attends at least to itself
             earlier = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool, device=q.device).tril()
             shown = shown & earlier | torch.eye(q.shape[2], dtype=torch.bool, device=q.device)
-        return F.scaled_dot_product_attention(q, k, v, shown, attn_drop)
-    return F.scaled_dot_product_attention(q, k, v, dropout_p=attn_drop, is_causal=causal)
+        return softmax_attention(q, k, v, shown, attn_drop)
+    return softmax_attention(q, k, v, dropout_p=attn_drop, is_causal=causal)
 
 
 def softmax_reference(q: Tensor, k: Tensor, v: Tensor, attn_drop: float = 0.0, *, causal: bool = False) -> Tensor:
@@ -43,11 +45,12 @@ class Softmax(Attention):
 
     class Config(Options):
         causal: bool = causal_option()
+        local: bool = local_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        return Cost(0, 2 * context.num_tokens**2 * context.dim)
+        return total(Cost(0, 2 * context.num_tokens**2 * context.dim), local_cost(cls, context, config))
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None

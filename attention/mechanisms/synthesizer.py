@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import projections
-from ..options import Options, option
+from ..costs import local_cost, projections, total
+from ..options import Options, local_option, option
 from ..parts.features import upcast
 from ..parts.geometry import Grid, resample
 
@@ -44,6 +44,7 @@ class Synthesizer(Attention):
 
     class Config(Options):
         rank: int = option(8, "columns p of a factor", low=1)
+        local: bool = local_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def __init__(self, context: LayerContext, config: Config):
@@ -58,7 +59,10 @@ class Synthesizer(Attention):
         N, C, h = context.num_tokens, context.dim, context.num_heads
         absent = projections(context, 2)
         weights, values = h * config.rank * N * N, N * N * C
-        return Cost(2 * h * config.rank * N - absent.parameters, weights + values - absent.macs)
+        return total(
+            Cost(2 * h * config.rank * N - absent.parameters, weights + values - absent.macs),
+            local_cost(cls, context, config),
+        )
 
     def attend(self, v: Tensor, grid: Grid) -> Tensor:
         prefix, tokens = self.factors.tensor_split([self.factors.shape[-1] - self.grid[0] * self.grid[1]], -1)

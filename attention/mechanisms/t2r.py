@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs
+from ..costs import linear_attention_macs, local_cost, total
 from ..ops.random_features.op import linear_attention, weighted_values_reference
-from ..options import Options, causal_option, option
+from ..options import Options, causal_option, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.past import Causal, Past
@@ -50,6 +50,7 @@ class T2r(Attention):
     class Config(Options):
         num_features: int = option(32, "features m per head", low=1)
         causal: bool = causal_option()
+        local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -61,7 +62,10 @@ class T2r(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         C, m = context.dim, config.num_features
         features = 2 * context.num_tokens * m * C
-        return Cost(m * C + context.num_heads * m, features + linear_attention_macs(context, m, config.causal))
+        return total(
+            Cost(m * C + context.num_heads * m, features + linear_attention_macs(context, m, config.causal)),
+            local_cost(cls, context, config),
+        )
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None

@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import num_padded, window_cost
+from ..costs import local_cost, num_padded, total, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
-from ..options import Options, option
+from ..options import Options, local_option, option
 from ..parts.features import upcast
 from ..parts.geometry import Grid, Layout, Windows, merge_heads, split_heads, split_prefix
 from ..parts.linear import init_linear
@@ -91,6 +91,7 @@ class TransformerLs(Attention):
         overlap: int = window_option("overlap")
         dual_norm: bool = option(True, "LayerNorm of keys and values, and another one of their averages")
         position_bias: BiasKind | None = window_option("position_bias")
+        local: bool = local_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
 
     def __init__(self, context: LayerContext, config: Config):
@@ -118,7 +119,10 @@ class TransformerLs(Attention):
         norms = 2 * C * (1 + (slots > 0)) if config.dual_norm else 0
         averages = N * slots * C + 2 * N * config.num_landmarks * C  # Linear; averages of keys and values
         attention = 2 * queries * config.num_landmarks * C
-        return Cost(window.parameters + (C + 1) * slots + norms, window.macs + averages + attention)
+        return total(
+            Cost(window.parameters + (C + 1) * slots + norms, window.macs + averages + attention),
+            local_cost(cls, context, config),
+        )
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, slots: Tensor | None, grid: Grid, key_mask: Tensor | None = None

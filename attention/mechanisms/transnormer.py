@@ -18,10 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs, window_macs
+from ..costs import linear_attention_macs, local_cost, total, window_macs
 from ..ops.joint_softmax.op import attended_in_window, window_logits
 from ..ops.random_features.op import linear_attention
-from ..options import Options, option
+from ..options import Options, local_option, option
 from ..parts.features import elu_plus_one, full_precision
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.past import Causal, Past
@@ -99,6 +99,7 @@ class Transnormer(Attention):
         layout: Layout | None = window_option("layout")
         norm: Norm = option("merged", "RMSNorm over all channels of a token, or over those of each head")
         causal: bool = window_option("causal")
+        local: bool = local_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -112,8 +113,14 @@ class Transnormer(Attention):
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         C = context.dim
         if context.layer >= context.depth // 2:
-            return Cost(C, linear_attention_macs(context, context.head_dim, config.causal, normalised=False))
-        return Cost(C if config.variant == "t1" else 0, window_macs(windows_on(config, context.grid), C))
+            return total(
+                Cost(C, linear_attention_macs(context, context.head_dim, config.causal, normalised=False)),
+                local_cost(cls, context, config),
+            )
+        return total(
+            Cost(C if config.variant == "t1" else 0, window_macs(windows_on(config, context.grid), C)),
+            local_cost(cls, context, config),
+        )
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None, past: Past | None = None

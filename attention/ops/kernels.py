@@ -18,6 +18,8 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 
+from ..parts.transforms import transformed
+
 Op = TypeVar("Op", bound=Callable[..., Any])
 
 Path = Literal["auto", "lean", "triton", "plain"]
@@ -79,26 +81,25 @@ def first_order(backward: Op) -> Op:
     def run(ctx: Any, *gradients: Any) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError("fast paths have no second derivatives; differentiate twice within kernels.use('plain')")
+        if not torch.compiler.is_compiling() and any(map(_is_batched, gradients)):
+            raise RuntimeError(
+                "fast paths have no batched gradients (vectorize, is_grads_batched); use torch.func.jacrev, or"
+                " differentiate within kernels.use('plain')"
+            )
         return backward(ctx, *gradients)
 
     return cast(Op, run)
 
 
-def refuse_transforms(op: str) -> None:
-    """Raises the RuntimeError for a fast path of `op` within a transform of torch.func or forward differentiation.
-
-    `torch.autograd.Function` and `torch.autograd.forward_ad` use the same two checks internally.
-    """
-    if torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0:
-        raise RuntimeError(
-            f"the fast path of {op} has gradients by backward() alone; call torch.func (grad, vmap, jvp, ...) and"
-            " torch.autograd.forward_ad within kernels.use('plain')"
-        )
+def _is_batched(gradient: torch.Tensor | None) -> bool:
+    """True for several gradients in one tensor, as torch.autograd makes them with `vectorize` or `is_grads_batched`."""
+    return gradient is not None and torch._C._functorch.is_legacy_batchedtensor(gradient)
 
 
 def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | None = None) -> Callable[[Op], Op]:
     """Decorates an op: calls `fast` in its place if `covers` is true of the arguments, unless the path is "plain". The
-    path "triton" prefers the kernel of the module `triton`, if that covers the arguments.
+    path "triton" prefers the kernel of the module `triton`, if that covers the arguments. Exported and traced graphs,
+    transforms of torch.func and forward differentiation take the op itself.
     """
 
     def decorate(op: Op) -> Op:
@@ -111,15 +112,13 @@ def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | No
             kwargs = {name: value for name, value in kwargs.items() if value is not None}
             # exported and traced graphs must consist of torch's own operators; no fast path supports key masks
             of_torch = torch.compiler.is_exporting() or torch.jit.is_tracing()
-            if _path == "plain" or of_torch or "key_mask" in kwargs:
+            if _path == "plain" or of_torch or transformed() or "key_mask" in kwargs:
                 return op(*args, **kwargs)
             name, module = op.__name__, _triton.get(op.__name__) if _path == "triton" else None
             if module and getattr(module, f"covers_{name}")(*args, **kwargs):
                 chosen = getattr(module, name)
             else:
                 chosen = fast if covers(*args, **kwargs) else op
-            if chosen is not op and not torch.compiler.is_compiling():  # a compiled graph would contain the check
-                refuse_transforms(name)
             return chosen(*args, **kwargs)
 
         return cast(Op, run)

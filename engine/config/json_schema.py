@@ -89,7 +89,7 @@ def _of_options(cls: type, name: Schema | None = None, described: type | None = 
     The description is the first line of the docstring of `described`, by default `cls`.
     """
     kinds = typing.get_type_hints(cls)
-    options = {field.name: _option(field, kinds[field.name]) for field in fields(cls) if field.metadata}
+    options = {field.name: _option(field, kinds[field.name]) for field in fields(cls) if "meaning" in field.metadata}
     return {
         "type": "object",
         "description": str((described or cls).__doc__).partition("\n")[0],

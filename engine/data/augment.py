@@ -1,16 +1,19 @@
 """Augmentation: timm's transforms of an image, and its mixup of a batch."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import timm.data
 from PIL import Image
 from timm.data import Mixup, auto_augment
 from timm.data.mixup import mixup_target
+from timm.layers import to_2tuple
 from torch import Tensor
 from torchvision.transforms.functional import pil_to_tensor
 
 from engine.config.schema import Augment, Run, num_channels, per_channel
+from engine.data.images import BrokenImage
 from engine.objectives import choose_objective
 
 
@@ -46,6 +49,27 @@ class PairMixup(Mixup):
         return images, mixup_target(labels, self.num_classes, share, self.label_smoothing)
 
 
+@dataclass(frozen=True)
+class ReadTokens:
+    """Transform of a grey image of this (height, width), whose pixels are numbers of tokens: bytes (1, H, W).
+
+    Raises:
+        BrokenImage: an image of another size, or a number that is not in the vocabulary.
+    """
+
+    size: tuple[int, int]
+    vocab_size: int
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        tokens = pil_to_tensor(image)
+        _, height, width = tokens.shape
+        if (height, width) != self.size:
+            raise BrokenImage(f"{height} x {width} tokens, but model.img_size = {list(self.size)}")
+        if (largest := int(tokens.max())) >= self.vocab_size:
+            raise BrokenImage(f"it holds token {largest}, but model.vocab_size = {self.vocab_size}")
+        return tokens
+
+
 def create_transform(run: Run, img_size: Size, is_training: bool, as_bytes: bool) -> Callable[[Image.Image], Any]:
     """timm's transform of an image with the channels that the model takes; tokens stay as they are, bytes (1, H, W).
 
@@ -54,7 +78,7 @@ def create_transform(run: Run, img_size: Size, is_training: bool, as_bytes: bool
     """
     data, augment = run.data, run.augment
     if choose_objective(run).inputs == "tokens":
-        return pil_to_tensor
+        return ReadTokens(to_2tuple(img_size), run.model["vocab_size"])
     return timm.data.create_transform(
         img_size,
         is_training=is_training,

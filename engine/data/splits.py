@@ -68,10 +68,12 @@ class Images(Dataset):
             file, label = self.reader[index]
             with file:
                 image = decode(file, self.mode)
+            if self.transform is not None:
+                image = self.transform(image)
         except (BrokenImage, OSError, tarfile.TarError) as error:
             return BrokenImage(f"{self.filename(index)}: {error}")
         target = int(label) if self.create_target is None else self.create_target(index)
-        return image if self.transform is None else self.transform(image), target
+        return image, target
 
 
 def open_images(run: Run, option: Literal["train_split", "val_split"], img_size: Size, as_bytes: bool) -> Images:

@@ -5,10 +5,12 @@ from engine.objectives.copying import Copying
 from engine.objectives.distillation import Distillation
 from engine.objectives.masked_images import MaskedImages
 from engine.objectives.objective import Objective, Run
+from engine.objectives.sequences import SequenceClassification
 
 OBJECTIVES: dict[str, type[Objective]] = {
     "masked_images": MaskedImages,
     "copying": Copying,
+    "sequences": SequenceClassification,
     "distillation": Distillation,
     "classification": Classification,
 }

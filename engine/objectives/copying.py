@@ -15,16 +15,10 @@ from torch import Tensor, nn
 from attention.options import OptionError
 from engine.objectives.classification import TOP
 from engine.objectives.objective import Measure, Objective, Run
+from engine.objectives.sequences import NO_AUGMENTATION, refuse_options
 
 MAX_DRAWN = 2**27
 """Largest number of tokens of a split, which is held in memory."""
-
-NO_AUGMENTATION: dict[str, Any] = {
-    **dict.fromkeys(("scale", "ratio"), (1.0, 1.0)),
-    **dict.fromkeys(("hflip", "color_jitter", "reprob", "mixup", "cutmix", "smoothing"), 0.0),
-    "auto_augment": None,
-}
-"""Options of the section `augment` that leave images unchanged."""
 
 
 def predict_copies(network: Callable[[Tensor], Tensor], sequences: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,12 +55,9 @@ class Copying(Objective):
 
     @staticmethod
     def check(run: Run) -> None:
-        """Refuses options that the copy task cannot use, and a model of tokens for anything else."""
+        """Refuses options that the copy task cannot use."""
         data, model = run.data, run.model
         if data.dataset != "copy":
-            if model.get("vocab_size"):
-                problem = f" = {model['vocab_size']}: images are pixels; set it to 0, or data.dataset=copy"
-                raise OptionError("model.vocab_size", problem)
             if data.num_sequences != type(data).num_sequences:
                 raise OptionError("data.num_sequences", f"acts on data.dataset=copy, not {data.dataset}; leave it out")
             return
@@ -88,14 +79,11 @@ class Copying(Objective):
             name = run.attention["name"]
             refuse(f"attention({name}).causal", False, "set it to true, or choose a mechanism that has it")
         neutral = {
-            "augment": type(run.augment)(**NO_AUGMENTATION),
-            "data": type(data)(),
-            "distill": type(run.distill)(),
+            "augment": vars(type(run.augment)(**NO_AUGMENTATION)),
+            "data": {name: getattr(type(data)(), name) for name in ("root", "classes", "subset")},
+            "distill": vars(type(run.distill)()),
         }
-        for section, options in neutral.items():
-            for name in ("root", "classes", "subset") if section == "data" else vars(options):
-                if (given := getattr(getattr(run, section), name)) != (value := getattr(options, name)):
-                    refuse(f"{section}.{name}", given, f"set it to {'null' if value is None else value}")
+        refuse_options(run, neutral, "the copy task has sequences of tokens")
 
     @staticmethod
     def refuse_prediction(source: str, of_metrics: bool) -> str:

@@ -1,5 +1,8 @@
 """TensorBoard files of a run: charts of its records, images, predictions, options and results."""
 
+import os
+import socket
+import time
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from io import BytesIO
@@ -9,13 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 from PIL import Image
-from torch.utils.tensorboard import SummaryWriter
-from torch.utils.tensorboard.summary import hparams
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.summary.writer.record_writer import RecordWriter
+from torch.utils.tensorboard.summary import hparams, image, scalar, text
 from torchvision.utils import make_grid
 
 from engine.config.load import dump_run, flatten
 from engine.config.schema import Data, Run, per_channel
 from engine.evaluation.predictions import PredictionTable
+from engine.runtime.files import append_whole
 
 BY_IMAGES = tuple(f"{average}{name}" for average in ("", "ema_") for name in ("top1", "top5", "loss"))
 """Values that are also charted by images seen, as `train_by_images/loss`, to compare runs of different batch sizes."""
@@ -36,7 +41,8 @@ class Charts:
     """
 
     def __init__(self, directory: Path, records: Sequence[Mapping[str, Any]], step: int):
-        self.writer = SummaryWriter(directory, purge_step=step + 1)
+        self.events = EventFile(directory)
+        self.events.add(step=step + 1, session_log=SessionLog(status=SessionLog.START))
         for record in records:  # TensorBoard drops points by images too, as if they were steps
             if record.get("images_seen", 0) > step:
                 at = datetime.fromisoformat(f"{record['time']}+00:00").timestamp() if "time" in record else None
@@ -46,24 +52,23 @@ class Charts:
         """Charts a record."""
         for name in CHARTED.get(kind, ()):
             if name in values and (values[name] or name != "broken"):
-                self.writer.add_scalar(f"{kind}/{name}", values[name], step)
+                self.events.add(summary=scalar(f"{kind}/{name}", values[name]), step=step)
         self._add_by_images(kind, values, images_seen)
-        self.writer.flush()  # the process may be killed at any time
 
     def _add_by_images(self, kind: str, values: Mapping[str, Any], images: int, at: float | None = None) -> None:
         for name in CHARTED.get(kind, ()):
             if name in BY_IMAGES and values.get(name) is not None:
-                self.writer.add_scalar(f"{kind}_by_images/{name}", values[name], images, at)
+                self.events.add(at, summary=scalar(f"{kind}_by_images/{name}", values[name]), step=images)
 
-    def show_config(self, text: str, step: int) -> None:
+    def show_config(self, config: str, step: int) -> None:
         """Shows a configuration in YAML."""
-        self.writer.add_text("config", f"```yaml\n{text}```", step)
+        self.events.add(summary=text("config", f"```yaml\n{config}```"), step=step)
 
     def show_images(self, tag: str, images: torch.Tensor, data: Data, step: int) -> None:
         """Shows up to 64 images (B, C, H, W), eight in a row, with the normalisation by `data` undone."""
         mean, std = (torch.tensor(per_channel(x, images.shape[1]))[:, None, None] for x in (data.mean, data.std))
         images = images[:64].float().cpu() * std + mean
-        self.writer.add_image(tag, make_grid(images.clamp(0, 1)), step)
+        self.events.add(summary=image(tag, make_grid(images.clamp(0, 1)), dataformats="CHW"), step=step)
 
     def show_predictions(self, predictions: Mapping[str, PredictionTable], step: int) -> None:
         """Shows images of an evaluation with predictions, and the confusion matrix, for each kind of weights."""
@@ -73,7 +78,7 @@ class Charts:
             for name, draw in {"images": samples_picture, "confusion": confusion_picture}.items():
                 pixels = np.asarray(Image.open(BytesIO(draw({kind: found}))).convert("RGB"))
                 tag = f"eval/{'ema_' if kind == 'ema' else ''}{name}"
-                self.writer.add_image(tag, pixels, step, dataformats="HWC")
+                self.events.add(summary=image(tag, pixels, dataformats="HWC"), step=step)
 
     def show_result(self, run: Run, values: Mapping[str, float], step: int) -> None:
         """Shows the options of `run`, and those of `values` that have no chart, as hyper-parameters."""
@@ -81,7 +86,28 @@ class Charts:
         options: dict[str, Any] = {key: str(value) for key, value in flatten(dump_run(run)).items()}
         options |= {f"final.{name}": value for name, value in values.items() if name not in charted}
         for summary in hparams(options, {f"eval/{name}": values[name] for name in charted}):
-            self.writer.file_writer.add_summary(summary, step)  # type: ignore[attr-defined]  # torch opens it at once
+            self.events.add(summary=summary, step=step)
 
-    def close(self) -> None:
-        self.writer.close()
+
+class EventFile:
+    """A file of TensorBoard's events in `directory`.
+
+    Every event is in the file when `add` returns. TensorBoard's own writer has a thread, whose failures are tracebacks.
+    """
+
+    def __init__(self, directory: Path):
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"  # sorted by their times
+        self.path = directory / name
+        self.records = RecordWriter(self)  # with lengths and checksums
+        self.add(file_version="brain.Event:2")
+
+    def add(self, at: float | None = None, **values: Any) -> None:
+        """Adds the event with these fields at a time in seconds since 1970, by default now.
+
+        Raises:
+            OSError: it could not be written; names the file.
+        """
+        self.records.write(Event(wall_time=time.time() if at is None else at, **values).SerializeToString())
+
+    def write(self, content: bytes) -> None:
+        append_whole(self.path, content)

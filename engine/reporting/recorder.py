@@ -39,7 +39,7 @@ from engine.reporting.console import SHOWN, format_values
 from engine.reporting.metrics import EPOCHS, METRICS, describe_change, epochs_csv, is_until, read_records
 from engine.reporting.trackers import Launch, OpenTrackers
 from engine.reporting.waiting import DataWait
-from engine.runtime.files import append_whole, write_atomically
+from engine.runtime.files import append_whole, naming, write_atomically
 from engine.runtime.provenance import provenance
 from engine.runtime.terminal import CONSOLE, append_line, progress_bar
 from engine.runtime.text import one_line
@@ -190,13 +190,12 @@ class Recorder:
     def sync(self) -> None:
         """Waits until the records are on disk, so that no checkpoint outlives them."""
         if self.directory is not None:
-            with self.metrics.open("rb") as file:
+            with naming(self.metrics), self.metrics.open("rb") as file:
                 os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Closes files and progress bar."""
+        """Closes the progress bar."""
         if self.directory is not None:
-            self.charts.close()
             self.bar.close()
 
     def _title(self, epoch: int) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.runtime.errors import UserError
-from engine.runtime.reading import open_regular, read_regular
+from engine.runtime.reading import open_descriptor, open_regular, read_regular
 
 
 class FailedAfterReplacing(OSError):
@@ -27,34 +27,49 @@ def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """
     unfinished = path.with_name(path.name + ".tmp")
     try:
-        with unfinished.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(unfinished, path)
-    except BaseException as error:
+        with naming(path):
+            with unfinished.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, path)
+    except BaseException:
         unfinished.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            error.filename = str(path)
         raise
     sync_directory(path.parent)
 
 
 def append_whole(path: Path, content: bytes) -> None:
-    """Adds `content` to the file at `path`, all of it or nothing: what a failed write has added is cut off again.
+    """Adds `content` to the regular file at `path`, all of it or nothing, and makes the file if there is none.
+
+    What a failed write has added is cut off again. If that fails too, or the process is killed, a part may stay.
 
     Raises:
-        OSError: it could not be written.
+        OSError: it could not be written; names the file.
     """
-    with path.open("ab", buffering=0) as file:
-        end, rest = file.tell(), memoryview(content)
+    with naming(path):
+        descriptor = open_descriptor(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:
-            while rest:
-                rest = rest[file.write(rest) :]
-        except OSError:
-            with suppress(OSError):
-                file.truncate(end)
-            raise
+            end, rest = os.fstat(descriptor).st_size, memoryview(content)
+            try:
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+            except BaseException:
+                with suppress(OSError):
+                    os.ftruncate(descriptor, end)
+                raise
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Context in which an OSError names `path`."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def sync_directory(directory: Path) -> None:

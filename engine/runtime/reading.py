@@ -17,12 +17,17 @@ def open_regular(path: str | Path, flags: int = 0, mode: str = "rb") -> Any:
     Raises:
         OSError: no such file, no permission, or not a regular file (behind any symbolic links).
     """
+    return open(open_descriptor(path, flags), mode)
+
+
+def open_descriptor(path: str | Path, flags: int = 0) -> int:
+    """Returns a descriptor of a regular file; arguments and errors are those of `open_regular`."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | flags, 0o666)
     kind = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(kind):
         os.close(descriptor)
         raise OSError(0, "a directory" if stat.S_ISDIR(kind) else "a pipe or device, not a regular file")
-    return open(descriptor, mode)
+    return descriptor
 
 
 def read_bounded(path: Path, limit: int) -> bytes:

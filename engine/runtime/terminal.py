@@ -1,7 +1,6 @@
 """The terminal: the progress bar, and the console log in a run directory."""
 
 import functools
-import os
 import sys
 import threading
 import traceback
@@ -13,7 +12,7 @@ from typing import Any, TextIO
 
 from tqdm import tqdm
 
-from engine.runtime.reading import open_regular
+from engine.runtime.files import append_whole
 from engine.runtime.text import one_line
 
 # tqdm's own lock is a semaphore between processes. Since Python 3.14, a process that ends by an error leaves it to a
@@ -26,9 +25,8 @@ CONSOLE = "console.log"
 
 def append_line(directory: Path, line: str) -> None:
     """Adds a line to the console log of `directory`, unless it cannot be written: the console shows it anyway."""
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
-    with suppress(OSError), open_regular(directory / CONSOLE, flags, "ab") as file:
-        file.write(f"{line}\n".encode(errors="backslashreplace"))
+    with suppress(OSError):
+        append_whole(directory / CONSOLE, f"{line}\n".encode(errors="backslashreplace"))
 
 
 @functools.cache

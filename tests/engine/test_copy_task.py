@@ -162,7 +162,6 @@ def test_a_run_is_validated_by_its_copies_and_does_not_take_images(tmp_path: Pat
         (["data.root=."], r"data.root = \.: .* set it to null"),
         (["data.subset=3"], r"data.subset = 3: .* set it to null"),
         (["distill.teacher=runs/x"], r"distill.teacher = runs/x: .* set it to null"),
-        (["data.dataset=digits"], r"model.vocab_size = 5: images are pixels; set it to 0, or data.dataset=copy"),
         (["data.dataset=digits", "model.vocab_size=0"], r"data.num_sequences: acts on data.dataset=copy, not digits;"),
         (["data.num_sequences=[1000000, 5]", "model.img_size=[1, 256]"], r"lower it: 256,000,000 tokens are above 134"),
         (["data.num_sequences=[0, 5]"], r"data.num_sequences = 0 is below the least valid value 1"),

@@ -271,6 +271,7 @@ DISKS = {
     "events, by the system": {"limit": 20_000},
     "log, by the system": {"limit": 400},
     "log": {"faults": [("engine.reporting.recorder.json.dumps", 3, "full")]},
+    "events": {"faults": [("engine.reporting.charts.append_whole", 17, "full")]},
     "directory not synced": {"faults": [("os.fsync", 19, "full")]},
     "directory removed": {"faults": [("engine.runtime.files.write_atomically", 6, "remove")]},
 }
@@ -285,6 +286,7 @@ def test_a_disk_that_fails(case: str, runs: Runs, fork_server: ForkServer, tmp_p
     assert statuses == [1], job.text
     errors = [line for line in job.text.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1
+    assert "Traceback" not in job.text
     assert "the last checkpoint stands" in errors[0]
     assert any(reason in errors[0] for reason in ("No space left", "File too large", "No such file"))
     assert not list(tmp_path.rglob("*.tmp"))

@@ -3,22 +3,27 @@
 import csv
 import errno
 import fcntl
-import io
 import itertools
 import json
 import math
 import os
+import pkgutil
 import re
 import resource
+import shutil
 import struct
 import subprocess
 import sys
 import termios
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from copy import deepcopy
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -32,14 +37,13 @@ from engine.data.loaders import create_val_loader
 from engine.evaluation.evaluate import evaluate
 from engine.evaluation.predictions import PredictionTable
 from engine.reporting.charts import Charts
-from engine.reporting.metrics import TOTALS
+from engine.reporting.metrics import TOTALS, read_records
 from engine.reporting.recorder import Recorder
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.files import append_whole
 from engine.runtime.provenance import provenance
 from engine.runtime.terminal import progress_bar
-from tests.engine.test_checkpoint import FailAt
 from tests.support.launcher import use_few_images
 from train import Trainer
 
@@ -170,9 +174,13 @@ def test_the_last_record_says_how_a_launch_ended(tmp_path: Path, capsys: pytest.
     assert names_files == (error is None)  # the error is the last line of a launch that fails
 
 
-def test_a_full_disk_does_not_hide_the_error(tmp_path: Path):
+def fill_disk(*args) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_does_not_hide_the_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     recorder = launch(tmp_path, Progress())
-    recorder.metrics = Path("/dev/full")
+    monkeypatch.setattr(os, "write", fill_disk)
     with pytest.raises(OSError, match="No space left"), recorder:
         recorder.skip(1, 1)
 
@@ -326,7 +334,6 @@ def test_tensorboard_shows_predictions(tmp_path: Path):
     )  # fmt: skip
     charts = Charts(tmp_path, [], step=0)
     charts.show_predictions({"plain": found, "ema": found}, step=9)
-    charts.close()
     events = EventAccumulator(str(tmp_path), size_guidance={"images": 0}).Reload()
     sizes = {tag: (events.Images(tag)[0].width, events.Images(tag)[0].height) for tag in events.Tags()["images"]}
     assert sizes.keys() == {f"eval/{name}" for name in ("images", "confusion", "ema_images", "ema_confusion")}
@@ -403,34 +410,122 @@ def test_a_record_is_whole_or_absent(tmp_path: Path):
     assert path.read_text() == '{"kind": "start"}\n{"kind": "fail"}\n'
 
 
-@pytest.mark.parametrize("where", ["io.open", "os.fsync", "os.replace", "os.open"])
-@pytest.mark.filterwarnings(
-    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
-)  # that of TensorBoard meets them too
-def test_records_are_whole_whichever_call_fails(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Every call of the system fails once. Records are whole; the run that is launched again has each of its own once.
+def go_on(directory: Path, saved: list[Progress], patch: pytest.MonkeyPatch) -> None:
+    """A launch of a run of two epochs of an update, the second of which is skipped; `saved` are its checkpoints."""
+    progress = deepcopy(saved[-1])
+    run = replace(RUN, train=Train(total_batch_size=8, log_every=1))
+    patch.setattr("train.evaluate_all", lambda *args: {"top1": 50.0, "loss": 1.0})
+    patch.setattr("train.gather_all", lambda *args: {})
+    patch.setattr("engine.reporting.recorder.provenance", lambda device: {})  # programs that it starts
 
-    Those of the failed launch are dropped, but for the `fail` record of a run that had not begun to train.
+    def update(batches: object) -> bool:
+        progress.loss_sum, progress.num_summed = 2.0, 1
+        progress.num_skipped += progress.step % 2
+        return progress.step % 2 == 0
+
+    with ExitStack() as cleanup:
+        trainer = MagicMock(run=run, options=run.train, progress=progress, costs={}, update=update, output=directory)
+        trainer.sampler = SimpleNamespace(stop=8, updates_per_epoch=1, set_epoch=lambda *args: None)
+        trainer.exchange.configure_mock(stopped=False, overdue=False, norm=1.0)
+        trainer.optimizer.param_groups = [{"lr": 1.0}]
+        trainer.objective.pictures.return_value = {}
+        trainer.checkpoints.save = lambda progress, stateful: saved.append(deepcopy(progress))
+        for name in ("train_epoch", "finish_epoch", "save"):
+            setattr(trainer, name, partial(getattr(Trainer, name), trainer))
+
+        def begin() -> None:
+            trainer.recorder = cleanup.enter_context(Recorder(directory, run, progress, total_steps=2, device=CPU))
+            trainer.recorder.start(progress.epoch, processes=1)
+
+        trainer.begin = begin
+        assert Trainer.train(trainer)
+
+
+class FailingCall:
+    """The function `name` of `os` or `io` that fails at one call; those for other directories do not count.
+
+    Args:
+        how: "before" or "after" its work, or writing a "part": then the rest is written ("rest"), or fails and is cut
+            off ("part") or not ("uncut").
     """
-    module, attribute, num_failed = {"os": os, "io": io}[where[:2]], where[3:], 0
+
+    def __init__(self, name: str, how: str, call: int, directory: Path, patch: pytest.MonkeyPatch):
+        self.directory, self.real, self.how, self.call, self.num_calls = (
+            directory,
+            pkgutil.resolve_name(name),
+            how,
+            call,
+            0,
+        )
+        patch.setattr(name, self)
+        if how == "uncut":
+            patch.setattr("os.ftruncate", fill_disk)
+
+    def __call__(self, *args, **kwargs):
+        if isinstance(args[0], str | Path) and not str(args[0]).startswith(str(self.directory)):
+            return self.real(*args, **kwargs)
+        self.num_calls += 1
+        if self.num_calls == self.call and self.how in ("part", "rest", "uncut"):
+            return self.real(args[0], args[1][: len(args[1]) // 2])
+        fails = self.num_calls == self.call + (self.how in ("part", "uncut")) and self.how != "rest"
+        if fails and self.how != "after":
+            fill_disk()
+        result = self.real(*args, **kwargs)
+        return fill_disk() if fails else result
+
+
+def made(records: list[dict]) -> list[tuple]:
+    """Kind, epoch and step of records, without those of launches."""
+    return [(x["kind"], x["epoch"], x["step"]) for x in records if x["kind"] not in ("start", "stop", "fail")]
+
+
+@pytest.mark.parametrize(
+    ("where", "how"),
+    [
+        *((f"os.{name}", "before") for name in ("open", "fsync", "replace")),
+        *(("os.write", how) for how in ("part", "uncut", "rest")),
+        ("os.close", "after"),
+        ("io.open", "before"),
+    ],
+)
+def test_records_are_whole_whichever_call_fails(where: str, how: str, tmp_path: Path, monkeypatch, capsys):
+    """Every call of the system fails once: for records, events, the console's log, the table, the configuration.
+
+    The launch goes on, or ends with an error that names a file. The records until then can be read; the run that is
+    launched again has each of its own exactly once, in order.
+    """
+    saved = [Progress()]
+    with monkeypatch.context() as patch:
+        (tmp_path / "whole").mkdir()
+        go_on(tmp_path / "whole", saved, patch)
+    expected, num_failed = made(records(tmp_path / "whole")), 0
+    assert [kind for kind, *_ in expected] == ["train", "eval", "skip", "train", "eval", "final"]
     for call in itertools.count(1):
-        directory = tmp_path / str(call)
+        directory, saved = tmp_path / str(call), [Progress()]
         directory.mkdir()
-        failing = FailAt(call, getattr(module, attribute), errno.EIO)
         with monkeypatch.context() as patch:
-            patch.setattr(module, attribute, failing)
-            with suppress(OSError, UserError):
-                record_run(directory)
+            patch.setattr(os, "fsync", lambda descriptor: None)  # which takes most of the time
+            failing = FailingCall(where, how, call, directory, patch)
+            message = None
+            try:
+                go_on(directory, saved, patch)
+            except (OSError, UserError) as error:
+                message = str(error)
+        num_failed += message is not None
+        assert message is None or str(directory) in message
         if failing.num_calls < call:
             break
-        num_failed += 1
-        with suppress(FileNotFoundError):
-            assert all(json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines())
-        record_run(directory)
-        kinds = [record["kind"] for record in records(directory)]
-        assert kinds[-4:] == ["start", "train", "eval", "final"]
-        assert kinds[:-4] in ([], ["start"])
-    assert num_failed > (0 if where == "os.open" else 2)
+        found = made(read_records(directory))
+        assert found == expected[: len(found)]
+        with monkeypatch.context() as patch:
+            go_on(directory, saved, patch)
+        assert made(records(directory)) == expected
+        events = EventAccumulator(str(directory)).Reload()
+        assert [event.step for event in events.Scalars("train/loss")] == [1, 2]
+        with (directory / "epochs.csv").open(newline="") as file:
+            assert [row["epoch"] for row in csv.DictReader(file)] == ["1", "2"]
+        shutil.rmtree(directory)
+    assert num_failed > 3 or how == "rest"
 
 
 def test_other_ranks_record_nothing(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ from tests.support.symmetry import ALL
 
 SMALL, CAUSAL = {"num_landmarks": 6}, {"causal": True}
 CASES = [Case("abc", (5, 7), SMALL), Case("abc", (5, 7), {**SMALL, **CAUSAL})]
-EFFECTS = {"num_landmarks": ({}, 6), "attn_drop": ({}, 0.5), "causal": ({}, True)}
+EFFECTS = {"num_landmarks": ({}, 6), "attn_drop": ({}, 0.5), "causal": ({}, True), "local": ({}, True)}
 SYMMETRIES = [(ALL, SMALL), (set(), {**SMALL, **CAUSAL})]
 GROWTH = [Growth(1, 1)]
 SYMBOLS = {"c": 49}

@@ -30,6 +30,7 @@ EFFECTS = {
     "num_global": (SMALL, 1),
     "num_random": (SMALL, 1),
     "attn_drop": (SMALL, 0.5),
+    "local": (SMALL, True),
 }
 SYMMETRIES = [({"within"}, {"block_size": 2, "layout": "2d", "num_random": 0}), (set(), {"block_size": 2})]
 GROWTH = [Growth(1, 1)]

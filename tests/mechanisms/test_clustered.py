@@ -23,6 +23,7 @@ EFFECTS = {
     "num_top_keys": (SMALL, 0),
     "num_bits": (SMALL, 8),
     "num_iterations": (SMALL, 0),
+    "local": (SMALL, True),
 }
 SYMMETRIES = [(set(), {"num_clusters": 4, "num_top_keys": 5})]  # the first centroids depend on positions; see below
 GROWTH = [Growth(1, 1)]

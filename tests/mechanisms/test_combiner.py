@@ -37,6 +37,7 @@ EFFECTS = {
     "position_bias": (SMALL, "none"),
     "causal": ({**SMALL, "layout": "1d"}, True),
     "attn_drop": (SMALL, 0.5),
+    "local": (SMALL, True),
 }
 SYMMETRIES = [
     *((BLOCKS, {**WINDOW, **FREE, "pool": x}) for x in ("max", "mean")),

@@ -16,7 +16,7 @@ from tests.support.inputs import B, d, draw, h, identity, layer, one_head, token
 case = partial(Case, "cosformer", (5, 7), mixes_values=False, well_conditioned=False, positive_weights=False)
 
 CASES = [case(), case({"layout": "2d"}), case(PREFIX), case({**PREFIX, "layout": "2d"}), case({"causal": True})]
-EFFECTS = {"layout": ({}, "2d"), "causal": ({}, True)}
+EFFECTS = {"layout": ({}, "2d"), "causal": ({}, True), "local": ({}, True)}
 SYMMETRIES = [({"transposed"}, {"layout": "2d"}), (set(), {}), (set(), {"causal": True})]
 GROWTH = [Growth(1, 1)]
 REFUSED = [

@@ -15,7 +15,7 @@ from tests.support.symmetry import ALL
 case = partial(Case, "dpfp", (5, 7), mixes_values=False, well_conditioned=False)
 
 CASES = [case(), case({"nu": 2})]
-EFFECTS = {"nu": ({}, 2)}
+EFFECTS = {"nu": ({}, 2), "local": ({}, True)}
 SYMMETRIES = [(ALL, {})]
 GROWTH = [Growth(1, 1)]
 REFUSED = [({"nu": 16}, r"attention\(dpfp\).nu = 16: .*; at most 15")]

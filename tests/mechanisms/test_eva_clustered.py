@@ -34,6 +34,7 @@ EFFECTS = {
     "mu_scale": (SMALL, 0.5),
     "log_count": (SMALL, True),
     "noise": (SMALL, "released"),
+    "local": (SMALL, True),
 }
 SYMMETRIES = [(set(), {**SMALL, "position_bias": "none"})]  # the first centroids depend on positions; see below
 GROWTH = [Growth(1, 1)]

@@ -35,6 +35,7 @@ EFFECTS = {
     "mu_scale": (SMALL, 0.5),
     "log_count": (SMALL, True),
     "noise": (SMALL, "released"),
+    "local": (SMALL, True),
 }
 SYMMETRIES = [(ALL, {"cluster_size": 5, "num_landmarks": 4, "num_samples": 2})]
 GROWTH = [Growth(1, 1)]  # sorting, N log N, is no MAC and saves N indices

@@ -24,7 +24,7 @@ CASES = [
     case((6, 8), {"window_size": 2}),  # two of three heads are low
     case((5, 7), {**HALF, **PREFIX}),
 ]
-EFFECTS = {"window_size": (HALF, 3), "alpha": (HALF, 0.9), "attn_drop": (HALF, 0.5)}
+EFFECTS = {"window_size": (HALF, 3), "alpha": (HALF, 0.9), "attn_drop": (HALF, 0.5), "local": (HALF, True)}
 SYMMETRIES = [(BLOCKS, HALF), ({"transposed"}, {**HALF, "window_size": 3})]
 GROWTH = [Growth(1, 1), Growth(2, 2, lambda side: {"alpha": 1.0})]
 REFUSED = [

@@ -24,7 +24,7 @@ CASES = [
     case({**FEW, "sharing": "layers"}),
     case({**FEW, **PREFIX}),
 ]
-EFFECTS = {"num_landmarks": ({}, 6), "sharing": ({}, "kv"), "attn_drop": ({}, 0.5)}
+EFFECTS = {"num_landmarks": ({}, 6), "sharing": ({}, "kv"), "attn_drop": ({}, 0.5), "local": ({}, True)}
 SYMMETRIES = [(set(), FEW)]  # the projection depends on every position
 GROWTH = [Growth(1, 1)]
 SYMBOLS = {"c": 49}

@@ -43,6 +43,7 @@ EFFECTS = {
     "position_bias": ({"window_size": 3}, "none"),
     "causal": ({"window_size": 3, "layout": "1d"}, True),
     "attn_drop": ({"window_size": 3}, 0.5),
+    "local": ({"window_size": 3}, True),
 }
 SYMMETRIES = [
     (BLOCKS, {**WINDOW, **FREE}),

@@ -29,6 +29,7 @@ EFFECTS = {
     "num_global": (SMALL, 2),
     "separate_global": (SMALL, True),
     "attn_drop": (SMALL, 0.5),
+    "local": (SMALL, True),
 }
 SYMMETRIES = [({"transposed"}, {"radius": 1, "layout": "2d"}), (set(), {"radius": 2})]
 GROWTH = [Growth(1, 1)]

@@ -32,6 +32,7 @@ EFFECTS = {
     "dilation": (SMALL, (1, 2)),
     "position_bias": (SMALL, "none"),
     "attn_drop": (SMALL, 0.5),
+    "local": (SMALL, True),
 }
 SYMMETRIES = [({"transposed"}, {**SMALL, **FREE}), (set(), SMALL)]
 GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"kernel_size": 3, "dilation": 7})]

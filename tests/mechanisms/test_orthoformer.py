@@ -15,7 +15,7 @@ from tests.support.symmetry import ALL
 FEW = {"num_landmarks": 6}
 
 CASES = [Case("orthoformer", (5, 7), FEW, well_conditioned=False)]
-EFFECTS = {"num_landmarks": (FEW, 4)}
+EFFECTS = {"num_landmarks": (FEW, 4), "local": (FEW, True)}
 SYMMETRIES = [(ALL, FEW)]
 GROWTH = [Growth(1, 1)]
 REFUSED = [({"num_landmarks": 197}, r"attention\(orthoformer\).num_landmarks = 197: .* at most 196")]

@@ -42,6 +42,7 @@ EFFECTS = {
     "released": ({}, True),
     "noise": ({}, "released"),
     "eval_noise": ({}, False),
+    "local": ({}, True),
 }
 SYMMETRIES = [
     *((ALL, {"proposal": x}) for x in ("biased", "mean_key")),

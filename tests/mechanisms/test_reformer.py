@@ -22,7 +22,7 @@ CASES = [
     case({"chunk_size": 4, "same_bucket": True, "num_rounds": 2}),
     case({**SMALL, **PREFIX}),
 ]
-EFFECTS = {"chunk_size": (SMALL, 6), "num_rounds": (SMALL, 1), "same_bucket": (SMALL, True)}
+EFFECTS = {"chunk_size": (SMALL, 6), "num_rounds": (SMALL, 1), "same_bucket": (SMALL, True), "local": (SMALL, True)}
 SYMMETRIES = [(set(), {"chunk_size": 4})]
 GROWTH = [Growth(1, 1)]  # as SMYRF; of the hash, N^2 C / c up to N = c^2, little is left beside 4 l N c C
 SYMBOLS = {"l": 4, "c": 49}

@@ -15,7 +15,7 @@ CASES = [
     Case("rfa", (5, 7), {"num_samples": 10, **options}, stochastic=True, well_conditioned=False)
     for options in ({}, {"causal": True})
 ]
-EFFECTS = {"num_samples": ({}, 10), "causal": ({}, True)}
+EFFECTS = {"num_samples": ({}, 10), "causal": ({}, True), "local": ({}, True)}
 SYMMETRIES = [(ALL, {}), (set(), {"causal": True})]
 GROWTH = [Growth(1, 1)]
 SYMBOLS = {"s": 64}

@@ -52,6 +52,7 @@ EFFECTS = {
     "features": (SMALL, "hyperbolic"),
     "omega_sampling": (SMALL, "orthogonal"),
     "feature_redraw": (SMALL, "fixed"),
+    "local": (SMALL, True),
 }
 SYMMETRIES = [
     *((BLOCKS, {**WINDOW, **FREE, "leave_one_out": x}) for x in ("merge", "subtract", "none", "released")),

@@ -35,6 +35,7 @@ EFFECTS = {
     "features": (SMALL, "hyperbolic"),
     "omega_sampling": (SMALL, "orthogonal"),
     "feature_redraw": (SMALL, "fixed"),
+    "local": (SMALL, True),
 }
 SYMMETRIES = [(ALL, {"cluster_size": 4, "leave_one_out": x}) for x in ("subtract", "none", "average")]
 GROWTH = [Growth(1, 1)]

@@ -34,6 +34,7 @@ EFFECTS = {
     "shift": ({**SMALL, **ODD}, False),
     "position_bias": (SMALL, "none"),
     "attn_drop": (SMALL, 0.5),
+    "local": (SMALL, True),
 }
 SYMMETRIES = [
     (BLOCKS, {"window_size": 2, **FREE}),

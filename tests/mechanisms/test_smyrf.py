@@ -17,7 +17,7 @@ case = partial(Case, "smyrf", (5, 7), stochastic=True, well_conditioned=False)
 SMALL = {"cluster_size": 7}
 
 CASES = [case(SMALL), case({"cluster_size": 8, "num_rounds": 3})]
-EFFECTS = {"cluster_size": (SMALL, 8), "num_rounds": (SMALL, 1), "attn_drop": (SMALL, 0.5)}
+EFFECTS = {"cluster_size": (SMALL, 8), "num_rounds": (SMALL, 1), "attn_drop": (SMALL, 0.5), "local": (SMALL, True)}
 SYMMETRIES = [(ALL, {"cluster_size": 5})]
 GROWTH = [Growth(1, 1)]  # sorting, N log N, is no MAC and saves N indices
 REFUSED = [({"cluster_size": 197}, r"attention\(smyrf\).cluster_size = 197: .* at most 196")]

@@ -16,7 +16,7 @@ from tests.support.symmetry import ALL
 case = partial(Case, "softmax")
 
 CASES = [case((5, 7)), case((5, 7), {"causal": True})]
-EFFECTS = {"causal": ({}, True), "attn_drop": ({}, 0.5)}
+EFFECTS = {"causal": ({}, True), "attn_drop": ({}, 0.5), "local": ({}, True)}
 SYMMETRIES = [
     (ALL, {}),
     (set(), {"causal": True}),  # the order of the raster matters

@@ -17,7 +17,7 @@ from tests.support.inputs import B, d, draw, every_grid, h, layer, tokens
 case = partial(Case, "sparse_transformer", (5, 7))
 
 CASES = [case({"num_summary": 2}), case({"block_size": 8, "num_summary": 3}), case({"num_summary": 2, **PREFIX})]
-EFFECTS = {"block_size": ({}, 5), "num_summary": ({}, 2), "attn_drop": ({}, 0.5)}
+EFFECTS = {"block_size": ({}, 5), "num_summary": ({}, 2), "attn_drop": ({}, 0.5), "local": ({}, True)}
 SYMMETRIES = [(set(), {})]
 GROWTH = [
     Growth(1.5, 1.5),  # blocks of a row, b = sqrt(N)

@@ -14,7 +14,7 @@ from tests.support.inputs import d, draw, every_grid, h, layer, tokens
 case = partial(Case, "synthesizer", (5, 7))
 
 CASES = [case({"rank": 2}), case({"rank": 2, **PREFIX})]
-EFFECTS = {"rank": ({}, 2), "attn_drop": ({}, 0.5)}
+EFFECTS = {"rank": ({}, 2), "attn_drop": ({}, 0.5), "local": ({}, True)}
 SYMMETRIES = [(set(), {})]  # the weights depend on every position
 GROWTH = [Growth(2, 2)]
 SYMBOLS = {"p": 8}

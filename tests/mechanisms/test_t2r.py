@@ -14,7 +14,7 @@ CASES = [
     Case("t2r", (5, 7), {"num_features": 6, **options}, mixes_values=False, well_conditioned=False)
     for options in ({}, {"causal": True})
 ]
-EFFECTS = {"num_features": ({}, 6), "causal": ({}, True)}
+EFFECTS = {"num_features": ({}, 6), "causal": ({}, True), "local": ({}, True)}
 SYMMETRIES = [(ALL, {}), (set(), {"causal": True})]
 GROWTH = [Growth(1, 1)]
 SYMBOLS = {"m": 32}

@@ -37,6 +37,7 @@ EFFECTS = {
     "dual_norm": (SMALL, False),
     "position_bias": (SMALL, "none"),
     "attn_drop": (SMALL, 0.5),
+    "local": (SMALL, True),
 }
 SYMMETRIES = [
     (ALL, {**FEW, "window_size": 0}),

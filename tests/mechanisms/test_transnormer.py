@@ -39,6 +39,7 @@ EFFECTS = {
     "norm": ({}, "heads"),
     "layout": (SMALL, "1d"),
     "causal": ({}, True),
+    "local": ({}, True),
 }
 SYMMETRIES = [
     (ALL, {}),

@@ -12,7 +12,7 @@ from tests.support.inputs import d, draw, tokens
 from tests.support.symmetry import ALL
 
 CASES = [Case("xca", (5, 7), mixes_values=False)]
-EFFECTS = {"attn_drop": ({}, 0.5)}
+EFFECTS = {"attn_drop": ({}, 0.5), "local": ({}, True)}
 SYMMETRIES = [(ALL, {})]
 GROWTH = [Growth(1, 1)]
 SYMBOLS = {}

@@ -2,13 +2,11 @@
 "auto"; these tests cover the uses of a layer on all paths.
 """
 
-import contextlib
 import importlib
 
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 from attention import create_attention, kernels
@@ -248,28 +246,20 @@ def test_second_order_gradients_are_refused_and_plain_ones_exist(case):
         assert slope().isfinite().all()
 
 
-TRANSFORMS = {
-    "grad": lambda f, x: torch.func.grad(lambda x: f(x).square().sum())(x),
-    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
-    "vmap": lambda f, x: torch.func.vmap(f)(x[:, None]),
-    "forward_ad": lambda f, x: f(forward_ad.make_dual(x, x)),
-}
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit.script. is (deprecated|not supported)")  # jvp's own
-@pytest.mark.parametrize("transform", TRANSFORMS)
 @every_layer
-def test_transforms_are_refused_and_plain_ones_exist(case, transform):
+def test_batched_gradients_are_refused_and_plain_ones_exist(case):
     attn, x = case.build().eval(), case.tokens()
 
-    def run():
-        with forward_ad.dual_level() if transform == "forward_ad" else contextlib.nullcontext():
-            TRANSFORMS[transform](lambda x: attn(x, case.grid), x)
+    def jacobian() -> Tensor:
+        def totals(scale: Tensor) -> Tensor:
+            return attn(scale * x, case.grid).sum((0, 2))
 
-    with pytest.raises(RuntimeError, match=r"fast path of .* within kernels.use\('plain'\)"):
-        run()
+        return torch.autograd.functional.jacobian(totals, torch.ones((), dtype=x.dtype), vectorize=True)
+
+    with pytest.raises(RuntimeError, match=r"no batched gradients .* torch.func.jacrev, or .* kernels.use\('plain'\)"):
+        jacobian()
     with kernels.use("plain"):
-        run()
+        assert jacobian().isfinite().all()
 
 
 @every_layer

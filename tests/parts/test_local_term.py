@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from attention import ATTENTION
+from attention import ATTENTION, AttentionFactory, LayerContext
 from attention.parts.local_term import LocalTerm
 from tests.support.calls import value_and_gradients
 from tests.support.cases import Case
@@ -47,6 +47,8 @@ def test_masked_tokens_are_zeros():
     assert_equal(term.convolve(v, GRID, counts), term.convolve(torch.where(counts[:, None, :, None], v, 0), GRID))
 
 
+SMALL = {"window_size": 3, "num_landmarks": 6, "cluster_size": 4, "block_size": 4, "kernel_size": 3}
+SMALL |= {"num_clusters": 4, "num_top_keys": 5}
 HAVE_ONE = [name for name, kind in ATTENTION.items() if hasattr(kind.Config, "local") and kind.local_size]
 
 
@@ -54,7 +56,7 @@ HAVE_ONE = [name for name, kind in ATTENTION.items() if hasattr(kind.Config, "lo
 def test_a_layer_with_it_is_one_with_the_literal_term_in_value_and_all_gradients(name, monkeypatch):
     """Prefix tokens have no local term."""
     grid, own, P = (3, 4), vars(ATTENTION[name].Config()), 0 if ATTENTION[name].prefix_tokens == "refused" else 2
-    small = {key: value for key, value in {"window_size": 3, "num_landmarks": 6}.items() if key in own}
+    small = {key: value for key, value in SMALL.items() if key in own}
     case = Case(name, grid, {**small, "local": True, "num_prefix_tokens": P})
     attn, x = case.build().eval(), case.tokens()
     found = value_and_gradients(attn, x, grid)
@@ -67,3 +69,15 @@ def test_a_layer_with_it_is_one_with_the_literal_term_in_value_and_all_gradients
     (y, *gradients), (y_literal, *expected) = found, value_and_gradients(attn, x, grid)
     torch.testing.assert_close(y, y_literal, rtol=FP64, atol=FP64)
     torch.testing.assert_close(gradients, expected, rtol=FP64_GRADIENT, atol=FP64_GRADIENT)
+
+
+@pytest.mark.parametrize("name", HAVE_ONE)
+def test_its_cost_is_stated(name):
+    """25 taps, or 9, for every channel of every token; prefix tokens do not matter."""
+    mechanism, costs = ATTENTION[name], []
+    for local in (False, True):
+        config = AttentionFactory.from_options({"name": name, "local": local}).config
+        costs.append(mechanism.cost(LayerContext(dim=192, num_heads=3, grid=(14, 14)), config))
+    taps, width = mechanism.local_size**2, 64 if mechanism.local_by_head else 192
+    parameters, macs = (after - before for before, after in zip(*costs, strict=True))
+    assert (parameters, macs) == (width * (taps + 1), taps * 196 * 192)

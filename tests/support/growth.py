@@ -55,5 +55,5 @@ def own_costs(name: str, side: int, options: dict, device: str) -> tuple[float, 
 
 
 def order(costs: list[float]) -> float:
-    """Slope of log cost over log N."""
-    return linear_regression([2 * math.log(side) for side in SIDES], list(map(math.log, costs))).slope
+    """Slope of log |cost| over log N; costs are negative where queries and keys, or parts of them, do not exist."""
+    return linear_regression([2 * math.log(side) for side in SIDES], [math.log(abs(cost)) for cost in costs]).slope

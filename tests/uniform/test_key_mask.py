@@ -20,7 +20,7 @@ MASKED = [case for case in CASES if ATTENTION[case.name].key_mask_refusal is Non
 REFUSED = [name for name in ATTENTION if ATTENTION[name].key_mask_refusal is not None]
 OF_A_SET = {
     *("softmax", "performer", "linear", "xca", "cosformer", "transnormer", "t2r", "rfa", "dpfp", "abc"),
-    *("efficient", "hydra", "relu_linear"),
+    *("efficient", "hydra", "relu_linear", "identity", "mean"),
 }
 """Mechanisms that depend at most on the order of tokens, not on their positions in the grid."""
 one_case_of_each = pytest.mark.parametrize(  # the stress suite takes every case
@@ -73,7 +73,7 @@ def without_masked(name: str, args: list, options: dict, b: int) -> tuple[list, 
     """
     keep, filled = options.pop("key_mask")[b], options.pop("filled", None)
     queries = keep[-args[0].shape[2] :]
-    args[:3] = taken(args[0], queries, 2), taken(args[1], keep, 2), taken(args[2], keep, 2)
+    args[:3] = [taken(x, keep if i else queries, 2) for i, x in enumerate(args[:3])]  # q, k, v, or v alone
     if name == "abc":
         args[3] = taken(args[3], keep, 2)
     if name == "ra":

@@ -1,0 +1,29 @@
+"""Transforms of torch.func (grad, vmap, jvp, ...) and forward differentiation, which follow torch's own operators.
+
+They do not follow gradients written by hand, nor torch's fused attention.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+
+def transformed() -> bool:
+    """True within a transform of torch.func or forward differentiation; False in compiled and exported graphs.
+
+    `torch.autograd.Function` and `torch.autograd.forward_ad` use the same two checks internally.
+    """
+    if torch.compiler.is_compiling():
+        return False
+    return torch._C._are_functorch_transforms_active() or torch.autograd.forward_ad._current_level >= 0
+
+
+def softmax_attention(*args: Any, **kwargs: Any) -> Tensor:
+    """torch's `scaled_dot_product_attention`; within a transform by its definition, not by a fused kernel."""
+    if not transformed():
+        return F.scaled_dot_product_attention(*args, **kwargs)
+    with sdpa_kernel(SDPBackend.MATH):
+        return F.scaled_dot_product_attention(*args, **kwargs)

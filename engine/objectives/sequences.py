@@ -1,0 +1,63 @@
+"""Classification of sequences of tokens: grey images of any data set, whose pixels are numbers of a vocabulary."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from attention import ATTENTION
+from attention.options import OptionError
+from engine.objectives.classification import Classification
+from engine.objectives.objective import Run
+
+NO_AUGMENTATION: dict[str, Any] = {
+    **dict.fromkeys(("scale", "ratio"), (1.0, 1.0)),
+    **dict.fromkeys(("hflip", "color_jitter", "reprob", "mixup", "cutmix", "smoothing"), 0.0),
+    "auto_augment": None,
+}
+"""Options of the section `augment` that leave images unchanged."""
+
+
+def refuse_options(run: Run, neutral: Mapping[str, Mapping[str, Any]], why: str) -> None:
+    """Refuses options that do not have their neutral value: section -> option -> value.
+
+    Raises:
+        OptionError: the first of them; `why` and the remedy follow its value.
+    """
+    for section, options in neutral.items():
+        for name, value in options.items():
+            if (given := getattr(getattr(run, section), name)) != value:
+                remedy = f"set it to {'null' if value is None else value}"
+                raise OptionError(f"{section}.{name}", f" = {given}: {why}; {remedy}")
+
+
+class SequenceClassification(Classification):
+    """The objective of a run on the classes of sequences: `model.vocab_size` is set."""
+
+    inputs = "tokens"
+
+    @staticmethod
+    def applies(run: Run) -> bool:
+        return bool(run.model.get("vocab_size")) and run.data.dataset != "copy"
+
+    @staticmethod
+    def check(run: Run) -> None:
+        """Refuses augmentation and a teacher, which take pixels, and what cannot leave out padding."""
+        if not SequenceClassification.applies(run):
+            return
+        neutral = {"augment": type(run.augment)(**NO_AUGMENTATION), "distill": type(run.distill)()}
+        why = "with model.vocab_size, pixels are numbers of tokens"
+        refuse_options(run, {section: vars(options) for section, options in neutral.items()}, why)
+        if run.model["pad_token"] is None:
+            return
+        layers = run.attention if isinstance(run.attention, list) else [run.attention]
+        for name in (layer["name"] for layer in layers):
+            if refusal := ATTENTION[name].key_mask_refusal:
+                problem = f" = {run.model['pad_token']}: attention({name}) refuses a key mask, for {refusal}"
+                raise OptionError("model.pad_token", f"{problem}; set it to null, or choose another mechanism")
+        if run.train.compile:
+            raise OptionError(
+                "train.compile", " = true: with model.pad_token, blocks are not compiled; set it to false"
+            )
+
+    @staticmethod
+    def refuse_prediction(source: str, of_metrics: bool) -> str:
+        return "" if of_metrics else "trained on sequences of tokens, it does not take images; name a run of images"
