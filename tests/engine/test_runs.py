@@ -81,17 +81,18 @@ TAMPERED = [
 ]
 
 
+@pytest.mark.parametrize("number", [2, 4])
 @pytest.mark.parametrize("line", TAMPERED, ids=range(len(TAMPERED)))
-def test_a_line_that_is_no_record_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture, line: bytes):
-    """It is named, once, and neither a table nor a run that resumes fails."""
+def test_a_line_that_is_no_record_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture, line: bytes, number: int):
+    """It is named, once, and neither a table nor a run that resumes fails, wherever it stands."""
     run = make_run(tmp_path / "run", START, EVAL, TRAIN)
     expected = summarise(run)
     whole = (run / "metrics.jsonl").read_bytes()
-    first, rest = whole.split(b"\n", 1)
-    (run / "metrics.jsonl").write_bytes(first + b"\n" + line + b"\n" + rest)
+    lines = whole.splitlines(keepends=True)
+    (run / "metrics.jsonl").write_bytes(b"".join([*lines[: number - 1], line + b"\n", *lines[number - 1 :]]))
     assert (summarise(run), read_epochs(run)) == (expected, tabulate_epochs([START, EVAL, TRAIN]))
     error = capsys.readouterr().err
-    assert error == f"warning: {run}/metrics.jsonl:2: holds no record of a run; left out\n"
+    assert error == f"warning: {run}/metrics.jsonl:{number}: holds no record of a run; left out\n"
     progress = Progress(epoch=1, step=20)
     with Recorder(run, RUN, progress, total_steps=40, device=CPU):
         assert (run / "metrics.jsonl").read_bytes() == whole
@@ -104,11 +105,12 @@ def test_a_line_that_is_no_record_is_left_out(tmp_path: Path, capsys: pytest.Cap
         {"kind": "train", "epoch": 1, "step": 0, "images_per_second": None, "loss": None},
         {"kind": "eval", "epoch": 1, "step": 1, "elapsed_seconds": 1e90, "top1": None, "images_seen": 9},
         {"kind": "start", "epoch": 1, "step": 0, "elapsed_seconds": -1e90, "epochs": 1e90},
-        {"kind": "weird", "epoch": 2**52, "step": 2**52},
+        {"kind": "train", "epoch": 3, "step": 30},
+        {"kind": "eval", "epoch": 2, "step": 20},
     ],
 )
 def test_a_record_that_no_run_makes_stops_nothing(tmp_path: Path, record: dict):
-    run = make_run(tmp_path / "run", START, EVAL, TRAIN, record)
+    run = make_run(tmp_path / "run", START, {**EVAL, "loss": 1.0}, {**TRAIN, "step_seconds": 0.1}, record)
     summarise(run)
     epochs_csv(read_records(run))
     read_curve(run)
