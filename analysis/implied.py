@@ -40,8 +40,10 @@ def attention_inputs(model: nn.Module, images: Tensor) -> tuple[list[LayerInput]
     """Runs `model` on images (B, C, H, W) and returns the input of each attention layer, and the model's output."""
     found = []
 
-    def keep(attn: Attention, inputs: tuple[Tensor, Grid]) -> None:
-        found.append(LayerInput(attn, *inputs))
+    def keep(attn: Attention, inputs: tuple[Tensor, Grid, Tensor | None]) -> None:
+        x, grid, key_mask = inputs
+        assert key_mask is None, "these are images without padding"
+        found.append(LayerInput(attn, x, grid))
 
     hooks = [layer.register_forward_pre_hook(keep) for layer in attention_layers(model)]
     try:

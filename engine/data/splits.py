@@ -65,15 +65,24 @@ class Images(Dataset):
 
     def __getitem__(self, index: int) -> tuple[Any, int | Tensor] | BrokenImage:
         try:
+            image, label = self._read(index)
+            inputs = image if self.transform is None else self.transform(image)
+        except BrokenImage as error:
+            return BrokenImage(f"{self.filename(index)}: {error}")
+        return inputs, label if self.create_target is None else self.create_target(index)
+
+    def _read(self, index: int) -> tuple[Image.Image, int]:
+        """The decoded image and its class index.
+
+        Raises:
+            BrokenImage: its file cannot be read.
+        """
+        try:
             file, label = self.reader[index]
             with file:
-                image = decode(file, self.mode)
-            if self.transform is not None:
-                image = self.transform(image)
-        except (BrokenImage, OSError, tarfile.TarError) as error:
-            return BrokenImage(f"{self.filename(index)}: {error}")
-        target = int(label) if self.create_target is None else self.create_target(index)
-        return image, target
+                return decode(file, self.mode), int(label)
+        except (OSError, tarfile.TarError) as error:
+            raise BrokenImage(str(error)) from error
 
 
 def open_images(run: Run, option: Literal["train_split", "val_split"], img_size: Size, as_bytes: bool) -> Images:

@@ -148,7 +148,7 @@ def test_the_matrices_are_those_of_the_model():
     model = create_model("deit", attention="softmax", class_token=True, **DEIT).double().eval()
     outputs = {}
     for name, block in enumerate(model.blocks):
-        block.attn.register_forward_hook(lambda attn, inputs, y, name=name: outputs.update({name: (*inputs, y)}))
+        block.attn.register_forward_hook(lambda attn, inputs, y, name=name: outputs.update({name: (*inputs[:2], y)}))
     layers = capture(model, torch.randn(2, 3, 16, 24, dtype=torch.float64))
     assert [(layer.name, layer.grid) for layer in layers] == [("layer 1", (4, 6)), ("layer 2", (4, 6))]
     for layer, block, (x, grid, y) in zip(layers, model.blocks, outputs.values(), strict=True):

@@ -94,11 +94,17 @@ def test_masked_pixels_are_hidden_and_every_patch_is_reconstructed_in_its_place(
         torch.testing.assert_close(patch.flatten(1), tokens[:, 6 * row + column])
 
 
-def test_a_mask_that_would_be_ignored_is_refused_and_so_are_patches_that_the_decoder_does_not_make():
-    plain = create_model("deit", img_size=16, patch_size=4, embed_dim=12, depth=1, num_heads=3)
+def test_a_mask_is_a_key_mask_to_a_model_without_mask_token():
+    """No model ignores its second argument."""
+    torch.manual_seed(0)
+    plain = create_model("deit", img_size=16, patch_size=4, embed_dim=12, depth=1, num_heads=3).eval()
+    images, mask = torch.randn(1, 3, 16, 16), draw(1, 4, 4)
     for function in (plain, plain.forward_features):
-        with pytest.raises(TypeError, match="positional argument"):
-            function(torch.randn(1, 3, 16, 16), draw(1, 4, 4))
+        assert torch.equal(function(images, mask), function(images, key_mask=mask))
+        assert not torch.equal(function(images, mask), function(images))
+
+
+def test_patches_that_the_decoder_does_not_make_are_refused():
     model = build(run_of())
     size, before = 2 * model.config.patch_size, model.config
     with pytest.raises(OptionError, match=rf"patch_size = {size}: the decoder to pixels is of {size // 2}"):
