@@ -82,6 +82,8 @@ def scatterbrain_reference(q, k, v, omega, bias=None, *, windows, leave_one_out=
             largest = phi_k[:, :, counted].amax(2).detach()
             mean = mean * (mass / mass.maximum(1e-3 * largest))[..., None]
             mass = mass + 1e-5 * phi_k[:, :, counted].sum(2)
+        if not values.shape[2] and not outside:  # a masked query, with no token that counts before it
+            continue
         exact, estimate = logits.exp(), phi_q[:, :, n] * mass / phi_q.shape[-1]
         numerator = (exact[:, :, None] @ values + estimate[:, :, None] @ mean)[:, :, 0]
         y[:, :, n] = numerator / (exact.sum(-1) + estimate.sum(-1))[..., None]

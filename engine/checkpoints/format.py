@@ -14,7 +14,7 @@ import re
 import sys
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,13 +33,29 @@ MAX_PLAIN = 10_000
 MAX_CLASSES = 100
 """Classes of objects that a file of another program may hold."""
 
+MAX_STATES = 1_000
+"""States that objects are given: of mappings the metadata, and of objects of another program."""
+
+MAX_NUMBERS_AS_KEYS = 1_000
+"""Keys of mappings that are numbers of more than 16 bits, which a file can choose so that they collide."""
+
+MAX_DIMENSIONS = 64
+"""Dimensions of a tensor, as in torch."""
+
 MEMBER = re.compile(r"[^/]+/(data\.pkl|data/\d+|version|byteorder|\.[a-z_]+|\.data/serialization_id)")
 
 OPERATIONS = re.compile(
     "PROTO|STOP|MARK|EMPTY_(DICT|LIST|TUPLE)|TUPLE[123]?|APPENDS?|SETITEMS?|NONE|NEWTRUE|NEWFALSE|NEWOBJ"
     "|BININT[12]?|LONG1|BINFLOAT|BINUNICODE|GLOBAL|REDUCE|BUILD|BINPERSID|(LONG_)?BIN(PUT|GET)"
 )
-"""Operations of the pickles that torch writes (protocol 2); none allocates more than the file holds."""
+"""Operations of the pickles that torch writes (protocol 2); none allocates more than the file holds, or reads numbers
+from text, which takes time by the square of its length."""
+
+BY_CODE = {ord(x.code): x for x in pickletools.opcodes if OPERATIONS.fullmatch(x.name)}
+
+SMALL_KEYS = re.compile("BINUNICODE|BININT[12]")
+NUMBERS_AS_KEYS = re.compile("BININT|LONG1|BINFLOAT|NONE|NEWTRUE|NEWFALSE")
+"""Operations whose objects may be keys of a mapping. The hash of a text is secret, and those of others are not."""
 
 STORAGES = {
     **{"DoubleStorage": torch.float64, "FloatStorage": torch.float32, "HalfStorage": torch.float16},
@@ -125,15 +141,54 @@ def read_archive(content: bytes) -> Content:
     return Content(values, class_names=tuple(reader.classes))
 
 
+def _operations(structure: bytes) -> Iterator[tuple[pickletools.OpcodeInfo, Any]]:
+    """Yields the operations of a pickle and their arguments, which are read only where the operation is known."""
+    stream = io.BytesIO(structure)
+    while code := stream.read(1):
+        operation = BY_CODE.get(code[0])
+        if operation is None:
+            raise ValueError(f"a pickle with the operation {code!r}")
+        yield operation, operation.arg.reader(stream) if operation.arg else None
+        if operation.name == "STOP":
+            return
+    raise ValueError("a pickle without an end")
+
+
 def _check_operations(structure: bytes) -> None:
-    num_put = 0
-    for operation, argument, _ in pickletools.genops(structure):
-        if not OPERATIONS.fullmatch(operation.name):
-            raise ValueError(f"a pickle with {operation.name}")
-        if operation.name in ("BINPUT", "LONG_BINPUT"):
+    """Checks that a pickle takes no more time or memory than its size allows.
+
+    Follows the unpickler's stack, with the name of the operation that makes an object in the place of the object.
+
+    Raises:
+        ValueError, IndexError and others: it does.
+    """
+    stack: list[str] = []
+    memo: dict[int, str] = {}
+    num_put = num_states = num_numbers = 0
+    for operation, argument in _operations(structure):
+        name, before = operation.name, operation.stack_before
+        if name in ("BINPUT", "LONG_BINPUT"):
             num_put += 1
-            if not isinstance(argument, int) or argument > num_put:  # Python allocates a table of that size
+            if argument > num_put:  # Python allocates a table of that size
                 raise ValueError("a pickle that numbers its objects at random")
+            memo[argument] = stack[-1]
+        taken = []  # the last first
+        if pickletools.markobject in before:
+            taken, before = list(iter(stack.pop, "MARK")), before[:-2]
+        taken += [stack.pop() for _ in before]
+        made = memo[argument] if name in ("BINGET", "LONG_BINGET") else name
+        stack += [made] * len(operation.stack_after)
+        if name in ("SETITEM", "SETITEMS"):
+            keys = [key for key in taken[1::2] if not SMALL_KEYS.fullmatch(key)]
+            if not all(map(NUMBERS_AS_KEYS.fullmatch, keys)):
+                raise ValueError("a mapping with keys that are neither texts nor numbers")
+            num_numbers += len(keys)
+            if num_numbers > MAX_NUMBERS_AS_KEYS:
+                raise ValueError(f"mappings with more than {MAX_NUMBERS_AS_KEYS} large numbers as keys")
+        elif name == "BUILD":
+            num_states += 1
+            if num_states > MAX_STATES:
+                raise ValueError(f"a pickle of more than {MAX_STATES} objects with a state")
 
 
 def _read_members(content: bytes) -> dict[str, bytes]:
@@ -172,9 +227,9 @@ class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         full = f"{module}.{name}"
         if full == "collections.OrderedDict":
-            return OrderedDict
+            return partial(self.mapping)  # a new one each time: a pickle can change its attributes
         if full == "torch._utils._rebuild_tensor_v2":
-            return partial(self.tensor)  # a new one each time: a pickle can change its attributes
+            return partial(self.tensor)
         if module == "torch" and name in STORAGES:
             return STORAGES[name]
         if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
@@ -186,14 +241,23 @@ class _Reader(pickle.Unpickler):
     def persistent_load(self, pid: tuple) -> tuple[str, torch.dtype]:
         """Returns the name and the type of a storage that the archive holds."""
         kind, dtype, key, _, num_elements = pid
+        if not isinstance(key, str) or not isinstance(num_elements, int):
+            raise ValueError("a tensor whose data has no name or size")
         name = f"data/{key}"
         data = self.members.get(name)
         if kind != "storage" or data is None or len(data) != dtype.itemsize * num_elements:
             raise ValueError(f"a tensor of {num_elements} elements, which the archive does not hold")
         return name, dtype
 
+    @staticmethod
+    def mapping() -> OrderedDict[Any, Any]:
+        """Returns an empty mapping; called with the items of another one, it would copy them."""
+        return OrderedDict()
+
     def tensor(self, storage: tuple[str, torch.dtype], offset: int, size: tuple, stride: tuple, *rest: Any) -> Any:
         """Returns a tensor in a storage, or None, see `storages`."""
+        if len(size) > MAX_DIMENSIONS or not all(type(x) is int for x in (offset, *size, *stride)):
+            raise ValueError("a tensor of a strange size")
         name, dtype = storage
         num_elements = len(self.members[name]) // dtype.itemsize
         last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))

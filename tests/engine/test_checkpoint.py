@@ -617,6 +617,7 @@ def hostile_files(directory: Path, whole: dict) -> dict[str, Path]:
         "memo": with_pickle(content, numbered),
         "deep": with_pickle(content, deep),
         "long": with_pickle(content, b"\x80\x02" + b"N0" * 2**20 + b"N."),
+        **{name: with_pickle(content, structure) for name, structure in slow_pickles().items()},
     }
     contents["aliases"] = saved(whole | {"config": bomb})
     paths = {name: directory / f"{name}.pt" for name in (*contents, "link", "FIFO", "device")}
@@ -633,6 +634,48 @@ def hostile_files(directory: Path, whole: dict) -> dict[str, Path]:
     paths["1 TB safetensors"] = directory / "huge.safetensors"
     paths["1 TB safetensors"].write_bytes((2**40).to_bytes(8, "little") + b"{}")
     return paths
+
+
+def pickled(value: object) -> bytes:
+    """The operations of a plain value, without the first and the last."""
+    return pickle.dumps(value, 2)[2:-1]
+
+
+def slow_pickles() -> dict[str, bytes]:
+    """Pickles of at most 2 MB that took minutes or all memory when they were read."""
+    many = 300_000
+    nested = pickled("x") + b"q\0" + b"".join(b"h%ch%c\x87q%c" % (i, i, i + 1) for i in range(40))  # 3^40 texts
+    mapping, rebuild = b"ccollections\nOrderedDict\n", b"ctorch._utils\n_rebuild_tensor_v2\n"
+    items = b"](" + b"".join(b"]q%c(" % i + pickled(i) + b"Ne" for i in range(200)) + b"eq\1"
+    data = [pickled("storage"), b"ctorch\nFloatStorage\n", pickled("0"), pickled("cpu"), b"K\1"]
+    storage = b"(" + b"".join(data) + b"tQ"
+    values = {
+        "text of an integer": b"I" + b"1" * 2 * 10**6 + b"\n",
+        "keys that collide": b"}(" + b"".join(pickled(1 + i * (2**61 - 1)) + b"N" for i in range(many // 2)) + b"u",
+        "nested key": b"}" + nested + b"Ns",
+        "copied mapping": items + mapping + b"q\2(" + b"h\2h\1\x85R" * many + b"t\x87",
+        "state set again": mapping
+        + b")R"
+        + pickled(dict.fromkeys(map(str, range(many // 6))))
+        + b"q\1"
+        + b"bh\1" * many
+        + b"b",
+        "nested name of data": b"(" + b"".join([*data[:2], nested, *data[3:]]) + b"tQ",
+        "nested size of data": b"(" + b"".join([*data[:4], nested]) + b"tQ",
+        "many dimensions": (
+            pickled((1,) * 10**5)
+            + b"q\0"
+            + storage
+            + b"q\1"
+            + rebuild
+            + b"q\2("
+            + b"(h\1K\0h\0h\0tq\3"
+            + b"h\2h\3R" * many
+            + b"t\x87\x86"
+        ),
+        "a list as a stride": rebuild + b"(" + storage + b"K\0" + pickled((2**32,)) + b"]Na\x85tR",
+    }
+    return {name: b"\x80\2}" + pickled("model") + value + b"s." for name, value in values.items()}
 
 
 def claim_terabyte(structure: bytes) -> bytes:
