@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .inputs import check_inputs
 from .options import OptionError, check_fields
 from .parts.geometry import Grid, merge_heads, split_heads, split_prefix
 from .parts.linear import init_linear
@@ -207,20 +208,17 @@ class Attention(nn.Module):
                 attention_mask. The values of other tokens have no effect and no gradient; their outputs are zero.
 
         Raises:
-            ValueError: the number of tokens is not P + H*W; the mask has another shape or type, or the mechanism
-                refuses masks.
+            TypeError: the grid is no pair of ints.
+            ValueError: x is not (B, P + H*W, C), as an image (B, C, H, W) is not; the mask has another shape or type,
+                or the mechanism refuses masks.
         """
         if torch.jit.is_tracing():  # it records sizes as tensors, but a traced graph belongs to one grid
             grid = int(grid[0]), int(grid[1])
-        (H, W), P = grid, self.num_prefix_tokens
-        if x.shape[1] != P + H * W:
-            raise ValueError(
-                f"attention({self.name()}): got {x.shape[1]} tokens, but {P} prefix tokens and a {H}x{W} grid make"
-                f" {P + H * W}; give the (H, W) of these tokens"
-            )
+        P = self.num_prefix_tokens
+        grid = check_inputs(f"attention({self.name()})", x, grid, P, self.num_heads * self.head_dim)
         if key_mask is None:
             return self.output(self.attend_all(self.project(x, grid), grid), x)
-        self.check_key_mask(key_mask, (x.shape[0], H * W))
+        self.check_key_mask(key_mask, (x.shape[0], grid[0] * grid[1]))
         counts = F.pad(key_mask, (P, 0), value=True)
         x = stand_in(x, counts)
         # If no token of an image counts, its zeros attend to each other.
