@@ -152,16 +152,16 @@ class Attention(nn.Module):
         return self.prefix_tokens == "plain" and not places
 
     @classmethod
-    def refuse(cls, name: str, value: Any, problem: str) -> NoReturn:
-        """Raises the OptionError for option `name` of this mechanism."""
-        raise OptionError(f"attention({cls.name()}).{name}", f" = {value}: {problem}")
+    def refuse(cls, name: str, value: Any, problem: str, fitting: Any = None) -> NoReturn:
+        """Raises the OptionError for option `name` of this mechanism; for `fitting` see there."""
+        raise OptionError(f"attention({cls.name()}).{name}", f" = {value}: {problem}", fitting)
 
     def refuse_above(self, context: LayerContext, *names: str, side: int = 0) -> None:
         """Raises the OptionError for options larger than the number of tokens of the grid, or than its longest side."""
         (H, W), what = context.grid, "larger than" if side else "more than the tokens of"
         for name in names:
             if (value := getattr(self.config, name, 0)) > (most := side or context.num_tokens):
-                self.refuse(name, value, f"{what} the {H}x{W} grid; at most {most}")
+                self.refuse(name, value, f"{what} the {H}x{W} grid; at most {most}", most)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Any) -> Cost:
