@@ -8,7 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from attention import ATTENTION, Attention, Grid, OptionError
+from attention import ATTENTION, Attention, Grid, LayerContext, OptionError
+from attention.fitting import fitted
+from attention.options import Options, fit_option, option
+from attention.parts.groups import bin_counts
 from tests.support.cases import HEAD_DIM, HEADS, B, Case
 from tests.support.facts import CASES, FACTS, light
 from tests.support.outside import OUTSIDE
@@ -158,6 +161,23 @@ def test_other_grids_compile_into_one_graph(name):
 def test_sizes_by_hand(name, options, grid, sizes):
     config = dataclasses.asdict(Case(name, grid, {**options, "fit": True}).build().config)
     assert {key: config[key] for key in sizes} == sizes
+
+
+class Rows(Attention):
+    class Config(Options):
+        window_size: int = option(7, "tokens of a window", low=1)
+        num_landmarks: int = option(16, "groups", low=1)
+        fit: bool = fit_option()
+
+    def __init__(self, context: LayerContext, config: Config):
+        super().__init__(context, config)
+        self.refuse_above(context, "window_size", side=context.grid[1])
+        bin_counts(config.num_landmarks, context.grid, "attention(rows).num_landmarks")
+
+
+def test_a_mechanism_from_outside_has_the_option_by_one_line():
+    config = fitted(Rows, LayerContext(dim=4, num_heads=1, grid=(3, 5)), Rows.Config(fit=True))
+    assert config == Rows.Config(window_size=5, num_landmarks=15, fit=True)
 
 
 def test_without_the_option_sizes_are_refused():
