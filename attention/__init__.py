@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from .base import Attention, LayerContext
+from .fitting import fitted
 from .ops import kernels
 from .option_tables import OptionInfo, describe
 from .options import OptionError, parse_options
@@ -77,12 +78,13 @@ class AttentionFactory:
         return cls(name, parse_options(find_mechanism(name, f"{path}.name").Config, rest, f"{path}({name})"))
 
     def __call__(self, **context: Any) -> Attention:
-        """Builds the layer for `LayerContext(**context)`.
+        """Builds the layer for `LayerContext(**context)`; with the option `fit`, of the sizes that its grid allows.
 
         Raises:
             OptionError: options that the context's dimensions cannot honour.
         """
-        return ATTENTION[self.name](LayerContext(**context), self.config)
+        mechanism, where = ATTENTION[self.name], LayerContext(**context)
+        return mechanism(where, fitted(mechanism, where, self.config))
 
 
 def create_attention(

@@ -23,6 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .inputs import check_inputs
 from .options import OptionError, check_fields
 from .parts.geometry import Grid, merge_heads, split_heads, split_prefix
 from .parts.linear import init_linear
@@ -151,16 +152,16 @@ class Attention(nn.Module):
         return self.prefix_tokens == "plain" and not places
 
     @classmethod
-    def refuse(cls, name: str, value: Any, problem: str) -> NoReturn:
-        """Raises the OptionError for option `name` of this mechanism."""
-        raise OptionError(f"attention({cls.name()}).{name}", f" = {value}: {problem}")
+    def refuse(cls, name: str, value: Any, problem: str, fitting: Any = None) -> NoReturn:
+        """Raises the OptionError for option `name` of this mechanism; for `fitting` see there."""
+        raise OptionError(f"attention({cls.name()}).{name}", f" = {value}: {problem}", fitting)
 
     def refuse_above(self, context: LayerContext, *names: str, side: int = 0) -> None:
         """Raises the OptionError for options larger than the number of tokens of the grid, or than its longest side."""
         (H, W), what = context.grid, "larger than" if side else "more than the tokens of"
         for name in names:
             if (value := getattr(self.config, name, 0)) > (most := side or context.num_tokens):
-                self.refuse(name, value, f"{what} the {H}x{W} grid; at most {most}")
+                self.refuse(name, value, f"{what} the {H}x{W} grid; at most {most}", most)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Any) -> Cost:
@@ -207,20 +208,17 @@ class Attention(nn.Module):
                 attention_mask. The values of other tokens have no effect and no gradient; their outputs are zero.
 
         Raises:
-            ValueError: the number of tokens is not P + H*W; the mask has another shape or type, or the mechanism
-                refuses masks.
+            TypeError: the grid is no pair of ints.
+            ValueError: x is not (B, P + H*W, C), as an image (B, C, H, W) is not; the mask has another shape or type,
+                or the mechanism refuses masks.
         """
         if torch.jit.is_tracing():  # it records sizes as tensors, but a traced graph belongs to one grid
             grid = int(grid[0]), int(grid[1])
-        (H, W), P = grid, self.num_prefix_tokens
-        if x.shape[1] != P + H * W:
-            raise ValueError(
-                f"attention({self.name()}): got {x.shape[1]} tokens, but {P} prefix tokens and a {H}x{W} grid make"
-                f" {P + H * W}; give the (H, W) of these tokens"
-            )
+        P = self.num_prefix_tokens
+        grid = check_inputs(f"attention({self.name()})", x, grid, P, self.num_heads * self.head_dim)
         if key_mask is None:
             return self.output(self.attend_all(self.project(x, grid), grid), x)
-        self.check_key_mask(key_mask, (x.shape[0], H * W))
+        self.check_key_mask(key_mask, (x.shape[0], grid[0] * grid[1]))
         counts = F.pad(key_mask, (P, 0), value=True)
         x = stand_in(x, counts)
         # If no token of an image counts, its zeros attend to each other.

@@ -19,11 +19,13 @@ class OptionError(ValueError):
 
     Attributes:
         key: dotted path of the offending option, e.g. ``"attention(eva).window_size"``.
+        fitting: for a size that is too large for the grid, the largest value that is not; otherwise None.
     """
 
-    def __init__(self, key: str, problem: str):
+    def __init__(self, key: str, problem: str, fitting: Any = None):
         super().__init__(f"{key}{problem}" if problem.startswith(" ") else f"{key}: {problem}")
         self.key = key
+        self.fitting = fitting
 
 
 class UnknownOptionError(OptionError, TypeError):
@@ -74,6 +76,11 @@ def causal_option() -> Any:
 def local_option(default: bool = False) -> Any:
     """The field `local`, by which `Attention` adds a mechanism's local term."""
     return option(default, "add a depthwise convolution of the values, as an image of the grid")
+
+
+def fit_option() -> Any:
+    """The field `fit` of a mechanism with sizes that a grid can be too small for; see `attention.fitting`."""
+    return option(False, "sizes that the grid is too small for become the largest that it allows")
 
 
 def nearest(word: object, choices: Iterable[object]) -> str:

@@ -2,9 +2,11 @@
 
 import dataclasses
 import inspect
+import re
 import typing
 
 import pytest
+import torch
 import yaml
 
 import attention
@@ -105,3 +107,46 @@ def test_a_mechanism_in_full(capsys):
             main(arguments)
         assert stopped.value.code == status
     assert "attention.name: unknown mechanism 'sofmax'; did you mean 'softmax'?" in capsys.readouterr().err
+
+
+SHAPES = {  # shape of x, grid -> the error's type and what it says
+    ((2, 16, 4, 6), (4, 6)): (ValueError, "(2, 16, 4, 6); give its tokens, x.flatten(2).mT for (B, C, H, W), and the"),
+    ((2, 4, 6, 16), (4, 6)): (ValueError, "x.flatten(1, 2) for (B, H, W, C), and the grid (4, 6)"),
+    ((24, 16), (4, 6)): (ValueError, "got x of shape (24, 16), but tokens are (B, N, C) with C = 16; add the axis"),
+    ((16,), (4, 6)): (ValueError, "got x of shape (16,), but tokens are (B, N, C) with C = 16"),
+    ((2, 24, 15), (4, 6)): (ValueError, "got tokens of 15 channels, but the layer has dim = 16; give tokens of that"),
+    ((2, 25, 16), (4, 6)): (ValueError, "got 25 tokens, but 0 prefix tokens and a 4x6 grid make 24; give the (H, W)"),
+    ((2, 16, 24), (4, 6)): (ValueError, "got tokens of 24 channels, but the layer has dim = 16"),
+    ((2, 24, 16), 24): (TypeError, "got the grid 24; give the rows and columns of the tokens, two ints (H, W)"),
+    ((2, 24, 16), None): (TypeError, "got the grid None; give"),
+    ((2, 24, 16), (4.0, 6.0)): (TypeError, "got the grid (4.0, 6.0); give"),
+    ((2, 24, 16), (24,)): (TypeError, "got the grid (24,); give"),
+    ((2, 24, 16), torch.Size((2, 16, 4, 6))): (TypeError, "got the grid torch.Size([2, 16, 4, 6]); give"),
+    ((2, 24, 16), "46"): (TypeError, "got the grid '46'; give"),
+}
+
+
+@pytest.mark.parametrize(("given", "error"), SHAPES.items(), ids=str)
+@pytest.mark.parametrize("name", ["softmax", "eva", "sra"])
+def test_inputs_of_another_shape_say_what_to_give(name, given, error):
+    (shape, grid), (kind, message) = given, error
+    attn = create_attention(name, dim=16, num_heads=2, grid=(14, 14))
+    with pytest.raises(kind) as refused:
+        attn(torch.randn(shape), grid)
+    assert str(refused.value).startswith(f"attention({name}): got ")
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("P", [0, 2])
+def test_the_remedy_for_an_image_is_right(P):
+    attn = create_attention("local", dim=16, num_heads=2, grid=(14, 14), num_prefix_tokens=P).eval()
+    image = torch.randn(2, 16, 8, 9)
+    with pytest.raises(ValueError, match=f"give its tokens{f' after {P} prefix tokens' * bool(P)}, ") as refused:
+        attn(image, (8, 9))
+    tokens, grid = re.search(r", x\.(.*) for .* the grid \((.*)\)", str(refused.value)).groups()
+    tokens, grid = {"flatten(2).mT": image.flatten(2).mT}[tokens], [int(side) for side in grid.split(",")]
+    x = torch.cat([torch.randn(2, P, 16), tokens], 1)
+    y = attn(x, grid)  # a list, as LayerContext takes one
+    assert torch.equal(y, attn(x, image.shape[2:]))
+    assert torch.equal(y[:, P + 5 * 9 + 7], attn(x, (8, 9))[:, P:].mT.unflatten(2, (8, 9))[:, :, 5, 7])

@@ -72,6 +72,16 @@ def test_prediction(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.strip() in names["classes"] == CLASSES
 
 
+def test_small_grids():
+    (example,) = [code for code in PYTHON if '"fit": True' in code]
+    names: dict = {}
+    exec(example, names)
+    sides = re.findall(r"(\d+)x(\d+)", example)
+    assert [tuple(map(str, y.shape[2:])) for y in names["grids"]] == sides
+    attn = create_attention("eva", dim=192, num_heads=3, grid=(28, 28), fit=True)  # of the first page
+    assert attn(torch.randn(1, 6, 192), (3, 2)).shape == (1, 6, 192)
+
+
 CLIENTS = INTEGRATION[INTEGRATION.index("## In other people's models") : INTEGRATION.index("## timm's scripts")]
 IN_TIMM, IN_TRANSFORMERS, SEQUENCE, OF_SIZES, CAUSAL = re.findall(r"```python\n(.*?)```", CLIENTS, re.DOTALL)
 

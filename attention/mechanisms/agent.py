@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
-from ..options import Options, local_option, option, released_option
+from ..options import Options, fit_option, local_option, option, released_option
 from ..parts.geometry import Grid, split_prefix
 from ..parts.groups import Groups, group_mean, pools_option, segments
 from ..parts.position import PositionTable
@@ -62,6 +62,7 @@ class Agent(Attention):
         released_pools: bool | None = pools_option()
         local: bool = local_option(True)
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)

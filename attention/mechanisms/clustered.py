@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
-from ..options import Options, local_option, option
+from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision, scale
 from ..parts.geometry import Grid, gather_tokens
 from ..parts.sampling import redrawn
@@ -115,6 +115,7 @@ class Clustered(Attention):
         num_bits: int = option(63, "hash bits of a query", low=1, high=63)
         num_iterations: int = option(10, "iterations of Lloyd's algorithm", low=0, high=1000)
         local: bool = local_option()
+        fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import projections
-from ..options import Options, option
+from ..options import Options, fit_option, option
 from ..parts.geometry import Grid
 from ..parts.local_term import LocalTerm
 
@@ -44,6 +44,7 @@ class Convolution(Attention):
 
     class Config(Options):
         kernel_size: int = option(Attention.local_size, "side p in tokens of the filters; odd", low=1)
+        fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)

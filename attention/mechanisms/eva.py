@@ -25,7 +25,7 @@ from ..costs import group_cost, local_cost, num_padded, total, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
 from ..ops.group_values.op import Visibility, attended_summaries, group_logits, group_prior, group_values
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference
-from ..options import Options, local_option, option, released_option
+from ..options import Options, fit_option, local_option, option, released_option
 from ..parts.geometry import Grid, Layout, Windows, raster, split_prefix
 from ..parts.groups import Groups, bin_counts, bins, bins_outside, chunks_outside
 from ..parts.position import BiasKind
@@ -113,6 +113,7 @@ class Eva(Attention):
         )
         attn_drop: float = option(0.0, "dropout rate of the joint softmax weights", low=0, high=1)
         local: bool = local_option()
+        fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -136,11 +137,12 @@ class Eva(Attention):
     def groups(config: Config, grid: Grid, device: torch.device) -> Groups:
         """The partition of the option `partition` over this grid."""
         c, partition, windows = config.num_landmarks, config.partition, windows_on(config, grid)
+        key, fit = "attention(eva).num_landmarks", config.fit and config.mu != "trainable"  # means of c groups
         if partition == "complement":
-            return chunks_outside(windows, c, device, "attention(eva).num_landmarks")
+            return chunks_outside(windows, c, device, key, fit)
         area = raster(grid, "1d") if partition == "all_1d" else windows.grid
         margin = windows.overlap if config.released_overlap_groups else (0, 0)
-        groups = bins(area, bin_counts(c, area, "attention(eva).num_landmarks"), device, margin)
+        groups = bins(area, bin_counts(c, area, key, fit), device, margin)
         return bins_outside(groups, windows) if partition == "mask" else groups
 
     @classmethod

@@ -17,7 +17,7 @@ from ..base import Attention, Cost, LayerContext
 from ..costs import group_cost, local_cost, num_padded, total, window_cost
 from ..ops.group_values.landmarks import Landmarks, Mean, Transform, landmark_option
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax, mix_reference, summary_logits
-from ..options import Options, local_option, option, released_option
+from ..options import Options, fit_option, local_option, option, released_option
 from ..parts.features import full_precision, scale, upcast, xi
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.position import BiasKind
@@ -102,6 +102,7 @@ class EvaClustered(Attention):
         log_count: bool = option(False, "add log |P_c| to a cluster's logit")
         noise: Noise | None = noise_option()
         local: bool = local_option()
+        fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import group_cost, local_cost, num_padded, total, window_macs
 from ..ops.group_values.landmarks import Landmarks, Mean, Pool, Transform, landmark_option
-from ..options import Options, local_option, option, released_option
+from ..options import Options, fit_option, local_option, option, released_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, Windows, raster, split_prefix
 from ..parts.groups import Groups, bin_counts, bins, bins_outside
@@ -87,6 +87,7 @@ class EvaLsh(Attention):
         log_count: bool = option(False, "add log |P_c| to a group's logit")
         noise: Noise | None = noise_option()
         local: bool = local_option()
+        fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -99,8 +100,8 @@ class EvaLsh(Attention):
     def clusters_and_groups(config: Config, grid: Grid, device: torch.device) -> tuple[Windows, Groups]:
         """Clusters and groups of the sorted tokens, which form a grid of one row."""
         order, c = raster(grid, "1d"), config.num_landmarks
-        windows = Windows(order, (1, config.cluster_size))
-        groups = bins(order, bin_counts(c, order, "attention(eva_lsh).num_landmarks"), device)
+        windows, fit = Windows(order, (1, config.cluster_size)), config.fit and config.mu != "trainable"
+        groups = bins(order, bin_counts(c, order, "attention(eva_lsh).num_landmarks", fit), device)
         return windows, bins_outside(groups, windows) if config.partition == "mask" else groups
 
     @classmethod

@@ -21,7 +21,7 @@ from ..ops.group_values.op import group_mean
 from ..ops.kernels import with_fast_path
 from ..ops.random_features import fused, proposals
 from ..ops.random_features.op import mix_features
-from ..options import Options, local_option, option, released_option
+from ..options import Options, fit_option, local_option, option, released_option
 from ..parts.features import full_precision, log_features, scale
 from ..parts.geometry import Grid, split_prefix
 from ..parts.groups import Groups, pools_option, segments
@@ -109,6 +109,7 @@ class Lara(Attention):
         noise: Noise | None = noise_option()
         released_pools: bool | None = pools_option(lambda c: c.proposal != "single")
         local: bool = local_option()
+        fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Any):
         super().__init__(context, config)
@@ -130,7 +131,7 @@ class Lara(Attention):
     def segments(self, grid: Grid, device: torch.device) -> Groups:
         """The segments of this grid."""
         config, key = self.config, "attention(lara).num_landmarks"
-        return segments(config.num_landmarks, grid, device, key, pooled=config.released_pools)
+        return segments(config.num_landmarks, grid, device, key, pooled=config.released_pools, fit=config.fit)
 
     def sample_noise(self, q: Tensor, num_proposals: int) -> tuple[Tensor, Tensor | None]:
         """Noise (..., c, s, d), and uniforms (..., c, s) for mixtures.

@@ -17,7 +17,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, num_padded, projections, total, window_macs
 from ..ops.joint_softmax.op import mix, prefix_term, shared_logits, window_logits
-from ..options import Options, local_option, option
+from ..options import Options, fit_option, local_option, option
 from ..parts.geometry import Grid, Windows, raster, split_heads, split_prefix
 from ..parts.groups import bin_counts
 from ..parts.linear import linear_part
@@ -111,6 +111,7 @@ class Longformer(Attention):
         separate_global: bool = option(False, "separate projections for the global rows, initialised as copies of qkv")
         local: bool = local_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -123,7 +124,7 @@ class Longformer(Attention):
         """Raster indices (g,) of the tokens at the centres of g equal bins of the grid."""
         if not self.config.num_global:
             return torch.empty(0, dtype=torch.int64, device=device)
-        counts = bin_counts(self.config.num_global, grid, "attention(longformer).num_global")
+        counts = bin_counts(self.config.num_global, grid, "attention(longformer).num_global", self.config.fit)
         sides = zip(grid, counts, strict=True)
         rows, columns = ((2 * torch.arange(c, device=device) + 1) * side // (2 * c) for side, c in sides)
         return (rows[:, None] * grid[1] + columns).flatten()

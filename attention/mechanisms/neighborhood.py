@@ -15,7 +15,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
 from ..ops.joint_softmax.op import attended_tokens, gathered_logits, mix, mix_reference, prefix_term
-from ..options import Options, local_option, option
+from ..options import Options, fit_option, local_option, option
 from ..parts.geometry import Grid, Windows, split_prefix
 from ..parts.masking import of_grid
 from ..parts.neighborhoods import pair, tiles, tiling
@@ -77,15 +77,20 @@ class Neighborhood(Attention):
         position_bias: Literal["table", "none"] = option("table", "relative position bias of the neighbours")
         local: bool = local_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         self.size, self.dilation = pair(config.kernel_size), pair(config.dilation)
-        for k, delta, length in zip(self.size, self.dilation, context.grid, strict=True):
+        for k in self.size:
             if k % 2 == 0:
                 self.refuse("kernel_size", k, f"as many neighbours on both sides make it odd; nearest valid: {k - 1}")
-            if k * delta > length:
-                self.refuse("kernel_size", k, f"times the dilation {delta}, beyond {length} tokens of the grid's side")
+        (H, W), sides = context.grid, [*zip(context.grid, self.size, self.dilation, strict=True)]
+        if (most := tuple(min(delta, max(side // k, 1)) for side, k, delta in sides)) != self.dilation:
+            problem = f"times the kernel size {config.kernel_size}, beyond the {H}x{W} grid; at most {most}"
+            self.refuse("dilation", config.dilation, problem, most)
+        if (most := tuple(min(k, side - 1 + side % 2) for side, k, _ in sides)) != self.size:
+            self.refuse("kernel_size", config.kernel_size, f"beyond the {H}x{W} grid; at most {most}", most)
         windows = Windows(context.grid, self.size)  # its offsets are the neighbours' offsets
         self.position_bias = PositionBias(config.position_bias, self.num_heads, self.head_dim, windows)
 

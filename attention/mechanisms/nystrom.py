@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..options import Options, option
+from ..options import Options, fit_option, option
 from ..parts.features import full_precision, scale
 from ..parts.geometry import Grid, Layout, raster, split_prefix
 from ..parts.groups import Groups, bin_counts, bins, group_mean
@@ -89,6 +89,7 @@ class Nystrom(Attention):
         pinv_iterations: int = option(6, "iterations of the pseudo-inverse", low=1, high=1000)
         conv: Literal["1d", "2d", "none"] = option("1d", "convolution of values: of the raster order, the grid, none")
         conv_size: int = option(33, "length (1d) or side (2d) of the filter in tokens; odd", low=1)
+        fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
@@ -105,8 +106,9 @@ class Nystrom(Attention):
 
     def groups(self, grid: Grid, device: torch.device) -> Groups:
         """The segments of this grid."""
-        area = raster(grid, self.config.segments)
-        return bins(area, bin_counts(self.config.num_landmarks, area, "attention(nystrom).num_landmarks"), device)
+        config, area = self.config, raster(grid, self.config.segments)
+        counts = bin_counts(config.num_landmarks, area, "attention(nystrom).num_landmarks", config.fit)
+        return bins(area, counts, device)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
-from ..options import Options, local_option, option
+from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from .softmax import softmax, softmax_reference
@@ -63,15 +63,18 @@ class Orthoformer(Attention):
     class Config(Options):
         num_landmarks: int = option(49, "queries c that are landmarks", low=1)
         local: bool = local_option()
+        fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        self.check(context.num_prefix_tokens + context.grid[0] * context.grid[1])
+        self.num_landmarks(context.num_prefix_tokens + context.num_tokens)
 
-    def check(self, N: int) -> None:
-        """Refuses more landmarks than tokens."""
-        if self.config.num_landmarks > N:
-            self.refuse("num_landmarks", self.config.num_landmarks, f"more than the {N} tokens; at most {N}")
+    def num_landmarks(self, N: int) -> int:
+        """Number of landmarks among N tokens; refuses more landmarks than tokens, unless the option `fit` is true."""
+        c = self.config.num_landmarks
+        if c > N and not self.config.fit:
+            self.refuse("num_landmarks", c, f"more than the {N} tokens; at most {N}", N)
+        return min(c, N)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
@@ -79,5 +82,4 @@ class Orthoformer(Attention):
         return total(Cost(0, (c - 1) * N * C + 4 * N * c * C), local_cost(cls, context, config))  # choice, attention
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        self.check(q.shape[2])
-        return orthoformer(q, k, v, num_landmarks=self.config.num_landmarks).to(v.dtype)
+        return orthoformer(q, k, v, num_landmarks=self.num_landmarks(q.shape[2])).to(v.dtype)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import projections
-from ..options import Options, option
+from ..options import Options, fit_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.masking import mask_tokens
@@ -56,6 +56,7 @@ class Pooling(Attention):
 
     class Config(Options):
         pool_size: int = option(3, "side p in tokens of the square that is averaged; odd", low=1)
+        fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, num_padded, total, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax
-from ..options import Options, local_option, option, released_option
+from ..options import Options, fit_option, local_option, option, released_option
 from ..parts.features import full_precision, log_kernel, phi
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.leave_one_out import LeaveOneOut, before, merge_all_but_one, over_all, shifted, subtract, within
@@ -149,6 +149,7 @@ class Scatterbrain(Attention):
         omega_sampling: OmegaSampling = omega_sampling_option()
         feature_redraw: Literal["redraw", "fixed"] = option("redraw", "samples of training; evaluation keeps one set")
         local: bool = local_option()
+        fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)

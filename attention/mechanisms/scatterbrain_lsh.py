@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
-from ..options import Options, local_option, option
+from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision, log_kernel, phi
 from ..parts.geometry import Grid, split_prefix
 from ..parts.hashing import cluster_ids, cluster_mask, from_clusters, hash_clusters, to_clusters
@@ -114,6 +114,7 @@ class ScatterbrainLsh(Attention):
         omega_sampling: OmegaSampling = omega_sampling_option()
         feature_redraw: Literal["redraw", "fixed"] = option("redraw", "samples of training; evaluation keeps one set")
         local: bool = local_option()
+        fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
 from ..ops.joint_softmax.op import mix, prefix_term, shared_logits
-from ..options import Options, local_option, option
+from ..options import Options, fit_option, local_option, option
 from ..parts.features import product
 from ..parts.geometry import Grid, Windows, split_prefix
 
@@ -59,19 +59,20 @@ class SparseTransformer(Attention):
         num_summary: int = option(1, "last positions c of every block that all queries attend to", low=1)
         local: bool = local_option()
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        (H, W), block = context.grid, self.block_size(context.grid)
-        if block > H * W:
-            self.refuse("block_size", block, f"larger than the {H * W} tokens of the {H}x{W} grid; at most {H * W}")
+        (H, W), (block, _) = context.grid, self.block(context.grid)
+        if (N := H * W) < block:
+            self.refuse("block_size", block, f"larger than the {N} tokens of the {H}x{W} grid; at most {N}", N)
 
-    def block_size(self, grid: Grid) -> int:
-        """Tokens b of a block on this grid; refuses a block with fewer tokens than summary positions."""
-        block, num_summary = self.config.block_size or grid[1], self.config.num_summary
-        if num_summary > block:
-            self.refuse("num_summary", num_summary, f"a block has {block} tokens; at most {block}")
-        return block
+    def block(self, grid: Grid) -> tuple[int, int]:
+        """Tokens b of a block on this grid, and its summary positions c; refuses c > b, unless `fit` is true."""
+        b, c = self.config.block_size or grid[1], self.config.num_summary
+        if c > b and not self.config.fit:
+            self.refuse("num_summary", c, f"a block has {b} tokens; at most {b}", b)
+        return b, min(b, c)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
@@ -80,6 +81,5 @@ class SparseTransformer(Attention):
         return total(Cost(0, 2 * padded * (b - c + padded // b * c) * context.dim), local_cost(cls, context, config))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
-        return sparse_transformer(
-            q, k, v, block_size=self.block_size(grid), num_summary=self.config.num_summary, attn_drop=self.attn_drop
-        )
+        b, c = self.block(grid)
+        return sparse_transformer(q, k, v, block_size=b, num_summary=c, attn_drop=self.attn_drop)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..options import Options, option
+from ..options import Options, fit_option, option
 from ..parts.geometry import Grid, split_heads, split_prefix
 from ..parts.linear import is_plain, linear_part
 from .softmax import softmax
@@ -74,12 +74,13 @@ class Sra(Attention):
             None, "side ratio R; null: the pyramid's own, or the one that leaves 49 keys", low=1
         )
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
+        fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         (H, W), reduction = context.grid, side_ratio(context, config)
         if reduction > max(H, W):
-            self.refuse("reduction", reduction, f"larger than the {H}x{W} grid; at most {max(H, W)}")
+            self.refuse("reduction", reduction, f"larger than the {H}x{W} grid; at most {max(H, W)}", max(H, W))
         self.reduction = reduction
         self.sr = reducing_convolution(context.dim, reduction) if reduction > 1 else None
         self.norm = nn.LayerNorm(context.dim, eps=1e-5) if reduction > 1 else None

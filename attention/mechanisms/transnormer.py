@@ -21,7 +21,7 @@ from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, total, window_macs
 from ..ops.joint_softmax.op import attended_in_window, window_logits
 from ..ops.random_features.op import linear_attention
-from ..options import Options, local_option, option
+from ..options import Options, fit_option, local_option, option
 from ..parts.features import elu_plus_one, full_precision
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.past import Causal, Past
@@ -100,6 +100,7 @@ class Transnormer(Attention):
         norm: Norm = option("merged", "RMSNorm over all channels of a token, or over those of each head")
         causal: bool = window_option("causal")
         local: bool = local_option()
+        fit: bool = fit_option()
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)

@@ -42,8 +42,10 @@ class Groups(NamedTuple):
         return self._replace(valid=self.valid & key_mask[:, self.index][:, None], tiles=None)
 
 
-def bin_counts(count: int, grid: Grid, key: str) -> Grid:
+def bin_counts(count: int, grid: Grid, key: str, fit: bool = False) -> Grid:
     """Factors `count` into (rows, columns) of bins over the grid, with bins as square as possible.
+
+    With `fit`, a count that no factors of fit the grid becomes the largest smaller one with such factors.
 
     A grid that is not square gets bins of equal size if some factors allow it, and the squarest of these: 16 bins of a
     12x4 grid are 4x4, each of 3x1 tokens, and not 8x2.
@@ -54,10 +56,14 @@ def bin_counts(count: int, grid: Grid, key: str) -> Grid:
     (H, W), choices = grid, _bin_counts(count, grid)
     if not choices:
         near = min(count, H * W)
+        smaller = next(c for c in range(near, 0, -1) if _bin_counts(c, grid))
+        if fit:
+            return bin_counts(smaller, grid, key)
         valid = (c for far in range(near) for c in (near - far, near + far) if _bin_counts(c, grid))
         raise OptionError(
             key,
             f" = {count} does not divide the {H}x{W} grid into rows x columns of bins; nearest valid: {next(valid)}",
+            smaller,
         )
     equal = [(rows, columns) for rows, columns in choices if H % rows == W % columns == 0]
     choices = equal if equal and H != W else choices
@@ -98,14 +104,17 @@ def pools_option(applies: Callable[[Any], bool] = lambda c: True) -> Any:
 
 
 @kept_table
-def segments(count: int, grid: Grid, device: torch.device, key: str, *, pooled: bool) -> Groups:
+def segments(count: int, grid: Grid, device: torch.device, key: str, *, pooled: bool, fit: bool = False) -> Groups:
     """Divides the grid into `count` bins, with `pooled` the bins of adaptive average pooling, see `pools_option`.
 
+    Args:
+        fit: see `bin_counts`.
     Raises:
         OptionError: see `bin_counts`.
     """
-    counts, side = bin_counts(count, grid, key), math.isqrt(count)
-    if pooled and side**2 == count and side <= min(grid):
+    counts = bin_counts(count, grid, key, fit)
+    side = math.isqrt(math.prod(counts))
+    if pooled and side**2 == math.prod(counts) and side <= min(grid):
         counts = side, side
     return bins(grid, counts, device, overlapping=pooled)
 
@@ -117,15 +126,22 @@ def bins_outside(groups: Groups, windows: Windows) -> Groups:
 
 
 @kept_table
-def chunks_outside(windows: Windows, count: int, device: torch.device, key: str | None = None) -> Groups:
+def chunks_outside(
+    windows: Windows, count: int, device: torch.device, key: str | None = None, fit: bool = False
+) -> Groups:
     """Contiguous chunks, `count` of them, of the raster order without the tokens that each window attends to: G = g.
+
+    With `fit`, there are at most as many chunks as tokens outside any window.
 
     Raises:
         OptionError: a window leaves fewer tokens than chunks; names `key`. If `key` is None, some groups are empty.
     """
     least, most = tokens_outside(windows)
+    if fit and least:
+        count = min(count, least)
     if key and count > least:
-        raise OptionError(key, f" = {count}: a window leaves only {least} tokens outside it; at most {least}")
+        problem = f" = {count}: a window leaves only {least} tokens outside it; at most {least}"
+        raise OptionError(key, problem, least or None)
     attended = _attended(windows, device)
     outside = attended.to(torch.uint8).argsort(dim=-1, stable=True)  # raster order, the attended tokens last
     position, valid = _chunks((~attended).sum(-1), most, count)

@@ -34,10 +34,15 @@ def causal() -> str:
     return _list(name for name, mechanism in ATTENTION.items() if hasattr(mechanism.Config, "causal"))
 
 
+def fitting() -> str:
+    """The mechanisms that have the option `fit`."""
+    return _list(name for name, mechanism in ATTENTION.items() if hasattr(mechanism.Config, "fit"))
+
+
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"mechanisms": table},
     "docs/integration.md": {"mechanisms without key masks": refusing},
-    "docs/mechanisms.md": {"causal mechanisms": causal},
+    "docs/mechanisms.md": {"mechanisms that fit small grids": fitting, "causal mechanisms": causal},
     "docs/options.md": {"options": tables},
 }
 """Page -> its generated parts: name -> function that returns the text."""

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from attention import ATTENTION, AttentionFactory
+from attention import ATTENTION
 from attention.options import OptionError, UnknownOptionError, parse_options
 from attention.plugins import FLAG, load_plugin, plugin_of
 from attention.registry import UnknownMechanism
@@ -29,6 +29,7 @@ from engine.config.schema import Run
 from engine.config.yaml_files import Keys, Tree, override, read_config
 from engine.runtime.errors import ConfigError
 from models import MODELS, create_model, parse_model, resolve_attention
+from models.base import first_attention
 from models.freeze import freeze
 
 MISSING = "???"
@@ -127,7 +128,7 @@ def _parse(tree: Tree, overrides: Sequence[str], world_size: int, import_plugins
         run = dataclasses.replace(
             run,
             model={"name": name, **_plain(dataclasses.asdict(config))},
-            attention=_written_out(attention),
+            attention=_written_out(attention, model),
             plugins=_plugins_of(attention),
         )
         check_run(run, world_size)
@@ -206,12 +207,15 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _written_out(attention: Any) -> Any:
-    """Adds the defaults of its mechanism to `attention`, or those of each stage's mechanism."""
+def _written_out(attention: Any, model: Any) -> Any:
+    """Returns all options of the layers of `model` that have `attention`, or a list of those of each stage's layers.
+
+    The options have the sizes that the layers have: with the option `fit`, those that the grids allow.
+    """
     if isinstance(attention, list):
-        return [_written_out(stage) for stage in attention]
-    factory = AttentionFactory.from_options(attention)
-    return {"name": factory.name, **_plain(dataclasses.asdict(factory.config))}
+        return [_written_out(stage, layers) for stage, layers in zip(attention, model.stages, strict=True)]
+    layer = first_attention(model)
+    return {"name": layer.name(), **_plain(dataclasses.asdict(layer.config))}
 
 
 def _plain(value: Any) -> Any:

@@ -9,6 +9,7 @@ import typing
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from attention import OptionError
@@ -16,6 +17,7 @@ from engine.config.load import dump_run, load_run, parse_run
 from engine.config.schema import Augment, Optim, Run
 from engine.config.yaml_files import dump_yaml, read_yaml
 from engine.runtime.errors import ConfigError, refuse_bad_input
+from models import create_model
 
 VALID = """\
 model:
@@ -56,6 +58,24 @@ def test_a_pyramid_is_written_out_as_one_mechanism_per_stage(tmp_path):
     run = load_run(write(tmp_path, VALID), ["model.name=pvtv2_b0_2xheads"])
     assert [stage["name"] for stage in run.attention] == ["local", "local", "local", "softmax"]
     assert run.model["num_heads"] == [2, 4, 10, 16]
+
+
+def test_sizes_that_fit_small_grids_are_written_out(tmp_path):
+    path = write(tmp_path, VALID)
+    refused = refusal(path, "attention=eva", "model.name=pvtv2_b0", "model.img_size=[64, 96]")
+    assert refused.endswith("attention(eva).window_size = 7: larger than the 4x6 grid; at most 6")
+    run = load_run(path, ["attention={name: eva, fit: true}", "model.name=pvtv2_b0", "model.img_size=[64, 96]"])
+    sizes = [(stage["window_size"], stage["num_landmarks"], stage["fit"]) for stage in run.attention[:3]]
+    assert sizes == [(7, 49, True), (7, 49, True), (6, 24, True)]
+    assert load_run(write(tmp_path, dump_yaml(dump_run(run)), "config.yaml")) == run
+    written, given = (create_model(attention=x, **run.model) for x in (run.attention, {"name": "eva", "fit": True}))
+    written.load_state_dict(given.state_dict())
+    images = torch.randn(1, 3, 64, 96)
+    assert torch.equal(written.eval()(images), given.eval()(images))
+    one = load_run(path, ["attention={name: eva, fit: true}", "model.img_size=96"])
+    assert (one.attention["window_size"], one.attention["num_landmarks"]) == (6, 36)
+    larger = parse_run(dump_run(one), "checkpoint", ["model.img_size=224"])
+    assert (larger.attention["window_size"], larger.attention["num_landmarks"]) == (6, 36)  # those of its weights
 
 
 @pytest.mark.parametrize("model", ["deit_tiny_p16", "pvtv2_b0"])

@@ -38,8 +38,8 @@ SYMMETRIES = [({"transposed"}, {**SMALL, **FREE}), (set(), SMALL)]
 GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"kernel_size": 3, "dilation": 7})]
 REFUSED = [
     ({"kernel_size": 4}, r"attention\(neighborhood\).kernel_size = 4: .* odd; nearest valid: 3"),
-    ({"kernel_size": 15}, r"attention\(neighborhood\).kernel_size = 15: .* beyond 14 tokens of the grid's side"),
-    ({"kernel_size": 5, "dilation": (1, 3)}, r"kernel_size = 5: times the dilation 3, beyond 14 tokens"),
+    ({"kernel_size": 15}, r"attention\(neighborhood\).kernel_size = 15: beyond the 14x14 grid; at most \(13, 13\)"),
+    ({"kernel_size": 5, "dilation": (1, 3)}, r"dilation = \(1, 3\): times the kernel size 5, .*; at most \(1, 2\)"),
 ]
 EVERYTHING = [{"kernel_size": 7, "grid": (7, 9), **FREE}]  # built for more tokens
 SYMBOLS = {"e": 100}

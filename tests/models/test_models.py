@@ -292,6 +292,32 @@ def test_features_only(name, feature_cls):
     assert model(images).shape == {"deit": (2, 30, 24), "pvtv2_b0": (2, 16, 4, 6)}[name]
 
 
+FIT = {"name": "eva", "fit": True}
+
+
+@pytest.mark.parametrize("size", [(96, 128), (32, 32), (1, 1), (33, 250), (64, 64)], ids=str)
+def test_a_pyramid_that_fits_small_grids_takes_every_image(size):
+    sizes = {"depths": (1, 1, 1, 1), "embed_dims": (8, 12, 16, 24), "num_heads": (1, 3, 2, 4)}
+    extractor = timm.create_model("pvtv2_b0", attention=FIT, features_only=True, **sizes).eval()
+    images = torch.randn(2, 3, *size)
+    for s, y in enumerate(extractor(images)):
+        assert y.shape == (2, sizes["embed_dims"][s], -(-size[0] // (4 * 2**s)), -(-size[1] // (4 * 2**s)))
+        assert y.isfinite().all()
+    built = create_model("pvtv2_b0", FIT, img_size=size, **sizes).eval()  # for this size
+    assert built(images).isfinite().all()
+    with pytest.raises(OptionError, match=r"attention\(eva\).(window_size|num_landmarks) = "):
+        create_model("pvtv2_b0", "eva", img_size=size, **sizes)
+
+
+def test_each_stage_shows_the_sizes_that_fit_it():
+    model = create_model("pvtv2_b0", FIT, img_size=(64, 96), device="meta")  # 16x24, 8x12, 4x6 and 2x3 tokens
+    configs = [stage.blocks[0].attn.config for stage in model.stages[:3]]
+    assert [(config.window_size, config.num_landmarks) for config in configs] == [(7, 49), (7, 49), (6, 24)]
+    assert "window_size=6, num_landmarks=24" in str(model.stages[2])
+    deit = create_model("deit_tiny_p16", {"name": "lara", "fit": True}, img_size=96, device="meta")
+    assert [block.attn.config.num_landmarks for block in deit.blocks] == [36] * 12
+
+
 @families
 def test_every_parameter_gets_a_gradient(name):
     model = tiny_model(name, stem="conv") if name == "deit" else tiny_model(name)

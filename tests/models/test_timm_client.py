@@ -45,8 +45,7 @@ def test_a_new_classifier_is_in_the_mode_of_its_model(name):
 
 
 def test_the_smallest_image_is_declared():
-    sizes = {"softmax": 32, "eva": 128}
-    for attention, side in sizes.items():
+    for attention, side in (({"name": "eva", "fit": True}, 32), ("softmax", 32), ("eva", 128)):
         model = create_model("pvtv2_b0", attention, depths=(1, 1, 1, 1), device="meta")
         assert model.pretrained_cfg["min_input_size"] == (3, side, side)
         model(torch.empty(1, 3, side, side, device="meta"))
