@@ -24,7 +24,7 @@ from models import MODELS
 MAX_CONFIG = 2**22
 """Bytes of a config.json; the classes of ImageNet-22k with their descriptions take 2 MB."""
 
-PREPROCESSING = ("interpolation", "crop_pct", "mean", "std")
+PREPROCESSING = ("interpolation", "crop_mode", "crop_pct", "mean", "std")
 """Options of `Data` that a config.json has under the same names."""
 
 
@@ -36,6 +36,7 @@ def describe_model(model: nn.Module, run: Run, classes: Sequence[str] | None) ->
     preprocessing = {
         "input_size": (channels, *to_2tuple(run.model["img_size"])),
         "interpolation": run.data.interpolation,
+        "crop_mode": run.data.crop_mode,
         "crop_pct": run.data.crop_pct,
         "mean": per_channel(run.data.mean, channels),
         "std": per_channel(run.data.std, channels),

@@ -57,6 +57,12 @@ def check_run(run: Run, world_size: int = 1) -> None:
         check_policy(augment.auto_augment)
     for objective in OBJECTIVES.values():
         objective.check(run)
+    if data.crop_mode == "native":
+        many = "with data.crop_mode = native, images have many sizes"
+        if run.model.get("dynamic_img_size") is False:
+            raise OptionError("model.dynamic_img_size", f" = false: {many}; set it to true")
+        if train.compile:
+            raise OptionError("train.compile", f" = true: {many}, and blocks are compiled for one; set it to false")
     if run.model["in_chans"] not in (1, 3):
         raise OptionError("model.in_chans", f" = {run.model['in_chans']}: images have 3 channels (RGB) or 1 (grey)")
 

@@ -65,7 +65,17 @@ class Data:
     broken_val: Literal["refuse", "skip"] = option(
         "refuse", "broken validation images: end the evaluation, or be left out, named and counted in its metrics"
     )
-    crop_pct: float = option(0.875, "validation: share of the resized image kept by the centre crop", low=0.25, high=1)
+    crop_mode: Literal["center", "squash", "border", "native"] = option(
+        "center",
+        "validation, as in timm: the centre of an image; all of it, stretched (squash) or with a border; native: all of"
+        " it in its own aspect ratio, resized to at most as many patches as model.img_size has",
+    )
+    crop_pct: float = option(
+        0.875,
+        "validation: share of the resized image kept by the centre crop; without effect on native",
+        low=0.25,
+        high=1,
+    )
     interpolation: Literal["bicubic", "bilinear", "nearest"] = option("bicubic", "validation resize")
     mean: tuple[float] | tuple[float, float, float] = option(
         (0.485, 0.456, 0.406),

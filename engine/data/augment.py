@@ -8,12 +8,15 @@ import timm.data
 from PIL import Image
 from timm.data import Mixup, auto_augment
 from timm.data.mixup import mixup_target
+from timm.data.transforms import MaybePILToTensor, MaybeToTensor
 from timm.layers import to_2tuple
 from torch import Tensor
+from torchvision.transforms import Compose, Normalize
 from torchvision.transforms.functional import pil_to_tensor
 
 from engine.config.schema import Augment, Run, num_channels, per_channel
 from engine.data.images import BrokenImage
+from engine.data.native_aspect import NativeAspect
 from engine.objectives import choose_objective
 
 
@@ -73,12 +76,18 @@ class ReadTokens:
 def create_transform(run: Run, img_size: Size, is_training: bool, as_bytes: bool) -> Callable[[Image.Image], Any]:
     """timm's transform of an image with the channels that the model takes; tokens stay as they are, bytes (1, H, W).
 
+    Images have the size `img_size`, but in validation with `data.crop_mode` native as many patches at most.
+
     Args:
         as_bytes: yields a uint8 tensor (C, H, W), neither normalised nor erased; else fp32, normalised and erased.
     """
     data, augment = run.data, run.augment
     if choose_objective(run).inputs == "tokens":
         return ReadTokens(to_2tuple(img_size), run.model["vocab_size"])
+    mean, std = (per_channel(values, num_channels(run)) for values in (data.mean, data.std))
+    if data.crop_mode == "native" and not is_training:
+        to_tensor = [MaybePILToTensor()] if as_bytes else [MaybeToTensor(), Normalize(mean, std)]
+        return Compose([NativeAspect(run, img_size), *to_tensor])
     return timm.data.create_transform(
         img_size,
         is_training=is_training,
@@ -91,8 +100,9 @@ def create_transform(run: Run, img_size: Size, is_training: bool, as_bytes: bool
         interpolation=augment.interpolation if is_training else data.interpolation,
         re_prob=augment.reprob,
         re_mode=augment.remode,
-        mean=per_channel(data.mean, num_channels(run)),
-        std=per_channel(data.std, num_channels(run)),
+        mean=mean,
+        std=std,
+        crop_mode=data.crop_mode,
         crop_pct=data.crop_pct,
         use_prefetcher=as_bytes,
     )

@@ -38,12 +38,14 @@ class ImageLoader(RestartingLoader):
     No other image replaces a broken one, so that none counts twice. The order and the number of batches do not change:
     ranks stay in step, and a position in the order means the same with and without broken images.
 
+    A batch with images of several sizes (`data.crop_mode` native, in evaluation) comes as one batch for each size.
+
     Args:
         stack: samples -> batch. limit: broken images that a pass may leave out; if finite, never a whole batch.
         remedy: the end of the message of `BrokenImage`.
     Attributes:
         broken: those of the current pass, or of the last one, a line each: file and reason.
-        omitted: their positions in the order of the pass.
+        positions: those of the images yielded so far, or in the last pass, in the order of the pass.
     Raises:
         BrokenImage: there are more than `limit`.
     """
@@ -55,27 +57,30 @@ class ImageLoader(RestartingLoader):
         super().__init__(images, batch_size, collate_fn=partial(_collate, stack=stack), **options)
         self.limit, self.remedy = limit, remedy
         self.broken: list[str] = []
-        self.omitted: list[int] = []
+        self.positions: list[int] = []
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:  # type: ignore[override]  # torch names its own iterators
-        known, self.broken, self.omitted = set(self.broken), [], []
-        for number, (batch, positions, broken) in enumerate(super().__iter__()):
+        known, self.broken, self.positions = set(self.broken), [], []
+        for number, (batches, broken) in enumerate(super().__iter__()):
             self.broken += broken
-            self.omitted += [number * self.batch_size + position for position in positions]
-            if len(self.broken) > self.limit or (batch is None and self.limit < math.inf):
+            if len(self.broken) > self.limit or (not batches and self.limit < math.inf):
                 raise BrokenImage(f"{broken[-1]}; {self.remedy}")
             for line in broken:
                 if line not in known:
                     tqdm.write(f"skipped: {one_line(line, 5000)}", file=sys.stderr)
-            if batch is not None:
+            for batch, places in batches:
+                self.positions += [number * self.batch_size + place for place in places]
                 yield batch
 
 
-def _collate(samples: list[tuple | BrokenImage], stack: Callable) -> tuple[Any, list[int], list[str]]:
-    """The batch of the intact samples (None: there are none); position, and a line, of each broken one."""
-    whole = [sample for sample in samples if not isinstance(sample, BrokenImage)]
-    broken = [position for position, sample in enumerate(samples) if isinstance(sample, BrokenImage)]
-    return stack(whole) if whole else None, broken, [str(samples[position]) for position in broken]
+def _collate(samples: list[tuple | BrokenImage], stack: Callable) -> tuple[list[tuple[Any, list[int]]], list[str]]:
+    """For each size of the intact samples their batch and their places; a line of each broken one."""
+    sizes: dict[tuple[int, ...], list[int]] = {}
+    for place, sample in enumerate(samples):
+        if not isinstance(sample, BrokenImage):
+            sizes.setdefault(sample[0].shape, []).append(place)
+    batches = [(stack([samples[place] for place in places]), places) for places in sizes.values()]
+    return batches, [str(sample) for sample in samples if isinstance(sample, BrokenImage)]
 
 
 class ErasingLoader(PrefetchLoader):
@@ -117,8 +122,8 @@ def count_broken(loader: Loader, limit: float, world: World) -> int:
 
 def indices_read(loader: Loader) -> list[int]:
     """The indices of the images that the last pass of this rank's `loader` has yielded, in their order."""
-    omitted = set(_image_loader(loader).omitted)
-    return [index for position, index in enumerate(loader.sampler) if position not in omitted]
+    order = list(loader.sampler)
+    return [order[position] for position in _image_loader(loader).positions]
 
 
 def check_broken(broken: int, limit: float) -> None:

@@ -4,7 +4,8 @@
     python -m engine.data.prepare /data/imagenet /data/prepared --short-side 0    # full size: the same training
 
 Images become 8-bit RGB with a short side of 256 pixels, the size to which validation at 224 pixels resizes them before
-its crop. Inputs of validation therefore stay bit-identical, except for coloured images in a model of grey images.
+its centre crop. Inputs of validation therefore stay bit-identical, except for coloured images in a model of grey images
+and with another `data.crop_mode`.
 Training crops are taken from the smaller images; at full size training stays bit-identical too. ImageNet takes about
 0.35 TB, at full size 0.75 TB. At the end every image is read back and checked.
 """

@@ -80,7 +80,7 @@ class Copying(Objective):
             refuse(f"attention({name}).causal", False, "set it to true, or choose a mechanism that has it")
         neutral = {
             "augment": vars(type(run.augment)(**NO_AUGMENTATION)),
-            "data": {name: getattr(type(data)(), name) for name in ("root", "classes", "subset")},
+            "data": {name: getattr(type(data)(), name) for name in ("root", "classes", "subset", "crop_mode")},
             "distill": vars(type(run.distill)()),
         }
         refuse_options(run, neutral, "the copy task has sequences of tokens")

@@ -107,6 +107,9 @@ class MaskedImages(Objective):
         for name in ("mixup", "cutmix"):
             if value := getattr(run.augment, name):
                 raise OptionError(f"augment.{name}", f" = {value:g}: masked images have no labels to mix; set it to 0")
+        if run.data.crop_mode == "native":
+            problem = " = native: the masks are for images of one size; set it to center, squash or border"
+            raise OptionError("data.crop_mode", problem)
         if (teacher := run.distill.teacher) is not None:
             raise OptionError("distill.teacher", f" = {teacher}: a model with mask_token predicts no classes")
         if size not in valid:

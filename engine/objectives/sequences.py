@@ -43,9 +43,12 @@ class SequenceClassification(Classification):
         """Refuses augmentation and a teacher, which take pixels, and what cannot leave out padding."""
         if not SequenceClassification.applies(run):
             return
-        neutral = {"augment": type(run.augment)(**NO_AUGMENTATION), "distill": type(run.distill)()}
-        why = "with model.vocab_size, pixels are numbers of tokens"
-        refuse_options(run, {section: vars(options) for section, options in neutral.items()}, why)
+        neutral = {
+            "augment": vars(type(run.augment)(**NO_AUGMENTATION)),
+            "data": {"crop_mode": "center"},
+            "distill": vars(type(run.distill)()),
+        }
+        refuse_options(run, neutral, "with model.vocab_size, pixels are numbers of tokens")
         if run.model["pad_token"] is None:
             return
         layers = run.attention if isinstance(run.attention, list) else [run.attention]

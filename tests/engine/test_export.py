@@ -17,7 +17,7 @@ import models
 from attention import ATTENTION
 from engine.checkpoints import export as export_module
 from engine.checkpoints.export import check_target, export, to_onnx, to_pt2
-from engine.checkpoints.files import load_checkpoint, save_checkpoint
+from engine.checkpoints.files import find_weights, load_checkpoint, save_checkpoint
 from engine.checkpoints.local_dir import describe_model
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weight_sources import read_weights
@@ -33,7 +33,7 @@ PVT = {
     **{"name": "pvtv2_b0", "img_size": 64, "embed_dims": [8, 8, 8, 8], "depths": [1, 1, 1, 1]},
     **{"num_heads": [1, 1, 2, 2], "mlp_ratios": [1, 1, 1, 1]},
 }
-DATA = {"crop_pct": 0.9, "interpolation": "bilinear", "mean": [0.1, 0.2, 0.3], "std": [0.5]}
+DATA = {"crop_mode": "squash", "crop_pct": 0.9, "interpolation": "bilinear", "mean": [0.1, 0.2, 0.3], "std": [0.5]}
 CLASSES = ["tench", "über", "house,\n3"]
 
 
@@ -87,7 +87,7 @@ def test_timm_rebuilds_a_directory(model, attention, tmp_path):
         grey = model.get("in_chans") == 1
         assert timm.data.resolve_model_data_config(there) == {
             "input_size": (1, 24, 16) if grey else (3, 64, 64) if model is PVT else (3, 24, 16),
-            **{"interpolation": "bilinear", "crop_pct": 0.9, "crop_mode": "center"},
+            **{"interpolation": "bilinear", "crop_pct": 0.9, "crop_mode": "squash"},
             **({"mean": [pytest.approx(0.2)], "std": [0.5]} if grey else {"mean": [0.1, 0.2, 0.3], "std": [0.5] * 3}),
         }
     assert not any("rate" in name for name in json.loads((tmp_path / "new/config.json").read_text())["model_args"])
@@ -95,6 +95,8 @@ def test_timm_rebuilds_a_directory(model, attention, tmp_path):
         found = load(tmp_path / directory)
         assert torch.equal(outputs(found.model), expected)
         assert found.classes == CLASSES
+        _, again, _ = find_weights(tmp_path / directory, "best", None)[-1]
+        assert again["config"]["data"]["crop_mode"] == "squash"
         assert read_weights(str(tmp_path / directory)).state.keys() == checkpoint["model"].keys()
 
 
