@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from analysis.implied import attention_inputs, attention_layers
+from analysis.implied import attention_inputs
 from analysis.trained import Trained
 from attention import Attention, Grid, OptionError
 from engine.checkpoints.adapt import fit_weights
 from models import create_model
+from models.base import attention_layers
 
 CHUNK = 8
 """Number of images whose attended values are computed at one time."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from analysis import command_line
 from analysis.drop_in import drop_in
-from analysis.implied import LayerInput, NoMatrix, attention_inputs, attention_layers
+from analysis.implied import LayerInput, NoMatrix, attention_inputs
 from analysis.layer_maps import LayerMaps, Row, describe_layer, layers_csv, list_problems, tabulate
 from analysis.map_figures import draw_layers, draw_maps, draw_rollout
 from analysis.trained import Trained, load_trained, read_images
@@ -29,6 +29,7 @@ from engine.reporting.plots import encode
 from engine.runtime.errors import UserError
 from engine.runtime.files import make_output, write_file
 from engine.runtime.text import one_line
+from models.base import attention_layers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from analysis import command_line
 from analysis.budgets import options_text
 from analysis.drop_in import attended, drop_in, layer_errors, layer_inputs, merge_modes, set_mode
-from analysis.implied import attention_layers
 from analysis.trained import Sample, Trained, load_trained, read_sample
 from attention import Grid, OptionError
 from attention.plugins import as_arguments
@@ -35,6 +34,7 @@ from engine.reporting.tables import Spread, compact_table, plus_minus, spread
 from engine.runtime.errors import UserError
 from engine.runtime.files import make_output, to_csv, write_file
 from engine.runtime.memory import peak_bytes
+from models.base import attention_layers
 from models.costs import count_costs
 
 NUM_IMAGES = 500

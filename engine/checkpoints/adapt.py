@@ -160,9 +160,11 @@ def match_heads(
 def _cut_projections(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Returns the rows of `qkv` for layers with fewer projections: values, or queries (also as keys) and values."""
     changed = {}
-    for name, layer in _attention_layers(model):
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Attention) or layer.num_projections == 3:
+            continue
         for key in (f"{name}.qkv.weight", f"{name}.qkv.bias"):
-            if key in state and state[key].shape[:1] == (3 * layer.proj.in_features,) and layer.num_projections < 3:
+            if key in state and state[key].shape[:1] == (3 * layer.proj.in_features,):
                 q, _, v = state[key].chunk(3)
                 changed[key] = torch.cat([q, v][-layer.num_projections :])
     return changed
@@ -184,10 +186,6 @@ def list_heads(model: nn.Module) -> int | list[int]:
     layers = {name.rpartition("blocks.")[0]: layer for name, layer in model.named_modules() if name.endswith(".attn")}
     heads = [getattr(layer, "num_heads", 0) for layer in layers.values()]
     return heads[0] if len(heads) == 1 else heads
-
-
-def _attention_layers(model: nn.Module) -> list[tuple[str, Attention]]:
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
 
 
 def table(outcome: Outcome) -> list[str]:

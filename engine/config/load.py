@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from attention import ATTENTION, AttentionFactory
-from attention.options import OptionError, UnknownOptionError, parse_options
+from attention.options import OptionError, UnknownOptionError, parse_options, to_yaml
 from attention.plugins import FLAG, load_plugin, plugin_of
 from attention.registry import UnknownMechanism
 from engine.config.checks import check_run
@@ -29,6 +29,7 @@ from engine.config.schema import Run
 from engine.config.yaml_files import Keys, Tree, override, read_config
 from engine.runtime.errors import ConfigError
 from models import MODELS, create_model, parse_model, resolve_attention
+from models.assignment import Place, split_place
 from models.freeze import freeze
 
 MISSING = "???"
@@ -118,7 +119,7 @@ def _parse(tree: Tree, overrides: Sequence[str], world_size: int, import_plugins
         if not isinstance(name, str):
             raise OptionError("model.name", f"expected the name of a model, got {name!r}")
         config = parse_model(name, options)
-        attention = resolve_attention(name, run.attention)
+        attention = resolve_attention(name, run.attention, options)
         try:
             with torch.device("meta"):
                 model = create_model(name, attention=attention, **options)
@@ -161,7 +162,10 @@ def _advise(error: UnknownOptionError, values: Mapping[str, Any], overrides: Seq
         key, _, name = text.partition("=")
         if re.fullmatch(r"attention(\.\d+)?\.name", key) and error.key.startswith("attention"):
             whole = key.removesuffix(".name")
-            remedy = f"give it as a whole, {whole}={name} or {whole}={{name: {name}, ...}}"
+            entry = values["attention"][int(whole.partition(".")[2])] if "." in whole else values["attention"]
+            place, _ = split_place(entry)
+            mapping = to_yaml({**place, "name": name}).replace("}", ", ...}")
+            remedy = f"give it as a whole, {f'{whole}={name} or ' * (not place)}{whole}={mapping}"
             return f"{error.key}: unknown option; {text} keeps the other options that the file gives: {remedy}"
     options = _known_options(values.get("attention"))
     _, _, name = error.key.rpartition(".")
@@ -178,8 +182,9 @@ def _known_options(attention: Any) -> list[str]:
     """Returns the paths of all options of a run whose attention has the plain options `attention`."""
     kinds = [(name, kind) for name, kind in typing.get_type_hints(Run).items() if dataclasses.is_dataclass(kind)]
     kinds += [("model", family.Config) for family, _ in MODELS.values()]
-    for stage in attention if isinstance(attention, list) else [attention]:
-        name = stage.get("name") if isinstance(stage, Mapping) else stage
+    kinds += [("attention", Place)] if isinstance(attention, list) else []
+    for entry in attention if isinstance(attention, list) else [attention]:
+        name = entry.get("name") if isinstance(entry, Mapping) else entry
         kinds += [("attention", ATTENTION[name].Config)] if isinstance(name, str) and name in ATTENTION else []
     options = (f"{section}.{field.name}" for section, kind in kinds for field in dataclasses.fields(kind))
     return list(dict.fromkeys(options))
@@ -207,11 +212,12 @@ def _tell(text: str) -> None:
 
 
 def _written_out(attention: Any) -> Any:
-    """Adds the defaults of its mechanism to `attention`, or those of each stage's mechanism."""
+    """Adds the defaults of its mechanism to `attention`, or to each entry of a list."""
     if isinstance(attention, list):
-        return [_written_out(stage) for stage in attention]
-    factory = AttentionFactory.from_options(attention)
-    return {"name": factory.name, **_plain(dataclasses.asdict(factory.config))}
+        return [_written_out(entry) for entry in attention]
+    place, mechanism = split_place(attention)
+    factory = AttentionFactory.from_options(mechanism)
+    return {**place, "name": factory.name, **_plain(dataclasses.asdict(factory.config))}
 
 
 def _plain(value: Any) -> Any:

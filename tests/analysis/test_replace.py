@@ -19,13 +19,13 @@ from analysis.budgets import SIZES, size_option, with_budget
 from analysis.command_line import MODES, read_mechanisms
 from analysis.drop_in import attended, drop_in, layer_inputs, merge_modes, normalised_error, set_mode
 from analysis.error import AXES, draw
-from analysis.implied import attention_layers
 from analysis.trained import Trained, read_sample
 from attention import ATTENTION, OptionError
 from engine.checkpoints.export import export_checkpoint
 from engine.checkpoints.files import load_checkpoint
 from engine.config.yaml_files import read_yaml
 from engine.reporting.tables import Spread
+from models.base import attention_layers
 from tests.analysis.models import load_model, save_model
 from tests.support.facts import stated
 
