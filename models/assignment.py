@@ -91,7 +91,7 @@ def layer_factories(entries: Iterable[Entry]) -> list[LayerFactory]:
     """The factory of every block; its layer's context tells how many earlier blocks have the same mechanism."""
     options = {layer: entry.options for entry in entries for layer in entry.layers}
     counts: Counter[str] = Counter()
-    factories = []
+    factories: list[LayerFactory] = []
     for layer in sorted(options):
         factory = AttentionFactory.from_options(split_place(options[layer])[1])
         factories.append(functools.partial(factory, num_same_before=counts[factory.name]))
