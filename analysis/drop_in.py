@@ -18,14 +18,14 @@ CHUNK = 8
 
 
 def drop_in(
-    trained: Trained, attention: Mapping[str, Any], seed: int, state: Mapping[str, Tensor] | None = None
+    trained: Trained, attention: Any, seed: int, state: Mapping[str, Tensor] | None = None
 ) -> tuple[nn.Module, int]:
     """Returns the trained model, in evaluation mode, with another mechanism, and its number of untrained parameters.
 
     Untrained parameters, and random numbers kept for evaluation, follow from `seed`. All others are the trained ones.
 
     Args:
-        state: weights to use instead of the trained ones.
+        attention: as in the configuration of a run. state: weights to use instead of the trained ones.
     Raises:
         OptionError: the mechanism cannot be built on this grid, or needs projections that the run does not have.
     """

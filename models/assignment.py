@@ -56,7 +56,7 @@ def assign(model: str, attention: Mechanism | Sequence[Mechanism], depths: Seque
         OptionError: unknown mechanism or option, wrong type or value, a block that is in no entry, in two of them, or
             not in the model.
     """
-    stages = [range(end - depth, end) for depth, end in zip(depths, accumulate(depths), strict=True)]
+    stages = _stages(depths)
     if isinstance(attention, str | Mapping):
         place, mechanism = _read_entry(attention, "attention")
         if place:
@@ -76,7 +76,7 @@ def assign(model: str, attention: Mechanism | Sequence[Mechanism], depths: Seque
         raise OptionError("attention", f"{model} takes one mechanism or a list {lists}, got {attention!r}")
     entries: list[Entry] = []
     for i, (place, mechanism) in enumerate(parts):
-        written, layers = _read_place(place, stages, f"attention[{i}]")
+        written, layers = _read_place(place, stages, f"attention[{i}].")
         for j, other in enumerate(entries):
             if both := {*layers} & {*other.layers}:
                 problem = f"{_describe(both, stages)} in attention[{j}] as well; every block has one mechanism"
@@ -97,6 +97,26 @@ def layer_factories(entries: Iterable[Entry]) -> list[LayerFactory]:
         factories.append(functools.partial(factory, num_same_before=counts[factory.name]))
         counts[factory.name] += 1
     return factories
+
+
+def replace(
+    entries: Iterable[Entry], depths: Sequence[int], place: Mapping[str, Any], mechanism: Mapping[str, Any], prefix: str
+) -> list[Entry]:
+    """`entries` with another mechanism in the blocks of `place`: that is the last entry.
+
+    Raises:
+        OptionError: a place that is not there; `prefix`, before stage or blocks, begins the message.
+    """
+    stages = _stages(depths)
+    written, layers = _read_place(place, stages, prefix)
+    kept = []
+    for entry in entries:  # each is of one stage
+        if rest := [layer for layer in entry.layers if layer not in layers]:
+            s = next(s for s, stage in enumerate(stages) if rest[0] in stage)
+            own = {"stage": s} if len(stages) > 1 else {}
+            own["blocks"] = text_of(layer - stages[s].start for layer in rest)
+            kept.append(Entry({**own, **split_place(entry.options)[1]}, tuple(rest)))
+    return [*kept, Entry({**written, **mechanism}, layers)]
 
 
 def split_place(entry: Mechanism) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -152,22 +172,29 @@ def _read_entry(entry: Any, path: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return place, mechanism
 
 
-def _read_place(place: Mapping[str, Any], stages: Sequence[range], path: str) -> tuple[dict[str, Any], tuple[int, ...]]:
+def _stages(depths: Sequence[int]) -> list[range]:
+    """The layers of every stage."""
+    return [range(end - depth, end) for depth, end in zip(depths, accumulate(depths), strict=True)]
+
+
+def _read_place(
+    place: Mapping[str, Any], stages: Sequence[range], prefix: str
+) -> tuple[dict[str, Any], tuple[int, ...]]:
     """A place as it is written out, and the layers in it."""
-    parsed, written = parse_options(Place, place, path), {}
+    parsed, written = parse_options(Place, place, prefix.removesuffix(".")), {}
     if len(stages) > 1:
         if parsed.stage is None or parsed.stage >= len(stages):
             given = "null" if parsed.stage is None else parsed.stage
-            raise OptionError(f"{path}.stage", f" = {given}: name a stage, 0 to {len(stages) - 1}")
+            raise OptionError(f"{prefix}stage", f" = {given}: name a stage, 0 to {len(stages) - 1}")
         written["stage"] = parsed.stage
     elif parsed.stage is not None:
-        raise OptionError(f"{path}.stage", f" = {parsed.stage}: this model has no stages; leave it out")
+        raise OptionError(f"{prefix}stage", f" = {parsed.stage}: this model has no stages; leave it out")
     stage = stages[parsed.stage or 0]
     if parsed.blocks is None and written:
         return written, tuple(stage)
     if parsed.blocks is None:
-        raise OptionError(f"{path}.blocks", " = null: name blocks, such as 0-8")
-    numbers = numbers_of(parsed.blocks, len(stage), f"{path}.blocks")
+        raise OptionError(f"{prefix}blocks", " = null: name blocks, such as 0-8")
+    numbers = numbers_of(parsed.blocks, len(stage), f"{prefix}blocks")
     return {**written, "blocks": text_of(numbers)}, tuple(stage[number] for number in numbers)
 
 

@@ -182,10 +182,11 @@ def _known_options(attention: Any) -> list[str]:
     """Returns the paths of all options of a run whose attention has the plain options `attention`."""
     kinds = [(name, kind) for name, kind in typing.get_type_hints(Run).items() if dataclasses.is_dataclass(kind)]
     kinds += [("model", family.Config) for family, _ in MODELS.values()]
-    kinds += [("attention", Place)] if isinstance(attention, list) else []
-    for entry in attention if isinstance(attention, list) else [attention]:
+    entries = {f"attention.{i}": entry for i, entry in enumerate(attention)} if isinstance(attention, list) else {}
+    kinds += [(path, Place) for path in entries]
+    for path, entry in (entries or {"attention": attention}).items():
         name = entry.get("name") if isinstance(entry, Mapping) else entry
-        kinds += [("attention", ATTENTION[name].Config)] if isinstance(name, str) and name in ATTENTION else []
+        kinds += [(path, ATTENTION[name].Config)] if isinstance(name, str) and name in ATTENTION else []
     options = (f"{section}.{field.name}" for section, kind in kinds for field in dataclasses.fields(kind))
     return list(dict.fromkeys(options))
 
