@@ -64,7 +64,9 @@ def main(args: argparse.Namespace) -> None:
                 start = f"{one_line(Path(file).name, 40)}, {title}"
                 layers, figures = examine(model.double(), trained, image, place, start)
                 make_output(directory, ())
-                rows += [Row(name, file, index, found) for index, found in enumerate(layers, start=1)]
+                names = [text or layer.name() for layer in attention_layers(model)]  # which may differ
+                pairs = enumerate(zip(names, layers, strict=True), start=1)
+                rows += [Row(own, file, index, found) for index, (own, found) in pairs]
                 for shows, figure in figures.items():
                     write_file(directory / f"{number}_{Path(file).stem}_{shows}.png", encode(figure))
                 bar.update()

@@ -167,8 +167,8 @@ def _advise(error: UnknownOptionError, values: Mapping[str, Any], overrides: Seq
             mapping = to_yaml({**place, "name": name}).replace("}", ", ...}")
             remedy = f"give it as a whole, {f'{whole}={name} or ' * (not place)}{whole}={mapping}"
             return f"{error.key}: unknown option; {text} keeps the other options that the file gives: {remedy}"
-    options = _known_options(values.get("attention"))
-    _, _, name = error.key.rpartition(".")
+    section, _, name = re.sub(r"\(\w+\)|\]", "", error.key).replace("[", ".").rpartition(".")
+    options = sorted(_known_options(values.get("attention")), key=lambda option: option.startswith(f"{section}."))
     found = [option for option in options if option.endswith(f".{name}")]
     if not found and len(longer := [option for option in options if option.endswith(f"_{name}")]) == 1:
         found = longer
