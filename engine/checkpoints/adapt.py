@@ -25,6 +25,7 @@ from engine.config.schema import Run
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error, one_line
 from models import convert, create_model
+from models.assignment import text_of
 
 HEAD = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
 
@@ -205,7 +206,20 @@ def summarize(outcome: Outcome) -> str:
     )
 
 
+LAYER = re.compile(r"(?<=\.)[0-9]{1,9}(?=\.)")
+"""Number of a layer in the name of a weight."""
+
+
 def merge_layers(names: Iterable[str]) -> list[str]:
-    """Merges the names of all layers into one: ``blocks.*.attn.omega (12)``."""
-    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
-    return [f"{name} ({count})" if count > 1 else name for name, count in counts.items()]
+    """Merges names that differ in numbers alone: ``blocks.0-8, 11.attn.omega (10)``."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(LAYER.sub("*", name), []).append(name)
+    return [_merge(same) for same in alike.values()]
+
+
+def _merge(names: Sequence[str]) -> str:
+    columns = zip(*(map(int, LAYER.findall(name)) for name in names), strict=True)
+    texts = (text_of(sorted({*numbers})) for numbers in columns)
+    merged = LAYER.sub(lambda _: next(texts), names[0])
+    return f"{merged} ({len(names)})" if len(names) > 1 else merged
