@@ -14,12 +14,12 @@ from torch import Tensor
 from analysis.budgets import options_text, size_option, with_budget
 from analysis.distributions import entropy
 from analysis.drop_in import CHUNK, attended, drop_in, layer_errors, merge_modes, set_mode
-from analysis.implied import attention_layers
 from analysis.trained import Trained
 from attention import Attention, Grid, OptionError
 from engine.reporting.tables import Spread, spread
 from engine.runtime.memory import peak_bytes
 from models import create_model
+from models.base import attention_layers
 from models.costs import costs_of
 
 

@@ -6,25 +6,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from analysis.implied import attention_inputs, attention_layers
+from analysis.implied import attention_inputs
 from analysis.trained import Trained
 from attention import Attention, Grid, OptionError
 from engine.checkpoints.adapt import fit_weights
 from models import create_model
+from models.base import attention_layers
 
 CHUNK = 8
 """Number of images whose attended values are computed at one time."""
 
 
 def drop_in(
-    trained: Trained, attention: Mapping[str, Any], seed: int, state: Mapping[str, Tensor] | None = None
+    trained: Trained, attention: Any, seed: int, state: Mapping[str, Tensor] | None = None
 ) -> tuple[nn.Module, int]:
     """Returns the trained model, in evaluation mode, with another mechanism, and its number of untrained parameters.
 
     Untrained parameters, and random numbers kept for evaluation, follow from `seed`. All others are the trained ones.
 
     Args:
-        state: weights to use instead of the trained ones.
+        attention: as in the configuration of a run. state: weights to use instead of the trained ones.
     Raises:
         OptionError: the mechanism cannot be built on this grid, or needs projections that the run does not have.
     """

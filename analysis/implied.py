@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from attention import Attention, Grid
 from engine.runtime.errors import UserError
+from models.base import attention_layers
 
 TOLERANCE = 1e-9
 """Largest relative difference of float64 outputs in the test whether a layer has a matrix."""
@@ -28,11 +29,6 @@ class LayerInput(NamedTuple):
     attn: Attention
     x: Tensor
     grid: Grid
-
-
-def attention_layers(model: nn.Module) -> list[Attention]:
-    """Returns the attention layers of a model in order."""
-    return [module for module in model.modules() if isinstance(module, Attention)]
 
 
 @torch.no_grad()

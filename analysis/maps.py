@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from analysis import command_line
 from analysis.drop_in import drop_in
-from analysis.implied import LayerInput, NoMatrix, attention_inputs, attention_layers
+from analysis.implied import LayerInput, NoMatrix, attention_inputs
 from analysis.layer_maps import LayerMaps, Row, describe_layer, layers_csv, list_problems, tabulate
 from analysis.map_figures import draw_layers, draw_maps, draw_rollout
 from analysis.trained import Trained, load_trained, read_images
@@ -29,6 +29,7 @@ from engine.reporting.plots import encode
 from engine.runtime.errors import UserError
 from engine.runtime.files import make_output, write_file
 from engine.runtime.text import one_line
+from models.base import attention_layers
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -63,7 +64,9 @@ def main(args: argparse.Namespace) -> None:
                 start = f"{one_line(Path(file).name, 40)}, {title}"
                 layers, figures = examine(model.double(), trained, image, place, start)
                 make_output(directory, ())
-                rows += [Row(name, file, index, found) for index, found in enumerate(layers, start=1)]
+                names = [text or layer.name() for layer in attention_layers(model)]  # which may differ
+                pairs = enumerate(zip(names, layers, strict=True), start=1)
+                rows += [Row(own, file, index, found) for index, (own, found) in pairs]
                 for shows, figure in figures.items():
                     write_file(directory / f"{number}_{Path(file).stem}_{shows}.png", encode(figure))
                 bar.update()

@@ -2,6 +2,7 @@
 
 python analyze.py replace runs/softmax --attention local performer lara eva
 python analyze.py replace runs/softmax --attention local eva --finetune 2     # then trains on with each: ablate.py
+python analyze.py replace runs/softmax --attention eva --blocks 0-8           # in these blocks alone
 """
 
 import argparse
@@ -22,7 +23,6 @@ from torch import Tensor, nn
 from analysis import command_line
 from analysis.budgets import options_text
 from analysis.drop_in import attended, drop_in, layer_errors, layer_inputs, merge_modes, set_mode
-from analysis.implied import attention_layers
 from analysis.trained import Sample, Trained, load_trained, read_sample
 from attention import Grid, OptionError
 from attention.plugins import as_arguments
@@ -35,6 +35,8 @@ from engine.reporting.tables import Spread, compact_table, plus_minus, spread
 from engine.runtime.errors import UserError
 from engine.runtime.files import make_output, to_csv, write_file
 from engine.runtime.memory import peak_bytes
+from models.assignment import assign, replace
+from models.base import attention_layers
 from models.costs import count_costs
 
 NUM_IMAGES = 500
@@ -52,9 +54,9 @@ class Row:
 
     Attributes:
         name: as on the command line. options: options of the mechanism. mode: see `merge_modes`. top1: percent.
-            error: `normalised_error` of attended values, mean over layers. macs: for one image. peak: peak bytes of a
-            forward pass of `NUM_COMPARED` images. untrained: number of untrained parameters. problem: why there is no
-            result.
+            error: `normalised_error` of attended values, mean over the layers that are replaced. macs: for one image.
+            peak: peak bytes of a forward pass of `NUM_COMPARED` images. untrained: number of untrained parameters.
+            problem: why there is no result.
     """
 
     name: str
@@ -83,6 +85,8 @@ class Own(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
     command_line.add_drop_in(parser, NUM_IMAGES, ["evaluation"])
+    parser.add_argument("--blocks", help="blocks to replace it in, as 0-8 or '0-2, 5'; all others keep the run's (all)")
+    parser.add_argument("--stage", type=int, help="stage of a pyramid to replace it in, all of it or --blocks of it")
     parser.add_argument("--finetune", type=int, metavar="EPOCHS", help="then train each further, in DIR/finetune")
 
 
@@ -95,22 +99,25 @@ def main(args: argparse.Namespace) -> None:
     trained = load_trained(args)
     base = None if args.finetune is None else finetuning(trained, args.finetune, args.overrides)
     sample = read_sample(trained, args.images)
+    place = {name: value for name in ("stage", "blocks") if (value := getattr(args, name)) is not None}
+    where = "".join(f", in {name} {value}" for name, value in place.items())
+    in_place = {name: assignment(trained, place, mechanism) for name, mechanism in mechanisms.items()}
     own, rows = measure_own(trained, sample), []
     with command_line.progress("replace", len(mechanisms), "mechanisms") as bar:
-        for name, attention in mechanisms.items():
+        for name, mechanism in mechanisms.items():
             bar.set_postfix_str(name)
-            rows += measure(trained, sample, own, name, attention, args)
+            rows += measure(trained, sample, own, name, options_text(mechanism), *in_place[name], args)
             bar.update()
     count = len(sample.images)
     title = f"{args.checkpoint}: top-1 {own.top1:.2f} % with its own attention, {count} images"
-    title += f"; others without training, {' and '.join(args.modes)} mode"
+    title += f"; others{where} without training, {' and '.join(args.modes)} mode"
     title += f", mean ± standard deviation over draws: {args.draws}"
     print(f"{title}\n\n{compact_table([readable(row, own.top1) for row in rows])}")
     lines = [values(row, own.top1, count, args.draws) for row in rows]
     write_file(args.output / "replace.csv", to_csv(list(lines[0]), (line.values() for line in lines)))
     write_file(args.output / "replace.png", encode(draw(title, rows, own.top1)))
     if base is not None:
-        built = [mechanisms[name] for name in dict.fromkeys(row.name for row in rows if row.top1)]
+        built = [in_place[name][0] for name in dict.fromkeys(row.name for row in rows if row.top1)]
         train_on(base, built, args.output / "finetune")
 
 
@@ -132,11 +139,25 @@ def finetuning(trained: Trained, epochs: int, overrides: Sequence[str]) -> dict[
     return options
 
 
-def train_on(base: Mapping[str, Any], mechanisms: Sequence[Mapping[str, Any]], directory: Path) -> None:
-    """Replaces this process by an ablation that trains each mechanism further from `base` and resumes such runs."""
+def assignment(trained: Trained, place: Mapping[str, Any], mechanism: Mapping[str, Any]) -> tuple[Any, Sequence[int]]:
+    """Returns the attention of the trained model with another mechanism in a place, or everywhere if it is empty, and
+    the numbers of the layers that are replaced.
+
+    Raises:
+        OptionError: the model has no such place.
+    """
+    name, depths = trained.run.model["name"], trained.model.config.depths
+    if not place:
+        return mechanism, range(sum(depths))
+    entries = replace(assign(name, trained.run.attention, depths), depths, place, mechanism, "--")
+    return [entry.options for entry in entries], entries[-1].layers
+
+
+def train_on(base: Mapping[str, Any], attentions: Sequence[Any], directory: Path) -> None:
+    """Replaces this process by an ablation that trains each attention further from `base` and resumes such runs."""
     directory.mkdir(exist_ok=True)
     caption = f"{base['init']['weights']}, trained on for {base['schedule']['epochs']} epochs"
-    plan = {"caption": caption, "base": "base.yaml", "runs": [{"attention": options} for options in mechanisms]}
+    plan = {"caption": caption, "base": "base.yaml", "runs": [{"attention": attention} for attention in attentions]}
     for name, content in (("base", base), ("plan", plan)):
         write_file(directory / f"{name}.yaml", yaml.safe_dump(content, sort_keys=False).encode())
     command = [str(ABLATE), str(directory / "plan.yaml"), "--output", str(directory), *as_arguments()]
@@ -163,26 +184,34 @@ def top1(model: nn.Module, trained: Trained, sample: Sample) -> float:
 
 
 def measure(
-    trained: Trained, sample: Sample, own: Own, name: str, attention: Mapping[str, Any], args: argparse.Namespace
+    trained: Trained,
+    sample: Sample,
+    own: Own,
+    name: str,
+    options: str,
+    attention: Any,
+    layers: Sequence[int],
+    args: argparse.Namespace,
 ) -> Iterator[Row]:
-    """Yields the rows of a mechanism, one for each mode if the modes differ."""
+    """Yields the rows of a mechanism, one for each mode if the modes differ; `layers` of `attention` are replaced."""
     found = {mode: [] for mode in args.modes}
     try:
         for seed in range(args.draws):
             model, untrained = drop_in(trained, attention, seed)
             for mode, results in found.items():
                 set_mode(model, mode, seed)
-                error = mean(layer_errors(model, own.inputs, own.attended))
+                errors = layer_errors(model, own.inputs, own.attended)
+                error = mean(errors[layer] for layer in layers)
                 results.append((top1(model, trained, sample), error))
     except OptionError as error:
-        yield Row(name, options_text(attention), problem=str(error))
+        yield Row(name, options, problem=str(error))
         return
     with torch.no_grad():
         peak = peak_bytes(partial(model.eval(), own.images), trained.device)
     macs = count_costs(trained.run.model, attention).macs
     for mode, results in merge_modes(found).items():
         accuracy, error = map(spread, zip(*results, strict=True))
-        yield Row(name, options_text(attention), mode, accuracy, error, macs, peak, untrained)
+        yield Row(name, options, mode, accuracy, error, macs, peak, untrained)
 
 
 def readable(row: Row, own: float) -> dict[str, str]:

@@ -96,6 +96,7 @@ def create_attention(
     num_prefix_tokens: int = LayerContext.num_prefix_tokens,
     layer: int = LayerContext.layer,
     depth: int = LayerContext.depth,
+    num_same_before: int | None = LayerContext.num_same_before,
     reduction: int | None = LayerContext.reduction,
     qkv_bias: bool = LayerContext.qkv_bias,
     proj_drop: float = LayerContext.proj_drop,
@@ -111,6 +112,7 @@ def create_attention(
         grid: rows and columns (H, W) of the N = H*W tokens. It sizes parameters; the layer also takes other grids.
         num_prefix_tokens: class and register tokens P, which precede those of the grid.
         layer, depth: index of the layer and number of layers of the network, for mechanisms whose layers differ.
+        num_same_before: number of earlier layers with the same mechanism; None: all of them have it.
         reduction: spatial reduction R that a pyramid assigns to the layer's stage; None elsewhere.
         qkv_bias: True if the query/key/value projection has a bias.
         proj_drop: dropout rate of the output.
@@ -122,7 +124,8 @@ def create_attention(
         OptionError: unknown mechanism or option, wrong type or value, or a geometry that cannot be honoured.
     """
     context = {"dim": dim, "num_heads": num_heads, "grid": grid, "num_prefix_tokens": num_prefix_tokens}
-    context |= {"layer": layer, "depth": depth, "reduction": reduction, "qkv_bias": qkv_bias, "proj_drop": proj_drop}
+    context |= {"layer": layer, "depth": depth, "num_same_before": num_same_before, "reduction": reduction}
+    context |= {"qkv_bias": qkv_bias, "proj_drop": proj_drop}
     context |= {} if shared is None else {"shared": shared}
     own = {
         field.name: context.pop(field.name) for field in fields(find_mechanism(name).Config) if field.name in context

@@ -43,6 +43,7 @@ class LayerContext:
         grid: the (H, W) the layer is built for; it sizes parameters and is checked before any work starts.
         num_prefix_tokens: class and register tokens P that precede the grid tokens.
         layer, depth: index of the layer and number of layers of the network.
+        num_same_before: number of earlier layers with the same mechanism; None: all of them have it.
         reduction: spatial reduction R that a pyramid assigns to this stage (PVT-v2: 8, 4, 2, 1); None elsewhere.
         qkv_bias: True if the query/key/value projection has a bias. proj_drop: dropout rate of the output.
         shared: objects that the network's layers share, under keys of the mechanism's choice; one dict per network.
@@ -56,6 +57,7 @@ class LayerContext:
     num_prefix_tokens: int = field(default=0, metadata={"low": 0})
     layer: int = field(default=0, metadata={"low": 0})
     depth: int = field(default=1, metadata={"low": 1})
+    num_same_before: int | None = field(default=None, metadata={"low": 0})
     reduction: int | None = field(default=None, metadata={"low": 1})
     qkv_bias: bool = True
     proj_drop: float = field(default=0.0, metadata={"low": 0, "high": 1})

@@ -3,9 +3,9 @@
 model = create_model("deit_tiny_p8", attention={"name": "eva", "window_size": 7, "num_landmarks": 49}, num_classes=1000)
 
 `MODELS` maps names to (family, size options). To check options without building a model, `parse_model(name, options)`
-returns the family's `Config`, and `resolve_attention(name, attention)` the attention in full: one mapping, for PVT-v2 a
-list of four. All names are registered with timm: `timm.create_model(name, attention=..., **options)` builds the same
-model.
+returns the family's `Config`, and `resolve_attention(name, attention, options)` the attention in full: one mapping, or
+a list of them (see `models.assignment`). All names are registered with timm: `timm.create_model(name, attention=...,
+**options)` builds the same model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,8 +18,9 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models._input import update_model_args
 from torch import nn
 
-from attention import AttentionFactory, OptionError
+from attention import OptionError
 from attention.options import nearest, parse_options
+from models.assignment import Mechanism, assign, layer_factories
 from models.base import Backbone
 from models.convert import resample_pos_embed
 from models.deit import Deit
@@ -51,16 +52,15 @@ MODELS: dict[str, tuple[type[Backbone], dict[str, Any]]] = {
     **{f"pvtv2_{size}_2xheads": (Pvt, {"num_heads": (2, 4, 10, 16), **o}) for size, o in _PVT_SIZES.items()},
 }
 
-Mechanism = str | Mapping[str, Any]
-"""A mechanism's name, or a mapping with its name and options."""
-
 
 def create_model(name: str, attention: Mechanism | Sequence[Mechanism] = "softmax", **options: Any) -> nn.Module:
     """Builds a model.
 
     Args:
         name: key of `MODELS`.
-        attention: a mechanism; for PVT-v2 one for all stages but the last, which keeps softmax, or a list of four.
+        attention: a mechanism, by its name or as a mapping with its options, or a list of mechanisms that name their
+            blocks, see `models.assignment`. For PVT-v2 one serves all stages but the last, which keeps softmax, and a
+            list of four has one for each stage.
         options: fields of the family's `Config`, which override the size's; also options of `timm.create_model` and of
             timm's models: device, dtype, and attn_drop_rate for the option `attn_drop` of every mechanism.
     Raises:
@@ -92,22 +92,17 @@ def parse_model(name: str, options: Mapping[str, Any]) -> Any:
     return config
 
 
-def resolve_attention(name: str, attention: Mechanism | Sequence[Mechanism]) -> dict[str, Any] | list[dict[str, Any]]:
-    """The attention of model `name` in full: one mapping, or for a pyramid a list of one mapping per stage.
-
-    A single mechanism given to a pyramid serves all stages but the last, which keeps softmax, as in the papers.
+def resolve_attention(
+    name: str, attention: Mechanism | Sequence[Mechanism], options: Mapping[str, Any] = {}
+) -> dict[str, Any] | list[dict[str, Any]]:
+    """The attention of model `name` with these `options` in full: one mapping, or the list of the entries that
+    `models.assignment.assign` makes of it.
 
     Raises:
-        OptionError: unknown mechanism or option, wrong type or value, or a list of the wrong length.
+        OptionError: unknown mechanism or option, wrong type or value, or a list that does not name every block once.
     """
-    count = family_of(name).num_stages
-    if isinstance(attention, str | Mapping):
-        one = _written_out(attention, "attention")
-        return one if count == 1 else [*(dict(one) for _ in range(count - 1)), {"name": "softmax"}]
-    if count == 1 or not isinstance(attention, Sequence) or len(attention) != count:
-        takes = "one mechanism" if count == 1 else f"one mechanism or a list of {count}"
-        raise OptionError("attention", f"{name} takes {takes}, got {attention!r}")
-    return [_written_out(stage, f"attention[{s}]") for s, stage in enumerate(attention)]
+    entries = [entry.options for entry in assign(name, attention, parse_model(name, options).depths)]
+    return entries[0] if len(entries) == 1 and isinstance(attention, str | Mapping) else entries
 
 
 def family_of(name: str) -> type[Backbone]:
@@ -121,22 +116,16 @@ def family_of(name: str) -> type[Backbone]:
     return MODELS[name][0]
 
 
-def _written_out(mechanism: Mechanism, path: str) -> dict[str, Any]:
-    AttentionFactory.from_options(mechanism, path)
-    return {"name": mechanism} if isinstance(mechanism, str) else dict(mechanism)
-
-
 def _build(
     name: str, attention: Mechanism | Sequence[Mechanism] = "softmax", attn_drop_rate: float = 0.0, **options: Any
 ) -> Backbone:
-    resolved = resolve_attention(name, attention)
-    stages = resolved if isinstance(resolved, list) else [resolved]
-    if attn_drop_rate:
-        stages = [{**stage, "attn_drop": attn_drop_rate} for stage in stages]
     config = parse_model(name, options)
+    entries = assign(name, attention, config.depths)
+    if attn_drop_rate:
+        entries = [entry._replace(options={**entry.options, "attn_drop": attn_drop_rate}) for entry in entries]
     with_parts = (model for option, model in WITH_PARTS.items() if getattr(config, option, False))
-    family: Callable[..., Backbone] = next(with_parts, family_of(name))  # takes as many factories as it has stages
-    return family(config, *map(AttentionFactory.from_options, stages))
+    family: Callable[..., Backbone] = next(with_parts, family_of(name))
+    return family(config, layer_factories(entries))
 
 
 def _entrypoint(name: str) -> Callable[..., nn.Module]:

@@ -115,8 +115,7 @@ class Backbone(nn.Module):
     """
 
     Config: ClassVar[type]
-    num_stages: ClassVar[int] = 1
-    """Number of attention factories that the family takes."""
+    """Options of the family; `depths` has the number of blocks per stage."""
     feature_indices: ClassVar[int | tuple[int, ...]]
     """Indices of the intermediate features that timm's `features_only` returns by default; an int n for the last n."""
     head: nn.Module
@@ -226,9 +225,9 @@ def intermediate_outputs(
     return listed if final is None else (final, listed)
 
 
-def first_attention(module: nn.Module) -> Attention:
-    """The first attention layer of `module`."""
-    return next(layer for layer in module.modules() if isinstance(layer, Attention))
+def attention_layers(module: nn.Module) -> list[Attention]:
+    """All attention layers of a model, or of a part of it, in the order of its blocks."""
+    return [layer for layer in module.modules() if isinstance(layer, Attention)]
 
 
 def drop_path_rates(rate: float, depth: int) -> list[float]:
@@ -241,6 +240,19 @@ def check_grid(attn: Attention, grid: Grid) -> None:
     state = {name: value.to("meta") for name, value in [*attn.named_parameters(), *attn.named_buffers()]}
     shape = 1, attn.num_prefix_tokens + math.prod(grid), attn.num_heads * attn.head_dim
     functional_call(attn, state, (torch.empty(shape, device="meta"), grid))
+
+
+def check_grids(module: nn.Module, grid: Grid) -> None:
+    """Raises the OptionError of the first attention layer of `module` that cannot take an (H, W) grid.
+
+    Layers with the same class, options and numbers are checked once.
+    """
+    kinds: dict[Any, Attention] = {}
+    for attn in attention_layers(module):
+        numbers = frozenset((name, value) for name, value in vars(attn).items() if isinstance(value, int))
+        kinds.setdefault((type(attn), attn.config, numbers), attn)
+    for attn in kinds.values():
+        check_grid(attn, grid)
 
 
 def check_key_mask(key_mask: Tensor, shape: tuple[int, int, int]) -> None:

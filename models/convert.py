@@ -129,8 +129,9 @@ def _likely_grid(count: int, here: Grid) -> Grid:
 def _bias_options(layer: nn.Module) -> tuple[tuple[str, ...], tuple[int, int]]:
     """Options that determine the rows of a bias table: its kind, and the window's side and overlap."""
     config: Any = layer.config
-    kind = config.position_bias, config.layout, *(["causal"] if getattr(config, "causal", False) else [])
-    return kind, (config.window_size, getattr(config, "overlap", 0))
+    layout, causal = getattr(config, "layout", "2d"), ["causal"] if getattr(config, "causal", False) else []
+    side = config.window_size if hasattr(config, "window_size") else config.kernel_size
+    return (config.position_bias, layout, *causal), (side, getattr(config, "overlap", 0))
 
 
 def _resize_table(table: Tensor, rows: int, is_square: bool) -> Tensor:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -29,17 +29,18 @@ from timm.models._features import feature_take_indices
 from timm.models._input import update_model_input_size
 from torch import Tensor, nn
 
-from attention import AttentionFactory, Grid, OptionError
+from attention import Grid, OptionError
 from attention.options import Options, option
+from models.assignment import LayerFactory
 from models.base import (
     Backbone,
     Block,
-    check_grid,
+    attention_layers,
+    check_grids,
     check_heads,
     check_key_mask,
     check_tokens,
     drop_path_rates,
-    first_attention,
     intermediate_outputs,
     masked_mean,
 )
@@ -105,7 +106,7 @@ def pad_positions(pos_embed: Tensor, part: Grid, grid: Grid) -> Tensor:
 
 
 class Deit(Backbone):
-    """DeiT; `attention` builds the attention layer of every block."""
+    """DeiT; `attention` has a factory for every block."""
 
     feature_indices = 3
 
@@ -155,6 +156,11 @@ class Deit(Backbone):
             0.02, "std of the initial weights of linear layers; layers narrower than DeiT's need more", above=0
         )
 
+        @property
+        def depths(self) -> tuple[int, ...]:
+            """Blocks per stage; a DeiT is one stage."""
+            return (self.depth,)
+
         def __post_init__(self) -> None:
             check_heads(self.embed_dim, self.num_heads)
             for side in to_2tuple(self.img_size):
@@ -181,7 +187,7 @@ class Deit(Backbone):
                     problem = f" = {self.embed_dim}: the conv stem needs a multiple of {self.patch_size // 2}"
                     raise OptionError("model.embed_dim", problem)
 
-    def __init__(self, config: Config, attention: AttentionFactory):
+    def __init__(self, config: Config, attention: Sequence[LayerFactory]):
         poolings = ("token",) if config.dist_token else ("token", "avg") if config.class_token else ("avg",)
         super().__init__(config, config.embed_dim, (*poolings, ""))
         dim = self.embed_dim = config.embed_dim
@@ -205,7 +211,7 @@ class Deit(Backbone):
         if config.use_glu:
             mlp = functools.partial(TokenGluMlp, dim, 2 * hidden_dim // 3, drop=config.proj_drop_rate)
         self.blocks = nn.ModuleList(
-            Block(dim, attention(**where, layer=layer, proj_drop=config.proj_drop_rate), mlp(), drop_path)
+            Block(dim, attention[layer](**where, layer=layer, proj_drop=config.proj_drop_rate), mlp(), drop_path)
             for layer, drop_path in enumerate(drop_path_rates(config.drop_path_rate, config.depth))
         )
         self._check_patch_drop()
@@ -242,13 +248,14 @@ class Deit(Backbone):
 
     def _check_patch_drop(self) -> None:
         """Refuses to leave out patches where attention needs the whole grid, or as many as are left cannot do."""
-        rate, attn = self.config.patch_drop_rate, first_attention(self)
+        rate = self.config.patch_drop_rate
         if not rate:
             return
-        if not attn.ignores_order:
-            problem = f" = {rate}: attention({attn.name()}) needs the whole grid; set it to 0, or use softmax"
-            raise OptionError("model.patch_drop_rate", problem)
-        check_grid(attn, (1, max(1, int(self.patch_embed.num_patches * (1 - rate)))))
+        for attn in attention_layers(self):
+            if not attn.ignores_order:
+                problem = f" = {rate}: attention({attn.name()}) needs the whole grid; set it to 0, or use softmax"
+                raise OptionError("model.patch_drop_rate", problem)
+        check_grids(self, (1, max(1, int(self.patch_embed.num_patches * (1 - rate)))))
 
     def set_input_size(
         self, img_size: int | tuple[int, int] | None = None, patch_size: int | tuple[int, int] | None = None
@@ -266,7 +273,7 @@ class Deit(Backbone):
             changed["patch_size"] = height
         config, before = dataclasses.replace(self.config, **changed), self.grid
         height, width = to_2tuple(config.img_size)
-        check_grid(first_attention(self), (height // config.patch_size, width // config.patch_size))
+        check_grids(self, (height // config.patch_size, width // config.patch_size))
         self.config = config
         self.patch_embed.set_input_size(**changed)
         if self.grid != before:

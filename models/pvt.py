@@ -1,8 +1,8 @@
 """PVT-v2 (Wang et al., 2022): a pyramid of four stages with overlapping patch embeddings and convolution in MLPs.
 
-Every stage has its own attention; the layer's context tells the mechanism the spatial reduction R = 8, 4, 2, 1 that
-PVT-v2 assigns to the stages. Parameter names are those of timm's PyramidVisionTransformerV2, except for the joint `qkv`
-projection (see `models.convert.from_timm_pvt`).
+A layer's context tells the mechanism the spatial reduction R = 8, 4, 2, 1 that PVT-v2 assigns to the stages. Parameter
+names are those of timm's PyramidVisionTransformerV2, except for the joint `qkv` projection (see
+`models.convert.from_timm_pvt`).
 """
 
 import math
@@ -14,17 +14,17 @@ from timm.layers import LayerNorm, to_2tuple
 from timm.models._features import feature_take_indices
 from torch import Tensor, nn
 
-from attention import AttentionFactory, Grid, OptionError
+from attention import Grid, OptionError
 from attention.options import Options, option
+from models.assignment import LayerFactory
 from models.base import (
     Backbone,
     Block,
-    check_grid,
+    check_grids,
     check_heads,
     check_key_mask,
     check_tokens,
     drop_path_rates,
-    first_attention,
     intermediate_outputs,
     masked_mean,
 )
@@ -86,9 +86,8 @@ class Stage(nn.Module):
 
 
 class Pvt(Backbone):
-    """PVT-v2; `attention` has one factory for each of the four stages."""
+    """PVT-v2; `attention` has a factory for every block of every stage."""
 
-    num_stages = 4
     feature_indices = (0, 1, 2, 3)
 
     class Config(Options):
@@ -122,20 +121,20 @@ class Pvt(Backbone):
             for dim, num_heads in zip(self.embed_dims, self.num_heads, strict=True):
                 check_heads(dim, num_heads)
 
-    def __init__(self, config: Config, *attention: AttentionFactory):
+    def __init__(self, config: Config, attention: Sequence[LayerFactory]):
         super().__init__(config, config.embed_dims[-1], ("avg", ""))
         dims, depths = config.embed_dims, config.depths
         self.patch_embed = OverlapPatchEmbed(config.in_chans, dims[0], patch_size=7, stride=4)
         rates = drop_path_rates(config.drop_path_rate, sum(depths))
         stages = []
         where: dict[str, Any] = {"depth": sum(depths), "qkv_bias": config.qkv_bias, "shared": {}}
-        for s in range(self.num_stages):
+        for s in range(len(depths)):
             first, hidden_dim, drop = sum(depths[:s]), int(dims[s] * config.mlp_ratios[s]), config.proj_drop_rate
             where["grid"] = tuple(math.ceil(side / (4 * 2**s)) for side in to_2tuple(config.img_size))
             where |= {"dim": dims[s], "num_heads": config.num_heads[s], "reduction": config.reductions[s]}
             blocks = []
             for layer in range(first, first + depths[s]):
-                attn = attention[s](**where, layer=layer, proj_drop=drop)
+                attn = attention[layer](**where, layer=layer, proj_drop=drop)
                 mlp = ConvMlp(dims[s], hidden_dim, drop, config.mlp_relu)
                 blocks.append(Block(dims[s], attn, mlp, rates[layer]))
             downsample = OverlapPatchEmbed(dims[s - 1], dims[s], patch_size=3, stride=2) if s else nn.Identity()
@@ -152,12 +151,12 @@ class Pvt(Backbone):
 
     def min_side(self) -> int:
         """Side of the smallest square image, in steps of the last stage's stride, that the attention takes; pixels."""
-        layers = {4 * 2**s: first_attention(stage) for s, stage in enumerate(self.stages)}
-        largest, step = max(to_2tuple(self.config.img_size)), max(layers)
+        stages = {4 * 2**s: stage for s, stage in enumerate(self.stages)}
+        largest, step = max(to_2tuple(self.config.img_size)), max(stages)
         for side in range(step, largest, step):
             with suppress(OptionError):
-                for stride, attn in reversed(layers.items()):  # the smallest grid first
-                    check_grid(attn, (side // stride, side // stride))
+                for stride, stage in reversed(stages.items()):  # the smallest grid first
+                    check_grids(stage, (side // stride, side // stride))
                 return side
         return largest
 
@@ -203,7 +202,7 @@ class Pvt(Backbone):
         taken, last = feature_take_indices(len(self.stages), indices)
         self.stages = self.stages[: last + 1]
         self.num_features = self.head_hidden_size = self.feature_info[last]["num_chs"]
-        if prune_head or last + 1 < self.num_stages:
+        if prune_head or last + 1 < len(self.config.depths):
             self.reset_classifier(0, "")
         return taken
 

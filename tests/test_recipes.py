@@ -84,6 +84,9 @@ def test_a_configuration_is_read_and_its_model_built(path):
         assert run.model["num_classes"] == (0 if run.model["mask_token"] else num_classes)
     if path in IMAGENET:
         names = [stage["name"] for stage in stages(run)]
+    if path in IMAGENET and path.stem.startswith("hybrid_"):
+        assert path.stem == "_".join(["hybrid", *dict.fromkeys(names)])
+    elif path in IMAGENET:
         (mechanism,) = set(names[:3])
         assert f"{path.stem}_".startswith(f"{mechanism}_")
         assert names[3:] in ([], ["focused_linear" if mechanism == "focused_linear" else "softmax"])  # FLatten's LLLL

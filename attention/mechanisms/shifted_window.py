@@ -1,7 +1,8 @@
 """Shifted windows (Liu et al. 2021, arXiv:2103.14030): softmax within windows that odd layers shift by half a window.
 
 Windows of w x w tokens begin at the grid's corner in even layers and floor(w / 2) rows and columns further in odd ones,
-except along an axis that one window covers (Swin Transformer, section 3.2). The shift is a roll of the padded grid;
+except along an axis that one window covers (Swin Transformer, section 3.2). Layers of other mechanisms between them do
+not count. The shift is a roll of the padded grid;
 pairs of tokens that only the roll makes neighbours are masked, like padding. In the released code padding is a key, and
 timm rolls before it pads.
 Cost: 2 N w^2 C multiply-accumulates.
@@ -89,7 +90,8 @@ class ShiftedWindow(Attention):
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
         windows = config.windows(context.grid)
-        self.size, self.shifts = windows.size, config.shift and context.layer % 2 == 1
+        number = context.layer if context.num_same_before is None else context.num_same_before
+        self.size, self.shifts = windows.size, config.shift and number % 2 == 1
         self.position_bias = PositionBias(config.position_bias, self.num_heads, self.head_dim, windows)
 
     @classmethod

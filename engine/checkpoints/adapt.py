@@ -25,6 +25,7 @@ from engine.config.schema import Run
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_error, one_line
 from models import convert, create_model
+from models.assignment import text_of
 
 HEAD = ("head.weight", "head.bias", "head_dist.weight", "head_dist.bias")
 
@@ -160,9 +161,11 @@ def match_heads(
 def _cut_projections(state: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
     """Returns the rows of `qkv` for layers with fewer projections: values, or queries (also as keys) and values."""
     changed = {}
-    for name, layer in _attention_layers(model):
+    for name, layer in model.named_modules():
+        if not isinstance(layer, Attention) or layer.num_projections == 3:
+            continue
         for key in (f"{name}.qkv.weight", f"{name}.qkv.bias"):
-            if key in state and state[key].shape[:1] == (3 * layer.proj.in_features,) and layer.num_projections < 3:
+            if key in state and state[key].shape[:1] == (3 * layer.proj.in_features,):
                 q, _, v = state[key].chunk(3)
                 changed[key] = torch.cat([q, v][-layer.num_projections :])
     return changed
@@ -186,10 +189,6 @@ def list_heads(model: nn.Module) -> int | list[int]:
     return heads[0] if len(heads) == 1 else heads
 
 
-def _attention_layers(model: nn.Module) -> list[tuple[str, Attention]]:
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, Attention)]
-
-
 def table(outcome: Outcome) -> list[str]:
     """Returns a line per outcome: the number of weights, and their names unless they are loaded unchanged."""
     return [
@@ -207,7 +206,20 @@ def summarize(outcome: Outcome) -> str:
     )
 
 
+LAYER = re.compile(r"(?<=\.)[0-9]{1,9}(?=\.)")
+"""Number of a layer in the name of a weight."""
+
+
 def merge_layers(names: Iterable[str]) -> list[str]:
-    """Merges the names of all layers into one: ``blocks.*.attn.omega (12)``."""
-    counts = Counter(re.sub(r"\.\d+\.", ".*.", name) for name in names)
-    return [f"{name} ({count})" if count > 1 else name for name, count in counts.items()]
+    """Merges names that differ in numbers alone: ``blocks.0-8, 11.attn.omega (10)``."""
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(LAYER.sub("*", name), []).append(name)
+    return [_merge(same) for same in alike.values()]
+
+
+def _merge(names: Sequence[str]) -> str:
+    columns = zip(*(map(int, LAYER.findall(name)) for name in names), strict=True)
+    texts = (text_of(sorted({*numbers})) for numbers in columns)
+    merged = LAYER.sub(lambda _: next(texts), names[0])
+    return f"{merged} ({len(names)})" if len(names) > 1 else merged

@@ -20,12 +20,15 @@ from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.files import write_file
 from models import MODELS
+from models.assignment import Place
 from models.base import Backbone
 
 TYPES = {bool: "boolean", int: "integer", float: "number", str: "string", types.NoneType: "null"}
 
 LIMITS = {"low": "minimum", "high": "maximum", "above": "exclusiveMinimum", "below": "exclusiveMaximum"}
 """Limit of `attention.options.option` -> its name in JSON Schema."""
+
+PLACE = [field.name for field in fields(Place)]
 
 Schema = dict[str, Any]
 
@@ -49,8 +52,11 @@ def run_schema() -> Schema:
     base = {"type": "string", "description": "configuration that holds the options that are not given here"}
     kinds = typing.get_type_hints(Run).items()
     sections = {name: _of_options(kind) for name, kind in kinds if isinstance(kind, type) and is_dataclass(kind)}
-    mechanism = {"$ref": "#/definitions/mechanism"}
+    entry = {"$ref": "#/definitions/mechanism"}
+    mechanism = {"allOf": [entry, {"properties": dict.fromkeys(PLACE, False)}]}
+    placed = {"allOf": [entry, {"anyOf": [{"required": [name]} for name in PLACE]}, {"type": "object"}]}
     stages = {"type": "array", "items": mechanism, "minItems": 4, "maxItems": 4}
+    entries = {"type": "array", "items": placed, "minItems": 1}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Configuration of a training run",
@@ -59,11 +65,11 @@ def run_schema() -> Schema:
         "properties": {
             "base": base,
             "model": _model(),
-            "attention": {"anyOf": [mechanism, stages]},
+            "attention": {"anyOf": [mechanism, stages, entries]},
             **sections,
             "plugins": _of_options(Run)["properties"]["plugins"],
         },
-        "definitions": {"mechanism": _mechanism()},
+        "definitions": {"mechanism": _mechanism(), **_of_options(Place)["properties"]},
     }
 
 
@@ -76,10 +82,11 @@ def _model() -> Schema:
 
 
 def _mechanism() -> Schema:
-    kinds = [
-        {**_of_options(mechanism.Config, {"const": name}, mechanism), "required": ["name"]}
-        for name, mechanism in ATTENTION.items()
-    ]
+    """Returns the schema of a mechanism, with the place that it may name as an entry of a list."""
+    place, kinds = {name: {"$ref": f"#/definitions/{name}"} for name in PLACE}, []
+    for name, mechanism in ATTENTION.items():
+        schema = _of_options(mechanism.Config, {"const": name}, mechanism)
+        kinds.append({**schema, "properties": {**place, **schema["properties"]}, "required": ["name"]})
     return {"oneOf": [{"enum": [*ATTENTION]}, *kinds]}
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from attention import ATTENTION
-from attention.options import OptionError, UnknownOptionError, parse_options
+from attention.options import OptionError, UnknownOptionError, parse_options, to_yaml
 from attention.plugins import FLAG, load_plugin, plugin_of
 from attention.registry import UnknownMechanism
 from engine.config.checks import check_run
@@ -29,7 +29,8 @@ from engine.config.schema import Run
 from engine.config.yaml_files import Keys, Tree, override, read_config
 from engine.runtime.errors import ConfigError
 from models import MODELS, create_model, parse_model, resolve_attention
-from models.base import first_attention
+from models.assignment import Place, assign, split_place
+from models.base import attention_layers
 from models.freeze import freeze
 
 MISSING = "???"
@@ -119,7 +120,7 @@ def _parse(tree: Tree, overrides: Sequence[str], world_size: int, import_plugins
         if not isinstance(name, str):
             raise OptionError("model.name", f"expected the name of a model, got {name!r}")
         config = parse_model(name, options)
-        attention = resolve_attention(name, run.attention)
+        attention = resolve_attention(name, run.attention, options)
         try:
             with torch.device("meta"):
                 model = create_model(name, attention=attention, **options)
@@ -128,7 +129,7 @@ def _parse(tree: Tree, overrides: Sequence[str], world_size: int, import_plugins
         run = dataclasses.replace(
             run,
             model={"name": name, **_plain(dataclasses.asdict(config))},
-            attention=_written_out(attention, model),
+            attention=_written_out(name, attention, config.depths, model),
             plugins=_plugins_of(attention),
         )
         check_run(run, world_size)
@@ -162,10 +163,13 @@ def _advise(error: UnknownOptionError, values: Mapping[str, Any], overrides: Seq
         key, _, name = text.partition("=")
         if re.fullmatch(r"attention(\.\d+)?\.name", key) and error.key.startswith("attention"):
             whole = key.removesuffix(".name")
-            remedy = f"give it as a whole, {whole}={name} or {whole}={{name: {name}, ...}}"
+            entry = values["attention"][int(whole.partition(".")[2])] if "." in whole else values["attention"]
+            place, _ = split_place(entry)
+            mapping = to_yaml({**place, "name": name}).replace("}", ", ...}")
+            remedy = f"give it as a whole, {f'{whole}={name} or ' * (not place)}{whole}={mapping}"
             return f"{error.key}: unknown option; {text} keeps the other options that the file gives: {remedy}"
-    options = _known_options(values.get("attention"))
-    _, _, name = error.key.rpartition(".")
+    section, _, name = re.sub(r"\(\w+\)|\]", "", error.key).replace("[", ".").rpartition(".")
+    options = sorted(_known_options(values.get("attention")), key=lambda option: option.startswith(f"{section}."))
     found = [option for option in options if option.endswith(f".{name}")]
     if not found and len(longer := [option for option in options if option.endswith(f"_{name}")]) == 1:
         found = longer
@@ -179,9 +183,11 @@ def _known_options(attention: Any) -> list[str]:
     """Returns the paths of all options of a run whose attention has the plain options `attention`."""
     kinds = [(name, kind) for name, kind in typing.get_type_hints(Run).items() if dataclasses.is_dataclass(kind)]
     kinds += [("model", family.Config) for family, _ in MODELS.values()]
-    for stage in attention if isinstance(attention, list) else [attention]:
-        name = stage.get("name") if isinstance(stage, Mapping) else stage
-        kinds += [("attention", ATTENTION[name].Config)] if isinstance(name, str) and name in ATTENTION else []
+    entries = {f"attention.{i}": entry for i, entry in enumerate(attention)} if isinstance(attention, list) else {}
+    kinds += [(path, Place) for path in entries]
+    for path, entry in (entries or {"attention": attention}).items():
+        name = entry.get("name") if isinstance(entry, Mapping) else entry
+        kinds += [(path, ATTENTION[name].Config)] if isinstance(name, str) and name in ATTENTION else []
     options = (f"{section}.{field.name}" for section, kind in kinds for field in dataclasses.fields(kind))
     return list(dict.fromkeys(options))
 
@@ -207,15 +213,17 @@ def _tell(text: str) -> None:
     print(text, file=sys.stderr)
 
 
-def _written_out(attention: Any, model: Any) -> Any:
-    """Returns all options of the layers of `model` that have `attention`, or a list of those of each stage's layers.
+def _written_out(name: str, attention: Any, depths: Sequence[int], model: Any) -> Any:
+    """Adds to `attention`, or to each entry of a list, the options of its layers in `model`.
 
     The options have the sizes that the layers have: with the option `fit`, those that the grids allow.
     """
-    if isinstance(attention, list):
-        return [_written_out(stage, layers) for stage, layers in zip(attention, model.stages, strict=True)]
-    layer = first_attention(model)
-    return {"name": layer.name(), **_plain(dataclasses.asdict(layer.config))}
+    layers, entries = attention_layers(model), []
+    for entry in assign(name, attention, depths):
+        layer = layers[entry.layers[0]]
+        place, _ = split_place(entry.options)
+        entries.append({**place, "name": layer.name(), **_plain(dataclasses.asdict(layer.config))})
+    return entries if isinstance(attention, list) else entries[0]
 
 
 def _plain(value: Any) -> Any:

@@ -16,6 +16,7 @@ from attention.option_tables import table
 from engine.config.schema import Run
 from engine.runtime.arguments import ArgumentParser
 from models import MODELS
+from models.assignment import Place
 
 
 def tables() -> str:
@@ -23,7 +24,7 @@ def tables() -> str:
     families = {f"model ({family.__name__.lower()})": family.Config for family, _ in MODELS.values()}
     sections = {name: kind for name, kind in typing.get_type_hints(Run).items() if dataclasses.is_dataclass(kind)}
     mechanisms = {name: mechanism.Config for name, mechanism in ATTENTION.items()}
-    of_runs = families | sections | {"(no section)": Run}
+    of_runs = families | {"attention, as an entry of a list": Place} | sections | {"(no section)": Run}
     chapters: dict[str, Mapping[str, Any]] = {"Runs": of_runs, "Mechanisms": mechanisms}
     parts = []
     for title, classes in chapters.items():

@@ -16,6 +16,7 @@ from attention.options import OptionError
 from engine.objectives.classification import TOP
 from engine.objectives.objective import Measure, Objective, Run
 from engine.objectives.sequences import NO_AUGMENTATION, refuse_options
+from models.assignment import mechanisms_of
 
 MAX_DRAWN = 2**27
 """Largest number of tokens of a split, which is held in memory."""
@@ -75,9 +76,10 @@ class Copying(Objective):
         for name, value in {"global_pool": "", "num_classes": model["vocab_size"]}.items():
             if model[name] != value:
                 refuse(f"model.{name}", model[name], f"set it to {value!r}, to predict one at every place")
-        if not run.attention.get("causal"):
-            name = run.attention["name"]
-            refuse(f"attention({name}).causal", False, "set it to true, or choose a mechanism that has it")
+        for mechanism in mechanisms_of(run.attention):
+            if not mechanism.get("causal"):
+                remedy = "set it to true, or choose a mechanism that has it"
+                refuse(f"attention({mechanism['name']}).causal", False, remedy)
         neutral = {
             "augment": vars(type(run.augment)(**NO_AUGMENTATION)),
             "data": {name: getattr(type(data)(), name) for name in ("root", "classes", "subset", "crop_mode")},

@@ -7,6 +7,7 @@ from attention import ATTENTION
 from attention.options import OptionError
 from engine.objectives.classification import Classification
 from engine.objectives.objective import Run
+from models.assignment import mechanisms_of
 
 NO_AUGMENTATION: dict[str, Any] = {
     **dict.fromkeys(("scale", "ratio"), (1.0, 1.0)),
@@ -51,8 +52,7 @@ class SequenceClassification(Classification):
         refuse_options(run, neutral, "with model.vocab_size, pixels are numbers of tokens")
         if run.model["pad_token"] is None:
             return
-        layers = run.attention if isinstance(run.attention, list) else [run.attention]
-        for name in (layer["name"] for layer in layers):
+        for name in (mechanism["name"] for mechanism in mechanisms_of(run.attention)):
             if refusal := ATTENTION[name].key_mask_refusal:
                 problem = f" = {run.model['pad_token']}: attention({name}) refuses a key mask, for {refusal}"
                 raise OptionError("model.pad_token", f"{problem}; set it to null, or choose another mechanism")

@@ -19,13 +19,13 @@ from analysis.budgets import SIZES, size_option, with_budget
 from analysis.command_line import MODES, read_mechanisms
 from analysis.drop_in import attended, drop_in, layer_inputs, merge_modes, normalised_error, set_mode
 from analysis.error import AXES, draw
-from analysis.implied import attention_layers
 from analysis.trained import Trained, read_sample
 from attention import ATTENTION, OptionError
 from engine.checkpoints.export import export_checkpoint
 from engine.checkpoints.files import load_checkpoint
 from engine.config.yaml_files import read_yaml
 from engine.reporting.tables import Spread
+from models.base import attention_layers
 from tests.analysis.models import load_model, save_model
 from tests.support.facts import stated
 
@@ -230,6 +230,29 @@ def test_every_mechanism_has_options_and_at_most_one_size():
             )
 
 
+def test_chosen_blocks_are_replaced(checkpoint, tmp_path, monkeypatch, capsys):
+    """All blocks are what none named are; the errors are those of the blocks that are replaced."""
+    local, eva = "{name: local, window_size: 2, position_bias: none}", "{name: eva, window_size: 2, num_landmarks: 4}"
+    options = ["--images", "60", "--draws", "1", "--attention", "softmax", local, eva]
+    whole, first, last, every = (
+        ask(checkpoint, tmp_path, "replace", *options, *blocks)
+        for blocks in ([], ["--blocks", "0"], ["--blocks", "1"], ["--blocks", "0-1"])
+    )
+    assert [row.pop("peak_bytes") and row for row in every] == [row.pop("peak_bytes") and row for row in whole]
+    assert [float(rows[0]["change"]) for rows in (first, last)] == [0, 0]
+    errors = [float(rows[1]["error"]) for rows in (first, last, whole)]
+    assert 0 < errors[0] != errors[1] > 0
+    assert errors[2] == pytest.approx((errors[0] + errors[1]) / 2)
+    assert 2 * int(first[2]["untrained_parameters"]) == int(whole[2]["untrained_parameters"]) > 0
+    assert "others, in blocks 0 without training" in capsys.readouterr().out
+    commands = []
+    monkeypatch.setattr(os, "execv", lambda file, command: commands.append(command))
+    ask(checkpoint, tmp_path / "out", "replace", *options, "--blocks", "1", "--finetune", "1")
+    _, settings = read_ablation(Path(commands[0][2]), [], tmp_path, ["python"])
+    found = [[(entry["blocks"], entry["name"]) for entry in setting.cases[0].run.attention] for setting in settings]
+    assert found == [[("0", "softmax"), ("1", name)] for name in ("softmax", "local", "eva")]
+
+
 @pytest.mark.parametrize("is_export", [False, True], ids=["checkpoint", "export"])
 def test_what_is_replaced_is_trained_on_by_an_ablation(is_export, checkpoint, tmp_path, monkeypatch):
     """The ablation holds the mechanisms that fit the grid, from the same weights."""
@@ -277,6 +300,9 @@ def test_training_on_does_not_inherit_strictness_or_frozen_weights(trained):
         (["--output", "/proc/absent"], "--output /proc/absent: cannot be made"),
         (["--output", "/proc"], "cannot be written"),
         (["--images", "0"], "--images = 0 is below the least valid value 1"),
+        (["--blocks", "0-2"], "--blocks = '0-2': there is no block 2; there are 0 to 1"),
+        (["--blocks", "first"], "--blocks = 'first': expected a number, a range as 0-8"),
+        (["--stage", "0"], "--stage = 0: this model has no stages; leave it out"),
     ],
 )
 def test_refusals(checkpoint, tmp_path, capsys, arguments, expected):

@@ -938,6 +938,29 @@ def test_a_sweep_that_is_stopped_shows_what_it_has(config, pictures, capfd):
         assert (config.parent / f"out/{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_grid_takes_options_of_an_entry_and_whole_lists(config):
+    hybrid = "attention: [{blocks: 0-1, name: local, window_size: 2}, {blocks: 2, name: softmax}]"
+    base = BASE.replace("depth: 1", "depth: 3").replace("attention: {name: local, window_size: 2}", hybrid)
+    (config.parent / "base.yaml").write_text(base)
+    config.write_text(
+        "caption: Hybrids\nbase: base.yaml\n"
+        "grid:\n  attention.0.window_size: [1, 2]\n  attention.0.local: [true, false]\n"
+        "runs:\n  - {attention: [{blocks: 0, name: softmax}, {blocks: 1-2, name: mean}]}\n  - {attention: softmax}\n"
+    )
+    _, settings = read_ablation(config, [], config.parent, [])
+    found = [setting.cases[0].run.attention for setting in settings]
+    assert [entries[0]["window_size"] for entries in found[:4]] == [1, 1, 2, 2]
+    assert [(entry["blocks"], entry["name"]) for entry in found[4]] == [("0", "softmax"), ("1-2", "mean")]
+    assert found[5]["name"] == "softmax"
+    assert len({setting.cases[0].directory for setting in settings}) == 6
+    stages = [{"stage": s, "name": "local" if s < 2 else "softmax"} for s in range(4)]
+    pyramid = yaml.safe_load(BASE) | {"model": {"name": "pvtv2_b0"}, "attention": stages}
+    (config.parent / "base.yaml").write_text(yaml.safe_dump(pyramid))
+    config.write_text("caption: Stages\nbase: base.yaml\ngrid:\n  attention.1.window_size: [2, 4]\n")
+    _, settings = read_ablation(config, [], config.parent, [])
+    assert [setting.cases[0].run.attention[1]["window_size"] for setting in settings] == [2, 4]
+
+
 def test_a_search_covers_its_ranges_and_a_longer_one_goes_on(config):
     """Each sixteenth of a range has one of 16 points of a Sobol sequence; whole bounds give whole numbers."""
     axes = {"a": {"range": [0.0, 1.6]}, "b": {"log_range": [1.0e-4, 1.0]}, "c": {"range": [1, 4]}, "d": ["x", "y"]}

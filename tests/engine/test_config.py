@@ -127,6 +127,40 @@ def test_overrides(tmp_path, overrides, expected):
         assert getattr(run, section) == dataclasses.replace(getattr(load_run(path), section), **options)
 
 
+HYBRID = """\
+model: {name: deit_tiny_p16}
+attention:
+  - {blocks: 0-8, name: local, window_size: 7}
+  - {blocks: [10, 9, 11], name: softmax}
+"""
+
+
+def test_a_hybrid_is_written_out_and_overridden_by_entry(tmp_path):
+    path = write(tmp_path, HYBRID)
+    run = load_run(path)
+    assert [(entry["blocks"], entry["name"], entry.get("window_size")) for entry in run.attention] == [
+        ("0-8", "local", 7),
+        ("9-11", "softmax", None),
+    ]
+    assert parse_run(dump_run(run), "last.pt") == run
+    changed = load_run(path, ["attention.0.window_size=4", "attention.0.blocks=0-9", "attention.1.blocks=[10, 11]"])
+    assert (changed.attention[0]["window_size"], changed.attention[1]["blocks"]) == (4, "10-11")
+    expected = {
+        "attention.0.blocks=0-7": "run.yaml:2: attention: no entry has block 8; every block has one mechanism",
+        "attention.1.blocks=12": "override 'attention.1.blocks=12': attention[1].blocks = 12: there is no block 12",
+        "attention.1.window_size=4": "override 'attention.1.window_size=4': attention[1](softmax).window_size: unknown"
+        " option; did you mean 'attention.0.window_size'?",
+        "attention.0.blcks=1": "override 'attention.0.blcks=1': attention[0](local).blcks: unknown option; did you mean"
+        " 'attention.0.blocks'?",
+        "attention.0.name=softmax": "run.yaml:3: attention[0](softmax).window_size: unknown option;"
+        " attention.0.name=softmax keeps the other options that the file gives: give it as a whole,"
+        " attention.0={blocks: 0-8, name: softmax, ...}",
+        "attention.0=softmax": "run.yaml:2: attention: deit_tiny_p16 takes one mechanism or a list of mappings",
+    }
+    for override, message in expected.items():
+        assert refusal(path, override).removeprefix(f"{tmp_path}/").startswith(message)
+
+
 def test_override_reaches_into_model_attention_and_a_list_of_stages(tmp_path):
     run = load_run(write(tmp_path, VALID), ["attention.window_size=5", "model.depth=2"])
     assert (run.attention["window_size"], run.model["depth"]) == (5, 2)

@@ -34,6 +34,7 @@ PVT = {
     **{"num_heads": [1, 1, 2, 2], "mlp_ratios": [1, 1, 1, 1]},
 }
 DATA = {"crop_mode": "squash", "crop_pct": 0.9, "interpolation": "bilinear", "mean": [0.1, 0.2, 0.3], "std": [0.5]}
+HYBRID = [{"blocks": "0, 2", **EVA}, {"blocks": 1, "name": "softmax"}]
 CLASSES = ["tench", "über", "house,\n3"]
 
 
@@ -70,8 +71,9 @@ def outputs(model: torch.nn.Module, batch: int = 2) -> torch.Tensor:
         ({**DEIT, "in_chans": 1, "class_token": True, "drop_path_rate": 0.1}, EVA),
         ({**DEIT, "name": "deit_tiny_p16", "global_pool": "avg", "dynamic_img_size": True}, "xca"),
         (PVT, [{"name": "performer", "num_samples": 4}, "linear", "sra", "softmax"]),
+        ({**DEIT, "depth": 3}, HYBRID),
     ],
-    ids=["class token", "other sizes", "pvt"],
+    ids=["class token", "other sizes", "pvt", "hybrid"],
 )
 def test_timm_rebuilds_a_directory(model, attention, tmp_path):
     checkpoint = trained(model, attention)

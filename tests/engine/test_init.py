@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from attention import ATTENTION
-from engine.checkpoints.adapt import fit_weights
+from engine.checkpoints.adapt import fit_weights, merge_layers, table
 from engine.checkpoints.export import export_checkpoint
 from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.initial_weights import create_initial_model
@@ -235,6 +235,48 @@ def test_bias_tables_of_other_windows_and_kinds(there, here, becomes):
         assert found == [f"{kind} {name} {change}".rstrip() for name in names]
         tables = [block.attn.position_bias.table for block in model.blocks]
         assert kind != "fresh" or all(map(torch.equal, tables, before))
+
+
+@pytest.mark.parametrize("name", ["shifted_window", "neighborhood"])
+def test_bias_tables_of_mechanisms_on_grids_alone(name):
+    """Offsets on a grid have one meaning in all mechanisms."""
+    there = build({"name": name, "window_size" if name == "shifted_window" else "kernel_size": 3})
+    same = build({"name": name, "window_size" if name == "shifted_window" else "kernel_size": 3})
+    assert {kind for kind, names in fit(same, there.state_dict(), there).items() if names} == {"loaded"}
+    windows = build({"name": "local", "window_size": 4})
+    adapted = [f"blocks.{i}.attn.position_bias.table (1, 25, 2) -> (1, 49, 2)" for i in (0, 1)]
+    assert fit(windows, there.state_dict(), there)["adapted"] == adapted
+
+
+HYBRID = [
+    {"blocks": 0, "name": "eva", "window_size": 2, "num_landmarks": 4},
+    {"blocks": 1, "name": "performer", "num_samples": 4},
+]
+
+
+def test_weights_of_hybrids_are_taken_block_by_block():
+    softmax, hybrid = build(), build(HYBRID)
+    outcome = fit(hybrid, softmax.state_dict(), softmax)
+    assert {kind for kind, names in outcome.items() if names} == {"loaded", "fresh", "drawn"}
+    assert all(name.startswith("blocks.0.attn.") for name in outcome["fresh"])
+    assert outcome["drawn"] == ["blocks.1.attn.omega"]
+    swapped = build([{**HYBRID[1], "blocks": 0}, {**HYBRID[0], "blocks": 1}])
+    outcome = fit(swapped, hybrid.state_dict(), hybrid)
+    assert outcome["drawn"] == ["blocks.0.attn.omega"]
+    assert "blocks.1.attn.omega" in outcome["dropped"]
+    lines = table(fit_weights(build(HYBRID), Source(softmax.state_dict(), softmax), "x")[1])
+    assert "  fresh       9  blocks.0.attn.position_bias.table, blocks.0.attn.landmarks.k.linear.weight, " in lines[2]
+
+
+def test_layers_are_merged_by_their_numbers():
+    names = [f"stages.{s}.blocks.{b}.attn.omega" for s, b in ((0, 0), (0, 1), (1, 0))]
+    names += [f"blocks.{i}.x {{0}}" for i in (0, 1, 2, 5)]
+    assert merge_layers([*names, "blocks.4.y", "head.weight"]) == [
+        "stages.0-1.blocks.0-1.attn.omega (3)",
+        "blocks.0-2, 5.x {0} (4)",
+        "blocks.4.y",
+        "head.weight",
+    ]
 
 
 def test_a_table_of_one_axis_keeps_its_middle_and_its_ends():
@@ -475,7 +517,7 @@ def test_an_own_run_its_checkpoint_and_its_export_start_another(tmp_path, capsys
             "  adapted     1  pos_embed (1, 24, 24) -> (1, 16, 24)",
             "  fresh      16  "
             + ", ".join(
-                f"blocks.*.attn.landmark_{x}.{part} (2)"
+                f"blocks.0-1.attn.landmark_{x}.{part} (2)"
                 for x in "qk"
                 for part in ("linear.weight", "linear.bias", "norm.weight", "norm.bias")
             ),

@@ -40,6 +40,7 @@ def test_every_mechanism_is_known_with_all_its_options_and_no_other(name):
     options = json.loads(json.dumps({"name": name, **ATTENTION[name].Config().__dict__}))
     assert VALIDATOR.is_valid({"attention": options})
     assert VALIDATOR.is_valid({"attention": [name, name, options, "softmax"]})
+    assert VALIDATOR.is_valid({"attention": [{"blocks": "0-8", **options}, {"stage": 2, "blocks": [9, 10], **options}]})
     assert not VALIDATOR.is_valid({"attention": {**options, "windw_size": 7}})
 
 
@@ -67,6 +68,10 @@ def test_every_mechanism_is_known_with_all_its_options_and_no_other(name):
         {"attention": {"name": "eva", "num_samples": 0}},
         {"attention": {"name": "eva", "partition": "some"}},
         {"attention": ["eva", "eva", "softmax"]},
+        {"attention": {"name": "eva", "blocks": "0-8"}},
+        {"attention": [{"name": "eva", "blocks": 0.5}]},
+        {"attention": [{"name": "eva", "blocks": "0-8"}, {"name": "softmax"}]},
+        {"attention": [{"name": "eva", "stage": -1}]},
     ],
     ids=json.dumps,
 )

@@ -174,6 +174,18 @@ def test_a_killed_run_ends_in_the_same_bits(place: str, amount: int, runs: Runs,
     figure("R1", f"{amount}/{amount} runs killed in {place} end in the same SHA-256")
 
 
+EVA = "{blocks: 0, name: eva, window_size: 3, num_landmarks: 4}"
+HYBRID = f"attention=[{EVA}, {{blocks: 1, name: softmax, attn_drop: 0.2}}]"
+
+
+@light_and_full(1, 10)
+def test_a_killed_hybrid_ends_in_the_same_bits(amount: int, fork_server: ForkServer, tmp_path: Path, figure: Callable):
+    runs, rng = Runs(fork_server, tmp_path, [HYBRID]), random.Random(0)
+    for _ in range(amount):
+        assert runs.survives(choose_kill(rng, "step")) == [-9]
+    figure("R1", f"{amount}/{amount} killed runs of a hybrid end in the same SHA-256")
+
+
 @pytest.mark.stress
 def test_a_run_killed_in_the_second_save_of_a_step_ends_in_the_same_bits(runs: Runs, figure: Callable):
     """The first checkpoint is damaged. Kills come before each rename, at each flush to the disk, and in writing."""

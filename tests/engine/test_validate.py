@@ -70,6 +70,26 @@ def flat(report: dict) -> dict:
     return metrics["plain"] | {f"ema_{name}": value for name, value in metrics["ema"].items()}
 
 
+def test_an_option_of_one_mechanism_of_a_hybrid(tmp_path, capsys):
+    """What validate.py reports is what the run would report with the option."""
+    hybrid = "attention=[{blocks: 0, name: softmax}, {blocks: 1, name: performer, num_samples: 4}]"
+    options = [*TINY, "model.depth=2", hybrid, "schedule.epochs=1"]
+    train.main([str(ROOT / "configs/quickstart.yaml"), *options, "--output", str(tmp_path)])
+    capsys.readouterr()
+    own = read_report(capsys, tmp_path, "--weights", "plain")
+    causal = read_report(capsys, tmp_path, "--weights", "plain", "attention.0.causal=true")
+    assert own["plain"]["loss"] != causal["plain"]["loss"]
+    again = read_report(capsys, tmp_path, "--weights", "plain", "attention.0.blocks=[0]", "attention.0.causal=false")
+    assert again == own
+    with pytest.raises(SystemExit):
+        validate.main([str(tmp_path), "attention.0.num_samples=8"])
+    problem = "attention[0](softmax).num_samples: unknown option; did you mean 'attention.1.num_samples'?"
+    assert problem in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        validate.main([str(tmp_path), "attention.0.blocks=0-1"])
+    assert "attention[1]: block 1 in attention[0] as well" in capsys.readouterr().err
+
+
 def test_other_images_of_the_same_names_are_announced(run_directory, tmp_path, capsys):
     reader = DigitsReader("val")
     write_idx(tmp_path / "val-images-idx3-ubyte", reader.images)

@@ -517,7 +517,7 @@ def recorder(sites):
 def test_sites_of_deit():
     sites = []
     options = TINY["deit"] | {"class_token": True, "qkv_bias": False, "proj_drop_rate": 0.3}
-    Deit(parse_options(Deit.Config, options), recorder(sites))
+    Deit(parse_options(Deit.Config, options), [recorder(sites)] * 3)
     common = {"dim": 24, "num_heads": 3, "grid": (6, 5), "depth": 3, "num_prefix_tokens": 1}
     shared = [site.pop("shared") for site in sites]
     assert all(one is shared[0] for one in shared)
@@ -527,7 +527,7 @@ def test_sites_of_deit():
 def test_sites_of_pvt():
     sites = []
     config = parse_model("pvtv2_b0", TINY["pvtv2_b0"] | {"img_size": (65, 96)})
-    Pvt(config, *[recorder(sites)] * 4)
+    Pvt(config, [recorder(sites)] * 5)
     common = {"depth": 5, "qkv_bias": True, "proj_drop": 0.0}
     shared = [site.pop("shared") for site in sites]
     assert all(one is shared[0] for one in shared)
@@ -635,6 +635,10 @@ def test_attention_is_written_out():
     torch.testing.assert_close(one.state_dict(), tiny_model("pvtv2_b0", EVA).state_dict(), rtol=0, atol=0)
 
 
+BY_BLOCK = "one mechanism or a list of mappings that name their blocks"
+BY_STAGE = "one mechanism or a list of 4, or of mappings that name their stage"
+
+
 @pytest.mark.parametrize(
     ("name", "attention", "options", "message"),
     [
@@ -648,8 +652,8 @@ def test_attention_is_written_out():
         ("deit", "eva", {"stem": "conv", "patch_size": 14}, "model.patch_size = 14: the conv stem takes 4, 8 or 16"),
         ("deit", "eva", {"stem": "conv", "embed_dim": 90}, "model.embed_dim = 90: the conv stem needs a multiple of 8"),
         ("deit", "softmax", {"dist_token": True}, "model.dist_token = true needs class_token: true"),
-        ("deit", ["softmax"], {}, "attention: deit takes one mechanism, got ['softmax']"),
-        ("pvtv2_b0", ["sra", "sra"], {}, "attention: pvtv2_b0 takes one mechanism or a list of 4, got ['sra', 'sra']"),
+        ("deit", ["softmax"], {}, f"attention: deit takes {BY_BLOCK}, got ['softmax']"),
+        ("pvtv2_b0", ["sra", "sra"], {}, f"attention: pvtv2_b0 takes {BY_STAGE}, got ['sra', 'sra']"),
         ("pvtv2_b0", ["sra", "sra", "sr", "sra"], {}, "attention[2].name: unknown mechanism 'sr'; did you mean 'sra'?"),
         ("pvtv2_b0", "sra", {"num_heads": (1, 2, 3, 4)}, "model.num_heads = 3 does not divide the width 160"),
         ("pvtv2_b0", "sra", {"global_pool": "token"}, "model.global_pool: 'token' is not a choice; known: , avg"),
