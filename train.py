@@ -235,10 +235,9 @@ class Trainer:
             self.recorder.eval(epoch, metrics, self.objective.pictures(rows))
         progress.epoch, progress.images, progress.broken = epoch, 0, 0
         if epoch == self.run.schedule.epochs:
+            self.recorder.predictions(gather_all(rows, self.val_loader, self.run, self.world, self.objective.measure))
             self.recorder.final(**progress.metrics, **progress.best(), **self.costs)
         self.save()
-        if epoch == self.run.schedule.epochs:
-            self.recorder.predictions(gather_all(rows, self.val_loader, self.run, self.world, self.objective.measure))
         return False
 
     def is_evaluated(self, epoch: int) -> bool:

@@ -642,37 +642,24 @@ def pickled(value: object) -> bytes:
 
 
 def slow_pickles() -> dict[str, bytes]:
-    """Pickles of at most 2 MB that took minutes or all memory when they were read."""
+    """Pickles of at most 2 MB that a plain unpickler would read for minutes, or with all memory."""
     many = 300_000
     nested = pickled("x") + b"q\0" + b"".join(b"h%ch%c\x87q%c" % (i, i, i + 1) for i in range(40))  # 3^40 texts
     mapping, rebuild = b"ccollections\nOrderedDict\n", b"ctorch._utils\n_rebuild_tensor_v2\n"
     items = b"](" + b"".join(b"]q%c(" % i + pickled(i) + b"Ne" for i in range(200)) + b"eq\1"
     data = [pickled("storage"), b"ctorch\nFloatStorage\n", pickled("0"), pickled("cpu"), b"K\1"]
-    storage = b"(" + b"".join(data) + b"tQ"
+    storage, state = b"(" + b"".join(data) + b"tQ", pickled(dict.fromkeys(map(str, range(many // 6))))
+    dimensions = pickled((1,) * 10**5) + b"q\2"
+    tensor = storage + b"q\1" + dimensions + rebuild + b"q\3(h\1K\0h\2h\2tq\4"
     values = {
         "text of an integer": b"I" + b"1" * 2 * 10**6 + b"\n",
         "keys that collide": b"}(" + b"".join(pickled(1 + i * (2**61 - 1)) + b"N" for i in range(many // 2)) + b"u",
         "nested key": b"}" + nested + b"Ns",
         "copied mapping": items + mapping + b"q\2(" + b"h\2h\1\x85R" * many + b"t\x87",
-        "state set again": mapping
-        + b")R"
-        + pickled(dict.fromkeys(map(str, range(many // 6))))
-        + b"q\1"
-        + b"bh\1" * many
-        + b"b",
+        "state set again": mapping + b")R" + state + b"q\1" + b"bh\1" * many + b"b",
         "nested name of data": b"(" + b"".join([*data[:2], nested, *data[3:]]) + b"tQ",
         "nested size of data": b"(" + b"".join([*data[:4], nested]) + b"tQ",
-        "many dimensions": (
-            pickled((1,) * 10**5)
-            + b"q\0"
-            + storage
-            + b"q\1"
-            + rebuild
-            + b"q\2("
-            + b"(h\1K\0h\0h\0tq\3"
-            + b"h\2h\3R" * many
-            + b"t\x87\x86"
-        ),
+        "many dimensions": b"(" + tensor + b"h\3h\4R" * many + b"t",
         "a list as a stride": rebuild + b"(" + storage + b"K\0" + pickled((2**32,)) + b"]Na\x85tR",
     }
     return {name: b"\x80\2}" + pickled("model") + value + b"s." for name, value in values.items()}

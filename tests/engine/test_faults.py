@@ -28,6 +28,7 @@ from engine.checkpoints.files import find_checkpoint, list_checkpoints, load_che
 from engine.checkpoints.progress import Progress
 from engine.config.schema import Data, Train
 from engine.data.augment import PairMixup
+from engine.reporting.runs import summarise
 from engine.runtime.distributed import World
 from engine.runtime.signals import SIGNALS, SignalHandler
 from engine.training.exchange import UpdateExchange
@@ -216,6 +217,17 @@ def test_torchrun_restarts_a_lost_rank(action: str, pairs: Runs, tmp_path: Path,
     assert outcome(job, tmp_path / "run") == pairs.expected
     assert "no answer from rank 1" in job.text or "local_rank: 1" in (tmp_path / "torchrun.log").read_text()
     figure("P1", f"rank 1 {action}: named, restarted by torchrun, same bits")
+
+
+def test_a_run_that_cannot_draw_its_predictions_is_not_finished(runs: Runs):
+    """The same command goes on with the last evaluation; nothing that can fail follows the last checkpoint."""
+    statuses, failed, output = runs.launch(("train.Recorder.predictions", 1, "full"))
+    assert statuses == [1], failed.text
+    assert summarise(output)["state"].startswith("failed: ")
+    statuses, job, _ = runs.launch(output=output)
+    assert statuses == [0], job.text
+    assert summarise(output)["state"] == "finished"
+    assert outcome(job, output, failed) == runs.expected
 
 
 # Broken images
