@@ -19,7 +19,7 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(*args, **options)
         self.register("action", None, StoreOnce)
         text = "module or .py file that registers mechanisms of your own; repeatable"
-        self.add_argument(FLAG, metavar="MODULE", help=text)  # for the help alone
+        self.add_argument(FLAG, metavar="MODULE", help=text, default=argparse.SUPPRESS)  # for the help alone
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         return super().parse_args(_load_plugins(args), namespace)
