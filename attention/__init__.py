@@ -112,7 +112,7 @@ def create_attention(
         grid: rows and columns (H, W) of the N = H*W tokens. It sizes parameters; the layer also takes other grids.
         num_prefix_tokens: class and register tokens P, which precede those of the grid.
         layer, depth: index of the layer and number of layers of the network, for mechanisms whose layers differ.
-        num_same_before: number of earlier layers with the same mechanism; None: all of them have it.
+        num_same_before: number of earlier layers with the same mechanism; None: all earlier ones have it.
         reduction: spatial reduction R that a pyramid assigns to the layer's stage; None elsewhere.
         qkv_bias: True if the query/key/value projection has a bias.
         proj_drop: dropout rate of the output.

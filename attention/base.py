@@ -43,7 +43,7 @@ class LayerContext:
         grid: the (H, W) the layer is built for; it sizes parameters and is checked before any work starts.
         num_prefix_tokens: class and register tokens P that precede the grid tokens.
         layer, depth: index of the layer and number of layers of the network.
-        num_same_before: number of earlier layers with the same mechanism; None: all of them have it.
+        num_same_before: number of earlier layers with the same mechanism; None: all earlier ones have it.
         reduction: spatial reduction R that a pyramid assigns to this stage (PVT-v2: 8, 4, 2, 1); None elsewhere.
         qkv_bias: True if the query/key/value projection has a bias. proj_drop: dropout rate of the output.
         shared: objects that the network's layers share, under keys of the mechanism's choice; one dict per network.

@@ -26,6 +26,8 @@ LayerFactory = Callable[..., Attention]
 
 
 class Place(Options):
+    """Blocks that an entry of a list names."""
+
     stage: int | None = option(None, "stage of a pyramid, counted from 0", low=0)
     blocks: int | str | tuple[int, ...] | None = option(
         None,

@@ -34,6 +34,7 @@ DATA = {
     "configs": ("digits", 10),
     "copy_task": ("copy", 16),
     "fashion_mnist": ("idx", 10),
+    "listops": ("idx", 10),
     "lra_image": ("torch/cifar10", 10),
     "lra_listops": ("idx", 10),
     "lra_pathfinder": ("idx", 2),
@@ -259,8 +260,8 @@ def test_simmim_fine_tunes_from_what_its_pre_training_leaves():
     _, pre_trained = read_ablation(CONFIGS / "ablation/simmim_pretrain.yaml", [], Path("runs/simmim"), ["python"])
     _, tuned = read_ablation(CONFIGS / "ablation/simmim.yaml", [], Path("runs/x"), ["python"])
     runs = [setting.cases[0].run for setting in tuned]
-    assert [len(setting.cases) for setting in tuned] == [3] * 8
-    assert [run.init.weights for run in runs[0::2]] == [None] * 4
+    assert [len(setting.cases) for setting in tuned] == [3] * 12
+    assert [run.init.weights for run in runs[0::2]] == [None] * 6
     directories = {str(case.directory): case.run.attention for setting in pre_trained for case in setting.cases}
     assert {run.init.weights: run.attention for run in runs[1::2]} == directories
     assert [run.attention for run in runs[0::2]] == [run.attention for run in runs[1::2]]

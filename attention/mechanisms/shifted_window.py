@@ -1,10 +1,9 @@
 """Shifted windows (Liu et al. 2021, arXiv:2103.14030): softmax within windows that odd layers shift by half a window.
 
 Windows of w x w tokens begin at the grid's corner in even layers and floor(w / 2) rows and columns further in odd ones,
-except along an axis that one window covers (Swin Transformer, section 3.2). Layers of other mechanisms between them do
-not count. The shift is a roll of the padded grid;
-pairs of tokens that only the roll makes neighbours are masked, like padding. In the released code padding is a key, and
-timm rolls before it pads.
+except along an axis that one window covers (Swin Transformer, section 3.2). Layers are counted without those of other
+mechanisms. The shift is a roll of the padded grid; pairs of tokens that only the roll makes neighbours are masked, like
+padding. In the released code padding is a key, and timm rolls before it pads.
 Cost: 2 N w^2 C multiply-accumulates.
 """
 

@@ -102,6 +102,15 @@ def test_models_of_ours_of_timm_and_of_files():
     assert costs("deit_tiny_p8:eva:window_size=7") == costs("deit_tiny_p8:eva")
     assert costs("deit_tiny_p8:eva:num_landmarks=196") != costs("deit_tiny_p8:eva")
     assert costs(str(benchmark.CONFIGS / "deit_tiny_p8/eva.yaml")) == costs("deit_tiny_p8:eva:released=true")
+    hybrid, *whole = (
+        whole_model(text).check((224, 224))
+        for text in (
+            str(benchmark.CONFIGS / "deit_tiny_p8/hybrid_eva_softmax.yaml"),
+            "deit_tiny_p8:eva",
+            "deit_tiny_p8",
+        )
+    )
+    assert [12 * cost for cost in hybrid] == [9 * eva + 3 * softmax for eva, softmax in zip(*whole, strict=True)]
 
 
 def test_results(tmp_path, capsys):

@@ -154,6 +154,13 @@ def test_a_run_is_validated_by_its_copies_and_does_not_take_images(tmp_path: Pat
         (["model.global_pool=avg"], r"model.global_pool = avg: .* set it to '', to predict one at every place"),
         (["attention={name: softmax}"], r"attention\(softmax\).causal = False: .* set it to true, or choose"),
         (["attention={name: lara, num_landmarks: 4}"], r"attention\(lara\).causal = False: "),
+        (
+            [
+                "model.depth=2",
+                "attention=[{blocks: 0, name: softmax, causal: true}, {blocks: 1, name: lara, num_landmarks: 4}]",
+            ],
+            r"attention\(lara\).causal = False: ",
+        ),
         (["augment.mixup=0.8"], r"augment.mixup = 0.8: the copy task has sequences of tokens; set it to 0.0"),
         (["augment.hflip=0.5"], r"augment.hflip = 0.5: "),
         (["augment.auto_augment=rand-m9"], r"augment.auto_augment = rand-m9: .* set it to null"),
