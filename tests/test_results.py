@@ -167,7 +167,7 @@ def test_table_of_the_local_term():
     titles = ["without (%)", "with the local term (%)", "difference"]
     assert without_and_with("local_term.csv", "local", titles) in RESULTS
     rows = read("local_term.csv")
-    assert len(rows) == 3 * (1 + 2 * 15 + 2)
+    assert len(rows) == 3 * (2 * 17 + 2 + 4)
     top1 = {(row["attention"], row["train.seed"], row["local"]): float(row["top1"]) for row in rows}
     gains = [with_it - top1[name, seed, "false"] for (name, seed, local), with_it in top1.items() if local == "true"]
     assert f"{sum(gain > 0 for gain in gains)} of the {len(gains)} pairs" in RESULTS
