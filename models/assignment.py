@@ -115,7 +115,7 @@ def replace(
     for entry in entries:  # each is of one stage
         if rest := [layer for layer in entry.layers if layer not in layers]:
             s = next(s for s, stage in enumerate(stages) if rest[0] in stage)
-            own = {"stage": s} if len(stages) > 1 else {}
+            own: dict[str, Any] = {"stage": s} if len(stages) > 1 else {}
             own["blocks"] = text_of(layer - stages[s].start for layer in rest)
             kept.append(Entry({**own, **split_place(entry.options)[1]}, tuple(rest)))
     return [*kept, Entry({**written, **mechanism}, layers)]
