@@ -127,7 +127,7 @@ def test_the_model_is_trained_and_validated_on_tokens(root: Path, tmp_path: Path
             r"model.pad_token = 0: attention\(sra\) refuses a key mask, for its conv",
         ),
         (
-            "attention=[{blocks: 0-2, name: softmax}, {blocks: 3, name: sra, reduction: 1}]",
+            "attention=[{blocks: 0, name: softmax}, {blocks: 1, name: sra, reduction: 1}]",
             r"model.pad_token = 0: attention\(sra\) refuses a key mask, for its conv",
         ),
         ("model.dynamic_img_size=true", "with pad_token set it to false"),

@@ -7,7 +7,7 @@ import torch
 from attention import ATTENTION, AttentionFactory, LayerContext, OptionError
 from attention.base import Cost
 from models import create_model, parse_model, resolve_attention
-from models.assignment import mechanisms_of, numbers_of, text_of
+from models.assignment import assign, mechanisms_of, numbers_of, replace, text_of
 from models.base import attention_layers
 from models.costs import count_costs
 from tests.models.test_models import (
@@ -137,6 +137,28 @@ def test_errors_name_key_value_and_remedy(name, attention, message):
     assert str(error.value).startswith(message)
     with pytest.raises(OptionError):
         create_model(name, attention, device="meta")
+
+
+def test_blocks_are_replaced():
+    config = parse_model("pvtv2_b0", TINY["pvtv2_b0"])
+    entries = assign("pvtv2_b0", EVA, config.depths)
+    changed = replace(entries, config.depths, {"stage": 1, "blocks": "1"}, SOFTMAX, "--")
+    assert [entry.layers for entry in changed] == [(0,), (1,), (3,), (4,), (2,)]
+    assert resolve_attention("pvtv2_b0", [entry.options for entry in changed], TINY["pvtv2_b0"]) == [
+        {"stage": 0, "blocks": "0", **EVA},
+        {"stage": 1, "blocks": "0", **EVA},
+        {"stage": 2, "blocks": "0", **EVA},
+        {"stage": 3, "blocks": "0", **SOFTMAX},
+        {"stage": 1, "blocks": "1", **SOFTMAX},
+    ]
+    whole = replace(entries, config.depths, {"stage": 1}, SOFTMAX, "--")
+    assert whole[-1] == ({"stage": 1, **SOFTMAX}, (1, 2))
+    for place, message in [
+        ({"blocks": "0"}, "--stage = null: name a stage, 0 to 3"),
+        ({"stage": 4}, "--stage = 4: name"),
+    ]:
+        with pytest.raises(OptionError, match=message):
+            replace(entries, config.depths, place, SOFTMAX, "--")
 
 
 EQUALS = {
