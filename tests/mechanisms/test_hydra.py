@@ -50,7 +50,7 @@ def test_lengths_have_no_effect_and_twice_the_tokens_double_the_output():
 
 def test_the_number_of_heads_has_no_effect():
     attn, x = layer("hydra", GRID), draw(B, N, h * d)
-    y, attn.num_heads = attn(x, GRID), 2 * h
+    y, attn.num_heads, attn.head_dim = attn(x, GRID), 2 * h, d // 2
     assert_equal(attn(x, GRID), y)
 
 
