@@ -9,6 +9,9 @@ from .options import OptionError, Options, nearest
 ATTENTION: dict[str, type[Attention]] = {}
 """Name of a mechanism -> its class."""
 
+KEYS_OF_ENTRIES = ("name", "stage", "blocks")
+"""Keys of a configuration that stand beside the options of a mechanism: its name, and where a network has it."""
+
 Mechanism = TypeVar("Mechanism", bound=type[Attention])
 
 
@@ -67,6 +70,8 @@ def _config_problem(cls: type[Attention]) -> str:
             " (from attention.options import Options, option)"
         )
     for field in dataclasses.fields(config):
+        if field.name in KEYS_OF_ENTRIES:
+            return f"has an option {field.name}, a key of its own beside a mechanism's options; rename the option"
         if "meaning" not in field.metadata:
             kind, default = getattr(field.type, "__name__", field.type), field.default
             value = "DEFAULT" if default is dataclasses.MISSING else repr(default)

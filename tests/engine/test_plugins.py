@@ -21,6 +21,7 @@ from attention.base import Cost
 from attention.mechanisms.eva import Eva
 from attention.options import Options, option
 from attention.plugins import GROUP, as_arguments, find_mechanism, load_installed, load_plugin, plugin_of, take_plugins
+from attention.registry import KEYS_OF_ENTRIES
 from attention.window_options import windows_on
 from engine.checkpoints.files import save_checkpoint
 from engine.checkpoints.progress import Progress
@@ -30,6 +31,7 @@ from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import ConfigError
 from engine.runtime.provenance import provenance
 from models import create_model
+from models.assignment import Place
 from tests.engine.test_train import RUN
 
 ROOT = Path(__file__).parents[2]
@@ -110,6 +112,10 @@ class NoField(Options):
     window_size: int = 7
 
 
+class Blocks(Options):
+    blocks: int = option(7, "tokens of a block")
+
+
 @pytest.mark.parametrize(
     ("cls", "message"),
     [
@@ -121,12 +127,14 @@ class NoField(Options):
             mechanism(Config=NoField),
             "RowMean has an option window_size that is no option(); write `window_size: int = option(7, 'its meaning,",
         ),
+        (mechanism(Config=Blocks), "RowMean has an option blocks, a key of its own beside"),
         (mechanism(cost=None), "RowMean defines no cost; write `@classmethod def cost(cls, context, config): return"),
         (mechanism(attend=None), "RowMean defines no attend; write `def attend(self, q, k, v, grid): ...`"),
     ],
     ids=lambda value: None,
 )
 def test_a_class_that_lacks_a_part_is_refused_in_one_line(cls, message):
+    assert {"name", *Place.__dataclass_fields__} == {*KEYS_OF_ENTRIES}
     with pytest.raises(TypeError, match=re.escape(message)) as refused:
         register(cls)
     assert "\n" not in str(refused.value)
