@@ -160,7 +160,7 @@ def test_table_of_other_mechanisms_in_a_trained_model():
 
 def test_table_from_scratch():
     assert over_seeds("fashion_mnist.csv") in RESULTS
-    assert len(read("fashion_mnist.csv")) == 3 * 12
+    assert len(read("fashion_mnist.csv")) == 3 * 14
 
 
 def test_table_of_the_local_term():
