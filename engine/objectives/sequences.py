@@ -46,7 +46,7 @@ class SequenceClassification(Classification):
             return
         neutral = {
             "augment": vars(type(run.augment)(**NO_AUGMENTATION)),
-            "data": {"crop_mode": "center"},
+            "data": {"crop_mode": type(run.data)().crop_mode},
             "distill": vars(type(run.distill)()),
         }
         refuse_options(run, neutral, "with model.vocab_size, pixels are numbers of tokens")

@@ -157,7 +157,7 @@ def test_images_of_the_models_size_are_those_of_the_centre_crop(root, img_size, 
 
 @pytest.mark.parametrize("channels", [1, 3])
 def test_what_crops_show_by_hand(root, channels):
-    """Of an image of three equal stripes: squash and native all, border a border above and below, center its middle."""
+    """squash and native show all stripes of an image, border adds borders above and below, center shows the middle."""
     stripes = np.repeat(np.array([0, 100, 200], np.uint8), 32)[None].repeat(48, 0)  # 48 x 96
     image = Image.fromarray(stripes).convert("L" if channels == 1 else "RGB")
     shown = {}

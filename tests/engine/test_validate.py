@@ -71,7 +71,7 @@ def flat(report: dict) -> dict:
 
 
 def test_an_option_of_one_mechanism_of_a_hybrid(tmp_path, capsys):
-    """What validate.py reports is what the run would report with the option."""
+    """validate.py overrides an option of one entry of the list, and its report changes with it."""
     hybrid = "attention=[{blocks: 0, name: softmax}, {blocks: 1, name: performer, num_samples: 4}]"
     options = [*TINY, "model.depth=2", hybrid, "schedule.epochs=1"]
     train.main([str(ROOT / "configs/quickstart.yaml"), *options, "--output", str(tmp_path)])
