@@ -145,12 +145,17 @@ def without_and_with(name: str, key: str, titles: Sequence[str], other: str | No
 def test_table_of_pre_training():
     titles = ["from scratch (%)", "pre-trained (%)", "difference", "L1 of masked pixels"]
     assert without_and_with("simmim.csv", "start", titles, "masked_l1") in RESULTS
-    assert len(read("simmim.csv")) == 2 * 3 * 4
+    assert len(read("simmim.csv")) == 2 * 3 * 6
 
 
 def test_table_of_the_copy_task():
     assert over_seeds("copy_task.csv", {"perplexity": lambda row: math.exp(float(row["loss"]))}) in RESULTS
     assert len(read("copy_task.csv")) == 3 * 12
+
+
+def test_table_of_listops():
+    assert over_seeds("listops.csv", {"training loss": lambda row: float(row["train_loss"])}) in RESULTS
+    assert len(read("listops.csv")) == 3 * 11
 
 
 def test_table_of_other_mechanisms_in_a_trained_model():
@@ -181,4 +186,4 @@ def test_tables_of_pathfinder():
     titles = ["scenes along a side", "side of a scene (patches)", "ends apart (patches)", "top-1 (%)"]
     assert markdown([titles, *scenes]) in RESULTS
     assert over_seeds("pathfinder_ablation.csv", {"training loss": lambda row: float(row["train_loss"])}) in RESULTS
-    assert len(read("pathfinder_ablation.csv")) == 3 * 5
+    assert len(read("pathfinder_ablation.csv")) == 3 * 7
