@@ -135,9 +135,9 @@ class Trainer:
         run, progress = self.run, self.progress
         self.cleanup.enter_context(kernels.use(self.options.kernels))
         if self.options.compile:
-            models = [self.model, self.ema.module] if self.ema else [self.model]
+            models = [self.model, *([self.ema.module] if self.ema else []), *self.objective.compiled]
             self.cleanup.enter_context(compiled_blocks(models, self.train_loader.batch_sampler.batch_size, self.world))
-        self.network = self.cleanup.enter_context(self.world.average_gradients(self.model))
+        self.network = self.cleanup.enter_context(self.world.average_gradients(self.objective.wrap(self.model)))
         dump = partial(dump_step, self.checkpoints, self.train_loader, self.stateful, progress)
         self.guard = FiniteGuard(run.train, progress, dump)
         self.exchange = UpdateExchange(run, self.world, progress, self.guard.check)
@@ -169,6 +169,7 @@ class Trainer:
             stopped, overdue = self.exchange.stopped, self.exchange.overdue  # here, where every rank has read the same
             if is_logged and progress.num_summed:
                 values = {"loss": progress.loss_sum / progress.num_summed, "broken": progress.broken}
+                values |= {name: value.item() for name, value in self.objective.values.items()}
                 lr = max(group["lr"] for group in self.optimizer.param_groups)
                 self.recorder.train(progress.epoch + 1, **values, lr=lr, grad_norm=self.exchange.norm)
                 progress.loss_sum, progress.num_summed = 0.0, 0

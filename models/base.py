@@ -118,6 +118,8 @@ class Backbone(nn.Module):
     """Options of the family; `depths` has the number of blocks per stage."""
     feature_indices: ClassVar[int | tuple[int, ...]]
     """Indices of the intermediate features that timm's `features_only` returns by default; an int n for the last n."""
+    published_attention: ClassVar[str]
+    """Mechanism of the family's published weights."""
     head: nn.Module
     feature_info: list[dict[str, Any]]
     pretrained_cfg: dict[str, Any]
@@ -249,10 +251,19 @@ def check_grids(module: nn.Module, grid: Grid) -> None:
     """
     kinds: dict[Any, Attention] = {}
     for attn in attention_layers(module):
-        numbers = frozenset((name, value) for name, value in vars(attn).items() if isinstance(value, int))
-        kinds.setdefault((type(attn), attn.config, numbers), attn)
+        kinds.setdefault(_kind(attn), attn)
     for attn in kinds.values():
         check_grid(attn, grid)
+
+
+def is_same_attention(attn: Attention, other: Attention) -> bool:
+    """Whether two layers have the same mechanism, options and numbers, whatever their weights."""
+    return _kind(attn) == _kind(other)
+
+
+def _kind(attn: Attention) -> Any:
+    numbers = {name: x for name, x in vars(attn).items() if isinstance(x, int) and name != "training"}
+    return type(attn), attn.config, frozenset(numbers.items())
 
 
 def check_key_mask(key_mask: Tensor, shape: tuple[int, int, int]) -> None:

@@ -109,6 +109,7 @@ class Deit(Backbone):
     """DeiT; `attention` has a factory for every block."""
 
     feature_indices = 3
+    published_attention = "softmax"
 
     class Config(Options):
         img_size: int | tuple[int, int] = option(224, "image side, or height and width; pixels", low=1, high=4096)

@@ -89,6 +89,7 @@ class Pvt(Backbone):
     """PVT-v2; `attention` has a factory for every block of every stage."""
 
     feature_indices = (0, 1, 2, 3)
+    published_attention = "sra"
 
     class Config(Options):
         img_size: int | tuple[int, int] = option(

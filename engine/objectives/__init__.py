@@ -1,5 +1,6 @@
 """The objectives that a run can have. A further one is a file here and a line of `OBJECTIVES`."""
 
+from engine.objectives.alignment import Alignment
 from engine.objectives.classification import Classification
 from engine.objectives.copying import Copying
 from engine.objectives.distillation import Distillation
@@ -11,6 +12,7 @@ OBJECTIVES: dict[str, type[Objective]] = {
     "masked_images": MaskedImages,
     "copying": Copying,
     "sequences": SequenceClassification,
+    "alignment": Alignment,
     "distillation": Distillation,
     "classification": Classification,
 }

@@ -66,7 +66,7 @@ class Classification(Objective):
         return True
 
     @classmethod
-    def from_run(cls, run: Run, create_teacher: Callable[[], nn.Module]) -> Self:
+    def from_run(cls, run: Run, model: nn.Module, create_teacher: Callable[[], nn.Module]) -> Self:
         return cls(create_loss(run.augment))
 
     def __call__(self, network: Callable[[Tensor], Tensor], images: Tensor, targets: Tensor, /) -> Tensor:

@@ -1,4 +1,4 @@
-"""Classification with a teacher: the distillation of DeiT (Touvron et al., 2021, section 4)."""
+"""Options of distillation, the teacher, and classification with one as in DeiT (Touvron et al., 2021, section 4)."""
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
@@ -16,21 +16,45 @@ from engine.objectives.objective import Objective, Run
 MeanStd = tuple[Sequence[float], Sequence[float]]
 """Mean and standard deviation, each with one value for every channel."""
 
+INITIAL = "init.weights"
+"""Name of a teacher that is the model of this option."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Distill:
-    """Distillation as in DeiT: the loss is (1 - alpha) x cross-entropy + alpha x divergence from a teacher."""
+    """Distillation: the loss is (1 - alpha) x cross-entropy + alpha x divergence from a teacher, as in DeiT, or x the
+    error of attention layers.
+    """
 
     teacher: str | None = option(
-        None, "trained model: run directory, checkpoint or export, or timm:NAME of timm's hub; null: none"
+        None,
+        "trained model: run directory, checkpoint or export, or timm:NAME of timm's hub; init.weights: that of this"
+        " option; null: none",
     )
-    type: Literal["hard", "soft", "soft_released"] = option(
+    type: Literal["hard", "soft", "soft_released", "attention"] = option(
         "hard",
         "cross-entropy with the teacher's class, or tau^2 x the divergence of the predictions; soft_released: also"
-        " divided by the number of classes, as by DeiT's code",
+        " divided by the number of classes, as by DeiT's code; attention: relative squared error of attention layers,"
+        " on the inputs of the teacher's",
     )
-    alpha: float = option(0.5, "weight of the teacher", low=0, high=1)
+    alpha: float | None = option(
+        None,
+        "weight of the teacher; null: 0.5, and for attention 1, which uses no labels",
+        low=0,
+        high=1,
+    )
+    beside: Literal["labels", "soft"] = option(
+        "labels", "attention: the rest of the loss, cross-entropy with the labels or soft predictions of the teacher"
+    )
     tau: float = option(1.0, "temperature of soft predictions", above=0, high=1000)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "alpha", self.weight)  # a run without this section has the same
+
+    @property
+    def weight(self) -> float:
+        """`alpha`, or its default for the type."""
+        return self.alpha if self.alpha is not None else float(self.type == "attention") or 0.5
 
 
 class Teacher(nn.Module):
@@ -55,9 +79,13 @@ class Teacher(nn.Module):
         self.register_buffer("scale", (std / own_std).float())
         self.register_buffer("shift", ((mean - own_mean) / own_std).float())
 
+    def normalise(self, images: Tensor) -> Tensor:
+        """Images of the run -> as the model was trained with."""
+        return images * self.scale + self.shift
+
     @torch.no_grad()
     def forward(self, images: Tensor) -> Tensor:
-        return self.model(images * self.scale + self.shift)
+        return self.model(self.normalise(images))
 
 
 class Distillation(Objective):
@@ -74,7 +102,8 @@ class Distillation(Objective):
     measure = CLASSES
 
     def __init__(self, loss: nn.Module, distill: Distill, teacher: nn.Module):
-        self.loss, self.distill, self.teacher = loss, distill, teacher
+        assert distill.type != "attention", "that is an Alignment"
+        self.loss, self.distill, self.teacher, self.kind = loss, distill, teacher, distill.type
         self.identity = {"teacher_weights": digest_weights(teacher.get_submodule("model").state_dict())}
 
     @staticmethod
@@ -88,19 +117,28 @@ class Distillation(Objective):
         if distill.teacher is None and distill != Distill():
             problem = " = null, but other options of distill are given: name a teacher, or leave them out"
             raise OptionError("distill.teacher", problem)
-        if distill.type == "hard" and distill.tau != Distill.tau:
+        if distill.teacher == INITIAL and run.init.weights is None:
+            raise OptionError("distill.teacher", f" = {INITIAL}, which is null; give init.weights, or name a teacher")
+        is_soft = distill.type.startswith("soft") or distill.beside == "soft"
+        if not is_soft and distill.tau != Distill.tau:
             problem = f" = {distill.tau:g} acts on soft predictions: set distill.type=soft, or leave it out"
             raise OptionError("distill.tau", problem)
 
     @classmethod
-    def from_run(cls, run: Run, create_teacher: Callable[[], nn.Module]) -> Self:
+    def from_run(cls, run: Run, model: nn.Module, create_teacher: Callable[[], nn.Module]) -> Self:
         return cls(create_loss(run.augment), run.distill, create_teacher())
 
     def __call__(self, network: Callable[..., Any], images: Tensor, targets: Tensor, /) -> Tensor:
         outputs = network(images)
-        logits, distilled = outputs if isinstance(outputs, tuple) else (outputs, outputs)
-        divergence = distillation_loss(distilled, self.teacher(images), self.distill.type, self.distill.tau)
-        return (1 - self.distill.alpha) * self.loss(logits, targets) + self.distill.alpha * divergence
+        logits, distilled = split_heads(outputs)
+        divergence = distillation_loss(distilled, self.teacher(images), self.kind, self.distill.tau)
+        alpha = self.distill.weight
+        return (1 - alpha) * self.loss(logits, targets) + alpha * divergence
+
+
+def split_heads(outputs: Any) -> tuple[Tensor, Tensor]:
+    """Logits for the targets and for the teacher: a model without a distillation token has the same for both."""
+    return outputs if isinstance(outputs, tuple) else (outputs, outputs)
 
 
 def distillation_loss(

@@ -31,12 +31,16 @@ class Objective:
         inputs: what the model takes: images, or sequences of tokens.
         predicts_classes: whether the classes of the data are the outputs of the model.
         identity: metadata of checkpoints; a run resumes only with equal ones.
+        values: scalars of the last batch of this process, which are logged beside the loss: name -> value.
+        compiled: models of the objective itself whose blocks `train.compile` compiles.
     """
 
     measure: ClassVar[Measure]
     inputs: ClassVar[Literal["images", "tokens"]] = "images"
     predicts_classes: ClassVar[bool] = True
     identity: Mapping[str, str] = {}
+    values: Mapping[str, Tensor] = {}
+    compiled: Sequence[Any] = ()
 
     @staticmethod
     def applies(run: Run) -> bool:
@@ -72,12 +76,16 @@ class Objective:
         return None
 
     @classmethod
-    def from_run(cls, run: Run, create_teacher: Callable[[], nn.Module]) -> Self:
-        """Creates the objective of `run`; `create_teacher` reads its teacher, if the objective has one."""
+    def from_run(cls, run: Run, model: nn.Module, create_teacher: Callable[[], nn.Module]) -> Self:
+        """Creates the objective of `run`, which trains `model`; `create_teacher` reads its teacher, if it has one."""
         return cls()
 
+    def wrap(self, model: nn.Module) -> nn.Module:
+        """Returns the module with the weights of `model` that a training step calls; by default the model itself."""
+        return model
+
     def __call__(self, network: Callable[..., Any], images: Tensor, targets: Tensor, /) -> Tensor:
-        """Computes the loss of a batch, a scalar; `network` is the model, wrapped for training."""
+        """Computes the loss of a batch, a scalar; `network` is the result of `wrap`, wrapped for training."""
         raise NotImplementedError("an objective defines its loss")
 
     def pictures(self, rows: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:

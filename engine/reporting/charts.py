@@ -32,6 +32,9 @@ CHARTED = {
 }
 """Kind of record -> values that are charted. `broken` is charted only when it is not 0."""
 
+ERROR = "error_"
+"""Beginning of the names of an attention layer's errors, which are charted too."""
+
 
 class Charts:
     """Writes TensorBoard files into the directory of a run.
@@ -50,7 +53,8 @@ class Charts:
 
     def add(self, kind: str, values: Mapping[str, Any], step: int, images_seen: int) -> None:
         """Charts a record."""
-        for name in CHARTED.get(kind, ()):
+        errors = [name for name in values if name.startswith(ERROR)]
+        for name in (*CHARTED.get(kind, ()), *errors):
             if name in values and (values[name] or name != "broken"):
                 self.events.add(summary=scalar(f"{kind}/{name}", values[name]), step=step)
         self._add_by_images(kind, values, images_seen)

@@ -1,5 +1,6 @@
 """The objective of a run, and the teacher that it may need."""
 
+import copy
 from collections.abc import Sequence
 from typing import cast
 
@@ -7,25 +8,35 @@ import torch
 from timm.layers import to_2tuple
 from torch import nn
 
+from engine.checkpoints.adapt import fit_weights, summarize
 from engine.checkpoints.files import WEIGHTS, choose_weights
 from engine.checkpoints.identify import FOREIGN, TIMM, Kind, identify
-from engine.checkpoints.weight_sources import load_timm
+from engine.checkpoints.weight_sources import load_timm, read_weights
 from engine.checkpoints.weights import build_model, check_predicts_classes
 from engine.config.load import parse_run
 from engine.config.schema import Run, num_channels, per_channel
 from engine.data.splits import Images, classes_of
 from engine.objectives import choose_objective
-from engine.objectives.distillation import MeanStd, Teacher
+from engine.objectives.alignment import Alignment, last_call, record_calls
+from engine.objectives.distillation import INITIAL, MeanStd, Teacher
 from engine.objectives.objective import Objective
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.text import describe_difference, describe_error
+from models import create_model, family_of
+from models.base import Backbone
 from models.deit import Deit
+from models.freeze import describe_freeze
 
 
 def create_objective(run: Run, model: nn.Module, images: Images, world: World) -> Objective:
     """Creates the objective of `run`; see `create_teacher`."""
-    return choose_objective(run).from_run(run, lambda: create_teacher(run, model, images, world))
+    objective = choose_objective(run).from_run(run, model, lambda: create_teacher(run, model, images, world))
+    if isinstance(objective, Alignment) and world.is_primary:
+        frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
+        layers = ", ".join(map(str, objective.fitted.layers))
+        print(f"distill.type=attention fits layers {layers}: {describe_freeze(model, frozen)}", flush=True)
+    return objective
 
 
 def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> Teacher:
@@ -37,19 +48,21 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
         UserError: the teacher cannot be read, does not take the run's images, or has other classes.
     """
     distill, shape = run.distill, _image_shape(run)
-    name = cast(str, distill.teacher)
+    name = cast(str, run.init.weights if distill.teacher == INITIAL else distill.teacher)
     try:
         teacher = read_teacher(name, run).to(world.device)
-        check_teacher(teacher, shape, classes_of(images), world.device)
+        check_teacher(teacher, shape, None if is_only_aligned(run) else classes_of(images), world.device)
+        if distill.type == "attention":
+            check_layers(teacher, model, shape, world.device)
     except UserError as error:
         raise UserError(f"distill.teacher={name}: {error}") from None
     if run.model.get("dist_token"):
         cast(Deit, model).set_distilled_training()
     if world.is_primary:
-        line = f"distill.teacher={name}: {distill.type}, alpha {distill.alpha:g}"
+        line = f"distill.teacher={name}: {distill.type}, alpha {distill.weight:g}"
         if shape != teacher.shape:
             line += f"; trained with images of {_text(teacher.shape)}, asked about {_text(shape)}"
-        if teacher.classes is None:
+        if teacher.classes is None and not is_only_aligned(run):
             line += "; its classes are not known, and are taken for the data's, in order"
         print(line, flush=True)
     return teacher
@@ -58,12 +71,16 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
 def read_teacher(name: str, run: Run) -> Teacher:
     """The model that `distill.teacher` names, for the images of `run`.
 
-    Of a run directory it is the best checkpoint, of a checkpoint the averaged weights where they are kept.
+    Of a run directory it is the best checkpoint, of a checkpoint the averaged weights where they are kept. For
+    `distill.type: attention`, weights of other programs are those of the run's own model with the attention that its
+    family was published with.
 
     Raises:
         UserError: no such model, or weights alone, which do not say of what model they are.
     """
-    found = identify(name)
+    found = identify(name, follow_links=True)
+    if run.distill.type == "attention" and found.kind in {Kind.HUB, *FOREIGN}:
+        return read_published(name, run)
     if found.kind is Kind.HUB:
         model = load_timm(name.removeprefix(TIMM))
         config = model.pretrained_cfg
@@ -78,9 +95,65 @@ def read_teacher(name: str, run: Run) -> Teacher:
     return Teacher(model, _image_shape(there), checkpoint.get("classes"), _normalisation(run), _normalisation(there))
 
 
-def check_teacher(teacher: Teacher, shape: tuple[int, int, int], classes: Sequence[str], device: torch.device) -> None:
+def read_published(name: str, run: Run) -> Teacher:
+    """The model of `run` with its family's `published_attention` and the weights `name` of another program.
+
+    Raises:
+        UserError: they are not the weights of that model.
+    """
+    source = read_weights(name)
+    head = source.state.get("head.weight")
+    options = {**run.model, "num_classes": 0 if head is None else len(head)}
+    model = create_model(attention=family_of(run.model["name"]).published_attention, **options)
+    state, outcome = fit_weights(model, source, name)
+    if any(outcome[kind] for kind in ("fresh", "re-made", "dropped")):
+        remedy = "make the options of model those of the weights (class_token, stem, ...)"
+        raise UserError(f"not the weights of {run.model['name']} as it is here: {summarize(outcome)}; {remedy}")
+    model.load_state_dict(state, strict=False)
+    own = _normalisation(run)
+    images = source.images.get("mean", own[0]), source.images.get("std", own[1])
+    classes = None if source.classes is None else list(source.classes)
+    return Teacher(model, _image_shape(run), classes, own, images)
+
+
+def is_only_aligned(run: Run) -> bool:
+    """Whether the teacher's predictions have no part in the loss of `run`."""
+    return run.distill.type == "attention" and (run.distill.weight == 1 or run.distill.beside == "labels")
+
+
+@torch.no_grad()
+def check_layers(teacher: Teacher, model: nn.Module, shape: tuple[int, int, int], device: torch.device) -> None:
+    """Refuses a teacher whose attention layers get other tokens than those of `model`, after a trial.
+
+    Raises:
+        UserError: it has another number of them, or of tokens or channels in one.
+    """
+    if not isinstance(teacher.model, Backbone):
+        raise UserError("not a model of this project, whose attention layers could be found; name a run, or weights")
+    images, found = torch.zeros(1, *shape, device=device), []
+    for one, given in ((teacher.model, teacher.normalise(images)), (model, images)):
+        trial = copy.deepcopy(one).to(device).eval()
+        layers = record_calls(trial)
+        trial(given)
+        arguments = [last_call(layer).arguments for layer in layers]
+        found.append([(tuple(tokens.shape[1:]), grid) for tokens, grid, *_ in arguments])
+    theirs, own = found
+    if len(theirs) != len(own):
+        raise UserError(f"it has {len(theirs)} attention layers, the model has {len(own)}; make model the teacher's")
+    for number, ((tokens, grid), (here, grid_here)) in enumerate(zip(theirs, own, strict=True)):
+        if (tokens, grid) != (here, grid_here):
+            there = f"its attention layer {number} gets {_text(tokens)} tokens of a {_text(grid)} grid"
+            problem = f"{there}, the model's {_text(here)} of a {_text(grid_here)} grid"
+            raise UserError(f"{problem}; make model.patch_size, embed_dim, class_token, ... the teacher's")
+
+
+def check_teacher(
+    teacher: Teacher, shape: tuple[int, int, int], classes: Sequence[str] | None, device: torch.device
+) -> None:
     """Refuses a teacher, after a trial.
 
+    Args:
+        classes: those of the data; None: its predictions do not count.
     Raises:
         UserError: it does not take images of this shape (C, H, W), or has other classes.
     """
@@ -90,6 +163,8 @@ def check_teacher(teacher: Teacher, shape: tuple[int, int, int], classes: Sequen
         reason = describe_error(error)
         problem = f"trained with images of {_text(teacher.shape)}, it does not take {_text(shape)} ({reason})"
         raise UserError(f"{problem}; make model.img_size and model.in_chans the teacher's") from None
+    if classes is None:
+        return
     if logits.shape != (1, len(classes)):
         problem = f"it has {_text(logits.shape[1:])} classes, the images have {len(classes)}"
     elif teacher.classes not in (None, list(classes)):

@@ -67,13 +67,13 @@ def on_paper(outputs, teacher: Tensor, targets: Tensor, distill: Distill) -> flo
     z_cls, z_dist = (z.tolist() for z in (outputs if isinstance(outputs, tuple) else (outputs, outputs)))
     tau, loss = distill.tau, 0.0
     for cls, dist, taught, y in zip(z_cls, z_dist, teacher.tolist(), targets.tolist(), strict=True):
-        loss -= (1 - distill.alpha) * sum(p * math.log(q) for p, q in zip(y, softmax(cls), strict=True))
+        loss -= (1 - distill.weight) * sum(p * math.log(q) for p, q in zip(y, softmax(cls), strict=True))
         if distill.type == "hard":
-            loss -= distill.alpha * math.log(softmax(dist)[taught.index(max(taught))])
+            loss -= distill.weight * math.log(softmax(dist)[taught.index(max(taught))])
             continue
         p, q = softmax([z / tau for z in taught]), softmax([z / tau for z in dist])
         divergence = tau**2 * sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-        loss += distill.alpha * divergence / (len(cls) if distill.type == "soft_released" else 1)
+        loss += distill.weight * divergence / (len(cls) if distill.type == "soft_released" else 1)
     return loss / len(z_cls)
 
 

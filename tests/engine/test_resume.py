@@ -383,6 +383,17 @@ def test_a_distilled_run_resumes_with_its_teacher_only(
     assert re.fullmatch(r"  teacher_weights: [0-9a-f]{64} there, [0-9a-f]{64} here", line)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "overrides"),
+    [(1, []), (2, ["distill.alpha=0.7", "distill.beside=soft", "train.grad_accum_steps=2", "train.amp=bf16"])],
+)
+def test_an_aligned_run_resumes(ranks: int, overrides: list[str], fork_server: ForkServer, runs: Runs, tmp_path: Path):
+    teacher = shutil.copytree(runs.directory / "run1", tmp_path / "teacher")
+    alignment = [f"init.weights={teacher}", "distill.teacher=init.weights", "distill.type=attention", LARA]
+    students = Runs(fork_server, tmp_path / "runs", [*alignment, *overrides], ranks)
+    assert -9 in students.survives(("train.nn.utils.clip_grad_norm_", 4, "SIGKILL"))
+
+
 def test_images_do_not_depend_on_the_workers(runs: Runs):
     statuses, job, output = runs.launch(more=["data.workers=2"])
     assert statuses == [0]

@@ -1,0 +1,146 @@
+"""Alignment: attention layers fitted to those of a teacher on the teacher's own inputs, without labels.
+
+A trained model keeps its weights and gets another attention: each new layer learns to give what the layer in its place
+gave. Every layer gets the tokens that the teacher's layer gets, so that the layers learn apart from each other, in
+a few hundred steps. This is the attention transfer of LoLCATs (Zhang et al., 2024, arXiv:2410.10254); Hedgehog
+(arXiv:2402.04347) fits attention weights instead, which not every mechanism has.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self, cast
+
+import torch
+from torch import Tensor, nn
+
+from attention import Attention
+from attention.options import OptionError
+from engine.objectives.classification import CLASSES, create_loss
+from engine.objectives.distillation import Distill, digest_weights, distillation_loss, split_heads
+from engine.objectives.objective import Objective, Run
+from models.base import Backbone, attention_layers, is_same_attention
+
+
+class LayerCall(NamedTuple):
+    """A call of an attention layer: its arguments (tokens, grid, key mask) and its output (B, N, C)."""
+
+    arguments: tuple[Any, ...]
+    output: Tensor
+
+
+def record_calls(model: nn.Module) -> list[Attention]:
+    """Makes the attention layers of `model` keep their last call, a `LayerCall`, see `last_call`; returns them.
+
+    The hooks have no state of their own, so that compiled blocks that are alike still share a graph.
+    """
+    layers = attention_layers(model)
+    for layer in layers:
+        layer.register_forward_hook(_keep)
+    return layers
+
+
+def _keep(layer: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
+    layer.last_call = LayerCall(arguments, output)  # type: ignore[assignment]
+
+
+def last_call(layer: Attention) -> LayerCall:
+    """Returns the last call of a layer of `record_calls`."""
+    return cast(LayerCall, layer.last_call)
+
+
+def relative_error(y: Tensor, expected: Tensor) -> Tensor:
+    """Mean squared error over the mean square of `expected`, a scalar in fp32 or wider: 0 if equal, 1 for zeros."""
+    dtype = torch.promote_types(y.dtype, torch.float32)
+    y, expected = y.to(dtype), expected.to(dtype)
+    return (y - expected).square().mean() / expected.square().mean()
+
+
+class FittedLayers(nn.Module):
+    """A model of which a training step calls some attention layers alone.
+
+    Args:
+        layers: numbers of these attention layers. with_outputs: also call the model on the images.
+    """
+
+    def __init__(self, model: nn.Module, layers: Sequence[int], with_outputs: bool):
+        super().__init__()
+        self.model, self.layers, self.with_outputs = model, layers, with_outputs
+
+    def forward(self, images: Tensor, calls: Sequence[LayerCall]) -> tuple[list[Tensor], Any]:
+        """Returns the outputs of the layers for the arguments of `calls`, and the model's outputs (or None)."""
+        layers = attention_layers(self.model)
+        outputs = [layers[number](*call.arguments) for number, call in zip(self.layers, calls, strict=True)]
+        return outputs, self.model(images) if self.with_outputs else None
+
+
+class Alignment(Objective):
+    """The objective of a run whose attention layers are fitted to a teacher's, `distill.type: attention`.
+
+    The loss is alpha x the mean over layers of `relative_error` + (1 - alpha) x the cross-entropy with the targets, or
+    the divergence of soft predictions from the teacher's (`distill.beside`). Layers that are the teacher's own, with
+    the same mechanism and options, are not fitted. With alpha = 1, the fitted layers alone are trained. The
+    teacher makes one forward pass for each batch.
+
+    Args:
+        loss: function of logits and targets. model: what is trained. teacher: see `engine.objectives.distillation`.
+    Raises:
+        OptionError: every layer is the teacher's own, or no weight of the others is trained.
+    """
+
+    measure = CLASSES
+
+    def __init__(self, loss: nn.Module, distill: Distill, model: nn.Module, teacher: nn.Module):
+        self.loss, self.distill, self.teacher = loss, distill, teacher
+        self.identity = {"teacher_weights": digest_weights(teacher.get_submodule("model").state_dict())}
+        theirs, own = record_calls(teacher), attention_layers(model)
+        numbers = [i for i, pair in enumerate(zip(own, theirs, strict=True)) if not is_same_attention(*pair)]
+        if not numbers:
+            problem = f" = {distill.teacher}: every attention layer is its own, and none is left to fit"
+            raise OptionError("distill.teacher", f"{problem}; choose another mechanism (attention)")
+        self.taught = [theirs[number] for number in numbers]
+        self.fitted = FittedLayers(model, numbers, with_outputs=distill.weight < 1)
+        self.compiled = [cast(Backbone, teacher.get_submodule("model"))]
+        fitted = {id(weight) for number in numbers for weight in own[number].parameters()}
+        if not any(weight.requires_grad for weight in model.parameters() if id(weight) in fitted):
+            raise OptionError("train.freeze", "freezes every attention layer that is to be fitted; leave some out")
+        if distill.weight == 1:
+            for weight in model.parameters():
+                weight.requires_grad_(weight.requires_grad and id(weight) in fitted)
+
+    @staticmethod
+    def applies(run: Run) -> bool:
+        return run.distill.teacher is not None and run.distill.type == "attention"
+
+    @staticmethod
+    def check(run: Run) -> None:
+        """Refuses a run without initial weights whose other layers would stay at random values, and `beside` without
+        an effect.
+        """
+        distill = run.distill
+        if distill.type == "attention" and distill.weight == 1 and run.init.weights is None:
+            remedy = "give those of the teacher, init.weights=TEACHER"
+            raise OptionError("init.weights", f" = null, and distill.type=attention trains no other weights; {remedy}")
+        if distill.beside != "labels" and (distill.type != "attention" or distill.weight == 1):
+            problem = f" = {distill.beside} acts beside distill.type=attention with distill.alpha below 1"
+            raise OptionError("distill.beside", f"{problem}; leave it out")
+
+    @classmethod
+    def from_run(cls, run: Run, model: nn.Module, create_teacher: Callable[[], nn.Module]) -> Self:
+        return cls(create_loss(run.augment), run.distill, model, create_teacher())
+
+    def wrap(self, model: nn.Module) -> nn.Module:
+        return self.fitted
+
+    def __call__(self, network: Callable[..., Any], images: Tensor, targets: Tensor, /) -> Tensor:
+        taught = self.teacher(images)
+        calls = [last_call(layer) for layer in self.taught]
+        found, outputs = network(images, calls)
+        errors = [relative_error(y, call.output) for y, call in zip(found, calls, strict=True)]
+        numbered = zip(self.fitted.layers, errors, strict=True)
+        self.values = {f"error_{number}": error.detach() for number, error in numbered}
+        error, alpha = torch.stack(errors).mean(), self.distill.weight
+        if outputs is None:
+            return error
+        logits, distilled = split_heads(outputs)
+        if self.distill.beside == "soft":
+            return alpha * error + (1 - alpha) * distillation_loss(distilled, taught, "soft", self.distill.tau)
+        return alpha * error + (1 - alpha) * self.loss(logits, targets)
