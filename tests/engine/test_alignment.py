@@ -21,6 +21,7 @@ from engine.training.objective import create_objective
 from engine.training.resume import Checkpoints
 from models import create_model
 from models.base import attention_layers
+from tests.engine.test_distill import build
 from tests.support.launcher import ROOT
 
 WORLD = World(torch.device("cpu"))
@@ -32,16 +33,6 @@ DIGITS = [str(digit) for digit in range(10)]
 
 def run_of(*overrides: str) -> Run:
     return load_run(ROOT / "configs/quickstart.yaml", [*(f"model.{option}" for option in MODEL), *overrides])
-
-
-def build(run: Run, seed: int = 0) -> nn.Module:
-    """The model of `run`, with weights that are not small."""
-    torch.manual_seed(seed)
-    model = create_model(attention=run.attention, **run.model)
-    with torch.no_grad():
-        for weight in model.parameters():
-            weight.add_(torch.randn_like(weight), alpha=0.2)
-    return model
 
 
 def leave_teacher(directory: Path, *overrides: str) -> nn.Module:
