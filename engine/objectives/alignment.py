@@ -38,8 +38,8 @@ def record_calls(model: nn.Module) -> list[Attention]:
     return layers
 
 
-def _keep(layer: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> None:
-    layer.last_call = LayerCall(arguments, output)  # type: ignore[assignment]
+def _keep(layer: Any, arguments: tuple[Any, ...], output: Tensor) -> None:
+    layer.last_call = LayerCall(arguments, output)
 
 
 def last_call(layer: Attention) -> LayerCall:

@@ -51,7 +51,7 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
     name = cast(str, run.init.weights if distill.teacher == INITIAL else distill.teacher)
     try:
         teacher = read_teacher(name, run).to(world.device)
-        check_teacher(teacher, shape, None if is_only_aligned(run) else classes_of(images), world.device)
+        check_teacher(teacher, shape, None if ignores_predictions(run) else classes_of(images), world.device)
         if distill.type == "attention":
             check_layers(teacher, model, shape, world.device)
     except UserError as error:
@@ -62,7 +62,7 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
         line = f"distill.teacher={name}: {distill.type}, alpha {distill.weight:g}"
         if shape != teacher.shape:
             line += f"; trained with images of {_text(teacher.shape)}, asked about {_text(shape)}"
-        if teacher.classes is None and not is_only_aligned(run):
+        if teacher.classes is None and not ignores_predictions(run):
             line += "; its classes are not known, and are taken for the data's, in order"
         print(line, flush=True)
     return teacher
@@ -116,7 +116,7 @@ def read_published(name: str, run: Run) -> Teacher:
     return Teacher(model, _image_shape(run), classes, own, images)
 
 
-def is_only_aligned(run: Run) -> bool:
+def ignores_predictions(run: Run) -> bool:
     """Whether the teacher's predictions have no part in the loss of `run`."""
     return run.distill.type == "attention" and (run.distill.weight == 1 or run.distill.beside == "labels")
 
