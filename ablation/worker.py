@@ -2,20 +2,19 @@
 
 import os
 import shlex
-import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
-from types import FrameType
 
 import torch
 
 from ablation.cases import Case
 from engine.runtime.locks import hold_lock, is_locked
-from engine.runtime.signals import STOPPED, handle_signals
+from engine.runtime.processes import run_to_end, wait_for
+from engine.runtime.signals import STOPPED
 
 POLL_SECONDS = 2
 """Interval at which a worker without a run checks whether one has become free."""
@@ -121,32 +120,3 @@ def share_devices(jobs: int) -> list[dict[str, str]]:
     threads = {"OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // jobs))} | os.environ
     visible = [gpus[job::jobs] or gpus[job % number : job % number + 1] if number else [] for job in range(jobs)]
     return [threads | ({"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {}) for own in visible]
-
-
-def run_to_end(command: Sequence[str]) -> int:
-    """Runs `command` and returns its exit status, see `wait_for`."""
-    with subprocess.Popen(command) as process:
-        return wait_for([process])[0]
-
-
-def wait_for(processes: Sequence[subprocess.Popen]) -> list[int]:
-    """Passes stop signals on to `processes`, whose runs then save, and returns their exit statuses.
-
-    After a signal every status counts as `STOPPED`, because torchrun ends with 1 when its ranks are stopped.
-    """
-    stopped = False
-
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        nonlocal stopped
-        stopped = True
-        if number != signal.SIGINT:  # a terminal sends SIGINT to all processes
-            for process in processes:
-                process.send_signal(number)
-
-    with handle_signals(pass_on):
-        for process in processes:
-            while process.poll() is None:
-                # A signal may interrupt another thread; an endless wait would not notice it.
-                with suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=1)
-    return [STOPPED if stopped else process.returncode for process in processes]

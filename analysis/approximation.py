@@ -121,7 +121,7 @@ def measure(
                 model, untrained = drop_in(trained, options, seed, softmax.state)
                 for mode, errors in found.items():
                     set_mode(model, mode, seed)
-                    errors.append(layer_errors(model, softmax.inputs, softmax.outputs))
+                    errors.append(layer_errors(model, softmax.inputs, softmax.outputs, attended))
         except OptionError as error:
             yield row(options_text(options), problem=str(error))
             continue

@@ -1,6 +1,6 @@
 """Replacement of a trained model's attention by another mechanism, without training, and the error of its outputs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,13 +72,24 @@ def attended(layer: Attention, x: Tensor, grid: Grid) -> Tensor:
     return torch.cat(parts)[:, : layer.num_heads]
 
 
+@torch.no_grad()
+def outputs(layer: Attention, x: Tensor, grid: Grid) -> Tensor:
+    """Returns the outputs (B, N, C) of a layer for tokens (B, N, C)."""
+    return torch.cat([layer(part, grid) for part in x.split(CHUNK)])
+
+
 def normalised_error(y: Tensor, expected: Tensor) -> float:
     """Returns the mean squared error over the mean square of `expected`: 0 for equal values, 1 for zeros."""
     y, expected = y.double(), expected.double()
     return ((y - expected).square().mean() / expected.square().mean()).item()
 
 
-def layer_errors(model: nn.Module, inputs: Sequence[tuple[Tensor, Grid]], expected: Sequence[Tensor]) -> list[float]:
-    """Returns the `normalised_error` of each attention layer's outputs for its inputs."""
+def layer_errors(
+    model: nn.Module,
+    inputs: Sequence[tuple[Tensor, Grid]],
+    expected: Sequence[Tensor],
+    compute: Callable[[Attention, Tensor, Grid], Tensor],
+) -> list[float]:
+    """Returns the `normalised_error` of what `compute` (`attended`, `outputs`) gives for each attention layer."""
     layers = zip(attention_layers(model), inputs, expected, strict=True)
-    return [normalised_error(attended(layer, *given), y) for layer, given, y in layers]
+    return [normalised_error(compute(layer, *given), y) for layer, given, y in layers]

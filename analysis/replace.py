@@ -1,41 +1,50 @@
-"""Accuracy of a trained model with another mechanism, without training: the drop-in test of Scatterbrain.
+"""Accuracy of a trained model with another mechanism: replaced, aligned without labels, and trained on.
 
-python analyze.py replace runs/softmax --attention local performer lara eva
-python analyze.py replace runs/softmax --attention local eva --finetune 2     # then trains on with each: ablate.py
+python analyze.py replace runs/softmax --attention local performer lara eva   # the drop-in test of Scatterbrain
+python analyze.py replace runs/softmax --attention local eva --align 150      # fits each to the model's own attention first
+python analyze.py replace runs/softmax --attention local eva --align 150 --finetune 2     # then trains on: ablate.py
 python analyze.py replace runs/softmax --attention eva --blocks 0-8           # in these blocks alone
 """
 
 import argparse
-import os
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
 
 import torch
-import yaml
-from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from analysis import command_line
+from analysis.align import RECIPE, align, draw_batches, open_training_images
 from analysis.budgets import options_text
-from analysis.drop_in import attended, drop_in, layer_errors, layer_inputs, merge_modes, set_mode
+from analysis.drop_in import attended, drop_in, layer_errors, layer_inputs, merge_modes, outputs, set_mode
+from analysis.measurements import Measurements
+from analysis.stage_figures import draw
 from analysis.trained import Sample, Trained, load_trained, read_sample
+from analysis.tune import Start, Tuned, configure, tune
 from attention import Grid, OptionError
-from attention.plugins import as_arguments
-from engine.config.load import dump_run, parse_run
+from engine.checkpoints.export import export_checkpoint
+from engine.checkpoints.progress import Progress
+from engine.config.load import dump_run
+from engine.config.schema import Init
 from engine.data.loaders import choose_batch_size
-from engine.data.splits import open_split
+from engine.data.splits import identify_split, open_split
 from engine.evaluation.label_matching import ClassSubset
-from engine.reporting.plots import COLORS, encode
+from engine.objectives.distillation import digest_weights
+from engine.reporting.plots import encode
 from engine.reporting.tables import Spread, compact_table, plus_minus, spread
 from engine.runtime.errors import UserError
 from engine.runtime.files import make_output, to_csv, write_file
 from engine.runtime.memory import peak_bytes
-from models.assignment import assign, replace
+from engine.runtime.provenance import provenance
+from models.assignment import assign, mechanisms_of
+from models.assignment import replace as replace_entry
 from models.base import attention_layers
 from models.costs import count_costs
 
@@ -45,33 +54,69 @@ NUM_IMAGES = 500
 NUM_COMPARED = 32
 """Number of images on which errors of attention layers, and memory of a forward pass, are measured."""
 
-ABLATE = Path(__file__).parents[1] / "ablate.py"
+FILES = ("replace.csv", "replace_draws.csv", "replace.png")
+MEASUREMENTS = "measurements.jsonl"
 
 
-@dataclass(frozen=True)
-class Row:
-    """Measurements of a mechanism: mean and standard deviation over draws.
+class Stage(NamedTuple):
+    """Measurements of a model with another mechanism.
 
     Attributes:
-        name: as on the command line. options: options of the mechanism. mode: see `merge_modes`. top1: percent.
-            error: `normalised_error` of attended values, mean over the layers that are replaced. macs: for one image.
-            peak: peak bytes of a forward pass of `NUM_COMPARED` images. untrained: number of untrained parameters.
-            problem: why there is no result.
+        top1: percent of the sample. attended, outputs: `normalised_error` of attended values, and of the layers'
+            outputs, on the inputs of the trained model's layers; mean over the layers that are replaced.
+    """
+
+    top1: float
+    attended: float
+    outputs: float
+
+
+class Draw(NamedTuple):
+    """Measurements with one seed.
+
+    Attributes:
+        seconds: of the alignment, on a CPU of processor time. weights: file of the model that is tuned.
+    """
+
+    replaced: Stage
+    aligned: Stage | None = None
+    seconds: float | None = None
+    weights: str = ""
+    tuned: Tuned | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """Measurements of a mechanism.
+
+    Attributes:
+        name: as on the command line. options: options of the mechanism. mode: see `merge_modes`. attention: of the
+            whole model. draws: by seed, from 0 on. macs: for one image. peak: peak bytes of a forward pass of
+            `NUM_COMPARED` images. untrained: number of untrained parameters. problem: why there is no result.
     """
 
     name: str
     options: str
     mode: str = ""
-    top1: Spread | None = None
-    error: Spread | None = None
+    attention: Any = None
+    draws: tuple[Draw, ...] = ()
     macs: int | None = None
     peak: int | None = None
     untrained: int = 0
     problem: str = ""
 
+    def spread(self, stage: str, name: str) -> Spread | None:
+        """Returns the mean and the standard deviation over draws of a measurement; None if there are none."""
+        found = [getattr(draw, stage) for draw in self.draws]
+        return spread(getattr(values, name) for values in found if values is not None)
+
+    def seconds(self) -> Spread | None:
+        return spread(draw.seconds for draw in self.draws if draw.seconds is not None)
+
 
 class Own(NamedTuple):
-    """Trained model with its own attention: top-1 in percent, and tokens, grid and attended values of every layer.
+    """Trained model with its own attention: top-1 in percent, and tokens, grid, attended values and outputs of every
+    layer.
 
     images: `NUM_COMPARED` of the sample, evenly spaced, for which the layers are measured.
     """
@@ -80,6 +125,7 @@ class Own(NamedTuple):
     images: Tensor
     inputs: Sequence[tuple[Tensor, Grid]]
     attended: Sequence[Tensor]
+    outputs: Sequence[Tensor]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -87,56 +133,108 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_drop_in(parser, NUM_IMAGES, ["evaluation"])
     parser.add_argument("--blocks", help="blocks to replace it in, as 0-8 or '0-2, 5'; all others keep the run's (all)")
     parser.add_argument("--stage", type=int, help="stage of a pyramid to replace it in, all of it or --blocks of it")
-    parser.add_argument("--finetune", type=int, metavar="EPOCHS", help="then train each further, in DIR/finetune")
+    batch = RECIPE["batch_size"]
+    text = f"then fit each to the run's own attention, in steps of {batch} training images without labels; DIR/aligned"
+    parser.add_argument("--align", type=int, metavar="STEPS", help=text)
+    text = "then train each further with labels, and the run's own attention beside them; in DIR/finetune"
+    parser.add_argument("--finetune", type=int, metavar="EPOCHS", help=text)
 
 
 def main(args: argparse.Namespace) -> None:
-    command_line.check_positive(args, "draws", "images", *["finetune"] * (args.finetune is not None))
-    make_output(args.output, ["replace.csv", "replace.png"])
+    given = [name for name in ("align", "finetune") if getattr(args, name) is not None]
+    command_line.check_positive(args, "draws", "images", *given)
+    make_output(args.output, FILES)
     mechanisms = command_line.read_mechanisms(args.attention)
     if args.finetune is not None and args.weights:
         raise UserError("--finetune goes on from averaged weights where they are kept; leave out --weights")
     trained = load_trained(args)
-    base = None if args.finetune is None else finetuning(trained, args.finetune, args.overrides)
+    base = None if args.finetune is None else configure(trained, args.finetune, args.overrides)
     sample = read_sample(trained, args.images)
     place = {name: value for name in ("stage", "blocks") if (value := getattr(args, name)) is not None}
-    where = "".join(f", in {name} {value}" for name, value in place.items())
-    in_place = {name: assignment(trained, place, mechanism) for name, mechanism in mechanisms.items()}
-    own, rows = measure_own(trained, sample), []
-    with command_line.progress("replace", len(mechanisms), "mechanisms") as bar:
+    assignments = {name: assignment(trained, place, mechanism) for name, mechanism in mechanisms.items()}
+    laboratory = Laboratory(trained, sample, args)
+    rows = []
+    with command_line.progress("replace", len(mechanisms) * args.draws, "draws") as bar:
         for name, mechanism in mechanisms.items():
             bar.set_postfix_str(name)
-            rows += measure(trained, sample, own, name, options_text(mechanism), *in_place[name], args)
-            bar.update()
-    count = len(sample.images)
-    title = f"{args.checkpoint}: top-1 {own.top1:.2f} % with its own attention, {count} images"
-    title += f"; others{where} without training, {' and '.join(args.modes)} mode"
-    title += f", mean ± standard deviation over draws: {args.draws}"
-    print(f"{title}\n\n{compact_table([readable(row, own.top1) for row in rows])}")
-    lines = [values(row, own.top1, count, args.draws) for row in rows]
-    write_file(args.output / "replace.csv", to_csv(list(lines[0]), (line.values() for line in lines)))
-    write_file(args.output / "replace.png", encode(draw(title, rows, own.top1)))
+            rows += measure(laboratory, name, options_text(mechanism), *assignments[name], bar.update)
+    where = "".join(f", in {name} {value}" for name, value in place.items())
+    report(laboratory, rows, where)
     if base is not None:
-        built = [in_place[name][0] for name in dict.fromkeys(row.name for row in rows if row.top1)]
-        train_on(base, built, args.output / "finetune")
+        status, rows = train_on(laboratory, base, rows)
+        report(laboratory, rows, where)
+        if status:
+            sys.exit(status)
 
 
-def finetuning(trained: Trained, epochs: int, overrides: Sequence[str]) -> dict[str, Any]:
-    """Returns the configuration of a run that trains all weights of the model further, unless `overrides` freeze some.
+class Laboratory:
+    """What all mechanisms of a question share: the trained model, images, and measurements that are kept.
 
-    Another mechanism may have weights that the model lacks, so that `init.strict` and `train.freeze` of the run that
-    made it do not apply.
-
-    Raises:
-        ConfigError: the model cannot be trained further. OptionError: there are no training images.
+    Attributes:
+        own: the trained model with its own attention. kept: measurements in the directory of results.
     """
-    options = dump_run(trained.run)
-    options["init"]["strict"], options["train"]["freeze"] = False, None
-    options = dump_run(parse_run(options, f"--finetune {epochs}", overrides))
-    options["init"]["weights"] = str(trained.path.resolve())
-    options["schedule"] |= {"epochs": epochs, "warmup_epochs": min(options["schedule"]["warmup_epochs"], epochs - 1)}
-    open_split(parse_run(options, f"--finetune {epochs}").data, "train_split")
-    return options
+
+    def __init__(self, trained: Trained, sample: Sample, args: argparse.Namespace):
+        self.trained, self.sample, self.args = trained, sample, args
+        self.training = None if args.align is None else open_training_images(trained, sample)
+        self.own = measure_own(trained, sample)
+        about = provenance(trained.device)
+        basis: dict[str, Any] = {name: x for name, x in about.items() if name not in ("command", "device")}
+        basis |= {"weights": digest_weights(trained.source.state), "config": dump_run(trained.run), "modes": args.modes}
+        basis |= {"sample": digest_weights({"images": sample.images, "classes": sample.classes})}
+        if self.training is not None:
+            basis |= identify_split("train", self.training[0])
+            basis |= {"align": RECIPE, "steps": args.align, "indices": len(self.training[1])}
+        self.kept = Measurements(args.output / MEASUREMENTS, basis)
+
+    def draw(self, name: str, attention: Any, layers: Sequence[int], seed: int) -> dict[str, Any]:
+        """Measures a mechanism with one seed, or returns what is kept of that.
+
+        Returns:
+            `modes` (mode -> `Draw`), `untrained` parameters, and `peak` bytes of a forward pass.
+        Raises:
+            OptionError: the mechanism cannot be built. FloatingPointError: the alignment diverges.
+        """
+        key = self.kept.key(attention=attention, layers=list(layers), seed=seed)
+        values = self.kept.find(key)
+        weights = self.args.output / "aligned" / f"{to_file_name(name)}-seed{seed}-{key}.safetensors"
+        if values is None or not (self.training is None or weights.exists()):
+            values = self._measure(attention, layers, seed, weights)
+            self.kept.add(key, values)
+        modes = {}
+        for mode, (replaced, aligned) in values["modes"].items():
+            start = self.trained.path if self.training is None else weights
+            modes[mode] = Draw(Stage(*replaced), aligned and Stage(*aligned), values["seconds"], str(start.resolve()))
+        return values | {"modes": modes}
+
+    def _measure(self, attention: Any, layers: Sequence[int], seed: int, weights: Path) -> dict[str, Any]:
+        trained = self.trained
+        model, untrained = drop_in(trained, attention, seed)
+        replaced, aligned, seconds = self._test(model, layers, seed), {}, None
+        with torch.no_grad():
+            peak = peak_bytes(partial(model, self.own.images), trained.device)
+        if self.training is not None:
+            clock = time.process_time if trained.device.type == "cpu" else time.perf_counter
+            torch.manual_seed(seed)
+            began = clock()
+            align(trained, model, draw_batches(trained, *self.training, self.args.align, seed), self.args.align)
+            seconds, aligned = clock() - began, self._test(model, layers, seed)
+            weights.parent.mkdir(exist_ok=True)
+            export_model(weights, trained, model, attention, self.args.align)
+        modes = {mode: (replaced[mode], aligned.get(mode)) for mode in self.args.modes}
+        return {"modes": modes, "seconds": seconds, "untrained": untrained, "peak": peak}
+
+    def _test(self, model: nn.Module, layers: Sequence[int], seed: int) -> dict[str, Stage]:
+        """Measures `model` in every mode, and leaves it in evaluation mode."""
+        found = {}
+        for mode in self.args.modes:
+            set_mode(model, mode, seed)
+            parts = (attended, self.own.attended), (outputs, self.own.outputs)
+            errors = [layer_errors(model, self.own.inputs, expected, compute) for compute, expected in parts]
+            means = [mean(by_layer[layer] for layer in layers) for by_layer in errors]
+            found[mode] = Stage(top1(model, self.trained, self.sample), *means)
+        model.eval()
+        return found
 
 
 def assignment(trained: Trained, place: Mapping[str, Any], mechanism: Mapping[str, Any]) -> tuple[Any, Sequence[int]]:
@@ -149,29 +247,17 @@ def assignment(trained: Trained, place: Mapping[str, Any], mechanism: Mapping[st
     name, depths = trained.run.model["name"], trained.model.config.depths
     if not place:
         return mechanism, range(sum(depths))
-    entries = replace(assign(name, trained.run.attention, depths), depths, place, mechanism, "--")
+    entries = replace_entry(assign(name, trained.run.attention, depths), depths, place, mechanism, "--")
     return [entry.options for entry in entries], entries[-1].layers
-
-
-def train_on(base: Mapping[str, Any], attentions: Sequence[Any], directory: Path) -> None:
-    """Replaces this process by an ablation that trains each attention further from `base` and resumes such runs."""
-    directory.mkdir(exist_ok=True)
-    caption = f"{base['init']['weights']}, trained on for {base['schedule']['epochs']} epochs"
-    plan = {"caption": caption, "base": "base.yaml", "runs": [{"attention": attention} for attention in attentions]}
-    for name, content in (("base", base), ("plan", plan)):
-        write_file(directory / f"{name}.yaml", yaml.safe_dump(content, sort_keys=False).encode())
-    command = [str(ABLATE), str(directory / "plan.yaml"), "--output", str(directory), *as_arguments()]
-    print(f"\ntraining on; to go on after an interruption: python {' '.join(command)}")
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *command])
 
 
 def measure_own(trained: Trained, sample: Sample) -> Own:
     count = min(NUM_COMPARED, len(sample.images))
     images = sample.images[torch.arange(count) * len(sample.images) // count].to(trained.device)
     inputs = layer_inputs(trained, images)
-    outputs = [attended(layer, *given) for layer, given in zip(attention_layers(trained.model), inputs, strict=True)]
-    return Own(top1(trained.model, trained, sample), images, inputs, outputs)
+    layers = [(layer, *given) for layer, given in zip(attention_layers(trained.model), inputs, strict=True)]
+    found = [[compute(*layer) for layer in layers] for compute in (attended, outputs)]
+    return Own(top1(trained.model, trained, sample), images, inputs, *found)
 
 
 @torch.no_grad()
@@ -183,87 +269,162 @@ def top1(model: nn.Module, trained: Trained, sample: Sample) -> float:
     return 100 * (found == sample.classes).double().mean().item()
 
 
+def export_model(path: Path, trained: Trained, model: nn.Module, attention: Any, steps: int) -> None:
+    """Writes a model with another attention as an export, which validate.py and `init.weights` read."""
+    run = replace(trained.run, attention=attention, init=Init(weights=str(trained.path)))
+    progress = vars(Progress(epoch=1, step=steps))
+    metadata = {"config": dump_run(run), "processes": 1, "images": steps * RECIPE["batch_size"], "progress": progress}
+    classes = {} if trained.classes is None else {"classes": trained.classes}
+    export_checkpoint(path, {**metadata, **classes, "model": model.state_dict()}, "plain")
+
+
+def to_file_name(text: str) -> str:
+    """Returns `text` as a part of a file's name."""
+    return re.sub(r"[^\w.=]+", "-", text).strip("-")[:100]
+
+
 def measure(
-    trained: Trained,
-    sample: Sample,
-    own: Own,
-    name: str,
-    options: str,
-    attention: Any,
-    layers: Sequence[int],
-    args: argparse.Namespace,
-) -> Iterator[Row]:
-    """Yields the rows of a mechanism, one for each mode if the modes differ; `layers` of `attention` are replaced."""
-    found = {mode: [] for mode in args.modes}
+    laboratory: Laboratory, name: str, options: str, attention: Any, layers: Sequence[int], done: Any
+) -> list[Row]:
+    """Returns the rows of a mechanism, one for each mode if the modes differ; `layers` of `attention` are replaced.
+
+    Args:
+        done: is called after every draw.
+    """
+    draws = []
     try:
-        for seed in range(args.draws):
-            model, untrained = drop_in(trained, attention, seed)
-            for mode, results in found.items():
-                set_mode(model, mode, seed)
-                errors = layer_errors(model, own.inputs, own.attended)
-                error = mean(errors[layer] for layer in layers)
-                results.append((top1(model, trained, sample), error))
-    except OptionError as error:
-        yield Row(name, options, problem=str(error))
-        return
-    with torch.no_grad():
-        peak = peak_bytes(partial(model.eval(), own.images), trained.device)
-    macs = count_costs(trained.run.model, attention).macs
-    for mode, results in merge_modes(found).items():
-        accuracy, error = map(spread, zip(*results, strict=True))
-        yield Row(name, options, mode, accuracy, error, macs, peak, untrained)
+        for seed in range(laboratory.args.draws):
+            draws.append(laboratory.draw(name, attention, layers, seed))
+            done()
+    except (OptionError, FloatingPointError) as error:
+        return [Row(name, options, problem=str(error))]
+    found = {mode: tuple(draw["modes"][mode] for draw in draws) for mode in laboratory.args.modes}
+    macs = count_costs(laboratory.trained.run.model, attention).macs
+    first = draws[0]
+    return [
+        Row(name, options, mode, attention, by_seed, macs, first["peak"], first["untrained"])
+        for mode, by_seed in merge_modes(found).items()
+    ]
 
 
-def readable(row: Row, own: float) -> dict[str, str]:
+def train_on(laboratory: Laboratory, base: Mapping[str, Any], rows: Sequence[Row]) -> tuple[int, list[Row]]:
+    """Trains every draw of every mechanism further, and so often the trained model itself.
+
+    Returns:
+        The exit status of ablate.py, and the rows with what was trained, the trained model's first.
+    """
+    trained, own = laboratory.trained, laboratory.own
+    if not any(is_own(row) for row in rows):
+        stage, seeds = Stage(own.top1, 0.0, 0.0), range(laboratory.args.draws)
+        draws = (Draw(stage, stage if laboratory.training else None, None, str(trained.path.resolve())) for _ in seeds)
+        names = ", ".join(dict.fromkeys(options["name"] for options in mechanisms_of(trained.run.attention)))
+        macs = count_costs(trained.run.model, trained.run.attention).macs
+        rows = [Row(names, "", "any", trained.run.attention, tuple(draws), macs), *rows]
+    by_name = {row.name: row for row in rows if row.draws}
+    starts = [
+        Start(row.attention, draw.weights, seed) for row in by_name.values() for seed, draw in enumerate(row.draws)
+    ]
+    status, found = tune(base, starts, laboratory.args.output / "finetune")
+    results = iter(found)
+    tuned = {name: [next(results) for _ in row.draws] for name, row in by_name.items()}
+    return status, [
+        replace(
+            row, draws=tuple(draw._replace(tuned=x) for draw, x in zip(row.draws, tuned.get(row.name, ()), strict=True))
+        )
+        for row in sorted(rows, key=is_own, reverse=True)
+    ]
+
+
+def is_own(row: Row) -> bool:
+    """Returns whether a mechanism computes what the trained model's own attention does, without untrained parameters."""
+    return bool(row.draws) and not row.untrained and all(draw.replaced.outputs == 0 for draw in row.draws)
+
+
+def report(laboratory: Laboratory, rows: Sequence[Row], where: str) -> None:
+    """Prints the table, and writes tables and figure."""
+    args, own, count = laboratory.args, laboratory.own.top1, len(laboratory.sample.images)
+    stages = ["without training" if args.align is None else f"as they are and aligned in {args.align} steps"]
+    if control := next((row for row in rows if any(draw.tuned for draw in row.draws)), None):
+        stages.append(f"then trained on for {args.finetune} epochs")
+    title = f"{args.checkpoint}: top-1 {own:.2f} % with its own attention, {count} images"
+    title += f"; others{where} {', '.join(stages)}, {' and '.join(args.modes)} mode"
+    title += f", mean ± standard deviation over draws: {args.draws}"
+    step = 100 / len(open_split(laboratory.trained.run.data, "val_split"))
+    differences = {} if control is None else {row: paired(row, control, step) for row in rows}
+    print(f"{title}\n\n{compact_table([readable(row, own, differences.get(row)) for row in rows])}")
+    lines = [values(row, own, count, differences.get(row)) for row in rows]
+    by_draw = [line for row in rows for line in values_by_draw(row)] or [{"attention": ""}]
+    for name, table in zip(FILES, (lines, by_draw), strict=False):
+        write_file(args.output / name, to_csv(list(table[0]), (line.values() for line in table)))
+    write_file(args.output / FILES[-1], encode(draw(title, rows, own, differences)))
+
+
+def paired(row: Row, control: Row, step: float) -> Spread | None:
+    """Returns the spread over seeds of the tuned top-1 less that of `control`; `step` is that of one image."""
+    pairs = [(a.tuned, b.tuned) for a, b in zip(row.draws, control.draws, strict=False)]
+    if row is control:
+        return None
+    return spread((a.top1 - b.top1 for a, b in pairs if a is not None and b is not None), step)
+
+
+def readable(row: Row, own: float, difference: Spread | None) -> dict[str, str]:
     """Returns title of a column -> its text."""
+    replaced, aligned = row.spread("replaced", "top1"), row.spread("aligned", "outputs")
+    noise = " (noise)" if difference is not None and difference.is_noise else ""
     return {
         "attention": row.name,
         "options": row.options,
         "mode": row.mode,
         "untrained parameters": f"{row.untrained:,}" if row.untrained else "",
-        "top-1 (%)": plus_minus(row.top1, ".2f"),
-        "change (points)": "" if row.top1 is None else f"{row.top1.mean - own:+.2f}",
-        "error": plus_minus(row.error, ".3f"),
+        "top-1 (%)": plus_minus(replaced, ".2f"),
+        "change (points)": "" if replaced is None else f"{replaced.mean - own:+.2f}",
+        "error": plus_minus(row.spread("replaced", "attended"), ".3f"),
+        "error of outputs": "" if aligned is None else plus_minus(row.spread("replaced", "outputs"), ".3f"),
+        "aligned: top-1 (%)": plus_minus(row.spread("aligned", "top1"), ".2f"),
+        "aligned: error of outputs": plus_minus(aligned, ".3f"),
+        "aligned: seconds": plus_minus(row.seconds(), ".0f"),
+        "tuned: top-1 (%)": plus_minus(row.spread("tuned", "top1"), ".2f"),
+        "tuned: difference": plus_minus(difference, "+.2f") + noise,
+        "tuned: minutes": plus_minus(row.spread("tuned", "minutes"), ".1f"),
         "MACs (G)": "" if row.macs is None else f"{row.macs / 1e9:.4f}",
         "peak (MiB)": "" if row.peak is None else f"{row.peak / 2**20:.1f}",
-        "cannot be built": row.problem,
+        "cannot be measured": row.problem,
     }
 
 
-def values(row: Row, own: float, images: int, draws: int) -> dict[str, Any]:
+def values(row: Row, own: float, images: int, difference: Spread | None) -> dict[str, Any]:
     """Returns the row of the CSV file, column -> value."""
-    (top1, top1_std), (error, error_std) = ((found or (None, None))[:2] for found in (row.top1, row.error))
-    line = {"attention": row.name, "options": row.options, "mode": row.mode, "images": images, "draws": draws}
-    line |= {"top1": top1, "top1_std": top1_std, "change": None if top1 is None else top1 - own}
-    line |= {"error": error, "error_std": error_std, "macs": row.macs, "peak_bytes": row.peak}
-    return line | {"untrained_parameters": row.untrained, "problem": row.problem}
+    line: dict[str, Any] = {"attention": row.name, "options": row.options, "mode": row.mode, "images": images}
+    line |= {"draws": len(row.draws)}
+    columns = {
+        "top1": row.spread("replaced", "top1"),
+        "error": row.spread("replaced", "attended"),
+        "output_error": row.spread("replaced", "outputs"),
+        "aligned_top1": row.spread("aligned", "top1"),
+        "aligned_output_error": row.spread("aligned", "outputs"),
+        "aligned_seconds": row.seconds(),
+        "tuned_top1": row.spread("tuned", "top1"),
+        "tuned_difference": difference,
+        "tuned_minutes": row.spread("tuned", "minutes"),
+    }
+    for name, found in columns.items():
+        line |= {name: None if found is None else found.mean, f"{name}_std": None if found is None else found.std}
+        if name == "top1":
+            line["change"] = None if found is None else found.mean - own
+    line |= {"macs": row.macs, "peak_bytes": row.peak, "untrained_parameters": row.untrained, "problem": row.problem}
+    return line
 
 
-def draw(title: str, rows: Sequence[Row], own: float) -> Figure:
-    """Draws top-1 and error of every mechanism that can be built, best first, with standard deviations over draws."""
-    rows = sorted((row for row in rows if row.top1), key=lambda row: -row.top1.mean)
-    figure = Figure(figsize=(10, 2.2 + 0.27 * len(rows)), layout="constrained")
-    figure.suptitle(title, fontsize=9, wrap=True, parse_math=False)
-    accuracy, error = figure.subplots(1, 2, sharey=True)
-    for axes, column, label in (
-        (accuracy, "top1", "top-1 (%)"),
-        (error, "error", "normalised mean squared error\nof attended values"),
-    ):
-        for note, style, hollow in (
-            ("all parameters trained", {"fmt": "o", "color": COLORS[5]}, False),
-            ("with untrained parameters", {"fmt": "s", "color": COLORS[4], "mfc": "white"}, True),
-        ):
-            chosen = [(i, *getattr(row, column)[:2]) for i, row in enumerate(rows) if bool(row.untrained) == hollow]
-            if chosen:
-                y, means, deviations = zip(*chosen, strict=True)
-                axes.errorbar(means, y, xerr=[d or 0 for d in deviations], label=note, **style)
-        axes.set_xlabel(label)
-        axes.grid(axis="x", alpha=0.4)
-    accuracy.axvline(own, color="black", linestyle="--", label=f"its own attention: {own:.2f} %")
-    error.set_xscale("symlog", linthresh=0.01)  # softmax has an error of zero
-    error.set_xlim(-0.001, 2 * max([0.01, *(row.error.mean for row in rows)]))
-    names = [row.name if row.mode in ("evaluation", "any") else f"{row.name}, {row.mode}" for row in rows]
-    accuracy.set_yticks(range(len(rows)), names, parse_math=False)
-    accuracy.invert_yaxis()
-    figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    return figure
+def values_by_draw(row: Row) -> list[dict[str, Any]]:
+    """Returns the rows of the CSV file of single draws."""
+    lines = []
+    for seed, found in enumerate(row.draws):
+        line: dict[str, Any] = {"attention": row.name, "options": row.options, "mode": row.mode, "seed": seed}
+        for prefix, stage in (("", found.replaced), ("aligned_", found.aligned)):
+            top1, attended, output = (None, None, None) if stage is None else stage
+            line |= {f"{prefix}top1": top1, f"{prefix}error": attended, f"{prefix}output_error": output}
+        line |= {"aligned_seconds": found.seconds}
+        tuned = found.tuned
+        line |= {"tuned_top1": tuned and tuned.top1, "tuned_minutes": tuned and round(tuned.minutes, 2)}
+        lines.append(line)
+    return lines

@@ -45,12 +45,13 @@ class Trained:
 class Sample:
     """Images (B, C, H, W) of the validation data and their classes (B,), on the CPU.
 
-    columns: the model's output for each class.
+    columns: the model's output for each class. indices: of the images in the split.
     """
 
     images: Tensor
     classes: Tensor
     columns: list[int]
+    indices: list[int]
 
 
 def load_trained(args: argparse.Namespace) -> Trained:
@@ -85,7 +86,8 @@ def read_sample(trained: Trained, count: int) -> Sample:
     if note:
         print(note, file=sys.stderr)
     count = min(count, len(images))
-    return Sample(*read_images(images, [i * len(images) // count for i in range(count)], trained.run), columns)
+    indices = [i * len(images) // count for i in range(count)]
+    return Sample(*read_images(images, indices, trained.run), columns, indices)
 
 
 def read_images(images: Images, indices: Iterable[int], run: Run) -> tuple[Tensor, Tensor]:

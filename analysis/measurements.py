@@ -1,0 +1,48 @@
+"""Measurements that a directory keeps, so that the same command goes on after an interruption."""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.runtime.files import append_whole, explain_unwritten
+from engine.runtime.reading import open_regular
+
+
+class Measurements:
+    """File of measurements, a line of JSON for each, which several processes may extend.
+
+    A measurement is found again by all that it depends on. If that is not known in full, because the code has changes
+    that are in no revision, nothing is found.
+
+    Args:
+        path: file, which need not exist. basis: what all measurements of this process depend on.
+    """
+
+    def __init__(self, path: Path, basis: Mapping[str, Any]):
+        self.path, self.basis = path, basis
+
+    def key(self, **question: Any) -> str:
+        """Returns a digest, of 16 digits, of a question and of all that its answer depends on."""
+        text = json.dumps({**self.basis, **question}, sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def find(self, key: str) -> dict[str, Any] | None:
+        """Returns the values of the measurement `key`; None if there is none."""
+        if str(self.basis.get("git")).endswith("-dirty") or not self.path.exists():
+            return None
+        with open_regular(self.path) as file:
+            for line in file:
+                try:
+                    entry = json.loads(line)
+                    if entry["key"] == key:
+                        return entry["values"]
+                except (ValueError, LookupError, TypeError):  # the part of a line that a killed process has written
+                    continue
+        return None
+
+    def add(self, key: str, values: Mapping[str, Any]) -> None:
+        """Adds a measurement. A UserError says that it cannot be written."""
+        with explain_unwritten(self.path):
+            append_whole(self.path, f"{json.dumps({'key': key, 'values': values})}\n".encode())

@@ -1,0 +1,75 @@
+"""Figure of a trained model with other attention: top-1 of each stage, errors, and differences after training."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from engine.reporting.plots import COLORS
+from engine.reporting.tables import Spread
+
+REPLACED = {
+    False: ("replaced, all parameters trained", {"marker": "o", "color": COLORS[5]}),
+    True: ("replaced, with untrained parameters", {"marker": "s", "color": COLORS[4], "mfc": "white"}),
+}
+"""Whether parameters are untrained -> label and style."""
+
+LATER = {
+    "aligned": ("aligned, without labels", {"marker": "D", "color": COLORS[3], "ms": 5}),
+    "tuned": ("trained on, with labels", {"marker": "o", "color": COLORS[0], "ms": 5}),
+}
+
+
+def draw(title: str, rows: Sequence[Any], own: float, differences: Mapping[Any, Spread | None]) -> Figure:
+    """Draws top-1 and error of every mechanism in every stage, best first, with standard deviations over draws.
+
+    Args:
+        rows: of `analysis.replace`; those without draws are left out. own: top-1 of the trained model in percent.
+        differences: row -> difference of its tuned top-1 to that of the trained model's own attention, in points.
+    """
+    stages = [stage for stage in ("replaced", *LATER) if any(row.spread(stage, "top1") for row in rows)]
+    rows = sorted((row for row in rows if row.draws), key=lambda row: -_last(row, stages))
+    figure = Figure(figsize=(10 + 2 * bool(differences), 2.2 + 0.27 * len(rows)), layout="constrained")
+    figure.suptitle(title, fontsize=9, wrap=True, parse_math=False)
+    accuracy, error, *rest = figure.subplots(1, 3 if differences else 2, sharey=True)
+    is_aligned = "aligned" in stages
+    _draw_stages(accuracy, rows, stages, "top1")
+    _draw_stages(error, rows, [stage for stage in stages if stage != "tuned"], "outputs" if is_aligned else "attended")
+    accuracy.set_xlabel("top-1 (%)")
+    accuracy.axvline(own, color="black", linestyle="--", label=f"its own attention: {own:.2f} %")
+    error.set_xlabel(f"normalised mean squared error\nof {'outputs of attention' if is_aligned else 'attended values'}")
+    error.set_xscale("symlog", linthresh=0.01)  # softmax has an error of zero
+    error.set_xlim(-0.001, 2 * max([0.01, *(x.get_xdata().max() for x in error.lines)]))
+    for axes in rest:
+        found = [(i, x) for i, row in enumerate(rows) if (x := differences.get(row)) is not None]
+        for i, x in found:
+            axes.errorbar(x.mean, i, xerr=x.std or 0, mfc="white" if x.is_noise else COLORS[0], **LATER["tuned"][1])
+        axes.axvline(0, color="black", linestyle="--")
+        axes.set_xlabel("difference to its own attention,\ntrained on likewise (points); hollow: noise")
+    for axes in (accuracy, error, *rest):
+        axes.grid(axis="x", alpha=0.4)
+    names = [row.name if row.mode in ("evaluation", "any") else f"{row.name}, {row.mode}" for row in rows]
+    accuracy.set_yticks(range(len(rows)), names, parse_math=False)
+    accuracy.invert_yaxis()
+    figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    return figure
+
+
+def _last(row: Any, stages: Sequence[str]) -> float:
+    """Top-1 after the last stage that a row has."""
+    return next(found.mean for stage in reversed(stages) if (found := row.spread(stage, "top1")))
+
+
+def _draw_stages(axes: Any, rows: Sequence[Any], stages: Sequence[str], name: str) -> None:
+    """Draws a measurement of every stage, joined by a line for each row."""
+    kinds = [("replaced", hollow, *style) for hollow, style in REPLACED.items()]
+    kinds += [(stage, None, *style) for stage, style in LATER.items()]
+    for i, row in enumerate(rows):
+        means = [x.mean for stage in stages if (x := row.spread(stage, name))]
+        axes.plot(means, [i] * len(means), color=COLORS[7], linewidth=1, zorder=0)
+    for stage, hollow, label, style in kinds:
+        chosen = [(i, row.spread(stage, name)) for i, row in enumerate(rows) if hollow in (None, bool(row.untrained))]
+        points = [(i, x.mean, x.std or 0) for i, x in chosen if x and stage in stages]
+        if points:
+            y, means, deviations = zip(*points, strict=True)
+            axes.errorbar(means, y, xerr=deviations, label=label, linestyle="none", **style)

@@ -1,0 +1,74 @@
+"""Runs of train.py that train replaced models on with labels, as an ablation beside the results."""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+
+from analysis.trained import Trained
+from attention.plugins import as_arguments
+from engine.config.load import dump_run, parse_run
+from engine.data.splits import open_split
+from engine.runtime.files import write_file
+from engine.runtime.processes import run_to_end
+
+ABLATE = Path(__file__).parents[1] / "ablate.py"
+
+
+class Start(NamedTuple):
+    """Beginning of a run: its attention, the file of its weights, and its seed."""
+
+    attention: Any
+    weights: str
+    seed: int
+
+
+class Tuned(NamedTuple):
+    """Result of a run: top-1 in percent of all validation images, and minutes from its start to its end."""
+
+    top1: float
+    minutes: float
+
+
+def configure(trained: Trained, epochs: int, overrides: Sequence[str]) -> dict[str, Any]:
+    """Returns the configuration of a run that trains all weights of the model further, unless `overrides` freeze some.
+
+    Another mechanism may have weights that the model lacks, so that `init.strict` and `train.freeze` of the run that
+    made it do not apply.
+
+    Raises:
+        ConfigError: the model cannot be trained further. OptionError: there are no training images.
+    """
+    options = dump_run(trained.run)
+    options["init"]["strict"], options["train"]["freeze"] = False, None
+    options = dump_run(parse_run(options, f"--finetune {epochs}", overrides))
+    options["init"]["weights"] = str(trained.path.resolve())
+    options["schedule"] |= {"epochs": epochs, "warmup_epochs": min(options["schedule"]["warmup_epochs"], epochs - 1)}
+    open_split(parse_run(options, f"--finetune {epochs}").data, "train_split")
+    return options
+
+
+def tune(base: Mapping[str, Any], starts: Sequence[Start], directory: Path) -> tuple[int, list[Tuned | None]]:
+    """Trains from each of `starts` by an ablation in `directory`; finished runs are skipped, unfinished ones resume.
+
+    Returns:
+        The exit status of ablate.py, and what each run has come to (None: it is not finished).
+    """
+    directory.mkdir(exist_ok=True)
+    caption = f"{base['init']['weights']} with other attention, trained on for {base['schedule']['epochs']} epochs"
+    rows = [{"attention": start.attention, "init.weights": start.weights, "train.seed": start.seed} for start in starts]
+    for name, content in (("base", base), ("plan", {"caption": caption, "base": "base.yaml", "runs": rows})):
+        write_file(directory / f"{name}.yaml", yaml.safe_dump(content, sort_keys=False).encode())
+    command = [str(ABLATE), str(directory / "plan.yaml"), "--output", str(directory), *as_arguments()]
+    print(f"training on: python {' '.join(command)}", flush=True)
+    status = run_to_end([sys.executable, *command])
+    table = directory / "table.json"
+    rows = json.loads(table.read_bytes())["rows"] if table.exists() else [{"runs": {}}] * len(starts)
+    return status, [_result(list(row["runs"].values())) for row in rows]
+
+
+def _result(runs: Sequence[Mapping[str, Any]]) -> Tuned | None:
+    return Tuned(runs[0]["top1"], runs[0]["elapsed_seconds"] / 60) if runs else None
