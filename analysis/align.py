@@ -41,7 +41,7 @@ def open_training_images(trained: Trained, sample: Sample) -> tuple[Images, Tens
         images = open_split(data, "train_split")
     except OptionError as error:
         remedy = f"--align needs images; data.train_split={data.val_split} takes those that are not classified"
-        raise OptionError(error.key, f"{str(error).removeprefix(error.key)}; {remedy}") from None
+        raise OptionError(error.key, f"{str(error).removeprefix(error.key).removeprefix(': ')}; {remedy}") from None
     is_free = torch.ones(len(images), dtype=torch.bool)
     if data.train_split == data.val_split:
         is_free[sample.indices] = False

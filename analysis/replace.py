@@ -1,8 +1,8 @@
 """Accuracy of a trained model with another mechanism: replaced, aligned without labels, and trained on.
 
 python analyze.py replace runs/softmax --attention local performer lara eva   # the drop-in test of Scatterbrain
-python analyze.py replace runs/softmax --attention local eva --align 150      # fits each to the model's own attention first
-python analyze.py replace runs/softmax --attention local eva --align 150 --finetune 2     # then trains on: ablate.py
+python analyze.py replace runs/softmax --attention local eva --align 150                # also fitted to the model's own
+python analyze.py replace runs/softmax --attention local eva --align 150 --finetune 2   # then trained on, by ablate.py
 python analyze.py replace runs/softmax --attention eva --blocks 0-8           # in these blocks alone
 """
 
@@ -138,11 +138,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--align", type=int, metavar="STEPS", help=text)
     text = "then train each further with labels, and the run's own attention beside them; in DIR/finetune"
     parser.add_argument("--finetune", type=int, metavar="EPOCHS", help=text)
+    parser.add_argument("--jobs", type=int, default=1, metavar="K", help="runs of --finetune at the same time (1)")
 
 
 def main(args: argparse.Namespace) -> None:
     given = [name for name in ("align", "finetune") if getattr(args, name) is not None]
-    command_line.check_positive(args, "draws", "images", *given)
+    command_line.check_positive(args, "draws", "images", "jobs", *given)
     make_output(args.output, FILES)
     mechanisms = command_line.read_mechanisms(args.attention)
     if args.finetune is not None and args.weights:
@@ -321,22 +322,18 @@ def train_on(laboratory: Laboratory, base: Mapping[str, Any], rows: Sequence[Row
         macs = count_costs(trained.run.model, trained.run.attention).macs
         rows = [Row(names, "", "any", trained.run.attention, tuple(draws), macs), *rows]
     by_name = {row.name: row for row in rows if row.draws}
-    starts = [
-        Start(row.attention, draw.weights, seed) for row in by_name.values() for seed, draw in enumerate(row.draws)
-    ]
-    status, found = tune(base, starts, laboratory.args.output / "finetune")
-    results = iter(found)
-    tuned = {name: [next(results) for _ in row.draws] for name, row in by_name.items()}
+    draws = [(name, seed) for seed in range(laboratory.args.draws) for name in by_name]
+    starts = [Start(by_name[name].attention, by_name[name].draws[seed].weights, seed) for name, seed in draws]
+    status, found = tune(base, starts, laboratory.args.output / "finetune", laboratory.args.jobs)
+    tuned = dict(zip(draws, found, strict=True))
     return status, [
-        replace(
-            row, draws=tuple(draw._replace(tuned=x) for draw, x in zip(row.draws, tuned.get(row.name, ()), strict=True))
-        )
+        replace(row, draws=tuple(x._replace(tuned=tuned[row.name, seed]) for seed, x in enumerate(row.draws)))
         for row in sorted(rows, key=is_own, reverse=True)
     ]
 
 
 def is_own(row: Row) -> bool:
-    """Returns whether a mechanism computes what the trained model's own attention does, without untrained parameters."""
+    """Returns whether a mechanism has no untrained parameters, and the outputs of the trained model's attention."""
     return bool(row.draws) and not row.untrained and all(draw.replaced.outputs == 0 for draw in row.draws)
 
 
@@ -345,7 +342,7 @@ def report(laboratory: Laboratory, rows: Sequence[Row], where: str) -> None:
     args, own, count = laboratory.args, laboratory.own.top1, len(laboratory.sample.images)
     stages = ["without training" if args.align is None else f"as they are and aligned in {args.align} steps"]
     if control := next((row for row in rows if any(draw.tuned for draw in row.draws)), None):
-        stages.append(f"then trained on for {args.finetune} epochs")
+        stages.append(f"then trained on for {args.finetune} epoch{'s' * (args.finetune > 1)}")
     title = f"{args.checkpoint}: top-1 {own:.2f} % with its own attention, {count} images"
     title += f"; others{where} {', '.join(stages)}, {' and '.join(args.modes)} mode"
     title += f", mean ± standard deviation over draws: {args.draws}"

@@ -68,8 +68,9 @@ def _draw_stages(axes: Any, rows: Sequence[Any], stages: Sequence[str], name: st
         means = [x.mean for stage in stages if (x := row.spread(stage, name))]
         axes.plot(means, [i] * len(means), color=COLORS[7], linewidth=1, zorder=0)
     for stage, hollow, label, style in kinds:
+        if stage not in stages:
+            continue
         chosen = [(i, row.spread(stage, name)) for i, row in enumerate(rows) if hollow in (None, bool(row.untrained))]
-        points = [(i, x.mean, x.std or 0) for i, x in chosen if x and stage in stages]
-        if points:
+        if points := [(i, x.mean, x.std or 0) for i, x in chosen if x]:
             y, means, deviations = zip(*points, strict=True)
             axes.errorbar(means, y, xerr=deviations, label=label, linestyle="none", **style)

@@ -51,9 +51,13 @@ def configure(trained: Trained, epochs: int, overrides: Sequence[str]) -> dict[s
     return options
 
 
-def tune(base: Mapping[str, Any], starts: Sequence[Start], directory: Path) -> tuple[int, list[Tuned | None]]:
+def tune(
+    base: Mapping[str, Any], starts: Sequence[Start], directory: Path, jobs: int
+) -> tuple[int, list[Tuned | None]]:
     """Trains from each of `starts` by an ablation in `directory`; finished runs are skipped, unfinished ones resume.
 
+    Args:
+        jobs: runs at the same time.
     Returns:
         The exit status of ablate.py, and what each run has come to (None: it is not finished).
     """
@@ -63,6 +67,7 @@ def tune(base: Mapping[str, Any], starts: Sequence[Start], directory: Path) -> t
     for name, content in (("base", base), ("plan", {"caption": caption, "base": "base.yaml", "runs": rows})):
         write_file(directory / f"{name}.yaml", yaml.safe_dump(content, sort_keys=False).encode())
     command = [str(ABLATE), str(directory / "plan.yaml"), "--output", str(directory), *as_arguments()]
+    command += ["--jobs", str(jobs)]
     print(f"training on: python {' '.join(command)}", flush=True)
     status = run_to_end([sys.executable, *command])
     table = directory / "table.json"

@@ -3,8 +3,6 @@
 import csv
 import dataclasses
 import math
-import os
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -13,13 +11,15 @@ import torch
 
 import analyze
 from ablation.sweep import read_ablation
-from analysis import error, replace
+from analysis import error, replace, tune
 from analysis.approximation import Row, attend_by_softmax
 from analysis.budgets import SIZES, size_option, with_budget
 from analysis.command_line import MODES, read_mechanisms
 from analysis.drop_in import attended, drop_in, layer_inputs, merge_modes, normalised_error, set_mode
 from analysis.error import AXES, draw
+from analysis.replace import Draw, Stage
 from analysis.trained import Trained, read_sample
+from analysis.tune import Tuned
 from attention import ATTENTION, OptionError
 from engine.checkpoints.export import export_checkpoint
 from engine.checkpoints.files import load_checkpoint
@@ -27,6 +27,7 @@ from engine.config.yaml_files import read_yaml
 from engine.reporting.tables import Spread
 from models.base import attention_layers
 from tests.analysis.models import load_model, save_model
+from tests.analysis.plans import follow_plans
 from tests.support.facts import stated
 
 OPTIONS = ["model.depth=2", "model.embed_dim=24", "model.img_size=16", "model.stem=linear"]
@@ -186,18 +187,46 @@ def test_figures_of_error_show_the_rows():
     assert shown["layer"] == [[([[1, 10], [2, 10]], [[10, 10]] * 2)], []]
 
 
+def points(axes) -> dict[str, list[list[float]]]:
+    """Returns the points of the errorbars of a panel by their label."""
+    found: dict[str, list[list[float]]] = {}
+    for container in axes.containers:
+        found.setdefault(container.get_label(), []).extend(container.lines[0].get_xydata().tolist())
+    return found
+
+
 def test_figure_of_replacement_shows_the_rows():
+    eva = [Draw(Stage(top1, error, 0.0)) for top1, error in ((69.0, 0.375), (71.0, 0.625))]
     rows = [
-        replace.Row("eva", "", "any", Spread(70.0, 1.0, 2), Spread(0.5, 0.125, 2), untrained=3),
-        replace.Row("local", "", "any", Spread(80.0, None, 1), Spread(0.25, None, 1)),
+        replace.Row("eva", "", "any", draws=tuple(eva), untrained=3),
+        replace.Row("local", "", "any", draws=(Draw(Stage(80.0, 0.25, 0.0)),)),
         replace.Row("lara", "", problem="no"),
     ]
-    accuracy, error = replace.draw("", rows, 90.0).axes
+    accuracy, error = replace.draw("", rows, 90.0, {}).axes
     assert [label.get_text() for label in accuracy.get_yticklabels()] == ["local", "eva"]
     for axes, expected in ((accuracy, [[80, 0], [70, 1]]), (error, [[0.25, 0], [0.5, 1]])):
         assert [container.lines[0].get_xydata()[0].tolist() for container in axes.containers] == expected
-    assert error.containers[1].lines[2][0].get_segments()[0][:, 0].tolist() == [0.375, 0.625]
-    assert accuracy.get_legend_handles_labels()[1][-1] == "with untrained parameters"
+    std = 0.25 / 2**0.5
+    ends = error.containers[1].lines[2][0].get_segments()[0][:, 0].tolist()
+    assert ends == pytest.approx([0.5 - std, 0.5 + std])
+    assert accuracy.get_legend_handles_labels()[1][-1] == "replaced, with untrained parameters"
+
+
+def test_figure_of_stages_shows_the_rows():
+    """Errors are those of outputs if layers were aligned; the best of the last stage stands first."""
+    better = Draw(Stage(20.0, 9.0, 1.5), Stage(80.0, 9.0, 0.5), 3.0, "", Tuned(89.0, 4.0))
+    worse = Draw(Stage(60.0, 9.0, 1.0), Stage(85.0, 9.0, 0.25), 3.0, "", Tuned(88.0, 4.0))
+    rows = [replace.Row(name, "", "any", draws=(draw,)) for name, draw in (("worse", worse), ("better", better))]
+    differences = {rows[0]: Spread(-1.0, None, 1), rows[1]: None}
+    accuracy, error, difference = replace.draw("", rows, 90.0, differences).axes
+    assert [label.get_text() for label in accuracy.get_yticklabels()] == ["better", "worse"]
+    assert [x for _, x in sorted(points(accuracy).items())] == [
+        [[80, 0], [85, 1]],
+        [[20, 0], [60, 1]],
+        [[89, 0], [88, 1]],
+    ]
+    assert [x for _, x in sorted(points(error).items())] == [[[0.5, 0], [0.25, 1]], [[1.5, 0], [1.0, 1]]]
+    assert [*points(difference).values()] == [[[-1, 1]]]
 
 
 def test_modes_are_apart_only_where_they_differ(checkpoint, tmp_path):
@@ -245,33 +274,61 @@ def test_chosen_blocks_are_replaced(checkpoint, tmp_path, monkeypatch, capsys):
     assert errors[2] == pytest.approx((errors[0] + errors[1]) / 2)
     assert 2 * int(first[2]["untrained_parameters"]) == int(whole[2]["untrained_parameters"]) > 0
     assert "others, in blocks 0 without training" in capsys.readouterr().out
-    commands = []
-    monkeypatch.setattr(os, "execv", lambda file, command: commands.append(command))
+    plans = follow_plans(monkeypatch)
     ask(checkpoint, tmp_path / "out", "replace", *options, "--blocks", "1", "--finetune", "1")
-    _, settings = read_ablation(Path(commands[0][2]), [], tmp_path, ["python"])
+    _, settings = read_ablation(plans[0], [], tmp_path, ["python"])
     found = [[(entry["blocks"], entry["name"]) for entry in setting.cases[0].run.attention] for setting in settings]
     assert found == [[("0", "softmax"), ("1", name)] for name in ("softmax", "local", "eva")]
 
 
 @pytest.mark.parametrize("is_export", [False, True], ids=["checkpoint", "export"])
 def test_what_is_replaced_is_trained_on_by_an_ablation(is_export, checkpoint, tmp_path, monkeypatch):
-    """The ablation holds the mechanisms that fit the grid, from the same weights."""
+    """The ablation holds the model's own attention, and the mechanisms that fit the grid, from the same weights."""
     if is_export:
         export = tmp_path / "model.safetensors"
         export_checkpoint(export, load_checkpoint(checkpoint), "plain")
         checkpoint = export
-    monkeypatch.setattr(os, "execv", lambda file, command: commands.append((file, command)))
-    commands, names = [], ["lara", "{name: eva, window_size: 2, num_landmarks: 4}"]
+    plans, names = follow_plans(monkeypatch), ["lara", "{name: eva, window_size: 2, num_landmarks: 4}"]
     options = "--finetune", "1", "data.crop_pct=0.9"
-    ask(checkpoint, tmp_path / "out", "replace", "--images", "4", "--draws", "1", "--attention", *names, *options)
-    [(python, [_, script, plan, _, output])] = commands
-    assert (python, Path(script).name) == (sys.executable, "ablate.py")
-    _, [setting] = read_ablation(Path(plan), [], Path(output), ["python"])
-    [case] = setting.cases
-    assert (case.run.attention["name"], case.run.attention["num_landmarks"]) == ("eva", 4)
-    assert (case.run.init.weights, case.run.schedule.epochs) == (str(checkpoint), 1)
-    assert (case.run.data.crop_pct, case.run.train.device) == (0.9, "cpu")
-    assert read_yaml(plan).values["runs"] == [{"attention": read_mechanisms(names)[names[1]]}]
+    ask(checkpoint, tmp_path / "out", "replace", "--images", "4", "--draws", "2", "--attention", *names, *options)
+    _, settings = read_ablation(plans[0], [], tmp_path, ["python"])
+    runs = [case.run for setting in settings for case in setting.cases]
+    assert [(run.attention["name"], run.train.seed) for run in runs] == [
+        ("softmax", 0),
+        ("eva", 0),
+        ("softmax", 1),
+        ("eva", 1),
+    ]
+    assert {run.attention.get("num_landmarks") for run in runs} == {None, 4}
+    assert {(run.init.weights, run.schedule.epochs) for run in runs} == {(str(checkpoint), 1)}
+    assert {(run.data.crop_pct, run.train.device) for run in runs} == {(0.9, "cpu")}
+
+
+def test_results_of_training_are_paired_by_seed(checkpoint, tmp_path, monkeypatch):
+    """Differences are to the model's own attention, trained on likewise; the digits have 360 validation images."""
+    follow_plans(monkeypatch, [90.0, 88.0, 91.0, 90.0])
+    options = "--images", "4", "--draws", "2", "--attention", "linear", "--finetune", "1"
+    softmax, linear = ask(checkpoint, tmp_path, "replace", *options)
+    assert (softmax["attention"], float(softmax["tuned_top1"]), softmax["tuned_difference"]) == ("softmax", 90.5, "")
+    assert (float(linear["tuned_top1"]), float(linear["tuned_difference"])) == (89.0, -1.5)
+    assert float(linear["tuned_difference_std"]) == pytest.approx(0.5**0.5)
+    assert float(linear["tuned_minutes"]) == 1.5
+    with (tmp_path / "replace_draws.csv").open(newline="") as file:
+        found = [(row["attention"], row["seed"], row["tuned_top1"]) for row in csv.DictReader(file)]
+    assert found == [
+        ("softmax", "0", "90.0"),
+        ("softmax", "1", "91.0"),
+        ("linear", "0", "88.0"),
+        ("linear", "1", "90.0"),
+    ]
+
+
+def test_softmax_in_the_list_is_the_control(checkpoint, tmp_path, monkeypatch):
+    plans = follow_plans(monkeypatch, [90.0, 91.0])
+    options = "--images", "4", "--draws", "1", "--attention", "linear", "softmax", "--finetune", "1"
+    rows = ask(checkpoint, tmp_path, "replace", *options)
+    assert [(row["attention"], row["tuned_difference"]) for row in rows] == [("softmax", ""), ("linear", "-1.0")]
+    assert len(read_yaml(plans[0]).values["runs"]) == 2
 
 
 def test_training_on_does_not_inherit_strictness_or_frozen_weights(trained):
@@ -281,7 +338,7 @@ def test_training_on_does_not_inherit_strictness_or_frozen_weights(trained):
         init=dataclasses.replace(trained.run.init, strict=True),
         train=dataclasses.replace(trained.run.train, freeze="backbone"),
     )
-    base = partial(replace.finetuning, dataclasses.replace(trained, run=run), 1)
+    base = partial(tune.configure, dataclasses.replace(trained, run=run), 1)
     assert (base([])["init"]["strict"], base([])["train"]["freeze"]) == (False, None)
     again = base(["train.freeze=pos_embed", "init.strict=true"])
     assert (again["init"]["strict"], again["train"]["freeze"]) == (True, "pos_embed")
@@ -299,6 +356,8 @@ def test_training_on_does_not_inherit_strictness_or_frozen_weights(trained):
         (["modle.depth=3"], "modle: unknown option; did you mean 'model'"),
         (["--output", "/proc/absent"], "--output /proc/absent: cannot be made"),
         (["--output", "/proc"], "cannot be written"),
+        (["--align", "0"], "--align = 0 is below the least valid value 1"),
+        (["--jobs", "0"], "--jobs = 0 is below the least valid value 1"),
         (["--images", "0"], "--images = 0 is below the least valid value 1"),
         (["--blocks", "0-2"], "--blocks = '0-2': there is no block 2; there are 0 to 1"),
         (["--blocks", "first"], "--blocks = 'first': expected a number, a range as 0-8"),

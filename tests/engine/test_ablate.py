@@ -36,6 +36,7 @@ from engine.data.idx import IMAGES, LABELS, write_idx
 from engine.reporting.tables import T_975, Spread
 from engine.runtime import files
 from engine.runtime.errors import ConfigError
+from engine.runtime.processes import run_to_end
 from engine.runtime.signals import STOPPED
 from engine.training.resume import NAMES_ONLY
 
@@ -517,8 +518,8 @@ def test_a_signal_is_left_to_the_run_which_saves(config, capfd):
         "[os.kill(os.getppid(), number) for number in (signal.SIGINT, signal.SIGTERM)];"
         "signal.sigwait([signal.SIGTERM]); raise SystemExit(75)"
     )
-    assert worker.run_to_end([sys.executable, "-c", stopping]) == 75
-    assert worker.run_to_end([sys.executable, "-c", stopping.replace("75", "1")]) == 75  # torchrun, of stopped ranks
+    assert run_to_end([sys.executable, "-c", stopping]) == 75
+    assert run_to_end([sys.executable, "-c", stopping.replace("75", "1")]) == 75  # torchrun, of stopped ranks
     launcher = shlex.join([sys.executable, "-c", "raise SystemExit(75)"])
     with pytest.raises(SystemExit) as ended:
         ablate.main([str(config), "--output", str(config.parent / "out"), "--launcher", launcher])
@@ -529,7 +530,7 @@ def test_a_signal_is_left_to_the_run_which_saves(config, capfd):
 def test_a_signal_that_nohup_ignores_ends_nothing():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     hang_up = "import os, signal; os.kill(os.getppid(), signal.SIGHUP)"
-    assert worker.run_to_end([sys.executable, "-c", hang_up]) == 0
+    assert run_to_end([sys.executable, "-c", hang_up]) == 0
     signal.signal(signal.SIGHUP, before)
 
 

@@ -1,0 +1,25 @@
+"""A stand-in for ablate.py, to which analyze.py hands the plan of a sweep."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from analysis import tune
+from engine.config.yaml_files import read_yaml
+
+
+def follow_plans(monkeypatch, results: Sequence[float] = ()) -> list[Path]:
+    """Stands for ablate.py, whose runs come to the top-1 `results` in the order of the plan; returns its files."""
+    plans = []
+
+    def run_to_end(command: Sequence[str]) -> int:
+        plan, output = Path(command[2]), Path(command[command.index("--output") + 1])
+        assert Path(command[1]).name == "ablate.py"
+        plans.append(plan)
+        rows = [{"runs": {"0": {"top1": top1, "elapsed_seconds": 90}}} for top1 in results]
+        rows += [{"runs": {}} for _ in read_yaml(plan).values["runs"][len(rows) :]]
+        (output / "table.json").write_text(json.dumps({"rows": rows}))
+        return 0
+
+    monkeypatch.setattr(tune, "run_to_end", run_to_end)
+    return plans
