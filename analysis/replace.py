@@ -181,7 +181,9 @@ class Laboratory:
         self.own = measure_own(trained, sample)
         about = provenance(trained.device)
         basis: dict[str, Any] = {name: x for name, x in about.items() if name not in ("command", "device")}
-        basis |= {"weights": digest_weights(trained.source.state), "config": dump_run(trained.run), "modes": args.modes}
+        options = dump_run(trained.run)
+        basis |= {"weights": digest_weights(trained.source.state), "modes": args.modes}
+        basis |= {section: options[section] for section in ("model", "attention", "data")}
         basis |= {"sample": digest_weights({"images": sample.images, "classes": sample.classes})}
         if self.training is not None:
             basis |= identify_split("train", self.training[0])
