@@ -19,7 +19,7 @@ from attention import ATTENTION, AttentionFactory
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.config.load import load_run
 from engine.config.papers import read_papers
-from engine.config.schema import Run
+from engine.config.schema import Augment, Run
 from engine.runtime.distributed import World
 from engine.training.optim import create_optimizer
 from models import create_model
@@ -30,6 +30,8 @@ ABLATIONS = sorted(CONFIGS.glob("ablation/*.yaml"))
 RUNS = sorted(set(CONFIGS.rglob("*.yaml")) - {*BASES, *ABLATIONS})
 FINETUNE = sorted(CONFIGS.glob("finetune/*.yaml"))
 DISTILL = sorted(CONFIGS.glob("distill/*.yaml"))
+TRANSFER = sorted(CONFIGS.glob("transfer/*.yaml"))
+ALIGN = [path for path in TRANSFER if not path.stem.endswith("_tune")]
 DATA = {
     "configs": ("digits", 10),
     "copy_task": ("copy", 16),
@@ -42,7 +44,7 @@ DATA = {
     "tiny_imagenet": ("folder", 200),
 }
 """Folder of configurations that are named for their data -> its format and number of classes."""
-IMAGENET = sorted(path for path in set(RUNS) - {*FINETUNE, *DISTILL} if path.parent.name not in DATA)
+IMAGENET = sorted(path for path in set(RUNS) - {*FINETUNE, *DISTILL, *TRANSFER} if path.parent.name not in DATA)
 ROWS = read_papers()
 
 load = functools.cache(load_run)
@@ -75,10 +77,11 @@ def test_a_configuration_is_read_and_its_model_built(path):
     if path in IMAGENET:
         assert (run.model["name"], run.model["num_classes"]) == (path.parent.name, 1000)
         assert run.data.dataset == "folder"
-    elif path in FINETUNE + DISTILL:
-        mechanism = run.attention["name"]
+    elif path in FINETUNE + DISTILL + TRANSFER:
+        mechanism = stages(run)[0]["name"]
         assert f"{path.stem}_".startswith(f"{run.model['name']}_{mechanism}_")
-        assert run.init.weights if path in FINETUNE else run.distill.teacher
+        assert run.init.weights or path in DISTILL
+        assert bool(run.distill.teacher) is (path in DISTILL + ALIGN)
     else:
         dataset, num_classes = DATA[path.parent.name]
         assert run.data.dataset == dataset
@@ -93,7 +96,7 @@ def test_a_configuration_is_read_and_its_model_built(path):
         assert names[3:] in ([], ["focused_linear" if mechanism == "focused_linear" else "softmax"])  # FLatten's LLLL
 
 
-@pytest.mark.parametrize("path", [path for path in RUNS if path.parent.name in DATA], ids=name)
+@pytest.mark.parametrize("path", [path for path in RUNS if path.parent.name in DATA] + TRANSFER, ids=name)
 def test_the_overrides_a_configuration_opens_with_are_valid(path):
     commands = re.findall(r"train\.py configs/\S+ (.*?)--output", re.sub(r"\\\n#", "", header(path)))
     assert commands
@@ -235,6 +238,29 @@ def test_fine_tuning_follows_its_recipe_and_takes_its_weights(path, tmp_path, ca
     assert kinds == becomes
     trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
     assert (trained == ["head.weight", "head.bias"]) is path.stem.endswith("_linear_probe")
+
+
+@pytest.mark.parametrize("path", ALIGN, ids=name)
+def test_two_stages_train_one_model(path):
+    """The first has no labels, and images that are cropped and flipped alone; the second starts from its directory."""
+    tune = path.with_stem(f"{path.stem}_tune")
+    align, tuned = load(path), load(tune)
+    assert (align.model, align.attention) == (tuned.model, tuned.attention)
+    assert (align.distill.teacher, align.distill.type, align.distill.alpha) == ("init.weights", "attention", 1)
+    assert tuned.init.weights == re.search(r"--output (\S+)", header(path))[1]
+    assert tuned.augment == Augment(repeats=3 if "pvtv2" in path.stem else 0)
+    off = dict.fromkeys(("color_jitter", "reprob", "mixup", "cutmix", "smoothing", "repeats"), 0)
+    assert align.augment == Augment(auto_augment=None, **off)
+    for run, recipe in ((align, (1e-3, 0, 1, 0)), (tuned, (5e-5, 1e-8, 10, 1))):
+        optim, schedule = run.optim, run.schedule
+        assert (optim.lr, optim.weight_decay, schedule.epochs, schedule.warmup_epochs) == recipe
+        assert (optim.opt, optim.lr_base_size, schedule.sched) == ("adamw", 512, "cosine")
+        assert run.train.total_batch_size == 512
+    assert f" in one epoch: {1_281_167 // align.train.total_batch_size:,}" in header(path)
+
+
+def test_every_stage_has_its_file():
+    assert [path.with_stem(f"{path.stem}_tune") for path in ALIGN] == sorted({*TRANSFER} - {*ALIGN})
 
 
 @pytest.mark.parametrize("path", ABLATIONS, ids=name)

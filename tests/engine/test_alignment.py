@@ -4,10 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
+import timm
 import torch
+from timm.models._hub import save_for_hf
 from torch import Tensor, nn
 
 import train
+from engine.checkpoints.initial_weights import create_initial_model
 from engine.checkpoints.progress import Progress
 from engine.config.load import load_run
 from engine.config.schema import Run
@@ -44,8 +47,12 @@ def leave_teacher(directory: Path, *overrides: str) -> nn.Module:
     return model.eval()
 
 
+def aligned_to(teacher: Path | str) -> list[str]:
+    return [f"init.weights={teacher}", "distill.teacher=init.weights", "distill.type=attention"]
+
+
 def aligned(teacher: Path | str, *overrides: str) -> Run:
-    return run_of(f"init.weights={teacher}", "distill.teacher=init.weights", "distill.type=attention", *overrides)
+    return run_of(*aligned_to(teacher), *overrides)
 
 
 def objective_of(run: Run, model: nn.Module) -> Alignment:
@@ -153,7 +160,7 @@ def test_weights_alone_are_those_of_the_published_attention(name: str, tmp_path:
     """A file of a training script is a teacher: the run's own model with softmax attention, or with SRA."""
     pyramid = name == "pvtv2_b0"
     options = ["model={name: pvtv2_b0, img_size: 64, num_classes: 10}"] if pyramid else [f"model.{o}" for o in MODEL]
-    weights = [f"init.weights={tmp_path / 'weights.pth'}", "distill.teacher=init.weights", "distill.type=attention"]
+    weights = aligned_to(tmp_path / "weights.pth")
     run = load_run(ROOT / "configs/quickstart.yaml", [*options, "attention={name: linear}", *weights])
     stock = create_model(attention="sra" if pyramid else "softmax", **run.model).eval()
     torch.save({"model": stock.state_dict()}, tmp_path / "weights.pth")
@@ -163,6 +170,34 @@ def test_weights_alone_are_those_of_the_published_attention(name: str, tmp_path:
     count = len(attention_layers(stock))
     assert objective.fitted.layers == [*range(count - 2 if pyramid else count)]  # of the last stage both are softmax
     assert "attention, alpha 1\ndistill.type=attention fits layers 0, 1, 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["deit_tiny_patch16_224", "pvt_v2_b0"])
+def test_models_of_timms_hub_are_teachers(name: str, tmp_path: Path, capsys):
+    """From a folder, as timm writes it; images are normalised as the model has them there."""
+    if name == "pvt_v2_b0":
+        sizes = {"embed_dims": [8, 16, 20, 32], "depths": [1, 2, 1, 1]}
+        own = {"name": "pvtv2_b0", "img_size": 64, "num_classes": 10, **sizes}
+    else:
+        sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 24, "depth": 2, "num_heads": 2}
+        own = {"name": "deit", "class_token": True, "stem": "linear", "num_classes": 10, **sizes}
+    stock = timm.create_model(name, **sizes, num_classes=1000).eval()
+    save_for_hf(stock, tmp_path / "hub", model_args=sizes)
+    options = [f"model={own}", "attention={name: linear}"]
+    weights = f"timm:local-dir:{tmp_path / 'hub'}"
+    run = load_run(ROOT / "configs/quickstart.yaml", [*options, *aligned_to(weights)])
+    model = create_initial_model(run, tmp_path / "run", WORLD)
+    objective = objective_of(run, model)
+    images = torch.rand(2, 3, run.model["img_size"], run.model["img_size"])
+    given = (images - 0.5) / 0.5  # the quickstart has 0.5 for both
+    (mean, std) = (torch.tensor(stock.pretrained_cfg[key])[:, None, None] for key in ("mean", "std"))
+    torch.testing.assert_close(objective.teacher(given), stock((images - mean) / std), rtol=1e-4, atol=1e-5)
+    objective(objective.wrap(model), given, None).backward()
+    fitted = {
+        weight for layer in attention_layers(model)[: 4 if "depths" in sizes else 2] for weight in layer.parameters()
+    }
+    assert {weight for weight in model.parameters() if weight.grad is not None} == fitted
+    assert f"distill.teacher={weights}: attention, alpha 1\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -233,8 +268,7 @@ def test_a_run_lowers_the_error_of_every_layer_and_logs_it(tmp_path: Path, capsy
     """All weights but those of the fitted layers stay as they were."""
     model = leave_teacher(tmp_path / "teacher")
     options = [f"model.{option}" for option in MODEL] + [HYBRID, "data.workers=0", "train.log_every=10"]
-    options += [f"init.weights={tmp_path / 'teacher'}", "distill.teacher=init.weights", "distill.type=attention"]
-    options += ["schedule.epochs=1", "schedule.warmup_epochs=0", "optim.lr=0.01"]
+    options += [*aligned_to(tmp_path / "teacher"), "schedule.epochs=1", "schedule.warmup_epochs=0", "optim.lr=0.01"]
     train.main([str(ROOT / "configs/quickstart.yaml"), *options, "--output", str(tmp_path / "run")])
     records = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     errors = [[record[f"error_{number}"] for number in (1, 2)] for record in records if record["kind"] == "train"]
