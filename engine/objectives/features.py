@@ -5,6 +5,7 @@ teacher's pass through a linear map that is trained with the model and thrown aw
 (Romero et al., 2015, arXiv:1412.6550) and the projection of timm's FeatureDistillationTask.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Self, cast
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from attention.options import OptionError
 from engine.objectives.alignment import relative_error
 from engine.objectives.classification import CLASSES, create_loss
-from engine.objectives.distillation import Distill, combine_losses, digest_weights, train_fitted
+from engine.objectives.distillation import Distill, Teacher, combine_losses, digest_weights, train_fitted
 from engine.objectives.objective import Objective, Run
 from models.base import Backbone, Block
 
@@ -104,15 +105,15 @@ class FeatureDistillation(Objective):
         loss: function of logits and targets. model: what is trained. teacher: see `engine.objectives.distillation`.
         images: any images of the run, (1, C, H, W), for a trial.
     Raises:
-        OptionError: teacher and model have other numbers of tokens, or of blocks where blocks are chosen; there is no
+        OptionError: teacher and model differ in the number of tokens, or of blocks where blocks are chosen; there is no
             such block; or all weights that the features depend on are frozen.
     """
 
     measure = CLASSES
 
-    def __init__(self, loss: nn.Module, distill: Distill, model: nn.Module, teacher: nn.Module, images: Tensor):
+    def __init__(self, loss: nn.Module, distill: Distill, model: nn.Module, teacher: Teacher, images: Tensor):
         self.loss, self.distill, self.teacher, self.distance = loss, distill, teacher, ERRORS[distill.distance]
-        taught, layers = teacher.get_submodule("model"), sorted(distill.layers or [])
+        taught, layers = teacher.model, sorted(distill.layers or [])
         self.identity = {"teacher_weights": digest_weights(taught.state_dict())}
         self.compiled = [taught] if isinstance(taught, Backbone) else []
         self.check_blocks(len(blocks_of(taught)), len(blocks_of(model)))
@@ -168,24 +169,27 @@ class FeatureDistillation(Objective):
     def from_run(cls, run: Run, model: nn.Module, create_teacher: Callable[[], nn.Module]) -> Self:
         shape = run.model["in_chans"], *to_2tuple(run.model["img_size"])
         images = torch.zeros(1, *shape, device=next(model.parameters()).device)
-        return cls(create_loss(run.augment), run.distill, model, create_teacher(), images)
+        return cls(create_loss(run.augment), run.distill, model, cast(Teacher, create_teacher()), images)
 
     def check_blocks(self, there: int, here: int) -> None:
-        """Refuses blocks that are not in both models, which have so many."""
+        """Refuses `distill.layers` unless both models have as many blocks, and those among them."""
         if not (layers := self.distill.layers):
             return
         if there != here:
             problem = f" = {self.distill.teacher}: it has {there} blocks of this project's, the model has {here}"
             raise OptionError("distill.teacher", f"{problem}; leave distill.layers out, which compares the last tokens")
         if max(layers) >= here:
-            raise OptionError("distill.layers", f" = {list(layers)}: blocks are numbered from 0 to {here - 1}")
+            raise OptionError(
+                "distill.layers", f" = {list(layers)}: blocks are numbered from 0 to {here - 1}; choose of them"
+            )
 
     def check_tokens(self, features: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-        """Refuses features of a teacher that are not as many tokens as those of the model."""
+        """Refuses a teacher whose features, `expected`, are not as many tokens as those of the model."""
         for name, x in features.items():
-            if (there := expected[name].shape[1:-1]) != (here := x.shape[1:-1]):
+            there, here = (math.prod(y.shape[1:-1]) for y in (expected[name], x))  # pooled features are one token
+            if there != here:
                 where = "" if name == LAST else f" after block {name}"
-                problem = f"it gives {_text(there)} tokens{where}, the model {_text(here)}"
+                problem = f"it gives {there} tokens{where}, the model {here}"
                 remedy = "make model.patch_size, model.img_size, ... the teacher's"
                 raise OptionError("distill.teacher", f" = {self.distill.teacher}: {problem}; {remedy}")
 
@@ -195,7 +199,7 @@ class FeatureDistillation(Objective):
     @torch.no_grad()
     def teach(self, images: Tensor) -> tuple[dict[str, Tensor], Any]:
         """Features and outputs of the teacher."""
-        return self.taught(cast(Any, self.teacher).normalise(images))
+        return self.taught(self.teacher.normalise(images))
 
     def __call__(self, network: Callable[..., Any], images: Tensor, targets: Tensor, /) -> Tensor:
         expected, taught = self.teach(images)
@@ -204,7 +208,3 @@ class FeatureDistillation(Objective):
         self.values = {f"error_{name}": error.detach() for name, error in errors.items()}
         error = torch.stack([*errors.values()]).mean()
         return combine_losses(self.distill, error, self.loss, outputs, targets, taught)
-
-
-def _text(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape)) or "no"

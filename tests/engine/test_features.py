@@ -98,6 +98,22 @@ def test_loss_and_gradients_are_those_of_the_formula(distance: str, layers: list
     assert all(weight.grad is None for weight in objective.teacher.parameters())
 
 
+def test_frozen_weights_stay_frozen_and_blocks_may_be_recomputed(tmp_path: Path):
+    leave_teacher(tmp_path)
+    run, images = taught(tmp_path, LARA), torch.randn(2, 3, 24, 24)
+    model, twin = (build(run, seed=1).eval() for _ in range(2))
+    for one in (model, twin):
+        one.blocks[0].requires_grad_(False)
+    model.set_grad_checkpointing()
+    for one in (model, twin):
+        objective = objective_of(run, one)
+        objective(objective.wrap(one), images, None).backward()
+    for name, weight in model.named_parameters():
+        assert weight.requires_grad != name.startswith(("head.", "blocks.0.")), name
+        assert (weight.grad is None) != weight.requires_grad, name
+        torch.testing.assert_close(weight.grad, twin.get_parameter(name).grad)
+
+
 def test_cosines_ignore_lengths_and_take_half_precision():
     y = torch.randn(2, 5, 3)
     assert cosine_error(3 * y, y).item() == pytest.approx(0, abs=1e-6)
@@ -284,13 +300,21 @@ def test_a_run_lowers_the_error_and_keeps_the_classifier(layers: str, names: lis
     assert "the classifier is not trained: " in capsys.readouterr().out
 
 
-def test_the_maps_are_trained_saved_and_no_part_of_the_model(tmp_path: Path, capsys):
+def test_the_maps_are_trained_saved_and_no_part_of_the_model(tmp_path: Path, monkeypatch, capsys):
     """The rest of the run is that of the model: averaged weights, validation and weights for another run."""
     leave_teacher(tmp_path / "teacher", WIDE, "model.depth=2")
     teacher = [f"distill.teacher={tmp_path / 'teacher'}", "distill.type=features", "distill.alpha=0.5", LARA]
     more = ["train.ema_decay=0.9", "optim.weight_decay=0.05"]
-    run = tmp_path / "run"
+    run, clipped, clip = tmp_path / "run", [], nn.utils.clip_grad_norm_
+
+    def count_and_clip(weights, *norm):
+        weights = [*weights]
+        clipped.append(len(weights))
+        return clip(weights, *norm)
+
+    monkeypatch.setattr(nn.utils, "clip_grad_norm_", count_and_clip)
     last = launch(run, *teacher, *more, "distill.beside=soft")
+    assert {*clipped} == {len([*build(run_of(LARA)).parameters()]) + 2}
     assert {name: tuple(x.shape) for name, x in last["projections"].items()} == {
         "last.weight": (16, 12),
         "last.bias": (16,),
