@@ -97,12 +97,12 @@ class Trainer:
         self.model.set_grad_checkpointing(self.options.grad_checkpointing)
         self.sampler = self.train_loader.sampler
         self.objective = create_objective(run, self.model, self.train_loader.dataset.dataset, world)
-        self.optimizer = create_optimizer(self.model, run.optim, self.options.total_batch_size)
+        self.optimizer = create_optimizer(self.model, run.optim, self.options.total_batch_size, self.objective.own)
         self.schedule = create_schedule(self.optimizer, run.schedule, self.sampler.updates_per_epoch)
         self.scaler = torch.amp.GradScaler(world.device.type, enabled=self.options.amp == "fp16")
         self.ema = ModelEmaV3(self.model, decay=self.options.ema_decay) if self.options.ema_decay else None
-        average = {"model_ema": self.ema.module} if self.ema else {}
-        self.stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, **average}
+        others = {**self.objective.own} | ({"model_ema": self.ema.module} if self.ema else {})
+        self.stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, **others}
         cleanup.enter_context(lock_directory(output, world))
         identity = identify_data(self.train_loader.dataset.dataset, self.val_loader.dataset)
         self.checkpoints = Checkpoints(output, run, world, self.sampler.num_images, identity | self.objective.identity)
@@ -209,7 +209,7 @@ class Trainer:
             loss_sum += loss.detach().double()
             num_broken += self.train_loader.batch_sampler.batch_size - len(images)
         self.scaler.unscale_(self.optimizer)  # clipping needs the gradients without the loss scale of fp16
-        grad_norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.run.optim.clip_grad or math.inf)
+        grad_norm = nn.utils.clip_grad_norm_(self.network.parameters(), self.run.optim.clip_grad or math.inf)
         accepted = self.exchange.accepts(loss_sum, grad_norm, stop, num_broken, self.checkpoints.is_overdue())
         if accepted:
             keep_weights_finite(self.optimizer, grad_norm)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from attention import Attention
 from attention.options import OptionError
 from engine.objectives.classification import CLASSES, create_loss
-from engine.objectives.distillation import Distill, digest_weights, distillation_loss, split_heads
+from engine.objectives.distillation import Distill, combine_losses, digest_weights, train_fitted
 from engine.objectives.objective import Objective, Run
 from models.base import Backbone, attention_layers, is_same_attention
 
@@ -75,9 +75,8 @@ class FittedLayers(nn.Module):
 class Alignment(Objective):
     """The objective of a run whose attention layers are fitted to a teacher's, `distill.type: attention`.
 
-    The loss is alpha x the mean over layers of `relative_error` + (1 - alpha) x the cross-entropy with the targets, or
-    the divergence of soft predictions from the teacher's (`distill.beside`). Layers that are the teacher's own, with
-    the same mechanism and options, are not fitted. With alpha = 1, the fitted layers alone are trained. The
+    The loss is that of `combine_losses`, with the mean over layers of `relative_error`. Layers that are the teacher's
+    own, with the same mechanism and options, are not fitted. With alpha = 1, the fitted layers alone are trained. The
     teacher makes one forward pass for each batch.
 
     Args:
@@ -99,12 +98,9 @@ class Alignment(Objective):
         self.taught = [theirs[number] for number in numbers]
         self.fitted = FittedLayers(model, numbers, with_outputs=distill.weight < 1)
         self.compiled = [cast(Backbone, teacher.get_submodule("model"))]
-        fitted = {id(weight) for number in numbers for weight in own[number].parameters()}
-        if not any(weight.requires_grad for weight in model.parameters() if id(weight) in fitted):
-            raise OptionError("train.freeze", "freezes every attention layer that is to be fitted; leave some out")
-        if distill.weight == 1:
-            for weight in model.parameters():
-                weight.requires_grad_(weight.requires_grad and id(weight) in fitted)
+        fitted = (weight for number in numbers for weight in own[number].parameters())
+        train_fitted(model, fitted, distill, "every attention layer that is to be fitted")
+        self.summary = f"distill.type=attention fits layers {', '.join(map(str, numbers))}"
 
     @staticmethod
     def applies(run: Run) -> bool:
@@ -112,16 +108,11 @@ class Alignment(Objective):
 
     @staticmethod
     def check(run: Run) -> None:
-        """Refuses a run without initial weights whose other layers would stay at random values, and `beside` without
-        an effect.
-        """
+        """Refuses a run without initial weights whose other layers would stay at random values."""
         distill = run.distill
         if distill.type == "attention" and distill.weight == 1 and run.init.weights is None:
             remedy = "give those of the teacher, init.weights=TEACHER"
             raise OptionError("init.weights", f" = null, and distill.type=attention trains no other weights; {remedy}")
-        if distill.beside != "labels" and (distill.type != "attention" or distill.weight == 1):
-            problem = f" = {distill.beside} acts beside distill.type=attention with distill.alpha below 1"
-            raise OptionError("distill.beside", f"{problem}; leave it out")
 
     @classmethod
     def from_run(cls, run: Run, model: nn.Module, create_teacher: Callable[[], nn.Module]) -> Self:
@@ -137,10 +128,4 @@ class Alignment(Objective):
         errors = [relative_error(y, call.output) for y, call in zip(found, calls, strict=True)]
         numbered = zip(self.fitted.layers, errors, strict=True)
         self.values = {f"error_{number}": error.detach() for number, error in numbered}
-        error, alpha = torch.stack(errors).mean(), self.distill.weight
-        if outputs is None:
-            return error
-        logits, distilled = split_heads(outputs)
-        if self.distill.beside == "soft":
-            return alpha * error + (1 - alpha) * distillation_loss(distilled, taught, "soft", self.distill.tau)
-        return alpha * error + (1 - alpha) * self.loss(logits, targets)
+        return combine_losses(self.distill, torch.stack(errors).mean(), self.loss, outputs, targets, taught)

@@ -1,9 +1,12 @@
-"""Options of distillation, the teacher, and classification with one as in DeiT (Touvron et al., 2021, section 4)."""
+"""Options of distillation, the teacher, and classification with one as in DeiT (Touvron et al., 2021, section 4).
+
+Functions that the objectives of types `INSIDE` share are here too.
+"""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, cast
 
 import torch
 import torch.nn.functional as F
@@ -16,14 +19,20 @@ from engine.objectives.objective import Objective, Run
 MeanStd = tuple[Sequence[float], Sequence[float]]
 """Mean and standard deviation, each with one value for every channel."""
 
+Prediction = Literal["hard", "soft", "soft_released"]
+"""Types of distillation that compare predictions."""
+
 INITIAL = "init.weights"
 """Name of a teacher that is the model of this option."""
+
+INSIDE = ("attention", "features")
+"""Types of distillation that compare tokens inside the models, by default without labels, not predictions."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Distill:
     """Distillation: the loss is (1 - alpha) x cross-entropy + alpha x divergence from a teacher, as in DeiT, or x the
-    error of attention layers.
+    error of attention layers or features.
     """
 
     teacher: str | None = option(
@@ -31,20 +40,27 @@ class Distill:
         "trained model: run directory, checkpoint or export, or timm:NAME of timm's hub; init.weights: that of this"
         " option; null: none",
     )
-    type: Literal["hard", "soft", "soft_released", "attention"] = option(
+    type: Literal["hard", "soft", "soft_released", "attention", "features"] = option(
         "hard",
         "cross-entropy with the teacher's class, or tau^2 x the divergence of the predictions; soft_released: also"
         " divided by the number of classes, as by DeiT's code; attention: relative squared error of attention layers,"
-        " on the inputs of the teacher's",
+        " on the inputs of the teacher's; features: distance of token features",
+    )
+    layers: tuple[int, ...] | None = option(
+        None, "features: blocks, from 0, whose outputs are compared; null: the tokens after the final norm", low=0
+    )
+    distance: Literal["squared", "cosine"] = option(
+        "squared", "features: squared error relative to the teacher's, or 1 - cosine similarity, which ignores lengths"
     )
     alpha: float | None = option(
         None,
-        "weight of the teacher; null: 0.5, and for attention 1, which uses no labels",
+        "weight of the teacher; null: 0.5, and for attention and features 1, which uses no labels",
         low=0,
         high=1,
     )
     beside: Literal["labels", "soft"] = option(
-        "labels", "attention: the rest of the loss, cross-entropy with the labels or soft predictions of the teacher"
+        "labels",
+        "attention, features: the rest of the loss, cross-entropy with the labels or soft predictions of the teacher",
     )
     tau: float = option(1.0, "temperature of soft predictions", above=0, high=1000)
 
@@ -54,7 +70,7 @@ class Distill:
     @property
     def weight(self) -> float:
         """`alpha`, or its default for the type."""
-        return self.alpha if self.alpha is not None else float(self.type == "attention") or 0.5
+        return self.alpha if self.alpha is not None else float(self.type in INSIDE) or 0.5
 
 
 class Teacher(nn.Module):
@@ -102,8 +118,8 @@ class Distillation(Objective):
     measure = CLASSES
 
     def __init__(self, loss: nn.Module, distill: Distill, teacher: nn.Module):
-        assert distill.type != "attention", "that is an Alignment"
-        self.loss, self.distill, self.teacher, self.kind = loss, distill, teacher, distill.type
+        assert distill.type not in INSIDE, "they have objectives of their own"
+        self.loss, self.distill, self.teacher, self.kind = loss, distill, teacher, cast(Prediction, distill.type)
         self.identity = {"teacher_weights": digest_weights(teacher.get_submodule("model").state_dict())}
 
     @staticmethod
@@ -112,13 +128,16 @@ class Distillation(Objective):
 
     @staticmethod
     def check(run: Run) -> None:
-        """Refuses options of `Distill` without an effect: there is no teacher, or the temperature acts on nothing."""
+        """Refuses options of `Distill` without an effect, and a teacher that is not named."""
         distill = run.distill
         if distill.teacher is None and distill != Distill():
             problem = " = null, but other options of distill are given: name a teacher, or leave them out"
             raise OptionError("distill.teacher", problem)
         if distill.teacher == INITIAL and run.init.weights is None:
             raise OptionError("distill.teacher", f" = {INITIAL}, which is null; give init.weights, or name a teacher")
+        if distill.beside != "labels" and (distill.type not in INSIDE or distill.weight == 1):
+            problem = f" = {distill.beside} acts beside distill.type=attention or features with distill.alpha below 1"
+            raise OptionError("distill.beside", f"{problem}; leave it out")
         is_soft = distill.type.startswith("soft") or distill.beside == "soft"
         if not is_soft and distill.tau != Distill.tau:
             problem = f" = {distill.tau:g} acts on soft predictions: set distill.type=soft, or leave it out"
@@ -141,9 +160,7 @@ def split_heads(outputs: Any) -> tuple[Tensor, Tensor]:
     return outputs if isinstance(outputs, tuple) else (outputs, outputs)
 
 
-def distillation_loss(
-    logits: Tensor, teacher: Tensor, kind: Literal["hard", "soft", "soft_released"], tau: float
-) -> Tensor:
+def distillation_loss(logits: Tensor, teacher: Tensor, kind: Prediction, tau: float) -> Tensor:
     """Computes the divergence of logits (B, classes) from those of a teacher, a scalar; half precision becomes fp32.
 
     hard: cross-entropy with the teacher's most probable class. soft: the Kullback-Leibler divergence of the model's
@@ -156,6 +173,36 @@ def distillation_loss(
     log_p, log_q = (F.log_softmax(x.to(dtype) / tau, 1) for x in (teacher, logits))
     divergence = tau**2 * F.kl_div(log_q, log_p, reduction="batchmean", log_target=True)
     return divergence / logits.shape[1] if kind == "soft_released" else divergence
+
+
+def train_fitted(model: nn.Module, fitted: Iterable[nn.Parameter], distill: Distill, name: str) -> None:
+    """With alpha = 1, leaves of the weights of `model` only `fitted` to be trained, as far as they are.
+
+    Raises:
+        OptionError: they are all frozen; the message says so of `name`.
+    """
+    chosen = {id(weight) for weight in fitted}
+    if not any(weight.requires_grad for weight in model.parameters() if id(weight) in chosen):
+        raise OptionError("train.freeze", f"freezes {name}; leave some out")
+    if distill.weight == 1:
+        for weight in model.parameters():
+            weight.requires_grad_(weight.requires_grad and id(weight) in chosen)
+
+
+def combine_losses(
+    distill: Distill, error: Tensor, loss: nn.Module, logits: Tensor, targets: Tensor, teacher: Tensor
+) -> Tensor:
+    """Computes alpha x `error` + (1 - alpha) x the cross-entropy with the targets, or the divergence of soft
+    predictions from the teacher's (`distill.beside`). With alpha = 1, it is the error, and logits are not needed.
+
+    Args:
+        loss: function of logits and targets. teacher: its logits.
+    """
+    if distill.weight == 1:
+        return error
+    is_soft = distill.beside == "soft"
+    rest = distillation_loss(logits, teacher, "soft", distill.tau) if is_soft else loss(logits, targets)
+    return distill.weight * error + (1 - distill.weight) * rest
 
 
 def digest_weights(state: Mapping[str, Tensor]) -> str:

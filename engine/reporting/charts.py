@@ -33,7 +33,7 @@ CHARTED = {
 """Kind of record -> values that are charted. `broken` is charted only when it is not 0."""
 
 ERROR = "error_"
-"""Beginning of the names of an attention layer's errors, which are charted too."""
+"""Beginning of the names of errors of attention layers or features, which are charted too."""
 
 
 class Charts:

@@ -17,8 +17,8 @@ from engine.config.load import parse_run
 from engine.config.schema import Run, num_channels, per_channel
 from engine.data.splits import Images, classes_of
 from engine.objectives import choose_objective
-from engine.objectives.alignment import Alignment, last_call, record_calls
-from engine.objectives.distillation import INITIAL, MeanStd, Teacher
+from engine.objectives.alignment import last_call, record_calls
+from engine.objectives.distillation import INITIAL, INSIDE, MeanStd, Teacher
 from engine.objectives.objective import Objective
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
@@ -32,15 +32,15 @@ from models.freeze import describe_freeze
 def create_objective(run: Run, model: nn.Module, images: Images, world: World) -> Objective:
     """Creates the objective of `run`; see `create_teacher`."""
     objective = choose_objective(run).from_run(run, model, lambda: create_teacher(run, model, images, world))
-    if isinstance(objective, Alignment) and world.is_primary:
+    if objective.summary and world.is_primary:
         frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
-        layers = ", ".join(map(str, objective.fitted.layers))
-        print(f"distill.type=attention fits layers {layers}: {describe_freeze(model, frozen)}", flush=True)
+        print(f"{objective.summary}: {describe_freeze(model, frozen)}", flush=True)
     return objective
 
 
 def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> Teacher:
-    """Reads the teacher of `run` and tries it. The distillation token of `model`, if there is one, learns from it.
+    """Reads the teacher of `run` and tries it. The distillation token of `model`, if there is one, learns from its
+    predictions; beside a comparison of tokens (`INSIDE`), both heads learn together.
 
     Args:
         images: training images, whose classes must be the teacher's.
@@ -56,7 +56,7 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
             check_layers(teacher, model, shape, world.device)
     except UserError as error:
         raise UserError(f"distill.teacher={name}: {error}") from None
-    if run.model.get("dist_token"):
+    if run.model.get("dist_token") and distill.type not in INSIDE:
         cast(Deit, model).set_distilled_training()
     if world.is_primary:
         line = f"distill.teacher={name}: {distill.type}, alpha {distill.weight:g}"
@@ -71,15 +71,17 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
 def read_teacher(name: str, run: Run) -> Teacher:
     """The model that `distill.teacher` names, for the images of `run`.
 
-    Of a run directory it is the best checkpoint, of a checkpoint the averaged weights where they are kept. For
-    `distill.type: attention`, weights of other programs are those of the run's own model with the attention that its
-    family was published with.
+    Of a run directory it is the best checkpoint, of a checkpoint the averaged weights where they are kept. For the
+    types `INSIDE`, weights of other programs are those of the run's own model with the attention that its family was
+    published with; a model of timm's hub is that only for `attention`, and for `features` timm's.
 
     Raises:
         UserError: no such model, or weights alone, which do not say of what model they are.
     """
     found = identify(name, follow_links=True)
-    if run.distill.type == "attention" and found.kind in {Kind.HUB, *FOREIGN}:
+    if run.distill.type == "attention" and found.kind is Kind.HUB:
+        return read_published(name, run)
+    if run.distill.type in INSIDE and found.kind in FOREIGN:
         return read_published(name, run)
     if found.kind is Kind.HUB:
         model = load_timm(name.removeprefix(TIMM))
@@ -118,7 +120,7 @@ def read_published(name: str, run: Run) -> Teacher:
 
 def ignores_predictions(run: Run) -> bool:
     """Whether the teacher's predictions have no part in the loss of `run`."""
-    return run.distill.type == "attention" and (run.distill.weight == 1 or run.distill.beside == "labels")
+    return run.distill.type in INSIDE and (run.distill.weight == 1 or run.distill.beside == "labels")
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from attention.options import nearest, parse_options
-from engine.checkpoints.files import IDENTITY, find_checkpoint, save_checkpoint
+from engine.checkpoints.files import IDENTITY, WEIGHTS, find_checkpoint, save_checkpoint
 from engine.checkpoints.identify import NAME, list_checkpoints
 from engine.checkpoints.progress import Progress
 from engine.checkpoints.weights import list_not_finite, load_weights
@@ -120,6 +120,7 @@ class Checkpoints:
                 f"{self.directory}: schedule.epochs = {epochs}, but {progress.epoch} of {before} epochs are done there;"
                 f" choose more than {progress.epoch}"
             )
+        own = {name: x for name, x in stateful.items() if isinstance(x, nn.Module) and name not in WEIGHTS.values()}
         for name, target in stateful.items():
             state = checkpoint.get(name)
             if isinstance(target, nn.Module):  # a new average starts from the weights
@@ -127,7 +128,8 @@ class Checkpoints:
             elif not isinstance(target, Optimizer):
                 target.load_state_dict(state or target.state_dict())
             elif all(there[key] == here[key] for key in ("optim.opt", "train.freeze")):  # its state still fits
-                former = create_optimizer(cast(nn.Module, stateful["model"]), run.optim, run.train.total_batch_size)
+                model, size = cast(nn.Module, stateful["model"]), run.train.total_batch_size
+                former = create_optimizer(model, run.optim, size, own)
                 restore_optimizer(target, checkpoint[name], former, f"{self.directory}: {name}")
         return progress
 
