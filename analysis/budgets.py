@@ -30,7 +30,7 @@ SIZES = {
     **dict.fromkeys(("window_size", "pool_size", "kernel_size"), side),
     "reduction": ratio,
 }
-"""Option for the size of an approximation -> its value for a budget. The first option that a mechanism has counts."""
+"""Option for the size of an approximation -> its value for a budget."""
 
 
 def options_text(attention: Mapping[str, Any]) -> str:
@@ -40,8 +40,8 @@ def options_text(attention: Mapping[str, Any]) -> str:
 
 def size_option(attention: Mapping[str, Any]) -> str | None:
     """Returns the option that a budget sets; None if there is none."""
-    options = ATTENTION[attention["name"]].Config.__dataclass_fields__
-    return next((name for name in SIZES if name in options), None)
+    name = ATTENTION[attention["name"]].size_option
+    return name if name in SIZES else None
 
 
 def with_budget(attention: Mapping[str, Any], budget: int, num_tokens: int) -> dict[str, Any]:

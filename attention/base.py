@@ -107,6 +107,9 @@ class Attention(nn.Module):
     """Why the mechanism refuses a key mask; None for a mechanism whose `attend` takes the argument key_mask."""
     num_projections: ClassVar[int] = 3
     """Number of C x C outputs of `qkv`: 3 for queries, keys and values, 2 if keys are queries, 1 for values alone."""
+    size_option: ClassVar[str | None] = None
+    """Option, an integer, by which the mechanism trades cost for accuracy (landmarks, samples, the side of a window);
+    None if it has none."""
     local_size: ClassVar[int] = 5
     """Side in tokens of the filters of the local term that the option `local` adds; 0 for a mechanism that makes its
     own local term."""

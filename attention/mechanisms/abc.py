@@ -64,6 +64,7 @@ def abc_reference(q, k, v, control, attn_drop=0.0, *, causal=False):
 
 class Abc(Attention):
     prefix_tokens = "plain"
+    size_option = "num_landmarks"
 
     class Config(Options):
         num_landmarks: int = option(49, "slots c per head", low=1)

@@ -55,6 +55,7 @@ class Agent(Attention):
     key_mask_refusal = "its agents average every token of their bins"
     local_size = 3
     local_by_head = False
+    size_option = "num_landmarks"
 
     class Config(Options):
         num_landmarks: int = option(49, "agents c, the mean queries of as many bins of the grid", low=1)

@@ -92,6 +92,7 @@ def bigbird_reference(q, k, v, blocks, *, windows, num_global, attn_drop=0.0):
 class Bigbird(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its global blocks have fixed positions"
+    size_option = "block_size"
     pattern_seed: Tensor
 
     class Config(Options):

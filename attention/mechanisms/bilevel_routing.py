@@ -69,6 +69,7 @@ def bilevel_routing_reference(q, k, v, *, regions, topk, attn_drop=0.0):
 class BilevelRouting(Attention):
     prefix_tokens = "exact"
     local_by_head = False
+    size_option = "topk"
 
     class Config(Options):
         num_regions: int = option(7, "regions S along both sides, or fewer of ceil(H / S) x ceil(W / S) tokens", low=1)

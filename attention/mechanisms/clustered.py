@@ -107,6 +107,7 @@ class Clustered(Attention):
     prefix_tokens = "plain"
     ignores_order = False  # clusters start at positions
     key_mask_refusal = "its clusters are those of all queries"
+    size_option = "num_clusters"
     eval_planes: Tensor
 
     class Config(Options):

@@ -81,6 +81,7 @@ def combiner_reference(q, k, v, q_bar, k_bar, bias=None, *, windows, attn_drop=0
 
 class Combiner(Attention):
     prefix_tokens = "exact"
+    size_option = "window_size"
 
     class Config(Options):
         window_size: int = option(7, "side of a span in tokens; its length where layout is 1d", low=1)

@@ -41,6 +41,7 @@ def convolution_reference(v, filters, *, grid):
 
 class Convolution(Attention):
     num_projections = 1
+    size_option = "kernel_size"
 
     class Config(Options):
         kernel_size: int = option(Attention.local_size, "side p in tokens of the filters; odd", low=1)

@@ -44,6 +44,7 @@ def dpfp_reference(q, k, v, *, nu):
 
 class Dpfp(Attention):
     prefix_tokens = "plain"
+    size_option = "nu"
 
     class Config(Options):
         nu: int = option(1, "rolls: 2 d nu features per head", low=1)

@@ -81,6 +81,7 @@ def eva_reference(
 
 class Eva(Attention):
     prefix_tokens = "exact"
+    size_option = "num_landmarks"
 
     class Config(Options):
         window_size: int = option(7, "side of the window E in tokens; 0: no window", low=0)

@@ -84,6 +84,7 @@ def one_set_of_means(x: Tensor, cluster: Tensor, num_clusters: int) -> Tensor:
 class EvaClustered(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its clusters are those of all keys"
+    size_option = "num_landmarks"
     eval_planes: Tensor
 
     class Config(Options):

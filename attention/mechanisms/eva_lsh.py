@@ -72,6 +72,7 @@ def in_order(x: Tensor, order: Tensor) -> Tensor:
 class EvaLsh(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its clusters of equal size are cut from all tokens"
+    size_option = "num_landmarks"
     directions: Tensor
 
     class Config(Options):

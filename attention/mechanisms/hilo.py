@@ -53,6 +53,7 @@ def hilo_reference(q, k, v, *, windows, num_high, attn_drop=0.0):
 
 class Hilo(Attention):
     prefix_tokens = "exact"
+    size_option = "window_size"
 
     class Config(Options):
         window_size: int = option(2, "side w in tokens of windows and pools; 1: all heads attend to all tokens", low=1)

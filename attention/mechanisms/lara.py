@@ -85,6 +85,7 @@ def lara_reference(
 
 class Lara(Attention):
     prefix_tokens = "exact"
+    size_option = "num_landmarks"
     eval_seed: Tensor | None
 
     class Config(Options):

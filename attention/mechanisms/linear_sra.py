@@ -46,6 +46,7 @@ def linear_sra_reference(x, weight, bias, *, grid, pool_size):
 class LinearSra(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its bins average every token of the grid"
+    size_option = "pool_size"
 
     class Config(Options):
         pool_size: int = option(7, "side of the pooled grid in bins", low=1, high=64)

@@ -51,6 +51,7 @@ def linformer_reference(q, k, v, projection, attn_drop=0.0):
 class Linformer(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its learned projection is of all positions of the grid"
+    size_option = "num_landmarks"
 
     class Config(Options):
         num_landmarks: int = option(49, "rows c of the projections", low=1)

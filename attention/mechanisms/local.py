@@ -36,6 +36,7 @@ def local_reference(q, k, v, bias=None, *, windows, attn_drop=0.0):
 
 class Local(Attention):
     prefix_tokens = "exact"
+    size_option = "window_size"
 
     class Config(Options):
         window_size: int = option(7, "window side w in tokens; block length where layout is 1d", low=1)

@@ -103,6 +103,7 @@ def longformer_reference(
 class Longformer(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its global tokens have fixed positions"
+    size_option = "radius"
 
     class Config(Options):
         radius: int = option(24, "farthest key rho: tokens in raster order, or rows and columns; w = 2 rho + 1", low=0)

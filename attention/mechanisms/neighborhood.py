@@ -70,6 +70,7 @@ def neighbors(i: int, length: int, k: int, dilation: int) -> list[tuple[int, int
 
 class Neighborhood(Attention):
     prefix_tokens = "exact"
+    size_option = "kernel_size"
 
     class Config(Options):
         kernel_size: int | tuple[int, int] = option(7, "neighbours k along both axes, or (rows, columns): odd", low=1)

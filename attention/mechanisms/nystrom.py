@@ -82,6 +82,7 @@ def nystrom_reference(q, k, v, filters=None, *, groups, grid, iterations):
 class Nystrom(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its pseudo-inverse takes every landmark and its convolution every token"
+    size_option = "num_landmarks"
 
     class Config(Options):
         num_landmarks: int = option(49, "segments c, one landmark each", low=1)

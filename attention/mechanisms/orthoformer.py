@@ -59,6 +59,7 @@ def orthoformer_reference(q, k, v, *, num_landmarks):
 class Orthoformer(Attention):
     prefix_tokens = "plain"
     key_mask_refusal = "its landmarks are chosen among all queries"
+    size_option = "num_landmarks"
 
     class Config(Options):
         num_landmarks: int = option(49, "queries c that are landmarks", low=1)

@@ -88,6 +88,7 @@ def performer_reference(q, k, v, omega, *, features="positive", causal=False):
 
 class Performer(Attention):
     prefix_tokens = "plain"
+    size_option = "num_samples"
     omega: Tensor
 
     class Config(Options):

@@ -53,6 +53,7 @@ def pooling_reference(v, *, grid, pool_size):
 
 class Pooling(Attention):
     num_projections = 1
+    size_option = "pool_size"
 
     class Config(Options):
         pool_size: int = option(3, "side p in tokens of the square that is averaged; odd", low=1)

@@ -117,6 +117,7 @@ def ra_reference(q, k, v, noise, uniform=None, *, proposal="unbiased", features=
 
 class Ra(Attention):
     prefix_tokens = "plain"
+    size_option = "num_samples"
     eval_seed: Tensor | None
 
     class Config(Options):

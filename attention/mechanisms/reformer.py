@@ -111,6 +111,7 @@ class Reformer(Attention):
     key_mask_refusal = "its chunks of equal size are cut from all tokens"
 
     num_projections = 2
+    size_option = "chunk_size"
     eval_seed: Tensor
 
     class Config(Options):

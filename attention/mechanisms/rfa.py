@@ -49,6 +49,7 @@ def rfa_reference(q, k, v, omega, sigma, *, causal=False):
 
 class Rfa(Attention):
     prefix_tokens = "plain"
+    size_option = "num_samples"
     omega: Tensor
 
     class Config(Options):

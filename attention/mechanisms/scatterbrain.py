@@ -127,6 +127,7 @@ def feature_cost(context: LayerContext, config: Any) -> tuple[int, int]:
 
 class Scatterbrain(Attention):
     prefix_tokens = "exact"
+    size_option = "num_samples"
     omega: Tensor | None
 
     class Config(Options):

@@ -98,6 +98,7 @@ def scatterbrain_lsh_reference(q, k, v, omega, directions, *, cluster_size, leav
 class ScatterbrainLsh(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its clusters of equal size are cut from all tokens"
+    size_option = "num_samples"
     directions: Tensor
     omega: Tensor | None
 

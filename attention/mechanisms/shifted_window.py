@@ -73,6 +73,7 @@ def shifted_window_reference(q, k, v, bias=None, *, windows, shift, attn_drop=0)
 
 class ShiftedWindow(Attention):
     prefix_tokens = "exact"
+    size_option = "window_size"
 
     class Config(Options):
         window_size: int = option(

@@ -71,6 +71,7 @@ def cluster_macs(context: LayerContext, size: int, num_rounds: int) -> int:
 class Smyrf(Attention):
     prefix_tokens = "plain"
     key_mask_refusal = "its clusters of equal size are cut from all tokens"
+    size_option = "cluster_size"
     directions: Tensor
 
     class Config(Options):

@@ -53,6 +53,7 @@ def sparse_transformer_reference(q, k, v, *, block_size, num_summary, attn_drop=
 class SparseTransformer(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its summary tokens have fixed positions"
+    size_option = "block_size"
 
     class Config(Options):
         block_size: int | None = option(None, "tokens b of a block, in raster order; null: a row of the grid", low=1)

@@ -68,6 +68,7 @@ def reducing_convolution(dim: int, side: int) -> nn.Conv2d:
 class Sra(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its convolution shrinks the grid with every token of it"
+    size_option = "reduction"
 
     class Config(Options):
         reduction: int | None = option(

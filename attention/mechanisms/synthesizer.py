@@ -41,6 +41,7 @@ class Synthesizer(Attention):
     ignores_order = False  # weights belong to positions
     key_mask_refusal = "its learned weights are of all positions of the grid, the same for every image"
     num_projections = 1
+    size_option = "rank"
 
     class Config(Options):
         rank: int = option(8, "columns p of a factor", low=1)

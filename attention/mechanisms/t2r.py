@@ -46,6 +46,7 @@ def t2r_reference(q, k, v, weight, bias, *, causal=False):
 
 class T2r(Attention):
     prefix_tokens = "plain"
+    size_option = "num_features"
 
     class Config(Options):
         num_features: int = option(32, "features m per head", low=1)

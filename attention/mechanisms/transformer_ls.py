@@ -83,6 +83,7 @@ def transformer_ls_reference(q, k, v, slots, norm_weight=None, norm_bias=None, b
 
 class TransformerLs(Attention):
     prefix_tokens = "exact"
+    size_option = "num_landmarks"
 
     class Config(Options):
         num_landmarks: int = option(16, "averages r per head; 0: none (local attention)", low=0)

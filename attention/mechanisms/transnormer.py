@@ -90,6 +90,7 @@ def rms_norm_reference(y, gain, norm):
 
 class Transnormer(Attention):
     prefix_tokens = "exact"
+    size_option = "window_size"
 
     class Config(Options):
         variant: Variant = option("t2", "t2: softmax in windows, elu + 1; t1: ReLU weights in windows, elu")
