@@ -7,68 +7,33 @@ python analyze.py replace runs/softmax --attention eva --blocks 0-8           # 
 """
 
 import argparse
-import re
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
-from pathlib import Path
-from statistics import mean
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor, nn
-
 from analysis import command_line
-from analysis.align import RECIPE, align, draw_batches, open_training_images
+from analysis.align import RECIPE
 from analysis.budgets import options_text
-from analysis.drop_in import attended, drop_in, layer_errors, layer_inputs, merge_modes, outputs, set_mode
-from analysis.measurements import Measurements
+from analysis.drop_in import merge_modes
+from analysis.laboratory import FILE, Laboratory, Stage
 from analysis.stage_figures import draw
-from analysis.trained import Sample, Trained, load_trained, read_sample
+from analysis.trained import Trained, load_trained, read_sample
 from analysis.tune import Start, Tuned, configure, tune
-from attention import Grid, OptionError
-from engine.checkpoints.export import export_checkpoint
-from engine.checkpoints.progress import Progress
-from engine.config.load import dump_run
-from engine.config.schema import Init
-from engine.data.loaders import choose_batch_size
-from engine.data.splits import identify_split, open_split
-from engine.evaluation.label_matching import ClassSubset
-from engine.objectives.distillation import digest_weights
+from attention import OptionError
+from engine.data.splits import open_split
 from engine.reporting.plots import encode
 from engine.reporting.tables import Spread, compact_table, plus_minus, spread
 from engine.runtime.errors import UserError
 from engine.runtime.files import make_output, to_csv, write_file
-from engine.runtime.memory import peak_bytes
-from engine.runtime.provenance import provenance
 from models.assignment import assign, mechanisms_of
 from models.assignment import replace as replace_entry
-from models.base import attention_layers
 from models.costs import count_costs
 
 NUM_IMAGES = 500
 """Default number of classified images; every mechanism, three times, takes minutes."""
 
-NUM_COMPARED = 32
-"""Number of images on which errors of attention layers, and memory of a forward pass, are measured."""
-
 FILES = ("replace.csv", "replace_draws.csv", "replace.png")
-MEASUREMENTS = "measurements.jsonl"
-
-
-class Stage(NamedTuple):
-    """Measurements of a model with another mechanism.
-
-    Attributes:
-        top1: percent of the sample. attended, outputs: `normalised_error` of attended values, and of the layers'
-            outputs, on the inputs of the trained model's layers; mean over the layers that are replaced.
-    """
-
-    top1: float
-    attended: float
-    outputs: float
 
 
 class Draw(NamedTuple):
@@ -91,8 +56,8 @@ class Row:
 
     Attributes:
         name: as on the command line. options: options of the mechanism. mode: see `merge_modes`. attention: of the
-            whole model. draws: by seed, from 0 on. macs: for one image. peak: peak bytes of a forward pass of
-            `NUM_COMPARED` images. untrained: number of untrained parameters. problem: why there is no result.
+            whole model. draws: by seed, from 0 on. macs: for one image. peak, untrained: see `Measured`.
+            problem: why there is no result.
     """
 
     name: str
@@ -114,20 +79,6 @@ class Row:
         return spread(draw.seconds for draw in self.draws if draw.seconds is not None)
 
 
-class Own(NamedTuple):
-    """Trained model with its own attention: top-1 in percent, and tokens, grid, attended values and outputs of every
-    layer.
-
-    images: `NUM_COMPARED` of the sample, evenly spaced, for which the layers are measured.
-    """
-
-    top1: float
-    images: Tensor
-    inputs: Sequence[tuple[Tensor, Grid]]
-    attended: Sequence[Tensor]
-    outputs: Sequence[Tensor]
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_run(parser)
     command_line.add_drop_in(parser, NUM_IMAGES, ["evaluation"])
@@ -144,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> None:
     given = [name for name in ("align", "finetune") if getattr(args, name) is not None]
     command_line.check_positive(args, "draws", "images", "jobs", *given)
-    make_output(args.output, FILES)
+    make_output(args.output, [*FILES, FILE])
     mechanisms = command_line.read_mechanisms(args.attention)
     if args.finetune is not None and args.weights:
         raise UserError("--finetune goes on from averaged weights where they are kept; leave out --weights")
@@ -153,91 +104,19 @@ def main(args: argparse.Namespace) -> None:
     sample = read_sample(trained, args.images)
     place = {name: value for name in ("stage", "blocks") if (value := getattr(args, name)) is not None}
     assignments = {name: assignment(trained, place, mechanism) for name, mechanism in mechanisms.items()}
-    laboratory = Laboratory(trained, sample, args)
+    laboratory = Laboratory(trained, sample, args.output, args.modes, args.align)
     rows = []
     with command_line.progress("replace", len(mechanisms) * args.draws, "draws") as bar:
         for name, mechanism in mechanisms.items():
             bar.set_postfix_str(name)
-            rows += measure(laboratory, name, options_text(mechanism), *assignments[name], bar.update)
+            rows += measure(laboratory, args.draws, name, options_text(mechanism), *assignments[name], bar.update)
     where = "".join(f", in {name} {value}" for name, value in place.items())
-    report(laboratory, rows, where)
+    report(laboratory, rows, where, args)
     if base is not None:
-        status, rows = train_on(laboratory, base, rows)
-        report(laboratory, rows, where)
+        status, rows = train_on(laboratory, base, rows, args)
+        report(laboratory, rows, where, args)
         if status:
             sys.exit(status)
-
-
-class Laboratory:
-    """What all mechanisms of a question share: the trained model, images, and measurements that are kept.
-
-    Attributes:
-        own: the trained model with its own attention. kept: measurements in the directory of results.
-    """
-
-    def __init__(self, trained: Trained, sample: Sample, args: argparse.Namespace):
-        self.trained, self.sample, self.args = trained, sample, args
-        self.training = None if args.align is None else open_training_images(trained, sample)
-        self.own = measure_own(trained, sample)
-        about = provenance(trained.device)
-        basis: dict[str, Any] = {name: x for name, x in about.items() if name not in ("command", "device")}
-        options = dump_run(trained.run)
-        basis |= {"weights": digest_weights(trained.source.state), "modes": args.modes}
-        basis |= {section: options[section] for section in ("model", "attention", "data")}
-        basis |= {"sample": digest_weights({"images": sample.images, "classes": sample.classes})}
-        if self.training is not None:
-            basis |= identify_split("train", self.training[0])
-            basis |= {"align": RECIPE, "steps": args.align, "indices": len(self.training[1])}
-        self.kept = Measurements(args.output / MEASUREMENTS, basis)
-
-    def draw(self, name: str, attention: Any, layers: Sequence[int], seed: int) -> dict[str, Any]:
-        """Measures a mechanism with one seed, or returns what is kept of that.
-
-        Returns:
-            `modes` (mode -> `Draw`), `untrained` parameters, and `peak` bytes of a forward pass.
-        Raises:
-            OptionError: the mechanism cannot be built. FloatingPointError: the alignment diverges.
-        """
-        key = self.kept.key(attention=attention, layers=list(layers), seed=seed)
-        values = self.kept.find(key)
-        weights = self.args.output / "aligned" / f"{to_file_name(name)}-seed{seed}-{key}.safetensors"
-        if values is None or not (self.training is None or weights.exists()):
-            values = self._measure(attention, layers, seed, weights)
-            self.kept.add(key, values)
-        modes = {}
-        for mode, (replaced, aligned) in values["modes"].items():
-            start = self.trained.path if self.training is None else weights
-            modes[mode] = Draw(Stage(*replaced), aligned and Stage(*aligned), values["seconds"], str(start.resolve()))
-        return values | {"modes": modes}
-
-    def _measure(self, attention: Any, layers: Sequence[int], seed: int, weights: Path) -> dict[str, Any]:
-        trained = self.trained
-        model, untrained = drop_in(trained, attention, seed)
-        replaced, aligned, seconds = self._test(model, layers, seed), {}, None
-        with torch.no_grad():
-            peak = peak_bytes(partial(model, self.own.images), trained.device)
-        if self.training is not None:
-            clock = time.process_time if trained.device.type == "cpu" else time.perf_counter
-            torch.manual_seed(seed)
-            began = clock()
-            align(trained, model, draw_batches(trained, *self.training, self.args.align, seed), self.args.align)
-            seconds, aligned = clock() - began, self._test(model, layers, seed)
-            weights.parent.mkdir(exist_ok=True)
-            export_model(weights, trained, model, attention, self.args.align)
-        modes = {mode: (replaced[mode], aligned.get(mode)) for mode in self.args.modes}
-        return {"modes": modes, "seconds": seconds, "untrained": untrained, "peak": peak}
-
-    def _test(self, model: nn.Module, layers: Sequence[int], seed: int) -> dict[str, Stage]:
-        """Measures `model` in every mode, and leaves it in evaluation mode."""
-        found = {}
-        for mode in self.args.modes:
-            set_mode(model, mode, seed)
-            parts = (attended, self.own.attended), (outputs, self.own.outputs)
-            errors = [layer_errors(model, self.own.inputs, expected, compute) for compute, expected in parts]
-            means = [mean(by_layer[layer] for layer in layers) for by_layer in errors]
-            found[mode] = Stage(top1(model, self.trained, self.sample), *means)
-        model.eval()
-        return found
 
 
 def assignment(trained: Trained, place: Mapping[str, Any], mechanism: Mapping[str, Any]) -> tuple[Any, Sequence[int]]:
@@ -254,63 +133,41 @@ def assignment(trained: Trained, place: Mapping[str, Any], mechanism: Mapping[st
     return [entry.options for entry in entries], entries[-1].layers
 
 
-def measure_own(trained: Trained, sample: Sample) -> Own:
-    count = min(NUM_COMPARED, len(sample.images))
-    images = sample.images[torch.arange(count) * len(sample.images) // count].to(trained.device)
-    inputs = layer_inputs(trained, images)
-    layers = [(layer, *given) for layer, given in zip(attention_layers(trained.model), inputs, strict=True)]
-    found = [[compute(*layer) for layer in layers] for compute in (attended, outputs)]
-    return Own(top1(trained.model, trained, sample), images, inputs, *found)
-
-
-@torch.no_grad()
-def top1(model: nn.Module, trained: Trained, sample: Sample) -> float:
-    """Returns the percentage of images whose class has the highest logit."""
-    model = ClassSubset(model, sample.columns).to(trained.device)
-    parts = sample.images.split(choose_batch_size(tuple(sample.images.shape[2:])))
-    found = torch.cat([model(part.to(trained.device)).argmax(1).cpu() for part in parts])
-    return 100 * (found == sample.classes).double().mean().item()
-
-
-def export_model(path: Path, trained: Trained, model: nn.Module, attention: Any, steps: int) -> None:
-    """Writes a model with another attention as an export, which validate.py and `init.weights` read."""
-    run = replace(trained.run, attention=attention, init=Init(weights=str(trained.path)))
-    progress = vars(Progress(epoch=1, step=steps))
-    metadata = {"config": dump_run(run), "processes": 1, "images": steps * RECIPE["batch_size"], "progress": progress}
-    classes = {} if trained.classes is None else {"classes": trained.classes}
-    export_checkpoint(path, {**metadata, **classes, "model": model.state_dict()}, "plain")
-
-
-def to_file_name(text: str) -> str:
-    """Returns `text` as a part of a file's name."""
-    return re.sub(r"[^\w.=]+", "-", text).strip("-")[:100]
-
-
 def measure(
-    laboratory: Laboratory, name: str, options: str, attention: Any, layers: Sequence[int], done: Any
+    laboratory: Laboratory,
+    draws: int,
+    name: str,
+    options: str,
+    attention: Any,
+    layers: Sequence[int],
+    done: Callable[[], Any],
 ) -> list[Row]:
     """Returns the rows of a mechanism, one for each mode if the modes differ; `layers` of `attention` are replaced.
 
     Args:
         done: is called after every draw.
     """
-    draws = []
+    measured = []
     try:
-        for seed in range(laboratory.args.draws):
-            draws.append(laboratory.draw(name, attention, layers, seed))
+        for seed in range(draws):
+            measured.append(laboratory.measure(name, attention, layers, seed))
             done()
     except (OptionError, FloatingPointError) as error:
         return [Row(name, options, problem=str(error))]
-    found = {mode: tuple(draw["modes"][mode] for draw in draws) for mode in laboratory.args.modes}
+    found = {
+        mode: tuple(Draw(*one.stages[mode], one.seconds, str(one.weights)) for one in measured)
+        for mode in laboratory.modes
+    }
     macs = count_costs(laboratory.trained.run.model, attention).macs
-    first = draws[0]
     return [
-        Row(name, options, mode, attention, by_seed, macs, first["peak"], first["untrained"])
+        Row(name, options, mode, attention, by_seed, macs, measured[0].peak, measured[0].untrained)
         for mode, by_seed in merge_modes(found).items()
     ]
 
 
-def train_on(laboratory: Laboratory, base: Mapping[str, Any], rows: Sequence[Row]) -> tuple[int, list[Row]]:
+def train_on(
+    laboratory: Laboratory, base: Mapping[str, Any], rows: Sequence[Row], args: argparse.Namespace
+) -> tuple[int, list[Row]]:
     """Trains every draw of every mechanism further, and so often the trained model itself.
 
     Returns:
@@ -318,15 +175,15 @@ def train_on(laboratory: Laboratory, base: Mapping[str, Any], rows: Sequence[Row
     """
     trained, own = laboratory.trained, laboratory.own
     if not any(is_own(row) for row in rows):
-        stage, seeds = Stage(own.top1, 0.0, 0.0), range(laboratory.args.draws)
-        draws = (Draw(stage, stage if laboratory.training else None, None, str(trained.path.resolve())) for _ in seeds)
+        stage, weights = Stage(*own.score, 0.0, 0.0), str(trained.path.resolve())
+        same = [Draw(stage, None if args.align is None else stage, None, weights)] * args.draws
         names = ", ".join(dict.fromkeys(options["name"] for options in mechanisms_of(trained.run.attention)))
         macs = count_costs(trained.run.model, trained.run.attention).macs
-        rows = [Row(names, "", "any", trained.run.attention, tuple(draws), macs), *rows]
+        rows = [Row(names, "", "any", trained.run.attention, tuple(same), macs), *rows]
     by_name = {row.name: row for row in rows if row.draws}
-    draws = [(name, seed) for seed in range(laboratory.args.draws) for name in by_name]
+    draws = [(name, seed) for seed in range(args.draws) for name in by_name]
     starts = [Start(by_name[name].attention, by_name[name].draws[seed].weights, seed) for name, seed in draws]
-    status, found = tune(base, starts, laboratory.args.output / "finetune", laboratory.args.jobs)
+    status, found = tune(base, starts, args.output / "finetune", args.jobs)
     tuned = dict(zip(draws, found, strict=True))
     return status, [
         replace(row, draws=tuple(x._replace(tuned=tuned[row.name, seed]) for seed, x in enumerate(row.draws)))
@@ -339,9 +196,9 @@ def is_own(row: Row) -> bool:
     return bool(row.draws) and not row.untrained and all(draw.replaced.outputs == 0 for draw in row.draws)
 
 
-def report(laboratory: Laboratory, rows: Sequence[Row], where: str) -> None:
+def report(laboratory: Laboratory, rows: Sequence[Row], where: str, args: argparse.Namespace) -> None:
     """Prints the table, and writes tables and figure."""
-    args, own, count = laboratory.args, laboratory.own.top1, len(laboratory.sample.images)
+    own, count = laboratory.own.score.top1, len(laboratory.sample.images)
     stages = ["without training" if args.align is None else f"as they are and aligned in {args.align} steps"]
     if control := next((row for row in rows if any(draw.tuned for draw in row.draws)), None):
         stages.append(f"then trained on for {args.finetune} epoch{'s' * (args.finetune > 1)}")
@@ -420,8 +277,9 @@ def values_by_draw(row: Row) -> list[dict[str, Any]]:
     for seed, found in enumerate(row.draws):
         line: dict[str, Any] = {"attention": row.name, "options": row.options, "mode": row.mode, "seed": seed}
         for prefix, stage in (("", found.replaced), ("aligned_", found.aligned)):
-            top1, attended, output = (None, None, None) if stage is None else stage
-            line |= {f"{prefix}top1": top1, f"{prefix}error": attended, f"{prefix}output_error": output}
+            top1, loss, attended, output = (None,) * 4 if stage is None else stage
+            line |= {f"{prefix}top1": top1, f"{prefix}loss": loss}
+            line |= {f"{prefix}error": attended, f"{prefix}output_error": output}
         line |= {"aligned_seconds": found.seconds}
         tuned = found.tuned
         line |= {"tuned_top1": tuned and tuned.top1, "tuned_minutes": tuned and round(tuned.minutes, 2)}

@@ -9,7 +9,7 @@ import torch
 
 import analyze
 from analysis import align as alignment
-from analysis import replace
+from analysis import laboratory, replace
 from analysis.align import BATCH_SIZE, align, draw_batches, open_training_images
 from analysis.drop_in import drop_in, layer_errors, layer_inputs, outputs
 from analysis.measurements import Measurements
@@ -42,7 +42,7 @@ def trained(checkpoint) -> Trained:
 def at_a_revision(monkeypatch):
     """Figures are not rendered, and the code counts as committed, so that measurements are kept."""
     monkeypatch.setattr(replace, "encode", lambda figure: b"")
-    monkeypatch.setattr(replace, "provenance", lambda device: {"git": "abc", "command": "", "device": "cpu"})
+    monkeypatch.setattr(laboratory, "provenance", lambda device: {"git": "abc", "command": "", "device": "cpu"})
 
 
 def ask(checkpoint: Path, output: Path, *arguments: str, images: int = 60) -> list[dict[str, str]]:
@@ -132,7 +132,7 @@ def test_the_table_has_both_stages_and_the_aligned_model_is_an_export(checkpoint
     assert run.init.weights == str(checkpoint)
     again = load_model(path)
     sample = read_sample(load_model(checkpoint), 60)
-    assert replace.top1(again.model, again, sample) == pytest.approx(float(eva["aligned_top1"]))
+    assert laboratory.score(again.model, again, sample).top1 == pytest.approx(float(eva["aligned_top1"]))
     assert export["classes"] == [str(digit) for digit in range(10)]
 
 
@@ -140,10 +140,10 @@ def test_the_same_question_is_not_measured_again(checkpoint, tmp_path, monkeypat
     """Another number of steps, a missing model, or code that is in no revision is."""
     asked = "--attention", "linear", "--align"
     first = ask(checkpoint, tmp_path, *asked, "2")
-    with (tmp_path / replace.MEASUREMENTS).open("a") as file:
+    with (tmp_path / laboratory.FILE).open("a") as file:
         file.write('{"key": "torn')
-    measured, measure = [], replace.Laboratory._measure
-    monkeypatch.setattr(replace.Laboratory, "_measure", lambda *given: measured.append(given) or measure(*given))
+    measured, measure = [], laboratory.Laboratory._measure
+    monkeypatch.setattr(laboratory.Laboratory, "_measure", lambda *given: measured.append(given) or measure(*given))
     assert ask(checkpoint, tmp_path, *asked, "2") == first
     assert not measured
     ask(checkpoint, tmp_path, *asked, "3")
@@ -155,7 +155,7 @@ def test_the_same_question_is_not_measured_again(checkpoint, tmp_path, monkeypat
     again = ask(checkpoint, tmp_path, *asked, "2")
     assert len(measured) == 3
     assert again[0]["aligned_top1"] == first[0]["aligned_top1"]
-    monkeypatch.setattr(replace, "provenance", lambda device: {"git": "abc-dirty"})
+    monkeypatch.setattr(laboratory, "provenance", lambda device: {"git": "abc-dirty"})
     ask(checkpoint, tmp_path, *asked, "2")
     ask(checkpoint, tmp_path, *asked, "2")
     assert len(measured) == 5

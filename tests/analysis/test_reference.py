@@ -5,7 +5,6 @@ import re
 from hashlib import sha256
 from pathlib import Path
 
-from analysis.replace import top1
 from analysis.trained import read_sample
 from engine.config.load import dump_run, flatten, load_run
 from engine.training.resume import list_differences
@@ -18,7 +17,7 @@ WEIGHTS = REFERENCE / "fashion_mnist.safetensors"
 
 def test_reference_has_learned():
     trained = load_model(WEIGHTS, f"data.root={REFERENCE}")
-    assert top1(trained.model, trained, read_sample(trained, 200)) > 88
+    assert score(trained.model, trained, read_sample(trained, 200)).top1 > 88
 
 
 def test_reference_is_that_of_its_configuration_and_log():

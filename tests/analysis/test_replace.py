@@ -17,7 +17,8 @@ from analysis.budgets import SIZES, size_option, with_budget
 from analysis.command_line import MODES, read_mechanisms
 from analysis.drop_in import attended, drop_in, layer_inputs, merge_modes, normalised_error, set_mode
 from analysis.error import AXES, draw
-from analysis.replace import Draw, Stage
+from analysis.laboratory import Stage, score
+from analysis.replace import Draw
 from analysis.trained import Trained, read_sample
 from analysis.tune import Tuned
 from attention import ATTENTION, OptionError
@@ -124,7 +125,7 @@ def test_accuracy_is_that_of_evenly_spaced_images(trained):
     columns = [9, 8, 7, 6, 5, 4, 3, 2, 1, 0]
     with torch.no_grad():
         right = (trained.model(sample.images).argmax(1) == 9 - sample.classes).tolist()
-    assert replace.top1(trained.model, trained, dataclasses.replace(sample, columns=columns)) == 100 * sum(right) / 40
+    assert score(trained.model, trained, dataclasses.replace(sample, columns=columns)).top1 == 100 * sum(right) / 40
     assert 0 < sum(right) < 40
 
 
@@ -196,10 +197,10 @@ def points(axes) -> dict[str, list[list[float]]]:
 
 
 def test_figure_of_replacement_shows_the_rows():
-    eva = [Draw(Stage(top1, error, 0.0)) for top1, error in ((69.0, 0.375), (71.0, 0.625))]
+    eva = [Draw(Stage(top1, 0.0, error, 0.0)) for top1, error in ((69.0, 0.375), (71.0, 0.625))]
     rows = [
         replace.Row("eva", "", "any", draws=tuple(eva), untrained=3),
-        replace.Row("local", "", "any", draws=(Draw(Stage(80.0, 0.25, 0.0)),)),
+        replace.Row("local", "", "any", draws=(Draw(Stage(80.0, 0.0, 0.25, 0.0)),)),
         replace.Row("lara", "", problem="no"),
     ]
     accuracy, error = replace.draw("", rows, 90.0, {}).axes
@@ -214,8 +215,8 @@ def test_figure_of_replacement_shows_the_rows():
 
 def test_figure_of_stages_shows_the_rows():
     """Errors are those of outputs if layers were aligned; the best of the last stage stands first."""
-    better = Draw(Stage(20.0, 9.0, 1.5), Stage(80.0, 9.0, 0.5), 3.0, "", Tuned(89.0, 4.0))
-    worse = Draw(Stage(60.0, 9.0, 1.0), Stage(85.0, 9.0, 0.25), 3.0, "", Tuned(88.0, 4.0))
+    better = Draw(Stage(20.0, 0.0, 9.0, 1.5), Stage(80.0, 0.0, 9.0, 0.5), 3.0, "", Tuned(89.0, 4.0))
+    worse = Draw(Stage(60.0, 0.0, 9.0, 1.0), Stage(85.0, 0.0, 9.0, 0.25), 3.0, "", Tuned(88.0, 4.0))
     rows = [replace.Row(name, "", "any", draws=(draw,)) for name, draw in (("worse", worse), ("better", better))]
     differences = {rows[0]: Spread(-1.0, None, 1), rows[1]: None}
     accuracy, error, difference = replace.draw("", rows, 90.0, differences).axes

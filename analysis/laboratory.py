@@ -1,0 +1,215 @@
+"""Measurements of a trained model with other attention: replaced, and aligned with its own."""
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from statistics import mean
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from analysis.align import RECIPE, align, draw_batches, open_training_images
+from analysis.drop_in import attended, drop_in, layer_errors, layer_inputs, outputs, set_mode
+from analysis.measurements import Measurements
+from analysis.trained import Sample, Trained
+from attention import Grid
+from engine.checkpoints.export import export_checkpoint
+from engine.checkpoints.files import load_checkpoint
+from engine.checkpoints.progress import Progress
+from engine.config.load import dump_run
+from engine.config.schema import Init
+from engine.data.loaders import choose_batch_size
+from engine.data.splits import identify_split
+from engine.evaluation.label_matching import ClassSubset
+from engine.objectives.distillation import digest_weights
+from engine.runtime.memory import peak_bytes
+from engine.runtime.provenance import provenance
+from models.base import attention_layers
+
+NUM_COMPARED = 32
+"""Number of images on which errors of attention layers, and memory of a forward pass, are measured."""
+
+FILE = "measurements.jsonl"
+
+
+class Score(NamedTuple):
+    """Top-1 in percent, and mean cross-entropy in nats, of a sample."""
+
+    top1: float
+    loss: float
+
+
+class Stage(NamedTuple):
+    """Measurements of a model with another mechanism.
+
+    Attributes:
+        top1, loss: see `Score`. attended, outputs: `normalised_error` of attended values, and of outputs, on the inputs
+            of the trained model's layers; mean over the layers that are replaced.
+    """
+
+    top1: float
+    loss: float
+    attended: float
+    outputs: float
+
+
+class Measured(NamedTuple):
+    """Measurements of a mechanism with one seed.
+
+    Attributes:
+        stages: by mode, replaced and aligned (None: it was not asked for). seconds: of the alignment, on a CPU of
+            processor time. untrained: number of untrained parameters. peak: peak bytes of a forward pass of
+            `NUM_COMPARED` images. weights: export of the aligned model, or file of the trained model.
+    """
+
+    stages: dict[str, tuple[Stage, Stage | None]]
+    seconds: float | None
+    untrained: int
+    peak: int
+    weights: Path
+
+
+class Own(NamedTuple):
+    """Trained model with its own attention: its score, and tokens, grid, attended values and outputs of every layer.
+
+    images: `NUM_COMPARED` of the sample, evenly spaced, for which the layers are measured.
+    """
+
+    score: Score
+    images: Tensor
+    inputs: Sequence[tuple[Tensor, Grid]]
+    attended: Sequence[Tensor]
+    outputs: Sequence[Tensor]
+
+
+class Laboratory:
+    """A trained model, images, and a directory that keeps measurements of the model with other attention.
+
+    Args:
+        modes: randomness of attention, see `command_line.MODES`. steps: of alignment; None: nothing is aligned.
+    Attributes:
+        own: the trained model with its own attention. kept: measurements in the directory.
+    """
+
+    def __init__(self, trained: Trained, sample: Sample, directory: Path, modes: Sequence[str], steps: int | None):
+        self.trained, self.sample, self.directory, self.modes, self.steps = trained, sample, directory, modes, steps
+        self.training = None if steps is None else open_training_images(trained, sample)
+        self.own = measure_own(trained, sample)
+        about, options = provenance(trained.device), dump_run(trained.run)
+        basis: dict[str, Any] = {name: x for name, x in about.items() if name not in ("command", "device")}
+        basis |= {"weights": digest_weights(trained.source.state), "modes": modes}
+        basis |= {section: options[section] for section in ("model", "attention", "data")}
+        basis |= {"sample": digest_weights({"images": sample.images, "classes": sample.classes})}
+        if self.training is not None:
+            basis |= identify_split("train", self.training[0])
+            basis |= {"align": RECIPE, "steps": steps, "indices": len(self.training[1])}
+        self.kept = Measurements(directory / FILE, basis)
+
+    def measure(self, name: str, attention: Any, layers: Sequence[int], seed: int) -> Measured:
+        """Measures a mechanism in the place of `layers`, or returns what is kept of that.
+
+        Args:
+            name: for the file of the aligned model. attention: of the whole model.
+        Raises:
+            OptionError: the mechanism cannot be built. FloatingPointError: the alignment diverges.
+        """
+        key = self.kept.key(attention=attention, layers=list(layers), seed=seed)
+        values = self.kept.find(key)
+        weights = self.directory / "aligned" / f"{to_file_name(name)}-seed{seed}-{key}.safetensors"
+        if values is None or not (self.training is None or weights.exists()):
+            values = self._measure(attention, layers, seed, weights)
+            self.kept.add(key, values)
+        stages = {
+            mode: (Stage(*replaced), aligned and Stage(*aligned))
+            for mode, (replaced, aligned) in values["stages"].items()
+        }
+        start = self.trained.path if self.training is None else weights
+        return Measured(stages, values["seconds"], values["untrained"], values["peak"], start.resolve())
+
+    def _measure(self, attention: Any, layers: Sequence[int], seed: int, weights: Path) -> dict[str, Any]:
+        trained = self.trained
+        model, untrained = drop_in(trained, attention, seed)
+        replaced, aligned, seconds = self._test(model, layers, seed), {}, None
+        with torch.no_grad():
+            peak = peak_bytes(partial(model, self.own.images), trained.device)
+        if self.training is not None and self.steps is not None:
+            clock = time.process_time if trained.device.type == "cpu" else time.perf_counter
+            torch.manual_seed(seed)
+            began = clock()
+            align(trained, model, draw_batches(trained, *self.training, self.steps, seed), self.steps)
+            seconds, aligned = clock() - began, self._test(model, layers, seed)
+            weights.parent.mkdir(exist_ok=True)
+            export_model(weights, trained, model, attention, self.steps)
+        stages = {mode: (replaced[mode], aligned.get(mode)) for mode in self.modes}
+        return {"stages": stages, "seconds": seconds, "untrained": untrained, "peak": peak}
+
+    def _test(self, model: nn.Module, layers: Sequence[int], seed: int) -> dict[str, Stage]:
+        """Measures `model` in every mode, and leaves it in evaluation mode."""
+        found = {}
+        for mode in self.modes:
+            set_mode(model, mode, seed)
+            parts = (attended, self.own.attended), (outputs, self.own.outputs)
+            errors = [layer_errors(model, self.own.inputs, expected, compute) for compute, expected in parts]
+            means = [mean(by_layer[layer] for layer in layers) for by_layer in errors]
+            found[mode] = Stage(*score(model, self.trained, self.sample), *means)
+        model.eval()
+        return found
+
+    def score(self, attention: Any, sources: Mapping[int, nn.Module | None], seed: int) -> tuple[Score, nn.Module]:
+        """Scores the trained model with other attention in some layers.
+
+        Args:
+            attention: of the whole model. sources: number of a layer -> model whose layer of that number it is; None:
+                its projections are the trained ones, and its other parameters follow from `seed`.
+        Raises:
+            OptionError: the attention cannot be built.
+        """
+        model, _ = drop_in(self.trained, attention, seed)
+        layers = attention_layers(model)
+        for number, source in sources.items():
+            if source is not None:
+                layers[number].load_state_dict(attention_layers(source)[number].state_dict())
+        return score(model, self.trained, self.sample), model
+
+    def load(self, measured: Measured, attention: Any) -> nn.Module:
+        """Returns the aligned model of a measurement."""
+        state = load_checkpoint(measured.weights)["model"]
+        return drop_in(self.trained, attention, 0, state)[0]
+
+
+def measure_own(trained: Trained, sample: Sample) -> Own:
+    count = min(NUM_COMPARED, len(sample.images))
+    images = sample.images[torch.arange(count) * len(sample.images) // count].to(trained.device)
+    inputs = layer_inputs(trained, images)
+    layers = [(layer, *given) for layer, given in zip(attention_layers(trained.model), inputs, strict=True)]
+    found = [[compute(*layer) for layer in layers] for compute in (attended, outputs)]
+    return Own(score(trained.model, trained, sample), images, inputs, *found)
+
+
+@torch.no_grad()
+def score(model: nn.Module, trained: Trained, sample: Sample) -> Score:
+    """Classifies the sample by logits of its classes."""
+    model = ClassSubset(model, sample.columns).to(trained.device)
+    parts = sample.images.split(choose_batch_size(tuple(sample.images.shape[2:])))
+    logits = torch.cat([model(part.to(trained.device)).float().cpu() for part in parts])
+    top1 = 100 * (logits.argmax(1) == sample.classes).double().mean().item()
+    return Score(top1, F.cross_entropy(logits.double(), sample.classes).item())
+
+
+def export_model(path: Path, trained: Trained, model: nn.Module, attention: Any, steps: int) -> None:
+    """Writes a model with another attention as an export, which validate.py and `init.weights` read."""
+    run = replace(trained.run, attention=attention, init=Init(weights=str(trained.path)))
+    progress = vars(Progress(epoch=1, step=steps))
+    metadata = {"config": dump_run(run), "processes": 1, "images": steps * RECIPE["batch_size"], "progress": progress}
+    classes = {} if trained.classes is None else {"classes": trained.classes}
+    export_checkpoint(path, {**metadata, **classes, "model": model.state_dict()}, "plain")
+
+
+def to_file_name(text: str) -> str:
+    """Returns `text` as a part of a file's name."""
+    return re.sub(r"[^\w.=]+", "-", text).strip("-")[:100]
