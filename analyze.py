@@ -17,7 +17,8 @@ from engine.runtime.signals import end_at_interrupt
 
 QUESTIONS: dict[str, str] = {
     "maps": "attention maps of each layer and head on images, their distances, and rollout over all layers",
-    "replace": "accuracy that a trained model loses with another mechanism in place of its own, without training",
+    "replace": "accuracy of a trained model with other attention; if asked, also aligned, and trained on",
+    "sensitivity": "loss and top-1 of a trained model when one layer alone has another mechanism, as it is and aligned",
     "error": "error of mechanisms against softmax attention on a trained model's queries, keys and values",
     "oracle": "error of low-rank and sparse approximations, and both, of its attention matrices at one budget",
 }

@@ -36,15 +36,26 @@ def add_mechanisms(parser: argparse.ArgumentParser, otherwise: str) -> None:
     parser.add_argument("--attention", nargs="+", metavar="NAME", help=text)
 
 
+def add_sample(parser: argparse.ArgumentParser, num_images: int) -> None:
+    """Adds the numbers of draws and of images."""
+    draws = "number of random initialisations and samples, with seeds from 0 on (3)"
+    parser.add_argument("--draws", type=int, default=3, help=draws)
+    images = f"number of validation images, evenly spaced ({num_images})"
+    parser.add_argument("--images", type=int, default=num_images, help=images)
+
+
 def add_drop_in(parser: argparse.ArgumentParser, num_images: int, modes: Sequence[str]) -> None:
     """Adds the options for measuring mechanisms without training."""
     add_mechanisms(parser, "all of that file")
-    draws = "number of random initialisations and samples, with seeds from 0 on (3)"
-    parser.add_argument("--draws", type=int, default=3, help=draws)
+    add_sample(parser, num_images)
     noise = f"noise of attention: as kept for evaluation, or sampled as in training ({' '.join(modes)})"
     parser.add_argument("--modes", nargs="+", choices=MODES, default=modes, help=noise)
-    images = f"number of validation images, evenly spaced ({num_images})"
-    parser.add_argument("--images", type=int, default=num_images, help=images)
+
+
+def add_align(parser: argparse.ArgumentParser, batch_size: int) -> None:
+    """Adds --align. batch_size: images of a step."""
+    text = f"fit each to the run's own attention, in steps of {batch_size} training images without labels; DIR/aligned"
+    parser.add_argument("--align", type=int, metavar="STEPS", help=text)
 
 
 def check_positive(args: argparse.Namespace, *names: str) -> None:

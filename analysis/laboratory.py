@@ -21,6 +21,7 @@ from attention import Grid
 from engine.checkpoints.export import export_checkpoint
 from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.progress import Progress
+from engine.checkpoints.weights import build_model
 from engine.config.load import dump_run
 from engine.config.schema import Init
 from engine.data.loaders import choose_batch_size
@@ -178,8 +179,8 @@ class Laboratory:
 
     def load(self, measured: Measured, attention: Any) -> nn.Module:
         """Returns the aligned model of a measurement."""
-        state = load_checkpoint(measured.weights)["model"]
-        return drop_in(self.trained, attention, 0, state)[0]
+        path, run = measured.weights, replace(self.trained.run, attention=attention)
+        return build_model(run, load_checkpoint(path)["model"], str(path)).to(self.trained.device).eval()
 
 
 def measure_own(trained: Trained, sample: Sample) -> Own:

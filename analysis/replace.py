@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from analysis import command_line
-from analysis.align import RECIPE
+from analysis.align import BATCH_SIZE
 from analysis.budgets import options_text
 from analysis.drop_in import merge_modes
 from analysis.laboratory import FILE, Laboratory, Stage
@@ -84,9 +84,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_drop_in(parser, NUM_IMAGES, ["evaluation"])
     parser.add_argument("--blocks", help="blocks to replace it in, as 0-8 or '0-2, 5'; all others keep the run's (all)")
     parser.add_argument("--stage", type=int, help="stage of a pyramid to replace it in, all of it or --blocks of it")
-    batch = RECIPE["batch_size"]
-    text = f"then fit each to the run's own attention, in steps of {batch} training images without labels; DIR/aligned"
-    parser.add_argument("--align", type=int, metavar="STEPS", help=text)
+    command_line.add_align(parser, BATCH_SIZE)
     text = "then train each further with labels, and the run's own attention beside them; in DIR/finetune"
     parser.add_argument("--finetune", type=int, metavar="EPOCHS", help=text)
     parser.add_argument("--jobs", type=int, default=1, metavar="K", help="runs of --finetune at the same time (1)")

@@ -5,6 +5,7 @@ import re
 from hashlib import sha256
 from pathlib import Path
 
+from analysis.laboratory import score
 from analysis.trained import read_sample
 from engine.config.load import dump_run, flatten, load_run
 from engine.training.resume import list_differences

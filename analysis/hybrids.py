@@ -1,0 +1,127 @@
+"""Hybrids of a trained model: another mechanism in some layers, which is aligned once for all of them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from analysis.laboratory import Laboratory, Score, export_model
+from attention import OptionError
+from models.assignment import assign, text_of
+from models.assignment import replace as replace_entry
+from models.costs import count_costs
+
+OWN = "own"
+"""Choice of the trained model's own attention in a layer."""
+
+Choices = tuple[str, ...]
+"""Mechanism of every layer, as on the command line, or `OWN`."""
+
+
+class Hybrids:
+    """Hybrids of the trained model of a laboratory.
+
+    A mechanism is aligned in all layers that can have it, in one run: layers are fitted apart from each other, on the
+    trained model's own inputs, so that a fitted layer serves every hybrid.
+
+    Args:
+        mechanisms: text of the command line -> options. seed: of their untrained parameters and of alignment.
+    Attributes:
+        layers: mechanism -> numbers of the layers that can have it.
+    Raises:
+        OptionError: no layer can have one of the mechanisms.
+    """
+
+    def __init__(self, laboratory: Laboratory, mechanisms: Mapping[str, Mapping[str, Any]], seed: int):
+        self.laboratory, self.mechanisms, self.seed = laboratory, mechanisms, seed
+        self.depths: Sequence[int] = laboratory.trained.model.config.depths
+        self.own: Choices = (OWN,) * sum(self.depths)
+        self._macs: dict[Choices, int] = {}
+        self._aligned: dict[str, nn.Module] = {}
+        self.layers = {name: self._find_layers(name) for name in mechanisms}
+
+    def _find_layers(self, name: str) -> list[int]:
+        found, problem = [], None
+        for layer in range(len(self.own)):
+            try:
+                self.macs(self.single(layer, name))
+                found.append(layer)
+            except OptionError as error:
+                problem = problem or error
+        if not found and problem is not None:
+            raise problem
+        return found
+
+    @property
+    def own_macs(self) -> int:
+        """Multiply-accumulates of the trained model for one image."""
+        return self.macs(self.own)
+
+    def single(self, layer: int, name: str) -> Choices:
+        """Returns the hybrid with a mechanism in one layer alone."""
+        return (*self.own[:layer], name, *self.own[layer + 1 :])
+
+    def attention(self, choices: Choices) -> Any:
+        """Returns the option `attention` of a hybrid, as in the configuration of a run."""
+        run = self.laboratory.trained.run
+        if choices == self.own:
+            return run.attention
+        entries = assign(run.model["name"], run.attention, self.depths)
+        for name in dict.fromkeys(choices):
+            start = 0
+            for stage, depth in enumerate(self.depths):
+                blocks = [block for block in range(depth) if choices[start + block] == name != OWN]
+                start += depth
+                if blocks:
+                    place = {"stage": stage} if len(self.depths) > 1 else {}
+                    place |= {"blocks": text_of(blocks)}
+                    entries = replace_entry(entries, self.depths, place, self.mechanisms[name], "--attention ")
+        return [entry.options for entry in sorted(entries, key=lambda entry: entry.layers)]
+
+    def macs(self, choices: Choices) -> int:
+        """Returns the multiply-accumulates of a hybrid for one image.
+
+        Raises:
+            OptionError: a layer cannot have its mechanism.
+        """
+        if choices not in self._macs:
+            self._macs[choices] = count_costs(self.laboratory.trained.run.model, self.attention(choices)).macs
+        return self._macs[choices]
+
+    def aligned(self, name: str) -> nn.Module:
+        """Returns the model whose layers have the mechanism where they can, aligned.
+
+        Raises:
+            FloatingPointError: the alignment diverges.
+        """
+        if name not in self._aligned:
+            attention = self.attention(self.uniform(name))
+            measured = self.laboratory.measure(name, attention, self.layers[name], self.seed)
+            self._aligned[name] = self.laboratory.load(measured, attention)
+        return self._aligned[name]
+
+    def uniform(self, name: str) -> Choices:
+        """Returns the hybrid with a mechanism in every layer that can have it."""
+        return tuple(name if layer in self.layers[name] else OWN for layer in range(len(self.own)))
+
+    def score(self, choices: Choices, is_aligned: bool) -> Score:
+        """Scores a hybrid, with aligned layers or with untrained ones; kept in the directory."""
+        kept, attention = self.laboratory.kept, self.attention(choices)
+        key = kept.key(attention=attention, hybrid=choices, aligned=is_aligned, seed=self.seed)
+        values = kept.find(key)
+        if values is None:
+            found, _ = self._build(choices, is_aligned)
+            kept.add(key, values := found._asdict())
+        return Score(**values)
+
+    def export(self, path: Path, choices: Choices) -> None:
+        """Writes a hybrid of aligned layers as an export, which validate.py and `init.weights` read."""
+        laboratory = self.laboratory
+        _, model = self._build(choices, is_aligned=True)
+        export_model(path, laboratory.trained, model, self.attention(choices), laboratory.steps or 0)
+
+    def _build(self, choices: Choices, is_aligned: bool) -> tuple[Score, nn.Module]:
+        replaced = {layer: name for layer, name in enumerate(choices) if name != OWN}
+        sources = {layer: self.aligned(name) if is_aligned else None for layer, name in replaced.items()}
+        return self.laboratory.score(self.attention(choices), sources, self.seed)
