@@ -19,13 +19,14 @@ QUESTIONS: dict[str, str] = {
     "maps": "attention maps of each layer and head on images, their distances, and rollout over all layers",
     "replace": "accuracy of a trained model with other attention; if asked, also aligned, and trained on",
     "sensitivity": "loss and top-1 of a trained model when one layer alone has another mechanism, as it is and aligned",
+    "search": "mechanism of every layer of a trained model under a budget: a front of loss against cost",
     "error": "error of mechanisms against softmax attention on a trained model's queries, keys and values",
     "oracle": "error of low-rank and sparse approximations, and both, of its attention matrices at one budget",
 }
 """Module of `analysis` -> its description."""
 
-OVERRIDE = re.compile(r"\w+(\.\w+)*=")
-"""Beginning of key.path=value; no option of the command line matches."""
+OVERRIDE = re.compile(r"(?!macs=)\w+(\.\w+)*=")
+"""Beginning of key.path=value; no option of the command line matches, nor a budget, macs=SHARE."""
 
 
 @end_at_interrupt()
