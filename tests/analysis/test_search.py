@@ -1,0 +1,184 @@
+"""analyze.py search: what it measures on known landscapes, the front, and the files that it leaves."""
+
+import csv
+import itertools
+from pathlib import Path
+
+import pytest
+import yaml
+
+import analyze
+from analysis import laboratory, search
+from analysis.hybrids import OWN
+from analysis.laboratory import Score
+from analysis.search import Candidate, Point, choose, is_best, predict
+from engine.config.load import load_run
+from tests.analysis.models import load_model, save_model
+
+OPTIONS = ["model.depth=2", "model.embed_dim=24", "model.img_size=16", "model.stem=linear"]
+OWN_MACS = 100
+RISES = {(0, "a"): 0.5, (0, "b"): 0.1, (1, "a"): 0.3, (1, "b"): 0.4, (2, "a"): 0.02, (2, "b"): 0.01}
+PRICES = {(0, "a"): -20, (0, "b"): -10, (1, "a"): -20, (1, "b"): -10, (2, "a"): -20, (2, "b"): 5}
+OWN3 = (OWN,) * 3
+
+
+def macs_of(choices: tuple[str, ...]) -> int:
+    return OWN_MACS + sum(PRICES.get(pair, 0) for pair in enumerate(choices))
+
+
+def landscape(interaction: float = 0.0):
+    """Losses that are sums over layers, and more where the last two layers are both replaced."""
+
+    def evaluate(choices: tuple[str, ...]) -> Score:
+        loss = 1 + sum(RISES.get(pair, 0) for pair in enumerate(choices))
+        loss += interaction * (OWN not in choices[1:])
+        return Score(100 - loss, loss)
+
+    return evaluate
+
+
+ALL = list(itertools.product((OWN, "a", "b"), repeat=3))
+
+
+@pytest.mark.parametrize("budget", [40, 55, 60, 75, 80, 99, 100, 105])
+def test_where_losses_add_up_the_first_measurement_is_the_best(budget):
+    """After the seven with at most one replaced layer, one measurement for the budget."""
+    evaluate = landscape()
+    points = search.search(OWN3, OWN_MACS, PRICES, [budget], 8, evaluate)
+    best = min((evaluate(choices).loss, macs_of(choices)) for choices in ALL if macs_of(choices) <= budget)
+    found = choose(points, budget)
+    assert (found.score.loss, found.candidate.macs) == pytest.approx(best)
+    for point in points:
+        assert point.candidate.predicted == pytest.approx(point.score.loss)
+        assert point.candidate.macs == macs_of(point.candidate.choices)
+    assert [point.number for point in points] == [*range(len(points))]
+
+
+def test_where_layers_interact_more_measurements_find_the_best():
+    evaluate, budget = landscape(interaction=0.5), 60
+    best = min(evaluate(choices).loss for choices in ALL if macs_of(choices) <= budget)
+    losses = [choose(search.search(OWN3, OWN_MACS, PRICES, [budget], n, evaluate), budget).score.loss for n in (8, 10)]
+    assert losses[0] > losses[1] == best
+
+
+def test_budgets_take_turns_and_nothing_is_measured_twice():
+    calls = []
+    evaluate = landscape()
+    points = search.search(
+        OWN3, OWN_MACS, PRICES, [45, 65], 12, lambda choices: calls.append(choices) or evaluate(choices)
+    )
+    assert len(calls) == len({*calls}) == len(points) == 12
+    turns = [point.candidate.macs <= 45 for point in points[7:]]
+    assert turns[:2] == [True, False]
+    assert {point.candidate.choices for point in points} == {*calls}
+    every = search.search(OWN3, OWN_MACS, PRICES, [200], 99, evaluate)
+    assert {point.candidate.choices for point in every} == {*ALL}
+
+
+def test_other_strategies_measure_at_random_or_all():
+    evaluate = landscape()
+    every = search.search(OWN3, OWN_MACS, PRICES, [60], 27, evaluate, "all")
+    assert {point.candidate.choices for point in every} == {*ALL}
+    first, again, other = (
+        [p.candidate.choices for p in search.search(OWN3, OWN_MACS, PRICES, [60, 80], 9, evaluate, "random", seed)]
+        for seed in (0, 0, 1)
+    )
+    assert first == again != other
+    assert len({*first}) == 9
+    assert all(macs_of(choices) <= 80 for choices in first)
+
+
+def test_the_beam_keeps_the_best_of_every_cost(monkeypatch):
+    """Of 27 assignments: with a wide beam, the predictions' front is that of all."""
+    exact = predict(OWN3, 1.0, OWN_MACS, RISES, PRICES)
+    assert len(exact) == 27
+    monkeypatch.setattr(search, "MOST_CANDIDATES", 5)
+    monkeypatch.setattr(search, "WIDTH", 12)
+    monkeypatch.setattr(search, "SLICES", 6)
+    beam = predict(OWN3, 1.0, OWN_MACS, RISES, PRICES)
+    assert len(beam) <= 12
+    for budget in (45, 60, 80, 100):
+        losses = [min(x.predicted for x in found if x.macs <= budget) for found in (exact, beam)]
+        assert losses[0] == pytest.approx(losses[1])
+
+
+def test_the_front_has_no_point_that_another_beats():
+    given = [(1.0, 5), (0.5, 7), (0.5, 7), (0.5, 8), (0.9, 6), (1.0, 4), (2.0, 9)]
+    points = [Point(i, Candidate((), 0.0, macs), Score(0.0, loss)) for i, (loss, macs) in enumerate(given)]
+    assert [point.number for point in points if is_best(point, points)] == [1, 4, 5]
+    assert choose(points, 6).number == 4
+    assert choose(points, 99).number == 1
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    return save_model(tmp_path_factory.mktemp("analysis"), OPTIONS, scale=10)
+
+
+def test_files_of_the_front_are_runs_of_train(checkpoint, tmp_path, monkeypatch, capsys):
+    """Each YAML has the attention by block, and weights that give the stated top-1."""
+    monkeypatch.setattr(search, "encode", lambda figure: b"")
+    monkeypatch.setattr(laboratory, "provenance", lambda device: {"git": "abc"})
+    (tmp_path / "front").mkdir()
+    (tmp_path / "front/77.yaml").touch()
+    eva = "{name: eva, window_size: 2, num_landmarks: 4}"
+    options = "--images", "60", "--align", "3", "--output", str(tmp_path)
+    analyze.main(["search", str(checkpoint), *options, "--attention", "linear", eva, "--budget", "macs=0.97", "macs=1"])
+    tables = []
+    for name in ("search.csv", "front.csv"):
+        with (tmp_path / name).open(newline="") as file:
+            tables.append(list(csv.DictReader(file)))
+    measured, front = tables
+    assert len(measured) == 9
+    assert {row["number"] for row in front} <= {row["number"] for row in measured}
+    assert sorted(path.name for path in (tmp_path / "front").glob("*.yaml")) == [
+        f"{number:02}.yaml" for number in range(len(front))
+    ]
+    own = next(row for row in measured if row["layer 0"] == row["layer 1"] == OWN)
+    assert float(own["macs_share"]) == 1
+    for row in front:
+        path = tmp_path / f"{row['front']}.yaml"
+        run = load_run(path, [])
+        names = [row["layer 0"], row["layer 1"]]
+        entries = run.attention if isinstance(run.attention, list) else [{**run.attention, "blocks": "0-1"}]
+        expected = {name: {OWN: "softmax", eva: "eva"}.get(name, name) for name in names}
+        assert {entry["name"] for entry in entries} == {*expected.values()}
+        model = load_model(Path(run.init.weights))
+        sample = search.read_sample(load_model(checkpoint), 60)
+        assert laboratory.score(model.model, model, sample).top1 == pytest.approx(float(row["top1"]), abs=1e-3)
+        assert yaml.safe_load(path.read_text())["init"]["weights"] == str(path.with_suffix(".safetensors"))
+    out = capsys.readouterr().out
+    assert "9 assignments measured, aligned in 3 steps, seed 0; the front:" in out
+    assert "--budget macs=0.97: " in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--budget", "macs=x"], "--budget macs=x: expected macs= and a number above 0"),
+        (["--budget", "macs=0"], "--budget macs=0: expected macs= and a number above 0"),
+        (["--budget", "speed"], "--budget speed: expected macs="),
+        (["--budget", "macs=0.1"], "--budget macs=0.1: the cheapest assignment of these mechanisms takes macs=0.9"),
+        (
+            ["--budget", "macs=1", "--evaluations", "2"],
+            "--evaluations 2: the layers alone with each mechanism",
+        ),
+        (["--budget", "macs=1", "--align", "0"], "--align = 0 is below"),
+        ([], "the following arguments are required: --budget"),
+    ],
+)
+def test_refusals(checkpoint, tmp_path, capsys, arguments, expected):
+    options = "--images", "20", "--output", str(tmp_path), "--attention", "linear"
+    with pytest.raises(SystemExit) as caught:
+        analyze.main(["search", str(checkpoint), *options, *arguments])
+    assert caught.value.code == 2
+    assert expected in capsys.readouterr().err
+    assert not (tmp_path / "front").exists()
+
+
+def test_too_many_assignments_are_not_listed(checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(search, "MOST_CANDIDATES", 3)
+    options = "--images", "20", "--output", str(tmp_path), "--attention", "linear", "--budget", "macs=1"
+    with pytest.raises(SystemExit):
+        analyze.main(["search", str(checkpoint), *options, "--strategy", "all"])
+    assert "--strategy all: 4 assignments are more than 3" in capsys.readouterr().err
