@@ -263,7 +263,8 @@ def sentence(rows: Sequence[Mapping[str, Any]], request: Request) -> str:
     if not first["meets_budgets"]:
         costs = cost_by_budget(first["seconds"], first["peak_bytes"], first["macs_ratio"])
         found = ", ".join(f"{key} {costs[key]:.3g} of {limit:g}" for key, limit in request.budgets.items())
-        return f"No candidate meets the budgets. Nearest: {first['entry']} ({found}); raise the limit, or take fewer tokens."
+        remedy = "raise the limit, or ask for fewer tokens"
+        return f"No candidate meets the budgets. Nearest: {first['entry']} ({found}); {remedy}."
     if first["rank"] is None:
         return (
             f"First choice by time alone: {first['entry']}. No candidate that meets the budgets has a stored quality."
