@@ -8,6 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,16 +25,18 @@ FACTORS = 1 / 4, 1 / 2, 1, 2, 4
 """Sizes of a mechanism relative to its default."""
 STARTING_SIZE = 8
 """Size that stands for a default of null, which depends on the network."""
-SCALES = (1 / 4, 1, 1), (1 / 3, 1 / 2, 1), (1 / 3, 1, 2), (1 / 2, 1, 1), (1 / 2, 1 / 2, 2), (2 / 3, 1, 1), (4 / 3, 1, 1)
-"""Calibrated shapes relative to the asked one: sides of the grid, channels, heads; the cheapest first."""
+SCALES = (1 / 4, 1, 1), (1 / 2, 1, 1), (1 / 3, 1 / 2, 1), (4 / 3, 1, 1), (1 / 2, 1 / 2, 2), (2 / 3, 1, 1), (1 / 3, 1, 2)
+"""Calibrated shapes relative to the asked one: sides of the grid, channels, heads; in the order of their use."""
 SIZES_PER_SHAPE = 2
 """Number of sizes of a mechanism that are timed at a calibrated shape."""
 ROUNDS, CALIBRATION_SAMPLE = 3, 0.005
 """Default number of measurements of each layer, and their least length."""
-OVERHEAD_MACS = 3e7
+OVERHEAD_MACS = 2e8
 """MACs that take about as long as what precedes a measurement, for the length of a calibration."""
 LEAST_POINTS = 4
 """Least number of measurements from which a mechanism's time is predicted."""
+MOST_TERMS = 4
+"""Largest number of features of which a prediction is the sum."""
 COVERED = 0.9
 """Share of the calibration's own errors that lie within the interval of a prediction."""
 
@@ -92,6 +95,17 @@ class Candidate:
         }
         return Candidate(self.name, own)
 
+    @property
+    def size(self) -> int | None:
+        """Value of the mechanism's size option; None if it has none, or if the network determines it."""
+        option = ATTENTION[self.name].size_option
+        return getattr(self.factory.config, option) if option else None
+
+    @property
+    def modelled_as(self) -> str:
+        """The family's entry: its sizes share a model, and a size that the network determines has its own."""
+        return f"{self.family.entry} sized" if self.size else self.family.entry
+
     def with_size(self, size: Any) -> "Candidate":
         """Returns the mechanism with another value of its size option."""
         return Candidate(self.name, {**self.options, ATTENTION[self.name].size_option: size})
@@ -121,10 +135,9 @@ def sizes_of(family: Candidate, shape: Shape) -> list[Candidate]:
     option = ATTENTION[family.name].size_option
     if option is None:
         return [family] if family.is_valid(shape) else []
-    default = getattr(family.factory.config, option) or STARTING_SIZE
-    sizes = []
+    sizes = [family] if family.size is None and family.is_valid(shape) else []
     for factor in FACTORS:
-        size = max(1, round(default * factor))
+        size = max(1, round((family.size or STARTING_SIZE) * factor))
         valid = (each for each in map(family.with_size, (size, size + 1)) if each.is_valid(shape))
         sizes += itertools.islice(valid, 1)
     return distinct(sizes)
@@ -136,24 +149,29 @@ def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def features(candidate: Candidate, shape: Shape) -> tuple[float, ...]:
-    """Quantities of a call to which its time and memory are proportional; the first is 1, for what is constant."""
-    N, C, B, macs = shape.num_tokens, shape.dim, shape.batch, candidate.costs(shape).macs
-    projections = 4 * N * C * C
-    attended = abs(macs - projections) * shape.num_heads / C
-    return 1.0, float(B * macs), float(B * projections), float(B * N * C), B * attended
+    """Quantities of a call of which its time and memory are sums; the first is 1, for what is constant.
+
+    The others are MACs; those of projections alone; channels of all tokens; weights of attention; parameters; and
+    channels of all tokens times the size and divided by it, for filters without MACs and for what each window takes.
+    """
+    N, C, B, costs = shape.num_tokens, shape.dim, shape.batch, candidate.costs(shape)
+    projections, channels, size = 4 * N * C * C, B * N * C, candidate.size
+    weights = abs(costs.macs - projections) * shape.num_heads / C
+    by_size = (float(channels * size), channels / size) if size else (0.0, 0.0)
+    return 1.0, float(B * costs.macs), float(B * projections), float(channels), B * weights, costs.parameters, *by_size
 
 
 def fit_nonnegative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> np.ndarray:
-    """Returns non-negative weights w that minimise the sum of squares of rows w / values - 1.
+    """Returns non-negative weights w, at most `MOST_TERMS` above 0, that minimise the squares of rows w / values - 1.
 
-    The solution of non-negative least squares is the ordinary one on its own support, which is found by trying all.
+    The solution is the one of least squares on its own support, which is found by trying all.
     """
     scaled = np.asarray(rows, float) / np.asarray(values, float)[:, None]
     norms = np.linalg.norm(scaled, axis=0)
     norms[norms == 0] = 1
     scaled, ones, count = scaled / norms, np.ones(len(scaled)), scaled.shape[1]
     best, least = np.zeros(count), math.inf
-    for size in range(1, min(count, len(scaled)) + 1):
+    for size in range(1, min(count, MOST_TERMS, len(scaled)) + 1):
         for support in map(list, itertools.combinations(range(count), size)):
             weights = np.linalg.lstsq(scaled[:, support], ones, rcond=None)[0]
             error = float(np.square(scaled[:, support] @ weights - 1).sum())
@@ -257,7 +275,7 @@ class Calibration:
     """Measurements of a device, and the predictions that they allow.
 
     Attributes:
-        points: measured calls. shapes: calibrated shapes, and those for which the time did not suffice.
+        points: measured calls. shapes: calibrated shapes. skipped: those for which the time did not suffice.
     """
 
     points: list[Point]
@@ -268,50 +286,55 @@ class Calibration:
     def run(
         cls, families: Sequence[Candidate], asked: Shape, measure: Measure, limit: float, watch: Callable[[], float]
     ) -> "Calibration":
-        """Times every family at several shapes and sizes, until the next shape would exceed the limit.
+        """Times every family at several shapes and sizes, and skips shapes that would exceed the limit.
 
-        The next shape is taken to last as much longer than the last one as it has more MACs. The first
-        `LEAST_POINTS` are timed in any case.
+        A shape is taken to last as much longer than the last one as it has more MACs. Shapes without which there would
+        be fewer than `LEAST_POINTS` are timed in any case, unless they are larger than the asked one.
 
         Args:
             limit: seconds. watch: clock of the limit.
         """
-        points, done, start, rate = [], [], watch(), 0.0
-        shapes = calibrated_shapes(asked)
-        for number, shape in enumerate(shapes):
+        found, start, rate = cls([], [], []), watch(), 0.0
+        for number, shape in enumerate(calibrated_shapes(asked)):
             candidates = [each for family in families for each in _rotate(sizes_of(family, shape), number)]
-            work = sum(each.costs(shape).macs for each in candidates) + OVERHEAD_MACS * len(candidates)
-            if len(done) >= LEAST_POINTS and watch() - start + rate * work > limit:
-                break
+            work = sum(each.costs(shape).macs for each in candidates) * shape.batch + OVERHEAD_MACS * len(candidates)
+            needed = len(found.shapes) < LEAST_POINTS and shape.num_tokens <= asked.num_tokens
+            if watch() - start + rate * work > limit and not needed:
+                found.skipped.append(shape)
+                continue
             begun = watch()
-            points += measure(candidates, shape)
-            done.append(shape)
-            rate = (watch() - begun) / work if candidates else 0.0
-        return cls(points, done, shapes[len(done) :])
+            found.points.extend(measure(candidates, shape))
+            found.shapes.append(shape)
+            rate = (watch() - begun) / work if candidates else rate
+        return found
 
-    def predictor(self) -> Callable[[Candidate, Shape], tuple[Prediction, Prediction] | None]:
-        """Returns candidate, shape -> predicted seconds and bytes; None for families with too few measurements."""
-        by_family = {}
+    @cached_property
+    def models(self) -> dict[str, tuple[Model, Model]]:
+        """Models of seconds and bytes by `Candidate.modelled_as`, where there are enough measurements."""
+        groups: dict[str, list[Point]] = {}
         for point in self.points:
-            by_family.setdefault(point.candidate.family.entry, []).append(point)
-        models = {}
-        for family, points in by_family.items():
+            groups.setdefault(point.candidate.modelled_as, []).append(point)
+        found = {}
+        for key, points in groups.items():
             if len(points) >= LEAST_POINTS:
                 rows = [features(point.candidate, point.shape) for point in points]
-                models[family] = [
-                    Model.of(rows, [getattr(p, name) for p in points]) for name in ("seconds", "peak_bytes")
-                ]
+                seconds, peaks = ([getattr(p, name) for p in points] for name in ("seconds", "peak_bytes"))
+                found[key] = Model.of(rows, seconds), Model.of(rows, peaks)
+        return found
 
-        def predict(candidate: Candidate, shape: Shape) -> tuple[Prediction, Prediction] | None:
-            row = features(candidate, shape)
-            found = models.get(candidate.family.entry)
-            return found and tuple(model.predict(row) for model in found)
-
-        return predict
+    def predict(self, candidate: Candidate, shape: Shape) -> tuple[Prediction, Prediction] | None:
+        """Predicts seconds and bytes; None for a candidate without a model."""
+        if candidate.modelled_as not in self.models:
+            return None
+        row = features(candidate, shape)
+        seconds, peaks = self.models[candidate.modelled_as]
+        return seconds.predict(row), peaks.predict(row)
 
 
 def _rotate(sizes: list[Candidate], number: int) -> list[Candidate]:
-    """Returns `SIZES_PER_SHAPE` of the sizes, others for the next number."""
-    if len(sizes) <= SIZES_PER_SHAPE:
-        return sizes
-    return [sizes[(number + 2 * step) % len(sizes)] for step in range(SIZES_PER_SHAPE)]
+    """Returns `SIZES_PER_SHAPE` of the sizes, others for the next number, and a default of null, if there is one."""
+    default = [each for each in sizes if each.size is None]
+    sized = [each for each in sizes if each.size is not None]
+    if len(sized) > SIZES_PER_SHAPE:
+        sized = [sized[(number + 2 * step) % len(sized)] for step in range(SIZES_PER_SHAPE)]
+    return default + sized

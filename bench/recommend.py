@@ -40,13 +40,18 @@ BUDGETS = {
     "macs": "multiply-accumulates relative to softmax attention's layer",
 }
 """Key of a budget -> what it limits."""
-FILE = "recommendation.csv"
+FILE, VERIFIED = "recommendation.csv", "verification.csv"
 COLUMNS = (
     *("rank", "mechanism", "options", "entry", "meets_budgets", "seconds", "seconds_low", "seconds_high"),
     *("peak_bytes", "macs", "macs_ratio", "measure", "quality", "quality_std", "quality_n", "quality_options"),
     *("quality_tokens", "source", "remarks"),
 )
 """Columns of `FILE`."""
+VERIFIED_COLUMNS = (
+    *("tokens", "entry", "seconds_predicted", "seconds_low", "seconds_high", "seconds"),
+    *("peak_bytes_predicted", "peak_bytes"),
+)
+"""Columns of `VERIFIED`, the measured candidates of held-out grids."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +78,7 @@ class Request:
             OptionError, UserError: an option that cannot be honoured, or a file that cannot be used.
         """
         if args.output:
-            make_output(args.output, [FILE])
+            make_output(args.output, [FILE, VERIFIED])
         budgets, stored = parse_budgets(args.budget), read_quality()
         measure = args.measure or default_measure(stored)
         stored = [each for each in stored if each.measure == measure]
@@ -186,10 +191,10 @@ def cost_by_budget(seconds: float, peak_bytes: float, macs_ratio: float) -> dict
 
 def choices(request: Request, shape: Shape, calibration: Calibration) -> list[Choice]:
     """Returns all candidates whose costs can be predicted, the best first: by quality, then by predicted time."""
-    predict, softmax = calibration.predictor(), Candidate("softmax", {}).costs(shape).macs
+    softmax = Candidate("softmax", {}).costs(shape).macs
     found = []
     for candidate in request.candidates(shape):
-        if predicted := predict(candidate, shape):
+        if predicted := calibration.predict(candidate, shape):
             macs = candidate.costs(shape).macs
             match = find_quality(candidate, shape, request.stored)
             found.append(Choice(candidate, *predicted, macs, macs / softmax, match))
@@ -385,17 +390,25 @@ def recommend(
     measure: Measure,
     watch: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Calibrates, prints the recommendation, writes `FILE`, and verifies the predictions at held-out grids."""
+    """Calibrates, prints the recommendation, verifies it at held-out grids, and writes `FILE` and `VERIFIED`."""
     calibration = Calibration.run(request.families, request.shape, measure, args.calibrate, watch)
     rows = rows_of(choices(request, request.shape, calibration), request)
     print(report(rows, request, calibration), flush=True)
     if args.output:
         write_file(args.output / FILE, to_csv(COLUMNS, ([row[name] for name in COLUMNS] for row in rows)))
+    verified = []
     for grid in request.held_out:
         shape = request.shape._replace(grid=grid)
         ranked = choices(request, shape, calibration)
         points = measure([choice.candidate for choice in ranked], shape)
         print(Verification.of(ranked, points, shape, request.budgets), flush=True)
+        predicted = {choice.candidate.entry: choice for choice in ranked}
+        for point in points:
+            choice = predicted[point.candidate.entry]
+            costs = *choice.seconds[:3], point.seconds, round(choice.peak_bytes.value), point.peak_bytes
+            verified.append([f"{grid[0]}x{grid[1]}", point.candidate.entry, *costs])
+    if args.output and verified:
+        write_file(args.output / VERIFIED, to_csv(VERIFIED_COLUMNS, verified))
 
 
 def measure_on(args: argparse.Namespace, device: torch.device, clock: Callable[[], float]) -> Measure:

@@ -6,6 +6,8 @@ No layer is timed: a cost model that the tests know stands for the device.
 import csv
 import itertools
 import math
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -32,8 +34,9 @@ from engine.runtime.errors import UserError
 
 ASKED = Shape((20, 28), 24, 2)
 NAMES = ("softmax", "eva", "local", "neighborhood", "xca", "sra")
-SECONDS, BYTES = np.array([1e-4, 2e-10, 1e-10, 3e-9, 5e-10]), np.array([5e3, 0.0, 0.0, 16.0, 4.0])
+SECONDS, BYTES = np.zeros(8), np.zeros(8)
 """Cost model of a device: a weight for each of the features."""
+SECONDS[:5], BYTES[:5] = (1e-4, 2e-10, 0, 3e-9, 5e-10), (5e3, 0, 0, 16, 4)
 
 
 def families(*names: str) -> list[Candidate]:
@@ -54,6 +57,7 @@ def measure(candidates, shape) -> list[Point]:
     return [point(candidate, shape) for candidate in candidates]
 
 
+@cache
 def calibrate(*names: str, limit: float = 1e9) -> Calibration:
     return Calibration.run(families(*names), ASKED, measure, limit, itertools.count().__next__)
 
@@ -84,7 +88,7 @@ def test_nonnegative_least_squares():
 
 
 def test_the_calibration_recovers_a_known_cost_model():
-    predict = calibrate().predictor()
+    predict = calibrate().predict
     for shape in (ASKED, Shape((9, 31), 24, 2), Shape((40, 35), 48, 4, batch=3)):
         for candidate in (size for family in families() for size in sizes_of(family, shape)):
             seconds, peak_bytes = predict(candidate, shape)
@@ -107,7 +111,8 @@ def test_what_lies_outside_of_the_calibrated_range_is_said():
     assert [round(model.predict([1.0, x]).beyond, 3) for x in (10, 30, 40, 100, 2)] == [1, 1, 1, 2.5, 5]
     calibration = calibrate(limit=0)
     assert len(calibration.shapes) == 4
-    assert calibration.skipped == calibrated_shapes(ASKED)[4:]
+    assert {*calibration.shapes, *calibration.skipped} == {*calibrated_shapes(ASKED)}
+    assert max(shape.num_tokens for shape in calibration.shapes) < ASKED.num_tokens
     (choice,) = choices(request(names=["softmax"]), ASKED, calibration)
     assert "time extrapolated: 1" in choice.remarks({})  # (560 / 140)^2 times the MACs of its weights
     (choice,) = choices(request(names=["softmax"]), ASKED, calibrate())
@@ -211,17 +216,19 @@ def test_verification():
     ranked = choices(asked, ASKED, calibrate("softmax", "local", "xca"))
     points = [point(choice.candidate, ASKED) for choice in ranked]
     found = Verification.of(ranked, points, ASKED, asked.budgets)
-    assert (found.count, found.correlation, found.covered) == (len(ranked), pytest.approx(1), 1)
+    assert (found.count, found.correlation) == (len(ranked), pytest.approx(1))
     assert (found.error, found.fastest) == (pytest.approx(1, rel=1e-2), 1)
     assert "First choice: softmax" in found.text
     assert "regret in quality 0, in time 0%" in found.text
     slow = min(ranked, key=lambda choice: choice.seconds.value).candidate.entry
     points = [p._replace(seconds=3 * p.seconds) if p.candidate.entry == slow else p for p in points]
+    ranked = [replace(c, seconds=c.seconds._replace(low=c.seconds.value / 2, high=2 * c.seconds.value)) for c in ranked]
     found = Verification.of(ranked, points, ASKED, asked.budgets)
     fastest = min(p.seconds for p in points)
     assert found.fastest == pytest.approx(next(p.seconds for p in points if p.candidate.entry == slow) / fastest)
     assert 1 < found.fastest <= 3
     assert found.correlation < 1
+    assert found.covered == pytest.approx(1 - 1 / len(ranked))
 
 
 def test_regret_is_relative_to_candidates_that_truly_meet_the_budgets():
