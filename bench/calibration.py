@@ -35,8 +35,6 @@ OVERHEAD_MACS = 2e8
 """MACs that take about as long as what precedes a measurement, for the length of a calibration."""
 LEAST_POINTS = 4
 """Least number of measurements from which a mechanism's time is predicted."""
-MOST_TERMS = 4
-"""Largest number of features of which a prediction is the sum."""
 COVERED = 0.9
 """Share of the calibration's own errors that lie within the interval of a prediction."""
 
@@ -162,23 +160,28 @@ def features(candidate: Candidate, shape: Shape) -> tuple[float, ...]:
 
 
 def fit_nonnegative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> np.ndarray:
-    """Returns non-negative weights w, at most `MOST_TERMS` above 0, that minimise the squares of rows w / values - 1.
-
-    The solution is the one of least squares on its own support, which is found by trying all.
-    """
+    """Returns non-negative weights w that minimise the squares of rows w / values - 1 (Lawson and Hanson, 1974)."""
     scaled = np.asarray(rows, float) / np.asarray(values, float)[:, None]
     norms = np.linalg.norm(scaled, axis=0)
     norms[norms == 0] = 1
-    scaled, ones, count = scaled / norms, np.ones(len(scaled)), scaled.shape[1]
-    best, least = np.zeros(count), math.inf
-    for size in range(1, min(count, MOST_TERMS, len(scaled)) + 1):
-        for support in map(list, itertools.combinations(range(count), size)):
-            weights = np.linalg.lstsq(scaled[:, support], ones, rcond=None)[0]
-            error = float(np.square(scaled[:, support] @ weights - 1).sum())
-            if weights.min() >= 0 and error < least - 1e-12:
-                best, least = np.zeros(count), error
-                best[support] = weights
-    return best / norms
+    scaled = scaled / norms
+    weights, used = np.zeros(scaled.shape[1]), np.zeros(scaled.shape[1], bool)
+    for _ in range(3 * len(weights)):
+        gain = np.where(used, -np.inf, scaled.T @ (1 - scaled @ weights))
+        if gain.max() <= 1e-9:
+            break
+        used[gain.argmax()] = True
+        while True:
+            free = np.zeros(len(weights))
+            free[used] = np.linalg.lstsq(scaled[:, used], np.ones(len(scaled)), rcond=None)[0]
+            below = used & (free <= 0)
+            if not below.any():
+                break
+            weights += (weights[below] / (weights[below] - free[below] + 1e-300)).min() * (free - weights)
+            used &= weights > 1e-12
+            weights[~used] = 0
+        weights = free
+    return weights / norms
 
 
 class Prediction(NamedTuple):
