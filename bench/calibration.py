@@ -77,12 +77,12 @@ class Candidate:
         """The candidate as an entry of ``benchmark.py --attention``."""
         return f"{self.name}:{self.options_text}" if self.options else self.name
 
-    @property
+    @cached_property
     def factory(self) -> AttentionFactory:
         """The mechanism with checked options."""
         return AttentionFactory.from_options({"name": self.name, **self.options})
 
-    @property
+    @cached_property
     def family(self) -> "Candidate":
         """The candidate without its size option, and without options that have their default values."""
         default, size = AttentionFactory.from_options(self.name).config, ATTENTION[self.name].size_option

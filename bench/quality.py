@@ -5,6 +5,7 @@ The command writes bench/quality.csv, which is installed with the package. Every
 
 import csv
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -52,7 +53,12 @@ class Quality(NamedTuple):
     @property
     def candidate(self) -> Candidate:
         """The mechanism with the options that were measured."""
-        return Candidate(self.mechanism, read_options(self.options, self.options))
+        return _candidate(self.mechanism, self.options)
+
+
+@cache
+def _candidate(mechanism: str, options: str) -> Candidate:
+    return Candidate(mechanism, read_options(options, options))
 
 
 def read_quality(path: Path = STORED) -> list[Quality]:
