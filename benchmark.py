@@ -117,7 +117,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--verify", nargs="*", type=token_grid, metavar="N|HxW", help=held_out)
     args = parser.parse_args(arguments)
     if not (args.macs or args.attention or args.models or args.recommend):
-        parser.error("give --attention, --models, --macs or --recommend")
+        parser.error("give --attention, --models or --macs, or --recommend")
     if args.recommend:
         refuse_beside_recommend(parser, args)
     elif args.budget or args.measure or args.calibrate or args.verify is not None:
