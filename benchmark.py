@@ -7,6 +7,7 @@
     python benchmark.py --against plain --attention eva lara  # each against itself on another path
     python benchmark.py --models timm:vit_tiny_patch16_224:patch_size=8 deit_tiny_p8:eva
     python benchmark.py --macs [configs/deit_tiny_p8/*.yaml]                  # the papers' rows, or any files
+    python benchmark.py --recommend --tokens 64x64 --dim 384 --num-heads 6 --budget ms=50 macs=0.5   # a ranking
 
 Calls are timed in turns, A B C, then C B A. A speed-up is the median of the ratios of two times of the same round, with
 quartiles. --rounds 3 gives a quick look.
@@ -24,10 +25,13 @@ import torch
 from tqdm import tqdm
 
 from attention import Grid, kernels
+from bench.calibration import ROUNDS
 from bench.comparison import BATCH_TOKENS, compare, plan
 from bench.costs import CONFIGS, print_costs, print_costs_by_size
 from bench.figures import draw_figures
-from bench.results import MEMORY, NOISE, format_results, write_tables
+from bench.quality import MEASURES
+from bench.recommend import BUDGETS, Request, measure_on, recommend
+from bench.results import MEMORY, NOISE, describe, format_results, write_tables
 from bench.workload import DTYPES, EXECUTIONS, MODES
 from engine.config.papers import PaperRow, read_papers
 from engine.runtime.arguments import ArgumentParser
@@ -48,11 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print_costs_by_size()
             return
         device = init_distributed(args.device).device
-        comparisons = plan(args, device)
+        request = Request.of(args) if args.recommend else None
+        comparisons = [] if request else plan(args, device)
         torch.set_num_threads(args.threads)
         metadata = provenance(device) | {"cpus": os.cpu_count(), "threads": args.threads, "rounds": args.rounds}
         metadata |= {"clock": "processor" if args.processor_time else "wall", "load": round(os.getloadavg()[0], 2)}
         clock = time.process_time if args.processor_time else time.perf_counter
+        if request:
+            print(describe(metadata), end="\n\n", flush=True)
+            with limit_memory(device):
+                recommend(args, request, measure_on(args, device, clock))
+            return
         rows = []
         try:
             with limit_memory(device), tqdm(comparisons, unit="comparison", disable=None) as bar:
@@ -85,21 +95,37 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--image-sizes", nargs="+", type=image_size, default=[(224, 224)], metavar="SIDE|HxW", help=pixels)
     add("--dim", type=positive, default=192, help="channels of a layer")
     add("--num-heads", type=positive, default=3, help="heads of a layer")
-    default = f"as many as have {BATCH_TOKENS['cpu']} tokens, on a GPU {BATCH_TOKENS['cuda']}"
+    default = f"as many as have {BATCH_TOKENS['cpu']} tokens, on a GPU {BATCH_TOKENS['cuda']}; with --recommend 1"
     add("--batch-size", type=positive, help=f"images; default: {default}")
     modes = "forward: with a graph, as in training; train: forward, backward and AdamW; inference: without a graph"
-    add("--modes", nargs="+", choices=MODES, default=["forward", "forward+backward"], help=modes)
+    add("--modes", nargs="+", choices=MODES, help=f"{modes}; default: forward, forward+backward")
     add("--dtypes", nargs="+", choices=DTYPES, default=["fp32"], help="half precision uses autocast")
     add("--execution", nargs="+", choices=EXECUTIONS, default=["eager"], help="compiled: for each shape")
-    add("--rounds", type=positive, default=10, help="measurements of each")
+    add("--rounds", type=positive, help=f"measurements of each; default: 10, with --recommend {ROUNDS}")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     processor = "CPU time of the process instead of wall time, for a busy machine; needs one thread"
     add("--processor-time", action="store_true", help=processor)
     add("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
     add("--output", type=Path, help="directory for table.md, results.csv, results.json and figures")
+    asked = "calibrate this device and rank mechanisms by stored quality; --attention: these alone, without sizes"
+    add("--recommend", action="store_true", help=f"{asked}; one of --tokens, --modes and --dtypes")
+    budgets = "; ".join(f"{key}: {meaning}" for key, meaning in BUDGETS.items())
+    add("--budget", **many, metavar="KEY=LIMIT", help=f"with --recommend: {budgets}")
+    add("--measure", choices=tuple(MEASURES), help="quality that ranks; default: the first with stored values")
+    add("--calibrate", type=positive, metavar="SECONDS", help="limit of the calibration; default: 60")
+    held_out = "with --recommend: time all candidates at these grids (none: at --tokens), and compare"
+    add("--verify", nargs="*", type=token_grid, metavar="N|HxW", help=held_out)
     args = parser.parse_args(arguments)
-    if not (args.macs or args.attention or args.models):
-        parser.error("give --attention, --models or --macs")
+    if not (args.macs or args.attention or args.models or args.recommend):
+        parser.error("give --attention, --models or --macs, or --recommend")
+    if args.recommend:
+        refuse_beside_recommend(parser, args)
+    elif args.budget or args.measure or args.calibrate or args.verify is not None:
+        parser.error("--budget, --measure, --calibrate and --verify: give --recommend")
+    args.modes = args.modes or (["inference"] if args.recommend else ["forward", "forward+backward"])
+    args.rounds = args.rounds or (ROUNDS if args.recommend else 10)
+    if args.recommend:
+        args.batch_size, args.calibrate = args.batch_size or 1, args.calibrate or 60
     if args.configs and not args.macs:
         parser.error(f"{args.configs[0]}: configurations go with --macs, or after --models")
     if args.core and not args.attention:
@@ -111,6 +137,19 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.rounds < 2:
         parser.error("--rounds: quartiles take at least 2")
     return args
+
+
+def refuse_beside_recommend(parser: ArgumentParser, args: argparse.Namespace) -> None:
+    """Refuses options that a recommendation does not take, or takes one value of."""
+    for name in ("macs", "core", "models", "against", "baseline"):
+        if getattr(args, name):
+            parser.error(f"--{name}: not with --recommend; leave it out")
+    for name in ("tokens", "modes", "dtypes"):
+        values = getattr(args, name)
+        if values and len(values) > 1:
+            parser.error(f"--{name}: --recommend takes one value, got {len(values)}; give one")
+    if args.execution != ["eager"]:
+        parser.error("--execution: --recommend times eager layers; leave it out")
 
 
 def positive(text: str) -> int:

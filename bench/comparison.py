@@ -13,7 +13,7 @@ import torch
 from attention import Grid
 from attention.options import OptionError, nearest
 from bench.results import COLUMNS, FILES, SETTINGS, quartile_columns
-from bench.timing import Call, Quartiles, time_rounds
+from bench.timing import SAMPLE_SECONDS, Call, Quartiles, time_rounds
 from bench.workload import Subject, Workload, attention_core, attention_layer, whole_model
 from engine.runtime.files import make_output
 from engine.runtime.memory import memory_permitting
@@ -89,14 +89,18 @@ def on_path(text: str, path: str) -> str:
 
 
 def compare(
-    comparison: Comparison, rounds: int, device: torch.device, clock: Callable[[], float] = time.perf_counter
+    comparison: Comparison,
+    rounds: int,
+    device: torch.device,
+    clock: Callable[[], float] = time.perf_counter,
+    sample_seconds: float = SAMPLE_SECONDS,
 ) -> list[dict[str, Any]]:
     """Measures all subjects. Returns a row of results.csv for each; None for subjects that exceed the memory."""
     torch.compiler.reset()  # otherwise the next shape would be compiled as a dynamic one, which is slower
     # All mechanisms share one function, which the compiler would otherwise stop compiling at its limit.
     with torch._dynamo.config.patch(recompile_limit=1000):
         calls, counts = set_up(comparison, device)
-        times = time_rounds(calls, rounds, device, clock=clock)
+        times = time_rounds(calls, rounds, device, sample_seconds, clock=clock)
 
     rows = []
     for subject, costs in zip(comparison.subjects, comparison.costs, strict=True):

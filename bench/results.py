@@ -45,10 +45,15 @@ def quartiles_text(row: Mapping[str, Any], name: str, unit: float, form: str) ->
     return "" if median is None else f"{'~' * noisy}{median / unit:{form}} ({low / unit:{form}}–{high / unit:{form}})"
 
 
+def describe(metadata: Mapping[str, Any]) -> str:
+    """Formats the conditions of measurements."""
+    return ", ".join(f"{name} {value}" for name, value in metadata.items() if name != "command")
+
+
 def format_results(metadata: Mapping[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """Formats the conditions of the measurements, and a table for each kind of subject, as Markdown."""
     lines = [
-        ", ".join(f"{name} {value}" for name, value in metadata.items() if name != "command"),
+        describe(metadata),
         "",
         f"{MEMORY} Speed-up: of the same round's times, median and quartiles.",
     ]

@@ -14,6 +14,8 @@ Call = Callable[[], object]
 
 MAX_ERROR = 0.03
 """Largest relative standard error of a median that does not count as noise."""
+SAMPLE_SECONDS = 0.02
+"""Default for the least length of a measurement."""
 MAX_WAITED = 0.05
 """Largest share of the time on a CPU for which the measuring thread may have been kept from running."""
 
@@ -66,7 +68,7 @@ def time_rounds(
     calls: Mapping[str, Call],
     rounds: int,
     device: torch.device,
-    sample_seconds: float = 0.02,
+    sample_seconds: float = SAMPLE_SECONDS,
     *,
     clock: Callable[[], float] = time.perf_counter,
     before: Callable[[int], object] = lambda number: None,

@@ -70,7 +70,7 @@ def attention_layer(text: str, dim: int, num_heads: int) -> Subject:
     """
     name, _, options = text.partition(":")
     name, path = _split_path(text, name)
-    factory = AttentionFactory.from_options({"name": name, **_read_options(text, options)})
+    factory = AttentionFactory.from_options({"name": name, **read_options(text, options)})
 
     def tokens(layer: nn.Module, grid: Grid, batch: int, device: torch.device | str) -> tuple[Any, ...]:
         return torch.randn(batch, math.prod(grid), dim, device=device, requires_grad=True), grid
@@ -124,7 +124,7 @@ def whole_model(text: str) -> Subject:
         return Subject(text, run.train.kernels, lambda size: build(img_size=size), images)
     family, _, rest = text.partition(":")
     name, _, options = rest.partition(":")
-    options = _read_options(text, options)
+    options = read_options(text, options)
     if family != "timm":
         name, path = _split_path(text, name or "softmax")
         build = partial(create_model, family, attention={"name": name, **options})
@@ -147,7 +147,7 @@ def _split_path(text: str, name: str) -> tuple[str, kernels.Path]:
         raise ConfigError(f"{text!r}: {error}") from None
 
 
-def _read_options(text: str, options: str) -> dict[str, Any]:
+def read_options(text: str, options: str) -> dict[str, Any]:
     """Parses ``"window_size=7,num_landmarks=49"``, the end of the entry `text`, with values in YAML."""
     try:
         return parse_yaml(f"{{{options.replace('=', ': ')}}}", lambda line: text).values

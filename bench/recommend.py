@@ -1,0 +1,416 @@
+"""Recommendation of an attention layer: predicted time and memory on this device, budgets, and stored quality.
+
+Candidates are all mechanisms at their default options, at multiples of their size, and with the options of stored
+measurements. Those that meet the budgets are ranked by a stored quality (`bench.quality`), then by predicted time.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from attention import ATTENTION, AttentionFactory, Grid
+from attention.options import OptionError, nearest
+from bench.calibration import (
+    COVERED,
+    Calibration,
+    Candidate,
+    Measure,
+    Point,
+    Prediction,
+    Shape,
+    calibrated_shapes,
+    distinct,
+    sizes_of,
+    stopwatch,
+)
+from bench.quality import MEASURES, Match, Quality, default_measure, find_quality, read_quality
+from bench.workload import read_options
+from engine.reporting.tables import compact_table
+from engine.runtime.files import make_output, to_csv, write_file
+
+BUDGETS = {
+    "ms": "milliseconds of a call",
+    "memory": "MiB that a call allocates at its peak",
+    "macs": "multiply-accumulates relative to softmax attention's layer",
+}
+"""Key of a budget -> what it limits."""
+FILE, VERIFIED = "recommendation.csv", "verification.csv"
+COLUMNS = (
+    *("rank", "mechanism", "options", "entry", "meets_budgets", "seconds", "seconds_low", "seconds_high"),
+    *("peak_bytes", "macs", "macs_ratio", "measure", "quality", "quality_std", "quality_n", "quality_options"),
+    *("quality_tokens", "source", "remarks"),
+)
+"""Columns of `FILE`."""
+VERIFIED_COLUMNS = (
+    *("tokens", "entry", "seconds_predicted", "seconds_low", "seconds_high", "seconds"),
+    *("peak_bytes_predicted", "peak_bytes"),
+)
+"""Columns of `VERIFIED`, the measured candidates of held-out grids."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked question.
+
+    Attributes:
+        shape: layer that is asked for. families: mechanisms in question, without sizes. budgets: key of `BUDGETS` ->
+            limit. stored: quality by `measure`. held_out: grids that are timed exhaustively.
+    """
+
+    shape: Shape
+    families: Sequence[Candidate]
+    budgets: Mapping[str, float]
+    measure: str
+    stored: Sequence[Quality]
+    held_out: Sequence[Grid]
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> "Request":
+        """Checks a command line before any work.
+
+        Raises:
+            OptionError, UserError: an option that cannot be honoured, or a file that cannot be used.
+        """
+        if args.output:
+            make_output(args.output, [FILE, VERIFIED])
+        budgets, stored = parse_budgets(args.budget), read_quality()
+        measure = args.measure or default_measure(stored)
+        stored = [each for each in stored if each.measure == measure]
+        if not stored:
+            raise OptionError("--measure", f"{measure}: no stored values; python -m bench.quality derives them")
+        shape = Shape(args.tokens[0], args.dim, args.num_heads, args.batch_size)
+        Candidate("softmax", {}).factory(dim=shape.dim, num_heads=shape.num_heads, grid=shape.grid)
+        known = [each.candidate.family for each in stored]
+        if args.attention:
+            families = [parse_family(text) for text in args.attention]
+        else:
+            families = [*(Candidate(name, {}) for name in ATTENTION), *known]
+        held_out = [] if args.verify is None else args.verify or [shape.grid]
+        calibrated = {each.grid for each in calibrated_shapes(shape)}
+        for grid in held_out:
+            if grid in calibrated:
+                problem = "is calibrated, and would not be held out"
+                raise OptionError("--verify", f"{grid[0]}x{grid[1]} {problem}; give --tokens or another grid")
+        return cls(shape, distinct(families), budgets, measure, stored, held_out)
+
+    def candidates(self, shape: Shape) -> list[Candidate]:
+        """Returns all sizes of the families, and their stored options, that layers accept at a shape."""
+        families = {(family.name, family.factory.config) for family in self.families}
+        stored = [each.candidate for each in self.stored]
+        stored = [c for c in stored if (c.name, c.family.factory.config) in families and c.is_valid(shape)]
+        return distinct([*(each for family in self.families for each in sizes_of(family, shape)), *stored])
+
+
+def parse_budgets(texts: Sequence[str]) -> dict[str, float]:
+    """Parses ``["ms=5", "macs=0.5"]``.
+
+    Raises:
+        OptionError: an unknown or repeated key, or a limit that is not a number above 0.
+    """
+    budgets: dict[str, float] = {}
+    for text in texts:
+        key, _, value = text.partition("=")
+        if key not in BUDGETS:
+            raise OptionError("--budget", f"{text!r}: unknown budget{nearest(key, BUDGETS)}; write ms=5")
+        try:
+            limit = float(value)
+        except ValueError:
+            limit = math.nan
+        if not 0 < limit < math.inf:
+            raise OptionError("--budget", f"{text!r}: {value!r} is not a number above 0; {key} is {BUDGETS[key]}")
+        if key in budgets:
+            raise OptionError("--budget", f"{text!r}: {key} is given twice; give it once")
+        budgets[key] = limit
+    return budgets
+
+
+def parse_family(text: str) -> Candidate:
+    """Parses ``"NAME[:OPTION=VALUE,...]"`` without a size, which the recommendation chooses.
+
+    Raises:
+        OptionError, ConfigError: unknown mechanism or option, or a size.
+    """
+    name, _, options = text.partition(":")
+    candidate = Candidate(name, read_options(text, options))
+    AttentionFactory.from_options({"name": name, **candidate.options}, "--attention")
+    size = ATTENTION[name].size_option
+    if size in candidate.options:
+        raise OptionError("--attention", f"{text!r}: --recommend chooses {size}; leave it out")
+    return candidate.family
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A candidate with its predicted costs and stored quality.
+
+    Attributes:
+        macs_ratio: MACs relative to softmax attention's layer. match: None without a stored quality.
+    """
+
+    candidate: Candidate
+    seconds: Prediction
+    peak_bytes: Prediction
+    macs: int
+    macs_ratio: float
+    match: Match | None
+
+    @property
+    def loss(self) -> float:
+        """Stored quality, infinite without one."""
+        return self.match.quality.value if self.match else math.inf
+
+    def excess(self, budgets: Mapping[str, float]) -> float:
+        """Returns the largest ratio of a predicted cost to its budget; 0 without budgets."""
+        costs = cost_by_budget(self.seconds.value, self.peak_bytes.value, self.macs_ratio)
+        return max((costs[key] / limit for key, limit in budgets.items()), default=0.0)
+
+    def remarks(self, budgets: Mapping[str, float]) -> str:
+        """Formats what is extrapolated, missing or close to a budget."""
+        found = []
+        if self.seconds.beyond > 1.005:
+            found.append(f"time extrapolated: {self.seconds.beyond:.2g} x outside of the calibrated range")
+        if self.match is None:
+            found.append("no stored quality")
+        elif self.match.extrapolated:
+            found.append(self.match.extrapolated)
+        if "ms" in budgets and self.seconds.value <= budgets["ms"] / 1e3 < self.seconds.high:
+            found.append(f"may exceed ms={budgets['ms']:g}")
+        return "; ".join(found)
+
+
+def cost_by_budget(seconds: float, peak_bytes: float, macs_ratio: float) -> dict[str, float]:
+    """Returns costs in the units of `BUDGETS`."""
+    return {"ms": 1e3 * seconds, "memory": peak_bytes / 2**20, "macs": macs_ratio}
+
+
+def choices(request: Request, shape: Shape, calibration: Calibration) -> list[Choice]:
+    """Returns all candidates whose costs can be predicted, the best first: by quality, then by predicted time."""
+    softmax = Candidate("softmax", {}).costs(shape).macs
+    found = []
+    for candidate in request.candidates(shape):
+        if predicted := calibration.predict(candidate, shape):
+            macs = candidate.costs(shape).macs
+            match = find_quality(candidate, shape, request.stored)
+            found.append(Choice(candidate, *predicted, macs, macs / softmax, match))
+    return sorted(found, key=lambda choice: (choice.loss, choice.seconds.value))
+
+
+def rows_of(ranked: Sequence[Choice], request: Request) -> list[dict[str, Any]]:
+    """Returns the rows of `FILE`: ranked candidates, those without a quality, and those that exceed a budget."""
+    fitting = [choice for choice in ranked if choice.excess(request.budgets) <= 1]
+    beyond = sorted((c for c in ranked if c not in fitting), key=lambda c: c.excess(request.budgets))
+    rows = []
+    for number, choice in enumerate([*fitting, *beyond], 1):
+        candidate, quality, meets = choice.candidate, choice.match and choice.match.quality, number <= len(fitting)
+        value, low, high, _ = choice.seconds
+        of_quality = ("value", "std", "n", "options", "tokens", "source")
+        values = [getattr(quality, name) if quality else None for name in of_quality]
+        cells = [number if meets and quality else None, candidate.name, candidate.options_text, candidate.entry, meets]
+        cells += [value, low, high, round(choice.peak_bytes.value), choice.macs, choice.macs_ratio, request.measure]
+        rows.append(dict(zip(COLUMNS, [*cells, *values, choice.remarks(request.budgets)], strict=True)))
+    return rows
+
+
+def readable(row: Mapping[str, Any]) -> dict[str, str]:
+    """Returns title of a column -> its text in a row."""
+    milliseconds = [f"{1e3 * row[name]:.3g}" for name in ("seconds", "seconds_low", "seconds_high")]
+    std = "" if row["quality_std"] is None else f" ± {row['quality_std']:.2g}"
+    known = row["quality"] is not None
+    return {
+        "rank": str(row["rank"] or "–"),
+        "mechanism": row["mechanism"],
+        "options": row["options"],
+        "ms (interval)": f"{milliseconds[0]} ({milliseconds[1]}–{milliseconds[2]})",
+        "peak (MiB)": f"{row['peak_bytes'] / 2**20:.1f}",
+        "MACs (G)": f"{row['macs'] / 1e9:.3f}",
+        "of softmax": f"{row['macs_ratio']:.2f}",
+        row["measure"]: f"{row['quality']:.3g}{std} (n={row['quality_n']})" if known else "not stored",
+        "source": (row["source"] or "").partition(":")[0],
+        "remarks": row["remarks"],
+    }
+
+
+def report(rows: Sequence[Mapping[str, Any]], request: Request, calibration: Calibration) -> str:
+    """Formats the recommendation: conditions, the best size of each mechanism, the first choice."""
+    limits = ", ".join(f"{key}={limit:g}" for key, limit in request.budgets.items()) or "none"
+    lines = [
+        f"{request.shape}, images in a call: {request.shape.batch}. Budgets: {limits}.",
+        f"Calibrated with {len(calibration.points)} measurements: {'; '.join(map(str, calibration.shapes))}.",
+        f"Intervals cover {COVERED:.0%} of the calibration's own errors, each measurement predicted from the others.",
+        f"Quality: {request.measure}, {MEASURES[request.measure]}. Less is better.",
+    ]
+    if calibration.skipped:
+        lines += [f"No time for {'; '.join(map(str, calibration.skipped))}: --calibrate gives more seconds."]
+    predicted = {row["mechanism"] for row in rows}
+    missing = dict.fromkeys(family.name for family in request.families if family.name not in predicted)
+    if missing:
+        lines += [f"Not predicted, for lack of measurements or of options that the grid allows: {', '.join(missing)}."]
+    fitting = [row for row in rows if row["meets_budgets"]]
+    best = list({row["mechanism"]: row for row in reversed(fitting)}.values())[::-1]
+    if best:
+        exceeding = f"{len(rows) - len(fitting)} of {len(rows)} candidates exceed a budget"
+        lines += ["", compact_table([readable(row) for row in sorted(best, key=fitting.index)])]
+        lines += ["", f"The best size of each mechanism; {exceeding}."]
+    return "\n".join([*lines, "", sentence(rows, request), ""])
+
+
+def sentence(rows: Sequence[Mapping[str, Any]], request: Request) -> str:
+    """Formats the first choice and what it does not show, or the candidate nearest to the budgets."""
+    if not rows:
+        return "No candidate was calibrated: give --calibrate more seconds."
+    first = rows[0]
+    if not first["meets_budgets"]:
+        costs = cost_by_budget(first["seconds"], first["peak_bytes"], first["macs_ratio"])
+        found = ", ".join(f"{key} {costs[key]:.3g} of {limit:g}" for key, limit in request.budgets.items())
+        remedy = "raise the limit, or ask for fewer tokens"
+        return f"No candidate meets the budgets. Nearest: {first['entry']} ({found}); {remedy}."
+    if first["rank"] is None:
+        return (
+            f"First choice by time alone: {first['entry']}. No candidate that meets the budgets has a stored quality."
+        )
+    alike = indistinct(rows)
+    return (
+        f"First choice: {first['entry']}, predicted {1e3 * first['seconds']:.3g} ms, with the least stored"
+        f" {request.measure} ({first['quality']:.3g}, measured at {first['quality_tokens']} tokens)"
+        + (f"; two standard errors do not tell it from {', '.join(alike)}" if alike else "")
+        + ". It does not show the accuracy of your model on your images, nor at other tokens than those measured."
+    )
+
+
+def indistinct(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns other ranked mechanisms whose quality differs from the first row's by at most two standard errors."""
+    first, found = rows[0], []
+    for row in rows[1:]:
+        if row["rank"] is not None and row["mechanism"] != first["mechanism"]:
+            errors = [(each["quality_std"] or 0.0) ** 2 / each["quality_n"] for each in (first, row)]
+            if row["quality"] - first["quality"] <= 2 * math.sqrt(sum(errors)):
+                found.append(row["mechanism"])
+    return list(dict.fromkeys(found))
+
+
+def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
+    """Returns Spearman's rank correlation; equal values share their mean rank. nan if all values of one are equal."""
+
+    def ranks(values: Sequence[float]) -> np.ndarray:
+        _, position, counts = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
+        return (counts.cumsum() - (counts - 1) / 2)[position]
+
+    a, b = (each - each.mean() for each in map(ranks, (x, y)))
+    norm = math.sqrt(float(a @ a) * float(b @ b))
+    return float(a @ b) / norm if norm else math.nan
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Comparison of predicted with measured times of all candidates at one held-out shape.
+
+    Attributes:
+        count: number of measured candidates. correlation: Spearman's, of predicted and measured times. error: median
+            factor, at least 1, between them. covered: share of times within their intervals. fastest: measured time of
+            the candidate that was predicted to be the fastest, relative to that of the fastest one.
+        text: what became of the first choice.
+    """
+
+    shape: Shape
+    count: int
+    correlation: float
+    error: float
+    covered: float
+    fastest: float
+    text: str
+
+    @classmethod
+    def of(
+        cls, ranked: Sequence[Choice], points: Sequence[Point], shape: Shape, budgets: Mapping[str, float]
+    ) -> "Verification":
+        """Compares ranked choices with measured points; choices that were not measured are left out."""
+        measured = {point.candidate.entry: point for point in points}
+        pairs = [(choice, measured[choice.candidate.entry]) for choice in ranked if choice.candidate.entry in measured]
+        predicted, found = [choice.seconds.value for choice, _ in pairs], [point.seconds for _, point in pairs]
+        errors = [abs(math.log(x / y)) for x, y in zip(predicted, found, strict=True)]
+        within = [choice.seconds.low <= point.seconds <= choice.seconds.high for choice, point in pairs]
+        return cls(
+            shape,
+            len(pairs),
+            rank_correlation(predicted, found),
+            math.exp(float(np.median(errors))),
+            sum(within) / len(within),
+            found[int(np.argmin(predicted))] / min(found),
+            first_choice(pairs, budgets),
+        )
+
+    def __str__(self) -> str:
+        return (
+            f"{self.shape}: {self.count} candidates, rank correlation {self.correlation:.3f}, predicted and measured"
+            f" times differ by a factor of {self.error:.2f} (median), {self.covered:.0%} lie in their intervals."
+            f" Predicted fastest: {self.fastest:.2f} x the time of the fastest. {self.text}"
+        )
+
+
+def first_choice(pairs: Sequence[tuple[Choice, Point]], budgets: Mapping[str, float]) -> str:
+    """Formats the regret of the first choice in quality and in time.
+
+    It is relative to the best candidates that truly meet the budgets: in quality to the best one, in time to the
+    fastest one that is as good as the first choice.
+
+    Args:
+        pairs: choices, the best first, with their measurements.
+    """
+
+    def excess(choice: Choice, point: Point) -> float:
+        costs = cost_by_budget(point.seconds, point.peak_bytes, choice.macs_ratio)
+        return max((costs[key] / limit for key, limit in budgets.items()), default=0.0)
+
+    ranked = [pair for pair in pairs if pair[0].match]
+    expected = [pair for pair in ranked if pair[0].excess(budgets) <= 1]
+    truly = [pair for pair in ranked if excess(*pair) <= 1]
+    if not expected or not truly:
+        return f"Candidates with a quality that meet the budgets: predicted {len(expected)}, measured {len(truly)}."
+    first, point = expected[0]
+    regret = first.loss - min(choice.loss for choice, _ in truly)
+    peers = [other.seconds for choice, other in truly if choice.loss <= first.loss]
+    used = excess(first, point)
+    return (
+        f"First choice: {first.candidate.entry}, {1e3 * point.seconds:.3g} ms measured"
+        + (f", {used:.2f} of its tightest budget" if budgets else "")
+        + f"; regret in quality {regret:.3g}, in time "
+        + (f"{max(0.0, point.seconds / min(peers) - 1):.0%}." if peers else "none to compare with.")
+    )
+
+
+def recommend(
+    args: argparse.Namespace,
+    request: Request,
+    measure: Measure,
+    watch: Callable[[], float] = time.monotonic,
+) -> None:
+    """Calibrates, prints the recommendation, verifies it at held-out grids, and writes `FILE` and `VERIFIED`."""
+    calibration = Calibration.run(request.families, request.shape, measure, args.calibrate, watch)
+    rows = rows_of(choices(request, request.shape, calibration), request)
+    print(report(rows, request, calibration), flush=True)
+    if args.output:
+        write_file(args.output / FILE, to_csv(COLUMNS, ([row[name] for name in COLUMNS] for row in rows)))
+    verified = []
+    for grid in request.held_out:
+        shape = request.shape._replace(grid=grid)
+        ranked = choices(request, shape, calibration)
+        points = measure([choice.candidate for choice in ranked], shape)
+        print(Verification.of(ranked, points, shape, request.budgets), flush=True)
+        predicted = {choice.candidate.entry: choice for choice in ranked}
+        for point in points:
+            choice = predicted[point.candidate.entry]
+            costs = *choice.seconds[:3], point.seconds, round(choice.peak_bytes.value), point.peak_bytes
+            verified.append([f"{grid[0]}x{grid[1]}", point.candidate.entry, *costs])
+    if args.output and verified:
+        write_file(args.output / VERIFIED, to_csv(VERIFIED_COLUMNS, verified))
+
+
+def measure_on(args: argparse.Namespace, device: torch.device, clock: Callable[[], float]) -> Measure:
+    """Returns the timing of layers by a command line."""
+    return stopwatch(args.modes[0], args.dtypes[0], args.rounds, device, clock)
