@@ -107,6 +107,27 @@ def drop_in() -> str:
     return markdown(lines)
 
 
+def aligned() -> str:
+    """Top-1 and error of outputs of every mechanism, replaced and aligned, by the latter's top-1; and its seconds."""
+    rows = sorted(read("transfer.csv"), key=lambda row: -float(row["aligned_top1"]))
+    titles = [
+        "",
+        "options",
+        "replaced: top-1 (%)",
+        "aligned: top-1 (%)",
+        "replaced: error",
+        "aligned: error",
+        "seconds",
+    ]
+    columns = {"top1": ".2f", "aligned_top1": ".2f", "output_error": ".3f", "aligned_output_error": ".3f"}
+    columns |= {"aligned_seconds": ".0f"}
+    lines = [
+        [f"`{row['attention']}`", row["options"], *(f"{float(row[name]):{form}}" for name, form in columns.items())]
+        for row in rows
+    ]
+    return markdown([titles, *lines])
+
+
 def over_seeds(name: str, others: Mapping[str, Callable[[Row], float]] = MappingProxyType({})) -> str:
     """Top-1 of every setting over its seeds, its difference to the first, and other values of the runs, by titles."""
     values = {"top1": lambda row: float(row["top1"]), **others}
@@ -161,6 +182,19 @@ def test_table_of_listops():
 def test_table_of_other_mechanisms_in_a_trained_model():
     assert drop_in() in RESULTS
     assert len(read("replace.csv")) == 30
+
+
+def test_table_of_alignment():
+    assert aligned() in RESULTS
+    rows = read("transfer.csv")
+    controls = {"softmax", "identity", "mean", "pooling", "convolution"}
+    rest = [float(row["aligned_top1"]) for row in rows if row["attention"] not in controls]
+    own = next(float(row["top1"]) for row in rows if row["attention"] == "softmax")
+    near = [sum(own - top1 < points for top1 in rest) for points in (1, 2.5)]
+    assert f"{near[0]} of the {len(rest)} mechanisms are within 1.0 point" in RESULTS
+    assert f"{near[1]} within 2.5" in RESULTS
+    before = [float(row["top1"]) for row in rows if row["attention"] not in controls]
+    assert f"before it, {sum(own - top1 < 2.5 for top1 in before)} are" in RESULTS
 
 
 def test_table_from_scratch():

@@ -1,0 +1,82 @@
+"""The search against all 216 assignments of docs/data/search.csv, and the numbers of docs/results.md."""
+
+import csv
+from pathlib import Path
+from statistics import mean
+
+import pytest
+
+from analysis.hybrids import OWN, Choices
+from analysis.laboratory import Score
+from analysis.search import choose, search
+
+DOCS = Path(__file__).parents[2] / "docs"
+SHARES = 0.68, 0.72, 0.8, 0.85, 0.9
+EVALUATIONS = 43
+"""A fifth of all assignments."""
+
+
+def read() -> dict[Choices, tuple[Score, int]]:
+    with (DOCS / "data/search.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    scores = [(Score(float(row["top1"]), float(row["loss"])), int(row["macs"])) for row in rows]
+    return {tuple(row[f"layer {n}"] for n in range(3)): score for row, score in zip(rows, scores, strict=True)}
+
+
+EVERY = read()
+OWN3: Choices = (OWN,) * 3
+OWN_MACS = EVERY[OWN3][1]
+BUDGETS = [share * OWN_MACS for share in SHARES]
+
+
+def prices() -> dict[tuple[int, str], int]:
+    names = {name for choices in EVERY for name in choices} - {OWN}
+    single = {(n, name): (*OWN3[:n], name, *OWN3[n + 1 :]) for n in range(3) for name in sorted(names)}
+    return {pair: EVERY[choices][1] - OWN_MACS for pair, choices in single.items()}
+
+
+def regrets(strategy: str, seed: int = 0) -> list[tuple[float, float]]:
+    """Top-1 points and loss that are lost to the best assignment within each budget, by loss."""
+    evaluated: list[Choices] = []
+
+    def evaluate(choices: Choices) -> Score:
+        evaluated.append(choices)
+        return EVERY[choices][0]
+
+    points = search(OWN3, OWN_MACS, prices(), BUDGETS, EVALUATIONS, evaluate, strategy, seed)
+    assert len(evaluated) == len({*evaluated}) == len(points) <= EVALUATIONS
+    found = []
+    for budget in BUDGETS:
+        chosen = choose(points, budget).score
+        within = [score for score, macs in EVERY.values() if macs <= budget]
+        found.append((max(score.top1 for score in within) - chosen.top1, chosen.loss - min(x.loss for x in within)))
+    return found
+
+
+def test_all_assignments_are_there_and_their_costs_add_up():
+    assert len(EVERY) == 216
+    for choices, (_, macs) in EVERY.items():
+        assert macs == OWN_MACS + sum(prices().get(pair, 0) for pair in enumerate(choices))
+
+
+def test_the_search_misses_less_than_half_a_point():
+    """At five budgets, with a fifth of the measurements."""
+    found = regrets("sensitivity")
+    assert max(top1 for top1, _ in found) < 0.5
+    text = (DOCS / "results.md").read_text()
+    row = " | ".join(f"{top1:.1f}" for top1, _ in found)
+    assert f"| regret in top-1 (points) | {row} |" in text
+    row = " | ".join(f"{loss:.4f}" for _, loss in found)
+    assert f"| regret in loss | {row} |" in text
+    random = [regrets("random", seed) for seed in range(20)]
+    row = " | ".join(f"{mean(run[n][1] for run in random):.4f}" for n in range(len(SHARES)))
+    assert f"| the same at random, mean of 20 | {row} |" in text
+    assert sum(loss for _, loss in found) < mean(sum(loss for _, loss in run) for run in random)
+
+
+@pytest.mark.parametrize("share", SHARES)
+def test_the_best_of_each_budget_is_stated(share):
+    within = {choices: score for choices, (score, macs) in EVERY.items() if macs <= share * OWN_MACS}
+    best = min(within, key=lambda choices: within[choices].loss)
+    line = f"| {share:g} | {', '.join(f'`{name}`' for name in best)} | {within[best].top1:.1f} |"
+    assert line in (DOCS / "results.md").read_text()
