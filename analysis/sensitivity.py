@@ -5,11 +5,11 @@ python analyze.py sensitivity runs/softmax --attention lara eva linear --align 1
 """
 
 import argparse
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 from matplotlib.colors import LogNorm
 from matplotlib.figure import Figure
 
@@ -145,11 +145,11 @@ def draw(title: str, rows: Sequence[Row], own: Score, own_macs: int) -> Figure:
     figure = Figure(figsize=(4 + 1.1 * layers, 2.2 + 0.32 * len(names)), layout="constrained")
     figure.suptitle(title, fontsize=8, wrap=True, parse_math=False)
     axes = figure.subplots()
-    rises = np.full((len(names), layers), np.nan)
+    rises = [[math.nan] * layers for _ in names]
     for row in rows:
         stage = list(row.scores)[-1]
         top1, loss = row.spread(stage, "top1"), row.spread(stage, "loss")
-        rises[names.index(row.name), row.layer] = max(loss.mean - own.loss, 1e-4)
+        rises[names.index(row.name)][row.layer] = max(loss.mean - own.loss, 1e-4)
         text = f"{top1.mean:.1f}\n{row.macs / own_macs - 1:+.0%}"
         axes.text(row.layer, names.index(row.name), text, ha="center", va="center", fontsize=6, color="black")
     image = axes.imshow(rises, cmap="YlOrRd", norm=LogNorm(1e-3, 3), alpha=0.8, aspect="auto")

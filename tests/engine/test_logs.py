@@ -57,7 +57,7 @@ def test_every_field_and_kind_is_documented_and_there(
         recorder.num_gpus, recorder.device = 1, torch.device("cuda")
         recorder.begin_epoch(1)
         recorder.end_step()
-        recorder.train(1, loss=1.0, error_N=0.5)
+        recorder.train(1, loss=1.0, error_N=0.5, error_last=0.5)
         recorder.skip(1, 1)
         recorder.eval(1, {"broken": 1})
         recorder.final(broken=1, best_loss=0.5, best_ema_loss=0.5)
