@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from analysis.laboratory import Laboratory, Score, export_model
+from analysis.laboratory import Laboratory, Score, export_model, score
 from attention import OptionError
 from models.assignment import assign, text_of
 from models.assignment import replace as replace_entry
@@ -111,17 +111,18 @@ class Hybrids:
         key = kept.key(attention=attention, hybrid=choices, aligned=is_aligned, seed=self.seed)
         values = kept.find(key)
         if values is None:
-            found, _ = self._build(choices, is_aligned)
-            kept.add(key, values := found._asdict())
+            model = self._build(choices, is_aligned)
+            values = score(model, self.laboratory.trained, self.laboratory.sample)._asdict()
+            kept.add(key, values)
         return Score(**values)
 
     def export(self, path: Path, choices: Choices) -> None:
         """Writes a hybrid of aligned layers as an export, which validate.py and `init.weights` read."""
         laboratory = self.laboratory
-        _, model = self._build(choices, is_aligned=True)
+        model = self._build(choices, is_aligned=True)
         export_model(path, laboratory.trained, model, self.attention(choices), laboratory.steps or 0)
 
-    def _build(self, choices: Choices, is_aligned: bool) -> tuple[Score, nn.Module]:
+    def _build(self, choices: Choices, is_aligned: bool) -> nn.Module:
         replaced = {layer: name for layer, name in enumerate(choices) if name != OWN}
         sources = {layer: self.aligned(name) if is_aligned else None for layer, name in replaced.items()}
-        return self.laboratory.score(self.attention(choices), sources, self.seed)
+        return self.laboratory.build(self.attention(choices), sources, self.seed)

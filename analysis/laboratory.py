@@ -161,8 +161,8 @@ class Laboratory:
         model.eval()
         return found
 
-    def score(self, attention: Any, sources: Mapping[int, nn.Module | None], seed: int) -> tuple[Score, nn.Module]:
-        """Scores the trained model with other attention in some layers.
+    def build(self, attention: Any, sources: Mapping[int, nn.Module | None], seed: int) -> nn.Module:
+        """Builds the trained model with other attention in some layers.
 
         Args:
             attention: of the whole model. sources: number of a layer -> model whose layer of that number it is; None:
@@ -175,7 +175,7 @@ class Laboratory:
         for number, source in sources.items():
             if source is not None:
                 layers[number].load_state_dict(attention_layers(source)[number].state_dict())
-        return score(model, self.trained, self.sample), model
+        return model
 
     def load(self, measured: Measured, attention: Any) -> nn.Module:
         """Returns the aligned model of a measurement."""

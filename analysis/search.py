@@ -51,7 +51,7 @@ FILES = ("search.csv", "front.csv", "search.png")
 
 
 class Candidate(NamedTuple):
-    """An assignment. predicted: loss, the trained model's and the rises of its layers. macs: of the model."""
+    """An assignment. predicted: loss, the trained model's and the rises of its layers, or nan. macs: of the model."""
 
     choices: Choices
     predicted: float
@@ -185,7 +185,7 @@ def search(
         return (*own[:layer], name, *own[layer + 1 :])
 
     if strategy != "sensitivity":
-        order = predict(own, 0.0, own_macs, dict.fromkeys(prices, 0.0), prices)
+        order = predict(own, math.nan, own_macs, dict.fromkeys(prices, 0.0), prices)
         if strategy == "random":
             random.Random(seed).shuffle(order)
     else:
@@ -284,15 +284,19 @@ def report(
     table = compact_table([{name: str(x) for name, x in values(p, hybrids, names).items()} for p in front])
     print(f"{title}; the front:\n\n{table}\n")
     for text, budget in budgets.items():
-        point = choose([p for p in points if p.candidate.macs <= budget] or points, budget)
-        print(f"--budget {text}: {args.output / names[point]}.yaml, top-1 {point.score.top1:.2f} %")
+        if any(point.candidate.macs <= budget for point in points):
+            point = choose(points, budget)
+            print(f"--budget {text}: {args.output / names[point]}.yaml, top-1 {point.score.top1:.2f} %")
+        else:
+            print(f"--budget {text}: nothing within it was measured; raise --evaluations")
     for file, table in ((FILES[0], points), (FILES[1], front)):
         lines = [values(point, hybrids, names) for point in table]
         write_file(args.output / file, to_csv(list(lines[0]), (line.values() for line in lines)))
     write_file(args.output / FILES[2], encode(draw(title, points, front, hybrids.own_macs, budgets)))
     (args.output / "front").mkdir(exist_ok=True)
-    for former in (args.output / "front").glob("[0-9][0-9]*.*"):
-        former.unlink()
+    for suffix in ("yaml", "safetensors", "safetensors.sha256"):
+        for former in (args.output / "front").glob(f"[0-9][0-9].{suffix}"):
+            former.unlink()
     for point, name in names.items():
         weights = args.output / f"{name}.safetensors"
         hybrids.export(weights, point.candidate.choices)
@@ -318,10 +322,15 @@ def values(point: Point, hybrids: Hybrids, names: Mapping[Point, str]) -> dict[s
     line |= {f"layer {layer}": name for layer, name in enumerate(candidate.choices)}
     line |= {"macs": candidate.macs, "macs_share": round(candidate.macs / hybrids.own_macs, 4)}
     return line | {
-        "predicted_loss": round(candidate.predicted, 5),
+        "predicted_loss": rounded(candidate.predicted),
         "loss": round(score.loss, 5),
         "top1": round(score.top1, 3),
     }
+
+
+def rounded(loss: float) -> float | None:
+    """Returns a loss for a CSV file; None if it was not predicted."""
+    return None if math.isnan(loss) else round(loss, 5)
 
 
 def draw(

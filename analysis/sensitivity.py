@@ -128,11 +128,8 @@ def values(row: Row, own: Score, own_macs: int) -> dict[str, Any]:
         for name in Score._fields:
             mean, std = (row.spread(stage, name) or (None, None))[:2]
             line |= {f"{prefix}{name}": mean, f"{prefix}{name}_std": std}
-    return (
-        line
-        | {"own_top1": own.top1, "own_loss": own.loss, "macs": row.macs, "own_macs": own_macs}
-        | {"problem": row.problem}
-    )
+    line |= {"own_top1": own.top1, "own_loss": own.loss, "macs": row.macs, "own_macs": own_macs}
+    return line | {"problem": row.problem}
 
 
 def draw(title: str, rows: Sequence[Row], own: Score, own_macs: int) -> Figure:

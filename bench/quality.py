@@ -25,7 +25,7 @@ MEASURES = {
     "replaced_loss": "top-1 points lost by a trained model's own attention replaced, without any training",
     "tuned_loss": "top-1 points behind softmax attention, replaced, aligned and trained on, both alike",
     "scratch_loss": "top-1 points behind softmax attention, trained alike from scratch",
-    "aligned_error": "mean squared error of attended values relative to zeros, replaced and aligned",
+    "aligned_error": "mean squared error of attention layers' outputs relative to zeros, replaced and aligned",
     "replaced_error": "mean squared error of attended values relative to zeros, replaced without any training",
 }
 """Measure -> its meaning. The first one with stored values is the default."""
@@ -133,7 +133,7 @@ def read_aligned(rows: Sequence[dict[str, str]]) -> Iterator[Fields]:
         own = name == "softmax"  # it is aligned to itself
         after = [0.0 if own else mean(trained) - float(r["aligned_top1"]) for r in group if own or r["aligned_top1"]]
         yield from of_values(name, options, "aligned_loss", after if trained else [])
-        errors = [0.0 if own else float(r["aligned_error"]) for r in group if own or r["aligned_error"]]
+        errors = [0.0 if own else float(r["aligned_output_error"]) for r in group if own or r["aligned_output_error"]]
         yield from of_values(name, options, "aligned_error", errors)
         pairs = [(r["seed"], float(r["tuned_top1"])) for r in group if r["tuned_top1"]]
         yield from of_values(name, options, "tuned_loss", [tuned[s] - top1 for s, top1 in pairs if s in tuned])

@@ -89,7 +89,7 @@ def test_other_strategies_measure_at_random_or_all():
 
 
 def test_the_beam_keeps_the_best_of_every_cost(monkeypatch):
-    """Of 27 assignments: with a wide beam, the predictions' front is that of all."""
+    """A beam that is narrower than the 27 assignments keeps the lowest prediction within each budget."""
     exact = predict(OWN3, 1.0, OWN_MACS, RISES, PRICES)
     assert len(exact) == 27
     monkeypatch.setattr(search, "MOST_CANDIDATES", 5)
@@ -150,6 +150,33 @@ def test_files_of_the_front_are_runs_of_train(checkpoint, tmp_path, monkeypatch,
     out = capsys.readouterr().out
     assert "9 assignments measured, aligned in 3 steps, seed 0; the front:" in out
     assert "--budget macs=0.97: " in out
+
+
+def test_a_budget_within_which_nothing_was_measured_is_named(checkpoint, tmp_path, monkeypatch, capsys):
+    """What `random` has not predicted is blank, and other files in front/ stay."""
+    monkeypatch.setattr(search, "encode", lambda figure: b"")
+    (tmp_path / "front").mkdir()
+    (tmp_path / "front/2026.txt").touch()
+    options = (
+        "--images",
+        "20",
+        "--align",
+        "2",
+        "--output",
+        str(tmp_path),
+        "--attention",
+        "linear",
+        "--strategy",
+        "random",
+    )
+    budgets = "--budget", "macs=1", "macs=0.96", "--evaluations", "1", "--seed", "1"
+    analyze.main(["search", str(checkpoint), *options, *budgets])
+    with (tmp_path / "search.csv").open(newline="") as file:
+        [row] = csv.DictReader(file)
+    assert row["predicted_loss"] == ""
+    named = "--budget macs=0.96: nothing within it was measured; raise --evaluations" in capsys.readouterr().out
+    assert named == (float(row["macs_share"]) > 0.96)
+    assert (tmp_path / "front/2026.txt").exists()
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def test_a_layer_alone_is_the_drop_in_of_its_block(checkpoint, tmp_path):
 
 def test_scores_are_kept(checkpoint, tmp_path, monkeypatch):
     first = ask(checkpoint, tmp_path, "--align", "2", "--attention", "linear")
-    monkeypatch.setattr(Laboratory, "score", lambda *given: pytest.fail("measured again"))
+    monkeypatch.setattr(Laboratory, "build", lambda *given: pytest.fail("measured again"))
     monkeypatch.setattr(Laboratory, "_measure", lambda *given: pytest.fail("aligned again"))
     assert ask(checkpoint, tmp_path, "--align", "2", "--attention", "linear") == first
 

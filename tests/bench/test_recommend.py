@@ -273,7 +273,7 @@ def test_quality_after_alignment(tmp_path):
         "softmax,,evaluation,0,90,0,0,,,,,91,1\n"
         "softmax,,evaluation,1,90,0,0,,,,,92,1\n"
         'eva,"window_size=7, num_landmarks=49",evaluation,0,60,0.5,0.4,88,0.2,0.1,30,90,1\n'
-        'eva,"window_size=7, num_landmarks=49",evaluation,1,62,0.5,0.4,89,0.1,0.1,30,92,1\n'
+        'eva,"window_size=7, num_landmarks=49",evaluation,1,62,0.5,0.4,89,0.1,0.3,30,92,1\n'
         'eva,"window_size=7, num_landmarks=49",training,0,10,0.9,0.9,20,0.9,0.9,30,,\n'
         "xca,,evaluation,0,12,1,1,70,0.9,0.9,30,,\n"
     )
@@ -281,7 +281,7 @@ def test_quality_after_alignment(tmp_path):
     eva = found["eva", "aligned_loss"]
     assert (eva.value, eva.std, eva.n, eva.options) == (1.5, round(0.5**0.5, 5), 2, "window_size=7,num_landmarks=49")
     assert "transfer.csv" in eva.source
-    assert found["eva", "aligned_error"].value == pytest.approx(0.15)
+    assert found["eva", "aligned_error"].value == pytest.approx(0.2)  # of outputs
     assert found["eva", "tuned_loss"].value == 0.5  # of the same seeds: 91 - 90, 92 - 92
     assert (found["xca", "aligned_loss"].value, found["xca", "aligned_loss"].std) == (20, None)
     assert ("xca", "tuned_loss") not in found

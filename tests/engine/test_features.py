@@ -186,7 +186,7 @@ def test_prefix_tokens_are_compared_where_both_models_have_as_many(tmp_path: Pat
 
 
 def test_a_pyramid_learns_the_map_of_another(tmp_path: Path):
-    """Of a model of timm, too, whose features are those of ours with the same weights."""
+    """The formula also holds for a teacher of timm, whose features equal ours with the same weights."""
     run = load_run(ROOT / "configs/quickstart.yaml", [PVT, "attention={name: sra}"])
     torch.manual_seed(0)
     stock = create_model(attention="sra", **run.model).eval()

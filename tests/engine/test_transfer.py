@@ -106,7 +106,7 @@ def full_size(path: Path, directory: Path) -> tuple[Run, nn.Module]:
 
 def test_the_console_is_as_it_is_shown(tmp_path: Path, capsys):
     run, model = full_size(TRANSFER / "deit_tiny_p16_eva.yaml", tmp_path)
-    create_objective(run, model, None, WORLD)  # type: ignore[arg-type]  # their classes have no part in the loss
+    create_objective(run, model, None, WORLD)
     printed = capsys.readouterr().out
     (shown,) = re.findall(r"^```\n(init\.weights=.*?)^```", SECTION, re.M | re.S)
     for line in shown.splitlines():
@@ -130,7 +130,7 @@ def memory_of_an_image(run: Run, model: nn.Module) -> float:
     model.to(memory_format=layout).train()
     peaks = []
     for batch in (4, 12):
-        objective = create_objective(run, model, None, WORLD)  # type: ignore[arg-type]
+        objective = create_objective(run, model, None, WORLD)
         network = objective.wrap(model)
         x, targets = torch.randn(batch, 3, 224, 224).to(memory_format=layout), torch.full((batch, 1000), 1e-3)
 
