@@ -25,8 +25,8 @@ QUESTIONS: dict[str, str] = {
 }
 """Module of `analysis` -> its description."""
 
-OVERRIDE = re.compile(r"(?!macs=)\w+(\.\w+)*=")
-"""Beginning of key.path=value; no option of the command line matches, nor a budget, macs=SHARE."""
+OVERRIDE = re.compile(r"(?!(macs|ms|memory)=)\w+(\.\w+)*=")
+"""Beginning of key.path=value; no option of the command line matches, nor a budget, as macs=0.7."""
 
 
 @end_at_interrupt()

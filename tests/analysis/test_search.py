@@ -185,6 +185,7 @@ def test_a_budget_within_which_nothing_was_measured_is_named(checkpoint, tmp_pat
         (["--budget", "macs=x"], "--budget macs=x: expected macs= and a number above 0"),
         (["--budget", "macs=0"], "--budget macs=0: expected macs= and a number above 0"),
         (["--budget", "speed"], "--budget speed: expected macs="),
+        (["--budget", "ms=5"], "--budget ms=5: expected macs= and a number above 0"),
         (["--budget", "macs=0.1"], "--budget macs=0.1: the cheapest assignment of these mechanisms takes macs=0.9"),
         (
             ["--budget", "macs=1", "--evaluations", "2"],
