@@ -1,4 +1,4 @@
-"""`python -m attention` prints the table of all mechanisms, in Markdown, as README.md shows it.
+"""`python -m attention` prints the table of all mechanisms, in Markdown, as docs/mechanisms.md shows it.
 
 `python -m attention eva` prints what EVA is, its paper and cost, and the table of its options.
 
@@ -10,7 +10,7 @@ come from `Attention.cost`.
 import inspect
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from . import ATTENTION, AttentionFactory, Grid, LayerContext, OptionError, options_of
@@ -26,25 +26,33 @@ DOCSTRING = re.compile(
 
 
 def table() -> str:
-    """The table in Markdown, with one row per mechanism of `ATTENTION` that has a shipped configuration: name, paper,
-    idea, cost as a formula and in figures, and the configuration.
+    """The table in Markdown, with one row per mechanism of `ATTENTION` that has a shipped configuration.
 
     Raises:
         ValueError: a mechanism's docstring does not have the expected shape.
     """
-    header = "name", "paper", "idea", "cost", "MACs (M)", "parameters", "config"
-    rows = [header, ("---",) * len(header), *(row(name) for name in ATTENTION if config(name))]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+    return markdown([row(name) for name in ATTENTION if config(name)])
 
 
-def row(name: str) -> tuple[str, ...]:
-    """The cells of mechanism `name`."""
+def markdown(rows: Sequence[Mapping[str, str]]) -> str:
+    """A table in Markdown of rows with the same columns."""
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *(list(row.values()) for row in rows)]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def row(name: str) -> dict[str, str]:
+    """Column -> cell of mechanism `name`: name, paper, idea, cost as a formula and in figures, and configuration."""
     found, costs = read_docstring(name), layer_costs(name, (28, 28))
-    paper = f"[{found['authors']}](https://arxiv.org/abs/{found['number']})" if found["number"] else ""
     idea, cost = (found[part].replace("|", r"\|").replace("^2", "²").replace("^3", "³") for part in ("idea", "cost"))
-    macs = " or ".join(f"{cost.macs / 1e6:.1f}" for cost in costs)
-    parameters = " or ".join(f"{cost.parameters:,}" for cost in costs)
-    return f"`{name}`", paper, idea, cost, macs, parameters, config(name)
+    return {
+        "name": f"`{name}`",
+        "paper": f"[{found['authors']}](https://arxiv.org/abs/{found['number']})" if found["number"] else "",
+        "idea": idea,
+        "cost": cost,
+        "MACs (M)": " or ".join(f"{cost.macs / 1e6:.1f}" for cost in costs),
+        "parameters": " or ".join(f"{cost.parameters:,}" for cost in costs),
+        "config": config(name),
+    }
 
 
 def page(name: str) -> str:

@@ -31,7 +31,7 @@ from attention import ATTENTION, LayerContext, OptionError, create_attention
 from attention.__main__ import config, table
 from attention.options import parse_options
 from engine.config.generate import COMMAND as GENERATE
-from engine.config.generate import FILES, PARTS, generate
+from engine.config.generate import FILES, GROUPS, PARTS, generate, quote
 from engine.config.load import load_run
 from engine.runtime.errors import UserError
 from tests.engine.test_predict import CLASSES, make_checkpoint
@@ -145,7 +145,7 @@ def test_what_follows_from_the_code_is_written(file):
 
 
 def test_a_page_without_the_comments_of_a_part_is_named(monkeypatch):
-    monkeypatch.setitem(PARTS, "README.md", {"mechanisms": lambda: "", "others": lambda: ""})
+    monkeypatch.setitem(PARTS, "README.md", {"twelve mechanisms": lambda: "", "others": lambda: ""})
     with pytest.raises(UserError, match=r"README\.md: expected <!-- generated: others --> and <!-- end --> once"):
         generate("README.md")
 
@@ -237,11 +237,25 @@ def test_your_own_attention_refuses_class_tokens_until_it_declares_them():
 
 
 def test_mechanism_table_links_to_configurations_of_the_mechanism():
-    rows = dict(re.findall(r"^\| `(\w+)` \|.*\]\((configs/[\w/]+\.yaml)\)", README, re.MULTILINE))
+    rows = dict(re.findall(r"^\| `(\w+)` \|.*\]\(\.\./(configs/[\w/]+\.yaml)\)", MECHANISMS, re.MULTILINE))
     assert set(rows) == {name for name in ATTENTION if config(name)}
     for name, path in rows.items():
         mechanisms = yaml.safe_load((ROOT / path).read_text())["attention"]
         assert name in [m["name"] for m in (mechanisms if isinstance(mechanisms, list) else [mechanisms])]
+
+
+def test_first_page_names_every_mechanism_once():
+    names = " ".join(itertools.chain.from_iterable(GROUPS.values())).split()
+    assert sorted(names) == sorted(name for name in ATTENTION if config(name))
+    described = re.findall(r"^\|[^|]*\| `(\w+)` \|", README, re.MULTILINE)
+    assert len(described) == 12
+    assert f"any of {len(names)} mechanisms" in README
+
+
+def test_table_quotes_the_papers():
+    assert "| 76.67 (deit_tiny_p8, EVA Table 2) |" in MECHANISMS
+    assert quote("hydra") == "68.30 (deit_tiny_p16, FLatten Table 3)"
+    assert quote("mean") == ""
 
 
 @pytest.mark.parametrize(

@@ -12,16 +12,72 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from attention import ATTENTION
-from attention.__main__ import table
+from attention import ATTENTION, options_of
+from attention.__main__ import config, markdown, row
 from engine.config.json_schema import describe
 from engine.config.options_table import tables
+from engine.config.papers import read_papers
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.files import write_file
 
 ROOT = Path(__file__).parents[2]
 COMMAND = "python -m engine.config.generate"
 WIDTH = 120
+
+
+GROUPS = {
+    "windows, and exact attention": (
+        "softmax local neighborhood",
+        "shifted_window hilo bilevel_routing longformer sparse_transformer bigbird smyrf reformer",
+    ),
+    "random features": ("performer ra lara scatterbrain", "scatterbrain_lsh rfa"),
+    "landmarks and groups": (
+        "eva nystrom agent",
+        "eva_lsh eva_clustered combiner transformer_ls clustered linformer sra linear_sra abc orthoformer synthesizer",
+    ),
+    "linear attention, and vision's own": (
+        "linear xca",
+        "cosformer transnormer t2r dpfp efficient hydra focused_linear relu_linear slab inline rala mlla polaformer",
+    ),
+    "controls": ("", "identity mean pooling convolution"),
+}
+"""Kind -> mechanisms that the first page describes, and those that it names."""
+
+MODELS = "deit_tiny_p8", "deit_tiny_p16", "deit_small_p16", "pvtv2_b3_2xheads"
+"""Models whose figures in a paper are quoted, the first that has one."""
+
+
+def all_mechanisms() -> str:
+    """The table of all mechanisms, with links from docs/, and the top-1 on ImageNet that a paper prints."""
+    rows = {name: row(name) for name in ATTENTION if config(name)}
+    for name, cells in rows.items():
+        cells["config"] = cells["config"].replace("](", "](../")
+        cells["ImageNet top-1 (%)"] = quote(name)
+    return markdown(list(rows.values()))
+
+
+def quote(name: str) -> str:
+    """The first figure of a paper for mechanism `name`, with its model and its table; empty if none is quoted."""
+    for model in MODELS:
+        for paper in read_papers():
+            if paper.config == f"{model}/{name}.yaml" and paper.top1 and not paper.overrides:
+                return f"{paper.top1:.2f} ({model}, {paper.source})"
+    return ""
+
+
+def twelve_mechanisms() -> str:
+    """The table of twelve mechanisms by kind, with their cost at 784 tokens, and the names of all others."""
+    rows, others = [], []
+    for kind, (described, named) in GROUPS.items():
+        for number, name in enumerate(described.split()):
+            cells = row(name)
+            parts = {column: cells[column] for column in ("name", "paper", "idea", "MACs (M)")}
+            rows.append({"kind": "" if number else kind} | parts)
+        links = ", ".join(
+            f"[`{name}`](docs/options.md#{name})" if options_of(name) else f"`{name}`" for name in named.split()
+        )
+        others.append(f"- {kind}: {links}")
+    return "\n".join([markdown(rows), "", "The others are:", "", *others])
 
 
 def refusing() -> str:
@@ -40,9 +96,13 @@ def fitting() -> str:
 
 
 PARTS: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"mechanisms": table},
+    "README.md": {"twelve mechanisms": twelve_mechanisms},
     "docs/integration.md": {"mechanisms without key masks": refusing},
-    "docs/mechanisms.md": {"mechanisms that fit small grids": fitting, "causal mechanisms": causal},
+    "docs/mechanisms.md": {
+        "mechanisms": all_mechanisms,
+        "mechanisms that fit small grids": fitting,
+        "causal mechanisms": causal,
+    },
     "docs/options.md": {"options": tables},
 }
 """Page -> its generated parts: name -> function that returns the text."""
