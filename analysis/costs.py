@@ -1,6 +1,7 @@
 """Costs of hybrids that a budget limits: multiply-accumulates, time or memory, measured and predicted from layers."""
 
 import operator
+import time
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
 from statistics import median
@@ -11,7 +12,7 @@ from torch import nn
 
 from analysis.command_line import progress
 from analysis.hybrids import OWN, Choices, Hybrids
-from bench.timing import time_rounds
+from bench.timing import Times, time_rounds
 from bench.workload import WARM_UP
 from engine.runtime.memory import peak_bytes
 from engine.runtime.provenance import device_name
@@ -128,7 +129,8 @@ class Time(Cost):
     """Seconds; a budget is in milliseconds.
 
     A hybrid is timed in turns with the trained model. Its time is that model's, which is timed once, times the median
-    ratio of two times of the same round, so that another load of the machine does not change the order.
+    ratio of two times of the same round, so that another load of the machine does not change the order. On a CPU, one
+    thread is timed by processor time, which other programs do not lengthen.
     """
 
     name, axis, columns, unit = "ms", "ms of a forward pass, images: {}", ("ms", "predicted_ms"), 1e-3
@@ -140,12 +142,15 @@ class Time(Cost):
         return self.measure(own) * self.once(choices, partial(self._ratio, choices))
 
     def _seconds(self) -> float:
-        call = self.call(self.build(self.hybrids.own))
-        return median(time_rounds({OWN: call}, ROUNDS, self.device).seconds[OWN])
+        return median(self._times({OWN: self.hybrids.own}).seconds[OWN])
 
     def _ratio(self, choices: Choices) -> float:
-        calls = {name: self.call(self.build(each)) for name, each in ((OWN, self.hybrids.own), ("hybrid", choices))}
-        return time_rounds(calls, ROUNDS, self.device).speedup(OWN, "hybrid").median
+        return self._times({OWN: self.hybrids.own, "hybrid": choices}).speedup(OWN, "hybrid").median
+
+    def _times(self, hybrids: Mapping[str, Choices]) -> Times:
+        calls = {name: self.call(self.build(choices)) for name, choices in hybrids.items()}
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        return time_rounds(calls, ROUNDS, self.device, clock=clock)
 
 
 class Memory(Cost):

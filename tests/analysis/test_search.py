@@ -3,17 +3,19 @@
 import csv
 import itertools
 import operator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
 import analyze
-from analysis import laboratory, search
+from analysis import costs, laboratory, search
 from analysis.costs import Prices
 from analysis.hybrids import OWN
 from analysis.laboratory import Score
 from analysis.search import Candidate, Point, choose, is_best, predict
+from bench.timing import time_rounds
 from engine.config.load import load_run
 from tests.analysis.models import load_model, save_model
 
@@ -110,6 +112,19 @@ def test_the_front_has_no_point_that_another_beats():
     assert [point.number for point in points if is_best(point, points)] == [1, 4, 5]
     assert choose(points, 6).number == 4
     assert choose(points, 99).number == 1
+
+
+def test_an_assignment_above_the_budget_as_measured_is_no_answer():
+    """The prediction of the cost falls short where the last two layers are both replaced."""
+    known, budget = landscape(), 65
+
+    def evaluate(choices: tuple[str, ...]) -> tuple[Score, float]:
+        return known(choices)[0], macs_of(choices) + 10 * (OWN not in choices[1:])
+
+    found = choose(search.search(OWN3, PRICES, [budget], 12, evaluate), budget)
+    best = min(evaluate(choices)[0].loss for choices in ALL if evaluate(choices)[1] <= budget)
+    assert found.score.loss == best > min(known(choices)[0].loss for choices in ALL if macs_of(choices) <= budget)
+    assert found.cost <= budget
 
 
 @pytest.fixture(scope="module")
@@ -210,7 +225,8 @@ EXPECTED = "expected one of macs=, ms=, memory= and a number above 0, as macs=0.
         ([], "the following arguments are required: --budget"),
     ],
 )
-def test_refusals(checkpoint, tmp_path, capsys, arguments, expected):
+def test_refusals(checkpoint, tmp_path, monkeypatch, capsys, arguments, expected):
+    monkeypatch.setattr(costs, "time_rounds", partial(time_rounds, sample_seconds=0))
     options = "--images", "20", "--output", str(tmp_path), "--attention", "linear"
     with pytest.raises(SystemExit) as caught:
         analyze.main(["search", str(checkpoint), *options, *arguments])
