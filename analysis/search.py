@@ -292,7 +292,8 @@ def report(
             print(f"--budget {text}: {file}, {cost.text(point.cost)}, top-1 {point.score.top1:.2f} %")
         else:
             print(f"--budget {text}: nothing within it was measured; raise --evaluations")
-    if deviation := max(abs(point.candidate.cost / point.cost - 1) for point in points):
+    if cost.columns:
+        deviation = max(abs(point.candidate.cost / point.cost - 1) for point in points)
         print(f"{cost.name} as predicted from single layers: at most {deviation:.1%} from the measured")
     for file, table in ((FILES[0], points), (FILES[1], front)):
         lines = [values(point, hybrids, cost, names) for point in table]
