@@ -136,7 +136,8 @@ def check_reachable(budgets: Mapping[str, float], prices: Prices, cost: Cost) ->
     for text, budget in budgets.items():
         if budget < cheapest:
             least = math.ceil(1000 * cheapest / cost.unit) / 1000
-            problem = f"the cheapest assignment of these mechanisms takes {cost.name}={least:g}"
+            own = cost.text(cost.measure(cost.hybrids.own))
+            problem = f"the cheapest assignment of these mechanisms takes {cost.name}={least:g}, the model's own {own}"
             raise UserError(f"--budget {text}: {problem}; raise it, or add cheaper mechanisms to --attention")
 
 
