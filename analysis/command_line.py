@@ -62,7 +62,8 @@ def check_positive(args: argparse.Namespace, *names: str) -> None:
     """Raises a UserError for a count below 1."""
     for name in names:
         if getattr(args, name) < 1:
-            raise UserError(f"--{name} = {getattr(args, name)} is below the least valid value 1")
+            option = name.replace("_", "-")
+            raise UserError(f"--{option} = {getattr(args, name)} is below the least valid value 1")
 
 
 def read_mechanisms(texts: Sequence[str] | None) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Hybrids of a trained model: another mechanism in some layers, which is aligned once for all of them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +52,11 @@ class Hybrids:
         if not found and problem is not None:
             raise problem
         return found
+
+    @property
+    def pairs(self) -> list[tuple[int, str]]:
+        """Every layer with each mechanism that it can have."""
+        return [(layer, name) for name, layers in self.layers.items() for layer in layers]
 
     @property
     def own_macs(self) -> int:
@@ -107,22 +112,30 @@ class Hybrids:
 
     def score(self, choices: Choices, is_aligned: bool) -> Score:
         """Scores a hybrid, with aligned layers or with untrained ones; kept in the directory."""
-        kept, attention = self.laboratory.kept, self.attention(choices)
-        key = kept.key(attention=attention, hybrid=choices, aligned=is_aligned, seed=self.seed)
+
+        def compute() -> dict[str, Any]:
+            model = self.build(choices, is_aligned)
+            return score(model, self.laboratory.trained, self.laboratory.sample)._asdict()
+
+        return Score(**self.once(choices, compute, aligned=is_aligned))
+
+    def once(self, choices: Choices, compute: Callable[[], dict[str, Any]], **question: Any) -> dict[str, Any]:
+        """Returns the values of a measurement of a hybrid, which the directory keeps; computes them if it has none."""
+        kept = self.laboratory.kept
+        key = kept.key(attention=self.attention(choices), hybrid=choices, seed=self.seed, **question)
         values = kept.find(key)
         if values is None:
-            model = self._build(choices, is_aligned)
-            values = score(model, self.laboratory.trained, self.laboratory.sample)._asdict()
-            kept.add(key, values)
-        return Score(**values)
+            kept.add(key, values := compute())
+        return values
 
     def export(self, path: Path, choices: Choices) -> None:
         """Writes a hybrid of aligned layers as an export, which validate.py and `init.weights` read."""
         laboratory = self.laboratory
-        model = self._build(choices, is_aligned=True)
+        model = self.build(choices, is_aligned=True)
         export_model(path, laboratory.trained, model, self.attention(choices), laboratory.steps or 0)
 
-    def _build(self, choices: Choices, is_aligned: bool) -> nn.Module:
+    def build(self, choices: Choices, is_aligned: bool) -> nn.Module:
+        """Builds a hybrid, with aligned layers or with untrained ones."""
         replaced = {layer: name for layer, name in enumerate(choices) if name != OWN}
         sources = {layer: self.aligned(name) if is_aligned else None for layer, name in replaced.items()}
         return self.laboratory.build(self.attention(choices), sources, self.seed)

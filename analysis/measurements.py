@@ -14,7 +14,7 @@ class Measurements:
     """File of measurements, a line of JSON for each, which several processes may extend.
 
     A measurement is found again by all that it depends on. If that is not known in full, because the code has changes
-    that are in no revision, nothing is found.
+    that are in no revision, only those of this process are found.
 
     Args:
         path: file, which need not exist. basis: what all measurements of this process depend on.
@@ -22,6 +22,7 @@ class Measurements:
 
     def __init__(self, path: Path, basis: Mapping[str, Any]):
         self.path, self.basis = path, basis
+        self.added: dict[str, dict[str, Any]] = {}
 
     def key(self, **question: Any) -> str:
         """Returns a digest, of 16 digits, of a question and of all that its answer depends on."""
@@ -30,6 +31,8 @@ class Measurements:
 
     def find(self, key: str) -> dict[str, Any] | None:
         """Returns the values of the measurement `key`; None if there is none."""
+        if key in self.added:
+            return self.added[key]
         if str(self.basis.get("git")).endswith("-dirty") or not self.path.exists():
             return None
         with open_regular(self.path) as file:
@@ -46,3 +49,4 @@ class Measurements:
         """Adds a measurement. A UserError says that it cannot be written."""
         with explain_unwritten(self.path):
             append_whole(self.path, f"{json.dumps({'key': key, 'values': values})}\n".encode())
+        self.added[key] = dict(values)

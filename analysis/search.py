@@ -2,9 +2,11 @@
 
 python analyze.py search runs/softmax --attention lara eva linear --budget macs=0.7
 python analyze.py search runs/softmax --attention eva linear '{name: eva, window_size: 2}' --budget macs=0.6 macs=0.8
+python analyze.py search runs/softmax --attention eva linear --budget ms=12 ms=15      # measured on this machine
 
 Mechanisms are aligned first, each once. The rise of the loss when one layer alone has a mechanism predicts that of any
-assignment, as a sum over layers. For each budget the assignments of the lowest predictions are then measured.
+assignment, as a sum over layers, and single layers predict its cost. For each budget the assignments of the lowest
+predictions are then measured.
 """
 
 import argparse
@@ -19,7 +21,8 @@ from matplotlib.figure import Figure
 
 from analysis import command_line
 from analysis.align import BATCH_SIZE
-from analysis.hybrids import OWN, Choices, Hybrids
+from analysis.costs import COSTS, Cost, Prices
+from analysis.hybrids import Choices, Hybrids
 from analysis.laboratory import FILE, Laboratory, Score
 from analysis.trained import load_trained, read_sample
 from engine.config.load import dump_run
@@ -51,20 +54,21 @@ FILES = ("search.csv", "front.csv", "search.png")
 
 
 class Candidate(NamedTuple):
-    """An assignment. predicted: loss, the trained model's and the rises of its layers, or nan. macs: of the model."""
+    """An assignment. predicted: loss, the trained model's and the rises of its layers, or nan. cost: by `Prices`."""
 
     choices: Choices
     predicted: float
-    macs: int
+    cost: float
 
 
 @dataclass(frozen=True)
 class Point:
-    """A measured assignment. number: of its measurement, from 0 on."""
+    """A measured assignment. number: of its measurement, from 0 on. cost: as measured, see `Cost`."""
 
     number: int
     candidate: Candidate
     score: Score
+    cost: float
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -72,8 +76,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     command_line.add_mechanisms(parser, "all of that file")
     text = f"steps of {BATCH_SIZE} training images in which mechanisms are aligned ({STEPS})"
     parser.add_argument("--align", type=int, default=STEPS, metavar="STEPS", help=text)
-    text = "largest multiply-accumulates of the model as a share of those with its own attention: macs=0.7"
-    parser.add_argument("--budget", nargs="+", required=True, metavar="macs=SHARE", help=text)
+    text = "largest costs of the model, of one kind: macs=0.7, multiply-accumulates as a share of those with its own"
+    text += " attention; ms=12, milliseconds of a forward pass on this machine; memory=80, MiB at the peak of that pass"
+    parser.add_argument("--budget", nargs="+", required=True, metavar="KIND=LIMIT", help=text)
+    text = "images of the forward pass that ms= and memory= limit (1)"
+    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help=text)
     text = f"assignments to measure, those with one replaced layer included ({PER_BUDGET} a budget beside these)"
     parser.add_argument("--evaluations", type=int, metavar="N", help=text)
     strategies = "which assignments are measured: of the lowest predictions, at random, or all (sensitivity)"
@@ -84,60 +91,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    command_line.check_positive(args, "align", "images", *["evaluations"] * (args.evaluations is not None))
-    shares = [read_budget(text) for text in args.budget]
+    evaluations = ["evaluations"] * (args.evaluations is not None)
+    command_line.check_positive(args, "align", "images", "batch_size", *evaluations)
+    kind, limits = read_budgets(args.budget)
     make_output(args.output, [*FILES, FILE])
     mechanisms = command_line.read_mechanisms(args.attention)
     trained = load_trained(args)
     laboratory = Laboratory(trained, read_sample(trained, args.images), args.output, ["evaluation"], args.align)
     hybrids = Hybrids(laboratory, mechanisms, args.seed)
-    budgets = {text: share * hybrids.own_macs for text, share in zip(args.budget, shares, strict=True)}
-    prices = {pair: hybrids.macs(hybrids.single(*pair)) - hybrids.own_macs for pair in pairs_of(hybrids)}
-    check_reachable(budgets, prices, hybrids)
-    points = measure(hybrids, prices, list(budgets.values()), args)
+    cost = COSTS[kind](hybrids, args.batch_size)
+    prices, budgets = cost.prices(), {text: limit * cost.unit for text, limit in limits.items()}
+    check_reachable(budgets, prices, cost)
+    points = measure(hybrids, cost, prices, list(budgets.values()), args)
     front = [point for point in points if is_best(point, points)]
-    report(hybrids, points, front, budgets, args)
+    report(hybrids, cost, points, front, budgets, args)
 
 
-def read_budget(text: str) -> float:
-    """Returns the share of a budget ``macs=0.7``.
+def read_budgets(texts: Sequence[str]) -> tuple[str, dict[str, float]]:
+    """Returns the kind of budgets ``["macs=0.7", "macs=0.8"]``, and text -> limit.
 
     Raises:
-        UserError: it is something else.
+        UserError: they are something else, or of several kinds.
     """
-    kind, _, number = text.partition("=")
-    try:
-        share = float(number)
-    except ValueError:
-        share = math.nan
-    if kind != "macs" or not 0 < share < math.inf:
-        raise UserError(f"--budget {text}: expected macs= and a number above 0, the share of the model's own: macs=0.7")
-    return share
+    limits = {}
+    for text in texts:
+        kind, _, number = text.partition("=")
+        try:
+            limits[text] = float(number)
+        except ValueError:
+            limits[text] = math.nan
+        if kind not in COSTS or not 0 < limits[text] < math.inf:
+            known = f"{', '.join(f'{name}=' for name in COSTS)} and a number above 0"
+            raise UserError(f"--budget {text}: expected one of {known}, as macs=0.7")
+    kinds = dict.fromkeys(text.partition("=")[0] for text in texts)
+    if len(kinds) > 1:
+        problem = f"{' and '.join(kinds)} are of several kinds; run the command once for each kind"
+        raise UserError(f"--budget {' '.join(texts)}: {problem}")
+    return next(iter(kinds)), limits
 
 
-def pairs_of(hybrids: Hybrids) -> list[tuple[int, str]]:
-    """Returns every layer with each mechanism that it can have."""
-    return [(layer, name) for name, layers in hybrids.layers.items() for layer in layers]
-
-
-def check_reachable(budgets: Mapping[str, float], prices: Mapping[tuple[int, str], int], hybrids: Hybrids) -> None:
-    """Raises a UserError for a budget below the cheapest assignment."""
-    cheapest = hybrids.own_macs
-    for layer in range(len(hybrids.own)):
-        cheapest += min([0, *(price for (number, _), price in prices.items() if number == layer)])
+def check_reachable(budgets: Mapping[str, float], prices: Prices, cost: Cost) -> None:
+    """Raises a UserError for a budget below the cheapest assignment, as predicted."""
+    cheapest = prices.least()
     for text, budget in budgets.items():
         if budget < cheapest:
-            least = math.ceil(1000 * cheapest / hybrids.own_macs) / 1000
-            problem = f"the cheapest assignment of these mechanisms takes macs={least:g}"
+            least = math.ceil(1000 * cheapest / cost.unit) / 1000
+            own = cost.text(cost.measure(cost.hybrids.own))
+            problem = f"the cheapest assignment of these mechanisms takes {cost.name}={least:g}, the model's own {own}"
             raise UserError(f"--budget {text}: {problem}; raise it, or add cheaper mechanisms to --attention")
 
 
 def measure(
-    hybrids: Hybrids, prices: Mapping[tuple[int, str], int], budgets: Sequence[float], args: argparse.Namespace
+    hybrids: Hybrids, cost: Cost, prices: Prices, budgets: Sequence[float], args: argparse.Namespace
 ) -> list[Point]:
     """Measures assignments in the order of the strategy, until `--evaluations` are measured."""
-    number = len(prices) + 1
-    count = math.prod(1 + sum(layer == number for layer, _ in prices) for number in range(len(hybrids.own)))
+    number = len(hybrids.pairs) + 1
+    count = math.prod(sum(layer == number for layer, _ in prices.layers) for number in range(len(hybrids.own)))
     limit = number + PER_BUDGET * len(budgets) if args.evaluations is None else args.evaluations
     limit = count if args.strategy == "all" else min(limit, count)
     if args.strategy == "sensitivity" and limit < number:
@@ -148,30 +157,29 @@ def measure(
         raise UserError(f"--strategy {args.strategy}: {count:,} assignments are more than {MOST_CANDIDATES:,}")
     with command_line.progress("search", limit, "assignments") as bar:
 
-        def evaluate(choices: Choices) -> Score:
-            found = hybrids.score(choices, is_aligned=True)
+        def evaluate(choices: Choices) -> tuple[Score, float]:
+            found = hybrids.score(choices, is_aligned=True), cost.measure(choices)
             bar.update()
             return found
 
-        return search(hybrids.own, hybrids.own_macs, prices, budgets, limit, evaluate, args.strategy, args.seed)
+        return search(hybrids.own, prices, budgets, limit, evaluate, args.strategy, args.seed)
 
 
 def search(
     own: Choices,
-    own_macs: int,
-    prices: Mapping[tuple[int, str], int],
+    prices: Prices,
     budgets: Sequence[float],
     limit: int,
-    evaluate: Callable[[Choices], Score],
+    evaluate: Callable[[Choices], tuple[Score, float]],
     strategy: str = "sensitivity",
     seed: int = 0,
 ) -> list[Point]:
     """Searches for the assignments of the lowest loss within each of several budgets.
 
     Args:
-        own: assignment of the trained model, `own_macs` its multiply-accumulates. prices: layer and mechanism -> the
-            multiply-accumulates that they add. limit: number of measurements. evaluate: measures an assignment.
-        strategy: see `--strategy`; "random" and "all" predict nothing. seed: of "random".
+        own: assignment of the trained model. prices: of all layers and their choices. limit: number of measurements.
+            evaluate: measures an assignment and its cost. strategy: see `--strategy`; "random" and "all" predict no
+            losses. seed: of "random".
     Returns:
         The measured assignments, in the order of their measurements.
     """
@@ -179,29 +187,28 @@ def search(
 
     def add(candidate: Candidate) -> None:
         if len(points) < limit and candidate.choices not in points:
-            points[candidate.choices] = Point(len(points), candidate, evaluate(candidate.choices))
-
-    def single(layer: int, name: str) -> Choices:
-        return (*own[:layer], name, *own[layer + 1 :])
+            points[candidate.choices] = Point(len(points), candidate, *evaluate(candidate.choices))
 
     if strategy != "sensitivity":
-        order = predict(own, math.nan, own_macs, dict.fromkeys(prices, 0.0), prices)
+        order = predict(math.nan, dict.fromkeys(prices.layers, 0.0), prices)
         if strategy == "random":
             random.Random(seed).shuffle(order)
     else:
-        base = evaluate(own)
-        points[own] = Point(0, Candidate(own, base.loss, own_macs), base)
         rises = {}
-        for (layer, name), price in prices.items():
-            score = evaluate(choices := single(layer, name))
-            points[choices] = Point(len(points), Candidate(choices, score.loss, own_macs + price), score)
-            rises[layer, name] = score.loss - base.loss
-        order = predict(own, base.loss, own_macs, rises, prices)
-        order.sort(key=lambda candidate: (candidate.predicted, candidate.macs))
+        for layer, name in prices.layers:
+            choices = (*own[:layer], name, *own[layer + 1 :])
+            if choices not in points:
+                score, cost = evaluate(choices)
+                points[choices] = Point(
+                    len(points), Candidate(choices, score.loss, prices.predict(choices)), score, cost
+                )
+            rises[layer, name] = points[choices].score.loss - points[own].score.loss
+        order = predict(points[own].score.loss, rises, prices)
+        order.sort(key=lambda candidate: (candidate.predicted, candidate.cost))
     if strategy == "all":
         for candidate in order:
             add(candidate)
-    queues = [iter([candidate for candidate in order if candidate.macs <= budget]) for budget in budgets]
+    queues = [iter([candidate for candidate in order if candidate.cost <= budget]) for budget in budgets]
     while queues and len(points) < limit:
         queues = [queue for queue in queues if take(queue, points, add)]
     return list(points.values())
@@ -216,23 +223,20 @@ def take(queue: Iterable[Candidate], points: Mapping[Choices, Point], add: Calla
     return False
 
 
-def predict(
-    own: Choices,
-    loss: float,
-    macs: int,
-    rises: Mapping[tuple[int, str], float],
-    prices: Mapping[tuple[int, str], int],
-) -> list[Candidate]:
-    """Predicts loss and multiply-accumulates of assignments as sums over layers: of all, or of a beam.
+def predict(loss: float, rises: Mapping[tuple[int, str], float], prices: Prices) -> list[Candidate]:
+    """Predicts loss, as a sum over layers, and cost of assignments: of all, or of a beam.
 
     The beam keeps the lowest losses within each of `SLICES` slices of cost, layer after layer.
+
+    Args:
+        loss: of the trained model. rises: layer and choice -> the loss that it adds; the own attention adds 0.
     """
-    found = [Candidate((), loss, macs)]
-    for layer in range(len(own)):
-        options = {OWN: (0.0, 0)} | {name: (rises[n, name], prices[n, name]) for n, name in rises if n == layer}
+    found = [Candidate((), loss, prices.start)]
+    for layer in range(1 + max(layer for layer, _ in prices.layers)):
+        options = [pair for pair in prices.layers if pair[0] == layer]
         found = [
-            Candidate((*choices, name), predicted + rise, cost + price)
-            for (choices, predicted, cost), (name, (rise, price)) in itertools.product(found, options.items())
+            Candidate((*choices, pair[1]), predicted + rises[pair], prices.combine(cost, prices.layers[pair]))
+            for (choices, predicted, cost), pair in itertools.product(found, options)
         ]
         if len(found) > MOST_CANDIDATES:
             found = thin(found)
@@ -241,10 +245,11 @@ def predict(
 
 def thin(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Returns at most `WIDTH` candidates: in each of `SLICES` slices of cost those of the lowest predictions."""
-    low, high = (bound(candidate.macs for candidate in candidates) for bound in (min, max))
+    low, high = (bound(candidate.cost for candidate in candidates) for bound in (min, max))
     slices: list[list[Candidate]] = [[] for _ in range(SLICES)]
     for candidate in candidates:
-        slices[min(SLICES - 1, SLICES * (candidate.macs - low) // max(1, high - low))].append(candidate)
+        share = (candidate.cost - low) / (high - low) if high > low else 0.0
+        slices[min(SLICES - 1, int(SLICES * share))].append(candidate)
     kept = (sorted(part, key=lambda candidate: candidate.predicted)[: WIDTH // SLICES] for part in slices)
     return list(itertools.chain.from_iterable(kept))
 
@@ -252,47 +257,49 @@ def thin(candidates: Sequence[Candidate]) -> list[Candidate]:
 def is_best(point: Point, points: Iterable[Point]) -> bool:
     """Returns whether no other point has a loss as low at a cost as low; of equal ones the first is best."""
 
-    def rank(one: Point) -> tuple[float, int, int]:
-        return one.score.loss, one.candidate.macs, one.number
+    def rank(one: Point) -> tuple[float, float, int]:
+        return one.score.loss, one.cost, one.number
 
-    loss, macs, _ = rank(point)
-    return not any(
-        other is not point and other.score.loss <= loss and other.candidate.macs <= macs and rank(other) < rank(point)
-        for other in points
-    )
+    return not any(other.cost <= point.cost and rank(other) < rank(point) for other in points)
 
 
 def choose(points: Iterable[Point], budget: float) -> Point:
     """Returns the point of the lowest loss within a budget; of equal ones the cheapest."""
-    within = [point for point in points if point.candidate.macs <= budget]
-    return min(within, key=lambda point: (point.score.loss, point.candidate.macs, point.number))
+    within = [point for point in points if point.cost <= budget]
+    return min(within, key=lambda point: (point.score.loss, point.cost, point.number))
 
 
 def report(
     hybrids: Hybrids,
+    cost: Cost,
     points: Sequence[Point],
     front: Sequence[Point],
     budgets: Mapping[str, float],
     args: argparse.Namespace,
 ) -> None:
     """Prints the front, and writes tables, figure, and the files of every point of the front."""
-    own, front = hybrids.laboratory.own.score, sorted(front, key=lambda point: point.candidate.macs)
+    own, front = hybrids.laboratory.own.score, sorted(front, key=lambda point: point.cost)
     names = {point: f"front/{number:02}" for number, point in enumerate(front)}
-    title = f"{args.checkpoint}: top-1 {own.top1:.2f} %, loss {own.loss:.4f} with its own attention,"
+    takes = f"{args.checkpoint}: {cost.text(cost.measure(hybrids.own))}"
+    title = f"{takes}, top-1 {own.top1:.2f} %, loss {own.loss:.4f} with its own attention,"
     title += f" {len(hybrids.laboratory.sample.images)} images; {len(points)} assignments measured,"
     title += f" aligned in {args.align} steps, seed {args.seed}"
-    table = compact_table([{name: str(x) for name, x in values(p, hybrids, names).items()} for p in front])
+    table = compact_table([{name: str(x) for name, x in values(p, hybrids, cost, names).items()} for p in front])
     print(f"{title}; the front:\n\n{table}\n")
     for text, budget in budgets.items():
-        if any(point.candidate.macs <= budget for point in points):
+        if any(point.cost <= budget for point in points):
             point = choose(points, budget)
-            print(f"--budget {text}: {args.output / names[point]}.yaml, top-1 {point.score.top1:.2f} %")
+            file = args.output / f"{names[point]}.yaml"
+            print(f"--budget {text}: {file}, {cost.text(point.cost)}, top-1 {point.score.top1:.2f} %")
         else:
             print(f"--budget {text}: nothing within it was measured; raise --evaluations")
+    if cost.columns:
+        deviation = max(abs(point.candidate.cost / point.cost - 1) for point in points)
+        print(f"{cost.name} as predicted from single layers: at most {deviation:.1%} from the measured")
     for file, table in ((FILES[0], points), (FILES[1], front)):
-        lines = [values(point, hybrids, names) for point in table]
+        lines = [values(point, hybrids, cost, names) for point in table]
         write_file(args.output / file, to_csv(list(lines[0]), (line.values() for line in lines)))
-    write_file(args.output / FILES[2], encode(draw(title, points, front, hybrids.own_macs, budgets)))
+    write_file(args.output / FILES[2], encode(draw(title, cost, points, front, budgets.values())))
     (args.output / "front").mkdir(exist_ok=True)
     for suffix in ("yaml", "safetensors", "safetensors.sha256"):
         for former in (args.output / "front").glob(f"[0-9][0-9].{suffix}"):
@@ -301,8 +308,8 @@ def report(
         weights = args.output / f"{name}.safetensors"
         hybrids.export(weights, point.candidate.choices)
         output = f"runs/{args.output.name}-{name.rpartition('/')[2]}"
-        head = f"# {' | '.join(point.candidate.choices)}\n# MACs {point.candidate.macs / hybrids.own_macs:.3f} of"
-        head += f" {args.checkpoint}, top-1 {point.score.top1:.2f} % as aligned. To train it on:\n"
+        head = f"# {' | '.join(point.candidate.choices)}\n# {cost.text(point.cost)} ({takes}),"
+        head += f" top-1 {point.score.top1:.2f} % as aligned. To train it on:\n"
         head += f"#   python train.py {args.output / name}.yaml --output {output}\n"
         run = hybrids.laboratory.trained.run
         run = replace(
@@ -315,12 +322,14 @@ def report(
         write_file(args.output / f"{name}.yaml", (head + dump_yaml(dump_run(run))).encode())
 
 
-def values(point: Point, hybrids: Hybrids, names: Mapping[Point, str]) -> dict[str, Any]:
+def values(point: Point, hybrids: Hybrids, cost: Cost, names: Mapping[Point, str]) -> dict[str, Any]:
     """Returns the row of a CSV file, column -> value; names: point of the front -> its files."""
-    candidate, score = point.candidate, point.score
+    candidate, score, macs = point.candidate, point.score, hybrids.macs(point.candidate.choices)
     line: dict[str, Any] = {"front": names.get(point, ""), "number": point.number}
     line |= {f"layer {layer}": name for layer, name in enumerate(candidate.choices)}
-    line |= {"macs": candidate.macs, "macs_share": round(candidate.macs / hybrids.own_macs, 4)}
+    line |= {"macs": macs, "macs_share": round(macs / hybrids.own_macs, 4)}
+    costs = (round(each / cost.unit, 4) for each in (point.cost, candidate.cost))
+    line |= dict(zip(cost.columns, costs, strict=False))
     return line | {
         "predicted_loss": rounded(candidate.predicted),
         "loss": round(score.loss, 5),
@@ -333,19 +342,17 @@ def rounded(loss: float) -> float | None:
     return None if math.isnan(loss) else round(loss, 5)
 
 
-def draw(
-    title: str, points: Sequence[Point], front: Sequence[Point], own_macs: int, budgets: Mapping[str, float]
-) -> Figure:
-    """Draws loss and top-1 of the measured assignments against their multiply-accumulates, and the front."""
+def draw(title: str, cost: Cost, points: Sequence[Point], front: Sequence[Point], budgets: Iterable[float]) -> Figure:
+    """Draws loss and top-1 of the measured assignments against their costs, and the front."""
     figure = Figure(figsize=(11, 4.8), layout="constrained")
     figure.suptitle(title, fontsize=9, wrap=True, parse_math=False)
     for axes, name, label in zip(figure.subplots(1, 2), ("loss", "top1"), ("loss (nats)", "top-1 (%)"), strict=True):
         for chosen, style in ((points, {"color": COLORS[7], "ms": 4}), (front, {"color": COLORS[5], "ms": 6})):
-            shares = [point.candidate.macs / own_macs for point in chosen]
-            axes.plot(shares, [getattr(point.score, name) for point in chosen], "o", **style)
-        for budget in budgets.values():
-            axes.axvline(budget / own_macs, color=COLORS[4], linestyle=":")
-        axes.set(xlabel="multiply-accumulates, share of the model's own", ylabel=label)
+            costs = [point.cost / cost.unit for point in chosen]
+            axes.plot(costs, [getattr(point.score, name) for point in chosen], "o", **style)
+        for budget in budgets:
+            axes.axvline(budget / cost.unit, color=COLORS[4], linestyle=":")
+        axes.set(xlabel=cost.axis.format(len(cost.images)), ylabel=label)
         axes.grid(alpha=0.3)
     figure.axes[0].set_yscale("log")
     return figure

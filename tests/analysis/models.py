@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 def save_model(directory: Path, options: Sequence[str], scale: float = 1.0) -> Path:
     """The checkpoint of a model on the embedded digits whose attention's projections are multiplied by `scale`."""
-    run = load_run(ROOT / "configs/quickstart.yaml", [*options, "attention=softmax", "train.device=cpu"])
+    run = load_run(ROOT / "configs/quickstart.yaml", ["attention=softmax", "train.device=cpu", *options])
     torch.manual_seed(0)
     state = create_model(attention=run.attention, **run.model).state_dict()
     state = {name: scale * x if name.endswith("qkv.weight") else x for name, x in state.items()}

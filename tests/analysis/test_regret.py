@@ -1,11 +1,13 @@
 """The search against all 216 assignments of docs/data/search.csv, and the numbers of docs/results.md."""
 
 import csv
+import operator
 from pathlib import Path
 from statistics import mean
 
 import pytest
 
+from analysis.costs import Prices
 from analysis.hybrids import OWN, Choices
 from analysis.laboratory import Score
 from analysis.search import choose, search
@@ -29,21 +31,23 @@ OWN_MACS = EVERY[OWN3][1]
 BUDGETS = [share * OWN_MACS for share in SHARES]
 
 
-def prices() -> dict[tuple[int, str], int]:
+def prices() -> Prices:
     names = {name for choices in EVERY for name in choices} - {OWN}
     single = {(n, name): (*OWN3[:n], name, *OWN3[n + 1 :]) for n in range(3) for name in sorted(names)}
-    return {pair: EVERY[choices][1] - OWN_MACS for pair, choices in single.items()}
+    of_own = {(layer, OWN): 0 for layer in range(3)}
+    added = {pair: EVERY[choices][1] - OWN_MACS for pair, choices in single.items()}
+    return Prices(OWN_MACS, of_own | added, operator.add)
 
 
 def regrets(strategy: str, seed: int = 0) -> list[tuple[float, float]]:
     """Top-1 points and loss that are lost to the best assignment within each budget, by loss."""
     evaluated: list[Choices] = []
 
-    def evaluate(choices: Choices) -> Score:
+    def evaluate(choices: Choices) -> tuple[Score, int]:
         evaluated.append(choices)
-        return EVERY[choices][0]
+        return EVERY[choices]
 
-    points = search(OWN3, OWN_MACS, prices(), BUDGETS, EVALUATIONS, evaluate, strategy, seed)
+    points = search(OWN3, prices(), BUDGETS, EVALUATIONS, evaluate, strategy, seed)
     assert len(evaluated) == len({*evaluated}) == len(points) <= EVALUATIONS
     found = []
     for budget in BUDGETS:
@@ -56,7 +60,7 @@ def regrets(strategy: str, seed: int = 0) -> list[tuple[float, float]]:
 def test_all_assignments_are_there_and_their_costs_add_up():
     assert len(EVERY) == 216
     for choices, (_, macs) in EVERY.items():
-        assert macs == OWN_MACS + sum(prices().get(pair, 0) for pair in enumerate(choices))
+        assert macs == prices().predict(choices)
 
 
 def test_the_search_misses_less_than_half_a_point():

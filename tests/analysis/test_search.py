@@ -2,37 +2,43 @@
 
 import csv
 import itertools
+import operator
+from functools import partial
 from pathlib import Path
 
 import pytest
 import yaml
 
 import analyze
-from analysis import laboratory, search
+from analysis import costs, laboratory, search
+from analysis.costs import Prices
 from analysis.hybrids import OWN
 from analysis.laboratory import Score
 from analysis.search import Candidate, Point, choose, is_best, predict
+from bench.timing import time_rounds
 from engine.config.load import load_run
 from tests.analysis.models import load_model, save_model
 
 OPTIONS = ["model.depth=2", "model.embed_dim=24", "model.img_size=16", "model.stem=linear"]
 OWN_MACS = 100
 RISES = {(0, "a"): 0.5, (0, "b"): 0.1, (1, "a"): 0.3, (1, "b"): 0.4, (2, "a"): 0.02, (2, "b"): 0.01}
-PRICES = {(0, "a"): -20, (0, "b"): -10, (1, "a"): -20, (1, "b"): -10, (2, "a"): -20, (2, "b"): 5}
+OF_OWN = {(layer, OWN): 0 for layer in range(3)}
+ADDED = {(0, "a"): -20, (0, "b"): -10, (1, "a"): -20, (1, "b"): -10, (2, "a"): -20, (2, "b"): 5}
+PRICES = Prices(OWN_MACS, OF_OWN | ADDED, operator.add)
 OWN3 = (OWN,) * 3
 
 
 def macs_of(choices: tuple[str, ...]) -> int:
-    return OWN_MACS + sum(PRICES.get(pair, 0) for pair in enumerate(choices))
+    return OWN_MACS + sum(ADDED.get(pair, 0) for pair in enumerate(choices))
 
 
 def landscape(interaction: float = 0.0):
     """Losses that are sums over layers, and more where the last two layers are both replaced."""
 
-    def evaluate(choices: tuple[str, ...]) -> Score:
+    def evaluate(choices: tuple[str, ...]) -> tuple[Score, float]:
         loss = 1 + sum(RISES.get(pair, 0) for pair in enumerate(choices))
         loss += interaction * (OWN not in choices[1:])
-        return Score(100 - loss, loss)
+        return Score(100 - loss, loss), macs_of(choices)
 
     return evaluate
 
@@ -44,43 +50,41 @@ ALL = list(itertools.product((OWN, "a", "b"), repeat=3))
 def test_where_losses_add_up_the_first_measurement_is_the_best(budget):
     """After the seven with at most one replaced layer, one measurement for the budget."""
     evaluate = landscape()
-    points = search.search(OWN3, OWN_MACS, PRICES, [budget], 8, evaluate)
-    best = min((evaluate(choices).loss, macs_of(choices)) for choices in ALL if macs_of(choices) <= budget)
+    points = search.search(OWN3, PRICES, [budget], 8, evaluate)
+    best = min((evaluate(choices)[0].loss, macs_of(choices)) for choices in ALL if macs_of(choices) <= budget)
     found = choose(points, budget)
-    assert (found.score.loss, found.candidate.macs) == pytest.approx(best)
+    assert (found.score.loss, found.cost) == pytest.approx(best)
     for point in points:
         assert point.candidate.predicted == pytest.approx(point.score.loss)
-        assert point.candidate.macs == macs_of(point.candidate.choices)
+        assert point.candidate.cost == point.cost == macs_of(point.candidate.choices)
     assert [point.number for point in points] == [*range(len(points))]
 
 
 def test_where_layers_interact_more_measurements_find_the_best():
     evaluate, budget = landscape(interaction=0.5), 60
-    best = min(evaluate(choices).loss for choices in ALL if macs_of(choices) <= budget)
-    losses = [choose(search.search(OWN3, OWN_MACS, PRICES, [budget], n, evaluate), budget).score.loss for n in (8, 10)]
+    best = min(evaluate(choices)[0].loss for choices in ALL if macs_of(choices) <= budget)
+    losses = [choose(search.search(OWN3, PRICES, [budget], n, evaluate), budget).score.loss for n in (8, 10)]
     assert losses[0] > losses[1] == best
 
 
 def test_budgets_take_turns_and_nothing_is_measured_twice():
     calls = []
     evaluate = landscape()
-    points = search.search(
-        OWN3, OWN_MACS, PRICES, [45, 65], 12, lambda choices: calls.append(choices) or evaluate(choices)
-    )
+    points = search.search(OWN3, PRICES, [45, 65], 12, lambda choices: calls.append(choices) or evaluate(choices))
     assert len(calls) == len({*calls}) == len(points) == 12
-    turns = [point.candidate.macs <= 45 for point in points[7:]]
+    turns = [point.cost <= 45 for point in points[7:]]
     assert turns[:2] == [True, False]
     assert {point.candidate.choices for point in points} == {*calls}
-    every = search.search(OWN3, OWN_MACS, PRICES, [200], 99, evaluate)
+    every = search.search(OWN3, PRICES, [200], 99, evaluate)
     assert {point.candidate.choices for point in every} == {*ALL}
 
 
 def test_other_strategies_measure_at_random_or_all():
     evaluate = landscape()
-    every = search.search(OWN3, OWN_MACS, PRICES, [60], 27, evaluate, "all")
+    every = search.search(OWN3, PRICES, [60], 27, evaluate, "all")
     assert {point.candidate.choices for point in every} == {*ALL}
     first, again, other = (
-        [p.candidate.choices for p in search.search(OWN3, OWN_MACS, PRICES, [60, 80], 9, evaluate, "random", seed)]
+        [p.candidate.choices for p in search.search(OWN3, PRICES, [60, 80], 9, evaluate, "random", seed)]
         for seed in (0, 0, 1)
     )
     assert first == again != other
@@ -90,24 +94,37 @@ def test_other_strategies_measure_at_random_or_all():
 
 def test_the_beam_keeps_the_best_of_every_cost(monkeypatch):
     """A beam that is narrower than the 27 assignments keeps the lowest prediction within each budget."""
-    exact = predict(OWN3, 1.0, OWN_MACS, RISES, PRICES)
+    exact = predict(1.0, OF_OWN | RISES, PRICES)
     assert len(exact) == 27
     monkeypatch.setattr(search, "MOST_CANDIDATES", 5)
     monkeypatch.setattr(search, "WIDTH", 12)
     monkeypatch.setattr(search, "SLICES", 6)
-    beam = predict(OWN3, 1.0, OWN_MACS, RISES, PRICES)
+    beam = predict(1.0, OF_OWN | RISES, PRICES)
     assert len(beam) <= 12
     for budget in (45, 60, 80, 100):
-        losses = [min(x.predicted for x in found if x.macs <= budget) for found in (exact, beam)]
+        losses = [min(x.predicted for x in found if x.cost <= budget) for found in (exact, beam)]
         assert losses[0] == pytest.approx(losses[1])
 
 
 def test_the_front_has_no_point_that_another_beats():
     given = [(1.0, 5), (0.5, 7), (0.5, 7), (0.5, 8), (0.9, 6), (1.0, 4), (2.0, 9)]
-    points = [Point(i, Candidate((), 0.0, macs), Score(0.0, loss)) for i, (loss, macs) in enumerate(given)]
+    points = [Point(i, Candidate((), 0.0, macs), Score(0.0, loss), macs) for i, (loss, macs) in enumerate(given)]
     assert [point.number for point in points if is_best(point, points)] == [1, 4, 5]
     assert choose(points, 6).number == 4
     assert choose(points, 99).number == 1
+
+
+def test_an_assignment_above_the_budget_as_measured_is_no_answer():
+    """The prediction of the cost falls short where the last two layers are both replaced."""
+    known, budget = landscape(), 65
+
+    def evaluate(choices: tuple[str, ...]) -> tuple[Score, float]:
+        return known(choices)[0], macs_of(choices) + 10 * (OWN not in choices[1:])
+
+    found = choose(search.search(OWN3, PRICES, [budget], 12, evaluate), budget)
+    best = min(evaluate(choices)[0].loss for choices in ALL if evaluate(choices)[1] <= budget)
+    assert found.score.loss == best > min(known(choices)[0].loss for choices in ALL if macs_of(choices) <= budget)
+    assert found.cost <= budget
 
 
 @pytest.fixture(scope="module")
@@ -179,13 +196,26 @@ def test_a_budget_within_which_nothing_was_measured_is_named(checkpoint, tmp_pat
     assert (tmp_path / "front/2026.txt").exists()
 
 
+EXPECTED = "expected one of macs=, ms=, memory= and a number above 0, as macs=0.7"
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--budget", "macs=x"], "--budget macs=x: expected macs= and a number above 0"),
-        (["--budget", "macs=0"], "--budget macs=0: expected macs= and a number above 0"),
-        (["--budget", "speed"], "--budget speed: expected macs="),
-        (["--budget", "ms=5"], "--budget ms=5: expected macs= and a number above 0"),
+        (["--budget", "macs=x"], f"--budget macs=x: {EXPECTED}"),
+        (["--budget", "macs=0"], f"--budget macs=0: {EXPECTED}"),
+        (["--budget", "ms=inf"], f"--budget ms=inf: {EXPECTED}"),
+        (["--budget", "speed"], f"--budget speed: {EXPECTED}"),
+        (
+            ["--budget", "macs=1", "ms=5"],
+            "--budget macs=1 ms=5: macs and ms are of several kinds; run the command once",
+        ),
+        (["--budget", "ms=0.0001"], "--budget ms=0.0001: the cheapest assignment of these mechanisms takes ms="),
+        (
+            ["--budget", "memory=1e-4"],
+            "--budget memory=1e-4: the cheapest assignment of these mechanisms takes memory=",
+        ),
+        (["--budget", "ms=5", "--batch-size", "0"], "--batch-size = 0 is below"),
         (["--budget", "macs=0.1"], "--budget macs=0.1: the cheapest assignment of these mechanisms takes macs=0.9"),
         (
             ["--budget", "macs=1", "--evaluations", "2"],
@@ -195,7 +225,8 @@ def test_a_budget_within_which_nothing_was_measured_is_named(checkpoint, tmp_pat
         ([], "the following arguments are required: --budget"),
     ],
 )
-def test_refusals(checkpoint, tmp_path, capsys, arguments, expected):
+def test_refusals(checkpoint, tmp_path, monkeypatch, capsys, arguments, expected):
+    monkeypatch.setattr(costs, "time_rounds", partial(time_rounds, sample_seconds=0))
     options = "--images", "20", "--output", str(tmp_path), "--attention", "linear"
     with pytest.raises(SystemExit) as caught:
         analyze.main(["search", str(checkpoint), *options, *arguments])

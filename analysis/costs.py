@@ -1,0 +1,186 @@
+"""Costs of hybrids that a budget limits: multiply-accumulates, time or memory, measured and predicted from layers."""
+
+import operator
+import time
+from collections.abc import Callable, Mapping
+from functools import partial, reduce
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from analysis.command_line import progress
+from analysis.hybrids import OWN, Choices, Hybrids
+from bench.timing import Times, time_rounds
+from bench.workload import WARM_UP
+from engine.runtime.memory import peak_bytes
+from engine.runtime.provenance import device_name
+from models.base import attention_layers
+
+ROUNDS = 10
+"""Number of rounds in which a hybrid and the trained model are timed in turns."""
+
+
+class Prices(NamedTuple):
+    """Prediction of the cost of any hybrid from its layers.
+
+    Attributes:
+        start: cost before the first layer. layers: number of a layer and its choice, the own attention too -> price.
+        combine: cost of the layers before, price -> cost; it never falls with a price.
+    """
+
+    start: float
+    layers: Mapping[tuple[int, str], float]
+    combine: Callable[[float, float], float]
+
+    def predict(self, choices: Choices) -> float:
+        """Predicts the cost of a hybrid."""
+        return reduce(self.combine, (self.layers[pair] for pair in enumerate(choices)), self.start)
+
+    def least(self) -> float:
+        """Predicts the cost of the cheapest hybrid."""
+        cheapest: dict[int, float] = {}
+        for (layer, _), price in self.layers.items():
+            cheapest[layer] = min(price, cheapest.get(layer, price))
+        return reduce(self.combine, cheapest.values(), self.start)
+
+
+class Cost:
+    """Cost of a forward pass of hybrids, in evaluation without a graph.
+
+    Time and memory follow from shapes, not from weights, so that untrained layers stand for aligned ones.
+
+    Args:
+        batch_size: images of the pass; the sample is repeated if it has fewer.
+    Attributes:
+        name: key of `COSTS`. axis: label of figures; {} is for the number of images. columns: of tables, for the
+            measured and the predicted cost in units of a budget; none if tables have them anyway. unit: cost of a
+            budget of 1. combine: see `Prices`.
+    """
+
+    name: str
+    axis: str
+    columns: tuple[str, ...] = ()
+    unit: float
+    combine: Callable[[float, float], float] = operator.add
+
+    def __init__(self, hybrids: Hybrids, batch_size: int):
+        sample, device = hybrids.laboratory.sample.images, hybrids.laboratory.trained.device
+        self.hybrids, self.device = hybrids, device
+        self.images = sample[torch.arange(batch_size) % len(sample)].to(device)
+
+    def measure(self, choices: Choices) -> float:
+        """Returns the cost of a hybrid, counted or measured once."""
+        raise NotImplementedError
+
+    def price(self, layer: int, name: str) -> float:
+        """Returns what a mechanism in one layer alone adds to the trained model's cost."""
+        return self.measure(self.hybrids.single(layer, name)) - self.start()
+
+    def start(self) -> float:
+        return self.measure(self.hybrids.own)
+
+    def prices(self) -> Prices:
+        """Returns the prices of all layers."""
+        layers, own = {}, [(layer, OWN) for layer in range(len(self.hybrids.own))]
+        pairs = *own, *self.hybrids.pairs
+        with progress(self.name, len(pairs), "layers") as bar:
+            for pair in pairs:
+                layers[pair] = self.price(*pair)
+                bar.update()
+        return Prices(self.start(), layers, self.combine)
+
+    def text(self, cost: float) -> str:
+        """Formats a cost as a budget is written."""
+        return f"{self.name}={cost / self.unit:.4g}"
+
+    def build(self, choices: Choices) -> nn.Module:
+        return self.hybrids.build(choices, is_aligned=False)
+
+    def call(self, model: nn.Module) -> Callable[[], object]:
+        """Returns a forward pass of a model, warmed up."""
+        call = torch.inference_mode()(partial(model, self.images))
+        for _ in range(WARM_UP):
+            call()
+        return call
+
+    def once(self, choices: Choices, compute: Callable[[], float], **question: Any) -> float:
+        """Returns what is kept of a measurement with this device, number of threads and batch, or makes it."""
+        place = {"device": device_name(self.device), "threads": torch.get_num_threads(), "batch": len(self.images)}
+        values = self.hybrids.once(choices, lambda: {"cost": compute()}, of=self.name, **place, **question)
+        return values["cost"]
+
+
+class Macs(Cost):
+    """Multiply-accumulates for one image; a budget is a share of the trained model's."""
+
+    name, axis = "macs", "multiply-accumulates, share of the model's own"
+
+    @property
+    def unit(self) -> float:
+        return self.hybrids.own_macs
+
+    def measure(self, choices: Choices) -> float:
+        return self.hybrids.macs(choices)
+
+
+class Time(Cost):
+    """Seconds; a budget is in milliseconds.
+
+    A hybrid is timed in turns with the trained model. Its time is that model's, which is timed once, times the median
+    ratio of two times of the same round, so that another load of the machine does not change the order. On a CPU, one
+    thread is timed by processor time, which other programs do not lengthen.
+    """
+
+    name, axis, columns, unit = "ms", "ms of a forward pass, images: {}", ("ms", "predicted_ms"), 1e-3
+
+    def measure(self, choices: Choices) -> float:
+        own = self.hybrids.own
+        if choices == own:
+            return self.once(own, self._seconds)
+        return self.measure(own) * self.once(choices, partial(self._ratio, choices))
+
+    def _seconds(self) -> float:
+        return median(self._times({OWN: self.hybrids.own}).seconds[OWN])
+
+    def _ratio(self, choices: Choices) -> float:
+        return self._times({OWN: self.hybrids.own, "hybrid": choices}).speedup(OWN, "hybrid").median
+
+    def _times(self, hybrids: Mapping[str, Choices]) -> Times:
+        calls = {name: self.call(self.build(choices)) for name, choices in hybrids.items()}
+        clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter
+        return time_rounds(calls, ROUNDS, self.device, clock=clock)
+
+
+class Memory(Cost):
+    """Bytes at the peak, above the model and its images; a budget is in MiB.
+
+    The peak of a model is that of its layers. That of one layer is measured in a model whose other attention layers
+    return their input, so that they allocate nothing.
+    """
+
+    name, axis = "memory", "MiB at the peak of a forward pass, images: {}"
+    columns, unit = ("peak_mib", "predicted_peak_mib"), 2**20
+    combine = max
+
+    def measure(self, choices: Choices) -> float:
+        return self.once(choices, lambda: peak_bytes(self.call(self.build(choices)), self.device))
+
+    def start(self) -> float:
+        return 0.0
+
+    def price(self, layer: int, name: str) -> float:
+        choices = self.hybrids.single(layer, name)
+        return self.once(choices, lambda: self._alone(choices, layer), layer=layer)
+
+    def _alone(self, choices: Choices, layer: int) -> float:
+        model = self.build(choices)
+        for number, other in enumerate(attention_layers(model)):
+            if number != layer:
+                other.forward = lambda x, *_: x
+        return peak_bytes(self.call(model), self.device)
+
+
+COSTS: dict[str, type[Cost]] = {cost.name: cost for cost in (Macs, Time, Memory)}
+"""Kind of a budget -> cost that it limits."""
