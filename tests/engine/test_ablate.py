@@ -1017,10 +1017,44 @@ def test_at_most_one_in_twenty_rows_without_effect_seems_to_have_one(seeds, devi
     assert sum(not difference.is_noise for difference in found) <= 0.05 * 1000 + 4 * math.sqrt(1000 * 0.05 * 0.95)
 
 
-def test_short_names_tell_runs_apart_by_what_varies(tmp_path):
-    _, settings = read_ablation(
-        Path(ablate.__file__).parent / "configs/ablation/quickstart.yaml", [], tmp_path, ["python"]
-    )
+SWEEPS = Path(ablate.__file__).parent / "configs/ablation"
+
+
+@pytest.mark.parametrize("sweep", sorted(path.stem for path in SWEEPS.glob("*.yaml")))
+def test_short_names_tell_the_settings_of_every_sweep_apart(sweep, tmp_path):
+    _, settings = read_ablation(SWEEPS / f"{sweep}.yaml", [], tmp_path, ["python"])
     names = short_names(settings)
-    assert names[0] == "window_size=2, num_landmarks=1"
-    assert len(set(names)) == len(settings) == 9
+    assert len(set(names)) == len(settings)
+    assert not any(sign in name for name in names for sign in "{}")
+    assert max(map(len, names)) <= 60
+
+
+@pytest.mark.parametrize(
+    ("rows", "names"),
+    [
+        (["attention.num_landmarks: 4", "attention.num_landmarks: 9"], ["C=4", "C=9"]),
+        (["attention: {name: local, window_size: 2}", "attention: sra"], ["local, E=4", "sra"]),
+        (["attention: {name: local, window_size: 4, causal: true}", "attention: softmax"], ["local, E=4", "softmax"]),
+        (["attention: {name: linear}", "attention: {name: linear, local: true}"], ["linear", "linear, local=true"]),
+        (["schedule.epochs: 2", "schedule.epochs: 3", "optim.lr: 2.0e-3"], ["epochs=2", "epochs=3", "lr=0.002"]),
+        (
+            ["attention.window_size: 2", "attention.position_bias: none", "schedule.epochs: 2"],
+            ["E=4", "position_bias=none", "epochs=2"],
+        ),
+        (
+            ["attention: [{blocks: 0, name: softmax}]", "attention: {name: eva, window_size: 2, num_landmarks: 4}"],
+            ["0: softmax", "eva, E=4, C=4"],
+        ),
+    ],
+)
+def test_names_have_the_sizes_of_a_mechanism_and_what_varies(config, rows, names):
+    base = BASE.replace("local, window_size: 2", "eva, window_size: 4, num_landmarks: 1") if "C=" in names[0] else BASE
+    (config.parent / "base.yaml").write_text(base)
+    config.write_text("base: base.yaml\nruns:\n" + "".join(f"  - {{{row}}}\n" for row in rows))
+    assert short_names(read_ablation(config, [], config.parent, ["python"])[1]) == names
+
+
+def test_where_short_names_would_be_the_same_they_are_in_full(tmp_path):
+    paths = [f"{'long' * 9}/{end}" for end in "ab"]
+    settings = [Setting({"init.weights": path}, None, (Case(None, tmp_path, []),)) for path in paths]
+    assert short_names(settings) == [f"init.weights={path}" for path in paths]
