@@ -119,19 +119,21 @@ def short_names(settings: Sequence[Setting]) -> list[str]:
     names = []
     for setting, changes, own_mechanisms in zip(settings, chosen, found, strict=True):
         parts = ["; ".join(name_mechanism(own, texts) for own in own_mechanisms)]
-        for option, text in changes.items():
-            if option == "base":
-                parts.append(text)
-            elif option != "attention":
-                is_attention = option.startswith("attention.") and isinstance(setting.cases[0].run.attention, Mapping)
-                own = setting.cases[0].run.attention if is_attention else {}
-                parts.append(
-                    name_option(option.rpartition(".")[2], yaml.safe_load(text) if is_attention else text, own)
-                )
+        parts += [name_change(setting, option) for option in changes if option != "attention"]
         names.append(", ".join(filter(None, parts)) or "base")
     if len(set(names)) == len(names):
         return names
     return [", ".join(f"{option}={text}" for option, text in changes.items()) or "base" for changes in chosen]
+
+
+def name_change(setting: Setting, option: str) -> str:
+    """Returns a changed option of a setting and its value, such as "E=49", "epochs=9", or the base alone."""
+    text, attention = setting.changes[option], setting.cases[0].run.attention
+    if option == "base":
+        return text
+    if option.startswith("attention.") and isinstance(attention, Mapping):
+        return name_option(option.rpartition(".")[2], yaml.safe_load(text), attention)
+    return name_option(option.rpartition(".")[2], text, {})
 
 
 def list_mechanisms(attention: Any) -> list[Mapping[str, Any]]:
