@@ -51,7 +51,7 @@ def draw_results(caption: str, settings: Sequence[Setting]) -> Figure:
         draw_differences(*more, measured)
     axes.set_yticks(range(len(settings)), short_names(settings), parse_math=False)
     axes.set_ylim(len(settings) - 0.5, -0.5)
-    figure.legend(loc="outside lower center", ncols=5)
+    figure.legend(loc="outside lower center", ncols=3)
     return figure
 
 
