@@ -1,35 +1,57 @@
-"""Figures of a sweep: finished runs, and validation loss over time of all runs."""
+"""Figures of a sweep: accuracy, its differences, its cost, and validation loss over time."""
 
 import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, pstdev
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from ablation.cases import Setting, has_replicates, short_names, varied_options
+from ablation.cases import Setting, has_replicates, name_change, short_names, varied_options
 from ablation.replicates import Measured, measure
 from engine.reporting.metrics import find_records
-from engine.reporting.plots import COLORS, line_style
+from engine.reporting.plots import (
+    BLUE,
+    GREY,
+    ORANGE,
+    PAGE,
+    in_style,
+    label_ends,
+    label_points,
+    line_style,
+    new_figure,
+    write_cell,
+)
 from engine.reporting.tables import plus_minus
 
-ORANGE, BLUE, GREY = COLORS[4], COLORS[5], COLORS[7]
+TIMES_SEEDS = 3
+"""A measured cost has a panel if it varies this many times as much between settings as between seeds."""
+
+LABELS = {
+    "E": "|E| (tokens)",
+    "C": "C (landmarks)",
+    "S": "S (samples)",
+}
+"""Symbol in the names of settings -> label of an axis."""
 
 
+@in_style
 def draw_results(caption: str, settings: Sequence[Setting]) -> Figure:
     """Draws top-1 of every setting and, for several seeds, the differences to the first setting with intervals."""
     measured = measure([setting.results() for setting in settings], "top1")
     panels = 1 + has_replicates(settings)
-    figure = Figure(figsize=(4 + 5 * panels, 1.8 + 0.35 * len(settings)), layout="constrained")
-    figure.suptitle(caption, parse_math=False)
+    question = "Which settings differ from the first by more than seeds do?" if panels > 1 else "Which is best?"
+    figure = new_figure(f"{caption}\n{question}", 1.3 + 0.2 * len(settings))
     axes, *more = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
     draw_top1(axes, settings, measured)
     if more:
         draw_differences(*more, measured)
     axes.set_yticks(range(len(settings)), short_names(settings), parse_math=False)
     axes.set_ylim(len(settings) - 0.5, -0.5)
+    figure.legend(loc="outside lower center", ncols=3)
     return figure
 
 
@@ -42,27 +64,25 @@ def draw_top1(axes: Axes, settings: Sequence[Setting], measured: Sequence[Measur
     if means:
         x = [spread.mean for spread in means.values()]
         if has_replicates(settings):
-            seeds = [(value, y + 0.2) for y, own in enumerate(measured) for value in own.values.values()]
-            axes.scatter(*zip(*seeds, strict=True), s=8, color=GREY, label="single seeds")
+            seeds = [(value, y + 0.25) for y, own in enumerate(measured) for value in own.values.values()]
+            axes.scatter(*zip(*seeds, strict=True), s=5, color=GREY, label="single seeds")
             bars = [spread.std or 0 for spread in means.values()]
-            axes.errorbar(x, list(means), xerr=bars, fmt="o", color=BLUE, capsize=3, label="mean ± standard deviation")
+            axes.errorbar(x, list(means), xerr=bars, fmt="o", color=BLUE, label="top-1: mean ± standard deviation")
         else:
             axes.scatter(x, list(means), marker="o", color=BLUE, label="measured")
     if papers:
         axes.scatter(list(papers.values()), list(papers), marker="x", color=ORANGE, label="paper")
-    if means or papers:
-        axes.legend(fontsize=8)
 
 
 def draw_differences(axes: Axes, measured: Sequence[Measured]) -> None:
     """Draws mean differences to the first setting with 95 % intervals; markers are filled if 0 is outside."""
-    axes.set_xlabel("difference of top-1 to the first row\n(percentage points, same seeds)")
+    axes.set_xlabel("difference to the first row (points, same seeds)")
     axes.grid(axis="x")
-    axes.axvline(0, color="black", linewidth=1)
+    axes.axvline(0, color="black", linewidth=0.8)
     differences = {y: own.difference for y, own in enumerate(measured) if own.difference}
     kinds = (
-        ("95 % interval without 0", {"fmt": "o", "color": BLUE}, lambda d: not d.is_noise),
-        ("noise: 95 % interval with 0", {"fmt": "o", "color": GREY, "mfc": "white"}, lambda d: d.is_noise and d.n > 1),
+        ("difference: 95 % interval without 0", {"fmt": "o", "color": BLUE}, lambda d: not d.is_noise),
+        ("noise: interval with 0", {"fmt": "o", "color": GREY, "mfc": "white"}, lambda d: d.is_noise and d.n > 1),
         ("one seed", {"fmt": ".", "color": GREY}, lambda d: d.n == 1),
     )
     for label, style, belongs in kinds:
@@ -70,11 +90,10 @@ def draw_differences(axes: Axes, measured: Sequence[Measured]) -> None:
         bars = [difference.half_width if difference.n > 1 else 0 for difference in points.values()]
         if points:
             x = [difference.mean for difference in points.values()]
-            axes.errorbar(x, list(points), xerr=bars, capsize=3, label=label, **style)
-    if differences:
-        axes.legend(fontsize=8)
+            axes.errorbar(x, list(points), xerr=bars, label=label, **style)
 
 
+@in_style
 def draw_heat_map(caption: str, settings: Sequence[Setting]) -> Figure | None:
     """Draws mean top-1 over two varying options; None unless exactly two vary, over all combinations of numbers."""
     found = numeric_axes(settings)
@@ -86,18 +105,25 @@ def draw_heat_map(caption: str, settings: Sequence[Setting]) -> Figure | None:
         if own.spread:
             y, x = rows.index(float(setting.changes[down])), columns.index(float(setting.changes[right]))
             means[y][x], texts[y][x] = own.spread.mean, plus_minus(own.spread, ".2f")
-    figure = Figure(figsize=(3 + 1.3 * len(columns), 2 + 0.7 * len(rows)), layout="constrained")
-    figure.suptitle(caption, parse_math=False)
+    (down, row_ticks), (right, column_ticks) = (axis_of(option, values, settings) for option, values in found)
+    title = f"{caption}\nHow does top-1 depend on both?" + " Mean ± standard deviation." * has_replicates(settings)
+    figure = new_figure(title, 1.2 + 0.4 * len(rows), min(PAGE, 1.6 + 0.95 * len(columns)))
     axes = figure.add_subplot(xlabel=right, ylabel=down)
     image = axes.imshow(means, origin="lower", aspect="auto")
-    axes.set_xticks(range(len(columns)), [f"{value:g}" for value in columns])
-    axes.set_yticks(range(len(rows)), [f"{value:g}" for value in rows])
+    axes.set_xticks(range(len(columns)), column_ticks)
+    axes.set_yticks(range(len(rows)), row_ticks)
     for y, x in itertools.product(range(len(rows)), range(len(columns))):
         if texts[y][x]:
-            is_dark = image.norm(means[y][x]) < 0.6
-            axes.text(x, y, texts[y][x], ha="center", va="center", color="white" if is_dark else "black")
+            write_cell(image, x, y, means[y][x], texts[y][x])
     figure.colorbar(image, label="top-1 (%)")
     return figure
+
+
+def axis_of(option: str, values: Sequence[float], settings: Sequence[Setting]) -> tuple[str, list[str]]:
+    """Returns label and ticks of an axis, with the sizes of `LABELS` for the sides of windows and for landmarks."""
+    names = {float(setting.changes[option]): name_change(setting, option) for setting in settings}
+    symbols, _, ticks = zip(*(names[value].partition("=") for value in values), strict=True)
+    return LABELS.get(symbols[0], option), list(ticks)
 
 
 def numeric_axes(settings: Sequence[Setting]) -> list[tuple[str, list[float]]] | None:
@@ -112,38 +138,55 @@ def numeric_axes(settings: Sequence[Setting]) -> list[tuple[str, list[float]]] |
     return list(zip(options, values, strict=True)) if is_whole else None
 
 
+@in_style
 def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
-    """Draws mean top-1 against MACs, step time and (of a GPU) memory; names settings that no other beats in both."""
+    """Draws mean top-1 against MACs, step time and (of a GPU) memory; names settings that no other beats in both.
+
+    A measured cost has no panel if settings differ in it about as much as seeds, which is noise; the title says so.
+    """
     results = [setting.results() for setting in settings]
     names, accuracy = short_names(settings), [own.spread for own in measure(results, "top1")]
-    costs = {
-        "MACs (G)": [setting.costs.macs / 1e9 for setting in settings],
-        "step (s)": [own.spread and own.spread.mean for own in measure(results, "step_seconds")],
-        "peak memory (MB)": [own.spread and own.spread.mean for own in measure(results, "memory_mb")],
-    }
-    if not any(costs["peak memory (MB)"]):
-        del costs["peak memory (MB)"]
-    figure = Figure(figsize=(5 * len(costs), 5), layout="constrained")
-    figure.suptitle(f"{caption}\nnamed: no other is cheaper and better (of means)", parse_math=False)
-    for axes, (label, values) in zip(figure.subplots(1, len(costs), sharey=True), costs.items(), strict=True):
+    macs = [setting.costs.macs for setting in settings]
+    unit, scale = ("G", 1e9) if max(macs) > 1e9 else ("M", 1e6)
+    costs = {f"multiply-accumulates of an image ({unit})": [value / scale for value in macs]}
+    left_out = []
+    for label, key in {"step time (s)": "step_seconds", "peak memory (MB)": "memory_mb"}.items():
+        measured = measure(results, key)
+        if tells_apart(measured):
+            costs[label] = [own.spread and own.spread.mean for own in measured]
+        elif any(own.spread for own in measured):
+            left_out.append(f"Not shown: {label.partition(' (')[0]}, in which settings differ no more than seeds.")
+    question = "Which settings are beaten by no other in both top-1 and cost? (named)"
+    figure = new_figure("\n".join([caption, question, *left_out]), 3.4, PAGE if len(costs) > 1 else 0.7 * PAGE)
+    panels = figure.subplots(1, len(costs), sharey=True, squeeze=False)[0]
+    panels[0].set_ylabel("top-1 (%)")
+    for axes, (label, values) in zip(panels, costs.items(), strict=True):
         axes.set_xlabel(label)
-        axes.grid(alpha=0.3)
-        axes.margins(x=0.15)
+        axes.grid()
+        axes.margins(0.12)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
         found = [row for row in zip(values, accuracy, names, strict=True) if row[1] and row[0] is not None]
         best = non_dominated([(cost, top1.mean) for cost, top1, _ in found])
-        front = sorted((cost, top1.mean, name) for cost, top1, name in itertools.compress(found, best))
         for is_best, (cost, top1, _) in zip(best, found, strict=True):
-            color = BLUE if is_best else GREY
-            axes.errorbar(cost, top1.mean, top1.std or 0, fmt="o", color=color, capsize=2, markersize=5)
-        left, right = axes.get_xlim()
-        for cost, mean, name in front:
-            shift, side = ((4, 4), "left") if cost < (left + right) / 2 else ((-4, 4), "right")  # into the axes
-            style = {"textcoords": "offset points", "ha": side, "fontsize": 7, "parse_math": False}
-            axes.annotate(name, (cost, mean), shift, in_layout=False, **style)
-        if front:
-            axes.step(*list(zip(*front, strict=True))[:2], where="post", color=BLUE, linewidth=1, alpha=0.5)
-    figure.axes[0].set_ylabel("top-1 (%)")
+            axes.errorbar(cost, top1.mean, top1.std or 0, fmt="o", color=BLUE if is_best else GREY)
+        front = sorted((cost, top1.mean, name) for cost, top1, name in itertools.compress(found, best))
+        corners = [(front[i + j][0], front[i][1]) for i in range(len(front)) for j in (0, 1) if i + j < len(front)]
+        (step,) = axes.plot(*zip(*corners, strict=True), color=BLUE, linewidth=0.8, alpha=0.5) if front else (None,)
+        bars = [(cost, top1.mean + sign * (top1.std or 0)) for cost, top1, _ in found for sign in (-1, 0, 1)]
+        label_points(axes, [point[:2] for point in front], [name for _, _, name in front], bars, [step])
     return figure
+
+
+def tells_apart(measured: Sequence[Measured]) -> bool:
+    """Returns whether a measurement varies more between settings than between their seeds, by `TIMES_SEEDS`.
+
+    Variation is the standard deviation: of the settings' means, and of a setting's seeds (root of the mean square).
+    That of a single seed is not known, and taken for none. False without two settings.
+    """
+    means = [own.spread.mean for own in measured if own.spread]
+    squares = [own.spread.std**2 for own in measured if own.spread and own.spread.std is not None]
+    between_seeds = math.sqrt(fmean(squares)) if squares else 0.0
+    return len(means) > 1 and pstdev(means) > TIMES_SEEDS * between_seeds
 
 
 def non_dominated(points: Sequence[tuple[float, float]]) -> list[bool]:
@@ -170,27 +213,50 @@ def read_curve(directory: Path) -> list[tuple[int, float, float]]:
     return evaluations
 
 
+@in_style
 def draw_curves(caption: str, settings: Sequence[Setting]) -> Figure:
-    """Draws validation loss against epochs and hours, with a line for each run in the style of its setting."""
-    figure = Figure(figsize=(12, 5), layout="constrained")
-    figure.suptitle(caption, parse_math=False)
-    by_epoch, by_hours = figure.subplots(1, 2, sharey=True)
-    by_epoch.set(xlabel="epoch", ylabel="validation loss", yscale="log")
-    by_epoch.xaxis.set_major_locator(MaxNLocator(integer=True))
-    by_hours.set(xlabel="hours")
-    for number, (name, setting) in enumerate(zip(short_names(settings), settings, strict=True)):
-        style = line_style(number) | {"linewidth": 1, "markersize": 3}
-        for case in setting.cases:
-            if curve := read_curve(case.directory):
-                epochs, hours, losses = zip(*curve, strict=True)
-                by_epoch.plot(epochs, losses, label=name, **style)
-                by_hours.plot(hours, losses, **style)
-                name = "_"  # in the legend once
-    for axes in (by_epoch, by_hours):
-        axes.grid(alpha=0.3)
-    if by_epoch.lines:
-        lines = by_epoch.get_legend_handles_labels()
-        legend = by_hours.legend(*lines, loc="upper left", bbox_to_anchor=(1, 1), fontsize=8)  # below the caption
-        for text in legend.get_texts():
-            text.set_parse_math(False)
+    """Draws validation loss against epochs with a line for each setting: the mean of its seeds, and a band over them.
+
+    A second panel has hours, unless the time of a step varies as much between seeds as between settings. Seeds that are
+    behind the setting's furthest are left out, so that a line is of the same runs all along.
+    """
+    results, names = [setting.results() for setting in settings], short_names(settings)
+    curves = [furthest([read_curve(case.directory) for case in setting.cases]) for setting in settings]
+    with_hours = tells_apart(measure(results, "step_seconds"))
+    about = " Line: mean of seeds; band: least to most of them." * has_replicates(settings)
+    height = max(3.0, 1 + 0.14 * sum(map(bool, curves)))
+    figure = new_figure(f"{caption}\nHow fast does the validation loss fall?{about}", height)
+    panels = figure.subplots(1, 1 + with_hours, sharey=True, squeeze=False)[0]
+    panels[0].set(xlabel="epoch", ylabel="validation loss (nats)", yscale="log")
+    panels[0].xaxis.set_major_locator(MaxNLocator(integer=True))
+    panels[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    panels[0].yaxis.set_major_formatter("{x:g}")
+    panels[0].yaxis.set_minor_locator(NullLocator())
+    panels[-1].set_xlabel("hours" if with_hours else "epoch")
+    lines = {}
+    for number, (name, curve) in enumerate(zip(names, curves, strict=True)):
+        style = line_style(number)
+        for axes, along in zip(panels, (0, 1), strict=False):
+            if curve:
+                x = [fmean(point[along] for point in points) for points in curve]
+                losses = [[point[2] for point in points] for points in curve]
+                (lines[axes, name],) = axes.plot(x, list(map(fmean, losses)), **style)
+                if len(losses[0]) > 1:
+                    edges = list(map(min, losses)), list(map(max, losses))
+                    axes.fill_between(x, *edges, color=style["color"], alpha=0.12, linewidth=0)
+    for axes in panels:
+        axes.grid()
+    named = {name: line for (axes, name), line in lines.items() if axes is panels[-1]}
+    label_ends(panels[-1], list(named.values()), list(named))
     return figure
+
+
+def furthest(curves: Sequence[Sequence[tuple[int, float, float]]]) -> list[list[tuple[int, float, float]]]:
+    """Returns for every epoch the evaluations (epoch, hours, loss) of the runs that have come furthest."""
+    last = max((curve[-1][0] for curve in curves if curve), default=None)
+    by_epoch = [{point[0]: point for point in curve} for curve in curves if curve and curve[-1][0] == last]
+    return (
+        [[run[epoch] for run in by_epoch] for epoch in sorted(set.intersection(*map(set, by_epoch)))]
+        if by_epoch
+        else []
+    )

@@ -13,13 +13,14 @@ from statistics import mean
 from typing import Any
 
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
 
 from analysis import command_line
 from analysis.approximation import Row, attend_by_softmax, measure
 from analysis.drop_in import CHUNK, layer_inputs
 from analysis.trained import load_trained, read_sample
-from engine.reporting.plots import encode, line_style
+from engine.reporting.plots import encode, in_style, label_ends, label_points, line_style, new_figure
 from engine.reporting.tables import compact_table, plus_minus
 from engine.runtime.errors import UserError
 from engine.runtime.files import make_output, to_csv, write_file
@@ -31,13 +32,20 @@ LARGEST = 10.0
 """Largest error that the figures resolve; zeros have an error of 1."""
 
 AXES = {
-    "macs": "multiply-accumulates (M) of the attention layers for an image\n"
-    "(with projections; dashed: softmax attention)",
-    "memory": f"peak memory of the first layer for {CHUNK} images (MiB)",
-    "entropy": "entropy of softmax's weights (nats), at {temperatures}\nand a budget of {middle}",
+    "macs": "cost: multiply-accumulates of the attention layers for an image, with projections (M)",
+    "memory": f"cost: peak memory of the first layer for {CHUNK} images (MiB)",
+    "entropy": "entropy of softmax's weights (nats), at {temperatures} and a budget of {middle}",
     "layer": "layer, at a budget of {middle}",
 }
 """Horizontal axis -> label."""
+
+QUESTIONS = {
+    "macs": "How near does each mechanism come to softmax attention, and at which cost?",
+    "memory": "How near does each mechanism come to softmax attention, and with how much memory?",
+    "entropy": "Is softmax attention harder to imitate where it is sharp?",
+    "layer": "Which layers are hard to imitate?",
+}
+"""Horizontal axis -> question that the figure answers."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,7 +83,7 @@ def main(args: argparse.Namespace) -> None:
     lines = [line for row in rows for line in values(row, count, args.draws)]
     write_file(args.output / "error.csv", to_csv(list(lines[0]), (line.values() for line in lines)))
     for against in AXES:
-        figure = draw(title, rows, against, args.modes, budgets, softmax.macs)
+        figure = draw(title, rows, against, budgets, softmax.macs)
         write_file(args.output / f"error_{against}.png", encode(figure))
 
 
@@ -124,40 +132,48 @@ def points_on(against: str, rows: Sequence[Row], middle: int) -> list[tuple[floa
     return sorted((row.macs / 1e6 if against == "macs" else row.peak / 2**20, *row.spread()[:2]) for row in at_one)
 
 
-def draw(
-    title: str, rows: Sequence[Row], against: str, modes: Sequence[str], budgets: Sequence[int], softmax_macs: int
-) -> Figure:
-    """Draws the error against one of `AXES`: a panel for each mode, a line for each mechanism."""
-    names, middle = list(dict.fromkeys(row.name for row in rows if row.errors)), budgets[len(budgets) // 2]
+@in_style
+def draw(title: str, rows: Sequence[Row], against: str, budgets: Sequence[int], softmax_macs: int) -> Figure:
+    """Draws the error against one of `AXES`: a line for each mechanism and mode, hollow markers for sampled mode."""
+    middle = budgets[len(budgets) // 2]
     temperatures = ", ".join(f"{row:g}" for row in dict.fromkeys(row.temperature for row in rows))
     label = AXES[against].format(temperatures=f"temperatures {temperatures}", middle=middle)
-    figure = Figure(figsize=(1.5 + 5.5 * len(modes), 5.5 + 0.07 * len(names)), layout="constrained")
-    figure.suptitle(title, fontsize=9, wrap=True, parse_math=False)
-    panels = figure.subplots(1, len(modes), sharex=True, sharey=True, squeeze=False)[0]
-    shown = {}
-    for axes, mode in zip(panels, modes, strict=True):
-        for number, name in enumerate(names):
-            here = [row for row in rows if row.name == name and row.errors and row.mode in (mode, "any")]
-            if points := points_on(against, here, middle):
-                x, means, deviations = zip(*points, strict=True)
-                y = [min(value, LARGEST) for value in means]
-                bars = [0 if value > LARGEST else d or 0 for value, d in zip(means, deviations, strict=True)]
-                below = [min(bar, value) for bar, value in zip(bars, y, strict=True)]
-                shown[name] = axes.errorbar(x, y, [below, bars], capsize=2, markersize=5, **line_style(number))
-        axes.set_yscale("symlog", linthresh=1e-3)  # an error may be zero
-        axes.set_ylim(-2e-4, 1.5 * LARGEST)
-        axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
-        axes.set_title(f"{mode} mode", fontsize=10)
-        axes.set_xlabel(label)
-        axes.grid(alpha=0.3)
-        if against == "macs":
-            axes.axvline(softmax_macs / 1e6, color="black", linewidth=0.8, linestyle="--")
+    measured = [row for row in rows if row.errors]
+    names, series = list(dict.fromkeys(row.name for row in measured)), dict.fromkeys((r.name, r.mode) for r in measured)
+    figure = new_figure(f"{QUESTIONS[against]}\n{title}", max(3.6, 1.2 + 0.16 * len(names)))
+    axes = figure.subplots()
+    drawn: list[Line2D] = []
+    lines: dict[str, Line2D] = {}  # the first of each mechanism, which is named
+    for name, mode in series:
+        here = [row for row in measured if (row.name, row.mode) == (name, mode)]
+        if points := points_on(against, here, middle):
+            x, means, deviations = zip(*points, strict=True)
+            y = [min(value, LARGEST) for value in means]
+            bars = [0 if value > LARGEST else d or 0 for value, d in zip(means, deviations, strict=True)]
+            below = [min(bar, value) for bar, value in zip(bars, y, strict=True)]
+            style = line_style(names.index(name)) | ({"mfc": "white"} if mode == "sampled" else {})
+            drawn.append(axes.errorbar(x, y, [below, bars], **style).lines[0])
+            lines.setdefault(name, drawn[-1])
+    axes.set_yscale("symlog", linthresh=1e-3)  # an error may be zero
+    axes.set_ylim(-2e-4, 1.5 * LARGEST)
+    axes.axhline(1, color="black", linewidth=0.8, linestyle=":")
+    axes.grid()
+    notes = [f"dotted: error of zeros; errors above {LARGEST:g} are drawn at {LARGEST:g}"]
+    if any(mode == "sampled" for _, mode in series):
+        notes.append("hollow: sampled mode")
+    if against == "macs":
+        axes.axvline(softmax_macs / 1e6, color="black", linewidth=0.8, linestyle="--")
+        notes.append("dashed: softmax attention")
+    axes.set_xlabel(f"{label}\n{'; '.join(notes)}")
+    axes.set_ylabel("normalised mean squared error\nof attended values")
     if against in ("macs", "memory"):
-        panels[0].set_xscale("log", base=2)
-        panels[0].xaxis.set_major_formatter("{x:g}")
-    if against == "layer":
-        panels[0].xaxis.set_major_locator(MaxNLocator(integer=True))
-    note = f"(those above {LARGEST:g} at {LARGEST:g}; dotted: of zeros)"
-    panels[0].set_ylabel(f"normalised mean squared error of attended values\n{note}")
-    figure.legend(shown.values(), shown, loc="outside lower center", ncols=min(6, 3 * len(modes)))
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.margins(x=0.12)
+        ends = [tuple(line.get_xydata()[-1]) for line in lines.values()]
+        points = [tuple(point) for line in drawn for point in line.get_xydata()]
+        label_points(axes, ends, list(lines), points, drawn)
+    else:
+        axes.xaxis.set_major_locator(MaxNLocator(integer=against == "layer"))
+        label_ends(axes, list(lines.values()), list(lines))
     return figure

@@ -94,9 +94,9 @@ def examine(
     predicted = trained.classes[index] if trained.classes else f"class {index}"
     title += f"\npredicted: {one_line(predicted, 40)} ({100 * probability:.1f} %)"
     return layers, {
-        "query": draw_maps(layers, "of_query", f"{title}; weights of {query}"),
-        "mean": draw_maps(layers, "of_all", f"{title}; weights of all queries, mean"),
-        "rollout": draw_rollout(layers, image, query, title),
+        "query": draw_maps(layers, "of_query", f"What does {query} attend to?\n{title}"),
+        "mean": draw_maps(layers, "of_all", f"What do all queries attend to, on average?\n{title}"),
+        "rollout": draw_rollout(layers, image, query, f"What reaches a token through all layers?\n{title}"),
     }
 
 

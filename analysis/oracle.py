@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullLocator
 from torch import Tensor
 
 from analysis import command_line
@@ -25,7 +26,7 @@ from analysis.budgets import low_rank_share, options_text, split_budget
 from analysis.decompositions import godec, keep_largest, robust_pca, truncate
 from analysis.matrices import Layer, process1_layers, read_layers
 from attention import create_attention
-from engine.reporting.plots import encode, line_style, marker_style
+from engine.reporting.plots import encode, in_style, line_style, marker_style, new_figure
 from engine.reporting.tables import compact_table, plus_minus, spread
 from engine.runtime.errors import UserError
 from engine.runtime.files import make_output, to_csv, write_file
@@ -234,6 +235,7 @@ def splits(layers: Sequence[Layer], budgets: Sequence[int]) -> list[dict[str, st
     return lines
 
 
+@in_style
 def draw(title: str, rows: Sequence[Row]) -> Figure:
     """Draws the error against the budget, mean and standard deviation over matrices.
 
@@ -242,8 +244,7 @@ def draw(title: str, rows: Sequence[Row]) -> Figure:
     rows = [row for row in rows if row.budget]
     budgets = sorted({row.budget for row in rows})
     middle = budgets[len(budgets) // 2]
-    figure = Figure((11, 4.8), layout="constrained")
-    figure.suptitle(title, fontsize=10, parse_math=False)
+    figure = new_figure(f"Are low rank and sparse entries together better than either alone?\n{title}", 3.6)
     by_budget, by_entropy = figure.subplots(1, 2, sharey=True)
     for number, method in enumerate(METHODS):
         here = [[row.error for row in rows if (row.method, row.budget) == (method, budget)] for budget in budgets]
@@ -251,16 +252,19 @@ def draw(title: str, rows: Sequence[Row]) -> Figure:
         means, deviations, *_ = zip(*map(spread, here), strict=True)
         means, deviations = [max(mean, FLOOR) for mean in means], [deviation or 0 for deviation in deviations]
         below = [min(deviation, mean - FLOOR) for mean, deviation in zip(means, deviations, strict=True)]
-        by_budget.errorbar(places, means, [below, deviations], capsize=2, markersize=5, **line_style(number))
+        by_budget.errorbar(places, means, [below, deviations], **line_style(number))
         points = [(row.entropy, max(row.error, FLOOR)) for row in rows if (row.method, row.budget) == (method, middle)]
-        by_entropy.scatter(*zip(*points, strict=True), s=25, alpha=0.6, label=method, **marker_style(number))
+        by_entropy.scatter(
+            *zip(*points, strict=True), s=12, alpha=0.7, linewidths=0, label=method, **marker_style(number)
+        )
     by_budget.set_xscale("log", base=2)
     by_budget.set_xticks(budgets, budgets)
+    by_budget.xaxis.set_minor_locator(NullLocator())
     by_budget.set_xlabel("budget: 2 x rank + entries per row (numbers)")
-    by_budget.set_ylabel(f"relative Frobenius error (those below {FLOOR} at {FLOOR})")
+    by_budget.set_ylabel(f"relative Frobenius error\n(below {FLOOR}: at {FLOOR})")
     by_budget.set_yscale("log")
     by_entropy.set_xlabel(f"mean entropy of the rows (nats), at a budget of {middle}")
     for axes in (by_budget, by_entropy):
-        axes.grid(alpha=0.3)
+        axes.grid()
     figure.legend(*by_entropy.get_legend_handles_labels(), loc="outside lower center", ncols=len(METHODS))
     return figure

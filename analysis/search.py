@@ -29,7 +29,7 @@ from engine.config.load import dump_run
 from engine.config.schema import Init
 from engine.config.yaml_files import dump_yaml
 from engine.objectives.distillation import Distill
-from engine.reporting.plots import COLORS, encode
+from engine.reporting.plots import BLUE, GREY, ORANGE, encode, in_style, new_figure
 from engine.reporting.tables import compact_table
 from engine.runtime.errors import UserError
 from engine.runtime.files import make_output, to_csv, write_file
@@ -342,17 +342,22 @@ def rounded(loss: float) -> float | None:
     return None if math.isnan(loss) else round(loss, 5)
 
 
+@in_style
 def draw(title: str, cost: Cost, points: Sequence[Point], front: Sequence[Point], budgets: Iterable[float]) -> Figure:
     """Draws loss and top-1 of the measured assignments against their costs, and the front."""
-    figure = Figure(figsize=(11, 4.8), layout="constrained")
-    figure.suptitle(title, fontsize=9, wrap=True, parse_math=False)
+    question = "Which assignments of mechanisms to layers does no other beat in both loss and cost?"
+    figure = new_figure(f"{question}\n{title}", 3.4)
     for axes, name, label in zip(figure.subplots(1, 2), ("loss", "top1"), ("loss (nats)", "top-1 (%)"), strict=True):
-        for chosen, style in ((points, {"color": COLORS[7], "ms": 4}), (front, {"color": COLORS[5], "ms": 6})):
+        kinds = {"measured": (points, {"color": GREY, "ms": 3}), "front": (front, {"color": BLUE, "marker": "D"})}
+        for kind, (chosen, style) in kinds.items():
             costs = [point.cost / cost.unit for point in chosen]
-            axes.plot(costs, [getattr(point.score, name) for point in chosen], "o", **style)
-        for budget in budgets:
-            axes.axvline(budget / cost.unit, color=COLORS[4], linestyle=":")
+            values = [getattr(point.score, name) for point in chosen]
+            axes.plot(costs, values, **{"marker": "o", "linestyle": "none", "label": kind} | style)
+        for number, budget in enumerate(budgets):
+            label_once = {"label": "_" * bool(number) + "budget"}
+            axes.axvline(budget / cost.unit, color=ORANGE, linestyle=":", **label_once)
         axes.set(xlabel=cost.axis.format(len(cost.images)), ylabel=label)
-        axes.grid(alpha=0.3)
+        axes.grid()
     figure.axes[0].set_yscale("log")
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
     return figure

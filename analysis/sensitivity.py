@@ -20,7 +20,7 @@ from analysis.hybrids import Hybrids
 from analysis.laboratory import FILE, Laboratory, Score
 from analysis.trained import load_trained, read_sample
 from attention import OptionError
-from engine.reporting.plots import encode
+from engine.reporting.plots import PAGE, encode, in_style, new_figure
 from engine.reporting.tables import Spread, compact_table, plus_minus, spread
 from engine.runtime.files import make_output, to_csv, write_file
 
@@ -132,6 +132,7 @@ def values(row: Row, own: Score, own_macs: int) -> dict[str, Any]:
     return line | {"problem": row.problem}
 
 
+@in_style
 def draw(title: str, rows: Sequence[Row], own: Score, own_macs: int) -> Figure:
     """Draws the rise of the loss as a heat map of mechanisms and layers, with top-1 and the share of MACs saved.
 
@@ -139,8 +140,8 @@ def draw(title: str, rows: Sequence[Row], own: Score, own_macs: int) -> Figure:
     """
     rows = [row for row in rows if row.scores]
     names, layers = list(dict.fromkeys(row.name for row in rows)), 1 + max((row.layer for row in rows), default=0)
-    figure = Figure(figsize=(4 + 1.1 * layers, 2.2 + 0.32 * len(names)), layout="constrained")
-    figure.suptitle(title, fontsize=8, wrap=True, parse_math=False)
+    width = max(PAGE, 3 + 0.6 * layers)
+    figure = new_figure(f"Which layers need their own attention?\n{title}", 1.6 + 0.4 * len(names), width)
     axes = figure.subplots()
     rises = [[math.nan] * layers for _ in names]
     for row in rows:
@@ -148,7 +149,7 @@ def draw(title: str, rows: Sequence[Row], own: Score, own_macs: int) -> Figure:
         top1, loss = row.spread(stage, "top1"), row.spread(stage, "loss")
         rises[names.index(row.name)][row.layer] = max(loss.mean - own.loss, 1e-4)
         text = f"{top1.mean:.1f}\n{row.macs / own_macs - 1:+.0%}"
-        axes.text(row.layer, names.index(row.name), text, ha="center", va="center", fontsize=6, color="black")
+        axes.text(row.layer, names.index(row.name), text, ha="center", va="center", color="black")
     image = axes.imshow(rises, cmap="YlOrRd", norm=LogNorm(1e-3, 3), alpha=0.8, aspect="auto")
     figure.colorbar(image, label="rise of the loss (nats)")
     axes.set_yticks(range(len(names)), names, parse_math=False)

@@ -5,21 +5,22 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from engine.reporting.plots import COLORS
+from engine.reporting.plots import BLUE, COLORS, GREY, ORANGE, in_style, new_figure
 from engine.reporting.tables import Spread
 
 REPLACED = {
-    False: ("replaced, all parameters trained", {"marker": "o", "color": COLORS[5]}),
-    True: ("replaced, with untrained parameters", {"marker": "s", "color": COLORS[4], "mfc": "white"}),
+    False: ("replaced, all parameters trained", {"marker": "o", "color": BLUE}),
+    True: ("replaced, with untrained parameters", {"marker": "s", "color": ORANGE, "mfc": "white"}),
 }
 """Whether parameters are untrained -> label and style."""
 
 LATER = {
-    "aligned": ("aligned, without labels", {"marker": "D", "color": COLORS[3], "ms": 5}),
-    "tuned": ("trained on, with labels", {"marker": "o", "color": COLORS[0], "ms": 5}),
+    "aligned": ("aligned, without labels", {"marker": "D", "color": COLORS[3]}),
+    "tuned": ("trained on, with labels", {"marker": "o", "color": COLORS[0]}),
 }
 
 
+@in_style
 def draw(title: str, rows: Sequence[Any], own: float, differences: Mapping[Any, Spread | None]) -> Figure:
     """Draws top-1 and error of every mechanism in every stage, best first, with standard deviations over draws.
 
@@ -29,8 +30,8 @@ def draw(title: str, rows: Sequence[Any], own: float, differences: Mapping[Any, 
     """
     stages = [stage for stage in ("replaced", *LATER) if any(row.spread(stage, "top1") for row in rows)]
     rows = sorted((row for row in rows if row.draws), key=lambda row: -_last(row, stages))
-    figure = Figure(figsize=(10 + 2 * bool(differences), 2.2 + 0.27 * len(rows)), layout="constrained")
-    figure.suptitle(title, fontsize=9, wrap=True, parse_math=False)
+    question = "How much of a trained model's accuracy is left with another attention?"
+    figure = new_figure(f"{question}\n{title}", 1.7 + 0.16 * len(rows))
     accuracy, error, *rest = figure.subplots(1, 3 if differences else 2, sharey=True)
     is_aligned = "aligned" in stages
     _draw_stages(accuracy, rows, stages, "top1")
@@ -47,11 +48,11 @@ def draw(title: str, rows: Sequence[Any], own: float, differences: Mapping[Any, 
         axes.axvline(0, color="black", linestyle="--")
         axes.set_xlabel("difference to its own attention,\ntrained on likewise (points); hollow: noise")
     for axes in (accuracy, error, *rest):
-        axes.grid(axis="x", alpha=0.4)
+        axes.grid()
     names = [row.name if row.mode in ("evaluation", "any") else f"{row.name}, {row.mode}" for row in rows]
     accuracy.set_yticks(range(len(rows)), names, parse_math=False)
-    accuracy.invert_yaxis()
-    figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=3)
+    accuracy.set_ylim(len(rows) - 0.5, -0.5)
+    figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
 
@@ -66,7 +67,7 @@ def _draw_stages(axes: Any, rows: Sequence[Any], stages: Sequence[str], name: st
     kinds += [(stage, None, *style) for stage, style in LATER.items()]
     for i, row in enumerate(rows):
         means = [x.mean for stage in stages if (x := row.spread(stage, name))]
-        axes.plot(means, [i] * len(means), color=COLORS[7], linewidth=1, zorder=0)
+        axes.plot(means, [i] * len(means), color=GREY, linewidth=0.8, zorder=1)
     for stage, hollow, label, style in kinds:
         if stage not in stages:
             continue

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator
 
 from bench.results import SETTINGS
-from engine.reporting.plots import encode, line_style
+from engine.reporting.plots import PAGE, encode, in_style, line_style, new_figure
 from engine.runtime.files import write_file
 
 
@@ -44,6 +44,7 @@ def draw_figures(rows: Sequence[dict[str, Any]], output: Path) -> None:
             write_file(output / f"{kind}.png", encode(draw(same_kind)))
 
 
+@in_style
 def draw(rows: Sequence[dict[str, Any]]) -> Figure:
     """Draws time and peak memory against size on logarithmic axes: panels for every setting, a line for every name.
 
@@ -52,13 +53,17 @@ def draw(rows: Sequence[dict[str, Any]]) -> Figure:
     scale = IMAGES if rows[0]["kind"] == "model" else TOKENS
     setting_of = itemgetter(*SETTINGS[2:])
     settings, names = (list(dict.fromkeys(map(key, rows))) for key in (setting_of, itemgetter("name")))
-    figure = Figure((2.6 + 3.7 * len(settings), 7.5), layout="constrained")
+    unit = "the number of tokens" if scale is TOKENS else "the size of the image"
+    width = max(PAGE, 1 + 2.5 * len(settings))
+    columns = max(1, int(width / (0.6 + 0.065 * max(map(len, names)))))  # of the legend
+    height = 4.6 + 0.17 * math.ceil(len(names) / columns)
+    figure = new_figure(f"How do time and memory grow with {unit}?", height, width)
     panels = figure.subplots(2, len(settings), sharex=True, sharey="row", squeeze=False)
     for (of_time, of_memory), setting in zip(panels.T, settings, strict=True):
         of_time.set_title(", ".join(setting))
         for number, name in enumerate(names):
             here = [row for row in rows if (row["name"], setting_of(row)) == (name, setting) and row["seconds"]]
-            style = line_style(number) | {"label": name, "markersize": 5}
+            style = line_style(number) | {"label": name}
             draw_times(of_time, here, scale, style)
             of_memory.plot(*points(here, "peak_bytes", scale, scale.memory[1]), **style)
     for axes, label, unit in zip(panels[:, 0], ("time", "peak memory"), (scale.time, scale.memory), strict=True):
@@ -66,8 +71,11 @@ def draw(rows: Sequence[dict[str, Any]]) -> Figure:
     sizes = {extent(row): row["size"] for row in rows}
     for axes in panels.flat:
         set_logarithmic(axes, sizes)
-    figure.legend(*panels[1, 0].get_legend_handles_labels(), loc="outside right upper")
-    figure.supxlabel("\n".join([scale.x, *textwrap.wrap(note(rows), 40 * (1 + len(settings)))]), fontsize="medium")
+    for axes in panels[1]:
+        axes.set_xlabel(scale.x)
+    handles, labels = panels[1, 0].get_legend_handles_labels()
+    notes = "\n".join(textwrap.wrap(note(rows), int(15 * width)))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, title=notes)
     return figure
 
 
@@ -75,7 +83,7 @@ def draw_times(axes: Axes, rows: Sequence[dict[str, Any]], scale: Scale, style: 
     """Draws a line with quartiles, and white markers at noisy values."""
     names = "seconds", "seconds_q1", "seconds_q3"
     (sizes, seconds), (_, low), (_, high) = (points(rows, name, scale, scale.time[1]) for name in names)
-    axes.errorbar(sizes, seconds, yerr=np.abs(np.subtract((low, high), seconds)), capsize=2, **style)
+    axes.errorbar(sizes, seconds, yerr=np.abs(np.subtract((low, high), seconds)), **style)
     noisy = points([row for row in rows if row["seconds_noisy"]], "seconds", scale, scale.time[1])
     axes.plot(*noisy, **style | {"label": None, "linestyle": "none", "markerfacecolor": "white"}, zorder=3)
 
@@ -100,7 +108,7 @@ def set_logarithmic(axes: Axes, sizes: dict[float, str]) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter("{x:g}")
     axes.minorticks_off()
-    axes.grid(alpha=0.3)
+    axes.grid()
 
 
 def note(rows: Sequence[dict[str, Any]]) -> str:

@@ -19,6 +19,7 @@ LIBRARIES = {
     "models": {"torch", "timm"},
     "engine": {
         *("torch", "torchvision", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "safetensors", "tensorboard"),
+        "textalloc",
         *EXPORT,
         *TRACKERS,
     },

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from engine.data.images import BrokenImage
 from engine.evaluation.predictions import PredictionTable, top_columns
-from engine.reporting.plots import encode
+from engine.reporting.plots import encode, in_style, new_figure
 from engine.runtime.errors import UserError
 from engine.runtime.files import check_output, to_csv, write_file
 from engine.runtime.text import one_line
@@ -26,8 +26,8 @@ Predictions = Mapping[str, PredictionTable]
 NUM_COUNTED = 20
 """Most classes for which the picture of a confusion matrix shows its numbers."""
 
-NUM_TICKS = 40
-"""Approximate number of class names that the picture shows for more classes."""
+NUM_NAMED = 50
+"""Most classes that the picture shows, each with its name: of more classes those that are most often confused."""
 
 GRID = 5
 """Number of columns, and largest number of rows, of the images shown for each kind of weights."""
@@ -115,35 +115,62 @@ def confusion_csv(predictions: Predictions) -> bytes:
     )
 
 
+def most_confused(counts: np.ndarray) -> list[int]:
+    """Returns the classes of the most frequent confusions, most frequent first; of at most `NUM_NAMED` classes all.
+
+    Classes that are confused with each other are neighbours. A confusion counts both ways round. If fewer are confused,
+    the first others follow.
+
+    Args:
+        counts: number of images by true and predicted class, as of `confusion_matrix`.
+    """
+    if len(counts) <= NUM_NAMED:
+        return list(range(len(counts)))
+    both = np.triu(counts + counts.T, 1)
+    pairs = np.argsort(-both, axis=None, kind="stable")[: np.count_nonzero(both)]
+    confused = np.column_stack(np.unravel_index(pairs, both.shape)).ravel().tolist()
+    return list(dict.fromkeys([*confused, *range(len(counts))]))[:NUM_NAMED]
+
+
+@in_style
 def confusion_picture(predictions: Predictions, suffix: str = ".png") -> bytes:
     """Draws the confusion matrix of each kind of weights, coloured by the share of the row's images.
 
-    A cell has at least about 2 pixels, so that each of 1,000,000 cells can be seen.
+    Every class has its name. Of more than `NUM_NAMED` classes those of `most_confused` are shown.
     """
-    num_classes = len(next(iter(predictions.values())).names)
-    side = max(5.0, 0.45 * min(num_classes, NUM_COUNTED), num_classes / 45)  # inches of 100 pixels
-    figure = Figure((len(predictions) * (side + 2), side + 1.5), layout="constrained")
-    panels = figure.subplots(1, len(predictions), squeeze=False)[0]
+    shown = min(NUM_NAMED, len(next(iter(predictions.values())).names))
+    side = max(2.8, 0.3 * min(shown, NUM_COUNTED), 0.12 * shown)  # inches
+    figure = new_figure("Which classes are taken for which?", len(predictions) * (side + 1.5) + 0.3, side + 2.2)
+    panels = figure.subplots(len(predictions), 1, squeeze=False)[:, 0]
     for axes, (kind, found) in zip(panels, predictions.items(), strict=True):
-        _draw_confusion(axes, confusion_matrix(found), found.names)
-        axes.set_title(f"{kind} weights: top-1 {100 * (found.predicted == found.label).double().mean():.2f} %")
+        counts = confusion_matrix(found)
+        chosen = most_confused(counts)
+        _draw_confusion(axes, counts, chosen, found.names)
+        title = f"{kind} weights: top-1 {100 * (found.predicted == found.label).double().mean():.2f} %"
+        if len(chosen) < len(counts):
+            mistakes = counts * (1 - np.eye(len(counts), dtype=int))
+            part = f"{mistakes[np.ix_(chosen, chosen)].sum():,} of {mistakes.sum():,} mistakes"
+            title += f"\nthe {len(chosen)} most confused of {len(counts):,} classes, with {part}"
+        axes.set_title(title)
     figure.colorbar(axes.images[0], ax=panels, label="share of the class's images", shrink=0.8, aspect=40)
     return encode(figure, suffix)
 
 
-def _draw_confusion(axes: Axes, counts: np.ndarray, names: list[str]) -> None:
-    share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+def _draw_confusion(axes: Axes, counts: np.ndarray, chosen: list[int], names: list[str]) -> None:
+    """Draws the rows and columns `chosen` of the matrix; shares are of all images of a class."""
+    part = np.ix_(chosen, chosen)
+    share = (counts / np.maximum(counts.sum(1, keepdims=True), 1))[part]
     axes.imshow(share, cmap="Blues", norm=PowerNorm(0.5, 0, 1))  # the root shows few images among many
-    if len(names) <= NUM_COUNTED:
-        for (row, column), count in np.ndenumerate(counts):
+    if len(chosen) <= NUM_COUNTED:
+        for (row, column), count in np.ndenumerate(counts[part]):
             color = "white" if share[row, column] > 0.3 else "black"
-            axes.text(column, row, f"{count}" if count else "", ha="center", va="center", color=color, fontsize=8)
-    ticks = range(0, len(names), math.ceil(len(names) / NUM_TICKS))
-    labels = [one_line(names[i], 20) for i in ticks]
-    axes.set_xticks(ticks, labels, rotation=90, parse_math=False)
-    axes.set_yticks(ticks, labels, parse_math=False)
+            axes.text(column, row, f"{count}" if count else "", ha="center", va="center", color=color)
+    labels = [one_line(names[i], 20) for i in chosen]
+    axes.set_xticks(range(len(chosen)), labels, rotation=90, parse_math=False)
+    axes.set_yticks(range(len(chosen)), labels, parse_math=False)
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")
+    axes.spines[:].set_visible(True)
 
 
 def mistakes_picture(predictions: Predictions) -> bytes:
@@ -166,6 +193,7 @@ def samples_picture(predictions: Predictions) -> bytes:
     return _images_picture(predictions, rows, dict.fromkeys(rows, "class → predicted, and its probability"))
 
 
+@in_style
 def _images_picture(predictions: Predictions, rows: Mapping[str, list[int]], titles: Mapping[str, str]) -> bytes:
     """Draws the images in `rows`, at most GRID x GRID for each kind of weights.
 
@@ -192,7 +220,7 @@ def _draw_image(axes: Axes, found: PredictionTable, row: int) -> None:
     label, predicted = (one_line(found.names[x[row]], 14) for x in (found.label, found.predicted))
     title = f"{label} → {predicted}\n{found.probability[row, 0]:.3f}"
     color = "green" if found.predicted[row] == found.label[row] else "black"
-    axes.set_title(title, fontsize=8, color=color, parse_math=False)
+    axes.set_title(title, color=color, parse_math=False)
 
 
 OUTPUTS: dict[str, tuple[str, Mapping[str, Callable[[Predictions], bytes]]]] = {

@@ -1,30 +1,160 @@
-"""Style of figures: colours, markers and lines; and the content of their files."""
+"""Style of all figures: size of type, colours, markers and lines; labels beside what they name; content of files."""
 
 import io
+import textwrap
 import warnings
+from collections.abc import Sequence
 
+import textalloc
+from matplotlib import rc_context
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.image import AxesImage
+from matplotlib.lines import Line2D
+
+PAGE = 7.0
+"""Width of a page of two columns in inches, the width of most figures: they are printed at their own size."""
+
+POINTS = 8
+"""The one size of type, in points, for titles, labels, ticks and names."""
+
+STYLE = {
+    **dict.fromkeys(("font.size", "axes.titlesize", "axes.labelsize", "xtick.labelsize", "ytick.labelsize"), POINTS),
+    **dict.fromkeys(("legend.fontsize", "legend.title_fontsize", "figure.titlesize", "figure.labelsize"), POINTS),
+    **dict.fromkeys(("axes.linewidth", "grid.linewidth", "xtick.major.width", "ytick.major.width"), 0.6),
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": "#dddddd",
+    "legend.frameon": False,
+    "lines.linewidth": 1.2,
+    "lines.markersize": 3.5,
+    "errorbar.capsize": 2,
+    "image.cmap": "viridis",
+    "savefig.dpi": 200,
+}
+"""Parameters of matplotlib."""
+
+in_style = rc_context(STYLE)
+"""Decorator of functions that draw: what they draw has the one `STYLE`."""
 
 COLORS = ("#000000", "#e69f00", "#56b4e9", "#009e73", "#d55e00", "#0072b2", "#cc79a7", "#8c8c8c")
 """Palette of Okabe and Ito, which colour-blind people can tell apart, with grey in place of yellow."""
 
-STYLES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))
-"""Markers and lines of the first eight mechanisms, of the next eight, and so on."""
+ORANGE, BLUE, GREY = COLORS[4], COLORS[5], COLORS[7]
+
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+"""Markers of eight colours, so that figures can be read without colours."""
+
+LINES = ("-", "--", ":", "-.")
+"""Lines of the first eight subjects, of the next eight, and so on."""
 
 
 def marker_style(number: int) -> dict[str, str]:
-    """Returns colour and marker of the mechanism with this number, as keywords of matplotlib."""
-    return {"color": COLORS[number % len(COLORS)], "marker": STYLES[number // len(COLORS) % len(STYLES)][0]}
+    """Returns colour and marker of the subject with this number, as keywords of matplotlib."""
+    turn, color = divmod(number, len(COLORS))
+    return {"color": COLORS[color], "marker": MARKERS[(color + turn) % len(MARKERS)]}
 
 
 def line_style(number: int) -> dict[str, str]:
-    """Returns colour, marker and line of the mechanism with this number."""
-    return marker_style(number) | {"linestyle": STYLES[number // len(COLORS) % len(STYLES)][1]}
+    """Returns colour, marker and line of the subject with this number."""
+    return marker_style(number) | {"linestyle": LINES[number // len(COLORS) % len(LINES)]}
 
 
+LEADER = {"arrowstyle": "-", "linewidth": 0.8, "shrinkA": 1, "shrinkB": 2, "relpos": (0, 0.5)}
+"""Line from the left of a name to what it names."""
+
+
+def new_figure(title: str, height: float, width: float = PAGE) -> Figure:
+    """Returns an empty figure of a size in inches. Lines of the title are broken where they are too long."""
+    figure = Figure((width, height), layout="constrained")
+    lines = [part for line in title.splitlines() for part in textwrap.wrap(line, int(15 * width))]
+    figure.suptitle("\n".join(lines), parse_math=False)
+    return figure
+
+
+def label_points(
+    axes: Axes,
+    points: Sequence[tuple[float, float]],
+    names: Sequence[str],
+    others: Sequence[tuple[float, float]] = (),
+    lines: Sequence[Line2D] = (),
+) -> None:
+    """Writes names beside their points, off each other, off all points and `others`, and off `lines`.
+
+    A line joins a name to its point where there is no room beside it. Call it when the limits of the axes are final.
+    """
+    if not points:
+        return
+    (x, y), (all_x, all_y) = zip(*points, strict=True), zip(*points, *others, strict=True)
+    curves = [line.get_xydata().T for line in lines]
+    textalloc.allocate(
+        axes,
+        x,
+        y,
+        list(names),
+        x_scatter=all_x,
+        y_scatter=all_y,
+        x_lines=[line[0] for line in curves] or None,
+        y_lines=[line[1] for line in curves] or None,
+        textsize=POINTS,
+        linecolor=GREY,
+        linewidth=0.6,
+        max_distance=0.5,
+        nbr_candidates=1000,
+        avoid_label_lines_overlap=True,
+        parse_math=False,
+        in_layout=False,
+    )
+
+
+def label_ends(axes: Axes, lines: Sequence[Line2D], names: Sequence[str]) -> None:
+    """Names lines beside the axes, at their right ends, which thin lines of their colours join to the names.
+
+    Names keep the order of the ends, a line of text apart at least. Call it when the limits of the axes are final.
+    """
+    figure = axes.get_figure(root=True)
+    figure.draw_without_rendering()  # places the axes, so that distances are known
+    height = 1.25 * POINTS / 72 * figure.dpi / axes.bbox.height  # of a line of text, as a share of the axes
+    to_axes = axes.transData + axes.transAxes.inverted()
+    ends = [tuple(to_axes.transform(line.get_xydata()[-1])) for line in lines]
+    order = sorted(range(len(lines)), key=lambda number: ends[number][1])
+    for number, at in zip(order, spread_out([ends[number][1] for number in order], height), strict=True):
+        axes.annotate(
+            names[number],
+            ends[number],
+            (1.04, at),
+            *("axes fraction", "axes fraction"),
+            va="center",
+            parse_math=False,
+            annotation_clip=False,
+            arrowprops={"color": lines[number].get_color(), **LEADER},
+        )
+
+
+def spread_out(places: Sequence[float], distance: float) -> list[float]:
+    """Returns ascending places at least `distance` apart, near `places`, which ascend: groups keep their means."""
+    groups: list[tuple[float, int]] = []  # centre and number of neighbours that touch
+    for place in places:
+        centre, count = place, 1
+        while groups and centre - groups[-1][0] < distance * (count + groups[-1][1]) / 2:
+            before, others = groups.pop()
+            centre, count = (before * others + centre * count) / (others + count), others + count
+        groups.append((centre, count))
+    return [centre + distance * (i - (count - 1) / 2) for centre, count in groups for i in range(count)]
+
+
+def write_cell(image: AxesImage, x: float, y: float, value: float, text: str) -> None:
+    """Writes into a cell of a heat map, in white or black, whichever is easier to read on the colour of `value`."""
+    red, green, blue, _ = image.to_rgba(value)
+    color = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
+    image.axes.text(x, y, text, ha="center", va="center", color=color)
+
+
+@in_style
 def encode(figure: Figure, suffix: str = ".png") -> bytes:
     """Returns the content of a figure's file."""
     content = io.BytesIO()
     with warnings.catch_warnings(action="ignore"):  # the font may lack glyphs of class names
-        figure.savefig(content, format=suffix[1:], dpi=100)
+        figure.savefig(content, format=suffix[1:])
     return content.getvalue()

@@ -180,12 +180,26 @@ def test_figures_of_error_show_the_rows():
         row(budget=16, temperature=1.0, mode="evaluation", errors=[[20.0, 30.0], [40.0, 50.0]]),
         row(budget=16, temperature=4.0, mode="sampled", errors=[[0.25, 0.75]]),
     ]
-    shown = {name: [bars(axes) for axes in draw("", rows, name, MODES, [4, 16], 10**6).axes] for name in AXES}
+    shown = {name: bars(draw("", rows, name, [4, 16], 10**6).axes[0]) for name in AXES}
     low, high = 0.3 - 0.1 * 2**0.5, 0.3 + 0.1 * 2**0.5
-    assert shown["macs"] == [[([[3, pytest.approx(0.3)], [3, 10]], [pytest.approx([low, high]), [10, 10]])], []]
-    assert shown["memory"] == [[([[1, pytest.approx(0.3)], [1, 10]], [pytest.approx([low, high]), [10, 10]])], []]
-    assert shown["entropy"] == [[([[1.5, 10]], [[10, 10]])], [([[1.5, 0.5]], [[0.5, 0.5]])]]
-    assert shown["layer"] == [[([[1, 10], [2, 10]], [[10, 10]] * 2)], []]
+    assert shown["macs"] == [([[3, pytest.approx(0.3)], [3, 10]], [pytest.approx([low, high]), [10, 10]])]
+    assert shown["memory"] == [([[1, pytest.approx(0.3)], [1, 10]], [pytest.approx([low, high]), [10, 10]])]
+    assert shown["entropy"] == [([[1.5, 10]], [[10, 10]]), ([[1.5, 0.5]], [[0.5, 0.5]])]
+    assert shown["layer"] == [([[1, 10], [2, 10]], [[10, 10]] * 2)]
+
+
+def test_the_cost_is_an_axis_of_the_error_beside_that_of_softmax_attention():
+    rows = [
+        Row(name, "", 4, 1.0, (1.0,), mode, [[error]], macs=macs * 10**6, peak=2**20)
+        for name, mode, macs, error in (("ra", "evaluation", 8, 0.1), ("ra", "sampled", 8, 0.2), ("eva", "any", 9, 0.1))
+    ]
+    (axes,) = draw("", rows, "macs", [4], 16 * 10**6).axes
+    assert "multiply-accumulates" in axes.get_xlabel()
+    (softmax,) = [line for line in axes.lines if line.get_linestyle() == "--"]
+    assert set(softmax.get_xdata()) == {16}
+    assert {text.get_text() for text in axes.texts} == {"ra", "eva"}  # each mechanism is named once
+    hollow = [container.lines[0].get_markerfacecolor() for container in axes.containers]
+    assert [face == "white" for face in hollow] == [False, True, False]
 
 
 def points(axes) -> dict[str, list[list[float]]]:

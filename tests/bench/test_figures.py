@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 
 from bench.figures import draw
 from bench.results import COLUMNS
-from engine.reporting.plots import COLORS, STYLES, line_style
+from engine.reporting.plots import COLORS, LINES, line_style
 
 
 def row(name: str, size: str, seconds: float | None, mode: str = "forward", kind: str = "attention") -> dict[str, Any]:
@@ -50,17 +50,18 @@ def test_every_setting_has_panels_and_every_name_its_style_in_all_of_them():
     assert [axes.get_title() for axes in figure.axes] == ["forward, fp32, eager", "train, fp32, eager", "", ""]
     assert all(len(drawn) == 2 * (name != "m3") for axes in figure.axes for name, drawn in lines(axes).items())
     assert [text.get_text() for text in figure.legends[0].get_texts()] == names
-    styles = [tuple(line_style(number).values()) for number in range(len(COLORS) * len(STYLES))]
+    styles = [tuple(line_style(number).values()) for number in range(len(COLORS) * len(LINES))]
+    assert len({style[1] for style in styles[:8]}) == len({style[0] for style in styles[:8]}) == 8  # legible in grey
     assert len(set(styles)) == len(styles)
 
 
 def test_what_did_not_fit_and_what_is_noisy_is_said():
     rows = [row("softmax", "16", 1.0), row("softmax", "64", None), row("eva", "16", 1.0), row("eva", "64", 1.0)]
     figure = draw(rows)
-    assert figure.get_supxlabel() == "tokens\nbars: quartiles; out of memory: softmax at 64 (forward)"
+    assert figure.legends[0].get_title().get_text() == "bars: quartiles; out of memory: softmax at 64 (forward)"
     assert list(lines(figure.axes[0])) == ["softmax", "eva"]
     rows[-1]["seconds_noisy"] = True
     figure = draw(rows)
-    assert "white: too noisy to quote" in figure.get_supxlabel()
+    assert "white: too noisy to quote" in figure.legends[0].get_title().get_text()
     white = [line.get_xdata() for line in figure.axes[0].lines if line.get_markerfacecolor() == "white"]
     assert list(map(list, white)) == [[], [64]]

@@ -12,14 +12,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
-from itertools import chain, repeat
+from itertools import chain, combinations, repeat
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
 import ablate
 import train
@@ -33,6 +37,7 @@ from ablation.tables import ONE_RUN, for_programs, report_sweep, tabulate, to_js
 from engine.checkpoints.files import find_checkpoint, save_checkpoint
 from engine.config.load import dump_run
 from engine.data.idx import IMAGES, LABELS, write_idx
+from engine.reporting.plots import in_style
 from engine.reporting.tables import T_975, Spread
 from engine.runtime import files
 from engine.runtime.errors import ConfigError
@@ -873,8 +878,8 @@ def test_two_axes_of_numbers_make_a_heat_map(config):
     settings = grid_of_numbers(config)
     figure = draw_heat_map("Windows", settings)
     axes = figure.axes[0]
-    assert (axes.get_ylabel(), axes.get_xlabel()) == ("attention.window_size", "schedule.epochs")
-    assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "2", "4"]  # ascending, as is no list above
+    assert (axes.get_ylabel(), axes.get_xlabel()) == ("|E| (tokens)", "schedule.epochs")
+    assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "4", "16"]  # ascending, as is no list above
     assert [label.get_text() for label in axes.get_xticklabels()] == ["9", "10"]
     texts = {text.get_position(): text.get_text() for text in axes.texts}
     assert texts == {(1, 2): "90.00 ± 0.00", (0, 2): "91.00", (1, 0): "92.00", (0, 0): "93.00", (1, 1): "94.00"}
@@ -885,14 +890,50 @@ def test_two_axes_of_numbers_make_a_heat_map(config):
 def test_the_settings_that_no_other_beats_are_named(config):
     """By step time: the third takes none; the fourth and fifth take 0.1 s and 0.2 s more for one percent each."""
     settings = grid_of_numbers(config)
-    by_macs, by_time, _ = draw_pareto("Windows", settings).axes
+    by_macs, by_time = draw_pareto("Windows", settings).axes
     names = short_names(settings)
-    assert [text.get_text() for text in by_time.texts] == names[2:5]
-    assert [text.get_text() for text in by_macs.texts] == [names[3], names[4]]  # windows of 1 and 2 cost less than of 4
+    assert {text.get_text() for text in by_time.texts} == set(names[2:5])
+    assert {text.get_text() for text in by_macs.texts} == {names[3], names[4]}  # windows of 1 and 2 cost less than of 4
     assert non_dominated([(1, 5), (1, 5), (1, 4), (2, 5), (2, 6)]) == [True, True, False, False, True]
+    for number, setting in enumerate(settings[:-1]):
+        for path in (case.directory / "metrics.jsonl" for case in setting.cases if case.directory.exists()):
+            path.write_text(path.read_text().replace("321.4", str(300 + number)))
+    assert len(draw_pareto("Windows", settings).axes) == 3
     for path in config.parent.rglob("metrics.jsonl"):  # as on a CPU
-        path.write_text(path.read_text().replace('"memory_mb": 321.4', '"memory_mb": null'))
+        path.write_text(re.sub('"memory_mb": [0-9.]+', '"memory_mb": null', path.read_text()))
     assert len(draw_pareto("Windows", settings).axes) == 2
+
+
+@in_style
+def boxes(figure: Figure, texts: Sequence[Text]) -> list[Bbox]:
+    """Where the texts are in the figure, in pixels, without the lines that join them to points."""
+    figure.draw_without_rendering()
+    return [Text.get_window_extent(text) for text in texts]
+
+
+def assert_apart(found: Sequence[Bbox]) -> None:
+    assert not [pair for pair in combinations(found, 2) if Bbox.intersection(*pair)]
+
+
+def test_names_in_a_figure_of_costs_are_apart_though_points_are_near(config):
+    config.write_text("base: base.yaml\ngrid:\n  attention.window_size: [1, 2, 4]\n  train.seed: [1, 2, 3, 4]\n")
+    _, settings = read_ablation(config, [], config.parent, ["python"])
+    for number, setting in enumerate(settings):
+        finish(setting.cases[0], top1=90 + 0.01 * number, step_seconds=1 + 1e-4 * number)
+    figure = draw_pareto("Windows", settings)
+    by_time = figure.axes[1]
+    assert len(by_time.texts) == len(settings) == 12
+    assert_apart(boxes(figure, by_time.texts))
+
+
+def test_a_cost_that_seeds_vary_as_settings_do_has_no_panel(config):
+    settings = grid_of_numbers(config)
+    for number, case in enumerate(settings[0].cases):
+        shutil.rmtree(case.directory)
+        finish(case, top1=90, step_seconds=0.1 * number)
+    figure = draw_pareto("Windows", settings)
+    assert [axes.get_xlabel() for axes in figure.axes] == ["multiply-accumulates of an image (M)"]
+    assert "Not shown: step time, in which settings differ no more than seeds." in figure.get_suptitle()
 
 
 def test_curves_are_of_all_runs_finished_or_not(config):
@@ -908,11 +949,22 @@ def test_curves_are_of_all_runs_finished_or_not(config):
     figure = draw_curves(10 * "Windows ", settings)
     by_epoch, by_hours = figure.axes
     assert len(by_epoch.lines) == len(by_hours.lines) == 3
-    figure.draw_without_rendering()
-    caption, legend = figure.texts[0].get_window_extent(), by_hours.get_legend().get_window_extent()
-    assert len(by_hours.get_legend().get_texts()) == 3
-    assert legend.y1 < caption.y0
+    assert {text.get_text() for text in by_hours.texts} == set(short_names(settings)[:3])
+    assert_apart(boxes(figure, [*by_hours.texts, *figure.texts]))
     assert read_curve(config.parent / "none") == []
+
+
+def test_a_curve_is_the_mean_of_its_seeds_with_a_band_over_them(config):
+    settings = grid_of_numbers(config)[:2]
+    first, second = settings
+    losses = {0: [1.0, 0.5], 1: [3.0, 1.5], 2: [9.0]}  # the last seed is behind
+    for case, values in zip([*first.cases, second.cases[0]], [*losses.values(), [2.0, 1.0]], strict=True):
+        records = [{"kind": "eval", "epoch": 1 + i, "step": 9, "loss": x} for i, x in enumerate(values)]
+        (case.directory / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (axes,) = draw_curves("Windows", settings).axes  # no run has a final record, and so a time of a step
+    assert [line.get_xydata().tolist() for line in axes.lines] == [[[1, 2], [2, 1]], [[1, 2], [2, 1]]]
+    (band,) = axes.collections  # the second setting has one seed
+    assert {tuple(point) for point in band.get_paths()[0].vertices.tolist()} == {(1, 1), (1, 3), (2, 0.5), (2, 1.5)}
 
 
 def test_the_json_has_every_final_record(config):
@@ -1017,10 +1069,44 @@ def test_at_most_one_in_twenty_rows_without_effect_seems_to_have_one(seeds, devi
     assert sum(not difference.is_noise for difference in found) <= 0.05 * 1000 + 4 * math.sqrt(1000 * 0.05 * 0.95)
 
 
-def test_short_names_tell_runs_apart_by_what_varies(tmp_path):
-    _, settings = read_ablation(
-        Path(ablate.__file__).parent / "configs/ablation/quickstart.yaml", [], tmp_path, ["python"]
-    )
+SWEEPS = Path(ablate.__file__).parent / "configs/ablation"
+
+
+@pytest.mark.parametrize("sweep", sorted(path.stem for path in SWEEPS.glob("*.yaml")))
+def test_short_names_tell_the_settings_of_every_sweep_apart(sweep, tmp_path):
+    _, settings = read_ablation(SWEEPS / f"{sweep}.yaml", [], tmp_path, ["python"])
     names = short_names(settings)
-    assert names[0] == "window_size=2, num_landmarks=1"
-    assert len(set(names)) == len(settings) == 9
+    assert len(set(names)) == len(settings)
+    assert not any(sign in name for name in names for sign in "{}")
+    assert max(map(len, names)) <= 60
+
+
+@pytest.mark.parametrize(
+    ("rows", "names"),
+    [
+        (["attention.num_landmarks: 4", "attention.num_landmarks: 9"], ["C=4", "C=9"]),
+        (["attention: {name: local, window_size: 2}", "attention: sra"], ["local, E=4", "sra"]),
+        (["attention: {name: local, window_size: 4, causal: true}", "attention: softmax"], ["local, E=4", "softmax"]),
+        (["attention: {name: linear}", "attention: {name: linear, local: true}"], ["linear", "linear, local=true"]),
+        (["schedule.epochs: 2", "schedule.epochs: 3", "optim.lr: 2.0e-3"], ["epochs=2", "epochs=3", "lr=0.002"]),
+        (
+            ["attention.window_size: 2", "attention.position_bias: none", "schedule.epochs: 2"],
+            ["E=4", "position_bias=none", "epochs=2"],
+        ),
+        (
+            ["attention: [{blocks: 0, name: softmax}]", "attention: {name: eva, window_size: 2, num_landmarks: 4}"],
+            ["0: softmax", "eva, E=4, C=4"],
+        ),
+    ],
+)
+def test_names_have_the_sizes_of_a_mechanism_and_what_varies(config, rows, names):
+    base = BASE.replace("local, window_size: 2", "eva, window_size: 4, num_landmarks: 1") if "C=" in names[0] else BASE
+    (config.parent / "base.yaml").write_text(base)
+    config.write_text("base: base.yaml\nruns:\n" + "".join(f"  - {{{row}}}\n" for row in rows))
+    assert short_names(read_ablation(config, [], config.parent, ["python"])[1]) == names
+
+
+def test_where_short_names_would_be_the_same_they_are_in_full(tmp_path):
+    paths = [f"{'long' * 9}/{end}" for end in "ab"]
+    settings = [Setting({"init.weights": path}, None, (Case(None, tmp_path, []),)) for path in paths]
+    assert short_names(settings) == [f"init.weights={path}" for path in paths]
