@@ -49,14 +49,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(f"--launcher: {launcher[0]!r} is not a command here")
         if not 1 <= args.jobs <= MOST_JOBS:
             raise ConfigError(f"--jobs {args.jobs}: expected 1 to {MOST_JOBS}")
-        ablation, settings = read_ablation(args.config, args.overrides, args.output, launcher)
+        ablation, settings, left_out = read_ablation(args.config, args.overrides, args.output, launcher)
         cases = in_order(settings)
         for directory in (args.output, *(case.directory for case in cases)):
             check_directory(directory)
         check_data(cases)
 
     if args.dry_run:
-        print(report_sweep(ablation.caption, settings))
+        print(report_sweep(ablation.caption, settings, left_out))
         for case in cases:
             print(shlex.join(case.command))
         return
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def write_results() -> None:
         """Writes the tables, and the figures if the last ones are a minute old."""
         nonlocal drawn
-        write_tables(*results)
+        write_tables(*results, left_out)
         if time.monotonic() - drawn > 60:
             write_figures(*results)
             drawn = time.monotonic()
@@ -83,8 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 else:
                     train_all(cases, failures, not args.no_wait, write_results)
         finally:
-            print(report_sweep(ablation.caption, settings))
-            write_tables(*results)
+            print(report_sweep(ablation.caption, settings, left_out))
+            write_tables(*results, left_out)
             write_figures(*results)
     failed = [case for case in cases if last_failure(case) != failures[case.directory]]
     unfinished = [case for case in cases if not case.result() and case not in failed]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ablation.match import Matched
 from engine.checkpoints.files import find_checkpoint
 from engine.config.load import dump_run, flatten, parse_run
 from engine.config.papers import PaperRow
@@ -45,11 +46,13 @@ class Setting:
 
     Attributes:
         changes: option (or base) -> YAML text of its value. paper: figures of a paper. cases: a run per seed.
+        matched: the size that is solved for a cost; None if the sweep, or this setting, has no such size.
     """
 
     changes: dict[str, str]
     paper: PaperRow | None
     cases: tuple[Case, ...]
+    matched: Matched | None = None
 
     @functools.cached_property
     def costs(self) -> Costs:

@@ -15,10 +15,11 @@ from typing import Any
 import yaml
 
 from ablation.cases import Case, Setting
+from ablation.match import Match, Matched, OutOfReach, solve
 from ablation.search import sample
 from attention.options import OptionError, nearest, option, parse_options
 from attention.plugins import as_arguments, load_plugin
-from engine.config.load import flatten, load_run
+from engine.config.load import flatten, load_run, load_unbuilt
 from engine.config.papers import PaperRow, read_papers
 from engine.config.schema import Run
 from engine.config.yaml_files import SWEEP, dump_yaml, read_yaml
@@ -28,6 +29,9 @@ TRAIN = str(Path(__file__).parents[1] / "train.py")
 CONFIGS = Path(__file__).parents[1] / "configs"
 LIMIT = 10_000
 """Largest number of settings of a grid, and of seeds of a setting."""
+
+OF_ROWS = {"paper", "match"}
+"""What an item of `runs` may hold besides options of the run."""
 
 MAX_BYTES = 255
 """Longest name of a directory in nearly every file system, in bytes."""
@@ -55,25 +59,39 @@ class Ablation:
     )
     trials_seed: int = option(0, "seed of the sampling", low=0)
     runs: tuple[dict[str, Any], ...] = option(
-        (), "options key.path -> value of each setting; paper: its top-1 in a paper"
+        (),
+        "options key.path -> value of each setting; paper: its top-1 in a paper; match: false keeps the size that it"
+        " has",
+    )
+    match: Match | None = option(
+        None, "a cost for which the size of every setting's mechanism is solved: layer_macs, token_macs or model_macs"
     )
     plugins: tuple[str, ...] = option((), "modules or .py files that register mechanisms of your own, see --plugin")
 
 
 def read_ablation(
     path: Path, overrides: Sequence[str], output: Path, launcher: Sequence[str]
-) -> tuple[Ablation, list[Setting]]:
+) -> tuple[Ablation, list[Setting], list[str]]:
     """Reads the ablation file `path` and checks all its settings; writes nothing.
 
+    Returns:
+        The file, its settings, and a line for each setting that is left out, as its cost cannot be that of `match`.
     Raises:
         ConfigError: the file, or a run, holds something that cannot be honoured.
     """
-    tree, settings = read_yaml(path), {}
+    tree, settings, left_out = read_yaml(path), {}, []
     load = functools.cache(functools.partial(load_run, world_size=count_ranks(launcher)))  # sampled settings: twice
+
+    @functools.cache
+    def solve_for(base: Path, given: tuple[str, ...]) -> Matched | None:
+        """The size for the target of `match`; None without one."""
+        return ablation.match and match_size(ablation.match, base, (*overrides, *given))
 
     def check(options: dict[str, Any]) -> None:
         for base in bases:
-            load(path.parent / base, (*overrides, *to_overrides(options)))
+            given = to_overrides(options)
+            matched = solve_for(path.parent / base, tuple(given))
+            load(path.parent / base, (*overrides, *given, *([matched.override] if matched else [])))
 
     sections = {field.name for field in dataclasses.fields(Run)}
     if tree.values.keys() & sections and not tree.values.keys() & SWEEP:
@@ -82,6 +100,8 @@ def read_ablation(
         ablation = parse_options(Ablation, tree.values)
         for plugin in ablation.plugins:
             load_plugin(plugin, "plugins")
+        if ablation.match:
+            ablation.match.check()
         bases = (ablation.base,) if ablation.base else ablation.bases
         product = combine(ablation, check)
         if not ablation.base and not ablation.bases:
@@ -99,32 +119,60 @@ def read_ablation(
     rows += [(f"runs.{i}", options) for i, options in enumerate(ablation.runs)]
     for (i, base), (key, options) in itertools.product(enumerate(bases), rows or [("bases", {})]):
         key, base = key if rows else f"bases.{i}", path.parent / base
-        changes = {option: to_text(value) for option, value in options.items() if option != "paper"}
-        given = to_overrides(options)
+        changes = {option: to_text(value) for option, value in options.items() if option not in OF_ROWS}
+        given, is_matched = to_overrides(options), options.get("match", True)
         if ablation.bases:
             changes = {"base": "/".join(base.with_suffix("").parts[-2:])} | changes
-        name = to_name([changes["base"], *given] if ablation.bases else given) or "base"
+        title = [changes["base"]] if ablation.bases else []
+        name = to_name([*title, *given]) or "base"
         try:
+            if "match" in options and (is_matched is not False or not ablation.match):
+                problem = "acts in a sweep with match only" if is_matched is False else "expected false, or no match"
+                raise ConfigError(f"match: {problem}, got {is_matched!r}; leave it out")
+            matched = solve_for(base, tuple(given)) if is_matched else None
+            size = [matched.override] if matched else []
+            name = to_name([*title, *given, *size]) or "base"
             if name in settings:
                 raise ConfigError(f"a second run with {name}")
             if not isinstance(top1 := options.get("paper"), float | int | None):
                 raise ConfigError(f"paper: expected a number, got {top1!r}")
             paper = PaperRow(config=str(base), top1=top1) if top1 else figures.get((base.resolve(), tuple(given)))
-            run = load(base, (*overrides, *given))
-            if seeds and sets_seed([*overrides, *given]):
+            run = load(base, (*overrides, *given, *size))
+            if seeds and sets([*overrides, *given], "train.seed"):
                 raise ConfigError("train.seed is given beside seeds; leave one of them out")
+        except OutOfReach as error:
+            left_out.append(f"{name}: {error}")
+            continue
         except ConfigError as error:
             raise ConfigError(f"{tree.origin(key)}: {key}: {error}") from None
         cases = []
         for seed in seeds or [None]:
             texts = [] if seed is None else [f"train.seed={seed}"]
             directory = output / to_directory(name, texts)
-            command = [*launcher, TRAIN, str(base), *overrides, *given, *texts, "--output", str(directory)]
+            command = [*launcher, TRAIN, str(base), *overrides, *given, *size, *texts, "--output", str(directory)]
             command += as_arguments()
             train = run.train if seed is None else dataclasses.replace(run.train, seed=seed)
             cases.append(Case(dataclasses.replace(run, train=train), directory, command))
-        settings[name] = Setting(changes, paper, tuple(cases))
-    return ablation, list(settings.values())
+        settings[name] = Setting(changes, paper, tuple(cases), matched)
+    if not settings:
+        raise ConfigError(f"{tree.origin('match')}: match: no setting can be trained; the last: {left_out[-1]}")
+    return ablation, list(settings.values()), left_out
+
+
+def match_size(match: Match, base: Path, overrides: Sequence[str]) -> Matched:
+    """Solves the size of the mechanism of the configuration `base` with `overrides`.
+
+    Raises:
+        OutOfReach: see `solve`. ConfigError: the overrides give the size, or something cannot be honoured.
+    """
+    run = load_unbuilt(base, overrides)
+    try:
+        matched = solve(match, run)
+    except OptionError as error:
+        raise ConfigError(str(error)) from None
+    if sets(overrides, key := f"attention.{matched.option}"):
+        raise ConfigError(f"{key} is given, and match solves it; leave it out, or write match: false beside it")
+    return matched
 
 
 def count_ranks(launcher: Sequence[str]) -> int:
@@ -136,7 +184,7 @@ def count_ranks(launcher: Sequence[str]) -> int:
 
 def to_overrides(options: Mapping[str, Any]) -> list[str]:
     """Returns the overrides of train.py for a setting."""
-    return [f"{option}={to_text(value)}" for option, value in options.items() if option != "paper"]
+    return [f"{option}={to_text(value)}" for option, value in options.items() if option not in OF_ROWS]
 
 
 def combine(ablation: Ablation, check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
@@ -210,10 +258,10 @@ def list_seeds(seeds: int | tuple[int, ...] | None) -> Sequence[int]:
     return values
 
 
-def sets_seed(overrides: Sequence[str]) -> bool:
-    """Returns whether one of the valid `overrides` sets train.seed."""
+def sets(overrides: Sequence[str], option: str) -> bool:
+    """Returns whether one of the valid `overrides` sets `option`."""
     keys_and_values = (override.partition("=")[::2] for override in overrides)
-    return any("train.seed" in flatten({key: yaml.safe_load(text)}) for key, text in keys_and_values)
+    return any(option in flatten({key: yaml.safe_load(text)}) for key, text in keys_and_values)
 
 
 def to_text(value: Any) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from ablation.cases import Setting, accuracies, changed_options, has_replicates, in_order, short_names
 from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results
+from ablation.match import TOLERANCE
 from ablation.replicates import Measured, measure
 from engine.reporting.plots import encode
 from engine.reporting.tables import Spread, markdown_table, plus_minus
@@ -22,6 +23,9 @@ REPLICATES = (
     " where the 95 % interval of Student's t over them contains 0; their standard deviation counts as one image at"
     " least, as accuracies are rounded to images (row by row: of 20 rows without an effect, one will seem to have one)."
 )
+
+WITHIN = f"within {100 * TOLERANCE:.0f} %"
+"""Title of the column that says whether the target of `match` is reached."""
 
 Table = dict[str, list[str]]
 """Title of a column -> texts of its rows; empty for values that are not known yet."""
@@ -40,6 +44,7 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
     results = [setting.results() for setting in settings]
     table = {
         **changed_options(settings),
+        **tabulate_match(settings),
         "parameters (M)": [f"{setting.costs.parameters / 1e6:#.4g}" for setting in settings],
         "paper: parameters (M)": printed(settings, "parameters", ".1f"),
         "MACs (G)": [f"{setting.costs.macs / 1e9:#.4g}" for setting in settings],
@@ -53,6 +58,23 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
         measured = measure(results, key)
         table |= write(name, measured) if several else {f"{name} (%)": means(measured, ".2f")}
     return table | {"paper (%)": printed(settings, "top1", ".2f")}
+
+
+def tabulate_match(settings: Sequence[Setting]) -> Table:
+    """Returns the solved size of each setting, the target, and the cost that is reached; no columns without a target.
+
+    They are empty for a setting that keeps the size that it has.
+    """
+    found = [setting.matched for setting in settings]
+    if not (match := next((own.match for own in found if own), None)):
+        return {}
+    return {
+        "size": [f"{own.option}={own.value}" if own else "" for own in found],
+        f"{match.kind}: target": [text(own and match.target, ".0f") for own in found],
+        f"{match.kind}: reached": [text(own and own.reached, ".0f") for own in found],
+        "off target (%)": [text(own and 100 * own.deviation, "+.1f") for own in found],
+        WITHIN: [("yes" if own.is_equal else "no") if own else "" for own in found],
+    }
 
 
 def printed(settings: Sequence[Setting], figure: str, form: str) -> list[str]:
@@ -101,11 +123,15 @@ def text(number: float | None, form: str) -> str:
     return f"{number:{form}}" if number is not None and math.isfinite(number) else ""
 
 
-def report_sweep(caption: str, settings: Sequence[Setting]) -> str:
-    """Formats a sweep for readers: caption, values that all rows share, the table, and notes on its reliability."""
+def report_sweep(caption: str, settings: Sequence[Setting], left_out: Sequence[str] = ()) -> str:
+    """Formats a sweep for readers: caption, values that all rows share, the table, and notes on its reliability.
+
+    Args:
+        left_out: lines that name the settings without runs.
+    """
     table = tabulate(settings, for_readers)
     papers = [title for title in table if title.startswith("paper")]
-    given = (*changed_options(settings), "parameters (M)", "MACs (G)", "seeds", *papers)
+    given = (*changed_options(settings), *tabulate_match(settings), "parameters (M)", "MACs (G)", "seeds", *papers)
     constant = [title for title in table if title in given and len(set(table[title])) == 1]
     same = {title: table[title][0] for title in constant if len(settings) > 1 or not table[title][0]}
     table = {title: texts for title, texts in table.items() if title not in same}
@@ -118,6 +144,7 @@ def report_sweep(caption: str, settings: Sequence[Setting]) -> str:
     for case in in_order(settings):
         if changes := case.changes():
             notes.append(f"{case.directory.name} is not all of its setting: {'; '.join(changes)}.")
+    notes += [f"Left out: {line}." for line in left_out]
     return f"{caption}\n\n" + f"All rows: {stated}.\n\n" * bool(stated) + rows + "".join(f"\n{n}\n" for n in notes)
 
 
@@ -137,19 +164,20 @@ def list_runs(settings: Sequence[Setting]) -> Table:
     }
 
 
-def to_json(caption: str, settings: Sequence[Setting]) -> bytes:
+def to_json(caption: str, settings: Sequence[Setting], left_out: Sequence[str] = ()) -> bytes:
     """Encodes the settings and their finished runs: the final records of train.py by seed."""
     rows = [
         {
             "name": name,
             "changes": setting.changes,
             **setting.costs._asdict(),
+            **({"matched": dataclasses.asdict(setting.matched)} if setting.matched else {}),
             "paper": setting.paper and dataclasses.asdict(setting.paper),
             "runs": setting.results(),
         }
         for name, setting in zip(short_names(settings), settings, strict=True)
     ]
-    return json.dumps({"caption": caption, "rows": rows}, indent=1).encode()
+    return json.dumps({"caption": caption, "rows": rows, "left_out": [*left_out]}, indent=1).encode()
 
 
 TABLES = ("table.md", "table.json", "table.csv", "runs.csv")
@@ -159,11 +187,11 @@ FIGURES = ("table.png", "heat_map.png", "pareto.png", "curves.png")
 """Files that `write_figures` writes."""
 
 
-def write_tables(caption: str, settings: Sequence[Setting], output: Path) -> None:
-    """Writes table.md, table.csv, table.json and runs.csv into `output`."""
+def write_tables(caption: str, settings: Sequence[Setting], output: Path, left_out: Sequence[str] = ()) -> None:
+    """Writes table.md, table.csv, table.json and runs.csv into `output`; for `left_out` see `report_sweep`."""
     with hold_lock(output / "lock", wait=True):
-        write_file(output / "table.md", report_sweep(caption, settings).encode())
-        write_file(output / "table.json", to_json(caption, settings))
+        write_file(output / "table.md", report_sweep(caption, settings, left_out).encode())
+        write_file(output / "table.json", to_json(caption, settings, left_out))
         for name, table in ("table.csv", tabulate(settings, for_programs)), ("runs.csv", list_runs(settings)):
             write_file(output / name, to_csv(list(table), zip(*table.values(), strict=True)))
 

@@ -121,7 +121,7 @@ def launcher(tmp_path) -> str:
 
 def announce(config: Path, *overrides: str) -> None:
     """Tells the launcher which runs train.py would make of the configuration."""
-    _, settings = read_ablation(config, overrides, config.parent, [])
+    _, settings, _ = read_ablation(config, overrides, config.parent, [])
     dumped = {case.directory.name: yaml.safe_dump(dump_run(case.run)) for case in in_order(settings)}
     (config.parent / "announced").write_text(json.dumps(dumped))
 
@@ -305,7 +305,7 @@ def test_a_run_whose_process_is_killed_is_taken_over(config, launcher, monkeypat
     """A waiting worker, which has no other run left, takes it over."""
     config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
     announce(config)
-    _, [setting] = read_ablation(config, [], config.parent / "out", shlex.split(launcher))
+    _, [setting], _ = read_ablation(config, [], config.parent / "out", shlex.split(launcher))
     (case,) = setting.cases
     case.directory.mkdir(parents=True)
     hold = "file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
@@ -321,7 +321,7 @@ def test_a_run_whose_process_is_killed_is_taken_over(config, launcher, monkeypat
 def test_a_run_that_failed_in_another_worker_is_tried_again_by_the_next_command_only(config, launcher):
     config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
     announce(config)
-    _, [setting] = read_ablation(config, [], config.parent / "out", shlex.split(launcher))
+    _, [setting], _ = read_ablation(config, [], config.parent / "out", shlex.split(launcher))
     (case,) = setting.cases
     before = {case.directory: worker.last_failure(case)}
     assert not worker.is_busy(case)
@@ -637,14 +637,14 @@ def test_a_long_name_of_a_directory_ends_in_a_hash(config):
     grid = LONG | {"attention.window_size": [1, 2], "schedule.warmup_lr": [1.0e-6, 2.0e-6], "data.crop_pct": [0.8, 0.9]}
     grid |= {"augment.mixup_switch_prob": [0.5], "schedule.min_lr": [1.0e-5], "optim.weight_decay": [0.05]}
     config.write_text(yaml.safe_dump({"base": "base.yaml", "trials": 3, "grid": grid, "seeds": [7, 100]}))
-    _, settings = read_ablation(config, [], config.parent / "out", ["python"])
+    _, settings, _ = read_ablation(config, [], config.parent / "out", ["python"])
     names = [case.directory.name for case in in_order(settings)]
     assert len(set(names)) == len(names) == 6
     for name, case in zip(names, in_order(settings), strict=True):
         assert re.fullmatch(r"attention\..*-[0-9a-f]{12},train\.seed=(7|100)", name)
         assert len(name) == 255
         case.directory.mkdir(parents=True)
-    _, again = read_ablation(config, [], config.parent / "out", ["python"])
+    _, again, _ = read_ablation(config, [], config.parent / "out", ["python"])
     assert [case.directory.name for case in in_order(again)] == names
     assert to_directory("é" * 127, []) == "é" * 127
     assert len(to_directory("é" * 128, []).encode()) == 255
@@ -681,7 +681,7 @@ grid:
 def test_the_next_point_takes_the_place_of_one_that_is_no_valid_run(config, capsys):
     """An embedding of 12 has no 5 heads. The points are those of a longer search."""
     config.write_text(SEARCH)
-    _, settings = read_ablation(config, [], config.parent / "out", ["python"])
+    _, settings, _ = read_ablation(config, [], config.parent / "out", ["python"])
     drawn, _ = sample(yaml.safe_load(SEARCH.replace("1e-4", "1.0e-4"))["grid"], 16, seed=0)
     valid = [point for point in drawn if point["model.num_heads"] != 5][:8]
     assert valid != drawn[:8]
@@ -774,7 +774,7 @@ def test_seeds_are_runs_of_their_own_and_a_row_together(config):
     """Means and deviations by hand. Window 1 is 2, 3 and 4 below softmax: 4.303 / sqrt(3) from 3; window 2 is noise."""
     config.write_text(REPLICATED)
     output = config.parent / "out"
-    ablation, settings = read_ablation(config, [], output, ["python"])
+    ablation, settings, _ = read_ablation(config, [], output, ["python"])
     names = ["attention=softmax", "attention.window_size=1", "attention.window_size=2"]
     names = [f"{name},train.seed={seed}" for seed in range(3) for name in names]
     cases = in_order(settings)
@@ -805,7 +805,7 @@ def test_seeds_are_runs_of_their_own_and_a_row_together(config):
 
 def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
     config.write_text(ABLATION[: ABLATION.index("runs:")])
-    ablation, settings = read_ablation(config, [], config.parent, ["python"])
+    ablation, settings, _ = read_ablation(config, [], config.parent, ["python"])
     caption, same, header, *_ = filter(None, report_sweep(ablation.caption, settings).split("\n"))
     assert caption == "Windows"
     assert same == "All rows: attention.position_bias = table."
@@ -816,7 +816,7 @@ def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
 
 def test_a_papers_table_is_a_list_of_configurations_with_the_papers_figures(tmp_path):
     path = Path(ablate.__file__).parent / "configs/ablation/eva_table2.yaml"
-    ablation, settings = read_ablation(path, [], tmp_path, ["python"])
+    ablation, settings, _ = read_ablation(path, [], tmp_path, ["python"])
     assert settings[1].cases[0].directory == tmp_path / "deit_tiny_p8-performer"
     assert settings[1].cases[0].command[2].endswith("/deit_tiny_p8/performer.yaml")
     table = tabulate(settings[:2], for_programs)
@@ -829,7 +829,7 @@ def test_a_papers_table_is_a_list_of_configurations_with_the_papers_figures(tmp_
 def test_bases_are_changed_in_turn(config):
     (config.parent / "other.yaml").write_text(BASE.replace("depth: 1", "depth: 2"))
     config.write_text(ABLATION.replace("base: base.yaml", "bases: [base.yaml, other.yaml]"))
-    _, settings = read_ablation(config, [], config.parent, ["python"])
+    _, settings, _ = read_ablation(config, [], config.parent, ["python"])
     depths = [setting.cases[0].run.model["depth"] for setting in settings]
     assert depths == [1, 1, 1, 2, 2, 2]
     assert settings[3].cases[0].directory.name.endswith(f"-other,{NAMES[0]}")
@@ -839,7 +839,7 @@ def test_bases_are_changed_in_turn(config):
 def test_a_row_shows_the_seeds_that_are_finished(config):
     """The first row has three seeds, the second one, without a deviation, and the third none."""
     config.write_text(REPLICATED)
-    ablation, settings = read_ablation(config, [], config.parent, ["python"])
+    ablation, settings, _ = read_ablation(config, [], config.parent, ["python"])
     for case in (*settings[0].cases, settings[1].cases[1]):
         finish(case, top1=97.5)
     table = tabulate(settings, for_programs)
@@ -853,7 +853,7 @@ def test_a_row_shows_the_seeds_that_are_finished(config):
 
 
 def test_without_seeds_the_table_says_what_one_run_is_worth(config):
-    ablation, settings = read_ablation(config, [], config.parent, ["python"])
+    ablation, settings, _ = read_ablation(config, [], config.parent, ["python"])
     assert ONE_RUN in report_sweep(ablation.caption, settings)
 
 
@@ -862,7 +862,7 @@ def grid_of_numbers(config: Path) -> list[Setting]:
     config.write_text(
         "base: base.yaml\nseeds: 3\ngrid:\n  attention.window_size: [4, 1, 2]\n  schedule.epochs: [10, 9]\n"
     )
-    _, settings = read_ablation(config, [], config.parent, ["python"])
+    _, settings, _ = read_ablation(config, [], config.parent, ["python"])
     for number, setting in enumerate(settings[:-1]):
         for case in setting.cases[: 3 if number == 0 else 1]:
             finish(case, top1=90 + number, step_seconds=0.1 * abs(number - 2))
@@ -929,7 +929,7 @@ def test_a_sweep_that_is_stopped_shows_what_it_has(config, pictures, capfd):
     announce(config)
     stopping = f"raise SystemExit({STOPPED})"
     arguments = [str(config), "--output", str(config.parent / "out"), "--launcher"]
-    _, settings = read_ablation(config, [], config.parent / "out", ["python"])
+    _, settings, _ = read_ablation(config, [], config.parent / "out", ["python"])
     finish(settings[0].cases[0], top1=91.25)
     with pytest.raises(SystemExit) as ended:
         ablate.main([*arguments, shlex.join([sys.executable, "-c", stopping])])
@@ -948,7 +948,7 @@ def test_a_grid_takes_options_of_an_entry_and_whole_lists(config):
         "grid:\n  attention.0.window_size: [1, 2]\n  attention.0.local: [true, false]\n"
         "runs:\n  - {attention: [{blocks: 0, name: softmax}, {blocks: 1-2, name: mean}]}\n  - {attention: softmax}\n"
     )
-    _, settings = read_ablation(config, [], config.parent, [])
+    _, settings, _ = read_ablation(config, [], config.parent, [])
     found = [setting.cases[0].run.attention for setting in settings]
     assert [entries[0]["window_size"] for entries in found[:4]] == [1, 1, 2, 2]
     assert [(entry["blocks"], entry["name"]) for entry in found[4]] == [("0", "softmax"), ("1-2", "mean")]
@@ -958,7 +958,7 @@ def test_a_grid_takes_options_of_an_entry_and_whole_lists(config):
     pyramid = yaml.safe_load(BASE) | {"model": {"name": "pvtv2_b0"}, "attention": stages}
     (config.parent / "base.yaml").write_text(yaml.safe_dump(pyramid))
     config.write_text("caption: Stages\nbase: base.yaml\ngrid:\n  attention.1.window_size: [2, 4]\n")
-    _, settings = read_ablation(config, [], config.parent, [])
+    _, settings, _ = read_ablation(config, [], config.parent, [])
     assert [setting.cases[0].run.attention[1]["window_size"] for setting in settings] == [2, 4]
 
 
@@ -973,7 +973,7 @@ def test_a_search_covers_its_ranges_and_a_longer_one_goes_on(config):
     assert sample(axes, 20, seed=0)[0][:16] == settings != sample(axes, 16, seed=1)[0]
     grid = "grid:\n  optim.lr: {log_range: [1.0e-4, 1.0e-2]}\n  attention.window_size: [1, 2]\n"
     config.write_text(f"base: base.yaml\ntrials: 4\n{grid}")
-    _, settings = read_ablation(config, [], config.parent, ["python"])
+    _, settings, _ = read_ablation(config, [], config.parent, ["python"])
     assert len({setting.cases[0].run.optim.lr for setting in settings}) == 4
 
 
@@ -1018,7 +1018,7 @@ def test_at_most_one_in_twenty_rows_without_effect_seems_to_have_one(seeds, devi
 
 
 def test_short_names_tell_runs_apart_by_what_varies(tmp_path):
-    _, settings = read_ablation(
+    _, settings, _ = read_ablation(
         Path(ablate.__file__).parent / "configs/ablation/quickstart.yaml", [], tmp_path, ["python"]
     )
     names = short_names(settings)
