@@ -10,6 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from ablation.cases import Setting, has_replicates, short_names, varied_options
+from ablation.front import front_probabilities, non_dominated
 from ablation.replicates import Measured, measure
 from engine.reporting.metrics import find_records
 from engine.reporting.plots import COLORS, line_style
@@ -112,23 +113,32 @@ def numeric_axes(settings: Sequence[Setting]) -> list[tuple[str, list[float]]] |
     return list(zip(options, values, strict=True)) if is_whole else None
 
 
-def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
-    """Draws mean top-1 against MACs, step time and (of a GPU) memory; names settings that no other beats in both."""
+def list_costs(settings: Sequence[Setting]) -> dict[str, list[float | None]]:
+    """Returns the costs of the settings: MACs, step time and, of a GPU, memory; None where one is not measured yet."""
     results = [setting.results() for setting in settings]
-    names, accuracy = short_names(settings), [own.spread for own in measure(results, "top1")]
-    costs = {
-        "MACs (G)": [setting.costs.macs / 1e9 for setting in settings],
-        "step (s)": [own.spread and own.spread.mean for own in measure(results, "step_seconds")],
-        "peak memory (MB)": [own.spread and own.spread.mean for own in measure(results, "memory_mb")],
-    }
+    costs: dict[str, list[float | None]] = {"MACs (G)": [setting.costs.macs / 1e9 for setting in settings]}
+    for title, key in ("step (s)", "step_seconds"), ("peak memory (MB)", "memory_mb"):
+        costs[title] = [own.spread and own.spread.mean for own in measure(results, key)]
     if not any(costs["peak memory (MB)"]):
         del costs["peak memory (MB)"]
+    return costs
+
+
+def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
+    """Draws mean top-1 against MACs, step time and (of a GPU) memory; names settings that no other beats in both.
+
+    With several seeds, names have the probability of `front_probabilities`.
+    """
+    measured = measure([setting.results() for setting in settings], "top1")
+    accuracy, costs = [own.spread for own in measured], list_costs(settings)
     figure = Figure(figsize=(5 * len(costs), 5), layout="constrained")
     figure.suptitle(f"{caption}\nnamed: no other is cheaper and better (of means)", parse_math=False)
     for axes, (label, values) in zip(figure.subplots(1, len(costs), sharey=True), costs.items(), strict=True):
         axes.set_xlabel(label)
         axes.grid(alpha=0.3)
         axes.margins(x=0.15)
+        sure = front_probabilities(values, [[*own.values.values()] for own in measured])
+        names = [n + ("" if p is None else f" ({p:.0%})") for n, p in zip(short_names(settings), sure, strict=True)]
         found = [row for row in zip(values, accuracy, names, strict=True) if row[1] and row[0] is not None]
         best = non_dominated([(cost, top1.mean) for cost, top1, _ in found])
         front = sorted((cost, top1.mean, name) for cost, top1, name in itertools.compress(found, best))
@@ -144,14 +154,6 @@ def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
             axes.step(*list(zip(*front, strict=True))[:2], where="post", color=BLUE, linewidth=1, alpha=0.5)
     figure.axes[0].set_ylabel("top-1 (%)")
     return figure
-
-
-def non_dominated(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """Returns for each (cost, top-1) whether no other point is at least as good in both and better in one."""
-    return [
-        not any(cost <= own_cost and top1 >= own_top1 and (cost, top1) != (own_cost, own_top1) for cost, top1 in points)
-        for own_cost, own_top1 in points
-    ]
 
 
 def read_curve(directory: Path) -> list[tuple[int, float, float]]:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ablation.cases import Setting, accuracies, changed_options, has_replicates, in_order, short_names
-from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results
+from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, list_costs
+from ablation.front import RESAMPLES, front_probabilities
 from ablation.match import TOLERANCE
 from ablation.replicates import Measured, measure
 from engine.reporting.plots import encode
@@ -26,6 +27,12 @@ REPLICATES = (
 
 WITHIN = f"within {100 * TOLERANCE:.0f} %"
 """Title of the column that says whether the target of `match` is reached."""
+
+ON_FRONT = (
+    "On front: probability that no other row has at least as good a mean top-1 at no more cost, and one of them better."
+    f" It is the share of {RESAMPLES:,} bootstrap resamples of the seeds of every row that has two or more; few seeds"
+    " make it rough."
+)
 
 Table = dict[str, list[str]]
 """Title of a column -> texts of its rows; empty for values that are not known yet."""
@@ -57,6 +64,11 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
     for name, key in accuracies(settings).items():
         measured = measure(results, key)
         table |= write(name, measured) if several else {f"{name} (%)": means(measured, ".2f")}
+    if several:
+        top1 = [[*own.values.values()] for own in measure(results, "top1")]
+        for cost, values in list_costs(settings).items():
+            sure = [text(probability, ".2f") for probability in front_probabilities(values, top1)]
+            table |= if_measured(f"on front: {cost.rpartition(' ')[0]}", sure)
     return table | {"paper (%)": printed(settings, "top1", ".2f")}
 
 
@@ -138,6 +150,8 @@ def report_sweep(caption: str, settings: Sequence[Setting], left_out: Sequence[s
     stated = ", ".join(f"{title} = {text}" for title, text in same.items() if text)
     rows = markdown_table(list(table), zip(*table.values(), strict=True)) + "\n"
     notes = [REPLICATES if has_replicates(settings) else ONE_RUN]
+    if any(title.startswith("on front") for title in table):
+        notes.append(ON_FRONT)
     for name, setting in zip(short_names(settings), settings, strict=True):
         if setting.paper and setting.paper.note:
             notes.append(f"{name}, not as the paper prints it: {setting.paper.note}.")

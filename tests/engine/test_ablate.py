@@ -25,7 +25,8 @@ import ablate
 import train
 from ablation import worker
 from ablation.cases import Case, Setting, in_order, short_names
-from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, non_dominated, read_curve
+from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, read_curve
+from ablation.front import front_probabilities, non_dominated
 from ablation.replicates import measure
 from ablation.search import sample
 from ablation.sweep import count_ranks, read_ablation, to_directory
@@ -893,6 +894,36 @@ def test_the_settings_that_no_other_beats_are_named(config):
     for path in config.parent.rglob("metrics.jsonl"):  # as on a CPU
         path.write_text(path.read_text().replace('"memory_mb": 321.4', '"memory_mb": null'))
     assert len(draw_pareto("Windows", settings).axes) == 2
+
+
+def test_the_probability_to_be_on_the_front_by_hand():
+    """Two values each, so a mean is low, middle or high with 1/4, 1/2, 1/4.
+
+    Against the first, which is always 5 at cost 1: values 4 and 6 have a mean above 5 with 1/4 (equal is dominated);
+    values 4 and 4 never do, unless they cost less. One seed, or no cost, takes no part.
+    """
+    costs, values = [1, 2, 0.5, 2, None], [[5, 5], [4, 6], [4, 4], [9], [9, 9]]
+    first, second, third, *others = front_probabilities(costs, values)
+    assert (first, third, others) == (1.0, 1.0, [None, None])
+    assert second == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / 10_000))
+    assert front_probabilities(costs, values) == [first, second, third, *others]
+    assert front_probabilities([1, 1], [[5, 5], [5, 5]]) == [1.0, 1.0]
+    assert front_probabilities([1], [[5]]) == [None]
+
+
+def test_rows_of_several_seeds_say_how_sure_the_front_is(config):
+    config.write_text(REPLICATED)
+    ablation, settings, _ = read_ablation(config, [], config.parent, ["python"])
+    for setting, values in zip(settings, ([90, 90, 90], [91, 91, 91], [88, 92, 95]), strict=True):
+        for case, top1 in zip(setting.cases, values, strict=True):
+            finish(case, top1=top1)
+    table = tabulate(settings, for_programs)
+    assert table["on front: MACs"][:2] == ["0.00", "1.00"]  # windows of 1 cost least, softmax most
+    share = float(table["on front: MACs"][2])
+    assert share == pytest.approx(17 / 27, abs=4 * math.sqrt(17 * 10 / 27**2 / 10_000))  # 17 of 27 draws are above 91
+    assert table["on front: step"] == ["0.00", f"{1 - share:.2f}", f"{share:.2f}"]  # all steps take as long
+    assert f"({share:.0%})" in "".join(text.get_text() for text in draw_pareto("", settings).axes[0].texts)
+    assert "10,000 bootstrap resamples" in report_sweep(ablation.caption, settings)
 
 
 def test_curves_are_of_all_runs_finished_or_not(config):
