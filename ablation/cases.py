@@ -1,4 +1,4 @@
-"""Settings of an ablation and their runs: costs, results, the data of finished runs, names in tables and figures."""
+"""Runs of a sweep: their results, and the data of finished ones."""
 
 import functools
 import sys
@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ablation.match import Matched
 from engine.checkpoints.files import find_checkpoint
 from engine.config.load import dump_run, flatten, parse_run
-from engine.config.papers import PaperRow
 from engine.config.schema import Data, Run
 from engine.config.yaml_files import read_yaml
 from engine.data.splits import identify_data, open_split
@@ -19,7 +17,6 @@ from engine.reporting.metrics import find_records, list_changes
 from engine.runtime.errors import ConfigError, UserError
 from engine.runtime.terminal import warn_once
 from engine.training.resume import CONTENT, NAMES_ONLY, list_data_differences, list_differences
-from models.costs import Costs, count_costs
 
 
 @dataclass(frozen=True)
@@ -35,71 +32,15 @@ class Case:
         finals = [record for record in find_records(self.directory) if record["kind"] == "final"]
         return finals[-1] if finals and is_same_run(self.directory / "config.yaml", self.run) else None
 
+    def has_diverged(self) -> bool:
+        """Returns whether the run has ended because a loss, gradient or weight was not finite."""
+        records = find_records(self.directory)
+        is_over = bool(records) and records[-1]["kind"] == "fail" and "not finite" in records[-1]["reason"]
+        return is_over and is_same_run(self.directory / "config.yaml", self.run)
+
     def changes(self) -> list[str]:
         """Returns a text for every option that was changed within the run, so that it is not all of one setting."""
         return list_changes(find_records(self.directory))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A row of the table.
-
-    Attributes:
-        changes: option (or base) -> YAML text of its value. paper: figures of a paper. cases: a run per seed.
-        matched: the size that is solved for a cost; None if the sweep, or this setting, has no such size.
-    """
-
-    changes: dict[str, str]
-    paper: PaperRow | None
-    cases: tuple[Case, ...]
-    matched: Matched | None = None
-
-    @functools.cached_property
-    def costs(self) -> Costs:
-        """Parameters and MACs of the model."""
-        return count_costs(self.cases[0].run.model, self.cases[0].run.attention)
-
-    def results(self) -> dict[int, dict[str, Any]]:
-        """Returns seed -> final record of train.py for the finished runs."""
-        results = {case.run.train.seed: case.result() for case in self.cases}
-        return {seed: result for seed, result in results.items() if result}
-
-
-def in_order(settings: Sequence[Setting]) -> list[Case]:
-    """Returns the runs in the order of training: every setting with the first seed, then with the next seed."""
-    return [case for replicate in zip(*(setting.cases for setting in settings), strict=True) for case in replicate]
-
-
-def accuracies(settings: Sequence[Setting]) -> dict[str, str]:
-    """Returns name -> key in the final record, for plain weights and, if any run keeps them, averaged weights."""
-    averages = any(case.run.train.ema_decay for setting in settings for case in setting.cases)
-    return {"top-1": "top1"} | ({"EMA top-1": "ema_top1"} if averages else {})
-
-
-def has_replicates(settings: Sequence[Setting]) -> bool:
-    """Returns whether settings are trained with several seeds."""
-    return len(settings[0].cases) > 1
-
-
-def changed_options(settings: Sequence[Setting]) -> dict[str, list[str]]:
-    """Returns option, or base, -> YAML texts of its values in the settings; empty where a setting leaves it out."""
-    changed = dict.fromkeys(option for setting in settings for option in setting.changes)
-    return {option: [setting.changes.get(option, "") for setting in settings] for option in changed}
-
-
-def varied_options(settings: Sequence[Setting]) -> list[str]:
-    """Returns the options, or base, in which the settings differ."""
-    return [option for option, texts in changed_options(settings).items() if len(set(texts)) > 1]
-
-
-def short_names(settings: Sequence[Setting]) -> list[str]:
-    """Names each setting by the options in which settings differ: "window_size=7, num_landmarks=49"."""
-    varied, names = varied_options(settings), []
-    for setting in settings:
-        changes = {option: setting.changes[option] for option in varied if option in setting.changes}
-        texts = [text if o == "base" else f"{o.rpartition('.')[2]}={text}" for o, text in changes.items()]
-        names.append(", ".join(texts) or "base")
-    return names
 
 
 def is_same_run(config: Path, run: Run) -> bool:

@@ -9,9 +9,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from ablation.cases import Setting, has_replicates, short_names, varied_options
 from ablation.front import front_probabilities, non_dominated
 from ablation.replicates import Measured, measure
+from ablation.settings import Setting, has_replicates, short_names, varied_options
 from engine.reporting.metrics import find_records
 from engine.reporting.plots import COLORS, line_style
 from engine.reporting.tables import plus_minus

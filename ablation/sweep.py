@@ -14,15 +14,19 @@ from typing import Any
 
 import yaml
 
-from ablation.cases import Case, Setting
+from ablation.cases import Case
 from ablation.match import Match, Matched, OutOfReach, solve
 from ablation.search import sample
-from attention.options import OptionError, nearest, option, parse_options
+from ablation.settings import Setting
+from ablation.tuning import Tuning, check_rates
+from attention.options import OptionError, nearest, option, parse_options, to_yaml
 from attention.plugins import as_arguments, load_plugin
+from engine.config.checks import check_run
 from engine.config.load import flatten, load_run, load_unbuilt
 from engine.config.papers import PaperRow, read_papers
 from engine.config.schema import Run
 from engine.config.yaml_files import SWEEP, dump_yaml, read_yaml
+from engine.objectives import choose_objective
 from engine.runtime.errors import ConfigError
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
@@ -50,6 +54,12 @@ class Ablation:
     seeds: int | tuple[int, ...] | None = option(
         None, "train.seed of the runs of every setting: a list, or 3 for [0, 1, 2]; null: one run, of base's seed"
     )
+    lr: tuple[float, ...] | None = option(
+        None,
+        "values of optim.lr: that of each setting is chosen on held-out training images; null: as base has it",
+        above=0,
+    )
+    holdout: int | float = option(0.1, "data.holdout of the runs that choose lr", above=0)
     grid: dict[str, Any] | None = option(None, "option key.path -> list of values; one setting per combination")
     trials: int | None = option(
         None,
@@ -111,7 +121,9 @@ def read_ablation(
         if not product and not ablation.runs and not ablation.bases:
             raise OptionError("runs", "no runs; give grid or runs")
         figures = figures_of(ablation.paper)
-        seeds = list_seeds(ablation.seeds)
+        seeds, rates = list_seeds(ablation.seeds), check_rates(ablation.lr)
+        if "holdout" in tree.values and not rates:
+            raise OptionError("holdout", f" = {ablation.holdout}, but there is no lr to choose; leave it out")
     except OptionError as error:
         raise ConfigError(f"{tree.origin(error.key)}: {error}") from None
 
@@ -140,23 +152,70 @@ def read_ablation(
             run = load(base, (*overrides, *given, *size))
             if seeds and sets([*overrides, *given], "train.seed"):
                 raise ConfigError("train.seed is given beside seeds; leave one of them out")
+            if rates:
+                check_tuning(run, rates, ablation.holdout, [*overrides, *given], count_ranks(launcher))
         except OutOfReach as error:
             left_out.append(f"{name}: {error}")
             continue
         except ConfigError as error:
             raise ConfigError(f"{tree.origin(key)}: {key}: {error}") from None
-        cases = []
-        for seed in seeds or [None]:
-            texts = [] if seed is None else [f"train.seed={seed}"]
-            directory = output / to_directory(name, texts)
-            command = [*launcher, TRAIN, str(base), *overrides, *given, *size, *texts, "--output", str(directory)]
-            command += as_arguments()
-            train = run.train if seed is None else dataclasses.replace(run.train, seed=seed)
-            cases.append(Case(dataclasses.replace(run, train=train), directory, command))
-        settings[name] = Setting(changes, paper, tuple(cases), matched)
+        command = [*launcher, TRAIN, str(base), *overrides, *given, *size]
+
+        create = functools.partial(create_case, run, command, output, name)
+        by_lr = {lr: tuple(create(lr, seed) for seed in seeds or [None]) for lr in rates or [None]}
+        trials = {lr: create(lr, [*seeds, None][0], ablation.holdout) for lr in rates}
+        settings[name] = Setting(changes, paper, by_lr, matched, Tuning(trials) if trials else None)
     if not settings:
         raise ConfigError(f"{tree.origin('match')}: match: no setting can be trained; the last: {left_out[-1]}")
     return ablation, list(settings.values()), left_out
+
+
+def create_case(
+    run: Run,
+    command: Sequence[str],
+    output: Path,
+    name: str,
+    lr: float | None,
+    seed: int | None,
+    holdout: int | float | None = None,
+) -> Case:
+    """Returns the run of a setting with these values, where they are not None, and adds them to its `command`."""
+    given = {"optim.lr": lr, "data.holdout": holdout, "train.seed": seed}
+    texts = [f"{key}={to_yaml(value)}" for key, value in given.items() if value is not None]
+    directory = output / to_directory(name, texts)
+    run = with_values(run, lr, seed, holdout)
+    return Case(run, directory, [*command, *texts, "--output", str(directory), *as_arguments()])
+
+
+def with_values(run: Run, lr: float | None, seed: int | None, holdout: int | float | None) -> Run:
+    """Returns `run` with these values, where they are not None."""
+    sections = {"optim": {"lr": lr}, "train": {"seed": seed}, "data": {"holdout": holdout}}
+    for section, values in sections.items():
+        given = {name: value for name, value in values.items() if value is not None}
+        run = dataclasses.replace(run, **{section: dataclasses.replace(getattr(run, section), **given)})
+    return run
+
+
+def check_tuning(
+    run: Run, rates: Sequence[float], holdout: int | float, overrides: Sequence[str], world_size: int
+) -> None:
+    """Refuses a run whose learning rate cannot be chosen among `rates`, given beside them, or not valid with one.
+
+    Raises:
+        ConfigError: the first problem.
+    """
+    for key in ("optim.lr", "data.holdout"):
+        if sets(overrides, key):
+            raise ConfigError(f"{key} is given beside lr; leave one of them out")
+    if run.data.holdout is not None:
+        raise ConfigError(f"data.holdout = {run.data.holdout}: lr holds images out by itself; set it to null in base")
+    if "top1" not in choose_objective(run).measure.names:
+        raise ConfigError("lr is chosen by top-1, which this run does not measure; give optim.lr instead")
+    try:
+        for lr in rates:
+            check_run(with_values(run, lr, None, holdout), world_size)
+    except OptionError as error:
+        raise ConfigError(f"lr: {error}") from None
 
 
 def match_size(match: Match, base: Path, overrides: Sequence[str]) -> Matched:
@@ -212,16 +271,16 @@ def combine(ablation: Ablation, check: Callable[[dict[str, Any]], None]) -> list
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if values]
 
 
-def to_directory(name: str, seed: Sequence[str]) -> str:
-    """Returns the name of the directory of a run: the setting's `name` and the override of its seed, if there is one.
+def to_directory(name: str, values: Sequence[str]) -> str:
+    """Returns the name of the directory of a run: the setting's `name`, and the overrides that its `values` are.
 
     In a name beyond the `MAX_BYTES` that file systems allow, a hash takes the place of what does not fit.
     """
-    whole = ",".join([name, *seed])
+    whole = ",".join([name, *values])
     if len(whole.encode()) <= MAX_BYTES:
         return whole
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
-    end = ",".join([f"-{digest}", *seed])
+    end = ",".join([f"-{digest}", *values])
     return name.encode()[: MAX_BYTES - len(end)].decode(errors="ignore") + end
 
 

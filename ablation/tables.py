@@ -6,11 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ablation.cases import Setting, accuracies, changed_options, has_replicates, in_order, short_names
 from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, list_costs
 from ablation.front import RESAMPLES, front_probabilities
 from ablation.match import TOLERANCE
 from ablation.replicates import Measured, measure
+from ablation.settings import Setting, accuracies, changed_options, has_replicates, in_order, short_names
+from ablation.tuning import Tuning
+from attention.options import to_yaml
 from engine.reporting.plots import encode
 from engine.reporting.tables import Spread, markdown_table, plus_minus
 from engine.runtime.files import to_csv, write_file
@@ -52,6 +54,7 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
     table = {
         **changed_options(settings),
         **tabulate_match(settings),
+        **tabulate_rates(settings),
         "parameters (M)": [f"{setting.costs.parameters / 1e6:#.4g}" for setting in settings],
         "paper: parameters (M)": printed(settings, "parameters", ".1f"),
         "MACs (G)": [f"{setting.costs.macs / 1e9:#.4g}" for setting in settings],
@@ -86,6 +89,21 @@ def tabulate_match(settings: Sequence[Setting]) -> Table:
         f"{match.kind}: reached": [text(own and own.reached, ".0f") for own in found],
         "off target (%)": [text(own and 100 * own.deviation, "+.1f") for own in found],
         WITHIN: [("yes" if own.is_equal else "no") if own else "" for own in found],
+    }
+
+
+def tabulate_rates(settings: Sequence[Setting]) -> Table:
+    """Returns the chosen learning rate of each setting and its top-1 on the held-out images; no columns without one.
+
+    The edge is "lowest" or "highest" if the choice ends there: a better learning rate may lie beyond it.
+    """
+    rates = [(tuning := setting.tuning) and (tuning.choose(), tuning.edge(), tuning.results()) for setting in settings]
+    if not all(rates):
+        return {}
+    return {
+        "lr": ["" if lr is None else to_yaml(lr) for lr, _, _ in rates],
+        "edge of lr": [edge for _, edge, _ in rates],
+        "held-out top-1 (%)": [text(found.get(lr, {}).get("top1"), ".2f") for lr, _, found in rates],
     }
 
 
@@ -143,7 +161,16 @@ def report_sweep(caption: str, settings: Sequence[Setting], left_out: Sequence[s
     """
     table = tabulate(settings, for_readers)
     papers = [title for title in table if title.startswith("paper")]
-    given = (*changed_options(settings), *tabulate_match(settings), "parameters (M)", "MACs (G)", "seeds", *papers)
+    given = (
+        *changed_options(settings),
+        *tabulate_match(settings),
+        "lr",
+        "edge of lr",
+        "parameters (M)",
+        "MACs (G)",
+        "seeds",
+        *papers,
+    )
     constant = [title for title in table if title in given and len(set(table[title])) == 1]
     same = {title: table[title][0] for title in constant if len(settings) > 1 or not table[title][0]}
     table = {title: texts for title, texts in table.items() if title not in same}
@@ -152,7 +179,11 @@ def report_sweep(caption: str, settings: Sequence[Setting], left_out: Sequence[s
     notes = [REPLICATES if has_replicates(settings) else ONE_RUN]
     if any(title.startswith("on front") for title in table):
         notes.append(ON_FRONT)
+    if tuned := [setting.tuning for setting in settings if setting.tuning]:
+        notes.append(describe_choice(tuned[0]))
     for name, setting in zip(short_names(settings), settings, strict=True):
+        for lr in setting.tuning.diverged() if setting.tuning else ():
+            notes.append(f"{name}: training has diverged with optim.lr = {to_yaml(lr)}, which was not chosen.")
         if setting.paper and setting.paper.note:
             notes.append(f"{name}, not as the paper prints it: {setting.paper.note}.")
     for case in in_order(settings):
@@ -162,15 +193,29 @@ def report_sweep(caption: str, settings: Sequence[Setting], left_out: Sequence[s
     return f"{caption}\n\n" + f"All rows: {stated}.\n\n" * bool(stated) + rows + "".join(f"\n{n}\n" for n in notes)
 
 
+def describe_choice(tuning: Tuning) -> str:
+    """Returns the note on the rule by which learning rates are chosen."""
+    rates, (case, *_) = [*tuning.cases], tuning.cases.values()
+    return (
+        f"lr was chosen of {to_yaml(rates)} for every row by the best top-1 of one run each on held-out training images"
+        f" (data.holdout = {case.run.data.holdout}). The seeds are trained on all training images. At an edge of lr, a"
+        " better one may lie beyond it."
+    )
+
+
 def list_runs(settings: Sequence[Setting]) -> Table:
-    """Returns a row for each run, in the order of training."""
+    """Returns a row for each run, in the order of training, without those that choose learning rates."""
+    row_of = {case.directory: i for i, setting in enumerate(settings) for case in setting.cases}
     runs = [(case, case.result() or {}) for case in in_order(settings)]
     columns = {f"{name} (%)": key for name, key in accuracies(settings).items()} | {"step (s)": "step_seconds"}
     memory = [text(result.get("memory_mb"), ".6g") for _, result in runs]
     changes = ["; ".join(case.changes()) for case, _ in runs]
+    options = changed_options(settings).items()
+    is_tuned = any(setting.tuning for setting in settings)
     return {
         "directory": [case.directory.name for case, _ in runs],
-        **{option: texts * len(settings[0].cases) for option, texts in changed_options(settings).items()},
+        **{option: [texts[row_of[case.directory]] for case, _ in runs] for option, texts in options},
+        **({"lr": [to_yaml(case.run.optim.lr) for case, _ in runs]} if is_tuned else {}),
         "train.seed": [str(case.run.train.seed) for case, _ in runs],
         **{title: [text(result.get(key), ".6g") for _, result in runs] for title, key in columns.items()},
         **if_measured("peak memory (MB)", memory),
@@ -185,6 +230,7 @@ def to_json(caption: str, settings: Sequence[Setting], left_out: Sequence[str] =
             "name": name,
             "changes": setting.changes,
             **setting.costs._asdict(),
+            **({"tuning": setting.tuning.results()} if setting.tuning else {}),
             **({"matched": dataclasses.asdict(setting.matched)} if setting.matched else {}),
             "paper": setting.paper and dataclasses.asdict(setting.paper),
             "runs": setting.results(),

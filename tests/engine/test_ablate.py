@@ -24,11 +24,12 @@ import yaml
 import ablate
 import train
 from ablation import worker
-from ablation.cases import Case, Setting, in_order, short_names
+from ablation.cases import Case
 from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, read_curve
 from ablation.front import front_probabilities, non_dominated
 from ablation.replicates import measure
 from ablation.search import sample
+from ablation.settings import Setting, in_order, short_names
 from ablation.sweep import count_ranks, read_ablation, to_directory
 from ablation.tables import ONE_RUN, for_programs, report_sweep, tabulate, to_json, write_tables
 from engine.checkpoints.files import find_checkpoint, save_checkpoint
