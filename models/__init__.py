@@ -120,8 +120,9 @@ def layer_contexts(name: str, options: Mapping[str, Any] = {}) -> list[LayerCont
         contexts.append(LayerContext(**context))
         return softmax(**context)
 
+    family: Callable[..., Backbone] = family_of(name)
     with torch.device("meta"):
-        family_of(name)(config, [record] * sum(config.depths))
+        family(config, [record] * sum(config.depths))
     return contexts[: sum(config.depths[:-1]) or None]
 
 
