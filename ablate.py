@@ -5,8 +5,9 @@
         --launcher "torchrun --nproc_per_node=8"
 
 Every run is an ordinary run directory of train.py below --output. The same command again skips finished runs and
-resumes unfinished ones. Started several times at once, also on several machines, it trains runs that are not running
-elsewhere, and runs whose process was killed. --jobs K starts it K times, each with its share of the GPUs or CPUs.
+resumes unfinished ones. Runs that choose the learning rate of every setting, if the YAML has `lr`, come first. Started
+several times at once, also on several machines, it trains runs that are not running elsewhere, and runs whose process
+was killed. --jobs K starts it K times, each with its share of the GPUs or CPUs.
 The tables (table.md, table.csv, table.json, runs.csv) are rewritten after every run. The figures (table.png,
 pareto.png, curves.png, heat_map.png) are rewritten at most once a minute, and at the end or at a stop signal.
 """
@@ -18,10 +19,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from ablation.cases import Case, check_data, in_order
+from ablation.cases import Case, check_data
+from ablation.settings import Setting, in_order, trials_of
 from ablation.sweep import read_ablation
 from ablation.tables import FIGURES, TABLES, report_sweep, write_figures, write_tables
 from ablation.worker import is_busy, last_failure, run_jobs, train_all
+from attention.options import to_yaml
 from attention.plugins import as_arguments
 from engine.config.load import find_config
 from engine.runtime.arguments import ArgumentParser
@@ -49,26 +52,28 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(f"--launcher: {launcher[0]!r} is not a command here")
         if not 1 <= args.jobs <= MOST_JOBS:
             raise ConfigError(f"--jobs {args.jobs}: expected 1 to {MOST_JOBS}")
-        ablation, settings = read_ablation(args.config, args.overrides, args.output, launcher)
-        cases = in_order(settings)
-        for directory in (args.output, *(case.directory for case in cases)):
+        ablation, settings, left_out = read_ablation(args.config, args.overrides, args.output, launcher)
+        trials = trials_of(settings)
+        possible = [*trials, *(case for setting in settings for cases in setting.by_lr.values() for case in cases)]
+        for directory in (args.output, *(case.directory for case in possible)):
             check_directory(directory)
-        check_data(cases)
+        check_data(trials)
+        check_data(in_order(settings))
 
     if args.dry_run:
-        print(report_sweep(ablation.caption, settings))
-        for case in cases:
-            print(shlex.join(case.command))
+        print(report_sweep(ablation.caption, settings, left_out))
+        print(*list_commands(settings), sep="\n")
         return
     with refuse_bad_input():
         make_output(args.output, [*TABLES, *FIGURES])
-    failures = {case.directory: last_failure(case) for case in cases}
+    failures = {case.directory: last_failure(case) for case in possible}
+    wait = not args.no_wait
     results, drawn = (ablation.caption, settings, args.output), time.monotonic()
 
     def write_results() -> None:
         """Writes the tables, and the figures if the last ones are a minute old."""
         nonlocal drawn
-        write_tables(*results)
+        write_tables(*results, left_out)
         if time.monotonic() - drawn > 60:
             write_figures(*results)
             drawn = time.monotonic()
@@ -81,11 +86,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     worker += ["--launcher", shlex.join(launcher), *["--no-wait"] * args.no_wait, *as_arguments()]
                     run_jobs(worker, args.jobs, args.output)
                 else:
-                    train_all(cases, failures, not args.no_wait, write_results)
+                    train_all([case for case in trials if not case.has_diverged()], failures, wait, write_results)
+                    train_all(in_order(settings), failures, wait, write_results)
         finally:
-            print(report_sweep(ablation.caption, settings))
-            write_tables(*results)
+            print(report_sweep(ablation.caption, settings, left_out))
+            write_tables(*results, left_out)
             write_figures(*results)
+    diverged = [case for case in trials if case.has_diverged()]
+    cases = [case for case in (*trials, *in_order(settings)) if case not in diverged]
     failed = [case for case in cases if last_failure(case) != failures[case.directory]]
     unfinished = [case for case in cases if not case.result() and case not in failed]
     are_elsewhere = any(map(is_busy, unfinished))
@@ -95,6 +103,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(f"error: {len(failed)} of {len(cases)} runs failed: {list_directories(failed)}")
     if unfinished and not are_elsewhere:
         sys.exit(f"error: {len(unfinished)} of {len(cases)} runs are not finished: {list_directories(unfinished)}")
+
+
+def list_commands(settings: Sequence[Setting]) -> list[str]:
+    """Returns the command of every run, first of those that choose learning rates; LR stands for one not chosen yet."""
+    commands = [case.command for case in (*trials_of(settings), *in_order(settings))]
+    lines = [shlex.join(command) for command in commands]
+    for setting in settings:
+        for case in () if setting.cases else next(iter(setting.by_lr.values())):
+            lines.append(shlex.join(case.command).replace(f"optim.lr={to_yaml(case.run.optim.lr)}", "optim.lr=LR"))
+    return lines
 
 
 def list_directories(cases: Sequence[Case]) -> str:

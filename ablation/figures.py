@@ -10,8 +10,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
-from ablation.cases import Setting, has_replicates, name_change, short_names, varied_options
+from ablation.front import front_probabilities, non_dominated
 from ablation.replicates import Measured, measure
+from ablation.settings import Setting, has_replicates, name_change, short_names, varied_options
 from engine.reporting.metrics import find_records
 from engine.reporting.plots import (
     BLUE,
@@ -143,9 +144,11 @@ def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
     """Draws mean top-1 against MACs, step time and (of a GPU) memory; names settings that no other beats in both.
 
     A measured cost has no panel if settings differ in it about as much as seeds, which is noise; the title says so.
+    With several seeds, names have the probability of `front_probabilities`.
     """
     results = [setting.results() for setting in settings]
-    names, accuracy = short_names(settings), [own.spread for own in measure(results, "top1")]
+    by_seed = measure(results, "top1")
+    accuracy = [own.spread for own in by_seed]
     macs = [setting.costs.macs for setting in settings]
     unit, scale = ("G", 1e9) if max(macs) > 1e9 else ("M", 1e6)
     costs = {f"multiply-accumulates of an image ({unit})": [value / scale for value in macs]}
@@ -165,6 +168,8 @@ def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
         axes.grid()
         axes.margins(0.12)
         axes.xaxis.set_major_locator(MaxNLocator(5))
+        sure = front_probabilities(values, [[*own.values.values()] for own in by_seed])
+        names = [n + ("" if p is None else f" ({p:.0%})") for n, p in zip(short_names(settings), sure, strict=True)]
         found = [row for row in zip(values, accuracy, names, strict=True) if row[1] and row[0] is not None]
         best = non_dominated([(cost, top1.mean) for cost, top1, _ in found])
         for is_best, (cost, top1, _) in zip(best, found, strict=True):
@@ -187,14 +192,6 @@ def tells_apart(measured: Sequence[Measured]) -> bool:
     squares = [own.spread.std**2 for own in measured if own.spread and own.spread.std is not None]
     between_seeds = math.sqrt(fmean(squares)) if squares else 0.0
     return len(means) > 1 and pstdev(means) > TIMES_SEEDS * between_seeds
-
-
-def non_dominated(points: Sequence[tuple[float, float]]) -> list[bool]:
-    """Returns for each (cost, top-1) whether no other point is at least as good in both and better in one."""
-    return [
-        not any(cost <= own_cost and top1 >= own_top1 and (cost, top1) != (own_cost, own_top1) for cost, top1 in points)
-        for own_cost, own_top1 in points
-    ]
 
 
 def read_curve(directory: Path) -> list[tuple[int, float, float]]:

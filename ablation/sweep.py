@@ -14,20 +14,28 @@ from typing import Any
 
 import yaml
 
-from ablation.cases import Case, Setting
+from ablation.cases import Case
+from ablation.match import Match, Matched, OutOfReach, solve
 from ablation.search import sample
-from attention.options import OptionError, nearest, option, parse_options
+from ablation.settings import Setting
+from ablation.tuning import Tuning, check_rates
+from attention.options import OptionError, nearest, option, parse_options, to_yaml
 from attention.plugins import as_arguments, load_plugin
-from engine.config.load import flatten, load_run
+from engine.config.checks import check_run
+from engine.config.load import flatten, load_run, load_unbuilt
 from engine.config.papers import PaperRow, read_papers
 from engine.config.schema import Run
 from engine.config.yaml_files import SWEEP, dump_yaml, read_yaml
+from engine.objectives import choose_objective
 from engine.runtime.errors import ConfigError
 
 TRAIN = str(Path(__file__).parents[1] / "train.py")
 CONFIGS = Path(__file__).parents[1] / "configs"
 LIMIT = 10_000
 """Largest number of settings of a grid, and of seeds of a setting."""
+
+OF_ROWS = {"paper", "match"}
+"""What an item of `runs` may hold besides options of the run."""
 
 MAX_BYTES = 255
 """Longest name of a directory in nearly every file system, in bytes."""
@@ -46,6 +54,12 @@ class Ablation:
     seeds: int | tuple[int, ...] | None = option(
         None, "train.seed of the runs of every setting: a list, or 3 for [0, 1, 2]; null: one run, of base's seed"
     )
+    lr: tuple[float, ...] | None = option(
+        None,
+        "values of optim.lr: that of each setting is chosen on held-out training images; null: as base has it",
+        above=0,
+    )
+    holdout: int | float = option(0.1, "data.holdout of the runs that choose lr", above=0)
     grid: dict[str, Any] | None = option(None, "option key.path -> list of values; one setting per combination")
     trials: int | None = option(
         None,
@@ -55,25 +69,39 @@ class Ablation:
     )
     trials_seed: int = option(0, "seed of the sampling", low=0)
     runs: tuple[dict[str, Any], ...] = option(
-        (), "options key.path -> value of each setting; paper: its top-1 in a paper"
+        (),
+        "options key.path -> value of each setting; paper: its top-1 in a paper; match: false keeps the size that it"
+        " has",
+    )
+    match: Match | None = option(
+        None, "a cost for which the size of every setting's mechanism is solved: layer_macs, token_macs or model_macs"
     )
     plugins: tuple[str, ...] = option((), "modules or .py files that register mechanisms of your own, see --plugin")
 
 
 def read_ablation(
     path: Path, overrides: Sequence[str], output: Path, launcher: Sequence[str]
-) -> tuple[Ablation, list[Setting]]:
+) -> tuple[Ablation, list[Setting], list[str]]:
     """Reads the ablation file `path` and checks all its settings; writes nothing.
 
+    Returns:
+        The file, its settings, and a line for each setting that is left out, as its cost cannot be that of `match`.
     Raises:
         ConfigError: the file, or a run, holds something that cannot be honoured.
     """
-    tree, settings = read_yaml(path), {}
+    tree, settings, left_out = read_yaml(path), {}, []
     load = functools.cache(functools.partial(load_run, world_size=count_ranks(launcher)))  # sampled settings: twice
+
+    @functools.cache
+    def solve_for(base: Path, given: tuple[str, ...]) -> Matched | None:
+        """The size for the target of `match`; None without one."""
+        return ablation.match and match_size(ablation.match, base, (*overrides, *given))
 
     def check(options: dict[str, Any]) -> None:
         for base in bases:
-            load(path.parent / base, (*overrides, *to_overrides(options)))
+            given = to_overrides(options)
+            matched = solve_for(path.parent / base, tuple(given))
+            load(path.parent / base, (*overrides, *given, *([matched.override] if matched else [])))
 
     sections = {field.name for field in dataclasses.fields(Run)}
     if tree.values.keys() & sections and not tree.values.keys() & SWEEP:
@@ -82,6 +110,8 @@ def read_ablation(
         ablation = parse_options(Ablation, tree.values)
         for plugin in ablation.plugins:
             load_plugin(plugin, "plugins")
+        if ablation.match:
+            ablation.match.check()
         bases = (ablation.base,) if ablation.base else ablation.bases
         product = combine(ablation, check)
         if not ablation.base and not ablation.bases:
@@ -91,7 +121,9 @@ def read_ablation(
         if not product and not ablation.runs and not ablation.bases:
             raise OptionError("runs", "no runs; give grid or runs")
         figures = figures_of(ablation.paper)
-        seeds = list_seeds(ablation.seeds)
+        seeds, rates = list_seeds(ablation.seeds), check_rates(ablation.lr)
+        if "holdout" in tree.values and not rates:
+            raise OptionError("holdout", f" = {ablation.holdout}, but there is no lr to choose; leave it out")
     except OptionError as error:
         raise ConfigError(f"{tree.origin(error.key)}: {error}") from None
 
@@ -99,32 +131,107 @@ def read_ablation(
     rows += [(f"runs.{i}", options) for i, options in enumerate(ablation.runs)]
     for (i, base), (key, options) in itertools.product(enumerate(bases), rows or [("bases", {})]):
         key, base = key if rows else f"bases.{i}", path.parent / base
-        changes = {option: to_text(value) for option, value in options.items() if option != "paper"}
-        given = to_overrides(options)
+        changes = {option: to_text(value) for option, value in options.items() if option not in OF_ROWS}
+        given, is_matched = to_overrides(options), options.get("match", True)
         if ablation.bases:
             changes = {"base": "/".join(base.with_suffix("").parts[-2:])} | changes
-        name = to_name([changes["base"], *given] if ablation.bases else given) or "base"
+        title = [changes["base"]] if ablation.bases else []
+        name = to_name([*title, *given]) or "base"
         try:
+            if "match" in options and (is_matched is not False or not ablation.match):
+                problem = "acts in a sweep with match only" if is_matched is False else "expected false, or no match"
+                raise ConfigError(f"match: {problem}, got {is_matched!r}; leave it out")
+            matched = solve_for(base, tuple(given)) if is_matched else None
+            size = [matched.override] if matched else []
+            name = to_name([*title, *given, *size]) or "base"
             if name in settings:
                 raise ConfigError(f"a second run with {name}")
             if not isinstance(top1 := options.get("paper"), float | int | None):
                 raise ConfigError(f"paper: expected a number, got {top1!r}")
             paper = PaperRow(config=str(base), top1=top1) if top1 else figures.get((base.resolve(), tuple(given)))
-            run = load(base, (*overrides, *given))
-            if seeds and sets_seed([*overrides, *given]):
+            run = load(base, (*overrides, *given, *size))
+            if seeds and sets([*overrides, *given], "train.seed"):
                 raise ConfigError("train.seed is given beside seeds; leave one of them out")
+            if rates:
+                check_tuning(run, rates, ablation.holdout, [*overrides, *given], count_ranks(launcher))
+        except OutOfReach as error:
+            left_out.append(f"{name}: {error}")
+            continue
         except ConfigError as error:
             raise ConfigError(f"{tree.origin(key)}: {key}: {error}") from None
-        cases = []
-        for seed in seeds or [None]:
-            texts = [] if seed is None else [f"train.seed={seed}"]
-            directory = output / to_directory(name, texts)
-            command = [*launcher, TRAIN, str(base), *overrides, *given, *texts, "--output", str(directory)]
-            command += as_arguments()
-            train = run.train if seed is None else dataclasses.replace(run.train, seed=seed)
-            cases.append(Case(dataclasses.replace(run, train=train), directory, command))
-        settings[name] = Setting(changes, paper, tuple(cases))
-    return ablation, list(settings.values())
+        command = [*launcher, TRAIN, str(base), *overrides, *given, *size]
+
+        create = functools.partial(create_case, run, command, output, name)
+        by_lr = {lr: tuple(create(lr, seed) for seed in seeds or [None]) for lr in rates or [None]}
+        trials = {lr: create(lr, [*seeds, None][0], ablation.holdout) for lr in rates}
+        settings[name] = Setting(changes, paper, by_lr, matched, Tuning(trials) if trials else None)
+    if not settings:
+        raise ConfigError(f"{tree.origin('match')}: match: no setting can be trained; the last: {left_out[-1]}")
+    return ablation, list(settings.values()), left_out
+
+
+def create_case(
+    run: Run,
+    command: Sequence[str],
+    output: Path,
+    name: str,
+    lr: float | None,
+    seed: int | None,
+    holdout: int | float | None = None,
+) -> Case:
+    """Returns the run of a setting with these values, where they are not None, and adds them to its `command`."""
+    given = {"optim.lr": lr, "data.holdout": holdout, "train.seed": seed}
+    texts = [f"{key}={to_yaml(value)}" for key, value in given.items() if value is not None]
+    directory = output / to_directory(name, texts)
+    run = with_values(run, lr, seed, holdout)
+    return Case(run, directory, [*command, *texts, "--output", str(directory), *as_arguments()])
+
+
+def with_values(run: Run, lr: float | None, seed: int | None, holdout: int | float | None) -> Run:
+    """Returns `run` with these values, where they are not None."""
+    sections = {"optim": {"lr": lr}, "train": {"seed": seed}, "data": {"holdout": holdout}}
+    for section, values in sections.items():
+        given = {name: value for name, value in values.items() if value is not None}
+        run = dataclasses.replace(run, **{section: dataclasses.replace(getattr(run, section), **given)})
+    return run
+
+
+def check_tuning(
+    run: Run, rates: Sequence[float], holdout: int | float, overrides: Sequence[str], world_size: int
+) -> None:
+    """Refuses a run whose learning rate cannot be chosen among `rates`, given beside them, or not valid with one.
+
+    Raises:
+        ConfigError: the first problem.
+    """
+    for key in ("optim.lr", "data.holdout"):
+        if sets(overrides, key):
+            raise ConfigError(f"{key} is given beside lr; leave one of them out")
+    if run.data.holdout is not None:
+        raise ConfigError(f"data.holdout = {run.data.holdout}: lr holds images out by itself; set it to null in base")
+    if "top1" not in choose_objective(run).measure.names:
+        raise ConfigError("lr is chosen by top-1, which this run does not measure; give optim.lr instead")
+    try:
+        for lr in rates:
+            check_run(with_values(run, lr, None, holdout), world_size)
+    except OptionError as error:
+        raise ConfigError(f"lr: {error}") from None
+
+
+def match_size(match: Match, base: Path, overrides: Sequence[str]) -> Matched:
+    """Solves the size of the mechanism of the configuration `base` with `overrides`.
+
+    Raises:
+        OutOfReach: see `solve`. ConfigError: the overrides give the size, or something cannot be honoured.
+    """
+    run = load_unbuilt(base, overrides)
+    try:
+        matched = solve(match, run)
+    except OptionError as error:
+        raise ConfigError(str(error)) from None
+    if sets(overrides, key := f"attention.{matched.option}"):
+        raise ConfigError(f"{key} is given, and match solves it; leave it out, or write match: false beside it")
+    return matched
 
 
 def count_ranks(launcher: Sequence[str]) -> int:
@@ -136,7 +243,7 @@ def count_ranks(launcher: Sequence[str]) -> int:
 
 def to_overrides(options: Mapping[str, Any]) -> list[str]:
     """Returns the overrides of train.py for a setting."""
-    return [f"{option}={to_text(value)}" for option, value in options.items() if option != "paper"]
+    return [f"{option}={to_text(value)}" for option, value in options.items() if option not in OF_ROWS]
 
 
 def combine(ablation: Ablation, check: Callable[[dict[str, Any]], None]) -> list[dict[str, Any]]:
@@ -164,16 +271,16 @@ def combine(ablation: Ablation, check: Callable[[dict[str, Any]], None]) -> list
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values()) if values]
 
 
-def to_directory(name: str, seed: Sequence[str]) -> str:
-    """Returns the name of the directory of a run: the setting's `name` and the override of its seed, if there is one.
+def to_directory(name: str, values: Sequence[str]) -> str:
+    """Returns the name of the directory of a run: the setting's `name`, and the overrides that its `values` are.
 
     In a name beyond the `MAX_BYTES` that file systems allow, a hash takes the place of what does not fit.
     """
-    whole = ",".join([name, *seed])
+    whole = ",".join([name, *values])
     if len(whole.encode()) <= MAX_BYTES:
         return whole
     digest = hashlib.sha256(name.encode()).hexdigest()[:12]
-    end = ",".join([f"-{digest}", *seed])
+    end = ",".join([f"-{digest}", *values])
     return name.encode()[: MAX_BYTES - len(end)].decode(errors="ignore") + end
 
 
@@ -210,10 +317,10 @@ def list_seeds(seeds: int | tuple[int, ...] | None) -> Sequence[int]:
     return values
 
 
-def sets_seed(overrides: Sequence[str]) -> bool:
-    """Returns whether one of the valid `overrides` sets train.seed."""
+def sets(overrides: Sequence[str], option: str) -> bool:
+    """Returns whether one of the valid `overrides` sets `option`."""
     keys_and_values = (override.partition("=")[::2] for override in overrides)
-    return any("train.seed" in flatten({key: yaml.safe_load(text)}) for key, text in keys_and_values)
+    return any(option in flatten({key: yaml.safe_load(text)}) for key, text in keys_and_values)
 
 
 def to_text(value: Any) -> str:

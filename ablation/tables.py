@@ -6,9 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ablation.cases import Setting, accuracies, changed_options, has_replicates, in_order, short_names
 from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results
+from ablation.front import RESAMPLES, front_probabilities
+from ablation.match import TOLERANCE
 from ablation.replicates import Measured, measure
+from ablation.settings import Setting, accuracies, changed_options, has_replicates, in_order, short_names
+from ablation.tuning import Tuning
+from attention.options import to_yaml
 from engine.reporting.plots import encode
 from engine.reporting.tables import Spread, markdown_table, plus_minus
 from engine.runtime.files import to_csv, write_file
@@ -21,6 +25,15 @@ REPLICATES = (
     "± is the standard deviation over seeds. Differences are to the first row, between runs of the same seed, and noise"
     " where the 95 % interval of Student's t over them contains 0; their standard deviation counts as one image at"
     " least, as accuracies are rounded to images (row by row: of 20 rows without an effect, one will seem to have one)."
+)
+
+WITHIN = f"within {100 * TOLERANCE:.0f} %"
+"""Title of the column that says whether the target of `match` is reached."""
+
+ON_FRONT = (
+    "On front: probability that no other row has at least as good a mean top-1 at no more cost, and one of them better."
+    f" It is the share of {RESAMPLES:,} bootstrap resamples of the seeds of every row that has two or more; few seeds"
+    " make it rough."
 )
 
 Table = dict[str, list[str]]
@@ -40,6 +53,8 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
     results = [setting.results() for setting in settings]
     table = {
         **changed_options(settings),
+        **tabulate_match(settings),
+        **tabulate_rates(settings),
         "parameters (M)": [f"{setting.costs.parameters / 1e6:#.4g}" for setting in settings],
         "paper: parameters (M)": printed(settings, "parameters", ".1f"),
         "MACs (G)": [f"{setting.costs.macs / 1e9:#.4g}" for setting in settings],
@@ -52,7 +67,55 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
     for name, key in accuracies(settings).items():
         measured = measure(results, key)
         table |= write(name, measured) if several else {f"{name} (%)": means(measured, ".2f")}
+    if several:
+        top1 = [[*own.values.values()] for own in measure(results, "top1")]
+        for cost, values in list_costs(settings).items():
+            sure = [text(probability, ".2f") for probability in front_probabilities(values, top1)]
+            table |= if_measured(f"on front: {cost.rpartition(' ')[0]}", sure)
     return table | {"paper (%)": printed(settings, "top1", ".2f")}
+
+
+def list_costs(settings: Sequence[Setting]) -> dict[str, list[float | None]]:
+    """Returns the costs of the settings: MACs, step time and, of a GPU, memory; None where one is not measured yet."""
+    results = [setting.results() for setting in settings]
+    costs: dict[str, list[float | None]] = {"MACs (G)": [setting.costs.macs / 1e9 for setting in settings]}
+    for title, key in ("step (s)", "step_seconds"), ("peak memory (MB)", "memory_mb"):
+        costs[title] = [own.spread and own.spread.mean for own in measure(results, key)]
+    if not any(costs["peak memory (MB)"]):
+        del costs["peak memory (MB)"]
+    return costs
+
+
+def tabulate_match(settings: Sequence[Setting]) -> Table:
+    """Returns the solved size of each setting, the target, and the cost that is reached; no columns without a target.
+
+    They are empty for a setting that keeps the size that it has.
+    """
+    found = [setting.matched for setting in settings]
+    if not (match := next((own.match for own in found if own), None)):
+        return {}
+    return {
+        "size": [f"{own.option}={own.value}" if own else "" for own in found],
+        f"{match.kind}: target": [text(own and match.target, ".0f") for own in found],
+        f"{match.kind}: reached": [text(own and own.reached, ".0f") for own in found],
+        "off target (%)": [text(own and 100 * own.deviation, "+.1f") for own in found],
+        WITHIN: [("yes" if own.is_equal else "no") if own else "" for own in found],
+    }
+
+
+def tabulate_rates(settings: Sequence[Setting]) -> Table:
+    """Returns the chosen learning rate of each setting and its top-1 on the held-out images; no columns without one.
+
+    The edge is "lowest" or "highest" if the choice ends there: a better learning rate may lie beyond it.
+    """
+    rates = [(tuning := setting.tuning) and (tuning.choose(), tuning.edge(), tuning.results()) for setting in settings]
+    if not all(rates):
+        return {}
+    return {
+        "lr": ["" if lr is None else to_yaml(lr) for lr, _, _ in rates],
+        "edge of lr": [edge for _, edge, _ in rates],
+        "held-out top-1 (%)": [text(found.get(lr, {}).get("top1"), ".2f") for lr, _, found in rates],
+    }
 
 
 def printed(settings: Sequence[Setting], figure: str, form: str) -> list[str]:
@@ -101,35 +164,69 @@ def text(number: float | None, form: str) -> str:
     return f"{number:{form}}" if number is not None and math.isfinite(number) else ""
 
 
-def report_sweep(caption: str, settings: Sequence[Setting]) -> str:
-    """Formats a sweep for readers: caption, values that all rows share, the table, and notes on its reliability."""
+def report_sweep(caption: str, settings: Sequence[Setting], left_out: Sequence[str] = ()) -> str:
+    """Formats a sweep for readers: caption, values that all rows share, the table, and notes on its reliability.
+
+    Args:
+        left_out: lines that name the settings without runs.
+    """
     table = tabulate(settings, for_readers)
     papers = [title for title in table if title.startswith("paper")]
-    given = (*changed_options(settings), "parameters (M)", "MACs (G)", "seeds", *papers)
+    given = (
+        *changed_options(settings),
+        *tabulate_match(settings),
+        "lr",
+        "edge of lr",
+        "parameters (M)",
+        "MACs (G)",
+        "seeds",
+        *papers,
+    )
     constant = [title for title in table if title in given and len(set(table[title])) == 1]
     same = {title: table[title][0] for title in constant if len(settings) > 1 or not table[title][0]}
     table = {title: texts for title, texts in table.items() if title not in same}
     stated = ", ".join(f"{title} = {text}" for title, text in same.items() if text)
     rows = markdown_table(list(table), zip(*table.values(), strict=True)) + "\n"
     notes = [REPLICATES if has_replicates(settings) else ONE_RUN]
+    if any(title.startswith("on front") for title in table):
+        notes.append(ON_FRONT)
+    if tuned := [setting.tuning for setting in settings if setting.tuning]:
+        notes.append(describe_choice(tuned[0]))
     for name, setting in zip(short_names(settings), settings, strict=True):
+        for lr in setting.tuning.diverged() if setting.tuning else ():
+            notes.append(f"{name}: training has diverged with optim.lr = {to_yaml(lr)}, which was not chosen.")
         if setting.paper and setting.paper.note:
             notes.append(f"{name}, not as the paper prints it: {setting.paper.note}.")
     for case in in_order(settings):
         if changes := case.changes():
             notes.append(f"{case.directory.name} is not all of its setting: {'; '.join(changes)}.")
+    notes += [f"Left out: {line}." for line in left_out]
     return f"{caption}\n\n" + f"All rows: {stated}.\n\n" * bool(stated) + rows + "".join(f"\n{n}\n" for n in notes)
 
 
+def describe_choice(tuning: Tuning) -> str:
+    """Returns the note on the rule by which learning rates are chosen."""
+    rates, (case, *_) = [*tuning.cases], tuning.cases.values()
+    return (
+        f"lr was chosen of {to_yaml(rates)} for every row by the best top-1 of one run each on held-out training images"
+        f" (data.holdout = {case.run.data.holdout}). The seeds are trained on all training images. At an edge of lr, a"
+        " better one may lie beyond it."
+    )
+
+
 def list_runs(settings: Sequence[Setting]) -> Table:
-    """Returns a row for each run, in the order of training."""
+    """Returns a row for each run, in the order of training, without those that choose learning rates."""
+    row_of = {case.directory: i for i, setting in enumerate(settings) for case in setting.cases}
     runs = [(case, case.result() or {}) for case in in_order(settings)]
     columns = {f"{name} (%)": key for name, key in accuracies(settings).items()} | {"step (s)": "step_seconds"}
     memory = [text(result.get("memory_mb"), ".6g") for _, result in runs]
     changes = ["; ".join(case.changes()) for case, _ in runs]
+    options = changed_options(settings).items()
+    is_tuned = any(setting.tuning for setting in settings)
     return {
         "directory": [case.directory.name for case, _ in runs],
-        **{option: texts * len(settings[0].cases) for option, texts in changed_options(settings).items()},
+        **{option: [texts[row_of[case.directory]] for case, _ in runs] for option, texts in options},
+        **({"lr": [to_yaml(case.run.optim.lr) for case, _ in runs]} if is_tuned else {}),
         "train.seed": [str(case.run.train.seed) for case, _ in runs],
         **{title: [text(result.get(key), ".6g") for _, result in runs] for title, key in columns.items()},
         **if_measured("peak memory (MB)", memory),
@@ -137,19 +234,21 @@ def list_runs(settings: Sequence[Setting]) -> Table:
     }
 
 
-def to_json(caption: str, settings: Sequence[Setting]) -> bytes:
+def to_json(caption: str, settings: Sequence[Setting], left_out: Sequence[str] = ()) -> bytes:
     """Encodes the settings and their finished runs: the final records of train.py by seed."""
     rows = [
         {
             "name": name,
             "changes": setting.changes,
             **setting.costs._asdict(),
+            **({"tuning": setting.tuning.results()} if setting.tuning else {}),
+            **({"matched": dataclasses.asdict(setting.matched)} if setting.matched else {}),
             "paper": setting.paper and dataclasses.asdict(setting.paper),
             "runs": setting.results(),
         }
         for name, setting in zip(short_names(settings), settings, strict=True)
     ]
-    return json.dumps({"caption": caption, "rows": rows}, indent=1).encode()
+    return json.dumps({"caption": caption, "rows": rows, "left_out": [*left_out]}, indent=1).encode()
 
 
 TABLES = ("table.md", "table.json", "table.csv", "runs.csv")
@@ -159,11 +258,11 @@ FIGURES = ("table.png", "heat_map.png", "pareto.png", "curves.png")
 """Files that `write_figures` writes."""
 
 
-def write_tables(caption: str, settings: Sequence[Setting], output: Path) -> None:
-    """Writes table.md, table.csv, table.json and runs.csv into `output`."""
+def write_tables(caption: str, settings: Sequence[Setting], output: Path, left_out: Sequence[str] = ()) -> None:
+    """Writes table.md, table.csv, table.json and runs.csv into `output`; for `left_out` see `report_sweep`."""
     with hold_lock(output / "lock", wait=True):
-        write_file(output / "table.md", report_sweep(caption, settings).encode())
-        write_file(output / "table.json", to_json(caption, settings))
+        write_file(output / "table.md", report_sweep(caption, settings, left_out).encode())
+        write_file(output / "table.json", to_json(caption, settings, left_out))
         for name, table in ("table.csv", tabulate(settings, for_programs)), ("runs.csv", list_runs(settings)):
             write_file(output / name, to_csv(list(table), zip(*table.values(), strict=True)))
 

@@ -20,18 +20,22 @@ REACH = 32
 padding makes them fall in places."""
 
 
+class NoSize(OptionError):
+    """A mechanism has no size, or none that changes its cost."""
+
+
 class Size(NamedTuple):
     """A valid size of a mechanism.
 
     Attributes:
         value: value of the option. macs: multiply-accumulates of a layer beyond its four C x C projections, the mean
-            over the layers. is_smallest, is_largest: whether no smaller, or larger, value is valid.
+            over the layers. is_in_range: whether the wanted cost is between those of two sizes; otherwise all sizes
+            cost more, or all less.
     """
 
     value: int
     macs: float
-    is_smallest: bool
-    is_largest: bool
+    is_in_range: bool
 
 
 def solve_size(mechanism: type[Attention], contexts: Sequence[LayerContext], config: Any, macs: float) -> Size:
@@ -43,11 +47,12 @@ def solve_size(mechanism: type[Attention], contexts: Sequence[LayerContext], con
     Args:
         contexts: places of the layers. config: the mechanism's other options. macs: see `Size`.
     Raises:
-        OptionError: the mechanism has no `size_option`, the option does not change the cost, or no size is valid.
+        NoSize: the mechanism has no `size_option`, or the option does not change the cost.
+        OptionError: no size is valid.
     """
     option = mechanism.size_option
     if option is None:
-        raise OptionError(f"attention({mechanism.name()})", "declares no option that sets its size")
+        raise NoSize(f"attention({mechanism.name()})", "declares no option that sets its size")
     limits = {field.name: field.metadata for field in dataclasses.fields(mechanism.Config)}[option]
     low, high = max(1, limits.get("low") or 1), limits.get("high") or LIMIT
 
@@ -94,7 +99,7 @@ def solve_size(mechanism: type[Attention], contexts: Sequence[LayerContext], con
     if sizes[-1] > first:  # the largest size of all may be cheaper than the one before it
         sizes.insert(-1, at_most(sizes[-1] - 1))
     if len({cost(value) for value in sizes}) == 1 < len(sizes):
-        raise OptionError(f"attention({mechanism.name()}).{option}", "does not change the multiply-accumulates")
+        raise NoSize(f"attention({mechanism.name()}).{option}", "does not change the multiply-accumulates")
     near = {at_most(value) for value in _around(min(sizes, key=lambda value: abs(cost(value) - macs)), first, high)}
     for below, above in pairwise(sizes):
         if (is_cheap := cost(below) <= macs) == (cost(above) <= macs):
@@ -104,7 +109,8 @@ def solve_size(mechanism: type[Attention], contexts: Sequence[LayerContext], con
             below, above = (middle, above) if (cost(middle) <= macs) == is_cheap else (below, middle)
         near |= {at_most(value) for value in _around(above, first, high)}
     best = min(sorted(near), key=lambda value: abs(cost(value) - macs))
-    return Size(best, cost(best), best == first, at_most(min(2 * best, high)) == best)
+    costs = [cost(value) for value in (*sizes, *near)]
+    return Size(best, cost(best), min(costs) <= macs <= max(costs))
 
 
 def _around(value: int, first: int, high: int) -> range:

@@ -18,7 +18,7 @@ from timm.models import build_model_with_cfg, generate_default_cfgs, register_mo
 from timm.models._input import update_model_args
 from torch import nn
 
-from attention import OptionError
+from attention import Attention, AttentionFactory, LayerContext, OptionError
 from attention.options import nearest, parse_options
 from models.assignment import Mechanism, assign, layer_factories
 from models.base import Backbone
@@ -105,6 +105,27 @@ def resolve_attention(
     return entries[0] if len(entries) == 1 and isinstance(attention, str | Mapping) else entries
 
 
+def layer_contexts(name: str, options: Mapping[str, Any] = {}) -> list[LayerContext]:
+    """The places of the layers that one mechanism has in model `name` with these `options`, in the order of blocks.
+
+    That is all layers; in a pyramid it is those of all stages but the last, which keeps softmax.
+
+    Raises:
+        OptionError: unknown model or option, wrong type or value.
+    """
+    config, contexts = parse_model(name, options), []
+    softmax = AttentionFactory.from_options("softmax")
+
+    def record(**context: Any) -> Attention:
+        contexts.append(LayerContext(**context))
+        return softmax(**context)
+
+    family: Callable[..., Backbone] = family_of(name)
+    with torch.device("meta"):
+        family(config, [record] * sum(config.depths))
+    return contexts[: sum(config.depths[:-1]) or None]
+
+
 def family_of(name: str) -> type[Backbone]:
     """The family of model `name`.
 
@@ -170,4 +191,4 @@ default_cfgs = generate_default_cfgs({name: _CFG | _OF_FAMILY[family] for name, 
 for _name in MODELS:
     register_model(_entrypoint(_name))
 
-__all__ = ["MODELS", "create_model", "parse_model", "resolve_attention"]
+__all__ = ["MODELS", "create_model", "layer_contexts", "parse_model", "resolve_attention"]

@@ -265,8 +265,10 @@ def test_every_stage_has_its_file():
 
 @pytest.mark.parametrize("path", ABLATIONS, ids=name)
 def test_an_ablation_is_read_and_all_its_runs_checked(path, tmp_path):
-    ablation, settings = read_ablation(path, [], tmp_path / "output", ["python"])
+    ablation, settings, left_out = read_ablation(path, [], tmp_path / "output", ["python"])
     assert ablation.caption
+    assert not left_out
+    assert all(setting.matched is None or setting.matched.is_equal for setting in settings)
     assert len(settings) == len(ablation.bases) if ablation.bases else len(settings) > 1
     is_papers = path.stem.startswith(("eva_", "lara_", "lra_"))
     assert all(setting.paper is not None and setting.paper.top1 for setting in settings) == is_papers
@@ -274,7 +276,7 @@ def test_an_ablation_is_read_and_all_its_runs_checked(path, tmp_path):
         assert len(settings) == len({row.config for row in ROWS if row.source == ablation.paper})
     assert not list(tmp_path.iterdir())
     for setting in settings:  # a figure that a configuration quotes too is of one model
-        run = setting.cases[0].run
+        run = setting.run
         for row in ROWS:
             figure = setting.paper and not setting.paper.source and setting.paper.top1  # given by the file itself
             if figure and (row.top1, row.config.partition("/")[0]) == (figure, run.model["name"]):
@@ -283,8 +285,8 @@ def test_an_ablation_is_read_and_all_its_runs_checked(path, tmp_path):
 
 def test_simmim_fine_tunes_from_what_its_pre_training_leaves():
     """Both sweeps have the same mechanisms; directories of the first are weights of the second."""
-    _, pre_trained = read_ablation(CONFIGS / "ablation/simmim_pretrain.yaml", [], Path("runs/simmim"), ["python"])
-    _, tuned = read_ablation(CONFIGS / "ablation/simmim.yaml", [], Path("runs/x"), ["python"])
+    _, pre_trained, _ = read_ablation(CONFIGS / "ablation/simmim_pretrain.yaml", [], Path("runs/simmim"), ["python"])
+    _, tuned, _ = read_ablation(CONFIGS / "ablation/simmim.yaml", [], Path("runs/x"), ["python"])
     runs = [setting.cases[0].run for setting in tuned]
     assert [len(setting.cases) for setting in tuned] == [3] * 12
     assert [run.init.weights for run in runs[0::2]] == [None] * 6

@@ -45,8 +45,13 @@ def check_run(run: Run, world_size: int = 1) -> None:
     if isinstance(data.subset, float) and data.subset > 1:
         problem = f" = {data.subset} is no fraction; write {data.subset:.0f} for as many images of every class"
         raise OptionError("data.subset", problem)
-    if data.subset is None and data.subset_seed:
-        problem = f" = {data.subset_seed}, but data.subset = null: set that, or leave it out"
+    if isinstance(data.holdout, float) and data.holdout >= 1:
+        problem = (
+            f" = {data.holdout} is no fraction below 1; write {data.holdout:.0f} for as many images of every class"
+        )
+        raise OptionError("data.holdout", problem)
+    if data.subset is None and data.holdout is None and data.subset_seed:
+        problem = f" = {data.subset_seed}, but data.subset and data.holdout are null: set one, or leave it out"
         raise OptionError("data.subset_seed", problem)
     for name in ("scale", "ratio"):
         if (bounds := getattr(augment, name))[0] > bounds[1]:

@@ -14,7 +14,8 @@ import re
 import shlex
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +68,14 @@ def load_run(path: str | Path, overrides: Sequence[str] = (), world_size: int = 
     Raises:
         ConfigError: anything that cannot be honoured.
     """
-    tree = read_config(path)
-    for keys in tree.unset:
-        _unset(tree, keys)
-    return _parse(tree, overrides, world_size, import_plugins=True)
+    return _build(*_read(path, overrides), overrides, world_size)
+
+
+def load_unbuilt(path: str | Path, overrides: Sequence[str] = ()) -> Run:
+    """As `load_run`, but `model` and `attention` are as the user gives them, and neither they nor options that
+    contradict each other are checked.
+    """
+    return _read(path, overrides)[1]
 
 
 def parse_run(options: Mapping[str, Any], source: str, overrides: Sequence[str] = ()) -> Run:
@@ -82,7 +87,7 @@ def parse_run(options: Mapping[str, Any], source: str, overrides: Sequence[str] 
         ConfigError: anything that cannot be honoured.
     """
     tree = Tree(copy.deepcopy(options), {(): source})
-    return _parse(tree, overrides, world_size=1)
+    return _build(tree, _parse(tree, overrides), overrides, world_size=1)
 
 
 def dump_run(run: Run) -> dict[str, Any]:
@@ -102,19 +107,35 @@ def flatten(options: Any, path: str = "") -> dict[str, Any]:
     return flat
 
 
-def _parse(tree: Tree, overrides: Sequence[str], world_size: int, import_plugins: bool = False) -> Run:
+def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Tree, Run]:
+    """Reads a file that the user gives, and imports its plugins."""
+    tree = read_config(path)
+    for keys in tree.unset:
+        _unset(tree, keys)
+    run = _parse(tree, overrides)
+    for plugin in run.plugins:
+        with _naming_origins(tree, run, overrides):
+            load_plugin(plugin, "plugins")
+    return tree, run
+
+
+def _parse(tree: Tree, overrides: Sequence[str]) -> Run:
+    """Applies `overrides` to `tree`, and checks the form of all options but those of model and attention."""
     for text in overrides:
         override(tree, text)
-    try:
+    with _naming_origins(tree, None, overrides):
         _check_plain(tree.values, "")
         if missing := [key for key, value in flatten(tree.values).items() if value == MISSING]:
             raise MissingOptions(
                 f"{tree.origin('')}: does not say all options, and none is guessed: give {'=... '.join(missing)}=..."
                 " (python -m engine.checkpoints.convert writes a file that says them)"
             )
-        run = parse_options(Run, tree.values)
-        for plugin in run.plugins if import_plugins else ():
-            load_plugin(plugin, "plugins")
+        return parse_options(Run, tree.values)
+
+
+def _build(tree: Tree, run: Run, overrides: Sequence[str], world_size: int) -> Run:
+    """Checks all of the `run` that `_parse` has made of `tree`, and writes out the options of model and attention."""
+    with _naming_origins(tree, run, overrides):
         options = dict(run.model)
         name = options.pop("name", None)
         if not isinstance(name, str):
@@ -134,13 +155,21 @@ def _parse(tree: Tree, overrides: Sequence[str], world_size: int, import_plugins
         )
         check_run(run, world_size)
         freeze(model, run.train.freeze)
+        return run
+
+
+@contextmanager
+def _naming_origins(tree: Tree, run: Run | None, overrides: Sequence[str]) -> Iterator[None]:
+    """Context in which an `OptionError` becomes a `ConfigError` that says where the option is given."""
+    try:
+        yield
     except UnknownOptionError as error:
         raise ConfigError(f"{tree.origin(error.key)}: {_advise(error, tree.values, overrides)}") from None
     except UnknownMechanism as error:
-        raise ConfigError(f"{tree.origin(error.key)}: {_advise_plugins(error, run.plugins)}") from None
+        plugins = run.plugins if run else ()
+        raise ConfigError(f"{tree.origin(error.key)}: {_advise_plugins(error, plugins)}") from None
     except OptionError as error:
         raise ConfigError(f"{tree.origin(error.key)}: {error}") from None
-    return run
 
 
 def _plugins_of(attention: Any) -> tuple[str, ...]:

@@ -51,8 +51,16 @@ class Data:
     subset: int | float | None = option(
         None, "training images of every class to use: a count (13) or a fraction (0.1); null: all", above=0
     )
+    holdout: int | float | None = option(
+        None,
+        "training images of every class to hold out, a count or a fraction: they validate in the place of val_split and"
+        " are not trained on; null: none",
+        above=0,
+    )
     subset_seed: int = option(
-        0, "seed of the choice of subset; not train.seed, so that replicates train on the same images", low=0
+        0,
+        "seed of the choice of subset and holdout; not train.seed, so that replicates train on the same images",
+        low=0,
     )
     num_sequences: tuple[int, int] = option(
         (20_000, 1_000), "copy: sequences that are drawn to train and to validate", low=1, high=10**6

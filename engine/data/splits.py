@@ -25,7 +25,7 @@ from engine.data.folders import FolderReader
 from engine.data.idx import ENDINGS, IdxReader
 from engine.data.images import BrokenImage, decode
 from engine.data.layout import LayoutError, SplitReader, is_image, suffix_of
-from engine.data.subset import SubsetReader, choose_classes, choose_images
+from engine.data.subset import SubsetReader, choose_classes, choose_images, hold_out
 from engine.data.tar import TarReader
 from engine.objectives import choose_objective
 from engine.runtime.text import one_line
@@ -104,9 +104,13 @@ def open_images(run: Run, option: Literal["train_split", "val_split"], img_size:
 def open_split(data: Data, option: str, key: str | None = None) -> Images:
     """Opens the split that `option` (train_split, val_split) names; of a training split only `data.subset`.
 
+    With `data.holdout`, both are parts of the training split: the images held out validate.
+
     Args:
         key: name of the option in errors; None: that of a configuration.
     """
+    is_validation = option == "val_split"
+    option = "train_split" if data.holdout is not None else option
     key = key or f"data.{option}"
     open_reader, path = _find_split(data, getattr(data, option), key)
     try:
@@ -119,6 +123,8 @@ def open_split(data: Data, option: str, key: str | None = None) -> Images:
         reader = choose_classes(reader, data.classes)
     if data.subset is not None and option == "train_split":
         reader = choose_images(reader, data.subset, data.subset_seed)
+    if data.holdout is not None:
+        reader = hold_out(reader, data.holdout, data.subset_seed)[is_validation]
     return Images(reader)
 
 

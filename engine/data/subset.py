@@ -1,4 +1,4 @@
-"""A part of a split: some images of every class (`data.subset`), or the classes that a file names (`data.classes`)."""
+"""A part of a split: images of every class (`data.subset`, `data.holdout`), or the classes named by `data.classes`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO
@@ -61,17 +61,33 @@ def choose_images(reader: SplitReader, subset: int | float, seed: int) -> Subset
     Raises:
         OptionError: a class has fewer images.
     """
+    return SubsetReader(reader, _choose(reader, subset, seed, "data.subset", spared=0))
+
+
+def hold_out(reader: SplitReader, holdout: int | float, seed: int) -> tuple[SubsetReader, SubsetReader]:
+    """Divides the images into those that stay and those that `choose_images` would choose, each in order.
+
+    Raises:
+        OptionError: no image of a class would stay.
+    """
+    held = _choose(reader, holdout, seed, "data.holdout", spared=1)
+    return SubsetReader(reader, np.setdiff1d(np.arange(len(reader)), held)), SubsetReader(reader, held)
+
+
+def _choose(reader: SplitReader, number: int | float, seed: int, key: str, spared: int) -> np.ndarray:
+    """The ascending indices of `number` images of every class, of which so many are `spared`; see `choose_images`."""
     labels, chosen = np.asarray(reader.labels), []
     ends = np.bincount(labels, minlength=len(reader.class_to_idx)).cumsum()
     by_class = np.split(np.argsort(labels, kind="stable"), ends[:-1])
     for name, label in reader.class_to_idx.items():
         images = by_class[label]
-        count = subset if isinstance(subset, int) else max(1, round(subset * len(images)))
-        if count > len(images):
-            raise OptionError("data.subset", f" = {subset}, but class {name!r} has {len(images)} images; lower it")
+        count = number if isinstance(number, int) else max(1, round(number * len(images)))
+        if count > len(images) - spared:
+            stay = ", and some must stay" * (spared > 0)
+            raise OptionError(key, f" = {number}, but class {name!r} has {len(images)} images{stay}; lower it")
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(mix_seeds(seed, label)))
         chosen.append(images[order[:count].numpy()])
-    return SubsetReader(reader, np.sort(np.concatenate(chosen)))
+    return np.sort(np.concatenate(chosen))
 
 
 def choose_classes(reader: SplitReader, path: str) -> SubsetReader:

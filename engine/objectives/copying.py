@@ -82,7 +82,9 @@ class Copying(Objective):
                 refuse(f"attention({mechanism['name']}).causal", False, remedy)
         neutral = {
             "augment": vars(type(run.augment)(**NO_AUGMENTATION)),
-            "data": {name: getattr(type(data)(), name) for name in ("root", "classes", "subset", "crop_mode")},
+            "data": {
+                name: getattr(type(data)(), name) for name in ("root", "classes", "subset", "holdout", "crop_mode")
+            },
             "distill": vars(type(run.distill)()),
         }
         refuse_options(run, neutral, "the copy task has sequences of tokens")

@@ -291,7 +291,7 @@ def test_chosen_blocks_are_replaced(checkpoint, tmp_path, monkeypatch, capsys):
     assert "others, in blocks 0 without training" in capsys.readouterr().out
     plans = follow_plans(monkeypatch)
     ask(checkpoint, tmp_path / "out", "replace", *options, "--blocks", "1", "--finetune", "1")
-    _, settings = read_ablation(plans[0], [], tmp_path, ["python"])
+    _, settings, _ = read_ablation(plans[0], [], tmp_path, ["python"])
     found = [[(entry["blocks"], entry["name"]) for entry in setting.cases[0].run.attention] for setting in settings]
     assert found == [[("0", "softmax"), ("1", name)] for name in ("softmax", "local", "eva")]
 
@@ -306,7 +306,7 @@ def test_what_is_replaced_is_trained_on_by_an_ablation(is_export, checkpoint, tm
     plans, names = follow_plans(monkeypatch), ["lara", "{name: eva, window_size: 2, num_landmarks: 4}"]
     options = "--finetune", "1", "data.crop_pct=0.9"
     ask(checkpoint, tmp_path / "out", "replace", "--images", "4", "--draws", "2", "--attention", *names, *options)
-    _, settings = read_ablation(plans[0], [], tmp_path, ["python"])
+    _, settings, _ = read_ablation(plans[0], [], tmp_path, ["python"])
     runs = [case.run for setting in settings for case in setting.cases]
     assert [(run.attention["name"], run.train.seed) for run in runs] == [
         ("softmax", 0),

@@ -28,10 +28,12 @@ from matplotlib.transforms import Bbox
 import ablate
 import train
 from ablation import worker
-from ablation.cases import Case, Setting, in_order, short_names
-from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, non_dominated, read_curve
+from ablation.cases import Case
+from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, read_curve
+from ablation.front import front_probabilities, non_dominated
 from ablation.replicates import measure
 from ablation.search import sample
+from ablation.settings import Setting, in_order, short_names
 from ablation.sweep import count_ranks, read_ablation, to_directory
 from ablation.tables import ONE_RUN, for_programs, report_sweep, tabulate, to_json, write_tables
 from engine.checkpoints.files import find_checkpoint, save_checkpoint
@@ -126,7 +128,7 @@ def launcher(tmp_path) -> str:
 
 def announce(config: Path, *overrides: str) -> None:
     """Tells the launcher which runs train.py would make of the configuration."""
-    _, settings = read_ablation(config, overrides, config.parent, [])
+    _, settings, _ = read_ablation(config, overrides, config.parent, [])
     dumped = {case.directory.name: yaml.safe_dump(dump_run(case.run)) for case in in_order(settings)}
     (config.parent / "announced").write_text(json.dumps(dumped))
 
@@ -310,7 +312,7 @@ def test_a_run_whose_process_is_killed_is_taken_over(config, launcher, monkeypat
     """A waiting worker, which has no other run left, takes it over."""
     config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
     announce(config)
-    _, [setting] = read_ablation(config, [], config.parent / "out", shlex.split(launcher))
+    _, [setting], _ = read_ablation(config, [], config.parent / "out", shlex.split(launcher))
     (case,) = setting.cases
     case.directory.mkdir(parents=True)
     hold = "file = open(sys.argv[1], 'a'); fcntl.lockf(file, fcntl.LOCK_EX); print(flush=True); sys.stdin.read()"
@@ -326,7 +328,7 @@ def test_a_run_whose_process_is_killed_is_taken_over(config, launcher, monkeypat
 def test_a_run_that_failed_in_another_worker_is_tried_again_by_the_next_command_only(config, launcher):
     config.write_text("base: base.yaml\nruns:\n  - {attention: softmax}\n")
     announce(config)
-    _, [setting] = read_ablation(config, [], config.parent / "out", shlex.split(launcher))
+    _, [setting], _ = read_ablation(config, [], config.parent / "out", shlex.split(launcher))
     (case,) = setting.cases
     before = {case.directory: worker.last_failure(case)}
     assert not worker.is_busy(case)
@@ -642,14 +644,14 @@ def test_a_long_name_of_a_directory_ends_in_a_hash(config):
     grid = LONG | {"attention.window_size": [1, 2], "schedule.warmup_lr": [1.0e-6, 2.0e-6], "data.crop_pct": [0.8, 0.9]}
     grid |= {"augment.mixup_switch_prob": [0.5], "schedule.min_lr": [1.0e-5], "optim.weight_decay": [0.05]}
     config.write_text(yaml.safe_dump({"base": "base.yaml", "trials": 3, "grid": grid, "seeds": [7, 100]}))
-    _, settings = read_ablation(config, [], config.parent / "out", ["python"])
+    _, settings, _ = read_ablation(config, [], config.parent / "out", ["python"])
     names = [case.directory.name for case in in_order(settings)]
     assert len(set(names)) == len(names) == 6
     for name, case in zip(names, in_order(settings), strict=True):
         assert re.fullmatch(r"attention\..*-[0-9a-f]{12},train\.seed=(7|100)", name)
         assert len(name) == 255
         case.directory.mkdir(parents=True)
-    _, again = read_ablation(config, [], config.parent / "out", ["python"])
+    _, again, _ = read_ablation(config, [], config.parent / "out", ["python"])
     assert [case.directory.name for case in in_order(again)] == names
     assert to_directory("é" * 127, []) == "é" * 127
     assert len(to_directory("é" * 128, []).encode()) == 255
@@ -686,7 +688,7 @@ grid:
 def test_the_next_point_takes_the_place_of_one_that_is_no_valid_run(config, capsys):
     """An embedding of 12 has no 5 heads. The points are those of a longer search."""
     config.write_text(SEARCH)
-    _, settings = read_ablation(config, [], config.parent / "out", ["python"])
+    _, settings, _ = read_ablation(config, [], config.parent / "out", ["python"])
     drawn, _ = sample(yaml.safe_load(SEARCH.replace("1e-4", "1.0e-4"))["grid"], 16, seed=0)
     valid = [point for point in drawn if point["model.num_heads"] != 5][:8]
     assert valid != drawn[:8]
@@ -779,7 +781,7 @@ def test_seeds_are_runs_of_their_own_and_a_row_together(config):
     """Means and deviations by hand. Window 1 is 2, 3 and 4 below softmax: 4.303 / sqrt(3) from 3; window 2 is noise."""
     config.write_text(REPLICATED)
     output = config.parent / "out"
-    ablation, settings = read_ablation(config, [], output, ["python"])
+    ablation, settings, _ = read_ablation(config, [], output, ["python"])
     names = ["attention=softmax", "attention.window_size=1", "attention.window_size=2"]
     names = [f"{name},train.seed={seed}" for seed in range(3) for name in names]
     cases = in_order(settings)
@@ -810,7 +812,7 @@ def test_seeds_are_runs_of_their_own_and_a_row_together(config):
 
 def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
     config.write_text(ABLATION[: ABLATION.index("runs:")])
-    ablation, settings = read_ablation(config, [], config.parent, ["python"])
+    ablation, settings, _ = read_ablation(config, [], config.parent, ["python"])
     caption, same, header, *_ = filter(None, report_sweep(ablation.caption, settings).split("\n"))
     assert caption == "Windows"
     assert same == "All rows: attention.position_bias = table."
@@ -821,7 +823,7 @@ def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
 
 def test_a_papers_table_is_a_list_of_configurations_with_the_papers_figures(tmp_path):
     path = Path(ablate.__file__).parent / "configs/ablation/eva_table2.yaml"
-    ablation, settings = read_ablation(path, [], tmp_path, ["python"])
+    ablation, settings, _ = read_ablation(path, [], tmp_path, ["python"])
     assert settings[1].cases[0].directory == tmp_path / "deit_tiny_p8-performer"
     assert settings[1].cases[0].command[2].endswith("/deit_tiny_p8/performer.yaml")
     table = tabulate(settings[:2], for_programs)
@@ -834,7 +836,7 @@ def test_a_papers_table_is_a_list_of_configurations_with_the_papers_figures(tmp_
 def test_bases_are_changed_in_turn(config):
     (config.parent / "other.yaml").write_text(BASE.replace("depth: 1", "depth: 2"))
     config.write_text(ABLATION.replace("base: base.yaml", "bases: [base.yaml, other.yaml]"))
-    _, settings = read_ablation(config, [], config.parent, ["python"])
+    _, settings, _ = read_ablation(config, [], config.parent, ["python"])
     depths = [setting.cases[0].run.model["depth"] for setting in settings]
     assert depths == [1, 1, 1, 2, 2, 2]
     assert settings[3].cases[0].directory.name.endswith(f"-other,{NAMES[0]}")
@@ -844,7 +846,7 @@ def test_bases_are_changed_in_turn(config):
 def test_a_row_shows_the_seeds_that_are_finished(config):
     """The first row has three seeds, the second one, without a deviation, and the third none."""
     config.write_text(REPLICATED)
-    ablation, settings = read_ablation(config, [], config.parent, ["python"])
+    ablation, settings, _ = read_ablation(config, [], config.parent, ["python"])
     for case in (*settings[0].cases, settings[1].cases[1]):
         finish(case, top1=97.5)
     table = tabulate(settings, for_programs)
@@ -858,7 +860,7 @@ def test_a_row_shows_the_seeds_that_are_finished(config):
 
 
 def test_without_seeds_the_table_says_what_one_run_is_worth(config):
-    ablation, settings = read_ablation(config, [], config.parent, ["python"])
+    ablation, settings, _ = read_ablation(config, [], config.parent, ["python"])
     assert ONE_RUN in report_sweep(ablation.caption, settings)
 
 
@@ -867,7 +869,7 @@ def grid_of_numbers(config: Path) -> list[Setting]:
     config.write_text(
         "base: base.yaml\nseeds: 3\ngrid:\n  attention.window_size: [4, 1, 2]\n  schedule.epochs: [10, 9]\n"
     )
-    _, settings = read_ablation(config, [], config.parent, ["python"])
+    _, settings, _ = read_ablation(config, [], config.parent, ["python"])
     for number, setting in enumerate(settings[:-1]):
         for case in setting.cases[: 3 if number == 0 else 1]:
             finish(case, top1=90 + number, step_seconds=0.1 * abs(number - 2))
@@ -917,7 +919,7 @@ def assert_apart(found: Sequence[Bbox]) -> None:
 
 def test_names_in_a_figure_of_costs_are_apart_though_points_are_near(config):
     config.write_text("base: base.yaml\ngrid:\n  attention.window_size: [1, 2, 4]\n  train.seed: [1, 2, 3, 4]\n")
-    _, settings = read_ablation(config, [], config.parent, ["python"])
+    _, settings, _ = read_ablation(config, [], config.parent, ["python"])
     for number, setting in enumerate(settings):
         finish(setting.cases[0], top1=90 + 0.01 * number, step_seconds=1 + 1e-4 * number)
     figure = draw_pareto("Windows", settings)
@@ -934,6 +936,36 @@ def test_a_cost_that_seeds_vary_as_settings_do_has_no_panel(config):
     figure = draw_pareto("Windows", settings)
     assert [axes.get_xlabel() for axes in figure.axes] == ["multiply-accumulates of an image (M)"]
     assert "Not shown: step time, in which settings differ no more than seeds." in figure.get_suptitle()
+
+
+def test_the_probability_to_be_on_the_front_by_hand():
+    """Two values each, so a mean is low, middle or high with 1/4, 1/2, 1/4.
+
+    Against the first, which is always 5 at cost 1: values 4 and 6 have a mean above 5 with 1/4 (equal is dominated);
+    values 4 and 4 never do, unless they cost less. One seed, or no cost, takes no part.
+    """
+    costs, values = [1, 2, 0.5, 2, None], [[5, 5], [4, 6], [4, 4], [9], [9, 9]]
+    first, second, third, *others = front_probabilities(costs, values)
+    assert (first, third, others) == (1.0, 1.0, [None, None])
+    assert second == pytest.approx(0.25, abs=4 * math.sqrt(0.25 * 0.75 / 10_000))
+    assert front_probabilities(costs, values) == [first, second, third, *others]
+    assert front_probabilities([1, 1], [[5, 5], [5, 5]]) == [1.0, 1.0]
+    assert front_probabilities([1], [[5]]) == [None]
+
+
+def test_rows_of_several_seeds_say_how_sure_the_front_is(config):
+    config.write_text(REPLICATED)
+    ablation, settings, _ = read_ablation(config, [], config.parent, ["python"])
+    for setting, values in zip(settings, ([90, 90, 90], [91, 91, 91], [88, 92, 95]), strict=True):
+        for case, top1 in zip(setting.cases, values, strict=True):
+            finish(case, top1=top1)
+    table = tabulate(settings, for_programs)
+    assert table["on front: MACs"][:2] == ["0.00", "1.00"]  # windows of 1 cost least, softmax most
+    share = float(table["on front: MACs"][2])
+    assert share == pytest.approx(17 / 27, abs=4 * math.sqrt(17 * 10 / 27**2 / 10_000))  # 17 of 27 draws are above 91
+    assert table["on front: step"] == ["0.00", f"{1 - share:.2f}", f"{share:.2f}"]  # all steps take as long
+    assert f"({share:.0%})" in "".join(text.get_text() for text in draw_pareto("", settings).axes[0].texts)
+    assert "10,000 bootstrap resamples" in report_sweep(ablation.caption, settings)
 
 
 def test_curves_are_of_all_runs_finished_or_not(config):
@@ -981,7 +1013,7 @@ def test_a_sweep_that_is_stopped_shows_what_it_has(config, pictures, capfd):
     announce(config)
     stopping = f"raise SystemExit({STOPPED})"
     arguments = [str(config), "--output", str(config.parent / "out"), "--launcher"]
-    _, settings = read_ablation(config, [], config.parent / "out", ["python"])
+    _, settings, _ = read_ablation(config, [], config.parent / "out", ["python"])
     finish(settings[0].cases[0], top1=91.25)
     with pytest.raises(SystemExit) as ended:
         ablate.main([*arguments, shlex.join([sys.executable, "-c", stopping])])
@@ -1000,7 +1032,7 @@ def test_a_grid_takes_options_of_an_entry_and_whole_lists(config):
         "grid:\n  attention.0.window_size: [1, 2]\n  attention.0.local: [true, false]\n"
         "runs:\n  - {attention: [{blocks: 0, name: softmax}, {blocks: 1-2, name: mean}]}\n  - {attention: softmax}\n"
     )
-    _, settings = read_ablation(config, [], config.parent, [])
+    _, settings, _ = read_ablation(config, [], config.parent, [])
     found = [setting.cases[0].run.attention for setting in settings]
     assert [entries[0]["window_size"] for entries in found[:4]] == [1, 1, 2, 2]
     assert [(entry["blocks"], entry["name"]) for entry in found[4]] == [("0", "softmax"), ("1-2", "mean")]
@@ -1010,7 +1042,7 @@ def test_a_grid_takes_options_of_an_entry_and_whole_lists(config):
     pyramid = yaml.safe_load(BASE) | {"model": {"name": "pvtv2_b0"}, "attention": stages}
     (config.parent / "base.yaml").write_text(yaml.safe_dump(pyramid))
     config.write_text("caption: Stages\nbase: base.yaml\ngrid:\n  attention.1.window_size: [2, 4]\n")
-    _, settings = read_ablation(config, [], config.parent, [])
+    _, settings, _ = read_ablation(config, [], config.parent, [])
     assert [setting.cases[0].run.attention[1]["window_size"] for setting in settings] == [2, 4]
 
 
@@ -1025,7 +1057,7 @@ def test_a_search_covers_its_ranges_and_a_longer_one_goes_on(config):
     assert sample(axes, 20, seed=0)[0][:16] == settings != sample(axes, 16, seed=1)[0]
     grid = "grid:\n  optim.lr: {log_range: [1.0e-4, 1.0e-2]}\n  attention.window_size: [1, 2]\n"
     config.write_text(f"base: base.yaml\ntrials: 4\n{grid}")
-    _, settings = read_ablation(config, [], config.parent, ["python"])
+    _, settings, _ = read_ablation(config, [], config.parent, ["python"])
     assert len({setting.cases[0].run.optim.lr for setting in settings}) == 4
 
 
@@ -1074,7 +1106,7 @@ SWEEPS = Path(ablate.__file__).parent / "configs/ablation"
 
 @pytest.mark.parametrize("sweep", sorted(path.stem for path in SWEEPS.glob("*.yaml")))
 def test_short_names_tell_the_settings_of_every_sweep_apart(sweep, tmp_path):
-    _, settings = read_ablation(SWEEPS / f"{sweep}.yaml", [], tmp_path, ["python"])
+    _, settings, _ = read_ablation(SWEEPS / f"{sweep}.yaml", [], tmp_path, ["python"])
     names = short_names(settings)
     assert len(set(names)) == len(settings)
     assert not any(sign in name for name in names for sign in "{}")
@@ -1108,5 +1140,5 @@ def test_names_have_the_sizes_of_a_mechanism_and_what_varies(config, rows, names
 
 def test_where_short_names_would_be_the_same_they_are_in_full(tmp_path):
     paths = [f"{'long' * 9}/{end}" for end in "ab"]
-    settings = [Setting({"init.weights": path}, None, (Case(None, tmp_path, []),)) for path in paths]
+    settings = [Setting({"init.weights": path}, None, {None: (Case(None, tmp_path, []),)}) for path in paths]
     assert short_names(settings) == [f"init.weights={path}" for path in paths]

@@ -315,7 +315,7 @@ def test_the_children_of_a_sweep_get_its_plugins(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r"sweep\.yaml:\d+: grid: .*unknown mechanism 'two'"):
         read_ablation(path, [], tmp_path / "out", ["python"])
     take_plugins(["--plugin", "two"])
-    _, settings = read_ablation(path, [], tmp_path / "out", ["python"])
+    _, settings, _ = read_ablation(path, [], tmp_path / "out", ["python"])
     commands = [setting.cases[0].command for setting in settings]
     assert all(command[-4:] == ["--plugin", "one", "--plugin", "two"] for command in commands)
     assert [setting.cases[0].run.plugins for setting in settings] == [("one",), ("two",), ()]

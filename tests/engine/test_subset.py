@@ -19,6 +19,7 @@ def pixels(images) -> list[bytes]:
 
 
 ALL = open_digits()
+SPLITS = ("train_split", "val_split")
 COUNTS = np.bincount(ALL.reader.labels)
 
 
@@ -54,11 +55,34 @@ def test_a_class_with_fewer_images_is_named():
         choose_images(ALL.reader, 200, 0)
 
 
+@pytest.mark.parametrize(("holdout", "counts"), [(13, [13] * 10), (0.1, (COUNTS * 0.1).round())])
+def test_images_held_out_validate_and_are_not_trained_on(holdout, counts):
+    train, val = (open_digits(split, holdout=holdout) for split in SPLITS)
+    assert np.bincount(val.reader.labels).tolist() == list(counts)
+    assert sorted([*train.reader.indices, *val.reader.indices]) == [*range(len(ALL))]
+    whole = pixels(ALL)
+    for images in (train, val):
+        assert (np.diff(images.reader.indices) > 0).all()
+        assert pixels(images) == [whole[index] for index in images.reader.indices]
+    other = open_digits("val_split", holdout=holdout, subset_seed=1)
+    assert {*other.reader.indices} != {*val.reader.indices}
+    assert len({digest_files(images) for images in (train, val, other, ALL)}) == 4
+
+
+def test_images_are_held_out_of_the_subset():
+    chosen, train, val = open_digits(subset=20), *(open_digits(s, subset=20, holdout=5) for s in SPLITS)
+    assert (len(train), len(val)) == (150, 50)
+    assert sorted([*train.reader.filenames(), *val.reader.filenames()]) == sorted(chosen.reader.filenames())
+    with pytest.raises(OptionError, match=r"data.holdout = 20, but class '0' has 20 images, and some must stay; lower"):
+        open_digits(subset=20, holdout=20)
+
+
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
         ({"subset": 13.0}, "data.subset = 13.0 is no fraction; write 13 for as many images of every class"),
-        ({"subset_seed": 1}, "data.subset_seed = 1, but data.subset = null"),
+        ({"subset_seed": 1}, "data.subset_seed = 1, but data.subset and data.holdout are null"),
+        ({"holdout": 13.0}, "data.holdout = 13.0 is no fraction below 1; write 13 for as many images of every class"),
     ],
 )
 def test_what_has_no_meaning_is_refused(options, problem):

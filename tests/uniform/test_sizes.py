@@ -81,6 +81,7 @@ def test_the_solved_size_is_the_nearest_of_all(name):
         target = lowest + share * (highest - lowest)
         found = solve_size(ATTENTION[name], layers(), config_of(name), target)
         assert found.macs == every_size(name)[found.value]
+        assert found.is_in_range
         assert abs(found.macs - target) == min(abs(cost - target) for cost in costs)
 
 
@@ -88,13 +89,11 @@ def test_the_solved_size_is_the_nearest_of_all(name):
 def test_a_target_out_of_reach_gives_the_nearest_end(name):
     """Below every cost; above every cost where the grid, and not `MOST`, limits the sizes."""
     costs = every_size(name)
-    assert solve_size(ATTENTION[name], layers(), config_of(name), min(costs.values()) - 1e9).macs == min(costs.values())
+    found = solve_size(ATTENTION[name], layers(), config_of(name), min(costs.values()) - 1e9)
+    assert (found.macs, found.is_in_range) == (min(costs.values()), False)
     if max(costs) < MOST - 1:
         found = solve_size(ATTENTION[name], layers(), config_of(name), 1e12)
-        assert found.macs == max(costs.values())
-    smallest = min(costs)
-    found = solve_size(ATTENTION[name], layers(), config_of(name), costs[smallest])
-    assert found.is_smallest == (found.value == smallest)
+        assert (found.macs, found.is_in_range) == (max(costs.values()), False)
 
 
 def test_a_mechanism_without_a_size_is_refused():

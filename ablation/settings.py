@@ -1,0 +1,168 @@
+"""Settings of an ablation: costs, results, names in tables and figures."""
+
+import functools
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from ablation.cases import Case
+from ablation.match import Matched
+from ablation.tuning import Tuning
+from engine.config.papers import PaperRow
+from engine.config.schema import Run
+from engine.runtime.text import one_line
+from models.costs import Costs, count_costs
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row of the table.
+
+    Attributes:
+        changes: option (or base) -> YAML text of its value. paper: figures of a paper.
+        by_lr: learning rate -> a run per seed; without `tuning`, None -> them.
+        matched: the size that is solved for a cost; None if the sweep, or this setting, has no such size.
+        tuning: the runs that choose the learning rate; None if it is given.
+    """
+
+    changes: dict[str, str]
+    paper: PaperRow | None
+    by_lr: Mapping[float | None, tuple[Case, ...]]
+    matched: Matched | None = None
+    tuning: Tuning | None = None
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """A run per seed; none until the learning rate is chosen."""
+        lr = self.tuning and self.tuning.choose()
+        return () if self.tuning and lr is None else self.by_lr[lr]
+
+    @property
+    def run(self) -> Run:
+        """The run of the first seed; its learning rate may not be the chosen one."""
+        return next(iter(self.by_lr.values()))[0].run
+
+    @property
+    def num_seeds(self) -> int:
+        return len(next(iter(self.by_lr.values())))
+
+    @functools.cached_property
+    def costs(self) -> Costs:
+        """Parameters and MACs of the model."""
+        return count_costs(self.run.model, self.run.attention)
+
+    def results(self) -> dict[int, dict[str, Any]]:
+        """Returns seed -> final record of train.py for the finished runs."""
+        results = {case.run.train.seed: case.result() for case in self.cases}
+        return {seed: result for seed, result in results.items() if result}
+
+
+def in_order(settings: Sequence[Setting]) -> list[Case]:
+    """Returns the runs in the order of training: every setting with the first seed, then with the next seed.
+
+    Those of a setting whose learning rate is not chosen yet are left out.
+    """
+    begun = [own for setting in settings if (own := setting.cases)]
+    return [case for replicate in zip(*begun, strict=True) for case in replicate]
+
+
+def trials_of(settings: Sequence[Setting]) -> list[Case]:
+    """Returns the runs that choose learning rates, in the order of training; empty if these are given."""
+    tuned = [setting.tuning.cases.values() for setting in settings if setting.tuning]
+    return [case for trials in zip(*tuned, strict=True) for case in trials]
+
+
+def accuracies(settings: Sequence[Setting]) -> dict[str, str]:
+    """Returns name -> key in the final record, for plain weights and, if any run keeps them, averaged weights."""
+    averages = any(setting.run.train.ema_decay for setting in settings)
+    return {"top-1": "top1"} | ({"EMA top-1": "ema_top1"} if averages else {})
+
+
+def has_replicates(settings: Sequence[Setting]) -> bool:
+    """Returns whether settings are trained with several seeds."""
+    return settings[0].num_seeds > 1
+
+
+def changed_options(settings: Sequence[Setting]) -> dict[str, list[str]]:
+    """Returns option, or base, -> YAML texts of its values in the settings; empty where a setting leaves it out."""
+    changed = dict.fromkeys(option for setting in settings for option in setting.changes)
+    return {option: [setting.changes.get(option, "") for setting in settings] for option in changed}
+
+
+def varied_options(settings: Sequence[Setting]) -> list[str]:
+    """Returns the options, or base, in which the settings differ."""
+    return [option for option, texts in changed_options(settings).items() if len(set(texts)) > 1]
+
+
+SYMBOLS = {"window_size": "E", "cluster_size": "E", "num_landmarks": "C", "num_samples": "S"}
+"""Option -> symbol: |E| tokens of a window or cluster, C landmarks or groups, S samples. Names have them for short."""
+
+MAX_NAME = 24
+"""Longest text of a value in a short name."""
+
+
+def short_names(settings: Sequence[Setting]) -> list[str]:
+    """Names each setting by the options in which settings differ: "E=49, C=16", or "local, E=49".
+
+    A mechanism has the `SYMBOLS` of its sizes, and the options in which settings of the same mechanism differ. Where
+    such names would not tell all settings apart, they have every option that varies, in full.
+    """
+    varied = varied_options(settings)
+    chosen = [
+        {option: setting.changes[option] for option in varied if option in setting.changes} for setting in settings
+    ]
+    found = [list_mechanisms(yaml.safe_load(changes.get("attention", "[]"))) for changes in chosen]
+    texts: dict[tuple[str, str], set[str]] = {}  # mechanism, option -> texts of its values
+    mechanisms = list(itertools.chain(*found))
+    for own in mechanisms:
+        for option in {option for other in mechanisms if other.get("name") == own.get("name") for option in other}:
+            texts.setdefault((own.get("name", ""), option), set()).add(str(own.get(option)))
+    names = []
+    for setting, changes, own_mechanisms in zip(settings, chosen, found, strict=True):
+        parts = ["; ".join(name_mechanism(own, texts) for own in own_mechanisms)]
+        parts += [name_change(setting, option) for option in changes if option != "attention"]
+        names.append(", ".join(filter(None, parts)) or "base")
+    if len(set(names)) == len(names):
+        return names
+    return [", ".join(f"{option}={text}" for option, text in changes.items()) or "base" for changes in chosen]
+
+
+def name_change(setting: Setting, option: str) -> str:
+    """Returns a changed option of a setting and its value, such as "E=49", "epochs=9", or the base alone."""
+    text = setting.changes[option]
+    if option == "base":
+        return text
+    if option.startswith("attention.") and isinstance(attention := setting.run.attention, Mapping):
+        return name_option(option.rpartition(".")[2], yaml.safe_load(text), attention)
+    return name_option(option.rpartition(".")[2], text, {})
+
+
+def list_mechanisms(attention: Any) -> list[Mapping[str, Any]]:
+    """Returns the mappings of the option `attention`, which is a name, a mapping, or a list of mappings."""
+    if isinstance(attention, str):
+        return [{"name": attention}]
+    return [attention] if isinstance(attention, Mapping) else list(attention)
+
+
+def name_mechanism(own: Mapping[str, Any], texts: Mapping[tuple[str, str], Collection[str]]) -> str:
+    """Names a mechanism with its sizes and other options that vary: "eva, E=49, C=16"; blocks stand before it."""
+    shown = [
+        name_option(option, value, own)
+        for option, value in own.items()
+        if option not in ("name", "blocks") and (option in SYMBOLS or len(texts[own.get("name", ""), option]) > 1)
+    ]
+    blocks = f"{own['blocks']}: " if "blocks" in own else ""
+    return blocks + ", ".join(filter(None, [own.get("name"), *shown]))
+
+
+def name_option(option: str, value: Any, attention: Mapping[str, Any]) -> str:
+    """Returns "E=49" for the side 7 of the square windows of `attention`, "lr=0.001" for an option without a symbol."""
+    if option == "window_size" and not (attention.get("layout") == "1d" or attention.get("causal")):
+        if not isinstance(value, int) or attention.get("overlap"):
+            return f"{option}={value}"
+        value = value**2
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return f"{SYMBOLS.get(option, option)}={one_line(text, MAX_NAME)}"

@@ -1,0 +1,192 @@
+"""Equal budgets: sizes are solved for a cost, runs are ordinary configurations, and what cannot reach it is named."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import ablate
+from ablation.sweep import read_ablation
+from ablation.tables import for_programs, report_sweep, tabulate, to_json
+from attention import ATTENTION
+from engine.config.load import load_run
+from engine.runtime.errors import ConfigError
+from models import layer_contexts
+from models.costs import count_costs
+
+BASE = """\
+model: {name: deit, img_size: 32, patch_size: 4, embed_dim: 12, depth: 2, num_heads: 2, num_classes: 10}
+attention: {name: local, window_size: 7}
+data: {dataset: digits, workers: 0}
+augment: {auto_augment: null, mixup: 0.0, cutmix: 0.0}
+schedule: {epochs: 1, warmup_epochs: 0}
+train: {total_batch_size: 64, amp: null, device: cpu}
+"""
+SWEEP = """\
+base: base.yaml
+match: {layer_macs: 24.0e3}
+runs:
+  - {attention: {name: performer}}
+  - {attention: {name: abc}}
+  - {attention: softmax}
+  - {attention: softmax, match: false}
+"""
+
+
+@pytest.fixture
+def config(tmp_path) -> Path:
+    (tmp_path / "base.yaml").write_text(BASE)
+    (tmp_path / "equal.yaml").write_text(SWEEP)
+    return tmp_path / "equal.yaml"
+
+
+def read(config: Path):
+    return read_ablation(config, [], config.parent / "out", ["python"])
+
+
+def test_the_solved_size_is_an_override_of_an_ordinary_run(config):
+    """64 tokens of 12 channels: by hand, s features cost 64 * s * 48 of 64 * 16 * 24 that are asked for."""
+    _, settings, left_out = read(config)
+    performer, abc, softmax = settings
+    assert [setting.matched and setting.matched.value for setting in settings] == [8, 5, None]
+    command = performer.cases[0].command
+    assert command[3:5] == ["attention={name: performer}", "attention.num_samples=8"]
+    for setting in (performer, abc):
+        run = setting.cases[0].run
+        assert load_run(config.parent / "base.yaml", setting.cases[0].command[3:5]) == run
+        contexts = layer_contexts("deit", {name: run.model[name] for name in run.model if name != "name"})
+        mechanism, options = ATTENTION[run.attention["name"]], dict(run.attention)
+        parsed = mechanism.Config(**{name: value for name, value in options.items() if name != "name"})
+        costs = [mechanism.cost(context, parsed).macs for context in contexts]
+        assert setting.matched.reached == sum(costs) / 2
+        assert setting.cases[0].directory.name.endswith(f",{setting.matched.override}")
+    assert left_out == ["attention=softmax: attention(softmax): declares no option that sets its size"]
+    assert softmax.cases[0].directory.name == "attention=softmax"
+
+
+def test_the_table_shows_target_reached_cost_and_deviation(config):
+    ablation, settings, left_out = read(config)
+    table = tabulate(settings, for_programs)
+    reached = [setting.matched.reached for setting in settings[:2]]
+    assert table["size"] == ["num_samples=8", "num_landmarks=5", ""]
+    assert table["layer_macs: target"] == ["24000", "24000", ""]
+    assert table["layer_macs: reached"] == [f"{x:.0f}" for x in reached] + [""]
+    assert table["off target (%)"] == [f"{100 * x / 24e3 - 100:+.1f}" for x in reached] + [""]
+    assert table["within 2 %"] == ["no" if abs(x / 24e3 - 1) > 0.02 else "yes" for x in reached] + [""]
+    assert "no" in table["within 2 %"]
+    assert f"\nLeft out: {left_out[0]}.\n" in report_sweep(ablation.caption, settings, left_out)
+    stored = json.loads(to_json("", settings, left_out))
+    assert stored["left_out"] == left_out
+    assert stored["rows"][0]["matched"]["value"] == 8
+    assert "matched" not in stored["rows"][2]
+
+
+def test_a_target_of_the_model_is_the_counted_cost(config):
+    config.write_text(SWEEP.replace("layer_macs: 24.0e3", "model_macs: 500.0e3"))
+    _, settings, _ = read(config)
+    for setting in settings[:2]:
+        run = setting.cases[0].run
+        assert setting.matched.reached == count_costs(run.model, run.attention).macs
+        others = [{**run.attention, setting.matched.option: setting.matched.value + step} for step in (-1, 1)]
+        others = [count_costs(run.model, attention).macs for attention in others]
+        assert abs(setting.matched.deviation) * 500e3 <= min(abs(other - 500e3) for other in others)
+
+
+def test_a_target_of_a_token_is_the_same_on_every_grid(config):
+    config.write_text(
+        "base: base.yaml\nmatch: {token_macs: 960}\ngrid:\n  attention: [{name: abc}]\n  model.img_size: [32, 64]\n"
+    )
+    _, settings, _ = read(config)
+    for setting, tokens in zip(settings, (64, 256), strict=True):
+        config.write_text(
+            f"base: base.yaml\nmatch: {{layer_macs: {960 * tokens}}}\nruns:\n  - {{attention: {{name: abc}},"
+            f" model.img_size: {4 * tokens**0.5:.0f}}}\n"
+        )
+        _, [other], _ = read(config)
+        assert setting.matched.value == other.matched.value > 1
+        assert setting.matched.reached == other.matched.reached / tokens == pytest.approx(960, rel=0.1)
+
+
+def test_a_size_that_the_grid_refuses_is_replaced_before_the_model_is_built(config):
+    """Linformer has 64 landmarks by default, more than the 16 tokens here."""
+    config.write_text("base: base.yaml\nmatch: {token_macs: 100}\nruns:\n  - {attention: {name: linformer}}\n")
+    (config.parent / "base.yaml").write_text(BASE.replace("patch_size: 4", "patch_size: 8"))
+    _, [setting], _ = read(config)
+    assert setting.cases[0].run.attention["num_landmarks"] == setting.matched.value <= 16
+
+
+@pytest.mark.parametrize(
+    ("target", "nearest"),
+    [
+        ("1.0e3", "above the target; the nearest, window_size = 1, has layer_macs = 1536, +53.6%"),
+        ("1.0e6", "below the target; the nearest, window_size = 7, has layer_macs = 2.305e+05, -77.0%"),
+    ],
+)
+def test_a_mechanism_whose_costs_are_all_off_is_left_out(config, target, nearest):
+    """Windows of 1 token cost 64 * 24; windows of 7 x 7, which are padded, cost more than the one of 8 x 8."""
+    config.write_text(f"base: base.yaml\nmatch: {{layer_macs: {target}}}\nruns: [{{}}, {{match: false}}]\n")
+    _, [kept], (line,) = read(config)
+    assert kept.cases[0].run.attention["window_size"] == 7
+    assert line == f"base: attention(local): every size is {nearest}"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        ("{layer_macs: 24.0e3}", "{macs: 1.0e6}", "equal.yaml:2: match.macs: unknown option; known: layer_macs"),
+        ("{layer_macs: 24.0e3}", "{layer_macs: -1}", "equal.yaml:2: match.layer_macs = -1.0 must be greater than 0"),
+        ("{layer_macs: 24.0e3}", "{}", "equal.yaml:2: match: expected one of layer_macs, token_macs, model_macs, got"),
+        (
+            "{layer_macs: 24.0e3}",
+            "{layer_macs: 1.0, model_macs: 2.0}",
+            "equal.yaml:2: match: expected one of layer_macs, token_macs, model_macs, got {layer_macs: 1.0, model",
+        ),
+        (
+            "{name: abc}",
+            "{name: abc, num_landmarks: 3}",
+            "equal.yaml:5: runs.1: attention.num_landmarks is given, and match solves it; leave it out, or write match",
+        ),
+        (
+            "{name: abc}",
+            "[{blocks: 0, name: abc}, {blocks: 1, name: abc}]",
+            "equal.yaml:5: runs.1: attention: match sets the size of one mechanism, and this is a list; write match:",
+        ),
+        ("match: false", "match: true", "equal.yaml:7: runs.3: match: expected false, or no match, got True; leave it"),
+        (
+            "match: {layer_macs: 24.0e3}\n",
+            "",
+            "equal.yaml:6: runs.3: match: acts in a sweep with match only, got False; leave it out",
+        ),
+        ("{name: abc}", "{name: abd}", "equal.yaml:5: runs.1: attention.name"),
+        (
+            SWEEP[SWEEP.index("runs:") :],
+            "runs: [{attention: softmax}]",
+            "equal.yaml:2: match: no setting can be trained; the last: attention=softmax",
+        ),
+    ],
+)
+def test_what_cannot_be_honoured_is_one_line(config, old, new, expected):
+    config.write_text(SWEEP.replace(old, new))
+    with pytest.raises(ConfigError) as caught:
+        read(config)
+    text = str(caught.value).replace(f"{config.parent}/", "")
+    assert text.startswith(expected)
+    assert "\n" not in text
+
+
+def test_points_of_a_search_out_of_reach_give_way_to_others(config, capsys):
+    config.write_text(
+        "base: base.yaml\nmatch: {layer_macs: 24.0e3}\ntrials: 2\n"
+        "grid:\n  attention: [{name: softmax}, {name: abc}]\n  optim.lr: {log_range: [1.0e-4, 1.0e-2]}\n"
+    )
+    _, settings, left_out = read(config)
+    assert [setting.matched.option for setting in settings] == ["num_landmarks"] * 2
+    assert not left_out
+    assert "are no valid run, others take their place; the first: attention(softmax)" in capsys.readouterr().err
+
+
+def test_a_dry_run_names_what_is_left_out(config, capsys):
+    ablate.main([str(config), "--output", str(config.parent / "out"), "--dry-run"])
+    out = capsys.readouterr().out
+    assert "Left out: attention=softmax: attention(softmax): declares no option that sets its size.\n" in out
+    assert "attention.num_samples=8 --output" in out
