@@ -73,7 +73,7 @@ def test_prediction(tmp_path, monkeypatch, capsys):
 
 
 def test_small_grids():
-    (example,) = [code for code in PYTHON if '"fit": True' in code]
+    (example,) = [code for code in PYTHON if "features_only=True" in code]
     names: dict = {}
     exec(example, names)
     sides = re.findall(r"(\d+)x(\d+)", example)

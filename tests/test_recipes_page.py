@@ -1,0 +1,101 @@
+"""Every example of docs/recipes.md runs where its package is installed."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+PAGE = (Path(__file__).parents[1] / "docs/recipes.md").read_text()
+RECIPES = {
+    section.partition("\n")[0]: re.search(r"```python\n(.*?)```", section, re.DOTALL)[1]
+    for section in PAGE.split("\n## ")[1:]
+}
+"""Heading -> code."""
+
+
+def find(heading: str) -> str:
+    (code,) = [code for title, code in RECIPES.items() if title.startswith(heading)]
+    return code
+
+
+def run(heading: str) -> dict[str, Any]:
+    """Returns the names that the example under a heading defines."""
+    torch.manual_seed(0)
+    names: dict[str, Any] = {}
+    exec(find(heading), names)
+    return names
+
+
+def test_every_recipe_has_a_test():
+    text = Path(__file__).read_text()
+    assert len(RECIPES) == 7
+    assert all(f'"{re.split(r"[:,]| of ", heading)[0]}"' in text for heading in RECIPES)
+
+
+def test_low_rank_terms_are_trained_and_merged():
+    pytest.importorskip("peft")
+    code, names = find("LoRA"), {}
+    exec(code[: code.index("merged")], names)
+    trained = {name for name, p in names["tuned"].named_parameters() if p.grad is not None}
+    assert any("lora_B" in name for name in trained)
+    assert all("lora_" in name or "modules_to_save" in name for name in trained)
+    exec(code[code.index("merged") :], names)
+    assert not any("lora_" in name for name in names["merged"].state_dict())
+
+
+def test_parameters_are_sharded_by_two_processes(tmp_path):
+    code = (
+        find("Sharded parameters") + "\nprint(type(model.head.weight).__name__, model.head.weight.to_local().shape[0])"
+    )
+    (tmp_path / "script.py").write_text(code + "\ndist.destroy_process_group()\n")
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--nproc_per_node=2",
+        "--rdzv_backend=c10d",
+        "--rdzv_endpoint=localhost:0",
+    ]
+    done = subprocess.run(
+        [sys.executable, *command, tmp_path / "script.py"],
+        cwd=Path(__file__).parents[1],
+        env={"PYTHONPATH": ".", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == ["DTensor", "500"] * 2
+
+
+def test_weights_of_8_bits_change_logits_little():
+    pytest.importorskip("torchao")
+    assert 0 < run("Weights")["error"] < 0.05
+
+
+def test_an_encoder_of_segmentation():
+    pytest.importorskip("segmentation_models_pytorch")
+    assert run("Segmentation")["masks"].shape == (1, 21, 128, 128)
+
+
+def test_attribution_of_pixels():
+    pytest.importorskip("captum")
+    assert run("Attribution")["attribution"].shape == (1, 3, 224, 224)
+
+
+def test_gradients_are_those_without_checkpointing():
+    code = find("Less memory")
+    grads = []
+    for text in (code, code.replace("model.set_grad_checkpointing()\n", "")):
+        names: dict[str, Any] = {}
+        torch.manual_seed(0)
+        exec(text, names)
+        grads.append([p.grad for p in names["model"].parameters() if p.grad is not None])
+    for one, other in zip(*grads, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_images_of_any_size():
+    assert [x.shape for x in run("Images")["logits"]] == [(1, 1000)] * 3
