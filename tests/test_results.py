@@ -2,6 +2,7 @@
 
 import csv
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -12,6 +13,7 @@ from engine.reporting.tables import plus_minus
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULTS, BENCHMARKS = ((DOCS / name).read_text() for name in ("results.md", "benchmarks.md"))
+CONTROLS = {"softmax", "identity", "mean", "pooling", "convolution"}
 Row = dict[str, str]
 
 
@@ -108,23 +110,24 @@ def drop_in() -> str:
 
 
 def aligned() -> str:
-    """Top-1 and error of outputs of every mechanism, replaced and aligned, by the latter's top-1; and its seconds."""
+    """Top-1 of every mechanism, replaced, aligned and trained on, by the second; error of outputs; and seconds."""
     rows = sorted(read("transfer.csv"), key=lambda row: -float(row["aligned_top1"]))
     titles = [
         "",
         "options",
         "replaced: top-1 (%)",
         "aligned: top-1 (%)",
+        "trained on: top-1 (%)",
         "replaced: error",
         "aligned: error",
         "seconds",
     ]
-    columns = {"top1": ".2f", "aligned_top1": ".2f", "output_error": ".3f", "aligned_output_error": ".3f"}
-    columns |= {"aligned_seconds": ".0f"}
-    lines = [
-        [f"`{row['attention']}`", row["options"], *(f"{float(row[name]):{form}}" for name, form in columns.items())]
-        for row in rows
-    ]
+    columns = dict.fromkeys(("top1", "aligned_top1", "tuned_top1"), ".2f")
+    columns |= {"output_error": ".3f", "aligned_output_error": ".3f", "aligned_seconds": ".0f"}
+    lines = []
+    for row in rows:
+        cells = (row[name] and f"{float(row[name]):{form}}" for name, form in columns.items())
+        lines.append([f"`{row['attention']}`", row["options"], *cells])
     return markdown([titles, *lines])
 
 
@@ -187,14 +190,27 @@ def test_table_of_other_mechanisms_in_a_trained_model():
 def test_table_of_alignment():
     assert aligned() in RESULTS
     rows = read("transfer.csv")
-    controls = {"softmax", "identity", "mean", "pooling", "convolution"}
-    rest = [float(row["aligned_top1"]) for row in rows if row["attention"] not in controls]
+    rest = [float(row["aligned_top1"]) for row in rows if row["attention"] not in CONTROLS]
     own = next(float(row["top1"]) for row in rows if row["attention"] == "softmax")
     near = [sum(own - top1 < points for top1 in rest) for points in (1, 2.5)]
     assert f"{near[0]} of the {len(rest)} mechanisms are within 1.0 point" in RESULTS
     assert f"{near[1]} within 2.5" in RESULTS
-    before = [float(row["top1"]) for row in rows if row["attention"] not in controls]
+    before = [float(row["top1"]) for row in rows if row["attention"] not in CONTROLS]
     assert f"before it, {sum(own - top1 < 2.5 for top1 in before)} are" in RESULTS
+
+
+def test_table_of_mechanisms_trained_on():
+    tuned = {row["attention"]: float(row["tuned_top1"]) for row in read("transfer.csv") if row["tuned_top1"]}
+    behind = {name: tuned["softmax"] - top1 for name, top1 in tuned.items() if name not in CONTROLS}
+    near = sum(difference <= 1 for difference in behind.values())
+    assert f"{near} of the {len(behind)} mechanisms are then within 1.0 point of softmax attention" in RESULTS
+    (sentence,) = re.findall(r"The other \w+ are behind it by [^.]*?: ((?:.|\n)*?\))\.", RESULTS)
+    named = dict(re.findall(r"`(\w+)` \(([\d.]+)\)", sentence))
+    assert named == {name: f"{difference:.1f}" for name, difference in behind.items() if difference > 1}
+    assert (
+        f"trained on, `identity` comes to {tuned['identity']:.1f} and the convolution to {tuned['convolution']:.1f}"
+        in (RESULTS)
+    )
 
 
 def test_table_from_scratch():
