@@ -128,12 +128,12 @@ def short_names(settings: Sequence[Setting]) -> list[str]:
 
 def name_change(setting: Setting, option: str) -> str:
     """Returns a changed option of a setting and its value, such as "E=49", "epochs=9", or the base alone."""
-    text, attention = setting.changes[option], setting.cases[0].run.attention
+    text, name = setting.changes[option], option.rpartition(".")[2]
     if option == "base":
         return text
-    if option.startswith("attention.") and isinstance(attention, Mapping):
-        return name_option(option.rpartition(".")[2], yaml.safe_load(text), attention)
-    return name_option(option.rpartition(".")[2], text, {})
+    if option.startswith("attention.") and isinstance(attention := setting.cases[0].run.attention, Mapping):
+        return name_option(name, yaml.safe_load(text), attention)
+    return name_option(name, text, {})
 
 
 def list_mechanisms(attention: Any) -> list[Mapping[str, Any]]:

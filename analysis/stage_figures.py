@@ -51,7 +51,7 @@ def draw(title: str, rows: Sequence[Any], own: float, differences: Mapping[Any, 
         axes.grid()
     names = [row.name if row.mode in ("evaluation", "any") else f"{row.name}, {row.mode}" for row in rows]
     accuracy.set_yticks(range(len(rows)), names, parse_math=False)
-    accuracy.set_ylim(len(rows) - 0.5, -0.5)
+    accuracy.set_ylim(max(1, len(rows)) - 0.5, -0.5)
     figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 
