@@ -46,12 +46,12 @@ def draw(title: str, rows: Sequence[Any], own: float, differences: Mapping[Any, 
         for i, x in found:
             axes.errorbar(x.mean, i, xerr=x.std or 0, mfc="white" if x.is_noise else COLORS[0], **LATER["tuned"][1])
         axes.axvline(0, color="black", linestyle="--")
-        axes.set_xlabel("difference to its own attention,\ntrained on likewise (points); hollow: noise")
+        axes.set_xlabel("difference to its own attention,\ntrained on likewise (points);\nhollow: noise")
     for axes in (accuracy, error, *rest):
         axes.grid()
     names = [row.name if row.mode in ("evaluation", "any") else f"{row.name}, {row.mode}" for row in rows]
     accuracy.set_yticks(range(len(rows)), names, parse_math=False)
-    accuracy.set_ylim(len(rows) - 0.5, -0.5)
+    accuracy.set_ylim(max(1, len(rows)) - 0.5, -0.5)
     figure.legend(*accuracy.get_legend_handles_labels(), loc="outside lower center", ncols=2)
     return figure
 

@@ -4,7 +4,9 @@ import io
 import textwrap
 import warnings
 from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import textalloc
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -18,7 +20,7 @@ PAGE = 7.0
 POINTS = 8
 """The one size of type, in points, for titles, labels, ticks and names."""
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     **dict.fromkeys(("font.size", "axes.titlesize", "axes.labelsize", "xtick.labelsize", "ytick.labelsize"), POINTS),
     **dict.fromkeys(("legend.fontsize", "legend.title_fontsize", "figure.titlesize", "figure.labelsize"), POINTS),
     **dict.fromkeys(("axes.linewidth", "grid.linewidth", "xtick.major.width", "ytick.major.width"), 0.6),
@@ -86,17 +88,17 @@ def label_points(
     """
     if not points:
         return
-    (x, y), (all_x, all_y) = zip(*points, strict=True), zip(*points, *others, strict=True)
-    curves = [line.get_xydata().T for line in lines]
+    own, all_points = np.array(points), np.array([*points, *others])
+    curves = [np.asarray(line.get_xydata()) for line in lines]
+    avoided: dict[str, Any] = {"x_lines": [c[:, 0] for c in curves], "y_lines": [c[:, 1] for c in curves]}
     textalloc.allocate(
         axes,
-        x,
-        y,
+        own[:, 0],
+        own[:, 1],
         list(names),
-        x_scatter=all_x,
-        y_scatter=all_y,
-        x_lines=[line[0] for line in curves] or None,
-        y_lines=[line[1] for line in curves] or None,
+        x_scatter=all_points[:, 0],
+        y_scatter=all_points[:, 1],
+        **(avoided if curves else {}),
         textsize=POINTS,
         linecolor=GREY,
         linewidth=0.6,
@@ -114,10 +116,11 @@ def label_ends(axes: Axes, lines: Sequence[Line2D], names: Sequence[str]) -> Non
     Names keep the order of the ends, a line of text apart at least. Call it when the limits of the axes are final.
     """
     figure = axes.get_figure(root=True)
+    assert figure is not None
     figure.draw_without_rendering()  # places the axes, so that distances are known
     height = 1.25 * POINTS / 72 * figure.dpi / axes.bbox.height  # of a line of text, as a share of the axes
     to_axes = axes.transData + axes.transAxes.inverted()
-    ends = [tuple(to_axes.transform(line.get_xydata()[-1])) for line in lines]
+    ends: list[Any] = [to_axes.transform(np.asarray(line.get_xydata())[-1]) for line in lines]
     order = sorted(range(len(lines)), key=lambda number: ends[number][1])
     for number, at in zip(order, spread_out([ends[number][1] for number in order], height), strict=True):
         axes.annotate(
@@ -146,7 +149,7 @@ def spread_out(places: Sequence[float], distance: float) -> list[float]:
 
 def write_cell(image: AxesImage, x: float, y: float, value: float, text: str) -> None:
     """Writes into a cell of a heat map, in white or black, whichever is easier to read on the colour of `value`."""
-    red, green, blue, _ = image.to_rgba(value)
+    red, green, blue, _ = image.to_rgba(np.array(value))
     color = "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else "black"
     image.axes.text(x, y, text, ha="center", va="center", color=color)
 

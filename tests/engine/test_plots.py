@@ -1,0 +1,75 @@
+"""Figures have one style, and names in them do not overlap."""
+
+import io
+from itertools import combinations, pairwise
+
+import pytest
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
+from PIL import Image
+
+from engine.reporting.plots import PAGE, POINTS, encode, in_style, label_ends, label_points, new_figure, spread_out
+from tests.test_layers import EVERY_FILE
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        ([], []),
+        ([1.0, 3.0], [1.0, 3.0]),
+        ([1.0, 1.0], [0.5, 1.5]),
+        ([0.0, 0.1, 5.0], [-0.45, 0.55, 5.0]),
+        ([0.0, 0.0, 1.2], [-0.6, 0.4, 1.4]),  # the first two push the third, and it them
+    ],
+)
+def test_places_are_spread_no_more_than_needed(places, expected):
+    found = spread_out(places, 1.0)
+    assert found == pytest.approx(expected)
+    assert all(after - before > 1 - 1e-9 for before, after in pairwise(found))
+
+
+@in_style
+def test_names_beside_points_do_not_overlap():
+    figure = new_figure("", 3.0)
+    axes = figure.add_subplot()
+    points = [(1 + 0.001 * i, 1 + 0.001 * (i % 3)) for i in range(12)]
+    axes.plot(*zip(*points, strict=True), "o")
+    axes.set(xlim=(0, 2), ylim=(0, 2))
+    label_points(axes, points, [f"E={i * i}, C={i}" for i in range(12)])
+    figure.draw_without_rendering()
+    boxes = [text.get_window_extent() for text in axes.texts]
+    assert len(boxes) == 12
+    assert not [pair for pair in combinations(boxes, 2) if Bbox.intersection(*pair)]
+    assert all(axes.bbox.containsx(x) for box in boxes for x in (box.x0, box.x1))
+
+
+@in_style
+def test_names_at_the_ends_of_lines_are_in_the_order_of_the_ends():
+    figure = new_figure("", 3.0)
+    axes = figure.add_subplot()
+    ends = [3.0, 1.0, 1.001, 1.002, 9.0]
+    lines = [axes.plot([0, 1], [5, end])[0] for end in ends]
+    label_ends(axes, lines, list(map(str, ends)))
+    figure.draw_without_rendering()
+    boxes = sorted((Text.get_window_extent(text) for text in axes.texts), key=lambda box: box.y0)
+    assert all(below.y1 < above.y0 for below, above in pairwise(boxes))
+    heights = {text.get_text(): Text.get_window_extent(text).y0 for text in axes.texts}
+    assert sorted(heights, key=heights.__getitem__) == list(map(str, sorted(ends)))
+
+
+@in_style
+def test_all_text_of_a_figure_has_one_size():
+    figure = new_figure("A long title " * 20, 3.0)
+    axes = figure.add_subplot(xlabel="x", ylabel="y", title="panel")
+    axes.plot([1, 2], label="line")
+    axes.legend(title="legend")
+    figure.supxlabel("note")
+    figure.draw_without_rendering()
+    assert {text.get_size() for text in figure.findobj(Text)} == {POINTS}
+    assert figure.get_suptitle().count("\n") >= 1
+    assert Image.open(io.BytesIO(encode(figure))).width == 200 * PAGE
+
+
+def test_only_the_style_sets_a_size_of_type():
+    files = [path for path in EVERY_FILE if path.name != "plots.py" and "tests" not in path.parts]
+    assert not [path for path in files if "fontsize" in path.read_text()]
