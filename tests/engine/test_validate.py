@@ -271,7 +271,7 @@ def test_files_of_single_images(run_directory, tmp_path, monkeypatch, capsys):
     (_, *table) = csv.reader(Path("c.csv").read_text().splitlines())
     assert table == [["plain", str(i), *map(str, row)] for i, row in enumerate(counts)]
     assert 100 * np.trace(counts) / 360 == pytest.approx(report["top1"])
-    assert Image.open(io.BytesIO(Path("m.png").read_bytes())).width == 340
+    assert Image.open(io.BytesIO(Path("m.png").read_bytes())).width == 680
 
 
 @pytest.fixture
