@@ -12,8 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from ablation.cases import Case
 from ablation.match import Match, Matched, OutOfReach, solve
 from ablation.search import sample
@@ -22,7 +20,7 @@ from ablation.tuning import Tuning, check_rates
 from attention.options import OptionError, nearest, option, parse_options, to_yaml
 from attention.plugins import as_arguments, load_plugin
 from engine.config.checks import check_run
-from engine.config.load import flatten, load_run, load_unbuilt
+from engine.config.load import load_run, load_unbuilt, sets
 from engine.config.papers import PaperRow, read_papers
 from engine.config.schema import Run
 from engine.config.yaml_files import SWEEP, dump_yaml, read_yaml
@@ -35,7 +33,7 @@ LIMIT = 10_000
 """Largest number of settings of a grid, and of seeds of a setting."""
 
 OF_ROWS = {"paper", "match"}
-"""What an item of `runs` may hold besides options of the run."""
+"""Keys of an item of `runs` that are no options of train.py."""
 
 MAX_BYTES = 255
 """Longest name of a directory in nearly every file system, in bytes."""
@@ -315,12 +313,6 @@ def list_seeds(seeds: int | tuple[int, ...] | None) -> Sequence[int]:
     if seeds is not None and (not values or min(values) < 0 or len(set(values)) < len(values)):
         raise OptionError("seeds", f"expected a number of seeds, or a list of different ones from 0, got {seeds!r}")
     return values
-
-
-def sets(overrides: Sequence[str], option: str) -> bool:
-    """Returns whether one of the valid `overrides` sets `option`."""
-    keys_and_values = (override.partition("=")[::2] for override in overrides)
-    return any(option in flatten({key: yaml.safe_load(text)}) for key, text in keys_and_values)
 
 
 def to_text(value: Any) -> str:

@@ -14,7 +14,7 @@ from ablation.settings import Setting, accuracies, changed_options, has_replicat
 from ablation.tuning import Tuning
 from attention.options import to_yaml
 from engine.reporting.plots import encode
-from engine.reporting.tables import Spread, markdown_table, plus_minus
+from engine.reporting.tables import markdown_table, plus_minus, verdict
 from engine.runtime.files import to_csv, write_file
 from engine.runtime.locks import hold_lock
 
@@ -69,21 +69,13 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
         table |= write(name, measured) if several else {f"{name} (%)": means(measured, ".2f")}
     if several:
         top1 = [[*own.values.values()] for own in measure(results, "top1")]
-        for cost, values in list_costs(settings).items():
+        costs: dict[str, list[float | None]] = {"MACs": [setting.costs.macs for setting in settings]}
+        for cost, key in ("step", "step_seconds"), ("peak memory", "memory_mb"):
+            costs[cost] = [own.spread and own.spread.mean for own in measure(results, key)]
+        for cost, values in costs.items():
             sure = [text(probability, ".2f") for probability in front_probabilities(values, top1)]
-            table |= if_measured(f"on front: {cost.rpartition(' ')[0]}", sure)
+            table |= if_measured(f"on front: {cost}", sure)
     return table | {"paper (%)": printed(settings, "top1", ".2f")}
-
-
-def list_costs(settings: Sequence[Setting]) -> dict[str, list[float | None]]:
-    """Returns the costs of the settings: MACs, step time and, of a GPU, memory; None where one is not measured yet."""
-    results = [setting.results() for setting in settings]
-    costs: dict[str, list[float | None]] = {"MACs (G)": [setting.costs.macs / 1e9 for setting in settings]}
-    for title, key in ("step (s)", "step_seconds"), ("peak memory (MB)", "memory_mb"):
-        costs[title] = [own.spread and own.spread.mean for own in measure(results, key)]
-    if not any(costs["peak memory (MB)"]):
-        del costs["peak memory (MB)"]
-    return costs
 
 
 def tabulate_match(settings: Sequence[Setting]) -> Table:
@@ -141,13 +133,6 @@ def for_readers(name: str, measured: Sequence[Measured]) -> Table:
         f"{name} (%)": [plus_minus(own.spread, ".2f") for own in measured],
         f"{name} difference": [plus_minus(d := own.difference, "+.2f") + verdict(d) for own in measured],
     }
-
-
-def verdict(difference: Spread | None) -> str:
-    """Returns the remark on a difference that is not significant; empty otherwise."""
-    if difference is None or not difference.is_noise:
-        return ""
-    return " (noise)" if difference.n > 1 else " (one seed)"
 
 
 def means(measured: Sequence[Measured], form: str) -> list[str]:

@@ -72,7 +72,7 @@ class Cost:
 
     def measure(self, choices: Choices) -> float:
         """Returns the cost of a hybrid, counted or measured once."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not define measure")
 
     def price(self, layer: int, name: str) -> float:
         """Returns what a mechanism in one layer alone adds to the trained model's cost."""

@@ -21,7 +21,7 @@ from analysis.approximation import Row, attend_by_softmax, measure
 from analysis.drop_in import CHUNK, layer_inputs
 from analysis.trained import load_trained, read_sample
 from engine.reporting.plots import encode, in_style, label_ends, label_points, line_style, new_figure
-from engine.reporting.tables import compact_table, plus_minus
+from engine.reporting.tables import compact_table, over_draws, plus_minus
 from engine.runtime.errors import UserError
 from engine.runtime.files import make_output, to_csv, write_file
 
@@ -78,7 +78,7 @@ def main(args: argparse.Namespace) -> None:
                 bar.update()
     count = len(inputs[0][0])
     title = f"{args.checkpoint}: error against softmax of the same queries, keys and values; {count} images"
-    title += f"; without training, mean ± standard deviation over draws: {args.draws}"
+    title += f"; without training, {over_draws(args.draws)}"
     print(f"{title}\n\n{compact_table([readable(row) for row in rows])}")
     lines = [line for row in rows for line in values(row, count, args.draws)]
     write_file(args.output / "error.csv", to_csv(list(lines[0]), (line.values() for line in lines)))

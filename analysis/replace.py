@@ -23,7 +23,7 @@ from analysis.tune import Start, Tuned, configure, tune
 from attention import OptionError
 from engine.data.splits import open_split
 from engine.reporting.plots import encode
-from engine.reporting.tables import Spread, compact_table, plus_minus, spread
+from engine.reporting.tables import Spread, compact_table, over_draws, plus_minus, spread, verdict
 from engine.runtime.errors import UserError
 from engine.runtime.files import make_output, to_csv, write_file
 from models.assignment import assign, mechanisms_of
@@ -202,7 +202,7 @@ def report(laboratory: Laboratory, rows: Sequence[Row], where: str, args: argpar
         stages.append(f"then trained on for {args.finetune} epoch{'s' * (args.finetune > 1)}")
     title = f"{args.checkpoint}: top-1 {own:.2f} % with its own attention, {count} images"
     title += f"; others{where} {', '.join(stages)}, {' and '.join(args.modes)} mode"
-    title += f", mean ± standard deviation over draws: {args.draws}"
+    title += f", {over_draws(args.draws)}"
     step = 100 / len(open_split(laboratory.trained.run.data, "val_split"))
     differences = {} if control is None else {row: paired(row, control, step) for row in rows}
     print(f"{title}\n\n{compact_table([readable(row, own, differences.get(row)) for row in rows])}")
@@ -224,7 +224,6 @@ def paired(row: Row, control: Row, step: float) -> Spread | None:
 def readable(row: Row, own: float, difference: Spread | None) -> dict[str, str]:
     """Returns title of a column -> its text."""
     replaced, aligned = row.spread("replaced", "top1"), row.spread("aligned", "outputs")
-    noise = " (noise)" if difference is not None and difference.is_noise else ""
     return {
         "attention": row.name,
         "options": row.options,
@@ -238,7 +237,7 @@ def readable(row: Row, own: float, difference: Spread | None) -> dict[str, str]:
         "aligned: error of outputs": plus_minus(aligned, ".3f"),
         "aligned: seconds": plus_minus(row.seconds(), ".0f"),
         "tuned: top-1 (%)": plus_minus(row.spread("tuned", "top1"), ".2f"),
-        "tuned: difference": plus_minus(difference, "+.2f") + noise,
+        "tuned: difference": plus_minus(difference, "+.2f") + verdict(difference),
         "tuned: minutes": plus_minus(row.spread("tuned", "minutes"), ".1f"),
         "MACs (G)": "" if row.macs is None else f"{row.macs / 1e9:.4f}",
         "peak (MiB)": "" if row.peak is None else f"{row.peak / 2**20:.1f}",

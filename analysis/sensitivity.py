@@ -21,7 +21,7 @@ from analysis.laboratory import FILE, Laboratory, Score
 from analysis.trained import load_trained, read_sample
 from attention import OptionError
 from engine.reporting.plots import PAGE, encode, in_style, new_figure
-from engine.reporting.tables import Spread, compact_table, plus_minus, spread
+from engine.reporting.tables import Spread, compact_table, over_draws, plus_minus, spread
 from engine.runtime.files import make_output, to_csv, write_file
 
 NUM_IMAGES = 1000
@@ -74,7 +74,7 @@ def main(args: argparse.Namespace) -> None:
     title = f"{args.checkpoint}: top-1 {own.top1:.2f} %, loss {own.loss:.4f} with its own attention,"
     title += f" {len(sample.images)} images; one layer alone has another"
     title += f"{'' if args.align is None else f', as it is and aligned in {args.align} steps'}"
-    title += f"; mean ± standard deviation over draws: {args.draws}"
+    title += f"; {over_draws(args.draws)}"
     print(f"{title}\n\n{compact_table([readable(row, macs) for row in rows])}")
     lines = [values(row, own, macs) for row in rows]
     write_file(args.output / FILES[0], to_csv(list(lines[0]), (line.values() for line in lines)))

@@ -249,7 +249,9 @@ def test_first_page_names_every_mechanism_once():
     assert sorted(names) == sorted(name for name in ATTENTION if config(name))
     described = re.findall(r"^\|[^|]*\| `(\w+)` \|", README, re.MULTILINE)
     assert len(described) == 12
-    assert f"any of {len(names)} mechanisms" in README
+    controls = GROUPS["controls"][1].split()
+    assert f"any of {len(names) - len(controls)} mechanisms and\nfour controls" in README
+    assert len(controls) == 4
 
 
 def test_table_quotes_the_papers():

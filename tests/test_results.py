@@ -8,8 +8,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ablation.replicates import measure
-from ablation.tables import verdict
-from engine.reporting.tables import plus_minus
+from engine.reporting.tables import plus_minus, verdict
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULTS, BENCHMARKS = ((DOCS / name).read_text() for name in ("results.md", "benchmarks.md"))
@@ -195,6 +194,11 @@ def test_table_of_alignment():
     near = [sum(own - top1 < points for top1 in rest) for points in (1, 2.5)]
     assert f"{near[0]} of the {len(rest)} mechanisms are within 1.0 point" in RESULTS
     assert f"{near[1]} within 2.5" in RESULTS
+    seconds = [f"{float(row['aligned_seconds']):.0f}" for row in rows if row["attention"] != "softmax"]
+    first_page = " ".join((DOCS.parent / "README.md").read_text().split())
+    assert f"each of {len(rest)} mechanisms and four controls" in first_page
+    assert f"({min(seconds, key=int)} to {max(seconds, key=int)} seconds of one core)" in first_page
+    assert f"| {near[0]} of {len(rest)} mechanisms come within 1.0 point" in RESULTS
     before = [float(row["top1"]) for row in rows if row["attention"] not in CONTROLS]
     assert f"before it, {sum(own - top1 < 2.5 for top1 in before)} are" in RESULTS
 
@@ -204,6 +208,7 @@ def test_table_of_mechanisms_trained_on():
     behind = {name: tuned["softmax"] - top1 for name, top1 in tuned.items() if name not in CONTROLS}
     near = sum(difference <= 1 for difference in behind.values())
     assert f"{near} of the {len(behind)} mechanisms are then within 1.0 point of softmax attention" in RESULTS
+    assert f"After an epoch with labels {near} of {len(behind)} are." in RESULTS
     (sentence,) = re.findall(r"The other \w+ are behind it by [^.]*?: ((?:.|\n)*?\))\.", RESULTS)
     named = dict(re.findall(r"`(\w+)` \(([\d.]+)\)", sentence))
     assert named == {name: f"{difference:.1f}" for name, difference in behind.items() if difference > 1}

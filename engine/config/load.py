@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from attention import ATTENTION
 from attention.options import OptionError, UnknownOptionError, parse_options, to_yaml
@@ -87,7 +88,11 @@ def parse_run(options: Mapping[str, Any], source: str, overrides: Sequence[str] 
         ConfigError: anything that cannot be honoured.
     """
     tree = Tree(copy.deepcopy(options), {(): source})
-    return _build(tree, _parse(tree, overrides), overrides, world_size=1)
+    run = _parse(tree, overrides)
+    if run.data.holdout is not None and sets(overrides, "data.val_split") and not sets(overrides, "data.holdout"):
+        problem = f"{source} has data.holdout = {run.data.holdout}, and validates on held-out training images"
+        raise ConfigError(f"data.val_split = {run.data.val_split!r}: {problem}; add data.holdout=null to use the split")
+    return _build(tree, run, overrides, world_size=1)
 
 
 def dump_run(run: Run) -> dict[str, Any]:
@@ -105,6 +110,12 @@ def flatten(options: Any, path: str = "") -> dict[str, Any]:
     for key, value in options.items():
         flat |= flatten(value, f"{path}.{key}" if path else str(key))
     return flat
+
+
+def sets(overrides: Sequence[str], option: str) -> bool:
+    """Returns whether one of the valid `overrides` sets `option`."""
+    keys_and_values = (override.partition("=")[::2] for override in overrides)
+    return any(option in flatten({key: yaml.safe_load(text)}) for key, text in keys_and_values)
 
 
 def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Tree, Run]:

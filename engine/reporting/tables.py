@@ -55,6 +55,18 @@ def plus_minus(spread: Spread | None, form: str) -> str:
     return f"{spread.mean:{form}}" + ("" if spread.std is None else f" ± {spread.std:{form.removeprefix('+')}}")
 
 
+def verdict(difference: Spread | None) -> str:
+    """Returns the remark on a difference that is not significant; empty otherwise."""
+    if difference is None or not difference.is_noise:
+        return ""
+    return " (noise)" if difference.n > 1 else " (one seed)"
+
+
+def over_draws(count: int) -> str:
+    """Returns what numbers of a title are, over so many draws."""
+    return f"mean ± standard deviation over draws: {count}" if count > 1 else "one draw"
+
+
 def markdown_table(titles: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Formats a table in Markdown."""
     return "\n".join(f"| {' | '.join(line)} |" for line in (titles, ["---"] * len(titles), *rows))

@@ -113,7 +113,7 @@ def _kept(monkeypatch):
 @pytest.mark.usefixtures("_kept")
 @pytest.mark.parametrize(("kind", "column", "replaced"), [("ms", "ms", 1), ("memory", "peak_mib", 2)])
 def test_the_answer_is_within_the_budget_as_measured(tmp_path, monkeypatch, capsys, kind, column, replaced):
-    """What is measured once serves another budget of the directory. EVA, the own attention, costs more than softmax.
+    """A second search in the directory measures nothing again. EVA, the own attention, costs more than softmax.
 
     Args:
         replaced: number of replaced layers up to which the prediction is the measurement.

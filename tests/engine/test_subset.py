@@ -1,13 +1,19 @@
 """data.subset and data.classes choose exactly the requested images of every class, in their order."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from attention.options import OptionError
 from engine.config.checks import check_run
+from engine.config.load import dump_run, load_run, parse_run
 from engine.config.schema import Data, Run
 from engine.data.splits import classes_of, digest_files, open_split
 from engine.data.subset import choose_images
+from engine.runtime.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
 
 
 def open_digits(split: str = "train_split", **options):
@@ -126,3 +132,12 @@ def test_a_file_that_names_no_classes_is_refused(tmp_path, text, problem):
         open_digits(classes=str(tmp_path / "classes.txt"))
     assert caught.value.key == "data.classes"
     assert "\n" not in str(caught.value)
+
+
+def test_a_split_is_not_given_beside_images_that_are_held_out():
+    """A checkpoint that has validated on held-out images would otherwise be evaluated on them under another name."""
+    run = dump_run(load_run(ROOT / "configs/quickstart.yaml", ["data.holdout=0.1"]))
+    with pytest.raises(ConfigError, match=r"^data.val_split = 'val': runs/x has data.holdout = 0.1, .*holdout=null"):
+        parse_run(run, "runs/x", ["data.val_split=val"])
+    assert parse_run(run, "runs/x", ["data.val_split=val", "data.holdout=null"]).data.holdout is None
+    assert parse_run(run, "runs/x", ["data.root=elsewhere"]).data.holdout == 0.1
