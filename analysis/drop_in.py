@@ -46,7 +46,7 @@ def set_mode(model: nn.Module, mode: str, seed: int) -> None:
     """Sets only the attention layers to one of `command_line.MODES`; their samples follow from `seed`."""
     torch.manual_seed(seed)
     for layer in attention_layers(model):
-        layer.training = mode == "sampled"
+        layer.train(mode == "sampled")  # and its parts: EVA's landmarks sample, not the layer itself
 
 
 def merge_modes(found: Mapping[str, Any]) -> dict[str, Any]:

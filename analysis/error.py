@@ -3,7 +3,9 @@
     python analyze.py error runs/softmax --attention ra lara eva --budgets 16 49 196
 
 A temperature divides the logits and makes softmax's matrices sharper or flatter. Mechanisms that sample have two
-errors, one with samples as in training and one in evaluation.
+errors, one with samples as in training and one in evaluation. `--decompose 32` divides the first one into squared bias
+and variance, over 32 passes with other samples: the bias is what more training steps with fresh samples cannot average
+away.
 """
 
 import argparse
@@ -54,11 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = "sizes of a mechanism: landmarks, samples, tokens of a window, ..., at temperature 1 (16 49 196)"
     parser.add_argument("--budgets", type=int, nargs="+", default=[16, 49, 196], help=sizes)
     divisors = "divisors of the logits, at the middle budget (0.25 1 4)"
+    passes = "split the error with samples into squared bias and variance, over so many passes"
+    parser.add_argument("--decompose", type=int, metavar="PASSES", help=passes)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.25, 1.0, 4.0], help=divisors)
 
 
 def main(args: argparse.Namespace) -> None:
     command_line.check_positive(args, "draws", "images")
+    if args.decompose is not None and (args.decompose < 2 or "sampled" not in args.modes):
+        remedy = "give 2 passes or more" if args.decompose < 2 else "leave --modes out, or add sampled"
+        raise UserError(f"--decompose {args.decompose}: there is no variance over them; {remedy}")
     for name in ("budgets", "temperatures"):
         if not all(0 < value < math.inf for value in getattr(args, name)):
             raise UserError(f"--{name} {' '.join(f'{x:g}' for x in getattr(args, name))}: give numbers above 0")
@@ -98,6 +105,7 @@ def readable(row: Row) -> dict[str, str]:
         "temperature": f"{row.temperature:g}",
         "entropy (nats)": f"{mean(row.entropies):.2f}",
         "error": plus_minus(row.spread(), ".3g"),
+        "squared bias": plus_minus(row.spread_of_squared_bias(), ".3g"),
         **layers,
         "untrained parameters": f"{row.untrained:,}" if row.untrained else "",
         "MACs (M)": f"{row.macs / 1e6:.2f}" if row.macs else "",
@@ -112,8 +120,9 @@ def values(row: Row, images: int, draws: int) -> Iterator[dict[str, Any]]:
         error, std = (row.spread(layer) or (None, None))[:2]
         line = {"attention": row.name, "options": row.options, "mode": row.mode, "images": images, "draws": draws}
         line |= {"budget": row.budget, "temperature": row.temperature, "layer": layer + 1, "entropy": nats}
-        line |= {"error": error, "error_std": std, "untrained_parameters": row.untrained, "macs": row.macs or None}
-        yield line | {"peak_bytes": row.peak, "problem": row.problem}
+        bias = (row.spread_of_squared_bias(layer) or [None])[0]
+        line |= {"error": error, "error_std": std, "squared_bias": bias, "untrained_parameters": row.untrained}
+        yield line | {"macs": row.macs or None, "peak_bytes": row.peak, "problem": row.problem}
 
 
 def points_on(against: str, rows: Sequence[Row], middle: int) -> list[tuple[float, float, float | None]]:
