@@ -149,12 +149,15 @@ def draw(title: str, rows: Sequence[Row], against: str, budgets: Sequence[int], 
     label = AXES[against].format(temperatures=f"temperatures {temperatures}", middle=middle)
     measured = [row for row in rows if row.errors]
     names, series = list(dict.fromkeys(row.name for row in measured)), dict.fromkeys((r.name, r.mode) for r in measured)
+    apart = {name for name, mode in series if mode != "any"}  # their rows of any mode are on the lines of each mode
     figure = new_figure(f"{QUESTIONS[against]}\n{title}", max(3.6, 1.2 + 0.16 * len(names)))
     axes = figure.subplots()
     drawn: list[Line2D] = []
     lines: dict[str, Line2D] = {}  # the first of each mechanism, which is named
     for name, mode in series:
-        here = [row for row in measured if (row.name, row.mode) == (name, mode)]
+        if mode == "any" and name in apart:
+            continue
+        here = [row for row in measured if row.name == name and row.mode in (mode, "any")]
         if points := points_on(against, here, middle):
             x, means, deviations = zip(*points, strict=True)
             y = [min(value, LARGEST) for value in means]

@@ -250,6 +250,14 @@ def test_the_cost_is_an_axis_of_the_error_beside_that_of_softmax_attention():
     assert [face == "white" for face in hollow] == [False, True, False]
 
 
+def test_a_line_of_each_mode_goes_through_the_rows_of_any_mode():
+    row = partial(Row, "eva", "", temperature=1.0, entropies=(1.0,), errors=[[0.1]], peak=2**20)
+    sizes = [(4, "evaluation"), (4, "sampled"), (16, "any")]
+    rows = [row(budget=budget, mode=mode, macs=budget * 10**6) for budget, mode in sizes]
+    (axes,) = draw("", rows, "macs", [4, 16], 10**6).axes
+    assert [line.lines[0].get_xdata().tolist() for line in axes.containers] == [[4, 16], [4, 16]]
+
+
 def points(axes) -> dict[str, list[list[float]]]:
     """Returns the points of the errorbars of a panel by their label."""
     found: dict[str, list[list[float]]] = {}
