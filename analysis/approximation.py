@@ -28,10 +28,10 @@ class Row:
     """Measurements of a mechanism at a budget and temperature.
 
     Attributes:
-        name: as on the command line. options: options of the mechanism, with the budget's. budget: None for mechanisms
-            without an option of size. temperature: divisor of the logits. entropies: entropy of softmax's weights in
-            each layer, nats. mode: see `merge_modes`. errors: `normalised_error` for each draw and layer. untrained:
-            number of untrained parameters. macs: see `layer_macs`. peak: peak bytes of the first layer for `CHUNK`
+        name: the mechanism on the command line. options: its options, including the budget's. budget: None for
+            mechanisms without an option of size. temperature: divisor of the logits. entropies: entropy of softmax's
+            weights in each layer, nats. mode: see `merge_modes`. errors: `normalised_error` for each draw and layer.
+            untrained: number of untrained parameters. macs: see `layer_macs`. peak: peak bytes of the first layer for `CHUNK`
             images. problem: why there is no result.
     """
 
