@@ -31,8 +31,8 @@ class Row:
         name: the mechanism on the command line. options: its options, including the budget's. budget: None for
             mechanisms without an option of size. temperature: divisor of the logits. entropies: entropy of softmax's
             weights in each layer, nats. mode: see `merge_modes`. errors: `normalised_error` for each draw and layer.
-            untrained: number of untrained parameters. macs: see `layer_macs`. peak: peak bytes of the first layer for `CHUNK`
-            images. problem: why there is no result.
+            untrained: number of untrained parameters. macs: see `layer_macs`. peak: peak bytes of the first layer for
+            `CHUNK` images. problem: why there is no result.
     """
 
     name: str
