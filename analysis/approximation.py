@@ -28,12 +28,12 @@ class Row:
     """Measurements of a mechanism at a budget and temperature.
 
     Attributes:
-        name: as on the command line. options: options of the mechanism, with the budget's. budget: None for mechanisms
-            without an option of size. temperature: divisor of the logits. entropies: entropy of softmax's weights in
-            each layer, nats. mode: see `merge_modes`. errors: `normalised_error` for each draw and layer; of several
-            samples, their mean. variances: share of it that is variance over samples, for each draw and layer; what is
-            left is the squared bias. untrained: number of untrained parameters. macs: see `layer_macs`. peak: peak
-            bytes of the first layer for `CHUNK` images. problem: why there is no result.
+        name: the mechanism on the command line. options: its options, including the budget's. budget: None for
+            mechanisms without an option of size. temperature: divisor of the logits. entropies: entropy of softmax's
+            weights in each layer, nats. mode: see `merge_modes`. errors: `normalised_error` for each draw and layer,
+            mean over the passes. variances: the part of it that is variance over the passes; the rest is squared bias.
+            untrained: number of untrained parameters. macs: see `layer_macs`. peak: peak bytes of the first layer for
+            `CHUNK` images. problem: why there is no result.
     """
 
     name: str

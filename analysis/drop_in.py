@@ -90,6 +90,6 @@ def layer_errors(
     expected: Sequence[Tensor],
     compute: Callable[[Attention, Tensor, Grid], Tensor],
 ) -> list[float]:
-    """Returns the `normalised_error` of what `compute` (`attended`, `outputs`) gives for each attention layer."""
+    """Returns the `normalised_error` of the result of `compute` (`attended`, `outputs`) for each attention layer."""
     layers = zip(attention_layers(model), inputs, expected, strict=True)
     return [normalised_error(compute(layer, *given), y) for layer, given, y in layers]

@@ -128,8 +128,8 @@ def values(row: Row, images: int, draws: int) -> Iterator[dict[str, Any]]:
 def points_on(against: str, rows: Sequence[Row], middle: int) -> list[tuple[float, float, float | None]]:
     """Returns the points of a mechanism: place on one of `AXES`, mean and standard deviation of the error.
 
-    They are of temperature 1, or of the `middle` budget, or of both. The middle budget is measured at every
-    temperature. Rows without a budget count as of any.
+    These points have temperature 1, the `middle` budget, or both. The middle budget is measured at every temperature.
+    Rows without a budget count for every budget.
     """
     at_middle = [row for row in rows if row.budget in (None, middle)]
     if against == "entropy":

@@ -66,7 +66,7 @@ class Checkpoints:
     Args:
         identity: metadata of the data, see `identify_data`, and of a teacher, see `Distillation.identity`.
     Attributes:
-        changes: option, or name in the metadata -> its value before `restore` and now, where that was allowed.
+        changes: option, or name in the metadata -> its values before and after `restore`, for allowed changes.
     """
 
     def __init__(self, directory: Path, run: Run, world: World, num_images: int, identity: Mapping[str, Any] = {}):
@@ -84,7 +84,7 @@ class Checkpoints:
                 `RESUMABLE_OPTIONS`.
         Raises:
             UserError: the checkpoint's run has other options or data, or unknown options; its weights or its optimiser
-                do not fit; it has more epochs than the configuration; or not every rank sees the same checkpoint.
+                do not fit; it has more epochs than the configuration; or ranks find different checkpoints.
         """
         found = find_checkpoint(self.directory, "last", quiet=not self.world.is_primary)
         progress = parse_options(Progress, found[1]["progress"]) if found else Progress()
@@ -144,7 +144,7 @@ class Checkpoints:
         return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
 
     def save(self, progress: Progress, stateful: Stateful) -> None:
-        """Writes a checkpoint on the primary rank, and removes checkpoints neither among the newest nor among the best.
+        """Writes a checkpoint on the primary rank, and removes all others except the newest and the best ones.
 
         Raises:
             FloatingPointError: a weight, or the optimiser's state, is not finite; nothing is written.
