@@ -219,8 +219,9 @@ def test_table_of_mechanisms_trained_on():
 
 
 def test_table_of_bias_and_variance():
-    """Means over layers, and the share of bias in each; the share of what RA's estimate leaves is below 0.1 %."""
-    lines, rows = [["", "options", "error", "squared bias", *(f"bias, layer {i} (%)" for i in (1, 2, 3))]], read("bias.csv")
+    """Means over layers, and the share of bias in each."""
+    titles, rows = [f"bias, layer {layer} (%)" for layer in (1, 2, 3)], read("bias.csv")
+    lines = [["", "options", "error", "squared bias", *titles]]
     for name in dict.fromkeys(row["attention"] for row in rows):
         here = [row for row in rows if row["attention"] == name]
         pairs = [(float(row["error"]), float(row["squared_bias"])) for row in here]
