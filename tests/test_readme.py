@@ -144,6 +144,10 @@ def test_what_follows_from_the_code_is_written(file):
     assert (ROOT / file).read_bytes() == generate(file), f"run: {GENERATE}"
 
 
+def test_only_sections_have_a_page_of_options():
+    assert {name for name in PAGES if name.startswith("docs/options/")} == {*FILES} & {*PAGES} - {*PARTS}
+
+
 def test_a_page_without_the_comments_of_a_part_is_named(monkeypatch):
     monkeypatch.setitem(PARTS, "README.md", {"twelve mechanisms": lambda: "", "others": lambda: ""})
     with pytest.raises(UserError, match=r"README\.md: expected <!-- generated: others --> and <!-- end --> once"):
@@ -217,7 +221,7 @@ def test_your_own_attention_becomes_one_of_the_repository(tmp_path):
     call = partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     generated = call([sys.executable, *GENERATE.split()[1:]], env=environment)
-    assert generated.stdout.split() == ["docs/integration.md", "docs/options.md", "configs/schema.json"]
+    assert generated.stdout.split() == ["docs/integration.md", "docs/options/attention.md", "configs/schema.json"]
     tests = ["tests/uniform/test_facts.py", "tests/uniform/test_twins.py", "tests/test_layers.py"]
     chosen = ["-p", "no:cacheprovider", "-k", "pooled or facts", *tests]
     run = call([sys.executable, "-m", "pytest", *chosen], env=environment)
@@ -318,7 +322,7 @@ def test_commands_name_real_scripts_and_options():
 
 def test_commands_in_sentences_exist():
     modules = set(re.findall(r"python -m ([\w.]+)", TEXT))
-    assert {"attention", "engine.reporting.runs", "engine.config.options_table"} <= modules
+    assert {"attention", "engine.reporting.runs", "engine.config.option_pages"} <= modules
     assert all(find_spec(module) for module in modules)
     commands = set(re.findall(r"\beav-\w+", TEXT))
     assert commands <= MAINS.keys()
@@ -339,7 +343,7 @@ def test_configurations_are_valid(text, tmp_path):
 
 
 def test_first_page_leads_to_every_other():
-    pages = {name for name in PAGES if name.startswith("docs/") and not name.startswith("docs/api/")}
+    pages = {name for name in PAGES if name.startswith("docs/") and not name.startswith(("docs/api/", "docs/options/"))}
     assert pages <= set(re.findall(r"\]\(([^)#]+)", README))
 
 
