@@ -48,6 +48,10 @@ MODELS = "deit_tiny_p8", "deit_tiny_p16", "deit_small_p16", "pvtv2_b3_2xheads"
 """Models whose figures in a paper are quoted, the first that has one."""
 
 
+MECHANISMS = "docs/options/attention.md"
+"""Page of the options of all mechanisms."""
+
+
 def all_mechanisms() -> str:
     """The table of all mechanisms, with links from docs/, and the top-1 on ImageNet that a paper prints."""
     rows = {name: row(name) for name in ATTENTION if config(name)}
@@ -74,9 +78,7 @@ def twelve_mechanisms() -> str:
             cells = row(name)
             parts = {column: cells[column] for column in ("name", "paper", "idea", "MACs (M)")}
             rows.append({"kind": "" if number else kind} | parts)
-        links = ", ".join(
-            f"[`{name}`](docs/options/attention.md#{name})" if options_of(name) else f"`{name}`" for name in named.split()
-        )
+        links = ", ".join(f"[`{x}`]({MECHANISMS}#{x})" if options_of(x) else f"`{x}`" for x in named.split())
         others.append(f"- {kind}: {links}")
     return "\n".join([markdown(rows), "", "The others are:", "", *others])
 

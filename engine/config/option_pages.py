@@ -49,7 +49,7 @@ def page(section: str) -> str:
 
 
 def entries(cls: type, path: str = "") -> str:
-    """Returns a heading for every option of the dataclass `cls`, with its key under `path`, meaning, values and default."""
+    """Returns for every option of the dataclass `cls` a heading, its key under `path`, meaning, values and default."""
     return "\n\n".join(
         f"## `{name}`\n\n`{path}{name}`: {about.meaning}.\n\n"
         f"Value: {about.values}. Default: `{to_yaml(about.default)}`."
