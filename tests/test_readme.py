@@ -35,7 +35,7 @@ from engine.config.generate import FILES, GROUPS, PARTS, generate, quote
 from engine.config.load import load_run
 from engine.runtime.errors import UserError
 from tests.engine.test_predict import CLASSES, make_checkpoint
-from tests.test_layers import ROOMS
+from tests.test_layers import LIBRARIES, ROOMS
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -363,11 +363,27 @@ def test_links_lead_to_files_and_headings():
     assert found
 
 
-def test_every_package_and_mechanism_is_on_a_page_of_the_site():
-    shown = set(re.findall(r"^::: (\S+)", TEXT, re.MULTILINE))
-    rooms = {f"engine.{room}" for room in ROOMS}
-    assert {"attention", "attention.mechanisms", "models", *rooms, "analysis", "ablation", "bench"} <= shown
-    assert all(find_spec(module) for module in shown)
+def test_tables_are_rendered():
+    """After an empty line, with a line of dashes, and as many cells in every row: else a reader sees the characters."""
+    found = 0
+    for name, text in PAGES.items():
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        for before, lines in re.findall(r"(.*\n|^)((?:^ *\|.*\n?)+)", prose, re.MULTILINE):
+            rows = [re.split(r"(?<!\\)\|", row.strip()) for row in lines.splitlines()]
+            assert not before.strip(), f"{name}: no empty line before {lines[:80]}"
+            assert len(rows) > 2, f"{name}: {lines[:80]}"
+            assert set(rows[1][1:-1]) <= {" --- "}, f"{name}: no line of dashes after {lines[:80]}"
+            assert {len(row) for row in rows} == {len(rows[0])}, f"{name}: rows of several lengths in {lines[:80]}"
+            found += 1
+    assert found > 50
+
+
+def test_every_package_has_a_page_of_the_api():
+    packages = {f"attention.{name}" for name in ("mechanisms", "ops", "parts")} | {f"engine.{room}" for room in ROOMS}
+    packages |= LIBRARIES.keys() - {"engine"}
+    pages = {f"docs/api/{name.rpartition('.')[2]}.md": name for name in packages}
+    shown = {name: re.findall(r"^::: (\S+)$", text, re.MULTILINE) for name, text in PAGES.items() if "/api/" in name}
+    assert shown == {page: [name] for page, name in pages.items()}
 
 
 def test_a_docstring_of_another_shape_is_refused(monkeypatch):
