@@ -9,21 +9,22 @@ python analyze.py replace runs/softmax --attention eva --blocks 0-8           # 
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 from analysis import command_line
 from analysis.align import BATCH_SIZE
 from analysis.budgets import options_text
+from analysis.draws import Draw, Row, is_own, paired, to_lines
 from analysis.drop_in import merge_modes
 from analysis.laboratory import FILE, Laboratory, Stage
 from analysis.stage_figures import draw
 from analysis.trained import Trained, load_trained, read_sample
-from analysis.tune import Start, Tuned, configure, tune
+from analysis.tune import Start, configure, tune
 from attention import OptionError
 from engine.data.splits import open_split
 from engine.reporting.plots import encode
-from engine.reporting.tables import Spread, compact_table, over_draws, plus_minus, spread, verdict
+from engine.reporting.tables import Spread, compact_table, over_draws, plus_minus, verdict
 from engine.runtime.errors import UserError
 from engine.runtime.files import make_output, to_csv, write_file
 from models.assignment import assign, mechanisms_of
@@ -34,49 +35,6 @@ NUM_IMAGES = 500
 """Default number of classified images; every mechanism, three times, takes minutes."""
 
 FILES = ("replace.csv", "replace_draws.csv", "replace.png")
-
-
-class Draw(NamedTuple):
-    """Measurements with one seed.
-
-    Attributes:
-        seconds: of the alignment, on a CPU of processor time. weights: file of the model that is tuned.
-    """
-
-    replaced: Stage
-    aligned: Stage | None = None
-    seconds: float | None = None
-    weights: str = ""
-    tuned: Tuned | None = None
-
-
-@dataclass(frozen=True, eq=False)
-class Row:
-    """Measurements of a mechanism.
-
-    Attributes:
-        name: the mechanism on the command line. options: its options. mode: see `merge_modes`. attention: attention of
-            the whole model. draws: results by seed, from 0 on. macs: MACs of one image. peak, untrained: see
-            `Measured`. problem: why there is no result.
-    """
-
-    name: str
-    options: str
-    mode: str = ""
-    attention: Any = None
-    draws: tuple[Draw, ...] = ()
-    macs: int | None = None
-    peak: int | None = None
-    untrained: int = 0
-    problem: str = ""
-
-    def spread(self, stage: str, name: str) -> Spread | None:
-        """Returns the mean and the standard deviation over draws of a measurement; None if there are none."""
-        found = [getattr(draw, stage) for draw in self.draws]
-        return spread(getattr(values, name) for values in found if values is not None)
-
-    def seconds(self) -> Spread | None:
-        return spread(draw.seconds for draw in self.draws if draw.seconds is not None)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -189,11 +147,6 @@ def train_on(
     ]
 
 
-def is_own(row: Row) -> bool:
-    """Returns whether a mechanism has no untrained parameters, and the outputs of the trained model's attention."""
-    return bool(row.draws) and not row.untrained and all(draw.replaced.outputs == 0 for draw in row.draws)
-
-
 def report(laboratory: Laboratory, rows: Sequence[Row], where: str, args: argparse.Namespace) -> None:
     """Prints the table, and writes tables and figure."""
     own, count = laboratory.own.score.top1, len(laboratory.sample.images)
@@ -207,18 +160,10 @@ def report(laboratory: Laboratory, rows: Sequence[Row], where: str, args: argpar
     differences = {} if control is None else {row: paired(row, control, step) for row in rows}
     print(f"{title}\n\n{compact_table([readable(row, own, differences.get(row)) for row in rows])}")
     lines = [values(row, own, count, differences.get(row)) for row in rows]
-    by_draw = [line for row in rows for line in values_by_draw(row)] or [{"attention": ""}]
+    by_draw = [line for row in rows for line in to_lines(row)] or [{"attention": ""}]
     for name, table in zip(FILES, (lines, by_draw), strict=False):
         write_file(args.output / name, to_csv(list(table[0]), (line.values() for line in table)))
     write_file(args.output / FILES[-1], encode(draw(title, rows, own, differences)))
-
-
-def paired(row: Row, control: Row, step: float) -> Spread | None:
-    """Returns the spread over seeds of the difference in tuned top-1 to `control`; `step` is the top-1 of one image."""
-    pairs = [(a.tuned, b.tuned) for a, b in zip(row.draws, control.draws, strict=False)]
-    if row is control:
-        return None
-    return spread((a.top1 - b.top1 for a, b in pairs if a is not None and b is not None), step)
 
 
 def readable(row: Row, own: float, difference: Spread | None) -> dict[str, str]:
@@ -266,19 +211,3 @@ def values(row: Row, own: float, images: int, difference: Spread | None) -> dict
             line["change"] = None if found is None else found.mean - own
     line |= {"macs": row.macs, "peak_bytes": row.peak, "untrained_parameters": row.untrained, "problem": row.problem}
     return line
-
-
-def values_by_draw(row: Row) -> list[dict[str, Any]]:
-    """Returns the rows of the CSV file of single draws."""
-    lines = []
-    for seed, found in enumerate(row.draws):
-        line: dict[str, Any] = {"attention": row.name, "options": row.options, "mode": row.mode, "seed": seed}
-        for prefix, stage in (("", found.replaced), ("aligned_", found.aligned)):
-            top1, loss, attended, output = (None,) * 4 if stage is None else stage
-            line |= {f"{prefix}top1": top1, f"{prefix}loss": loss}
-            line |= {f"{prefix}error": attended, f"{prefix}output_error": output}
-        line |= {"aligned_seconds": found.seconds}
-        tuned = found.tuned
-        line |= {"tuned_top1": tuned and tuned.top1, "tuned_minutes": tuned and round(tuned.minutes, 2)}
-        lines.append(line)
-    return lines

@@ -1,34 +1,44 @@
-"""Figure of a trained model with other attention: top-1 of each stage, errors, and differences after training."""
+"""Figure of a trained model with other attention: top-1 of each stage, errors, and differences after training.
+
+python -m analysis.stage_figures docs/data/transfer.csv docs/figures/transfer.png --images 10000   # of 10,000 images
+"""
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from engine.reporting.plots import BLUE, COLORS, GREY, ORANGE, in_style, new_figure
-from engine.reporting.tables import Spread
+from analysis.command_line import check_positive
+from analysis.draws import Row, is_own, paired, read_rows
+from engine.reporting.plots import BLUE, COLORS, GREY, ORANGE, encode, in_style, new_figure
+from engine.reporting.tables import Spread, over_draws
+from engine.runtime.arguments import ArgumentParser
+from engine.runtime.errors import UserError, refuse_bad_input
+from engine.runtime.files import check_output, write_file
 
 REPLACED = {
     False: ("replaced, all parameters trained", {"marker": "o", "color": BLUE}),
     True: ("replaced, with untrained parameters", {"marker": "s", "color": ORANGE, "mfc": "white"}),
 }
-"""Whether parameters are untrained -> label and style."""
+"""Whether parameters are untrained -> label and style, where no mechanism is aligned."""
 
-LATER = {
+STAGES = {
+    "replaced": ("replaced", {"marker": "s", "color": ORANGE, "mfc": "white"}),
     "aligned": ("aligned, without labels", {"marker": "D", "color": COLORS[3]}),
     "tuned": ("trained on, with labels", {"marker": "o", "color": COLORS[0]}),
 }
 
 
 @in_style
-def draw(title: str, rows: Sequence[Any], own: float, differences: Mapping[Any, Spread | None]) -> Figure:
+def draw(title: str, rows: Sequence[Row], own: float, differences: Mapping[Row, Spread | None]) -> Figure:
     """Draws top-1 and error of every mechanism in every stage, best first, with standard deviations over draws.
 
     Args:
-        rows: rows of `analysis.replace`; rows without draws are left out. own: top-1 of the trained model in percent.
+        rows: rows without draws are left out. own: top-1 of the trained model in percent.
         differences: row -> its tuned top-1 less the tuned top-1 of the trained model's own attention, in points.
     """
-    stages = [stage for stage in ("replaced", *LATER) if any(row.spread(stage, "top1") for row in rows)]
+    stages = [stage for stage in STAGES if any(row.spread(stage, "top1") for row in rows)]
     rows = sorted((row for row in rows if row.draws), key=lambda row: -_last(row, stages))
     question = "How much of a trained model's accuracy is left with another attention?"
     figure = new_figure(f"{question}\n{title}", 1.7 + 0.16 * len(rows))
@@ -44,7 +54,7 @@ def draw(title: str, rows: Sequence[Any], own: float, differences: Mapping[Any, 
     for axes in rest:
         found = [(i, x) for i, row in enumerate(rows) if (x := differences.get(row)) is not None]
         for i, x in found:
-            axes.errorbar(x.mean, i, xerr=x.std or 0, mfc="white" if x.is_noise else COLORS[0], **LATER["tuned"][1])
+            axes.errorbar(x.mean, i, xerr=x.std or 0, mfc="white" if x.is_noise else COLORS[0], **STAGES["tuned"][1])
         axes.axvline(0, color="black", linestyle="--")
         axes.set_xlabel("difference to its own attention,\ntrained on likewise (points);\nhollow: noise")
     for axes in (accuracy, error, *rest):
@@ -56,22 +66,54 @@ def draw(title: str, rows: Sequence[Any], own: float, differences: Mapping[Any, 
     return figure
 
 
-def _last(row: Any, stages: Sequence[str]) -> float:
-    """Top-1 after the last stage that a row has."""
+def _last(row: Row, stages: Sequence[str]) -> float:
+    """Returns top-1 after the last stage that a row has."""
     return next(found.mean for stage in reversed(stages) if (found := row.spread(stage, "top1")))
 
 
-def _draw_stages(axes: Any, rows: Sequence[Any], stages: Sequence[str], name: str) -> None:
+def _draw_stages(axes: Any, rows: Sequence[Row], stages: Sequence[str], name: str) -> None:
     """Draws a measurement of every stage, joined by a line for each row."""
-    kinds = [("replaced", hollow, *style) for hollow, style in REPLACED.items()]
-    kinds += [(stage, None, *style) for stage, style in LATER.items()]
+    kinds = [(stage, None, *STAGES[stage]) for stage in stages]
+    if "aligned" not in stages:
+        kinds[:1] = [("replaced", is_untrained, *style) for is_untrained, style in REPLACED.items()]
     for i, row in enumerate(rows):
         means = [x.mean for stage in stages if (x := row.spread(stage, name))]
         axes.plot(means, [i] * len(means), color=GREY, linewidth=0.8, zorder=1)
-    for stage, hollow, label, style in kinds:
-        if stage not in stages:
-            continue
-        chosen = [(i, row.spread(stage, name)) for i, row in enumerate(rows) if hollow in (None, bool(row.untrained))]
+    for stage, untrained, label, style in kinds:
+        chosen = [(i, row.spread(stage, name)) for i, row in enumerate(rows) if untrained in (None, row.untrained > 0)]
         if points := [(i, x.mean, x.std or 0) for i, x in chosen if x]:
             y, means, deviations = zip(*points, strict=True)
             axes.errorbar(means, y, xerr=deviations, label=label, linestyle="none", **style)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = ArgumentParser(prog="python -m analysis.stage_figures", description="Draw the figure of measured draws.")
+    parser.add_argument("draws", type=Path, help="CSV file as replace_draws.csv of analyze.py replace")
+    parser.add_argument("output", type=Path, help="figure: .png")
+    parser.add_argument("--images", type=int, required=True, help="number of images that top-1 is measured on")
+    args = parser.parse_args(arguments)
+    with refuse_bad_input():
+        check_positive(args, "images")
+        check_output(args.output, "output", [".png"])
+        write_file(args.output, encode(draw_again(args.draws, args.images)))
+
+
+def draw_again(path: Path, images: int) -> Figure:
+    """Draws the figure of a CSV file, with differences if there are several draws.
+
+    Raises:
+        UserError: see `read_rows`; or no mechanism of the file has the outputs of the model's own attention.
+    """
+    rows = read_rows(path)
+    control = next((row for row in rows if is_own(row)), None)
+    if control is None:
+        raise UserError(f"{path}: no mechanism has an output_error of 0 in all draws; add the model's own attention")
+    own, counts = control.draws[0].replaced.top1, [len(row.draws) for row in rows]
+    differences = {row: paired(row, control, 100 / images) for row in rows} if max(counts) > 1 else {}
+    title = f"top-1 {own:.2f} % with its own attention, {images} images; {over_draws(max(counts))}"
+    title += " (some mechanisms: fewer)" * (min(counts) < max(counts))
+    return draw(title, rows, own, differences)
+
+
+if __name__ == "__main__":
+    main()

@@ -35,7 +35,7 @@ from engine.config.generate import FILES, GROUPS, PARTS, generate, quote
 from engine.config.load import load_run
 from engine.runtime.errors import UserError
 from tests.engine.test_predict import CLASSES, make_checkpoint
-from tests.test_layers import ROOMS
+from tests.test_layers import LIBRARIES, ROOMS
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -144,6 +144,10 @@ def test_what_follows_from_the_code_is_written(file):
     assert (ROOT / file).read_bytes() == generate(file), f"run: {GENERATE}"
 
 
+def test_only_sections_have_a_page_of_options():
+    assert {name for name in PAGES if name.startswith("docs/options/")} == {*FILES} & {*PAGES} - {*PARTS}
+
+
 def test_a_page_without_the_comments_of_a_part_is_named(monkeypatch):
     monkeypatch.setitem(PARTS, "README.md", {"twelve mechanisms": lambda: "", "others": lambda: ""})
     with pytest.raises(UserError, match=r"README\.md: expected <!-- generated: others --> and <!-- end --> once"):
@@ -217,7 +221,7 @@ def test_your_own_attention_becomes_one_of_the_repository(tmp_path):
     call = partial(subprocess.run, cwd=tmp_path, capture_output=True, text=True)
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     generated = call([sys.executable, *GENERATE.split()[1:]], env=environment)
-    assert generated.stdout.split() == ["docs/integration.md", "docs/options.md", "configs/schema.json"]
+    assert generated.stdout.split() == ["docs/integration.md", "docs/options/attention.md", "configs/schema.json"]
     tests = ["tests/uniform/test_facts.py", "tests/uniform/test_twins.py", "tests/test_layers.py"]
     chosen = ["-p", "no:cacheprovider", "-k", "pooled or facts", *tests]
     run = call([sys.executable, "-m", "pytest", *chosen], env=environment)
@@ -318,7 +322,7 @@ def test_commands_name_real_scripts_and_options():
 
 def test_commands_in_sentences_exist():
     modules = set(re.findall(r"python -m ([\w.]+)", TEXT))
-    assert {"attention", "engine.reporting.runs", "engine.config.options_table"} <= modules
+    assert {"attention", "engine.reporting.runs", "engine.config.option_pages"} <= modules
     assert all(find_spec(module) for module in modules)
     commands = set(re.findall(r"\beav-\w+", TEXT))
     assert commands <= MAINS.keys()
@@ -339,7 +343,7 @@ def test_configurations_are_valid(text, tmp_path):
 
 
 def test_first_page_leads_to_every_other():
-    pages = {name for name in PAGES if name.startswith("docs/") and not name.startswith("docs/api/")}
+    pages = {name for name in PAGES if name.startswith("docs/") and not name.startswith(("docs/api/", "docs/options/"))}
     assert pages <= set(re.findall(r"\]\(([^)#]+)", README))
 
 
@@ -359,11 +363,27 @@ def test_links_lead_to_files_and_headings():
     assert found
 
 
-def test_every_package_and_mechanism_is_on_a_page_of_the_site():
-    shown = set(re.findall(r"^::: (\S+)", TEXT, re.MULTILINE))
-    rooms = {f"engine.{room}" for room in ROOMS}
-    assert {"attention", "attention.mechanisms", "models", *rooms, "analysis", "ablation", "bench"} <= shown
-    assert all(find_spec(module) for module in shown)
+def test_tables_are_rendered():
+    """After an empty line, with a line of dashes, and as many cells in every row: else a reader sees the characters."""
+    found = 0
+    for name, text in PAGES.items():
+        prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+        for before, lines in re.findall(r"(.*\n|^)((?:^ *\|.*\n?)+)", prose, re.MULTILINE):
+            rows = [re.split(r"(?<!\\)\|", row.strip()) for row in lines.splitlines()]
+            assert not before.strip(), f"{name}: no empty line before {lines[:80]}"
+            assert len(rows) > 2, f"{name}: {lines[:80]}"
+            assert set(rows[1][1:-1]) <= {" --- "}, f"{name}: no line of dashes after {lines[:80]}"
+            assert {len(row) for row in rows} == {len(rows[0])}, f"{name}: rows of several lengths in {lines[:80]}"
+            found += 1
+    assert found > 50
+
+
+def test_every_package_has_a_page_of_the_api():
+    packages = {f"attention.{name}" for name in ("mechanisms", "ops", "parts")} | {f"engine.{room}" for room in ROOMS}
+    packages |= LIBRARIES.keys() - {"engine"}
+    pages = {f"docs/api/{name.rpartition('.')[2]}.md": name for name in packages}
+    shown = {name: re.findall(r"^::: (\S+)$", text, re.MULTILINE) for name, text in PAGES.items() if "/api/" in name}
+    assert shown == {page: [name] for page, name in pages.items()}
 
 
 def test_a_docstring_of_another_shape_is_refused(monkeypatch):

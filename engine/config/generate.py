@@ -2,20 +2,21 @@
 
     python -m engine.config.generate
 
-They are configs/schema.json, and the parts of pages between ``<!-- generated: NAME -->`` and ``<!-- end -->``. Plugins
-are left out.
+They are configs/schema.json, the pages of docs/options/, and the parts of other pages between
+``<!-- generated: NAME -->`` and ``<!-- end -->``. Plugins are left out.
 """
 
 import re
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 from attention import ATTENTION, options_of
 from attention.__main__ import config, markdown, row
 from engine.config.json_schema import describe
-from engine.config.options_table import tables
+from engine.config.option_pages import index, page, sections
 from engine.config.papers import read_papers
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.files import write_file
@@ -47,6 +48,10 @@ MODELS = "deit_tiny_p8", "deit_tiny_p16", "deit_small_p16", "pvtv2_b3_2xheads"
 """Models whose figures in a paper are quoted, the first that has one."""
 
 
+MECHANISMS = "docs/options/attention.md"
+"""Page of the options of all mechanisms."""
+
+
 def all_mechanisms() -> str:
     """The table of all mechanisms, with links from docs/, and the top-1 on ImageNet that a paper prints."""
     rows = {name: row(name) for name in ATTENTION if config(name)}
@@ -73,9 +78,7 @@ def twelve_mechanisms() -> str:
             cells = row(name)
             parts = {column: cells[column] for column in ("name", "paper", "idea", "MACs (M)")}
             rows.append({"kind": "" if number else kind} | parts)
-        links = ", ".join(
-            f"[`{name}`](docs/options.md#{name})" if options_of(name) else f"`{name}`" for name in named.split()
-        )
+        links = ", ".join(f"[`{x}`]({MECHANISMS}#{x})" if options_of(x) else f"`{x}`" for x in named.split())
         others.append(f"- {kind}: {links}")
     return "\n".join([markdown(rows), "", "The others are:", "", *others])
 
@@ -103,12 +106,17 @@ PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "mechanisms that fit small grids": fitting,
         "causal mechanisms": causal,
     },
-    "docs/options.md": {"options": tables},
+    "docs/options.md": {"sections": index},
 }
 """Page -> its generated parts: name -> function that returns the text."""
 
-SCHEMA = "configs/schema.json"
-FILES = (*PARTS, SCHEMA)
+WHOLE: dict[str, Callable[[], str]] = {
+    **{f"docs/options/{name}.md": partial(page, name) for name in sections()},
+    "configs/schema.json": describe,
+}
+"""Generated file -> function that returns its content."""
+
+FILES = (*PARTS, *WHOLE)
 
 
 def generate(file: str) -> bytes:
@@ -117,19 +125,19 @@ def generate(file: str) -> bytes:
     Raises:
         UserError: a page is missing, or does not have a part between its two comments once.
     """
-    if file == SCHEMA:
-        return describe()
+    if file in WHOLE:
+        return WHOLE[file]().encode()
     try:
-        page = (ROOT / file).read_text()
+        text = (ROOT / file).read_text()
     except FileNotFoundError:
         raise UserError(f"{ROOT / file}: not there; `{COMMAND}` works in a clone of the repository") from None
-    for name, text in PARTS[file].items():
+    for name, part in PARTS[file].items():
         begin, end = f"<!-- generated: {name} -->\n\n", "\n\n<!-- end -->"
-        found = re.findall(f"{re.escape(begin)}.*?{re.escape(end)}", page, re.DOTALL)
+        found = re.findall(f"{re.escape(begin)}.*?{re.escape(end)}", text, re.DOTALL)
         if len(found) != 1:
             raise UserError(f"{file}: expected {begin.strip()} and {end.strip()} once, each between empty lines")
-        page = page.replace(found[0], f"{begin}{text()}{end}")
-    return page.encode()
+        text = text.replace(found[0], f"{begin}{part()}{end}")
+    return text.encode()
 
 
 def main() -> None:

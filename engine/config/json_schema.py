@@ -38,13 +38,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("output", nargs="?", default="configs/schema.json", help="file to write (%(default)s)")
     output = parser.parse_args(arguments).output
     with refuse_bad_input():
-        write_file(Path(output), describe())
+        write_file(Path(output), describe().encode())
     print(output)
 
 
-def describe() -> bytes:
+def describe() -> str:
     """Returns the content of the file."""
-    return (json.dumps(run_schema(), indent=1, ensure_ascii=False) + "\n").encode()
+    return json.dumps(run_schema(), indent=1, ensure_ascii=False) + "\n"
 
 
 def run_schema() -> Schema:

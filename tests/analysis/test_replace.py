@@ -18,15 +18,12 @@ from analysis.budgets import SIZES, size_option, with_budget
 from analysis.command_line import MODES, read_mechanisms
 from analysis.drop_in import attended, drop_in, layer_inputs, merge_modes, normalised_error, set_mode
 from analysis.error import AXES, draw
-from analysis.laboratory import Stage, score
-from analysis.replace import Draw
+from analysis.laboratory import score
 from analysis.trained import Trained, read_sample
-from analysis.tune import Tuned
 from attention import ATTENTION, OptionError
 from engine.checkpoints.export import export_checkpoint
 from engine.checkpoints.files import load_checkpoint
 from engine.config.yaml_files import read_yaml
-from engine.reporting.tables import Spread
 from models.base import attention_layers
 from tests.analysis.models import load_model, save_model
 from tests.analysis.plans import follow_plans
@@ -256,48 +253,6 @@ def test_a_line_of_each_mode_goes_through_the_rows_of_any_mode():
     rows = [row(budget=budget, mode=mode, macs=budget * 10**6) for budget, mode in sizes]
     (axes,) = draw("", rows, "macs", [4, 16], 10**6).axes
     assert [line.lines[0].get_xdata().tolist() for line in axes.containers] == [[4, 16], [4, 16]]
-
-
-def points(axes) -> dict[str, list[list[float]]]:
-    """Returns the points of the errorbars of a panel by their label."""
-    found: dict[str, list[list[float]]] = {}
-    for container in axes.containers:
-        found.setdefault(container.get_label(), []).extend(container.lines[0].get_xydata().tolist())
-    return found
-
-
-def test_figure_of_replacement_shows_the_rows():
-    eva = [Draw(Stage(top1, 0.0, error, 0.0)) for top1, error in ((69.0, 0.375), (71.0, 0.625))]
-    rows = [
-        replace.Row("eva", "", "any", draws=tuple(eva), untrained=3),
-        replace.Row("local", "", "any", draws=(Draw(Stage(80.0, 0.0, 0.25, 0.0)),)),
-        replace.Row("lara", "", problem="no"),
-    ]
-    accuracy, error = replace.draw("", rows, 90.0, {}).axes
-    assert [label.get_text() for label in accuracy.get_yticklabels()] == ["local", "eva"]
-    for axes, expected in ((accuracy, [[80, 0], [70, 1]]), (error, [[0.25, 0], [0.5, 1]])):
-        assert [container.lines[0].get_xydata()[0].tolist() for container in axes.containers] == expected
-    std = 0.25 / 2**0.5
-    ends = error.containers[1].lines[2][0].get_segments()[0][:, 0].tolist()
-    assert ends == pytest.approx([0.5 - std, 0.5 + std])
-    assert accuracy.get_legend_handles_labels()[1][-1] == "replaced, with untrained parameters"
-
-
-def test_figure_of_stages_shows_the_rows():
-    """Errors are those of outputs if layers were aligned; the best of the last stage stands first."""
-    better = Draw(Stage(20.0, 0.0, 9.0, 1.5), Stage(80.0, 0.0, 9.0, 0.5), 3.0, "", Tuned(89.0, 4.0))
-    worse = Draw(Stage(60.0, 0.0, 9.0, 1.0), Stage(85.0, 0.0, 9.0, 0.25), 3.0, "", Tuned(88.0, 4.0))
-    rows = [replace.Row(name, "", "any", draws=(draw,)) for name, draw in (("worse", worse), ("better", better))]
-    differences = {rows[0]: Spread(-1.0, None, 1), rows[1]: None}
-    accuracy, error, difference = replace.draw("", rows, 90.0, differences).axes
-    assert [label.get_text() for label in accuracy.get_yticklabels()] == ["better", "worse"]
-    assert [x for _, x in sorted(points(accuracy).items())] == [
-        [[80, 0], [85, 1]],
-        [[20, 0], [60, 1]],
-        [[89, 0], [88, 1]],
-    ]
-    assert [x for _, x in sorted(points(error).items())] == [[[0.5, 0], [0.25, 1]], [[1.5, 0], [1.0, 1]]]
-    assert [*points(difference).values()] == [[[-1, 1]]]
 
 
 def test_modes_are_apart_only_where_they_differ(checkpoint, tmp_path):

@@ -20,7 +20,7 @@ VALIDATOR = jsonschema.Draft7Validator(SCHEMA)
 def test_the_file_is_what_the_command_writes(tmp_path, capsys):
     main([str(tmp_path / "schema.json")])
     assert capsys.readouterr().out == f"{tmp_path / 'schema.json'}\n"
-    assert (tmp_path / "schema.json").read_bytes() == describe()
+    assert (tmp_path / "schema.json").read_text() == describe()
 
 
 def test_it_is_a_schema_and_every_shipped_configuration_is_valid():

@@ -1,0 +1,123 @@
+"""Measurements of a trained model with other attention, in single draws: rows of a table, and lines of a CSV file."""
+
+import csv
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from analysis.laboratory import Stage
+from analysis.tune import Tuned
+from engine.reporting.tables import Spread, spread
+from engine.runtime.errors import UserError
+
+
+class Draw(NamedTuple):
+    """Measurements with one seed.
+
+    Attributes:
+        seconds: of the alignment, on a CPU of processor time. weights: file of the model that is tuned.
+    """
+
+    replaced: Stage
+    aligned: Stage | None = None
+    seconds: float | None = None
+    weights: str = ""
+    tuned: Tuned | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """Measurements of a mechanism.
+
+    Attributes:
+        name: as on the command line. options: options of the mechanism. mode: see `merge_modes`. attention: of the
+            whole model. draws: by seed, from 0 on. macs: for one image. peak, untrained: see `Measured`.
+            problem: why there is no result.
+    """
+
+    name: str
+    options: str
+    mode: str = ""
+    attention: Any = None
+    draws: tuple[Draw, ...] = ()
+    macs: int | None = None
+    peak: int | None = None
+    untrained: int = 0
+    problem: str = ""
+
+    def spread(self, stage: str, name: str) -> Spread | None:
+        """Returns the mean and the standard deviation over draws of a measurement; None if there are none."""
+        found = [getattr(draw, stage) for draw in self.draws]
+        return spread(getattr(values, name) for values in found if values is not None)
+
+    def seconds(self) -> Spread | None:
+        return spread(draw.seconds for draw in self.draws if draw.seconds is not None)
+
+
+def is_own(row: Row) -> bool:
+    """Returns whether a mechanism has no untrained parameters, and the outputs of the trained model's attention."""
+    return bool(row.draws) and not row.untrained and all(draw.replaced.outputs == 0 for draw in row.draws)
+
+
+def paired(row: Row, control: Row, step: float) -> Spread | None:
+    """Returns the spread over seeds of the tuned top-1 less that of `control`; `step` is that of one image."""
+    pairs = [(a.tuned, b.tuned) for a, b in zip(row.draws, control.draws, strict=False)]
+    if row is control:
+        return None
+    return spread((a.top1 - b.top1 for a, b in pairs if a is not None and b is not None), step)
+
+
+def to_lines(row: Row) -> list[dict[str, Any]]:
+    """Returns the lines of a row in the CSV file of single draws, column -> value."""
+    lines = []
+    for seed, found in enumerate(row.draws):
+        line: dict[str, Any] = {"attention": row.name, "options": row.options, "mode": row.mode, "seed": seed}
+        for prefix, stage in (("", found.replaced), ("aligned_", found.aligned)):
+            top1, loss, attended, output = (None,) * 4 if stage is None else stage
+            line |= {f"{prefix}top1": top1, f"{prefix}loss": loss}
+            line |= {f"{prefix}error": attended, f"{prefix}output_error": output}
+        line |= {"aligned_seconds": found.seconds}
+        tuned = found.tuned
+        line |= {"tuned_top1": tuned and tuned.top1, "tuned_minutes": tuned and round(tuned.minutes, 2)}
+        lines.append(line)
+    return lines
+
+
+def read_rows(path: Path) -> list[Row]:
+    """Reads rows from a CSV file with the columns of `to_lines`; those of losses, times and weights are left out.
+
+    Raises:
+        UserError: the file cannot be read, lacks a column, has text for a number, or a row's seeds are not 0, 1, ...
+    """
+    found: dict[tuple[str, str, str], list[tuple[int, Draw]]] = {}
+    try:
+        with path.open(newline="") as file:
+            for line in csv.DictReader(file, restval=""):
+                key = line["attention"], line["options"], line["mode"]
+                found.setdefault(key, []).append((int(line["seed"]), _read_draw(line)))
+    except KeyError as error:
+        raise UserError(f"{path}: no column {error}; expected those of replace_draws.csv") from None
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    rows = []
+    for key, draws in found.items():
+        seeds, by_seed = zip(*sorted(draws, key=lambda pair: pair[0]), strict=True)
+        if seeds != (*range(len(draws)),):
+            raise UserError(f"{path}: {key[0]} has the seeds {[*seeds]}; expected one line for each seed, from 0 on")
+        rows.append(Row(*key, draws=by_seed))
+    return rows
+
+
+def _read_draw(line: Mapping[str, str]) -> Draw:
+    def read(prefix: str) -> Stage | None:
+        top1, error, output = (line[f"{prefix}{name}"] for name in ("top1", "error", "output_error"))
+        return Stage(float(top1), math.nan, float(error), float(output)) if top1 else None
+
+    replaced = read("")
+    if replaced is None:
+        raise ValueError(f"no top1 in the line of {line['attention']}, seed {line['seed']}")
+    return Draw(replaced, read("aligned_"), tuned=Tuned(float(x), math.nan) if (x := line["tuned_top1"]) else None)

@@ -1,0 +1,73 @@
+"""Prints every option of a run in Markdown, a page for each section, as in docs/options/.
+
+    python -m engine.config.option_pages
+
+The options come from the dataclasses that hold them: the sections of `engine.config.schema.Run`, and the `Config` of
+every family of models and of every mechanism.
+"""
+
+import dataclasses
+import inspect
+import typing
+from collections.abc import Mapping
+
+from attention import ATTENTION
+from attention.option_tables import describe, table
+from attention.options import to_yaml
+from engine.config.schema import Run
+from engine.runtime.arguments import ArgumentParser
+from models import MODELS
+from models.assignment import Place
+
+ENTRY = "An entry of a list"
+LINKS = """[Mechanisms](../mechanisms.md) describes all of them, with their costs, and lists that give [a mechanism per
+block](../mechanisms.md#a-mechanism-per-block)."""
+KINDS = {
+    "model": "Family of models, or a size of one (`deit_tiny_p8`, `pvtv2_b2`), which sets some of its options.",
+    "attention": "Mechanism, or a list of mechanisms that name their blocks, or their stages of PVT-v2.",
+}
+"""Sections whose options depend on their option `name` -> description."""
+
+
+def sections() -> dict[str, str]:
+    """Returns section of a run -> the first paragraph of its description."""
+    classes = {name: kind for name, kind in typing.get_type_hints(Run).items() if dataclasses.is_dataclass(kind)}
+    texts = {name: (inspect.getdoc(cls) or "").partition("\n\n")[0] for name, cls in classes.items()}
+    return KINDS | {name: " ".join(text.split()) for name, text in texts.items()}
+
+
+def page(section: str) -> str:
+    """Returns the page of a section: a heading for each option; for a section of `KINDS` one for each kind."""
+    if section == "model":
+        text = _tables({family.__name__.lower(): family.Config for family, _ in MODELS.values()})
+    elif section == "attention":
+        classes = {ENTRY: Place} | {name: mechanism.Config for name, mechanism in ATTENTION.items()}
+        text = f"{LINKS}\n\n{_tables(classes)}"
+    else:
+        text = entries(typing.get_type_hints(Run)[section], f"{section}.")
+    return f"# Options: {section}\n\n{sections()[section]}\n\n{text}\n"
+
+
+def entries(cls: type, path: str = "") -> str:
+    """Returns for every option of the dataclass `cls` a heading, its key under `path`, meaning, values and default."""
+    return "\n\n".join(
+        f"## `{name}`\n\n`{path}{name}`: {about.meaning}.\n\n"
+        f"Value: {about.values}. Default: `{to_yaml(about.default)}`."
+        for name, about in describe(cls).items()
+    )
+
+
+def index() -> str:
+    """Returns a link to the page of each section, with its description, and the options that are in no section."""
+    links = "\n".join(f"- [{name}](options/{name}.md): {text}" for name, text in sections().items())
+    return f"{links}\n\n{entries(Run)}"
+
+
+def _tables(classes: Mapping[str, type]) -> str:
+    """Returns a heading and a table for each class that has options."""
+    return "\n\n".join(f"## {name}\n\n{table(cls)}" for name, cls in classes.items() if dataclasses.fields(cls))
+
+
+if __name__ == "__main__":
+    ArgumentParser(prog="python -m engine.config.option_pages", description="Print every option.").parse_args()
+    print("\n".join(page(section) for section in sections()), entries(Run), sep="\n")
