@@ -45,14 +45,16 @@ def check_run(run: Run, world_size: int = 1) -> None:
     if isinstance(data.subset, float) and data.subset > 1:
         problem = f" = {data.subset} is no fraction; write {data.subset:.0f} for as many images of every class"
         raise OptionError("data.subset", problem)
-    if isinstance(data.holdout, float) and data.holdout >= 1:
-        problem = (
-            f" = {data.holdout} is no fraction below 1; write {data.holdout:.0f} for as many images of every class"
-        )
-        raise OptionError("data.holdout", problem)
-    if data.subset is None and data.holdout is None and data.subset_seed:
-        problem = f" = {data.subset_seed}, but data.subset and data.holdout are null: set one, or leave it out"
-        raise OptionError("data.subset_seed", problem)
+    if data.val_fraction is not None and data.folds is not None:
+        both = f"data.val_fraction = {data.val_fraction:g}: both hold images out"
+        raise OptionError("data.folds", f" = {data.folds}, and {both}; set one to null")
+    if data.fold and data.folds is None:
+        raise OptionError("data.fold", f" = {data.fold}, but data.folds is null: give their number, or leave it out")
+    if data.folds is not None and data.fold >= data.folds:
+        raise OptionError("data.fold", f" = {data.fold} is none of data.folds = {data.folds}: 0 to {data.folds - 1}")
+    if data.subset is None and not data.held_out_by and data.subset_seed:
+        chosen = "data.subset, data.val_fraction and data.folds are null"
+        raise OptionError("data.subset_seed", f" = {data.subset_seed}, but {chosen}: set one, or leave it out")
     for name in ("scale", "ratio"):
         if (bounds := getattr(augment, name))[0] > bounds[1]:
             raise OptionError(f"augment.{name}", f" = {list(bounds)} is not in ascending order")

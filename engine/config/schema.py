@@ -51,15 +51,25 @@ class Data:
     subset: int | float | None = option(
         None, "training images of every class to use: a count (13) or a fraction (0.1); null: all", above=0
     )
-    holdout: int | float | None = option(
+    val_fraction: float | None = option(
         None,
-        "training images of every class to hold out, a count or a fraction: they validate in the place of val_split and"
-        " are not trained on; null: none",
+        "share of the training images of every class to hold out: they validate in the place of val_split and are not"
+        " trained on; null: none",
         above=0,
+        below=1,
     )
+    folds: int | None = option(
+        None,
+        "cross-validation: number of parts of the training images, alike in their classes; one is held out, as by"
+        " val_fraction; null: none",
+        low=2,
+        high=1000,
+    )
+    fold: int = option(0, "number of the part that is held out, from 0", low=0, below=1000)
     subset_seed: int = option(
         0,
-        "seed of the choice of subset and holdout; not train.seed, so that replicates train on the same images",
+        "seed of the choice of subset, val_fraction and folds; not train.seed, so that replicates train on the same"
+        " images",
         low=0,
     )
     num_sequences: tuple[int, int] = option(
@@ -94,6 +104,13 @@ class Data:
     std: tuple[float] | tuple[float, float, float] = option(
         (0.229, 0.224, 0.225), "standard deviation by which images are divided, likewise", above=0, high=1
     )
+
+    @property
+    def held_out_by(self) -> str:
+        """The options that hold training images out for validation, with their values; "" if `val_split` validates."""
+        if self.val_fraction is not None:
+            return f"data.val_fraction = {self.val_fraction:g}"
+        return "" if self.folds is None else f"data.folds = {self.folds}, data.fold = {self.fold}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from engine.config.schema import Run, num_channels, per_channel
 from engine.data.augment import BatchAugment, Size, create_mixup, create_transform
 from engine.data.images import BrokenImage
 from engine.data.sampler import EpochSampler, SeededDataset
-from engine.data.splits import Images, _check_num_classes, classes_of, open_images, report_ignored
+from engine.data.splits import Images, _check_num_classes, classes_of, open_images, report_split
 from engine.data.workers import RestartingLoader, WorkersLost
 from engine.objectives import choose_objective
 from engine.runtime.distributed import World, seed_everything
@@ -195,8 +195,8 @@ def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) 
     if choose_objective(run).predicts_classes:
         _check_num_classes(train, num_classes)
     if world.is_primary:
-        report_ignored("data.train_split", train)
-        report_ignored("data.val_split", val)
+        report_split(run.data, "train_split", train)
+        report_split(run.data, "val_split", val)
     if len(train) < run.train.total_batch_size:
         problem = f" = {run.train.total_batch_size} exceeds the {len(train)} training images; lower it"
         raise OptionError("train.total_batch_size", problem)
@@ -232,7 +232,7 @@ def create_val_loader(
     if num_classes is not None:
         _check_num_classes(val, num_classes)
     if world.is_primary:
-        report_ignored("data.val_split", val)
+        report_split(run.data, "val_split", val)
     limit = math.inf if skip_broken else 0
     return _create_loader(val, _share(val, world), batch_size or choose_batch_size(img_size), run, world, limit)
 

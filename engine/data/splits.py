@@ -24,7 +24,7 @@ from engine.data.datasets import TORCH, HfdsReader, TorchReader, WdsReader
 from engine.data.folders import FolderReader
 from engine.data.idx import ENDINGS, IdxReader
 from engine.data.images import BrokenImage, decode
-from engine.data.layout import LayoutError, SplitReader, is_image, suffix_of
+from engine.data.layout import LOOSE, LayoutError, SplitReader, is_image, suffix_of
 from engine.data.subset import SubsetReader, choose_classes, choose_images, hold_out
 from engine.data.tar import TarReader
 from engine.objectives import choose_objective
@@ -104,13 +104,13 @@ def open_images(run: Run, option: Literal["train_split", "val_split"], img_size:
 def open_split(data: Data, option: str, key: str | None = None) -> Images:
     """Opens the split that `option` (train_split, val_split) names; of a training split only `data.subset`.
 
-    With `data.holdout`, both are parts of the training split: the images held out validate.
+    With `data.val_fraction` or `data.folds`, both are parts of the training split: the images held out validate.
 
     Args:
         key: name of the option in errors; None: that of a configuration.
     """
     is_validation = option == "val_split"
-    option = "train_split" if data.holdout is not None else option
+    option = "train_split" if data.held_out_by else option
     key = key or f"data.{option}"
     open_reader, path = _find_split(data, getattr(data, option), key)
     try:
@@ -123,8 +123,8 @@ def open_split(data: Data, option: str, key: str | None = None) -> Images:
         reader = choose_classes(reader, data.classes)
     if data.subset is not None and option == "train_split":
         reader = choose_images(reader, data.subset, data.subset_seed)
-    if data.holdout is not None:
-        reader = hold_out(reader, data.holdout, data.subset_seed)[is_validation]
+    if data.held_out_by:
+        reader = hold_out(reader, data)[is_validation]
     return Images(reader)
 
 
@@ -156,8 +156,19 @@ def _find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], Split
         if loose := [entry.name for entry in entries if is_image(entry.name)]:
             found.insert(0, f"{len(loose):,} images in no folder, such as {loose[0]!r}")
         problem = f"no {paths[0].name!r} in {data.root!r}; found there: {one_line(', '.join(found)) or 'nothing'}"
-        raise OptionError(key, problem)
+        raise OptionError(key, f"{problem}{_advise(key, data.dataset, bool(loose))}")
     return reader, str(path)
+
+
+def _advise(key: str, dataset: str, has_loose_images: bool) -> str:
+    """Returns what to do about a split that is missing, for the end of the message."""
+    if key == "data.val_split":
+        return "; data.val_fraction=0.2 holds out a part of the training images instead"
+    if dataset != "folder":
+        return ""
+    if has_loose_images:
+        return f"; {LOOSE}"
+    return "; if those are the class folders: data.train_split=. data.val_fraction=0.2"
 
 
 def classes_of(dataset: Images) -> list[str]:
@@ -176,12 +187,20 @@ def describe_ignored(dataset: Images) -> str:
     return f"ignored files: {', '.join([*texts[:10], *(['...'] if texts[10:] else [])])}" if texts else ""
 
 
-def report_ignored(name: str, dataset: Images) -> None:
-    """Says on stderr which files of the split `name` are no images, and how many images are left out, if any."""
-    if isinstance(reader := dataset.reader, SubsetReader) and len(reader) < reader.num_available:
-        print(f"{name}: {len(reader):,} of {reader.num_available:,} images", file=sys.stderr, flush=True)
-    if text := describe_ignored(dataset):
-        print(f"{name}: {text}", file=sys.stderr, flush=True)
+def report_split(data: Data, option: Literal["train_split", "val_split"], images: Images) -> None:
+    """Says on stderr how many images of a split are left out, if any, or that held-out images validate in its place,
+    and which of its files are no images.
+    """
+    number, lines = f"{len(images):,}", []
+    if isinstance(reader := images.reader, SubsetReader) and len(reader) < reader.num_available:
+        lines.append(f"data.{option}: {number} of {reader.num_available:,} images")
+    if data.held_out_by and option == "val_split":
+        held = f"{number} images of data.train_split = {data.train_split!r}, which are not trained on"
+        lines = [f"validation: {held} ({data.held_out_by}); data.val_split is not read"]
+    if text := describe_ignored(images):
+        lines.append(f"data.{option}: {text}")
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
 
 
 def identify_data(train: Images, val: Images) -> dict[str, Any]:

@@ -83,7 +83,8 @@ class Copying(Objective):
         neutral = {
             "augment": vars(type(run.augment)(**NO_AUGMENTATION)),
             "data": {
-                name: getattr(type(data)(), name) for name in ("root", "classes", "subset", "holdout", "crop_mode")
+                name: getattr(type(data)(), name)
+                for name in ("root", "classes", "subset", "val_fraction", "folds", "crop_mode")
             },
             "distill": vars(type(run.distill)()),
         }
