@@ -20,8 +20,9 @@ from engine.config.schema import Data, Run, num_channels
 from engine.data.arrays import ArrayReader, DigitsReader
 from engine.data.augment import Size, create_transform
 from engine.data.cache import INDEX, CacheReader
+from engine.data.csv_file import open_csv
 from engine.data.datasets import TORCH, HfdsReader, TorchReader, WdsReader
-from engine.data.folders import FolderReader
+from engine.data.folders import open_class_folders
 from engine.data.idx import ENDINGS, IdxReader
 from engine.data.images import BrokenImage, decode
 from engine.data.layout import LOOSE, LayoutError, SplitReader, is_image, suffix_of
@@ -31,7 +32,8 @@ from engine.objectives import choose_objective
 from engine.runtime.text import one_line
 
 READERS: dict[str, tuple[Callable[[str], SplitReader], Sequence[str]]] = {
-    "folder": (FolderReader, ("",)),
+    "folder": (open_class_folders, ("",)),
+    "csv": (open_csv, (".csv",)),
     "tar": (TarReader, (".tar",)),
     "cache": (CacheReader, (INDEX,)),
     "idx": (IdxReader, ENDINGS),
