@@ -195,6 +195,17 @@ class Train:
     total_batch_size: int = option(
         1024, "images per optimiser step, over all ranks and accumulation steps", low=1, high=2**20
     )
+    balanced_sampling: bool = option(
+        False,
+        "an epoch has equally many images of every class: of rare classes some come again, of frequent ones some not",
+    )
+    class_weights: Literal["balanced"] | tuple[float, ...] | None = option(
+        None,
+        "factors of the cross-entropy of every class's images, in the order of the classes; balanced: images / (classes"
+        " x images of the class), as in scikit-learn, whose mean over the images is 1; null: 1",
+        above=0,
+        high=1e6,
+    )
     grad_accum_steps: int = option(1, "backward passes per optimiser step", low=1, high=2**20)
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda where there is one")
     amp: Literal["bf16", "fp16"] | None = option("bf16", "automatic mixed precision; null: off")

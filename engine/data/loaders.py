@@ -20,7 +20,7 @@ from engine.config.schema import Run, num_channels, per_channel
 from engine.data.augment import BatchAugment, Size, create_mixup, create_transform
 from engine.data.images import BrokenImage
 from engine.data.sampler import EpochSampler, SeededDataset
-from engine.data.splits import Images, _check_num_classes, classes_of, open_images, report_split
+from engine.data.splits import Images, _check_num_classes, classes_of, count_classes, open_images, report_split
 from engine.data.workers import RestartingLoader, WorkersLost
 from engine.objectives import choose_objective
 from engine.runtime.distributed import World, seed_everything
@@ -201,7 +201,11 @@ def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) 
         problem = f" = {run.train.total_batch_size} exceeds the {len(train)} training images; lower it"
         raise OptionError("train.total_batch_size", problem)
     val_limit = math.inf if run.data.broken_val == "skip" else 0
-    sampler = EpochSampler(len(train), run.train.total_batch_size, world, run.train.seed, run.augment.repeats)
+    labels = None
+    if run.train.balanced_sampling:
+        count_classes(train, "train.balanced_sampling")
+        labels = train.reader.labels
+    sampler = EpochSampler(len(train), run.train.total_batch_size, world, run.train.seed, run.augment.repeats, labels)
     return (
         _create_loader(train, sampler, batch_size, run, world, run.data.max_broken),
         _create_loader(val, _share(val, world), batch_size, run, world, val_limit),

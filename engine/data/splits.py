@@ -179,6 +179,20 @@ def classes_of(dataset: Images) -> list[str]:
     return sorted(index, key=index.__getitem__)
 
 
+def count_classes(dataset: Images, option: str) -> np.ndarray:
+    """Number of images of every class, (classes,) int64, none of which is 0.
+
+    Raises:
+        OptionError: a class has no image, so that what `option` asks for is impossible.
+    """
+    names = classes_of(dataset)
+    counts = np.bincount(dataset.reader.labels, minlength=len(names))
+    if empty := [name for name, count in zip(names, counts, strict=True) if not count]:
+        problem = f"the class {one_line(empty[0], 100)!r} has no training image to balance; leave it out (data.classes)"
+        raise OptionError(option, problem)
+    return counts
+
+
 def describe_ignored(dataset: Images) -> str:
     """The number of files that are no images, and one of them, for the ten commonest suffixes; "" if there are none."""
     named: dict[str, list[str]] = {}
