@@ -7,7 +7,7 @@ from timm.optim import list_optimizers
 
 from attention.options import OptionError, nearest
 from engine.config.schema import Run
-from engine.objectives import OBJECTIVES
+from engine.objectives import OBJECTIVES, choose_objective
 
 
 def check_run(run: Run, world_size: int = 1) -> None:
@@ -64,6 +64,8 @@ def check_run(run: Run, world_size: int = 1) -> None:
         check_policy(augment.auto_augment)
     for objective in OBJECTIVES.values():
         objective.check(run)
+    if train.class_weights is not None:
+        check_class_weights(run)
     if data.crop_mode == "native":
         many = "with data.crop_mode = native, images have many sizes"
         if run.model.get("dynamic_img_size") is False:
@@ -72,6 +74,24 @@ def check_run(run: Run, world_size: int = 1) -> None:
             raise OptionError("train.compile", f" = true: {many}, and blocks are compiled for one; set it to false")
     if run.model["in_chans"] not in (1, 3):
         raise OptionError("model.in_chans", f" = {run.model['in_chans']}: images have 3 channels (RGB) or 1 (grey)")
+
+
+def check_class_weights(run: Run) -> None:
+    """Refuses `train.class_weights` of another number of classes, without an effect, or beside a second correction.
+
+    Raises:
+        OptionError: the first of them.
+    """
+    key, weights, num_classes = "train.class_weights", run.train.class_weights, run.model["num_classes"]
+    if not choose_objective(run).learns_labels(run):
+        raise OptionError(key, " is given, but no labels have a part in the loss of this run; set it to null")
+    if weights == "balanced":
+        if run.train.balanced_sampling:
+            problem = " = balanced, and train.balanced_sampling = true: rare classes would count twice"
+            raise OptionError(key, f"{problem}; leave one of them out")
+    elif weights is not None and len(weights) != num_classes:
+        problem = f" has {len(weights)} factors, but model.num_classes = {num_classes}; give one for each class"
+        raise OptionError(key, problem)
 
 
 POLICIES: dict[str, dict[str, range | tuple[Any, ...]]] = {

@@ -1,6 +1,6 @@
 """Classification: cross-entropy with the classes of images, or with the soft targets of mixup."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -39,13 +39,35 @@ CLASSES = Measure(("top1", "top5", "loss"), sum_classes)
 are fewer than five). loss: mean cross-entropy, nats."""
 
 
-def create_loss(augment: Any) -> nn.Module:
+class WeightedCrossEntropy(nn.CrossEntropyLoss):
+    """torch's cross-entropy with class weights, whose mean is over images for class indices too, as for soft targets.
+
+    torch divides the loss of class indices by the weights of a batch. The gradients of ranks and micro-batches would
+    then not add up to those of the whole batch, and mixup would have another scale.
+    """
+
+    def __init__(self, weight: Tensor, label_smoothing: float):
+        super().__init__(weight, reduction="none", label_smoothing=label_smoothing)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input, target).mean()
+
+
+def create_loss(augment: Any, class_weights: Sequence[float] | None = None) -> nn.Module:
     """Creates the cross-entropy with class indices, or with the soft targets of mixup, which does the smoothing itself.
 
     Args:
-        augment: section `augment` of a run.
+        augment: section `augment` of a run. class_weights: factor of every class; None: 1.
     """
-    return nn.CrossEntropyLoss(label_smoothing=0.0 if augment.mixup or augment.cutmix else augment.smoothing)
+    smoothing = 0.0 if augment.mixup or augment.cutmix else augment.smoothing
+    if class_weights is None:
+        return nn.CrossEntropyLoss(label_smoothing=smoothing)
+    return WeightedCrossEntropy(torch.tensor(class_weights), smoothing)
+
+
+def label_loss(run: Run, model: nn.Module) -> nn.Module:
+    """Creates the loss of `run` with labels, on the device of `model`; see `create_loss`."""
+    return create_loss(run.augment, run.train.class_weights).to(next(model.parameters()).device)
 
 
 class Classification(Objective):
@@ -67,7 +89,7 @@ class Classification(Objective):
 
     @classmethod
     def from_run(cls, run: Run, model: nn.Module, create_teacher: Callable[[], nn.Module]) -> Self:
-        return cls(create_loss(run.augment))
+        return cls(label_loss(run, model))
 
     def __call__(self, network: Callable[[Tensor], Tensor], images: Tensor, targets: Tensor, /) -> Tensor:
         return self.loss(network(images), targets)

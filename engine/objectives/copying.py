@@ -55,6 +55,10 @@ class Copying(Objective):
         return run.data.dataset == "copy"
 
     @staticmethod
+    def learns_labels(run: Run) -> bool:
+        return False
+
+    @staticmethod
     def check(run: Run) -> None:
         """Refuses options that the copy task cannot use."""
         data, model = run.data, run.model

@@ -91,6 +91,10 @@ class MaskedImages(Objective):
         return bool(run.model.get("mask_token"))
 
     @staticmethod
+    def learns_labels(run: Run) -> bool:
+        return False
+
+    @staticmethod
     def check(run: Run) -> None:
         """Refuses squares that are no whole patches or leave nothing to see, labels in a run on masked images, and
         options of `Simmim` in any other run.

@@ -53,6 +53,11 @@ class Objective:
         raise NotImplementedError("an objective defines applies")
 
     @staticmethod
+    def learns_labels(run: Run) -> bool:
+        """Returns whether the labels of images have a part in the loss of `run`, which has this objective."""
+        return True
+
+    @staticmethod
     def check(run: Run) -> None:
         """Refuses options that contradict each other. Every run is checked by all objectives.
 
