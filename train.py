@@ -232,7 +232,7 @@ class Trainer:
             if metrics is None:
                 return True
             progress.metrics = metrics
-            progress.rank(epoch, self.options.keep_checkpoints)
+            progress.rank(epoch, self.options.keep_checkpoints, self.options.best_by)
             self.recorder.eval(epoch, metrics, self.objective.pictures(rows))
         progress.epoch, progress.images, progress.broken = epoch, 0, 0
         if epoch == self.run.schedule.epochs:

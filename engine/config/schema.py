@@ -233,6 +233,11 @@ class Train:
     )
     ema_decay: float | None = option(None, "decay of the weight average per step; null: none", above=0, below=1)
     eval_every: int = option(1, "epochs between evaluations; the last epoch is always evaluated", low=1)
+    best_by: Literal["top1", "balanced_accuracy", "loss"] | None = option(
+        None,
+        "validation metric of which the highest, or lowest loss, makes an epoch the best; null: top1, and without"
+        " classes the loss",
+    )
     keep_checkpoints: int = option(
         3, "how many of the best epoch checkpoints stay, by each kind of weights, beside the last", low=1
     )

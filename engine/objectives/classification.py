@@ -23,18 +23,18 @@ def prediction_rows(logits: Tensor, label: Tensor, loss: Tensor, classes: Tensor
     return torch.cat([label[:, None], loss[:, None].double(), classes, probability], 1)
 
 
-def sum_classes(model: nn.Module, images: Tensor, targets: Tensor, rows: list[Tensor] | None) -> list[Tensor]:
-    """Computes the sums of `CLASSES` over a batch, and adds its `prediction_rows` to `rows`."""
+def rate_classes(model: nn.Module, images: Tensor, targets: Tensor, rows: list[Tensor] | None) -> list[Tensor]:
+    """Computes the metrics `CLASSES` of every image of a batch, and adds its `prediction_rows` to `rows`."""
     logits = model(images)
     classes = logits.topk(min(TOP, logits.shape[1])).indices
     hits = classes == targets[:, None]
     losses = F.cross_entropy(logits.float(), targets, reduction="none").double()
     if rows is not None:
         rows.append(prediction_rows(logits, targets, losses, classes))
-    return [100 * hits[:, 0].sum(), 100 * hits.sum(), losses.sum()]
+    return [100.0 * hits[:, 0].double(), 100.0 * hits.sum(1).double(), losses]
 
 
-CLASSES = Measure(("top1", "top5", "loss"), sum_classes)
+CLASSES = Measure(("top1", "top5", "loss"), rate_classes, by_class=True)
 """top1, top5: percent of images whose class has the highest / one of the five highest logits (of all logits, if there
 are fewer than five). loss: mean cross-entropy, nats."""
 

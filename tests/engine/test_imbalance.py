@@ -7,14 +7,20 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import default_collate
 
 from attention.options import OptionError
+from engine.checkpoints.progress import Progress
 from engine.config.load import load_run
 from engine.config.schema import Augment, Run, Train
 from engine.data.arrays import ArrayReader
+from engine.data.loaders import ImageLoader
 from engine.data.splits import Images
+from engine.evaluation.evaluate import evaluate
 from engine.objectives.classification import create_loss
 from engine.objectives.copying import NO_AUGMENTATION
+from engine.reporting.console import format_values
 from engine.runtime.distributed import World
 from engine.runtime.errors import ConfigError
 from engine.training.objective import weigh_classes
@@ -56,7 +62,7 @@ def test_balanced_class_weights_are_scikit_learns():
     plain = dataclasses.replace(RUN, train=Train())
     assert weigh_classes(plain, images, CPU) == plain
     images.reader.class_to_idx["d"] = 3
-    with pytest.raises(OptionError, match=r"train.class_weights: the class 'd' has no training image to balance; leave"):
+    with pytest.raises(OptionError, match=r"train.class_weights: the class 'd' has no training image to balance; l"):
         weigh_classes(RUN, images, CPU)
 
 
@@ -75,3 +81,70 @@ def test_balanced_class_weights_are_scikit_learns():
 def test_class_weights_without_a_meaning_are_refused(overrides, problem):
     with pytest.raises(ConfigError, match=problem):
         load_run(ROOT / "configs/quickstart.yaml", overrides)
+
+
+def evaluate_levels(predicted, labels, names) -> dict:
+    """Metrics of a model that predicts the grey level of an image."""
+    images = Images(
+        ArrayReader(np.array(predicted, np.uint8)[:, None, None], np.array(labels), names),
+        lambda image: F.one_hot(torch.tensor(image.getpixel((0, 0))[0]), len(names)).float(),
+    )
+    loader = ImageLoader(images, 4, stack=default_collate, limit=0, remedy="", sampler=range(len(labels)))
+    return evaluate(nn.Identity(), loader, CPU, None)
+
+
+def test_recalls_and_balanced_accuracy_by_hand():
+    """Of a 2 of 3 images are found, of b 2 of 2, of c 0 of 1; d has no image."""
+    found = evaluate_levels([0, 0, 1, 2, 0, 1], [0, 0, 1, 0, 2, 1], "abcd")
+    expected = {"top1": 400 / 6, "balanced_accuracy": 500 / 9, "images": 6}
+    expected |= {"recall/a": 200 / 3, "recall/b": 100.0, "recall/c": 0.0}
+    assert {name: value for name, value in found.items() if name != "loss"} == pytest.approx(expected)
+    assert "top5" not in found  # of four classes it is 100
+    text = format_values(found)
+    assert text.startswith("top-1 66.67 %  balanced 55.56 %  loss ")
+    assert text.endswith("  lowest recall 0.00 % (c)")
+
+
+@pytest.mark.parametrize(
+    ("num_classes", "has_recalls", "has_top5"), [(5, True, False), (20, True, True), (21, False, True)]
+)
+def test_of_many_classes_the_balanced_accuracy_alone_is_kept(num_classes, has_recalls, has_top5):
+    found = evaluate_levels([0] * num_classes, range(num_classes), [f"n{i}" for i in range(num_classes)])
+    assert found["balanced_accuracy"] == pytest.approx(found["top1"]) == pytest.approx(100 / num_classes)
+    assert sum(name.startswith("recall/") for name in found) == num_classes * has_recalls
+    assert ("top5" in found) == has_top5
+
+
+def test_epochs_are_ranked_by_the_chosen_metric():
+    progress, names = Progress(), ("top1", "balanced_accuracy", "loss")
+    rows = [(90.0, 50.0, 0.3), (80.0, 70.0, 0.9), (85.0, 60.0, 0.1)]
+
+    def rank(best_by: str | None) -> tuple[list[int], dict]:
+        for epoch, row in enumerate(rows, start=1):
+            progress.metrics = {
+                f"{kind}{name}": value for name, value in zip(names, row, strict=True) for kind in ("", "ema_")
+            }
+            progress.rank(epoch, 3, best_by)
+        assert progress.ema_ranking == progress.ranking
+        return [epoch for _, epoch in progress.ranking], progress.best()
+
+    assert rank(None) == ([1, 3, 2], {"best_top1": 90.0, "best_ema_top1": 90.0})
+    assert rank("balanced_accuracy") == (
+        [2, 3, 1],
+        {"best_balanced_accuracy": 70.0, "best_ema_balanced_accuracy": 70.0},
+    )
+    assert rank("loss") == ([3, 1, 2], {"best_loss": 0.1, "best_ema_loss": 0.1})
+
+
+def test_a_metric_that_is_not_measured_cannot_rank():
+    simmim = [
+        "model.mask_token=true",
+        "model.num_classes=0",
+        "augment.mixup=0",
+        "augment.cutmix=0",
+        "simmim.mask_size=32",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"train.best_by = top1, which the evaluations of this run do not measure; know"
+    ):
+        load_run(ROOT / "configs/quickstart.yaml", [*simmim, "train.best_by=top1"])
