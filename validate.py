@@ -32,7 +32,6 @@ from engine.evaluation.evaluate import evaluate
 from engine.evaluation.label_matching import ClassSubset, match_classes, read_real_labels, real_accuracy
 from engine.evaluation.predictions import PredictionTable, gather_predictions
 from engine.objectives import choose_objective
-from engine.reporting.console import lowest_recall
 from engine.reporting.outputs import add_outputs, chosen_outputs, write_outputs
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import World, init_distributed
@@ -154,14 +153,12 @@ COLUMNS = {
 
 
 def table(results: dict[Weights, dict[str, Any]]) -> str:
-    """One line per kind of weights, and one for its lowest recall of a class."""
+    """One line per kind of weights."""
     shown = {name: column for name, column in COLUMNS.items() if all(name in result for result in results.values())}
     lines = ["weights " + "".join(f"{title:>{width}}" for title, width, _ in shown.values()) + "  checkpoint"]
     for kind, result in results.items():
         numbers = (f"{result[name]:{width}{form}}" for name, (_, width, form) in shown.items())
         lines.append(f"{kind:<8}{''.join(numbers)}  {result['checkpoint']}")
-        if worst := lowest_recall(result):
-            lines.append(f"{kind:<8}{worst}")
         if "real_top1" in result:
             line = "{:<8}{real_images:>8}{real_top1:>10.3f}{real_top5:>10.3f}  by their ReaL labels"
             lines.append(line.format(kind, **result))

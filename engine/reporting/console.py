@@ -36,11 +36,7 @@ SHOWN = {
 def format_values(values: Mapping[str, Any]) -> str:
     """Formats those of `values` that are in `SHOWN`, and the lowest recall of a class, on one line."""
     texts = [form.format(values[name]) for name, form in SHOWN.items() if name in values]
-    return "  ".join(filter(None, [*texts, lowest_recall(values)]))
-
-
-def lowest_recall(values: Mapping[str, Any]) -> str:
-    """Describes the class with the lowest recall of those in `values`; "" if there is none."""
-    recalls = {name.removeprefix(RECALL): value for name, value in values.items() if name.startswith(RECALL)}
-    worst = min(recalls, key=recalls.__getitem__, default="")
-    return f"lowest recall {recalls[worst]:.2f} % ({one_line(worst, 30)})" if recalls else ""
+    if recalls := {name.removeprefix(RECALL): value for name, value in values.items() if name.startswith(RECALL)}:
+        worst = min(recalls, key=recalls.__getitem__)
+        texts.append(f"lowest recall {recalls[worst]:.2f} % ({one_line(worst, 30)})")
+    return "  ".join(texts)

@@ -140,9 +140,10 @@ def test_a_metric_that_is_not_measured_cannot_rank():
     simmim = [
         "model.mask_token=true",
         "model.num_classes=0",
+        "model.stem=linear",
         "augment.mixup=0",
         "augment.cutmix=0",
-        "simmim.mask_size=32",
+        "simmim.mask_size=28",
     ]
     with pytest.raises(
         ConfigError, match=r"train.best_by = top1, which the evaluations of this run do not measure; know"
