@@ -55,6 +55,14 @@ def check_run(run: Run, world_size: int = 1) -> None:
     if data.subset is None and not data.held_out_by and data.subset_seed:
         chosen = "data.subset, data.val_fraction and data.folds are null"
         raise OptionError("data.subset_seed", f" = {data.subset_seed}, but {chosen}: set one, or leave it out")
+    if data.levels is not None:
+        if data.levels[0] == data.levels[1]:
+            raise OptionError("data.levels", f" = {list(data.levels)}: black and white are the same level; give two")
+        if data.dataset in ("cache", "idx", "digits", "copy") or data.dataset.startswith("torch/"):
+            problem = f"acts on image files; those of data.dataset={data.dataset} have 8 bits; set it to null"
+            raise OptionError(
+                "data.levels", f"{problem}{' (engine.data.prepare: --levels)' * (data.dataset == 'cache')}"
+            )
     for name in ("scale", "ratio"):
         if (bounds := getattr(augment, name))[0] > bounds[1]:
             raise OptionError(f"augment.{name}", f" = {list(bounds)} is not in ascending order")

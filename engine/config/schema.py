@@ -84,6 +84,13 @@ class Data:
     broken_val: Literal["refuse", "skip"] = option(
         "refuse", "broken validation images: end the evaluation, or be left out, named and counted in its metrics"
     )
+    levels: tuple[float, float] | None = option(
+        None,
+        "grey levels of black and of white in images of 16 or 32 bits, or floating point; 8-bit images are as they are;"
+        " null: 0 and 65535 in 16 bits, and others are broken",
+        low=-1e12,
+        high=1e12,
+    )
     crop_mode: Literal["center", "squash", "border", "native"] = option(
         "center",
         "validation, as in timm: the centre of an image; all of it, stretched (squash) or with a border; native: all of"

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, cast
@@ -254,7 +255,7 @@ def _share(dataset: Images, world: World) -> range:
 def show_images(images: Images, run: Run) -> Images:
     """Returns `images` as the model of `run` sees them in validation, but as bytes (C, H, W), not normalised."""
     transform = create_transform(run, run.model["img_size"], is_training=False, as_bytes=True)
-    return Images(images.reader, transform, images.mode)
+    return replace(images, transform=transform, create_target=None)
 
 
 def _sends_bytes(run: Run, world: World) -> bool:

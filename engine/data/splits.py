@@ -24,7 +24,7 @@ from engine.data.csv_file import open_csv
 from engine.data.datasets import TORCH, HfdsReader, TorchReader, WdsReader
 from engine.data.folders import open_class_folders
 from engine.data.idx import ENDINGS, IdxReader
-from engine.data.images import BrokenImage, decode
+from engine.data.images import BrokenImage, Levels, decode
 from engine.data.layout import LOOSE, LayoutError, SplitReader, is_image, suffix_of
 from engine.data.subset import SubsetReader, choose_classes, choose_images, hold_out
 from engine.data.tar import TarReader
@@ -51,6 +51,7 @@ class Images(Dataset):
 
     Args:
         transform: function of a PIL image; None leaves images as they are. mode: "RGB", or "L" for grey levels.
+        levels: see `decode`.
         create_target: function of an image's index that returns its target; None: the target is the class index.
     """
 
@@ -58,6 +59,7 @@ class Images(Dataset):
     transform: Callable[[Image.Image], Any] | None = None
     mode: Literal["RGB", "L"] = "RGB"
     create_target: Callable[[int], Tensor] | None = None
+    levels: Levels | None = None
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -82,7 +84,7 @@ class Images(Dataset):
         try:
             file, label = self.reader[index]
             with file:
-                return decode(file, self.mode), int(label)
+                return decode(file, self.mode, self.levels), int(label)
         except (OSError, tarfile.TarError) as error:
             raise BrokenImage(str(error)) from error
 
@@ -100,6 +102,7 @@ def open_images(run: Run, option: Literal["train_split", "val_split"], img_size:
         create_transform(run, img_size, is_training, as_bytes),
         "L" if num_channels(run) == 1 else "RGB",
         objective.create_targets(run, is_training),
+        run.data.levels,
     )
 
 
@@ -127,7 +130,7 @@ def open_split(data: Data, option: str, key: str | None = None) -> Images:
         reader = choose_images(reader, data.subset, data.subset_seed)
     if data.held_out_by:
         reader = hold_out(reader, data)[is_validation]
-    return Images(reader)
+    return Images(reader, levels=data.levels)
 
 
 def _find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], SplitReader], str]:
