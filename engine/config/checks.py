@@ -59,10 +59,8 @@ def check_run(run: Run, world_size: int = 1) -> None:
         if data.levels[0] == data.levels[1]:
             raise OptionError("data.levels", f" = {list(data.levels)}: black and white are the same level; give two")
         if data.dataset in ("cache", "idx", "digits", "copy") or data.dataset.startswith("torch/"):
-            problem = f"acts on image files; those of data.dataset={data.dataset} have 8 bits; set it to null"
-            raise OptionError(
-                "data.levels", f"{problem}{' (engine.data.prepare: --levels)' * (data.dataset == 'cache')}"
-            )
+            remedy = "give --levels to engine.data.prepare" if data.dataset == "cache" else "set it to null"
+            raise OptionError("data.levels", f"the images of data.dataset={data.dataset} have 8 bits; {remedy}")
     for name in ("scale", "ratio"):
         if (bounds := getattr(augment, name))[0] > bounds[1]:
             raise OptionError(f"augment.{name}", f" = {list(bounds)} is not in ascending order")
