@@ -72,8 +72,8 @@ def check_run(run: Run, world_size: int = 1) -> None:
         objective.check(run)
     if train.class_weights is not None:
         check_class_weights(run)
-    if train.best_by and train.best_by not in (known := choose_objective(run).measure.ranks_by):
-        problem = f" = {train.best_by}, which the evaluations of this run do not measure; known: {', '.join(known)}"
+    if train.best_by and train.best_by not in (measured := choose_objective(run).measure.ranks_by):
+        problem = f" = {train.best_by}, which the evaluations of this run do not measure; known: {', '.join(measured)}"
         raise OptionError("train.best_by", problem)
     if data.crop_mode == "native":
         many = "with data.crop_mode = native, images have many sizes"

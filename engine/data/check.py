@@ -1,6 +1,7 @@
 """Reads every image of a run once, before it is trained, and says whether broken ones would stop it."""
 
 from dataclasses import replace
+from typing import cast
 
 import torch
 
@@ -32,7 +33,7 @@ def check_images(run: Run) -> bool:
         print(f"{name}: {len(images):,} images of {len(classes_of(images)):,} classes, {number}")
         print("".join(f"  {sample}\n" for sample in broken[name].values()), end="")
     problems = []
-    counts = count_skipped(train.sampler, [*broken["train"]], run.schedule.epochs)
+    counts = count_skipped(cast(EpochSampler, train.sampler), [*broken["train"]], run.schedule.epochs)
     if stops := [epoch for epoch, count in enumerate(counts, start=1) if count > run.data.max_broken]:
         found = f"{counts[stops[0] - 1]:,} broken training images, more than data.max_broken = {run.data.max_broken}"
         problems.append(f"epoch {stops[0]} would stop the run: {found}; repair or remove them, or raise it")

@@ -29,8 +29,8 @@ def open_csv(path: str) -> FolderReader:
             fields; a file is missing or named twice; or the file lists nothing.
         OSError: the CSV file cannot be read.
     """
-    root, lines = os.path.dirname(path), {}
-    classes: defaultdict[str, list[str]] = defaultdict(list)
+    root, classes = os.path.dirname(path), defaultdict[str, list[str]](list)
+    lines: dict[str, int] = {}
     for number, file, label in _read_rows(path):
         if (first := lines.setdefault(file, number)) != number:
             raise LayoutError(f"line {number}: {_shown(file)} is in line {first} already; remove one of them")

@@ -13,13 +13,16 @@ from engine.data.loaders import Loader, count_broken, images_of, indices_read, s
 from engine.data.splits import classes_of
 from engine.evaluation.predictions import PredictionTable, gather_predictions
 from engine.objectives.classification import CLASSES, TOP
-from engine.objectives.objective import BALANCED, RECALL, Measure
+from engine.objectives.objective import BALANCED, Measure
 from engine.runtime.distributed import Amp, World, autocast
 from engine.runtime.terminal import progress_bar
 from engine.runtime.text import one_line
 
 NUM_RECALLS = 20
 """Most classes whose recalls are metrics of their own; `validate.py --per-class` writes those of any number."""
+
+RECALL = "recall/"
+"""Beginning of the names of the recalls of classes."""
 
 
 def evaluate_all(

@@ -13,9 +13,6 @@ Run = Any
 BALANCED = "balanced_accuracy"
 """Name of the mean of the recalls of all classes that have images."""
 
-RECALL = "recall/"
-"""Beginning of the names of the recalls of classes."""
-
 
 class Measure(NamedTuple):
     """Metrics that an evaluation computes.

@@ -19,8 +19,8 @@ from torchvision.utils import make_grid
 
 from engine.config.load import dump_run, flatten
 from engine.config.schema import Data, Run, per_channel
+from engine.evaluation.evaluate import RECALL
 from engine.evaluation.predictions import PredictionTable
-from engine.objectives.objective import RECALL
 from engine.runtime.files import append_whole
 
 BY_IMAGES = tuple(

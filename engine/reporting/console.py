@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from engine.objectives.objective import RECALL
+from engine.evaluation.evaluate import RECALL
 from engine.runtime.text import one_line
 
 SHOWN = {
