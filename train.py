@@ -25,6 +25,7 @@ from attention import kernels
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.config.load import find_config, load_run
 from engine.config.schema import Run
+from engine.data.check import check_images
 from engine.data.loaders import check_workers, create_loaders, has_lost_workers, stop_waiting_if
 from engine.data.splits import classes_of, identify_data
 from engine.evaluation.evaluate import evaluate_all, gather_all
@@ -53,11 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description="Train a model.", formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("config", type=find_config, help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the file's")
-    parser.add_argument("--output", type=Path, required=True, help="directory of the run; an unfinished run resumes")
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--output", type=Path, help="directory of the run; an unfinished run resumes")
+    task.add_argument("--check", action="store_true", help="read every image instead, and list what would be refused")
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=f"{CHANGEABLE}; repeatable")
     args = parser.parse_intermixed_args(arguments)
     with ConsoleLog() as console, refuse_bad_input():
         run = load_run(args.config, args.overrides, int(os.environ.get("WORLD_SIZE", "1")))
+        if args.check:
+            sys.exit(not check_images(run))
         set_deterministic(run.train.deterministic)
         set_tf32(run.train.tf32)
         world = init_distributed(run.train.device, run.train.timeout_minutes)
@@ -232,7 +237,7 @@ class Trainer:
             if metrics is None:
                 return True
             progress.metrics = metrics
-            progress.rank(epoch, self.options.keep_checkpoints)
+            progress.rank(epoch, self.options.keep_checkpoints, self.options.best_by)
             self.recorder.eval(epoch, metrics, self.objective.pictures(rows))
         progress.epoch, progress.images, progress.broken = epoch, 0, 0
         if epoch == self.run.schedule.epochs:

@@ -140,14 +140,25 @@ def validate(
     return results
 
 
+COLUMNS = {
+    "images": ("images", 8, ""),
+    "top1": ("top-1 %", 10, ".3f"),
+    "top5": ("top-5 %", 10, ".3f"),
+    "balanced_accuracy": ("balanced %", 12, ".3f"),
+    "loss": ("loss", 10, ".4f"),
+    "images_per_second": ("images/s", 10, ".1f"),
+    "epoch": ("epoch", 7, ""),
+}
+"""Column of the table -> title, width and format; it is shown if it was measured."""
+
+
 def table(results: dict[Weights, dict[str, Any]]) -> str:
     """One line per kind of weights."""
-    lines = [
-        f"{'weights':<8}{'images':>8}{'top-1 %':>10}{'top-5 %':>10}{'loss':>10}{'images/s':>10}{'epoch':>7}  checkpoint"
-    ]
-    row = "{:<8}{images:>8}{top1:>10.3f}{top5:>10.3f}{loss:>10.4f}{images_per_second:>10.1f}{epoch:>7}  {checkpoint}"
+    shown = {name: column for name, column in COLUMNS.items() if all(name in result for result in results.values())}
+    lines = ["weights " + "".join(f"{title:>{width}}" for title, width, _ in shown.values()) + "  checkpoint"]
     for kind, result in results.items():
-        lines.append(row.format(kind, **result))
+        numbers = (f"{result[name]:{width}{form}}" for name, (_, width, form) in shown.items())
+        lines.append(f"{kind:<8}{''.join(numbers)}  {result['checkpoint']}")
         if "real_top1" in result:
             line = "{:<8}{real_images:>8}{real_top1:>10.3f}{real_top5:>10.3f}  by their ReaL labels"
             lines.append(line.format(kind, **result))

@@ -57,7 +57,7 @@ class Ablation:
         "values of optim.lr: that of each setting is chosen on held-out training images; null: as base has it",
         above=0,
     )
-    holdout: int | float = option(0.1, "data.holdout of the runs that choose lr", above=0)
+    val_fraction: float = option(0.1, "data.val_fraction of the runs that choose lr", above=0, below=1)
     grid: dict[str, Any] | None = option(None, "option key.path -> list of values; one setting per combination")
     trials: int | None = option(
         None,
@@ -120,8 +120,8 @@ def read_ablation(
             raise OptionError("runs", "no runs; give grid or runs")
         figures = figures_of(ablation.paper)
         seeds, rates = list_seeds(ablation.seeds), check_rates(ablation.lr)
-        if "holdout" in tree.values and not rates:
-            raise OptionError("holdout", f" = {ablation.holdout}, but there is no lr to choose; leave it out")
+        if "val_fraction" in tree.values and not rates:
+            raise OptionError("val_fraction", f" = {ablation.val_fraction}, but there is no lr to choose; leave it out")
     except OptionError as error:
         raise ConfigError(f"{tree.origin(error.key)}: {error}") from None
 
@@ -151,7 +151,7 @@ def read_ablation(
             if seeds and sets([*overrides, *given], "train.seed"):
                 raise ConfigError("train.seed is given beside seeds; leave one of them out")
             if rates:
-                check_tuning(run, rates, ablation.holdout, [*overrides, *given], count_ranks(launcher))
+                check_tuning(run, rates, ablation.val_fraction, [*overrides, *given], count_ranks(launcher))
         except OutOfReach as error:
             left_out.append(f"{name}: {error}")
             continue
@@ -161,7 +161,7 @@ def read_ablation(
 
         create = functools.partial(create_case, run, command, output, name)
         by_lr = {lr: tuple(create(lr, seed) for seed in seeds or [None]) for lr in rates or [None]}
-        trials = {lr: create(lr, [*seeds, None][0], ablation.holdout) for lr in rates}
+        trials = {lr: create(lr, [*seeds, None][0], ablation.val_fraction) for lr in rates}
         settings[name] = Setting(changes, paper, by_lr, matched, Tuning(trials) if trials else None)
     if not settings:
         raise ConfigError(f"{tree.origin('match')}: match: no setting can be trained; the last: {left_out[-1]}")
@@ -175,19 +175,19 @@ def create_case(
     name: str,
     lr: float | None,
     seed: int | None,
-    holdout: int | float | None = None,
+    val_fraction: float | None = None,
 ) -> Case:
     """Returns the run of a setting with these values, where they are not None, and adds them to its `command`."""
-    given = {"optim.lr": lr, "data.holdout": holdout, "train.seed": seed}
+    given = {"optim.lr": lr, "data.val_fraction": val_fraction, "train.seed": seed}
     texts = [f"{key}={to_yaml(value)}" for key, value in given.items() if value is not None]
     directory = output / to_directory(name, texts)
-    run = with_values(run, lr, seed, holdout)
+    run = with_values(run, lr, seed, val_fraction)
     return Case(run, directory, [*command, *texts, "--output", str(directory), *as_arguments()])
 
 
-def with_values(run: Run, lr: float | None, seed: int | None, holdout: int | float | None) -> Run:
+def with_values(run: Run, lr: float | None, seed: int | None, val_fraction: float | None) -> Run:
     """Returns `run` with these values, where they are not None."""
-    sections = {"optim": {"lr": lr}, "train": {"seed": seed}, "data": {"holdout": holdout}}
+    sections = {"optim": {"lr": lr}, "train": {"seed": seed}, "data": {"val_fraction": val_fraction}}
     for section, values in sections.items():
         given = {name: value for name, value in values.items() if value is not None}
         run = dataclasses.replace(run, **{section: dataclasses.replace(getattr(run, section), **given)})
@@ -195,23 +195,23 @@ def with_values(run: Run, lr: float | None, seed: int | None, holdout: int | flo
 
 
 def check_tuning(
-    run: Run, rates: Sequence[float], holdout: int | float, overrides: Sequence[str], world_size: int
+    run: Run, rates: Sequence[float], val_fraction: float, overrides: Sequence[str], world_size: int
 ) -> None:
     """Refuses a run whose learning rate cannot be chosen among `rates`, given beside them, or not valid with one.
 
     Raises:
         ConfigError: the first problem.
     """
-    for key in ("optim.lr", "data.holdout"):
+    for key in ("optim.lr", "data.val_fraction", "data.folds"):
         if sets(overrides, key):
             raise ConfigError(f"{key} is given beside lr; leave one of them out")
-    if run.data.holdout is not None:
-        raise ConfigError(f"data.holdout = {run.data.holdout}: lr holds images out by itself; set it to null in base")
+    if held_out_by := run.data.held_out_by:
+        raise ConfigError(f"{held_out_by}: lr holds images out by itself; set it to null in base")
     if "top1" not in choose_objective(run).measure.names:
         raise ConfigError("lr is chosen by top-1, which this run does not measure; give optim.lr instead")
     try:
         for lr in rates:
-            check_run(with_values(run, lr, None, holdout), world_size)
+            check_run(with_values(run, lr, None, val_fraction), world_size)
     except OptionError as error:
         raise ConfigError(f"lr: {error}") from None
 

@@ -194,8 +194,8 @@ def describe_choice(tuning: Tuning) -> str:
     rates, (case, *_) = [*tuning.cases], tuning.cases.values()
     return (
         f"lr was chosen of {to_yaml(rates)} for every row by the best top-1 of one run each on held-out training images"
-        f" (data.holdout = {case.run.data.holdout}). The seeds are trained on all training images. At an edge of lr, a"
-        " better one may lie beyond it."
+        f" ({case.run.data.held_out_by}). The seeds are trained on all training images. At an edge of lr, a better one"
+        " may lie beyond it."
     )
 
 

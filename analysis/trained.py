@@ -19,7 +19,7 @@ from engine.config.load import parse_run
 from engine.config.schema import Run, num_channels
 from engine.data.augment import create_transform
 from engine.data.images import BrokenImage
-from engine.data.splits import Images, classes_of, open_split, report_ignored
+from engine.data.splits import Images, classes_of, open_split, report_split
 from engine.evaluation.label_matching import match_classes
 from engine.runtime.distributed import init_distributed
 
@@ -81,7 +81,7 @@ def read_sample(trained: Trained, count: int) -> Sample:
         OptionError: the data cannot be used. BrokenImage: an image cannot be read.
     """
     images = open_split(trained.run.data, "val_split")
-    report_ignored("data.val_split", images)
+    report_split(trained.run.data, "val_split", images)
     columns, note = match_classes(trained.classes, classes_of(images), trained.run.model["num_classes"])
     if note:
         print(note, file=sys.stderr)
@@ -96,6 +96,7 @@ def read_images(images: Images, indices: Iterable[int], run: Run) -> tuple[Tenso
     Raises:
         BrokenImage: an image cannot be read.
     """
+    images.levels = run.data.levels
     images.mode = "L" if num_channels(run) == 1 else "RGB"
     images.transform = create_transform(run, to_2tuple(run.model["img_size"]), is_training=False, as_bytes=False)
     found = []

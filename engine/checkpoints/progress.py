@@ -18,7 +18,8 @@ class Progress:
         loss_sum, num_summed: losses of the updates since the last log line. num_skipped: updates that were not finite.
         num_overflows: updates skipped by loss scaling (fp16) since the last that was not.
         metrics: metrics of the last evaluation. ranking, ema_ranking: [score, epoch] of the best epochs, best first,
-            by the plain and by the averaged weights; the score is the top-1, or without classes the negative loss.
+            by the plain and by the averaged weights. ranked_by: the metric that is the score, a loss negated; "": see
+            `default_ranking`.
     """
 
     epoch: int = 0
@@ -32,29 +33,42 @@ class Progress:
     metrics: dict[str, float] = field(default_factory=dict)
     ranking: list[list] = field(default_factory=list)
     ema_ranking: list[list] = field(default_factory=list)
+    ranked_by: str = ""
 
     def total_steps(self, run: Run, updates_per_epoch: int) -> int:
         """Returns the updates of the whole run: the finished ones and the rest of its epochs."""
         done = self.epoch * updates_per_epoch + self.images // run.train.total_batch_size
         return self.step + run.schedule.epochs * updates_per_epoch - done
 
-    def rank(self, epoch: int, keep: int) -> None:
-        """Ranks `epoch` by its `metrics`; keeps the `keep` best epochs of each kind of weights."""
-        name, sign = ranked_by(self.metrics)
+    def rank(self, epoch: int, keep: int, best_by: str | None = None) -> None:
+        """Ranks `epoch` by its metric `best_by`, None: `default_ranking`; keeps the `keep` best epochs of each kind of
+        weights. Epochs that were ranked by another metric are forgotten.
+        """
+        default = default_ranking(self.metrics)
+        name = best_by or default
+        if name != (self.ranked_by or default):
+            self.ranking, self.ema_ranking = [], []
+        self.ranked_by, sign = name, sign_of(name)
         self.ranking = rank_epoch(self.ranking, epoch, sign * self.metrics[name], keep)
         if f"ema_{name}" in self.metrics:
             self.ema_ranking = rank_epoch(self.ema_ranking, epoch, sign * self.metrics[f"ema_{name}"], keep)
 
     def best(self) -> dict[str, float]:
-        """Returns the highest top-1, or lowest loss, of each kind of weights, under the names of a record."""
-        name, sign = ranked_by(self.metrics)
+        """Returns the best metric of each kind of weights, under the names of a record."""
+        name = self.ranked_by or default_ranking(self.metrics)
+        sign = sign_of(name)
         rankings = {f"best_{name}": self.ranking, f"best_ema_{name}": self.ema_ranking}
         return {name: sign * ranking[0][0] for name, ranking in rankings.items() if ranking}
 
 
-def ranked_by(metrics: Mapping[str, float]) -> tuple[str, int]:
-    """Returns the metric that ranks epochs, and 1 if the highest is best, -1 if the lowest is."""
-    return ("top1", 1) if "top1" in metrics else ("loss", -1)
+def default_ranking(metrics: Mapping[str, float]) -> str:
+    """Returns the metric that ranks epochs where no other is chosen."""
+    return "top1" if "top1" in metrics else "loss"
+
+
+def sign_of(name: str) -> int:
+    """Returns 1 if the highest value of a metric is best, -1 if the lowest is."""
+    return -1 if name == "loss" else 1
 
 
 def rank_epoch(ranking: list[list], epoch: int, score: float, keep: int) -> list[list]:

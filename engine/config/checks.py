@@ -7,7 +7,7 @@ from timm.optim import list_optimizers
 
 from attention.options import OptionError, nearest
 from engine.config.schema import Run
-from engine.objectives import OBJECTIVES
+from engine.objectives import OBJECTIVES, choose_objective
 
 
 def check_run(run: Run, world_size: int = 1) -> None:
@@ -45,14 +45,22 @@ def check_run(run: Run, world_size: int = 1) -> None:
     if isinstance(data.subset, float) and data.subset > 1:
         problem = f" = {data.subset} is no fraction; write {data.subset:.0f} for as many images of every class"
         raise OptionError("data.subset", problem)
-    if isinstance(data.holdout, float) and data.holdout >= 1:
-        problem = (
-            f" = {data.holdout} is no fraction below 1; write {data.holdout:.0f} for as many images of every class"
-        )
-        raise OptionError("data.holdout", problem)
-    if data.subset is None and data.holdout is None and data.subset_seed:
-        problem = f" = {data.subset_seed}, but data.subset and data.holdout are null: set one, or leave it out"
-        raise OptionError("data.subset_seed", problem)
+    if data.val_fraction is not None and data.folds is not None:
+        both = f"data.val_fraction = {data.val_fraction:g}: both hold images out"
+        raise OptionError("data.folds", f" = {data.folds}, and {both}; set one to null")
+    if data.fold and data.folds is None:
+        raise OptionError("data.fold", f" = {data.fold}, but data.folds is null: give their number, or leave it out")
+    if data.folds is not None and data.fold >= data.folds:
+        raise OptionError("data.fold", f" = {data.fold} is none of data.folds = {data.folds}: 0 to {data.folds - 1}")
+    if data.subset is None and not data.held_out_by and data.subset_seed:
+        chosen = "data.subset, data.val_fraction and data.folds are null"
+        raise OptionError("data.subset_seed", f" = {data.subset_seed}, but {chosen}: set one, or leave it out")
+    if data.levels is not None:
+        if data.levels[0] == data.levels[1]:
+            raise OptionError("data.levels", f" = {list(data.levels)}: black and white are the same level; give two")
+        if data.dataset in ("cache", "idx", "digits", "copy") or data.dataset.startswith("torch/"):
+            remedy = "give --levels to engine.data.prepare" if data.dataset == "cache" else "set it to null"
+            raise OptionError("data.levels", f"the images of data.dataset={data.dataset} have 8 bits; {remedy}")
     for name in ("scale", "ratio"):
         if (bounds := getattr(augment, name))[0] > bounds[1]:
             raise OptionError(f"augment.{name}", f" = {list(bounds)} is not in ascending order")
@@ -62,6 +70,11 @@ def check_run(run: Run, world_size: int = 1) -> None:
         check_policy(augment.auto_augment)
     for objective in OBJECTIVES.values():
         objective.check(run)
+    if train.class_weights is not None:
+        check_class_weights(run)
+    if train.best_by and train.best_by not in (measured := choose_objective(run).measure.ranks_by):
+        problem = f" = {train.best_by}, which the evaluations of this run do not measure; known: {', '.join(measured)}"
+        raise OptionError("train.best_by", problem)
     if data.crop_mode == "native":
         many = "with data.crop_mode = native, images have many sizes"
         if run.model.get("dynamic_img_size") is False:
@@ -70,6 +83,24 @@ def check_run(run: Run, world_size: int = 1) -> None:
             raise OptionError("train.compile", f" = true: {many}, and blocks are compiled for one; set it to false")
     if run.model["in_chans"] not in (1, 3):
         raise OptionError("model.in_chans", f" = {run.model['in_chans']}: images have 3 channels (RGB) or 1 (grey)")
+
+
+def check_class_weights(run: Run) -> None:
+    """Refuses `train.class_weights` of another number of classes, without an effect, or beside a second correction.
+
+    Raises:
+        OptionError: the first of them.
+    """
+    key, weights, num_classes = "train.class_weights", run.train.class_weights, run.model["num_classes"]
+    if not choose_objective(run).learns_labels(run):
+        raise OptionError(key, " is given, but no labels have a part in the loss of this run; set it to null")
+    if weights == "balanced":
+        if run.train.balanced_sampling:
+            problem = " = balanced, and train.balanced_sampling = true: rare classes would count twice"
+            raise OptionError(key, f"{problem}; leave one of them out")
+    elif weights is not None and len(weights) != num_classes:
+        problem = f" has {len(weights)} factors, but model.num_classes = {num_classes}; give one for each class"
+        raise OptionError(key, problem)
 
 
 POLICIES: dict[str, dict[str, range | tuple[Any, ...]]] = {

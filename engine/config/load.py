@@ -89,9 +89,11 @@ def parse_run(options: Mapping[str, Any], source: str, overrides: Sequence[str] 
     """
     tree = Tree(copy.deepcopy(options), {(): source})
     run = _parse(tree, overrides)
-    if run.data.holdout is not None and sets(overrides, "data.val_split") and not sets(overrides, "data.holdout"):
-        problem = f"{source} has data.holdout = {run.data.holdout}, and validates on held-out training images"
-        raise ConfigError(f"data.val_split = {run.data.val_split!r}: {problem}; add data.holdout=null to use the split")
+    given = [name for name in ("val_split", "val_fraction", "folds") if sets(overrides, f"data.{name}")]
+    if (held_out_by := run.data.held_out_by) and given == ["val_split"]:
+        problem = f"{source} has {held_out_by}, and validates on held-out training images"
+        remedy = f"add {held_out_by.partition(' ')[0]}=null to use the split"
+        raise ConfigError(f"data.val_split = {run.data.val_split!r}: {problem}; {remedy}")
     return _build(tree, run, overrides, world_size=1)
 
 

@@ -24,7 +24,7 @@ class Init:
     strict: bool = option(False, "refuse weights unless all of them, and of the model, load as they are")
 
 
-SPLIT = "folder (tar: NAME.tar, wds: NAME-*.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte)"
+SPLIT = "folder (csv: NAME.csv, tar: NAME.tar, wds: NAME-*.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte)"
 
 Torchvision = Literal["torch/cifar10", "torch/cifar100", "torch/mnist", "torch/fashion_mnist", "torch/kmnist"]
 
@@ -33,10 +33,11 @@ Torchvision = Literal["torch/cifar10", "torch/cifar100", "torch/mnist", "torch/f
 class Data:
     """Place of the images, and preparation of a validation image."""
 
-    dataset: Literal["folder", "tar", "cache", "idx", "digits", "copy", "wds", "hfds", Torchvision] = option(
+    dataset: Literal["folder", "csv", "tar", "cache", "idx", "digits", "copy", "wds", "hfds", Torchvision] = option(
         "folder",
-        "class folders, tar files of them, what engine.data.prepare made, IDX files, the embedded digits, sequences of"
-        " the copy task, WebDataset shards, a Hugging Face data set (columns image and label), or one of torchvision's",
+        "class folders, CSV files of file and label, tar files of class folders, what engine.data.prepare made, IDX"
+        " files, the embedded digits, sequences of the copy task, WebDataset shards, a Hugging Face data set (columns"
+        " image and label), or one of torchvision's",
     )
     root: str | None = option(
         None, "directory that holds the two splits (hfds: or the name on the hub); digits need none"
@@ -51,15 +52,25 @@ class Data:
     subset: int | float | None = option(
         None, "training images of every class to use: a count (13) or a fraction (0.1); null: all", above=0
     )
-    holdout: int | float | None = option(
+    val_fraction: float | None = option(
         None,
-        "training images of every class to hold out, a count or a fraction: they validate in the place of val_split and"
-        " are not trained on; null: none",
+        "share of the training images of every class to hold out: they validate in the place of val_split and are not"
+        " trained on; null: none",
         above=0,
+        below=1,
     )
+    folds: int | None = option(
+        None,
+        "cross-validation: number of parts of the training images, alike in their classes; one is held out, as by"
+        " val_fraction; null: none",
+        low=2,
+        high=1000,
+    )
+    fold: int = option(0, "number of the part that is held out, from 0", low=0, below=1000)
     subset_seed: int = option(
         0,
-        "seed of the choice of subset and holdout; not train.seed, so that replicates train on the same images",
+        "seed of the choice of subset, val_fraction and folds; not train.seed, so that replicates train on the same"
+        " images",
         low=0,
     )
     num_sequences: tuple[int, int] = option(
@@ -72,6 +83,13 @@ class Data:
     max_broken: int = option(10, "broken training images that an epoch may leave out, over all ranks", low=0)
     broken_val: Literal["refuse", "skip"] = option(
         "refuse", "broken validation images: end the evaluation, or be left out, named and counted in its metrics"
+    )
+    levels: tuple[float, float] | None = option(
+        None,
+        "grey levels of black and of white in images of 16 or 32 bits, or floating point; 8-bit images are as they are;"
+        " null: 0 and 65535 in 16 bits, and others are broken",
+        low=-1e12,
+        high=1e12,
     )
     crop_mode: Literal["center", "squash", "border", "native"] = option(
         "center",
@@ -94,6 +112,13 @@ class Data:
     std: tuple[float] | tuple[float, float, float] = option(
         (0.229, 0.224, 0.225), "standard deviation by which images are divided, likewise", above=0, high=1
     )
+
+    @property
+    def held_out_by(self) -> str:
+        """The options that hold training images out for validation, with their values; "" if `val_split` validates."""
+        if self.val_fraction is not None:
+            return f"data.val_fraction = {self.val_fraction:g}"
+        return "" if self.folds is None else f"data.folds = {self.folds}, data.fold = {self.fold}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -177,6 +202,17 @@ class Train:
     total_batch_size: int = option(
         1024, "images per optimiser step, over all ranks and accumulation steps", low=1, high=2**20
     )
+    balanced_sampling: bool = option(
+        False,
+        "an epoch has equally many images of every class: of rare classes some come again, of frequent ones some not",
+    )
+    class_weights: Literal["balanced"] | tuple[float, ...] | None = option(
+        None,
+        "factors of the cross-entropy of every class's images, in the order of the classes; balanced: images / (classes"
+        " x images of the class), as in scikit-learn, whose mean over the images is 1; null: 1",
+        above=0,
+        high=1e6,
+    )
     grad_accum_steps: int = option(1, "backward passes per optimiser step", low=1, high=2**20)
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda where there is one")
     amp: Literal["bf16", "fp16"] | None = option("bf16", "automatic mixed precision; null: off")
@@ -204,6 +240,11 @@ class Train:
     )
     ema_decay: float | None = option(None, "decay of the weight average per step; null: none", above=0, below=1)
     eval_every: int = option(1, "epochs between evaluations; the last epoch is always evaluated", low=1)
+    best_by: Literal["top1", "balanced_accuracy", "loss"] | None = option(
+        None,
+        "validation metric of which the highest, or lowest loss, makes an epoch the best; null: top1, and without"
+        " classes the loss",
+    )
     keep_checkpoints: int = option(
         3, "how many of the best epoch checkpoints stay, by each kind of weights, beside the last", low=1
     )

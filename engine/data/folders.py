@@ -1,4 +1,4 @@
-"""Readers of image files: class folders, and files that a command line names."""
+"""Readers of image files: those below a folder, such as class folders, and files that a command line names."""
 
 import os
 import sys
@@ -7,22 +7,26 @@ from typing import BinaryIO
 
 import numpy as np
 
-from engine.data.layout import NO_IMAGES, LayoutError, LayoutReader, SplitReader, classify, is_image, sort_naturally
+from engine.data.layout import (
+    NO_IMAGES,
+    Layout,
+    LayoutError,
+    LayoutReader,
+    SplitReader,
+    classify,
+    is_image,
+    sort_naturally,
+)
 from engine.runtime.errors import UserError
 from engine.runtime.reading import open_regular
 from engine.runtime.text import one_line
 
 
 class FolderReader(LayoutReader):
-    """Reads class folders; opens regular files only.
+    """Reads the files of `layout`, whose paths are relative to the folder `root`; opens regular files only."""
 
-    Raises:
-        LayoutError: as in `classify`; or two paths lead to one folder, as in a loop of links.
-        OSError: a folder cannot be read.
-    """
-
-    def __init__(self, root: str):
-        super().__init__(classify(find_files(root)))
+    def __init__(self, layout: Layout, root: str):
+        super().__init__(layout)
         self.root = root
 
     def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
@@ -31,6 +35,16 @@ class FolderReader(LayoutReader):
 
     def fingerprints(self) -> np.ndarray:
         return measure_files(os.path.join(self.root, path) for path in self.samples.paths())
+
+
+def open_class_folders(root: str) -> FolderReader:
+    """Opens the images in class folders.
+
+    Raises:
+        LayoutError: as in `classify`; or two paths lead to one folder, as in a loop of links.
+        OSError: a folder cannot be read.
+    """
+    return FolderReader(classify(find_files(root)), root)
 
 
 def measure_files(paths: Iterable[str]) -> np.ndarray:

@@ -27,8 +27,14 @@ SUFFIXES = (
 )
 """Suffixes of files of these formats."""
 
+Levels = tuple[float, float]
+"""Grey levels that are shown as black and as white."""
+
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
-"""Pillow's pixel formats with a defined appearance; 16-bit grey levels are handled apart."""
+"""Pillow's pixel formats with a defined appearance; grey levels of more than 8 bits are handled apart."""
+
+GIVE_LEVELS = "give the levels of black and white, data.levels=[BLACK, WHITE]"
+"""Remedy for grey levels whose range no file states."""
 
 PHOTOMETRIC = 262
 """TIFF tag whose value is 0 where white is zero; Pillow inverts such images for 8 bits only."""
@@ -44,14 +50,15 @@ class BrokenImage(UserError):
     """An image that cannot be used. The message is one line: the file, where it is known, and the reason."""
 
 
-def decode(file: BinaryIO, mode: Literal["RGB", "L"] = "RGB") -> Image.Image:
+def decode(file: BinaryIO, mode: Literal["RGB", "L"] = "RGB", levels: Levels | None = None) -> Image.Image:
     """Decodes the picture in an open file to 8-bit RGB or grey levels (L), upright, over white where it is transparent.
 
-    16-bit grey levels are rounded to 8 bits; CMYK and palettes are converted; colours become grey by their luma (ITU-R
-    601-2), as in timm; a JPEG with further pictures after it (MPO) gives the first. The function refuses animations and
-    multiple pages, 32-bit integer and floating-point levels (no file states their range), more than
-    `Image.MAX_IMAGE_PIXELS` (89 million) pixels, more than `MAX_BYTES`, a header of more than `MAX_HEADER_READS`, and
-    anything that Pillow cannot decode completely.
+    Grey levels of 16 or 32 bits and floating-point ones are mapped linearly from `levels` to 0 and 255, clipped and
+    rounded; without `levels`, 16 bits are from 0 to 65535, as their formats define them. CMYK and palettes are
+    converted; colours become grey by their luma (ITU-R 601-2), as in timm; a JPEG with further pictures after it (MPO)
+    gives the first. The function refuses animations and multiple pages, 32-bit integer and floating-point levels
+    without `levels` (no file states their range), more than `Image.MAX_IMAGE_PIXELS` (89 million) pixels, more than
+    `MAX_BYTES`, a header of more than `MAX_HEADER_READS`, and anything that Pillow cannot decode completely.
 
     Raises:
         BrokenImage: the image is refused; the message says why.
@@ -68,7 +75,7 @@ def decode(file: BinaryIO, mode: Literal["RGB", "L"] = "RGB") -> Image.Image:
             header.left = math.inf
             if getattr(image, "is_animated", False) and image.format != "MPO":  # counting frames may take minutes
                 raise BrokenImage(f"{image.format} with several frames; an image has one")
-            return convert(image, mode)
+            return convert(image, mode, levels)
     except BrokenImage:
         raise
     except Image.UnidentifiedImageError:
@@ -95,7 +102,7 @@ class CountedReads:
         return getattr(self.file, name)
 
 
-def convert(image: Image.Image, mode: Literal["RGB", "L"] = "RGB") -> Image.Image:
+def convert(image: Image.Image, mode: Literal["RGB", "L"] = "RGB", levels: Levels | None = None) -> Image.Image:
     """Converts `image` as `decode` does; `image` itself is turned upright in place.
 
     Raises:
@@ -105,11 +112,8 @@ def convert(image: Image.Image, mode: Literal["RGB", "L"] = "RGB") -> Image.Imag
     image.load()
     with suppress(Exception):  # a damaged orientation tag is ignored
         ImageOps.exif_transpose(image, in_place=True)
-    if image.mode.startswith("I;16") or (image.mode == "I" and image.format in ("PNG", "PPM")):
-        if "transparency" in image.info or (isinstance(image, TiffImageFile) and image.tag_v2.get(PHOTOMETRIC) == 0):
-            raise BrokenImage("16-bit grey levels with a transparent one, or with white as zero")
-        levels = np.asarray(image).astype(np.uint32)
-        image = Image.fromarray(((levels + 128) // 257).astype(np.uint8))
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        image = _map_levels(image, levels)
     if image.mode not in MODES:
         raise BrokenImage(f"{image.format} of mode {image.mode}, whose levels have no defined look")
     if image.has_transparency_data:
@@ -117,3 +121,27 @@ def convert(image: Image.Image, mode: Literal["RGB", "L"] = "RGB") -> Image.Imag
         image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
     image = image.convert("RGB")
     return image if mode == "RGB" else image.convert(mode)  # exact where the picture is grey
+
+
+def _map_levels(image: Image.Image, levels: Levels | None) -> Image.Image:
+    """Maps grey levels of more than 8 bits to 8 bits, see `decode`.
+
+    Raises:
+        BrokenImage: their range is not known, one of them is transparent, or one is not finite.
+    """
+    if "transparency" in image.info:
+        raise BrokenImage("16-bit grey levels with a transparent one")
+    if levels is None:
+        if image.mode == "F" or (image.mode == "I" and image.format not in ("PNG", "PPM")):
+            raise BrokenImage(f"{image.format} of mode {image.mode}, whose levels have no defined look; {GIVE_LEVELS}")
+        if isinstance(image, TiffImageFile) and image.tag_v2.get(PHOTOMETRIC) == 0:
+            raise BrokenImage(f"16-bit grey levels with white as zero; {GIVE_LEVELS}")
+        levels = 0, 65535
+    black, white = levels
+    values = np.asarray(image).astype(np.float64)
+    if not np.isfinite(values).all():
+        raise BrokenImage("grey levels that are not finite")
+    values -= black
+    values *= 255
+    values /= white - black
+    return Image.fromarray((values.clip(0, 255) + 0.5).astype(np.uint8))

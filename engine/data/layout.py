@@ -22,6 +22,13 @@ from engine.data.images import SUFFIXES
 NO_IMAGES = f"no images (files named {', '.join(f'*{suffix}' for suffix in SUFFIXES)})"
 
 
+LOOSE = (
+    "move each image into a folder that is named for its class, or list them in a CSV file with the columns file and"
+    " label (data.dataset=csv); predict.py takes images without classes"
+)
+"""Remedy for images in no class folder."""
+
+
 class SplitReader(Reader):
     """Reader of a split: timm's methods, and facts about all images that are known before one is opened.
 
@@ -117,7 +124,8 @@ def classify(paths: Iterable[str]) -> Layout:
     if not folders:
         raise LayoutError(NO_IMAGES)
     if outside := sort_naturally(_split(folders.pop("", []))):
-        raise LayoutError(f"images in no class folder: {len(outside):,}, such as {outside[0]!r}; move or remove them")
+        remedy = "move or remove them" if folders else LOOSE
+        raise LayoutError(f"images in no class folder: {len(outside):,}, such as {outside[0]!r}; {remedy}")
     class_to_idx = {name: index for index, name in enumerate(sort_naturally(folders))}
     others = sort_naturally(others)
     for path in others:

@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from typing import Any, cast
@@ -20,7 +21,7 @@ from engine.config.schema import Run, num_channels, per_channel
 from engine.data.augment import BatchAugment, Size, create_mixup, create_transform
 from engine.data.images import BrokenImage
 from engine.data.sampler import EpochSampler, SeededDataset
-from engine.data.splits import Images, _check_num_classes, classes_of, open_images, report_ignored
+from engine.data.splits import Images, _check_num_classes, classes_of, count_classes, open_images, report_split
 from engine.data.workers import RestartingLoader, WorkersLost
 from engine.objectives import choose_objective
 from engine.runtime.distributed import World, seed_everything
@@ -195,13 +196,17 @@ def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) 
     if choose_objective(run).predicts_classes:
         _check_num_classes(train, num_classes)
     if world.is_primary:
-        report_ignored("data.train_split", train)
-        report_ignored("data.val_split", val)
+        report_split(run.data, "train_split", train)
+        report_split(run.data, "val_split", val)
     if len(train) < run.train.total_batch_size:
         problem = f" = {run.train.total_batch_size} exceeds the {len(train)} training images; lower it"
         raise OptionError("train.total_batch_size", problem)
     val_limit = math.inf if run.data.broken_val == "skip" else 0
-    sampler = EpochSampler(len(train), run.train.total_batch_size, world, run.train.seed, run.augment.repeats)
+    labels = None
+    if run.train.balanced_sampling:
+        count_classes(train, "train.balanced_sampling")
+        labels = train.reader.labels
+    sampler = EpochSampler(len(train), run.train.total_batch_size, world, run.train.seed, run.augment.repeats, labels)
     return (
         _create_loader(train, sampler, batch_size, run, world, run.data.max_broken),
         _create_loader(val, _share(val, world), batch_size, run, world, val_limit),
@@ -232,7 +237,7 @@ def create_val_loader(
     if num_classes is not None:
         _check_num_classes(val, num_classes)
     if world.is_primary:
-        report_ignored("data.val_split", val)
+        report_split(run.data, "val_split", val)
     limit = math.inf if skip_broken else 0
     return _create_loader(val, _share(val, world), batch_size or choose_batch_size(img_size), run, world, limit)
 
@@ -250,7 +255,7 @@ def _share(dataset: Images, world: World) -> range:
 def show_images(images: Images, run: Run) -> Images:
     """Returns `images` as the model of `run` sees them in validation, but as bytes (C, H, W), not normalised."""
     transform = create_transform(run, run.model["img_size"], is_training=False, as_bytes=True)
-    return Images(images.reader, transform, images.mode)
+    return replace(images, transform=transform, create_target=None)
 
 
 def _sends_bytes(run: Run, world: World) -> bool:

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from engine.data.cache import INDEX, CacheReader, encode, pixels_of, write_cache
 from engine.data.images import BrokenImage
-from engine.data.splits import Images, report_ignored
+from engine.data.splits import Images, describe_ignored
 from engine.data.verify import add_source, discard, open_splits, read_all
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
@@ -46,7 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 prepare(name, images, args.output, args.short_side or None, args.workers)
             except OSError as error:
                 raise UserError(f"{args.output}: {error.strerror or error}") from error
-            report_ignored(name, images)
+            if text := describe_ignored(images):
+                print(f"{name}: {text}", file=sys.stderr, flush=True)
 
 
 def prepare(name: str, images: Images, output: Path, short_side: int | None, workers: int) -> None:

@@ -9,7 +9,9 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
 from engine.data.splits import Images
@@ -27,11 +29,23 @@ class EpochSampler(Sampler[Place]):
     image comes that many times in a row, and so on different ranks, in an epoch of the same length (repeated
     augmentation, Hoffer et al. 2020). The order is the same as in DeiT's and timm's samplers, which round down to 256
     images instead.
+
+    Args:
+        labels: class index of every image, (num_images,): an epoch, as long as before, has equally many images of every
+            class, see `draw_balanced`. None: it has every image once.
     """
 
-    def __init__(self, num_images: int, total_batch_size: int, world: World, seed: int, repeats: int = 0):
+    def __init__(
+        self,
+        num_images: int,
+        total_batch_size: int,
+        world: World,
+        seed: int,
+        repeats: int = 0,
+        labels: np.ndarray | None = None,
+    ):
         self.num_images, self.total_batch_size = num_images, total_batch_size
-        self.repeats, self.world, self.seed = max(1, repeats), world, seed
+        self.repeats, self.world, self.seed, self.labels = max(1, repeats), world, seed, labels
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
@@ -44,11 +58,14 @@ class EpochSampler(Sampler[Place]):
         """Number of whole total batches in an epoch."""
         return self.num_images // self.total_batch_size
 
-    def order(self) -> torch.Tensor:
+    def order(self) -> Tensor:
         """Returns the image indices of the whole epoch, for all ranks, (num_images,) int64."""
-        order = torch.randperm(self.num_images, generator=torch.Generator().manual_seed(self.order_seed))
-        distinct = math.ceil(self.num_images / self.repeats)
-        return order[:distinct].repeat_interleave(self.repeats)[: self.num_images]
+        distinct, generator = math.ceil(self.num_images / self.repeats), torch.Generator().manual_seed(self.order_seed)
+        if self.labels is None:
+            order = torch.randperm(self.num_images, generator=generator)[:distinct]
+        else:
+            order = draw_balanced(torch.as_tensor(self.labels), distinct, generator)
+        return order.repeat_interleave(self.repeats)[: self.num_images]
 
     def __len__(self) -> int:
         return (self.stop - self.start) // self.world.size
@@ -57,6 +74,29 @@ class EpochSampler(Sampler[Place]):
         positions = range(self.start + self.world.rank, self.stop, self.world.size)
         indices = self.order()[positions.start : positions.stop : positions.step].tolist()
         return ((index, self.epoch, position) for index, position in zip(indices, positions, strict=True))
+
+
+def draw_balanced(labels: Tensor, number: int, generator: torch.Generator) -> Tensor:
+    """Draws `number` image indices in random order, (number,) int64, of every class that occurs equally many.
+
+    The numbers of two classes differ by one at most, and so do those of two images of a class: images of a class recur
+    only when all of them have been drawn. Which class or image has one more is random.
+
+    Args:
+        labels: class index of every image, (n,).
+    """
+
+    def shuffle(values: Tensor) -> Tensor:
+        return values[torch.randperm(len(values), generator=generator)]
+
+    by_class = labels.argsort(stable=True).split(labels.bincount().tolist())
+    classes = [shuffle(images) for images in by_class if len(images)]
+    each, rest = divmod(number, len(classes))
+    more = shuffle(torch.arange(len(classes)) < rest).tolist()
+    drawn = []
+    for images, count in zip(classes, (each + extra for extra in more), strict=True):
+        drawn.append(images.repeat(math.ceil(count / len(images)))[:count])
+    return shuffle(torch.cat(drawn))
 
 
 class SeededDataset(Dataset):

@@ -20,18 +20,20 @@ from engine.config.schema import Data, Run, num_channels
 from engine.data.arrays import ArrayReader, DigitsReader
 from engine.data.augment import Size, create_transform
 from engine.data.cache import INDEX, CacheReader
+from engine.data.csv_file import open_csv
 from engine.data.datasets import TORCH, HfdsReader, TorchReader, WdsReader
-from engine.data.folders import FolderReader
+from engine.data.folders import open_class_folders
 from engine.data.idx import ENDINGS, IdxReader
-from engine.data.images import BrokenImage, decode
-from engine.data.layout import LayoutError, SplitReader, is_image, suffix_of
+from engine.data.images import BrokenImage, Levels, decode
+from engine.data.layout import LOOSE, LayoutError, SplitReader, is_image, suffix_of
 from engine.data.subset import SubsetReader, choose_classes, choose_images, hold_out
 from engine.data.tar import TarReader
 from engine.objectives import choose_objective
 from engine.runtime.text import one_line
 
 READERS: dict[str, tuple[Callable[[str], SplitReader], Sequence[str]]] = {
-    "folder": (FolderReader, ("",)),
+    "folder": (open_class_folders, ("",)),
+    "csv": (open_csv, (".csv",)),
     "tar": (TarReader, (".tar",)),
     "cache": (CacheReader, (INDEX,)),
     "idx": (IdxReader, ENDINGS),
@@ -49,6 +51,7 @@ class Images(Dataset):
 
     Args:
         transform: function of a PIL image; None leaves images as they are. mode: "RGB", or "L" for grey levels.
+        levels: see `decode`.
         create_target: function of an image's index that returns its target; None: the target is the class index.
     """
 
@@ -56,6 +59,7 @@ class Images(Dataset):
     transform: Callable[[Image.Image], Any] | None = None
     mode: Literal["RGB", "L"] = "RGB"
     create_target: Callable[[int], Tensor] | None = None
+    levels: Levels | None = None
 
     def __len__(self) -> int:
         return len(self.reader)
@@ -80,7 +84,7 @@ class Images(Dataset):
         try:
             file, label = self.reader[index]
             with file:
-                return decode(file, self.mode), int(label)
+                return decode(file, self.mode, self.levels), int(label)
         except (OSError, tarfile.TarError) as error:
             raise BrokenImage(str(error)) from error
 
@@ -98,19 +102,20 @@ def open_images(run: Run, option: Literal["train_split", "val_split"], img_size:
         create_transform(run, img_size, is_training, as_bytes),
         "L" if num_channels(run) == 1 else "RGB",
         objective.create_targets(run, is_training),
+        run.data.levels,
     )
 
 
 def open_split(data: Data, option: str, key: str | None = None) -> Images:
     """Opens the split that `option` (train_split, val_split) names; of a training split only `data.subset`.
 
-    With `data.holdout`, both are parts of the training split: the images held out validate.
+    With `data.val_fraction` or `data.folds`, both are parts of the training split: the images held out validate.
 
     Args:
         key: name of the option in errors; None: that of a configuration.
     """
     is_validation = option == "val_split"
-    option = "train_split" if data.holdout is not None else option
+    option = "train_split" if data.held_out_by else option
     key = key or f"data.{option}"
     open_reader, path = _find_split(data, getattr(data, option), key)
     try:
@@ -123,9 +128,9 @@ def open_split(data: Data, option: str, key: str | None = None) -> Images:
         reader = choose_classes(reader, data.classes)
     if data.subset is not None and option == "train_split":
         reader = choose_images(reader, data.subset, data.subset_seed)
-    if data.holdout is not None:
-        reader = hold_out(reader, data.holdout, data.subset_seed)[is_validation]
-    return Images(reader)
+    if data.held_out_by:
+        reader = hold_out(reader, data)[is_validation]
+    return Images(reader, levels=data.levels)
 
 
 def _find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], SplitReader], str]:
@@ -156,14 +161,39 @@ def _find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], Split
         if loose := [entry.name for entry in entries if is_image(entry.name)]:
             found.insert(0, f"{len(loose):,} images in no folder, such as {loose[0]!r}")
         problem = f"no {paths[0].name!r} in {data.root!r}; found there: {one_line(', '.join(found)) or 'nothing'}"
-        raise OptionError(key, problem)
+        raise OptionError(key, f"{problem}{_advise(key, data.dataset, bool(loose))}")
     return reader, str(path)
+
+
+def _advise(key: str, dataset: str, has_loose_images: bool) -> str:
+    """Returns what to do about a split that is missing, for the end of the message."""
+    if key == "data.val_split":
+        return "; data.val_fraction=0.2 holds out a part of the training images instead"
+    if dataset != "folder":
+        return ""
+    if has_loose_images:
+        return f"; {LOOSE}"
+    return "; if those are the class folders: data.train_split=. data.val_fraction=0.2"
 
 
 def classes_of(dataset: Images) -> list[str]:
     """Class names in the order of their indices."""
     index = dataset.reader.class_to_idx
     return sorted(index, key=index.__getitem__)
+
+
+def count_classes(dataset: Images, option: str) -> np.ndarray:
+    """Number of images of every class, (classes,) int64, none of which is 0.
+
+    Raises:
+        OptionError: a class has no image, so that what `option` asks for is impossible.
+    """
+    names = classes_of(dataset)
+    counts = np.bincount(dataset.reader.labels, minlength=len(names))
+    if empty := [name for name, count in zip(names, counts, strict=True) if not count]:
+        problem = f"the class {one_line(empty[0], 100)!r} has no training image to balance; leave it out (data.classes)"
+        raise OptionError(option, problem)
+    return counts
 
 
 def describe_ignored(dataset: Images) -> str:
@@ -176,12 +206,20 @@ def describe_ignored(dataset: Images) -> str:
     return f"ignored files: {', '.join([*texts[:10], *(['...'] if texts[10:] else [])])}" if texts else ""
 
 
-def report_ignored(name: str, dataset: Images) -> None:
-    """Says on stderr which files of the split `name` are no images, and how many images are left out, if any."""
-    if isinstance(reader := dataset.reader, SubsetReader) and len(reader) < reader.num_available:
-        print(f"{name}: {len(reader):,} of {reader.num_available:,} images", file=sys.stderr, flush=True)
-    if text := describe_ignored(dataset):
-        print(f"{name}: {text}", file=sys.stderr, flush=True)
+def report_split(data: Data, option: Literal["train_split", "val_split"], images: Images) -> None:
+    """Says on stderr how many images of a split are left out, if any, or that held-out images validate in its place,
+    and which of its files are no images.
+    """
+    number, lines = f"{len(images):,}", []
+    if isinstance(reader := images.reader, SubsetReader) and len(reader) < reader.num_available:
+        lines.append(f"data.{option}: {number} of {reader.num_available:,} images")
+    if data.held_out_by and option == "val_split":
+        held = f"{number} images of data.train_split = {data.train_split!r}, which are not trained on"
+        lines = [f"validation: {held} ({data.held_out_by}); data.val_split is not read"]
+    if text := describe_ignored(images):
+        lines.append(f"data.{option}: {text}")
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
 
 
 def identify_data(train: Images, val: Images) -> dict[str, Any]:

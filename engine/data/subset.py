@@ -1,4 +1,5 @@
-"""A part of a split: images of every class (`data.subset`, `data.holdout`), or the classes named by `data.classes`."""
+"""A part of a split: images of every class (`data.subset`), images held out for validation (`data.val_fraction`,
+`data.folds`), or the classes named by `data.classes`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import BinaryIO
@@ -7,6 +8,7 @@ import numpy as np
 import torch
 
 from attention.options import OptionError, nearest
+from engine.config.schema import Data
 from engine.data.layout import SplitReader
 from engine.runtime.distributed import mix_seeds
 from engine.runtime.reading import open_regular
@@ -61,33 +63,53 @@ def choose_images(reader: SplitReader, subset: int | float, seed: int) -> Subset
     Raises:
         OptionError: a class has fewer images.
     """
-    return SubsetReader(reader, _choose(reader, subset, seed, "data.subset", spared=0))
+    return SubsetReader(reader, np.sort(np.concatenate(_choose(reader, subset, seed, "data.subset", spared=0))))
 
 
-def hold_out(reader: SplitReader, holdout: int | float, seed: int) -> tuple[SubsetReader, SubsetReader]:
-    """Divides the images into those that stay and those that `choose_images` would choose, each in order.
+def hold_out(reader: SplitReader, data: Data) -> tuple[SubsetReader, SubsetReader]:
+    """Divides the images into those to train on and those held out, each in order.
+
+    By `data.val_fraction` the images held out are those that `choose_images` would choose. By `data.folds` the images
+    of all classes, shuffled within each, are dealt to the folds in turn, and those of `data.fold` are held out. The
+    folds thus partition the images, and their numbers of images, of any class and of all, differ by one at most.
 
     Raises:
-        OptionError: no image of a class would stay.
+        OptionError: no image of a class would stay, or a fold would have none of it.
     """
-    held = _choose(reader, holdout, seed, "data.holdout", spared=1)
-    return SubsetReader(reader, np.setdiff1d(np.arange(len(reader)), held)), SubsetReader(reader, held)
+    if data.folds is None:
+        assert data.val_fraction is not None, "nothing is held out"
+        held = np.concatenate(_choose(reader, data.val_fraction, data.subset_seed, "data.val_fraction", spared=1))
+    else:
+        classes = [*_shuffle_classes(reader, data.subset_seed)]
+        for name, images in classes:
+            if len(images) < data.folds:
+                problem = f" = {data.folds}, but class {one_line(name, 100)!r} has {len(images)} images; lower it"
+                raise OptionError("data.folds", problem)
+        held = np.concatenate([images for _, images in classes])[data.fold :: data.folds]
+    return SubsetReader(reader, np.setdiff1d(np.arange(len(reader)), held)), SubsetReader(reader, np.sort(held))
 
 
-def _choose(reader: SplitReader, number: int | float, seed: int, key: str, spared: int) -> np.ndarray:
-    """The ascending indices of `number` images of every class, of which so many are `spared`; see `choose_images`."""
-    labels, chosen = np.asarray(reader.labels), []
+def _shuffle_classes(reader: SplitReader, seed: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the name of every class and the indices of its images, in an order that depends on `seed` alone."""
+    labels = np.asarray(reader.labels)
     ends = np.bincount(labels, minlength=len(reader.class_to_idx)).cumsum()
     by_class = np.split(np.argsort(labels, kind="stable"), ends[:-1])
     for name, label in reader.class_to_idx.items():
-        images = by_class[label]
+        images, generator = by_class[label], torch.Generator().manual_seed(mix_seeds(seed, label))
+        yield name, images[torch.randperm(len(images), generator=generator).numpy()]
+
+
+def _choose(reader: SplitReader, number: int | float, seed: int, key: str, spared: int) -> list[np.ndarray]:
+    """The indices of `number` images of every class, of which so many are `spared`; see `choose_images`."""
+    chosen = []
+    for name, images in _shuffle_classes(reader, seed):
         count = number if isinstance(number, int) else max(1, round(number * len(images)))
         if count > len(images) - spared:
             stay = ", and some must stay" * (spared > 0)
-            raise OptionError(key, f" = {number}, but class {name!r} has {len(images)} images{stay}; lower it")
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(mix_seeds(seed, label)))
-        chosen.append(images[order[:count].numpy()])
-    return np.sort(np.concatenate(chosen))
+            problem = f" = {number}, but class {one_line(name, 100)!r} has {len(images)} images{stay}; lower it"
+            raise OptionError(key, problem)
+        chosen.append(images[:count])
+    return chosen
 
 
 def choose_classes(reader: SplitReader, path: str) -> SubsetReader:

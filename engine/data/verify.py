@@ -19,6 +19,7 @@ import numpy as np
 from PIL import Image
 from tqdm import tqdm
 
+from attention.options import OptionError
 from engine.config.schema import Data
 from engine.data.images import BrokenImage
 from engine.data.splits import Images, classes_of, describe_ignored, open_split
@@ -67,6 +68,8 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("root", help="directory that holds the splits, as data.root of a run")
     parser.add_argument("--dataset", choices=KINDS, default="folder", help="kind of the data set (folder)")
     parser.add_argument("--splits", nargs="+", default=["train", "val"], help="splits (train val)", metavar="NAME")
+    of_levels = "grey levels of black and white in images of more than 8 bits, as data.levels of a run"
+    parser.add_argument("--levels", nargs=2, type=float, help=of_levels, metavar=("BLACK", "WHITE"))
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that read (one per core)")
 
 
@@ -76,10 +79,10 @@ def open_splits(args: argparse.Namespace) -> dict[str, Images]:
     Raises:
         OptionError: a split is missing or holds no image.
     """
-    return {
-        name: open_split(Data(dataset=args.dataset, root=args.root, train_split=name), "train_split", "--splits")
-        for name in args.splits
-    }
+    options = {"dataset": args.dataset, "root": args.root, "levels": args.levels and tuple(args.levels)}
+    if args.levels and args.levels[0] == args.levels[1]:
+        raise OptionError("--levels", f" {args.levels}: black and white are the same level; give two")
+    return {name: open_split(Data(**options, train_split=name), "train_split", "--splits") for name in args.splits}
 
 
 def read_all(images: Images, workers: int, title: str) -> Generator[tuple[Any, int] | BrokenImage, None, None]:

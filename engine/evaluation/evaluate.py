@@ -1,7 +1,8 @@
 """Exact evaluation: every image counts once, at any number of processes and any batch size."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 
 import torch
 from torch import nn
@@ -11,10 +12,17 @@ from engine.data.images import BrokenImage
 from engine.data.loaders import Loader, count_broken, images_of, indices_read, show_images
 from engine.data.splits import classes_of
 from engine.evaluation.predictions import PredictionTable, gather_predictions
-from engine.objectives.classification import CLASSES
-from engine.objectives.objective import Measure
+from engine.objectives.classification import CLASSES, TOP
+from engine.objectives.objective import BALANCED, Measure
 from engine.runtime.distributed import Amp, World, autocast
 from engine.runtime.terminal import progress_bar
+from engine.runtime.text import one_line
+
+NUM_RECALLS = 20
+"""Most classes whose recalls are metrics of their own; `validate.py --per-class` writes those of any number."""
+
+RECALL = "recall/"
+"""Beginning of the names of the recalls of classes."""
 
 
 def evaluate_all(
@@ -79,14 +87,19 @@ def evaluate(
         rows: if given, the records that `measure` keeps for single images of this rank are added.
         measure: computes the metrics.
     Returns:
-        None if it was stopped; otherwise means over images of the metrics, and `images`, their number.
+        None if it was stopped; otherwise means over images of the metrics, and `images`, their number. At most `TOP`
+        classes have no `top5`, which is always 100. If `measure` is by classes and the loader names them, `BALANCED`
+        follows, and for at most `NUM_RECALLS` classes `recall/CLASS` of each class with images, in percent.
     Raises:
         BrokenImage: on every rank, if any rank's loader refuses an image, or if there is no image at all.
     """
     was_training = model.training
     model.eval()
+    is_named = isinstance(loader, Loader)
+    names = classes_of(images_of(loader)) if is_named else []
     sums = torch.zeros(len(measure.names) + 1, dtype=torch.float64, device=world.device)  # the last: images
-    num_images = len(loader.sampler) * world.size if isinstance(loader, Loader) else None
+    by_class = torch.zeros(2, len(names), dtype=torch.float64, device=world.device)  # sums of the first; images
+    num_images = len(loader.sampler) * world.size if is_named else None
     bar = progress_bar("evaluation", num_images, leave=False, hidden=not world.is_primary)
     problem = ""
     try:
@@ -95,10 +108,12 @@ def evaluate(
                 break
             images, targets = images.to(world.device, non_blocking=True), targets.to(world.device, non_blocking=True)
             with autocast(amp, world.device):
-                found = measure.sums(model, images, targets, rows)
-            for place, value in enumerate(found):
-                sums[place] += value
+                found = measure.values(model, images, targets, rows)
+            for place, values in enumerate(found):
+                sums[place] += values.sum()
             sums[-1] += len(targets)
+            if measure.by_class and names:
+                by_class.index_add_(1, targets, torch.stack([found[0], torch.ones_like(found[0])]))
             bar.update(len(targets) * world.size)
     except BrokenImage as error:  # of this rank's share
         problem = str(error)
@@ -113,4 +128,19 @@ def evaluate(
     if not images:
         raise BrokenImage("not one validation image could be read")
     means = (total / images for total in totals)
-    return {**dict(zip(measure.names, means, strict=True)), "images": int(images)}
+    metrics = {**dict(zip(measure.names, means, strict=True)), "images": int(images)}
+    if 0 < len(names) <= TOP:
+        metrics.pop("top5", None)
+    return metrics | (rate_recalls(world.sum(by_class), names) if measure.by_class and names else {})
+
+
+def rate_recalls(by_class: torch.Tensor, names: Sequence[str]) -> dict[str, float]:
+    """Returns `BALANCED` and the recalls of single classes, see `evaluate`.
+
+    Args:
+        by_class: (2, classes): the sum of 100 x hits over the images of every class, and their number.
+    """
+    sums, counts = by_class.tolist()
+    recalls = {name: total / count for name, total, count in zip(names, sums, counts, strict=True) if count}
+    shown = recalls if len(names) <= NUM_RECALLS else {}
+    return {BALANCED: fmean(recalls.values())} | {f"{RECALL}{one_line(name, 100)}": x for name, x in shown.items()}

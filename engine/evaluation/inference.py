@@ -4,7 +4,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -13,7 +13,6 @@ import torch
 from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import default_collate
-from torchvision.transforms import Compose
 
 from engine.checkpoints.files import WEIGHTS, Weights, find_weights
 from engine.checkpoints.weights import build_model, check_predicts_classes
@@ -21,11 +20,27 @@ from engine.config.load import parse_run
 from engine.config.schema import Data, num_channels
 from engine.data.augment import create_transform
 from engine.data.folders import FileReader
-from engine.data.images import convert
+from engine.data.images import Levels, convert
 from engine.data.loaders import ImageLoader, choose_batch_size, images_of
 from engine.data.splits import Images
 from engine.runtime.distributed import Amp, autocast
 from engine.runtime.errors import UserError
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """Function of a PIL image of any size and mode that returns the input of a model, (C, H, W) fp32, normalised.
+
+    Args:
+        mode, levels: see `convert`. transform: function of an 8-bit image of this mode.
+    """
+
+    mode: Literal["RGB", "L"]
+    levels: Levels | None
+    transform: Callable[[Image.Image], Tensor]
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        return self.transform(convert(image, self.mode, self.levels))
 
 
 class Trained(NamedTuple):
@@ -39,7 +54,7 @@ class Trained(NamedTuple):
     """
 
     model: nn.Module
-    transform: Callable[[Image.Image], Tensor]
+    transform: Preparation
     classes: list[str]
 
 
@@ -66,7 +81,7 @@ def load(path: str | Path, *, weights: Weights | None = None, select: Literal["b
         raise UserError(f"{found}: holds {len(classes)} class names, but model.num_classes = {num_classes}")
     mode: Literal["RGB", "L"] = "L" if num_channels(run) == 1 else "RGB"
     transform = create_transform(run, run.model["img_size"], is_training=False, as_bytes=False)
-    return Trained(model, Compose([partial(convert, mode=mode), transform]), classes)
+    return Trained(model, Preparation(mode, run.data.levels, transform), classes)
 
 
 class Prediction(NamedTuple):
@@ -82,7 +97,7 @@ def create_loader(trained: Trained, files: Sequence[str], batch_size: int | None
 
     A batch has `batch_size` images; None: `choose_batch_size`.
     """
-    images = Images(FileReader(files), trained.transform)
+    images = Images(FileReader(files), trained.transform, levels=trained.transform.levels)
     _, height, width = trained.transform(Image.new("RGB", (1, 1))).shape
     batch_size = batch_size or choose_batch_size((height, width))
     workers = min(Data.workers, os.cpu_count() or 1, len(files) // batch_size)  # no worker starts for less than a batch

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from attention import Attention
 from attention.options import OptionError
-from engine.objectives.classification import CLASSES, create_loss
+from engine.objectives.classification import CLASSES, label_loss
 from engine.objectives.distillation import Distill, combine_losses, digest_weights, train_fitted
 from engine.objectives.objective import Objective, Run
 from models.base import Backbone, attention_layers, is_same_attention
@@ -107,6 +107,10 @@ class Alignment(Objective):
         return run.distill.teacher is not None and run.distill.type == "attention"
 
     @staticmethod
+    def learns_labels(run: Run) -> bool:
+        return run.distill.weight < 1 and run.distill.beside == "labels"
+
+    @staticmethod
     def check(run: Run) -> None:
         """Refuses a run without initial weights whose other layers would stay at random values."""
         distill = run.distill
@@ -116,7 +120,7 @@ class Alignment(Objective):
 
     @classmethod
     def from_run(cls, run: Run, model: nn.Module, create_teacher: Callable[[], nn.Module]) -> Self:
-        return cls(create_loss(run.augment), run.distill, model, create_teacher())
+        return cls(label_loss(run, model), run.distill, model, create_teacher())
 
     def wrap(self, model: nn.Module) -> nn.Module:
         return self.fitted

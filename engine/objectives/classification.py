@@ -1,6 +1,6 @@
 """Classification: cross-entropy with the classes of images, or with the soft targets of mixup."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
@@ -23,29 +23,51 @@ def prediction_rows(logits: Tensor, label: Tensor, loss: Tensor, classes: Tensor
     return torch.cat([label[:, None], loss[:, None].double(), classes, probability], 1)
 
 
-def sum_classes(model: nn.Module, images: Tensor, targets: Tensor, rows: list[Tensor] | None) -> list[Tensor]:
-    """Computes the sums of `CLASSES` over a batch, and adds its `prediction_rows` to `rows`."""
+def rate_classes(model: nn.Module, images: Tensor, targets: Tensor, rows: list[Tensor] | None) -> list[Tensor]:
+    """Computes the metrics `CLASSES` of every image of a batch, and adds its `prediction_rows` to `rows`."""
     logits = model(images)
     classes = logits.topk(min(TOP, logits.shape[1])).indices
     hits = classes == targets[:, None]
     losses = F.cross_entropy(logits.float(), targets, reduction="none").double()
     if rows is not None:
         rows.append(prediction_rows(logits, targets, losses, classes))
-    return [100 * hits[:, 0].sum(), 100 * hits.sum(), losses.sum()]
+    return [100.0 * hits[:, 0].double(), 100.0 * hits.sum(1).double(), losses]
 
 
-CLASSES = Measure(("top1", "top5", "loss"), sum_classes)
+CLASSES = Measure(("top1", "top5", "loss"), rate_classes, by_class=True)
 """top1, top5: percent of images whose class has the highest / one of the five highest logits (of all logits, if there
 are fewer than five). loss: mean cross-entropy, nats."""
 
 
-def create_loss(augment: Any) -> nn.Module:
+class WeightedCrossEntropy(nn.CrossEntropyLoss):
+    """torch's cross-entropy with class weights, whose mean is over images for class indices too, as for soft targets.
+
+    torch divides the loss of class indices by the weights of a batch. The gradients of ranks and micro-batches would
+    then not add up to those of the whole batch, and mixup would have another scale.
+    """
+
+    def __init__(self, weight: Tensor, label_smoothing: float):
+        super().__init__(weight, reduction="none", label_smoothing=label_smoothing)
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return super().forward(input, target).mean()
+
+
+def create_loss(augment: Any, class_weights: Sequence[float] | None = None) -> nn.Module:
     """Creates the cross-entropy with class indices, or with the soft targets of mixup, which does the smoothing itself.
 
     Args:
-        augment: section `augment` of a run.
+        augment: section `augment` of a run. class_weights: factor of every class; None: 1.
     """
-    return nn.CrossEntropyLoss(label_smoothing=0.0 if augment.mixup or augment.cutmix else augment.smoothing)
+    smoothing = 0.0 if augment.mixup or augment.cutmix else augment.smoothing
+    if class_weights is None:
+        return nn.CrossEntropyLoss(label_smoothing=smoothing)
+    return WeightedCrossEntropy(torch.tensor(class_weights), smoothing)
+
+
+def label_loss(run: Run, model: nn.Module) -> nn.Module:
+    """Creates the loss of `run` with labels, on the device of `model`; see `create_loss`."""
+    return create_loss(run.augment, run.train.class_weights).to(next(model.parameters()).device)
 
 
 class Classification(Objective):
@@ -67,7 +89,7 @@ class Classification(Objective):
 
     @classmethod
     def from_run(cls, run: Run, model: nn.Module, create_teacher: Callable[[], nn.Module]) -> Self:
-        return cls(create_loss(run.augment))
+        return cls(label_loss(run, model))
 
     def __call__(self, network: Callable[[Tensor], Tensor], images: Tensor, targets: Tensor, /) -> Tensor:
         return self.loss(network(images), targets)

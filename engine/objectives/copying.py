@@ -32,15 +32,15 @@ def predict_copies(network: Callable[[Tensor], Tensor], sequences: Tensor) -> tu
     return network(sequences)[:, second:-1], tokens[:, second + 1 :]
 
 
-def sum_copies(model: nn.Module, sequences: Tensor, targets: Tensor, rows: list[Tensor] | None) -> list[Tensor]:
-    """Computes the sums of `COPIES` over a batch."""
+def rate_copies(model: nn.Module, sequences: Tensor, targets: Tensor, rows: list[Tensor] | None) -> list[Tensor]:
+    """Computes the metrics `COPIES` of every sequence of a batch."""
     logits, copied = predict_copies(model, sequences)
     hits = (logits.topk(min(TOP, logits.shape[-1])).indices == copied[..., None]).double()
     losses = F.cross_entropy(logits.mT.float(), copied, reduction="none").double()
-    return [100 * hits[..., 0].mean(1).sum(), 100 * hits.sum(2).mean(1).sum(), losses.mean(1).sum()]
+    return [100 * hits[..., 0].mean(1), 100 * hits.sum(2).mean(1), losses.mean(1)]
 
 
-COPIES = Measure(("top1", "top5", "loss"), sum_copies)
+COPIES = Measure(("top1", "top5", "loss"), rate_copies)
 """Means over the tokens of the second w; top1, top5: percent of them that have the highest / one of the five highest
 logits. loss: cross-entropy, nats; its exponential is the perplexity."""
 
@@ -53,6 +53,10 @@ class Copying(Objective):
     @staticmethod
     def applies(run: Run) -> bool:
         return run.data.dataset == "copy"
+
+    @staticmethod
+    def learns_labels(run: Run) -> bool:
+        return False
 
     @staticmethod
     def check(run: Run) -> None:
@@ -83,7 +87,8 @@ class Copying(Objective):
         neutral = {
             "augment": vars(type(run.augment)(**NO_AUGMENTATION)),
             "data": {
-                name: getattr(type(data)(), name) for name in ("root", "classes", "subset", "holdout", "crop_mode")
+                name: getattr(type(data)(), name)
+                for name in ("root", "classes", "subset", "val_fraction", "folds", "crop_mode")
             },
             "distill": vars(type(run.distill)()),
         }

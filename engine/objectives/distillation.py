@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention.options import OptionError, option
-from engine.objectives.classification import CLASSES, create_loss
+from engine.objectives.classification import CLASSES, label_loss
 from engine.objectives.objective import Objective, Run
 
 MeanStd = tuple[Sequence[float], Sequence[float]]
@@ -145,7 +145,7 @@ class Distillation(Objective):
 
     @classmethod
     def from_run(cls, run: Run, model: nn.Module, create_teacher: Callable[[], nn.Module]) -> Self:
-        return cls(create_loss(run.augment), run.distill, create_teacher())
+        return cls(label_loss(run, model), run.distill, create_teacher())
 
     def __call__(self, network: Callable[..., Any], images: Tensor, targets: Tensor, /) -> Tensor:
         outputs = network(images)

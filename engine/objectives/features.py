@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from attention.options import OptionError
 from engine.objectives.alignment import relative_error
-from engine.objectives.classification import CLASSES, create_loss
+from engine.objectives.classification import CLASSES, label_loss
 from engine.objectives.distillation import Distill, Teacher, combine_losses, digest_weights, train_fitted
 from engine.objectives.objective import Objective, Run
 from models.base import Backbone, Block
@@ -143,6 +143,10 @@ class FeatureDistillation(Objective):
         return run.distill.teacher is not None and run.distill.type == "features"
 
     @staticmethod
+    def learns_labels(run: Run) -> bool:
+        return run.distill.weight < 1 and run.distill.beside == "labels"
+
+    @staticmethod
     def check(run: Run) -> None:
         """Refuses a classifier that would stay at random values, tokens that are left out, blocks that are named twice,
         and in a run of another type the options of this one.
@@ -169,7 +173,7 @@ class FeatureDistillation(Objective):
     def from_run(cls, run: Run, model: nn.Module, create_teacher: Callable[[], nn.Module]) -> Self:
         shape = run.model["in_chans"], *to_2tuple(run.model["img_size"])
         images = torch.zeros(1, *shape, device=next(model.parameters()).device)
-        return cls(create_loss(run.augment), run.distill, model, cast(Teacher, create_teacher()), images)
+        return cls(label_loss(run, model), run.distill, model, cast(Teacher, create_teacher()), images)
 
     def check_blocks(self, there: int, here: int) -> None:
         """Refuses `distill.layers` unless both models have as many blocks, and those among them."""

@@ -50,8 +50,8 @@ class MaskGenerator:
         return mask.view(self.squares).repeat_interleave(self.patches, 0).repeat_interleave(self.patches, 1)
 
 
-def sum_losses(model: nn.Module, images: Tensor, masks: Tensor, rows: list[Tensor] | None) -> list[Tensor]:
-    """The sum of `masked_l1` over a batch; the first of an evaluation leaves a strip in `rows`.
+def rate_masked(model: nn.Module, images: Tensor, masks: Tensor, rows: list[Tensor] | None) -> list[Tensor]:
+    """The `masked_l1` of every image of a batch; the first of an evaluation leaves a strip in `rows`.
 
     It is (n, C, 3 x height, width): images above the same with masked pixels at the mean, and with these reconstructed.
     """
@@ -59,7 +59,7 @@ def sum_losses(model: nn.Module, images: Tensor, masks: Tensor, rows: list[Tenso
     if rows is not None and not rows:
         shown, hidden = images[:NUM_SHOWN], to_pixels(masks, images)[:NUM_SHOWN]
         rows.append(torch.cat([shown, shown * ~hidden, torch.where(hidden, pixels[:NUM_SHOWN], shown)], 2))
-    return [masked_l1(pixels, images, masks).double().sum()]
+    return [masked_l1(pixels, images, masks).double()]
 
 
 def masked_l1(pixels: Tensor, images: Tensor, masks: Tensor) -> Tensor:
@@ -84,11 +84,15 @@ def to_pixels(masks: Tensor, images: Tensor) -> Tensor:
 class MaskedImages(Objective):
     """The objective of a run on masked images: the targets of its images are their masks."""
 
-    measure, predicts_classes = Measure(("loss",), sum_losses), False
+    measure, predicts_classes = Measure(("loss",), rate_masked), False
 
     @staticmethod
     def applies(run: Run) -> bool:
         return bool(run.model.get("mask_token"))
+
+    @staticmethod
+    def learns_labels(run: Run) -> bool:
+        return False
 
     @staticmethod
     def check(run: Run) -> None:
@@ -141,5 +145,5 @@ class MaskedImages(Objective):
         return masked_l1(network(images, masks), images, masks).mean()
 
     def pictures(self, rows: Mapping[str, list[Tensor]]) -> dict[str, Tensor]:
-        """Returns the strip that `sum_losses` draws of the first images, for each model."""
+        """Returns the strip that `rate_masked` draws of the first images, for each model."""
         return {f"{prefix}reconstruction": strips[0] for prefix, strips in rows.items() if strips}

@@ -10,17 +10,29 @@ Run = Any
 """`engine.config.schema.Run`, whose sections include the options of objectives."""
 
 
+BALANCED = "balanced_accuracy"
+"""Name of the mean of the recalls of all classes that have images."""
+
+
 class Measure(NamedTuple):
     """Metrics that an evaluation computes.
 
     Attributes:
         names: names of the metrics, which are means over images.
-        sums: function of model, images and targets of a batch, and the `rows` of `evaluate`. It returns the sums of the
-            metrics over the images of the batch, scalars in the order of `names`.
+        values: function of model, images and targets of a batch, and the `rows` of `evaluate`. It returns the metrics
+            of every image of the batch, each (b,) in float64, in the order of `names`.
+        by_class: whether the targets are class indices, so that the mean of the first metric over the images of a class
+            is the recall of the class.
     """
 
     names: tuple[str, ...]
-    sums: Callable[[nn.Module, Tensor, Tensor, list[Tensor] | None], Sequence[Tensor]]
+    values: Callable[[nn.Module, Tensor, Tensor, list[Tensor] | None], Sequence[Tensor]]
+    by_class: bool = False
+
+    @property
+    def ranks_by(self) -> tuple[str, ...]:
+        """The metrics that `train.best_by` may name, the default first."""
+        return (*self.names, BALANCED) if self.by_class else self.names
 
 
 class Objective:
@@ -51,6 +63,11 @@ class Objective:
     def applies(run: Run) -> bool:
         """Returns whether the options of `run` choose this objective."""
         raise NotImplementedError("an objective defines applies")
+
+    @staticmethod
+    def learns_labels(run: Run) -> bool:
+        """Returns whether the labels of images have a part in the loss of `run`, which has this objective."""
+        return True
 
     @staticmethod
     def check(run: Run) -> None:

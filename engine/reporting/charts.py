@@ -19,10 +19,13 @@ from torchvision.utils import make_grid
 
 from engine.config.load import dump_run, flatten
 from engine.config.schema import Data, Run, per_channel
+from engine.evaluation.evaluate import RECALL
 from engine.evaluation.predictions import PredictionTable
 from engine.runtime.files import append_whole
 
-BY_IMAGES = tuple(f"{average}{name}" for average in ("", "ema_") for name in ("top1", "top5", "loss"))
+BY_IMAGES = tuple(
+    f"{average}{name}" for average in ("", "ema_") for name in ("top1", "top5", "balanced_accuracy", "loss")
+)
 """Values that are also charted by images seen, as `train_by_images/loss`, to compare runs of different batch sizes."""
 
 CHARTED = {
@@ -32,8 +35,8 @@ CHARTED = {
 }
 """Kind of record -> values that are charted. `broken` is charted only when it is not 0."""
 
-ERROR = "error_"
-"""Beginning of the names of errors of attention layers or features, which are charted too."""
+OPEN = ("error_", RECALL, f"ema_{RECALL}")
+"""Beginnings of the names of errors of attention layers or features, and of recalls, which are charted too."""
 
 
 class Charts:
@@ -53,8 +56,8 @@ class Charts:
 
     def add(self, kind: str, values: Mapping[str, Any], step: int, images_seen: int) -> None:
         """Charts a record."""
-        errors = [name for name in values if name.startswith(ERROR)]
-        for name in (*CHARTED.get(kind, ()), *errors):
+        others = [name for name in values if name.startswith(OPEN)]
+        for name in (*CHARTED.get(kind, ()), *(others if kind in CHARTED else ())):
             if name in values and (values[name] or name != "broken"):
                 self.events.add(summary=scalar(f"{kind}/{name}", values[name]), step=step)
         self._add_by_images(kind, values, images_seen)
@@ -88,7 +91,11 @@ class Charts:
         """Shows the options of `run`, and those of `values` that have no chart, as hyper-parameters."""
         charted = [name for name in CHARTED["eval"] if name in values]
         options: dict[str, Any] = {key: str(value) for key, value in flatten(dump_run(run)).items()}
-        options |= {f"final.{name}": value for name, value in values.items() if name not in charted}
+        options |= {
+            f"final.{name}": value
+            for name, value in values.items()
+            if name not in charted and not name.startswith(OPEN)
+        }
         for summary in hparams(options, {f"eval/{name}": values[name] for name in charted}):
             self.events.add(summary=summary, step=step)
 

@@ -5,6 +5,7 @@ Both work without a network: `WANDB_MODE=offline` (`wandb sync` sends the run la
 """
 
 import importlib
+import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -65,7 +66,8 @@ class MLflow:
             mlflow.log_params(flatten(dump_run(launch.run)))
 
     def log(self, values: Mapping[str, float], step: int) -> None:
-        self.mlflow.log_metrics(dict(values), step=step)
+        allowed = {re.sub(r"[^\w./ :-]", "_", name): value for name, value in values.items()}  # classes have any name
+        self.mlflow.log_metrics(allowed, step=step)
 
     def close(self, failed: bool) -> None:
         self.mlflow.end_run("FAILED" if failed else "FINISHED")

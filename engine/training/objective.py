@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
@@ -15,14 +16,14 @@ from engine.checkpoints.weight_sources import load_timm, read_weights
 from engine.checkpoints.weights import build_model, check_predicts_classes
 from engine.config.load import parse_run
 from engine.config.schema import Run, num_channels, per_channel
-from engine.data.splits import Images, classes_of
+from engine.data.splits import Images, classes_of, count_classes
 from engine.objectives import choose_objective
 from engine.objectives.alignment import last_call, record_calls
 from engine.objectives.distillation import INITIAL, INSIDE, MeanStd, Teacher
 from engine.objectives.objective import Objective
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
-from engine.runtime.text import describe_difference, describe_error
+from engine.runtime.text import describe_difference, describe_error, one_line
 from models import create_model, family_of
 from models.base import Backbone
 from models.deit import Deit
@@ -31,11 +32,28 @@ from models.freeze import describe_freeze
 
 def create_objective(run: Run, model: nn.Module, images: Images, world: World) -> Objective:
     """Creates the objective of `run`; see `create_teacher`."""
+    run = weigh_classes(run, images, world)
     objective = choose_objective(run).from_run(run, model, lambda: create_teacher(run, model, images, world))
     if objective.summary and world.is_primary:
         frozen = [name for name, weight in model.named_parameters() if not weight.requires_grad]
         print(f"{objective.summary}: {describe_freeze(model, frozen)}", flush=True)
     return objective
+
+
+def weigh_classes(run: Run, images: Images, world: World) -> Run:
+    """Returns `run` with the numbers that `train.class_weights: balanced` stands for on the training `images`.
+
+    Raises:
+        OptionError: a class has no image.
+    """
+    if run.train.class_weights != "balanced":
+        return run
+    counts, names = count_classes(images, "train.class_weights"), classes_of(images)
+    weights = counts.sum() / (len(counts) * counts)
+    if world.is_primary:
+        ends = (f"{weights[i]:.3g} ({one_line(names[i], 50)!r})" for i in (weights.argmin(), weights.argmax()))
+        print(f"train.class_weights = balanced: {' to '.join(ends)}", flush=True)
+    return replace(run, train=replace(run.train, class_weights=tuple(weights.tolist())))
 
 
 def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> Teacher:

@@ -33,6 +33,7 @@ RESUMABLE_OPTIONS = {
     "data.broken_val",
     "train.log_every",
     "train.keep_checkpoints",
+    "train.best_by",
     "train.checkpoint_steps",
     "train.checkpoint_minutes",
     "train.timeout_minutes",

@@ -421,7 +421,7 @@ def test_nonsense_is_refused(tmp_path, key):
 WITHOUT_HIGH = {
     "data.max_broken": "of the images that there are",
     "data.subset": "of the images that there are; a class that has fewer refuses it",
-    "data.holdout": "of the images that there are; a class that has as few refuses it",
+    "data.val_fraction": "of the images that there are; a class that has as few refuses it",
     "data.subset_seed": "any number is one",
     "distill.layers": "of the blocks that there are; others are refused",
     "train.seed": "any number is one",

@@ -65,6 +65,16 @@ def write_wds(root) -> None:
         write_shard(root / f"train-{shard}.tar", map(sample, range(200)[shard * 19 :][:19]))
 
 
+def write_csv(root) -> None:
+    """Files of no telling place, in lines of no telling order."""
+    rows = [f"images/{index}.png,{label}" for index, label in enumerate(LABELS)]
+    (root / "images").mkdir()
+    for index, pixels in enumerate(PIXELS):
+        (root / "images" / f"{index}.png").write_bytes(png(pixels))
+    random.Random(0).shuffle(rows)
+    (root / "train.csv").write_text("\n".join(["file,label", *rows]))
+
+
 def write_cifar10(root) -> None:
     (root / "cifar-10-batches-py").mkdir()
     for number in range(5):
@@ -102,10 +112,16 @@ def write_parquet(path, images, labels, classes: list[str] | None) -> None:
     parquet.write_table(table, path)
 
 
-WRITERS = {"folder": write_folder, "wds": write_wds, "torch/cifar10": write_cifar10, "hfds": write_hfds}
+WRITERS = {
+    "folder": write_folder,
+    "csv": write_csv,
+    "wds": write_wds,
+    "torch/cifar10": write_cifar10,
+    "hfds": write_hfds,
+}
 
 
-@pytest.fixture(scope="module", params=["wds", "torch/cifar10", "hfds"])
+@pytest.fixture(scope="module", params=["csv", "wds", "torch/cifar10", "hfds"])
 def other(request, tmp_path_factory):
     """Options of the same 200 images in another format."""
     root = tmp_path_factory.mktemp("other")
@@ -183,9 +199,12 @@ def test_an_epoch_is_that_of_the_folders(folder, other):
 def test_their_content_is_known(other, monkeypatch):
     """Numbers that stand for the content of images: of the pixels in memory, of the files, or of their sizes."""
     reader = open_split(Data(**other), "train_split").reader
-    files = [reader[index][0].read() for index in range(200)]
+    files = []
+    for index in range(200):
+        with reader[index][0] as file:
+            files.append(file.read())
     numbers = {zlib.crc32: [*map(zlib.crc32, files)], len: [*map(len, files)]}
-    measure = len if other["dataset"] == "wds" else zlib.crc32
+    measure = len if other["dataset"] in ("csv", "wds") else zlib.crc32
     assert reader.fingerprints().tolist() == numbers[measure]
     if other["dataset"] == "hfds":
         monkeypatch.setattr(datasets, "HASHED_BYTES", 1000)
@@ -253,6 +272,54 @@ def test_a_column_without_images_is_named(tmp_path, monkeypatch):
         OptionError, match="the column 'image' is missing or empty; rename one to that; found: picture, label"
     ):
         open_split(Data(dataset="hfds", root=str(tmp_path / "data")), "train_split")
+
+
+def open_csv(folder, text: str | bytes):
+    """The split of a CSV file beside the images a.png and "b, c.png"."""
+    (folder / "train.csv").write_bytes(text.encode() if isinstance(text, str) else text)
+    for name in ("a.png", "b, c.png"):
+        (folder / name).write_bytes(png(PIXELS[0]))
+    return open_split(Data(dataset="csv", root=str(folder)), "train_split")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'file,label\na.png,dog\n"b, c.png",cat\n',
+        '\ufefflabel, file\r\ndog ,./a.png\r\n\r\ncat,"b, c.png"',  # as spreadsheets may write it
+    ],
+)
+def test_a_csv_file_labels_files(tmp_path, text):
+    images = open_csv(tmp_path, text)
+    assert classes_of(images) == ["cat", "dog"]
+    assert [*images.reader.filenames()] == ["b, c.png", "a.png"]
+    assert [images[index][1] for index in range(2)] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", r"the columns are missing; the first line must be file,label"),
+        ("file;label\na.png;dog\n", r"the columns are 'file;label'; the first line must be file,label"),
+        ("file,label,age\na.png,dog,3\n", r"the columns are 'file', 'label', 'age'; the first line must be file,label"),
+        ("a.png,dog\n", r"the columns are 'a.png', 'dog'; the first line must be file,label, and no other columns"),
+        ("file,label\n", r"lists no image; write a line for each"),
+        ("file,label\na.png\n", r"line 2: 1 fields; expected file and label"),
+        (
+            "file,label\nb, c.png,dog\n",
+            r"line 2: 3 fields; expected file and label, in quotes where they contain a com",
+        ),
+        ("file,label\na.png,\n", r"line 2: no label; give one, or remove the line"),
+        ("file,label\na.png,dog\n./a.png,cat\n", r"line 3: 'a.png' is in line 2 already; remove one of them"),
+        ("file,label\na.png,dog\nx.png,cat\ny.png,cat\n", r"line 3: no file 'x.png' in .* \(2 of 3 are missing\)"),
+        ('file,label\n"a.png,dog\n', r"line 2: unexpected end of data"),
+        (b"file,label\n\xff\n.png,dog\n", r"line 2: 1 fields"),
+    ],
+)
+def test_a_csv_file_that_cannot_be_honoured_is_refused_with_the_line(tmp_path, text, problem):
+    with pytest.raises(OptionError, match=rf"^data.train_split: '.*train.csv': {problem}") as caught:
+        open_csv(tmp_path, text)
+    assert "\n" not in str(caught.value)
 
 
 def open_wds(root):

@@ -5,14 +5,19 @@ import math
 import os
 import re
 from contextlib import suppress
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+import train
+from attention.options import OptionError
 from bench.loading import write_jpegs
+from engine.config.checks import check_run
 from engine.config.schema import Augment, Data, Run, Train
+from engine.data.check import count_skipped
 from engine.data.images import BrokenImage, decode
 from engine.data.loaders import count_broken, create_loaders, create_val_loader
 from engine.data.splits import classes_of
@@ -66,6 +71,66 @@ def test_refused(name, mode):
         decode(io.BytesIO(IMAGE_FILES[name].content), mode)
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 250
+
+
+def read_levels(values, dtype, levels=None, kind="TIFF", mode="L") -> list[int]:
+    """A row of grey levels, as it is decoded."""
+    file = io.BytesIO()
+    Image.fromarray(np.array([values], dtype)).save(file, kind)
+    return np.asarray(decode(file, mode, levels)).ravel().tolist()
+
+
+@pytest.mark.parametrize("kind", ["TIFF", "PNG", "PPM"])
+def test_16_bits_have_the_range_of_their_format_or_the_given_one(kind):
+    every = np.arange(65536)
+    rounded = (every + 128) // 257
+    assert read_levels(every, np.uint16, None, kind) == rounded.tolist()
+    assert read_levels(every, np.uint16, (0, 65535), kind) == rounded.tolist()
+    assert read_levels(every, np.uint16, (65535, 0), kind) == (255 - rounded).tolist()
+    assert read_levels([0, 819, 4095, 5000], np.uint16, (0, 4095), kind) == [0, 51, 255, 255]
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "levels", "expected"),
+    [
+        ([-1.0, 0.0, 0.25, 1.0, 7.0], np.float32, (0, 1), [0, 0, 64, 255, 255]),
+        ([-1000, -160, 40, 240, 3000], np.int32, (-160, 240), [0, 0, 128, 255, 255]),  # Hounsfield units
+        ([-1000, -160, 40, 240, 3000], np.int16, (-160, 240), [0, 0, 128, 255, 255]),
+        ([0, 90, 255], np.uint8, (0, 4095), [0, 90, 255]),
+    ],
+)
+def test_levels_of_other_types_are_those_given(values, dtype, levels, expected):
+    assert read_levels(values, dtype, levels) == expected
+    assert read_levels(values, dtype, levels, mode="RGB") == [level for level in expected for _ in range(3)]
+    if dtype == np.uint8:
+        return
+    with pytest.raises(BrokenImage, match=r"no defined look; give the levels of black and white, data.levels="):
+        read_levels(values, dtype)
+
+
+def test_levels_that_are_not_finite_are_broken():
+    for value in (math.nan, math.inf):
+        with pytest.raises(BrokenImage, match="grey levels that are not finite"):
+            read_levels([0.5, value], np.float32, (0, 1))
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"levels": (1, 1)}, "data.levels = .* black and white are the same level; give two"),
+        (
+            {"levels": (0, 1), "dataset": "cache"},
+            "data.levels: the images of .*=cache have 8 bits; give --levels to engine.data.pre",
+        ),
+        (
+            {"levels": (0, 1), "dataset": "digits"},
+            "data.levels: the images of data.dataset=digits have 8 bits; set it to null",
+        ),
+    ],
+)
+def test_levels_without_a_meaning_are_refused(options, problem):
+    with pytest.raises(OptionError, match=problem):
+        check_run(Run(model={"in_chans": 3}, attention="softmax", data=Data(**options)))
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +198,61 @@ def test_training_skips_and_counts(root, capsys, size, workers):
         assert [line for line in told if not line.startswith("skipped: ")] == (ignored if rank == 0 else [])
     assert len(seen) == len(set(seen)) == epoch
     assert reported == BROKEN & set(seen)
+
+
+CHECKED = f"""\
+model: {{name: deit, img_size: 16, patch_size: 8, embed_dim: 12, depth: 1, num_heads: 2, num_classes: {NUM}}}
+attention: {{name: softmax}}
+data: {{workers: 0}}
+augment: {{mixup: 0.0, cutmix: 0.0, auto_augment: null}}
+schedule: {{epochs: 3, warmup_epochs: 0}}
+train: {{total_batch_size: {NUM}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("options", "verdict"),
+    [
+        (
+            [f"max_broken={NUM}", "broken_val=skip"],
+            f"no image stops this run; an epoch leaves out {len(BROKEN)} at most",
+        ),
+        (
+            [f"max_broken={NUM}"],
+            f"the first evaluation would end the run: {len(BROKEN)} broken images; repair or",
+        ),
+        (
+            ["broken_val=skip"],
+            f"epoch 1 would stop the run: {len(BROKEN)} broken training images, more than data.max_",
+        ),
+    ],
+)
+def test_a_check_knows_what_would_stop_a_run(root, tmp_path, capsys, options, verdict):
+    (tmp_path / "run.yaml").write_text(CHECKED)
+    with pytest.raises(SystemExit) as ended:
+        train.main([str(tmp_path / "run.yaml"), "--check", f"data.root={root}", *(f"data.{text}" for text in options)])
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last.startswith(verdict)
+    assert ended.value.code == (not verdict.startswith("no image"))
+    assert lines[0] == f"train: {NUM} images of {NUM} classes, {len(BROKEN)} broken"
+    assert {line[2:].split("/")[0] for line in lines[1 : 1 + len(BROKEN)]} == BROKEN
+    assert lines[1 + len(BROKEN)] == lines[0].replace("train", "val")
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(("repeats", "balanced"), [(0, False), (3, False), (2, True)])
+def test_a_check_counts_what_epochs_leave_out(root, repeats, balanced):
+    run = make_run(root, NUM * NUM, 0, NUM // 2, repeats=repeats)
+    run = replace(run, train=replace(run.train, balanced_sampling=balanced))
+    loader = create_loaders(run, CPU, img_size=16, num_classes=NUM)[0]
+    broken = [index for index in range(NUM) if classes_of(loader.dataset.dataset)[index] in BROKEN]
+    expected = []
+    for epoch in range(2):
+        loader.sampler.set_epoch(epoch)
+        list(loader)
+        expected.append(len(loader.broken))
+    assert count_skipped(loader.sampler, broken, 2) == expected
+    assert min(expected) > 0
 
 
 def test_training_stops_above_the_limit(root):

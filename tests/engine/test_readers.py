@@ -14,7 +14,7 @@ from timm.utils.misc import natural_key
 
 from attention.options import OptionError
 from engine.config.schema import Data
-from engine.data.folders import FolderReader
+from engine.data.folders import open_class_folders
 from engine.data.images import FORMATS, SUFFIXES, BrokenImage
 from engine.data.layout import classify, suffix_of
 from engine.data.splits import classes_of, describe_ignored, open_split
@@ -111,7 +111,7 @@ def test_the_order_is_timms(tmp_path):
     ]
     write_folder(tmp_path, paths)
     theirs = ReaderImageFolder(str(tmp_path / "train"))
-    ours = FolderReader(str(tmp_path / "train"))
+    ours = open_class_folders(str(tmp_path / "train"))
     assert ours.class_to_idx == theirs.class_to_idx
     assert [(str(tmp_path / "train" / path), label) for path, label in ours.samples] == theirs.samples
     (tmp_path / "train.tar").write_bytes(make_tar(sorted(paths, reverse=True), "train/"))

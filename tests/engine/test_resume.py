@@ -286,6 +286,20 @@ def test_two_ranks_learn_from_masked_images_what_one_learns(fork_server: ForkSer
     assert len(losses[0]) >= 5
 
 
+BALANCED = [
+    *("train.balanced_sampling=true", "train.class_weights=[1, 2, 3, 4, 5, 6, 7, 8, 9, 10]"),
+    *("data.folds=2", "data.fold=1", "data.subset_seed=3", "train.best_by=balanced_accuracy"),
+    "train.total_batch_size=8",
+]
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.stress)])
+def test_a_run_of_balanced_classes_resumes(ranks: int, fork_server: ForkServer, tmp_path: Path):
+    runs = Runs(fork_server, tmp_path / "runs", [*SHORT[:3], "schedule.warmup_epochs=0", *BALANCED], ranks)
+    assert {"balanced_accuracy", "best_balanced_accuracy"} <= runs.expected["records"][-1].keys()
+    assert -9 in runs.survives(("train.nn.utils.clip_grad_norm_", 2, "SIGKILL"))
+
+
 @pytest.mark.parametrize("ranks", [3, pytest.param(4, marks=pytest.mark.stress)])
 def test_any_number_of_ranks_ends_in_the_same_bits(ranks: int, fork_server: ForkServer, tmp_path: Path):
     """Three gradients have other bits when summed in another order."""

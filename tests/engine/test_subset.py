@@ -9,7 +9,7 @@ from attention.options import OptionError
 from engine.config.checks import check_run
 from engine.config.load import dump_run, load_run, parse_run
 from engine.config.schema import Data, Run
-from engine.data.splits import classes_of, digest_files, open_split
+from engine.data.splits import classes_of, digest_files, open_split, report_split
 from engine.data.subset import choose_images
 from engine.runtime.errors import ConfigError
 
@@ -61,39 +61,93 @@ def test_a_class_with_fewer_images_is_named():
         choose_images(ALL.reader, 200, 0)
 
 
-@pytest.mark.parametrize(("holdout", "counts"), [(13, [13] * 10), (0.1, (COUNTS * 0.1).round())])
-def test_images_held_out_validate_and_are_not_trained_on(holdout, counts):
-    train, val = (open_digits(split, holdout=holdout) for split in SPLITS)
-    assert np.bincount(val.reader.labels).tolist() == list(counts)
+@pytest.mark.parametrize("val_fraction", [0.1, 0.5, 1e-9])
+def test_images_held_out_validate_and_are_not_trained_on(val_fraction):
+    train, val = (open_digits(split, val_fraction=val_fraction) for split in SPLITS)
+    assert np.bincount(val.reader.labels).tolist() == [max(1, round(val_fraction * count)) for count in COUNTS]
     assert sorted([*train.reader.indices, *val.reader.indices]) == [*range(len(ALL))]
     whole = pixels(ALL)
     for images in (train, val):
         assert (np.diff(images.reader.indices) > 0).all()
         assert pixels(images) == [whole[index] for index in images.reader.indices]
-    other = open_digits("val_split", holdout=holdout, subset_seed=1)
-    assert {*other.reader.indices} != {*val.reader.indices}
+    again, other = (open_digits("val_split", val_fraction=val_fraction, subset_seed=seed) for seed in (0, 1))
+    assert {*again.reader.indices} == {*val.reader.indices} != {*other.reader.indices}
     assert len({digest_files(images) for images in (train, val, other, ALL)}) == 4
 
 
 def test_images_are_held_out_of_the_subset():
-    chosen, train, val = open_digits(subset=20), *(open_digits(s, subset=20, holdout=5) for s in SPLITS)
+    chosen, train, val = open_digits(subset=20), *(open_digits(s, subset=20, val_fraction=0.25) for s in SPLITS)
     assert (len(train), len(val)) == (150, 50)
     assert sorted([*train.reader.filenames(), *val.reader.filenames()]) == sorted(chosen.reader.filenames())
-    with pytest.raises(OptionError, match=r"data.holdout = 20, but class '0' has 20 images, and some must stay; lower"):
-        open_digits(subset=20, holdout=20)
+    with pytest.raises(OptionError, match=r"val_fraction = 0.1, but class '0' has 1 images, and some must stay; lower"):
+        open_digits(subset=1, val_fraction=0.1)
+
+
+@pytest.mark.parametrize("folds", [2, 5, 7])
+@pytest.mark.parametrize("seed", [0, 3])
+def test_folds_partition_the_images_and_are_alike_in_their_classes(folds, seed):
+    """Every image validates in one fold and is trained on in the others; counts, also of each class, differ by 1."""
+    parts = [[open_digits(s, folds=folds, fold=f, subset_seed=seed).reader for s in SPLITS] for f in range(folds)]
+    assert sorted(index for _, val in parts for index in val.indices) == [*range(len(ALL))]
+    for train, val in parts:
+        assert sorted([*train.indices, *val.indices]) == [*range(len(ALL))]
+        assert (np.diff(val.indices) > 0).all()
+    counts = np.array([np.bincount(val.labels, minlength=10) for _, val in parts])
+    for sizes in (counts.sum(1, keepdims=True), counts):
+        assert (sizes.max(0) - sizes.min(0)).max() <= 1
+    again = open_digits("val_split", folds=folds, fold=1, subset_seed=seed).reader.indices
+    assert (again == parts[1][1].indices).all()
+    assert {*open_digits("val_split", folds=folds, fold=1, subset_seed=seed + 1).reader.indices} != {*again}
+
+
+def test_a_class_that_would_be_missing_in_a_fold_is_named():
+    with pytest.raises(OptionError, match=r"data.folds = 5, but class '0' has 4 images; lower it"):
+        open_digits(subset=4, folds=5)
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
         ({"subset": 13.0}, "data.subset = 13.0 is no fraction; write 13 for as many images of every class"),
-        ({"subset_seed": 1}, "data.subset_seed = 1, but data.subset and data.holdout are null"),
-        ({"holdout": 13.0}, "data.holdout = 13.0 is no fraction below 1; write 13 for as many images of every class"),
+        ({"subset_seed": 1}, "data.subset_seed = 1, but data.subset, data.val_fraction and data.folds are null"),
+        ({"folds": 5, "val_fraction": 0.2}, "data.folds = 5, and data.val_fraction = 0.2: both hold images out"),
+        ({"folds": 5, "fold": 5}, "data.fold = 5 is none of data.folds = 5: 0 to 4"),
+        ({"fold": 1}, "data.fold = 1, but data.folds is null: give their number, or leave it out"),
     ],
 )
 def test_what_has_no_meaning_is_refused(options, problem):
     with pytest.raises(OptionError, match=problem):
         check_run(Run(model={"in_chans": 3}, attention="softmax", data=Data(**options)))
+
+
+def test_one_folder_of_class_folders_is_enough(tmp_path, capsys):
+    """Without splits, the data names its remedy; then held-out images validate, and the log says so."""
+    for name in ("cat", "dog"):
+        (tmp_path / name).mkdir()
+        for index in range(10):
+            (tmp_path / name / f"{index}.png").touch()
+    with pytest.raises(OptionError, match=r"found there: cat, dog; if those .* data.train_split=. data.val_fraction="):
+        open_split(Data(root=str(tmp_path)), "train_split")
+    with pytest.raises(OptionError, match=r"no 'val' in .*; data.val_fraction=0.2 holds out a part of the training im"):
+        open_split(Data(root=str(tmp_path), train_split="."), "val_split")
+    data = Data(root=str(tmp_path), train_split=".", val_fraction=0.2)
+    train, val = (open_split(data, split) for split in SPLITS)
+    assert (len(train), len(val), classes_of(val)) == (16, 4, ["cat", "dog"])
+    report_split(data, "val_split", val)
+    told = "validation: 4 images of data.train_split = '.', which are not trained on (data.val_fraction = 0.2); data.v"
+    assert capsys.readouterr().err.startswith(told)
+
+
+def test_loose_images_are_told_how_to_go_on(tmp_path):
+    (tmp_path / "train").mkdir()
+    for folder in (tmp_path, tmp_path / "train"):
+        (folder / "a.png").touch()
+    with pytest.raises(OptionError, match=r"images in no class folder: 1, such as 'a.png'; move each .*dataset=csv"):
+        open_split(Data(root=str(tmp_path)), "train_split")
+    with pytest.raises(
+        OptionError, match=r"no 'x' in .* 1 images in no folder, such as 'a.png', train; move each .*cs"
+    ):
+        open_split(Data(root=str(tmp_path), train_split="x"), "train_split")
 
 
 def test_classes_are_chosen_and_ordered_by_a_file(tmp_path):
@@ -136,8 +190,8 @@ def test_a_file_that_names_no_classes_is_refused(tmp_path, text, problem):
 
 def test_a_split_is_not_given_beside_images_that_are_held_out():
     """A checkpoint that has validated on held-out images would otherwise be evaluated on them under another name."""
-    run = dump_run(load_run(ROOT / "configs/quickstart.yaml", ["data.holdout=0.1"]))
-    with pytest.raises(ConfigError, match=r"^data.val_split = 'val': runs/x has data.holdout = 0.1, .*holdout=null"):
+    run = dump_run(load_run(ROOT / "configs/quickstart.yaml", ["data.val_fraction=0.1"]))
+    with pytest.raises(ConfigError, match=r"^data.val_split = 'val': runs/x has data.val_fraction = 0.1, .*tion=null"):
         parse_run(run, "runs/x", ["data.val_split=val"])
-    assert parse_run(run, "runs/x", ["data.val_split=val", "data.holdout=null"]).data.holdout is None
-    assert parse_run(run, "runs/x", ["data.root=elsewhere"]).data.holdout == 0.1
+    assert parse_run(run, "runs/x", ["data.val_split=val", "data.val_fraction=null"]).data.val_fraction is None
+    assert parse_run(run, "runs/x", ["data.root=elsewhere"]).data.val_fraction == 0.1

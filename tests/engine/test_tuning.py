@@ -31,7 +31,7 @@ SWEEP = """\
 base: base.yaml
 seeds: [3, 5]
 lr: [1.0e-3, 5.0e-4, 2.0e-3]
-holdout: 0.25
+val_fraction: 0.25
 runs:
   - {attention: softmax}
   - {attention.window_size: 1}
@@ -64,14 +64,14 @@ def test_every_setting_has_a_run_for_each_rate_and_then_its_seeds(config):
     _, settings, _ = read(config)
     trials = trials_of(settings)
     assert [case.run.optim.lr for case in trials] == [5e-4, 5e-4, 1e-3, 1e-3, 2e-3, 2e-3]
-    assert {(case.run.train.seed, case.run.data.holdout) for case in trials} == {(3, 0.25)}
+    assert {(case.run.train.seed, case.run.data.val_fraction) for case in trials} == {(3, 0.25)}
     assert in_order(settings) == []
     for case, top1 in zip(trials, (90, 91, 92, 90, 91, 89), strict=True):
         finish(case, top1)
     cases = in_order(settings)
     assert [case.run.optim.lr for case in cases] == [1e-3, 5e-4] * 2
     assert [case.run.train.seed for case in cases] == [3, 3, 5, 5]
-    assert {case.run.data.holdout for case in cases} == {None}
+    assert {case.run.data.val_fraction for case in cases} == {None}
     for case in (*trials, *cases):
         path, *overrides = case.command[2 : case.command.index("--output")]
         assert load_run(path, overrides) == case.run
@@ -128,7 +128,7 @@ def test_a_dry_run_shows_both_phases(config, capsys):
         return [shlex.split(line) for line in lines if "train.py" in line]
 
     found = commands()
-    assert [sum("data.holdout=0.25" in command for command in found), len(found)] == [6, 10]
+    assert [sum("data.val_fraction=0.25" in command for command in found), len(found)] == [6, 10]
     assert all("optim.lr=LR" in command and ",optim.lr=LR," in command[-1] for command in found[6:])
     _, settings, _ = read(config)
     for case in trials_of(settings):
@@ -160,7 +160,7 @@ def test_a_sweep_with_match_and_lr_end_to_end(config, monkeypatch, capfd):
     stops = False
     ablate.main(arguments)
     ablate.main(arguments)
-    assert ["data.holdout=0.1" in name for name in trained] == [True] * 4 + [False] * 2
+    assert ["data.val_fraction=0.1" in name for name in trained] == [True] * 4 + [False] * 2
     assert len(set(trained)) == 6
     with (output / "table.csv").open() as file:
         table = list(csv.DictReader(file))
@@ -172,7 +172,7 @@ def test_a_sweep_with_match_and_lr_end_to_end(config, monkeypatch, capfd):
         assert row["top-1 (%)"]
     for name in trained:
         options = yaml.safe_load((output / name / "config.yaml").read_text())
-        assert options["data"]["holdout"] == (0.1 if "holdout" in name else None)
+        assert options["data"]["val_fraction"] == (0.1 if "val_fraction" in name else None)
     assert "declares no option that sets its size" in (output / "table.md").read_text()
 
 
@@ -184,8 +184,12 @@ def test_a_sweep_with_match_and_lr_end_to_end(config, monkeypatch, capfd):
         ("[1.0e-3, 5.0e-4, 2.0e-3]", "[0, 1.0e-3]", "tuned.yaml:3: lr = 0.0 must be greater than 0"),
         ("[1.0e-3, 5.0e-4, 2.0e-3]", "fast", "tuned.yaml:3: lr: expected a list, got 'fast'"),
         ("[1.0e-3, 5.0e-4, 2.0e-3]", "[1.0e-9, 1.0e-3]", "tuned.yaml:6: runs.0: lr: schedule.min_lr = 1e-05 is above"),
-        ("lr: [1.0e-3, 5.0e-4, 2.0e-3]\n", "", "tuned.yaml:3: holdout = 0.25, but there is no lr to choose; leave it"),
-        ("holdout: 0.25", "holdout: 1.5", "tuned.yaml:6: runs.0: lr: data.holdout = 1.5 is no fraction below 1"),
+        (
+            "lr: [1.0e-3, 5.0e-4, 2.0e-3]\n",
+            "",
+            "tuned.yaml:3: val_fraction = 0.25, but there is no lr to choose; leave",
+        ),
+        ("val_fraction: 0.25", "val_fraction: 1.5", "tuned.yaml:4: val_fraction = 1.5 must be less than 1"),
         (
             "attention.window_size: 1",
             "optim.lr: 1.0e-3",
@@ -193,8 +197,8 @@ def test_a_sweep_with_match_and_lr_end_to_end(config, monkeypatch, capfd):
         ),
         (
             "attention.window_size: 1",
-            "data.holdout: 3",
-            "tuned.yaml:7: runs.1: data.holdout is given beside lr; leave one of them out",
+            "data.val_fraction: 0.3",
+            "tuned.yaml:7: runs.1: data.val_fraction is given beside lr; leave one of them out",
         ),
     ],
 )
@@ -205,8 +209,10 @@ def test_what_cannot_be_honoured_is_one_line(config, old, new, expected):
 
 def test_a_base_that_holds_images_out_or_has_no_accuracy_is_refused(config):
     base = config.parent / "base.yaml"
-    base.write_text(BASE.replace("subset: 20", "subset: 20, holdout: 3"))
-    with pytest.raises(ConfigError, match=r"runs.0: data.holdout = 3: lr holds images out by itself; set it to null"):
+    base.write_text(BASE.replace("subset: 20", "subset: 20, val_fraction: 0.3"))
+    with pytest.raises(
+        ConfigError, match=r"runs.0: data.val_fraction = 0.3: lr holds images out by itself; set it to n"
+    ):
         read(config)
     simmim = BASE.replace("num_classes: 10", "num_classes: 0, mask_token: true") + "simmim: {mask_size: 8}\n"
     base.write_text(simmim)
