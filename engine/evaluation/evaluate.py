@@ -87,7 +87,7 @@ def evaluate(
     model.eval()
     sums = torch.zeros(len(measure.names) + 1, dtype=torch.float64, device=world.device)  # the last: images
     num_images = len(loader.sampler) * world.size if isinstance(loader, Loader) else None
-    bar = progress_bar("evaluation", num_images, leave=False, hidden=not world.is_primary)
+    bar = progress_bar("evaluation", num_images, hidden=not world.is_primary)
     problem = ""
     try:
         for images, targets in loader:

@@ -41,7 +41,7 @@ from engine.reporting.trackers import Launch, OpenTrackers
 from engine.reporting.waiting import DataWait
 from engine.runtime.files import append_whole, naming, write_atomically
 from engine.runtime.provenance import provenance
-from engine.runtime.terminal import CONSOLE, append_line, progress_bar
+from engine.runtime.terminal import CONSOLE, print_fields, progress_bar
 from engine.runtime.text import one_line
 
 INPUT_BOUND = 20
@@ -157,9 +157,10 @@ class Recorder:
         self.workers_start = False
         if is_input_bound and self.directory is not None and not self.warned_input_bound:
             self.warned_input_bound = True
-            self.bar.write(
+            print(
                 f"input-bound: {data_wait:.0f} % of the time goes into waiting for data; raise data.workers"
-                f" (= {self.run.data.workers}) up to the cores there are, or prepare the images (engine.data.prepare)"
+                f" (= {self.run.data.workers}) up to the cores there are, or prepare the images (engine.data.prepare)",
+                flush=True,
             )
 
     def skip(self, epoch: int, num_skipped: int) -> None:
@@ -244,11 +245,9 @@ class Recorder:
             seconds = (self.total_steps - self.step) * values["step_seconds"]
             text += f"  ETA {timedelta(seconds=round(seconds))}"
         line = f"{kind:5}  epoch {epoch}/{self.run.schedule.epochs}  step {self.step}/{self.total_steps}  {text}"
-        if kind == "train" and not self.bar.disable:
-            self.bar.set_postfix_str(SHOWN["loss"].format(values["loss"]))
-            append_line(self.directory, line)
-        else:
-            self.bar.write(line)
+        if kind == "train":
+            self.bar.set_postfix_str(SHOWN["loss"].format(values["loss"]), refresh=False)
+        print_fields(line)
 
 
 def _short(value: Any) -> Any:
