@@ -43,7 +43,7 @@ from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.files import append_whole
 from engine.runtime.provenance import provenance
-from engine.runtime.terminal import progress_bar
+from engine.runtime.terminal import ConsoleLog, progress_bar
 from tests.support.launcher import use_few_images
 from train import Trainer
 
@@ -228,29 +228,45 @@ def test_console(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert final.startswith("final  epoch 2/2  step 1/1  top-1 50.00 %  best top-1 50.00 %  5,678 MACs  ")
 
 
+class Drawn(list[str]):
+    """What was drawn on a terminal, line by line; `content` has every byte."""
+
+    content: bytes
+
+
 @contextmanager
-def terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """stderr as a terminal of `width` columns; afterwards the list holds what was drawn on its lines."""
-    (controller, terminal), drawn, content = os.openpty(), [], b""
+def terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> Iterator["Drawn"]:
+    """stdout and stderr as a terminal of `width` columns; afterwards the list holds what was drawn on its lines."""
+    (controller, terminal), drawn, content = os.openpty(), Drawn(), b""
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
     with os.fdopen(terminal, "w") as file, monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", file)
+        for stream in ("stdout", "stderr"):
+            patch.setattr(sys, stream, file)
         yield drawn
     with suppress(OSError):  # the end of what the closed side has written
         while True:
             content += os.read(controller, 2**16)
     os.close(controller)
+    drawn.content = content
     drawn += [line for line in re.split(r"[\r\n]+", content.decode()) if line.strip()]
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_progress_bar_on_a_terminal(tmp_path, capsys, monkeypatch, width):
-    with terminal(width, monkeypatch) as drawn:
+@pytest.mark.parametrize("width", [80, 200])
+def test_progress_bar_on_a_terminal(tmp_path, monkeypatch, width):
+    """The bar makes way for the lines, which a narrow terminal breaks between fields."""
+    with terminal(width, monkeypatch) as drawn, ConsoleLog() as console:
+        console.keep(tmp_path)
         record_run(tmp_path)
-    assert "train " not in capsys.readouterr().out
-    assert drawn[0].startswith("epoch 1/2:   0%|   ")
-    assert re.fullmatch(r"epoch 1/2: 100%\|█{20,}\| ETA 00:00, [\d.]+k? images/s, loss 2\.5000", drawn[-1])
-    assert {len(line) for line in drawn} == {width - 1}  # tqdm keeps out of the last column
+    bars = [line for line in drawn if "|" in line]
+    lines = [line for line in drawn if line not in bars]
+    assert bars[0].startswith("epoch 1/2:   0%|   ")
+    assert re.fullmatch(r"epoch 1/2: 100%\|█{20,}\| ETA 00:00, [\d.]+k? images/s, loss 2\.5000", bars[-1])
+    assert {len(line) for line in bars} == {width - 1}  # tqdm keeps out of the last column
+    assert [line.split()[0] for line in lines if line[0] != " "] == ["start", "train", "eval", "final"]
+    assert len(lines) == (7 if width == 80 else 4)
+    assert all(len(line) < width for line in lines)
+    logged = (tmp_path / "console.log").read_text().splitlines()
+    assert [line.split() for line in logged] == [text.split() for text in re.split(r"\n(?! )", "\n".join(lines))]
 
 
 @pytest.mark.parametrize(("width", "least"), [(80, 12), (120, 50)])
