@@ -67,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 if trainer.progress.epoch < run.schedule.epochs:  # what is finished is left as it is
                     console.keep(args.output)
                 finished = trainer.train()
+            if not finished and world.is_primary:
+                print("saved; the same command continues the run", flush=True)
         finally:
             world.destroy()
     if not finished:
@@ -146,8 +148,8 @@ class Trainer:
         self.recorder = self.cleanup.enter_context(Recorder(directory, run, progress, total, self.world.device))
         self.signals = self.cleanup.enter_context(SignalHandler())
         stop_waiting_if(self.signals.stop_requested, self.train_loader, self.val_loader)
-        processes, changes = self.world.size, self.checkpoints.changes
-        self.recorder.start(progress.epoch, processes, changes, kernels=kernels.resolved(), **self.costs)
+        resumption = self.checkpoints.resumption
+        self.recorder.start(progress.epoch, self.world.size, resumption, kernels=kernels.resolved(), **self.costs)
 
     def train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
         """Makes the updates that are left of an epoch, and saves; returns whether a signal has stopped the run."""

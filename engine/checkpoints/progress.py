@@ -2,7 +2,8 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from attention.options import parse_options
 from engine.config.schema import Run
@@ -50,6 +51,16 @@ class Progress:
         name, sign = ranked_by(self.metrics)
         rankings = {f"best_{name}": self.ranking, f"best_ema_{name}": self.ema_ranking}
         return {name: sign * ranking[0][0] for name, ranking in rankings.items() if ranking}
+
+
+class Resumption(NamedTuple):
+    """Checkpoint that a run resumes from, and options, or names in its metadata, that differ: their values before and
+    now. `changes` are those of the `differences` that have an effect, and were allowed.
+    """
+
+    checkpoint: Path | None = None
+    differences: Mapping[str, tuple[Any, Any]] = {}
+    changes: Mapping[str, tuple[Any, Any]] = {}
 
 
 def ranked_by(metrics: Mapping[str, float]) -> tuple[str, int]:

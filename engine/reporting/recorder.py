@@ -29,14 +29,14 @@ from typing import Any
 
 import torch
 
-from engine.checkpoints.progress import Progress
+from engine.checkpoints.progress import Progress, Resumption
 from engine.config.load import dump_run
 from engine.config.schema import Run
 from engine.config.yaml_files import dump_yaml
 from engine.evaluation.predictions import PredictionTable
 from engine.reporting.charts import Charts
-from engine.reporting.console import SHOWN, format_values
-from engine.reporting.metrics import EPOCHS, METRICS, describe_change, epochs_csv, is_until, read_records
+from engine.reporting.console import SHOWN, describe_resumption, format_values
+from engine.reporting.metrics import EPOCHS, METRICS, epochs_csv, is_until, read_records
 from engine.reporting.trackers import Launch, OpenTrackers
 from engine.reporting.waiting import DataWait
 from engine.runtime.files import append_whole, naming, write_atomically
@@ -47,6 +47,10 @@ from engine.runtime.text import one_line
 INPUT_BOUND = 20
 """Percentage of time spent waiting for data above which a run is reported as input-bound, once. The first record of an
 epoch does not count, because the loader's workers start in it."""
+
+
+NOTHING = Resumption()
+"""A new run resumes from nothing."""
 
 
 class Recorder:
@@ -80,6 +84,7 @@ class Recorder:
         if self.metrics.exists():
             write_atomically(self.metrics, "".join(f"{json.dumps(record)}\n" for record in kept).encode())
         last, spent = (found[-1] if found else {} for found in (kept, records))
+        self.former = next((record for record in reversed(records) if record["kind"] == "start"), {})
         self.spent = {name: spent.get(name, 0.0) for name in ("elapsed_seconds", "gpu_hours")}
         images, step = (last["images_seen"], last["step"]) if "images_seen" in last else (0, 0)
         self.images_seen = images + (self.step - step) * self.run.train.total_batch_size
@@ -104,19 +109,26 @@ class Recorder:
             files = f"{EPOCHS} (a row per epoch), {METRICS} (all records), {CONSOLE}"
             print(f"logs of {self.directory}: {files}; tensorboard --logdir {self.directory}", flush=True)
 
-    def start(self, epoch: int, processes: int, changes: Mapping[str, tuple[Any, Any]] = {}, **values: Any) -> None:
-        """Records how the run starts, or resumes after `epoch` epochs, its configuration, and `changes` of options:
-        name -> value before and now.
+    def start(self, epoch: int, processes: int, resumption: Resumption = NOTHING, **values: Any) -> None:
+        """Records how the run starts, or resumes after `epoch` epochs, its configuration, and changes of options.
+
+        A run that resumes says from where, and what differs: options, data, and since the last start code and machine.
         """
         config = dump_yaml(dump_run(self.run))
         if self.directory is not None:
             write_atomically(self.directory / "config.yaml", config.encode())
             self.charts.show_config(config, self.step)
             self.trackers = OpenTrackers(Launch(self.run, self.directory, self.run_id))
+            origin = provenance(self.device)
+            if resumption.checkpoint is not None:
+                names = [name for name in origin if name != "command" and name in self.former]
+                others = {name: (self.former[name], origin[name]) for name in names}
+                print(describe_resumption(resumption, self._place(epoch), others), flush=True)
+            values |= origin
         self.num_gpus = processes if self.device.type == "cuda" else 0
         values |= {"run_id": self.run_id, "processes": processes, "epochs": self.run.schedule.epochs}
-        self._record("start", epoch, {**values, "total_steps": self.total_steps, **provenance(self.device)})
-        for option, (before, now) in changes.items():
+        self._record("start", epoch, {**values, "total_steps": self.total_steps})
+        for option, (before, now) in resumption.changes.items():
             self._record("change", epoch, {"option": option, "before": _short(before), "now": _short(now)})
 
     def images(self, images: torch.Tensor) -> None:
@@ -199,6 +211,9 @@ class Recorder:
         if self.directory is not None:
             self.bar.close()
 
+    def _place(self, epoch: int) -> str:
+        return f"epoch {epoch}/{self.run.schedule.epochs}  step {self.step}/{self.total_steps}"
+
     def _title(self, epoch: int) -> str:
         return f"epoch {epoch}/{self.run.schedule.epochs}"
 
@@ -236,15 +251,13 @@ class Recorder:
             numbers = {name: x for name, x in sent.items() if isinstance(x, int | float) and math.isfinite(x)}
             self.trackers.log(numbers, self.step)
         self.charts.add(kind, values, self.step, self.images_seen)
-        if kind == "fail":  # the error is shown last
+        if kind in ("change", "fail"):  # shown by `start`; shown last
             return
         text = format_values(values)
-        if kind == "change":
-            text = describe_change(values)
         if kind == "train":
             seconds = (self.total_steps - self.step) * values["step_seconds"]
             text += f"  ETA {timedelta(seconds=round(seconds))}"
-        line = f"{kind:5}  epoch {epoch}/{self.run.schedule.epochs}  step {self.step}/{self.total_steps}  {text}"
+        line = f"{kind:5}  {self._place(epoch)}  {text}".rstrip()
         if kind == "train":
             self.bar.set_postfix_str(SHOWN["loss"].format(values["loss"]), refresh=False)
         print_fields(line)

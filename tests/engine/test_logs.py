@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.checkpoints.progress import Progress
+from engine.checkpoints.progress import Progress, Resumption
 from engine.reporting.metrics import TOTALS, read_records
 from engine.reporting.recorder import Recorder
 from tests.engine.test_recorder import RUN
@@ -53,7 +53,7 @@ def test_every_field_and_kind_is_documented_and_there(
     with pytest.raises(ValueError, match="a reason"), Recorder(tmp_path, RUN, Progress(), 1, cpu):
         raise ValueError("a reason")
     with Recorder(tmp_path, RUN, Progress(), 1, cpu) as recorder:
-        recorder.start(0, 1, {"optim.lr": (1e-3, 5e-4)})
+        recorder.start(0, 1, Resumption(changes={"optim.lr": (1e-3, 5e-4)}))
         recorder.num_gpus, recorder.device = 1, torch.device("cuda")
         recorder.begin_epoch(1)
         recorder.end_step()

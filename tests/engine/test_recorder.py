@@ -31,7 +31,7 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from engine.checkpoints.progress import Progress
+from engine.checkpoints.progress import Progress, Resumption
 from engine.config.schema import Data, Run, Schedule, Train
 from engine.data.loaders import create_val_loader
 from engine.evaluation.evaluate import evaluate
@@ -568,7 +568,7 @@ def test_a_change_stays_once_a_checkpoint_has_it(tmp_path: Path):
     """A change belongs to the checkpoints after it: a kill before the first of them takes it back."""
     change = {"optim.lr": (1e-3, 5e-4), "classes": (["a"] * 1000, ["b"] * 1000)}
     recorder = Recorder(tmp_path, RUN, Progress(step=1, images=8), total_steps=4, device=CPU)
-    recorder.start(0, 1, change)
+    recorder.start(0, 1, Resumption(changes=change))
     recorder.close()
     lr, classes = (record for record in records(tmp_path) if record["kind"] == "change")
     assert (lr["option"], lr["before"], lr["now"], lr["step"]) == ("optim.lr", 1e-3, 5e-4, 1)
