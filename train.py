@@ -29,6 +29,7 @@ from engine.data.loaders import check_workers, create_loaders, has_lost_workers,
 from engine.data.splits import classes_of, identify_data
 from engine.evaluation.evaluate import evaluate_all, gather_all
 from engine.reporting.console import format_values
+from engine.reporting.profiling import check_profile
 from engine.reporting.recorder import Recorder
 from engine.reporting.trackers import check_trackers
 from engine.runtime.arguments import ArgumentParser
@@ -109,6 +110,8 @@ class Trainer:
         identity = identify_data(self.train_loader.dataset.dataset, self.val_loader.dataset)
         self.checkpoints = Checkpoints(output, run, world, self.sampler.num_images, identity | self.objective.identity)
         self.progress = self.checkpoints.restore(self.stateful, allowed)
+        self.total_steps = self.progress.total_steps(run, self.sampler.updates_per_epoch)
+        check_profile(run.report, self.total_steps)
 
     def train(self) -> bool:
         """Trains, evaluates and saves until the last epoch is finished (true) or a signal stops the run (false).
@@ -143,9 +146,8 @@ class Trainer:
         dump = partial(dump_step, self.checkpoints, self.train_loader, self.stateful, progress)
         self.guard = FiniteGuard(run.train, progress, dump)
         self.exchange = UpdateExchange(run, self.world, progress, self.guard.check)
-        total = progress.total_steps(run, self.sampler.updates_per_epoch)
         directory = self.output if self.world.is_primary else None
-        self.recorder = self.cleanup.enter_context(Recorder(directory, run, progress, total, self.world.device))
+        self.recorder = self.cleanup.enter_context(Recorder(directory, run, progress, self.total_steps, self.world))
         self.signals = self.cleanup.enter_context(SignalHandler())
         stop_waiting_if(self.signals.stop_requested, self.train_loader, self.val_loader)
         resumption = self.checkpoints.resumption

@@ -9,6 +9,9 @@ from attention.options import OptionError, nearest
 from engine.config.schema import Run
 from engine.objectives import OBJECTIVES
 
+MAX_PROFILED = 100
+"""Updates that a profile may have: its events lie in memory, thousands for each update."""
+
 
 def check_run(run: Run, world_size: int = 1) -> None:
     """Refuses options that are valid each on its own but not together.
@@ -68,6 +71,9 @@ def check_run(run: Run, world_size: int = 1) -> None:
             raise OptionError("model.dynamic_img_size", f" = false: {many}; set it to true")
         if train.compile:
             raise OptionError("train.compile", f" = true: {many}, and blocks are compiled for one; set it to false")
+    if run.report.profile is not None and not 1 <= run.report.profile[1] <= MAX_PROFILED:
+        problem = f" = {list(run.report.profile)}: expected [step, steps] with 1 to {MAX_PROFILED} steps"
+        raise OptionError("report.profile", problem)
     if run.model["in_chans"] not in (1, 3):
         raise OptionError("model.in_chans", f" = {run.model['in_chans']}: images have 3 channels (RGB) or 1 (grey)")
 

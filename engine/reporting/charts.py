@@ -26,7 +26,7 @@ BY_IMAGES = tuple(f"{average}{name}" for average in ("", "ema_") for name in ("t
 """Values that are also charted by images seen, as `train_by_images/loss`, to compare runs of different batch sizes."""
 
 CHARTED = {
-    "train": ("loss", "lr", "grad_norm", "images_per_second", "step_seconds", "data_wait", "broken"),
+    "train": ("loss", "lr", "grad_norm", "images_per_second", "step_seconds", "mfu", "data_wait", "broken"),
     "skip": ("num_skipped",),
     "eval": (*BY_IMAGES, "broken"),
 }

@@ -7,7 +7,6 @@ Both work without a network: `WANDB_MODE=offline` (`wandb sync` sends the run la
 import importlib
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -126,7 +125,7 @@ class OpenTrackers:
 
 
 def _chosen(options: Report) -> dict[str, str]:
-    return {package: name for package, name in asdict(options).items() if name is not None}
+    return {package: name for package in TRACKERS if (name := getattr(options, package)) is not None}
 
 
 def _reason(error: Exception) -> str:

@@ -40,6 +40,7 @@ RESUMABLE_OPTIONS = {
     "train.max_overflows",
     "report.wandb",
     "report.mlflow",
+    "report.profile",
     "plugins",
 }
 """Options without an effect on the trained weights: a run may be resumed with other values."""
