@@ -1,5 +1,6 @@
 """Profile of some updates of a run (`report.profile`): a trace of torch.profiler in the run directory."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -33,14 +34,19 @@ class StepProfiler:
         self.begin, self.steps = options.profile or (-1, 0)
         self.running: profile | None = None
 
-    def at_step(self, step: int) -> None:
-        """Begins or ends the profile, if it is time to after update `step`."""
+    def at_step(self, step: int) -> bool:
+        """Begins or ends the profile, if it is time to after update `step`; returns whether it has, which takes time."""
         if step == self.begin and self.directory is not None and self.running is None:
+            if self.device.type != "cuda":
+                os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # without a GPU the profiler reports errors
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] * (self.device.type == "cuda"))]
             self.running = profile(activities=activities, record_shapes=True, acc_events=True)
             self.running.start()
-        elif step == self.begin + self.steps:
+            return True
+        if step == self.begin + self.steps and self.running is not None:
             self.close(step)
+            return True
+        return False
 
     def close(self, step: int) -> None:
         """Ends a profile that is running, and writes its trace."""

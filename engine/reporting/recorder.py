@@ -172,7 +172,8 @@ class Recorder:
         self.images_seen += self.run.train.total_batch_size
         if self.directory is not None:
             self.bar.update(self.run.train.total_batch_size)
-        self.profiler.at_step(self.step)
+        if self.profiler.at_step(self.step):
+            self.step_began = time.perf_counter()
 
     def train(self, epoch: int, **values: float) -> None:
         """Records `values` of the updates since the last such record, and their speed; `epoch` counts from 1."""
