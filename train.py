@@ -23,13 +23,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from attention import kernels
 from engine.checkpoints.initial_weights import create_initial_model
+from engine.config.checks import check_profile
 from engine.config.load import find_config, load_run
 from engine.config.schema import Run
 from engine.data.loaders import check_workers, create_loaders, has_lost_workers, stop_waiting_if
 from engine.data.splits import classes_of, identify_data
 from engine.evaluation.evaluate import evaluate_all, gather_all
 from engine.reporting.console import format_values
-from engine.reporting.profiling import check_profile
 from engine.reporting.recorder import Recorder
 from engine.reporting.trackers import check_trackers
 from engine.runtime.arguments import ArgumentParser
@@ -44,6 +44,7 @@ from engine.training.failure import explain_failures
 from engine.training.nonfinite import FiniteGuard, dump_step
 from engine.training.objective import create_objective
 from engine.training.optim import check_optimizer, create_optimizer, create_schedule, keep_weights_finite
+from engine.training.plan import describe_plan
 from engine.training.resume import CHANGEABLE, Checkpoints
 from models.costs import count_costs
 from models.freeze import set_train_mode
@@ -55,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("config", type=find_config, help="YAML file, see configs/")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the file's")
     parser.add_argument("--output", type=Path, required=True, help="directory of the run; an unfinished run resumes")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="show the configuration, size, length and memory, start nothing"
+    )
     parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=f"{CHANGEABLE}; repeatable")
     args = parser.parse_intermixed_args(arguments)
     with ConsoleLog() as console, refuse_bad_input():
@@ -64,6 +68,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         world = init_distributed(run.train.device, run.train.timeout_minutes)
         try:
             with explain_failures(run.train, world), ExitStack() as cleanup:
+                check_trackers(run.report)
+                check_optimizer(run.optim, world.device)
+                if args.dry_run:
+                    text = describe_plan(run, world, args.output, args.allow_change)
+                    print(text * world.is_primary, end="")
+                    return
                 trainer = Trainer(run, world, args.output, args.allow_change, cleanup)
                 if trainer.progress.epoch < run.schedule.epochs:  # what is finished is left as it is
                     console.keep(args.output)
@@ -87,8 +97,6 @@ class Trainer:
 
     def __init__(self, run: Run, world: World, output: Path, allowed: Sequence[str], cleanup: ExitStack):
         self.run, self.options, self.world, self.output, self.cleanup = run, run.train, world, output, cleanup
-        check_trackers(run.report)
-        check_optimizer(run.optim, world.device)
         self.costs = count_costs(run.model, run.attention)._asdict()
         seed_everything(self.options.seed)  # without the rank: every rank makes the same initial weights
         self.layout = torch.channels_last if self.options.channels_last else torch.contiguous_format

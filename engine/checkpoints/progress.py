@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from attention.options import parse_options
 from engine.config.schema import Run
+from engine.runtime.text import one_line
 
 
 @dataclass
@@ -61,6 +62,19 @@ class Resumption(NamedTuple):
     checkpoint: Path | None = None
     differences: Mapping[str, tuple[Any, Any]] = {}
     changes: Mapping[str, tuple[Any, Any]] = {}
+
+    def describe(self, where: str, others: Mapping[str, tuple[Any, Any]] = {}) -> str:
+        """Returns the name of the checkpoint, `where` that is in the run, and what differs, a line each.
+
+        Args:
+            others: name -> value before and now, besides options and data; equal values are left out.
+        """
+        pairs = {**self.differences, **{name: pair for name, pair in others.items() if pair[0] != pair[1]}}
+        lines = [
+            f"  {name}: {one_line(f'{was}', 60)} -> {one_line(f'{now}', 60)}" for name, (was, now) in pairs.items()
+        ]
+        end = "differences:" if lines else "nothing differs"
+        return "\n".join([f"{self.checkpoint}  {where}; {end}", *lines])
 
 
 def ranked_by(metrics: Mapping[str, float]) -> tuple[str, int]:

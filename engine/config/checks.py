@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 from timm.optim import list_optimizers
 
 from attention.options import OptionError, nearest
-from engine.config.schema import Run
+from engine.config.schema import Report, Run
 from engine.objectives import OBJECTIVES
 
 MAX_PROFILED = 100
@@ -76,6 +76,17 @@ def check_run(run: Run, world_size: int = 1) -> None:
         raise OptionError("report.profile", problem)
     if run.model["in_chans"] not in (1, 3):
         raise OptionError("model.in_chans", f" = {run.model['in_chans']}: images have 3 channels (RGB) or 1 (grey)")
+
+
+def check_profile(options: Report, total_steps: int) -> None:
+    """Refuses a profile of updates that a run of `total_steps` updates does not make.
+
+    Raises:
+        OptionError: the run ends before the last of these updates.
+    """
+    if options.profile and sum(options.profile) > total_steps:
+        problem = f" = {list(options.profile)}: ends at step {sum(options.profile)}, but the run at step {total_steps}"
+        raise OptionError("report.profile", f"{problem}; choose earlier updates")
 
 
 POLICIES: dict[str, dict[str, range | tuple[Any, ...]]] = {

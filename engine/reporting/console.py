@@ -3,9 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-from engine.checkpoints.progress import Resumption
-from engine.runtime.text import one_line
-
 SHOWN = {
     "top1": "top-1 {:.2f} %",
     "top5": "top-5 {:.2f} %",
@@ -33,19 +30,3 @@ SHOWN = {
 def format_values(values: Mapping[str, Any]) -> str:
     """Formats those of `values` that are in `SHOWN`, on one line."""
     return "  ".join(form.format(values[name]) for name, form in SHOWN.items() if name in values)
-
-
-def describe_resumption(resumption: Resumption, where: str, others: Mapping[str, tuple[Any, Any]] = {}) -> str:
-    """Returns the text that says from which checkpoint a run resumes, `where` that is in the run, and what differs.
-
-    Args:
-        others: name -> value before and now, besides options and data; equal values are left out.
-    """
-    pairs = {**resumption.differences, **{name: pair for name, pair in others.items() if pair[0] != pair[1]}}
-    lines = [f"  {name}: {_short(before)} -> {_short(now)}" for name, (before, now) in pairs.items()]
-    source = f"resumes from {resumption.checkpoint}  {where}; "
-    return "\n".join([source + ("differences:" if lines else "nothing differs"), *lines])
-
-
-def _short(value: Any) -> str:
-    return one_line(str(value), 60)

@@ -6,19 +6,7 @@ from pathlib import Path
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from attention.options import OptionError
 from engine.config.schema import Report
-
-
-def check_profile(options: Report, total_steps: int) -> None:
-    """Refuses a profile of updates that a run of `total_steps` updates does not make.
-
-    Raises:
-        OptionError: the run ends before the last of these updates.
-    """
-    if options.profile and sum(options.profile) > total_steps:
-        problem = f" = {list(options.profile)}: ends at step {sum(options.profile)}, but the run at step {total_steps}"
-        raise OptionError("report.profile", f"{problem}; choose earlier updates")
 
 
 class StepProfiler:
@@ -35,7 +23,7 @@ class StepProfiler:
         self.running: profile | None = None
 
     def at_step(self, step: int) -> bool:
-        """Begins or ends the profile, if it is time to after update `step`; returns whether it has, which takes time."""
+        """Begins or ends the profile, if it is time to after update `step`; returns whether that has taken time."""
         if step == self.begin and self.directory is not None and self.running is None:
             if self.device.type != "cuda":
                 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # without a GPU the profiler reports errors

@@ -36,7 +36,7 @@ from engine.config.schema import Run
 from engine.config.yaml_files import dump_yaml
 from engine.evaluation.predictions import PredictionTable
 from engine.reporting.charts import Charts
-from engine.reporting.console import SHOWN, describe_resumption, format_values
+from engine.reporting.console import SHOWN, format_values
 from engine.reporting.metrics import EPOCHS, METRICS, epochs_csv, is_until, read_records
 from engine.reporting.profiling import StepProfiler
 from engine.reporting.trackers import Launch, OpenTrackers
@@ -92,7 +92,7 @@ class Recorder:
         if self.metrics.exists():
             write_atomically(self.metrics, "".join(f"{json.dumps(record)}\n" for record in kept).encode())
         last, spent = (found[-1] if found else {} for found in (kept, records))
-        self.former = next((record for record in reversed(records) if record["kind"] == "start"), {})
+        self.former: dict[str, Any] = next((record for record in reversed(records) if record["kind"] == "start"), {})
         self.spent = {name: spent.get(name, 0.0) for name in ("elapsed_seconds", "gpu_hours")}
         images, step = (last["images_seen"], last["step"]) if "images_seen" in last else (0, 0)
         self.images_seen = images + (self.step - step) * self.run.train.total_batch_size
@@ -131,7 +131,7 @@ class Recorder:
             if resumption.checkpoint is not None:
                 names = [name for name in origin if name != "command" and name in self.former]
                 others = {name: (self.former[name], origin[name]) for name in names}
-                print(describe_resumption(resumption, self._place(epoch), others), flush=True)
+                print(f"resumes from {resumption.describe(self._place(epoch), others)}", flush=True)
             values |= origin
         self.num_gpus = processes if self.device.type == "cuda" else 0
         self._rate(values.get("macs", 0), processes)

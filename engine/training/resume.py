@@ -48,6 +48,9 @@ RESUMABLE_OPTIONS = {
 CHANGEABLE = f"what may differ: an option, processes, images, {', '.join(IDENTITY[:-1])} or {IDENTITY[-1]}"
 """Help on --allow-change: possible differences from the run that is continued."""
 
+TEACHER = "teacher_weights"
+"""Metadata that only a run with its teacher knows."""
+
 CONTENT = ("train_content", "val_content")
 """Metadata of the data that checkpoints of earlier versions lack."""
 
@@ -105,6 +108,8 @@ class Checkpoints:
         except ConfigError as error:
             raise UserError(f"{path}: this version cannot resume it; {error}") from None
         there = _flatten_metadata(checkpoint | {"config": dump_run(run)})
+        if TEACHER not in here:  # a plan of a run does not read it
+            there.pop(TEACHER, None)
         if unknown := [key for key in CONTENT if key in here and key not in there]:
             here = {key: value for key, value in here.items() if key not in unknown}
             if self.world.is_primary:
