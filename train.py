@@ -7,7 +7,6 @@ The same command on the directory of an unfinished run resumes it from its last 
 SIGTERM, SIGINT, SIGUSR1, SIGHUP and SIGQUIT it saves a checkpoint and exits with status 75.
 """
 
-import argparse
 import math
 import os
 import sys
@@ -24,7 +23,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from attention import kernels
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.config.checks import check_profile
-from engine.config.load import find_config, load_run
+from engine.config.load import load_run
 from engine.config.schema import Run
 from engine.data.loaders import check_workers, create_loaders, has_lost_workers, stop_waiting_if
 from engine.data.splits import classes_of, identify_data
@@ -32,35 +31,27 @@ from engine.evaluation.evaluate import evaluate_all, gather_all
 from engine.reporting.console import format_values
 from engine.reporting.recorder import Recorder
 from engine.reporting.trackers import check_trackers
-from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import World, autocast, init_distributed, seed_everything, set_deterministic, set_tf32
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.locks import lock_directory
 from engine.runtime.signals import STOPPED, SignalHandler, end_at_interrupt
 from engine.runtime.terminal import ConsoleLog
+from engine.training.command_line import parse_arguments
 from engine.training.compilation import compiled_blocks
 from engine.training.exchange import UpdateExchange
 from engine.training.failure import explain_failures
 from engine.training.nonfinite import FiniteGuard, dump_step
 from engine.training.objective import create_objective
 from engine.training.optim import check_optimizer, create_optimizer, create_schedule, keep_weights_finite
-from engine.training.plan import describe_plan
-from engine.training.resume import CHANGEABLE, Checkpoints
+from engine.training.plan import print_plan
+from engine.training.resume import Checkpoints
 from models.costs import count_costs
 from models.freeze import set_train_mode
 
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(description="Train a model.", formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=find_config, help="YAML file, see configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the file's")
-    parser.add_argument("--output", type=Path, required=True, help="directory of the run; an unfinished run resumes")
-    parser.add_argument(
-        "--dry-run", action="store_true", help="show the configuration, size, length and memory, start nothing"
-    )
-    parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=f"{CHANGEABLE}; repeatable")
-    args = parser.parse_intermixed_args(arguments)
+    args = parse_arguments(arguments)
     with ConsoleLog() as console, refuse_bad_input():
         run = load_run(args.config, args.overrides, int(os.environ.get("WORLD_SIZE", "1")))
         set_deterministic(run.train.deterministic)
@@ -71,8 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 check_trackers(run.report)
                 check_optimizer(run.optim, world.device)
                 if args.dry_run:
-                    text = describe_plan(run, world, args.output, args.allow_change)
-                    print(text * world.is_primary, end="")
+                    print_plan(run, world, args.output, args.allow_change)
                     return
                 trainer = Trainer(run, world, args.output, args.allow_change, cleanup)
                 if trainer.progress.epoch < run.schedule.epochs:  # what is finished is left as it is

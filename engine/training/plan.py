@@ -38,8 +38,8 @@ INDENT = " " * 12
 """Beginning of a line that goes on with a fact."""
 
 
-def describe_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()) -> str:
-    """Returns the configuration of `run` and, a line each, its size, length, memory, and what it would resume.
+def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()) -> None:
+    """Prints, on the primary rank, the configuration of `run`, its size, length, memory, and what it would resume.
 
     Args:
         output, allowed: directory of the run, and options that may differ from the run in it.
@@ -73,8 +73,10 @@ def describe_plan(run: Run, world: World, output: Path, allowed: Sequence[str] =
         "memory": describe_memory(run, world, images),
         "resumes": found,
     }
-    lines = (f"{name:{len(INDENT)}}{text}\n" for name, text in facts.items())
-    return "\n".join([dump_yaml(dump_run(run)), "".join(lines)])
+    if world.is_primary:
+        print(dump_yaml(dump_run(run)))
+        for name, text in facts.items():
+            print(f"{name:{len(INDENT)}}{text}")
 
 
 def describe_memory(run: Run, world: World, images: int) -> str:

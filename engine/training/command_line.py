@@ -1,0 +1,45 @@
+"""Command line of `train.py`."""
+
+import argparse
+import dataclasses
+import inspect
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.config.load import find_config
+from engine.config.schema import Run
+from engine.runtime.arguments import ArgumentParser
+from engine.training.resume import CHANGEABLE
+
+OPTIONS = """\
+options of a mechanism: python -m attention NAME
+all options, with defaults and units: python -m engine.config.options_table, or docs/options.md
+options of one run, as they are resolved: --dry-run
+"""
+"""Ways to list the options."""
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the arguments of `train.py`, by default those of this process; `--help` shows the sections of a run."""
+    parser = ArgumentParser(
+        description="Train a model.", epilog=describe_sections(), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("config", type=find_config, help="YAML file, see configs/")
+    add("overrides", nargs="*", metavar="key.path=value", help="options in place of the file's: optim.lr=1e-3")
+    add("--output", type=Path, required=True, help="directory of the run; an unfinished run resumes")
+    add("--allow-change", action="append", default=[], metavar="KEY", help=f"{CHANGEABLE}; repeatable")
+    text = "print the resolved configuration, parameters, MACs, steps, images, memory, and what would be resumed"
+    add("--dry-run", action="store_true", help=f"{text}; start and write nothing")
+    return parser.parse_intermixed_args(arguments)
+
+
+def describe_sections() -> str:
+    """Returns the sections of a run with their descriptions, and ways to list their options."""
+    sections = {"model": "Network: deit or pvtv2", "attention": "Mechanism, or a list of them that name their blocks"}
+    for name, kind in typing.get_type_hints(Run).items():
+        if dataclasses.is_dataclass(kind):
+            sections[name] = (inspect.getdoc(kind) or "").partition(".")[0].replace("\n", " ")
+    lines = (f"  {name:10} {text}" for name, text in sections.items())
+    return "\n".join(["sections, in the file and in key.path=value:", *lines, "", OPTIONS])
