@@ -3,6 +3,8 @@
 import argparse
 import dataclasses
 import inspect
+import re
+import textwrap
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,7 +16,8 @@ from engine.training.resume import CHANGEABLE
 
 OPTIONS = """\
 options of a mechanism: python -m attention NAME
-all options, with defaults and units: python -m engine.config.options_table, or docs/options.md
+all options, with defaults and units: python -m engine.config.options_table,
+or docs/options.md
 options of one run, as they are resolved: --dry-run
 """
 """Ways to list the options."""
@@ -40,6 +43,7 @@ def describe_sections() -> str:
     sections = {"model": "Network: deit or pvtv2", "attention": "Mechanism, or a list of them that name their blocks"}
     for name, kind in typing.get_type_hints(Run).items():
         if dataclasses.is_dataclass(kind):
-            sections[name] = (inspect.getdoc(kind) or "").partition(".")[0].replace("\n", " ")
-    lines = (f"  {name:10} {text}" for name, text in sections.items())
+            sections[name] = re.split(r"\.(?=\s|$)", inspect.getdoc(kind) or "")[0].replace("\n", " ")
+    indent = " " * 13
+    lines = (textwrap.fill(f"  {name:10} {text}", 79, subsequent_indent=indent) for name, text in sections.items())
     return "\n".join(["sections, in the file and in key.path=value:", *lines, "", OPTIONS])
