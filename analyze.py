@@ -21,6 +21,7 @@ QUESTIONS: dict[str, str] = {
     "sensitivity": "loss and top-1 of a trained model when one layer alone has another mechanism, as it is and aligned",
     "search": "mechanism of every layer of a trained model under a budget: a front of loss against cost",
     "error": "error of mechanisms against softmax attention on a trained model's queries, keys and values",
+    "entries": "error of the entries of attention matrices against the logit q . k",
     "oracle": "error of low-rank and sparse approximations, and both, of its attention matrices at one budget",
 }
 """Module of `analysis` -> its description."""

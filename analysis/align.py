@@ -70,9 +70,9 @@ def draw_batches(trained: Trained, images: Images, indices: Tensor, steps: int, 
 
 
 def align(trained: Trained, model: nn.Module, batches: Iterable[Tensor], steps: int) -> None:
-    """Fits the attention layers of `model` that are not those of the trained model, see `Alignment`; one step a batch.
+    """Fits the attention layers of `model` that differ from the trained model's; see `Alignment`. Each batch is a step.
 
-    Nothing is changed if all layers are the trained model's. Random numbers follow from torch's generator.
+    If all layers are the trained model's, nothing is changed. Random numbers follow from torch's generator.
 
     Raises:
         FloatingPointError: a gradient is not finite.

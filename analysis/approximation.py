@@ -9,11 +9,11 @@ from statistics import mean
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from analysis.budgets import options_text, size_option, with_budget
 from analysis.distributions import entropy
-from analysis.drop_in import CHUNK, attended, drop_in, layer_errors, merge_modes, set_mode
+from analysis.drop_in import CHUNK, attended, drop_in, merge_modes, set_mode
 from analysis.trained import Trained
 from attention import Attention, Grid, OptionError
 from engine.reporting.tables import Spread, spread
@@ -28,11 +28,12 @@ class Row:
     """Measurements of a mechanism at a budget and temperature.
 
     Attributes:
-        name: as on the command line. options: options of the mechanism, with the budget's. budget: None for mechanisms
-            without an option of size. temperature: divisor of the logits. entropies: entropy of softmax's weights in
-            each layer, nats. mode: see `merge_modes`. errors: `normalised_error` for each draw and layer. untrained:
-            number of untrained parameters. macs: see `layer_macs`. peak: peak bytes of the first layer for `CHUNK`
-            images. problem: why there is no result.
+        name: the mechanism on the command line. options: its options, including the budget's. budget: None for
+            mechanisms without an option of size. temperature: divisor of the logits. entropies: entropy of softmax's
+            weights in each layer, nats. mode: see `merge_modes`. errors: `normalised_error` for each draw and layer,
+            mean over the passes. variances: the part of it that is variance over the passes; the rest is squared bias.
+            untrained: number of untrained parameters. macs: see `layer_macs`. peak: peak bytes of the first layer for
+            `CHUNK` images. problem: why there is no result.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Row:
     entropies: Sequence[float]
     mode: str = ""
     errors: Sequence[Sequence[float]] = ()
+    variances: Sequence[Sequence[float]] = ()
     untrained: int = 0
     macs: int = 0
     peak: int | None = None
@@ -49,7 +51,18 @@ class Row:
 
     def spread(self, layer: int | None = None) -> Spread | None:
         """Returns mean and standard deviation over draws, for one layer or for the mean over layers."""
-        return spread(mean(found) if layer is None else found[layer] for found in self.errors)
+        return spread_of_layers(self.errors, layer)
+
+    def spread_of_squared_bias(self, layer: int | None = None) -> Spread | None:
+        """Returns the same of error - variance, an unbiased estimate of the squared bias; it may be below zero."""
+        pairs = zip(self.errors, self.variances, strict=False)  # without samples there are no variances
+        biases = [[e - v for e, v in zip(errors, variances, strict=True)] for errors, variances in pairs]
+        return spread_of_layers(biases, layer)
+
+
+def spread_of_layers(found: Sequence[Sequence[float]], layer: int | None) -> Spread | None:
+    """Returns mean and standard deviation over draws, for one layer or for the mean over layers."""
+    return spread(mean(of_draw) if layer is None else of_draw[layer] for of_draw in found)
 
 
 @dataclass(frozen=True)
@@ -113,7 +126,7 @@ def measure(
     """Yields the rows of a mechanism: one for each budget, or for each budget and mode if the modes differ."""
     for budget in budgets if size_option(attention) else [None]:
         row = partial(Row, name, budget=budget, temperature=softmax.temperature, entropies=softmax.entropies)
-        options, found = attention, {mode: [] for mode in args.modes}
+        options, found = attention, {mode: [] for mode in args.modes}  # (error, variance) of every layer, by draw
         try:
             if budget is not None:
                 options = with_budget(attention, budget, math.prod(softmax.inputs[0][1]))
@@ -121,11 +134,36 @@ def measure(
                 model, untrained = drop_in(trained, options, seed, softmax.state)
                 for mode, errors in found.items():
                     set_mode(model, mode, seed)
-                    errors.append(layer_errors(model, softmax.inputs, softmax.outputs, attended))
+                    samples = args.decompose if mode == "sampled" and args.decompose else 1
+                    errors.append(decompose_errors(model, softmax, samples))
         except OptionError as error:
             yield row(options_text(options), problem=str(error))
             continue
         macs, (x, grid) = layer_macs(trained, options, softmax.inputs), softmax.inputs[0]
         peak = peak_bytes(partial(attended, attention_layers(model.eval())[0], x[:CHUNK], grid), trained.device)
-        for mode, errors in merge_modes(found).items():
-            yield row(options_text(options), mode=mode, errors=errors, untrained=untrained, macs=macs, peak=peak)
+        for mode, draws in merge_modes(found).items():
+            errors, variances = [[[pair[i] for pair in draw] for draw in draws] for i in (0, 1)]
+            sampled = {"variances": variances} if args.decompose and mode != "evaluation" else {}
+            yield row(
+                options_text(options), mode=mode, errors=errors, untrained=untrained, macs=macs, peak=peak, **sampled
+            )
+
+
+@torch.no_grad()
+def decompose_errors(model: nn.Module, softmax: Softmax, samples: int) -> list[tuple[float, float]]:
+    """Returns for every attention layer its `normalised_error`, mean over `samples` passes, and how much is variance.
+
+    The error of a random y against a fixed t is E (y - t)^2 = (E y - t)^2 + Var y. The variance is estimated over the
+    passes, divided by samples - 1; a single pass has none.
+    """
+    found = []
+    for layer, given, expected in zip(attention_layers(model), softmax.inputs, softmax.outputs, strict=True):
+        size, errors, scatter, centre = expected.double().square().mean().item(), [], 0.0, 0.0
+        for count in range(1, samples + 1):
+            y = attended(layer, *given).double()
+            errors.append((y - expected).square().mean().item() / size)
+            step = y - centre
+            centre = centre + step / count  # Welford: the mean and the sum of squares about it, in one turn
+            scatter += (step * (y - centre)).mean().item() if count > 1 else 0.0
+        found.append((mean(errors), scatter / max(1, samples - 1) / size))
+    return found

@@ -54,9 +54,9 @@ class Cost:
     Args:
         batch_size: images of the pass; the sample is repeated if it has fewer.
     Attributes:
-        name: key of `COSTS`. axis: label of figures; {} is for the number of images. columns: of tables, for the
-            measured and the predicted cost in units of a budget; none if tables have them anyway. unit: cost of a
-            budget of 1. combine: see `Prices`.
+        name: key of `COSTS`. axis: label of figures; {} is for the number of images. columns: columns of tables
+            for the measured and the predicted cost, in units of a budget; none if tables have them already. unit:
+            cost of a budget of 1. combine: see `Prices`.
     """
 
     name: str
@@ -156,8 +156,8 @@ class Time(Cost):
 class Memory(Cost):
     """Bytes at the peak, above the model and its images; a budget is in MiB.
 
-    The peak of a model is that of its layers. That of one layer is measured in a model whose other attention layers
-    return their input, so that they allocate nothing.
+    The peak of a model is the highest peak of its layers. The peak of a layer is measured in a model whose other
+    attention layers return their input, so that they allocate nothing.
     """
 
     name, axis = "memory", "MiB at the peak of a forward pass, images: {}"

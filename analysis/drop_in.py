@@ -46,7 +46,7 @@ def set_mode(model: nn.Module, mode: str, seed: int) -> None:
     """Sets only the attention layers to one of `command_line.MODES`; their samples follow from `seed`."""
     torch.manual_seed(seed)
     for layer in attention_layers(model):
-        layer.training = mode == "sampled"
+        layer.train(mode == "sampled")  # and its parts: EVA's landmarks sample, not the layer itself
 
 
 def merge_modes(found: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,6 +90,6 @@ def layer_errors(
     expected: Sequence[Tensor],
     compute: Callable[[Attention, Tensor, Grid], Tensor],
 ) -> list[float]:
-    """Returns the `normalised_error` of what `compute` (`attended`, `outputs`) gives for each attention layer."""
+    """Returns the `normalised_error` of the result of `compute` (`attended`, `outputs`) for each attention layer."""
     layers = zip(attention_layers(model), inputs, expected, strict=True)
     return [normalised_error(compute(layer, *given), y) for layer, given, y in layers]

@@ -3,7 +3,9 @@
     python analyze.py error runs/softmax --attention ra lara eva --budgets 16 49 196
 
 A temperature divides the logits and makes softmax's matrices sharper or flatter. Mechanisms that sample have two
-errors, one with samples as in training and one in evaluation.
+errors, one with samples as in training and one in evaluation. `--decompose 32` divides the first one into squared bias
+and variance, over 32 passes with other samples: the bias is what more training steps with fresh samples cannot average
+away.
 """
 
 import argparse
@@ -54,11 +56,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     sizes = "sizes of a mechanism: landmarks, samples, tokens of a window, ..., at temperature 1 (16 49 196)"
     parser.add_argument("--budgets", type=int, nargs="+", default=[16, 49, 196], help=sizes)
     divisors = "divisors of the logits, at the middle budget (0.25 1 4)"
+    passes = "split the error with samples into squared bias and variance, over so many passes"
+    parser.add_argument("--decompose", type=int, metavar="PASSES", help=passes)
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.25, 1.0, 4.0], help=divisors)
 
 
 def main(args: argparse.Namespace) -> None:
     command_line.check_positive(args, "draws", "images")
+    if args.decompose is not None and (args.decompose < 2 or "sampled" not in args.modes):
+        remedy = "give 2 passes or more" if args.decompose < 2 else "leave --modes out, or add sampled"
+        raise UserError(f"--decompose {args.decompose}: there is no variance over them; {remedy}")
     for name in ("budgets", "temperatures"):
         if not all(0 < value < math.inf for value in getattr(args, name)):
             raise UserError(f"--{name} {' '.join(f'{x:g}' for x in getattr(args, name))}: give numbers above 0")
@@ -98,6 +105,7 @@ def readable(row: Row) -> dict[str, str]:
         "temperature": f"{row.temperature:g}",
         "entropy (nats)": f"{mean(row.entropies):.2f}",
         "error": plus_minus(row.spread(), ".3g"),
+        "squared bias": plus_minus(row.spread_of_squared_bias(), ".3g"),
         **layers,
         "untrained parameters": f"{row.untrained:,}" if row.untrained else "",
         "MACs (M)": f"{row.macs / 1e6:.2f}" if row.macs else "",
@@ -112,15 +120,16 @@ def values(row: Row, images: int, draws: int) -> Iterator[dict[str, Any]]:
         error, std = (row.spread(layer) or (None, None))[:2]
         line = {"attention": row.name, "options": row.options, "mode": row.mode, "images": images, "draws": draws}
         line |= {"budget": row.budget, "temperature": row.temperature, "layer": layer + 1, "entropy": nats}
-        line |= {"error": error, "error_std": std, "untrained_parameters": row.untrained, "macs": row.macs or None}
-        yield line | {"peak_bytes": row.peak, "problem": row.problem}
+        bias = (row.spread_of_squared_bias(layer) or [None])[0]
+        line |= {"error": error, "error_std": std, "squared_bias": bias, "untrained_parameters": row.untrained}
+        yield line | {"macs": row.macs or None, "peak_bytes": row.peak, "problem": row.problem}
 
 
 def points_on(against: str, rows: Sequence[Row], middle: int) -> list[tuple[float, float, float | None]]:
     """Returns the points of a mechanism: place on one of `AXES`, mean and standard deviation of the error.
 
-    They are of temperature 1, or of the `middle` budget, or of both. The middle budget is measured at every
-    temperature. Rows without a budget count as of any.
+    These points have temperature 1, the `middle` budget, or both. The middle budget is measured at every temperature.
+    Rows without a budget count for every budget.
     """
     at_middle = [row for row in rows if row.budget in (None, middle)]
     if against == "entropy":
@@ -140,12 +149,15 @@ def draw(title: str, rows: Sequence[Row], against: str, budgets: Sequence[int], 
     label = AXES[against].format(temperatures=f"temperatures {temperatures}", middle=middle)
     measured = [row for row in rows if row.errors]
     names, series = list(dict.fromkeys(row.name for row in measured)), dict.fromkeys((r.name, r.mode) for r in measured)
+    apart = {name for name, mode in series if mode != "any"}  # their rows of any mode are on the lines of each mode
     figure = new_figure(f"{QUESTIONS[against]}\n{title}", max(3.6, 1.2 + 0.16 * len(names)))
     axes = figure.subplots()
     drawn: list[Line2D] = []
     lines: dict[str, Line2D] = {}  # the first of each mechanism, which is named
     for name, mode in series:
-        here = [row for row in measured if (row.name, row.mode) == (name, mode)]
+        if mode == "any" and name in apart:
+            continue
+        here = [row for row in measured if row.name == name and row.mode in (mode, "any")]
         if points := points_on(against, here, middle):
             x, means, deviations = zip(*points, strict=True)
             y = [min(value, LARGEST) for value in means]

@@ -22,11 +22,11 @@ Choices = tuple[str, ...]
 class Hybrids:
     """Hybrids of the trained model of a laboratory.
 
-    A mechanism is aligned in all layers that can have it, in one run: layers are fitted apart from each other, on the
-    trained model's own inputs, so that a fitted layer serves every hybrid.
+    A mechanism is aligned in one run, in all layers that can have it. Each layer is fitted on the trained model's own
+    inputs, independently of the others, so that a fitted layer serves every hybrid.
 
     Args:
-        mechanisms: text of the command line -> options. seed: of their untrained parameters and of alignment.
+        mechanisms: text of the command line -> options. seed: seed of their untrained parameters and of alignment.
     Attributes:
         layers: mechanism -> numbers of the layers that can have it.
     Raises:

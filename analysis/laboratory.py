@@ -92,7 +92,7 @@ class Laboratory:
     """A trained model, images, and a directory that keeps measurements of the model with other attention.
 
     Args:
-        modes: randomness of attention, see `command_line.MODES`. steps: of alignment; None: nothing is aligned.
+        modes: randomness of attention, see `command_line.MODES`. steps: number of alignment steps; None: no alignment.
     Attributes:
         own: the trained model with its own attention. kept: measurements in the directory.
     """
@@ -112,10 +112,10 @@ class Laboratory:
         self.kept = Measurements(directory / FILE, basis)
 
     def measure(self, name: str, attention: Any, layers: Sequence[int], seed: int) -> Measured:
-        """Measures a mechanism in the place of `layers`, or returns what is kept of that.
+        """Measures a mechanism in the place of `layers`, or returns the kept measurement.
 
         Args:
-            name: for the file of the aligned model. attention: of the whole model.
+            name: name of the file of the aligned model. attention: attention of the whole model.
         Raises:
             OptionError: the mechanism cannot be built. FloatingPointError: the alignment diverges.
         """

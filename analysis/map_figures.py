@@ -112,7 +112,7 @@ def why_no_rollout(layers: Sequence[LayerMaps | NoMatrix]) -> str:
 
 @in_style
 def draw_layers(rows: Sequence[Row]) -> Figure:
-    """Draws entropy and mean distance of every head by layer, means over images, beside values for equal weights."""
+    """Draws entropy and mean distance of every head by layer, averaged over images, with values for equal weights."""
     images = len({row.file for row in rows})
     notes = ["How far, and how evenly, do the heads of each layer look?"]
     notes += [f"mean over {images} image{'s' * (images > 1)}, evaluation mode"]

@@ -34,8 +34,8 @@ class Layer(NamedTuple):
 def read_layers(args: argparse.Namespace) -> list[Layer]:
     """Reads queries and keys of every attention layer of the trained model for `args.images` validation images.
 
-    Layers without a key for every token, or with more than `MAX_TOKENS`, are named on stderr and left out. Queries and
-    keys that were not trained for softmax attention are reported there, too.
+    Layers without a key for every token, or with more than `MAX_TOKENS` tokens, are named on stderr and left out. A
+    note on stderr reports queries and keys that were not trained for softmax attention.
 
     Raises:
         UserError: there is no such model, there are too few images, one is broken, or no layer is left.

@@ -1,4 +1,4 @@
-"""Measurements that a directory keeps, so that the same command goes on after an interruption."""
+"""Measurements that a directory keeps, so that the same command continues after an interruption."""
 
 import hashlib
 import json
@@ -11,13 +11,13 @@ from engine.runtime.reading import open_regular
 
 
 class Measurements:
-    """File of measurements, a line of JSON for each, which several processes may extend.
+    """File of measurements with a line of JSON for each. Several processes may append to it.
 
-    A measurement is found again by all that it depends on. If that is not known in full, because the code has changes
-    that are in no revision, only those of this process are found.
+    The key of a measurement is everything that it depends on. If the code has uncommitted changes, the key is
+    incomplete, and only measurements of this process are reused.
 
     Args:
-        path: file, which need not exist. basis: what all measurements of this process depend on.
+        path: the file, which need not exist. basis: values that all measurements of this process depend on.
     """
 
     def __init__(self, path: Path, basis: Mapping[str, Any]):
@@ -46,7 +46,7 @@ class Measurements:
         return None
 
     def add(self, key: str, values: Mapping[str, Any]) -> None:
-        """Adds a measurement. A UserError says that it cannot be written."""
+        """Adds a measurement; a UserError if it cannot be written."""
         with explain_unwritten(self.path):
             append_whole(self.path, f"{json.dumps({'key': key, 'values': values})}\n".encode())
         self.added[key] = dict(values)

@@ -49,8 +49,8 @@ class Row(NamedTuple):
     """Error of a method for one matrix, a line of the CSV file.
 
     Attributes:
-        entropy: mean over the matrix's rows, nats. budget: numbers per row; None: as many as robust PCA takes.
-        density: share of entries in the sparse part. error: ||A' - A||_F / ||A||_F; Scatterbrain's: mean of its draws.
+        entropy: mean over the matrix's rows, nats. budget: numbers per row; None: the number that robust PCA takes.
+        density: share of entries in the sparse part. error: ||A' - A||_F / ||A||_F; for Scatterbrain a mean over draws.
     """
 
     layer: str

@@ -55,9 +55,9 @@ class Row:
     """Measurements of a mechanism.
 
     Attributes:
-        name: as on the command line. options: options of the mechanism. mode: see `merge_modes`. attention: of the
-            whole model. draws: by seed, from 0 on. macs: for one image. peak, untrained: see `Measured`.
-            problem: why there is no result.
+        name: the mechanism on the command line. options: its options. mode: see `merge_modes`. attention: attention of
+            the whole model. draws: results by seed, from 0 on. macs: MACs of one image. peak, untrained: see
+            `Measured`. problem: why there is no result.
     """
 
     name: str
@@ -214,7 +214,7 @@ def report(laboratory: Laboratory, rows: Sequence[Row], where: str, args: argpar
 
 
 def paired(row: Row, control: Row, step: float) -> Spread | None:
-    """Returns the spread over seeds of the tuned top-1 less that of `control`; `step` is that of one image."""
+    """Returns the spread over seeds of the difference in tuned top-1 to `control`; `step` is the top-1 of one image."""
     pairs = [(a.tuned, b.tuned) for a, b in zip(row.draws, control.draws, strict=False)]
     if row is control:
         return None

@@ -4,9 +4,9 @@ python analyze.py search runs/softmax --attention lara eva linear --budget macs=
 python analyze.py search runs/softmax --attention eva linear '{name: eva, window_size: 2}' --budget macs=0.6 macs=0.8
 python analyze.py search runs/softmax --attention eva linear --budget ms=12 ms=15      # measured on this machine
 
-Mechanisms are aligned first, each once. The rise of the loss when one layer alone has a mechanism predicts that of any
-assignment, as a sum over layers, and single layers predict its cost. For each budget the assignments of the lowest
-predictions are then measured.
+Each mechanism is first aligned once. The loss of an assignment is predicted as a sum over layers of the rise of the
+loss when that layer alone has its mechanism. Its cost is predicted from single layers too. For each budget the
+assignments with the lowest predictions are then measured.
 """
 
 import argparse
@@ -63,7 +63,7 @@ class Candidate(NamedTuple):
 
 @dataclass(frozen=True)
 class Point:
-    """A measured assignment. number: of its measurement, from 0 on. cost: as measured, see `Cost`."""
+    """A measured assignment. number: number of its measurement, from 0 on. cost: measured cost, see `Cost`."""
 
     number: int
     candidate: Candidate
@@ -111,7 +111,7 @@ def read_budgets(texts: Sequence[str]) -> tuple[str, dict[str, float]]:
     """Returns the kind of budgets ``["macs=0.7", "macs=0.8"]``, and text -> limit.
 
     Raises:
-        UserError: they are something else, or of several kinds.
+        UserError: a budget has another form, or the budgets are of several kinds.
     """
     limits = {}
     for text in texts:
@@ -177,9 +177,9 @@ def search(
     """Searches for the assignments of the lowest loss within each of several budgets.
 
     Args:
-        own: assignment of the trained model. prices: of all layers and their choices. limit: number of measurements.
+        own: assignment of the trained model. prices: prices of all layers and choices. limit: number of measurements.
             evaluate: measures an assignment and its cost. strategy: see `--strategy`; "random" and "all" predict no
-            losses. seed: of "random".
+            losses. seed: seed of the strategy "random".
     Returns:
         The measured assignments, in the order of their measurements.
     """
@@ -244,7 +244,7 @@ def predict(loss: float, rises: Mapping[tuple[int, str], float], prices: Prices)
 
 
 def thin(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Returns at most `WIDTH` candidates: in each of `SLICES` slices of cost those of the lowest predictions."""
+    """Returns at most `WIDTH` candidates: those with the lowest predictions in each of `SLICES` slices of cost."""
     low, high = (bound(candidate.cost for candidate in candidates) for bound in (min, max))
     slices: list[list[Candidate]] = [[] for _ in range(SLICES)]
     for candidate in candidates:

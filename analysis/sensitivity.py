@@ -122,7 +122,7 @@ def readable(row: Row, own_macs: int) -> dict[str, str]:
 
 
 def values(row: Row, own: Score, own_macs: int) -> dict[str, Any]:
-    """Returns the row of the CSV file, column -> value; macs are those of the model."""
+    """Returns the row of the CSV file, column -> value; `macs` counts the whole model."""
     line: dict[str, Any] = {"attention": row.name, "options": row.options, "layer": row.layer}
     for prefix, stage in (("", "replaced"), ("aligned_", "aligned")):
         for name in Score._fields:

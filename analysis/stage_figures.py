@@ -25,8 +25,8 @@ def draw(title: str, rows: Sequence[Any], own: float, differences: Mapping[Any, 
     """Draws top-1 and error of every mechanism in every stage, best first, with standard deviations over draws.
 
     Args:
-        rows: of `analysis.replace`; those without draws are left out. own: top-1 of the trained model in percent.
-        differences: row -> difference of its tuned top-1 to that of the trained model's own attention, in points.
+        rows: rows of `analysis.replace`; rows without draws are left out. own: top-1 of the trained model in percent.
+        differences: row -> its tuned top-1 less the tuned top-1 of the trained model's own attention, in points.
     """
     stages = [stage for stage in ("replaced", *LATER) if any(row.spread(stage, "top1") for row in rows)]
     rows = sorted((row for row in rows if row.draws), key=lambda row: -_last(row, stages))

@@ -58,7 +58,7 @@ def load_trained(args: argparse.Namespace) -> Trained:
     """Loads the model of a command line, see `command_line.add_run`.
 
     Raises:
-        UserError, OptionError: as validate.py does.
+        UserError, OptionError: in the same cases as validate.py.
     """
     found, checkpoint, kinds = find_weights(args.checkpoint, args.select, args.weights)[-1]  # averaged ones come last
     run = parse_run(checkpoint["config"], str(found), args.overrides)

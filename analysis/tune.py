@@ -1,4 +1,4 @@
-"""Runs of train.py that train replaced models on with labels, as an ablation beside the results."""
+"""Runs of train.py that continue training replaced models with labels, as an ablation in the directory of results."""
 
 import json
 import sys

@@ -118,7 +118,7 @@ def create_attention(
         proj_drop: dropout rate of the output.
         shared: dict that the layers of one network share; None for a layer by itself.
         options: the mechanism's own options; `options_of(name)` and ``python -m attention NAME`` list them. A keyword
-            above that is also an option of the mechanism, as `reduction` of sra, is the mechanism's.
+            above that is also an option of the mechanism, as `reduction` of sra, is given to the mechanism.
 
     Raises:
         OptionError: unknown mechanism or option, wrong type or value, or a geometry that cannot be honoured.

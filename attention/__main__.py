@@ -1,6 +1,6 @@
 """`python -m attention` prints the table of all mechanisms, in Markdown, as docs/mechanisms.md shows it.
 
-`python -m attention eva` prints what EVA is, its paper and cost, and the table of its options.
+`python -m attention eva` prints EVA's description, paper and cost, and the table of its options.
 
 Each row comes from the docstring at the top of a mechanism's file: ``Title (authors year, arXiv:number): idea.``, then
 prose, then ``Cost: formula multiply-accumulates``. A mechanism without a paper leaves out the parenthesis. The figures
@@ -88,7 +88,7 @@ def layer_costs(name: str, grid: Grid) -> list[Cost]:
 
 
 def config(name: str) -> str:
-    """Link to the configuration of mechanism `name` for DeiT-Tiny at 784 tokens, else at 196, else of any model."""
+    """Link to the configuration of mechanism `name` for DeiT-Tiny at 784 tokens, else at 196, else for any model."""
     for model in ("deit_tiny_p8", "deit_tiny_p16", "*"):
         for path in sorted(ROOT.glob(f"configs/{model}/{name}.yaml")):
             return f"[{path.parent.name}]({path.relative_to(ROOT).as_posix()})"

@@ -146,7 +146,7 @@ class Attention(nn.Module):
 
     @classmethod
     def name(cls) -> str:
-        """The mechanism's name: that of the class in snake case, sparse_transformer for `SparseTransformer`."""
+        """The mechanism's name: the name of the class in snake case, sparse_transformer for `SparseTransformer`."""
         return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", cls.__name__).lower()
 
     @property
@@ -213,9 +213,9 @@ class Attention(nn.Module):
                 attention_mask. The values of other tokens have no effect and no gradient; their outputs are zero.
 
         Raises:
-            TypeError: the grid is no pair of ints.
-            ValueError: x is not (B, P + H*W, C), as an image (B, C, H, W) is not; the mask has another shape or type,
-                or the mechanism refuses masks.
+            TypeError: the grid is not a pair of ints.
+            ValueError: x is not (B, P + H*W, C), for instance an image (B, C, H, W); the mask has another shape or
+                type, or the mechanism refuses masks.
         """
         if torch.jit.is_tracing():  # it records sizes as tensors, but a traced graph belongs to one grid
             grid = int(grid[0]), int(grid[1])

@@ -1,4 +1,4 @@
-"""Check of the tokens and the grid that a layer is called with; an error says what to give instead."""
+"""Check of the tokens and the grid that a layer is called with; an error names the remedy."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ def check_inputs(layer: str, x: Tensor, grid: Any, num_prefix_tokens: int, chann
     """Returns the grid as a tuple (H, W), if x is (B, P + H*W, C).
 
     Args:
-        layer: what begins the message, e.g. ``attention(eva)``.
+        layer: start of the message, e.g. ``attention(eva)``.
     Raises:
-        TypeError: the grid is no pair of ints.
-        ValueError: x is an image, and the message says how to make tokens of it; x has another number of axes, tokens
-            or channels.
+        TypeError: the grid is not a pair of ints.
+        ValueError: x is an image, and the message shows how to turn it into tokens; or x has another number of axes,
+            tokens or channels.
     """
     is_pair = isinstance(grid, tuple | list) and len(grid) == 2
     if not (is_pair and isinstance(grid[0], int | torch.SymInt) and isinstance(grid[1], int | torch.SymInt)):

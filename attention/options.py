@@ -79,7 +79,7 @@ def local_option(default: bool = False) -> Any:
 
 
 def fit_option() -> Any:
-    """The field `fit` of a mechanism with sizes that a grid can be too small for; see `attention.fitting`."""
+    """The field `fit` of a mechanism whose sizes a small grid may not allow; see `attention.fitting`."""
     return option(False, "sizes that the grid is too small for become the largest that it allows")
 
 

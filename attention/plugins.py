@@ -1,8 +1,8 @@
 """Plugins: modules outside this package that register mechanisms when they are imported.
 
-An installed package names its module as an entry point of the group `GROUP`. Those are imported when a name is asked
-for that is not registered, and at the start of every command. Another module is named by the user: `--plugin MODULE`,
-where MODULE is the name of a module, which Python finds, there or in the current directory, or the path of a .py file.
+An installed package names its module as an entry point of the group `GROUP`. Such modules are imported when an
+unregistered name is requested, and at the start of every command. The user names other modules by `--plugin MODULE`.
+MODULE is the name of a module that Python finds there or in the current directory, or the path of a .py file.
 Nothing else is imported: a checkpoint may name the plugins of its mechanisms, and the error names the flag.
 """
 
@@ -101,7 +101,7 @@ def take_plugins(arguments: Sequence[str]) -> list[str]:
     """Imports the installed plugins and those of `--plugin MODULE` in a command line; returns its other arguments.
 
     Raises:
-        OptionError: `--plugin` without a module, or with one that is no plugin.
+        OptionError: `--plugin` without a module, or with a module that is not a plugin.
     """
     load_installed()
     rest, words = [], iter(arguments)
@@ -128,7 +128,7 @@ def versions() -> dict[str, str]:
 
 
 def plugin_of(name: str) -> str | None:
-    """What `--plugin` takes to load the mechanism `name`; None for a mechanism of this package."""
+    """The argument of `--plugin` that loads the mechanism `name`; None for a mechanism of this package."""
     cls = ATTENTION[name]
     if is_built_in(cls):
         return None
@@ -179,7 +179,7 @@ def _describe(error: BaseException) -> str:
 
 
 def _digest(path: Path) -> str:
-    """The SHA-256 of a module's file; of a package, that of its files' digests in the order of their paths."""
+    """The SHA-256 of a module's file, or of the digests of a package's files in the order of their paths."""
     if path.name != "__init__.py":
         return hashlib.sha256(path.read_bytes()).hexdigest()
     digests = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(path.parent.rglob("*.py"))]

@@ -19,7 +19,7 @@ class UnknownMechanism(OptionError):
     """A mechanism that is neither built in nor registered.
 
     Attributes:
-        name: what was asked for.
+        name: the requested name.
     """
 
     def __init__(self, key: str, name: Any):
@@ -30,11 +30,11 @@ class UnknownMechanism(OptionError):
 def register(cls: Mechanism) -> Mechanism:
     """Adds a mechanism to `ATTENTION` and returns it; a class decorator.
 
-    Its name is that of the class in snake case, see `Attention.name`: ``RowAttention`` is ``row_attention``. A class
-    that is defined anew at the same place (a cell of a notebook that runs again) replaces its former self.
+    It is registered under the class's name in snake case, see `Attention.name`: ``RowAttention`` is ``row_attention``.
+    A class that is defined again at the same place, as in a notebook's cell that runs again, replaces the earlier one.
 
     Raises:
-        TypeError: the class lacks a part of a mechanism; the message says what to write.
+        TypeError: the class lacks a part of a mechanism; the message names the part to write.
         ValueError: another class has the name.
     """
     if not (isinstance(cls, type) and issubclass(cls, Attention)):
@@ -60,7 +60,7 @@ def _place(cls: type) -> str:
 
 
 def _config_problem(cls: type[Attention]) -> str:
-    """What is wrong with the options of a mechanism, and what to write; "" if nothing is."""
+    """The problem with the options of a mechanism, and its remedy; "" if there is none."""
     config: Any = getattr(cls, "Config", None)
     is_options = isinstance(config, type) and issubclass(config, Options)
     if not is_options:
@@ -81,7 +81,7 @@ def _config_problem(cls: type[Attention]) -> str:
 
 
 def _method_problem(cls: type[Attention]) -> str:
-    """What a mechanism does not define, and what to write; "" if it has everything."""
+    """The missing definition of a mechanism, and its remedy; "" if nothing is missing."""
     if cls.attend is Attention.attend:
         return "defines no attend; write `def attend(self, q, k, v, grid): ...`, which returns (B, h, N, d)"
     if getattr(cls.cost, "__func__", None) is getattr(Attention.cost, "__func__", ()):

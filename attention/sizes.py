@@ -39,13 +39,13 @@ class Size(NamedTuple):
 
 
 def solve_size(mechanism: type[Attention], contexts: Sequence[LayerContext], config: Any, macs: float) -> Size:
-    """The valid size whose cost is nearest to `macs`; of two as near the smaller.
+    """The valid size whose cost is nearest to `macs`; of two equally near ones, the smaller.
 
-    Costs are those of `Attention.cost`. A size is valid if all layers can be built with it, and is at least 1, because
-    at 0 a mechanism leaves out the part that the size belongs to. Draws no random numbers.
+    Costs are those of `Attention.cost`. A size is valid if it is at least 1 and all layers can be built with it. At 0
+    a mechanism leaves out the part with that size. Draws no random numbers.
 
     Args:
-        contexts: places of the layers. config: the mechanism's other options. macs: see `Size`.
+        contexts: contexts of the layers. config: the mechanism's other options. macs: see `Size`.
     Raises:
         NoSize: the mechanism has no `size_option`, or the option does not change the cost.
         OptionError: no size is valid.

@@ -41,7 +41,7 @@ def window_option(name: str) -> Any:
 
 
 def layout_of(config: Any) -> Layout:
-    """The option `layout` of a mechanism with windows; a TypeError says what to write where it has none."""
+    """The option `layout` of a mechanism with windows; a TypeError names the field to write if it has none."""
     if not hasattr(config, "layout"):
         line = 'layout: Layout | None = window_option("layout")'
         where = "from attention.parts.geometry import Layout, from attention.window_options import window_option"

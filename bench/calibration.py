@@ -1,7 +1,7 @@
 """Predicted time and memory of attention layers on this device, from a few measurements of each mechanism.
 
-The prediction of a mechanism is a sum of non-negative multiples of what its `cost` says: multiply-accumulates, those of
-its projections, channels of all tokens, and weights of attention; and a constant, which stands for launches.
+The prediction of a mechanism is a sum of non-negative multiples of the quantities of its `cost`: multiply-accumulates,
+those of its projections, channels of all tokens, and weights of attention. A constant stands for launches.
 """
 
 import itertools
@@ -147,10 +147,10 @@ def distinct(candidates: Iterable[Candidate]) -> list[Candidate]:
 
 
 def features(candidate: Candidate, shape: Shape) -> tuple[float, ...]:
-    """Quantities of a call of which its time and memory are sums; the first is 1, for what is constant.
+    """Quantities of a call; its time and memory are sums of their multiples. The first is 1, for the constant term.
 
-    The others are MACs; those of projections alone; channels of all tokens; weights of attention; parameters; and
-    channels of all tokens times the size and divided by it, for filters without MACs and for what each window takes.
+    The others are MACs; MACs of projections alone; channels of all tokens; weights of attention; parameters; channels
+    of all tokens times the size, for filters without MACs; and the same divided by the size, for the cost of a window.
     """
     N, C, B, costs = shape.num_tokens, shape.dim, shape.batch, candidate.costs(shape)
     projections, channels, size = 4 * N * C * C, B * N * C, candidate.size
@@ -189,7 +189,7 @@ class Prediction(NamedTuple):
 
     Attributes:
         low, high: interval that covers `COVERED` of the errors of calibrated measurements, each predicted from the
-            others. beyond: largest factor by which the call is outside of what was calibrated, 1 if it is within.
+            others. beyond: largest factor by which the call is outside of the calibrated range, 1 if it is within.
     """
 
     value: float

@@ -1,7 +1,7 @@
 """Checks the Triton kernels, and on a GPU times them: python -m bench.check_kernels
 
 Without a GPU, TRITON_INTERPRET=1 in the environment runs the same check in Triton's interpreter. Exit status 1 means
-that a kernel is wrong. Times are of the joint softmax alone, from q, k, v to the output, in bf16, on every path of
+that a kernel is wrong. Only the joint softmax is timed, from q, k, v to the output, in bf16, on every path of
 attention.kernels and by FlexAttention (`bench.flex`), in interleaved rounds (`bench.timing`) with cold caches.
 benchmark.py times layers and models.
 """

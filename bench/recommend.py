@@ -261,7 +261,7 @@ def report(rows: Sequence[Mapping[str, Any]], request: Request, calibration: Cal
 
 
 def sentence(rows: Sequence[Mapping[str, Any]], request: Request) -> str:
-    """Formats the first choice and what it does not show, or the candidate nearest to the budgets."""
+    """Formats the first choice with its limits, or the candidate nearest to the budgets."""
     if not rows:
         return "No candidate was calibrated: give --calibrate more seconds."
     first = rows[0]
@@ -314,7 +314,7 @@ class Verification:
         count: number of measured candidates. correlation: Spearman's, of predicted and measured times. error: median
             factor, at least 1, between them. covered: share of times within their intervals. fastest: measured time of
             the candidate that was predicted to be the fastest, relative to that of the fastest one.
-        text: what became of the first choice.
+        text: measured outcome of the first choice.
     """
 
     shape: Shape

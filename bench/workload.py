@@ -172,7 +172,7 @@ class Workload:
 
     Modes: `forward` in training mode, with a graph; `forward+backward` to all parameters and all inputs but images;
     `train`, also a step of AdamW; `inference` in evaluation mode, without a graph. Half precision uses autocast.
-    On the path "plain" torch's softmax attention, too, computes its whole matrix in memory.
+    On the path "plain" torch's softmax attention computes its whole matrix in memory too.
 
     Raises:
         torch.OutOfMemoryError: the GPU is too small.

@@ -59,8 +59,8 @@ def create_model(name: str, attention: Mechanism | Sequence[Mechanism] = "softma
     Args:
         name: key of `MODELS`.
         attention: a mechanism, by its name or as a mapping with its options, or a list of mechanisms that name their
-            blocks, see `models.assignment`. For PVT-v2 one serves all stages but the last, which keeps softmax, and a
-            list of four has one for each stage.
+            blocks, see `models.assignment`. For PVT-v2 one mechanism serves all stages except the last, which keeps
+            softmax; a list of four has one for each stage.
         options: fields of the family's `Config`, which override the size's; also options of `timm.create_model` and of
             timm's models: device, dtype, and attn_drop_rate for the option `attn_drop` of every mechanism.
     Raises:
@@ -106,9 +106,9 @@ def resolve_attention(
 
 
 def layer_contexts(name: str, options: Mapping[str, Any] = {}) -> list[LayerContext]:
-    """The places of the layers that one mechanism has in model `name` with these `options`, in the order of blocks.
+    """Contexts of the layers that one mechanism gets in model `name` with these `options`, in the order of blocks.
 
-    That is all layers; in a pyramid it is those of all stages but the last, which keeps softmax.
+    These are all layers. In a pyramid the last stage keeps softmax, and its layers are left out.
 
     Raises:
         OptionError: unknown model or option, wrong type or value.

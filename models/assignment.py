@@ -4,8 +4,8 @@
       - {blocks: 0-8, name: eva, window_size: 7, num_landmarks: 49}
       - {blocks: [9, 10, 11], name: softmax}
 
-In a pyramid an entry names its stage, and blocks within it unless it has the whole stage. A list of as many mechanisms
-as there are stages, without places, is one for each stage.
+In a pyramid an entry names its stage, and the blocks in it unless it has the whole stage. A list without places assigns
+one mechanism to each stage, and has one entry per stage.
 """
 
 import functools
@@ -90,7 +90,7 @@ def assign(model: str, attention: Mechanism | Sequence[Mechanism], depths: Seque
 
 
 def layer_factories(entries: Iterable[Entry]) -> list[LayerFactory]:
-    """The factory of every block; its layer's context tells how many earlier blocks have the same mechanism."""
+    """The factory of every block; the context of its layer counts the earlier blocks with the same mechanism."""
     options = {layer: entry.options for entry in entries for layer in entry.layers}
     counts: Counter[str] = Counter()
     factories: list[LayerFactory] = []
@@ -137,7 +137,7 @@ def numbers_of(blocks: int | str | Sequence[int], depth: int, key: str) -> list[
     """The numbers of blocks below `depth` that `blocks` names: ``3``, ``[3, 4]``, ``"0-2"`` or ``"0-2, 5"``.
 
     Raises:
-        OptionError: something else, a block that is not there or named twice, or none; `key` begins the message.
+        OptionError: another form, a block that does not exist or occurs twice, or no block; `key` begins the message.
     """
     if isinstance(blocks, str):
         found = [re.fullmatch(r"\s*([0-9]{1,9})(?:\s*-\s*([0-9]{1,9}))?\s*", part) for part in blocks.split(",")]

@@ -146,7 +146,7 @@ class Backbone(nn.Module):
                 module.grad_checkpointing = enable
 
     def compile_blocks(self, batch_sizes: Collection[int], **options: Any) -> int:
-        """Compiles the blocks for batches of these sizes; others, and those with a key mask, run uncompiled.
+        """Compiles the blocks for batches of these sizes. Other batches, and batches with a key mask, run uncompiled.
 
         Blocks that differ only in weights and in the rate of stochastic depth share graphs: one for each grid, batch
         size and mode, training or evaluation. Operations that a graph cannot contain raise an error.
@@ -206,8 +206,8 @@ class Backbone(nn.Module):
         Args:
             key_mask: (B, H, W) bool, true for the patches of the grid that count (in a pyramid: of the first stage).
                 Images of several sizes make a batch if they are padded at the right and at the bottom, with zeros after
-                normalisation; their masks are true for their own patches. The outputs are those of the images alone,
-                unless attention divides the grid into windows or groups: those are of the padded grid.
+                normalisation; their masks are true for their own patches. The outputs equal those of each image alone,
+                unless attention divides the grid into windows or groups, which are those of the padded grid.
         Raises:
             ValueError: an attention layer takes no key mask, or the mask is not bool of this shape.
         """
@@ -257,7 +257,7 @@ def check_grids(module: nn.Module, grid: Grid) -> None:
 
 
 def is_same_attention(attn: Attention, other: Attention) -> bool:
-    """Whether two layers have the same mechanism, options and numbers, whatever their weights."""
+    """True if two layers have the same mechanism, options and sizes; their weights may differ."""
     return _kind(attn) == _kind(other)
 
 
@@ -276,7 +276,7 @@ def check_key_mask(key_mask: Tensor, shape: tuple[int, int, int]) -> None:
 
 
 def masked_mean(x: Tensor, key_mask: Tensor) -> Tensor:
-    """Mean of the tokens (B, N, C) that the mask (B, N) is true for: (B, C); zeros where it is true for none."""
+    """Mean (B, C) of the tokens (B, N, C) for which the mask (B, N) is true; zeros if there are none."""
     total = x.masked_fill(~key_mask[..., None], 0).sum(1)
     return total / key_mask.sum(1, keepdim=True).clamp(min=1)
 

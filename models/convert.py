@@ -68,9 +68,9 @@ def resample_bias_tables(
 
     Args:
         source: the model of the state dict, which may be on the meta device. None assumes that the tables have the same
-            kind as the model's, and that tables with as many rows have the same windows.
+            kind as the model's, and that tables with equal numbers of rows have the same windows.
     Returns:
-        The tables that had to be resampled, and name -> reason for the tables that `model` cannot use.
+        The names of the resampled tables, and name -> reason for the tables that `model` cannot use.
     """
     tables, reasons = {}, {}
     for name, layer in model.named_modules():
@@ -97,8 +97,8 @@ def resample_position_tables(state_dict: StateDict, model: nn.Module, source: nn
     """Adapts attention tables with a column for every token of a grid, or of a row or column, to the grids of `model`.
 
     Args:
-        source: see `resample_bias_tables`. None assumes that tables with as many columns have the same grid, and others
-            a square.
+        source: see `resample_bias_tables`. None assumes that tables with equal numbers of columns have the same grid,
+            and that other tables have a square one.
     Returns:
         The tables that had to be resampled.
     Raises:

@@ -1,8 +1,8 @@
 """DeiT (Touvron et al., 2021): a plain vision transformer over one grid of patches.
 
-By default as in the papers of EVA and LARA: no class token, and the mean over tokens after the final LayerNorm.
-`class_token: true` gives stock DeiT, and with `dist_token: true` its distilled one (section 4), whose evaluation is the
-mean of two heads. Parameter names are those of timm's VisionTransformer and VisionTransformerDistilled.
+The default follows the papers of EVA and LARA: no class token, and the mean over tokens after the final LayerNorm.
+`class_token: true` gives stock DeiT. `dist_token: true` adds the distillation token (section 4); evaluation then takes
+the mean of two heads. Parameter names are those of timm's VisionTransformer and VisionTransformerDistilled.
 """
 
 import dataclasses
@@ -248,7 +248,7 @@ class Deit(Backbone):
         return self.patch_embed.grid_size
 
     def _check_patch_drop(self) -> None:
-        """Refuses to leave out patches where attention needs the whole grid, or as many as are left cannot do."""
+        """Refuses to drop patches if attention needs the whole grid, or cannot take the remaining number of patches."""
         rate = self.config.patch_drop_rate
         if not rate:
             return
@@ -292,7 +292,7 @@ class Deit(Backbone):
         }
 
     def embed(self, x: Tensor, key_mask: Tensor | None = None) -> tuple[Tensor, Grid]:
-        """Images -> tokens (B, prefix + N, C) with position embeddings, and the grid of the N, see `add_positions`."""
+        """Images -> tokens (B, prefix + N, C) with position embeddings, and the patches' grid; see `add_positions`."""
         return self.add_positions(*self.embed_patches(x), key_mask)
 
     def embed_patches(self, x: Tensor) -> tuple[Tensor, Grid]:
@@ -427,8 +427,8 @@ class Deit(Backbone):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Features of `forward_features` -> logits (B, num_classes), or the classifier's input (B, C).
 
-        With a distillation token these are the means of two, of the class and the distillation token; in distilled
-        training the logits are returned apart.
+        With a distillation token they are means over the class and the distillation token. In distilled training the
+        two logits are returned separately.
         """
         if self.dist_token is None or self.global_pool == "":
             return super().forward_head(x, pre_logits, key_mask)

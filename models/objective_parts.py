@@ -13,7 +13,7 @@ from models.deit import Deit
 class MaskedDeit(Deit):
     """DeiT that reconstructs masked patches, `mask_token: true` (SimMIM, Xie et al., 2022).
 
-    A mask token takes the place of masked patches, and a linear decoder to pixels that of the classifier.
+    A mask token replaces masked patches, and a linear decoder to pixels replaces the classifier.
     """
 
     @staticmethod

@@ -218,6 +218,20 @@ def test_table_of_mechanisms_trained_on():
     )
 
 
+def test_table_of_bias_and_variance():
+    """Means over layers, and the share of bias in each."""
+    titles, rows = [f"bias, layer {layer} (%)" for layer in (1, 2, 3)], read("bias.csv")
+    lines = [["", "options", "error", "squared bias", *titles]]
+    for name in dict.fromkeys(row["attention"] for row in rows):
+        here = [row for row in rows if row["attention"] == name]
+        pairs = [(float(row["error"]), float(row["squared_bias"])) for row in here]
+        error, bias = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
+        shares = [f"{max(0, 100 * share / whole):.0f}" for whole, share in pairs]
+        shown = [f"`{name.split(',')[0].split(': ')[-1]}`", here[0]["options"], f"{error:.4f}", f"{abs(bias):.4f}"]
+        lines.append([*shown, *shares])
+    assert markdown(lines) in RESULTS, markdown(lines)
+
+
 def test_table_from_scratch():
     assert over_seeds("fashion_mnist.csv") in RESULTS
     assert len(read("fashion_mnist.csv")) == 3 * 14

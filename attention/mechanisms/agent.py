@@ -10,7 +10,7 @@ of the values, with a filter for every channel. Prefix tokens are ordinary token
 contribute to agents and have no local term.
 Cost: 4 N c C + 9 N C multiply-accumulates.
 
-Bins are disjoint here. In the released code there are as many rows as columns of bins, which overlap if they do not
+Bins are disjoint here. The released code has equal numbers of rows and columns of bins, and they overlap if they do not
 divide the grid.
 """
 

@@ -2,9 +2,9 @@
 
     y_n = b + sum_{|m - n| <= (p - 1) / 2} w_{m - n} * v_m,
 
-channel by channel, with p x p filters that heads share and zeros beyond the grid. It is what `local: true` adds to
-other mechanisms (FLatten, Han et al. 2023, arXiv:2308.00442, adds it to linear attention): a control that
-tells how much of their accuracy is the convolution's. Queries and keys do not exist. Prefix tokens have no place in the
+channel by channel, with p x p filters that heads share and zeros beyond the grid. `local: true` adds it to other
+mechanisms (FLatten, Han et al. 2023, arXiv:2308.00442, adds it to linear attention). By itself it is a control that
+shows the convolution's share of their accuracy. Queries and keys do not exist. Prefix tokens have no place in the
 image, and are refused.
 Cost: 25 N C - 2 N C^2 multiply-accumulates: the filters, less two projections.
 """

@@ -4,7 +4,7 @@
 
 which stay non-negative and, because the cosine of a difference is cos cos + sin sin, are a kernel of twice as many
 features. On the grid (2d) the factor is cos(pi dy / 2H) cos(pi dx / 2W), with four times as many features. In causal
-attention N is still the number of all tokens, which decoding has to know.
+attention N is still the number of all tokens, so that decoding needs it in advance.
 Cost: 4 N d C multiply-accumulates, 8 N d C on the grid; linear in N.
 """
 

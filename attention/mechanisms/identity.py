@@ -4,7 +4,7 @@
 
 so that the layer is two linear maps of each token, and a network of such layers never mixes tokens before its pooling.
 MetaFormer (Yu et al. 2022, arXiv:2111.11418) has the identity as its simplest token mixer, without projections. Here
-values and output are projected, as in any other mechanism; queries and keys do not exist. A class token would get
+values and output are projected, as in any other mechanism; queries and keys do not exist. A class token would receive
 nothing from the image, and is refused.
 Cost: - 2 N C^2 multiply-accumulates: two projections less.
 """

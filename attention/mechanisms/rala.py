@@ -34,7 +34,7 @@ from ..parts.rotary import rotate, rotate_reference
 
 @full_precision
 def rala(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
-    """Linear attention with weighted keys and rotations; positions refer to the whole grid, whatever `key_mask`."""
+    """Linear attention with weighted keys and rotations; positions refer to the whole grid, for every `key_mask`."""
     phi_q, phi_k = elu_plus_one(q), elu_plus_one(k)
     q_bar = masked_mean(phi_q, key_mask)[:, :, None] * q.shape[-1] ** -0.5
     alpha = mask_logits(q_bar @ phi_k.mT, key_mask).softmax(-1).mT  # divided by N, like the normaliser

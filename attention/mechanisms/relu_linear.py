@@ -7,7 +7,7 @@ of `scales` adds h heads, whose queries, keys and values come from the original 
 linear map of every head's channels; prefix tokens, which are not in the image, have no such heads.
 Cost: 2 N d C multiply-accumulates; linear in N. A scale of side s adds N C (C + 3 s^2 + 5 d).
 
-This is EfficientViT's attention in a transformer layer: with biases, and without the batch norm that follows it there.
+This is EfficientViT's attention in a transformer layer: it has biases, and lacks the batch norm that follows it there.
 """
 
 from typing import Any

@@ -43,7 +43,7 @@ def scatterbrain(
     windows: Windows,
     leave_one_out: LeaveOneOut = "merge",
 ) -> Tensor:
-    """Windows exactly, all else by random features, in one softmax.
+    """One softmax: exact within windows, by random features elsewhere.
 
     Args:
         omega: samples (h, s, d); None takes the features elu + 1.

@@ -39,7 +39,7 @@ def scatterbrain_lsh(
     cluster_size: int,
     leave_one_out: LeaveOneOut = "subtract",
 ) -> Tensor:
-    """Hashed clusters exactly, all else by random features; a pair that meets in several rounds counts once.
+    """Exact within hashed clusters, by random features elsewhere; a pair that meets in several rounds counts once.
 
     Args:
         omega: samples (h, s, d); None takes the features elu + 1. directions: one per round of the hash, (h, r, d + 2).

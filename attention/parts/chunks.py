@@ -1,4 +1,4 @@
-"""Chunks of a sequence, from each of which causal attention carries its sums to the next."""
+"""Chunks of a sequence; causal attention carries its sums from each chunk to the next."""
 
 import torch.nn.functional as F
 from torch import Tensor

@@ -32,7 +32,7 @@ def linear_part(linear: nn.Module, x: Tensor, channels: slice) -> Tensor:
 
 class LandmarkTransform(nn.Module):
     """Trainable map of group means to landmarks: LayerNorm(Linear(x)), or Linear alone (EVA paper eq. 26; LARA
-    paper app. H). Its width is that of one head, and all heads share it, or that of all heads together.
+    paper app. H). It has the width of one head and is shared by all heads, or the width of all heads together.
     """
 
     def __init__(self, width: int, norm: bool = True):

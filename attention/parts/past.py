@@ -19,7 +19,7 @@ class Past:
     kept: dict[str, Tensor] = field(default_factory=dict)
 
     def append(self, *tokens: Tensor, period: int = 0) -> list[Tensor]:
-        """Appends tokens (B, h, 1, d) to earlier ones and returns all; starts anew every `period` tokens."""
+        """Appends tokens (B, h, 1, d) to earlier ones and returns all; starts again every `period` tokens."""
         begins = self.num_tokens == 0 or (period > 0 and self.num_tokens % period == 0)
         for i, x in enumerate(tokens):
             self.kept[f"tokens {i}"] = x if begins else torch.cat([self.kept[f"tokens {i}"], x], 2)

@@ -24,7 +24,7 @@ class PositionBias(nn.Module):
     Kinds:
         table: a row per offset (Swin, Liu et al. 2021): (2w+2e-1)^2 rows in 2-D, 2w+2e-1 in 1-D.
         t5: logarithmic buckets (Raffel et al. 2020), b_y(dy) + b_x(dx) in 2-D; their number follows the window size.
-            In causal attention all of them are for keys before the query.
+            In causal attention all buckets are for keys before the query.
         table_released: as in the released code; in 2-D a row stride of w+2e, so that some offsets share a row; in 1-D
             a row per pair of tokens.
         t5_released: as in the released code; offsets of the flattened window, times d^-1/2, initialised by N(0, 1).

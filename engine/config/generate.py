@@ -1,8 +1,8 @@
-"""Writes anew everything in a clone of the repository that follows from the registry and the options of the code.
+"""Regenerates the files of a clone that follow from the registry and the options of the code.
 
     python -m engine.config.generate
 
-That is configs/schema.json, and the parts of pages between ``<!-- generated: NAME -->`` and ``<!-- end -->``. Plugins
+They are configs/schema.json, and the parts of pages between ``<!-- generated: NAME -->`` and ``<!-- end -->``. Plugins
 are left out.
 """
 

@@ -73,8 +73,8 @@ def load_run(path: str | Path, overrides: Sequence[str] = (), world_size: int = 
 
 
 def load_unbuilt(path: str | Path, overrides: Sequence[str] = ()) -> Run:
-    """As `load_run`, but `model` and `attention` are as the user gives them, and neither they nor options that
-    contradict each other are checked.
+    """Like `load_run`, but `model` and `attention` stay as the user gives them. They are not checked, and
+    contradictions between options are not checked either.
     """
     return _read(path, overrides)[1]
 
@@ -171,7 +171,7 @@ def _build(tree: Tree, run: Run, overrides: Sequence[str], world_size: int) -> R
 
 @contextmanager
 def _naming_origins(tree: Tree, run: Run | None, overrides: Sequence[str]) -> Iterator[None]:
-    """Context in which an `OptionError` becomes a `ConfigError` that says where the option is given."""
+    """Context in which an `OptionError` becomes a `ConfigError` that names the place of the option."""
     try:
         yield
     except UnknownOptionError as error:
@@ -233,7 +233,7 @@ def _known_options(attention: Any) -> list[str]:
 
 
 def _unset(tree: Tree, keys: Keys) -> None:
-    """Removes the null at `keys` from `tree`, unless the option takes null, and tells the user, once."""
+    """Removes the null at `keys` from `tree`, unless the option takes null; prints a note once."""
     section, *option = keys
     container = tree.values[section] if option else tree.values
     kind = typing.get_type_hints(Run).get(section)

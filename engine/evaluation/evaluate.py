@@ -26,9 +26,9 @@ def evaluate_all(
     rows: dict[str, list[torch.Tensor]] | None = None,
     measure: Measure = CLASSES,
 ) -> dict[str, float] | None:
-    """`evaluate` of every model, its metrics named with the model's key as a prefix; None if it was stopped.
+    """Evaluates every model and prefixes its metrics with the model's key; None if the evaluation was stopped.
 
-    If broken images were left out, `broken` is their number. Where `rows` are given, those of every model are added.
+    If broken images were left out, `broken` is their number. If `rows` is given, the rows of every model are added.
     """
     metrics: dict[str, float] = {}
     for prefix, model in models.items():
@@ -46,9 +46,9 @@ def evaluate_all(
 def gather_all(
     rows: Mapping[str, list[torch.Tensor]], loader: Loader, run: Run, world: World, measure: Measure = CLASSES
 ) -> dict[str, PredictionTable]:
-    """Kind of weights -> the records of the `rows` that `evaluate_all` has found of it with `loader`.
+    """Maps each kind of weights to the records of its `rows` from `evaluate_all` with `loader`.
 
-    There are none where it did not measure `CLASSES`.
+    A kind has no records if `CLASSES` was not measured.
     """
     if measure is not CLASSES:
         return {}
@@ -75,11 +75,11 @@ def evaluate(
             training, as ranks may hold different numbers of batches. Its training mode is restored.
         loader: this rank's share of the validation images, from `engine.data`.
         amp: precision of the forward pass; None: fp32.
-        stop_requested: asked before every batch; true on any rank, it stops the evaluation on all.
-        rows: where given, what `measure` keeps of single images of this rank is added.
-        measure: what to find.
+        stop_requested: called before every batch; true on any rank stops the evaluation on all ranks.
+        rows: if given, the records that `measure` keeps for single images of this rank are added.
+        measure: computes the metrics.
     Returns:
-        None if it was stopped, else the means over images of what `measure` finds, and `images`, their number.
+        None if it was stopped; otherwise means over images of the metrics, and `images`, their number.
     Raises:
         BrokenImage: on every rank, if any rank's loader refuses an image, or if there is no image at all.
     """

@@ -35,8 +35,8 @@ class UpdateExchange:
         """Returns whether to make the update with this loss and gradient norm.
 
         Args:
-            loss, norm: scalars on the device. stop: whether this rank is asked to stop. num_broken: images that this
-                rank left out. overdue: whether it is time to save, by this rank's clock.
+            loss, norm: scalars on the device. stop: true if this rank has a stop signal. num_broken: number of images
+                that this rank left out. overdue: true if a checkpoint is due by this rank's clock.
         Raises:
             FloatingPointError: see `FiniteGuard.check`; for this update or the one before.
             BrokenImage: more images are broken than the options allow.

@@ -19,13 +19,13 @@ from engine.training.resume import Checkpoints, Stateful
 class FiniteGuard:
     """Checks the losses of all ranks and the gradient norm of every update.
 
-    Where `UpdateExchange` reads them one update late, the weights may be spoilt by then (a fused optimiser leaves them
-    as they are, see `keep_weights_finite`), but nothing has been saved. With fp16, loss scaling expects gradients that
-    are not finite and skips their updates itself; here they are counted.
+    If `UpdateExchange` reads them one update late, the weights may already be corrupt, but nothing has been saved. A
+    fused optimiser leaves them unchanged, see `keep_weights_finite`. With fp16, loss scaling expects gradients that are
+    not finite and skips their updates itself; here they are counted.
 
     Args:
         progress: counts the losses of updates that were made, and the updates that were skipped.
-        dump: writes down the update that many updates ago, and the reason; see `dump_step`.
+        dump: records an update, given how many updates ago it was, and the reason; see `dump_step`.
     """
 
     def __init__(self, options: Train, progress: Progress, dump: Callable[[str, int], None]):
@@ -88,8 +88,8 @@ def dump_step(
 ) -> None:
     """Writes the current update, or the one before, to `failed_step_S.json` and `.pt` beside the checkpoints.
 
-    The JSON file lists the images of the total batch, in order; rank r of R had every R-th. The other is a checkpoint
-    of the present state, from which no run resumes.
+    The JSON file lists the images of the total batch, in order; rank r of R had every R-th. The `.pt` file is a
+    checkpoint of the present state; no run resumes from it.
     """
     if not checkpoints.world.is_primary:
         return

@@ -69,14 +69,14 @@ def create_teacher(run: Run, model: nn.Module, images: Images, world: World) -> 
 
 
 def read_teacher(name: str, run: Run) -> Teacher:
-    """The model that `distill.teacher` names, for the images of `run`.
+    """Reads the model that `distill.teacher` names, for the images of `run`.
 
-    Of a run directory it is the best checkpoint, of a checkpoint the averaged weights where they are kept. For the
-    types `INSIDE`, weights of other programs are those of the run's own model with the attention that its family was
-    published with; a model of timm's hub is that only for `attention`, and for `features` timm's.
+    A run directory gives its best checkpoint, and a checkpoint its averaged weights if it has them. For the types
+    `INSIDE`, weights of other programs load into the run's own model with the published attention of its family. A
+    name of timm's hub does so only for `attention`; for `features` it gives timm's model.
 
     Raises:
-        UserError: no such model, or weights alone, which do not say of what model they are.
+        UserError: no such model, or a file of weights that does not name its model.
     """
     found = identify(name, follow_links=True)
     if run.distill.type == "attention" and found.kind is Kind.HUB:
@@ -125,10 +125,10 @@ def ignores_predictions(run: Run) -> bool:
 
 @torch.no_grad()
 def check_layers(teacher: Teacher, model: nn.Module, shape: tuple[int, int, int], device: torch.device) -> None:
-    """Refuses a teacher whose attention layers get other tokens than those of `model`, after a trial.
+    """Refuses a teacher whose attention layers receive other tokens than the layers of `model`, after a trial.
 
     Raises:
-        UserError: it has another number of them, or of tokens or channels in one.
+        UserError: the number of layers differs, or the number of tokens or channels in a layer.
     """
     if not isinstance(teacher.model, Backbone):
         raise UserError("not a model of this project, whose attention layers could be found; name a run, or weights")
@@ -155,7 +155,7 @@ def check_teacher(
     """Refuses a teacher, after a trial.
 
     Args:
-        classes: those of the data; None: its predictions do not count.
+        classes: classes of the data; None: the teacher's predictions are not used.
     Raises:
         UserError: it does not take images of this shape (C, H, W), or has other classes.
     """

@@ -89,7 +89,7 @@ class Checkpoints:
                 `RESUMABLE_OPTIONS`.
         Raises:
             UserError: the checkpoint's run has other options or data, or unknown options; it has more epochs than the
-                configuration; or not every rank sees the same checkpoint.
+                configuration; or ranks find different checkpoints.
         """
         found = find_checkpoint(self.directory, "last", quiet=not self.world.is_primary)
         progress = parse_options(Progress, found[1]["progress"]) if found else Progress()
@@ -166,7 +166,7 @@ class Checkpoints:
         return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
 
     def save(self, progress: Progress, stateful: Stateful) -> None:
-        """Writes a checkpoint on the primary rank, and removes checkpoints neither among the newest nor among the best.
+        """Writes a checkpoint on the primary rank, and removes all others except the newest and the best ones.
 
         Raises:
             FloatingPointError: a weight, or the optimiser's state, is not finite; nothing is written.

@@ -3,6 +3,7 @@
 import csv
 import dataclasses
 import math
+import re
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 import analyze
 from ablation.sweep import read_ablation
 from analysis import error, replace, tune
-from analysis.approximation import Row, attend_by_softmax
+from analysis.approximation import Row, attend_by_softmax, decompose_errors
 from analysis.budgets import SIZES, size_option, with_budget
 from analysis.command_line import MODES, read_mechanisms
 from analysis.drop_in import attended, drop_in, layer_inputs, merge_modes, normalised_error, set_mode
@@ -104,6 +105,47 @@ def test_error_of_randomized_attention_falls_with_the_number_of_samples(checkpoi
     assert macs == {key: 2 * (4 * 16 * 24**2 + count * 16**2 * 24) for key, count in products.items()}
 
 
+def test_the_error_is_squared_bias_plus_variance(trained, inputs):
+    """Randomized attention has no bias. Twice as many passes estimate the same variance, that of the samples."""
+    softmax = attend_by_softmax(trained, inputs, 1.0)
+    model, _ = drop_in(trained, {"name": "ra", "num_samples": 4}, 0, softmax.state)
+    set_mode(model, "sampled", 0)
+    (error, variance), *_ = decompose_errors(model, softmax, 256)
+    assert error > 0.01
+    assert abs(error - variance) < 0.02 * error
+    set_mode(model, "sampled", 0)
+    layer = attention_layers(model)[0]
+    samples = torch.stack([attended(layer, *inputs[0]) for _ in range(16)]).double()
+    set_mode(model, "sampled", 0)
+    (_, variance), *_ = decompose_errors(model, softmax, 16)
+    assert variance == pytest.approx((samples.var(0).mean() / softmax.outputs[0].double().square().mean()).item())
+
+
+def test_the_error_of_what_samples_nothing_is_bias(checkpoint, tmp_path):
+    """Performer's is part bias, part variance; window attention's rows of both modes are one, without variance."""
+    names = "--attention", "performer", "local", "--budgets", "4", "--temperatures", "1", "--images", "4"
+    rows = ask(checkpoint, tmp_path, "error", *names, "--draws", "2", "--decompose", "8")
+    found = {(row["attention"], row["mode"]): row for row in rows if row["layer"] == "1"}
+    assert found.keys() == {("performer", "evaluation"), ("performer", "sampled"), ("local", "any")}
+    sampled = found["performer", "sampled"]
+    assert 0 < float(sampled["squared_bias"]) < float(sampled["error"])
+    assert found["local", "any"]["squared_bias"] == found["local", "any"]["error"]
+    assert found["performer", "evaluation"]["squared_bias"] == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--decompose", "1"], r"--decompose 1: .* give 2 passes or more"),
+        (["--decompose", "8", "--modes", "evaluation"], r"--decompose 8: .* leave --modes out, or add sampled"),
+    ],
+)
+def test_a_variance_over_one_pass_is_refused(checkpoint, tmp_path, capsys, arguments, message):
+    with pytest.raises(SystemExit):
+        ask(checkpoint, tmp_path, "error", *arguments)
+    assert re.search(message, capsys.readouterr().err)
+
+
 def test_errors_are_those_of_the_twin(trained, inputs):
     """Errors equal those of softmax written out, on inputs of the second layer; zeros have the error 1."""
     softmax = attend_by_softmax(trained, inputs, 0.5)
@@ -135,14 +177,20 @@ def test_entropy_rises_with_the_temperature(trained, inputs):
     assert found[-1] == pytest.approx(math.log(16), abs=1e-5)
 
 
-def test_draws_are_those_of_the_seed(trained, inputs):
-    """Noise is fixed in evaluation mode and drawn in sampled mode, by attention alone."""
+@pytest.mark.parametrize(
+    "attention",
+    [{"name": "performer", "num_samples": 8}, {"name": "eva", "window_size": 2, "num_landmarks": 4}],
+    ids=["performer", "eva"],
+)
+def test_draws_are_those_of_the_seed(trained, inputs, attention):
+    """Noise is fixed in evaluation mode and drawn in sampled mode, by attention and its parts alone."""
 
     def outputs(seed: int, mode: str) -> list[torch.Tensor]:
-        model, _ = drop_in(trained, {"name": "performer", "num_samples": 8}, seed)
+        model, _ = drop_in(trained, attention, seed)
         set_mode(model, mode, seed)
         layers = attention_layers(model)
-        assert [module for module in model.modules() if module.training] == (layers if mode == "sampled" else [])
+        drawn = {part for layer in layers for part in layer.modules()} if mode == "sampled" else set()
+        assert {module for module in model.modules() if module.training} == drawn
         return [attended(layers[0], *inputs[0]) for _ in range(2)]
 
     kept, again, other = (outputs(seed, "evaluation") for seed in (0, 0, 1))
@@ -200,6 +248,14 @@ def test_the_cost_is_an_axis_of_the_error_beside_that_of_softmax_attention():
     assert {text.get_text() for text in axes.texts} == {"ra", "eva"}  # each mechanism is named once
     hollow = [container.lines[0].get_markerfacecolor() for container in axes.containers]
     assert [face == "white" for face in hollow] == [False, True, False]
+
+
+def test_a_line_of_each_mode_goes_through_the_rows_of_any_mode():
+    row = partial(Row, "eva", "", temperature=1.0, entropies=(1.0,), errors=[[0.1]], peak=2**20)
+    sizes = [(4, "evaluation"), (4, "sampled"), (16, "any")]
+    rows = [row(budget=budget, mode=mode, macs=budget * 10**6) for budget, mode in sizes]
+    (axes,) = draw("", rows, "macs", [4, 16], 10**6).axes
+    assert [line.lines[0].get_xdata().tolist() for line in axes.containers] == [[4, 16], [4, 16]]
 
 
 def points(axes) -> dict[str, list[list[float]]]:

@@ -41,7 +41,7 @@ class Landmarks(nn.Module):
     to 28, Table 8).
 
     Args:
-        config: options of `eva`, or those of `OPTIONS` and `noise` of another mechanism. num_heads, head_dim: h, d.
+        config: options of `eva`, or `OPTIONS` and `noise` of another mechanism. num_heads, head_dim: h, d.
         pool: function of tokens and groups, -> (B, h, G, c, d); by default the one that the option `pool` names.
     """
 
