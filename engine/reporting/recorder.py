@@ -114,8 +114,8 @@ class Recorder:
             self.trackers.close(failed=error is not None)
         self.close()
         if error is None and self.directory is not None:
-            files = f"{EPOCHS} (a row per epoch), {METRICS} (all records), {CONSOLE}"
-            print(f"logs of {self.directory}: {files}; tensorboard --logdir {self.directory}", flush=True)
+            files = f"{EPOCHS} (a row per epoch)  {METRICS} (all records)  {CONSOLE}"
+            print_fields(f"logs of {self.directory}:  {files}  tensorboard --logdir {self.directory}")
 
     def start(self, epoch: int, processes: int, resumption: Resumption = NOTHING, **values: Any) -> None:
         """Records how the run starts, or resumes after `epoch` epochs, its configuration, and changes of options.

@@ -38,7 +38,7 @@ def test_a_run_keeps_its_console(run: SimpleNamespace):
     assert run.err in text
     assert text.replace(run.err, "") == run.out
     assert text.startswith("train.freeze: ")
-    last = f"logs of {run.directory}: epochs.csv (a row per epoch), metrics.jsonl (all records), console.log; "
+    last = f"logs of {run.directory}:  epochs.csv (a row per epoch)  metrics.jsonl (all records)  console.log  "
     assert run.out.splitlines()[-1].startswith(last)
     with pytest.raises(SystemExit):
         start(run.directory.parent, *OVERRIDES, "train.seed=1")

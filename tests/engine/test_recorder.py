@@ -177,7 +177,7 @@ def test_the_last_record_says_how_a_launch_ended(tmp_path: Path, capsys: pytest.
             raise error
     last = records(tmp_path)[-1]
     assert (last["kind"], last["epoch"], last["step"], last.get("reason")) == (kind, 1, 2, reason)
-    names_files = capsys.readouterr().out.splitlines()[-1].startswith(f"logs of {tmp_path}: epochs.csv ")
+    names_files = capsys.readouterr().out.splitlines()[-1].startswith(f"logs of {tmp_path}:  epochs.csv ")
     assert names_files == (error is None)  # the error is the last line of a launch that fails
 
 
