@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     trained.model.to(device)
     loader, predictions = create_loader(trained, files, args.batch_size), []
     try:
-        with progress_bar("prediction", len(files), leave=False) as bar:
+        with progress_bar("prediction", len(files)) as bar:
             for prediction in predict(trained, loader, args.top, args.amp):
                 if args.output:
                     predictions.append(prediction)

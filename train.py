@@ -7,7 +7,6 @@ The same command on the directory of an unfinished run resumes it from its last 
 SIGTERM, SIGINT, SIGUSR1, SIGHUP and SIGQUIT it saves a checkpoint and exits with status 75.
 """
 
-import argparse
 import math
 import os
 import sys
@@ -23,7 +22,8 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from attention import kernels
 from engine.checkpoints.initial_weights import create_initial_model
-from engine.config.load import find_config, load_run
+from engine.config.checks import check_profile
+from engine.config.load import load_run
 from engine.config.schema import Run
 from engine.data.check import check_images
 from engine.data.loaders import check_workers, create_loaders, has_lost_workers, stop_waiting_if
@@ -32,33 +32,27 @@ from engine.evaluation.evaluate import evaluate_all, gather_all
 from engine.reporting.console import format_values
 from engine.reporting.recorder import Recorder
 from engine.reporting.trackers import check_trackers
-from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import World, autocast, init_distributed, seed_everything, set_deterministic, set_tf32
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.locks import lock_directory
 from engine.runtime.signals import STOPPED, SignalHandler, end_at_interrupt
 from engine.runtime.terminal import ConsoleLog
+from engine.training.command_line import parse_arguments
 from engine.training.compilation import compiled_blocks
 from engine.training.exchange import UpdateExchange
 from engine.training.failure import explain_failures
 from engine.training.nonfinite import FiniteGuard, dump_step
 from engine.training.objective import create_objective
 from engine.training.optim import check_optimizer, create_optimizer, create_schedule, keep_weights_finite
-from engine.training.resume import CHANGEABLE, Checkpoints
+from engine.training.plan import print_plan
+from engine.training.resume import Checkpoints
 from models.costs import count_costs
 from models.freeze import set_train_mode
 
 
 @end_at_interrupt()
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = ArgumentParser(description="Train a model.", formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=find_config, help="YAML file, see configs/")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="options in place of the file's")
-    task = parser.add_mutually_exclusive_group(required=True)
-    task.add_argument("--output", type=Path, help="directory of the run; an unfinished run resumes")
-    task.add_argument("--check", action="store_true", help="read every image instead, and list what would be refused")
-    parser.add_argument("--allow-change", action="append", default=[], metavar="KEY", help=f"{CHANGEABLE}; repeatable")
-    args = parser.parse_intermixed_args(arguments)
+    args = parse_arguments(arguments)
     with ConsoleLog() as console, refuse_bad_input():
         run = load_run(args.config, args.overrides, int(os.environ.get("WORLD_SIZE", "1")))
         if args.check:
@@ -68,10 +62,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         world = init_distributed(run.train.device, run.train.timeout_minutes)
         try:
             with explain_failures(run.train, world), ExitStack() as cleanup:
+                check_trackers(run.report)
+                check_optimizer(run.optim, world.device)
+                if args.dry_run:
+                    print_plan(run, world, args.output, args.allow_change)
+                    return
                 trainer = Trainer(run, world, args.output, args.allow_change, cleanup)
                 if trainer.progress.epoch < run.schedule.epochs:  # what is finished is left as it is
                     console.keep(args.output)
                 finished = trainer.train()
+            if not finished and world.is_primary:
+                print("saved; the same command continues the run", flush=True)
         finally:
             world.destroy()
     if not finished:
@@ -89,8 +90,6 @@ class Trainer:
 
     def __init__(self, run: Run, world: World, output: Path, allowed: Sequence[str], cleanup: ExitStack):
         self.run, self.options, self.world, self.output, self.cleanup = run, run.train, world, output, cleanup
-        check_trackers(run.report)
-        check_optimizer(run.optim, world.device)
         self.costs = count_costs(run.model, run.attention)._asdict()
         seed_everything(self.options.seed)  # without the rank: every rank makes the same initial weights
         self.layout = torch.channels_last if self.options.channels_last else torch.contiguous_format
@@ -112,6 +111,8 @@ class Trainer:
         identity = identify_data(self.train_loader.dataset.dataset, self.val_loader.dataset)
         self.checkpoints = Checkpoints(output, run, world, self.sampler.num_images, identity | self.objective.identity)
         self.progress = self.checkpoints.restore(self.stateful, allowed)
+        self.total_steps = self.progress.total_steps(run, self.sampler.updates_per_epoch)
+        check_profile(run.report, self.total_steps)
 
     def train(self) -> bool:
         """Trains, evaluates and saves until the last epoch is finished (true) or a signal stops the run (false).
@@ -146,13 +147,12 @@ class Trainer:
         dump = partial(dump_step, self.checkpoints, self.train_loader, self.stateful, progress)
         self.guard = FiniteGuard(run.train, progress, dump)
         self.exchange = UpdateExchange(run, self.world, progress, self.guard.check)
-        total = progress.total_steps(run, self.sampler.updates_per_epoch)
         directory = self.output if self.world.is_primary else None
-        self.recorder = self.cleanup.enter_context(Recorder(directory, run, progress, total, self.world.device))
+        self.recorder = self.cleanup.enter_context(Recorder(directory, run, progress, self.total_steps, self.world))
         self.signals = self.cleanup.enter_context(SignalHandler())
         stop_waiting_if(self.signals.stop_requested, self.train_loader, self.val_loader)
-        processes, changes = self.world.size, self.checkpoints.changes
-        self.recorder.start(progress.epoch, processes, changes, kernels=kernels.resolved(), **self.costs)
+        resumption = self.checkpoints.resumption
+        self.recorder.start(progress.epoch, self.world.size, resumption, kernels=kernels.resolved(), **self.costs)
 
     def train_epoch(self, batches: Iterator[tuple[Tensor, Tensor]]) -> bool:
         """Makes the updates that are left of an epoch, and saves; returns whether a signal has stopped the run."""

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from attention.options import parse_options
 from engine.config.schema import Run
+from engine.runtime.text import one_line
 
 
 @dataclass
@@ -69,6 +71,29 @@ def default_ranking(metrics: Mapping[str, float]) -> str:
 def sign_of(name: str) -> int:
     """Returns 1 if the highest value of a metric is best, -1 if the lowest is."""
     return -1 if name == "loss" else 1
+
+
+class Resumption(NamedTuple):
+    """Checkpoint that a run resumes from, and options, or names in its metadata, that differ: their values before and
+    now. `changes` are those of the `differences` that have an effect, and were allowed.
+    """
+
+    checkpoint: Path | None = None
+    differences: Mapping[str, tuple[Any, Any]] = {}
+    changes: Mapping[str, tuple[Any, Any]] = {}
+
+    def describe(self, where: str, others: Mapping[str, tuple[Any, Any]] = {}) -> str:
+        """Returns the name of the checkpoint, `where` that is in the run, and what differs, a line each.
+
+        Args:
+            others: name -> value before and now, besides options and data; equal values are left out.
+        """
+        pairs = {**self.differences, **{name: pair for name, pair in others.items() if pair[0] != pair[1]}}
+        lines = [
+            f"  {name}: {one_line(f'{was}', 60)} -> {one_line(f'{now}', 60)}" for name, (was, now) in pairs.items()
+        ]
+        end = "differences:" if lines else "nothing differs"
+        return "\n".join([f"{self.checkpoint}  {where}; {end}", *lines])
 
 
 def rank_epoch(ranking: list[list], epoch: int, score: float, keep: int) -> list[list]:

@@ -6,8 +6,11 @@ from typing import Any, NoReturn
 from timm.optim import list_optimizers
 
 from attention.options import OptionError, nearest
-from engine.config.schema import Run
+from engine.config.schema import Report, Run
 from engine.objectives import OBJECTIVES, choose_objective
+
+MAX_PROFILED = 100
+"""Updates that a profile may have: its events lie in memory, thousands for each update."""
 
 
 def check_run(run: Run, world_size: int = 1) -> None:
@@ -81,6 +84,9 @@ def check_run(run: Run, world_size: int = 1) -> None:
             raise OptionError("model.dynamic_img_size", f" = false: {many}; set it to true")
         if train.compile:
             raise OptionError("train.compile", f" = true: {many}, and blocks are compiled for one; set it to false")
+    if run.report.profile is not None and not 1 <= run.report.profile[1] <= MAX_PROFILED:
+        problem = f" = {list(run.report.profile)}: expected [step, steps] with 1 to {MAX_PROFILED} steps"
+        raise OptionError("report.profile", problem)
     if run.model["in_chans"] not in (1, 3):
         raise OptionError("model.in_chans", f" = {run.model['in_chans']}: images have 3 channels (RGB) or 1 (grey)")
 
@@ -101,6 +107,17 @@ def check_class_weights(run: Run) -> None:
     elif weights is not None and len(weights) != num_classes:
         problem = f" has {len(weights)} factors, but model.num_classes = {num_classes}; give one for each class"
         raise OptionError(key, problem)
+
+
+def check_profile(options: Report, total_steps: int) -> None:
+    """Refuses a profile of updates that a run of `total_steps` updates does not make.
+
+    Raises:
+        OptionError: the run ends before the last of these updates.
+    """
+    if options.profile and sum(options.profile) > total_steps:
+        problem = f" = {list(options.profile)}: ends at step {sum(options.profile)}, but the run at step {total_steps}"
+        raise OptionError("report.profile", f"{problem}; choose earlier updates")
 
 
 POLICIES: dict[str, dict[str, range | tuple[Any, ...]]] = {

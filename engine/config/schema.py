@@ -273,10 +273,16 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Experiment trackers that receive the records of a run, besides its directory."""
+    """Experiment trackers that receive the records of a run, besides its directory, and a profile."""
 
     wandb: str | None = option(None, "Weights & Biases: project; needs the extra wandb; null: none")
     mlflow: str | None = option(None, "MLflow: experiment; needs the extra mlflow; null: none")
+    profile: tuple[int, int] | None = option(
+        None,
+        "[step, steps]: torch.profiler's trace of so many updates after that step of the run (at most 100), in the run"
+        " directory; null: none",
+        low=0,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

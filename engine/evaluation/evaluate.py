@@ -100,7 +100,7 @@ def evaluate(
     sums = torch.zeros(len(measure.names) + 1, dtype=torch.float64, device=world.device)  # the last: images
     by_class = torch.zeros(2, len(names), dtype=torch.float64, device=world.device)  # sums of the first; images
     num_images = len(loader.sampler) * world.size if is_named else None
-    bar = progress_bar("evaluation", num_images, leave=False, hidden=not world.is_primary)
+    bar = progress_bar("evaluation", num_images, hidden=not world.is_primary)
     problem = ""
     try:
         for images, targets in loader:

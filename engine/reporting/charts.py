@@ -29,7 +29,7 @@ BY_IMAGES = tuple(
 """Values that are also charted by images seen, as `train_by_images/loss`, to compare runs of different batch sizes."""
 
 CHARTED = {
-    "train": ("loss", "lr", "grad_norm", "images_per_second", "step_seconds", "data_wait", "broken"),
+    "train": ("loss", "lr", "grad_norm", "images_per_second", "step_seconds", "mfu", "data_wait", "broken"),
     "skip": ("num_skipped",),
     "eval": (*BY_IMAGES, "broken"),
 }

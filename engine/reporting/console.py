@@ -26,6 +26,7 @@ SHOWN = {
     "parameters": "{:,} parameters",
     "macs": "{:,} MACs",
     "images_per_second": "{:.0f} images/s",
+    "mfu": "MFU {:.1f} %",
     "memory_mb": "{:.0f} MB",
     "data_wait": "{:.0f} % waiting for data",
     "num_skipped": "not finite, skipped ({} of the run)",

@@ -40,7 +40,7 @@ TEXTS: Mapping[str, Callable[[str], Any]] = {
 
 AVERAGES: Mapping[str, Callable[..., float]] = {
     **dict.fromkeys(("loss", "step_seconds", "data_wait"), fmean),
-    "images_per_second": harmonic_mean,
+    **dict.fromkeys(("images_per_second", "tflops", "mfu"), harmonic_mean),
 }
 """Fields of `train` records -> their mean over an epoch, weighted by updates. The last record gives other fields."""
 

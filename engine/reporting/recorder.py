@@ -16,6 +16,7 @@ stop    a signal has stopped the run; fail: an error has ended it
 import json
 import math
 import os
+import platform
 import statistics
 import time
 import uuid
@@ -29,24 +30,31 @@ from typing import Any
 
 import torch
 
-from engine.checkpoints.progress import Progress
+from engine.checkpoints.progress import Progress, Resumption
 from engine.config.load import dump_run
 from engine.config.schema import Run
 from engine.config.yaml_files import dump_yaml
 from engine.evaluation.predictions import PredictionTable
 from engine.reporting.charts import Charts
 from engine.reporting.console import SHOWN, format_values
-from engine.reporting.metrics import EPOCHS, METRICS, describe_change, epochs_csv, is_until, read_records
+from engine.reporting.metrics import EPOCHS, METRICS, epochs_csv, is_until, read_records
+from engine.reporting.profiling import StepProfiler
 from engine.reporting.trackers import Launch, OpenTrackers
 from engine.reporting.waiting import DataWait
+from engine.runtime.distributed import World
 from engine.runtime.files import append_whole, naming, write_atomically
-from engine.runtime.provenance import provenance
-from engine.runtime.terminal import CONSOLE, append_line, progress_bar
+from engine.runtime.peaks import peak_tflops
+from engine.runtime.provenance import device_name, provenance
+from engine.runtime.terminal import CONSOLE, print_fields, progress_bar
 from engine.runtime.text import one_line
 
 INPUT_BOUND = 20
 """Percentage of time spent waiting for data above which a run is reported as input-bound, once. The first record of an
 epoch does not count, because the loader's workers start in it."""
+
+
+NOTHING = Resumption()
+"""A new run resumes from nothing."""
 
 
 class Recorder:
@@ -56,18 +64,22 @@ class Recorder:
         directory: of the run; None: record nothing (ranks other than the primary).
         progress: point from which the run goes on. Later records of an interrupted run are dropped, because they will
             be repeated, but the time that they took counts.
-        total_steps: updates of the whole run. device: device whose peak memory is recorded.
+        total_steps: updates of the whole run.
     """
 
-    def __init__(self, directory: Path | None, run: Run, progress: Progress, total_steps: int, device: torch.device):
-        self.directory, self.run, self.total_steps, self.device = directory, run, total_steps, device
+    def __init__(self, directory: Path | None, run: Run, progress: Progress, total_steps: int, world: World):
+        self.directory, self.run, self.total_steps = directory, run, total_steps
+        self.world, self.device = world, world.device
         self.progress, self.step, self.num_gpus, self.began = progress, progress.step, 0, time.monotonic()
         self.images_seen, self.run_id = 0, uuid.uuid4().hex
         self.trackers: OpenTrackers | None = None
         self.step_seconds = array("d")
         self.num_recorded = 0
-        self.wait = DataWait(device)
+        self.wait = DataWait(world.device)
         self.warned_input_bound = False
+        self.profiler = StepProfiler(directory, run.report, world.device)
+        self.tflop = 0.0  # of an image
+        self.peak: float | None = None  # TFLOP/s of all GPUs
         if directory is not None:
             self.metrics = directory / METRICS
             self.charts = Charts(directory, self._go_on(read_records(directory)), self.step)
@@ -80,6 +92,7 @@ class Recorder:
         if self.metrics.exists():
             write_atomically(self.metrics, "".join(f"{json.dumps(record)}\n" for record in kept).encode())
         last, spent = (found[-1] if found else {} for found in (kept, records))
+        self.former: dict[str, Any] = next((record for record in reversed(records) if record["kind"] == "start"), {})
         self.spent = {name: spent.get(name, 0.0) for name in ("elapsed_seconds", "gpu_hours")}
         images, step = (last["images_seen"], last["step"]) if "images_seen" in last else (0, 0)
         self.images_seen = images + (self.step - step) * self.run.train.total_batch_size
@@ -101,22 +114,35 @@ class Recorder:
             self.trackers.close(failed=error is not None)
         self.close()
         if error is None and self.directory is not None:
-            files = f"{EPOCHS} (a row per epoch), {METRICS} (all records), {CONSOLE}"
-            print(f"logs of {self.directory}: {files}; tensorboard --logdir {self.directory}", flush=True)
+            files = f"{EPOCHS} (a row per epoch)  {METRICS} (all records)  {CONSOLE}"
+            print_fields(f"logs of {self.directory}:  {files}  tensorboard --logdir {self.directory}")
 
-    def start(self, epoch: int, processes: int, changes: Mapping[str, tuple[Any, Any]] = {}, **values: Any) -> None:
-        """Records how the run starts, or resumes after `epoch` epochs, its configuration, and `changes` of options:
-        name -> value before and now.
+    def start(self, epoch: int, processes: int, resumption: Resumption = NOTHING, **values: Any) -> None:
+        """Records how the run starts, or resumes after `epoch` epochs, its configuration, and changes of options.
+
+        A run that resumes says from where, and what differs: options, data, and since the last start code and machine.
         """
         config = dump_yaml(dump_run(self.run))
         if self.directory is not None:
             write_atomically(self.directory / "config.yaml", config.encode())
             self.charts.show_config(config, self.step)
             self.trackers = OpenTrackers(Launch(self.run, self.directory, self.run_id))
+            origin = provenance(self.device)
+            if resumption.checkpoint is not None:
+                names = [name for name in origin if name != "command" and name in self.former]
+                others = {name: (self.former[name], origin[name]) for name in names}
+                print(f"resumes from {resumption.describe(self._place(epoch), others)}", flush=True)
+            values |= origin
         self.num_gpus = processes if self.device.type == "cuda" else 0
-        values |= {"run_id": self.run_id, "processes": processes, "epochs": self.run.schedule.epochs}
-        self._record("start", epoch, {**values, "total_steps": self.total_steps, **provenance(self.device)})
-        for option, (before, now) in changes.items():
+        self._rate(values.get("macs", 0), processes)
+        values |= {
+            "host": platform.node(),
+            "run_id": self.run_id,
+            "processes": processes,
+            "epochs": self.run.schedule.epochs,
+        }
+        self._record("start", epoch, {**values, "total_steps": self.total_steps})
+        for option, (before, now) in resumption.changes.items():
             self._record("change", epoch, {"option": option, "before": _short(before), "now": _short(now)})
 
     def images(self, images: torch.Tensor) -> None:
@@ -130,6 +156,7 @@ class Recorder:
         The time of evaluation and checkpoints is thus no part of a step.
         """
         self._tabulate(epoch)
+        self.profiler.at_step(self.step)
         self.step_began = time.perf_counter()
         self.workers_start = True
         if self.directory is not None:
@@ -145,21 +172,28 @@ class Recorder:
         self.images_seen += self.run.train.total_batch_size
         if self.directory is not None:
             self.bar.update(self.run.train.total_batch_size)
+        if self.profiler.at_step(self.step):
+            self.step_began = time.perf_counter()
 
     def train(self, epoch: int, **values: float) -> None:
         """Records `values` of the updates since the last such record, and their speed; `epoch` counts from 1."""
         step_seconds = statistics.fmean(self.step_seconds[self.num_recorded :])
         num_steps = len(self.step_seconds) - self.num_recorded
         self.num_recorded += num_steps
-        data_wait = 100 * self.wait.seconds() / (num_steps * step_seconds)
+        own_wait = 100 * self.wait.seconds() / (num_steps * step_seconds)
+        waits = [wait for (wait,) in self.world.gather([own_wait])]
+        data_wait, longest = waits[0], max(waits)
+        if len(waits) > 1:
+            values |= {"slowest_rank": waits.index(longest), "slowest_data_wait": longest}
         self._record("train", epoch, {**values, **self._speed(step_seconds), "data_wait": data_wait})
         is_input_bound = data_wait > INPUT_BOUND and not self.workers_start
         self.workers_start = False
         if is_input_bound and self.directory is not None and not self.warned_input_bound:
             self.warned_input_bound = True
-            self.bar.write(
+            print(
                 f"input-bound: {data_wait:.0f} % of the time goes into waiting for data; raise data.workers"
-                f" (= {self.run.data.workers}) up to the cores there are, or prepare the images (engine.data.prepare)"
+                f" (= {self.run.data.workers}) up to the cores there are, or prepare the images (engine.data.prepare)",
+                flush=True,
             )
 
     def skip(self, epoch: int, num_skipped: int) -> None:
@@ -194,17 +228,40 @@ class Recorder:
                 os.fsync(file.fileno())
 
     def close(self) -> None:
-        """Closes the progress bar."""
+        """Closes the progress bar, and a profile that is not complete."""
+        self.profiler.close(self.step)
         if self.directory is not None:
             self.bar.close()
+
+    def _place(self, epoch: int) -> str:
+        return f"epoch {epoch}/{self.run.schedule.epochs}  step {self.step}/{self.total_steps}"
 
     def _title(self, epoch: int) -> str:
         return f"epoch {epoch}/{self.run.schedule.epochs}"
 
+    def _rate(self, macs: int, processes: int) -> None:
+        """Prepares FLOP/s and MFU: a backward pass takes twice the arithmetic of a forward pass.
+
+        That is not so where parameters are frozen, and then neither is recorded.
+        """
+        options = self.run.train
+        if macs and options.freeze is None:
+            self.tflop = 3 * 2 * macs / 1e12
+            peak = peak_tflops(device_name(self.device), options.amp or ("tf32" if options.tf32 else "fp32"))
+            self.peak = peak and processes * peak
+
     def _speed(self, step_seconds: float) -> dict[str, float]:
-        speed = {"images_per_second": self.run.train.total_batch_size / step_seconds, "step_seconds": step_seconds}
+        """Returns speed, and on GPUs the peak memory of the rank that has the highest: a collective, at log time."""
+        images_per_second = self.run.train.total_batch_size / step_seconds
+        speed = {"images_per_second": images_per_second, "step_seconds": step_seconds}
+        if self.tflop:
+            speed["tflops"] = self.tflop * images_per_second
+        if self.tflop and self.peak:
+            speed["mfu"] = 100 * speed["tflops"] / self.peak
         if self.device.type == "cuda":  # on a CPU, the memory of the process is hardly that of the model
-            speed["memory_mb"] = torch.cuda.max_memory_allocated(self.device) / 2**20
+            peaks = [torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)]
+            allocated, reserved = map(max, zip(*self.world.gather(peaks), strict=True))
+            speed |= {"memory_mb": allocated / 2**20, "memory_reserved_mb": reserved / 2**20}
         return speed
 
     def _tabulate(self, before: float = math.inf) -> None:
@@ -235,20 +292,16 @@ class Recorder:
             numbers = {name: x for name, x in sent.items() if isinstance(x, int | float) and math.isfinite(x)}
             self.trackers.log(numbers, self.step)
         self.charts.add(kind, values, self.step, self.images_seen)
-        if kind == "fail":  # the error is shown last
+        if kind in ("change", "fail"):  # shown by `start`; shown last
             return
         text = format_values(values)
-        if kind == "change":
-            text = describe_change(values)
         if kind == "train":
             seconds = (self.total_steps - self.step) * values["step_seconds"]
             text += f"  ETA {timedelta(seconds=round(seconds))}"
-        line = f"{kind:5}  epoch {epoch}/{self.run.schedule.epochs}  step {self.step}/{self.total_steps}  {text}"
-        if kind == "train" and not self.bar.disable:
-            self.bar.set_postfix_str(SHOWN["loss"].format(values["loss"]))
-            append_line(self.directory, line)
-        else:
-            self.bar.write(line)
+        line = f"{kind:5}  {self._place(epoch)}  {text}".rstrip()
+        if kind == "train":
+            self.bar.set_postfix_str(SHOWN["loss"].format(values["loss"]), refresh=False)
+        print_fields(line)
 
 
 def _short(value: Any) -> Any:

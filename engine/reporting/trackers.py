@@ -8,7 +8,6 @@ import importlib
 import re
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
 
@@ -128,7 +127,7 @@ class OpenTrackers:
 
 
 def _chosen(options: Report) -> dict[str, str]:
-    return {package: name for package, name in asdict(options).items() if name is not None}
+    return {package: name for package in TRACKERS if (name := getattr(options, package)) is not None}
 
 
 def _reason(error: Exception) -> str:

@@ -18,6 +18,9 @@ from attention.plugins import versions
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow")
 
+DRIVER = Path("/proc/driver/nvidia/version")
+"""File that names the version of NVIDIA's driver on Linux."""
+
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """Returns command, version and git revision of this code (None if it is installed), device and package versions."""
@@ -34,10 +37,22 @@ def provenance(device: torch.device) -> dict[str, Any]:
         "version": __version__,
         "git": revision,
         "device": device_name(device),
+        **gpu_software(device),
         "python": platform.python_version(),
         **{package: version(package) for package in PACKAGES},
         **({"plugins": found} if (found := versions()) else {}),
     }
+
+
+def gpu_software(device: torch.device) -> dict[str, str]:
+    """Returns the versions of CUDA that torch was built with, and of NVIDIA's driver, as far as they are known."""
+    if device.type != "cuda":
+        return {}
+    found = {"cuda": torch.version.cuda}
+    with suppress(OSError):  # "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 ..."
+        text = DRIVER.read_text()
+        found["driver"] = match[0] if (match := re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)) else None
+    return {name: version for name, version in found.items() if version}
 
 
 def device_name(device: torch.device) -> str:

@@ -1,6 +1,8 @@
 """The terminal: the progress bar, and the console log in a run directory."""
 
 import functools
+import os
+import stat
 import sys
 import threading
 import traceback
@@ -22,6 +24,9 @@ tqdm.set_lock(threading.RLock())
 CONSOLE = "console.log"
 """File of a run directory."""
 
+INDENT = " " * 7
+"""Beginning of every line but the first of a line that a terminal has no room for."""
+
 
 def append_line(directory: Path, line: str) -> None:
     """Adds a line to the console log of `directory`, unless it cannot be written: the console shows it anyway."""
@@ -38,18 +43,19 @@ def warn_once(text: str) -> None:
 class ConsoleLog:
     """Context in which every line that this process prints, on stdout or stderr, also goes into a file.
 
-    Lines wait until `keep` names the file. A line that is redrawn, such as a progress bar, is written in its last
-    state.
+    Lines wait until `keep` names the file. Progress bars do not go into it.
     """
 
     def __enter__(self) -> "ConsoleLog":
         self.directory: Path | None = None
         self.waiting: list[str] = []
         self.streams = sys.stdout, sys.stderr
-        sys.stdout, sys.stderr = (Copied(stream, self.add) for stream in self.streams)
+        sys.stdout, sys.stderr = (Copied(stream, self.add, bars=self.streams[1]) for stream in self.streams)
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
         sys.stdout, sys.stderr = self.streams
         if error is not None and not isinstance(error, SystemExit):  # Python prints it later
             self.add("".join(traceback.format_exception(error)).rstrip())
@@ -69,38 +75,92 @@ class ConsoleLog:
 
 
 class Copied:
-    """The text stream `stream`, whose complete lines also go to `add`."""
+    """The text stream `stream`, whose complete lines also go to `add`, except lines that are redrawn: foreign bars.
 
-    def __init__(self, stream: TextIO, add: Callable[[str], None]):
-        self.stream, self.add, self.line = stream, add, ""
+    Args:
+        bars: stream that shows the progress bars. They make way for every line.
+    """
+
+    def __init__(self, stream: TextIO, add: Callable[[str], None], bars: TextIO):
+        self.stream, self.add, self.bars, self.line, self.unshown = stream, add, bars, "", ""
 
     def write(self, text: str) -> int:
         *lines, self.line = (self.line + text).split("\n")
         for line in lines:
-            self.add(line.rpartition("\r")[2])
-        self.line = self.line[self.line.rfind("\r") + 1 :]
-        return self.stream.write(text)
+            if "\r" not in (line := line.removesuffix("\r")):
+                self.add(line)
+        complete, newline, rest = (self.unshown + text).rpartition("\n")
+        self.unshown = rest
+        self.show(complete + newline)
+        return len(text)
+
+    def flush(self) -> None:
+        text, self.unshown = self.unshown, ""
+        self.show(text)
+
+    def show(self, text: str) -> None:
+        """Writes `text` to the stream alone."""
+        if text:
+            with tqdm.external_write_mode(file=self.bars):
+                self.stream.write(text)
+                self.stream.flush()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.stream, name)
 
 
-def progress_bar(title: str, total: int | None, *, initial: int = 0, leave: bool = True, hidden: bool = False) -> tqdm:
-    """Returns a bar that counts images, as wide as the terminal; hidden if stderr is no terminal.
+def print_fields(line: str) -> None:
+    """Prints a line of fields, which two spaces separate; a terminal shows it on several lines if it is too long.
 
-    It shows the title, the share done, the time left, images per second, and last what `set_postfix_str` adds.
+    A console log has it as one line.
+    """
+    stream = sys.stdout
+    shown = break_line(line, (os.get_terminal_size(stream.fileno()).columns or 80) - 1) if stream.isatty() else line
+    if isinstance(stream, Copied):
+        stream.add(line)
+        stream.show(f"{shown}\n")
+    else:
+        print(shown, flush=True)
+
+
+def break_line(line: str, width: int) -> str:
+    """Breaks a line between fields into lines of at most `width` characters, where that is possible."""
+    first, *fields = line.split("  ")
+    lines = [first]
+    for field in fields:
+        if len(lines[-1]) + 2 + len(field) <= width:
+            lines[-1] += f"  {field}"
+        else:
+            lines.append(f"{INDENT}{field.lstrip()}")
+    return "\n".join(lines)
+
+
+def progress_bar(title: str, total: int | None, *, initial: int = 0, hidden: bool = False) -> tqdm:
+    """Returns a bar that counts images, as wide as the terminal, which leaves nothing on the screen.
+
+    It shows the title, the share done, the time left, images per second, and last what `set_postfix_str` adds. It is
+    hidden if stderr is no terminal, or stdout is a pipe: `tee` would write its lines over the bar.
 
     Args:
-        total: number of all images; None: unknown. leave: a closed bar stays on the screen. hidden: always hide it.
+        total: number of all images; None: unknown. hidden: always hide it.
     """
+    stream = sys.stderr.bars if isinstance(sys.stderr, Copied) else sys.stderr
     return tqdm(
         desc=title,
         total=total,
         initial=initial,
-        leave=leave,
-        disable=hidden or None,  # None: unless stderr is a terminal
+        leave=False,
+        file=stream,
+        disable=hidden or _is_pipe(sys.stdout) or None,  # None: unless the stream is a terminal
         dynamic_ncols=True,
         unit=" images",
         unit_scale=True,
         bar_format="{l_bar}{bar}| ETA {remaining}, {rate_noinv_fmt}{postfix}",
     )
+
+
+def _is_pipe(stream: TextIO) -> bool:
+    try:
+        return stat.S_ISFIFO(os.fstat(stream.fileno()).st_mode)
+    except OSError:  # it is no file
+        return False

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from attention.options import nearest, parse_options
 from engine.checkpoints.files import IDENTITY, WEIGHTS, find_checkpoint, save_checkpoint
 from engine.checkpoints.identify import NAME, list_checkpoints
-from engine.checkpoints.progress import Progress
+from engine.checkpoints.progress import Progress, Resumption
 from engine.checkpoints.weights import list_not_finite, load_weights
 from engine.config.load import dump_run, flatten, parse_run
 from engine.config.schema import Run
@@ -41,12 +41,16 @@ RESUMABLE_OPTIONS = {
     "train.max_overflows",
     "report.wandb",
     "report.mlflow",
+    "report.profile",
     "plugins",
 }
 """Options without an effect on the trained weights: a run may be resumed with other values."""
 
 CHANGEABLE = f"what may differ: an option, processes, images, {', '.join(IDENTITY[:-1])} or {IDENTITY[-1]}"
 """Help on --allow-change: possible differences from the run that is continued."""
+
+TEACHER = "teacher_weights"
+"""Metadata that only a run with its teacher knows."""
 
 CONTENT = ("train_content", "val_content")
 """Metadata of the data that checkpoints of earlier versions lack."""
@@ -67,25 +71,26 @@ class Checkpoints:
     Args:
         identity: metadata of the data, see `identify_data`, and of a teacher, see `Distillation.identity`.
     Attributes:
-        changes: option, or name in the metadata -> its values before and after `restore`, for allowed changes.
+        resumption: what the run resumes from, since `find`. former: the run of that checkpoint.
     """
 
     def __init__(self, directory: Path, run: Run, world: World, num_images: int, identity: Mapping[str, Any] = {}):
         self.directory, self.options, self.world = directory, run.train, world
         self.metadata = {"config": dump_run(run), "processes": world.size, "images": num_images, **identity}
         self.saved_at = time.monotonic()
-        self.changes: dict[str, tuple[Any, Any]] = {}
+        self.resumption, self.former = Resumption(), run
 
-    def restore(self, stateful: Stateful, allowed: Collection[str] = ()) -> Progress:
-        """Loads the newest valid checkpoint into `stateful`; without one, nothing changes.
+    def find(self, allowed: Collection[str] = ()) -> tuple[Progress, dict[str, Any]]:
+        """Returns the progress and the content of the newest valid checkpoint, from which this run may resume.
+
+        Without a checkpoint, that is the beginning, and no content.
 
         Args:
-            stateful: name of a state dict -> object that it is loaded into.
             allowed: options, or names in the metadata, that may differ from the checkpoint's, besides
                 `RESUMABLE_OPTIONS`.
         Raises:
-            UserError: the checkpoint's run has other options or data, or unknown options; its weights or its optimiser
-                do not fit; it has more epochs than the configuration; or ranks find different checkpoints.
+            UserError: the checkpoint's run has other options or data, or unknown options; it has more epochs than the
+                configuration; or ranks find different checkpoints.
         """
         found = find_checkpoint(self.directory, "last", quiet=not self.world.is_primary)
         progress = parse_options(Progress, found[1]["progress"]) if found else Progress()
@@ -97,13 +102,15 @@ class Checkpoints:
             if key not in here:
                 raise UserError(f"--allow-change: {key!r} is no option{nearest(key, here)}")
         if found is None:
-            return progress
+            return progress, {}
         path, checkpoint = found
         try:  # new options have their defaults
             run = parse_run(checkpoint["config"], "its configuration")
         except ConfigError as error:
             raise UserError(f"{path}: this version cannot resume it; {error}") from None
         there = _flatten_metadata(checkpoint | {"config": dump_run(run)})
+        if TEACHER not in here:  # a plan of a run does not read it
+            there.pop(TEACHER, None)
         if unknown := [key for key in CONTENT if key in here and key not in there]:
             here = {key: value for key, value in here.items() if key not in unknown}
             if self.world.is_primary:
@@ -113,14 +120,29 @@ class Checkpoints:
                 f"{self.directory}: holds a run with other options or data; resume it with its own, start afresh in"
                 " another directory, or allow a change with --allow-change KEY\n  " + "\n  ".join(lines)
             )
-        changed = find_differences(there, here)
-        self.changes = {key: (there.get(key), here.get(key)) for key in sorted(changed)}
         epochs, before = here["schedule.epochs"], there["schedule.epochs"]
         if epochs <= progress.epoch and epochs != before:
             raise UserError(
                 f"{self.directory}: schedule.epochs = {epochs}, but {progress.epoch} of {before} epochs are done there;"
                 f" choose more than {progress.epoch}"
             )
+        pairs = {key: (there.get(key), here.get(key)) for key in sorted(there.keys() | here.keys())}
+        differences = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
+        changes = {key: pairs[key] for key in sorted(find_differences(there, here))}
+        self.resumption, self.former = Resumption(path, differences, changes), run
+        return progress, checkpoint
+
+    def restore(self, stateful: Stateful, allowed: Collection[str] = ()) -> Progress:
+        """Loads the newest valid checkpoint into `stateful`; without one, nothing changes.
+
+        Args:
+            stateful: name of a state dict -> object that it is loaded into. allowed: see `find`.
+        Raises:
+            UserError: see `find`; or its weights or its optimiser do not fit.
+        """
+        progress, checkpoint = self.find(allowed)
+        if self.resumption.checkpoint is None:
+            return progress
         own = {name: x for name, x in stateful.items() if isinstance(x, nn.Module) and name not in WEIGHTS.values()}
         for name, target in stateful.items():
             state = checkpoint.get(name)
@@ -128,9 +150,9 @@ class Checkpoints:
                 load_weights(target, state or checkpoint.get("model", {}), f"{self.directory}: {name}")
             elif not isinstance(target, Optimizer):
                 target.load_state_dict(state or target.state_dict())
-            elif all(there[key] == here[key] for key in ("optim.opt", "train.freeze")):  # its state still fits
-                model, size = cast(nn.Module, stateful["model"]), run.train.total_batch_size
-                former = create_optimizer(model, run.optim, size, own)
+            elif not self.resumption.changes.keys() & {"optim.opt", "train.freeze"}:  # its state still fits
+                model, options = cast(nn.Module, stateful["model"]), self.former
+                former = create_optimizer(model, options.optim, options.train.total_batch_size, own)
                 restore_optimizer(target, checkpoint[name], former, f"{self.directory}: {name}")
         return progress
 

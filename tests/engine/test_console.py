@@ -1,13 +1,16 @@
 """The console log of a run."""
 
+import os
+import re
 import sys
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tqdm import tqdm
 
-from engine.runtime.terminal import ConsoleLog, progress_bar
-from tests.engine.test_recorder import record_run, terminal
+from engine.runtime.terminal import ConsoleLog, print_fields, progress_bar
+from tests.engine.test_recorder import terminal
 
 
 def test_it_has_what_is_printed_from_the_beginning(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -42,20 +45,64 @@ def test_no_file_no_log(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert capsys.readouterr().out == "shown\ntoo\n"
 
 
-def test_a_progress_bar_leaves_its_last_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with terminal(80, monkeypatch), ConsoleLog() as console:
+def screen(drawn: bytes, rows: int = 24) -> list[str]:
+    """The lines that a terminal shows in the end of what was `drawn` on it."""
+    lines, row, column = [""] * rows, 0, 0
+    for part in re.split(r"(\r|\n|\x1b\[A)", drawn.decode()):
+        if part in ("\n", "\x1b[A"):
+            row += 1 if part == "\n" else -1
+        elif part == "\r":
+            column = 0
+        else:
+            lines[row] = lines[row][:column].ljust(column) + part + lines[row][column + len(part) :]
+            column += len(part)
+    return [line.rstrip() for line in lines if line.strip()]
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_nested_bars_leave_lines_alone(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Neither the file nor, in the end, the screen has anything of a bar, whoever prints and whoever draws one."""
+    with terminal(width, monkeypatch) as drawn, ConsoleLog() as console:
         console.keep(tmp_path)
-        with progress_bar("epoch 1/1", 3) as bar:
-            bar.mininterval = 0
-            bar.update(1)
-            bar.write("a message")
-            bar.update(2)
-    first, last = (tmp_path / "console.log").read_text().splitlines()
-    assert first == "a message"
-    assert last.startswith("epoch 1/1: 100%|")
+        with progress_bar("epoch 1/1", 9) as bar:
+            for number in range(3):
+                with progress_bar("evaluation", 3) as inner:
+                    inner.mininterval = bar.mininterval = 0
+                    inner.update(2)
+                    print("warning: one", "word", number, file=sys.stderr)
+                    print_fields(f"train  loss {number}  " + "  ".join(["0123456789"] * 8))
+                bar.update(3)
+        with tqdm(total=2, desc="download") as foreign:  # on sys.stderr, as a library draws one
+            foreign.update(2)
+    lines = (tmp_path / "console.log").read_text().splitlines()
+    text = "  ".join(["0123456789"] * 8)
+    assert lines == [line for n in range(3) for line in (f"warning: one word {n}", f"train  loss {n}  {text}")]
+    *shown, download = screen(drawn.content)
+    assert download.startswith("download: 100%|")
+    assert "evaluation" in drawn.content.decode()
+    assert " ".join(" ".join(shown).split()) == " ".join(" ".join(lines).split())
+    assert len(shown) == (9 if width == 80 else 6)
 
 
-def test_on_a_terminal_it_has_the_lines_that_the_bar_stands_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with terminal(80, monkeypatch):
-        record_run(tmp_path)
-    assert (tmp_path / "console.log").read_text().startswith("train  epoch 1/2  step 1/1  loss 2.5000  ")
+@pytest.mark.parametrize("is_pipe", [True, False])
+def test_no_bar_where_tee_shows_the_lines(is_pipe: bool, monkeypatch: pytest.MonkeyPatch):
+    """`train.py | tee file` writes on the terminal that stderr is, too."""
+    read, write = os.pipe()
+    with terminal(80, monkeypatch), os.fdopen(write, "w") as pipe, monkeypatch.context() as patch:
+        if is_pipe:
+            patch.setattr(sys, "stdout", pipe)
+        with progress_bar("epoch 1/1", 9) as bar:
+            assert bool(bar.disable) == is_pipe
+    os.close(read)
+
+
+def test_a_line_that_is_not_complete_is_shown_once_it_is_flushed(tmp_path: Path, capsys: pytest.CaptureFixture):
+    with ConsoleLog() as console:
+        console.keep(tmp_path)
+        print("a question", end="")
+        assert capsys.readouterr().out == ""
+        print("?", end=" ", flush=True)
+        assert capsys.readouterr().out == "a question? "
+        print("an answer")
+    assert capsys.readouterr().out == "an answer\n"
+    assert (tmp_path / "console.log").read_text() == "a question? an answer\n"

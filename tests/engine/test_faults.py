@@ -65,9 +65,12 @@ def test_signals(signals: list[str], status: int, runs: Runs):
     """A signal after the ranks' exchange takes effect at the next. A second SIGINT ends the run at once, unsaved."""
     statuses, job, output = runs.launch(*[("train.nn.utils.clip_grad_norm_", 4, name) for name in signals])
     assert statuses == [status], job.text
+    last = "saved; the same command continues the run" if status == 75 else "interrupted"
+    assert job.text.splitlines()[-1] == last
     assert find_checkpoint(output, "last")[1]["progress"]["step"] == (5 if status == 75 else 2)
     statuses, job, _ = runs.launch(output=output)
     assert statuses == [0]
+    assert f"resumes from {output}/step_{5 if status == 75 else 2}.pt  epoch 0/2  step " in job.text
     assert outcome(job, output) == runs.expected
 
 

@@ -9,9 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine.checkpoints.progress import Progress
+from engine.checkpoints.progress import Progress, Resumption
 from engine.reporting.metrics import TOTALS, read_records
 from engine.reporting.recorder import Recorder
+from engine.runtime.distributed import World
 from tests.engine.test_recorder import RUN
 from tests.engine.test_train import start
 
@@ -37,7 +38,7 @@ def test_a_run_keeps_its_console(run: SimpleNamespace):
     assert run.err in text
     assert text.replace(run.err, "") == run.out
     assert text.startswith("train.freeze: ")
-    last = f"logs of {run.directory}: epochs.csv (a row per epoch), metrics.jsonl (all records), console.log; "
+    last = f"logs of {run.directory}:  epochs.csv (a row per epoch)  metrics.jsonl (all records)  console.log  "
     assert run.out.splitlines()[-1].startswith(last)
     with pytest.raises(SystemExit):
         start(run.directory.parent, *OVERRIDES, "train.seed=1")
@@ -48,12 +49,17 @@ def test_every_field_and_kind_is_documented_and_there(
     run: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """The records are those of a run, and of rare events, as on a GPU."""
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**20)
-    cpu = torch.device("cpu")
-    with pytest.raises(ValueError, match="a reason"), Recorder(tmp_path, RUN, Progress(), 1, cpu):
+    for name in ("allocated", "reserved"):
+        monkeypatch.setattr(torch.cuda, f"max_memory_{name}", lambda device: 2**20)
+    monkeypatch.setattr("engine.reporting.recorder.device_name", lambda device: "NVIDIA H200")
+    software = {"cuda": "13.0", "driver": "580.1"}
+    monkeypatch.setattr("engine.runtime.provenance.gpu_software", lambda device: software)
+    monkeypatch.setattr(World, "gather", lambda self, values: [values, values])
+    world = World(torch.device("cpu"))
+    with pytest.raises(ValueError, match="a reason"), Recorder(tmp_path, RUN, Progress(), 1, world):
         raise ValueError("a reason")
-    with Recorder(tmp_path, RUN, Progress(), 1, cpu) as recorder:
-        recorder.start(0, 1, {"optim.lr": (1e-3, 5e-4)})
+    with Recorder(tmp_path, RUN, Progress(), 1, world) as recorder:
+        recorder.start(0, 1, Resumption(changes={"optim.lr": (1e-3, 5e-4)}), macs=1)
         recorder.num_gpus, recorder.device = 1, torch.device("cuda")
         recorder.begin_epoch(1)
         recorder.end_step()

@@ -3,11 +3,13 @@
 import csv
 import errno
 import fcntl
+import gzip
 import itertools
 import json
 import math
 import os
 import pkgutil
+import platform
 import re
 import resource
 import shutil
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import termios
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from copy import deepcopy
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
@@ -31,8 +33,10 @@ import torch
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from engine.checkpoints.progress import Progress
-from engine.config.schema import Data, Run, Schedule, Train
+from attention.options import OptionError
+from engine.checkpoints.progress import Progress, Resumption
+from engine.config.checks import check_profile
+from engine.config.schema import Data, Report, Run, Schedule, Train
 from engine.data.loaders import create_val_loader
 from engine.evaluation.evaluate import evaluate
 from engine.evaluation.predictions import PredictionTable
@@ -42,12 +46,14 @@ from engine.reporting.recorder import Recorder
 from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.files import append_whole
-from engine.runtime.provenance import provenance
-from engine.runtime.terminal import progress_bar
+from engine.runtime.peaks import peak_tflops
+from engine.runtime.provenance import gpu_software, provenance
+from engine.runtime.terminal import ConsoleLog, progress_bar
 from tests.support.launcher import use_few_images
 from train import Trainer
 
 CPU = torch.device("cpu")
+WORLD = World(CPU)
 RUN = Run(
     model={"name": "deit"},
     attention=[{"name": "eva", "window_size": 7}],
@@ -60,7 +66,7 @@ IMAGES = torch.tensor([0.0, 0.5, 1.0])[:, None, None, None] * torch.ones(3, 3, 4
 
 def record_run(directory: Path | None) -> None:
     """A run of one update."""
-    recorder = Recorder(directory, RUN, Progress(), total_steps=1, device=CPU)
+    recorder = Recorder(directory, RUN, Progress(), total_steps=1, world=WORLD)
     recorder.start(0, processes=1, parameters=1234, macs=5678)
     mean, std = (torch.tensor(values)[:, None, None] for values in (RUN.data.mean, RUN.data.std))
     recorder.images((IMAGES - mean) / std)
@@ -103,7 +109,7 @@ class Clock:
 
 def launch(directory: Path, progress: Progress, device: torch.device = CPU) -> Recorder:
     """Returns the recorder of a run of two epochs of two updates, without drawing anything."""
-    recorder = Recorder(directory, RUN, progress, total_steps=4, device=device)
+    recorder = Recorder(directory, RUN, progress, total_steps=4, world=World(device))
     recorder.start(progress.epoch, processes=4)
     return recorder
 
@@ -117,6 +123,7 @@ def make_step(recorder: Recorder, clock: Clock, seconds: float) -> None:
 def test_totals_go_on_after_stops_and_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Stops do not count; work that a kill has lost does, as it has been paid for, but its images are counted once."""
     clock, cuda = Clock(monkeypatch), torch.device("cuda")
+    monkeypatch.setattr(World, "gather", lambda self, values: [values])
     monkeypatch.setattr("engine.reporting.recorder.DataWait._now", lambda self: 0.0)
     monkeypatch.setattr("engine.reporting.recorder.DataWait.seconds", lambda self: 0.0)
     monkeypatch.setattr("engine.runtime.provenance.device_name", lambda device: "a GPU")
@@ -170,7 +177,7 @@ def test_the_last_record_says_how_a_launch_ended(tmp_path: Path, capsys: pytest.
             raise error
     last = records(tmp_path)[-1]
     assert (last["kind"], last["epoch"], last["step"], last.get("reason")) == (kind, 1, 2, reason)
-    names_files = capsys.readouterr().out.splitlines()[-1].startswith(f"logs of {tmp_path}: epochs.csv ")
+    names_files = capsys.readouterr().out.splitlines()[-1].startswith(f"logs of {tmp_path}:  epochs.csv ")
     assert names_files == (error is None)  # the error is the last line of a launch that fails
 
 
@@ -228,29 +235,45 @@ def test_console(tmp_path: Path, capsys: pytest.CaptureFixture):
     assert final.startswith("final  epoch 2/2  step 1/1  top-1 50.00 %  best top-1 50.00 %  5,678 MACs  ")
 
 
+class Drawn(list[str]):
+    """What was drawn on a terminal, line by line; `content` has every byte."""
+
+    content: bytes
+
+
 @contextmanager
-def terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """stderr as a terminal of `width` columns; afterwards the list holds what was drawn on its lines."""
-    (controller, terminal), drawn, content = os.openpty(), [], b""
+def terminal(width: int, monkeypatch: pytest.MonkeyPatch) -> Iterator["Drawn"]:
+    """stdout and stderr as a terminal of `width` columns; afterwards the list holds what was drawn on its lines."""
+    (controller, terminal), drawn, content = os.openpty(), Drawn(), b""
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
     with os.fdopen(terminal, "w") as file, monkeypatch.context() as patch:
-        patch.setattr(sys, "stderr", file)
+        for stream in ("stdout", "stderr"):
+            patch.setattr(sys, stream, file)
         yield drawn
     with suppress(OSError):  # the end of what the closed side has written
         while True:
             content += os.read(controller, 2**16)
     os.close(controller)
+    drawn.content = content
     drawn += [line for line in re.split(r"[\r\n]+", content.decode()) if line.strip()]
 
 
-@pytest.mark.parametrize("width", [80, 120])
-def test_progress_bar_on_a_terminal(tmp_path, capsys, monkeypatch, width):
-    with terminal(width, monkeypatch) as drawn:
+@pytest.mark.parametrize("width", [80, 200])
+def test_progress_bar_on_a_terminal(tmp_path, monkeypatch, width):
+    """The bar makes way for the lines, which a narrow terminal breaks between fields."""
+    with terminal(width, monkeypatch) as drawn, ConsoleLog() as console:
+        console.keep(tmp_path)
         record_run(tmp_path)
-    assert "train " not in capsys.readouterr().out
-    assert drawn[0].startswith("epoch 1/2:   0%|   ")
-    assert re.fullmatch(r"epoch 1/2: 100%\|█{20,}\| ETA 00:00, [\d.]+k? images/s, loss 2\.5000", drawn[-1])
-    assert {len(line) for line in drawn} == {width - 1}  # tqdm keeps out of the last column
+    bars = [line for line in drawn if "|" in line]
+    lines = [line for line in drawn if line not in bars]
+    assert bars[0].startswith("epoch 1/2:   0%|   ")
+    assert re.fullmatch(r"epoch 1/2: 100%\|█{20,}\| ETA 00:00, [\d.]+k? images/s, loss 2\.5000", bars[-1])
+    assert {len(line) for line in bars} == {width - 1}  # tqdm keeps out of the last column
+    assert [line.split()[0] for line in lines if line[0] != " "] == ["start", "train", "eval", "final"]
+    assert len(lines) == (7 if width == 80 else 4)
+    assert all(len(line) < width for line in lines)
+    logged = (tmp_path / "console.log").read_text().splitlines()
+    assert [line.split() for line in logged] == [text.split() for text in re.split(r"\n(?! )", "\n".join(lines))]
 
 
 @pytest.mark.parametrize(("width", "least"), [(80, 12), (120, 50)])
@@ -352,7 +375,7 @@ def test_images_are_shown_as_they_look(tmp_path: Path):
 
 def test_grey_images_are_shown_as_they_look(tmp_path: Path):
     """With the normalisation that they have: the mean of the channels' means, 0.25, and of their deviations."""
-    recorder = Recorder(tmp_path, RUN, Progress(), total_steps=1, device=CPU)
+    recorder = Recorder(tmp_path, RUN, Progress(), total_steps=1, world=WORLD)
     recorder.images((IMAGES[:, :1] - 0.25) / (1.75 / 3))
     recorder.close()
     grid = EventAccumulator(str(tmp_path)).Reload().Images("train/images")[0]
@@ -366,18 +389,18 @@ def test_what_will_be_repeated_is_dropped(tmp_path: Path):
     record_run(tmp_path)
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"kind": "train", "st')  # the process died while writing
-    Recorder(tmp_path, RUN, Progress(), total_steps=1, device=CPU).close()
+    Recorder(tmp_path, RUN, Progress(), total_steps=1, world=WORLD).close()
     assert [record["kind"] for record in records(tmp_path)] == ["start"]
 
 
 def test_a_run_that_gets_more_epochs_has_not_ended(tmp_path: Path):
     record_run(tmp_path)
-    Recorder(tmp_path, RUN, Progress(epoch=1, step=1), total_steps=2, device=CPU).close()
+    Recorder(tmp_path, RUN, Progress(epoch=1, step=1), total_steps=2, world=WORLD).close()
     assert [record["kind"] for record in records(tmp_path)] == ["start", "train", "eval"]
 
 
 def test_records_are_on_disk_before_the_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    recorder = Recorder(tmp_path, RUN, Progress(), total_steps=1, device=CPU)
+    recorder = Recorder(tmp_path, RUN, Progress(), total_steps=1, world=WORLD)
     recorder.start(0, processes=1)
     done = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: done.append(os.path.samestat(os.fstat(descriptor), metrics)))
@@ -434,7 +457,7 @@ def go_on(directory: Path, saved: list[Progress], patch: pytest.MonkeyPatch) -> 
             setattr(trainer, name, partial(getattr(Trainer, name), trainer))
 
         def begin() -> None:
-            trainer.recorder = cleanup.enter_context(Recorder(directory, run, progress, total_steps=2, device=CPU))
+            trainer.recorder = cleanup.enter_context(Recorder(directory, run, progress, total_steps=2, world=WORLD))
             trainer.recorder.start(progress.epoch, processes=1)
 
         trainer.begin = begin
@@ -551,12 +574,123 @@ def test_provenance_installed_in_the_repository_of_another_project(tmp_path: Pat
 def test_a_change_stays_once_a_checkpoint_has_it(tmp_path: Path):
     """A change belongs to the checkpoints after it: a kill before the first of them takes it back."""
     change = {"optim.lr": (1e-3, 5e-4), "classes": (["a"] * 1000, ["b"] * 1000)}
-    recorder = Recorder(tmp_path, RUN, Progress(step=1, images=8), total_steps=4, device=CPU)
-    recorder.start(0, 1, change)
+    recorder = Recorder(tmp_path, RUN, Progress(step=1, images=8), total_steps=4, world=WORLD)
+    recorder.start(0, 1, Resumption(changes=change))
     recorder.close()
     lr, classes = (record for record in records(tmp_path) if record["kind"] == "change")
     assert (lr["option"], lr["before"], lr["now"], lr["step"]) == ("optim.lr", 1e-3, 5e-4, 1)
     assert len(classes["before"]) == 200
     for progress, number in [(Progress(step=2, epoch=1), 2), (Progress(step=1, epoch=1), 2), (Progress(step=1), 0)]:
-        Recorder(tmp_path, RUN, progress, total_steps=4, device=CPU).close()
+        Recorder(tmp_path, RUN, progress, total_steps=4, world=WORLD).close()
         assert [record["kind"] for record in records(tmp_path)].count("change") == number
+
+
+class Ranks(World):
+    """Two ranks on GPUs, of which the second needs twice of everything that is gathered."""
+
+    def gather(self, values):
+        return [[*values], [2 * value for value in values]]
+
+
+def test_speed_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """FLOP/s follow from the MACs, MFU from them and the peak of all GPUs; memory is that of the highest rank."""
+    clock = Clock(monkeypatch)
+    monkeypatch.setattr("engine.reporting.recorder.time.perf_counter", lambda: clock.now)
+    monkeypatch.setattr("engine.reporting.recorder.DataWait._now", lambda self: 0.0)
+    monkeypatch.setattr("engine.reporting.recorder.DataWait.seconds", lambda self: 0.5)
+    monkeypatch.setattr("engine.runtime.provenance.device_name", lambda device: "a GPU")
+    monkeypatch.setattr("engine.reporting.recorder.device_name", lambda device: "NVIDIA A100-SXM4-80GB")
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**20)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 5 * 2**20)
+    run = replace(RUN, train=Train(total_batch_size=8, amp="bf16"))
+    recorder = Recorder(tmp_path, run, Progress(), total_steps=1, world=Ranks(torch.device("cuda"), size=2))
+    recorder.start(0, processes=2, macs=26 * 10**11)
+    recorder.begin_epoch(1)
+    clock.now += 2.0
+    recorder.end_step()
+    recorder.train(1, loss=1.0)
+    recorder.final()
+    recorder.close()
+    start, train, final = records(tmp_path)
+    assert start["host"] == platform.node()
+    expected = {"tflops": 6 * 2.6 * 4, "mfu": 10.0, "memory_mb": 6.0, "memory_reserved_mb": 10.0}
+    assert {name: final[name] for name in expected} == pytest.approx(expected)
+    expected |= {"data_wait": 25.0, "slowest_rank": 1, "slowest_data_wait": 50.0}
+    assert {name: train[name] for name in expected} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("device", "precision", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989.4),
+        ("NVIDIA H200", "tf32", 494.7),
+        ("NVIDIA A100 80GB PCIe", "fp32", 19.5),
+        ("NVIDIA A10", "fp16", 125.0),
+        ("Tesla V100-SXM2-16GB", "fp16", 125.0),
+        ("Tesla V100-SXM2-16GB", "bf16", None),
+        ("NVIDIA A10G", "bf16", None),
+        ("NVIDIA H100 NVL", "bf16", None),
+        ("NVIDIA A100-SXM4-40GB MIG 1g.5gb", "bf16", None),
+        ("AMD EPYC", "fp32", None),
+    ],
+)
+def test_peaks_are_those_of_whole_gpus_of_the_table(device: str, precision: str, peak: float | None):
+    assert peak_tflops(device, precision) == peak
+
+
+@pytest.mark.parametrize("change", [{"freeze": "backbone"}, {"amp": "bf16"}])
+def test_no_flops_without_the_costs(change: dict, tmp_path: Path):
+    """A frozen backbone has no full backward pass; a processor has no peak."""
+    run = replace(RUN, train=Train(total_batch_size=8, **change))
+    recorder = Recorder(tmp_path, run, Progress(), total_steps=1, world=WORLD)
+    recorder.start(0, processes=1, macs=10**9)
+    recorder.begin_epoch(1)
+    recorder.end_step()
+    recorder.train(1, loss=1.0)
+    recorder.close()
+    train = records(tmp_path)[-1]
+    assert ("tflops" in train, "mfu" in train) == ("freeze" not in change, False)
+
+
+def test_the_driver_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "version"
+    file.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version: 12.2"
+    )
+    monkeypatch.setattr("engine.runtime.provenance.DRIVER", file)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    assert gpu_software(torch.device("cuda")) == {"cuda": "13.0", "driver": "580.95.05"}
+    assert gpu_software(CPU) == {}
+
+
+def profile_run(directory: Path, profile: tuple[int, int], first: int = 0, steps: int = 4) -> None:
+    """Updates of a run, each with a matrix product."""
+    run = replace(RUN, report=Report(profile=profile))
+    with Recorder(directory, run, Progress(step=first, images=8 * first), total_steps=4, world=WORLD) as recorder:
+        recorder.begin_epoch(1)
+        for _ in range(steps):
+            torch.ones(3, 3) @ torch.ones(3, 3)
+            recorder.end_step()
+
+
+@pytest.mark.parametrize(
+    ("profile", "first", "steps", "file", "products"),
+    [
+        ((0, 1), 0, 4, "profile_step_1.json.gz", 1),
+        ((1, 2), 0, 4, "profile_step_3.json.gz", 2),
+        ((1, 3), 0, 3, "profile_step_3.json.gz", 2),  # stopped before its end
+        ((1, 2), 2, 2, None, 0),  # resumed after its beginning
+    ],
+)
+def test_a_profile_has_its_updates(profile, first, steps, file, products, tmp_path: Path):
+    profile_run(tmp_path, profile, first, steps)
+    assert [path.name for path in tmp_path.glob("profile*")] == ([file] if file else [])
+    if file:
+        events = json.loads(gzip.decompress((tmp_path / file).read_bytes()))["traceEvents"]
+        assert sum(event.get("name") == "aten::mm" for event in events) == products
+
+
+@pytest.mark.parametrize(("profile", "is_refused"), [(None, False), ((0, 4), False), ((3, 2), True), ((9, 1), True)])
+def test_a_profile_of_updates_that_a_run_does_not_make_is_refused(profile, is_refused: bool):
+    with pytest.raises(OptionError, match="but the run at step 4") if is_refused else nullcontext():
+        check_profile(Report(profile=profile), total_steps=4)

@@ -102,7 +102,8 @@ def digest(value, hasher=None) -> str:
 def records(directory: Path) -> list[dict]:
     """The records of `metrics.jsonl` without times and memory, and without the starts and ends of launches."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    measured = {"images_per_second", "step_seconds", "memory_mb", "data_wait", "time", "elapsed_seconds"}
+    measured = {"images_per_second", "step_seconds", "tflops", "data_wait", "time", "elapsed_seconds"}
+    measured |= {"slowest_rank", "slowest_data_wait"}
     launches = ("start", "stop", "fail")
     return [{k: v for k, v in line.items() if k not in measured} for line in lines if line["kind"] not in launches]
 
@@ -482,7 +483,9 @@ def test_other_options_are_refused_until_allowed(runs: Runs, figure: Callable):
     trace = {"kind": "change", "step": 4, "option": "optim.weight_decay", "before": 0.05, "now": 0.01}
     changes = [record for record in records(output) if record["kind"] == "change"]
     assert [{key: record[key] for key in trace} for record in changes] == [trace]
-    assert "optim.weight_decay 0.05 -> 0.01\n" in (output / "console.log").read_text()
+    console = (output / "console.log").read_text()
+    assert f"resumes from {output / 'step_4.pt'}  epoch 0/2  step 4/12; differences:\n" in console
+    assert "\n  optim.weight_decay: 0.05 -> 0.01\n  train.log_every: 4 -> 3\nstart  epoch 0/2  step 4/12" in console
     figure("R5", "changed options refused key by key, allowed ones take effect")
 
 

@@ -19,7 +19,7 @@ from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from engine.runtime.locks import lock_directory
 from engine.runtime.terminal import append_line
-from tests.engine.test_recorder import CPU, RUN
+from tests.engine.test_recorder import CPU, RUN, WORLD
 
 START = {"kind": "start", "epoch": 0, "step": 0, "epochs": 4, "total_steps": 40, "elapsed_seconds": 10.0}
 TRAIN = {"kind": "train", "epoch": 2, "step": 20, "elapsed_seconds": 50.0, "loss": 1.0, "images_per_second": 99.6}
@@ -94,7 +94,7 @@ def test_a_line_that_is_no_record_is_left_out(tmp_path: Path, capsys: pytest.Cap
     error = capsys.readouterr().err
     assert error == f"warning: {run}/metrics.jsonl:{number}: holds no record of a run; left out\n"
     progress = Progress(epoch=1, step=20)
-    with Recorder(run, RUN, progress, total_steps=40, device=CPU):
+    with Recorder(run, RUN, progress, total_steps=40, world=WORLD):
         assert (run / "metrics.jsonl").read_bytes() == whole
 
 
@@ -114,7 +114,7 @@ def test_a_record_that_no_run_makes_stops_nothing(tmp_path: Path, record: dict):
     summarise(run)
     epochs_csv(read_records(run))
     read_curve(run)
-    Recorder(run, RUN, Progress(epoch=3, step=30), total_steps=40, device=CPU).close()
+    Recorder(run, RUN, Progress(epoch=3, step=30), total_steps=40, world=WORLD).close()
 
 
 def test_what_a_run_says_reaches_the_terminal_as_text(tmp_path: Path, capsys: pytest.CaptureFixture):
@@ -165,7 +165,7 @@ def test_records_that_are_too_large_are_neither_read_nor_lost(tmp_path: Path, ca
     problem = f"{run}/metrics.jsonl: larger than 268,435,456 bytes"
     assert capsys.readouterr().err == f"warning: {problem}\n"
     with pytest.raises(UserError, match=problem):
-        Recorder(run, RUN, Progress(), total_steps=40, device=CPU)
+        Recorder(run, RUN, Progress(), total_steps=40, world=WORLD)
     assert (run / "metrics.jsonl").stat().st_size == 50 * 2**30
 
 

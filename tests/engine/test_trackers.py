@@ -15,6 +15,7 @@ from engine.config.schema import Report
 from engine.reporting import trackers
 from engine.reporting.recorder import Recorder
 from engine.reporting.trackers import Launch, OpenTrackers, check_trackers
+from engine.runtime.distributed import World
 from engine.runtime.errors import UserError
 from tests.engine.test_recorder import RUN
 from tests.engine.test_train import start
@@ -49,7 +50,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[Fake]:
 def train(directory: Path, options: Report, progress: Progress) -> None:
     """A launch of one update."""
     run = replace(RUN, report=options)
-    with Recorder(directory, run, progress, total_steps=4, device=torch.device("cpu")) as recorder:
+    with Recorder(directory, run, progress, total_steps=4, world=World(torch.device("cpu"))) as recorder:
         recorder.start(progress.epoch, processes=1)
         recorder.begin_epoch(progress.epoch + 1)
         recorder.end_step()

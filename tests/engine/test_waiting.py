@@ -10,6 +10,7 @@ from engine.checkpoints.progress import Progress
 from engine.config.schema import Data, Run
 from engine.reporting.recorder import Recorder
 from engine.reporting.waiting import DataWait
+from engine.runtime.distributed import World
 
 CPU = torch.device("cpu")
 
@@ -50,7 +51,7 @@ def test_only_the_wait_counts(clock):
 @pytest.mark.parametrize("share", [5, 40])
 def test_the_log_shows_the_share_and_says_once_when_a_run_is_input_bound(clock, tmp_path, capsys, share):
     run = Run(model={"name": "deit_tiny_p16"}, attention="softmax", data=Data(dataset="digits", workers=3))
-    recorder = Recorder(tmp_path, run, Progress(), 6, CPU)
+    recorder = Recorder(tmp_path, run, Progress(), 6, World(CPU))
     recorder.begin_epoch(1)
     printed = []
     for _ in recorder.wait.watch(deliver(clock, [share / 100] * 6)):

@@ -1,0 +1,43 @@
+"""Command line of `train.py`."""
+
+import argparse
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from engine.config.load import find_config
+from engine.config.option_pages import sections
+from engine.runtime.arguments import ArgumentParser
+from engine.training.resume import CHANGEABLE
+
+OPTIONS = """\
+options of a mechanism: python -m attention NAME
+all options, with defaults and units: python -m engine.config.option_pages,
+or docs/options.md
+options of one run, as they are resolved: --dry-run
+"""
+"""Ways to list the options."""
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the arguments of `train.py`, by default those of this process; `--help` shows the sections of a run."""
+    parser = ArgumentParser(
+        description="Train a model.", epilog=describe_sections(), formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("config", type=find_config, help="YAML file, see configs/")
+    add("overrides", nargs="*", metavar="key.path=value", help="options in place of the file's: optim.lr=1e-3")
+    task = parser.add_mutually_exclusive_group(required=True)
+    task.add_argument("--output", type=Path, help="directory of the run; an unfinished run resumes")
+    task.add_argument("--check", action="store_true", help="read every image instead, and list what would be refused")
+    add("--allow-change", action="append", default=[], metavar="KEY", help=f"{CHANGEABLE}; repeatable")
+    text = "print the resolved configuration, parameters, MACs, steps, images, memory, and what would be resumed"
+    add("--dry-run", action="store_true", help=f"{text}; start and write nothing")
+    return parser.parse_intermixed_args(arguments)
+
+
+def describe_sections() -> str:
+    """Returns the sections of a run with their descriptions, and ways to list their options."""
+    indent = " " * 13
+    lines = (textwrap.fill(f"  {name:10} {text}", 79, subsequent_indent=indent) for name, text in sections().items())
+    return "\n".join(["sections, in the file and in key.path=value:", *lines, "", OPTIONS])

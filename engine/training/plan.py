@@ -1,0 +1,148 @@
+"""Plan of a run: what `train.py --dry-run` says about it. Nothing is started and nothing is written."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from timm.layers import to_2tuple
+from torch import Tensor, nn
+from torch._subclasses import fake_tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from attention import kernels
+from engine.config.checks import check_profile
+from engine.config.load import dump_run
+from engine.config.schema import Run
+from engine.config.yaml_files import dump_yaml
+from engine.data.loaders import create_loaders, images_of
+from engine.data.sampler import EpochSampler
+from engine.data.splits import identify_data
+from engine.runtime.distributed import World, autocast
+from engine.runtime.text import describe_error
+from engine.training.optim import create_optimizer
+from engine.training.resume import Checkpoints
+from models import create_model
+from models.costs import count_costs
+from models.freeze import freeze
+
+UNTRACEABLE = (
+    fake_tensor.DataDependentOutputException,
+    fake_tensor.DynamicOutputShapeException,
+    fake_tensor.UnsupportedOperatorException,
+)
+"""Errors of a model whose shapes depend on numbers."""
+
+INDENT = " " * 12
+"""Beginning of a line that goes on with a fact."""
+
+
+def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()) -> None:
+    """Prints, on the primary rank, the configuration of `run`, its size, length, memory, and what it would resume.
+
+    Args:
+        output, allowed: directory of the run, and options that may differ from the run in it.
+    Raises:
+        OptionError, UserError: data that cannot be used, or a directory that holds a different run.
+    """
+    img_size, batch = run.model["img_size"], run.train.total_batch_size
+    train, val, _ = create_loaders(run, world, img_size=img_size, num_classes=run.model["num_classes"])
+    sampler = cast(EpochSampler, train.sampler)
+    identity = identify_data(images_of(train), images_of(val))
+    checkpoints = Checkpoints(output, run, world, sampler.num_images, identity)
+    progress, _ = checkpoints.find(allowed)
+    steps, epochs = progress.total_steps(run, sampler.updates_per_epoch), run.schedule.epochs
+    check_profile(run.report, steps)
+    costs = count_costs(run.model, run.attention)
+    images = batch // (world.size * run.train.grad_accum_steps)
+    passes = f"{world.size} x {run.train.grad_accum_steps} x {images}"
+    if progress.epoch >= epochs:
+        found = f"nothing; {output} is finished"
+    elif checkpoints.resumption.checkpoint is None:
+        found = f"nothing; {output} has no checkpoint, and the run starts from the beginning"
+    else:
+        where = f"epoch {progress.epoch}/{epochs}  step {progress.step}/{steps}"
+        found = checkpoints.resumption.describe(where)
+    facts = {
+        "parameters": f"{costs.parameters:,}",
+        "MACs": f"{costs.macs:,} of an image",
+        "images": f"{sampler.num_images:,} to train, {len(images_of(val)):,} to validate",
+        "steps": f"{steps:,}: {epochs:,} epochs of {sampler.updates_per_epoch:,}",
+        "batch": f"{batch:,} images: processes x passes x images of a pass = {passes}",
+        "memory": describe_memory(run, world, images),
+        "resumes": found,
+    }
+    if world.is_primary:
+        print(dump_yaml(dump_run(run)))
+        for name, text in facts.items():
+            print(f"{name:{len(INDENT)}}{text}")
+
+
+def describe_memory(run: Run, world: World, images: int) -> str:
+    """Returns the estimate of the memory of a process, for passes of so many images, and what it counts."""
+    try:
+        parts = estimate_memory(run, world, images)
+    except UNTRACEABLE as error:
+        return f"not known: the model cannot be traced ({describe_error(error)})"
+    total = f"{sum(parts.values()) / 2**20:,.0f} MB a process, without temporary tensors, a teacher, and libraries"
+    return "\n".join([total, *(f"{INDENT}{name} {size / 2**20:,.1f}" for name, size in parts.items() if size)])
+
+
+def estimate_memory(run: Run, world: World, images: int) -> dict[str, int]:
+    """Returns the bytes that training keeps in a process, by kind, for passes of so many images.
+
+    Activations are the tensors that the forward pass keeps for the backward pass, in the precision of the run. They
+    are counted on tensors that have shapes but no memory. Gradients take their place in the backward pass, and count
+    where they outlive it: if passes add up, and in the buffers of processes that exchange them.
+    """
+    device = world.device.type
+    with torch.device("meta"):
+        model = create_model(attention=run.attention, **run.model).train()
+        freeze(model, run.train.freeze)
+    channels: Any = model.in_chans
+    checkpointing: Any = model.set_grad_checkpointing
+    weights = sum(tensor.nbytes for tensor in model.state_dict().values())
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = sum(parameter.nbytes for parameter in trained)
+    checkpointing(run.train.grad_checkpointing)
+    with fake_tensor.FakeTensorMode(), ExitStack() as stack:
+
+        def allocate(tensor: Tensor) -> Tensor:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        state = {name: allocate(tensor).requires_grad_(tensor.requires_grad) for name, tensor in tensors.items()}
+        batch = torch.empty(images, channels, *to_2tuple(run.model["img_size"]), device=device)
+        kept: dict[int, Tensor] = {}
+        known = {tensor.untyped_storage()._cdata for tensor in state.values()}
+
+        def note(tensor: Tensor) -> Tensor:
+            kept[tensor.untyped_storage()._cdata] = tensor  # kept alive, so that no address is used twice
+            return tensor
+
+        stack.enter_context(kernels.use(run.train.kernels))
+        stack.enter_context(autocast(run.train.amp, torch.device(device)))
+        with saved_tensors_hooks(note, lambda tensor: tensor):
+            output = torch.func.functional_call(model, state, (batch,))
+        activations = sum(tensor.untyped_storage().nbytes() for key, tensor in kept.items() if key not in known)
+        del output
+    copies = (run.train.grad_accum_steps > 1) + (world.size > 1)
+    return {
+        "weights": weights,
+        "weight average": weights if run.train.ema_decay else 0,
+        "gradients": copies * gradients + max(0, gradients - activations),
+        "optimiser": _optimizer_bytes(model, run),
+        f"activations of {images:,} images": activations,
+    }
+
+
+def _optimizer_bytes(model: nn.Module, run: Run) -> int:
+    """Returns the bytes of the optimiser's state after an update, on the meta device."""
+    optimizer = create_optimizer(model, run.optim, run.train.total_batch_size)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    values = (value for state in optimizer.state.values() for value in state.values())
+    return sum(value.nbytes for value in values if isinstance(value, Tensor))

@@ -1,0 +1,114 @@
+"""`train.py --dry-run` and `--help`: the plan of a run, which starts nothing and writes nothing."""
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import train
+from engine.config.load import parse_run
+from engine.config.schema import Run
+from engine.runtime.distributed import World, autocast
+from engine.runtime.memory import saved_bytes
+from engine.training.plan import estimate_memory
+from models import create_model
+from tests.engine.test_train import RUN, start
+
+WORLD = World(torch.device("cpu"))
+
+
+def plan(directory: Path, capsys: pytest.CaptureFixture, *arguments: str) -> tuple[dict, dict[str, str]]:
+    """Returns the configuration and the facts that a dry run prints."""
+    (directory / "run.yaml").write_text(yaml.safe_dump(RUN))
+    capsys.readouterr()
+    train.main([str(directory / "run.yaml"), "--output", str(directory / "run"), "--dry-run", *arguments])
+    config, _, facts = capsys.readouterr().out.partition("\n\n")
+    return yaml.safe_load(config), dict(re.findall(r"^(\S+) +((?:.|\n )+)", facts, re.MULTILINE))
+
+
+def test_a_new_run(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    config, facts = plan(tmp_path, capsys, "schedule.epochs=3", "train.grad_accum_steps=2")
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+    assert (config["schedule"]["epochs"], config["train"]["seed"], config["attention"]["name"]) == (3, 0, "softmax")
+    assert (
+        facts["parameters"]
+        == f"{sum(p.numel() for p in create_model(attention='softmax', **RUN['model']).parameters()):,}"
+    )
+    assert re.fullmatch(r"[\d,]+ of an image", facts["MACs"])
+    assert facts["images"] == "1,437 to train, 360 to validate"
+    assert facts["steps"] == "15: 3 epochs of 5"
+    assert facts["batch"].endswith(" = 1 x 2 x 120")
+    assert re.match(r"\d+ MB a process, without .*\n +weights 0\.0\n +gradients 0\.0\n +optim", facts["memory"])
+    assert facts["resumes"].startswith(f"nothing; {tmp_path / 'run'} has no checkpoint")
+
+
+def test_what_would_be_resumed_and_what_would_be_refused(tmp_path: Path, capsys: pytest.CaptureFixture):
+    start(tmp_path)
+    files = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir()}
+    assert plan(tmp_path, capsys)[1]["resumes"] == f"nothing; {tmp_path / 'run'} is finished"
+    more = ["schedule.epochs=2", "--allow-change", "schedule.epochs", "train.log_every=1"]
+    _, facts = plan(tmp_path, capsys, *more)
+    place = f"{tmp_path / 'run' / 'step_5_epoch_1.pt'}  epoch 1/2  step 5/10; differences:\n"
+    assert facts["resumes"] == f"{place}  schedule.epochs: 1 -> 2\n  train.log_every: 2 -> 1"
+    for arguments, problem in {
+        ("optim.lr=0.001",): "optim.lr: 0.002 there, 0.001 here",
+        (*more, "report.profile=[8,3]"): "report.profile = [8, 3]: ends at step 11, but the run at step 10",
+        ("report.profile=[1,0]",): "report.profile = [1, 0]: expected [step, steps] with 1 to 100 steps",
+    }.items():
+        with pytest.raises(SystemExit) as ended:
+            plan(tmp_path, capsys, *arguments)
+        assert ended.value.code == 2
+        assert problem in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "run").iterdir()} == files
+
+
+def run_with(**train_options: object) -> Run:
+    run = parse_run(RUN | {"attention": {"name": "eva", "window_size": 7, "num_landmarks": 49}}, "a test")
+    return dataclasses.replace(run, train=dataclasses.replace(run.train, **train_options))
+
+
+@pytest.mark.parametrize("amp", [None, "bf16"])
+def test_activations_are_those_of_a_real_pass(amp: str | None):
+    run, images = run_with(amp=amp), 16
+    model = create_model(attention=run.attention, **run.model).train()
+    batch = torch.zeros(images, 3, 28, 28)
+
+    def forward() -> torch.Tensor:
+        with autocast(amp, WORLD.device):
+            return model(batch)
+
+    estimate = estimate_memory(run, WORLD, images)[f"activations of {images} images"]
+    assert estimate == pytest.approx(saved_bytes(forward, model.parameters()), rel=0.01)
+
+
+def test_weights_gradients_and_optimiser():
+    """AdamW keeps two numbers for each weight, and a step for each tensor."""
+    model = create_model(attention=run_with().attention, **RUN["model"])
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    plain = estimate_memory(run_with(), WORLD, 16)
+    assert (plain["weights"], plain["weight average"], plain["gradients"]) == (size, 0, 0)
+    assert plain["optimiser"] == 2 * size + 4 * len(list(model.parameters()))
+    assert estimate_memory(run_with(ema_decay=0.9), WORLD, 16)["weight average"] == size
+    assert (
+        estimate_memory(run_with(grad_accum_steps=2), dataclasses.replace(WORLD, size=2), 16)["gradients"] == 2 * size
+    )
+    frozen = estimate_memory(run_with(freeze="backbone"), WORLD, 16)
+    assert frozen["optimiser"] < 0.1 * size
+    activations = "activations of 16 images"
+    assert frozen[activations] < 0.5 * plain[activations]
+    assert estimate_memory(run_with(grad_checkpointing=True), WORLD, 16)[activations] < 0.5 * plain[activations]
+
+
+def test_help_shows_the_sections_and_how_to_list_the_options(capsys: pytest.CaptureFixture):
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    text = capsys.readouterr().out
+    for section in (field.name for field in dataclasses.fields(Run) if field.name != "plugins"):
+        assert re.search(rf"^  {section} +[A-Z]", text, re.MULTILINE), section
+    assert max(map(len, text.splitlines())) <= 80
+    for way in ("--dry-run", "python -m attention NAME", "python -m engine.config.option_pages"):
+        assert way in text
