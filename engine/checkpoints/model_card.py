@@ -105,21 +105,21 @@ def write_card(model: nn.Module, run: Run, checkpoint: Mapping[str, Any], weight
         front=yaml.safe_dump(front, sort_keys=False, allow_unicode=True),
         title=f"{run.model['name']} with {', '.join(names)}",
         what=f"The network {_code(run.model['name'])} with the attention {', '.join(map(_code, names))}: {head}; "
-        f"{size} (channels, height, width). All its options are in `config.json`. It was exported by {PROJECT} {__version__}, "
-        f"with the {'averaged (EMA) weights' if weights == 'ema' else 'weights as trained'}.{plugins}",
+        f"{size} (channels, height, width). All its options are in `config.json`. It was exported by {PROJECT} "
+        f"{__version__}, with the {'averaged (EMA) weights' if weights == 'ema' else 'weights as trained'}.{plugins}",
         use=USE,
-        training="\n".join(f"- {line}" for line in _training(run, checkpoint)),
+        training=_training(checkpoint),
         accuracy=_accuracy(run, checkpoint, weights),
         preprocessing="\n".join(f"- {key}: {_code(value)}" for key, value in images.items()),
         citation="\n".join(f"- {line}" for line in _citations(run.model["name"], names)),
     )
 
 
-def _training(run: Run, checkpoint: Mapping[str, Any]) -> list[str]:
+def _training(checkpoint: Mapping[str, Any]) -> str:
     """Describes the data, the initial weights and the recipe, as far as the checkpoint has them."""
     progress = parse_options(Progress, checkpoint["progress"])
     if not progress.step:
-        return ["Unknown: these weights came without a record of their training."]
+        return "Unknown: these weights came without a record of their training."
     trained = parse_run(checkpoint["config"], "the checkpoint's configuration")
     defaults, optim = asdict(Data()), trained.optim
     changed = {k: v for k, v in asdict(trained.data).items() if k not in NOT_SHOWN and v != defaults[k]}
@@ -143,7 +143,7 @@ def _training(run: Run, checkpoint: Mapping[str, Any]) -> list[str]:
     ]
     if trained.distill.teacher:
         lines.insert(-2, f"Teacher: {_code(_without_folders(trained.distill.teacher))}, {_code(trained.distill.type)}")
-    return lines
+    return "\n".join(f"- {line}" for line in lines)
 
 
 def _accuracy(run: Run, checkpoint: Mapping[str, Any], weights: Weights) -> str:

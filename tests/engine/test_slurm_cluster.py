@@ -66,8 +66,6 @@ NodeName={nodes[1]} Port={ports[1]} CPUs=96 Gres=gpu:8
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
-EPOCHS = 60
-
 
 class Cluster:
     """A SLURM of two nodes with its files in `folder`, whose path is short, as sockets need."""
@@ -168,12 +166,20 @@ def show_logs(cluster: Cluster) -> Iterator[None]:
     print(cluster.logs())  # pytest shows it of a test that fails
 
 
+def write_config(place: Path, epochs: int) -> Path:
+    (place / "run.yaml").write_text(yaml.safe_dump(RUN | {"schedule": {"epochs": epochs, "warmup_epochs": 0}}))
+    return place / "run.yaml"
+
+
 def submit_training(cluster: Cluster, place: Path) -> tuple[str, Path]:
-    """Submits slurm.sh with one rank on each node, and waits until the run trains. Returns its job and metrics."""
-    config = RUN | {"schedule": {"epochs": EPOCHS, "warmup_epochs": 0}}
-    (place / "run.yaml").write_text(yaml.safe_dump(config))
+    """Submits slurm.sh, one rank on each node, with a run that would take hours, and waits until it trains.
+
+    Returns:
+        The number of the job, and the file of the run's metrics.
+    """
+    config = write_config(place, epochs=100_000)
     own = ["--ntasks-per-node=1", f"--output={cluster.folder}/job-%j.out"]
-    job = cluster.submit("sbatch", *own, "slurm.sh", str(place / "run.yaml"), "--output", str(place / "run"))
+    job = cluster.submit("sbatch", *own, "slurm.sh", str(config), "--output", str(place / "run"))
     metrics = place / "run/metrics.jsonl"
     wait_for(lambda: metrics.exists() and '"train"' in metrics.read_text(), 180)
     return job, metrics
@@ -191,13 +197,14 @@ def test_a_run_on_two_nodes_is_warned_queued_again_and_finished(cluster: Cluster
     cluster.ask("scontrol", "update", f"JobId={job}", "TimeLimit=60")
     warned = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert warned[0]["processes"] == 2
-    assert "final" not in {line["kind"] for line in warned}
-    cluster.wait_for_state(job, "COMPLETED", 600)
+    epochs = len([line for line in warned if line["kind"] == "eval"]) + 2
+    write_config(tmp_path, epochs)
+    cluster.wait_for_state(job, "COMPLETED", 240)
     (found,) = cluster.jobs(job)
     assert (found["Restarts"], found["ExitCode"]) == ("1", "0:0")
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert records[: len(warned)] == warned  # it went on
-    assert [line["epoch"] for line in records if line["kind"] == "eval"] == [*range(1, EPOCHS + 1)]
+    assert [line["epoch"] for line in records if line["kind"] == "eval"] == [*range(1, epochs + 1)]
     assert records[-1]["kind"] == "final"
     figure("S4", f"SLURM, two nodes: warned, queued again, resumed, finished in {time.monotonic() - begin:.0f} s")
 
