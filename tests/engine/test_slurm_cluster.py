@@ -220,3 +220,26 @@ def test_a_cancelled_run_is_saved_and_not_queued_again(cluster: Cluster, tmp_pat
     assert '"final"' not in metrics.read_text()
     assert list(metrics.parent.glob("step_*.pt"))
     figure("S4", "SLURM, two nodes: cancelled, saved, not queued again")
+
+
+def test_the_array_of_a_sweep_goes_on_where_it_was_warned(cluster: Cluster, tmp_path: Path, figure: Callable):
+    """The line of docs/ablations.md, with two tasks, one of which is warned."""
+    base, output = write_config(tmp_path, epochs=20), tmp_path / "sweep"
+    sweep = {"caption": "learning rates", "base": str(base), "grid": {"optim.lr": [0.05, 0.1, 0.2]}}
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    (line,) = re.findall(r"^sbatch --array.*?(?=```)", (ROOT / "docs/ablations.md").read_text(), re.M | re.S)
+    own = {"sbatch ": f"sbatch --output={cluster.folder}/job-%j.out ", "--array=1-8": "--array=1-2"}
+    for there, here in (own | {"SWEEP.yaml": f"{tmp_path}/sweep.yaml", "/shared/runs/sweep": str(output)}).items():
+        assert there in line
+        line = line.replace(there, here)
+    job = cluster.submit("bash", "-c", line)
+
+    def count(kind: str) -> int:
+        return sum(f'"{kind}"' in path.read_text() for path in output.rglob("metrics.jsonl"))
+
+    wait_for(lambda: count("train") == 2, 180)
+    cluster.ask("scancel", "--signal=USR1", f"{job}_1")
+    cluster.wait_for_state(job, "COMPLETED", 600)
+    assert {task["ArrayTaskId"]: task["Restarts"] for task in cluster.jobs(job)} == {"1": "1", "2": "0"}
+    assert count("final") == 3
+    figure("S4", "SLURM, an array of two tasks: one warned, queued again, the sweep finished")
