@@ -145,7 +145,14 @@ class Cluster:
         return [dict(word.partition("=")[::2] for word in line.split()) for line in lines]
 
     def wait_for_state(self, job: str, state: str, seconds: float = 120) -> None:
-        wait_for(lambda: {task["JobState"] for task in self.jobs(job)} == {state}, seconds)
+        """Waits until all tasks of `job` have this state; none may have ended otherwise."""
+
+        def is_reached() -> bool:
+            states = {task["JobState"] for task in self.jobs(job)}
+            assert not states & {"COMPLETED", "CANCELLED", "FAILED", "TIMEOUT"} - {state}
+            return states == {state}
+
+        wait_for(is_reached, seconds)
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +186,8 @@ def submit_training(cluster: Cluster, place: Path) -> tuple[str, Path]:
     """
     config = write_config(place, epochs=100_000)
     own = ["--ntasks-per-node=1", f"--output={cluster.folder}/job-%j.out"]
-    job = cluster.submit("sbatch", *own, "slurm.sh", str(config), "--output", str(place / "run"))
+    run = ["--output", str(place / "run"), "--allow-change", "schedule.epochs"]
+    job = cluster.submit("sbatch", *own, "slurm.sh", str(config), *run)
     metrics = place / "run/metrics.jsonl"
     wait_for(lambda: metrics.exists() and '"train"' in metrics.read_text(), 180)
     return job, metrics
@@ -200,8 +208,7 @@ def test_a_run_on_two_nodes_is_warned_queued_again_and_finished(cluster: Cluster
     epochs = len([line for line in warned if line["kind"] == "eval"]) + 2
     write_config(tmp_path, epochs)
     cluster.wait_for_state(job, "COMPLETED", 240)
-    (found,) = cluster.jobs(job)
-    assert (found["Restarts"], found["ExitCode"]) == ("1", "0:0")
+    assert [(task["Restarts"], task["ExitCode"]) for task in cluster.jobs(job)] == [("1", "0:0")]
     records = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert records[: len(warned)] == warned  # it went on
     assert [line["epoch"] for line in records if line["kind"] == "eval"] == [*range(1, epochs + 1)]
@@ -215,8 +222,7 @@ def test_a_cancelled_run_is_saved_and_not_queued_again(cluster: Cluster, tmp_pat
     cluster.wait_for_state(job, "CANCELLED")
     wait_for(lambda: not set(map(int, cluster.ask("pgrep", "-f", str(metrics.parent), check=False).split())), 60)
     time.sleep(2)
-    (found,) = cluster.jobs(job)
-    assert (found["JobState"], found["Restarts"]) == ("CANCELLED", "0")
+    assert [(task["JobState"], task["Restarts"]) for task in cluster.jobs(job)] == [("CANCELLED", "0")]
     assert '"final"' not in metrics.read_text()
     assert list(metrics.parent.glob("step_*.pt"))
     figure("S4", "SLURM, two nodes: cancelled, saved, not queued again")
