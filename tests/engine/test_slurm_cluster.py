@@ -124,12 +124,12 @@ class Cluster:
 
     def stop(self) -> None:
         """Ends every process of the cluster, whatever state it is in."""
-        for pid in self.processes():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        while found := self.processes():  # they may start others meanwhile
+            for pid in found:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
         for daemon in self.daemons:
             daemon.wait(10)
-        wait_for(lambda: not self.processes(), 10)
 
     def logs(self) -> str:
         """The last lines of all logs of daemons and jobs."""
@@ -179,10 +179,9 @@ def write_config(place: Path, epochs: int) -> Path:
 
 
 def submit_training(cluster: Cluster, place: Path) -> tuple[str, Path]:
-    """Submits slurm.sh, one rank on each node, with a run that would take hours, and waits until it trains.
+    """Submits slurm.sh, one rank on each node, with a run of days, and waits until it trains.
 
-    Returns:
-        The number of the job, and the file of the run's metrics.
+    Returns the job's number and the file of the run's metrics.
     """
     config = write_config(place, epochs=100_000)
     own = ["--ntasks-per-node=1", f"--output={cluster.folder}/job-%j.out"]
