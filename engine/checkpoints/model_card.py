@@ -60,7 +60,7 @@ TEXT = """\
 ## Licence
 
 Unknown: the checkpoint does not hold one. It depends on the licences of the training images and of the weights that
-training began with. Set `license` at the top of this file before you publish the model. The code that trained it,
+training began with. Set `license` at the top of this file before you publish the model. The code,
 efficient-attention-vision, is under Apache-2.0.
 
 ## Citation
@@ -131,7 +131,7 @@ def _training(checkpoint: Mapping[str, Any]) -> str:
         f"Data: {checkpoint['images']:,} training images{where}; "
         + ", ".join(_code(f"data.{key}={value}") for key, value in options.items()),
         *(
-            f"SHA-256 of the content of the {name} images: {_code(digest)}"
+            f"Identity of the {name} images, `{name}_content` of the checkpoint: {_code(digest)}"
             for name, digest in digests.items()
             if digest
         ),
@@ -162,7 +162,7 @@ def _accuracy(run: Run, checkpoint: Mapping[str, Any], weights: Weights) -> str:
     return (
         f"**{found}** of {metrics['images']:,.0f} validation images, after epoch {progress.epoch}.\n\n"
         "Every image counts once, in one view. Top-1 is the share of images whose label has the highest logit. The run "
-        f"counted it in its own evaluation, with `train.amp={trained.train.amp}`.{other} {MEASURE}"
+        f"counted it in its own evaluation, in {trained.train.amp or 'fp32'}.{other} {MEASURE}"
     )
 
 

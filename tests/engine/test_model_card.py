@@ -69,7 +69,7 @@ def test_it_says_what_the_checkpoint_holds(tmp_path):
     assert "a classifier of 6 classes" in card.text
     assert section(card, "Training").splitlines() == [
         "- Data: 1,437 training images from `pictures`; `data.dataset=idx`, `data.subset=50`",
-        "- SHA-256 of the content of the train images: `ab12`",
+        "- Identity of the train images, `train_content` of the checkpoint: `ab12`",
         "- Initial weights: `before.pth`",
         "- Optimiser: `sgd`, learning rate 0.125 at 70 images, weight decay 0",
         "- Length: 2 of 4 epochs, 41 updates with 70 images each",
@@ -77,7 +77,7 @@ def test_it_says_what_the_checkpoint_holds(tmp_path):
     assert section(card, "Accuracy").startswith(
         "**top-1 87.65 %, top-5 99.00 %** of 360 validation images, after epoch 2."
     )
-    assert "other options" not in card.text
+    assert "counted it in its own evaluation, in fp32. `python" in card.text
     assert "- input_size: `(3, 24, 16)`\n" in card.text
     assert "- crop_mode: `squash`\n" in card.text
     assert section(card, "Citation").splitlines() == [
