@@ -1,4 +1,4 @@
-"""DeiT (Touvron et al., 2021): a plain vision transformer over one grid of patches.
+"""DeiT (Touvron et al. 2021, arXiv:2012.12877): a plain vision transformer over one grid of patches.
 
 The default follows the papers of EVA and LARA: no class token, and the mean over tokens after the final LayerNorm.
 `class_token: true` gives stock DeiT. `dist_token: true` adds the distillation token (section 4); evaluation then takes

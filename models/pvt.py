@@ -1,4 +1,4 @@
-"""PVT-v2 (Wang et al., 2022): a pyramid of four stages with overlapping patch embeddings and convolution in MLPs.
+"""PVT-v2 (Wang et al. 2022, arXiv:2106.13797): four stages, with overlapping patches and convolution in MLPs.
 
 A layer's context tells the mechanism the spatial reduction R = 8, 4, 2, 1 that PVT-v2 assigns to the stages. Parameter
 names are those of timm's PyramidVisionTransformerV2, except for the joint `qkv` projection (see

@@ -209,6 +209,8 @@ FINETUNING = {
     "deit_tiny_p8_eva_784": (DEIT_FINETUNING, ["loaded", "adapted"]),
     "deit_tiny_p16_softmax_cifar10": (("sgd", 0.01, 1e-4, "cosine", 1000, 5, 768), ["loaded", "re-made"]),
     "deit_tiny_p16_eva": (("adamw", 5e-5, 1e-8, "cosine", 30, 5, 512), ["loaded", "fresh"]),
+    "pvtv2_b1_eva": (("adamw", 5e-5, 1e-8, "cosine", 30, 5, 512), ["loaded", "fresh", "dropped"]),
+    "pvtv2_b1_sra_cifar10": (("sgd", 0.01, 1e-4, "cosine", 1000, 5, 768), ["loaded", "re-made"]),
     "deit_small_p16_softmax_linear_probe": (("sgd", 2e-3, 0, "cosine", 100, 0, 1024), ["loaded", "fresh"]),
 }
 """Optimiser, learning rate at 512 images, weight decay, schedule, epochs, warm-up epochs, batch; fate of weights."""
@@ -222,7 +224,8 @@ def test_fine_tuning_follows_its_recipe_and_takes_its_weights(path, tmp_path, ca
     optim, schedule = run.optim, run.schedule
     found = (optim.opt, optim.lr * 512 / optim.lr_base_size, optim.weight_decay, schedule.sched, schedule.epochs)
     assert (*found, schedule.warmup_epochs, run.train.total_batch_size) == recipe
-    small = {"embed_dim": 24, "depth": 2, "num_heads": 2}
+    is_pvt = run.model["name"].startswith("pvtv2")
+    small = {"depths": [1, 1, 1, 1]} if is_pvt else {"embed_dim": 24, "depth": 2, "num_heads": 2}
     if run.init.weights.startswith("timm:"):
         source = timm.create_model(run.init.weights.removeprefix("timm:"), **small)
     else:

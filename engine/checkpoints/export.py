@@ -1,6 +1,6 @@
 """Exports a trained model to other programs; the name of the output chooses the form.
 
-DIR/               timm's `local-dir:` layout, for timm.create_model("local-dir:DIR", pretrained=True)
+DIR/               timm's `local-dir:` layout, for timm.create_model("local-dir:DIR", pretrained=True); a model card
 FILE.safetensors   the weights with the run's configuration, for the scripts here and timm's `checkpoint_path`
 FILE.onnx          the graph for ONNX Runtime, images of one size, any number of them
 FILE.pt2           the same graph for torch.export.load
@@ -29,6 +29,7 @@ from engine.checkpoints.adapt import build_models
 from engine.checkpoints.files import IDENTITY, METADATA, WEIGHTS, Weights
 from engine.checkpoints.identify import CONFIG, WEIGHTS_FILES
 from engine.checkpoints.local_dir import describe_model
+from engine.checkpoints.model_card import CARD, write_card
 from engine.config.load import dump_run
 from engine.config.schema import Run, num_channels
 from engine.runtime.errors import UserError
@@ -89,6 +90,7 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
     check_crop_mode(target, run)
     path, kind, state = Path(target), _kind(target), WEIGHTS[weights]
     model = build_models(run, checkpoint, [weights])[0][weights].eval()
+    card = write_card(model, run, checkpoint, weights) if kind == "/" else ""
     checkpoint = {**checkpoint, "config": dump_run(run), state: model.state_dict()}
     if kind == ".safetensors":
         export_checkpoint(path, checkpoint, weights)
@@ -96,8 +98,10 @@ def export(target: str, run: Run, checkpoint: Mapping[str, Any], weights: Weight
     description = describe_model(model, run, checkpoint.get("classes"))
     if kind == "/":
         content = to_safetensors(checkpoint, weights)
-        write_together(path, {WEIGHTS_FILES[0]: content, CONFIG: description.encode()})
-        return ""
+        files = {WEIGHTS_FILES[0]: content, CONFIG: description.encode()}
+        is_kept = (path / CARD).exists()  # its owner may have written in it
+        write_together(path, files if is_kept else files | {CARD: card.encode()})
+        return f"; {CARD} stays as it was: without it there, a new model card is written" if is_kept else ""
     images = torch.randn(sum(BATCH_SIZES), num_channels(run), *to_2tuple(run.model["img_size"]))
     content, compute = (to_onnx if kind == ".onnx" else to_pt2)(model, images[:2], description)
     difference = largest_difference(model, compute, images)

@@ -59,7 +59,7 @@ def load_initial_weights(model: nn.Module, run: Run, world: World, classes: Sequ
         raise UserError(f"{place}: init.strict=true, but not all is loaded as it is: {summarize(outcome)}")
     model.load_state_dict(state, strict=False)
     if world.is_primary:
-        print("\n".join([place, *table(outcome)]), flush=True)
+        print("\n".join([place, f"  source   {source.origin}", *table(outcome)]), flush=True)
         if source.model is None:
             print(f"  heads    not known from this file; model.num_heads={list_heads(model)} is taken", flush=True)
         if classes is not None and (note := describe_classes(state, source.classes, classes)):

@@ -32,8 +32,19 @@ def describe_model(model: nn.Module, run: Run, classes: Sequence[str] | None) ->
     """Returns the config.json of the `model` of `run`: architecture with attention, preprocessing, labels."""
     args = {key: value for key, value in run.model.items() if value is not None and not key.endswith("_rate")}
     del args["name"]
+    with TemporaryDirectory() as directory:  # timm writes only to a file
+        path = Path(directory, CONFIG)
+        own = {"label_names": classes, "plugins": run.plugins}
+        options = {**args, "attention": run.attention}
+        given = {name: values for name, values in own.items() if values}
+        save_config_for_hf(model, path, given, options, preprocessing_of(run))  # type: ignore[arg-type]  # timm needs a Path
+        return path.read_text()
+
+
+def preprocessing_of(run: Run) -> dict[str, Any]:
+    """Returns how evaluation prepares images, under timm's names; `input_size` is (channels, height, width)."""
     channels = num_channels(run)
-    preprocessing = {
+    return {
         "input_size": (channels, *to_2tuple(run.model["img_size"])),
         "interpolation": run.data.interpolation,
         "crop_mode": run.data.crop_mode,
@@ -41,13 +52,6 @@ def describe_model(model: nn.Module, run: Run, classes: Sequence[str] | None) ->
         "mean": per_channel(run.data.mean, channels),
         "std": per_channel(run.data.std, channels),
     }
-    with TemporaryDirectory() as directory:  # timm writes only to a file
-        path = Path(directory, CONFIG)
-        own = {"label_names": classes, "plugins": run.plugins}
-        options = {**args, "attention": run.attention}
-        given = {name: values for name, values in own.items() if values}
-        save_config_for_hf(model, path, given, options, preprocessing)  # type: ignore[arg-type]  # timm needs a Path
-        return path.read_text()
 
 
 def read_local_dir(found: Found) -> dict[str, Any]:

@@ -31,12 +31,14 @@ class Source(NamedTuple):
         state: name -> weight. model: their model if it is known; it may be on the meta device.
         images: `mean` and `std` by which its images were normalised, as far as they are known.
         classes: names in the order of its classifier; None: not known.
+        origin: what the weights were read from, and which of its weights they are, in words.
     """
 
     state: dict[str, Tensor]
     model: nn.Module | None = None
     images: Mapping[str, Sequence[float]] = {}
     classes: Sequence[str] | None = None
+    origin: str = ""
 
 
 def read_weights(name: str) -> Source:
@@ -55,16 +57,18 @@ def read_weights(name: str) -> Source:
         model = load_timm(name.removeprefix(TIMM))
         config = model.pretrained_cfg
         images = {key: config[key] for key in ("mean", "std")}
-        return Source(model.state_dict(), model, images, config.get("label_names"))
+        return Source(model.state_dict(), model, images, config.get("label_names"), found.kind.value)
     if found.kind in FOREIGN:
-        return Source(_read_state(found))
+        return _read_state(found)
     try:
-        _, checkpoint, kinds = choose_weights(found, "best", None)[-1]
+        path, checkpoint, kinds = choose_weights(found, "best", None)[-1]
         run, state = parse_run(checkpoint["config"], str(found.path)), checkpoint[WEIGHTS[kinds[-1]]]
-        return source_of(run, state)._replace(classes=checkpoint.get("classes"))
+        taken = WEIGHTS[kinds[-1]] + (f" in {path.name}" if found.kind is Kind.RUN else "")
+        origin = f"{found.kind.value}: its {taken}"
+        return source_of(run, state)._replace(classes=checkpoint.get("classes"), origin=origin)
     except UserError as error:
         if found.kind is Kind.RELEASED and isinstance(error, Unsupported | MissingOptions):
-            return Source(_read_state(found))  # a new run describes its model itself
+            return _read_state(found)  # a new run describes its model itself
         raise UserError(f"{error}; {EXPECTED}") from None
 
 
@@ -88,12 +92,17 @@ def load_timm(name: str) -> Any:  # nn.Module, whose attributes are tensors or m
         raise UserError(f"{TIMM}{name}: timm cannot load it ({describe_error(error)}); {remedy}") from None
 
 
-def _read_state(found: Found) -> dict[str, Tensor]:
+def _read_state(found: Found) -> Source:
     """Reads the weights alone from a file of another program."""
     content = found.values()
-    state = next((content[key] for key in NESTED if isinstance(content.get(key), Mapping)), content)
+    kept = [key for key in NESTED if isinstance(content.get(key), Mapping)]
+    state = content[kept[0]] if kept else content
     are_weights = (isinstance(k, str) and k.isprintable() and torch.is_tensor(x) for k, x in state.items())
     if not state or not all(are_weights):
         names = one_line(", ".join(map(repr, content)), 100)
         raise UserError(f"{found.path}: holds no weights, but {names}; {EXPECTED}")
-    return clean_state_dict(dict(state))
+    clean = clean_state_dict(dict(state))
+    origin = found.kind.value + (f": its {', not its '.join(kept)}" if kept else "")
+    if len(clean) == len(state) and (prefixes := {*map(str.removesuffix, state, clean)} - {""}):
+        origin += f"; names without {' or '.join(sorted(prefixes))}"
+    return Source(clean, origin=origin)

@@ -78,7 +78,7 @@ def outputs(model: torch.nn.Module, batch: int = 2) -> torch.Tensor:
 def test_timm_rebuilds_a_directory(model, attention, tmp_path):
     checkpoint = trained(model, attention)
     assert export_plain(f"{tmp_path}/new/", checkpoint) == ""
-    assert sorted(os.listdir(tmp_path / "new")) == ["config.json", "model.safetensors"]
+    assert sorted(os.listdir(tmp_path / "new")) == ["README.md", "config.json", "model.safetensors"]
     rebuilt = timm.create_model(f"local-dir:{tmp_path}/new", pretrained=True).eval()
     again = tmp_path / "pushed"  # push_to_hf_hub uploads what save_for_hf writes
     timm.models.save_for_hf(rebuilt, again, safe_serialization=True)

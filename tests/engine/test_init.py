@@ -505,7 +505,12 @@ def test_an_own_run_its_checkpoint_and_its_export_start_another(tmp_path, capsys
     exported = tmp_path / "softmax.safetensors"
     export_checkpoint(exported, torch.load(before / "step_2.pt"), "plain")
     assert capsys.readouterr().out == ""
-    for source in (before, before / "step_2.pt", exported):
+    kinds = (
+        "a run directory: its model in step_2.pt",
+        "a checkpoint of a run: its model",
+        "an exported checkpoint: its model",
+    )
+    for source, origin in zip((before, before / "step_2.pt", exported), kinds, strict=True):
         new = run_of("attention={name: lara, num_landmarks: 4}", "model.num_classes=3", f"init.weights={source}")
         model = start(new, output)
         assert torch.equal(model.blocks[0].attn.qkv.weight, trained.blocks[0].attn.qkv.weight)
@@ -513,6 +518,7 @@ def test_an_own_run_its_checkpoint_and_its_export_start_another(tmp_path, capsys
         *lines, dropped = out.splitlines()
         assert lines == [
             f"init.weights={source}",
+            f"  source   {origin}",
             "  loaded     28",
             "  adapted     1  pos_embed (1, 24, 24) -> (1, 16, 24)",
             "  fresh      16  "
@@ -537,7 +543,48 @@ def test_an_own_run_its_checkpoint_and_its_export_start_another(tmp_path, capsys
 def test_averaged_weights_come_first(tmp_path):
     run, plain, average = run_of(), build(), build()
     Checkpoints(tmp_path, run, WORLD, 100).save(Progress(step=1, images=8), {"model": plain, "model_ema": average})
-    assert torch.equal(read_weights(str(tmp_path)).state["pos_embed"], average.pos_embed)
+    found = read_weights(str(tmp_path))
+    assert torch.equal(found.state["pos_embed"], average.pos_embed)
+    assert found.origin == "a run directory: its model_ema in step_1.pt"
+
+
+SCRIPT, TIMM = "a checkpoint of another training script", "a checkpoint of timm's train.py"
+
+
+@pytest.mark.parametrize(
+    ("name", "wrap", "origin"),
+    [
+        ("x.pth", lambda state, other: state, "a state dict, weights alone"),
+        ("x.safetensors", lambda state, other: state, "weights in the safetensors format"),
+        ("x.pth", lambda state, other: {"model": state, "epoch": 3}, f"{SCRIPT}: its model"),
+        ("x.pth", lambda state, other: {"model": other, "model_ema": state}, f"{SCRIPT}: its model_ema, not its model"),
+        (
+            "x.pth.tar",
+            lambda state, other: {"arch": "vit", "state_dict": other, "state_dict_ema": state},
+            f"{TIMM}: its state_dict_ema, not its state_dict",
+        ),
+        (
+            "x.pth",
+            lambda state, other: {"state_dict": {f"module.{name}": x for name, x in state.items()}},
+            f"{SCRIPT}: its state_dict; names without module.",
+        ),
+        (
+            "x.pth",
+            lambda state, other: {f"_orig_mod.module.{name}": x for name, x in state.items()},
+            "a state dict, weights alone; names without _orig_mod.module.",
+        ),
+    ],
+)
+def test_the_table_names_a_file_and_which_of_its_weights_were_taken(name, wrap, origin, tmp_path, capsys):
+    taken, other = stock(), build(class_token=True)
+    path = write(tmp_path / name, wrap(taken.state_dict(), other.state_dict()))
+    model = start(run_of("model.class_token=true", f"init.weights={path}"), tmp_path)
+    assert torch.equal(model.pos_embed, taken.pos_embed)
+    assert capsys.readouterr().out.splitlines()[:3] == [
+        f"init.weights={path}",
+        f"  source   {origin}",
+        "  loaded     32",
+    ]
 
 
 def test_strict_refuses_anything_but_loaded(tmp_path):
@@ -598,6 +645,7 @@ def test_a_name_of_timms_hub(monkeypatch):
     source = read_weights("timm:vit_tiny_patch16_224.augreg_in21k_ft_in1k")
     assert source.state["pos_embed"].shape == (1, 17, 24)
     assert source.images == {"mean": (0.5, 0.5, 0.5), "std": (0.5, 0.5, 0.5)}
+    assert source.origin == "a name of timm's hub"
 
 
 def test_timms_errors_are_one_line():
