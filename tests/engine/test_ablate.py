@@ -31,10 +31,12 @@ from ablation import worker
 from ablation.cases import Case
 from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, read_curve
 from ablation.front import front_probabilities, non_dominated
+from ablation.names import to_directory
+from ablation.planner import count_ranks
 from ablation.replicates import measure
 from ablation.search import sample
 from ablation.settings import Setting, in_order, short_names
-from ablation.sweep import count_ranks, read_ablation, to_directory
+from ablation.sweep import read_ablation
 from ablation.tables import ONE_RUN, for_programs, report_sweep, tabulate, to_json, write_tables
 from engine.checkpoints.files import find_checkpoint, save_checkpoint
 from engine.config.load import dump_run
