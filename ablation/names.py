@@ -5,18 +5,47 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from attention.options import OptionError
 from engine.config.yaml_files import dump_yaml
+from engine.runtime.errors import ConfigError
+from models.assignment import numbers_of
 
 OF_ROWS = {"paper", "match"}
 """Keys of an item of `runs` that are no options of train.py."""
+
+MOST_ENTRIES = 1000
+"""Numbers of list entries in a key are below this."""
 
 MAX_BYTES = 255
 """Longest name of a directory in nearly every file system, in bytes."""
 
 
 def to_overrides(options: Mapping[str, Any]) -> list[str]:
-    """Returns the overrides of train.py for a setting."""
-    return [f"{option}={to_text(value)}" for option, value in options.items() if option not in OF_ROWS]
+    """Returns the overrides of train.py for a setting.
+
+    Raises:
+        ConfigError: see `expand`.
+    """
+    given = {option: to_text(value) for option, value in options.items() if option not in OF_ROWS}
+    return [f"{key}={text}" for option, text in given.items() for key in expand(option)]
+
+
+def expand(option: str) -> list[str]:
+    """Returns the options that one key of a sweep sets: ``attention.0-2.window_size`` is that of three entries.
+
+    Raises:
+        ConfigError: numbers of entries that fall, or come twice.
+    """
+    keys = [""]
+    for part in option.split("."):
+        parts = [part]
+        if re.fullmatch(r"[0-9 ]+([-,][0-9 ]+)+", part):
+            try:
+                parts = [str(number) for number in numbers_of(part, MOST_ENTRIES, option)]
+            except OptionError as error:
+                raise ConfigError(str(error)) from None
+        keys = [f"{key}.{each}" if key else each for key in keys for each in parts]
+    return keys
 
 
 def to_directory(name: str, values: Sequence[str]) -> str:

@@ -43,6 +43,9 @@ class Ablation:
         "options key.path -> value of each setting; paper: its top-1 in a paper; match: false keeps the size that it"
         " has",
     )
+    baseline: dict[str, Any] | None = option(
+        None, "option key.path -> value of the row to compare with, which becomes the first; null: the first row"
+    )
     match: Match | None = option(
         None, "a cost for which the size of every setting's mechanism is solved: layer_macs, token_macs or model_macs"
     )

@@ -12,6 +12,7 @@ from ablation.match import OutOfReach
 from ablation.planner import Figures, Planner, Row, list_bases
 from ablation.schema import LIMIT, Ablation
 from ablation.search import sample
+from ablation.selection import put_first
 from ablation.settings import Setting
 from attention.options import OptionError, nearest, parse_options
 from attention.plugins import load_plugin
@@ -60,7 +61,11 @@ def read_ablation(
             raise ConfigError(f"{tree.origin(row.key)}: {row.key}: {error}") from None
     if not settings:
         raise ConfigError(f"{tree.origin('match')}: match: no setting can be trained; the last: {left_out[-1]}")
-    return ablation, list(settings.values()), left_out
+    try:
+        ordered = put_first([*settings.values()], ablation.baseline) if ablation.baseline else [*settings.values()]
+    except OptionError as error:
+        raise ConfigError(f"{tree.origin(error.key)}: {error}") from None
+    return ablation, ordered, left_out
 
 
 def parse_ablation(tree: Tree) -> Ablation:

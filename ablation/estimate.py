@@ -1,0 +1,169 @@
+"""Time that the runs of a sweep take: by finished runs, by those under way, or by a step that is timed here."""
+
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+
+from ablation.cases import Case
+from ablation.settings import Setting, in_order, trials_of
+from attention.options import OptionError
+from bench.timing import time_rounds
+from bench.workload import Subject, Workload
+from engine.config.schema import Run, num_channels
+from engine.data.splits import open_split
+from engine.objectives import choose_objective
+from engine.reporting.metrics import find_records
+from engine.runtime.errors import ConfigError, UserError
+from engine.runtime.provenance import device_name
+from models import create_model
+
+ROUNDS = 2
+"""Rounds in which a step is timed."""
+
+IMAGES = 8
+"""Images of a timed step, at most."""
+
+
+class Estimate:
+    """Runs of a sweep that are finished, and the time that the others take.
+
+    A run under way goes on at its speed. Others take as long, by epochs, as finished runs of the same row, or else of
+    all rows. Runs whose learning rate is not chosen yet count as those of the row's first.
+    """
+
+    def __init__(self, settings: Sequence[Setting]):
+        self.settings = settings
+        self.finals: dict[Path, Mapping[str, Any]] = {}
+
+    @property
+    def cases(self) -> list[Case]:
+        """The runs that are known, in the order of training."""
+        return [*trials_of(self.settings), *in_order(self.settings)]
+
+    @property
+    def total(self) -> int:
+        """Number of all runs."""
+        return sum(setting.num_seeds for setting in self.settings) + len(trials_of(self.settings))
+
+    def look(self) -> int:
+        """Looks which runs have finished, and returns how many."""
+        for case in self.cases:
+            if case.directory not in self.finals and (final := case.result()):
+                self.finals[case.directory] = final
+        return len(self.finals)
+
+    def seconds_left(self) -> float | None:
+        """Returns the seconds that all unfinished runs take together; None if no run tells."""
+        known = [self._of_epoch(setting) for setting in self.settings]
+        every = [seconds for own in known for seconds in own]
+        if not every:
+            return None
+        total = 0.0
+        for setting, own in zip(self.settings, known, strict=True):
+            per_epoch, trials = fmean(own or every), setting.tuning.cases.values() if setting.tuning else ()
+            for case in (*trials, *setting.cases):
+                if case.directory not in self.finals:
+                    total += left_of(case, per_epoch)
+            if not setting.cases:
+                total += setting.num_seeds * setting.run.schedule.epochs * per_epoch
+        return total
+
+    def _of_epoch(self, setting: Setting) -> list[float]:
+        """Returns the seconds of an epoch of every run of a row that tells."""
+        trials = setting.tuning.cases.values() if setting.tuning else ()
+        finals = [self.finals.get(case.directory) for case in (*trials, *setting.cases)]
+        return [final["elapsed_seconds"] / final["epoch"] for final in finals if final and "elapsed_seconds" in final]
+
+
+def left_of(case: Case, per_epoch: float) -> float:
+    """Returns the seconds that an unfinished run still takes, with so many for an epoch that is not begun."""
+    records = find_records(case.directory)
+    starts = [record for record in records if record["kind"] == "start" and "total_steps" in record]
+    step, elapsed = (records[-1].get(key) for key in ("step", "elapsed_seconds")) if starts else (0, 0)
+    if step and elapsed:
+        return elapsed * max(0, starts[-1]["total_steps"] - step) / step
+    return per_epoch * case.run.schedule.epochs
+
+
+def plan_text(settings: Sequence[Setting], world_size: int) -> str:
+    """Returns the lines of a dry run: how many runs, their seeds, and how long they take.
+
+    If no run is finished, a step of the first row is timed, with `world_size` devices as fast as the one here.
+    """
+    estimate = Estimate(settings)
+    finished, seeds = estimate.look(), [case.run.train.seed for case in next(iter(settings[0].by_lr.values()))]
+    trials = f" {len(trials_of(settings))} of them choose learning rates;" if trials_of(settings) else ""
+    head = f"{estimate.total} runs of {len(settings)} rows, train.seed {', '.join(map(str, seeds))};{trials}"
+    head += f" {finished} are finished."
+    if finished == estimate.total:
+        return head
+    if (seconds := estimate.seconds_left()) is not None:
+        return f"{head}\nThe others take about {duration(seconds)}, one after the other, at the speed of finished ones."
+    try:
+        seconds, how = timed_seconds(settings, world_size)
+    except (OptionError, UserError) as error:
+        return f"{head}\nNo estimate of their time: {error}"
+    return f"{head}\nThey take about {duration(seconds)}, one after the other: {how}."
+
+
+def timed_seconds(settings: Sequence[Setting], world_size: int) -> tuple[float, str]:
+    """Times a step of the first row here, and returns the seconds of all unfinished runs, and how they were found.
+
+    Raises:
+        OptionError, UserError: the training images cannot be read, or the model not be trained by a plain step.
+    """
+    run = settings[0].run
+    per_image, machine = seconds_per_image(run)
+    total = 0.0
+    for setting in settings:
+        trials = setting.tuning.cases.values() if setting.tuning else ()
+        left = [case for case in trials if not case.result()]
+        seeds = setting.num_seeds - sum(bool(case.result()) for case in setting.cases)
+        epochs = (len(left) + seeds) * setting.run.schedule.epochs
+        share = setting.costs.macs / settings[0].costs.macs
+        total += epochs * count_images(setting.run) * share * per_image / world_size
+    how = (
+        f"a training step of the first row, timed on {machine}; other rows in proportion to their multiply-accumulates"
+    )
+    return total, f"{how}; without data loading and evaluation"
+
+
+def count_images(run: Run) -> int:
+    """Returns the number of training images of an epoch."""
+    if (drawn := choose_objective(run).draw(run, True)) is not None:
+        return len(drawn[0])
+    return len(open_split(run.data, "train_split"))
+
+
+def seconds_per_image(run: Run) -> tuple[float, str]:
+    """Times training steps of random images, and returns the seconds for an image, and the name of the device."""
+    wants_gpu = run.train.device != "cpu" and torch.cuda.is_available()
+    device = torch.device("cuda" if wants_gpu else "cpu")
+    images = min(IMAGES, run.train.total_batch_size)
+    channels = num_channels(run)
+
+    def example(model: Any, size: Any, batch: int, place: torch.device | str) -> tuple[torch.Tensor]:
+        if run.model.get("vocab_size"):
+            return (torch.randint(run.model["vocab_size"], (batch, channels, *size), device=place),)
+        return (torch.randn(batch, channels, *size, device=place),)
+
+    side = run.model["img_size"]
+    size = (side, side) if isinstance(side, int) else tuple(side)
+    build = partial(create_model, attention=run.attention, **run.model)
+    subject = Subject(str(run.model["name"]), run.train.kernels, lambda size: build(), example)
+    try:
+        step = Workload(subject, size, images, "train", run.train.amp or "fp32", "eager", device)
+    except (RuntimeError, TypeError) as error:  # a model that takes more than images
+        raise ConfigError(f"a step cannot be timed: {error}") from None
+    seconds = median(time_rounds({"step": step.call}, ROUNDS, device, sample_seconds=0).seconds["step"])
+    return seconds / images, f"{device_name(device)} with {images} images"
+
+
+def duration(seconds: float) -> str:
+    """Formats a duration as 0:12:00."""
+    return str(timedelta(seconds=round(seconds)))
