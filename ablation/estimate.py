@@ -3,9 +3,10 @@
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,8 +33,8 @@ IMAGES = 8
 class Estimate:
     """Runs of a sweep that are finished, and the time that the others take.
 
-    A run under way goes on at its speed. Others take as long, by epochs, as finished runs of the same row, or else of
-    all rows. Runs whose learning rate is not chosen yet count as those of the row's first.
+    A run that has begun goes on at its speed. Others take as long, by epochs, as finished runs of the same row, or else
+    of all rows, or else as those that have begun.
     """
 
     def __init__(self, settings: Sequence[Setting]):
@@ -59,35 +60,43 @@ class Estimate:
 
     def seconds_left(self) -> float | None:
         """Returns the seconds that all unfinished runs take together; None if no run tells."""
-        known = [self._of_epoch(setting) for setting in self.settings]
-        every = [seconds for own in known for seconds in own]
+        rows = [[(case, self._speed(case)) for case in setting.known_cases] for setting in self.settings]
+        begun = [[(case, speed) for case, speed in row if speed] for row in rows]
+        finished = [[pair for pair in row if pair[0].directory in self.finals] for row in begun]
+        finished, begun = (
+            [[speed.of_epoch(case) for case, speed in row] for row in each] for each in (finished, begun)
+        )
+        every = [*chain(*finished)] or [*chain(*begun)]
         if not every:
             return None
         total = 0.0
-        for setting, own in zip(self.settings, known, strict=True):
-            per_epoch, trials = fmean(own or every), setting.tuning.cases.values() if setting.tuning else ()
-            for case in (*trials, *setting.cases):
-                if case.directory not in self.finals:
-                    total += left_of(case, per_epoch)
-            if not setting.cases:
-                total += setting.num_seeds * setting.run.schedule.epochs * per_epoch
+        for setting, row, own in zip(self.settings, rows, finished, strict=True):
+            whole = setting.run.schedule.epochs * fmean(own or every)
+            total += sum(whole if speed is None else speed.left for _, speed in row)
+            total += whole * setting.num_seeds * (not setting.cases)  # their learning rate is not chosen yet
         return total
 
-    def _of_epoch(self, setting: Setting) -> list[float]:
-        """Returns the seconds of an epoch of every run of a row that tells."""
-        trials = setting.tuning.cases.values() if setting.tuning else ()
-        finals = [self.finals.get(case.directory) for case in (*trials, *setting.cases)]
-        return [final["elapsed_seconds"] / final["epoch"] for final in finals if final and "elapsed_seconds" in final]
+    def _speed(self, case: Case) -> "Speed | None":
+        """Returns the speed of a run by its records; None if it has made no step."""
+        if final := self.finals.get(case.directory):
+            return Speed(final["elapsed_seconds"], 0.0) if "elapsed_seconds" in final else None
+        records = find_records(case.directory)
+        totals = [record["total_steps"] for record in records if record["kind"] == "start" and "total_steps" in record]
+        step, elapsed = (records[-1].get(key) for key in ("step", "elapsed_seconds")) if totals else (0, 0)
+        if not step or not elapsed:
+            return None
+        return Speed(elapsed * totals[-1] / step, elapsed * max(0, totals[-1] - step) / step)
 
 
-def left_of(case: Case, per_epoch: float) -> float:
-    """Returns the seconds that an unfinished run still takes, with so many for an epoch that is not begun."""
-    records = find_records(case.directory)
-    starts = [record for record in records if record["kind"] == "start" and "total_steps" in record]
-    step, elapsed = (records[-1].get(key) for key in ("step", "elapsed_seconds")) if starts else (0, 0)
-    if step and elapsed:
-        return elapsed * max(0, starts[-1]["total_steps"] - step) / step
-    return per_epoch * case.run.schedule.epochs
+class Speed(NamedTuple):
+    """Seconds of a run that has begun: of the whole, and of what is left of it."""
+
+    whole: float
+    left: float
+
+    def of_epoch(self, case: Case) -> float:
+        """Returns the seconds of an epoch."""
+        return self.whole / case.run.schedule.epochs
 
 
 def plan_text(settings: Sequence[Setting], world_size: int) -> str:
@@ -121,16 +130,13 @@ def timed_seconds(settings: Sequence[Setting], world_size: int) -> tuple[float, 
     per_image, machine = seconds_per_image(run)
     total = 0.0
     for setting in settings:
-        trials = setting.tuning.cases.values() if setting.tuning else ()
-        left = [case for case in trials if not case.result()]
-        seeds = setting.num_seeds - sum(bool(case.result()) for case in setting.cases)
-        epochs = (len(left) + seeds) * setting.run.schedule.epochs
+        runs = setting.num_seeds + (len(setting.tuning.cases) if setting.tuning else 0)
+        runs -= sum(bool(case.result()) for case in setting.known_cases)
+        epochs = runs * setting.run.schedule.epochs
         share = setting.costs.macs / settings[0].costs.macs
         total += epochs * count_images(setting.run) * share * per_image / world_size
-    how = (
-        f"a training step of the first row, timed on {machine}; other rows in proportion to their multiply-accumulates"
-    )
-    return total, f"{how}; without data loading and evaluation"
+    how = f"a training step of the first row was timed on {machine}"
+    return total, f"{how}; other rows in proportion to their multiply-accumulates; without data loading and evaluation"
 
 
 def count_images(run: Run) -> int:

@@ -54,7 +54,7 @@ def list_differences(before: Ablation, now: Ablation) -> list[str]:
         if name in FREE or old == new:
             continue
         if name == "seeds":
-            pair = old, new = [*list_seeds(old)], [*list_seeds(new)]
+            old, new = [*list_seeds(old)], [*list_seeds(new)]
         if name == "grid" and old:
             found |= compare_grids(old, new or {}, is_search=before.trials is not None)
         elif name == "runs":

@@ -43,6 +43,11 @@ class Setting:
         return () if self.tuning and lr is None else self.by_lr[lr]
 
     @property
+    def known_cases(self) -> list[Case]:
+        """The runs that choose the learning rate, and then `cases`."""
+        return [*(self.tuning.cases.values() if self.tuning else ()), *self.cases]
+
+    @property
     def run(self) -> Run:
         """The run of the first seed; its learning rate may not be the chosen one."""
         return next(iter(self.by_lr.values()))[0].run
