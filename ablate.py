@@ -22,6 +22,7 @@ from pathlib import Path
 from ablation.cases import Case, check_data
 from ablation.estimate import plan_text
 from ablation.identity import SWEEP_FILE, check_sweep, store_sweep
+from ablation.measured import Measurements
 from ablation.planner import count_ranks
 from ablation.progress import Progress
 from ablation.selection import select_only
@@ -60,7 +61,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(f"--jobs {args.jobs}: expected 1 to {MOST_JOBS}")
         check_directory(args.output)
         check_sweep(args.config, args.output)
-        ablation, every, left_out = read_ablation(args.config, args.overrides, args.output, launcher)
+        measurements = Measurements(args.output)
+        ablation, every, left_out = read_ablation(args.config, args.overrides, args.output, launcher, measurements)
         settings = select_only(every, args.only)
         shown = [setting for setting in every if setting in (every[0], *settings)]
         trials = trials_of(settings)
@@ -78,6 +80,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with refuse_bad_input():
         make_output(args.output, [SWEEP_FILE, *TABLES, *FIGURES])
         store_sweep(args.config, args.overrides, args.output)
+        is_other = measurements.store()
+    if is_other:  # another worker has measured first: sizes follow from its measurements
+        return main(arguments)
     failures = {case.directory: last_failure(case) for case in possible}
     wait = not args.no_wait
     results, drawn = (ablation.caption, every, args.output), time.monotonic()

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from ablation.cases import Case
 from ablation.match import Matched, solve
+from ablation.measured import Measurements
 from ablation.names import OF_ROWS, to_directory, to_name, to_overrides, to_text
 from ablation.schema import Ablation, list_seeds
 from ablation.settings import Setting
@@ -48,6 +49,7 @@ class Planner:
     Args:
         folder: directory of the ablation file. overrides: options of every run. output: directory of the runs.
         launcher: command that starts train.py. figures: those of the paper that the ablation names.
+        measurements: takes those of `match`.
     Attributes:
         seeds: values of train.seed; empty for the base's alone. rates: learning rates to choose from; empty for none.
     Raises:
@@ -62,9 +64,10 @@ class Planner:
         output: Path,
         launcher: Sequence[str],
         figures: Figures,
+        measurements: Measurements,
     ):
         self.ablation, self.folder, self.overrides, self.output = ablation, folder, (*overrides,), output
-        self.launcher, self.figures = launcher, figures
+        self.launcher, self.figures, self.measurements = launcher, figures, measurements
         self.seeds, self.rates = list_seeds(ablation.seeds), check_rates(ablation.lr)
         self.world_size = count_ranks(launcher)
         # Settings of a search are loaded twice.
@@ -121,7 +124,7 @@ class Planner:
         assert self.ablation.match is not None
         run = load_unbuilt(base, overrides)
         try:
-            matched = solve(self.ablation.match, run)
+            matched = solve(self.ablation.match, run, self.measurements)
         except OptionError as error:
             raise ConfigError(str(error)) from None
         if sets(overrides, key := f"attention.{matched.option}"):

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ablation.match import OutOfReach
+from ablation.measured import Measurements
 from ablation.planner import Figures, Planner, Row, list_bases
 from ablation.schema import LIMIT, Ablation
 from ablation.search import sample
@@ -25,10 +26,16 @@ CONFIGS = Path(__file__).parents[1] / "configs"
 
 
 def read_ablation(
-    path: Path, overrides: Sequence[str], output: Path, launcher: Sequence[str]
+    path: Path,
+    overrides: Sequence[str],
+    output: Path,
+    launcher: Sequence[str],
+    measurements: Measurements | None = None,
 ) -> tuple[Ablation, list[Setting], list[str]]:
     """Reads the ablation file `path` and checks all its settings; writes nothing.
 
+    Args:
+        measurements: takes those of `match`; None: those in `output`.
     Returns:
         The file, its settings, and a line for each setting that is left out, as its cost cannot be that of `match`.
     Raises:
@@ -40,7 +47,8 @@ def read_ablation(
         raise ConfigError(f"{path}: the configuration of one run; give it to train.py, or name it as base of a sweep")
     try:
         ablation = parse_ablation(tree)
-        planner = Planner(ablation, path.parent, overrides, output, launcher, figures_of(ablation.paper))
+        figures, measurements = figures_of(ablation.paper), measurements or Measurements(output)
+        planner = Planner(ablation, path.parent, overrides, output, launcher, figures, measurements)
         if "holdout" in tree.values and not planner.rates:
             raise OptionError("holdout", f" = {ablation.holdout}, but there is no lr to choose; leave it out")
         rows = list_rows(ablation, path.parent, planner.check)

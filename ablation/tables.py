@@ -11,7 +11,7 @@ import yaml
 from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results
 from ablation.front import RESAMPLES, front_probabilities
 from ablation.latex import latex_table
-from ablation.match import TOLERANCE
+from ablation.match import BATCH_SIZE, TOLERANCE
 from ablation.replicates import Measured, measure
 from ablation.settings import Setting, accuracies, changed_options, has_replicates, held_options, in_order, short_names
 from ablation.tuning import Tuning
@@ -92,13 +92,25 @@ def tabulate_match(settings: Sequence[Setting]) -> Table:
     found = [setting.matched for setting in settings]
     if not (match := next((own.match for own in found if own), None)):
         return {}
+    title, form = match.kind + (f" ({match.unit.strip()})" if match.unit else ""), ".4g" if match.is_measured else ".0f"
     return {
         "size": [f"{own.option}={own.value}" if own else "" for own in found],
-        f"{match.kind}: target": [text(own and match.target, ".0f") for own in found],
-        f"{match.kind}: reached": [text(own and own.reached, ".0f") for own in found],
+        f"{title}: target": [text(own and match.target, form) for own in found],
+        f"{title}: reached": [text(own and own.reached, form) for own in found],
         "off target (%)": [text(own and 100 * own.deviation, "+.1f") for own in found],
         WITHIN: [("yes" if own.is_equal else "no") if own else "" for own in found],
     }
+
+
+def describe_match(settings: Sequence[Setting]) -> list[str]:
+    """Returns the note on costs that were measured; none if they were counted."""
+    measured = [setting.matched for setting in settings if setting.matched and setting.matched.machine]
+    if not measured:
+        return []
+    match, machines = measured[0].match, ", ".join(dict.fromkeys(own.machine for own in measured))
+    pass_of = f"forward and backward pass of an attention layer, images: {match.batch_size or BATCH_SIZE}"
+    noise = f"; standard error of the medians up to {100 * max(own.error for own in measured):.1f} %"
+    return [f"{match.kind}: {pass_of}, measured once on {machines}{noise if match.kind == 'time' else ''}."]
 
 
 def tabulate_rates(settings: Sequence[Setting]) -> Table:
@@ -200,6 +212,7 @@ def list_notes(settings: Sequence[Setting], left_out: Sequence[str]) -> list[str
     notes = [REPLICATES if has_replicates(settings) else ONE_RUN]
     if any(title.startswith("on front") for title in tabulate(settings, for_readers)):
         notes.append(ON_FRONT)
+    notes += describe_match(settings)
     if tuned := [setting.tuning for setting in settings if setting.tuning]:
         notes.append(describe_choice(tuned[0]))
     for name, setting in zip(short_names(settings), settings, strict=True):
