@@ -126,15 +126,14 @@ def timed_seconds(settings: Sequence[Setting], world_size: int) -> tuple[float, 
     Raises:
         OptionError, UserError: the training images cannot be read, or the model not be trained by a plain step.
     """
-    run = settings[0].run
-    per_image, machine = seconds_per_image(run)
-    total = 0.0
+    images = 0.0
     for setting in settings:
         runs = setting.num_seeds + (len(setting.tuning.cases) if setting.tuning else 0)
         runs -= sum(bool(case.result()) for case in setting.known_cases)
-        epochs = runs * setting.run.schedule.epochs
         share = setting.costs.macs / settings[0].costs.macs
-        total += epochs * count_images(setting.run) * share * per_image / world_size
+        images += runs * setting.run.schedule.epochs * count_images(setting.run) * share
+    seconds, machine = seconds_per_image(settings[0].run)
+    total = images * seconds / world_size
     how = f"a training step of the first row was timed on {machine}"
     return total, f"{how}; other rows in proportion to their multiply-accumulates; without data loading and evaluation"
 
