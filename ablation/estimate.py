@@ -1,8 +1,8 @@
 """Time that the runs of a sweep take: by finished runs, by those under way, or by a step that is timed here."""
 
+import functools
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from statistics import fmean, median
@@ -11,16 +11,16 @@ from typing import Any, NamedTuple
 import torch
 
 from ablation.cases import Case
+from ablation.measured import device_of, machine_of
 from ablation.settings import Setting, in_order, trials_of
 from attention.options import OptionError
 from bench.timing import time_rounds
 from bench.workload import Subject, Workload
-from engine.config.schema import Run, num_channels
+from engine.config.schema import Data, Run, num_channels
 from engine.data.splits import open_split
 from engine.objectives import choose_objective
 from engine.reporting.metrics import find_records
 from engine.runtime.errors import ConfigError, UserError
-from engine.runtime.provenance import device_name
 from models import create_model
 
 ROUNDS = 2
@@ -142,15 +142,18 @@ def count_images(run: Run) -> int:
     """Returns the number of training images of an epoch."""
     if (drawn := choose_objective(run).draw(run, True)) is not None:
         return len(drawn[0])
-    return len(open_split(run.data, "train_split"))
+    return count_files(run.data)
+
+
+@functools.cache
+def count_files(data: Data) -> int:
+    """Returns the number of training images in files."""
+    return len(open_split(data, "train_split"))
 
 
 def seconds_per_image(run: Run) -> tuple[float, str]:
     """Times training steps of random images, and returns the seconds for an image, and the name of the device."""
-    wants_gpu = run.train.device != "cpu" and torch.cuda.is_available()
-    device = torch.device("cuda" if wants_gpu else "cpu")
-    images = min(IMAGES, run.train.total_batch_size)
-    channels = num_channels(run)
+    device, images, channels = device_of(run), min(IMAGES, run.train.total_batch_size), num_channels(run)
 
     def example(model: Any, size: Any, batch: int, place: torch.device | str) -> tuple[torch.Tensor]:
         if run.model.get("vocab_size"):
@@ -159,14 +162,14 @@ def seconds_per_image(run: Run) -> tuple[float, str]:
 
     side = run.model["img_size"]
     size = (side, side) if isinstance(side, int) else tuple(side)
-    build = partial(create_model, attention=run.attention, **run.model)
+    build = functools.partial(create_model, attention=run.attention, **run.model)
     subject = Subject(str(run.model["name"]), run.train.kernels, lambda size: build(), example)
     try:
         step = Workload(subject, size, images, "train", run.train.amp or "fp32", "eager", device)
     except (RuntimeError, TypeError) as error:  # a model that takes more than images
         raise ConfigError(f"a step cannot be timed: {error}") from None
     seconds = median(time_rounds({"step": step.call}, ROUNDS, device, sample_seconds=0).seconds["step"])
-    return seconds / images, f"{device_name(device)} with {images} images"
+    return seconds / images, f"{machine_of(device)} with {images} images"
 
 
 def duration(seconds: float) -> str:
