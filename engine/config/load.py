@@ -146,7 +146,7 @@ def _parse(tree: Tree, overrides: Sequence[str]) -> Run:
         return parse_options(Run, tree.values)
 
 
-def _write_out_list(values: Mapping[str, Any], path: Sequence[str]) -> None:
+def _write_out_list(values: dict[str, Any], path: Sequence[str]) -> None:
     """Writes out the list that an override changes an item of, where the options do not state it.
 
     That is an option of the model that its size gives (``model.depths.2``), or the attention of each stage of a pyramid
