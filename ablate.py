@@ -29,7 +29,7 @@ from ablation.selection import select_only
 from ablation.settings import Setting, in_order, trials_of
 from ablation.sweep import read_ablation
 from ablation.tables import FIGURES, TABLES, report_sweep, write_figures, write_tables
-from ablation.worker import is_busy, last_failure, run_jobs, train_all
+from ablation.worker import failure_mark, is_busy, last_failure, run_jobs, train_all
 from attention.options import to_yaml
 from attention.plugins import as_arguments
 from engine.config.load import find_config
@@ -119,6 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if are_elsewhere:
         print(f"{len(unfinished)} of {len(cases)} runs are running elsewhere: {list_directories(unfinished)}")
     if failed:
+        if args.jobs > 1:  # their logs say it too
+            print(*(failure_mark(case).read_text() for case in failed), sep="\n", file=sys.stderr)
         sys.exit(f"error: {len(failed)} of {len(cases)} runs failed: {list_directories(failed)}")
     if unfinished and not are_elsewhere:
         sys.exit(f"error: {len(unfinished)} of {len(cases)} runs are not finished: {list_directories(unfinished)}")

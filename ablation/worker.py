@@ -92,9 +92,10 @@ def train(case: Case, name: str, progress: Progress) -> bool:
     if status or not case.result():
         if is_locked(case.directory):
             return False
-        failure_mark(case).touch()
         text = f"{name} failed, {describe_status(status)}: {errors.last() or 'it has printed no error'}"
-        progress.write(f"{text}\n  {shlex.join(case.command)}", error=True)
+        text += f"\n  {shlex.join(case.command)}"
+        failure_mark(case).write_text(text)
+        progress.write(text, error=True)
     return True
 
 
@@ -171,7 +172,7 @@ def is_busy(case: Case) -> bool:
 
 
 def failure_mark(case: Case) -> Path:
-    """Returns the file that tells other workers that the run failed, so that only the next command tries again."""
+    """Returns the file that tells other workers that the run failed, and why: only the next command tries again."""
     return case.directory / "ablate.failed"
 
 

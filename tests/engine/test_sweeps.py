@@ -17,13 +17,14 @@ import pytest
 import yaml
 
 import ablate
-from ablation import progress
+from ablation import progress, worker
 from ablation.cases import Case
 from ablation.estimate import Estimate, plan_text
 from ablation.identity import SWEEP_FILE
 from ablation.latex import latex_table
 from ablation.progress import Progress
 from ablation.settings import in_order, short_names
+from ablation.sweep import read_ablation
 from ablation.tables import for_programs, tabulate, to_json, to_latex, write_tables
 from ablation.worker import ErrorLines, describe_status
 from engine.config.load import dump_run
@@ -146,6 +147,26 @@ def test_tables_of_some_rows_are_those_of_all(config):
     with (output_of(config) / "table.csv").open() as file:
         assert len([*csv.DictReader(file)]) == 3
     assert len([*output_of(config).glob("*/ablate.failed")]) == 2
+
+
+def test_failures_of_workers_are_told_at_the_end(config, capfd, monkeypatch):
+    """The workers write their lines into logs."""
+
+    def fail(command: list[str], jobs: int, output: Path, shown: Progress) -> None:
+        assert command[-2:] == ["--only", "attention.window_size=1"]
+        for case in cases:
+            worker.train(case, "run 1/2", shown)
+        capfd.readouterr()
+
+    say = "import sys; print('error: no', file=sys.stderr); sys.exit(3)"
+    launcher = shlex.join([sys.executable, "-c", say])
+    cases = read_ablation(config, [], output_of(config), shlex.split(launcher))[1][1].cases[:1]
+    cases[0].directory.mkdir(parents=True)
+    monkeypatch.setattr(ablate, "run_jobs", fail)
+    arguments = [str(config), "--output", str(output_of(config)), "--launcher", launcher, "--jobs", "2"]
+    with pytest.raises(SystemExit, match="error: 1 of 2 runs failed"):
+        ablate.main([*arguments, "--only", "attention.window_size=1"])
+    assert capfd.readouterr().err.startswith(f"run 1/2 failed, status 3: error: no\n  {launcher} ")
 
 
 def test_keys_of_stages_are_those_of_the_size_and_of_one_mechanism(config):
