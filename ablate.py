@@ -8,7 +8,7 @@ Every run is an ordinary run directory of train.py below --output. The same comm
 resumes unfinished ones. Runs that choose the learning rate of every setting, if the YAML has `lr`, come first. Started
 several times at once, also on several machines, it trains runs that are not running elsewhere, and runs whose process
 was killed. --jobs K starts it K times, each with its share of the GPUs or CPUs.
-The tables (table.md, table.csv, table.json, runs.csv) are rewritten after every run. The figures (table.png,
+The tables (table.md, table.tex, table.csv, table.json, runs.csv) are rewritten after every run. The figures (table.png,
 pareto.png, curves.png, heat_map.png) are rewritten at most once a minute, and at the end or at a stop signal.
 """
 
@@ -20,10 +20,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ablation.cases import Case, check_data
+from ablation.estimate import plan_text
+from ablation.identity import SWEEP_FILE, check_sweep, store_sweep
+from ablation.measured import Measurements
+from ablation.planner import count_ranks
+from ablation.progress import Progress
+from ablation.selection import select_only
 from ablation.settings import Setting, in_order, trials_of
 from ablation.sweep import read_ablation
 from ablation.tables import FIGURES, TABLES, report_sweep, write_figures, write_tables
-from ablation.worker import is_busy, last_failure, run_jobs, train_all
+from ablation.worker import failure_mark, is_busy, last_failure, run_jobs, train_all
 from attention.options import to_yaml
 from attention.plugins import as_arguments
 from engine.config.load import find_config
@@ -44,7 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--launcher", default="", help='command that starts train.py, e.g. "torchrun --nproc_per_node=8"')
     add("--jobs", type=int, default=1, metavar="K", help="number of runs at the same time, each with its own GPUs")
     add("--no-wait", action="store_true", help="end when all remaining runs are running elsewhere")
-    add("--dry-run", action="store_true", help="check all runs, show table and commands, and end")
+    add("--only", action="append", default=[], metavar="OPTION=VALUE", help="train rows with this value; repeatable")
+    add("--dry-run", action="store_true", help="check all runs, show table, time and commands, and end")
     args = parser.parse_intermixed_args(arguments)
     with refuse_bad_input():
         launcher = shlex.split(args.launcher) or [sys.executable]
@@ -52,23 +59,33 @@ def main(arguments: Sequence[str] | None = None) -> None:
             raise ConfigError(f"--launcher: {launcher[0]!r} is not a command here")
         if not 1 <= args.jobs <= MOST_JOBS:
             raise ConfigError(f"--jobs {args.jobs}: expected 1 to {MOST_JOBS}")
-        ablation, settings, left_out = read_ablation(args.config, args.overrides, args.output, launcher)
+        check_directory(args.output)
+        check_sweep(args.config, args.output)
+        measurements = Measurements(args.output)
+        ablation, every, left_out = read_ablation(args.config, args.overrides, args.output, launcher, measurements)
+        settings = select_only(every, args.only)
+        shown = [setting for setting in every if setting in (every[0], *settings)]
         trials = trials_of(settings)
         possible = [*trials, *(case for setting in settings for cases in setting.by_lr.values() for case in cases)]
-        for directory in (args.output, *(case.directory for case in possible)):
-            check_directory(directory)
+        for case in possible:
+            check_directory(case.directory)
         check_data(trials)
         check_data(in_order(settings))
 
     if args.dry_run:
-        print(report_sweep(ablation.caption, settings, left_out))
+        print(report_sweep(ablation.caption, shown, left_out))
+        print(plan_text(settings, count_ranks(launcher)))
         print(*list_commands(settings), sep="\n")
         return
     with refuse_bad_input():
-        make_output(args.output, [*TABLES, *FIGURES])
+        make_output(args.output, [SWEEP_FILE, *TABLES, *FIGURES])
+        store_sweep(args.config, args.overrides, args.output)
+        is_other = measurements.store()
+    if is_other:  # another worker has measured first: sizes follow from its measurements
+        return main(arguments)
     failures = {case.directory: last_failure(case) for case in possible}
     wait = not args.no_wait
-    results, drawn = (ablation.caption, settings, args.output), time.monotonic()
+    results, drawn = (ablation.caption, every, args.output), time.monotonic()
 
     def write_results() -> None:
         """Writes the tables, and the figures if the last ones are a minute old."""
@@ -80,16 +97,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     with refuse_bad_input():
         try:
-            with end_at_interrupt():
+            with end_at_interrupt(), Progress(settings, announces=args.jobs > 1) as progress:
                 if args.jobs > 1:
                     worker = [sys.executable, __file__, str(args.config), *args.overrides, "--output", str(args.output)]
                     worker += ["--launcher", shlex.join(launcher), *["--no-wait"] * args.no_wait, *as_arguments()]
-                    run_jobs(worker, args.jobs, args.output)
+                    worker += [part for text in args.only for part in ("--only", text)]
+                    run_jobs(worker, args.jobs, args.output, progress)
                 else:
-                    train_all([case for case in trials if not case.has_diverged()], failures, wait, write_results)
-                    train_all(in_order(settings), failures, wait, write_results)
+                    remaining = [case for case in trials if not case.has_diverged()]
+                    train_all(remaining, failures, wait, write_results, progress)
+                    train_all(in_order(settings), failures, wait, write_results, progress)
         finally:
-            print(report_sweep(ablation.caption, settings, left_out))
+            print(report_sweep(ablation.caption, shown, left_out))
             write_tables(*results, left_out)
             write_figures(*results)
     diverged = [case for case in trials if case.has_diverged()]
@@ -100,6 +119,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if are_elsewhere:
         print(f"{len(unfinished)} of {len(cases)} runs are running elsewhere: {list_directories(unfinished)}")
     if failed:
+        if args.jobs > 1:  # their logs say it too
+            print(*(failure_mark(case).read_text() for case in failed), sep="\n", file=sys.stderr)
         sys.exit(f"error: {len(failed)} of {len(cases)} runs failed: {list_directories(failed)}")
     if unfinished and not are_elsewhere:
         sys.exit(f"error: {len(unfinished)} of {len(cases)} runs are not finished: {list_directories(unfinished)}")

@@ -1,8 +1,14 @@
 """Equal budgets: the size of every setting's mechanism is solved for a cost that is the same for all."""
 
+import dataclasses
+import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
 
-from attention import ATTENTION, AttentionFactory
+from ablation.measured import Measurement, Measurements, device_of, find_size, list_places, machine_of, measure_layers
+from attention import ATTENTION, AttentionFactory, LayerContext
 from attention.options import OptionError, option, to_yaml
 from attention.sizes import NoSize, solve_size
 from engine.config.schema import Run
@@ -12,6 +18,12 @@ from models.costs import count_costs
 
 TOLERANCE = 0.02
 """Largest deviation from the target, a share of it, with which a setting counts as equal."""
+
+BATCH_SIZE = 32
+"""Images of a pass that is measured, by default."""
+
+UNITS = {"time": "ms", "memory": "MiB"}
+"""Measured costs -> their units."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,11 +35,30 @@ class Match:
     )
     token_macs: float | None = option(None, "layer_macs divided by the number of tokens", above=0)
     model_macs: float | None = option(None, "multiply-accumulates of the whole model, for one image", above=0)
+    time: float | None = option(
+        None,
+        "milliseconds of an attention layer, forward and backward, for a pass of `batch_size` images; measured here",
+        above=0,
+    )
+    memory: float | None = option(
+        None, "MiB at the peak of the same pass, beyond weights and input; measured here", above=0
+    )
+    batch_size: int | None = option(None, f"with time and memory, images of a pass; null: {BATCH_SIZE}", low=1)
 
     @property
     def given(self) -> dict[str, float]:
-        """The options that are not null: one, after `check`."""
-        return {name: value for name, value in vars(self).items() if value is not None}
+        """The targets that are not null: one, after `check`."""
+        return {name: value for name, value in vars(self).items() if value is not None and name != "batch_size"}
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the cost is measured, not counted."""
+        return self.kind in UNITS
+
+    @property
+    def unit(self) -> str:
+        """Unit of a measured cost, after a space; empty for one that is counted."""
+        return f" {UNITS[self.kind]}" if self.is_measured else ""
 
     @property
     def kind(self) -> str:
@@ -41,7 +72,10 @@ class Match:
     def check(self) -> None:
         """Raises an OptionError unless one target is given."""
         if len(self.given) != 1:
-            raise OptionError("match", f"expected one of {', '.join(vars(self))}, got {to_yaml(self.given)}")
+            targets = ", ".join(name for name in vars(self) if name != "batch_size")
+            raise OptionError("match", f"expected one of {targets}, got {to_yaml(self.given)}")
+        if self.batch_size is not None and not self.is_measured:
+            raise OptionError("match.batch_size", f" = {self.batch_size}: acts with time and memory only; leave it out")
 
 
 @dataclass(frozen=True)
@@ -51,6 +85,7 @@ class Matched:
     Attributes:
         option, value: the mechanism's option, and the valid value with the nearest cost. reached: that cost.
         override: the option of train.py that sets it.
+        error: relative standard error of a measured cost. machine: name of the machine on which it was measured.
     """
 
     match: Match
@@ -58,6 +93,8 @@ class Matched:
     value: int
     reached: float
     override: str
+    error: float = 0.0
+    machine: str = ""
 
     @property
     def deviation(self) -> float:
@@ -74,9 +111,11 @@ class OutOfReach(ConfigError):
     """A setting that has no size with the wanted cost, or none near it."""
 
 
-def solve(match: Match, run: Run) -> Matched:
+def solve(match: Match, run: Run, measurements: Measurements) -> Matched:
     """Solves the size of the mechanism of `run`, which `load_unbuilt` has read, for the target of `match`.
 
+    Args:
+        measurements: takes those of a target that is measured.
     Raises:
         OutOfReach: the mechanism has no size, or all its costs are above the target, or all below it, by more than
             `TOLERANCE`.
@@ -89,30 +128,82 @@ def solve(match: Match, run: Run) -> Matched:
     name = options.pop("name", None)
     if not isinstance(name, str):
         raise OptionError("model.name", f"expected the name of a model, got {name!r}")
-    model = {"name": name, **vars(parse_model(name, options))}
-    contexts, mechanism = layer_contexts(name, options), ATTENTION[factory.name]
+    contexts, solver = layer_contexts(name, options), measure_size if match.is_measured else count_size
+    try:
+        found, is_in_range = solver(match, run, factory, contexts, measurements)
+    except NoSize as error:
+        raise OutOfReach(str(error)) from None
+    if not is_in_range and not found.is_equal:
+        side = "above" if found.deviation > 0 else "below"
+        problem = f"every size is {side} the target; the nearest, {found.option} = {found.value}, has {match.kind}"
+        reached = f"{found.reached:.4g}{match.unit}, {found.deviation:+.1%}"
+        raise OutOfReach(f"attention({factory.name}): {problem} = {reached}")
+    return found
+
+
+def count_size(
+    match: Match, run: Run, factory: AttentionFactory, contexts: Sequence[LayerContext], _: Measurements
+) -> tuple[Matched, bool]:
+    """Returns the size with the nearest multiply-accumulates, and whether the target is between those of two sizes."""
+    options = {option: value for option, value in run.model.items() if option != "name"}
+    model = {"name": run.model["name"], **vars(parse_model(run.model["name"], options))}
     per_layer, others = 1.0, 0.0  # what the target is of = per_layer * cost of a layer + others
     if match.kind == "token_macs":
         per_layer = len(contexts) / sum(context.num_tokens for context in contexts)
     elif match.kind == "model_macs":
-        softmax, per_layer = AttentionFactory.from_options("softmax").config, len(contexts)
-        of_layers = sum(ATTENTION["softmax"].cost(context, softmax).macs for context in contexts)
-        others = count_costs(model, "softmax").macs - of_layers
-    try:
-        size = solve_size(mechanism, contexts, factory.config, (match.target - others) / per_layer)
-    except NoSize as error:
-        raise OutOfReach(str(error)) from None
+        per_layer, others = len(contexts), count_costs(model, "softmax").macs - len(contexts) * softmax_macs(contexts)
+    mechanism = ATTENTION[factory.name]
+    size = solve_size(mechanism, contexts, factory.config, (match.target - others) / per_layer)
     assert mechanism.size_option is not None
     reached = per_layer * size.macs
     if match.kind == "model_macs":  # counted, as costs of layers leave out prefix tokens
         given = {"name": run.attention} if isinstance(run.attention, str) else run.attention
         reached = count_costs(model, {**given, mechanism.size_option: size.value}).macs
-    override = f"attention.{mechanism.size_option}={size.value}"
-    if isinstance(run.attention, str):  # no mapping, whose options could be set
-        override = f"attention={{name: {run.attention}, {mechanism.size_option}: {size.value}}}"
-    found = Matched(match, mechanism.size_option, size.value, reached, override)
-    if not size.is_in_range and not found.is_equal:
-        side = "above" if found.deviation > 0 else "below"
-        problem = f"every size is {side} the target; the nearest, {found.option} = {found.value}, has {match.kind}"
-        raise OutOfReach(f"attention({factory.name}): {problem} = {found.reached:.4g}, {found.deviation:+.1%}")
-    return found
+    override = to_override(run.attention, mechanism.size_option, size.value)
+    return Matched(match, mechanism.size_option, size.value, reached, override), size.is_in_range
+
+
+def softmax_macs(contexts: Sequence[LayerContext]) -> float:
+    """Returns the multiply-accumulates of a layer of softmax attention beyond its projections: the mean over layers."""
+    config = AttentionFactory.from_options("softmax").config
+    return fmean(ATTENTION["softmax"].cost(context, config).macs for context in contexts)
+
+
+def measure_size(
+    match: Match, run: Run, factory: AttentionFactory, contexts: Sequence[LayerContext], measurements: Measurements
+) -> tuple[Matched, bool]:
+    """Returns the size with the nearest measured cost, and whether the target is between those of two sizes."""
+    mechanism, batch_size = ATTENTION[factory.name], match.batch_size or BATCH_SIZE
+    nearest = functools.cache(functools.partial(solve_size, mechanism, contexts, factory.config))
+    nearest(0.0)  # refuses a mechanism without a size
+    name, machine = mechanism.size_option, machine_of(device_of(run))
+    assert name is not None
+    question = {
+        "cost": match.kind,
+        "attention": factory.name,
+        "options": {**dataclasses.asdict(factory.config), name: None},
+        "layers": [*list_places(contexts).items()],
+        "batch_size": batch_size,
+        "amp": run.train.amp,
+        "kernels": run.train.kernels,
+    }
+
+    def measure(value: int) -> Measurement:
+        config = dataclasses.replace(factory.config, **{name: value})
+        return measure_layers(match.kind, mechanism, config, contexts, batch_size, run)
+
+    def take(value: int) -> Measurement:
+        return measurements.take(question, value, functools.partial(measure, value), machine)
+
+    start = softmax_macs(contexts) / 4
+    value, is_in_range = find_size(match.target, nearest, lambda value: take(value).cost, start, TOLERANCE)
+    found, override = take(value), to_override(run.attention, name, value)
+    machine = measurements.machine(question)
+    return Matched(match, name, value, found.cost, override, found.error, machine), is_in_range
+
+
+def to_override(attention: Any, name: str, value: int) -> str:
+    """Returns the override that sets the size `name` of the mechanism that the option `attention` gives."""
+    if isinstance(attention, str):  # no mapping, whose options could be set
+        return f"attention={{name: {attention}, {name}: {value}}}"
+    return f"attention.{name}={value}"

@@ -10,7 +10,9 @@ import yaml
 
 from ablation.cases import Case
 from ablation.match import Matched
+from ablation.names import expand, to_text
 from ablation.tuning import Tuning
+from engine.config.load import dump_run
 from engine.config.papers import PaperRow
 from engine.config.schema import Run
 from engine.runtime.text import one_line
@@ -41,6 +43,11 @@ class Setting:
         return () if self.tuning and lr is None else self.by_lr[lr]
 
     @property
+    def known_cases(self) -> list[Case]:
+        """The runs that choose the learning rate, and then `cases`."""
+        return [*(self.tuning.cases.values() if self.tuning else ()), *self.cases]
+
+    @property
     def run(self) -> Run:
         """The run of the first seed; its learning rate may not be the chosen one."""
         return next(iter(self.by_lr.values()))[0].run
@@ -54,10 +61,50 @@ class Setting:
         """Parameters and MACs of the model."""
         return count_costs(self.run.model, self.run.attention)
 
+    @functools.cached_property
+    def options(self) -> dict[str, Any]:
+        """The options of the run in plain types, written out."""
+        return dump_run(self.run)
+
+    def values_of(self, option: str) -> list[Any]:
+        """Returns the plain values that hold for an option of a sweep: several if it names several entries of a list.
+
+        They are none if the run has no such option: its mechanism is another.
+        """
+        if option == "base":
+            return [self.changes[option]] if option in self.changes else []
+        values = []
+        for key in expand(option):
+            held: Any = self.options
+            for part in key.split("."):
+                if isinstance(held, list):
+                    held = dict(zip(map(str, range(len(held))), held, strict=True))
+                if not isinstance(held, Mapping) or part not in held:
+                    return []
+                held = held[part]
+            values.append(held)
+        return values
+
+    def text_of(self, option: str) -> str:
+        """Returns the YAML text of the value that holds for an option; for what the setting does not change itself, the
+        name in place of a mapping that has one. Empty if the run has no such option.
+        """
+        if option in self.changes:
+            return self.changes[option]
+        held = [name_in(value) for value in self.values_of(option)]
+        return to_text(held[0] if held.count(held[0]) == len(held) else held) if held else ""
+
     def results(self) -> dict[int, dict[str, Any]]:
         """Returns seed -> final record of train.py for the finished runs."""
         results = {case.run.train.seed: case.result() for case in self.cases}
         return {seed: result for seed, result in results.items() if result}
+
+
+def name_in(value: Any) -> Any:
+    """Returns the name in a mapping, the names in a list of such mappings, or another value as it is."""
+    if isinstance(value, list):
+        return [name_in(item) for item in value]
+    return value.get("name", value) if isinstance(value, Mapping) else value
 
 
 def in_order(settings: Sequence[Setting]) -> list[Case]:
@@ -90,6 +137,14 @@ def changed_options(settings: Sequence[Setting]) -> dict[str, list[str]]:
     """Returns option, or base, -> YAML texts of its values in the settings; empty where a setting leaves it out."""
     changed = dict.fromkeys(option for setting in settings for option in setting.changes)
     return {option: [setting.changes.get(option, "") for setting in settings] for option in changed}
+
+
+def held_options(settings: Sequence[Setting]) -> dict[str, list[str]]:
+    """Returns option, or base, that any setting changes -> YAML texts of the values that hold in all settings.
+
+    Empty where a setting has no such option.
+    """
+    return {option: [setting.text_of(option) for setting in settings] for option in changed_options(settings)}
 
 
 def varied_options(settings: Sequence[Setting]) -> list[str]:
@@ -131,13 +186,22 @@ def short_names(settings: Sequence[Setting]) -> list[str]:
 
 
 def name_change(setting: Setting, option: str) -> str:
-    """Returns a changed option of a setting and its value, such as "E=49", "epochs=9", or the base alone."""
+    """Returns a changed option of a setting and its value, such as "E=49", "epochs=9", or the base alone.
+
+    An option of list entries, or of stages, has their numbers in front: "0-2: C=16".
+    """
     text = setting.changes[option]
     if option == "base":
         return text
-    if option.startswith("attention.") and isinstance(attention := setting.run.attention, Mapping):
-        return name_option(option.rpartition(".")[2], yaml.safe_load(text), attention)
-    return name_option(option.rpartition(".")[2], text, {})
+    *_, place, name = ["", *option.split(".")]
+    if not option.startswith("attention."):
+        return name_option(name, text, {}) if not name.isdecimal() else f"{place}.{name_option(name, text, {})}"
+    if isinstance(attention := setting.run.attention, Mapping):
+        return name_option(name, yaml.safe_load(text), attention)
+    if not place[:1].isdecimal():  # a whole entry
+        return f"{name}: {'; '.join(one.get('name', '') for one in list_mechanisms(yaml.safe_load(text)))}"
+    entry = attention[int(expand(option)[0].split(".")[1])]
+    return f"{place}: {name_option(name, yaml.safe_load(text), entry)}"
 
 
 def list_mechanisms(attention: Any) -> list[Mapping[str, Any]]:

@@ -6,11 +6,14 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import yaml
+
 from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results
 from ablation.front import RESAMPLES, front_probabilities
-from ablation.match import TOLERANCE
+from ablation.latex import latex_table
+from ablation.match import BATCH_SIZE, TOLERANCE
 from ablation.replicates import Measured, measure
-from ablation.settings import Setting, accuracies, changed_options, has_replicates, in_order, short_names
+from ablation.settings import Setting, accuracies, changed_options, has_replicates, held_options, in_order, short_names
 from ablation.tuning import Tuning
 from attention.options import to_yaml
 from engine.reporting.plots import encode
@@ -36,6 +39,9 @@ ON_FRONT = (
     " make it rough."
 )
 
+ELAPSED = "elapsed_seconds"
+"""Field of records: running time without pauses."""
+
 Table = dict[str, list[str]]
 """Title of a column -> texts of its rows; empty for values that are not known yet."""
 
@@ -52,7 +58,7 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
     """
     results = [setting.results() for setting in settings]
     table = {
-        **changed_options(settings),
+        **held_options(settings),
         **tabulate_match(settings),
         **tabulate_rates(settings),
         "parameters (M)": [f"{setting.costs.parameters / 1e6:#.4g}" for setting in settings],
@@ -86,13 +92,25 @@ def tabulate_match(settings: Sequence[Setting]) -> Table:
     found = [setting.matched for setting in settings]
     if not (match := next((own.match for own in found if own), None)):
         return {}
+    title, form = match.kind + (f" ({match.unit.strip()})" if match.unit else ""), ".4g" if match.is_measured else ".0f"
     return {
         "size": [f"{own.option}={own.value}" if own else "" for own in found],
-        f"{match.kind}: target": [text(own and match.target, ".0f") for own in found],
-        f"{match.kind}: reached": [text(own and own.reached, ".0f") for own in found],
+        f"{title}: target": [text(own and match.target, form) for own in found],
+        f"{title}: reached": [text(own and own.reached, form) for own in found],
         "off target (%)": [text(own and 100 * own.deviation, "+.1f") for own in found],
         WITHIN: [("yes" if own.is_equal else "no") if own else "" for own in found],
     }
+
+
+def describe_match(settings: Sequence[Setting]) -> list[str]:
+    """Returns the note on costs that were measured; none if they were counted."""
+    measured = [setting.matched for setting in settings if setting.matched and setting.matched.machine]
+    if not measured:
+        return []
+    match, machines = measured[0].match, ", ".join(dict.fromkeys(own.machine for own in measured))
+    pass_of = f"forward and backward pass of an attention layer, images: {match.batch_size or BATCH_SIZE}"
+    noise = f"; standard error of the medians up to {100 * max(own.error for own in measured):.1f} %"
+    return [f"{match.kind}: {pass_of}, measured once on {machines}{noise if match.kind == 'time' else ''}."]
 
 
 def tabulate_rates(settings: Sequence[Setting]) -> Table:
@@ -149,12 +167,8 @@ def text(number: float | None, form: str) -> str:
     return f"{number:{form}}" if number is not None and math.isfinite(number) else ""
 
 
-def report_sweep(caption: str, settings: Sequence[Setting], left_out: Sequence[str] = ()) -> str:
-    """Formats a sweep for readers: caption, values that all rows share, the table, and notes on its reliability.
-
-    Args:
-        left_out: lines that name the settings without runs.
-    """
+def split_constant(settings: Sequence[Setting]) -> tuple[Table, str]:
+    """Returns the table for readers without columns of given values that all rows share, and a text of those values."""
     table = tabulate(settings, for_readers)
     papers = [title for title in table if title.startswith("paper")]
     given = (
@@ -169,12 +183,36 @@ def report_sweep(caption: str, settings: Sequence[Setting], left_out: Sequence[s
     )
     constant = [title for title in table if title in given and len(set(table[title])) == 1]
     same = {title: table[title][0] for title in constant if len(settings) > 1 or not table[title][0]}
-    table = {title: texts for title, texts in table.items() if title not in same}
     stated = ", ".join(f"{title} = {text}" for title, text in same.items() if text)
+    return {title: texts for title, texts in table.items() if title not in same}, stated
+
+
+def report_sweep(caption: str, settings: Sequence[Setting], left_out: Sequence[str] = ()) -> str:
+    """Formats a sweep for readers in Markdown: caption, values that all rows share, the table, and its notes.
+
+    Args:
+        left_out: lines that name the settings without runs.
+    """
+    table, stated = split_constant(settings)
     rows = markdown_table(list(table), zip(*table.values(), strict=True)) + "\n"
+    notes = [f"\n{note}\n" for note in list_notes(settings, left_out)]
+    return f"{caption}\n\n" + f"All rows: {stated}.\n\n" * bool(stated) + rows + "".join(notes)
+
+
+def to_latex(caption: str, settings: Sequence[Setting], left_out: Sequence[str] = ()) -> str:
+    """Formats a sweep as `report_sweep` does, as a LaTeX table with booktabs; notes are comments below it."""
+    table, stated = split_constant(settings)
+    caption = " ".join(filter(None, [f"{caption}." * bool(caption), f"All rows: {stated}." * bool(stated)]))
+    text = latex_table(caption, list(table), list(zip(*table.values(), strict=True)))
+    return text + "".join(f"% {note}\n" for note in list_notes(settings, left_out))
+
+
+def list_notes(settings: Sequence[Setting], left_out: Sequence[str]) -> list[str]:
+    """Returns the notes below a table: how reliable its numbers are, and what is not as its row says."""
     notes = [REPLICATES if has_replicates(settings) else ONE_RUN]
-    if any(title.startswith("on front") for title in table):
+    if any(title.startswith("on front") for title in tabulate(settings, for_readers)):
         notes.append(ON_FRONT)
+    notes += describe_match(settings)
     if tuned := [setting.tuning for setting in settings if setting.tuning]:
         notes.append(describe_choice(tuned[0]))
     for name, setting in zip(short_names(settings), settings, strict=True):
@@ -185,8 +223,7 @@ def report_sweep(caption: str, settings: Sequence[Setting], left_out: Sequence[s
     for case in in_order(settings):
         if changes := case.changes():
             notes.append(f"{case.directory.name} is not all of its setting: {'; '.join(changes)}.")
-    notes += [f"Left out: {line}." for line in left_out]
-    return f"{caption}\n\n" + f"All rows: {stated}.\n\n" * bool(stated) + rows + "".join(f"\n{n}\n" for n in notes)
+    return notes + [f"Left out: {line}." for line in left_out]
 
 
 def describe_choice(tuning: Tuning) -> str:
@@ -203,10 +240,12 @@ def list_runs(settings: Sequence[Setting]) -> Table:
     """Returns a row for each run, in the order of training, without those that choose learning rates."""
     row_of = {case.directory: i for i, setting in enumerate(settings) for case in setting.cases}
     runs = [(case, case.result() or {}) for case in in_order(settings)]
-    columns = {f"{name} (%)": key for name, key in accuracies(settings).items()} | {"step (s)": "step_seconds"}
+    columns = {f"{name} (%)": key for name, key in accuracies(settings).items()}
+    columns |= {"top-5 (%)": "top5", "loss": "loss", "epochs": "epoch", "step (s)": "step_seconds"}
     memory = [text(result.get("memory_mb"), ".6g") for _, result in runs]
+    hours = [text(seconds and seconds / 3600, ".4g") for _, result in runs for seconds in [result.get(ELAPSED)]]
     changes = ["; ".join(case.changes()) for case, _ in runs]
-    options = changed_options(settings).items()
+    options = held_options(settings).items()
     is_tuned = any(setting.tuning for setting in settings)
     return {
         "directory": [case.directory.name for case, _ in runs],
@@ -214,6 +253,7 @@ def list_runs(settings: Sequence[Setting]) -> Table:
         **({"lr": [to_yaml(case.run.optim.lr) for case, _ in runs]} if is_tuned else {}),
         "train.seed": [str(case.run.train.seed) for case, _ in runs],
         **{title: [text(result.get(key), ".6g") for _, result in runs] for title, key in columns.items()},
+        **if_measured("hours", hours),
         **if_measured("peak memory (MB)", memory),
         **({"changed": changes} if any(changes) else {}),
     }
@@ -224,7 +264,7 @@ def to_json(caption: str, settings: Sequence[Setting], left_out: Sequence[str] =
     rows = [
         {
             "name": name,
-            "changes": setting.changes,
+            "changes": {option: yaml.safe_load(text) for option, text in setting.changes.items()},
             **setting.costs._asdict(),
             **({"tuning": setting.tuning.results()} if setting.tuning else {}),
             **({"matched": dataclasses.asdict(setting.matched)} if setting.matched else {}),
@@ -236,7 +276,7 @@ def to_json(caption: str, settings: Sequence[Setting], left_out: Sequence[str] =
     return json.dumps({"caption": caption, "rows": rows, "left_out": [*left_out]}, indent=1).encode()
 
 
-TABLES = ("table.md", "table.json", "table.csv", "runs.csv")
+TABLES = ("table.md", "table.tex", "table.json", "table.csv", "runs.csv")
 """Files that `write_tables` writes."""
 
 FIGURES = ("table.png", "heat_map.png", "pareto.png", "curves.png")
@@ -244,9 +284,10 @@ FIGURES = ("table.png", "heat_map.png", "pareto.png", "curves.png")
 
 
 def write_tables(caption: str, settings: Sequence[Setting], output: Path, left_out: Sequence[str] = ()) -> None:
-    """Writes table.md, table.csv, table.json and runs.csv into `output`; for `left_out` see `report_sweep`."""
+    """Writes `TABLES` into `output`; for `left_out` see `report_sweep`."""
     with hold_lock(output / "lock", wait=True):
         write_file(output / "table.md", report_sweep(caption, settings, left_out).encode())
+        write_file(output / "table.tex", to_latex(caption, settings, left_out).encode())
         write_file(output / "table.json", to_json(caption, settings, left_out))
         for name, table in ("table.csv", tabulate(settings, for_programs)), ("runs.csv", list_runs(settings)):
             write_file(output / name, to_csv(list(table), zip(*table.values(), strict=True)))

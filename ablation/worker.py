@@ -1,27 +1,46 @@
 """Workers: each trains the runs of a sweep one after the other, except runs that another process trains."""
 
 import os
+import re
 import shlex
+import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Self
 
 import torch
 
 from ablation.cases import Case
+from ablation.progress import Progress
 from engine.runtime.locks import hold_lock, is_locked
 from engine.runtime.processes import run_to_end, wait_for
 from engine.runtime.signals import STOPPED
+from engine.runtime.text import one_line
 
 POLL_SECONDS = 2
 """Interval at which a worker without a run checks whether one has become free."""
 
+ERROR = re.compile(r"(\[rank\d+\]: )?(error: |(?!.*ChildFailedError)[\w.]*(Error|Exception)\b)")
+"""Beginning of a line that names an error: one of the scripts here, or an exception of Python; not torchrun's own."""
+
+MOST_ERRORS = 2**16
+"""Bytes that are kept of the end of what a run prints on stderr."""
+
+PIPE_SECONDS = 5
+"""Longest wait for the rest of what a run has printed, when it has ended."""
+
 
 def train_all(
-    cases: Sequence[Case], failures: Mapping[Path, int | None], wait: bool, after_each: Callable[[], None]
+    cases: Sequence[Case],
+    failures: Mapping[Path, int | None],
+    wait: bool,
+    after_each: Callable[[], None],
+    progress: Progress,
 ) -> None:
     """Trains the runs that are neither finished nor running elsewhere, and calls `after_each` after each run.
 
@@ -37,7 +56,7 @@ def train_all(
         elsewhere = []
         for case in todo:
             name = names[case.directory]
-            print(f"{name}: {case.directory}", "(finished)" * bool(case.result()), flush=True)
+            progress.write(f"{name}: {case.directory}" + " (finished)" * bool(case.result()))
             if case.result():
                 continue
             case.directory.mkdir(parents=True, exist_ok=True)
@@ -45,33 +64,83 @@ def train_all(
             with hold_lock(case.directory / "ablate.lock", wait=False) as is_held:
                 is_free = is_held and not is_locked(case.directory)
                 if is_free and not case.result() and last_failure(case) == failures[case.directory]:
-                    is_free = train(case, name)
+                    is_free = train(case, name, progress)
                     after_each()
+                    progress.end_run()
             if not is_free:
                 elsewhere.append(case)
-                print(f"{name} is running elsewhere", flush=True)
+                progress.write(f"{name} is running elsewhere")
         if elsewhere and wait:
-            print(f"waiting for {len(elsewhere)} runs elsewhere; with --no-wait this would end", flush=True)
+            progress.write(f"waiting for {len(elsewhere)} runs elsewhere; with --no-wait this would end")
             while all(map(is_busy, elsewhere)):
+                progress.tick()
                 time.sleep(POLL_SECONDS)
         todo = elsewhere if wait else []
 
 
-def train(case: Case, name: str) -> bool:
-    """Trains a run to its end; returns False if another process has begun it first."""
-    status = run_to_end(case.command)
+def train(case: Case, name: str, progress: Progress) -> bool:
+    """Trains a run to its end; returns False if another process has begun it first.
+
+    Its lines pass through, except in a terminal, which `progress` has: they are in the run's console log.
+    """
+    with ErrorLines(passes_on=not progress.is_live) as errors:
+        stdout = subprocess.DEVNULL if progress.is_live else None
+        status = run_to_end(case.command, progress.tick, stdout=stdout, stderr=errors.pipe)
     if status == STOPPED:
-        print(f"{name} is stopped; the same command goes on", flush=True)
+        progress.write(f"{name} is stopped; the same command goes on")
         sys.exit(STOPPED)
     if status or not case.result():
         if is_locked(case.directory):
             return False
-        failure_mark(case).touch()
-        print(f"{name} failed: {shlex.join(case.command)}", file=sys.stderr, flush=True)
+        text = f"{name} failed, {describe_status(status)}: {errors.last() or 'it has printed no error'}"
+        text += f"\n  {shlex.join(case.command)}"
+        failure_mark(case).write_text(text)
+        progress.write(text, error=True)
     return True
 
 
-def run_jobs(command: Sequence[str], jobs: int, output: Path) -> None:
+class ErrorLines:
+    """Context of a pipe for the standard error of a process: keeps its end, and prints it if it `passes_on`.
+
+    Attributes:
+        pipe: descriptor that the process writes to.
+    """
+
+    def __init__(self, passes_on: bool):
+        self.passes_on, self.tail = passes_on, b""
+
+    def __enter__(self) -> Self:
+        self.source, self.pipe = os.pipe()
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        os.close(self.pipe)
+        self.reader.join(PIPE_SECONDS)  # a process that the run has left behind may hold the pipe
+
+    def _read(self) -> None:
+        with open(self.source, "rb", buffering=0) as source:
+            while chunk := source.read(2**16):
+                self.tail = (self.tail + chunk)[-MOST_ERRORS:]
+                if self.passes_on:
+                    print(chunk.decode(errors="replace"), end="", file=sys.stderr, flush=True)
+
+    def last(self) -> str:
+        """Returns the last line that names an error, or else the last line with a word; empty without one."""
+        lines = [line.strip() for line in self.tail.decode(errors="replace").splitlines() if re.search(r"\w", line)]
+        return one_line(([line for line in lines if ERROR.match(line)] or lines or [""])[-1], 300)
+
+
+def describe_status(status: int) -> str:
+    """Returns "status 3", or the signal that has ended a process: "signal SIGKILL"."""
+    number = -status if status < 0 else status - 128  # of a shell, or a launcher
+    if number in iter(signal.Signals):
+        return f"signal {signal.Signals(number).name}"
+    return f"status {status}" if status else "status 0 without a result"
+
+
+def run_jobs(command: Sequence[str], jobs: int, output: Path, progress: Progress) -> None:
     """Runs `command`, which trains runs one after the other, in `jobs` processes that share the devices.
 
     Raises:
@@ -84,14 +153,14 @@ def run_jobs(command: Sequence[str], jobs: int, output: Path) -> None:
             log = stack.enter_context(path.open("wb"))
             process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
             processes[path] = stack.enter_context(process)
-            print(f"worker {number}: {path}", flush=True)
-        statuses = wait_for(list(processes.values()))
+            progress.write(f"worker {number}: {path}")
+        statuses = wait_for(list(processes.values()), progress.tick)
     if STOPPED in statuses:
-        print("the workers are stopped; the same command goes on", flush=True)
+        progress.write("the workers are stopped; the same command goes on")
         sys.exit(STOPPED)
     for path, status in zip(processes, statuses, strict=True):
         if status not in (0, 1):  # 1: a run failed
-            print(f"a worker ended with status {status}: {path}", file=sys.stderr, flush=True)
+            progress.write(f"a worker ended with {describe_status(status)}: {path}", error=True)
 
 
 def is_busy(case: Case) -> bool:
@@ -103,7 +172,7 @@ def is_busy(case: Case) -> bool:
 
 
 def failure_mark(case: Case) -> Path:
-    """Returns the file that tells other workers that the run failed, so that only the next command tries again."""
+    """Returns the file that tells other workers that the run failed, and why: only the next command tries again."""
     return case.directory / "ablate.failed"
 
 

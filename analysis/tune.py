@@ -66,6 +66,7 @@ def tune(
     rows = [{"attention": start.attention, "init.weights": start.weights, "train.seed": start.seed} for start in starts]
     for name, content in (("base", base), ("plan", {"caption": caption, "base": "base.yaml", "runs": rows})):
         write_file(directory / f"{name}.yaml", yaml.safe_dump(content, sort_keys=False).encode())
+    (directory / "sweep.yaml").unlink(missing_ok=True)  # the plan of an earlier command may have had other rows
     command = [str(ABLATE), str(directory / "plan.yaml"), "--output", str(directory), *as_arguments()]
     command += ["--jobs", str(jobs)]
     print(f"training on: python {' '.join(command)}", flush=True)

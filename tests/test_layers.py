@@ -25,7 +25,7 @@ LIBRARIES = {
     },
     "bench": {"torch", "torchvision", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "triton"},
     "analysis": {"torch", "timm", "yaml", "matplotlib", "tqdm"},
-    "ablation": {"torch", "yaml", "matplotlib"},
+    "ablation": {"torch", "yaml", "matplotlib", "tqdm"},
 }
 ROOMS = {  # room of engine/ -> rooms below it, which it may import; any room may import attention/ and models/
     "runtime": "",

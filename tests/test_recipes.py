@@ -85,7 +85,7 @@ def test_a_configuration_is_read_and_its_model_built(path):
     else:
         dataset, num_classes = DATA[path.parent.name]
         assert run.data.dataset == dataset
-        assert run.model["num_classes"] == (0 if run.model["mask_token"] else num_classes)
+        assert run.model["num_classes"] == (0 if run.model.get("mask_token") else num_classes)
     if path in IMAGENET:
         names = [stage["name"] for stage in stages(run)]
     if path in IMAGENET and path.stem.startswith("hybrid_"):

@@ -15,7 +15,7 @@ import shlex
 import sys
 import typing
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +135,8 @@ def _read(path: str | Path, overrides: Sequence[str]) -> tuple[Tree, Run]:
 def _parse(tree: Tree, overrides: Sequence[str]) -> Run:
     """Applies `overrides` to `tree`, and checks the form of all options but those of model and attention."""
     for text in overrides:
+        with suppress(OptionError):  # the error of a wrong model or mechanism names its origin later
+            _write_out_list(tree.values, text.partition("=")[0].split("."))
         override(tree, text)
     with _naming_origins(tree, None, overrides):
         _check_plain(tree.values, "")
@@ -144,6 +146,27 @@ def _parse(tree: Tree, overrides: Sequence[str]) -> Run:
                 " (python -m engine.checkpoints.convert writes a file that says them)"
             )
         return parse_options(Run, tree.values)
+
+
+def _write_out_list(values: dict[str, Any], path: Sequence[str]) -> None:
+    """Writes out the list that an override changes an item of, where the options do not state it.
+
+    That is an option of the model that its size gives (``model.depths.2``), or the attention of each stage of a pyramid
+    that has one mechanism (``attention.2.window_size``).
+    """
+    model, attention = values.get("model"), values.get("attention")
+    index = {"model": 2, "attention": 1}.get(path[0])
+    if index is None or not isinstance(model, dict) or not path[index:] or not path[index].isdecimal():
+        return
+    options = {name: value for name, value in model.items() if name != "name"}
+    name = str(model.get("name"))
+    if path[0] == "model" and path[1] not in model:
+        value = _plain(getattr(parse_model(name, options), path[1], None))
+        model |= {path[1]: value} if isinstance(value, list) else {}
+    elif path[0] == "attention" and isinstance(attention, str | dict):
+        entries = assign(name, attention, parse_model(name, options).depths)
+        if len(entries) > 1:
+            values["attention"] = [entry.options for entry in entries]
 
 
 def _build(tree: Tree, run: Run, overrides: Sequence[str], world_size: int) -> Run:

@@ -23,7 +23,7 @@ _EXPONENT = re.compile(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)[eE][-+]?[0-9]+$")
 """Numbers that are text in YAML 1.1, for want of a point or of a sign: ``1e-3``, ``1.0e3``. YAML 1.2 has them."""
 
 SWEEP = {"grid", "runs", "bases"}
-"""Keys that a sweep has, see `ablation.sweep.Ablation`, and no run."""
+"""Keys that a sweep has, see `ablation.schema.Ablation`, and no run."""
 
 Keys = tuple[str, ...]
 """Keys that lead to a value: ``("attention", "0", "window_size")``."""

@@ -31,10 +31,13 @@ from ablation import worker
 from ablation.cases import Case
 from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_results, read_curve
 from ablation.front import front_probabilities, non_dominated
+from ablation.names import to_directory
+from ablation.planner import count_ranks
+from ablation.progress import Progress
 from ablation.replicates import measure
 from ablation.search import sample
 from ablation.settings import Setting, in_order, short_names
-from ablation.sweep import count_ranks, read_ablation, to_directory
+from ablation.sweep import read_ablation
 from ablation.tables import ONE_RUN, for_programs, report_sweep, tabulate, to_json, write_tables
 from engine.checkpoints.files import find_checkpoint, save_checkpoint
 from engine.config.load import dump_run
@@ -151,7 +154,7 @@ def test_runs_are_trained_tabulated_and_skipped_once_finished(config, launcher, 
     assert [yaml.safe_load((output / name / "config.yaml").read_text())["train"]["seed"] for name in NAMES] == [3] * 3
     table = rows(output)
     assert [row["attention.window_size"] for row in table] == ["1", "2", ""]
-    assert [row["attention"] for row in table] == ["", "", "{name: softmax}"]
+    assert [row["attention"] for row in table] == ["local", "local", "{name: softmax}"]
     assert [row["paper (%)"] for row in table] == ["", "", "77.16"]
     # 16 tokens, 1 layer; MACs by hand: patches + projections + attention + MLP + head
     patches, linear, head = 16 * 12 * 192, 12 * 16 * 12 * 12, 120
@@ -320,7 +323,7 @@ def test_a_run_whose_process_is_killed_is_taken_over(config, launcher, monkeypat
     with subprocess.Popen(other, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         monkeypatch.setattr(worker.time, "sleep", lambda seconds: (process.kill(), process.wait()))
-        worker.train_all([case], {case.directory: None}, wait=True, after_each=lambda: None)
+        worker.train_all([case], {case.directory: None}, True, lambda: None, Progress([setting]))
     assert case.result()
     assert "run 1/1 is running elsewhere\nwaiting for 1 runs elsewhere" in capfd.readouterr().out
 
@@ -334,9 +337,10 @@ def test_a_run_that_failed_in_another_worker_is_tried_again_by_the_next_command_
     assert not worker.is_busy(case)
     case.directory.mkdir(parents=True)
     worker.failure_mark(case).touch()
-    worker.train_all([case], before, wait=True, after_each=lambda: None)
+    worker.train_all([case], before, True, lambda: None, Progress([setting]))
     assert not case.result()
-    worker.train_all([case], {case.directory: worker.last_failure(case)}, wait=True, after_each=lambda: None)
+    failures = {case.directory: worker.last_failure(case)}
+    worker.train_all([case], failures, True, lambda: None, Progress([setting]))
     assert case.result()
 
 
@@ -361,14 +365,16 @@ def test_workers_share_the_devices(monkeypatch, gpus, visible, jobs, expected):
     assert [environment["OMP_NUM_THREADS"] for environment in environments] == [str(7 // jobs)] * jobs
 
 
-def test_jobs_are_processes_with_a_log_each(tmp_path, capfd):
+def test_jobs_are_processes_with_a_log_each(config, tmp_path, capfd):
+    _, settings, _ = read_ablation(config, [], tmp_path / "out", [])
+    progress = Progress(settings)
     say = "import os, sys; print(os.environ['OMP_NUM_THREADS']); print('oh', file=sys.stderr); raise SystemExit(9)"
-    worker.run_jobs([sys.executable, "-c", say], 2, tmp_path)
+    worker.run_jobs([sys.executable, "-c", say], 2, tmp_path, progress)
     for number in (1, 2):
         assert (tmp_path / f"worker_{number}.log").read_text().endswith("oh\n")
     assert f"a worker ended with status 9: {tmp_path}/worker_2.log\n" in capfd.readouterr().err
     with pytest.raises(SystemExit) as ended:
-        worker.run_jobs([sys.executable, "-c", f"raise SystemExit({STOPPED})"], 2, tmp_path)
+        worker.run_jobs([sys.executable, "-c", f"raise SystemExit({STOPPED})"], 2, tmp_path, progress)
     assert ended.value.code == STOPPED
 
 
@@ -492,7 +498,7 @@ def test_a_disk_that_is_full_ends_a_sweep_in_one_line(config, launcher, capsys, 
     def fill_disk(path: Path, content: bytes) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(files, "write_atomically", fill_disk)
+    monkeypatch.setattr(ablate, "store_sweep", lambda *_: monkeypatch.setattr(files, "write_atomically", fill_disk))
     with pytest.raises(SystemExit) as ended:
         ablate.main([str(config), "--output", str(output), "--launcher", launcher])
     shown = capsys.readouterr()
@@ -510,7 +516,7 @@ def test_a_failed_run_is_reported_and_the_others_go_on(config, launcher, picture
     with pytest.raises(SystemExit) as ended:
         ablate.main(arguments)
     assert ended.value.code == f"error: 1 of 3 runs failed: {output / NAMES[0]}"
-    assert "run 1/3 failed: " in capfd.readouterr().err
+    assert "run 1/3 failed, status 3: it has printed no error\n  " in capfd.readouterr().err
     assert [row["top-1 (%)"] for row in rows(output)] == ["", "97.50", "97.50"]
     (config.parent / "fail").unlink()
     ablate.main(arguments)
@@ -1003,7 +1009,7 @@ def test_the_json_has_every_final_record(config):
     settings = grid_of_numbers(config)
     rows = json.loads(to_json("Windows", settings))["rows"]
     assert [row["name"] for row in rows] == short_names(settings)
-    assert rows[0]["changes"] == {"attention.window_size": "4", "schedule.epochs": "10"}
+    assert rows[0]["changes"] == {"attention.window_size": 4, "schedule.epochs": 10}
     assert [record["top1"] for record in rows[0]["runs"].values()] == [90, 90, 90]
     assert rows[-1]["runs"] == {}
     assert rows[0]["macs"] == settings[0].costs.macs

@@ -6,8 +6,13 @@ from pathlib import Path
 import pytest
 
 import ablate
+from ablation import match
+from ablation.measured import MATCH_FILE, Measurement, Measurements, find_size, measure_layers
+from ablation.sweep import read_ablation
 from ablation.tables import for_programs, report_sweep, tabulate, to_json
-from attention import ATTENTION
+from attention import ATTENTION, LayerContext
+from attention.options import parse_options
+from attention.sizes import Size
 from engine.config.load import load_run
 from models import layer_contexts
 from models.costs import count_costs
@@ -128,13 +133,26 @@ def test_a_mechanism_whose_costs_are_all_off_is_left_out(config, target, nearest
 @pytest.mark.parametrize(
     ("old", "new", "expected"),
     [
-        ("{layer_macs: 24.0e3}", "{macs: 1.0e6}", "equal.yaml:2: match.macs: unknown option; known: layer_macs"),
+        (
+            "{layer_macs: 24.0e3}",
+            "{macs: 1.0e6}",
+            "equal.yaml:2: match.macs: unknown option; known: batch_size, layer_",
+        ),
         ("{layer_macs: 24.0e3}", "{layer_macs: -1}", "equal.yaml:2: match.layer_macs = -1.0 must be greater than 0"),
-        ("{layer_macs: 24.0e3}", "{}", "equal.yaml:2: match: expected one of layer_macs, token_macs, model_macs, got"),
+        (
+            "{layer_macs: 24.0e3}",
+            "{}",
+            "equal.yaml:2: match: expected one of layer_macs, token_macs, model_macs, time, memory",
+        ),
         (
             "{layer_macs: 24.0e3}",
             "{layer_macs: 1.0, model_macs: 2.0}",
-            "equal.yaml:2: match: expected one of layer_macs, token_macs, model_macs, got {layer_macs: 1.0, model",
+            "equal.yaml:2: match: expected one of layer_macs, token_macs, model_macs, time, memory, got {",
+        ),
+        (
+            "{layer_macs: 24.0e3}",
+            "{layer_macs: 1.0, batch_size: 4}",
+            "equal.yaml:2: match.batch_size = 4: acts with time",
         ),
         (
             "{name: abc}",
@@ -181,3 +199,124 @@ def test_a_dry_run_names_what_is_left_out(config, capsys):
     out = capsys.readouterr().out
     assert "Left out: attention=softmax: attention(softmax): declares no option that sets its size.\n" in out
     assert "attention.num_samples=8 --output" in out
+
+
+@pytest.mark.parametrize(
+    ("target", "costs", "expected"),
+    [
+        (50.0, {size: 10.0 + size for size in range(1, 100)}, (40, False)),
+        (50.0, {2**k: float(2**k) for k in range(10)}, (64, True)),
+        (0.5, {size: 10.0 + size for size in range(1, 100)}, (1, False)),
+        (500.0, {size: 10.0 + size for size in range(1, 100)}, (99, False)),
+        (50.0, {size: float(size) if size < 30 else float("inf") for size in range(1, 100)}, (29, True)),
+    ],
+    ids=["linear", "few sizes", "all above", "all below", "out of memory"],
+)
+def test_the_measured_size_is_the_nearest_and_found_with_few_measurements(target, costs, expected):
+    """Multiply-accumulates of a size are 7 times the size. The first size is within the tolerance if it is the best."""
+    asked = []
+
+    def nearest(macs: float) -> Size:
+        size = min(costs, key=lambda size: abs(7 * size - macs))
+        return Size(size, 7.0 * size, True)
+
+    def cost(size: int) -> float:
+        asked.append(size)
+        return costs[size]
+
+    assert find_size(target, nearest, cost, 70.0, 0.02) == expected
+    assert len(asked) == len(set(asked)) <= 8
+
+
+MEASURED = """\
+base: base.yaml
+match: {time: 5.0, batch_size: 2}
+runs:
+  - {attention: {name: abc}}
+  - {attention: {name: performer}}
+  - {attention: softmax}
+"""
+
+
+class Machine:
+    """Stands for a machine on which a layer of size s takes s * `scale` ms; notes the sizes that are measured."""
+
+    def __init__(self) -> None:
+        self.scale, self.sizes = 0.5, []
+
+    def measure(self, kind, mechanism, options, contexts, batch_size, run) -> Measurement:
+        assert (kind, batch_size, len(contexts)) == ("time", 2, 2)
+        self.sizes.append(getattr(options, mechanism.size_option))
+        return Measurement(self.sizes[-1] * self.scale, 0.05)
+
+
+@pytest.fixture
+def machine(config, monkeypatch) -> Machine:
+    config.write_text(MEASURED)
+    machine = Machine()
+    monkeypatch.setattr(match, "measure_layers", machine.measure)
+    monkeypatch.setattr(match, "machine_of", lambda device: f"machine {machine.scale}")
+    return machine
+
+
+def test_measured_sizes_are_stored_and_taken_again(config, machine):
+    """Also on a slower machine, by which only a new row is measured."""
+    measurements = Measurements(config.parent)
+    ablation, settings, left_out = read_ablation(config, [], config.parent, [], measurements)
+    assert [setting.matched.value for setting in settings] == [10, 10]
+    assert settings[1].cases[0].run.attention["num_samples"] == 10
+    assert left_out == ["attention=softmax: attention(softmax): declares no option that sets its size"]
+    assert not measurements.store()
+    count, machine.scale = len(machine.sizes), 1.0
+    config.write_text(MEASURED + "  - {attention: {name: linformer}}\n")
+    _, again, _ = read_ablation(config, [], config.parent, [])
+    assert [setting.matched.value for setting in again] == [10, 10, 5]
+    assert 0 < len(machine.sizes) - count <= 8
+    table = tabulate(again, for_programs)
+    assert table["time (ms): reached"] == ["5"] * 3
+    report = report_sweep(ablation.caption, again)
+    assert (
+        "images: 2, measured once on machine 0.5, machine 1.0; standard error of the medians up to 5.0 %.\n" in report
+    )
+
+
+def test_the_measurements_of_the_first_worker_hold(config, machine, capsys, monkeypatch):
+    """Two workers begin together: the second has measured as well when the first has stored."""
+    first, second = Measurements(config.parent / "out"), Measurements(config.parent / "out")
+    (config.parent / "out").mkdir()
+    read_ablation(config, [], config.parent / "out", [], first)
+    first.store()
+    machine.scale = 1.0
+    taken = iter([second, Measurements(config.parent / "out")])
+    monkeypatch.setattr(ablate, "Measurements", lambda output: next(taken))
+    monkeypatch.setattr(ablate, "write_figures", lambda *arguments: None)
+    stopping = [str(config), "--output", str(config.parent / "out"), "--launcher", "false", "--no-wait"]
+    with pytest.raises(SystemExit):
+        ablate.main(stopping)
+    assert (
+        "run 1/2: " + str(config.parent / "out/attention=name=abc,attention.num_landmarks=10")
+        in capsys.readouterr().out
+    )
+    assert next(taken, None) is None
+
+
+def test_measurements_that_are_none_are_refused(config):
+    (config.parent / "out").mkdir()
+    for text in ("", "[1]", '{"q": {"machine": "m", "sizes": {"3": [-1, 0]}}}'):
+        (config.parent / "out" / MATCH_FILE).write_text(text)
+        config.write_text(MEASURED)
+        assert refusal(config) == "out/match.json: holds no measurements of a sweep; delete it to measure again"
+
+
+def test_a_layer_is_measured(config):
+    """Memory grows with the features of Performer; time has an uncertainty."""
+    run = load_run(config.parent / "base.yaml")
+    contexts = [LayerContext(dim=12, num_heads=2, grid=(4, 8), layer=layer, depth=2) for layer in (0, 1)]
+    mechanism = ATTENTION["performer"]
+    options = [parse_options(mechanism.Config, {"num_samples": number}) for number in (4, 64)]
+    few, many = (measure_layers("memory", mechanism, config, contexts, 2, run) for config in options)
+    features = 2 * 2 * 32 * 64 * 4 / 2**20  # of 2 images, 2 heads, 32 keys, in MiB
+    assert many.cost - few.cost > features
+    assert few.error == many.error == 0
+    time = measure_layers("time", mechanism, options[0], contexts, 2, run)
+    assert time.cost > 0 < time.error < 1

@@ -144,7 +144,7 @@ def test_a_sweep_with_match_and_lr_end_to_end(config, monkeypatch, capfd):
     )
     output, trained = config.parent / "out", []
 
-    def train_here(command: list[str]) -> int:
+    def train_here(command: list[str], *_: object, **streams: object) -> int:
         """Stands for the process of a run."""
         if len(trained) == 2 and stops:
             return STOPPED

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from ablation.schema import Ablation
 from ablation.settings import Setting
-from ablation.sweep import Ablation, read_ablation
+from ablation.sweep import read_ablation
 from engine.runtime.errors import ConfigError
 
 

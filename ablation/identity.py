@@ -1,0 +1,103 @@
+"""The sweep of an output directory: its file lies there, and only a file that adds to it may take its place."""
+
+import dataclasses
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from ablation.names import to_text
+from ablation.schema import Ablation, list_seeds
+from attention.options import OptionError, parse_options
+from engine.config.yaml_files import read_yaml
+from engine.runtime.errors import ConfigError
+from engine.runtime.files import write_file
+from engine.runtime.locks import hold_lock
+from engine.runtime.reading import read_bounded
+from engine.runtime.text import one_line
+
+SWEEP_FILE = "sweep.yaml"
+"""File of an output directory: the ablation file, with the command above it."""
+
+FREE = {"caption", "paper", "baseline", "plugins"}
+"""Options that change no run, or cannot without another option."""
+
+MOST_SHOWN = 60
+"""Longest text of a value in a message."""
+
+
+def check_sweep(path: Path, output: Path) -> None:
+    """Refuses the ablation file `path` unless every run of the sweep in `output` is one of its runs, too.
+
+    Raises:
+        ConfigError: the first difference that is no addition.
+    """
+    stored = output / SWEEP_FILE
+    if not stored.exists():
+        return
+    try:
+        before, now = (parse_options(Ablation, read_yaml(file).values) for file in (stored, path))
+    except (OptionError, ConfigError) as error:
+        raise ConfigError(f"{stored}: cannot be compared with {path}: {error}; delete it to go on") from None
+    if differences := list_differences(before, now):
+        remedies = f"another --output, --only to leave rows out, or delete {stored} to keep its runs"
+        problem = f"{output}: holds another sweep; values and runs may be added, but {'; '.join(differences)}"
+        raise ConfigError(f"{problem}; give {remedies}")
+
+
+def list_differences(before: Ablation, now: Ablation) -> list[str]:
+    """Returns a text for every difference of two sweeps by which a run of `before` is no run of `now`."""
+    found = {}
+    for field in dataclasses.fields(Ablation):
+        name = field.name
+        pair = old, new = getattr(before, name), getattr(now, name)
+        if name in FREE or old == new:
+            continue
+        if name == "seeds":
+            old, new = [*list_seeds(old)], [*list_seeds(new)]
+        if name == "grid" and old:
+            found |= compare_grids(old, new or {}, is_search=before.trials is not None)
+        elif name == "runs":
+            old, new = ([{k: v for k, v in run.items() if k != "paper"} for run in runs] for runs in pair)
+            found |= {f"runs.{i}": (run, None) for i, run in enumerate(old) if run not in new}
+        elif name == "trials" and old and new and old < new:
+            continue
+        elif name in ("bases", "seeds", "lr") and bool(old) == bool(new):
+            if lost := [value for value in old if value not in new]:
+                found[name] = lost, None
+        elif name != "grid":
+            found[name] = pair
+    if before.bases and not before.grid and not before.runs and (now.grid or now.runs):
+        found["bases"] = "as they are", "changed by all settings"
+    return [f"{name}: {describe(*pair)}" for name, pair in found.items()]
+
+
+def compare_grids(old: dict[str, Any], new: dict[str, Any], is_search: bool) -> dict[str, tuple[Any, Any]]:
+    """Returns option -> what is lost of it, None or new values; those of a search must all be equal."""
+    found: dict[str, tuple[Any, Any]] = {}
+    for option in {**old, **new}:
+        if option not in old or option not in new or (is_search and old[option] != new[option]):
+            found[f"grid.{option}"] = old.get(option), new.get(option)
+        elif lost := [value for value in old[option] if value not in new[option]]:
+            found[f"grid.{option}"] = lost, None
+    return found
+
+
+def describe(old: Any, new: Any) -> str:
+    """Returns the text of a difference: a value that is gone, one that has come, or both."""
+    old, new = ("" if value is None else one_line(to_text(value), MOST_SHOWN) for value in (plain(old), plain(new)))
+    return f"{old} is gone" if not new else f"{new} is new for all its runs" if not old else f"{old} -> {new}"
+
+
+def plain(value: Any) -> Any:
+    """Returns an option of a sweep in plain types."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {name: item for name, item in dataclasses.asdict(value).items() if item is not None}
+    return [*value] if isinstance(value, tuple) else value
+
+
+def store_sweep(path: Path, overrides: Sequence[str], output: Path) -> None:
+    """Writes the ablation file `path` into `output`, with the command in its first line."""
+    command = shlex.join(["python", "ablate.py", str(path), *overrides, "--output", str(output)])
+    with hold_lock(output / "lock", wait=True):
+        write_file(output / SWEEP_FILE, f"# {one_line(command)}\n".encode() + read_bounded(path, 2**20))

@@ -1,0 +1,206 @@
+"""Plans the settings of a sweep: the options of each are checked, and its runs get their commands and directories."""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ablation.cases import Case
+from ablation.match import Matched, solve
+from ablation.measured import Measurements
+from ablation.names import OF_ROWS, to_directory, to_name, to_overrides, to_text
+from ablation.schema import Ablation, list_seeds
+from ablation.settings import Setting
+from ablation.tuning import Tuning, check_rates
+from attention.options import OptionError, to_yaml
+from attention.plugins import as_arguments
+from engine.config.checks import check_run
+from engine.config.load import load_run, load_unbuilt, sets
+from engine.config.papers import PaperRow
+from engine.config.schema import Run
+from engine.objectives import choose_objective
+from engine.runtime.errors import ConfigError
+
+TRAIN = str(Path(__file__).parents[1] / "train.py")
+
+Figures = Mapping[tuple[Path, tuple[str, ...]], PaperRow]
+"""Configuration and overrides -> figures of a paper."""
+
+
+class Row(NamedTuple):
+    """A row of a sweep before it is checked.
+
+    Attributes:
+        key: key of the ablation file that gives it, for messages. base: path of its configuration. options: option ->
+            value, with the keys in `OF_ROWS`.
+    """
+
+    key: str
+    base: Path
+    options: Mapping[str, Any]
+
+
+class Planner:
+    """Makes settings of the rows of `ablation`.
+
+    Args:
+        folder: directory of the ablation file. overrides: options of every run. output: directory of the runs.
+        launcher: command that starts train.py. figures: those of the paper that the ablation names.
+        measurements: takes those of `match`.
+    Attributes:
+        seeds: values of train.seed; empty for the base's alone. rates: learning rates to choose from; empty for none.
+    Raises:
+        OptionError: seeds or learning rates that cannot be.
+    """
+
+    def __init__(
+        self,
+        ablation: Ablation,
+        folder: Path,
+        overrides: Sequence[str],
+        output: Path,
+        launcher: Sequence[str],
+        figures: Figures,
+        measurements: Measurements,
+    ):
+        self.ablation, self.folder, self.overrides, self.output = ablation, folder, (*overrides,), output
+        self.launcher, self.figures, self.measurements = launcher, figures, measurements
+        self.seeds, self.rates = list_seeds(ablation.seeds), check_rates(ablation.lr)
+        self.world_size = count_ranks(launcher)
+        # Settings of a search are loaded twice.
+        self.load = functools.cache(functools.partial(load_run, world_size=self.world_size))
+        self.solve_size = functools.cache(self._solve_size)
+
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Raises a ConfigError if these options are no valid run of a base."""
+        for base in list_bases(self.ablation):
+            self._load(Row("grid", self.folder / base, options))
+
+    def plan(self, row: Row) -> tuple[str, Setting]:
+        """Returns the name of a row's setting in the file system, and the setting.
+
+        Raises:
+            OutOfReach: its mechanism has no size with the cost of `match`. ConfigError: it cannot be trained.
+        """
+        matched, run = self._load(row)
+        size, given = [matched.override] if matched else [], to_overrides(row.options)
+        name = self.name(row, size)
+        if self.seeds and sets([*self.overrides, *given], "train.seed"):
+            raise ConfigError("train.seed is given beside seeds; leave one of them out")
+        if self.rates:
+            check_tuning(run, self.rates, self.ablation.val_fraction, [*self.overrides, *given], self.world_size)
+        command = [*self.launcher, TRAIN, str(row.base), *self.overrides, *given, *size]
+        create = functools.partial(self._create_case, run, command, name)
+        by_lr = {lr: tuple(create(lr, seed) for seed in self.seeds or [None]) for lr in self.rates or [None]}
+        trials = {lr: create(lr, [*self.seeds, None][0], self.ablation.val_fraction) for lr in self.rates}
+        changes = {option: to_text(value) for option, value in row.options.items() if option not in OF_ROWS}
+        if self.ablation.bases:
+            changes = {"base": title(row.base)} | changes
+        return name, Setting(changes, self._paper(row), by_lr, matched, Tuning(trials) if trials else None)
+
+    def name(self, row: Row, size: Sequence[str] = ()) -> str:
+        """Returns the name of a row in the file system, with the override `size` that `match` adds."""
+        titles = [title(row.base)] if self.ablation.bases else []
+        return to_name([*titles, *to_overrides(row.options), *size]) or "base"
+
+    def _load(self, row: Row) -> tuple[Matched | None, Run]:
+        """Returns the size that is solved for the row, None if there is none, and its run."""
+        given, match = (*self.overrides, *to_overrides(row.options)), row.options.get("match", True)
+        if "match" in row.options and (match is not False or not self.ablation.match):
+            problem = "acts in a sweep with match only" if match is False else "expected false, or no match"
+            raise ConfigError(f"match: {problem}, got {match!r}; leave it out")
+        matched = self.solve_size(row.base, given) if match and self.ablation.match else None
+        return matched, self.load(row.base, (*given, *([matched.override] if matched else [])))
+
+    def _solve_size(self, base: Path, overrides: tuple[str, ...]) -> Matched:
+        """Solves the size of the mechanism of the configuration `base` with `overrides`.
+
+        Raises:
+            OutOfReach: see `solve`. ConfigError: the overrides give the size, or something cannot be honoured.
+        """
+        assert self.ablation.match is not None
+        run = load_unbuilt(base, overrides)
+        try:
+            matched = solve(self.ablation.match, run, self.measurements)
+        except OptionError as error:
+            raise ConfigError(str(error)) from None
+        if sets(overrides, key := f"attention.{matched.option}"):
+            raise ConfigError(f"{key} is given, and match solves it; leave it out, or write match: false beside it")
+        return matched
+
+    def _paper(self, row: Row) -> PaperRow | None:
+        """Returns the figures of a paper: those that the row gives itself, or those of its configuration."""
+        if not isinstance(top1 := row.options.get("paper"), float | int | None):
+            raise ConfigError(f"paper: expected a number, got {top1!r}")
+        if top1:
+            return PaperRow(config=str(row.base), top1=top1)
+        return self.figures.get((row.base.resolve(), tuple(to_overrides(row.options))))
+
+    def _create_case(
+        self,
+        run: Run,
+        command: Sequence[str],
+        name: str,
+        lr: float | None,
+        seed: int | None,
+        val_fraction: float | None = None,
+    ) -> Case:
+        """Returns the run of a setting with these values, where they are not None, and adds them to its `command`."""
+        given = {"optim.lr": lr, "data.val_fraction": val_fraction, "train.seed": seed}
+        texts = [f"{key}={to_yaml(value)}" for key, value in given.items() if value is not None]
+        directory = self.output / to_directory(name, texts)
+        run = with_values(run, lr, seed, val_fraction)
+        return Case(run, directory, [*command, *texts, "--output", str(directory), *as_arguments()])
+
+
+def list_bases(ablation: Ablation) -> tuple[str, ...]:
+    """Returns the configurations that the settings change."""
+    return (ablation.base,) if ablation.base else ablation.bases
+
+
+def title(base: Path) -> str:
+    """Returns the name of a configuration with its folder: "deit_tiny_p8/eva"."""
+    return "/".join(base.with_suffix("").parts[-2:])
+
+
+def with_values(run: Run, lr: float | None, seed: int | None, val_fraction: float | None) -> Run:
+    """Returns `run` with these values, where they are not None."""
+    sections = {"optim": {"lr": lr}, "train": {"seed": seed}, "data": {"val_fraction": val_fraction}}
+    for section, values in sections.items():
+        given = {name: value for name, value in values.items() if value is not None}
+        run = dataclasses.replace(run, **{section: dataclasses.replace(getattr(run, section), **given)})
+    return run
+
+
+def check_tuning(
+    run: Run, rates: Sequence[float], val_fraction: float, overrides: Sequence[str], world_size: int
+) -> None:
+    """Refuses a run whose learning rate cannot be chosen among `rates`, given beside them, or not valid with one.
+
+    Raises:
+        ConfigError: the first problem.
+    """
+    for key in ("optim.lr", "data.val_fraction", "data.folds"):
+        if sets(overrides, key):
+            raise ConfigError(f"{key} is given beside lr; leave one of them out")
+    if run.data.val_fraction is not None:
+        raise ConfigError(
+            f"data.val_fraction = {run.data.val_fraction}: lr holds images out by itself; set it to null in base"
+        )
+    if "top1" not in choose_objective(run).measure.names:
+        raise ConfigError("lr is chosen by top-1, which this run does not measure; give optim.lr instead")
+    try:
+        for lr in rates:
+            check_run(with_values(run, lr, None, val_fraction), world_size)
+    except OptionError as error:
+        raise ConfigError(f"lr: {error}") from None
+
+
+def count_ranks(launcher: Sequence[str]) -> int:
+    """Returns how many ranks the command `launcher` starts, by torchrun's options; 1 where they are no numbers."""
+    text = " ".join(launcher).replace("_", "-")
+    found = (re.findall(rf"--{option}[= ](\d+)(?!\S)", text) for option in ("nnodes", "nproc-per-node"))
+    return math.prod(int(numbers[-1]) for numbers in found if numbers)

@@ -1,0 +1,66 @@
+"""Options of an ablation file."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ablation.match import Match
+from attention.options import OptionError, option
+
+LIMIT = 10_000
+"""Largest number of settings of a grid, and of seeds of a setting."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ablation:
+    """Ablation file: for each base, the settings of `grid`, then of `runs`. Paths of bases are relative to the file."""
+
+    base: str | None = option(None, "configuration that the settings change")
+    bases: tuple[str, ...] = option(
+        (), "instead of base: several configurations, each a row or changed by all settings"
+    )
+    caption: str = option("", "title of the table")
+    paper: str | None = option(None, "a source in engine/config/papers.yaml, whose figures are shown beside ours")
+    seeds: int | tuple[int, ...] | None = option(
+        None, "train.seed of the runs of every setting: a list, or 3 for [0, 1, 2]; null: one run, of base's seed"
+    )
+    lr: tuple[float, ...] | None = option(
+        None,
+        "values of optim.lr: that of each setting is chosen on held-out training images; null: as base has it",
+        above=0,
+    )
+    val_fraction: float = option(0.1, "data.val_fraction of the runs that choose lr", above=0, below=1)
+    grid: dict[str, Any] | None = option(None, "option key.path -> list of values; one setting per combination")
+    trials: int | None = option(
+        None,
+        "number of settings sampled from grid, whose values may be {range: [LOW, HIGH]} or {log_range: [LOW, HIGH]}",
+        low=1,
+        high=LIMIT,
+    )
+    trials_seed: int = option(0, "seed of the sampling", low=0)
+    runs: tuple[dict[str, Any], ...] = option(
+        (),
+        "options key.path -> value of each setting; paper: its top-1 in a paper; match: false keeps the size that it"
+        " has",
+    )
+    baseline: dict[str, Any] | None = option(
+        None, "option key.path -> value of the row to compare with, which becomes the first; null: the first row"
+    )
+    match: Match | None = option(
+        None, "a cost for which the size of every setting's mechanism is solved: layer_macs, token_macs or model_macs"
+    )
+    plugins: tuple[str, ...] = option((), "modules or .py files that register mechanisms of your own, see --plugin")
+
+
+def list_seeds(seeds: int | tuple[int, ...] | None) -> Sequence[int]:
+    """Returns the values of train.seed for the option `seeds`; empty for null.
+
+    Raises:
+        OptionError: there is no seed, one below 0, a duplicate, or more than `LIMIT`.
+    """
+    if isinstance(seeds, int) and seeds > LIMIT:
+        raise OptionError("seeds", f"{seeds:,} seeds, more than {LIMIT:,}; a list names single ones")
+    values = range(seeds) if isinstance(seeds, int) else seeds or ()
+    if seeds is not None and (not values or min(values) < 0 or len(set(values)) < len(values)):
+        raise OptionError("seeds", f"expected a number of seeds, or a list of different ones from 0, got {seeds!r}")
+    return values
