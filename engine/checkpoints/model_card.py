@@ -150,17 +150,18 @@ def _accuracy(run: Run, checkpoint: Mapping[str, Any], weights: Weights) -> str:
     """Describes what the run's own evaluation of these weights found, and how it was counted."""
     progress = parse_options(Progress, checkpoint["progress"])
     metrics, prefix = progress.metrics, "ema_" if weights == "ema" else ""
-    if not progress.step or progress.images or f"{prefix}top1" not in metrics:
+    if not progress.step or progress.images or not {f"{prefix}top1", "images"} <= metrics.keys():
         return f"Unknown: the checkpoint holds no evaluation of these weights. {MEASURE}"
     trained = parse_run(checkpoint["config"], "the checkpoint's configuration")
     if progress.epoch % trained.train.eval_every and progress.epoch != trained.schedule.epochs:
         return f"Unknown: epoch {progress.epoch} of the run was not evaluated. {MEASURE}"
-    names = {"top1": "top-1", "top5": "top-5"} if run.model["num_classes"] > 5 else {"top1": "top-1"}
-    found = ", ".join(f"{name} {metrics[prefix + key]:.2f} %" for key, name in names.items())
+    top5 = metrics.get(f"{prefix}top5") if run.model["num_classes"] > 5 else None
+    found = f"top-1 {metrics[f'{prefix}top1']:.2f} %" + ("" if top5 is None else f", top-5 {top5:.2f} %")
+    broken = f"; {metrics['broken']:,.0f} broken ones were left out" if metrics.get("broken") else ""
     there, here = ((x.model, x.attention, preprocessing_of(x)) for x in (trained, run))
     other = "" if there == here else " It had other options of the model or of its images than this export."
     return (
-        f"**{found}** of {metrics['images']:,.0f} validation images, after epoch {progress.epoch}.\n\n"
+        f"**{found}** of {metrics['images']:,.0f} validation images, after epoch {progress.epoch}{broken}.\n\n"
         "Every image counts once, in one view. Top-1 is the share of images whose label has the highest logit. The run "
         f"counted it in its own evaluation, in {trained.train.amp or 'fp32'}.{other} {MEASURE}"
     )

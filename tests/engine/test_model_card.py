@@ -105,6 +105,7 @@ def test_another_image_size_is_not_what_was_evaluated(tmp_path):
     [
         ({"images": 140}, {}, "the checkpoint holds no evaluation of these weights"),  # saved within an epoch
         ({"metrics": {}}, {}, "the checkpoint holds no evaluation of these weights"),
+        ({"metrics": {"top1": 9.0}}, {}, "the checkpoint holds no evaluation of these weights"),  # a stranger's
         ({"metrics": {"loss": 0.1, "images": 3}}, {}, "the checkpoint holds no evaluation of these weights"),
         ({"step": 0}, {}, "the checkpoint holds no evaluation of these weights"),
         ({"epoch": 3}, {"eval_every": 2}, "epoch 3 of the run was not evaluated"),
@@ -115,6 +116,12 @@ def test_an_accuracy_that_is_not_of_these_weights_is_unknown(progress, options, 
     checkpoint["progress"] |= progress
     checkpoint["config"]["train"] |= options
     assert section(card_of(tmp_path, checkpoint), "Accuracy") == f"Unknown: {says}. {MEASURE}"
+
+
+def test_images_that_were_left_out_are_counted(tmp_path):
+    checkpoint = trained()
+    checkpoint["progress"]["metrics"] = METRICS | {"images": 358, "broken": 2}
+    assert "of 358 validation images, after epoch 2; 2 broken ones were left out." in card_of(tmp_path, checkpoint).text
 
 
 def test_a_training_without_a_record_is_unknown(tmp_path):
