@@ -3,6 +3,7 @@
     python benchmark.py --attention eva lara performer                        # single layers, against softmax
     python benchmark.py --attention eva eva:num_landmarks=196 --tokens 196 784 3136 --modes forward train \\
         --dtypes fp32 bf16 --output runs/benchmark                            # table, CSV, JSON and figures
+    python benchmark.py --attention all --tokens 784 --modes forward+backward  # is any slower than its arithmetic?
     python benchmark.py --core --attention lara lara@plain --baseline lara@plain  # fast path against the definition
     python benchmark.py --against plain --attention eva lara  # each against itself on another path
     python benchmark.py --models timm:vit_tiny_patch16_224:patch_size=8 deit_tiny_p8:eva
@@ -24,7 +25,7 @@ from typing import get_args
 import torch
 from tqdm import tqdm
 
-from attention import Grid, kernels
+from attention import ATTENTION, Grid, kernels
 from bench.calibration import ROUNDS
 from bench.comparison import BATCH_TOKENS, compare, plan
 from bench.costs import CONFIGS, print_costs, print_costs_by_size
@@ -84,7 +85,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     layers, models = "NAME[@PATH][:OPTION=VALUE,...]", "NAME:ATTENTION[@PATH][:OPTION=VALUE,...]"
     add("configs", nargs="*", help="with --macs: YAML files; none: the papers' rows and all mechanisms")
     add("--macs", action="store_true", help="parameters and multiply-accumulates beside the papers' figures")
-    add("--attention", **many, metavar=layers, help="single layers; PATH: fast paths, as train.kernels")
+    add("--attention", **many, metavar=layers, help="single layers, or all; PATH: fast paths, as train.kernels")
     add("--core", action="store_true", help="layers without their projections: from q, k, v to attended values")
     add("--models", **many, metavar="MODEL", help=f"{models}, timm:NAME[:OPTION=VALUE,...], or a YAML file")
     on_path = "compare each layer with itself on this path, not with softmax"
@@ -116,6 +117,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     held_out = "with --recommend: time all candidates at these grids (none: at --tokens), and compare"
     add("--verify", nargs="*", type=token_grid, metavar="N|HxW", help=held_out)
     args = parser.parse_args(arguments)
+    args.attention = [name for text in args.attention for name in (ATTENTION if text == "all" else [text])]
     if not (args.macs or args.attention or args.models or args.recommend):
         parser.error("give --attention, --models or --macs, or --recommend")
     if args.recommend:

@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import Attention, AttentionFactory, Grid, kernels
 from attention.options import OptionError, nearest
+from bench.operators import count_operators, searches
 from bench.timing import count_launches
 from engine.config.load import load_run
 from engine.config.yaml_files import parse_yaml
@@ -183,6 +184,7 @@ class Workload:
     ):
         self.path, self.device, self.amp = subject.path, device, None if dtype == "fp32" else dtype
         torch.manual_seed(0)
+        self.tokens, self.execution = batch * math.prod(size), execution
         network = initialise_weights(subject.build(size)).to(device)
         torch.manual_seed(0)  # gives the same inputs for every network
         with autocast(self.amp, device):
@@ -223,8 +225,11 @@ class Workload:
             leaf.grad = None
 
     def counts(self) -> dict[str, int | None]:
-        """Returns bytes and kernel launches of one call; None for counts that do not apply."""
+        """Returns bytes, operators and kernel launches of one call; None for counts that do not apply."""
+        operators = count_operators(self.call) if self.execution == "eager" else None
         return {
+            "operators": operators and len(operators),
+            "searches": operators and searches(operators, self.tokens),
             "peak_bytes": peak_bytes(self.call, self.device),
             "saved_bytes": saved_bytes(self.forward, self.parameters) if self.network.training else None,
             "launches": count_launches(self.call, self.device),
