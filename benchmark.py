@@ -15,7 +15,6 @@ quartiles. --rounds 3 gives a quick look.
 """
 
 import argparse
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -25,7 +24,8 @@ from typing import get_args
 import torch
 from tqdm import tqdm
 
-from attention import ATTENTION, Grid, kernels
+from attention import kernels
+from bench.arguments import every_mechanism, image_size, positive, token_grid
 from bench.calibration import ROUNDS
 from bench.comparison import BATCH_TOKENS, compare, plan
 from bench.costs import CONFIGS, print_costs, print_costs_by_size
@@ -117,7 +117,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     held_out = "with --recommend: time all candidates at these grids (none: at --tokens), and compare"
     add("--verify", nargs="*", type=token_grid, metavar="N|HxW", help=held_out)
     args = parser.parse_args(arguments)
-    args.attention = [name for text in args.attention for name in (ATTENTION if text == "all" else [text])]
+    args.attention = every_mechanism(args.attention)
     if not (args.macs or args.attention or args.models or args.recommend):
         parser.error("give --attention, --models or --macs, or --recommend")
     if args.recommend:
@@ -152,32 +152,6 @@ def refuse_beside_recommend(parser: ArgumentParser, args: argparse.Namespace) ->
             parser.error(f"--{name}: --recommend takes one value, got {len(values)}; give one")
     if args.execution != ["eager"]:
         parser.error("--execution: --recommend times eager layers; leave it out")
-
-
-def positive(text: str) -> int:
-    """Parses a whole number of at least 1."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def image_size(text: str) -> Grid:
-    """Parses ``"224"`` or ``"224x320"`` as rows and columns."""
-    sides = [positive(side) for side in text.split("x")]
-    if len(sides) > 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a side nor HxW")
-    return sides[0], sides[-1]
-
-
-def token_grid(text: str) -> Grid:
-    """Parses ``"784"``, a square number, or ``"14x28"`` as rows and columns."""
-    if "x" in text:
-        return image_size(text)
-    side = math.isqrt(positive(text))
-    if side**2 != int(text):
-        nearest = round(int(text) ** 0.5) ** 2
-        raise argparse.ArgumentTypeError(f"{text} is no square number; nearest: {nearest}; or give HxW")
-    return side, side
 
 
 if __name__ == "__main__":

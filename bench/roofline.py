@@ -1,0 +1,248 @@
+"""Predicted times of attention layers on devices that are not here: a roofline, counted operator by operator.
+
+    python -m bench.roofline                                    # all mechanisms: counts, predicted times, crossovers
+    python -m bench.roofline --attention eva lara --tokens 784 3136 --on h100 l4
+    python -m bench.roofline --validate                         # predicted and measured times on one core of this CPU
+
+An operator takes as long as the slowest of its launch, its bytes and its arithmetic at the device's rates, and a layer
+takes the sum of its operators. Counted are eager layers on the path that tensors off a CPU take; nothing is allocated
+or computed. Autocast's list of operators is that of a CPU. Compiled layers and Triton's kernels are not counted.
+"""
+
+import argparse
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tqdm import tqdm
+
+from attention import Grid
+from bench.arguments import every_mechanism, positive, token_grid
+from bench.calibration import CALIBRATION_SAMPLE, ROUNDS
+from bench.comparison import Comparison, compare
+from bench.operators import Operator, OperatorCounter, unchunked
+from bench.recommend import rank_correlation
+from bench.results import describe
+from bench.timing import SAMPLE_SECONDS, elapsed
+from bench.workload import DTYPES, MODES, Subject, attention_layer
+from engine.reporting.tables import compact_table, markdown_table
+from engine.runtime.arguments import ArgumentParser
+from engine.runtime.distributed import AMP_DTYPE, autocast
+from engine.runtime.errors import refuse_bad_input
+from engine.runtime.memory import limit_memory
+from engine.runtime.provenance import provenance
+from models.costs import Costs
+
+CPU = torch.device("cpu")
+TOKENS = 256 * 784
+"""Number of tokens of a batch whose time is predicted."""
+SIZES = ((14, 14), (28, 28), (42, 42), (56, 56), (84, 84), (112, 112))
+"""Default grids of tokens."""
+MEASURED = {(14, 14): 4, (28, 28): 1, (56, 56): 1}
+"""Grids of the validation -> images of a call."""
+
+
+class Device(NamedTuple):
+    """Rates of a device, a second.
+
+    Attributes:
+        bandwidth: bytes. half, single: operations of matrix products on 16-bit and 32-bit numbers. elements: numbers of
+            an elementwise operator, as fast as exponentials. fused: share of `half` or `single` that fused attention
+            reaches. launch: seconds between the starts of two operators. source: of the rates.
+    """
+
+    bandwidth: float
+    half: float
+    single: float
+    elements: float
+    fused: float
+    launch: float
+    source: str
+
+    def __str__(self) -> str:
+        rates = f"{self.half / 1e12:.3g} and {self.single / 1e12:.3g} TFLOP/s on 16 and 32 bits"
+        fused = f"{self.fused:.0%} of that in fused attention, {self.elements / 1e12:.3g}e12 elements/s"
+        return f"{self.bandwidth / 1e9:.4g} GB/s, {rates}, {fused}, {1e6 * self.launch:.1f} us a launch ({self.source})"
+
+
+FA2 = "FlashAttention-2 (arXiv:2307.08691) reaches 50 to 73 % of an A100"
+FA3 = "FlashAttention-3 (arXiv:2407.08608): 3.9e12 exponentials a second, and 35 % of an H100 for FlashAttention-2"
+SFU = "exponentials: 16 a clock and multiprocessor (CUDA C++ Programming Guide)"
+DEVICES = {
+    "a100": Device(2.039e12, 312e12, 19.5e12, 2.44e12, 0.6, 5e-6, f"A100 80GB SXM data sheet; {SFU}; {FA2}"),
+    "h100": Device(3.35e12, 989e12, 67e12, 3.9e12, 0.35, 5e-6, f"H100 SXM data sheet, without sparsity; {FA3}"),
+    "h200": Device(
+        4.8e12, 989e12, 67e12, 3.9e12, 0.35, 5e-6, "H200 SXM data sheet, without sparsity; else as H100"
+    ),
+    "l4": Device(3e11, 121e12, 30.3e12, 1.96e12, 0.6, 5e-6, f"L4 data sheet, without sparsity; {SFU}; fused as A100"),
+}
+"""Devices by name. Launches are assumed; they matter for small batches alone."""
+
+
+def predict(operators: Sequence[Operator], device: Device) -> float:
+    """Returns the seconds that operators take on a device."""
+    return sum(seconds_of(each, device) for each in operators)
+
+
+def seconds_of(operator: Operator, device: Device) -> float:
+    """Returns the seconds of one operator: the most of its launch, its bytes, its products and its elements."""
+    peak = device.half if operator.dtype.itemsize == 2 else device.single
+    products = operator.flops / (peak * (device.fused if operator.is_fused_attention else 1))
+    return max(device.launch, operator.nbytes / device.bandwidth, products, operator.elements / device.elements)
+
+
+def count(subject: Subject, size: Grid, batch: int, mode: str, dtype: str, on_cpu: bool = False) -> list[Operator]:
+    """Counts the operators of a call of a layer on fake tensors.
+
+    Args:
+        mode: forward, forward+backward or inference. on_cpu: counts chunks for the caches of a CPU one by one.
+    """
+    network = subject.build(size).train(mode != "inference")
+    path = nullcontext() if on_cpu else unchunked()
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(mode != "inference"):
+        inputs = subject.example(network, size, batch, "cpu")
+        with path, OperatorCounter() as counter:
+            with autocast(None if dtype == "fp32" else dtype, CPU):
+                y = network(*inputs)
+            if mode == "forward+backward":
+                torch.autograd.grad(y, [inputs[0], *network.parameters()], torch.empty_like(y), allow_unused=True)
+    return counter.found
+
+
+def this_cpu(dtype: str, shape: tuple[int, int]) -> Device:
+    """Measures the rates of one core on tensors of a shape: those of a sum, a product and an exponential."""
+    x, y, weight, one = torch.randn(shape), torch.randn(shape), torch.randn(shape[1], shape[1]), torch.ones(1)
+    half, of_half = (each if dtype == "fp32" else each.to(AMP_DTYPE[dtype]) for each in (x, weight))
+    one.requires_grad_()
+
+    def rate(work: float, call: Callable[[], object]) -> float:
+        repeats = math.ceil(10 * SAMPLE_SECONDS / elapsed(call, 10, CPU, time.process_time)[0])
+        return max(work * repeats / elapsed(call, repeats, CPU, time.process_time)[0] for _ in range(5))
+
+    return Device(
+        bandwidth=rate(3 * x.nbytes, lambda: x + y),
+        half=rate(2 * x.numel() * shape[1], lambda: half @ of_half),
+        single=rate(2 * x.numel() * shape[1], lambda: x @ weight),
+        elements=rate(x.numel(), x.exp),
+        fused=1.0,
+        launch=1 / rate(1, lambda: one + 1),
+        source="measured on one core",
+    )
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = ArgumentParser(prog="python -m bench.roofline", description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    layers = "NAME[@PATH][:OPTION=VALUE,...]"
+    add("--attention", nargs="+", default=["all"], metavar=layers, help="layers beside softmax; default: all")
+    add("--on", nargs="+", choices=tuple(DEVICES), default=list(DEVICES), help="devices; default: all")
+    add("--tokens", nargs="+", type=token_grid, metavar="N|HxW", help="tokens of an image")
+    add("--batch-tokens", type=positive, default=TOKENS, help="tokens of a batch; default: %(default)s")
+    add("--dim", type=positive, default=192, help="channels of a layer")
+    add("--num-heads", type=positive, default=3, help="heads of a layer")
+    add("--mode", choices=[mode for mode in MODES if mode != "train"], default="forward+backward")
+    add("--dtype", choices=DTYPES, help="default: bf16; with --validate fp32")
+    add("--validate", action="store_true", help="predict this CPU, from measured rates, and time it: one core")
+    args = parser.parse_args(arguments)
+    args.dtype = args.dtype or ("fp32" if args.validate else "bf16")
+    args.tokens = args.tokens or list(MEASURED if args.validate else SIZES)
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    with refuse_bad_input():
+        names = every_mechanism(["softmax", *args.attention])
+        subjects = [attention_layer(name, args.dim, args.num_heads) for name in names]
+        costs = {size: [subject.check(size) for subject in subjects] for size in args.tokens}
+    if args.validate:
+        torch.set_num_threads(1)
+        print(describe(provenance(CPU)), flush=True)
+        with limit_memory(CPU):
+            print(validate(args, subjects, costs))
+        return
+    devices = {name: DEVICES[name] for name in args.on}
+    calls = {}
+    with tqdm(total=len(subjects) * len(args.tokens), unit="layer", disable=None) as bar:
+        for size in args.tokens:
+            for subject in subjects:
+                batch = max(1, args.batch_tokens // math.prod(size))
+                calls[size, subject.name] = count(subject, size, batch, args.mode, args.dtype)
+                bar.update()
+    print(f"Predictions, not measurements: {args.mode}, {args.dtype}, eager, {args.batch_tokens} tokens in a batch.\n")
+    print(*(f"- {name}: {device}" for name, device in devices.items()), "", sep="\n")
+    print(counts_table(calls, devices), crossovers(calls, devices), sep="\n\n")
+
+
+Calls = Mapping[tuple[Grid, str], Sequence[Operator]]
+"""Grid, name of a layer -> the operators of a call."""
+
+
+def counts_table(calls: Calls, devices: Mapping[str, Device]) -> str:
+    """Formats what calls move, compute and launch, and their predicted times and speed-ups over softmax."""
+    rows = []
+    for (size, name), operators in calls.items():
+        flops = {width: sum(o.flops for o in operators if o.dtype.itemsize == width) for width in (2, 4)}
+        row = {"tokens": str(math.prod(size)), "name": name, "GB": f"{sum(o.nbytes for o in operators) / 1e9:.1f}"}
+        row |= {f"TFLOP, {8 * width} bits": f"{flops[width] / 1e12:.3f}" if flops[width] else "" for width in flops}
+        row["operators"] = str(len(operators))
+        for device in devices:
+            seconds, softmax = (predict(calls[size, each], devices[device]) for each in (name, "softmax"))
+            row[f"{device}: ms (speed-up)"] = f"{1e3 * seconds:.2f} ({softmax / seconds:.2f})"
+        rows.append(row)
+    return compact_table(rows)
+
+
+def crossovers(calls: Calls, devices: Mapping[str, Device]) -> str:
+    """Formats the least of the sizes from which on layers are predicted to be faster than fused softmax attention."""
+    sizes = sorted(dict.fromkeys(size for size, _ in calls), key=math.prod)
+    rows = []
+    for name in dict.fromkeys(name for _, name in calls if name != "softmax"):
+        row = [name]
+        for device in devices.values():
+            slower = [s for s in sizes if predict(calls[s, name], device) >= predict(calls[s, "softmax"], device)]
+            later = sizes[sizes.index(slower[-1]) + 1 :] if slower else sizes
+            row.append(str(math.prod(later[0])) if later else f"above {math.prod(sizes[-1])}")
+        rows.append(row)
+    title = "Tokens from which on a layer is predicted to be faster than fused softmax attention:"
+    return f"{title}\n\n{markdown_table(['name', *devices], rows)}"
+
+
+def validate(args: argparse.Namespace, subjects: Sequence[Subject], costs: Mapping[Grid, Sequence[Costs]]) -> str:
+    """Times layers on one core of this CPU in turns, and formats the rank correlation with their predicted times."""
+    pairs: dict[Grid, list[tuple[float, float]]] = {}
+    lines = []
+    for size in args.tokens:
+        batch = MEASURED.get(size, 1)
+        device = this_cpu(args.dtype, (batch * math.prod(size), args.dim))
+        comparison = Comparison(
+            "attention", subjects, "softmax", costs[size], size, batch, args.mode, args.dtype, "eager"
+        )
+        rows = compare(comparison, ROUNDS, CPU, time.process_time, CALIBRATION_SAMPLE)
+        found = []
+        for subject, row in zip(subjects, rows, strict=True):
+            if row["seconds"]:
+                operators = count(subject, size, batch, args.mode, args.dtype, on_cpu=True)
+                found.append((predict(operators, device), row["seconds"]))
+                lines.append([subject.name, str(math.prod(size)), *(f"{1e3 * x:.2f}" for x in found[-1])])
+        pairs[size] = found
+    table = markdown_table(["name", "tokens", "predicted (ms)", "measured (ms)"], lines)
+    every = [pair for found in pairs.values() for pair in found]
+    summary = [agreement(f"{math.prod(size)} tokens", found) for size, found in pairs.items()]
+    return "\n".join([table, "", str(device), "", *summary, agreement("all", every)])
+
+
+def agreement(name: str, pairs: Sequence[tuple[float, float]]) -> str:
+    """Formats how well predicted and measured times agree."""
+    error = math.exp(statistics.median(abs(math.log(x / y)) for x, y in pairs))
+    correlation = rank_correlation(*zip(*pairs, strict=True))
+    return f"{name}: {len(pairs)} layers, rank correlation {correlation:.3f}, median factor {error:.2f}"
+
+
+if __name__ == "__main__":
+    main()
