@@ -51,6 +51,7 @@ class Operator(NamedTuple):
 class OperatorCounter(TorchDispatchMode):
     """Context that notes all operators but views and allocations; works on fake tensors too.
 
+    Constants, which depend on no tensor from outside and on no random number, are not noted: layers keep them.
     An operator with several kernels counts once. Kernels outside of PyTorch's own operators are not seen.
 
     Attributes:
@@ -62,6 +63,7 @@ class OperatorCounter(TorchDispatchMode):
         self.found: list[Operator] = []
         self.peak_bytes = self._live = 0
         self._known: dict[int, object] = {}
+        self._constants: set[int] = set()
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -75,6 +77,8 @@ class OperatorCounter(TorchDispatchMode):
         return result
 
     def _note(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        if function.is_view:
+            return
         name = function._schema.name.removeprefix("aten::")
         read, written = [], []
         for number, argument in enumerate(function._schema.arguments):
@@ -85,9 +89,11 @@ class OperatorCounter(TorchDispatchMode):
             read += [] if changes and (argument.is_out or name in OVERWRITING) else tensors
         storages = {_key(x) for x in (*read, *written)}
         results = [x for x in tree_leaves(result) if isinstance(x, Tensor) and _key(x) not in storages]
+        is_random = torch.Tag.nondeterministic_seeded in function.tags
+        constant = name not in ALLOCATIONS and not is_random and storages <= self._constants
         for x in results:
-            self._allocate(x.untyped_storage())
-        if name in ALLOCATIONS or not (results or written):  # an allocation, or a view
+            self._allocate(x.untyped_storage(), constant)
+        if constant or name in ALLOCATIONS or not (results or written):  # an allocation, or a copy that was not needed
             return
         written += results
         sizes = [*map(_bytes, read), *map(_bytes, written)]
@@ -106,9 +112,11 @@ class OperatorCounter(TorchDispatchMode):
             flops = flop_registry[function.overloadpacket](*args, **kwargs, out_val=result)
         self.found.append(Operator(name, sum(sizes), flops, elements, (read or written)[0].dtype))
 
-    def _allocate(self, storage: torch.UntypedStorage) -> None:
+    def _allocate(self, storage: torch.UntypedStorage, constant: bool) -> None:
         if storage._cdata in self._known:
             return
+        if constant:
+            self._constants.add(storage._cdata)
         size = storage.nbytes()
         self._live += size
         self.peak_bytes = max(self.peak_bytes, self._live)
@@ -117,6 +125,7 @@ class OperatorCounter(TorchDispatchMode):
     def _free(self, key: int, size: int) -> None:
         self._live -= size
         del self._known[key]
+        self._constants.discard(key)
 
 
 def count_operators(call: Callable[[], object]) -> list[Operator]:

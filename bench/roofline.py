@@ -76,9 +76,7 @@ SFU = "exponentials: 16 a clock and multiprocessor (CUDA C++ Programming Guide)"
 DEVICES = {
     "a100": Device(2.039e12, 312e12, 19.5e12, 2.44e12, 0.6, 5e-6, f"A100 80GB SXM data sheet; {SFU}; {FA2}"),
     "h100": Device(3.35e12, 989e12, 67e12, 3.9e12, 0.35, 5e-6, f"H100 SXM data sheet, without sparsity; {FA3}"),
-    "h200": Device(
-        4.8e12, 989e12, 67e12, 3.9e12, 0.35, 5e-6, "H200 SXM data sheet, without sparsity; else as H100"
-    ),
+    "h200": Device(4.8e12, 989e12, 67e12, 3.9e12, 0.35, 5e-6, "H200 SXM data sheet, without sparsity; else as H100"),
     "l4": Device(3e11, 121e12, 30.3e12, 1.96e12, 0.6, 5e-6, f"L4 data sheet, without sparsity; {SFU}; fused as A100"),
 }
 """Devices by name. Launches are assumed; they matter for small batches alone."""

@@ -36,6 +36,14 @@ def test_views_and_allocations_count_nothing():
     assert not counted(lambda: [torch.empty(3), x.new_empty(5), torch.empty_like(x)])
 
 
+def test_constants_count_nothing():
+    """Fake tensors make the tables anew that layers keep."""
+    x = torch.randn(4)
+    assert not counted(lambda: [torch.arange(6).mul(2).view(2, 3), torch.zeros(3) + 1])
+    assert [name for name, *_ in counted(lambda: x + torch.arange(4).mul_(2))] == ["add"]
+    assert [name for name, *_ in counted(lambda: torch.rand(3).exp())] == ["rand", "exp"]
+
+
 def test_grouped_convolutions_and_fused_attention():
     x, weight = torch.randn(B, C, 5, 7, requires_grad=True), torch.randn(C, 1, 3, 3, requires_grad=True)
     forward, *_, backward = count_operators(lambda: F.conv2d(x, weight, padding=1, groups=C).sum().backward())
