@@ -16,6 +16,7 @@ import torch
 
 from attention import ATTENTION, AttentionFactory, Grid
 from attention.options import OptionError, nearest
+from bench.agreement import Agreement
 from bench.calibration import (
     COVERED,
     Calibration,
@@ -294,33 +295,19 @@ def indistinct(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
-    """Returns Spearman's rank correlation; equal values share their mean rank. nan if all values of one are equal."""
-
-    def ranks(values: Sequence[float]) -> np.ndarray:
-        _, position, counts = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
-        return (counts.cumsum() - (counts - 1) / 2)[position]
-
-    a, b = (each - each.mean() for each in map(ranks, (x, y)))
-    norm = math.sqrt(float(a @ a) * float(b @ b))
-    return float(a @ b) / norm if norm else math.nan
-
-
 @dataclass(frozen=True)
 class Verification:
-    """Comparison of predicted with measured times of all candidates at one held-out shape.
+    """Comparison of predicted with measured times and peak memory of all candidates at one held-out shape.
 
     Attributes:
-        count: number of measured candidates. correlation: Spearman's, of predicted and measured times. error: median
-            factor, at least 1, between them. covered: share of times within their intervals. fastest: measured time of
-            the candidate that was predicted to be the fastest, relative to that of the fastest one.
+        seconds, peak_bytes: agreement of both. covered: share of times within their intervals. fastest: measured time
+            of the candidate that was predicted to be the fastest, relative to that of the fastest one.
         text: what became of the first choice.
     """
 
     shape: Shape
-    count: int
-    correlation: float
-    error: float
+    seconds: Agreement
+    peak_bytes: Agreement
     covered: float
     fastest: float
     text: str
@@ -333,13 +320,12 @@ class Verification:
         measured = {point.candidate.entry: point for point in points}
         pairs = [(choice, measured[choice.candidate.entry]) for choice in ranked if choice.candidate.entry in measured]
         predicted, found = [choice.seconds.value for choice, _ in pairs], [point.seconds for _, point in pairs]
-        errors = [abs(math.log(x / y)) for x, y in zip(predicted, found, strict=True)]
+        peaks = [choice.peak_bytes.value for choice, _ in pairs], [point.peak_bytes for _, point in pairs]
         within = [choice.seconds.low <= point.seconds <= choice.seconds.high for choice, point in pairs]
         return cls(
             shape,
-            len(pairs),
-            rank_correlation(predicted, found),
-            math.exp(float(np.median(errors))),
+            Agreement.of(predicted, found),
+            Agreement.of(*peaks),
             sum(within) / len(within),
             found[int(np.argmin(predicted))] / min(found),
             first_choice(pairs, budgets),
@@ -347,8 +333,8 @@ class Verification:
 
     def __str__(self) -> str:
         return (
-            f"{self.shape}: {self.count} candidates, rank correlation {self.correlation:.3f}, predicted and measured"
-            f" times differ by a factor of {self.error:.2f} (median), {self.covered:.0%} lie in their intervals."
+            f"{self.shape}: {self.seconds.count} candidates. Predicted and measured times: {self.seconds},"
+            f" {self.covered:.0%} in their intervals. Peak memory: {self.peak_bytes}."
             f" Predicted fastest: {self.fastest:.2f} x the time of the fastest. {self.text}"
         )
 

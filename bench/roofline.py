@@ -11,7 +11,6 @@ or computed. Autocast's list of operators is that of a CPU. Compiled layers and 
 
 import argparse
 import math
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,11 +21,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tqdm import tqdm
 
 from attention import Grid
+from bench.agreement import Agreement
 from bench.arguments import every_mechanism, positive, token_grid
 from bench.calibration import CALIBRATION_SAMPLE, ROUNDS
 from bench.comparison import Comparison, compare
 from bench.operators import Operator, OperatorCounter, unchunked
-from bench.recommend import rank_correlation
 from bench.results import describe
 from bench.timing import SAMPLE_SECONDS, elapsed
 from bench.workload import DTYPES, MODES, Subject, attention_layer
@@ -212,34 +211,22 @@ def crossovers(calls: Calls, devices: Mapping[str, Device]) -> str:
 
 
 def validate(args: argparse.Namespace, subjects: Sequence[Subject], costs: Mapping[Grid, Sequence[Costs]]) -> str:
-    """Times layers on one core of this CPU in turns, and formats the rank correlation with their predicted times."""
-    pairs: dict[Grid, list[tuple[float, float]]] = {}
-    lines = []
+    """Times layers on one core of this CPU in turns, and formats how well the predicted times agree."""
+    device, lines = this_cpu(args.dtype, (math.prod(args.tokens[0]) * MEASURED.get(args.tokens[0], 1), args.dim)), []
+    pairs: dict[str, list[tuple[float, float]]] = {"all": []}
     for size in args.tokens:
-        batch = MEASURED.get(size, 1)
-        device = this_cpu(args.dtype, (batch * math.prod(size), args.dim))
-        comparison = Comparison(
-            "attention", subjects, "softmax", costs[size], size, batch, args.mode, args.dtype, "eager"
-        )
+        setting = size, MEASURED.get(size, 1), args.mode, args.dtype
+        comparison = Comparison("attention", subjects, "softmax", costs[size], *setting, "eager")
         rows = compare(comparison, ROUNDS, CPU, time.process_time, CALIBRATION_SAMPLE)
-        found = []
         for subject, row in zip(subjects, rows, strict=True):
             if row["seconds"]:
-                operators = count(subject, size, batch, args.mode, args.dtype, on_cpu=True)
-                found.append((predict(operators, device), row["seconds"]))
-                lines.append([subject.name, str(math.prod(size)), *(f"{1e3 * x:.2f}" for x in found[-1])])
-        pairs[size] = found
+                pair = predict(count(subject, *setting, on_cpu=True), device), row["seconds"]
+                pairs["all"].append(pair)
+                pairs.setdefault(f"{math.prod(size)} tokens", []).append(pair)
+                lines.append([subject.name, str(math.prod(size)), *(f"{1e3 * seconds:.2f}" for seconds in pair)])
     table = markdown_table(["name", "tokens", "predicted (ms)", "measured (ms)"], lines)
-    every = [pair for found in pairs.values() for pair in found]
-    summary = [agreement(f"{math.prod(size)} tokens", found) for size, found in pairs.items()]
-    return "\n".join([table, "", str(device), "", *summary, agreement("all", every)])
-
-
-def agreement(name: str, pairs: Sequence[tuple[float, float]]) -> str:
-    """Formats how well predicted and measured times agree."""
-    error = math.exp(statistics.median(abs(math.log(x / y)) for x, y in pairs))
-    correlation = rank_correlation(*zip(*pairs, strict=True))
-    return f"{name}: {len(pairs)} layers, rank correlation {correlation:.3f}, median factor {error:.2f}"
+    found = [f"{name}, {len(each)} layers: {Agreement.of(*zip(*each, strict=True))}" for name, each in pairs.items()]
+    return "\n".join([str(device), "", table, "", *found])
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ import pytest
 import benchmark
 from attention import ATTENTION, OptionError
 from bench import quality, recommend
+from bench.agreement import rank_correlation
 from bench.calibration import (
     SCALES,
     Calibration,
@@ -29,7 +30,7 @@ from bench.calibration import (
     sizes_of,
 )
 from bench.quality import MEASURED, MEASURES, STORED, Quality, default_measure, derive, find_quality, read_quality
-from bench.recommend import Request, Verification, choices, first_choice, indistinct, rank_correlation, rows_of
+from bench.recommend import Request, Verification, choices, first_choice, indistinct, rows_of
 from engine.runtime.errors import UserError
 
 ASKED = Shape((20, 28), 24, 2)
@@ -216,8 +217,9 @@ def test_verification():
     ranked = choices(asked, ASKED, calibrate("softmax", "local", "xca"))
     points = [point(choice.candidate, ASKED) for choice in ranked]
     found = Verification.of(ranked, points, ASKED, asked.budgets)
-    assert (found.count, found.correlation) == (len(ranked), pytest.approx(1))
-    assert (found.error, found.fastest) == (pytest.approx(1, rel=1e-2), 1)
+    assert found.seconds == (len(ranked), pytest.approx(1), pytest.approx(1, rel=1e-2))
+    assert found.peak_bytes == (len(ranked), pytest.approx(1), pytest.approx(1, rel=1e-2))
+    assert found.fastest == 1
     assert "First choice: softmax" in found.text
     assert "regret in quality 0, in time 0%" in found.text
     slow = min(ranked, key=lambda choice: choice.seconds.value).candidate.entry
@@ -227,7 +229,9 @@ def test_verification():
     fastest = min(p.seconds for p in points)
     assert found.fastest == pytest.approx(next(p.seconds for p in points if p.candidate.entry == slow) / fastest)
     assert 1 < found.fastest <= 3
-    assert found.correlation < 1
+    assert found.seconds.correlation < 1
+    large = [p._replace(peak_bytes=3 * p.peak_bytes) for p in points]
+    assert Verification.of(ranked, large, ASKED, asked.budgets).peak_bytes.error == pytest.approx(3, rel=1e-2)
     assert found.covered == pytest.approx(1 - 1 / len(ranked))
 
 

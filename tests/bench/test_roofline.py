@@ -6,7 +6,7 @@ import torch
 from attention.ops import memory
 from bench import roofline
 from bench.operators import Operator
-from bench.roofline import DEVICES, Device, agreement, count, counts_table, crossovers, predict
+from bench.roofline import DEVICES, Device, count, counts_table, crossovers, predict
 from bench.workload import Workload, attention_layer
 
 SLOW = Device(bandwidth=100.0, half=50.0, single=10.0, elements=20.0, fused=0.5, launch=1.0, source="made up")
@@ -66,11 +66,6 @@ def test_fused_attention_wins_small_grids_and_loses_large_ones():
     assert "| 16 | eva | 0.0 | 1 | 50000.00 (0.51) |" in counts_table(calls, {"slow": SLOW})
 
 
-def test_agreement():
-    assert agreement("all", [(1, 2), (2, 4), (3, 6)]) == "all: 3 layers, rank correlation 1.000, median factor 2.00"
-    assert "correlation -1.000" in agreement("all", [(1, 2), (2, 1)])
-
-
 def test_the_command_predicts_and_validates(capsys, monkeypatch):
     small = "--attention", "mean", "--dim", "12", "--tokens", "16"
     roofline.main([*small, "--batch-tokens", "144"])
@@ -80,7 +75,7 @@ def test_the_command_predicts_and_validates(capsys, monkeypatch):
     monkeypatch.setattr(roofline, "SAMPLE_SECONDS", 1e-4)
     roofline.main([*small, "--validate"])
     printed = capsys.readouterr().out
-    assert "all: 2 layers, rank correlation" in printed
+    assert "all, 2 layers: rank correlation" in printed
     assert "measured on one core" in printed
 
 
