@@ -353,7 +353,8 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "First choice: eva:num_landmarks=49, predicted" in out
     assert "measured at 196 tokens, asked 560" in out
-    assert out.count("rank correlation 1.000") == 2
+    assert out.count("times: rank correlation 1.000") == 2
+    assert out.count("Peak memory: rank correlation ") == 2
     with (tmp_path / recommend.FILE).open() as file:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == recommend.COLUMNS
@@ -367,7 +368,7 @@ def test_a_real_calibration_in_small(capsys):
     benchmark.main([*ASK[:-2], *small])
     out = capsys.readouterr().out
     assert "First choice: softmax" in out
-    assert "6x8 tokens, 24 channels, 2 heads: 2 candidates, rank correlation" in out
+    assert "6x8 tokens, 24 channels, 2 heads: 2 candidates. Predicted and measured times: rank correlation" in out
 
 
 def test_the_installed_package_has_the_file():
