@@ -33,6 +33,7 @@ from bench.figures import draw_figures
 from bench.quality import MEASURES
 from bench.recommend import BUDGETS, Request, measure_on, recommend
 from bench.results import MEMORY, NOISE, describe, format_results, write_tables
+from bench.roofline import DEVICES
 from bench.workload import DTYPES, EXECUTIONS, MODES
 from engine.config.papers import PaperRow, read_papers
 from engine.runtime.arguments import ArgumentParser
@@ -114,6 +115,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--budget", **many, metavar="KEY=LIMIT", help=f"with --recommend: {budgets}")
     add("--measure", choices=tuple(MEASURES), help="quality that ranks; default: the first with stored values")
     add("--calibrate", type=positive, metavar="SECONDS", help="limit of the calibration; default: 60")
+    elsewhere = "with --recommend: predict for a device that is not here (bench/roofline.py), without a calibration"
+    add("--on", choices=tuple(DEVICES), help=elsewhere)
     held_out = "with --recommend: time all candidates at these grids (none: at --tokens), and compare"
     add("--verify", nargs="*", type=token_grid, metavar="N|HxW", help=held_out)
     args = parser.parse_args(arguments)
@@ -122,8 +125,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("give --attention, --models or --macs, or --recommend")
     if args.recommend:
         refuse_beside_recommend(parser, args)
-    elif args.budget or args.measure or args.calibrate or args.verify is not None:
-        parser.error("--budget, --measure, --calibrate and --verify: give --recommend")
+    elif args.budget or args.measure or args.calibrate or args.on or args.verify is not None:
+        parser.error("--budget, --measure, --calibrate, --on and --verify: give --recommend")
     args.modes = args.modes or (["inference"] if args.recommend else ["forward", "forward+backward"])
     args.rounds = args.rounds or (ROUNDS if args.recommend else 10)
     if args.recommend:
@@ -150,6 +153,8 @@ def refuse_beside_recommend(parser: ArgumentParser, args: argparse.Namespace) ->
         values = getattr(args, name)
         if values and len(values) > 1:
             parser.error(f"--{name}: --recommend takes one value, got {len(values)}; give one")
+    if args.on and (args.verify is not None or args.calibrate or args.modes == ["train"]):
+        parser.error("--on: a device that is not here is not measured; leave out --verify, --calibrate, --modes train")
     if args.execution != ["eager"]:
         parser.error("--execution: --recommend times eager layers; leave it out")
 

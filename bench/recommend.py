@@ -18,7 +18,6 @@ from attention import ATTENTION, AttentionFactory, Grid
 from attention.options import OptionError, nearest
 from bench.agreement import Agreement
 from bench.calibration import (
-    COVERED,
     Calibration,
     Candidate,
     Measure,
@@ -31,6 +30,7 @@ from bench.calibration import (
     stopwatch,
 )
 from bench.quality import MEASURES, Match, Quality, default_measure, find_quality, read_quality
+from bench.roofline import Roofline
 from bench.workload import read_options
 from engine.reporting.tables import compact_table
 from engine.runtime.files import make_output, to_csv, write_file
@@ -190,12 +190,12 @@ def cost_by_budget(seconds: float, peak_bytes: float, macs_ratio: float) -> dict
     return {"ms": 1e3 * seconds, "memory": peak_bytes / 2**20, "macs": macs_ratio}
 
 
-def choices(request: Request, shape: Shape, calibration: Calibration) -> list[Choice]:
+def choices(request: Request, shape: Shape, predictor: Calibration | Roofline) -> list[Choice]:
     """Returns all candidates whose costs can be predicted, the best first: by quality, then by predicted time."""
     softmax = Candidate("softmax", {}).costs(shape).macs
     found = []
     for candidate in request.candidates(shape):
-        if predicted := calibration.predict(candidate, shape):
+        if predicted := predictor.predict(candidate, shape):
             macs = candidate.costs(shape).macs
             match = find_quality(candidate, shape, request.stored)
             found.append(Choice(candidate, *predicted, macs, macs / softmax, match))
@@ -237,17 +237,14 @@ def readable(row: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def report(rows: Sequence[Mapping[str, Any]], request: Request, calibration: Calibration) -> str:
+def report(rows: Sequence[Mapping[str, Any]], request: Request, predictor: Calibration | Roofline) -> str:
     """Formats the recommendation: conditions, the best size of each mechanism, the first choice."""
     limits = ", ".join(f"{key}={limit:g}" for key, limit in request.budgets.items()) or "none"
     lines = [
         f"{request.shape}, images in a call: {request.shape.batch}. Budgets: {limits}.",
-        f"Calibrated with {len(calibration.points)} measurements: {'; '.join(map(str, calibration.shapes))}.",
-        f"Intervals cover {COVERED:.0%} of the calibration's own errors, each measurement predicted from the others.",
+        str(predictor),
         f"Quality: {request.measure}, {MEASURES[request.measure]}. Less is better.",
     ]
-    if calibration.skipped:
-        lines += [f"No time for {'; '.join(map(str, calibration.skipped))}: --calibrate gives more seconds."]
     predicted = {row["mechanism"] for row in rows}
     missing = dict.fromkeys(family.name for family in request.families if family.name not in predicted)
     if missing:
@@ -376,16 +373,22 @@ def recommend(
     measure: Measure,
     watch: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Calibrates, prints the recommendation, verifies it at held-out grids, and writes `FILE` and `VERIFIED`."""
-    calibration = Calibration.run(request.families, request.shape, measure, args.calibrate, watch)
-    rows = rows_of(choices(request, request.shape, calibration), request)
-    print(report(rows, request, calibration), flush=True)
+    """Prints the recommendation, verifies it at held-out grids, and writes `FILE` and `VERIFIED`.
+
+    Calibrates this device; for a device that `args.on` names, the roofline predicts.
+    """
+    if args.on:
+        predictor = Roofline(args.on, args.modes[0], args.dtypes[0])
+    else:
+        predictor = Calibration.run(request.families, request.shape, measure, args.calibrate, watch)
+    rows = rows_of(choices(request, request.shape, predictor), request)
+    print(report(rows, request, predictor), flush=True)
     if args.output:
         write_file(args.output / FILE, to_csv(COLUMNS, ([row[name] for name in COLUMNS] for row in rows)))
     verified = []
     for grid in request.held_out:
         shape = request.shape._replace(grid=grid)
-        ranked = choices(request, shape, calibration)
+        ranked = choices(request, shape, predictor)
         points = measure([choice.candidate for choice in ranked], shape)
         print(Verification.of(ranked, points, shape, request.budgets), flush=True)
         predicted = {choice.candidate.entry: choice for choice in ranked}

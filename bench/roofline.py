@@ -23,7 +23,7 @@ from tqdm import tqdm
 from attention import Grid
 from bench.agreement import Agreement
 from bench.arguments import every_mechanism, positive, token_grid
-from bench.calibration import CALIBRATION_SAMPLE, ROUNDS
+from bench.calibration import CALIBRATION_SAMPLE, ROUNDS, Candidate, Prediction, Shape
 from bench.comparison import Comparison, compare
 from bench.operators import Operator, OperatorCounter, unchunked
 from bench.results import describe
@@ -32,7 +32,7 @@ from bench.workload import DTYPES, MODES, Subject, attention_layer
 from engine.reporting.tables import compact_table, markdown_table
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import AMP_DTYPE, autocast
-from engine.runtime.errors import refuse_bad_input
+from engine.runtime.errors import ConfigError, refuse_bad_input
 from engine.runtime.memory import limit_memory
 from engine.runtime.provenance import provenance
 from models.costs import Costs
@@ -93,22 +93,43 @@ def seconds_of(operator: Operator, device: Device) -> float:
     return max(device.launch, operator.nbytes / device.bandwidth, products, operator.elements / device.elements)
 
 
-def count(subject: Subject, size: Grid, batch: int, mode: str, dtype: str, on_cpu: bool = False) -> list[Operator]:
-    """Counts the operators of a call of a layer on fake tensors.
+def count(subject: Subject, size: Grid, batch: int, mode: str, dtype: str, on_cpu: bool = False) -> OperatorCounter:
+    """Counts the operators of a call of a layer, and their memory, on fake tensors.
 
     Args:
         mode: forward, forward+backward or inference. on_cpu: counts chunks for the caches of a CPU one by one.
     """
     network = subject.build(size).train(mode != "inference")
-    path = nullcontext() if on_cpu else unchunked()
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(mode != "inference"):
+    path, amp = nullcontext() if on_cpu else unchunked(), None if dtype == "fp32" else dtype
+    with path, FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(mode != "inference"):
         inputs = subject.example(network, size, batch, "cpu")
-        with path, OperatorCounter() as counter:
-            with autocast(None if dtype == "fp32" else dtype, CPU):
-                y = network(*inputs)
-            if mode == "forward+backward":
-                torch.autograd.grad(y, [inputs[0], *network.parameters()], torch.empty_like(y), allow_unused=True)
-    return counter.found
+        with OperatorCounter() as counter, subject.on_path(), autocast(amp, CPU):
+            y = network(*inputs)
+        if mode == "forward+backward":
+            gradient = torch.empty_like(y)
+            with counter:
+                torch.autograd.grad(y, [inputs[0], *network.parameters()], gradient, allow_unused=True)
+    return counter
+
+
+class Roofline:
+    """Predictions for a device that is not here, in the place of a calibration (`bench.calibration.Calibration`).
+
+    An interval begins at the prediction and has no end, since no device reaches its rates throughout.
+    """
+
+    def __init__(self, name: str, mode: str, dtype: str):
+        self.name, self.mode, self.dtype = name, mode, dtype
+
+    def __str__(self) -> str:
+        return f"Predicted for {self.name}, not measured: {DEVICES[self.name]}."
+
+    def predict(self, candidate: Candidate, shape: Shape) -> tuple[Prediction, Prediction]:
+        """Predicts seconds and bytes."""
+        subject = attention_layer(candidate.entry, shape.dim, shape.num_heads)
+        counter = count(subject, shape.grid, shape.batch, self.mode, self.dtype)
+        seconds = predict(counter.found, DEVICES[self.name])
+        return Prediction(seconds, seconds, math.inf, 1.0), Prediction(*[float(counter.peak_bytes)] * 3, 1.0)
 
 
 def this_cpu(dtype: str, shape: tuple[int, int]) -> Device:
@@ -156,6 +177,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with refuse_bad_input():
         names = every_mechanism(["softmax", *args.attention])
         subjects = [attention_layer(name, args.dim, args.num_heads) for name in names]
+        for subject in subjects:
+            if subject.path == "triton":
+                raise ConfigError(f"{subject.name!r}: Triton's kernels are not counted; leave out @triton")
         costs = {size: [subject.check(size) for subject in subjects] for size in args.tokens}
     if args.validate:
         torch.set_num_threads(1)
@@ -169,7 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for size in args.tokens:
             for subject in subjects:
                 batch = max(1, args.batch_tokens // math.prod(size))
-                calls[size, subject.name] = count(subject, size, batch, args.mode, args.dtype)
+                calls[size, subject.name] = count(subject, size, batch, args.mode, args.dtype).found
                 bar.update()
     print(f"Predictions, not measurements: {args.mode}, {args.dtype}, eager, {args.batch_tokens} tokens in a batch.\n")
     print(*(f"- {name}: {device}" for name, device in devices.items()), "", sep="\n")
@@ -220,7 +244,7 @@ def validate(args: argparse.Namespace, subjects: Sequence[Subject], costs: Mappi
         rows = compare(comparison, ROUNDS, CPU, time.process_time, CALIBRATION_SAMPLE)
         for subject, row in zip(subjects, rows, strict=True):
             if row["seconds"]:
-                pair = predict(count(subject, *setting, on_cpu=True), device), row["seconds"]
+                pair = predict(count(subject, *setting, on_cpu=True).found, device), row["seconds"]
                 pairs["all"].append(pair)
                 pairs.setdefault(f"{math.prod(size)} tokens", []).append(pair)
                 lines.append([subject.name, str(math.prod(size)), *(f"{1e3 * seconds:.2f}" for seconds in pair)])

@@ -1,8 +1,8 @@
 """Workloads of a benchmark: single layers and whole models by name, with random inputs, as repeatable calls."""
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -46,6 +46,12 @@ class Subject:
     path: kernels.Path
     build: Callable[[Grid], nn.Module]
     example: Callable[[nn.Module, Grid, int, torch.device | str], tuple[Any, ...]]
+
+    @contextmanager
+    def on_path(self) -> Iterator[None]:
+        """Context of calls on its path. On the path "plain" torch's softmax attention, too, computes its matrix."""
+        with kernels.use(self.path), sdpa_kernel(SDPBackend.MATH) if self.path == "plain" else nullcontext():
+            yield
 
     def check(self, size: Grid) -> Costs:
         """Counts the costs for one image in evaluation, on the meta device.
@@ -173,7 +179,6 @@ class Workload:
 
     Modes: `forward` in training mode, with a graph; `forward+backward` to all parameters and all inputs but images;
     `train`, also a step of AdamW; `inference` in evaluation mode, without a graph. Half precision uses autocast.
-    On the path "plain" torch's softmax attention, too, computes its whole matrix in memory.
 
     Raises:
         torch.OutOfMemoryError: the GPU is too small.
@@ -182,7 +187,7 @@ class Workload:
     def __init__(
         self, subject: Subject, size: Grid, batch: int, mode: str, dtype: str, execution: str, device: torch.device
     ):
-        self.path, self.device, self.amp = subject.path, device, None if dtype == "fp32" else dtype
+        self.on_path, self.device, self.amp = subject.on_path, device, None if dtype == "fp32" else dtype
         torch.manual_seed(0)
         self.tokens, self.execution = batch * math.prod(size), execution
         network = initialise_weights(subject.build(size)).to(device)
@@ -211,8 +216,7 @@ class Workload:
             self.call()
 
     def forward(self) -> Tensor:
-        torchs_own = sdpa_kernel(SDPBackend.MATH) if self.path == "plain" else nullcontext()
-        with kernels.use(self.path), torchs_own, autocast(self.amp, self.device):
+        with self.on_path(), autocast(self.amp, self.device):
             return self.network(*self.inputs)
 
     def backward(self) -> None:

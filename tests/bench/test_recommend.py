@@ -362,6 +362,18 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert {row["meets_budgets"] for row in rows} == {"True", "False"}
 
 
+def test_a_device_that_is_not_here(capsys):
+    """Nothing is measured, and the peak memory is that of the path of its tensors."""
+    benchmark.main([*ASK, "--attention", "softmax", "local", "--on", "h100", "--budget", "ms=1"])
+    out = capsys.readouterr().out
+    assert "Predicted for h100, not measured: 3350 GB/s" in out
+    assert "Calibrated" not in out
+    assert "| 0.015 (0.015–inf) |" in out  # three launches of 5 microseconds
+    with pytest.raises(SystemExit):
+        benchmark.main([*ASK, "--on", "h100", "--verify"])
+    assert "--on: a device that is not here is not measured" in capsys.readouterr().err
+
+
 def test_a_real_calibration_in_small(capsys):
     """Layers are measured, and no time is looked at."""
     small = ["--tokens", "6x8", "--attention", "softmax", "xca", "--rounds", "2", "--calibrate", "1", "--verify"]

@@ -5,7 +5,7 @@ import torch
 
 from attention.ops import memory
 from bench import roofline
-from bench.operators import Operator
+from bench.operators import Operator, OperatorCounter, unchunked
 from bench.roofline import DEVICES, Device, count, counts_table, crossovers, predict
 from bench.workload import Workload, attention_layer
 
@@ -31,9 +31,13 @@ def test_a_prediction_is_the_formula():
 def test_nothing_is_allocated_and_the_count_is_that_of_a_real_call(name):
     subject = attention_layer(name, 12, 3)
     workload = Workload(subject, (14, 14), 2, "forward+backward", "fp32", "eager", torch.device("cpu"))
-    found = count(subject, (14, 14), 2, "forward+backward", "fp32")
+    counter = count(subject, (14, 14), 2, "forward+backward", "fp32")
+    found = counter.found
     assert len(found) == workload.counts()["operators"]
-    large = count(subject, (14, 14), 2_000_000, "forward+backward", "fp32")  # terabytes
+    with unchunked(), OperatorCounter() as real:
+        workload.call()
+    assert counter.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02)
+    large = count(subject, (14, 14), 2_000_000, "forward+backward", "fp32").found  # hundreds of gigabytes
     assert len(large) == len(found)
     assert sum(each.nbytes for each in large) == pytest.approx(1e6 * sum(each.nbytes for each in found), rel=0.1)
 
@@ -41,14 +45,23 @@ def test_nothing_is_allocated_and_the_count_is_that_of_a_real_call(name):
 def test_the_path_off_a_cpu_has_no_chunks(monkeypatch):
     subject = attention_layer("local:window_size=2", 12, 3)
     monkeypatch.setattr(memory, "CACHE", 1)
-    whole, chunked = (count(subject, (4, 6), 5, "inference", "fp32", on_cpu) for on_cpu in (False, True))
+    whole, chunked = (count(subject, (4, 6), 5, "inference", "fp32", on_cpu).found for on_cpu in (False, True))
     assert len(chunked) > len(whole)
     assert sum(o.flops for o in chunked) == sum(o.flops for o in whole)
 
 
+def test_paths_are_counted_as_they_are_named():
+    moved = {}
+    for name in ("softmax", "softmax@plain", "eva", "eva@plain"):
+        counter = count(attention_layer(name, 12, 3), (14, 14), 2, "inference", "fp32")
+        moved[name] = sum(each.nbytes for each in counter.found)
+    assert moved["softmax@plain"] > moved["softmax"] + 2 * 2 * 3 * 196**2 * 4  # writes and reads the matrix
+    assert moved["eva@plain"] != moved["eva"]
+
+
 def test_half_precision_moves_less():
     subject = attention_layer("softmax", 12, 3)
-    single, half = (count(subject, (8, 8), 64, "inference", dtype) for dtype in ("fp32", "bf16"))
+    single, half = (count(subject, (8, 8), 64, "inference", dtype).found for dtype in ("fp32", "bf16"))
     assert {each.dtype for each in half if each.flops} == {F16}
     bytes_of_products = [sum(o.nbytes for o in each if o.flops) for each in (single, half)]
     assert bytes_of_products[1] == pytest.approx(bytes_of_products[0] / 2, rel=0.1)
@@ -83,6 +96,9 @@ def test_refuses_with_one_line(capsys):
     with pytest.raises(SystemExit, match="2"):
         roofline.main(["--attention", "evaa"])
     assert "did you mean 'eva'?" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        roofline.main(["--attention", "eva@triton"])
+    assert "'eva@triton': Triton's kernels are not counted; leave out @triton" in capsys.readouterr().err
     with pytest.raises(SystemExit, match="2"):
         roofline.main(["--on", "h101"])
     assert "invalid choice: 'h101'" in capsys.readouterr().err
