@@ -3,6 +3,7 @@
     python benchmark.py --attention eva lara performer                        # single layers, against softmax
     python benchmark.py --attention eva eva:num_landmarks=196 --tokens 196 784 3136 --modes forward train \\
         --dtypes fp32 bf16 --output runs/benchmark                            # table, CSV, JSON and figures
+    python benchmark.py --attention all --tokens 784 --modes forward+backward  # is any slower than its arithmetic?
     python benchmark.py --core --attention lara lara@plain --baseline lara@plain  # fast path against the definition
     python benchmark.py --against plain --attention eva lara  # each against itself on another path
     python benchmark.py --models timm:vit_tiny_patch16_224:patch_size=8 deit_tiny_p8:eva
@@ -14,7 +15,6 @@ quartiles. --rounds 3 gives a quick look.
 """
 
 import argparse
-import math
 import os
 import time
 from collections.abc import Sequence
@@ -24,7 +24,8 @@ from typing import get_args
 import torch
 from tqdm import tqdm
 
-from attention import Grid, kernels
+from attention import kernels
+from bench.arguments import every_mechanism, image_size, positive, token_grid
 from bench.calibration import ROUNDS
 from bench.comparison import BATCH_TOKENS, compare, plan
 from bench.costs import CONFIGS, print_costs, print_costs_by_size
@@ -32,6 +33,7 @@ from bench.figures import draw_figures
 from bench.quality import MEASURES
 from bench.recommend import BUDGETS, Request, measure_on, recommend
 from bench.results import MEMORY, NOISE, describe, format_results, write_tables
+from bench.roofline import DEVICES
 from bench.workload import DTYPES, EXECUTIONS, MODES
 from engine.config.papers import PaperRow, read_papers
 from engine.runtime.arguments import ArgumentParser
@@ -84,7 +86,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     layers, models = "NAME[@PATH][:OPTION=VALUE,...]", "NAME:ATTENTION[@PATH][:OPTION=VALUE,...]"
     add("configs", nargs="*", help="with --macs: YAML files; none: the papers' rows and all mechanisms")
     add("--macs", action="store_true", help="parameters and multiply-accumulates beside the papers' figures")
-    add("--attention", **many, metavar=layers, help="single layers; PATH: fast paths, as train.kernels")
+    add("--attention", **many, metavar=layers, help="single layers, or all; PATH: fast paths, as train.kernels")
     add("--core", action="store_true", help="layers without their projections: from q, k, v to attended values")
     add("--models", **many, metavar="MODEL", help=f"{models}, timm:NAME[:OPTION=VALUE,...], or a YAML file")
     on_path = "compare each layer with itself on this path, not with softmax"
@@ -113,15 +115,18 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--budget", **many, metavar="KEY=LIMIT", help=f"with --recommend: {budgets}")
     add("--measure", choices=tuple(MEASURES), help="quality that ranks; default: the first with stored values")
     add("--calibrate", type=positive, metavar="SECONDS", help="limit of the calibration; default: 60")
+    elsewhere = "with --recommend: predict for a device that is not here (bench/roofline.py), without a calibration"
+    add("--on", choices=tuple(DEVICES), help=elsewhere)
     held_out = "with --recommend: time all candidates at these grids (none: at --tokens), and compare"
     add("--verify", nargs="*", type=token_grid, metavar="N|HxW", help=held_out)
     args = parser.parse_args(arguments)
+    args.attention = every_mechanism(args.attention)
     if not (args.macs or args.attention or args.models or args.recommend):
         parser.error("give --attention, --models or --macs, or --recommend")
     if args.recommend:
         refuse_beside_recommend(parser, args)
-    elif args.budget or args.measure or args.calibrate or args.verify is not None:
-        parser.error("--budget, --measure, --calibrate and --verify: give --recommend")
+    elif args.budget or args.measure or args.calibrate or args.on or args.verify is not None:
+        parser.error("--budget, --measure, --calibrate, --on and --verify: give --recommend")
     args.modes = args.modes or (["inference"] if args.recommend else ["forward", "forward+backward"])
     args.rounds = args.rounds or (ROUNDS if args.recommend else 10)
     if args.recommend:
@@ -148,34 +153,10 @@ def refuse_beside_recommend(parser: ArgumentParser, args: argparse.Namespace) ->
         values = getattr(args, name)
         if values and len(values) > 1:
             parser.error(f"--{name}: --recommend takes one value, got {len(values)}; give one")
+    if args.on and (args.verify is not None or args.calibrate or args.modes == ["train"]):
+        parser.error("--on: a device that is not here is not measured; leave out --verify, --calibrate, --modes train")
     if args.execution != ["eager"]:
         parser.error("--execution: --recommend times eager layers; leave it out")
-
-
-def positive(text: str) -> int:
-    """Parses a whole number of at least 1."""
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
-    return int(text)
-
-
-def image_size(text: str) -> Grid:
-    """Parses ``"224"`` or ``"224x320"`` as rows and columns."""
-    sides = [positive(side) for side in text.split("x")]
-    if len(sides) > 2:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a side nor HxW")
-    return sides[0], sides[-1]
-
-
-def token_grid(text: str) -> Grid:
-    """Parses ``"784"``, a square number, or ``"14x28"`` as rows and columns."""
-    if "x" in text:
-        return image_size(text)
-    side = math.isqrt(positive(text))
-    if side**2 != int(text):
-        nearest = round(int(text) ** 0.5) ** 2
-        raise argparse.ArgumentTypeError(f"{text} is no square number; nearest: {nearest}; or give HxW")
-    return side, side
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ def compare(
         calls, counts = set_up(comparison, device)
         times = time_rounds(calls, rounds, device, sample_seconds, clock=clock)
 
-    rows = []
+    rows, macs = [], {each.name: costs.macs for each, costs in zip(comparison.subjects, comparison.costs, strict=True)}
     for subject, costs in zip(comparison.subjects, comparison.costs, strict=True):
         row = {name: getattr(comparison, name, None) for name in COLUMNS}
         row |= costs._asdict() | counts.get(subject.name, {}) | {"name": subject.name, "size": size_text(comparison)}
@@ -112,6 +112,8 @@ def compare(
         if {subject.name, comparison.baseline} <= calls.keys():
             row |= quartile_columns("speedup", times.speedup(subject.name, comparison.baseline), times)
             row["peak_ratio"] = row["peak_bytes"] / counts[comparison.baseline]["peak_bytes"]
+            row["macs_ratio"] = macs[comparison.baseline] / row["macs"]
+            row["efficiency"] = row["speedup"] / row["macs_ratio"]
         rows.append(row)
     return rows
 

@@ -16,8 +16,8 @@ import torch
 
 from attention import ATTENTION, AttentionFactory, Grid
 from attention.options import OptionError, nearest
+from bench.agreement import Agreement
 from bench.calibration import (
-    COVERED,
     Calibration,
     Candidate,
     Measure,
@@ -30,6 +30,7 @@ from bench.calibration import (
     stopwatch,
 )
 from bench.quality import MEASURES, Match, Quality, default_measure, find_quality, read_quality
+from bench.roofline import Roofline
 from bench.workload import read_options
 from engine.reporting.tables import compact_table
 from engine.runtime.files import make_output, to_csv, write_file
@@ -189,12 +190,12 @@ def cost_by_budget(seconds: float, peak_bytes: float, macs_ratio: float) -> dict
     return {"ms": 1e3 * seconds, "memory": peak_bytes / 2**20, "macs": macs_ratio}
 
 
-def choices(request: Request, shape: Shape, calibration: Calibration) -> list[Choice]:
+def choices(request: Request, shape: Shape, predictor: Calibration | Roofline) -> list[Choice]:
     """Returns all candidates whose costs can be predicted, the best first: by quality, then by predicted time."""
     softmax = Candidate("softmax", {}).costs(shape).macs
     found = []
     for candidate in request.candidates(shape):
-        if predicted := calibration.predict(candidate, shape):
+        if predicted := predictor.predict(candidate, shape):
             macs = candidate.costs(shape).macs
             match = find_quality(candidate, shape, request.stored)
             found.append(Choice(candidate, *predicted, macs, macs / softmax, match))
@@ -236,17 +237,14 @@ def readable(row: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def report(rows: Sequence[Mapping[str, Any]], request: Request, calibration: Calibration) -> str:
+def report(rows: Sequence[Mapping[str, Any]], request: Request, predictor: Calibration | Roofline) -> str:
     """Formats the recommendation: conditions, the best size of each mechanism, the first choice."""
     limits = ", ".join(f"{key}={limit:g}" for key, limit in request.budgets.items()) or "none"
     lines = [
         f"{request.shape}, images in a call: {request.shape.batch}. Budgets: {limits}.",
-        f"Calibrated with {len(calibration.points)} measurements: {'; '.join(map(str, calibration.shapes))}.",
-        f"Intervals cover {COVERED:.0%} of the calibration's own errors, each measurement predicted from the others.",
+        str(predictor),
         f"Quality: {request.measure}, {MEASURES[request.measure]}. Less is better.",
     ]
-    if calibration.skipped:
-        lines += [f"No time for {'; '.join(map(str, calibration.skipped))}: --calibrate gives more seconds."]
     predicted = {row["mechanism"] for row in rows}
     missing = dict.fromkeys(family.name for family in request.families if family.name not in predicted)
     if missing:
@@ -294,33 +292,19 @@ def indistinct(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def rank_correlation(x: Sequence[float], y: Sequence[float]) -> float:
-    """Returns Spearman's rank correlation; equal values share their mean rank. nan if all values of one are equal."""
-
-    def ranks(values: Sequence[float]) -> np.ndarray:
-        _, position, counts = np.unique(np.asarray(values, float), return_inverse=True, return_counts=True)
-        return (counts.cumsum() - (counts - 1) / 2)[position]
-
-    a, b = (each - each.mean() for each in map(ranks, (x, y)))
-    norm = math.sqrt(float(a @ a) * float(b @ b))
-    return float(a @ b) / norm if norm else math.nan
-
-
 @dataclass(frozen=True)
 class Verification:
-    """Comparison of predicted with measured times of all candidates at one held-out shape.
+    """Comparison of predicted with measured times and peak memory of all candidates at one held-out shape.
 
     Attributes:
-        count: number of measured candidates. correlation: Spearman's, of predicted and measured times. error: median
-            factor, at least 1, between them. covered: share of times within their intervals. fastest: measured time of
-            the candidate that was predicted to be the fastest, relative to that of the fastest one.
+        seconds, peak_bytes: agreement of both. covered: share of times within their intervals. fastest: measured time
+            of the candidate that was predicted to be the fastest, relative to that of the fastest one.
         text: measured outcome of the first choice.
     """
 
     shape: Shape
-    count: int
-    correlation: float
-    error: float
+    seconds: Agreement
+    peak_bytes: Agreement
     covered: float
     fastest: float
     text: str
@@ -333,13 +317,12 @@ class Verification:
         measured = {point.candidate.entry: point for point in points}
         pairs = [(choice, measured[choice.candidate.entry]) for choice in ranked if choice.candidate.entry in measured]
         predicted, found = [choice.seconds.value for choice, _ in pairs], [point.seconds for _, point in pairs]
-        errors = [abs(math.log(x / y)) for x, y in zip(predicted, found, strict=True)]
+        peaks = [choice.peak_bytes.value for choice, _ in pairs], [point.peak_bytes for _, point in pairs]
         within = [choice.seconds.low <= point.seconds <= choice.seconds.high for choice, point in pairs]
         return cls(
             shape,
-            len(pairs),
-            rank_correlation(predicted, found),
-            math.exp(float(np.median(errors))),
+            Agreement.of(predicted, found),
+            Agreement.of(*peaks),
             sum(within) / len(within),
             found[int(np.argmin(predicted))] / min(found),
             first_choice(pairs, budgets),
@@ -347,8 +330,8 @@ class Verification:
 
     def __str__(self) -> str:
         return (
-            f"{self.shape}: {self.count} candidates, rank correlation {self.correlation:.3f}, predicted and measured"
-            f" times differ by a factor of {self.error:.2f} (median), {self.covered:.0%} lie in their intervals."
+            f"{self.shape}: {self.seconds.count} candidates. Predicted and measured times: {self.seconds},"
+            f" {self.covered:.0%} in their intervals. Peak memory: {self.peak_bytes}."
             f" Predicted fastest: {self.fastest:.2f} x the time of the fastest. {self.text}"
         )
 
@@ -390,16 +373,22 @@ def recommend(
     measure: Measure,
     watch: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Calibrates, prints the recommendation, verifies it at held-out grids, and writes `FILE` and `VERIFIED`."""
-    calibration = Calibration.run(request.families, request.shape, measure, args.calibrate, watch)
-    rows = rows_of(choices(request, request.shape, calibration), request)
-    print(report(rows, request, calibration), flush=True)
+    """Prints the recommendation, verifies it at held-out grids, and writes `FILE` and `VERIFIED`.
+
+    Calibrates this device; for a device that `args.on` names, the roofline predicts.
+    """
+    if args.on:
+        predictor = Roofline(args.on, args.modes[0], args.dtypes[0])
+    else:
+        predictor = Calibration.run(request.families, request.shape, measure, args.calibrate, watch)
+    rows = rows_of(choices(request, request.shape, predictor), request)
+    print(report(rows, request, predictor), flush=True)
     if args.output:
         write_file(args.output / FILE, to_csv(COLUMNS, ([row[name] for name in COLUMNS] for row in rows)))
     verified = []
     for grid in request.held_out:
         shape = request.shape._replace(grid=grid)
-        ranked = choices(request, shape, calibration)
+        ranked = choices(request, shape, predictor)
         points = measure([choice.candidate for choice in ranked], shape)
         print(Verification.of(ranked, points, shape, request.budgets), flush=True)
         predicted = {choice.candidate.entry: choice for choice in ranked}

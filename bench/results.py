@@ -18,19 +18,27 @@ NOISE = (
 """Meaning of ~ in tables."""
 MEMORY = (
     "Peak: what torch allocates during a call, beyond parameters, optimiser state and inputs. Saved: what the result "
-    "keeps for its backward pass, without parameters. MACs: of one image, forward."
+    "keeps for its backward pass, without parameters. MACs: of one image, forward. *: the call sorts or compares, "
+    "which MACs leave out. Operators: of PyTorch, without views."
 )
 """Meaning of the counts."""
 
 SETTINGS = ("size", "batch", "mode", "dtype", "execution")
 ENDS = ("", "_q1", "_q3", "_noisy")
 MEASURED = [name + end for name in ("seconds", "speedup") for end in ENDS]
-COUNTED = ("images_per_second", "waited", "peak_bytes", "peak_ratio", "saved_bytes", "launches", "macs", "parameters")
+COUNTED = (
+    *("macs_ratio", "efficiency", "images_per_second", "waited", "peak_bytes", "peak_ratio", "saved_bytes"),
+    *("operators", "searches", "launches", "macs", "parameters"),
+)
 FILES = ("table.md", "results.json", "results.csv")
 """Files that `write_tables` writes."""
 
 COLUMNS = ("kind", "name", "baseline", *SETTINGS, *MEASURED, *COUNTED)
-"""Columns of results.csv and results.json. peak_ratio: relative to the baseline. waited: see `bench.timing.Times`."""
+"""Columns of results.csv and results.json.
+
+peak_ratio: relative to the baseline's. macs_ratio: the baseline's MACs, relative to these. efficiency: speed-up,
+relative to macs_ratio. waited: see `bench.timing.Times`. searches: see `bench.operators.searches`.
+"""
 
 
 def quartile_columns(name: str, found: Quartiles, times: Times) -> dict[str, float | bool]:
@@ -89,10 +97,12 @@ def readable(row: Mapping[str, Any]) -> dict[str, str]:
         **{name: str(row[name]) for name in SETTINGS},
         "ms": quartiles_text(row, "seconds", 1e-3, ".4g") or "out of memory",
         f"speed-up over {row['baseline']}": quartiles_text(row, "speedup", 1, ".2f"),
+        "of the ratio of MACs": text(row["efficiency"], 1, ".2f") + "*" * bool(row["efficiency"] and row["searches"]),
         "images/s": text(row["images_per_second"], 1, ".4g"),
         "peak (MiB)": text(row["peak_bytes"], 2**20, ".1f")
         + (f" ({row['peak_ratio']:.2f}x)" if row["peak_ratio"] else ""),
         "saved (MiB)": text(row["saved_bytes"], 2**20, ".1f"),
+        "operators": text(row["operators"], 1, ".0f"),
         "launches": text(row["launches"], 1, ".0f"),
         "MACs (G)": text(row["macs"], 1e9, ".3f"),
         "parameters (M)": text(row["parameters"], 1e6, ".3f"),

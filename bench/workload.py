@@ -1,8 +1,8 @@
 """Workloads of a benchmark: single layers and whole models by name, with random inputs, as repeatable calls."""
 
 import math
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from attention import Attention, AttentionFactory, Grid, kernels
 from attention.options import OptionError, nearest
+from bench.operators import count_operators, searches
 from bench.timing import count_launches
 from engine.config.load import load_run
 from engine.config.yaml_files import parse_yaml
@@ -45,6 +46,12 @@ class Subject:
     path: kernels.Path
     build: Callable[[Grid], nn.Module]
     example: Callable[[nn.Module, Grid, int, torch.device | str], tuple[Any, ...]]
+
+    @contextmanager
+    def on_path(self) -> Iterator[None]:
+        """Context of calls on its path. On the path "plain" torch's softmax attention, too, computes its matrix."""
+        with kernels.use(self.path), sdpa_kernel(SDPBackend.MATH) if self.path == "plain" else nullcontext():
+            yield
 
     def check(self, size: Grid) -> Costs:
         """Counts the costs for one image in evaluation, on the meta device.
@@ -172,7 +179,6 @@ class Workload:
 
     Modes: `forward` in training mode, with a graph; `forward+backward` to all parameters and all inputs but images;
     `train`, also a step of AdamW; `inference` in evaluation mode, without a graph. Half precision uses autocast.
-    On the path "plain" torch's softmax attention computes its whole matrix in memory too.
 
     Raises:
         torch.OutOfMemoryError: the GPU is too small.
@@ -181,8 +187,9 @@ class Workload:
     def __init__(
         self, subject: Subject, size: Grid, batch: int, mode: str, dtype: str, execution: str, device: torch.device
     ):
-        self.path, self.device, self.amp = subject.path, device, None if dtype == "fp32" else dtype
+        self.on_path, self.device, self.amp = subject.on_path, device, None if dtype == "fp32" else dtype
         torch.manual_seed(0)
+        self.tokens, self.execution = batch * math.prod(size), execution
         network = initialise_weights(subject.build(size)).to(device)
         torch.manual_seed(0)  # gives the same inputs for every network
         with autocast(self.amp, device):
@@ -209,8 +216,7 @@ class Workload:
             self.call()
 
     def forward(self) -> Tensor:
-        torchs_own = sdpa_kernel(SDPBackend.MATH) if self.path == "plain" else nullcontext()
-        with kernels.use(self.path), torchs_own, autocast(self.amp, self.device):
+        with self.on_path(), autocast(self.amp, self.device):
             return self.network(*self.inputs)
 
     def backward(self) -> None:
@@ -223,8 +229,11 @@ class Workload:
             leaf.grad = None
 
     def counts(self) -> dict[str, int | None]:
-        """Returns bytes and kernel launches of one call; None for counts that do not apply."""
+        """Returns bytes, operators and kernel launches of one call; None for counts that do not apply."""
+        operators = count_operators(self.call) if self.execution == "eager" else None
         return {
+            "operators": operators and len(operators),
+            "searches": operators and searches(operators, self.tokens),
             "peak_bytes": peak_bytes(self.call, self.device),
             "saved_bytes": saved_bytes(self.forward, self.parameters) if self.network.training else None,
             "launches": count_launches(self.call, self.device),

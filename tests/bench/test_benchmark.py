@@ -83,6 +83,10 @@ def test_default_batches_hold_equally_many_tokens():
 def test_baselines():
     names = [subject.name for subject in plan("--attention", "eva", "eva", "local")[0].subjects]
     assert names == ["softmax", "eva", "local"]
+    assert [subject.name for subject in plan("--attention", "all", "eva:pool=max")[0].subjects] == [
+        *ATTENTION,
+        "eva:pool=max",
+    ]
     comparisons = plan("--attention", "eva", "softmax", "--models", "deit_tiny_p16:local", "timm:vit_tiny_patch16_224")
     assert {(c.kind, c.baseline) for c in comparisons} == {("attention", "softmax"), ("model", "deit_tiny_p16:local")}
     arguments = ("--attention", "eva", "--models", "deit_tiny_p16", "timm:vit_tiny_patch16_224")
@@ -125,6 +129,9 @@ def test_results(tmp_path, capsys):
     assert softmax["macs"] == 48 * 4 * 12 * 12 + 2 * 48 * 48 * 12
     assert softmax["images_per_second"] == 2 / softmax["seconds"]
     assert rows[1]["peak_ratio"] == rows[1]["peak_bytes"] / softmax["peak_bytes"]
+    assert rows[1]["macs_ratio"] == softmax["macs"] / rows[1]["macs"]
+    assert rows[1]["efficiency"] == rows[1]["speedup"] / rows[1]["macs_ratio"]
+    assert softmax["operators"] == 3 + 3 * (softmax["dtype"] == "bf16")
     assert softmax["speedup"] == softmax["speedup_q1"] == softmax["speedup_q3"] == 1
     assert softmax["peak_bytes"] >= 2 * 48 * 12 * 4 * 5  # queries, keys, values, their mixture, the output
     assert softmax["saved_bytes"] >= 2 * 48 * 12 * 4 * 5  # queries, keys, values, their mixture, the input

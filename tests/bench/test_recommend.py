@@ -16,6 +16,7 @@ import pytest
 import benchmark
 from attention import ATTENTION, OptionError
 from bench import quality, recommend
+from bench.agreement import rank_correlation
 from bench.calibration import (
     SCALES,
     Calibration,
@@ -29,7 +30,7 @@ from bench.calibration import (
     sizes_of,
 )
 from bench.quality import MEASURED, MEASURES, STORED, Quality, default_measure, derive, find_quality, read_quality
-from bench.recommend import Request, Verification, choices, first_choice, indistinct, rank_correlation, rows_of
+from bench.recommend import Request, Verification, choices, first_choice, indistinct, rows_of
 from engine.runtime.errors import UserError
 
 ASKED = Shape((20, 28), 24, 2)
@@ -216,8 +217,9 @@ def test_verification():
     ranked = choices(asked, ASKED, calibrate("softmax", "local", "xca"))
     points = [point(choice.candidate, ASKED) for choice in ranked]
     found = Verification.of(ranked, points, ASKED, asked.budgets)
-    assert (found.count, found.correlation) == (len(ranked), pytest.approx(1))
-    assert (found.error, found.fastest) == (pytest.approx(1, rel=1e-2), 1)
+    assert found.seconds == (len(ranked), pytest.approx(1), pytest.approx(1, rel=1e-2))
+    assert found.peak_bytes == (len(ranked), pytest.approx(1), pytest.approx(1, rel=1e-2))
+    assert found.fastest == 1
     assert "First choice: softmax" in found.text
     assert "regret in quality 0, in time 0%" in found.text
     slow = min(ranked, key=lambda choice: choice.seconds.value).candidate.entry
@@ -227,7 +229,9 @@ def test_verification():
     fastest = min(p.seconds for p in points)
     assert found.fastest == pytest.approx(next(p.seconds for p in points if p.candidate.entry == slow) / fastest)
     assert 1 < found.fastest <= 3
-    assert found.correlation < 1
+    assert found.seconds.correlation < 1
+    large = [p._replace(peak_bytes=3 * p.peak_bytes) for p in points]
+    assert Verification.of(ranked, large, ASKED, asked.budgets).peak_bytes.error == pytest.approx(3, rel=1e-2)
     assert found.covered == pytest.approx(1 - 1 / len(ranked))
 
 
@@ -349,12 +353,25 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "First choice: eva:num_landmarks=49, predicted" in out
     assert "measured at 196 tokens, asked 560" in out
-    assert out.count("rank correlation 1.000") == 2
+    assert out.count("times: rank correlation 1.000") == 2
+    assert out.count("Peak memory: rank correlation ") == 2
     with (tmp_path / recommend.FILE).open() as file:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == recommend.COLUMNS
     assert (rows[0]["rank"], rows[0]["mechanism"], rows[0]["source"]) == ("1", "eva", "a file: a command")
     assert {row["meets_budgets"] for row in rows} == {"True", "False"}
+
+
+def test_a_device_that_is_not_here(capsys):
+    """Nothing is measured, and the peak memory is that of the path of its tensors."""
+    benchmark.main([*ASK, "--attention", "softmax", "local", "--on", "h100", "--budget", "ms=1"])
+    out = capsys.readouterr().out
+    assert "Predicted for h100, not measured: 3350 GB/s" in out
+    assert "Calibrated" not in out
+    assert "| 0.015 (0.015–inf) |" in out  # three launches of 5 microseconds
+    with pytest.raises(SystemExit):
+        benchmark.main([*ASK, "--on", "h100", "--verify"])
+    assert "--on: a device that is not here is not measured" in capsys.readouterr().err
 
 
 def test_a_real_calibration_in_small(capsys):
@@ -363,7 +380,7 @@ def test_a_real_calibration_in_small(capsys):
     benchmark.main([*ASK[:-2], *small])
     out = capsys.readouterr().out
     assert "First choice: softmax" in out
-    assert "6x8 tokens, 24 channels, 2 heads: 2 candidates, rank correlation" in out
+    assert "6x8 tokens, 24 channels, 2 heads: 2 candidates. Predicted and measured times: rank correlation" in out
 
 
 def test_the_installed_package_has_the_file():

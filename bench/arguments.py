@@ -1,0 +1,38 @@
+"""Values on the command lines of benchmarks."""
+
+import argparse
+import math
+from collections.abc import Iterable
+
+from attention import ATTENTION, Grid
+
+
+def positive(text: str) -> int:
+    """Parses a whole number of at least 1."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)
+
+
+def image_size(text: str) -> Grid:
+    """Parses ``"224"`` or ``"224x320"`` as rows and columns."""
+    sides = [positive(side) for side in text.split("x")]
+    if len(sides) > 2:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a side nor HxW")
+    return sides[0], sides[-1]
+
+
+def token_grid(text: str) -> Grid:
+    """Parses ``"784"``, a square number, or ``"14x28"`` as rows and columns."""
+    if "x" in text:
+        return image_size(text)
+    side = math.isqrt(positive(text))
+    if side**2 != int(text):
+        nearest = round(int(text) ** 0.5) ** 2
+        raise argparse.ArgumentTypeError(f"{text} is no square number; nearest: {nearest}; or give HxW")
+    return side, side
+
+
+def every_mechanism(entries: Iterable[str]) -> list[str]:
+    """Returns entries of ``--attention``, with the names of all mechanisms in the place of ``"all"``."""
+    return list(dict.fromkeys(name for entry in entries for name in (ATTENTION if entry == "all" else [entry])))

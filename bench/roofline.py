@@ -1,0 +1,257 @@
+"""Predicted times of attention layers on devices that are not here: a roofline, counted operator by operator.
+
+    python -m bench.roofline                                    # all mechanisms: counts, predicted times, crossovers
+    python -m bench.roofline --attention eva lara --tokens 784 3136 --on h100 l4
+    python -m bench.roofline --validate                         # predicted and measured times on one core of this CPU
+
+An operator takes as long as the slowest of its launch, its bytes and its arithmetic at the device's rates, and a layer
+takes the sum of its operators. Counted are eager layers on the path that tensors off a CPU take; nothing is allocated
+or computed. Autocast's list of operators is that of a CPU. Compiled layers and Triton's kernels are not counted.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from tqdm import tqdm
+
+from attention import Grid
+from bench.agreement import Agreement
+from bench.arguments import every_mechanism, positive, token_grid
+from bench.calibration import CALIBRATION_SAMPLE, ROUNDS, Candidate, Prediction, Shape
+from bench.comparison import Comparison, compare
+from bench.operators import Operator, OperatorCounter, unchunked
+from bench.results import describe
+from bench.timing import SAMPLE_SECONDS, elapsed
+from bench.workload import DTYPES, MODES, Subject, attention_layer
+from engine.reporting.tables import compact_table, markdown_table
+from engine.runtime.arguments import ArgumentParser
+from engine.runtime.distributed import AMP_DTYPE, autocast
+from engine.runtime.errors import ConfigError, refuse_bad_input
+from engine.runtime.memory import limit_memory
+from engine.runtime.provenance import provenance
+from models.costs import Costs
+
+CPU = torch.device("cpu")
+TOKENS = 256 * 784
+"""Number of tokens of a batch whose time is predicted."""
+SIZES = ((14, 14), (28, 28), (42, 42), (56, 56), (84, 84), (112, 112))
+"""Default grids of tokens."""
+MEASURED = {(14, 14): 4, (28, 28): 1, (56, 56): 1}
+"""Grids of the validation -> images of a call."""
+
+
+class Device(NamedTuple):
+    """Rates of a device, a second.
+
+    Attributes:
+        bandwidth: bytes. half, single: operations of matrix products on 16-bit and 32-bit numbers. elements: numbers of
+            an elementwise operator, as fast as exponentials. fused: share of `half` or `single` that fused attention
+            reaches. launch: seconds between the starts of two operators. source: of the rates.
+    """
+
+    bandwidth: float
+    half: float
+    single: float
+    elements: float
+    fused: float
+    launch: float
+    source: str
+
+    def __str__(self) -> str:
+        rates = f"{self.half / 1e12:.3g} and {self.single / 1e12:.3g} TFLOP/s on 16 and 32 bits"
+        fused = f"{self.fused:.0%} of that in fused attention, {self.elements / 1e12:.3g}e12 elements/s"
+        return f"{self.bandwidth / 1e9:.4g} GB/s, {rates}, {fused}, {1e6 * self.launch:.1f} us a launch ({self.source})"
+
+
+FA2 = "FlashAttention-2 (arXiv:2307.08691) reaches 50 to 73 % of an A100"
+FA3 = "FlashAttention-3 (arXiv:2407.08608): 3.9e12 exponentials a second, and 35 % of an H100 for FlashAttention-2"
+SFU = "exponentials: 16 a clock and multiprocessor (CUDA C++ Programming Guide)"
+DEVICES = {
+    "a100": Device(2.039e12, 312e12, 19.5e12, 2.44e12, 0.6, 5e-6, f"A100 80GB SXM data sheet; {SFU}; {FA2}"),
+    "h100": Device(3.35e12, 989e12, 67e12, 3.9e12, 0.35, 5e-6, f"H100 SXM data sheet, without sparsity; {FA3}"),
+    "h200": Device(4.8e12, 989e12, 67e12, 3.9e12, 0.35, 5e-6, "H200 SXM data sheet, without sparsity; else as H100"),
+    "l4": Device(3e11, 121e12, 30.3e12, 1.96e12, 0.6, 5e-6, f"L4 data sheet, without sparsity; {SFU}; fused as A100"),
+}
+"""Devices by name. Launches are assumed; they matter for small batches alone."""
+
+
+def predict(operators: Sequence[Operator], device: Device) -> float:
+    """Returns the seconds that operators take on a device."""
+    return sum(seconds_of(each, device) for each in operators)
+
+
+def seconds_of(operator: Operator, device: Device) -> float:
+    """Returns the seconds of one operator: the most of its launch, its bytes, its products and its elements."""
+    peak = device.half if operator.dtype.itemsize == 2 else device.single
+    products = operator.flops / (peak * (device.fused if operator.is_fused_attention else 1))
+    return max(device.launch, operator.nbytes / device.bandwidth, products, operator.elements / device.elements)
+
+
+def count(subject: Subject, size: Grid, batch: int, mode: str, dtype: str, on_cpu: bool = False) -> OperatorCounter:
+    """Counts the operators of a call of a layer, and their memory, on fake tensors.
+
+    Args:
+        mode: forward, forward+backward or inference. on_cpu: counts chunks for the caches of a CPU one by one.
+    """
+    network = subject.build(size).train(mode != "inference")
+    path, amp = nullcontext() if on_cpu else unchunked(), None if dtype == "fp32" else dtype
+    with path, FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(mode != "inference"):
+        inputs = subject.example(network, size, batch, "cpu")
+        with OperatorCounter() as counter, subject.on_path(), autocast(amp, CPU):
+            y = network(*inputs)
+        if mode == "forward+backward":
+            gradient = torch.empty_like(y)
+            with counter:
+                torch.autograd.grad(y, [inputs[0], *network.parameters()], gradient, allow_unused=True)
+    return counter
+
+
+class Roofline:
+    """Predictions for a device that is not here, in the place of a calibration (`bench.calibration.Calibration`).
+
+    An interval begins at the prediction and has no end, since no device reaches its rates throughout.
+    """
+
+    def __init__(self, name: str, mode: str, dtype: str):
+        self.name, self.mode, self.dtype = name, mode, dtype
+
+    def __str__(self) -> str:
+        return f"Predicted for {self.name}, not measured: {DEVICES[self.name]}."
+
+    def predict(self, candidate: Candidate, shape: Shape) -> tuple[Prediction, Prediction]:
+        """Predicts seconds and bytes."""
+        subject = attention_layer(candidate.entry, shape.dim, shape.num_heads)
+        counter = count(subject, shape.grid, shape.batch, self.mode, self.dtype)
+        seconds = predict(counter.found, DEVICES[self.name])
+        return Prediction(seconds, seconds, math.inf, 1.0), Prediction(*[float(counter.peak_bytes)] * 3, 1.0)
+
+
+def this_cpu(dtype: str, shape: tuple[int, int]) -> Device:
+    """Measures the rates of one core on tensors of a shape: those of a sum, a product and an exponential."""
+    x, y, weight, one = torch.randn(shape), torch.randn(shape), torch.randn(shape[1], shape[1]), torch.ones(1)
+    half, of_half = (each if dtype == "fp32" else each.to(AMP_DTYPE[dtype]) for each in (x, weight))
+    one.requires_grad_()
+
+    def rate(work: float, call: Callable[[], object]) -> float:
+        repeats = math.ceil(10 * SAMPLE_SECONDS / elapsed(call, 10, CPU, time.process_time)[0])
+        return max(work * repeats / elapsed(call, repeats, CPU, time.process_time)[0] for _ in range(5))
+
+    return Device(
+        bandwidth=rate(3 * x.nbytes, lambda: x + y),
+        half=rate(2 * x.numel() * shape[1], lambda: half @ of_half),
+        single=rate(2 * x.numel() * shape[1], lambda: x @ weight),
+        elements=rate(x.numel(), x.exp),
+        fused=1.0,
+        launch=1 / rate(1, lambda: one + 1),
+        source="measured on one core",
+    )
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = ArgumentParser(prog="python -m bench.roofline", description=__doc__.partition("\n")[0])
+    add = parser.add_argument
+    layers = "NAME[@PATH][:OPTION=VALUE,...]"
+    add("--attention", nargs="+", default=["all"], metavar=layers, help="layers beside softmax; default: all")
+    add("--on", nargs="+", choices=tuple(DEVICES), default=list(DEVICES), help="devices; default: all")
+    add("--tokens", nargs="+", type=token_grid, metavar="N|HxW", help="tokens of an image")
+    add("--batch-tokens", type=positive, default=TOKENS, help="tokens of a batch; default: %(default)s")
+    add("--dim", type=positive, default=192, help="channels of a layer")
+    add("--num-heads", type=positive, default=3, help="heads of a layer")
+    add("--mode", choices=[mode for mode in MODES if mode != "train"], default="forward+backward")
+    add("--dtype", choices=DTYPES, help="default: bf16; with --validate fp32")
+    add("--validate", action="store_true", help="predict this CPU, from measured rates, and time it: one core")
+    args = parser.parse_args(arguments)
+    args.dtype = args.dtype or ("fp32" if args.validate else "bf16")
+    args.tokens = args.tokens or list(MEASURED if args.validate else SIZES)
+    return args
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    with refuse_bad_input():
+        names = every_mechanism(["softmax", *args.attention])
+        subjects = [attention_layer(name, args.dim, args.num_heads) for name in names]
+        for subject in subjects:
+            if subject.path == "triton":
+                raise ConfigError(f"{subject.name!r}: Triton's kernels are not counted; leave out @triton")
+        costs = {size: [subject.check(size) for subject in subjects] for size in args.tokens}
+    if args.validate:
+        torch.set_num_threads(1)
+        print(describe(provenance(CPU)), flush=True)
+        with limit_memory(CPU):
+            print(validate(args, subjects, costs))
+        return
+    devices = {name: DEVICES[name] for name in args.on}
+    calls = {}
+    with tqdm(total=len(subjects) * len(args.tokens), unit="layer", disable=None) as bar:
+        for size in args.tokens:
+            for subject in subjects:
+                batch = max(1, args.batch_tokens // math.prod(size))
+                calls[size, subject.name] = count(subject, size, batch, args.mode, args.dtype).found
+                bar.update()
+    print(f"Predictions, not measurements: {args.mode}, {args.dtype}, eager, {args.batch_tokens} tokens in a batch.\n")
+    print(*(f"- {name}: {device}" for name, device in devices.items()), "", sep="\n")
+    print(counts_table(calls, devices), crossovers(calls, devices), sep="\n\n")
+
+
+Calls = Mapping[tuple[Grid, str], Sequence[Operator]]
+"""Grid, name of a layer -> the operators of a call."""
+
+
+def counts_table(calls: Calls, devices: Mapping[str, Device]) -> str:
+    """Formats what calls move, compute and launch, and their predicted times and speed-ups over softmax."""
+    rows = []
+    for (size, name), operators in calls.items():
+        flops = {width: sum(o.flops for o in operators if o.dtype.itemsize == width) for width in (2, 4)}
+        row = {"tokens": str(math.prod(size)), "name": name, "GB": f"{sum(o.nbytes for o in operators) / 1e9:.1f}"}
+        row |= {f"TFLOP, {8 * width} bits": f"{flops[width] / 1e12:.3f}" if flops[width] else "" for width in flops}
+        row["operators"] = str(len(operators))
+        for device in devices:
+            seconds, softmax = (predict(calls[size, each], devices[device]) for each in (name, "softmax"))
+            row[f"{device}: ms (speed-up)"] = f"{1e3 * seconds:.2f} ({softmax / seconds:.2f})"
+        rows.append(row)
+    return compact_table(rows)
+
+
+def crossovers(calls: Calls, devices: Mapping[str, Device]) -> str:
+    """Formats the least of the sizes from which on layers are predicted to be faster than fused softmax attention."""
+    sizes = sorted(dict.fromkeys(size for size, _ in calls), key=math.prod)
+    rows = []
+    for name in dict.fromkeys(name for _, name in calls if name != "softmax"):
+        row = [name]
+        for device in devices.values():
+            slower = [s for s in sizes if predict(calls[s, name], device) >= predict(calls[s, "softmax"], device)]
+            later = sizes[sizes.index(slower[-1]) + 1 :] if slower else sizes
+            row.append(str(math.prod(later[0])) if later else f"above {math.prod(sizes[-1])}")
+        rows.append(row)
+    title = "Tokens from which on a layer is predicted to be faster than fused softmax attention:"
+    return f"{title}\n\n{markdown_table(['name', *devices], rows)}"
+
+
+def validate(args: argparse.Namespace, subjects: Sequence[Subject], costs: Mapping[Grid, Sequence[Costs]]) -> str:
+    """Times layers on one core of this CPU in turns, and formats how well the predicted times agree."""
+    device, lines = this_cpu(args.dtype, (math.prod(args.tokens[0]) * MEASURED.get(args.tokens[0], 1), args.dim)), []
+    pairs: dict[str, list[tuple[float, float]]] = {"all": []}
+    for size in args.tokens:
+        setting = size, MEASURED.get(size, 1), args.mode, args.dtype
+        comparison = Comparison("attention", subjects, "softmax", costs[size], *setting, "eager")
+        rows = compare(comparison, ROUNDS, CPU, time.process_time, CALIBRATION_SAMPLE)
+        for subject, row in zip(subjects, rows, strict=True):
+            if row["seconds"]:
+                pair = predict(count(subject, *setting, on_cpu=True).found, device), row["seconds"]
+                pairs["all"].append(pair)
+                pairs.setdefault(f"{math.prod(size)} tokens", []).append(pair)
+                lines.append([subject.name, str(math.prod(size)), *(f"{1e3 * seconds:.2f}" for seconds in pair)])
+    table = markdown_table(["name", "tokens", "predicted (ms)", "measured (ms)"], lines)
+    found = [f"{name}, {len(each)} layers: {Agreement.of(*zip(*each, strict=True))}" for name, each in pairs.items()]
+    return "\n".join([str(device), "", table, "", *found])
+
+
+if __name__ == "__main__":
+    main()

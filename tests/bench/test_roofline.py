@@ -1,0 +1,104 @@
+"""The roofline: predictions equal the formula, counts are those of a real call, and tables say what was predicted."""
+
+import pytest
+import torch
+
+from attention.ops import memory
+from bench import roofline
+from bench.operators import Operator, OperatorCounter, unchunked
+from bench.roofline import DEVICES, Device, count, counts_table, crossovers, predict
+from bench.workload import Workload, attention_layer
+
+SLOW = Device(bandwidth=100.0, half=50.0, single=10.0, elements=20.0, fused=0.5, launch=1.0, source="made up")
+F32, F16 = torch.float32, torch.bfloat16
+
+
+def test_a_prediction_is_the_formula():
+    calls = {
+        Operator("add", 10, 0, 2, F32): 1,  # its launch
+        Operator("copy_", 700, 0, 20, F32): 7,  # 700 bytes / 100
+        Operator("mm", 200, 300, 20, F32): 30,  # 300 FLOPs / 10
+        Operator("mm", 200, 300, 20, F16): 6,  # 300 / 50
+        Operator("exp", 100, 0, 80, F16): 4,  # 80 elements / 20
+        Operator("_scaled_dot_product_flash_attention_for_cpu", 200, 300, 20, F16): 12,  # 300 / (50 / 2)
+    }
+    for operator, seconds in calls.items():
+        assert predict([operator], SLOW) == pytest.approx(seconds)
+    assert predict(list(calls), SLOW) == pytest.approx(sum(calls.values()))
+
+
+@pytest.mark.parametrize("name", ["softmax", "eva", "performer"])
+def test_nothing_is_allocated_and_the_count_is_that_of_a_real_call(name):
+    subject = attention_layer(name, 12, 3)
+    workload = Workload(subject, (14, 14), 2, "forward+backward", "fp32", "eager", torch.device("cpu"))
+    counter = count(subject, (14, 14), 2, "forward+backward", "fp32")
+    found = counter.found
+    assert len(found) == workload.counts()["operators"]
+    with unchunked(), OperatorCounter() as real:
+        workload.call()
+    assert counter.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02)
+    large = count(subject, (14, 14), 2_000_000, "forward+backward", "fp32").found  # hundreds of gigabytes
+    assert len(large) == len(found)
+    assert sum(each.nbytes for each in large) == pytest.approx(1e6 * sum(each.nbytes for each in found), rel=0.1)
+
+
+def test_the_path_off_a_cpu_has_no_chunks(monkeypatch):
+    subject = attention_layer("local:window_size=2", 12, 3)
+    monkeypatch.setattr(memory, "CACHE", 1)
+    whole, chunked = (count(subject, (4, 6), 5, "inference", "fp32", on_cpu).found for on_cpu in (False, True))
+    assert len(chunked) > len(whole)
+    assert sum(o.flops for o in chunked) == sum(o.flops for o in whole)
+
+
+def test_paths_are_counted_as_they_are_named():
+    moved = {}
+    for name in ("softmax", "softmax@plain", "eva", "eva@plain"):
+        counter = count(attention_layer(name, 12, 3), (14, 14), 2, "inference", "fp32")
+        moved[name] = sum(each.nbytes for each in counter.found)
+    assert moved["softmax@plain"] > moved["softmax"] + 2 * 2 * 3 * 196**2 * 4  # writes and reads the matrix
+    assert moved["eva@plain"] != moved["eva"]
+
+
+def test_half_precision_moves_less():
+    subject = attention_layer("softmax", 12, 3)
+    single, half = (count(subject, (8, 8), 64, "inference", dtype).found for dtype in ("fp32", "bf16"))
+    assert {each.dtype for each in half if each.flops} == {F16}
+    bytes_of_products = [sum(o.nbytes for o in each if o.flops) for each in (single, half)]
+    assert bytes_of_products[1] == pytest.approx(bytes_of_products[0] / 2, rel=0.1)
+
+
+def test_fused_attention_wins_small_grids_and_loses_large_ones():
+    calls = {
+        (side, name): [Operator(name, nbytes, 0, 1, F32)]
+        for side in ((2, 2), (4, 4), (8, 8))
+        for name, nbytes in (("softmax", 10 * side[0] ** 4), ("eva", 5000), ("local", 100 * side[0] ** 4), ("mean", 1))
+    }
+    table = crossovers(calls, {"slow": SLOW})
+    for row in ("| eva | 64 |", "| local | above 64 |", "| mean | 4 |"):
+        assert row in table
+    assert "| 16 | eva | 0.0 | 1 | 50000.00 (0.51) |" in counts_table(calls, {"slow": SLOW})
+
+
+def test_the_command_predicts_and_validates(capsys, monkeypatch):
+    small = "--attention", "mean", "--dim", "12", "--tokens", "16"
+    roofline.main([*small, "--batch-tokens", "144"])
+    printed = capsys.readouterr().out
+    assert "Predictions, not measurements" in printed
+    assert all(f"- {name}: " in printed for name in DEVICES)
+    monkeypatch.setattr(roofline, "SAMPLE_SECONDS", 1e-4)
+    roofline.main([*small, "--validate"])
+    printed = capsys.readouterr().out
+    assert "all, 2 layers: rank correlation" in printed
+    assert "measured on one core" in printed
+
+
+def test_refuses_with_one_line(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        roofline.main(["--attention", "evaa"])
+    assert "did you mean 'eva'?" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        roofline.main(["--attention", "eva@triton"])
+    assert "'eva@triton': Triton's kernels are not counted; leave out @triton" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        roofline.main(["--on", "h101"])
+    assert "invalid choice: 'h101'" in capsys.readouterr().err
