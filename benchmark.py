@@ -27,11 +27,12 @@ from tqdm import tqdm
 from attention import kernels
 from bench.arguments import every_mechanism, image_size, positive, token_grid
 from bench.calibration import ROUNDS
+from bench.choices import BUDGETS, Request
 from bench.comparison import BATCH_TOKENS, compare, plan
 from bench.costs import CONFIGS, print_costs, print_costs_by_size
 from bench.figures import draw_figures
 from bench.quality import MEASURES
-from bench.recommend import BUDGETS, Request, measure_on, recommend
+from bench.recommend import measure_on, recommend
 from bench.results import MEMORY, NOISE, describe, format_results, write_tables
 from bench.roofline import DEVICES
 from bench.workload import DTYPES, EXECUTIONS, MODES

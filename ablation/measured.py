@@ -86,14 +86,21 @@ class Measurements:
     def _read(self) -> dict[str, dict[str, Any]]:
         try:
             known = json.loads(read_bounded(self.path, 2**24))
-            for answer in known.values():
-                assert isinstance(answer["machine"], str)
-                assert all(int(size) > 0 and cost > 0 <= error for size, (cost, error) in answer["sizes"].items())
+            if not all(map(is_answer, known.values())):
+                raise ValueError("other values than measurements")
             return known
         except FileNotFoundError:
             return {}
-        except (AssertionError, AttributeError, KeyError, TypeError, ValueError):
+        except (AttributeError, KeyError, TypeError, ValueError):
             raise ConfigError(f"{self.path}: holds no measurements of a sweep; delete it to measure again") from None
+
+
+def is_answer(answer: Mapping[str, Any]) -> bool:
+    """Returns whether an entry of the file names a machine, and has costs and errors of sizes."""
+    sizes = answer["sizes"].items()
+    return isinstance(answer["machine"], str) and all(
+        int(size) > 0 < cost and error >= 0 for size, (cost, error) in sizes
+    )
 
 
 def to_key(question: Mapping[str, Any]) -> str:

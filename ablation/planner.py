@@ -186,10 +186,8 @@ def check_tuning(
     for key in ("optim.lr", "data.val_fraction", "data.folds"):
         if sets(overrides, key):
             raise ConfigError(f"{key} is given beside lr; leave one of them out")
-    if run.data.val_fraction is not None:
-        raise ConfigError(
-            f"data.val_fraction = {run.data.val_fraction}: lr holds images out by itself; set it to null in base"
-        )
+    if held_out_by := run.data.held_out_by:
+        raise ConfigError(f"{held_out_by}: lr holds images out by itself; set it to null in base")
     if "top1" not in choose_objective(run).measure.names:
         raise ConfigError("lr is chosen by top-1, which this run does not measure; give optim.lr instead")
     try:

@@ -47,7 +47,7 @@ class Ablation:
         None, "option key.path -> value of the row to compare with, which becomes the first; null: the first row"
     )
     match: Match | None = option(
-        None, "a cost for which the size of every setting's mechanism is solved: layer_macs, token_macs or model_macs"
+        None, "a cost for which the size of every setting's mechanism is solved, see `ablation.match.Match`"
     )
     plugins: tuple[str, ...] = option((), "modules or .py files that register mechanisms of your own, see --plugin")
 

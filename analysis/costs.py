@@ -2,6 +2,7 @@
 
 import operator
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
 from statistics import median
@@ -46,7 +47,7 @@ class Prices(NamedTuple):
         return reduce(self.combine, cheapest.values(), self.start)
 
 
-class Cost:
+class Cost(ABC):
     """Cost of a forward pass of hybrids, in evaluation without a graph.
 
     Time and memory follow from shapes, not from weights, so that untrained layers stand for aligned ones.
@@ -70,9 +71,9 @@ class Cost:
         self.hybrids, self.device = hybrids, device
         self.images = sample[torch.arange(batch_size) % len(sample)].to(device)
 
+    @abstractmethod
     def measure(self, choices: Choices) -> float:
         """Returns the cost of a hybrid, counted or measured once."""
-        raise NotImplementedError(f"{type(self).__name__} does not define measure")
 
     def price(self, layer: int, name: str) -> float:
         """Returns what a mechanism in one layer alone adds to the trained model's cost."""

@@ -17,7 +17,7 @@ class Draw(NamedTuple):
     """Measurements with one seed.
 
     Attributes:
-        seconds: of the alignment, on a CPU of processor time. weights: file of the model that is tuned.
+        seconds: time of the alignment, on a CPU processor time. weights: file of the model that is tuned.
     """
 
     replaced: Stage
@@ -32,9 +32,9 @@ class Row:
     """Measurements of a mechanism.
 
     Attributes:
-        name: as on the command line. options: options of the mechanism. mode: see `merge_modes`. attention: of the
-            whole model. draws: by seed, from 0 on. macs: for one image. peak, untrained: see `Measured`.
-            problem: why there is no result.
+        name: the mechanism on the command line. options: its options. mode: see `merge_modes`. attention: attention of
+            the whole model. draws: results by seed, from 0 on. macs: MACs of one image. peak, untrained: see
+            `Measured`. problem: why there is no result.
     """
 
     name: str

@@ -34,6 +34,7 @@ from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import AMP_DTYPE, autocast
 from engine.runtime.errors import ConfigError, refuse_bad_input
 from engine.runtime.memory import limit_memory
+from engine.runtime.peaks import peak_tflops
 from engine.runtime.provenance import provenance
 from models.costs import Costs
 
@@ -69,16 +70,21 @@ class Device(NamedTuple):
         return f"{self.bandwidth / 1e9:.4g} GB/s, {rates}, {fused}, {1e6 * self.launch:.1f} us a launch ({self.source})"
 
 
+def _peaks(gpu: str) -> tuple[float, float]:
+    """Returns the operations a second of matrix products on 16-bit and on 32-bit numbers."""
+    return 1e12 * peak_tflops(gpu, "bf16"), 1e12 * peak_tflops(gpu, "fp32")
+
+
 FA2 = "FlashAttention-2 (arXiv:2307.08691) reaches 50 to 73 % of an A100"
 FA3 = "FlashAttention-3 (arXiv:2407.08608): 3.9e12 exponentials a second, and 35 % of an H100 for FlashAttention-2"
 SFU = "exponentials: 16 a clock and multiprocessor (CUDA C++ Programming Guide)"
 DEVICES = {
-    "a100": Device(2.039e12, 312e12, 19.5e12, 2.44e12, 0.6, 5e-6, f"A100 80GB SXM data sheet; {SFU}; {FA2}"),
-    "h100": Device(3.35e12, 989e12, 67e12, 3.9e12, 0.35, 5e-6, f"H100 SXM data sheet, without sparsity; {FA3}"),
-    "h200": Device(4.8e12, 989e12, 67e12, 3.9e12, 0.35, 5e-6, "H200 SXM data sheet, without sparsity; else as H100"),
-    "l4": Device(3e11, 121e12, 30.3e12, 1.96e12, 0.6, 5e-6, f"L4 data sheet, without sparsity; {SFU}; fused as A100"),
+    "a100": Device(2.039e12, *_peaks("A100-SXM4-80GB"), 2.44e12, 0.6, 5e-6, f"A100 80GB SXM data sheet; {SFU}; {FA2}"),
+    "h100": Device(3.35e12, *_peaks("H100 80GB HBM3"), 3.9e12, 0.35, 5e-6, f"H100 SXM data sheet; {FA3}"),
+    "h200": Device(4.8e12, *_peaks("H200"), 3.9e12, 0.35, 5e-6, "H200 SXM data sheet; else as H100"),
+    "l4": Device(3e11, *_peaks("L4"), 1.96e12, 0.6, 5e-6, f"L4 data sheet; {SFU}; fused as A100"),
 }
-"""Devices by name. Launches are assumed; they matter for small batches alone."""
+"""Devices by name. Products: `engine.runtime.peaks`. Launches are assumed; they matter for small batches alone."""
 
 
 def predict(operators: Sequence[Operator], device: Device) -> float:

@@ -232,6 +232,36 @@ def test_table_of_bias_and_variance():
     assert markdown(lines) in RESULTS, markdown(lines)
 
 
+def test_tables_of_predicted_times():
+    """Times on an H100, and the least size from which on a layer is faster than softmax attention."""
+    found = {(int(row["tokens"]), row["name"]): row for row in read("roofline.csv")}
+    sizes, gpus = sorted({size for size, _ in found}), ("a100", "h100", "h200", "l4")
+
+    def time(size: int, name: str) -> str:
+        row = found[size, name]
+        return row["h100_ms"] + (f" ({row['h100_speedup']})" if name != "softmax" else "")
+
+    for name in ("softmax", "local", "eva", "performer", "lara"):
+        at_784 = found[784, name]
+        cells = [f"`{name}`", at_784["gb"], at_784["operators"], *(time(size, name) for size in (784, 3136, 12544))]
+        assert f"| {' | '.join(cells)} |\n" in BENCHMARKS, cells
+
+    def crossover(name: str, gpu: str) -> str:
+        times = {size: [float(found[size, each][f"{gpu}_ms"]) for each in ("softmax", name)] for size in sizes}
+        slower = [size for size, (softmax, own) in times.items() if own >= softmax]
+        later = [size for size in sizes if not slower or size > slower[-1]]
+        return str(later[0]) if later else f"above {sizes[-1]}"
+
+    table = BENCHMARKS.partition("| | A100 | H100 | H200 | L4 |\n")[2].partition("\n\n")[0].splitlines()[1:]
+    shown = set()
+    for line in table:
+        names, *cells = (cell.strip() for cell in line.strip("|").split("|"))
+        for name in re.findall(r"`(\w+)`", names):
+            assert [crossover(name, gpu) for gpu in gpus] == cells, name
+            shown.add(name)
+    assert shown | {"softmax"} == {name for _, name in found}
+
+
 def test_table_from_scratch():
     assert over_seeds("fashion_mnist.csv") in RESULTS
     assert len(read("fashion_mnist.csv")) == 3 * 14

@@ -33,7 +33,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--allow-change", action="append", default=[], metavar="KEY", help=f"{CHANGEABLE}; repeatable")
     text = "print the resolved configuration, parameters, MACs, steps, images, memory, and what would be resumed"
     add("--dry-run", action="store_true", help=f"{text}; start and write nothing")
-    return parser.parse_intermixed_args(arguments)
+    args = parser.parse_intermixed_args(arguments)
+    if args.check and (args.dry_run or args.allow_change):
+        parser.error("--check: reads images alone; leave out --dry-run and --allow-change")
+    return args
 
 
 def describe_sections() -> str:

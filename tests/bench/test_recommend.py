@@ -29,8 +29,9 @@ from bench.calibration import (
     fit_nonnegative,
     sizes_of,
 )
+from bench.choices import BUDGETS, FILE, Request, choices, parse_budgets
 from bench.quality import MEASURED, MEASURES, STORED, Quality, default_measure, derive, find_quality, read_quality
-from bench.recommend import Request, Verification, choices, first_choice, indistinct, rows_of
+from bench.recommend import Verification, first_choice, indistinct, rows_of
 from engine.runtime.errors import UserError
 
 ASKED = Shape((20, 28), 24, 2)
@@ -169,7 +170,7 @@ def test_quality_of_other_sizes_and_tokens_is_called_extrapolated():
     assert find_quality(Candidate("local", {"window_size": 14}), ASKED, both).quality.value == 9
 
 
-@pytest.mark.parametrize("key", recommend.BUDGETS)
+@pytest.mark.parametrize("key", BUDGETS)
 def test_budgets_hold(key):
     everything = choices(request(stored=STORED_HERE), ASKED, calibrate())
     cost = {"ms": lambda c: 1e3 * c.seconds.value, "memory": lambda c: c.peak_bytes.value / 2**20}.get(
@@ -332,7 +333,7 @@ def test_refusals_before_any_work(arguments, message, monkeypatch, capsys):
 
     monkeypatch.setattr(benchmark, "recommend", work)
     monkeypatch.setattr(quality, "read_quality", lambda: STORED_HERE)
-    monkeypatch.setattr(recommend, "read_quality", lambda: STORED_HERE)
+    monkeypatch.setattr("bench.choices.read_quality", lambda: STORED_HERE)
     base = [x for x in ASK if not ("--num-heads" in arguments and x in ("--num-heads", "2"))]
     with pytest.raises(SystemExit):
         benchmark.main([*base, *arguments])
@@ -348,14 +349,14 @@ def test_options_of_a_recommendation_alone(option, capsys):
 
 def test_the_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "measure_on", lambda *_: measure)
-    monkeypatch.setattr(recommend, "read_quality", lambda: STORED_HERE)
+    monkeypatch.setattr("bench.choices.read_quality", lambda: STORED_HERE)
     ask("--budget", "ms=100", "macs=0.99", "--verify", "20x28", "9x31", "--output", str(tmp_path))
     out = capsys.readouterr().out
     assert "First choice: eva:num_landmarks=49, predicted" in out
     assert "measured at 196 tokens, asked 560" in out
     assert out.count("times: rank correlation 1.000") == 2
     assert out.count("Peak memory: rank correlation ") == 2
-    with (tmp_path / recommend.FILE).open() as file:
+    with (tmp_path / FILE).open() as file:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == recommend.COLUMNS
     assert (rows[0]["rank"], rows[0]["mechanism"], rows[0]["source"]) == ("1", "eva", "a file: a command")
@@ -390,5 +391,5 @@ def test_the_installed_package_has_the_file():
 
 def test_a_wrong_budget_is_an_option_error():
     with pytest.raises(OptionError) as caught:
-        recommend.parse_budgets(["time=4"])
+        parse_budgets(["time=4"])
     assert caught.value.key == "--budget"

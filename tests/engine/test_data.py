@@ -191,7 +191,7 @@ def test_ranks_share_the_batches_of_one_process(size, num_images, repeats):
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("counts", [(60, 7, 1), (5, 0, 40, 3), (20, 30)])
 def test_balanced_epochs_have_equally_many_images_of_every_class(counts, size, repeats):
-    """Of the classes, and of the images of a class, every one comes equally often, or once more than others."""
+    """All classes come equally often, and so do the images of a class; some come once more than others."""
     labels, total = np.repeat(range(len(counts)), counts), 4
     samplers = [EpochSampler(len(labels), total, World(CPU.device, r, size), 5, repeats, labels) for r in range(size)]
     orders = []

@@ -240,6 +240,14 @@ def test_a_check_knows_what_would_stop_a_run(root, tmp_path, capsys, options, ve
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.parametrize("other", [["--dry-run"], ["--allow-change", "images"]])
+def test_a_check_takes_no_options_of_a_run(tmp_path, capsys, other):
+    (tmp_path / "run.yaml").write_text(CHECKED)
+    with pytest.raises(SystemExit):
+        train.main([str(tmp_path / "run.yaml"), "--check", *other])
+    assert "--check: reads images alone; leave out --dry-run and --allow-change" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("repeats", "balanced"), [(0, False), (3, False), (2, True)])
 def test_a_check_counts_what_epochs_leave_out(root, repeats, balanced):
     run = make_run(root, NUM * NUM, 0, NUM // 2, repeats=repeats)

@@ -32,7 +32,7 @@ RUN = Run(model={}, attention="softmax", train=Train(class_weights="balanced"))
 
 
 def test_class_weights_are_torchs():
-    """Of class indices and of soft targets, the mean over images, so that the parts of a batch add up to it."""
+    """The loss is a mean over images, for class indices and soft targets, so that the parts of a batch add up to it."""
     generator = torch.Generator().manual_seed(1)
     logits, labels = torch.randn(12, 4, generator=generator), torch.arange(12) % 4
     weights = torch.tensor([0.5, 1.0, 2.0, 4.0])
@@ -94,7 +94,7 @@ def evaluate_levels(predicted, labels, names) -> dict:
 
 
 def test_recalls_and_balanced_accuracy_by_hand():
-    """Of a 2 of 3 images are found, of b 2 of 2, of c 0 of 1; d has no image."""
+    """The model finds 2 of 3 images of class a, 2 of 2 of b, and 0 of 1 of c. Class d has no image."""
     found = evaluate_levels([0, 0, 1, 2, 0, 1], [0, 0, 1, 0, 2, 1], "abcd")
     expected = {"top1": 400 / 6, "balanced_accuracy": 500 / 9, "images": 6}
     expected |= {"recall/a": 200 / 3, "recall/b": 100.0, "recall/c": 0.0}

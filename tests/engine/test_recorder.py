@@ -236,7 +236,7 @@ def test_console(tmp_path: Path, capsys: pytest.CaptureFixture):
 
 
 class Drawn(list[str]):
-    """What was drawn on a terminal, line by line; `content` has every byte."""
+    """Text that was drawn on a terminal, line by line; `content` has every byte."""
 
     content: bytes
 

@@ -140,7 +140,7 @@ class Cluster:
         return re.findall(r"Submitted batch job (\d+)", self.ask(*command))[0]
 
     def jobs(self, job: str) -> list[dict[str, str]]:
-        """What SLURM says of a job, or of the tasks of an array."""
+        """Returns the fields that SLURM shows of a job, or of the tasks of an array."""
         lines = self.ask("scontrol", "show", "job", "--oneliner", job).splitlines()
         return [dict(word.partition("=")[::2] for word in line.split()) for line in lines]
 

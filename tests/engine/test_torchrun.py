@@ -118,7 +118,7 @@ def failure(status: int, tmp_path: Path, exception: str = "") -> ProcessFailure:
 def test_the_launcher_ends_as_its_ranks_do(
     statuses: list[int], exception: str, expected: int | None, tmp_path: Path, monkeypatch, capsys
 ):
-    """What the ranks have not explained themselves is left to torchrun's report."""
+    """torchrun reports failures that the ranks have not explained themselves."""
     failures = [failure(status, tmp_path, exception if not rank else "") for rank, status in enumerate(statuses)]
 
     def fail(arguments: object) -> None:

@@ -209,11 +209,10 @@ def test_what_cannot_be_honoured_is_one_line(config, old, new, expected):
 
 def test_a_base_that_holds_images_out_or_has_no_accuracy_is_refused(config):
     base = config.parent / "base.yaml"
-    base.write_text(BASE.replace("subset: 20", "subset: 20, val_fraction: 0.3"))
-    with pytest.raises(
-        ConfigError, match=r"runs.0: data.val_fraction = 0.3: lr holds images out by itself; set it to n"
-    ):
-        read(config)
+    for options, shown in (("val_fraction: 0.3", "val_fraction = 0.3"), ("folds: 4", "folds = 4, data.fold = 0")):
+        base.write_text(BASE.replace("subset: 20", f"subset: 20, {options}"))
+        with pytest.raises(ConfigError, match=rf"runs.0: data.{shown}: lr holds images out by itself; set it to null"):
+            read(config)
     simmim = BASE.replace("num_classes: 10", "num_classes: 0, mask_token: true") + "simmim: {mask_size: 8}\n"
     base.write_text(simmim)
     with pytest.raises(ConfigError, match=r"runs.0: lr is chosen by top-1, which this run does not measure; give opti"):
