@@ -365,4 +365,4 @@ def test_a_run_with_a_mechanism_from_outside(tmp_path, fork_server):
     moved = shutil.move(plugin, tmp_path / "elsewhere")
     status, text = call("train", *train, "--plugin", moved, ranks=2)  # goes on from another path
     assert status == {0}
-    assert "is finished: 1 epochs" in text
+    assert "is finished:  1 epochs" in text

@@ -549,7 +549,7 @@ def test_a_finished_run_says_so(runs: Runs):
     before = {path.name: path.read_bytes() for path in output.iterdir() if path.name != "lock"}
     statuses, job, _ = runs.launch(output=output)
     assert statuses == [0]
-    assert f"{output} is finished: 2 epochs, top-1 " in job.text
+    assert f"{output} is finished:  2 epochs  top-1 " in job.text
     statuses, job, _ = runs.launch(output=output, more=["--allow-change", "schedule.epochs", "schedule.epochs=1"])
     assert statuses == [2]
     (line,) = job.text.splitlines()
