@@ -292,7 +292,9 @@ def test_values_of_summary_tokens_alone_are_refused():
 
 def test_paths_are_named_and_restored():
     assert kernels.path() == "auto"
-    assert kernels.resolved() == "auto: fast group_mean, group_values, joint_softmax, lara, performer, ra"
+    assert kernels.resolved() == (
+        "auto: fast approach_inverse, group_mean, group_values, joint_softmax, lara, performer, ra"
+    )
     with kernels.use("plain"):
         assert kernels.resolved() == kernels.path() == "plain"
     assert kernels.path() == "auto"
