@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
+from ..ops.random_features.maps import log_kernel, of_both
 from ..options import Options, fit_option, local_option, option
-from ..parts.features import full_precision, log_kernel, phi
+from ..parts.features import full_precision, phi
 from ..parts.geometry import Grid, split_prefix
-from ..parts.hashing import cluster_ids, cluster_mask, from_clusters, hash_clusters, to_clusters
+from ..parts.hashing import at_ranks, cluster_ids, cluster_mask, hash_clusters, ranks, to_clusters
 from ..parts.sampling import OmegaSampling, gaussian, omega_sampling_option, redrawn
 from .scatterbrain import check_features, feature_cost, features_option, sample_omega, samples
 from .smyrf import cluster_macs, same_cluster
@@ -48,8 +49,8 @@ def scatterbrain_lsh(
     """
     N, d = q.shape[2:]
     (k_prefix, k), (v_prefix, v) = split_prefix(k, N), split_prefix(v, N)
-    log_k = log_kernel(k, omega)
-    log_q = log_kernel(q, omega) + log_k.logsumexp(-2, keepdim=True) - math.log(log_k.shape[-1])
+    log_q, log_k = of_both(lambda x: log_kernel(x, omega), q, k)
+    log_q = log_q + log_k.logsumexp(-2, keepdim=True) - math.log(log_k.shape[-1])
     log_mass = log_q.logsumexp(-1, keepdim=True)  # log sums of estimated rows, (B, h, N, 1)
     low_q, low_k = log_q.softmax(-1), log_k.softmax(-2)  # low_q low_k^T: the estimate, row by row divided by its mass
     low = low_q @ (low_k.mT @ v)
@@ -58,13 +59,14 @@ def scatterbrain_lsh(
     of_q, of_k = hash_clusters(q, k, directions, cluster_size)
     valid = cluster_mask(N, cluster_size, q.device)
     valid = valid[:, :, None] & valid[:, None]  # queries too: the shift fits only in their own cluster
-    q = q * d**-0.5
+    q, of_rank = q * d**-0.5, ranks(of_q, N)
     logits = (to_clusters(q, of_q) @ to_clusters(k, of_k).mT).masked_fill(~valid, -torch.inf)
     on_prefix = q @ k_prefix.mT
-    largest = from_clusters(logits.detach().amax(-1, keepdim=True), of_q, N).amax(2)
+    largest = at_ranks(logits.detach().amax(-1, keepdim=True), of_rank).amax(2)
     shift = torch.cat([largest, log_mass.detach(), on_prefix.detach()], -1).amax(-1, keepdim=True)
     low_mass = (log_mass - shift).exp()
-    meetings = [to_clusters(cluster_ids(clusters, N).mT, clusters) for clusters in (of_q, of_k)]
+    ids = of_rank // cluster_size, cluster_ids(of_k, N)
+    meetings = [to_clusters(x.mT, clusters) for x, clusters in zip(ids, (of_q, of_k), strict=True)]
     times = (meetings[0][..., None, :] == meetings[1][..., None, :, :]).sum(-1).clamp(min=1)
     exact = (logits - to_clusters(shift, of_q)).exp() / times
     estimate = torch.zeros_like(exact)
@@ -72,7 +74,7 @@ def scatterbrain_lsh(
         estimate = (to_clusters(low_q, of_q) @ to_clusters(low_k, of_k).mT).masked_fill(~valid, 0) / times
     correction = (exact - to_clusters(low_mass, of_q) * estimate) @ to_clusters(v, of_k)
     sums = torch.cat([correction, exact.sum(-1, keepdim=True), estimate.sum(-1, keepdim=True)], -1)
-    correction, exact, estimate = from_clusters(sums, of_q, N).sum(2).split([v.shape[-1], 1, 1], -1)
+    correction, exact, estimate = at_ranks(sums, of_rank).sum(2).split([v.shape[-1], 1, 1], -1)
     left = (1 - estimate).clamp(min=8 * torch.finfo(estimate.dtype).eps)
     y, mass = low_mass * low + correction, exact + low_mass * left
     if k_prefix.shape[2]:  # runtimes of exported graphs disagree on empty sums

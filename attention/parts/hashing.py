@@ -68,5 +68,9 @@ def to_clusters(x: Tensor, clusters: Tensor) -> Tensor:
 
 def from_clusters(y: Tensor, clusters: Tensor, tokens: int) -> Tensor:
     """Members of clusters (B, h, r, g, c, d) -> tokens, round by round (B, h, r, N, d)."""
-    index = ranks(clusters, tokens)[..., None].expand(-1, -1, -1, -1, y.shape[-1])
-    return y.flatten(3, 4).gather(3, index)
+    return at_ranks(y, ranks(clusters, tokens))
+
+
+def at_ranks(y: Tensor, ranks: Tensor) -> Tensor:
+    """`from_clusters`, with the `ranks` of the tokens (B, h, r, N)."""
+    return y.flatten(3, 4).gather(3, ranks[..., None].expand(*ranks.shape, y.shape[-1]))
