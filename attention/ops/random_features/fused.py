@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...parts.features import autocast_off, compute_dtype, full_precision, log_features, scale, upcast
-from ..kernels import first_order, path
+from ..kernels import first_order, path, with_gradients
 from .proposals import MIN_ALPHA, POOLED, Proposal, Weighting, own_ratio, propose
 
 
@@ -46,11 +46,31 @@ def lara_samples(
     the scaled q_bar, the balance heuristic b (B, h, c) and beta.
     """
     q_bar = scale(q_bar)
-    proposals = propose(q_bar, q_bar, scale(k_bar), None, proposal)
-    omega = (proposals.mean + noise).flatten(2, 3)
-    log_ratio = log_features(proposals.mean[:, :, :, 0], omega).mT
-    own, total = own_ratio(log_ratio), log_ratio.logsumexp(-1)
-    return (omega, -total) if weighting == "balance" else (omega, -own, q_bar, (own - total).exp(), beta)
+    mean = propose(q_bar, q_bar, scale(k_bar), None, proposal).mean
+    omega, mean = (mean + noise).flatten(2, 3), mean.squeeze(3)
+    if weighting == "balance":
+        return omega, -log_features(mean, omega).mT.logsumexp(-1)
+    prior, balance, _ = densities(omega, mean)
+    return omega, prior, q_bar, balance, beta
+
+
+def _of_densities(dprior, dbalance, _, omega, mean, weights):
+    dbalance = dbalance * weights.diagonal(dim1=-2, dim2=-1)
+    dlog = weights * -dbalance[..., None]
+    dlog.diagonal(dim1=-2, dim2=-1).add_(dbalance - dprior)
+    return dlog @ mean, torch.addcmul(dlog.mT @ omega, mean, dlog.sum(-2)[..., None], value=-1)
+
+
+@with_gradients(_of_densities, keep=lambda results, *inputs: (*inputs, results[2]))
+def densities(omega: Tensor, mean: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Densities of one sample of each proposal, omega and mean (B, h, c, d), under all proposals.
+
+    Returns the prior of samples (B, h, c), minus the log density under their own proposals; the balance heuristic, and
+    without gradient the shares of all densities at every sample, (B, h, c, c).
+    """
+    log_ratio = log_features(mean, omega).mT
+    shares = log_ratio.softmax(-1)
+    return -own_ratio(log_ratio), own_ratio(shares).clone(), shares.detach()
 
 
 def _attend(q, k, v, omega, prior=None, q_bar=None, balance=None, beta=0.0):
