@@ -40,9 +40,9 @@ REPLICATES = (
 )
 
 FOLDS = (
-    "Each fold is another part of the training images, which its run validates on. Runs of different folds share training"
-    " images, so that the standard deviation over folds is too small (Bengio and Grandvalet: No unbiased estimator of the"
-    " variance of k-fold cross-validation, JMLR 2004)."
+    "Each fold is another part of the training images, which its run validates on. Runs of different folds share"
+    " training images, so that the standard deviation over folds is too small (Bengio and Grandvalet: No unbiased"
+    " estimator of the variance of k-fold cross-validation, JMLR 2004)."
 )
 
 WITHIN = f"within {100 * TOLERANCE:.0f} %"
