@@ -24,12 +24,14 @@ from attention import kernels
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.config.checks import check_profile
 from engine.config.load import load_run
+from engine.config.passes import share_batch
 from engine.config.schema import Run
 from engine.data.check import check_images
 from engine.data.loaders import check_workers, create_loaders, has_lost_workers, stop_waiting_if
 from engine.data.splits import classes_of, identify_data
 from engine.evaluation.evaluate import evaluate_all, gather_all
 from engine.reporting.console import format_values
+from engine.reporting.metrics import first_pass_images
 from engine.reporting.recorder import Recorder
 from engine.reporting.trackers import check_trackers
 from engine.runtime.distributed import World, autocast, init_distributed, seed_everything, set_deterministic, set_tf32
@@ -64,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with explain_failures(run.train, world), ExitStack() as cleanup:
                 check_trackers(run.report)
                 check_optimizer(run.optim, world.device)
+                run = share_batch(run, world, first_pass_images(args.output))
                 if args.dry_run:
                     print_plan(run, world, args.output, args.allow_change)
                     return

@@ -214,6 +214,11 @@ class Train:
         high=1e6,
     )
     grad_accum_steps: int = option(1, "backward passes per optimiser step", low=1, high=2**20)
+    elastic: bool = option(
+        False,
+        "the number of ranks may change at a restart; grad_accum_steps then grows so that the total batch stays and no"
+        " pass has more images than at the first start",
+    )
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda where there is one")
     amp: Literal["bf16", "fp16"] | None = option("bf16", "automatic mixed precision; null: off")
     tf32: bool = option(

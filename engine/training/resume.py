@@ -24,6 +24,9 @@ from engine.runtime.files import digest_path, is_intact
 from engine.runtime.text import describe_difference
 from engine.training.optim import create_optimizer, restore_optimizer, without_defaults
 
+RANKS = ("processes", "train.grad_accum_steps")
+"""What may differ, too, in a run with `train.elastic`."""
+
 RESUMABLE_OPTIONS = {
     "data.root",
     "data.classes",
@@ -37,6 +40,7 @@ RESUMABLE_OPTIONS = {
     "train.checkpoint_steps",
     "train.checkpoint_minutes",
     "train.timeout_minutes",
+    "train.elastic",
     "train.max_skipped",
     "train.max_overflows",
     "report.wandb",
@@ -87,7 +91,7 @@ class Checkpoints:
 
         Args:
             allowed: options, or names in the metadata, that may differ from the checkpoint's, besides
-                `RESUMABLE_OPTIONS`.
+                `RESUMABLE_OPTIONS` and, in an elastic run, `RANKS`.
         Raises:
             UserError: the checkpoint's run has other options or data, or unknown options; it has more epochs than the
                 configuration; or ranks find different checkpoints.
@@ -103,6 +107,8 @@ class Checkpoints:
                 raise UserError(f"--allow-change: {key!r} is no option{nearest(key, here)}")
         if found is None:
             return progress, {}
+        if self.options.elastic:
+            allowed = {*allowed, *RANKS}
         path, checkpoint = found
         try:  # new options have their defaults
             run = parse_run(checkpoint["config"], "its configuration")
