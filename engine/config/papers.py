@@ -21,6 +21,8 @@ class PaperRow:
     parameters: float | None = option(None, "millions", above=0)
     macs: float | None = option(None, 'billions, printed as "G"', above=0)
     released_macs: float | None = option(None, "billions, counted in the papers' released code", above=0)
+    step_ms: float | None = option(None, "milliseconds of a training step, on the paper's machine", above=0)
+    memory_gb: float | None = option(None, "memory in training there, GB", above=0)
     note: str = option("", "why our count does not round to what is printed")
 
 
