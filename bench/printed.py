@@ -1,9 +1,8 @@
 """Time and memory that a paper prints for a model of the benchmark, as ratios to the softmax attention of its table.
 
-bench/printed.csv has the numbers as printed, with the pixels that make as many tokens here. The ratio of memory is printed
-too, from more digits than the GB have. Milliseconds of another
-machine say nothing beside ours, but ratios may. LARA appendix H.5 does not say whether a gradient was computed, nor the
-batch.
+bench/printed.csv has the numbers as printed, with the pixels that make as many tokens here. The ratio of memory is
+printed too, from more digits than the GB have. Milliseconds of another machine say nothing beside ours, but ratios may.
+LARA appendix H.5 does not say whether a gradient was computed, nor the batch.
 """
 
 import csv
