@@ -15,7 +15,7 @@ from ablation.names import OF_ROWS, to_directory, to_name, to_overrides, to_text
 from ablation.schema import Ablation, list_replicates
 from ablation.settings import Setting
 from ablation.tuning import Tuning, check_rates
-from attention.options import OptionError, to_yaml
+from attention.options import OptionError, nearest, parse_options, to_yaml
 from attention.plugins import as_arguments
 from engine.config.checks import check_run
 from engine.config.load import load_run, load_unbuilt, sets
@@ -28,6 +28,9 @@ TRAIN = str(Path(__file__).parents[1] / "train.py")
 
 Figures = Mapping[tuple[Path, tuple[str, ...]], PaperRow]
 """Configuration and overrides -> figures of a paper."""
+
+FIGURES = "top1", "parameters", "macs", "step_ms", "memory_gb"
+"""Figures of a paper that a row may give itself, see `PaperRow`."""
 
 
 class Row(NamedTuple):
@@ -158,11 +161,19 @@ class Planner:
 
     def _paper(self, row: Row) -> PaperRow | None:
         """Returns the figures of a paper: those that the row gives itself, or those of its configuration."""
-        if not isinstance(top1 := row.options.get("paper"), float | int | None):
-            raise ConfigError(f"paper: expected a number, got {top1!r}")
-        if top1:
-            return PaperRow(config=str(row.base), top1=top1)
-        return self.figures.get((row.base.resolve(), tuple(to_overrides(row.options))))
+        given = row.options.get("paper")
+        if isinstance(given, float | int):
+            given = {"top1": given}
+        if given is None:
+            return self.figures.get((row.base.resolve(), tuple(to_overrides(row.options))))
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"paper: expected a number, or a mapping of {', '.join(FIGURES)}, got {given!r}")
+        if unknown := sorted(set(given) - set(FIGURES)):
+            raise ConfigError(f"paper.{unknown[0]}: unknown figure{nearest(unknown[0], FIGURES)}")
+        try:
+            return parse_options(PaperRow, {"config": str(row.base), **given}, "paper")
+        except OptionError as error:
+            raise ConfigError(str(error)) from None
 
     def _create_case(
         self,

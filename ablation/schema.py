@@ -47,8 +47,8 @@ class Ablation:
     trials_seed: int = option(0, "seed of the sampling", low=0)
     runs: tuple[dict[str, Any], ...] = option(
         (),
-        "options key.path -> value of each setting; paper: its top-1 in a paper; match: false keeps the size that it"
-        " has",
+        "options key.path -> value of each setting; paper: its top-1 in a paper, or {top1: , step_ms: , memory_gb: };"
+        " match: false keeps the size that it has",
     )
     baseline: dict[str, Any] | None = option(
         None, "option key.path -> value of the row to compare with, which becomes the first; null: the first row"

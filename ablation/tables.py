@@ -81,7 +81,9 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
         "MACs (G)": [f"{setting.costs.macs / 1e9:#.4g}" for setting in settings],
         "paper: MACs (G)": printed(settings, "macs", ".1f"),
         "step (s)": means(measure(results, "step_seconds"), ".3f"),
-        **if_measured("peak memory (MB)", means(measure(results, "memory_mb"), ".0f")),
+        **if_any("paper: step (ms)", printed(settings, "step_ms", "g")),
+        **if_any("peak memory (MB)", means(measure(results, "memory_mb"), ".0f")),
+        **if_any("paper: memory (GB)", printed(settings, "memory_gb", "g")),
     }
     if several := has_replicates(settings):
         table[f"{replicate_of(settings)}s"] = [str(len(runs)) for runs in results]
@@ -95,7 +97,7 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
             costs[cost] = [own.spread and own.spread.mean for own in measure(results, key)]
         for cost, values in costs.items():
             sure = [text(probability, ".2f") for probability in front_probabilities(values, top1)]
-            table |= if_measured(f"on front: {cost}", sure)
+            table |= if_any(f"on front: {cost}", sure)
     return table | {"paper (%)": printed(settings, "top1", ".2f")}
 
 
@@ -172,7 +174,7 @@ def means(measured: Sequence[Measured], form: str) -> list[str]:
     return [text(own.spread and own.spread.mean, form) for own in measured]
 
 
-def if_measured(title: str, texts: list[str]) -> Table:
+def if_any(title: str, texts: list[str]) -> Table:
     """Returns a column, or none if it has no values."""
     return {title: texts} if any(texts) else {}
 
@@ -273,8 +275,8 @@ def list_runs(settings: Sequence[Setting]) -> Table:
         **({"lr": [to_yaml(case.run.optim.lr) for case, _ in runs]} if is_tuned else {}),
         **replicate,
         **{title: [text(result.get(key), ".6g") for _, result in runs] for title, key in columns.items()},
-        **if_measured("hours", hours),
-        **if_measured("peak memory (MB)", memory),
+        **if_any("hours", hours),
+        **if_any("peak memory (MB)", memory),
         **({"changed": changes} if any(changes) else {}),
     }
 

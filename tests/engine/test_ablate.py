@@ -576,7 +576,9 @@ def test_dry_run_shows_everything_and_writes_nothing(config, capsys):
             "softmacks}, ",
             "windows.yaml:7: runs.0: override 'attention={name: softmacks}': attention.name",
         ),
-        ("77.16", "high", "windows.yaml:7: runs.0: paper: expected a number, got 'high'"),
+        ("77.16", "high", "windows.yaml:7: runs.0: paper: expected a number, or a mapping of top1, "),
+        ("77.16", "{step: 3}", "windows.yaml:7: runs.0: paper.step: unknown figure; did you mean 'step_ms'?"),
+        ("77.16", "{step_ms: 0}", "windows.yaml:7: runs.0: paper.step_ms = 0.0 must be greater than 0"),
         ("grid:", "seeds: 0\ngrid:", "windows.yaml:3: seeds: expected a number of seeds, or a list of different ones"),
         ("grid:", "seeds: [1, 1]\ngrid:", "windows.yaml:3: seeds: expected a number of seeds, or a list of different"),
         ("grid:", "seeds: [-1, 1]\ngrid:", "windows.yaml:3: seeds: expected a number of seeds, or a list of different"),
@@ -877,6 +879,17 @@ def test_a_papers_table_is_a_list_of_configurations_with_the_papers_figures(tmp_
     assert [table[title][1] for title in ("MACs (G)", "paper: MACs (G)", "paper (%)")] == ["4.655", "4.9", "67.19"]
     note = "deit_tiny_p8/performer, not as the paper prints it: 4.9 G is the cost of 96 features"
     assert note in report_sweep(ablation.caption, settings[:2])
+
+
+def test_a_row_may_give_the_papers_time_and_memory(tmp_path):
+    """EVA Table 6 prints both."""
+    path = Path(ablate.__file__).parent / "configs/ablation/eva_table6.yaml"
+    ablation, settings, _ = read_ablation(path, [], tmp_path, ["python"])
+    table = tabulate(settings, for_programs)
+    assert table["paper: step (ms)"] == ["87", "65", "77", "87", "89", "94", "119", "108", "99"]
+    assert table["paper: memory (GB)"] == ["8.1", "7.8", "8.4", "9.1", "9.4", "9.9", "12.5", "11.9", "17.7"]
+    assert table["paper (%)"][-1] == "77.16"
+    assert "| paper: memory (GB) |" in report_sweep(ablation.caption, settings)
 
 
 def test_bases_are_changed_in_turn(config):

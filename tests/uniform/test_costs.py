@@ -325,11 +325,12 @@ def test_benchmark_prints_the_table(capsys):
 
 @pytest.fixture(scope="module")
 def printed_by_size() -> list[str]:
-    """Lines of the second table of ``benchmark.py --macs``."""
+    """Lines of the last table of ``benchmark.py --macs``."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.setattr(benchmark, "read_papers", list)
+        patch.setattr(benchmark, "read_others", list)
         benchmark.main(["--macs"])
-    return out.getvalue().splitlines()[3:]
+    return out.getvalue().splitlines()[6:]
 
 
 def test_benchmark_prints_every_mechanism_by_size(printed_by_size):
