@@ -40,9 +40,10 @@ def stated(mechanism: str | Mapping[str, Any], **context: Any) -> Cost:
 
 
 def stated_with(name: str, options: Mapping[str, Any], **context: Any) -> Cost:
-    """`stated` with options that may be fields of `LayerContext`, like the options of a `Case`."""
+    """`stated` with options that may be fields of `LayerContext`, of the mechanism, or both, as those of a `Case`."""
     place = {field.name for field in fields(LayerContext)} & options.keys()
-    of_mechanism = {key: value for key, value in options.items() if key not in place}
+    own = {field.name for field in fields(ATTENTION[name].Config)}
+    of_mechanism = {key: value for key, value in options.items() if key not in place or key in own}
     return stated({"name": name, **of_mechanism}, **context, **{key: options[key] for key in place})
 
 
