@@ -113,6 +113,7 @@ class Trainer:
         cleanup.enter_context(lock_directory(output, world))
         identity = identify_data(self.train_loader.dataset.dataset, self.val_loader.dataset)
         self.checkpoints = Checkpoints(output, run, world, self.sampler.num_images, identity | self.objective.identity)
+        cleanup.push(self.checkpoints.end)
         self.progress = self.checkpoints.restore(self.stateful, allowed)
         self.total_steps = self.progress.total_steps(run, self.sampler.updates_per_epoch)
         check_profile(run.report, self.total_steps)
@@ -134,6 +135,8 @@ class Trainer:
         while progress.epoch < epochs and not stopped:
             self.sampler.set_epoch(progress.epoch, progress.images)
             stopped = self.train_epoch(self.prepare_batches()) or self.finish_epoch()
+            if stopped or progress.epoch == epochs:
+                self.checkpoints.finish()
             self.world.barrier()  # no rank ends, or starts an epoch that might fail, while the checkpoint is written
         if stopped:
             check_workers(self.train_loader, self.world)
@@ -170,6 +173,7 @@ class Trainer:
             progress.step += 1
             progress.images += options.total_batch_size
             self.recorder.end_step()
+            self.checkpoints.check()
             is_complete = progress.images == sampler.stop
             is_logged = is_complete or (number + 1) % options.log_every == 0
             if is_logged:

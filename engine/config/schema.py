@@ -257,6 +257,9 @@ class Train:
         15.0, "minutes after which a checkpoint is made within an epoch; null: none", above=0
     )
     checkpoint_steps: int = option(0, "optimiser steps between checkpoints within an epoch; 0: none", low=0)
+    async_checkpoint: bool = option(
+        False, "copy the state to main memory and write it beside training, for storage that is slow"
+    )
     max_skipped: int = option(
         0,
         "optimiser steps to skip, for a loss or gradient that is not finite, before stopping; above 0, every step waits"
