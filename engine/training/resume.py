@@ -27,6 +27,8 @@ from engine.training.optim import create_optimizer, restore_optimizer, without_d
 RESUMABLE_OPTIONS = {
     "data.root",
     "data.classes",
+    "data.cache_dir",
+    "data.cache_gb",
     "data.workers",
     "data.timeout_minutes",
     "data.max_broken",
