@@ -61,6 +61,9 @@ def check_run(run: Run, world_size: int = 1) -> None:
     if data.subset is None and not data.held_out_by and data.subset_seed:
         chosen = "data.subset, data.val_fraction and data.folds are null"
         raise OptionError("data.subset_seed", f" = {data.subset_seed}, but {chosen}: set one, or leave it out")
+    if train.balanced_sampling and (data.dataset == "mds" or data.order != "list"):
+        problem = "draws images of rare classes anew, in an order that needs a list of all images"
+        raise OptionError("train.balanced_sampling", f"{problem}; set it to false, or data.order=list and no mds")
     if data.levels is not None:
         if data.levels[0] == data.levels[1]:
             raise OptionError("data.levels", f" = {list(data.levels)}: black and white are the same level; give two")
