@@ -85,12 +85,15 @@ class Data:
         " in memory that does not grow; without effect on mds, where blocks of shards are shuffled",
     )
     shuffle_shards: int = option(
-        16, "mds: shards of a block, whose images are shuffled together; a node fetches a block at a time", low=1
+        16,
+        "mds: shards of a block, whose images are shuffled together; a node fetches a block at a time",
+        low=1,
+        high=2**20,
     )
     cache_dir: str | None = option(
         None, "mds at a URL: folder on a disk of the node, where its processes share the shards that were fetched"
     )
-    cache_gb: float = option(64.0, "mds at a URL: largest size (GB) of the shards in cache_dir", above=0)
+    cache_gb: float = option(64.0, "mds at a URL: largest size (GB) of the shards in cache_dir", above=0, high=1e6)
     workers: int = option(8, "loader processes per rank", low=0, high=256)
     timeout_minutes: float = option(
         5.0, "minutes for which a rank waits for a batch of its loader processes before it fails", above=0, high=10_080
