@@ -29,14 +29,14 @@ from bench.arguments import every_mechanism, image_size, positive, token_grid
 from bench.calibration import ROUNDS
 from bench.choices import BUDGETS, Request
 from bench.comparison import BATCH_TOKENS, compare, plan
-from bench.costs import CONFIGS, print_costs, print_costs_by_size
+from bench.costs import CONFIGS, print_costs, print_costs_by_size, print_costs_of_others
 from bench.figures import draw_figures
 from bench.quality import MEASURES
 from bench.recommend import measure_on, recommend
 from bench.results import MEMORY, NOISE, describe, format_results, write_tables
 from bench.roofline import DEVICES
 from bench.workload import DTYPES, EXECUTIONS, MODES
-from engine.config.papers import PaperRow, read_papers
+from engine.config.papers import PaperRow, read_others, read_papers
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import init_distributed
 from engine.runtime.errors import refuse_bad_input
@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if args.macs:
             print_costs([PaperRow(config=os.path.relpath(path, CONFIGS)) for path in args.configs] or read_papers())
             if not args.configs:
+                print_costs_of_others(read_others())
                 print_costs_by_size()
             return
         device = init_distributed(args.device).device

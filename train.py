@@ -24,12 +24,14 @@ from attention import kernels
 from engine.checkpoints.initial_weights import create_initial_model
 from engine.config.checks import check_profile
 from engine.config.load import load_run
+from engine.config.passes import share_batch
 from engine.config.schema import Run
 from engine.data.check import check_images
 from engine.data.loaders import check_workers, create_loaders, has_lost_workers, stop_waiting_if
 from engine.data.splits import classes_of, identify_data
 from engine.evaluation.evaluate import evaluate_all, gather_all
 from engine.reporting.console import format_values
+from engine.reporting.metrics import first_pass_images
 from engine.reporting.recorder import Recorder
 from engine.reporting.trackers import check_trackers
 from engine.runtime.distributed import World, autocast, init_distributed, seed_everything, set_deterministic, set_tf32
@@ -64,6 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             with explain_failures(run.train, world), ExitStack() as cleanup:
                 check_trackers(run.report)
                 check_optimizer(run.optim, world.device)
+                run = share_batch(run, world, first_pass_images(args.output))
                 if args.dry_run:
                     print_plan(run, world, args.output, args.allow_change)
                     return
@@ -110,6 +113,7 @@ class Trainer:
         cleanup.enter_context(lock_directory(output, world))
         identity = identify_data(self.train_loader.dataset.dataset, self.val_loader.dataset)
         self.checkpoints = Checkpoints(output, run, world, self.sampler.num_images, identity | self.objective.identity)
+        cleanup.push(self.checkpoints.end)
         self.progress = self.checkpoints.restore(self.stateful, allowed)
         self.total_steps = self.progress.total_steps(run, self.sampler.updates_per_epoch)
         check_profile(run.report, self.total_steps)
@@ -131,6 +135,8 @@ class Trainer:
         while progress.epoch < epochs and not stopped:
             self.sampler.set_epoch(progress.epoch, progress.images)
             stopped = self.train_epoch(self.prepare_batches()) or self.finish_epoch()
+            if stopped or progress.epoch == epochs:
+                self.checkpoints.finish()
             self.world.barrier()  # no rank ends, or starts an epoch that might fail, while the checkpoint is written
         if stopped:
             check_workers(self.train_loader, self.world)
@@ -167,6 +173,7 @@ class Trainer:
             progress.step += 1
             progress.images += options.total_batch_size
             self.recorder.end_step()
+            self.checkpoints.check()
             is_complete = progress.images == sampler.stop
             is_logged = is_complete or (number + 1) % options.log_every == 0
             if is_logged:

@@ -49,7 +49,7 @@ class Estimate:
     @property
     def total(self) -> int:
         """Number of all runs."""
-        return sum(setting.num_seeds for setting in self.settings) + len(trials_of(self.settings))
+        return sum(setting.num_runs for setting in self.settings) + len(trials_of(self.settings))
 
     def look(self) -> int:
         """Looks which runs have finished, and returns how many."""
@@ -73,7 +73,7 @@ class Estimate:
         for setting, row, own in zip(self.settings, rows, finished, strict=True):
             whole = setting.run.schedule.epochs * fmean(own or every)
             total += sum(whole if speed is None else speed.left for _, speed in row)
-            total += whole * setting.num_seeds * (not setting.cases)  # their learning rate is not chosen yet
+            total += whole * setting.num_runs * (not setting.cases)  # their learning rate is not chosen yet
         return total
 
     def _speed(self, case: Case) -> "Speed | None":
@@ -100,14 +100,14 @@ class Speed(NamedTuple):
 
 
 def plan_text(settings: Sequence[Setting], world_size: int) -> str:
-    """Returns the lines of a dry run: how many runs, their seeds, and how long they take.
+    """Returns the lines of a dry run: how many runs, their seeds or folds, and how long they take.
 
     If no run is finished, a step of the first row is timed, with `world_size` devices as fast as the one here.
     """
     estimate = Estimate(settings)
-    finished, seeds = estimate.look(), [case.run.train.seed for case in next(iter(settings[0].by_lr.values()))]
+    finished, (option, values) = estimate.look(), settings[0].replicates
     trials = f" {len(trials_of(settings))} of them choose learning rates;" if trials_of(settings) else ""
-    head = f"{estimate.total} runs of {len(settings)} rows, train.seed {', '.join(map(str, seeds))};{trials}"
+    head = f"{estimate.total} runs of {len(settings)} rows, {option} {', '.join(map(str, values))};{trials}"
     head += f" {finished} are finished."
     if finished == estimate.total:
         return head
@@ -128,7 +128,7 @@ def timed_seconds(settings: Sequence[Setting], world_size: int) -> tuple[float, 
     """
     images = 0.0
     for setting in settings:
-        runs = setting.num_seeds + (len(setting.tuning.cases) if setting.tuning else 0)
+        runs = setting.num_runs + (len(setting.tuning.cases) if setting.tuning else 0)
         runs -= sum(bool(case.result()) for case in setting.known_cases)
         share = setting.costs.macs / settings[0].costs.macs
         images += runs * setting.run.schedule.epochs * count_images(setting.run) * share

@@ -12,7 +12,7 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from ablation.front import front_probabilities, non_dominated
 from ablation.replicates import Measured, measure
-from ablation.settings import Setting, has_replicates, name_change, short_names, varied_options
+from ablation.settings import Setting, has_replicates, name_change, replicate_of, short_names, varied_options
 from engine.reporting.metrics import find_records
 from engine.reporting.plots import (
     BLUE,
@@ -41,15 +41,16 @@ LABELS = {
 
 @in_style
 def draw_results(caption: str, settings: Sequence[Setting]) -> Figure:
-    """Draws top-1 of every setting and, for several seeds, the differences to the first setting with intervals."""
+    """Draws top-1 of every setting and, for several runs each, the differences to the first setting with intervals."""
     measured = measure([setting.results() for setting in settings], "top1")
     panels = 1 + has_replicates(settings)
-    question = "Which settings differ from the first by more than seeds do?" if panels > 1 else "Which is best?"
+    replicate = replicate_of(settings)
+    question = f"Which settings differ from the first by more than {replicate}s do?" if panels > 1 else "Which is best?"
     figure = new_figure(f"{caption}\n{question}", 1.3 + 0.2 * len(settings))
     axes, *more = figure.subplots(1, panels, sharey=True, squeeze=False)[0]
     draw_top1(axes, settings, measured)
     if more:
-        draw_differences(*more, measured)
+        draw_differences(*more, measured, replicate)
     axes.set_yticks(range(len(settings)), short_names(settings), parse_math=False)
     axes.set_ylim(len(settings) - 0.5, -0.5)
     figure.legend(loc="outside lower center", ncols=3)
@@ -57,7 +58,7 @@ def draw_results(caption: str, settings: Sequence[Setting]) -> Figure:
 
 
 def draw_top1(axes: Axes, settings: Sequence[Setting], measured: Sequence[Measured]) -> None:
-    """Draws means with standard deviations as bars, single seeds as small points, and a paper's figures."""
+    """Draws means with standard deviations as bars, single runs as small points, and a paper's figures."""
     axes.set_xlabel("top-1 (%)")
     axes.grid(axis="x")
     means = {y: own.spread for y, own in enumerate(measured) if own.spread}
@@ -65,8 +66,8 @@ def draw_top1(axes: Axes, settings: Sequence[Setting], measured: Sequence[Measur
     if means:
         x = [spread.mean for spread in means.values()]
         if has_replicates(settings):
-            seeds = [(value, y + 0.25) for y, own in enumerate(measured) for value in own.values.values()]
-            axes.scatter(*zip(*seeds, strict=True), s=5, color=GREY, label="single seeds")
+            runs = [(value, y + 0.25) for y, own in enumerate(measured) for value in own.values.values()]
+            axes.scatter(*zip(*runs, strict=True), s=5, color=GREY, label=f"single {replicate_of(settings)}s")
             bars = [spread.std or 0 for spread in means.values()]
             axes.errorbar(x, list(means), xerr=bars, fmt="o", color=BLUE, label="top-1: mean ± standard deviation")
         else:
@@ -75,16 +76,16 @@ def draw_top1(axes: Axes, settings: Sequence[Setting], measured: Sequence[Measur
         axes.scatter(list(papers.values()), list(papers), marker="x", color=ORANGE, label="paper")
 
 
-def draw_differences(axes: Axes, measured: Sequence[Measured]) -> None:
+def draw_differences(axes: Axes, measured: Sequence[Measured], replicate: str) -> None:
     """Draws mean differences to the first setting with 95 % intervals; markers are filled if 0 is outside."""
-    axes.set_xlabel("difference to the first row (points, same seeds)")
+    axes.set_xlabel(f"difference to the first row (points, same {replicate}s)")
     axes.grid(axis="x")
     axes.axvline(0, color="black", linewidth=0.8)
     differences = {y: own.difference for y, own in enumerate(measured) if own.difference}
     kinds = (
         ("difference: 95 % interval without 0", {"fmt": "o", "color": BLUE}, lambda d: not d.is_noise),
         ("noise: interval with 0", {"fmt": "o", "color": GREY, "mfc": "white"}, lambda d: d.is_noise and d.n > 1),
-        ("one seed", {"fmt": ".", "color": GREY}, lambda d: d.n == 1),
+        (f"one {replicate}", {"fmt": ".", "color": GREY}, lambda d: d.n == 1),
     )
     for label, style, belongs in kinds:
         points = {y: difference for y, difference in differences.items() if belongs(difference)}
@@ -158,7 +159,8 @@ def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
         if tells_apart(measured):
             costs[label] = [own.spread and own.spread.mean for own in measured]
         elif any(own.spread for own in measured):
-            left_out.append(f"Not shown: {label.partition(' (')[0]}, in which settings differ no more than seeds.")
+            cost = label.partition(" (")[0]
+            left_out.append(f"Not shown: {cost}, in which settings differ no more than {replicate_of(settings)}s.")
     question = "Which settings are beaten by no other in both top-1 and cost? (named)"
     figure = new_figure("\n".join([caption, question, *left_out]), 3.4, PAGE if len(costs) > 1 else 0.7 * PAGE)
     panels = figure.subplots(1, len(costs), sharey=True, squeeze=False)[0]
@@ -220,7 +222,7 @@ def draw_curves(caption: str, settings: Sequence[Setting]) -> Figure:
     results, names = [setting.results() for setting in settings], short_names(settings)
     curves = [furthest([read_curve(case.directory) for case in setting.cases]) for setting in settings]
     with_hours = tells_apart(measure(results, "step_seconds"))
-    about = " Line: mean of seeds; band: least to most of them." * has_replicates(settings)
+    about = f" Line: mean of {replicate_of(settings)}s; band: least to most of them." * has_replicates(settings)
     height = max(3.0, 1 + 0.14 * sum(map(bool, curves)))
     figure = new_figure(f"{caption}\nHow fast does the validation loss fall?{about}", height)
     panels = figure.subplots(1, 1 + with_hours, sharey=True, squeeze=False)[0]

@@ -12,10 +12,10 @@ from ablation.cases import Case
 from ablation.match import Matched, solve
 from ablation.measured import Measurements
 from ablation.names import OF_ROWS, to_directory, to_name, to_overrides, to_text
-from ablation.schema import Ablation, list_seeds
+from ablation.schema import Ablation, list_replicates
 from ablation.settings import Setting
 from ablation.tuning import Tuning, check_rates
-from attention.options import OptionError, to_yaml
+from attention.options import OptionError, nearest, parse_options, to_yaml
 from attention.plugins import as_arguments
 from engine.config.checks import check_run
 from engine.config.load import load_run, load_unbuilt, sets
@@ -28,6 +28,9 @@ TRAIN = str(Path(__file__).parents[1] / "train.py")
 
 Figures = Mapping[tuple[Path, tuple[str, ...]], PaperRow]
 """Configuration and overrides -> figures of a paper."""
+
+FIGURES = "top1", "parameters", "macs", "step_ms", "memory_gb"
+"""Figures of a paper that a row may give itself, see `PaperRow`."""
 
 
 class Row(NamedTuple):
@@ -51,9 +54,9 @@ class Planner:
         launcher: command that starts train.py. figures: those of the paper that the ablation names.
         measurements: takes those of `match`.
     Attributes:
-        seeds: values of train.seed; empty for the base's alone. rates: learning rates to choose from; empty for none.
+        replicates: the runs of every setting. rates: learning rates to choose from; empty for none.
     Raises:
-        OptionError: seeds or learning rates that cannot be.
+        OptionError: seeds, folds or learning rates that cannot be.
     """
 
     def __init__(
@@ -68,7 +71,7 @@ class Planner:
     ):
         self.ablation, self.folder, self.overrides, self.output = ablation, folder, (*overrides,), output
         self.launcher, self.figures, self.measurements = launcher, figures, measurements
-        self.seeds, self.rates = list_seeds(ablation.seeds), check_rates(ablation.lr)
+        self.replicates, self.rates = list_replicates(ablation), check_rates(ablation.lr)
         self.world_size = count_ranks(launcher)
         # Settings of a search are loaded twice.
         self.load = functools.cache(functools.partial(load_run, world_size=self.world_size))
@@ -88,18 +91,43 @@ class Planner:
         matched, run = self._load(row)
         size, given = [matched.override] if matched else [], to_overrides(row.options)
         name = self.name(row, size)
-        if self.seeds and sets([*self.overrides, *given], "train.seed"):
-            raise ConfigError("train.seed is given beside seeds; leave one of them out")
+        self._check_replicates(run, given)
         if self.rates:
             check_tuning(run, self.rates, self.ablation.val_fraction, [*self.overrides, *given], self.world_size)
         command = [*self.launcher, TRAIN, str(row.base), *self.overrides, *given, *size]
         create = functools.partial(self._create_case, run, command, name)
-        by_lr = {lr: tuple(create(lr, seed) for seed in self.seeds or [None]) for lr in self.rates or [None]}
-        trials = {lr: create(lr, [*self.seeds, None][0], self.ablation.val_fraction) for lr in self.rates}
+        by_lr: dict[float | None, tuple[Case, ...]] = {None: tuple(map(create, self.replicates.overrides))}
+        trials = {}
+        if self.rates:
+            by_lr = {
+                lr: tuple(create({"optim.lr": lr} | own) for own in self.replicates.overrides) for lr in self.rates
+            }
+            held_out = {"data.val_fraction": self.ablation.val_fraction} | self.replicates.overrides[0]
+            trials = {lr: create({"optim.lr": lr} | held_out) for lr in self.rates}
         changes = {option: to_text(value) for option, value in row.options.items() if option not in OF_ROWS}
         if self.ablation.bases:
             changes = {"base": title(row.base)} | changes
-        return name, Setting(changes, self._paper(row), by_lr, matched, Tuning(trials) if trials else None)
+        tuning = Tuning(trials) if trials else None
+        return name, Setting(changes, self._paper(row), by_lr, matched, tuning, self.replicates.option)
+
+    def _check_replicates(self, run: Run, given: Sequence[str]) -> None:
+        """Refuses overrides that set what tells the runs of a setting apart, and folds that cannot be.
+
+        Raises:
+            ConfigError: the first problem.
+        """
+        for key in self.replicates.overrides[0]:
+            if sets([*self.overrides, *given], key):
+                by = "folds" if self.ablation.folds else "seeds"
+                raise ConfigError(f"{key} is given beside {by}; leave one of them out")
+        if not self.ablation.folds:
+            return
+        if held_out_by := run.data.held_out_by:
+            raise ConfigError(f"{held_out_by}: folds hold images out by themselves; set it to null in base")
+        try:
+            check_run(with_values(run, self.replicates.overrides[0]), self.world_size)
+        except OptionError as error:
+            raise ConfigError(f"folds: {error}") from None
 
     def name(self, row: Row, size: Sequence[str] = ()) -> str:
         """Returns the name of a row in the file system, with the override `size` that `match` adds."""
@@ -133,26 +161,31 @@ class Planner:
 
     def _paper(self, row: Row) -> PaperRow | None:
         """Returns the figures of a paper: those that the row gives itself, or those of its configuration."""
-        if not isinstance(top1 := row.options.get("paper"), float | int | None):
-            raise ConfigError(f"paper: expected a number, got {top1!r}")
-        if top1:
-            return PaperRow(config=str(row.base), top1=top1)
-        return self.figures.get((row.base.resolve(), tuple(to_overrides(row.options))))
+        given = row.options.get("paper")
+        if isinstance(given, float | int):
+            given = {"top1": given}
+        if given is None:
+            return self.figures.get((row.base.resolve(), tuple(to_overrides(row.options))))
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"paper: expected a number, or a mapping of {', '.join(FIGURES)}, got {given!r}")
+        if unknown := sorted(set(given) - set(FIGURES)):
+            raise ConfigError(f"paper.{unknown[0]}: unknown figure{nearest(unknown[0], FIGURES)}")
+        try:
+            return parse_options(PaperRow, {"config": str(row.base), **given}, "paper")
+        except OptionError as error:
+            raise ConfigError(str(error)) from None
 
     def _create_case(
         self,
         run: Run,
         command: Sequence[str],
         name: str,
-        lr: float | None,
-        seed: int | None,
-        val_fraction: float | None = None,
+        values: Mapping[str, float],
     ) -> Case:
-        """Returns the run of a setting with these values, where they are not None, and adds them to its `command`."""
-        given = {"optim.lr": lr, "data.val_fraction": val_fraction, "train.seed": seed}
-        texts = [f"{key}={to_yaml(value)}" for key, value in given.items() if value is not None]
+        """Returns the run of a setting with these values, option key.path -> value, and adds them to its `command`."""
+        texts = [f"{key}={to_yaml(value)}" for key, value in values.items()]
         directory = self.output / to_directory(name, texts)
-        run = with_values(run, lr, seed, val_fraction)
+        run = with_values(run, values)
         return Case(run, directory, [*command, *texts, "--output", str(directory), *as_arguments()])
 
 
@@ -166,12 +199,11 @@ def title(base: Path) -> str:
     return "/".join(base.with_suffix("").parts[-2:])
 
 
-def with_values(run: Run, lr: float | None, seed: int | None, val_fraction: float | None) -> Run:
-    """Returns `run` with these values, where they are not None."""
-    sections = {"optim": {"lr": lr}, "train": {"seed": seed}, "data": {"val_fraction": val_fraction}}
-    for section, values in sections.items():
-        given = {name: value for name, value in values.items() if value is not None}
-        run = dataclasses.replace(run, **{section: dataclasses.replace(getattr(run, section), **given)})
+def with_values(run: Run, values: Mapping[str, float]) -> Run:
+    """Returns `run` with these values, "section.option" -> value."""
+    for key, value in values.items():
+        section, name = key.split(".")
+        run = dataclasses.replace(run, **{section: dataclasses.replace(getattr(run, section), **{name: value})})
     return run
 
 
@@ -192,7 +224,7 @@ def check_tuning(
         raise ConfigError("lr is chosen by top-1, which this run does not measure; give optim.lr instead")
     try:
         for lr in rates:
-            check_run(with_values(run, lr, None, val_fraction), world_size)
+            check_run(with_values(run, {"optim.lr": lr, "data.val_fraction": val_fraction}), world_size)
     except OptionError as error:
         raise ConfigError(f"lr: {error}") from None
 

@@ -24,6 +24,13 @@ class Ablation:
     seeds: int | tuple[int, ...] | None = option(
         None, "train.seed of the runs of every setting: a list, or 3 for [0, 1, 2]; null: one run, of base's seed"
     )
+    folds: int | None = option(
+        None,
+        "data.folds of every setting, in place of seeds: a run for each data.fold, which validates on that part of the"
+        " training images",
+        low=2,
+        high=1000,
+    )
     lr: tuple[float, ...] | None = option(
         None,
         "values of optim.lr: that of each setting is chosen on held-out training images; null: as base has it",
@@ -40,8 +47,8 @@ class Ablation:
     trials_seed: int = option(0, "seed of the sampling", low=0)
     runs: tuple[dict[str, Any], ...] = option(
         (),
-        "options key.path -> value of each setting; paper: its top-1 in a paper; match: false keeps the size that it"
-        " has",
+        "options key.path -> value of each setting; paper: its top-1 in a paper, or {top1: , step_ms: , memory_gb: };"
+        " match: false keeps the size that it has",
     )
     baseline: dict[str, Any] | None = option(
         None, "option key.path -> value of the row to compare with, which becomes the first; null: the first row"
@@ -50,6 +57,33 @@ class Ablation:
         None, "a cost for which the size of every setting's mechanism is solved, see `ablation.match.Match`"
     )
     plugins: tuple[str, ...] = option((), "modules or .py files that register mechanisms of your own, see --plugin")
+
+
+@dataclass(frozen=True)
+class Replicates:
+    """The runs of a setting.
+
+    Attributes:
+        option: the option in which they differ. overrides: option key.path -> value of each run.
+    """
+
+    option: str
+    overrides: tuple[dict[str, int], ...]
+
+
+def list_replicates(ablation: Ablation) -> Replicates:
+    """Returns the runs of every setting, by `seeds` or `folds`; without both, one run as it is.
+
+    Raises:
+        OptionError: both are given, or see `list_seeds`.
+    """
+    if ablation.folds is None:
+        return Replicates("train.seed", tuple({"train.seed": seed} for seed in list_seeds(ablation.seeds)) or ({},))
+    for name in ("seeds", "lr"):
+        if getattr(ablation, name) is not None:
+            raise OptionError("folds", f" = {ablation.folds} is given beside {name}; leave one of them out")
+    overrides = ({"data.folds": ablation.folds, "data.fold": fold} for fold in range(ablation.folds))
+    return Replicates("data.fold", tuple(overrides))
 
 
 def list_seeds(seeds: int | tuple[int, ...] | None) -> Sequence[int]:

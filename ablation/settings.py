@@ -25,9 +25,10 @@ class Setting:
 
     Attributes:
         changes: option (or base) -> YAML text of its value. paper: figures of a paper.
-        by_lr: learning rate -> a run per seed; without `tuning`, None -> them.
+        by_lr: learning rate -> a run per seed or fold; without `tuning`, None -> them.
         matched: the size that is solved for a cost; None if the sweep, or this setting, has no such size.
         tuning: the runs that choose the learning rate; None if it is given.
+        replicated_by: the option in which the runs differ, train.seed or data.fold.
     """
 
     changes: dict[str, str]
@@ -35,10 +36,11 @@ class Setting:
     by_lr: Mapping[float | None, tuple[Case, ...]]
     matched: Matched | None = None
     tuning: Tuning | None = None
+    replicated_by: str = "train.seed"
 
     @property
     def cases(self) -> tuple[Case, ...]:
-        """A run per seed; none until the learning rate is chosen."""
+        """A run per seed or fold; none until the learning rate is chosen."""
         lr = self.tuning and self.tuning.choose()
         return () if self.tuning and lr is None else self.by_lr[lr]
 
@@ -49,12 +51,19 @@ class Setting:
 
     @property
     def run(self) -> Run:
-        """The run of the first seed; its learning rate may not be the chosen one."""
+        """The first run; its learning rate may not be the chosen one."""
         return next(iter(self.by_lr.values()))[0].run
 
     @property
-    def num_seeds(self) -> int:
+    def num_runs(self) -> int:
         return len(next(iter(self.by_lr.values())))
+
+    @property
+    def replicates(self) -> tuple[str, list[int]]:
+        """The option in which the runs differ, and its value in each."""
+        section, name = self.replicated_by.split(".")
+        cases = next(iter(self.by_lr.values()))
+        return self.replicated_by, [getattr(getattr(case.run, section), name) for case in cases]
 
     @functools.cached_property
     def costs(self) -> Costs:
@@ -95,9 +104,9 @@ class Setting:
         return to_text(held[0] if held.count(held[0]) == len(held) else held) if held else ""
 
     def results(self) -> dict[int, dict[str, Any]]:
-        """Returns seed -> final record of train.py for the finished runs."""
-        results = {case.run.train.seed: case.result() for case in self.cases}
-        return {seed: result for seed, result in results.items() if result}
+        """Returns seed, or fold, -> final record of train.py for the finished runs."""
+        results = zip(self.replicates[1], [case.result() for case in self.cases], strict=False)
+        return {number: result for number, result in results if result}
 
 
 def name_in(value: Any) -> Any:
@@ -108,7 +117,7 @@ def name_in(value: Any) -> Any:
 
 
 def in_order(settings: Sequence[Setting]) -> list[Case]:
-    """Returns the runs in the order of training: every setting with the first seed, then with the next seed.
+    """Returns the runs in the order of training: every setting with the first seed or fold, then with the next.
 
     Those of a setting whose learning rate is not chosen yet are left out.
     """
@@ -129,8 +138,13 @@ def accuracies(settings: Sequence[Setting]) -> dict[str, str]:
 
 
 def has_replicates(settings: Sequence[Setting]) -> bool:
-    """Returns whether settings are trained with several seeds."""
-    return settings[0].num_seeds > 1
+    """Returns whether settings are trained with several seeds or folds."""
+    return settings[0].num_runs > 1
+
+
+def replicate_of(settings: Sequence[Setting]) -> str:
+    """Returns the word for what the runs of a setting differ in, "seed" or "fold"."""
+    return settings[0].replicated_by.rpartition(".")[2]
 
 
 def changed_options(settings: Sequence[Setting]) -> dict[str, list[str]]:

@@ -13,7 +13,16 @@ from ablation.front import RESAMPLES, front_probabilities
 from ablation.latex import latex_table
 from ablation.match import BATCH_SIZE, TOLERANCE
 from ablation.replicates import Measured, measure
-from ablation.settings import Setting, accuracies, changed_options, has_replicates, held_options, in_order, short_names
+from ablation.settings import (
+    Setting,
+    accuracies,
+    changed_options,
+    has_replicates,
+    held_options,
+    in_order,
+    replicate_of,
+    short_names,
+)
 from ablation.tuning import Tuning
 from attention.options import to_yaml
 from engine.reporting.plots import encode
@@ -25,9 +34,15 @@ ONE_RUN = (
     "One run per row: how far other seeds would end from it is not known, and rows that are near cannot be ranked."
 )
 REPLICATES = (
-    "± is the standard deviation over seeds. Differences are to the first row, between runs of the same seed, and noise"
+    "± is the standard deviation over {0}s. Differences are to the first row, between runs of the same {0}, and noise"
     " where the 95 % interval of Student's t over them contains 0; their standard deviation counts as one image at"
     " least, as accuracies are rounded to images (row by row: of 20 rows without an effect, one will seem to have one)."
+)
+
+FOLDS = (
+    "Each fold is another part of the training images, which its run validates on. Runs of different folds share"
+    " training images, so that the standard deviation over folds is too small (Bengio and Grandvalet: No unbiased"
+    " estimator of the variance of k-fold cross-validation, JMLR 2004)."
 )
 
 WITHIN = f"within {100 * TOLERANCE:.0f} %"
@@ -35,8 +50,8 @@ WITHIN = f"within {100 * TOLERANCE:.0f} %"
 
 ON_FRONT = (
     "On front: probability that no other row has at least as good a mean top-1 at no more cost, and one of them better."
-    f" It is the share of {RESAMPLES:,} bootstrap resamples of the seeds of every row that has two or more; few seeds"
-    " make it rough."
+    f" It is the share of {RESAMPLES:,} bootstrap resamples of the runs of every row that has two or more; few"
+    " runs make it rough."
 )
 
 ELAPSED = "elapsed_seconds"
@@ -50,10 +65,10 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
     """Returns a row for each setting.
 
     Accuracies are from the last epoch: "top-1" of the plain weights and, if any run keeps them, "EMA top-1" of averaged
-    weights. Step time and memory are means over seeds; memory is measured on a GPU only.
+    weights. Step time and memory are means over runs; memory is measured on a GPU only.
 
     Args:
-        write: makes the columns of an accuracy of several seeds from its name and values: `for_readers` or
+        write: makes the columns of an accuracy of several runs from its name and values: `for_readers` or
             `for_programs`.
     """
     results = [setting.results() for setting in settings]
@@ -66,10 +81,12 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
         "MACs (G)": [f"{setting.costs.macs / 1e9:#.4g}" for setting in settings],
         "paper: MACs (G)": printed(settings, "macs", ".1f"),
         "step (s)": means(measure(results, "step_seconds"), ".3f"),
-        **if_measured("peak memory (MB)", means(measure(results, "memory_mb"), ".0f")),
+        **if_any("paper: step (ms)", printed(settings, "step_ms", "g")),
+        **if_any("peak memory (MB)", means(measure(results, "memory_mb"), ".0f")),
+        **if_any("paper: memory (GB)", printed(settings, "memory_gb", "g")),
     }
     if several := has_replicates(settings):
-        table["seeds"] = [str(len(runs)) for runs in results]
+        table[f"{replicate_of(settings)}s"] = [str(len(runs)) for runs in results]
     for name, key in accuracies(settings).items():
         measured = measure(results, key)
         table |= write(name, measured) if several else {f"{name} (%)": means(measured, ".2f")}
@@ -80,7 +97,7 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
             costs[cost] = [own.spread and own.spread.mean for own in measure(results, key)]
         for cost, values in costs.items():
             sure = [text(probability, ".2f") for probability in front_probabilities(values, top1)]
-            table |= if_measured(f"on front: {cost}", sure)
+            table |= if_any(f"on front: {cost}", sure)
     return table | {"paper (%)": printed(settings, "top1", ".2f")}
 
 
@@ -157,7 +174,7 @@ def means(measured: Sequence[Measured], form: str) -> list[str]:
     return [text(own.spread and own.spread.mean, form) for own in measured]
 
 
-def if_measured(title: str, texts: list[str]) -> Table:
+def if_any(title: str, texts: list[str]) -> Table:
     """Returns a column, or none if it has no values."""
     return {title: texts} if any(texts) else {}
 
@@ -179,6 +196,7 @@ def split_constant(settings: Sequence[Setting]) -> tuple[Table, str]:
         "parameters (M)",
         "MACs (G)",
         "seeds",
+        "folds",
         *papers,
     )
     constant = [title for title in table if title in given and len(set(table[title])) == 1]
@@ -209,7 +227,8 @@ def to_latex(caption: str, settings: Sequence[Setting], left_out: Sequence[str] 
 
 def list_notes(settings: Sequence[Setting], left_out: Sequence[str]) -> list[str]:
     """Returns the notes below a table: how reliable its numbers are, and what is not as its row says."""
-    notes = [REPLICATES if has_replicates(settings) else ONE_RUN]
+    replicate = replicate_of(settings)
+    notes = [REPLICATES.format(replicate) if has_replicates(settings) else ONE_RUN] + [FOLDS] * (replicate == "fold")
     if any(title.startswith("on front") for title in tabulate(settings, for_readers)):
         notes.append(ON_FRONT)
     notes += describe_match(settings)
@@ -246,21 +265,24 @@ def list_runs(settings: Sequence[Setting]) -> Table:
     hours = [text(seconds and seconds / 3600, ".4g") for _, result in runs for seconds in [result.get(ELAPSED)]]
     changes = ["; ".join(case.changes()) for case, _ in runs]
     options = held_options(settings).items()
+    replicate = {"train.seed": [str(case.run.train.seed) for case, _ in runs]}
+    if replicate_of(settings) == "fold":
+        replicate["data.fold"] = [str(case.run.data.fold) for case, _ in runs]
     is_tuned = any(setting.tuning for setting in settings)
     return {
         "directory": [case.directory.name for case, _ in runs],
         **{option: [texts[row_of[case.directory]] for case, _ in runs] for option, texts in options},
         **({"lr": [to_yaml(case.run.optim.lr) for case, _ in runs]} if is_tuned else {}),
-        "train.seed": [str(case.run.train.seed) for case, _ in runs],
+        **replicate,
         **{title: [text(result.get(key), ".6g") for _, result in runs] for title, key in columns.items()},
-        **if_measured("hours", hours),
-        **if_measured("peak memory (MB)", memory),
+        **if_any("hours", hours),
+        **if_any("peak memory (MB)", memory),
         **({"changed": changes} if any(changes) else {}),
     }
 
 
 def to_json(caption: str, settings: Sequence[Setting], left_out: Sequence[str] = ()) -> bytes:
-    """Encodes the settings and their finished runs: the final records of train.py by seed."""
+    """Encodes the settings and their finished runs: the final records of train.py by seed or fold."""
     rows = [
         {
             "name": name,

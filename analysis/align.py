@@ -69,6 +69,16 @@ def draw_batches(trained: Trained, images: Images, indices: Tensor, steps: int, 
         yield read_images(images, chosen.tolist(), trained.run)[0]
 
 
+def align_by_seed(trained: Trained, model: nn.Module, training: tuple[Images, Tensor], steps: int, seed: int) -> None:
+    """Aligns `model` on training images, see `open_training_images`; order and random numbers follow from `seed`.
+
+    Raises:
+        FloatingPointError: a gradient is not finite. BrokenImage: an image cannot be read.
+    """
+    torch.manual_seed(seed)
+    align(trained, model, draw_batches(trained, *training, steps, seed), steps)
+
+
 def align(trained: Trained, model: nn.Module, batches: Iterable[Tensor], steps: int) -> None:
     """Fits the attention layers of `model` that differ from the trained model's; see `Alignment`. Each batch is a step.
 

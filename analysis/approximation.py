@@ -2,7 +2,7 @@
 
 import math
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean
@@ -33,7 +33,7 @@ class Row:
             weights in each layer, nats. mode: see `merge_modes`. errors: `normalised_error` for each draw and layer,
             mean over the passes. variances: the part of it that is variance over the passes; the rest is squared bias.
             untrained: number of untrained parameters. macs: see `layer_macs`. peak: peak bytes of the first layer for
-            `CHUNK` images. problem: why there is no result.
+            `CHUNK` images. steps: of alignment with softmax attention. problem: why there is no result.
     """
 
     name: str
@@ -47,7 +47,12 @@ class Row:
     untrained: int = 0
     macs: int = 0
     peak: int | None = None
+    steps: int = 0
     problem: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, aligned" if self.steps else self.name
 
     def spread(self, layer: int | None = None) -> Spread | None:
         """Returns mean and standard deviation over draws, for one layer or for the mean over layers."""
@@ -71,21 +76,28 @@ class Softmax:
 
     Attributes:
         temperature: divisor of the logits. state: weights whose queries are divided by it. inputs: tokens
-            (B, P + N, C) and grid of every attention layer of the trained model. outputs: attended values.
-        entropies: entropy of the weights of each layer, nats, mean over queries and heads. macs: see `layer_macs`.
+            (B, P + N, C) and grid of every attention layer of the trained model. compute: what of a layer is compared,
+            `attended` or `outputs`. expected: it, of every layer. entropies: entropy of the weights of each layer,
+            nats, mean over queries and heads. macs: see `layer_macs`.
     """
 
     temperature: float
     state: Mapping[str, Tensor]
     inputs: Sequence[tuple[Tensor, Grid]]
-    outputs: Sequence[Tensor]
+    compute: Callable[[Attention, Tensor, Grid], Tensor]
+    expected: Sequence[Tensor]
     entropies: Sequence[float]
     macs: int
 
 
 @torch.no_grad()
-def attend_by_softmax(trained: Trained, inputs: Sequence[tuple[Tensor, Grid]], temperature: float) -> Softmax:
-    """Computes softmax attention with the weights of a trained model.
+def attend_by_softmax(
+    trained: Trained,
+    inputs: Sequence[tuple[Tensor, Grid]],
+    temperature: float,
+    compute: Callable[[Attention, Tensor, Grid], Tensor] = attended,
+) -> Softmax:
+    """Computes softmax attention with the weights of a trained model; see `Softmax`.
 
     Raises:
         OptionError: the model's projections are not queries, keys and values.
@@ -97,9 +109,10 @@ def attend_by_softmax(trained: Trained, inputs: Sequence[tuple[Tensor, Grid]], t
             state[name] = torch.cat([q / temperature, *others])
     model, _ = drop_in(trained, {"name": "softmax"}, 0, state)
     layers = attention_layers(model)
-    outputs = [attended(layer, *given) for layer, given in zip(layers, inputs, strict=True)]
+    expected = [compute(layer, *given) for layer, given in zip(layers, inputs, strict=True)]
     entropies = [softmax_entropy(layer, *given) for layer, given in zip(layers, inputs, strict=True)]
-    return Softmax(temperature, state, inputs, outputs, entropies, layer_macs(trained, "softmax", inputs))
+    macs = layer_macs(trained, "softmax", inputs)
+    return Softmax(temperature, state, inputs, compute, expected, entropies, macs)
 
 
 def layer_macs(trained: Trained, attention: str | Mapping[str, Any], inputs: Sequence[tuple[Tensor, Grid]]) -> int:
@@ -121,32 +134,47 @@ def softmax_entropy(layer: Attention, x: Tensor, grid: Grid) -> float:
 
 
 def measure(
-    trained: Trained, softmax: Softmax, name: str, attention: Mapping[str, Any], budgets: Sequence[int], args: Namespace
+    trained: Trained,
+    softmax: Softmax,
+    name: str,
+    attention: Mapping[str, Any],
+    budgets: Sequence[int],
+    args: Namespace,
+    fit: Callable[[nn.Module, int], None] | None = None,
 ) -> Iterator[Row]:
-    """Yields the rows of a mechanism: one for each budget, or for each budget and mode if the modes differ."""
+    """Yields the rows of a mechanism: one for each budget, or for each budget and mode if the modes differ; then the
+    same of the aligned model.
+
+    Args:
+        fit: aligns a model by a seed; None: no alignment.
+    """
     for budget in budgets if size_option(attention) else [None]:
         row = partial(Row, name, budget=budget, temperature=softmax.temperature, entropies=softmax.entropies)
-        options, found = attention, {mode: [] for mode in args.modes}  # (error, variance) of every layer, by draw
+        stages = (0,) if fit is None else (0, args.align)
+        options, found = attention, {steps: {mode: [] for mode in args.modes} for steps in stages}
         try:
             if budget is not None:
                 options = with_budget(attention, budget, math.prod(softmax.inputs[0][1]))
             for seed in range(args.draws):
                 model, untrained = drop_in(trained, options, seed, softmax.state)
-                for mode, errors in found.items():
-                    set_mode(model, mode, seed)
-                    samples = args.decompose if mode == "sampled" and args.decompose else 1
-                    errors.append(decompose_errors(model, softmax, samples))
-        except OptionError as error:
+                for steps in stages:
+                    if steps and fit is not None:
+                        fit(model, seed)
+                    for mode, errors in found[steps].items():
+                        set_mode(model, mode, seed)
+                        samples = args.decompose if mode == "sampled" and args.decompose else 1
+                        errors.append(decompose_errors(model, softmax, samples))
+        except (OptionError, FloatingPointError) as error:
             yield row(options_text(options), problem=str(error))
             continue
         macs, (x, grid) = layer_macs(trained, options, softmax.inputs), softmax.inputs[0]
         peak = peak_bytes(partial(attended, attention_layers(model.eval())[0], x[:CHUNK], grid), trained.device)
-        for mode, draws in merge_modes(found).items():
-            errors, variances = [[[pair[i] for pair in draw] for draw in draws] for i in (0, 1)]
-            sampled = {"variances": variances} if args.decompose and mode != "evaluation" else {}
-            yield row(
-                options_text(options), mode=mode, errors=errors, untrained=untrained, macs=macs, peak=peak, **sampled
-            )
+        row = partial(row, options_text(options), untrained=untrained, macs=macs, peak=peak)
+        for steps, by_mode in found.items():
+            for mode, draws in merge_modes(by_mode).items():  # (error, variance) of every layer, by draw
+                errors, variances = [[[pair[i] for pair in draw] for draw in draws] for i in (0, 1)]
+                sampled = {"variances": variances} if args.decompose and mode != "evaluation" else {}
+                yield row(mode=mode, errors=errors, steps=steps, **sampled)
 
 
 @torch.no_grad()
@@ -157,10 +185,10 @@ def decompose_errors(model: nn.Module, softmax: Softmax, samples: int) -> list[t
     passes, divided by samples - 1; a single pass has none.
     """
     found = []
-    for layer, given, expected in zip(attention_layers(model), softmax.inputs, softmax.outputs, strict=True):
+    for layer, given, expected in zip(attention_layers(model), softmax.inputs, softmax.expected, strict=True):
         size, errors, scatter, centre = expected.double().square().mean().item(), [], 0.0, 0.0
         for count in range(1, samples + 1):
-            y = attended(layer, *given).double()
+            y = softmax.compute(layer, *given).double()
             errors.append((y - expected).square().mean().item() / size)
             step = y - centre
             centre = centre + step / count  # Welford: the mean and the sum of squares about it, in one turn

@@ -5,27 +5,30 @@
 A temperature divides the logits and makes softmax's matrices sharper or flatter. Mechanisms that sample have two
 errors, one with samples as in training and one in evaluation. `--decompose 32` divides the first one into squared bias
 and variance, over 32 passes with other samples: the bias is what more training steps with fresh samples cannot average
-away.
+away. `--align 150` measures layers' outputs, as they are and after 150 steps that fit them to the model's own.
 """
 
 import argparse
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import mean
 from typing import Any
 
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import MaxNLocator
+from torch import nn
 
 from analysis import command_line
+from analysis.align import BATCH_SIZE, align_by_seed, open_training_images
 from analysis.approximation import Row, attend_by_softmax, measure
-from analysis.drop_in import CHUNK, layer_inputs
-from analysis.trained import load_trained, read_sample
+from analysis.drop_in import CHUNK, attended, layer_inputs, outputs
+from analysis.trained import Sample, Trained, load_trained, read_sample
 from engine.reporting.plots import encode, in_style, label_ends, label_points, line_style, new_figure
 from engine.reporting.tables import compact_table, over_draws, plus_minus
 from engine.runtime.errors import UserError
 from engine.runtime.files import make_output, to_csv, write_file
+from models.assignment import mechanisms_of
 
 NUM_IMAGES = 16
 """Default number of images: with 14x14 tokens and three heads, 9,408 outputs of a layer."""
@@ -58,14 +61,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     divisors = "divisors of the logits, at the middle budget (0.25 1 4)"
     passes = "split the error with samples into squared bias and variance, over so many passes"
     parser.add_argument("--decompose", type=int, metavar="PASSES", help=passes)
-    parser.add_argument("--temperatures", type=float, nargs="+", default=[0.25, 1.0, 4.0], help=divisors)
+    parser.add_argument("--temperatures", type=float, nargs="+", help=f"{divisors[:-1]}; 1 with --align)")
+    command_line.add_align(parser, BATCH_SIZE)
 
 
 def main(args: argparse.Namespace) -> None:
-    command_line.check_positive(args, "draws", "images")
+    command_line.check_positive(args, "draws", "images", *(["align"] if args.align is not None else []))
     if args.decompose is not None and (args.decompose < 2 or "sampled" not in args.modes):
         remedy = "give 2 passes or more" if args.decompose < 2 else "leave --modes out, or add sampled"
         raise UserError(f"--decompose {args.decompose}: there is no variance over them; {remedy}")
+    if args.temperatures is None:
+        args.temperatures = [0.25, 1.0, 4.0] if args.align is None else [1.0]
+    if args.align is not None and args.temperatures != [1.0]:
+        raise UserError("--align fits to the run's own attention, which has temperature 1; leave --temperatures out")
     for name in ("budgets", "temperatures"):
         if not all(0 < value < math.inf for value in getattr(args, name)):
             raise UserError(f"--{name} {' '.join(f'{x:g}' for x in getattr(args, name))}: give numbers above 0")
@@ -74,24 +82,40 @@ def main(args: argparse.Namespace) -> None:
     budgets, temperatures = sorted(set(args.budgets)), sorted({1.0, *args.temperatures})
     middle = budgets[len(budgets) // 2]
     trained = load_trained(args)
-    inputs, rows = layer_inputs(trained, read_sample(trained, args.images).images), []
+    sample = read_sample(trained, args.images)
+    fit = None if args.align is None else aligner(trained, sample, args.align)
+    inputs, rows = layer_inputs(trained, sample.images), []
     with command_line.progress("error", len(temperatures) * len(mechanisms), "mechanisms") as bar:
         for temperature in temperatures:
-            softmax = attend_by_softmax(trained, inputs, temperature)
+            softmax = attend_by_softmax(trained, inputs, temperature, attended if fit is None else outputs)
             for name, attention in mechanisms.items():
                 bar.set_postfix_str(f"{name}, temperature {temperature:g}")
                 sizes = budgets if temperature == 1 else [middle]
-                rows += measure(trained, softmax, name, attention, sizes, args)
+                rows += measure(trained, softmax, name, attention, sizes, args, fit)
                 bar.update()
     count = len(inputs[0][0])
-    title = f"{args.checkpoint}: error against softmax of the same queries, keys and values; {count} images"
-    title += f"; without training, {over_draws(args.draws)}"
+    of = "softmax of the same queries, keys and values" if fit is None else "softmax, of the outputs of layers"
+    stages = "without training" if fit is None else f"as they are and aligned in {args.align} steps"
+    title = f"{args.checkpoint}: error against {of}; {count} images; {stages}, {over_draws(args.draws)}"
     print(f"{title}\n\n{compact_table([readable(row) for row in rows])}")
     lines = [line for row in rows for line in values(row, count, args.draws)]
     write_file(args.output / "error.csv", to_csv(list(lines[0]), (line.values() for line in lines)))
     for against in AXES:
         figure = draw(title, rows, against, budgets, softmax.macs)
         write_file(args.output / f"error_{against}.png", encode(figure))
+
+
+def aligner(trained: Trained, sample: Sample, steps: int) -> Callable[[nn.Module, int], None]:
+    """Returns a function that aligns a model by a seed, see `align`.
+
+    Raises:
+        UserError: the run's own attention is not softmax. OptionError: there are no training images.
+    """
+    others = {options["name"] for options in mechanisms_of(trained.run.attention)} - {"softmax"}
+    if others:
+        raise UserError(f"--align fits to the run's own attention, which is {', '.join(others)}; give a run of softmax")
+    training = open_training_images(trained, sample)
+    return lambda model, seed: align_by_seed(trained, model, training, steps, seed)
 
 
 def readable(row: Row) -> dict[str, str]:
@@ -101,6 +125,7 @@ def readable(row: Row) -> dict[str, str]:
         "attention": row.name,
         "options": row.options,
         "mode": row.mode,
+        "aligned: steps": str(row.steps or ""),
         "budget": "" if row.budget is None else str(row.budget),
         "temperature": f"{row.temperature:g}",
         "entropy (nats)": f"{mean(row.entropies):.2f}",
@@ -118,8 +143,9 @@ def values(row: Row, images: int, draws: int) -> Iterator[dict[str, Any]]:
     """Yields the rows of the CSV file, column -> value: one for each layer, counted from 1."""
     for layer, nats in enumerate(row.entropies):
         error, std = (row.spread(layer) or (None, None))[:2]
-        line = {"attention": row.name, "options": row.options, "mode": row.mode, "images": images, "draws": draws}
-        line |= {"budget": row.budget, "temperature": row.temperature, "layer": layer + 1, "entropy": nats}
+        line = {"attention": row.name, "options": row.options, "mode": row.mode, "aligned_steps": row.steps}
+        line |= {"images": images, "draws": draws, "budget": row.budget, "temperature": row.temperature}
+        line |= {"layer": layer + 1, "entropy": nats}
         bias = (row.spread_of_squared_bias(layer) or [None])[0]
         line |= {"error": error, "error_std": std, "squared_bias": bias, "untrained_parameters": row.untrained}
         yield line | {"macs": row.macs or None, "peak_bytes": row.peak, "problem": row.problem}
@@ -148,7 +174,8 @@ def draw(title: str, rows: Sequence[Row], against: str, budgets: Sequence[int], 
     temperatures = ", ".join(f"{row:g}" for row in dict.fromkeys(row.temperature for row in rows))
     label = AXES[against].format(temperatures=f"temperatures {temperatures}", middle=middle)
     measured = [row for row in rows if row.errors]
-    names, series = list(dict.fromkeys(row.name for row in measured)), dict.fromkeys((r.name, r.mode) for r in measured)
+    series = dict.fromkeys((row.label, row.mode) for row in measured)
+    names = list(dict.fromkeys(name for name, _ in series))
     apart = {name for name, mode in series if mode != "any"}  # their rows of any mode are on the lines of each mode
     figure = new_figure(f"{QUESTIONS[against]}\n{title}", max(3.6, 1.2 + 0.16 * len(names)))
     axes = figure.subplots()
@@ -157,7 +184,7 @@ def draw(title: str, rows: Sequence[Row], against: str, budgets: Sequence[int], 
     for name, mode in series:
         if mode == "any" and name in apart:
             continue
-        here = [row for row in measured if row.name == name and row.mode in (mode, "any")]
+        here = [row for row in measured if row.label == name and row.mode in (mode, "any")]
         if points := points_on(against, here, middle):
             x, means, deviations = zip(*points, strict=True)
             y = [min(value, LARGEST) for value in means]
@@ -177,7 +204,8 @@ def draw(title: str, rows: Sequence[Row], against: str, budgets: Sequence[int], 
         axes.axvline(softmax_macs / 1e6, color="black", linewidth=0.8, linestyle="--")
         notes.append("dashed: softmax attention")
     axes.set_xlabel(f"{label}\n{'; '.join(notes)}")
-    axes.set_ylabel("normalised mean squared error\nof attended values")
+    of = "outputs of layers" if any(row.steps for row in rows) else "attended values"
+    axes.set_ylabel(f"normalised mean squared error\nof {of}")
     if against in ("macs", "memory"):
         axes.set_xscale("log", base=2)
         axes.xaxis.set_major_formatter("{x:g}")

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from analysis.align import RECIPE, align, draw_batches, open_training_images
+from analysis.align import RECIPE, align_by_seed, open_training_images
 from analysis.drop_in import attended, drop_in, layer_errors, layer_inputs, outputs, set_mode
 from analysis.measurements import Measurements
 from analysis.trained import Sample, Trained
@@ -140,9 +140,8 @@ class Laboratory:
             peak = peak_bytes(partial(model, self.own.images), trained.device)
         if self.training is not None and self.steps is not None:
             clock = time.process_time if trained.device.type == "cpu" else time.perf_counter
-            torch.manual_seed(seed)
             began = clock()
-            align(trained, model, draw_batches(trained, *self.training, self.steps, seed), self.steps)
+            align_by_seed(trained, model, self.training, self.steps, seed)
             seconds, aligned = clock() - began, self._test(model, layers, seed)
             weights.parent.mkdir(exist_ok=True)
             export_model(weights, trained, model, attention, self.steps)

@@ -177,6 +177,11 @@ class Attention(nn.Module):
         """
         raise NotImplementedError(f"{cls.__name__} does not define cost")
 
+    @classmethod
+    def refuses_key_mask(cls, config: Any) -> str | None:
+        """Returns why a layer with these options refuses a key mask; None if it takes one."""
+        return cls.key_mask_refusal
+
     def refuse_unused(self, neutral: Mapping[str, Any], why: str) -> None:
         """Raises the OptionError for the first option that does not have its `neutral` value."""
         for name, value in neutral.items():
@@ -235,8 +240,15 @@ class Attention(nn.Module):
 
         projected: the output of `project`. key_mask: see `attend`.
         """
-        y, values = self.attend_with_prefix(projected, grid, key_mask), projected[0 if self.num_projections == 1 else 2]
-        return y if self.local_term is None else y + self.local_term.convolve(values, grid, key_mask)
+        y = self.attend_with_prefix(projected, grid, key_mask)
+        if self.local_term is None:
+            return y
+        values = self.local_values(projected[0 if self.num_projections == 1 else 2], grid)
+        return y + self.local_term.convolve(values, grid, key_mask)
+
+    def local_values(self, values: Tensor, grid: Grid) -> Tensor:
+        """The values (B, h, P + N, d) that the local term convolves, from those of `project`."""
+        return values
 
     def attend_with_prefix(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None) -> Tensor:
         """`attend_all` without the local term: calls `attend`, and computes exact prefix tokens by softmax."""
@@ -256,8 +268,8 @@ class Attention(nn.Module):
 
     def check_key_mask(self, key_mask: Tensor, shape: tuple[int, int]) -> None:
         """Raises the ValueError for a mask that the mechanism does not take, or that is not bool of `shape` (B, N)."""
-        if self.key_mask_refusal:
-            raise ValueError(f"attention({self.name()}): refuses a key_mask, for {self.key_mask_refusal}")
+        if refusal := self.refuses_key_mask(self.config):
+            raise ValueError(f"attention({self.name()}): refuses a key_mask, for {refusal}")
         if key_mask.dtype != torch.bool or key_mask.shape != shape:
             raise ValueError(
                 f"attention({self.name()}): got a key_mask of {key_mask.dtype} {tuple(key_mask.shape)}; give torch.bool"

@@ -7,6 +7,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from bench.printed import print_beside
 from bench.timing import MAX_ERROR, MAX_WAITED, Quartiles, Times
 from engine.reporting.tables import compact_table
 from engine.runtime.files import to_csv, write_file
@@ -106,6 +107,7 @@ def readable(row: Mapping[str, Any]) -> dict[str, str]:
         "launches": text(row["launches"], 1, ".0f"),
         "MACs (G)": text(row["macs"], 1e9, ".3f"),
         "parameters (M)": text(row["parameters"], 1e6, ".3f"),
+        **print_beside(row),
     }
 
 

@@ -64,11 +64,12 @@ def _count_prefix_tokens(tensors: StateDict) -> dict[str, int]:
 def resample_bias_tables(
     state_dict: StateDict, model: nn.Module, source: nn.Module | None = None
 ) -> tuple[StateDict, dict[str, str]]:
-    """Adapts a state dict's relative position bias to the windows of `model`, for tables with a row per offset.
+    """Adapts a state dict's relative position bias to the windows of `model`: tables of the kinds table and t5.
 
     Args:
         source: the model of the state dict, which may be on the meta device. None assumes that the tables have the same
-            kind as the model's, and that tables with equal numbers of rows have the same windows.
+            kind as the model's, and that tables with equal numbers of rows have the same windows; the windows of other
+            tables of kind t5 are then unknown.
     Returns:
         The names of the resampled tables, and name -> reason for the tables that `model` cannot use.
     """
@@ -84,6 +85,12 @@ def resample_bias_tables(
             reasons[key] = f"there it is of {' '.join(their_kind)}"
         elif fits and (kind[0] == "table" or their_windows == windows):
             continue
+        elif kind[0] == "t5" and their_windows:
+            side, overlap = their_windows
+            if (resampled := bias.resampled_t5(table, side + overlap)) is None:
+                reasons[key] = f"{tuple(table.shape)} there is no such table"
+            else:
+                tables[key] = resampled
         elif kind[0] != "table":
             reasons[key] = f"of another window, and {' '.join(kind)} cannot be resampled"
         elif table.shape[::2] != bias.table.shape[::2] or ("2d" in kind and math.isqrt(rows) ** 2 != rows):

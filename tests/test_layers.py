@@ -20,6 +20,7 @@ LIBRARIES = {
     "engine": {
         *("torch", "torchvision", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "safetensors", "tensorboard"),
         "textalloc",
+        "fsspec",
         *EXPORT,
         *TRACKERS,
     },

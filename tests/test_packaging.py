@@ -24,7 +24,7 @@ PROJECT = PYPROJECT["project"]
 NOT_INSTALLED = ("wandb", "mlflow")
 """Extras that the tests do not install; their packages are tested where they are present."""
 
-EXTRAS = ("triton", "export", *NOT_INSTALLED)
+EXTRAS = ("triton", "export", "stream", *NOT_INSTALLED)
 REQUIREMENTS = {
     canonicalize_name(requirement.name): requirement
     for extra in (PROJECT["dependencies"], *(PROJECT["optional-dependencies"][name] for name in EXTRAS))

@@ -8,11 +8,17 @@ For every head and agent a bias is the sum of a 7 x 7 image, stretched over the 
 column, as in the released code; these are resampled for another grid. The local term is a depthwise 3 x 3 convolution
 of the values, with a filter for every channel. Prefix tokens are ordinary tokens with a bias of their own, but do not
 contribute to agents and have no local term.
-Cost: 4 N c C + 9 N C multiply-accumulates.
+With a reduction R > 1, for PVT, agents attend to keys and values of a grid shrunk as by `sra`, of M = N / R^2 tokens;
+for the local term its values are stretched over the grid, as an image.
+Cost: 4 N c C + 9 N C multiply-accumulates. With R > 1 agents' own attention has 2 M c C, and `sra`'s convolution is
+added.
 
 Bins are disjoint here. The released code has equal numbers of rows and columns of bins, and they overlap if they do not
 divide the grid.
 """
+
+import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,14 +31,15 @@ from ..parts.geometry import Grid, split_prefix
 from ..parts.groups import Groups, group_mean, pools_option, segments
 from ..parts.position import PositionTable
 from ..parts.transforms import softmax_attention
+from .sra import add_reduction, project_shrunk, reduction_cost, shrunk, stretched
 
 
 def agent(
     q: Tensor, k: Tensor, v: Tensor, b_1: Tensor, b_2: Tensor, *, grid: Grid, bins: Groups, attn_drop: float = 0.0
 ) -> Tensor:
-    """Attention through agents, the mean queries of the c groups `bins`.
+    """Attention through agents, the mean queries of the c groups `bins`; keys and values may be fewer than queries.
 
-    b_1, b_2: biases of agents on tokens, (h, c, P + N), and of tokens on agents, (h, P + N, c).
+    b_1, b_2: biases of agents on keys, (h, c, P + N), and of tokens on agents, (h, P + N, c).
     """
     a = group_mean(split_prefix(q, grid[0] * grid[1])[1], bins)[:, :, 0]
     v_a = softmax_attention(a, k, v, b_1[None].to(q.dtype), attn_drop)
@@ -55,19 +62,25 @@ class Agent(Attention):
     key_mask_refusal = "its agents average every token of their bins"
     local_size = 3
     local_by_head = False
+    reduction: int
+    sr: nn.Module | None
     size_option = "num_landmarks"
 
     class Config(Options):
         num_landmarks: int = option(49, "agents c, the mean queries of as many bins of the grid", low=1)
+        reduction: int | None = option(
+            None, "side ratio R by which keys and values are shrunk, as by sra; null: 1", low=1, chosen=lambda c: 1
+        )
         released: bool = released_option()
         released_pools: bool | None = pools_option()
         local: bool = local_option(True)
         attn_drop: float = option(0.0, "dropout rate of the attention weights", low=0, high=1)
         fit: bool = fit_option()
 
-    def __init__(self, context: LayerContext, config: Config):
+    def __init__(self, context: LayerContext, config: Any):
         super().__init__(context, config)
         width, (H, W) = 2 * context.num_heads * config.num_landmarks, context.grid
+        add_reduction(self, context, config.reduction)
         self.bins(context.grid, torch.device("cpu"))  # refuses counts that form no bins
         self.image_positions = PositionTable(width, (7, 7), std=0.02)
         self.row_positions = PositionTable(width, (H, 1), std=0.02)
@@ -79,8 +92,15 @@ class Agent(Attention):
         key, config = "attention(agent).num_landmarks", self.config
         return segments(config.num_landmarks, grid, device, key, pooled=config.released_pools)
 
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
+        """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + M, d)."""
+        return super().project(x, grid) if self.sr is None else project_shrunk(self, x, grid)
+
+    def local_values(self, values: Tensor, grid: Grid) -> Tensor:
+        return stretched(values, grid, self.reduction)
+
     def biases(self, grid: Grid) -> Tensor:
-        """Biases between agents and tokens for the two softmaxes, (2, h, c, P + N)."""
+        """Biases between agents and the tokens of a grid for the two softmaxes, (2, h, c, P + N)."""
         images = self.image_positions.table.unflatten(1, (7, 7))[None]
         images = F.interpolate(images, grid, mode="bilinear", align_corners=False)[0]  # (2 h c, H, W)
         rows, columns = self.row_positions.on((grid[0], 1)), self.column_positions.on((1, grid[1]))
@@ -89,11 +109,14 @@ class Agent(Attention):
         return bias.unflatten(0, (2, self.num_heads, -1))
 
     @classmethod
-    def cost(cls, context: LayerContext, config: Config) -> Cost:
+    def cost(cls, context: LayerContext, config: Any) -> Cost:
         (H, W), P, c = context.grid, context.num_prefix_tokens, config.num_landmarks
-        own = Cost(2 * context.num_heads * c * (49 + H + W + P), 4 * context.num_tokens * c * context.dim)
-        return total(own, local_cost(cls, context, config))
+        M = math.prod(shrunk(context.grid, config.reduction))
+        own = Cost(2 * context.num_heads * c * (49 + H + W + P), 2 * (context.num_tokens + M) * c * context.dim)
+        return total(own, reduction_cost(context, config.reduction), local_cost(cls, context, config))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         b_1, b_2 = self.biases(grid)
+        if self.reduction > 1:
+            b_1 = self.biases(shrunk(grid, self.reduction))[0]
         return agent(q, k, v, b_1, b_2.mT, grid=grid, bins=self.bins(grid, q.device), attn_drop=self.attn_drop)

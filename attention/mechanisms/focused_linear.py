@@ -6,24 +6,32 @@ With t = (ReLU(x) + 1e-6) / softplus(a) over all C channels and a learned a, the
 
 head by head. First, a learned vector for each token of the grid (resampled for other grids) is added to the keys. The
 local term is a depthwise convolution of the values, with filters that heads share. Prefix tokens have neither.
-Cost: 2 N d C + 25 N C multiply-accumulates; N C parameters for the tokens.
+With a reduction R > 1, for PVT, keys and values are those of a grid shrunk as by `sra`, of M = N / R^2 tokens; for the
+local term its values are stretched over the grid, as an image.
+Cost: 2 N d C + 25 N C multiply-accumulates; N C parameters for the tokens. With R > 1 the sums over keys have M d C of
+the first term's 2 N d C, and `sra`'s convolution is added; M C parameters.
 
 Norms over all C channels, the floor 1e-6, softplus(a) and the vectors follow the released code; the paper's equations
-are per head and lack all four. The released code's spatial reduction of keys and values is left out.
+are per head and lack all four. The released code stretches values along the raster order instead, so that rows mix
+(`stretch: raster`).
 """
+
+import math
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
-from ..costs import linear_attention_macs, local_cost, total
+from ..costs import local_cost, total
 from ..ops.random_features.maps import focused, of_both
 from ..ops.random_features.op import linear_attention, weighted_values_reference
-from ..options import Options, local_option, option
+from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision
-from ..parts.geometry import Grid
+from ..parts.geometry import Grid, split_prefix
 from ..parts.position import KeyPositions
+from .sra import add_reduction, project_shrunk, reduction_cost, shrunk, stretched
 
 
 @full_precision
@@ -54,23 +62,54 @@ def focused_linear_reference(q, k, v, scale, *, power):
 class FocusedLinear(Attention):
     prefix_tokens = "plain"
     ignores_order = False  # keys depend on their positions
+    reduction: int
+    sr: nn.Module | None
 
     class Config(Options):
         power: float = option(3.0, "exponent p of the features", low=1)
+        reduction: int | None = option(
+            None, "side ratio R by which keys and values are shrunk, as by sra; null: 1", low=1, chosen=lambda c: 1
+        )
+        stretch: Literal["image", "raster"] = option(
+            "image",
+            "values of the local term on the grid again: bilinear, or linear along the raster order (released code);"
+            " acts with reduction above 1 and local",
+        )
         local: bool = local_option(True)
+        fit: bool = fit_option()
 
-    def __init__(self, context: LayerContext, config: Config):
+    def __init__(self, context: LayerContext, config: Any):
         super().__init__(context, config)
-        self.key_positions = KeyPositions(context.dim, context.grid)
+        add_reduction(self, context, config.reduction)
+        if config.stretch != "image" and (config.reduction == 1 or not config.local):
+            problem = "acts with reduction above 1 and local; set stretch: image"
+            self.refuse("stretch", config.stretch, problem, "image" if config.local else None)
+        self.key_positions = KeyPositions(context.dim, shrunk(context.grid, config.reduction))
         self.feature_scale = nn.Parameter(torch.zeros(context.dim))
 
     @classmethod
-    def cost(cls, context: LayerContext, config: Config) -> Cost:
-        N, C = context.num_tokens, context.dim
-        own = Cost(N * C + C, linear_attention_macs(context, context.head_dim))
-        return total(own, local_cost(cls, context, config))
+    def cost(cls, context: LayerContext, config: Any) -> Cost:
+        (h, d), N, C = (context.num_heads, context.head_dim), context.num_tokens, context.dim
+        M = math.prod(shrunk(context.grid, config.reduction))
+        own = Cost(M * C + C, M * d * C + N * d * (C + h))  # sums over keys; means and normalisers of queries
+        return total(own, reduction_cost(context, config.reduction), local_cost(cls, context, config))
+
+    @classmethod
+    def refuses_key_mask(cls, config: Any) -> str | None:
+        return "its convolution shrinks the grid with every token of it" if config.reduction > 1 else None
+
+    def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
+        """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + M, d)."""
+        return super().project(x, grid) if self.sr is None else project_shrunk(self, x, grid)
+
+    def local_values(self, values: Tensor, grid: Grid) -> Tensor:
+        if self.config.stretch == "image":
+            return stretched(values, grid, self.reduction)
+        prefix, tokens = split_prefix(values, math.prod(shrunk(grid, self.reduction)))
+        rows = F.interpolate(tokens.mT.flatten(0, 1), grid[0] * grid[1], mode="linear", align_corners=False)
+        return torch.cat([prefix, rows.unflatten(0, values.shape[:2]).mT], 2)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         scale = self.feature_scale.view(self.num_heads, -1)
-        k = self.key_positions(k, grid)
+        k = self.key_positions(k, shrunk(grid, self.reduction))
         return focused_linear(q, k, v, scale, power=self.config.power, key_mask=key_mask).to(v.dtype)

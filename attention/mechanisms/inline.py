@@ -90,7 +90,7 @@ class Inline(Attention):
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Any, ...]:
         means = x.mean(1)[..., None]
-        filters = None if self.filters is None else self.filters(means).view(len(x), x.shape[-1], 3, 3)
+        filters = None if self.filters is None else self.filters(means).view(x.shape[0], x.shape[-1], 3, 3)
         return *super().project(x, grid), filters
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, filters: Tensor | None, grid: Grid) -> Tensor:

@@ -7,9 +7,13 @@ importance sampling (section 4, eq. 10; appendix G.3, Algorithm 3):
     y_n = sum_c a'_nc xi(q_n, omega_c) sum_m xi(k_m, omega_c) v_m / the same without v_m,
     a'_nc = alpha_nc(omega_c) N(omega_c; 0, I) / q_c(omega_c),   sum_c alpha_nc = 1.
 
+Hyperbolic features, xi(x, omega) and xi(x, -omega), have a target that is even in omega (corollary C.1). Proposals then
+are even too, (q_c(omega) + q_c(-omega)) / 2; one half of each is sampled, since every term of the sums is even.
 Cost: 5 N c C multiply-accumulates, N c C of them for query-specific alpha, and c^2 C for the densities; linear in N.
+Hyperbolic features: 7 N c C and 2 c^2 C.
 """
 
+import math
 from typing import Any, Literal
 
 import torch
@@ -22,12 +26,14 @@ from ..ops.kernels import with_fast_path
 from ..ops.random_features import fused, proposals
 from ..ops.random_features.op import mix_features
 from ..options import Options, fit_option, local_option, option, released_option
-from ..parts.features import full_precision, log_features, scale
+from ..parts.features import LOG_FEATURE_MAPS, full_precision, scale
 from ..parts.geometry import Grid, split_prefix
 from ..parts.groups import Groups, pools_option, segments
 from ..parts.linear import LandmarkTransform
 from ..parts.masking import mask_logits, masked_mean, of_grid
 from ..parts.sampling import Noise, mixture_noise, noise_option, random_seed, scale_noise
+
+Features = Literal["positive", "hyperbolic"]
 
 
 @with_fast_path(fused.lara, fused.covers_lara)
@@ -44,6 +50,7 @@ def lara(
     proposal: proposals.Proposal = "pool_mixed",
     weighting: proposals.Weighting = "decoupled",
     beta: float = 2.0,
+    features: Features = "positive",
     key_mask: Tensor | None = None,
     filled: Tensor | None = None,
 ) -> Tensor:
@@ -53,33 +60,53 @@ def lara(
         q_bar, k_bar: landmarks (B, h, c, d); k_bar acts with the pool proposals.
         noise: Gaussian part of omega in the features' scale, s samples of each proposal, broadcast to (B, h, c, s, d).
         uniform, proposal: see `propose`. weighting, beta: form of alpha, see `query_weights`; "balance" is eq. 36.
+        features: hyperbolic makes proposals even (corollary C.1).
         filled: (B, c) bool, true for segments with tokens that count.
     """
     q, k, q_bar = scale(q), scale(k), scale(q_bar)
     k_bar = None if k_bar is None else scale(k_bar)
     drawn = proposals.propose(q_bar, k, k_bar, uniform, proposal, key_mask, filled)
     omega = (drawn.mean + noise).flatten(2, 3)  # (B, h, c s, d)
-    log_k = mask_logits(log_features(k, omega).mT, key_mask)  # (B, h, c s, M)
-    log_ratio = mask_logits(drawn.log_ratio(omega, log_k), filled)
+    log_q, log_k = LOG_FEATURE_MAPS[features](q, k, omega)
+    log_k = mask_logits(log_k, key_mask)  # (B, h, c s, M), or (B, h, 2 c s, M) with features at -omega
+    count = omega.shape[2]
+    log_ratio = drawn.log_ratio(omega, log_k[:, :, :count])
+    if features == "hyperbolic":
+        log_ratio = torch.logaddexp(log_ratio, drawn.log_ratio(-omega, log_k[:, :, count:])) - math.log(2)
+    log_ratio = mask_logits(log_ratio, filled)
     log_weight = proposals.log_weights(q, q_bar, omega, log_ratio, weighting, beta, key_mask, filled)
-    return mix_features(q @ omega.mT + log_weight, log_k, v)
+    log_weight = torch.cat([log_weight] * (log_k.shape[2] // count), -1)
+    return mix_features(log_q + log_weight, log_k, v)
 
 
 def lara_reference(
-    q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mixed", weighting="decoupled", beta=2.0
+    q,
+    k,
+    v,
+    q_bar,
+    k_bar,
+    noise,
+    uniform=None,
+    *,
+    proposal="pool_mixed",
+    weighting="decoupled",
+    beta=2.0,
+    features="positive",
 ):
     """`lara` by the paper's Algorithm 3: densities and ratios of sums, one sample at a time."""
     q, k, q_bar = (x * x.shape[-1] ** -0.25 for x in (q, k, q_bar))
     (B, h, C, d), kernel = q_bar.shape, 0
     centre, densities = proposals.propose_reference(q_bar, k, k_bar if k_bar is None else k_bar * d**-0.25, proposal)
     r = torch.softmax(q @ q_bar.mT, 2)  # over queries, (B, h, N, C)
-    noise = noise.expand(B, h, C, -1, d)
+    noise, signs = noise.expand(B, h, C, -1, d), (1, -1) if features == "hyperbolic" else (1,)
     for c, s in ((c, s) for c in range(C) for s in range(noise.shape[3])):
         u = uniform if uniform is None else uniform.expand(B, h, C, -1)[:, :, c, s, None]
         omega = centre(c, u) + noise[:, :, c, s]
-        weight = proposals.weights_reference(omega, densities(omega), r, c, weighting, beta, noise.shape[3])
-        xi_q, xi_k = (torch.exp(x @ omega[..., None] - (x**2).sum(-1, keepdim=True) / 2) for x in (q, k))
-        kernel = kernel + weight[..., None] * xi_q * xi_k.mT
+        density = sum(densities(sign * omega) for sign in signs) / len(signs)
+        weight = proposals.weights_reference(omega, density, r, c, weighting, beta, noise.shape[3])
+        for sign in signs:
+            xi_q, xi_k = (torch.exp(sign * x @ omega[..., None] - (x**2).sum(-1, keepdim=True) / 2) for x in (q, k))
+            kernel = kernel + weight[..., None] * xi_q * xi_k.mT / len(signs)
     return kernel @ v / kernel.sum(-1, keepdim=True)
 
 
@@ -105,6 +132,7 @@ class Lara(Attention):
         )
         beta: float = option(2.0, "coefficient of the query-specific term; acts with weighting decoupled", low=0)
         samples_per_proposal: Literal[1, 2] = option(1, "training samples of each proposal; 2 double the released beta")
+        features: Features = option("positive", "xi(x, omega), or with xi(x, -omega) also, and even proposals")
         antithetic: bool = option(False, "two samples per proposal mirror each other about their mean")
         released: bool = released_option()
         noise: Noise | None = noise_option()
@@ -150,14 +178,15 @@ class Lara(Attention):
     @classmethod
     def cost(cls, context: LayerContext, config: Any) -> Cost:
         N, C, h, c = context.num_tokens, context.dim, context.num_heads, config.num_landmarks
-        own = total(Cost(0, 4 * N * c * C), local_cost(cls, context, config))  # features, sums over keys, their means
+        halves = 2 if config.features == "hyperbolic" else 1
+        own = total(Cost(0, (2 + 2 * halves) * N * c * C), local_cost(cls, context, config))  # features; sums, means
         if config.proposal == "single":
-            return total(own, Cost(0, (N + c) * C))  # the proposal's weights of keys, and its density at c samples
+            return total(own, Cost(0, (N + halves * c) * C))  # the proposal's weights of keys, its density at c samples
         width = {"light": context.head_dim, "dense": C, "none": 0}[config.landmark_transform]
         landmarks = landmark_cost(context, width, 2 if config.proposal in proposals.POOLED else 1, c)
         sampling = {"pool": 0, "pool_mixed": 2 * c * c * C}.get(config.proposal, 2 * N * c * C)
         alpha = {"balance": 0, "decoupled": N * c * C}.get(config.weighting, N * c * (C + c * h))
-        return total(own, landmarks, Cost(0, sampling + c * c * C + alpha))  # c^2 C for the densities
+        return total(own, landmarks, Cost(0, sampling + halves * c * c * C + alpha))  # c^2 C for the densities
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         config, k_bar, filled, mask = self.config, None, None, of_grid(key_mask, q.shape[2])
@@ -170,5 +199,5 @@ class Lara(Attention):
             if config.proposal in proposals.POOLED:
                 k_bar = self.landmark_k(group_mean(k_grid, segments).flatten(2, 3))
         options = {"weighting": config.weighting, "beta": config.beta, "key_mask": key_mask, "filled": filled}
-        options["proposal"] = "mixture" if self.single else config.proposal
+        options |= {"proposal": "mixture" if self.single else config.proposal, "features": config.features}
         return lara(q, k, v, q_bar, k_bar, *self.sample_noise(q, q_bar.shape[2]), **options).to(v.dtype)

@@ -116,14 +116,20 @@ def check_features(attn: Attention) -> None:
     if attn.config.features == "elu":
         of_samples = "num_samples", "omega_sampling", "feature_redraw"
         neutral = {name: getattr(attn.Config, name) for name in of_samples}
+        if hasattr(attn.config, "eval_omega_sampling"):
+            neutral["eval_omega_sampling"] = attn.config.omega_sampling
         attn.refuse_unused(neutral, "the features elu have no samples")
 
 
-def sample_omega(attn: Attention, like: Tensor) -> Tensor | None:
-    """Samples (h, s, d) on the device of `like`, in its compute dtype; None if features are elu + 1."""
-    if attn.config.features == "elu":
+def sample_omega(attn: Attention, like: Tensor, sampling: OmegaSampling | None = None) -> Tensor | None:
+    """Samples (h, s, d) on the device of `like`, in its compute dtype; None if features are elu + 1.
+
+    sampling: kind of the samples; None: that of training.
+    """
+    config = attn.config
+    if config.features == "elu":
         return None
-    return gaussian(attn.config.omega_sampling, (attn.num_heads, attn.config.num_samples, attn.head_dim), like)
+    return gaussian(sampling or config.omega_sampling, (attn.num_heads, config.num_samples, attn.head_dim), like)
 
 
 def samples(attn: Any, like: Tensor) -> Tensor | None:
@@ -164,6 +170,15 @@ class Scatterbrain(Attention):
         causal: bool = window_option("causal")
         features: Literal["positive", "hyperbolic", "elu"] = features_option()
         omega_sampling: OmegaSampling = omega_sampling_option()
+        eval_omega_sampling: OmegaSampling | None = option(
+            None,
+            "the same for evaluation; null: as in training, as released orthogonal; acts with feature_redraw redraw",
+            chosen=lambda c: (
+                "orthogonal"
+                if c.released and c.feature_redraw == "redraw" and c.features != "elu"
+                else c.omega_sampling
+            ),
+        )
         feature_redraw: Literal["redraw", "fixed"] = option("redraw", "samples of training; evaluation keeps one set")
         local: bool = local_option()
         fit: bool = fit_option()
@@ -177,7 +192,9 @@ class Scatterbrain(Attention):
         if config.overlap and config.leave_one_out == "merge" and not config.causal:
             self.refuse("leave_one_out", "merge", "with overlap windows share tokens; set leave_one_out: subtract")
         check_features(self)
-        self.register_buffer("omega", sample_omega(self, self.qkv.weight))
+        if config.feature_redraw == "fixed":
+            self.refuse_unused({"eval_omega_sampling": config.omega_sampling}, "nothing is redrawn")
+        self.register_buffer("omega", sample_omega(self, self.qkv.weight, config.eval_omega_sampling))
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:

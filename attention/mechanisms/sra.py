@@ -7,6 +7,7 @@ keys and values saves, and attention.
 Papers: EVA Table 1, LARA Tables 2 and 8 'SRA'.
 """
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
+from ..costs import total
 from ..options import Options, fit_option, option
 from ..parts.geometry import Grid, split_heads, split_prefix
 from ..parts.linear import is_plain, linear_part
@@ -57,6 +59,56 @@ def side_ratio(context: LayerContext, config: Any) -> int:
     return config.reduction or context.reduction or max(1, round((context.num_tokens / DEFAULT_KEYS) ** 0.5))
 
 
+def shrunk(grid: Grid, reduction: int) -> Grid:
+    """The grid of tokens after a convolution of stride `reduction`."""
+    return -(-grid[0] // reduction), -(-grid[1] // reduction)
+
+
+def add_reduction(attn: Any, context: LayerContext, reduction: int) -> None:
+    """Gives a layer its `reduction`, and for more than 1 the convolution `sr` and LayerNorm `norm`, else None.
+
+    Raises:
+        OptionError: the reduction is larger than the grid.
+    """
+    (H, W) = context.grid
+    if reduction > max(H, W):
+        attn.refuse("reduction", reduction, f"larger than the {H}x{W} grid; at most {max(H, W)}", max(H, W))
+    attn.reduction = reduction
+    attn.sr = reducing_convolution(context.dim, reduction) if reduction > 1 else None
+    attn.norm = nn.LayerNorm(context.dim, eps=1e-5) if reduction > 1 else None
+
+
+def project_shrunk(attn: Any, x: Tensor, grid: Grid) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries (B, h, P + N, d) of tokens (B, P + N, C); keys and values (B, h, P + M, d) of the prefix and of the grid
+    shrunk by the modules of `add_reduction`, which the layer has.
+    """
+    prefix, tokens = split_prefix(x, grid[0] * grid[1])
+    if is_plain(attn.sr, nn.Conv2d):
+        reduced = sra(tokens, attn.sr.weight, attn.sr.bias, grid=grid)
+    else:
+        reduced = attn.sr(padded_image(tokens, grid, attn.reduction)).flatten(2).mT
+    return project_reduced(attn.qkv, x, torch.cat([prefix, attn.norm(reduced)], 1), attn.num_heads)
+
+
+def reduction_cost(context: LayerContext, reduction: int) -> Cost:
+    """Cost of the modules of `add_reduction`, less what the projection of fewer keys and values saves."""
+    if reduction == 1:
+        return Cost(0, 0)
+    N, M, C, R = context.num_tokens, math.prod(shrunk(context.grid, reduction)), context.dim, reduction
+    return Cost(R * R * C * C + 3 * C, M * R * R * C * C - 2 * (N - M) * C * C)
+
+
+def stretched(values: Tensor, grid: Grid, reduction: int) -> Tensor:
+    """Values of prefix tokens and of the shrunk grid (B, h, P + M, d) on the grid, as an image: (B, h, P + N, d)."""
+    if reduction == 1:
+        return values
+    small = shrunk(grid, reduction)
+    prefix, tokens = split_prefix(values, small[0] * small[1])
+    images = tokens.mT.flatten(0, 1).unflatten(2, small)
+    images = F.interpolate(images, grid, mode="bilinear", align_corners=False)
+    return torch.cat([prefix, images.flatten(2).unflatten(0, values.shape[:2]).mT], 2)
+
+
 def reducing_convolution(dim: int, side: int) -> nn.Conv2d:
     """A convolution of stride `side`, initialised as in PVT-v2: normal, with a std by the fan-out, and bias 0."""
     conv = nn.Conv2d(dim, dim, side, side)
@@ -69,6 +121,7 @@ class Sra(Attention):
     prefix_tokens = "exact"
     key_mask_refusal = "its convolution shrinks the grid with every token of it"
     size_option = "reduction"
+    sr: nn.Module | None
 
     class Config(Options):
         reduction: int | None = option(
@@ -79,32 +132,17 @@ class Sra(Attention):
 
     def __init__(self, context: LayerContext, config: Config):
         super().__init__(context, config)
-        (H, W), reduction = context.grid, side_ratio(context, config)
-        if reduction > max(H, W):
-            self.refuse("reduction", reduction, f"larger than the {H}x{W} grid; at most {max(H, W)}", max(H, W))
-        self.reduction = reduction
-        self.sr = reducing_convolution(context.dim, reduction) if reduction > 1 else None
-        self.norm = nn.LayerNorm(context.dim, eps=1e-5) if reduction > 1 else None
+        add_reduction(self, context, side_ratio(context, config))
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Tensor, ...]:
         """(B, P + N, C) -> queries (B, h, P + N, d); keys and values (B, h, P + N/R^2, d)."""
-        if self.sr is None or self.norm is None:
-            return super().project(x, grid)
-        prefix, tokens = split_prefix(x, grid[0] * grid[1])
-        if is_plain(self.sr, nn.Conv2d):
-            reduced = sra(tokens, self.sr.weight, self.sr.bias, grid=grid)
-        else:
-            reduced = self.sr(padded_image(tokens, grid, self.reduction)).flatten(2).mT
-        return project_reduced(self.qkv, x, torch.cat([prefix, self.norm(reduced)], 1), self.num_heads)
+        return super().project(x, grid) if self.sr is None else project_shrunk(self, x, grid)
 
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
-        (H, W), N, C, R = context.grid, context.num_tokens, context.dim, side_ratio(context, config)
-        if R == 1:
-            return Cost(0, 2 * N * N * C)
-        M = -(-H // R) * -(-W // R)
-        convolution, saved = M * R * R * C * C, 2 * (N - M) * C * C  # saved in the projection of keys and values
-        return Cost(R * R * C * C + 3 * C, convolution - saved + 2 * N * M * C)
+        R = side_ratio(context, config)
+        macs = 2 * context.num_tokens * math.prod(shrunk(context.grid, R)) * context.dim
+        return total(Cost(0, macs), reduction_cost(context, R))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, grid: Grid) -> Tensor:
         return softmax(q, k, v, self.attn_drop)

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 from timm.optim import list_optimizers
 
 from attention.options import OptionError, nearest
+from engine.config.passes import pairs_images
 from engine.config.schema import Report, Run
 from engine.objectives import OBJECTIVES, choose_objective
 
@@ -23,7 +24,8 @@ def check_run(run: Run, world_size: int = 1) -> None:
     """
     data, augment = run.data, run.augment
     optim, schedule, train = run.optim, run.schedule, run.train
-    share = world_size * train.grad_accum_steps
+    steps = 1 if train.elastic else train.grad_accum_steps  # else see `share_batch`
+    share = world_size * steps
     batch_size, rest = divmod(train.total_batch_size, share)
     peak_lr = optim.lr * train.total_batch_size / optim.lr_base_size
     total = f" = {train.total_batch_size}"
@@ -32,10 +34,11 @@ def check_run(run: Run, world_size: int = 1) -> None:
     if train.total_batch_size < optim.lr_base_size:
         remedy = f"lower it, raise optim.lr, or set optim.lr_base_size = {train.total_batch_size} to leave lr unscaled"
     if rest or not batch_size:
-        problem = f"is not divisible by {world_size} ranks x {train.grad_accum_steps} accumulation steps"
+        shares = f"{world_size} ranks" + (f" x {steps} accumulation steps" if not train.elastic else "")
+        problem = f"is not divisible by {shares}"
         nearest_size = max(1, round(train.total_batch_size / share)) * share
         raise OptionError("train.total_batch_size", f"{total} {problem}; nearest: {nearest_size}")
-    if (augment.mixup or augment.cutmix) and batch_size % 2:
+    if pairs_images(run) and batch_size % 2:
         problem = f"leaves {batch_size} images per rank and step, but mixup and cutmix pair images: make it even"
         raise OptionError("train.total_batch_size", f"{total} {problem}")
     if schedule.warmup_epochs > schedule.epochs:
@@ -58,6 +61,9 @@ def check_run(run: Run, world_size: int = 1) -> None:
     if data.subset is None and not data.held_out_by and data.subset_seed:
         chosen = "data.subset, data.val_fraction and data.folds are null"
         raise OptionError("data.subset_seed", f" = {data.subset_seed}, but {chosen}: set one, or leave it out")
+    if train.balanced_sampling and (data.dataset == "mds" or data.order != "list"):
+        problem = "draws images of rare classes anew, in an order that needs a list of all images"
+        raise OptionError("train.balanced_sampling", f"{problem}; set it to false, or data.order=list and no mds")
     if data.levels is not None:
         if data.levels[0] == data.levels[1]:
             raise OptionError("data.levels", f" = {list(data.levels)}: black and white are the same level; give two")

@@ -1,4 +1,4 @@
-"""Rows of the papers' tables with accuracy and cost of a model, each with the configuration that reproduces it."""
+"""Rows of the papers' tables with accuracy and cost of a model: ours, by its configuration, or another one of timm."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,21 @@ class PaperRow:
     parameters: float | None = option(None, "millions", above=0)
     macs: float | None = option(None, 'billions, printed as "G"', above=0)
     released_macs: float | None = option(None, "billions, counted in the papers' released code", above=0)
+    step_ms: float | None = option(None, "milliseconds of a training step, on the paper's machine", above=0)
+    memory_gb: float | None = option(None, "memory in training there, GB", above=0)
+    note: str = option("", "why our count does not round to what is printed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class OtherRow:
+    """A row of a paper's table with a model of other papers, as timm has it. Figures are as printed there."""
+
+    model: str  # timm's name
+    title: str  # the paper's name
+    source: str  # paper and table
+    top1: float  # percent
+    parameters: float  # millions
+    macs: float  # billions, printed as "G"
     note: str = option("", "why our count does not round to what is printed")
 
 
@@ -29,16 +44,27 @@ class Papers:
     """Content of the file."""
 
     rows: tuple[PaperRow, ...]
+    others: tuple[OtherRow, ...] = ()
 
 
 def read_papers(path: Path = PAPERS) -> tuple[PaperRow, ...]:
-    """Reads all rows of the file.
+    """Reads the rows of our models, see `read_file`."""
+    return read_file(path).rows
+
+
+def read_others() -> tuple[OtherRow, ...]:
+    """Reads the rows of models that timm has."""
+    return read_file(PAPERS).others
+
+
+def read_file(path: Path) -> Papers:
+    """Reads all rows of a file.
 
     Raises:
         ConfigError: the file cannot be read, or a row is malformed; the message names file, line and field.
     """
     tree = read_yaml(path)
     try:
-        return parse_options(Papers, tree.values).rows
+        return parse_options(Papers, tree.values)
     except OptionError as error:
         raise ConfigError(f"{tree.origin(error.key)}: {error}") from None

@@ -26,6 +26,7 @@ class Init:
 
 SPLIT = "folder (csv: NAME.csv, tar: NAME.tar, wds: NAME-*.tar, cache: NAME.npz, idx: NAME-images-idx3-ubyte)"
 
+Other = Literal["wds", "mds", "hfds"]
 Torchvision = Literal["torch/cifar10", "torch/cifar100", "torch/mnist", "torch/fashion_mnist", "torch/kmnist"]
 
 
@@ -33,14 +34,16 @@ Torchvision = Literal["torch/cifar10", "torch/cifar100", "torch/mnist", "torch/f
 class Data:
     """Place of the images, and preparation of a validation image."""
 
-    dataset: Literal["folder", "csv", "tar", "cache", "idx", "digits", "copy", "wds", "hfds", Torchvision] = option(
+    dataset: Literal["folder", "csv", "tar", "cache", "idx", "digits", "copy", Other, Torchvision] = option(
         "folder",
         "class folders, CSV files of file and label, tar files of class folders, what engine.data.prepare made, IDX"
-        " files, the embedded digits, sequences of the copy task, WebDataset shards, a Hugging Face data set (columns"
-        " image and label), or one of torchvision's",
+        " files, the embedded digits, sequences of the copy task, WebDataset shards, Mosaic data shards in a folder or"
+        " a store, a Hugging Face data set (columns image and label), or one of torchvision's",
     )
     root: str | None = option(
-        None, "directory that holds the two splits (hfds: or the name on the hub); digits need none"
+        None,
+        "directory that holds the two splits (mds: or its URL, as https://, s3://; hfds: or the name on the hub);"
+        " digits need none",
     )
     train_split: str = option("train", f"{SPLIT} of training images")
     val_split: str = option("val", f"{SPLIT} of validation images")
@@ -76,6 +79,21 @@ class Data:
     num_sequences: tuple[int, int] = option(
         (20_000, 1_000), "copy: sequences that are drawn to train and to validate", low=1, high=10**6
     )
+    order: Literal["list", "keyed"] = option(
+        "list",
+        "random order of an epoch: a list of all images in every rank, or computed by position (a keyed permutation),"
+        " in memory that does not grow; without effect on mds, where blocks of shards are shuffled",
+    )
+    shuffle_shards: int = option(
+        16,
+        "mds: shards of a block, whose images are shuffled together; a node fetches a block at a time",
+        low=1,
+        high=2**20,
+    )
+    cache_dir: str | None = option(
+        None, "mds at a URL: folder on a disk of the node, where its processes share the shards that were fetched"
+    )
+    cache_gb: float = option(64.0, "mds at a URL: largest size (GB) of the shards in cache_dir", above=0, high=1e6)
     workers: int = option(8, "loader processes per rank", low=0, high=256)
     timeout_minutes: float = option(
         5.0, "minutes for which a rank waits for a batch of its loader processes before it fails", above=0, high=10_080
@@ -214,6 +232,11 @@ class Train:
         high=1e6,
     )
     grad_accum_steps: int = option(1, "backward passes per optimiser step", low=1, high=2**20)
+    elastic: bool = option(
+        False,
+        "the number of ranks may change at a restart; grad_accum_steps then grows so that the total batch stays and no"
+        " pass has more images than at the first start",
+    )
     device: Literal["auto", "cuda", "cpu"] = option("auto", "auto: cuda where there is one")
     amp: Literal["bf16", "fp16"] | None = option("bf16", "automatic mixed precision; null: off")
     tf32: bool = option(
@@ -252,6 +275,9 @@ class Train:
         15.0, "minutes after which a checkpoint is made within an epoch; null: none", above=0
     )
     checkpoint_steps: int = option(0, "optimiser steps between checkpoints within an epoch; 0: none", low=0)
+    async_checkpoint: bool = option(
+        False, "copy the state to main memory and write it beside training, for storage that is slow"
+    )
     max_skipped: int = option(
         0,
         "optimiser steps to skip, for a loss or gradient that is not finite, before stopping; above 0, every step waits"

@@ -56,5 +56,5 @@ def count_skipped(sampler: EpochSampler, broken: list[int], epochs: int) -> list
     is_broken[broken] = True
     for epoch in range(epochs):
         sampler.set_epoch(epoch)
-        counts.append(int(is_broken[sampler.order()[: sampler.stop]].sum()))
+        counts.append(int(is_broken[sampler.order(range(sampler.stop))].sum()))
     return counts

@@ -35,11 +35,15 @@ class SplitReader(Reader):
     Attributes:
         labels: class indices (number,), in the order of the images. class_to_idx: class name -> index.
         ignored: paths of the files that are not images.
+        blocks: number of the first image of every shard that is fetched as a whole, and the number of images; None:
+            images are read one by one. digest: of the content of all images, where an index states it.
     """
 
     labels: np.ndarray
     class_to_idx: Mapping[str, int]
     ignored: Sequence[str] = ()
+    blocks: np.ndarray | None = None
+    digest: str | None = None
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -79,19 +83,28 @@ class Samples(Sequence[tuple[str, int]]):
             text += joined
             ends.extend(accumulate(lengths, initial=ends.pop()))
             labels.extend(repeat(label, len(names)))
-        self.text, self.ends, self.labels = bytes(text), ends, np.array(labels)
+        self.text: bytes | memoryview = bytes(text)
+        self.ends: array[int] | np.ndarray = ends
+        self.labels = np.array(labels)
+
+    @classmethod
+    def of(cls, text: np.ndarray, ends: np.ndarray, labels: np.ndarray) -> "Samples":
+        """Samples in arrays that may be mapped from a file: the bytes of all names, where each begins, and labels."""
+        samples = cls(())
+        samples.text, samples.ends, samples.labels = text.data, ends, labels
+        return samples
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[str, int]:  # type: ignore[override]  # no slices
         index = range(len(self))[index]
-        path = self.text[self.ends[index] : self.ends[index + 1]]
+        path = bytes(self.text[self.ends[index] : self.ends[index + 1]])
         return path.decode(errors="surrogateescape"), int(self.labels[index])
 
     def paths(self) -> Iterator[str]:
         """Yields all paths in order."""
-        return (self.text[begin:end].decode(errors="surrogateescape") for begin, end in pairwise(self.ends))
+        return (bytes(self.text[begin:end]).decode(errors="surrogateescape") for begin, end in pairwise(self.ends))
 
 
 class Layout(NamedTuple):

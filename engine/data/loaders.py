@@ -20,6 +20,7 @@ from attention.options import OptionError
 from engine.config.schema import Run, num_channels, per_channel
 from engine.data.augment import BatchAugment, Size, create_mixup, create_transform
 from engine.data.images import BrokenImage
+from engine.data.order import BlockOrder, KeyedOrder, ListOrder, Order
 from engine.data.sampler import EpochSampler, SeededDataset
 from engine.data.splits import Images, _check_num_classes, classes_of, count_classes, open_images, report_split
 from engine.data.workers import RestartingLoader, WorkersLost
@@ -206,12 +207,20 @@ def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) 
     if run.train.balanced_sampling:
         count_classes(train, "train.balanced_sampling")
         labels = train.reader.labels
-    sampler = EpochSampler(len(train), run.train.total_batch_size, world, run.train.seed, run.augment.repeats, labels)
+    order = _create_order(train, run)
+    options = (run.train.seed, run.augment.repeats, labels, order)
+    sampler = EpochSampler(len(train), run.train.total_batch_size, world, *options)
     return (
         _create_loader(train, sampler, batch_size, run, world, run.data.max_broken),
         _create_loader(val, _share(val, world), batch_size, run, world, val_limit),
         create_mixup(run.augment, num_classes) or (lambda images, targets: (images, targets)),
     )
+
+
+def _create_order(images: Images, run: Run) -> Order:
+    if images.reader.blocks is not None:
+        return BlockOrder(images.reader.blocks, run.data.shuffle_shards)
+    return KeyedOrder(len(images)) if run.data.order == "keyed" else ListOrder(len(images))
 
 
 def create_val_loader(

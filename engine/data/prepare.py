@@ -2,15 +2,21 @@
 
     python -m engine.data.prepare /data/imagenet /data/prepared                   # short side 256
     python -m engine.data.prepare /data/imagenet /data/prepared --short-side 0    # full size: the same training
+    python -m engine.data.prepare /data/imagenet /data/shards --format mds --original    # files as they are, to stream
 
 Images become 8-bit RGB with a short side of 256 pixels, the size to which validation at 224 pixels resizes them before
 its centre crop. Inputs of validation therefore stay bit-identical, except for coloured images in a model of grey images
 and with another `data.crop_mode`.
 Training crops are taken from the smaller images; at full size training stays bit-identical too. ImageNet takes about
 0.35 TB, at full size 0.75 TB. At the end every image is read back and checked.
+
+Shards (`--format mds`, see `engine.data.mds`) have the same images, or with `--original` the bytes of the files as they
+are, and may be put into a store.
 """
 
+import shutil
 import sys
+import tarfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -18,11 +24,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
 from engine.data.cache import INDEX, CacheReader, encode, pixels_of, write_cache
 from engine.data.images import BrokenImage
+from engine.data.mds import MdsReader, write_mds
 from engine.data.splits import Images, describe_ignored
+from engine.data.subset import SubsetReader
 from engine.data.verify import add_source, discard, open_splits, read_all
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
@@ -37,13 +46,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--short-side", type=int, default=256, help="short side of the images, pixels; 0: unchanged (256)"
     )
+    parser.add_argument(
+        "--format", choices=("cache", "mds"), default="cache", help="data.dataset of the output (cache)"
+    )
+    parser.add_argument("--original", action="store_true", help="mds: the bytes of the files as they are")
+    parser.add_argument("--shard-mb", type=float, default=64.0, help="mds: size of a shard, MB (64)")
     args = parser.parse_args(arguments)
     if args.short_side < 0:
         parser.error(f"--short-side must be 0 or more, got {args.short_side}")
+    if args.original and args.format != "mds":
+        parser.error("--original needs --format mds; a cache has decoded images")
+    if not 0 < args.shard_mb <= 2000:
+        parser.error(f"--shard-mb must be above 0 and at most 2000, got {args.shard_mb:g}")
     with refuse_bad_input():
         for name, images in open_splits(args).items():
             try:
-                prepare(name, images, args.output, args.short_side or None, args.workers)
+                if args.format == "mds":
+                    encoded = Originals(images.reader) if args.original else _encoded(images, args.short_side or None)
+                    prepare_shards(name, encoded, args.output, int(args.shard_mb * 1e6), args.workers)
+                else:
+                    prepare(name, images, args.output, args.short_side or None, args.workers)
             except OSError as error:
                 raise UserError(f"{args.output}: {error.strerror or error}") from error
             if text := describe_ignored(images):
@@ -61,7 +83,7 @@ def prepare(name: str, images: Images, output: Path, short_side: int | None, wor
     if path.exists():
         raise UserError(f"{path}: is there already; remove it to prepare it anew, or name other --splits")
     output.mkdir(parents=True, exist_ok=True)
-    encoded = replace(images, transform=partial(encode, short_side=short_side))
+    encoded = _encoded(images, short_side)
     unchecked = output / f"{name}.unchecked{INDEX}"
     try:
         with closing(read_all(encoded, workers, f"{name}: decoding")) as samples:
@@ -73,6 +95,56 @@ def prepare(name: str, images: Images, output: Path, short_side: int | None, wor
         for file in (pixels_of(unchecked), unchecked):
             file.unlink(missing_ok=True)
     print(f"{name}: {len(images):,} images, {num_bytes / 1e9:.3f} GB, {num_empty:,} broken")
+
+
+def _encoded(images: Images, short_side: int | None) -> Images:
+    return replace(images, transform=partial(encode, short_side=short_side))
+
+
+class Originals(Images):
+    """The bytes of the files of a split, with the same value as of `encode`, and class index."""
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            file, label = self.reader[index]
+            with file:
+                return (file.read(), False), label
+        except (OSError, tarfile.TarError, BrokenImage) as error:
+            return BrokenImage(f"{self.filename(index)}: {error}")
+
+
+def prepare_shards(name: str, encoded: Images, output: Path, shard_bytes: int, workers: int) -> None:
+    """Writes the split `name` in shards of about `shard_bytes`, in random order, reads it back and checks it.
+
+    Args:
+        encoded: images as `encode` returns them.
+    Raises:
+        UserError: the split exists already. OSError: no space, or no permission.
+        BrokenImage: images that were read back differ from those written.
+    """
+    path, unchecked = output / name, output / f"{name}.unchecked"
+    if path.exists():
+        raise UserError(f"{path}: is there already; remove it to prepare it anew, or name other --splits")
+    shutil.rmtree(unchecked, ignore_errors=True)
+    unchecked.mkdir(parents=True)
+    order = torch.randperm(len(encoded), generator=torch.Generator().manual_seed(0)).numpy()
+    mixed = replace(encoded, reader=SubsetReader(encoded.reader, order))
+    try:
+        with closing(read_all(mixed, workers, f"{name}: writing")) as samples:
+            contents = ((b"", False) if isinstance(x, BrokenImage) else x[0] for x in _report_broken(samples))
+            num_empty = write_mds(unchecked, contents, mixed.reader, shard_bytes)
+        reader = MdsReader(str(unchecked))
+        samples = read_all(Originals(reader), workers, f"{name}: checking")
+        if (num_broken := sum(isinstance(sample, BrokenImage) for sample in samples)) != num_empty:
+            raise BrokenImage(
+                f"{num_broken - num_empty} images were not read back as they were written; nothing is kept"
+            )
+        unchecked.replace(path)
+    finally:
+        shutil.rmtree(unchecked, ignore_errors=True)
+    num_bytes = sum(shard.file.size for shard in reader.shards)
+    shards = f"{len(reader.shards):,} shards, {num_bytes / 1e9:.3f} GB"
+    print(f"{name}: {len(mixed):,} images, {shards}, {num_empty:,} not to be read")
 
 
 def check(path: Path, workers: int, title: str) -> tuple[int, int]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
+from engine.data.order import CHUNK, ListOrder, Order
 from engine.data.splits import Images
 from engine.runtime.distributed import World, mix_seeds, seed_everything
 
@@ -27,10 +28,11 @@ class EpochSampler(Sampler[Place]):
     Rank r of R takes every R-th index, so that at any R the ranks' batches of a step make up the batch of a single
     process. An epoch consists of whole total batches; images that do not fill one are left out. With `repeats` every
     image comes that many times in a row, and so on different ranks, in an epoch of the same length (repeated
-    augmentation, Hoffer et al. 2020). The order is the same as in DeiT's and timm's samplers, which round down to 256
-    images instead.
+    augmentation, Hoffer et al. 2020). `ListOrder` is the order of DeiT's and timm's samplers, which round down to
+    256 images instead.
 
     Args:
+        base: order of the images; None: `ListOrder`.
         labels: class index of every image, (num_images,): an epoch, as long as before, has equally many images of every
             class, see `draw_balanced`. None: it has every image once.
     """
@@ -43,9 +45,11 @@ class EpochSampler(Sampler[Place]):
         seed: int,
         repeats: int = 0,
         labels: np.ndarray | None = None,
+        base: Order | None = None,
     ):
         self.num_images, self.total_batch_size = num_images, total_batch_size
         self.repeats, self.world, self.seed, self.labels = max(1, repeats), world, seed, labels
+        self.base = base or ListOrder(num_images)
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int, start: int = 0) -> None:
@@ -58,22 +62,24 @@ class EpochSampler(Sampler[Place]):
         """Number of whole total batches in an epoch."""
         return self.num_images // self.total_batch_size
 
-    def order(self) -> Tensor:
-        """Returns the image indices of the whole epoch, for all ranks, (num_images,) int64."""
-        distinct, generator = math.ceil(self.num_images / self.repeats), torch.Generator().manual_seed(self.order_seed)
+    def order(self, positions: range | None = None) -> Tensor:
+        """Returns the image indices at `positions` of the epoch, for all ranks, (n,) int64; None: at all of them."""
+        places = np.asarray(range(self.num_images) if positions is None else positions) // self.repeats
         if self.labels is None:
-            order = torch.randperm(self.num_images, generator=generator)[:distinct]
-        else:
-            order = draw_balanced(torch.as_tensor(self.labels), distinct, generator)
-        return order.repeat_interleave(self.repeats)[: self.num_images]
+            return torch.from_numpy(self.base(self.order_seed, places))
+        distinct, generator = math.ceil(self.num_images / self.repeats), torch.Generator().manual_seed(self.order_seed)
+        return draw_balanced(torch.as_tensor(self.labels), distinct, generator)[torch.from_numpy(places)]
 
     def __len__(self) -> int:
         return (self.stop - self.start) // self.world.size
 
     def __iter__(self) -> Iterator[Place]:
-        positions = range(self.start + self.world.rank, self.stop, self.world.size)
-        indices = self.order()[positions.start : positions.stop : positions.step].tolist()
-        return ((index, self.epoch, position) for index, position in zip(indices, positions, strict=True))
+        positions, epoch = range(self.start + self.world.rank, self.stop, self.world.size), self.epoch
+        size = len(positions) if self.labels is not None or isinstance(self.base, ListOrder) else CHUNK
+        for first in range(0, len(positions), max(1, size)):
+            chunk = positions[first : first + size]
+            indices = self.order(chunk).tolist()
+            yield from ((index, epoch, position) for index, position in zip(indices, chunk, strict=True))
 
 
 def draw_balanced(labels: Tensor, number: int, generator: torch.Generator) -> Tensor:

@@ -26,6 +26,8 @@ from engine.data.folders import open_class_folders
 from engine.data.idx import ENDINGS, IdxReader
 from engine.data.images import BrokenImage, Levels, decode
 from engine.data.layout import LOOSE, LayoutError, SplitReader, is_image, suffix_of
+from engine.data.mds import MdsReader, is_split
+from engine.data.store import is_url
 from engine.data.subset import SubsetReader, choose_classes, choose_images, hold_out
 from engine.data.tar import TarReader
 from engine.objectives import choose_objective
@@ -38,10 +40,11 @@ READERS: dict[str, tuple[Callable[[str], SplitReader], Sequence[str]]] = {
     "cache": (CacheReader, (INDEX,)),
     "idx": (IdxReader, ENDINGS),
     "wds": (WdsReader, ("-*.tar", ".tar")),
+    "mds": (MdsReader, ("",)),
 }
 """data.dataset -> reader of a split, and what may follow the split's name in that of its file ("": it is a folder)."""
 
-IS_THERE = {"folder": Path.is_dir, "wds": lambda path: any(path.parent.glob(path.name))}
+IS_THERE = {"folder": Path.is_dir, "mds": is_split, "wds": lambda path: any(path.parent.glob(path.name))}
 """data.dataset -> whether a split is there, for those whose splits are no single files."""
 
 
@@ -146,6 +149,10 @@ def _find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], Split
         raise OptionError("data.root", f"required for data.dataset={data.dataset}: the directory that holds the splits")
     if data.dataset == "hfds":
         return partial(HfdsReader, split=split), data.root
+    if is_url(data.root):
+        if data.dataset != "mds":
+            raise OptionError("data.root", f" = {data.root!r}: only data.dataset=mds is read from a store")
+        return partial(MdsReader, data=data), f"{data.root.rstrip('/')}/{split}"
     root = Path(data.root)
     if not root.is_dir():
         raise OptionError("data.root", f"no directory {data.root!r}")
@@ -230,9 +237,11 @@ def identify_data(train: Images, val: Images) -> dict[str, Any]:
 def identify_split(name: Literal["train", "val"], images: Images) -> dict[str, str]:
     """Returns the digest of the files of a split, see `digest_files`, and that of their content.
 
-    The latter is the SHA-256 of `SplitReader.fingerprints`. Files are not read for it: of two images of one name and
-    one size in bytes it knows no difference.
+    The latter is `SplitReader.digest`, or else the SHA-256 of `SplitReader.fingerprints`. Files are not read for that:
+    of two images of one name and one size in bytes it knows no difference.
     """
+    if images.reader.digest is not None:
+        return {f"{name}_files": images.reader.digest, f"{name}_content": images.reader.digest}
     content = images.reader.fingerprints().astype("<i8").tobytes()
     return {f"{name}_files": digest_files(images), f"{name}_content": hashlib.sha256(content).hexdigest()}
 

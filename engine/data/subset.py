@@ -39,6 +39,8 @@ class SubsetReader(SplitReader):
         self.reader, self.indices, self.ignored = reader, np.asarray(indices, np.int64), reader.ignored
         self.num_available: int = reader.num_available if isinstance(reader, SubsetReader) else len(reader)
         self.labels = np.asarray(reader.labels)[self.indices] if labels is None else labels
+        if reader.blocks is not None and (np.diff(self.indices) > 0).all():
+            self.blocks = np.searchsorted(self.indices, reader.blocks)
         self.class_to_idx = reader.class_to_idx if class_to_idx is None else class_to_idx
 
     def __getitem__(self, index: int) -> tuple[BinaryIO, int]:

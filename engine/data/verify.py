@@ -70,6 +70,7 @@ def add_source(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--splits", nargs="+", default=["train", "val"], help="splits (train val)", metavar="NAME")
     of_levels = "grey levels of black and white in images of more than 8 bits, as data.levels of a run"
     parser.add_argument("--levels", nargs=2, type=float, help=of_levels, metavar=("BLACK", "WHITE"))
+    parser.add_argument("--cache-dir", help="folder for the shards of a URL, as data.cache_dir of a run")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes that read (one per core)")
 
 
@@ -80,6 +81,7 @@ def open_splits(args: argparse.Namespace) -> dict[str, Images]:
         OptionError: a split is missing or holds no image.
     """
     options = {"dataset": args.dataset, "root": args.root, "levels": args.levels and tuple(args.levels)}
+    options["cache_dir"] = args.cache_dir
     if args.levels and args.levels[0] == args.levels[1]:
         raise OptionError("--levels", f" {args.levels}: black and white are the same level; give two")
     return {name: open_split(Data(**options, train_split=name), "train_split", "--splits") for name in args.splits}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from attention import ATTENTION
+from attention import ATTENTION, AttentionFactory
 from attention.options import OptionError
 from engine.objectives.classification import Classification
 from engine.objectives.objective import Run
@@ -52,8 +52,9 @@ class SequenceClassification(Classification):
         refuse_options(run, neutral, "with model.vocab_size, pixels are numbers of tokens")
         if run.model["pad_token"] is None:
             return
-        for name in (mechanism["name"] for mechanism in mechanisms_of(run.attention)):
-            if refusal := ATTENTION[name].key_mask_refusal:
+        for mechanism in mechanisms_of(run.attention):
+            name, config = mechanism["name"], AttentionFactory.from_options(mechanism).config
+            if refusal := ATTENTION[name].refuses_key_mask(config):
                 problem = f" = {run.model['pad_token']}: attention({name}) refuses a key mask, for {refusal}"
                 raise OptionError("model.pad_token", f"{problem}; set it to null, or choose another mechanism")
         if run.train.compile:

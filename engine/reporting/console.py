@@ -23,6 +23,7 @@ SHOWN = {
     "best_ema_loss": "best EMA loss {:.4f}",
     "lr": "lr {:.2e}",
     "grad_norm": "gradient {:.2f}",
+    "ranks": "{}",
     "parameters": "{:,} parameters",
     "macs": "{:,} MACs",
     "images_per_second": "{:.0f} images/s",

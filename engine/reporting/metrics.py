@@ -73,6 +73,13 @@ def find_records(directory: Path) -> list[dict[str, Any]]:
         return []
 
 
+def first_pass_images(directory: Path) -> int | None:
+    """Returns the images of a pass at the first start of the run in `directory`; None if its records do not say."""
+    starts = (record for record in find_records(directory) if record["kind"] == "start")
+    images = next(starts, {}).get("images_per_pass")
+    return images if type(images) is int and images > 0 else None
+
+
 def _parse_record(line: bytes) -> dict[str, Any] | None:
     """Returns the record in `line`, of the types that all readers rely on; None if it holds no such record."""
     try:

@@ -32,6 +32,7 @@ import torch
 
 from engine.checkpoints.progress import Progress, Resumption
 from engine.config.load import dump_run
+from engine.config.passes import count_pass_images, describe_ranks
 from engine.config.schema import Run
 from engine.config.yaml_files import dump_yaml
 from engine.evaluation.predictions import PredictionTable
@@ -135,10 +136,14 @@ class Recorder:
             values |= origin
         self.num_gpus = processes if self.device.type == "cuda" else 0
         self._rate(values.get("macs", 0), processes)
+        if self.run.train.elastic:
+            before, _ = resumption.differences.get("processes", (processes, processes))
+            values["ranks"] = describe_ranks(self.run, processes, before)
         values |= {
             "host": platform.node(),
             "run_id": self.run_id,
             "processes": processes,
+            "images_per_pass": count_pass_images(self.run, processes),
             "epochs": self.run.schedule.epochs,
         }
         self._record("start", epoch, {**values, "total_steps": self.total_steps})

@@ -59,7 +59,7 @@ def verdict(difference: Spread | None) -> str:
     """Returns the remark on a difference that is not significant; empty otherwise."""
     if difference is None or not difference.is_noise:
         return ""
-    return " (noise)" if difference.n > 1 else " (one seed)"
+    return " (noise)" if difference.n > 1 else " (one run)"
 
 
 def over_draws(count: int) -> str:

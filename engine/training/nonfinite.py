@@ -95,7 +95,7 @@ def dump_step(
         return
     sampler, images = cast(EpochSampler, loader.sampler), images_of(loader)
     start = progress.images - updates_ago * sampler.total_batch_size
-    indices = sampler.order()[start : start + sampler.total_batch_size].tolist()
+    indices = sampler.order(range(start, start + sampler.total_batch_size)).tolist()
     record = {
         "step": progress.step - updates_ago,
         "reason": reason,

@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from attention import kernels
 from engine.config.checks import check_profile
 from engine.config.load import dump_run
+from engine.config.passes import count_pass_images
 from engine.config.schema import Run
 from engine.config.yaml_files import dump_yaml
 from engine.data.loaders import create_loaders, images_of
@@ -55,7 +56,7 @@ def print_plan(run: Run, world: World, output: Path, allowed: Sequence[str] = ()
     steps, epochs = progress.total_steps(run, sampler.updates_per_epoch), run.schedule.epochs
     check_profile(run.report, steps)
     costs = count_costs(run.model, run.attention)
-    images = batch // (world.size * run.train.grad_accum_steps)
+    images = count_pass_images(run, world.size)
     passes = f"{world.size} x {run.train.grad_accum_steps} x {images}"
     if progress.epoch >= epochs:
         found = f"nothing; {output} is finished"

@@ -4,7 +4,9 @@ import sys
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any, cast
 
 import torch
@@ -12,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from attention.options import nearest, parse_options
+from engine.checkpoints.background import BackgroundTask, copy_to_memory
 from engine.checkpoints.files import IDENTITY, WEIGHTS, find_checkpoint, save_checkpoint
 from engine.checkpoints.identify import NAME, list_checkpoints
 from engine.checkpoints.progress import Progress, Resumption
@@ -24,9 +27,14 @@ from engine.runtime.files import digest_path, is_intact
 from engine.runtime.text import describe_difference
 from engine.training.optim import create_optimizer, restore_optimizer, without_defaults
 
+RANKS = ("processes", "train.grad_accum_steps")
+"""What may differ, too, in a run with `train.elastic`."""
+
 RESUMABLE_OPTIONS = {
     "data.root",
     "data.classes",
+    "data.cache_dir",
+    "data.cache_gb",
     "data.workers",
     "data.timeout_minutes",
     "data.max_broken",
@@ -36,7 +44,9 @@ RESUMABLE_OPTIONS = {
     "train.best_by",
     "train.checkpoint_steps",
     "train.checkpoint_minutes",
+    "train.async_checkpoint",
     "train.timeout_minutes",
+    "train.elastic",
     "train.max_skipped",
     "train.max_overflows",
     "report.wandb",
@@ -77,7 +87,7 @@ class Checkpoints:
     def __init__(self, directory: Path, run: Run, world: World, num_images: int, identity: Mapping[str, Any] = {}):
         self.directory, self.options, self.world = directory, run.train, world
         self.metadata = {"config": dump_run(run), "processes": world.size, "images": num_images, **identity}
-        self.saved_at = time.monotonic()
+        self.saved_at, self.writing = time.monotonic(), BackgroundTask()
         self.resumption, self.former = Resumption(), run
 
     def find(self, allowed: Collection[str] = ()) -> tuple[Progress, dict[str, Any]]:
@@ -87,7 +97,7 @@ class Checkpoints:
 
         Args:
             allowed: options, or names in the metadata, that may differ from the checkpoint's, besides
-                `RESUMABLE_OPTIONS`.
+                `RESUMABLE_OPTIONS` and, in an elastic run, `RANKS`.
         Raises:
             UserError: the checkpoint's run has other options or data, or unknown options; it has more epochs than the
                 configuration; or ranks find different checkpoints.
@@ -103,6 +113,8 @@ class Checkpoints:
                 raise UserError(f"--allow-change: {key!r} is no option{nearest(key, here)}")
         if found is None:
             return progress, {}
+        if self.options.elastic:
+            allowed = {*allowed, *RANKS}
         path, checkpoint = found
         try:  # new options have their defaults
             run = parse_run(checkpoint["config"], "its configuration")
@@ -162,36 +174,77 @@ class Checkpoints:
         return bool(steps and step % steps == 0)
 
     def is_overdue(self) -> bool:
-        """Returns whether the last checkpoint is too old by the clock of this rank; clocks of ranks may differ."""
+        """Returns whether the last checkpoint is too old by the clock of this rank; clocks of ranks may differ.
+
+        None is while it is being written.
+        """
         minutes = self.options.checkpoint_minutes
-        return minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+        is_old = minutes is not None and time.monotonic() - self.saved_at >= 60 * minutes
+        return is_old and not self.writing.is_running
 
     def save(self, progress: Progress, stateful: Stateful) -> None:
         """Writes a checkpoint on the primary rank, and removes all others except the newest and the best ones.
+
+        With `train.async_checkpoint` it copies the state, and a thread does the rest: its failure is raised by the next
+        `save`, `check` or `finish`. A checkpoint that is still being written is waited for.
 
         Raises:
             FloatingPointError: a weight, or the optimiser's state, is not finite; nothing is written.
             OSError: it cannot be written; existing files are unchanged.
         """
         if self.world.is_primary:
+            self.finish()
             if bad := _find_not_finite(stateful):
                 raise FloatingPointError(f"step {progress.step}: {bad} is not finite; no checkpoint was made of it")
             name = f"step_{progress.step}" + (f"_epoch_{progress.epoch}" if not progress.images else "")
-            self.write(self.directory / f"{name}.pt", progress, stateful)
-            self._rotate(progress)
+            content, path = self._content(progress, stateful), self.directory / f"{name}.pt"
+            best = {epoch for _, epoch in progress.ranking + progress.ema_ranking}
+            if self.options.async_checkpoint:
+                self.writing.start(partial(self._store, path, copy_to_memory(content), best))
+            else:
+                self._store(path, content, best)
         self.saved_at = time.monotonic()
 
-    def write(self, path: Path, progress: Progress, stateful: Stateful) -> None:
-        """Writes a checkpoint to `path`, even if its state is not finite."""
-        states = {name: source.state_dict() for name, source in stateful.items()}
-        save_checkpoint(path, self.metadata | {"progress": asdict(progress)} | states)
+    def check(self) -> None:
+        """Raises the failure to write a checkpoint beside training, if there was one; does not wait."""
+        self.writing.check()
 
-    def _rotate(self, progress: Progress) -> None:
+    def finish(self) -> None:
+        """Waits until no checkpoint is being written; raises the failure of the last one."""
+        self.writing.wait()
+
+    def end(self, kind: type | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Exit of a context: completes a checkpoint that is being written, unless an interrupt ends the run at once.
+
+        A failure to write it does not hide the `error` that ends the run.
+        """
+        if isinstance(error, KeyboardInterrupt):
+            return
+        try:
+            self.finish()
+        except Exception as failure:
+            if error is None:
+                raise
+            print(f"no checkpoint was made of the last save: {failure}", file=sys.stderr, flush=True)
+
+    def write(self, path: Path, progress: Progress, stateful: Stateful) -> None:
+        """Writes a checkpoint to `path` at once, even if its state is not finite."""
+        self.finish()
+        save_checkpoint(path, self._content(progress, stateful))
+
+    def _content(self, progress: Progress, stateful: Stateful) -> dict[str, Any]:
+        states = {name: source.state_dict() for name, source in stateful.items()}
+        return self.metadata | {"progress": asdict(progress)} | states
+
+    def _store(self, path: Path, content: Mapping[str, Any], best: Collection[int]) -> None:
+        save_checkpoint(path, content)
+        self._rotate(best)
+
+    def _rotate(self, best: Collection[int]) -> None:
         newest, *others = list_checkpoints(self.directory)
         if not is_intact(newest):
             print(f"{newest}: not what was written to it; all older checkpoints are kept", file=sys.stderr, flush=True)
             return
-        best = {epoch for _, epoch in progress.ranking + progress.ema_ranking}
         for path in others[NUM_LAST - 1 :]:
             match = NAME.fullmatch(path.name)
             if match is None or match[2] is None or int(match[2]) not in best:

@@ -24,6 +24,7 @@ from attention import ATTENTION, OptionError
 from engine.checkpoints.export import export_checkpoint
 from engine.checkpoints.files import load_checkpoint
 from engine.config.yaml_files import read_yaml
+from engine.runtime.errors import UserError
 from models.base import attention_layers
 from tests.analysis.models import load_model, save_model
 from tests.analysis.plans import follow_plans
@@ -115,7 +116,7 @@ def test_the_error_is_squared_bias_plus_variance(trained, inputs):
     samples = torch.stack([attended(layer, *inputs[0]) for _ in range(16)]).double()
     set_mode(model, "sampled", 0)
     (_, variance), *_ = decompose_errors(model, softmax, 16)
-    assert variance == pytest.approx((samples.var(0).mean() / softmax.outputs[0].double().square().mean()).item())
+    assert variance == pytest.approx((samples.var(0).mean() / softmax.expected[0].double().square().mean()).item())
 
 
 def test_the_error_of_what_samples_nothing_is_bias(checkpoint, tmp_path):
@@ -130,14 +131,37 @@ def test_the_error_of_what_samples_nothing_is_bias(checkpoint, tmp_path):
     assert found["performer", "evaluation"]["squared_bias"] == ""
 
 
+def test_outputs_of_aligned_layers_are_decomposed(checkpoint, tmp_path):
+    """Alignment lowers the error of the outputs; what samples nothing keeps all of it as bias, softmax has none."""
+    names = "--attention", "softmax", "performer", "linear", "--budgets", "4", "--modes", "sampled", "--images", "8"
+    rows = ask(checkpoint, tmp_path, "error", *names, "--draws", "1", "--decompose", "8", "--align", "20")
+    found = {(row["attention"], int(row["aligned_steps"]), int(row["layer"])): row for row in rows}
+    assert len(found) == len(rows) == 12
+    for layer in (1, 2):
+        for name in ("performer", "linear"):
+            before, after = (float(found[name, steps, layer]["error"]) for steps in (0, 20))
+            assert 0 < after < before
+            share = float(found[name, 20, layer]["squared_bias"]) / after
+            assert share == 1 if name == "linear" else share < 1
+        assert {float(found["softmax", steps, layer]["error"]) for steps in (0, 20)} == {0}
+
+
+def test_alignment_with_what_is_not_softmax_is_refused(trained):
+    own = dataclasses.replace(trained, run=dataclasses.replace(trained.run, attention={"name": "linear"}))
+    with pytest.raises(UserError, match="own attention, which is linear; give a run of softmax"):
+        error.aligner(own, read_sample(trained, 4), 2)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--decompose", "1"], r"--decompose 1: .* give 2 passes or more"),
         (["--decompose", "8", "--modes", "evaluation"], r"--decompose 8: .* leave --modes out, or add sampled"),
+        (["--align", "0"], r"--align = 0 is below the least valid value 1"),
+        (["--align", "2", "--temperatures", "2"], r"--align fits .* has temperature 1; leave --temperatures out"),
     ],
 )
-def test_a_variance_over_one_pass_is_refused(checkpoint, tmp_path, capsys, arguments, message):
+def test_stages_that_cannot_be_measured_are_refused(checkpoint, tmp_path, capsys, arguments, message):
     with pytest.raises(SystemExit):
         ask(checkpoint, tmp_path, "error", *arguments)
     assert re.search(message, capsys.readouterr().err)
@@ -148,7 +172,7 @@ def test_errors_are_those_of_the_twin(trained, inputs):
     softmax = attend_by_softmax(trained, inputs, 0.5)
     q, k, v = attention_layers(trained.model)[1].project(*inputs[1])
     weights = (2 * q @ k.mT * q.shape[-1] ** -0.5).softmax(-1)
-    torch.testing.assert_close(softmax.outputs[1], weights @ v)
+    torch.testing.assert_close(softmax.expected[1], weights @ v)
     assert softmax.entropies[1] == pytest.approx(
         -(weights * weights.clamp(min=1e-30).log()).sum(-1).mean().item(), rel=1e-5
     )

@@ -8,7 +8,9 @@ import torch
 
 import benchmark
 from attention import ATTENTION
+from bench.arguments import image_size
 from bench.comparison import Comparison
+from bench.printed import PRINTED, print_beside, read_printed
 from bench.workload import MODES, Workload, attention_core, attention_layer, initialise_weights, whole_model
 from models.base import Backbone
 
@@ -149,6 +151,37 @@ def test_results(tmp_path, capsys):
     assert printed.count(f"| {SMALL_EVA} |") == 8
     assert "attention: batch 2, execution eager" in printed
     assert "launches" not in printed
+
+
+def test_a_papers_ratios_stand_beside_those_of_its_models():
+    """LARA Table 6 prints these ratios of time itself, in brackets, rounded; GB have two digits."""
+    printed = {
+        "nystrom:num_landmarks=16": "3.98 1.85 0.88 0.54 0.14",
+        "linformer:num_landmarks=16": "1.36 0.63 0.30 0.18 0.07",
+        "performer:num_samples=16": "1.99 0.94 0.45 0.27 0.12",
+        "lara:num_landmarks=16": "2.11 0.99 0.47 0.29 0.12",
+        "ra": "1.81 2.68 2.55 2.64 2.79",
+        "softmax@plain": "1.00 1.00 1.00 1.00 1.00",
+    }
+    encoder, found = "encoder_8x192_3heads", read_printed()
+    assert {name.removeprefix(f"{encoder}:") for name, *_ in found} == {*printed}
+    with PRINTED.open() as file:
+        rows = list(csv.DictReader(file))
+    softmax = {row["size"]: float(row["gb"]) for row in rows if row["name"] == row["baseline"]}
+    for name, times in printed.items():
+        own = [row for row in rows if row["name"] == f"{encoder}:{name}"]
+        assert [row["tokens"] for row in own] == ["1024", "2048", "3072", "4096", "8192"]
+        for row, time in zip(own, times.split(), strict=True):
+            figures = found[row["name"], row["baseline"], row["size"]]
+            assert 1 / figures.speedup == pytest.approx(float(time), abs=0.007)  # of times with more digits
+            least, most = ((float(row["gb"]) + e) / (softmax[row["size"]] - e) for e in (-0.005, 0.005))
+            assert least - 0.005 <= figures.peak_ratio <= most + 0.005
+            height, width = image_size(row["size"])
+            assert int(row["tokens"]) == height * width // 16**2
+            assert plan("--models", row["name"], "--image-sizes", row["size"], "--modes", "train")[0].costs
+    row = {"name": f"{encoder}:ra", "baseline": f"{encoder}:softmax@plain", "size": "1024"}
+    assert print_beside(row) == {"paper: speed-up": "0.38", "paper: peak": "2.59x", "paper": "LARA Table 6"}
+    assert not any(print_beside(row | {"baseline": f"{encoder}:softmax"}).values())  # another softmax attention
 
 
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate")])

@@ -576,7 +576,9 @@ def test_dry_run_shows_everything_and_writes_nothing(config, capsys):
             "softmacks}, ",
             "windows.yaml:7: runs.0: override 'attention={name: softmacks}': attention.name",
         ),
-        ("77.16", "high", "windows.yaml:7: runs.0: paper: expected a number, got 'high'"),
+        ("77.16", "high", "windows.yaml:7: runs.0: paper: expected a number, or a mapping of top1, "),
+        ("77.16", "{step: 3}", "windows.yaml:7: runs.0: paper.step: unknown figure; did you mean 'step_ms'?"),
+        ("77.16", "{step_ms: 0}", "windows.yaml:7: runs.0: paper.step_ms = 0.0 must be greater than 0"),
         ("grid:", "seeds: 0\ngrid:", "windows.yaml:3: seeds: expected a number of seeds, or a list of different ones"),
         ("grid:", "seeds: [1, 1]\ngrid:", "windows.yaml:3: seeds: expected a number of seeds, or a list of different"),
         ("grid:", "seeds: [-1, 1]\ngrid:", "windows.yaml:3: seeds: expected a number of seeds, or a list of different"),
@@ -816,6 +818,46 @@ def test_seeds_are_runs_of_their_own_and_a_row_together(config):
     assert [run["train.seed"] for run in runs] == [*"000111222"]
 
 
+def test_folds_are_runs_of_their_own_and_a_row_together(config):
+    """As seeds are, with differences between runs of the same fold, and a note on what folds share."""
+    config.write_text(REPLICATED.replace("seeds: 3", "folds: 3"))
+    output = config.parent / "out"
+    ablation, settings, _ = read_ablation(config, [], output, ["python"])
+    cases = in_order(settings)
+    assert [case.run.data.fold for case in cases] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert {(case.run.data.folds, case.run.train.seed) for case in cases} == {(3, 0)}
+    assert [case.command[-4:-2] for case in cases[::3]] == [["data.folds=3", f"data.fold={fold}"] for fold in range(3)]
+    assert len({case.directory for case in cases}) == 9
+    for case, top1 in zip(cases, [90, 88, 90.5, 91, 88, 92.5, 92, 88, 91], strict=True):
+        finish(case, top1=top1)
+    write_tables(ablation.caption, settings, output)
+    _, small, _ = rows(output)
+    assert (small["folds"], small["top-1 difference"], small["top-1 difference std"]) == ("3", "-3.00", "1.00")
+    table = (output / "table.md").read_text()
+    assert "standard deviation over folds" in table
+    assert "runs of the same fold" in table
+    assert "share training images" in table
+    assert [run["data.fold"] for run in read_csv(output / "runs.csv")] == [*"000111222"]
+    assert [*json.loads((output / "table.json").read_bytes())["rows"][0]["runs"]] == [*"012"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("folds: 3\nseeds: 2", "folds = 3 is given beside seeds; leave one of them out"),
+        ("folds: 3\nlr: [0.1, 0.2]", "folds = 3 is given beside lr; leave one of them out"),
+        ("folds: 1", "folds = 1 is below the least valid value 2"),
+        ("folds: 3\ngrid: {data.fold: [0, 1]}", "data.fold is given beside folds; leave one of them out"),
+        ("folds: 3\ngrid: {data.val_fraction: [0.1]}", "folds hold images out by themselves"),
+    ],
+)
+def test_folds_that_cannot_be_are_refused(config, change, message):
+    config.write_text(REPLICATED.replace("seeds: 3", change))
+    with pytest.raises(ConfigError) as error:
+        read_ablation(config, [], config.parent, ["python"])
+    assert message in str(error.value)
+
+
 def test_what_is_the_same_in_all_rows_goes_to_the_caption(config):
     config.write_text(ABLATION[: ABLATION.index("runs:")])
     ablation, settings, _ = read_ablation(config, [], config.parent, ["python"])
@@ -837,6 +879,17 @@ def test_a_papers_table_is_a_list_of_configurations_with_the_papers_figures(tmp_
     assert [table[title][1] for title in ("MACs (G)", "paper: MACs (G)", "paper (%)")] == ["4.655", "4.9", "67.19"]
     note = "deit_tiny_p8/performer, not as the paper prints it: 4.9 G is the cost of 96 features"
     assert note in report_sweep(ablation.caption, settings[:2])
+
+
+def test_a_row_may_give_the_papers_time_and_memory(tmp_path):
+    """EVA Table 6 prints both."""
+    path = Path(ablate.__file__).parent / "configs/ablation/eva_table6.yaml"
+    ablation, settings, _ = read_ablation(path, [], tmp_path, ["python"])
+    table = tabulate(settings, for_programs)
+    assert table["paper: step (ms)"] == ["87", "65", "77", "87", "89", "94", "119", "108", "99"]
+    assert table["paper: memory (GB)"] == ["8.1", "7.8", "8.4", "9.1", "9.4", "9.9", "12.5", "11.9", "17.7"]
+    assert table["paper (%)"][-1] == "77.16"
+    assert "| paper: memory (GB) |" in report_sweep(ablation.caption, settings)
 
 
 def test_bases_are_changed_in_turn(config):
@@ -861,7 +914,7 @@ def test_a_row_shows_the_seeds_that_are_finished(config):
         ("1", "97.50", ""),
         ("0", "", ""),
     ]
-    assert "| 1 | 97.50 | +0.00 (one seed) |" in report_sweep(ablation.caption, settings)
+    assert "| 1 | 97.50 | +0.00 (one run) |" in report_sweep(ablation.caption, settings)
     assert len(draw_results(ablation.caption, settings).axes) == 2
 
 

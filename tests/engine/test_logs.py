@@ -2,6 +2,7 @@
 
 import re
 from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -58,7 +59,8 @@ def test_every_field_and_kind_is_documented_and_there(
     world = World(torch.device("cpu"))
     with pytest.raises(ValueError, match="a reason"), Recorder(tmp_path, RUN, Progress(), 1, world):
         raise ValueError("a reason")
-    with Recorder(tmp_path, RUN, Progress(), 1, world) as recorder:
+    elastic = replace(RUN, train=replace(RUN.train, elastic=True))
+    with Recorder(tmp_path, elastic, Progress(), 1, world) as recorder:
         recorder.start(0, 1, Resumption(changes={"optim.lr": (1e-3, 5e-4)}), macs=1)
         recorder.num_gpus, recorder.device = 1, torch.device("cuda")
         recorder.begin_epoch(1)

@@ -40,6 +40,7 @@ def options_of(run: Run) -> Iterator[tuple[tuple[str | int, ...], dataclasses.Fi
     stages = enumerate(run.attention) if isinstance(run.attention, list) else [(None, run.attention)]
     for stage, options in stages:
         path = ("attention",) if stage is None else ("attention", stage)
+        options = {name: value for name, value in options.items() if name not in ("stage", "blocks")}
         sections[path] = AttentionFactory.from_options(options).config
     for path, section in sections.items():
         types_of = typing.get_type_hints(type(section))
@@ -151,7 +152,10 @@ def wrong_type(run: Run, options: dict[str, Any], rng: random.Random) -> Fault:
 
 def wrong_section(run: Run, options: dict[str, Any], rng: random.Random) -> Fault:
     value = rng.choice([None, 5, "no such", [], [[]], [1, 2, 3, 4], True])
-    fault = change(options, (rng.choice(list(options)),), value)
+    section = rng.choice([name for name in options if name != "plugins"])  # none of them are needed
+    fault = change(options, (section,), value)
+    if section == "attention" and value == [[]] and fault.line is not None:
+        return fault._replace(line=fault.line + 1)  # that of the list's entry
     return fault._replace(line=None) if value == [1, 2, 3, 4] else fault  # as many as a pyramid has stages
 
 

@@ -9,11 +9,12 @@ import torch.nn.functional as F
 
 from attention.mechanisms.agent import agent
 from attention.mechanisms.softmax import softmax
-from attention.parts.groups import bins
+from attention.parts.groups import bins, group_mean
+from tests.mechanisms.test_sra import average
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
-from tests.support.inputs import CPU, B, d, draw, h, identity, layer, one_head, tokens
+from tests.support.inputs import CPU, B, d, draw, every_grid, h, identity, layer, one_head, tokens
 
 case = partial(Case, "agent", (5, 7))
 FEW = {"num_landmarks": 6}
@@ -21,18 +22,21 @@ FEW = {"num_landmarks": 6}
 CASES = [
     case(FEW),
     case({"num_landmarks": 4, "released": True, "local": False, **PREFIX}),  # overlapping bins of 3 x 4 tokens
+    case({**FEW, "reduction": 2, **PREFIX}, stock_keys=False),
 ]
 EFFECTS = {
     "num_landmarks": (FEW, 4),
     "released": ({"num_landmarks": 4}, True),
     "released_pools": ({"num_landmarks": 4}, True),
+    "reduction": (FEW, 2),
     "local": (FEW, False),
     "attn_drop": (FEW, 0.5),
 }
 SYMMETRIES = [(set(), FEW), (set(), {**FEW, "local": False})]  # biases depend on positions
-GROWTH = [Growth(1, 1)]
+GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: {"reduction": 2})]
 REFUSED = [
-    ({"num_landmarks": 17}, r"attention\(agent\).num_landmarks = 17 does not divide the 14x14 grid .* valid: 16")
+    ({"num_landmarks": 17}, r"attention\(agent\).num_landmarks = 17 does not divide the 14x14 grid .* valid: 16"),
+    ({"reduction": 15}, r"attention\(agent\).reduction = 15: larger than the 14x14 grid; at most 14"),
 ]
 SYMBOLS = {"c": 49}
 LEARNED = {"image_positions", "row_positions", "column_positions", "local_term"}
@@ -102,6 +106,23 @@ def test_agents_that_are_the_queries_are_softmax_only_where_each_attends_to_itse
     own = 1e6 * torch.eye(N, dtype=torch.float64).expand(h, N, N)
     assert_equal(agent(q, K, V, none, own, grid=GRID, bins=every), exact)
     assert (agent(q, K, V, none, none, grid=GRID, bins=every) - exact).abs().max() > 0.05
+
+
+@every_grid
+def test_a_reduction_by_averaging_attends_to_averages(grid):
+    """The agents stay those of the grid, and tables of biases stretch over the shrunk grid for their own attention."""
+    four, small = {"num_landmarks": 4}, (grid[0] // 2, grid[1] // 2)
+    attn, whole = layer("agent", grid, **four, reduction=2), layer("agent", grid, **four)
+    average(attn)
+    whole.load_state_dict({key: x for key, x in attn.state_dict().items() if key in whole.state_dict()})
+    x = draw(B, grid[0] * grid[1], h * d)
+    q, k, v = whole.project(x, grid)
+    k, v = (group_mean(part, bins(grid, small, CPU))[:, :, 0] for part in (k, v))
+    of_agents, of_tokens = attn.biases(small)[0], attn.biases(grid)[1].mT
+    y = agent(q, k, v, of_agents, of_tokens, grid=grid, bins=attn.bins(grid, CPU))
+    image = F.interpolate(v.mT.flatten(0, 1).unflatten(2, small), grid, mode="bilinear").flatten(2).unflatten(0, (B, h))
+    y = y + attn.local_term.convolve(image.mT, grid)
+    assert_equal(attn(x, grid), attn.output(y, x))
 
 
 @pytest.mark.parametrize("options", [{}, PREFIX], ids=["", "prefix"])

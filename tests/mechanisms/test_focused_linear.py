@@ -5,25 +5,40 @@ from functools import partial
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from attention.mechanisms.focused_linear import focus, focused_linear
 from attention.parts.features import elu_plus_one
+from attention.parts.groups import bins, group_mean
+from tests.mechanisms.test_sra import average
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
 from tests.support.growth import Growth
-from tests.support.inputs import B, d, draw, h, identity, layer, one_head, tokens
+from tests.support.inputs import CPU, B, d, draw, every_grid, h, identity, layer, one_head, tokens
 
 # 1e-6 is added to the mean of a query's weights; powers of rounded channels.
 case = partial(Case, "focused_linear", (5, 7), mixes_values=False, well_conditioned=False)
 
-CASES = [case(), case({"local": False, "power": 2.5}), case(PREFIX)]
-EFFECTS = {"local": ({}, False), "power": ({}, 2.0)}
+SHRUNK = {"reduction": 2}
+CASES = [
+    case(),
+    case({"local": False, "power": 2.5}),
+    case(PREFIX),
+    case({**SHRUNK, **PREFIX}, stock_keys=False),
+    case({"reduction": 3, "stretch": "raster"}, stock_keys=False),
+]
+EFFECTS = {"local": ({}, False), "power": ({}, 2.0), "reduction": ({}, 2), "stretch": (SHRUNK, "raster")}
 SYMMETRIES = [(set(), {}), (set(), {"local": False})]
-GROWTH = [Growth(1, 1)]
+GROWTH = [Growth(1, 1), Growth(1, 1, lambda side: SHRUNK)]
 SYMBOLS = {}
 LEARNED = {"feature_scale", "key_positions", "local_term"}
 UNSIZED = True
-REFUSED = [({"power": 0.5}, r"attention\(focused_linear\).power = 0.5 is below")]
+REFUSED = [
+    ({"power": 0.5}, r"attention\(focused_linear\).power = 0.5 is below"),
+    ({"reduction": 15}, r"attention\(focused_linear\).reduction = 15: larger than the 14x14 grid; at most 14"),
+    ({"stretch": "raster"}, r"stretch = raster: acts with reduction above 1 and local; set stretch: image"),
+    ({**SHRUNK, "stretch": "raster", "local": False}, r"stretch = raster: acts with reduction"),
+]
 VISION = {
     "focused_linear_6x9": (
         {},
@@ -87,6 +102,35 @@ def test_elu_plus_one_in_the_place_of_the_powers_would_be_another_attention():
     kernel = elu_plus_one(Q) @ elu_plus_one(K).mT
     other = kernel @ V / kernel.sum(-1, keepdim=True)
     assert (focused_linear(Q, K, V, SCALE, power=3.0) - other).abs().max() > 0.1
+
+
+@every_grid
+def test_a_reduction_by_averaging_attends_to_averages(grid):
+    """Keys and values are those of the 2 x 2 means, and the local term convolves the means on the grid again."""
+    small = (grid[0] // 2, grid[1] // 2)
+    attn, whole = layer("focused_linear", grid, **SHRUNK), layer("focused_linear", small, local=False)
+    average(attn)
+    whole.load_state_dict({key: x for key, x in attn.state_dict().items() if key in whole.state_dict()})
+    x = draw(B, grid[0] * grid[1], h * d)
+    means = group_mean(x[:, None], bins(grid, small, CPU))[:, 0, 0]
+    q, k, v = attn.project(x, grid)
+    assert_equal(q, whole.project(x, grid)[0])
+    assert_equal(torch.cat([k, v]), torch.cat(whole.project(means, small)[1:]))
+    y = whole.attend(q, k, v, small)
+    image = F.interpolate(v.mT.flatten(0, 1).unflatten(2, small), grid, mode="bilinear").flatten(2).unflatten(0, (B, h))
+    assert_equal(attn.attend_all((q, k, v), grid), y + attn.local_term.convolve(image.mT, grid))
+
+
+def test_the_released_code_stretches_values_along_the_raster_order():
+    attn = layer("focused_linear", (4, 8), **SHRUNK, stretch="raster")
+    v = draw(B, h, 8, d)
+    expected = F.interpolate(v.mT.flatten(0, 1), 32, mode="linear", align_corners=False).unflatten(0, (B, h)).mT
+    assert_equal(attn.local_values(v, (4, 8)), expected)
+
+
+def test_a_key_mask_is_refused_with_a_reduction():
+    with pytest.raises(ValueError, match=r"attention\(focused_linear\): refuses a key_mask, for its convolution"):
+        layer("focused_linear", GRID, **SHRUNK)(draw(B, N, h * d), GRID, torch.ones(B, N, dtype=torch.bool))
 
 
 def test_positions_of_keys_start_at_zero_and_are_resampled_on_another_grid():

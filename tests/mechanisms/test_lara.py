@@ -9,8 +9,9 @@ from torch import Tensor
 
 from attention import AttentionFactory, OptionError, create_attention
 from attention.mechanisms.lara import lara
+from attention.mechanisms.performer import performer
 from attention.mechanisms.ra import ra
-from attention.ops.random_features.proposals import log_weights, own_ratio, query_weights
+from attention.ops.random_features.proposals import log_weights, own_ratio, propose, query_weights
 from attention.parts.features import log_features, scale
 from attention.parts.groups import group_mean
 from tests.support.cases import PREFIX, Case
@@ -32,7 +33,10 @@ CASES = [
     case({**FEW, "proposal": "mixture", "weighting": "coupled_density"}),
     case({**FEW, "proposal": "mixture", "samples_per_proposal": 2}),
     case({**FEW, "samples_per_proposal": 2, "antithetic": True, "local": True}),
+    case({**FEW, "features": "hyperbolic"}),
+    case({**FEW, "features": "hyperbolic", "proposal": "mixture", "weighting": "coupled_density"}),
     case({**FEW, "proposal": "single"}, well_conditioned=False),  # draws a key
+    case({**FEW, "proposal": "single", "features": "hyperbolic"}, well_conditioned=False),
     case({**FEW, **PREFIX}),
 ]
 EFFECTS = {
@@ -42,6 +46,7 @@ EFFECTS = {
     "weighting": (FEW, "coupled"),
     "beta": (FEW, 1.0),
     "samples_per_proposal": (FEW, 2),
+    "features": (FEW, "hyperbolic"),
     "antithetic": ({**FEW, "samples_per_proposal": 2}, True),
     "released": (FEW, True),
     "noise": (FEW, "released"),
@@ -51,6 +56,7 @@ EFFECTS = {
 SYMMETRIES = [
     *((BLOCKS, {**FEW, "proposal": x}) for x in ("pool", "pool_mixed", "attended_keys", "mixture")),
     *((BLOCKS, {**FEW, "weighting": x}) for x in ("balance", "coupled", "coupled_density")),
+    (BLOCKS, {**FEW, "features": "hyperbolic"}),
     (set(), {**FEW, "local": True}),
 ]
 SYMMETRIES_IN_LAW = [(BLOCKS, FEW)]
@@ -129,6 +135,57 @@ def test_proposals_at_the_origin_are_random_feature_attention(weighting):
 
 
 @every_weighting
+def test_hyperbolic_features_with_proposals_at_the_origin_are_performers(weighting):
+    """Corollary C.1's mapping; a proposal at the origin is even by itself."""
+    zero = torch.zeros_like(Q_BAR)
+    y = lara(Q, K, V, zero, zero, NOISE, proposal="pool", weighting=weighting, features="hyperbolic")
+    assert_equal(y, performer(Q, K, V, NOISE[:, :, :, 0], features="hyperbolic"))
+
+
+def test_by_hand_with_hyperbolic_features():
+    """One proposal about 2 at omega = 1; its weight cancels, and cosh(q + k) exp(-k^2 / 2) weighs the keys."""
+    q, k, v = one_head(0, 1), one_head(0, 1), one_head(2, 5)
+    y = lara(
+        q, k, v, one_head(2), one_head(0), -torch.ones(1, 1, 1, 1, 1).double(), proposal="pool", features="hyperbolic"
+    )
+    first, second = (math.cosh(x) for x in (0, 1)), (math.cosh(x) / math.e**0.5 for x in (1, 2))
+    assert_equal(y, one_head(*((2 * a + 5 * b) / (a + b) for a, b in zip(first, second, strict=True))))
+
+
+@pytest.mark.parametrize("proposal", ["pool", "mixture"])
+def test_an_even_proposal_is_the_same_at_mirrored_samples(proposal):
+    """Either half of it may be sampled: omega and -omega give equal outputs."""
+    uniform = UNIFORM if proposal == "mixture" else None
+    both = []
+    for sign in (1, -1):
+        mean = propose(scale(Q_BAR), scale(K), scale(K_BAR), uniform, proposal).mean
+        noise = sign * (mean + NOISE) - mean
+        options = {"proposal": proposal, "weighting": "coupled_density", "features": "hyperbolic"}
+        both.append(lara(Q, K, V, Q_BAR, K_BAR, noise, uniform, **options))
+    assert_equal(*both)
+
+
+def test_one_even_proposal_per_query_without_normalisation_is_hyperbolic_randomized_attention():
+    """Corollary C.1: q_c = p_n, even, and alpha_nc = delta_nc."""
+    q, k = scale(Q), scale(K)
+    noise, uniform = draw(2, 2, N, 1, D, seed=7), torch.rand(2, 2, N, 1).double()
+    pi = (q @ k.mT).softmax(-1)
+    z = (pi.cumsum(-1) <= uniform).sum(-1)
+    omega = q + k.gather(2, z[..., None].expand(-1, -1, -1, D)) + noise[:, :, :, 0]
+    centre = q[:, :, :, None] + k[:, :, None]
+    density = sum(
+        (pi * torch.exp(-(sign * omega[:, :, :, None] - centre).square().sum(-1) / 2)).sum(-1) for sign in (1, -1)
+    )
+    ratio = torch.exp(-omega.square().sum(-1) / 2) / (density / 2)  # N(omega; 0, I) / p_n(omega)
+    numerator = 0
+    for sign in (1, -1):
+        xi_q = torch.exp(sign * (q * omega).sum(-1) - q.square().sum(-1) / 2)
+        numerator = numerator + (ratio * xi_q)[..., None] / 2 * (log_features(k, sign * omega).mT.exp() @ V)
+    expected = ra(Q, K, V, noise, uniform, features="hyperbolic")
+    assert_equal(numerator / (q @ k.mT).exp().sum(-1, keepdim=True), expected)
+
+
+@every_weighting
 def test_identical_proposals_are_self_normalised_importance_sampling(weighting):
     q_bar, k_bar = Q_BAR[:, :, :1].expand_as(Q_BAR), K_BAR[:, :, :1].expand_as(K_BAR)
     mean = scale(q_bar + k_bar)
@@ -196,21 +253,28 @@ def test_weights_sum_to_one_at_any_sample(weighting):
     assert (alpha.std(2).max() > 1e-4) == (weighting != "balance")  # True if weights differ among queries
 
 
-def kernel_entries(weighting: str, noise_std: float = 1.0) -> tuple[Tensor, Tensor]:
-    """200,000 estimates of exp(q_n . k_m) with unclamped weights, (200000, N, M); and the exact entries."""
+def kernel_entries(weighting: str, noise_std: float = 1.0, signs: tuple[int, ...] = (1,)) -> tuple[Tensor, Tensor]:
+    """200,000 estimates of exp(q_n . k_m) with unclamped weights, (200000, N, M); and the exact entries.
+
+    signs: (1, -1) for hyperbolic features.
+    """
     q, k, q_bar, k_bar = (scale(x[0, 0]) / 2 for x in (Q, K, Q_BAR, K_BAR))
     mean = q_bar + k_bar
     omega = mean + noise_std * draw(200_000, 1, C, D, seed=10)
-    log_ratio = log_features(mean, omega).mT
+    log_ratio = sum(log_features(mean, sign * omega).exp() for sign in signs).log().mT - math.log(len(signs))
     own = log_ratio.diagonal(dim1=2, dim2=3)
     alpha = query_weights(q[None, None], q_bar[None, None], omega, log_ratio, own, **EXPLICIT[weighting])
-    weight = alpha * (-own[:, :, None] + log_features(q, omega)).exp()
-    return (weight @ log_features(k, omega).exp().mT)[:, 0], (q @ k.mT).exp()
+    kernel = 0
+    for sign in signs:
+        weight = alpha * (-own[:, :, None] + log_features(q, sign * omega)).exp() / len(signs)
+        kernel = kernel + weight @ log_features(k, sign * omega).exp().mT
+    return kernel[:, 0], (q @ k.mT).exp()
 
 
 @every_weighting
-def test_kernel_entries_are_unbiased(weighting):
-    assert_mean(*kernel_entries(weighting))
+@pytest.mark.parametrize("signs", [(1,), (1, -1)], ids=["positive", "hyperbolic"])
+def test_kernel_entries_are_unbiased(weighting, signs):
+    assert_mean(*kernel_entries(weighting, signs=signs))
 
 
 @every_weighting

@@ -20,7 +20,7 @@ from attention.parts.leave_one_out import merge_all_but_one
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal, assert_mean, standard_errors
 from tests.support.growth import Growth
-from tests.support.inputs import CPU, B, d, draw, every_grid, h, tokens
+from tests.support.inputs import CPU, B, d, draw, every_grid, h, layer, tokens
 from tests.support.random_features import random_feature_attention
 from tests.support.symmetry import BLOCKS
 
@@ -51,6 +51,7 @@ EFFECTS = {
     "causal": (SMALL, True),
     "features": (SMALL, "hyperbolic"),
     "omega_sampling": (SMALL, "orthogonal"),
+    "eval_omega_sampling": (SMALL, "orthogonal"),
     "feature_redraw": (SMALL, "fixed"),
     "local": (SMALL, True),
 }
@@ -75,6 +76,14 @@ REFUSED = [
     (
         {"features": "elu", "num_samples": 8},
         r"attention\(scatterbrain\).num_samples = 8: the features elu have no samples; set num_samples: 96",
+    ),
+    (
+        {"features": "elu", "eval_omega_sampling": "orthogonal"},
+        r"\(scatterbrain\).eval_omega_sampling = orthogonal: the features elu .*; set eval_omega_sampling: iid",
+    ),
+    (
+        {"feature_redraw": "fixed", "eval_omega_sampling": "orthogonal"},
+        r"eval_omega_sampling = orthogonal: nothing is redrawn; set eval_omega_sampling: iid",
     ),
     ({"causal": True, "layout": "2d"}, r"attention\(scatterbrain\).layout = 2d: .* set layout: 1d"),
 ]
@@ -269,3 +278,34 @@ def test_merging_keeps_the_digits_that_subtraction_loses():
 )
 def test_the_leave_one_out_sums_that_fit_are_chosen(options, chosen):
     assert AttentionFactory.from_options({"name": "scatterbrain", **options}).config.leave_one_out == chosen
+
+
+@pytest.mark.parametrize(
+    ("options", "chosen"),
+    [
+        ({}, "iid"),
+        ({"released": True}, "orthogonal"),
+        ({"released": True, "omega_sampling": "orthogonal_sqrt_d", "feature_redraw": "fixed"}, "orthogonal_sqrt_d"),
+    ],
+    ids=str,
+)
+def test_the_released_code_evaluates_on_orthogonal_samples(options, chosen, monkeypatch):
+    """It trains on independent ones, as its Performer does."""
+    assert AttentionFactory.from_options({"name": "scatterbrain", **options}).config.eval_omega_sampling == chosen
+    elu = {"name": "scatterbrain", "features": "elu", "released": True}
+    assert AttentionFactory.from_options(elu).config.eval_omega_sampling == "iid"
+    seen = []
+    monkeypatch.setattr(
+        "attention.mechanisms.scatterbrain.scatterbrain", lambda q, k, v, omega, *_, **__: seen.append(omega) or q
+    )
+    attn = layer("scatterbrain", (6, 4), **SMALL, num_samples=d, **options)
+    x = draw(B, 24, h * d)
+    attn.eval()(x, (6, 4))
+    attn.train()(x, (6, 4))
+    are_orthogonal = []
+    for omega in seen:
+        products = omega @ omega.mT
+        are_orthogonal.append(
+            (products - torch.diag_embed(products.diagonal(dim1=1, dim2=2))).abs().max() < 1e-4
+        )  # float32
+    assert are_orthogonal == [chosen != "iid", options.get("feature_redraw") == "fixed"]

@@ -39,13 +39,18 @@ def test_sra_without_a_reduction_is_softmax(grid):
     assert_equal(attn(x, grid), expected(x, grid))
 
 
-@every_grid
-def test_sra_by_averaging_is_softmax_over_averages(grid):
-    attn, expected, x = layer("sra", grid, reduction=2), layer("softmax", grid), draw(B, grid[0] * grid[1], h * d)
+def average(attn):
+    """Makes the convolution of a layer the mean of 2 x 2 tokens, without LayerNorm."""
     attn.norm = nn.Identity()
     with torch.no_grad():
         attn.sr.weight.copy_(torch.eye(h * d)[:, :, None, None] / 4)
         attn.sr.bias.zero_()
+
+
+@every_grid
+def test_sra_by_averaging_is_softmax_over_averages(grid):
+    attn, expected, x = layer("sra", grid, reduction=2), layer("softmax", grid), draw(B, grid[0] * grid[1], h * d)
+    average(attn)
     expected.qkv.load_state_dict(attn.qkv.state_dict())
     q, *keys_and_values = expected.project(x, grid)
     groups = bins(grid, (grid[0] // 2, grid[1] // 2), CPU)

@@ -62,7 +62,8 @@ class ForkServer:
 
     def __init__(self) -> None:
         # Without dynamo: kron, an optimiser, would compile itself for minutes.
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1"}
         self.process = subprocess.Popen(
             [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -165,7 +166,19 @@ def _leak_objects(*args: Any, **kwargs: Any) -> None:
     LEAKED.extend([object() for _ in range(64)])
 
 
+def _hold(*args: Any, **kwargs: Any) -> None:
+    """Takes time for as long as the test has a file "hold" beside the records."""
+    if (RECORDS.parent / "hold").exists():
+        time.sleep(0.3)
+
+
+def _sleep(*args: Any, **kwargs: Any) -> None:
+    time.sleep(1)
+
+
 ACTIONS: dict[str, Callable] = {
+    "slow": _sleep,
+    "hold": _hold,
     "half": _kill_within_writing,
     "full": _no_space,
     "raise": _fail,
@@ -241,6 +254,7 @@ def record_state() -> None:
     def function(self: Recorder) -> None:
         state = pickle.dumps((random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()))  # noqa: NPY002
         record("random", self.step + 1, hashlib.sha256(state).hexdigest())
+        record("ranks", self.step + 1, self.world.size, time.monotonic())
         if (self.step + 1) % 60 == 0:
             record("memory", self.step + 1, *count_allocations(), len(os.listdir("/proc/self/fd")))
         end_step(self)
@@ -280,6 +294,7 @@ def run_child(request: dict[str, Any]) -> None:
     if "limit" in request:
         resource.setrlimit(resource.RLIMIT_FSIZE, (request["limit"], request["limit"]))
     use_few_images(50, 24)
+    record("start")
     record_state()
     gc.freeze()  # a collection need not look at what all runs import
     for fault in request["faults"]:
@@ -322,10 +337,11 @@ def main() -> None:
 
     train.count_costs = lambda model, attention: Costs(0, 0)  # a third of the time of so short a run
     train.Recorder.predictions = lambda recorder, predictions: None  # pictures, likewise
-    if len(sys.argv) > 1:  # a rank of torchrun; faults strike before a restart only
+    if len(sys.argv) > 1:  # a rank of torchrun; faults strike before a restart only, unless "always"
         request = json.loads(sys.argv[1])
         rank, restarts = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
         faults = request["faults"].get(rank, []) if restarts == "0" else []
+        faults += request.get("always", [])
         run_child(request | {"rank": rank, "faults": faults, "environment": {}})
     answers = os.fdopen(os.dup(1), "w")
     for line in sys.stdin:

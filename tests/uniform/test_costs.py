@@ -40,9 +40,10 @@ def stated(mechanism: str | Mapping[str, Any], **context: Any) -> Cost:
 
 
 def stated_with(name: str, options: Mapping[str, Any], **context: Any) -> Cost:
-    """`stated` with options that may be fields of `LayerContext`, like the options of a `Case`."""
+    """`stated` with options that may be fields of `LayerContext`, of the mechanism, or both, as those of a `Case`."""
     place = {field.name for field in fields(LayerContext)} & options.keys()
-    of_mechanism = {key: value for key, value in options.items() if key not in place}
+    own = {field.name for field in fields(ATTENTION[name].Config)}
+    of_mechanism = {key: value for key, value in options.items() if key not in place or key in own}
     return stated({"name": name, **of_mechanism}, **context, **{key: options[key] for key in place})
 
 
@@ -325,11 +326,12 @@ def test_benchmark_prints_the_table(capsys):
 
 @pytest.fixture(scope="module")
 def printed_by_size() -> list[str]:
-    """Lines of the second table of ``benchmark.py --macs``."""
+    """Lines of the last table of ``benchmark.py --macs``."""
     with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as out:
         patch.setattr(benchmark, "read_papers", list)
+        patch.setattr(benchmark, "read_others", list)
         benchmark.main(["--macs"])
-    return out.getvalue().splitlines()[3:]
+    return out.getvalue().splitlines()[6:]
 
 
 def test_benchmark_prints_every_mechanism_by_size(printed_by_size):

@@ -25,15 +25,45 @@ def performer(q, k, v, omega, *, features="positive", causal=False):
     return _attend(q, k, v, upcast(omega).expand(q.shape[0], -1, -1, -1))
 
 
-def covers_lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mixed", weighting="decoupled", beta=2.0):
-    """True unless proposals are mixtures, whose densities need the keys, weights are coupled, or a proposal has several
-    samples.
+def covers_lara(
+    q,
+    k,
+    v,
+    q_bar,
+    k_bar,
+    noise,
+    uniform=None,
+    *,
+    proposal="pool_mixed",
+    weighting="decoupled",
+    beta=2.0,
+    features="positive",
+):
+    """True unless proposals are mixtures, whose densities need the keys, weights are coupled, a proposal has several
+    samples, or features are hyperbolic.
     """
     one_sample = noise.dim() < 4 or noise.shape[-2] == 1
-    return proposal in POOLED and (weighting == "balance" or (weighting == "decoupled" and one_sample))
+    return (
+        features == "positive"
+        and proposal in POOLED
+        and (weighting == "balance" or (weighting == "decoupled" and one_sample))
+    )
 
 
-def lara(q, k, v, q_bar, k_bar, noise, uniform=None, *, proposal="pool_mixed", weighting="decoupled", beta=2.0):
+def lara(
+    q,
+    k,
+    v,
+    q_bar,
+    k_bar,
+    noise,
+    uniform=None,
+    *,
+    proposal="pool_mixed",
+    weighting="decoupled",
+    beta=2.0,
+    features="positive",
+):
     """`attention.mechanisms.lara.lara`."""
     return _attend(q, k, v, *lara_samples(q_bar, k_bar, noise, proposal, weighting, beta))
 

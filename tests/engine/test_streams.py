@@ -1,0 +1,446 @@
+"""Mosaic data shards, in a folder and in a store that fails: the same images, in an order of seed and epoch alone."""
+
+import fcntl
+import http.server
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from attention.options import OptionError
+from engine.config.schema import Augment, Data, Run, Train
+from engine.data import prepare, store
+from engine.data.images import BrokenImage
+from engine.data.loaders import create_loaders, create_val_loader
+from engine.data.mds import MdsReader
+from engine.data.splits import classes_of, identify_split, open_split
+from engine.runtime.distributed import World
+from engine.runtime.errors import UserError
+from tests.engine.test_formats import LABELS, PIXELS, write_folder
+from tests.engine.test_resume import Runs, choose_kill
+from tests.support.launcher import ROOT, ForkServer
+
+CPU = torch.device("cpu")
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Sends the files of a folder, once the faults that are due for a name have struck."""
+
+    def do_GET(self):
+        server = self.server
+        name = Path(self.path).name
+        server.requests[name] += 1
+        server.watch()
+        fault = server.faults.get(name, [])
+        fault = fault.pop(0) if isinstance(fault, list) and fault else fault if isinstance(fault, str) else ""
+        path = Path(server.root + self.path)
+        if fault == "gone" or not path.is_file():
+            return self.send_error(404)
+        if fault == "500":
+            return self.send_error(500)
+        content = path.read_bytes()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if fault == "cut":
+            content = content[: len(content) // 2]
+        if fault == "wrong":
+            content = content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+        if fault == "hang":
+            self.wfile.write(content[:1000])
+            self.wfile.flush()
+            time.sleep(30)
+        for begin in range(0, len(content), 1000):
+            self.wfile.write(content[begin : begin + 1000])
+            time.sleep(0.002 if fault == "slow" else 0)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def server(shards):
+    """A store on loopback. Attributes: requests, faults (name -> list of those to come, or one for ever), url."""
+    pytest.importorskip("aiohttp", reason="an optional package")
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = server.block_on_close = False
+    server.daemon_threads = True
+    server.root, server.requests, server.faults, server.watch = str(shards), Counter(), {}, lambda: None
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory):
+    """200 images of 4 classes in a dozen shards."""
+    root, output = tmp_path_factory.mktemp("folder"), tmp_path_factory.mktemp("shards")
+    write_folder(root)
+    prepare.main(f"{root} {output} --splits train --format mds --original --shard-mb 0.05 --workers 0".split())
+    return output
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("folder")
+    write_folder(root)
+    return root
+
+
+def options_at(server, cache, **more) -> Data:
+    options = {"dataset": "mds", "root": server.url, "cache_dir": str(cache), "val_split": "train", "shuffle_shards": 2}
+    return Data(**options | {"workers": 0, "timeout_minutes": 1.0} | more)
+
+
+def create(data: Data, world: World | None = None):
+    run = Run(
+        model={},
+        attention="softmax",
+        data=data,
+        augment=Augment(mixup=0.0, cutmix=0.0),
+        train=Train(total_batch_size=20),
+    )
+    return create_loaders(run, world or World(CPU), img_size=16, num_classes=4)[0]
+
+
+def read_epoch(data: Data, epoch: int = 1, start: int = 0):
+    loader = create(data)
+    loader.sampler.set_epoch(epoch, start)
+    return [torch.cat(parts) for parts in zip(*loader, strict=True)]
+
+
+def shard_of(shards, index: int) -> str:
+    return json.loads((shards / "train" / "index.json").read_text())["shards"][index]["raw_data"]["basename"]
+
+
+def test_shards_have_the_images_of_the_folders(folder, shards):
+    reader, original = MdsReader(str(shards / "train")), open_split(Data(root=str(folder)), "train_split")
+    images = open_split(Data(dataset="mds", root=str(shards)), "train_split")
+    assert len(reader.shards) > 8
+    assert classes_of(images) == classes_of(original)
+    names = [*reader.filenames()]
+    assert sorted(names) == sorted(original.reader.filenames())
+    assert names != [*original.reader.filenames()]
+    for index, name in enumerate(names):
+        number = int(Path(name).stem)
+        image, label = images[index]
+        assert np.array_equal(image, PIXELS[number])
+        assert label == LABELS[number] == reader.labels[index]
+        assert reader[index][0].read() == (folder / "train" / name).read_bytes()
+    assert np.bincount(reader.labels[: reader.blocks[2]], minlength=4).all(), "the first shards have all classes"
+
+
+def test_prepared_pixels_go_into_shards_too_and_subsets_come_from_them(folder, tmp_path):
+    prepare.main(f"{folder} {tmp_path} --splits train --format mds --short-side 16 --shard-mb 0.05 --workers 0".split())
+    images = open_split(Data(dataset="mds", root=str(tmp_path)), "train_split")
+    assert {images[index][0].size for index in range(200)} == {(16, 16)}
+    part = open_split(Data(dataset="mds", root=str(tmp_path), subset=7), "train_split")
+    assert np.bincount(part.reader.labels).tolist() == [7] * 4
+    assert part.reader.blocks[-1] == 28
+
+
+def test_the_identity_is_the_digest_of_the_index(folder, shards, tmp_path):
+    def identity(root, output):
+        prepare.main(f"{root} {output} --splits train --format mds --original --shard-mb 0.05 --workers 0".split())
+        return identify_split("train", open_split(Data(dataset="mds", root=str(output)), "train_split"))
+
+    expected = identify_split("train", open_split(Data(dataset="mds", root=str(shards)), "train_split"))
+    assert identity(folder, tmp_path / "again") == expected
+    write_folder(tmp_path / "other")
+    content = bytearray((tmp_path / "other" / "train" / "2" / "117.png").read_bytes())
+    content[-20] ^= 1
+    (tmp_path / "other" / "train" / "2" / "117.png").write_bytes(content)  # of the same size
+    assert identity(tmp_path / "other", tmp_path / "changed")["train_content"] != expected["train_content"]
+
+
+def test_another_library_reads_the_shards(shards):
+    streaming = pytest.importorskip("streaming.base.format", reason="pins old versions; see docs/data.md")
+    index, reader = json.loads((shards / "train" / "index.json").read_text()), MdsReader(str(shards / "train"))
+    found = [streaming.reader_from_json(str(shards), "train", entry) for entry in index["shards"]]
+    samples = [sample for part in found for sample in part]
+    assert [sample["label"] for sample in samples] == reader.labels.tolist()
+    assert [sample["image"] for sample in samples] == [reader[number][0].read() for number in range(200)]
+
+
+def test_an_epoch_from_a_store_is_that_of_the_folder_of_shards(server, shards, tmp_path):
+    """With a cold cache and a warm one, from any position; and every shard is fetched once."""
+    here = Data(dataset="mds", root=str(shards), val_split="train", shuffle_shards=2, workers=0)
+    expected = read_epoch(here)
+    for start in (0, 120):
+        found = read_epoch(options_at(server, tmp_path), start=start)
+        assert all(torch.equal(a, b[start:]) for a, b in zip(found, expected, strict=True))
+    assert {name: count for name, count in server.requests.items() if name.endswith(".mds")} == {
+        shard.file.name: 1 for shard in MdsReader(str(shards / "train")).shards
+    }
+
+
+def size_of(cache) -> int:
+    """Bytes of all shards, at a moment when none gets room, and a file that is renamed meanwhile counts once."""
+    sizes = {}
+    with (cache / ".room").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        for path in cache.glob("*/shards/*"):
+            try:
+                status = path.stat()
+            except FileNotFoundError:
+                continue
+            sizes[status.st_ino] = status.st_size
+    return sum(sizes.values())
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_limit_of_the_cache_holds_and_a_shard_comes_once_in_an_epoch(server, shards, tmp_path, workers):
+    sizes = [shard.file.size for shard in MdsReader(str(shards / "train")).shards]
+    limit, found = 4 * max(sizes), []
+    assert limit < sum(sizes) / 2
+    server.watch = lambda: found.append(size_of(tmp_path))
+    data = options_at(server, tmp_path, cache_gb=limit / 1e9, workers=workers)
+    assert len(read_epoch(data)[0]) == 200
+    assert limit / 2 < max(found) <= limit
+    assert size_of(tmp_path) <= limit
+    fetched = {name: count for name, count in server.requests.items() if name.endswith(".mds")}
+    assert len(fetched) == len(sizes)
+    assert max(fetched.values()) == 1
+
+
+def test_a_limit_that_cannot_hold_two_blocks_is_refused(server, tmp_path):
+    with pytest.raises(
+        OptionError, match=r"data.cache_gb = 1e-06, but two blocks of data.shuffle_shards = 2 shards take"
+    ):
+        open_split(options_at(server, tmp_path, cache_gb=1e-6), "train_split")
+    with pytest.raises(OptionError, match=r"a URL needs data.cache_dir"):
+        open_split(Data(dataset="mds", root=server.url), "train_split")
+    with pytest.raises(OptionError, match=r"only data.dataset=mds is read from a store"):
+        open_split(Data(root=server.url), "train_split")
+
+
+@pytest.mark.parametrize("fault", ["slow", "cut", "500", "wrong", "gone", "hang"])
+def test_a_fault_that_passes_changes_nothing(server, shards, tmp_path, fault, monkeypatch):
+    monkeypatch.setattr(store, "FIRST_SHARE", 1 / 48)
+    expected = read_epoch(options_at(server, tmp_path / "first"))
+    server.requests.clear()
+    names = [shard_of(shards, index) for index in (1, 4, 5)]
+    server.faults = {name: [fault] * (1 if fault == "hang" else 2) for name in names[: 1 if fault == "hang" else 3]}
+    found = read_epoch(options_at(server, tmp_path / "second", workers=2))
+    assert all(map(torch.equal, found, expected))
+    if fault != "slow":
+        assert server.requests[names[0]] == len([fault] * (1 if fault == "hang" else 2)) + 1
+
+
+def test_a_shard_of_wrong_bytes_is_broken_images(server, shards, tmp_path):
+    """As many as it has, of which data.max_broken decides."""
+    name = shard_of(shards, 3)
+    server.faults = {name: "wrong"}
+    reader = MdsReader(str(shards / "train"))
+    images = open_split(options_at(server, tmp_path), "train_split")
+    broken = [index for index in range(200) if isinstance(images[index], BrokenImage)]
+    assert broken == [*range(reader.blocks[3], reader.blocks[4])]
+    assert str(images[broken[0]]).endswith(f"{name}: its bytes are not those of the index")
+    assert server.requests[name] == store.NUM_WRONG, "a damaged shard is not fetched for every image"
+    with pytest.raises(BrokenImage, match=r"its bytes are not those of the index; too many broken images"):
+        read_epoch(options_at(server, tmp_path, max_broken=3))
+    assert len(read_epoch(options_at(server, tmp_path, max_broken=40))[0]) == 200 - len(broken)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_store_that_is_gone_ends_the_run_in_a_line(server, shards, tmp_path, workers):
+    server.faults = {shard_of(shards, 2): "500"}
+    began = time.monotonic()
+    with pytest.raises(store.StoreError) as caught:
+        read_epoch(options_at(server, tmp_path, workers=workers, timeout_minutes=0.03))
+    assert time.monotonic() - began < 10
+    assert "\n" not in str(caught.value)
+    assert str(caught.value).startswith(f"{server.url}/train/{shard_of(shards, 2)}: not to be had within 1 s (")
+    assert "500" in str(caught.value)
+    server.shutdown()
+    server.server_close()
+    with pytest.raises(UserError, match=r"index.json: not to be had within 1 s \((Client|no answer)"):
+        open_split(options_at(server, tmp_path, timeout_minutes=0.03), "train_split")
+
+
+def test_what_is_not_there_is_refused_at_the_first_answer(server, tmp_path):
+    with pytest.raises(UserError, match=r"/val/index.json: FileNotFoundError.*see data.root and the name of the split"):
+        open_split(options_at(server, tmp_path, val_split="val"), "val_split")
+    with pytest.raises(UserError, match=r"nothing://x/train/index.json: ValueError: Protocol not known"):
+        open_split(Data(dataset="mds", root="nothing://x", cache_dir=str(tmp_path)), "train_split")
+    assert server.requests == {"index.json": 1}
+
+
+def test_a_cache_that_was_damaged_on_the_disk_is_fetched_again(server, shards, tmp_path):
+    expected = read_epoch(options_at(server, tmp_path))
+    for path in tmp_path.glob("*/shards/*.mds"):
+        path.write_bytes(bytes(path.stat().st_size))
+    assert all(map(torch.equal, read_epoch(options_at(server, tmp_path)), expected))
+    assert max(server.requests[shard.file.name] for shard in MdsReader(str(shards / "train")).shards) == 2
+
+
+def test_a_fetch_that_was_killed_blocks_nothing(server, shards, tmp_path):
+    """No lock, no file, and no room in the cache is left of it."""
+    server.faults = {shard_of(shards, index): ["hang"] for index in range(3)}
+    code = (
+        "import sys; from engine.config.schema import Data; from engine.data.splits import open_split\n"
+        "images = open_split(Data(dataset='mds', root=sys.argv[1], cache_dir=sys.argv[2]), 'train_split')\n"
+        "images[0]"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    child = subprocess.Popen([sys.executable, "-c", code, server.url, str(tmp_path)], env=environment)
+    deadline = time.monotonic() + 60
+    while not [*tmp_path.glob("*/shards/.*.part")] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    left = {path.name for path in tmp_path.glob("*/shards/*")}
+    assert left == {f".{shard_of(shards, 0)}.part"}
+    server.faults = {}
+    limit = 4 * max(shard.file.size for shard in MdsReader(str(shards / "train")).shards)
+    began = time.monotonic()
+    assert len(read_epoch(options_at(server, tmp_path, cache_gb=limit / 1e9))[0]) == 200
+    assert time.monotonic() - began < 20
+    assert not [*tmp_path.glob("*/shards/.*.part")]
+    assert size_of(tmp_path) <= limit
+
+
+@pytest.mark.parametrize("start", [0, 60])
+def test_every_image_comes_once_at_any_number_of_ranks(shards, start):
+    data = Data(dataset="mds", root=str(shards), val_split="train", shuffle_shards=2, workers=0)
+    whole = create(data)
+    whole.sampler.set_epoch(3, start)
+    expected = list(whole.sampler)
+    assert sorted(index for index, _, _ in expected) == sorted({index for index, _, _ in expected})
+    assert len(expected) == 200 - start
+    for ranks in (2, 4, 5):
+        places = []
+        for rank in range(ranks):
+            sampler = create(data, World(CPU, rank, ranks)).sampler
+            sampler.set_epoch(3, start)
+            places += sampler
+        assert sorted(places, key=lambda place: place[2]) == expected
+    loaders = [
+        create_val_loader(Run(model={}, attention="softmax", data=data), World(CPU, rank, 3), img_size=16, batch_size=7)
+        for rank in range(3)
+    ]
+    labels = torch.cat([labels for loader in loaders for _, labels in loader])
+    assert labels.bincount().tolist() == [50] * 4
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"version": 1}, r"index.json is damaged \(ValueError: version 1\)"),
+        ({"shards": []}, "has no shard"),
+        ({"images": {"basename": "../labels", "bytes": 9, "hashes": {}}}, r"a file '../labels' of 9 bytes"),
+        ({"shards": [{"raw_data": {"basename": "/etc/passwd", "bytes": 9, "hashes": {}}}]}, "a file '/etc/passwd'"),
+        (
+            {"shards": [{"column_encodings": ["pkl", "int"]}]},
+            "the column 'image' is pkl; write it as one of bytes",
+        ),
+        ({"shards": [{"compression": "zstd"}]}, "compression 'zstd'; write 'mds' without compression"),
+        ({"shards": [{"samples": -1}]}, "sizes that no shard has"),
+        ({"shards": [{"samples": 7}]}, "index.json has 7 images, but images.safetensors 200; make them anew"),
+        ({"images": None}, "is damaged"),
+    ],
+)
+def test_an_index_from_a_stranger_is_refused_in_a_line(shards, tmp_path, change, problem):
+    index = json.loads((shards / "train" / "index.json").read_text())
+    entries = [index["shards"][0] | entry for entry in change.pop("shards", [])] if change.get("shards") else None
+    index |= change | ({"shards": entries} if entries else {})
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "index.json").write_text(json.dumps(index))
+    (tmp_path / "train" / "images.safetensors").write_bytes((shards / "train" / "images.safetensors").read_bytes())
+    with pytest.raises(OptionError, match=problem) as caught:
+        open_split(Data(dataset="mds", root=str(tmp_path)), "train_split")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [0, 4, 30, 200, 2000])
+def test_a_damaged_file_of_names_is_refused(shards, tmp_path, length):
+    (tmp_path / "train").mkdir()
+    for path in (shards / "train").iterdir():
+        (tmp_path / "train" / path.name).write_bytes(path.read_bytes())
+    path = tmp_path / "train" / "images.safetensors"
+    path.write_bytes(path.read_bytes()[:length])
+    with pytest.raises(OptionError, match=r"images.safetensors is damaged \(.*\); make it anew"):
+        open_split(Data(dataset="mds", root=str(tmp_path)), "train_split")
+
+
+def test_damage_within_a_shard_is_one_broken_image(shards, tmp_path):
+    (tmp_path / "train").mkdir()
+    for path in (shards / "train").iterdir():
+        (tmp_path / "train" / path.name).write_bytes(path.read_bytes())
+    path = tmp_path / "train" / shard_of(shards, 2)
+    content = bytearray(path.read_bytes())
+    content[-100] ^= 1
+    path.write_bytes(content)
+    images = open_split(Data(dataset="mds", root=str(tmp_path)), "train_split")
+    broken = [str(images[index]) for index in range(200) if isinstance(images[index], BrokenImage)]
+    assert len(broken) == 1
+    assert broken[0].endswith(f"damaged in {path.name}: the checksum differs")
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 2), pytest.param(2, 1, marks=pytest.mark.stress)])
+def test_a_killed_run_on_a_store_ends_in_the_same_bits(server, tmp_path, ranks, workers):
+    import random
+
+    overrides = [
+        f"data.{name}={value}"
+        for name, value in {
+            "dataset": "mds",
+            "root": server.url,
+            "cache_dir": tmp_path / "cache",
+            "val_split": "train",
+            "shuffle_shards": 2,
+            "workers": workers,
+        }.items()
+    ]
+    fork, rng = ForkServer(), random.Random(ranks)
+    try:
+        runs = Runs(fork, tmp_path / "runs", [*overrides, "model.num_classes=4", "train.total_batch_size=32"], ranks)
+        for place in ("step", "step", "write"):
+            assert -9 in runs.survives(choose_kill(rng, place))
+    finally:
+        fork.close()
+
+
+def test_a_run_whose_store_is_gone_says_so_and_goes_on_later(server, shards, tmp_path):
+    overrides = [
+        f"data.{name}={value}"
+        for name, value in {
+            "dataset": "mds",
+            "root": server.url,
+            "cache_dir": tmp_path / "cache",
+            "val_split": "train",
+            "shuffle_shards": 2,
+            "workers": 2,
+            "timeout_minutes": 0.05,
+        }.items()
+    ]
+    fork = ForkServer()
+    try:
+        runs = Runs(fork, tmp_path / "runs", [*overrides, "model.num_classes=4", "train.total_batch_size=32"])
+        for path in tmp_path.glob("cache/*/shards/*"):
+            path.unlink()
+        names = [shard.file.name for shard in MdsReader(str(shards / "train")).shards]
+        server.faults = dict.fromkeys(names[5:], "gone")
+        statuses, job, output = runs.launch()
+        assert statuses == [1]
+        lines = [line for line in job.text.splitlines() if line.startswith("error: ")]
+        assert len(lines) == 1
+        assert "not to be had within 2 s (FileNotFoundError" in lines[0]
+        assert "Traceback" not in job.text
+        server.faults = {}
+        assert runs.launch(output=output)[0] == [0]
+    finally:
+        fork.close()

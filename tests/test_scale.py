@@ -1,0 +1,78 @@
+"""The counted figures of docs/scale.md are counted again; those in italics are proportional."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine.config.load import load_run
+from engine.runtime.distributed import World
+from engine.training.plan import estimate_memory
+from models import create_model
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "docs/scale.md").read_text()
+ROWS = {
+    name: cells
+    for name, *cells in (
+        [cell.strip() for cell in line.strip("|").split("|")] for line in TEXT.splitlines() if line.startswith("| ")
+    )
+}
+"""First cell of a row -> the others."""
+
+UNITS = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "s": 1, "min": 60, "hours": 3600, "days": 86400}
+UNITS |= {"million": 1e6, "billion": 1e9, "": 1}
+
+IMAGES, RANKS, TOKENS = 1_281_167, (8, 80, 800, 8000), (784, 7744, 65_536, 784_000)
+SIZES = (1, 10, 100, 1000)
+C, HEADS, ATTENDED = 192, 3, 49 + 49
+FAILURE_RATE = 419 / (54 * 86400 * 16384)
+"""Failures of a GPU in a second."""
+
+
+def parameters(name: str) -> int:
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in create_model(name, attention="softmax").parameters())
+
+
+TINY, BASE = parameters("deit_tiny_p8"), parameters("deit_base_p4")
+MODELS = (TINY, BASE, 1e9, 1e10)
+COUNTED = {
+    "JPEG files of 104 kB": [size * IMAGES * 104e3 for size in SIZES],
+    "order of an epoch, in every rank": [8 * size * IMAGES for size in SIZES],
+    "listing of class folders, in every rank": [1.9 * size for size in SIZES],
+    "cores for an epoch in an hour, from JPEG": [size * IMAGES / 344 / 3600 for size in SIZES],
+    "images of a rank in an update": [1024 / ranks for ranks in RANKS],
+    "gradients that a rank sends in an update": [2 * (ranks - 1) / ranks * 4 * TINY for ranks in RANKS],
+    "gradients that a rank gathers on a CPU": [ranks * 4 * TINY for ranks in RANKS],
+    "values exchanged beside them": [5 * 8 * ranks for ranks in RANKS],
+    "read at a start: the checkpoint, by all ranks": [3 * 4 * TINY * ranks for ranks in RANKS],
+    "time between two failures": [1 / (FAILURE_RATE * ranks) for ranks in RANKS],
+    "softmax attention: MACs of a layer / of its projections": [2 * n * n * C / (4 * n * C * C) for n in TOKENS],
+    "EVA with windows of 49 and 49 landmarks: the same": [2 * n * ATTENDED * C / (4 * n * C * C) for n in TOKENS],
+    "attention matrices of a layer, bf16, if they are stored": [2 * HEADS * n * n for n in TOKENS],
+    "parameters": MODELS,
+    "bytes of a rank with DistributedDataParallel": [24 * count for count in MODELS],
+    "with FSDP2 over 8 ranks": [3 * count for count in MODELS],
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_counted_figures(name: str):
+    assert len(ROWS[name]) == len(COUNTED[name]) == 4
+    for cell, expected in zip(ROWS[name], COUNTED[name], strict=True):
+        number, unit = re.fullmatch(r"\*?([\d.,]+) ?(\w*)\*?", cell).groups()
+        digits = len(number.replace(".", "").strip("0"))
+        assert float(number) * UNITS[unit] == pytest.approx(expected, rel=0.5 / 10 ** (min(digits, 3) - 1)), cell
+
+
+@pytest.mark.parametrize(("row", "name"), [("softmax attention", "softmax"), ("EVA", "eva")])
+def test_activations(row: str, name: str):
+    """The third column takes minutes to trace, and the fourth is refused."""
+    cells = ROWS[f"activations of an image, bf16, {row}"]
+    for cell, size in zip(cells[:2], (224, 704), strict=False):
+        run = load_run(ROOT / f"configs/deit_tiny_p8/{name}.yaml", [f"model.img_size={size}"])
+        found = estimate_memory(run, World(torch.device("cpu")), 1)["activations of 1 images"] / 2**20
+        assert cell == f"{found:.0f} MB"
+    assert cells[3] == "refused"
