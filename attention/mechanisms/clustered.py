@@ -80,43 +80,35 @@ def hamming_clusters(bits: Tensor, num_clusters: int, num_iterations: int) -> Te
     Centroids start at tokens spread evenly over the raster order and move to the majority of their members' bits, ties
     to 0; centroids without members stay.
     """
-    N = bits.shape[2]
+    N, bits = bits.shape[2], F.pad(bits, (0, -bits.shape[-1] % 16))
     start = torch.arange(num_clusters, device=bits.device) * N // num_clusters
     # Bits of centroids are -1 or 0, for their complements. Votes are 2 N + 2 times a sign, less 2, so that n members
     # tie at -2 n; without votes, a bit stays.
-    places, centroid = bit_places(bits), torch.where(bits[:, :, start], 0, -1)
-    votes, codes = torch.where(bits, 2 * N, -2 * N - 4), summed(torch.where(bits, 0, places))
+    others, votes = torch.where(bits, 0, -1), torch.where(bits, 2 * N, -2 * N - 4)
+    codes, centroid = pack(others)[..., None, :], others[:, :, start]
     for iteration in range(num_iterations + 1):
-        cluster = popcount(codes[..., None] ^ summed(centroid & places)[..., None, :]).argmin(-1)
+        cluster = popcount(codes ^ pack(centroid)[:, :, None]).argmin(-1)
         if iteration < num_iterations:
             centroid = centroid.scatter_add(2, cluster[..., None].expand_as(votes), votes) >> 63
     return cluster
 
 
 def pack(bits: Tensor) -> Tensor:
-    """Packs bits (..., b), b <= 63, into one non-negative int64 (...)."""
-    return summed(torch.where(bits, bit_places(bits), 0))
+    """Packs every 16 bits, -1 or 0, into a number below 2^16: (..., 16 p) int64 -> (..., p) int32."""
+    return (bits.unflatten(-1, (-1, 16)) & places_of_bits(bits.device)).sum(-1, dtype=torch.int32)
 
 
-def bit_places(bits: Tensor) -> Tensor:
-    """2^i for the i-th of bits (..., b), (b,) int64."""
-    places = torch.arange(bits.shape[-1], device=bits.device)
-    return torch.bitwise_left_shift(torch.ones_like(places), places)
+@kept_table
+def places_of_bits(device: torch.device) -> Tensor:
+    """2^i for 16 bits, (16,) int64."""
+    return 2 ** torch.arange(16, device=device)
 
 
-def summed(placed: Tensor) -> Tensor:
-    """Sums int64 (..., b) over bits in their places."""
-    if torch.compiler.is_exporting():  # ONNX Runtime sums int64 as float64: exact for 32 bits
-        return placed[..., :32].sum(-1) | placed[..., 32:].sum(-1)
-    return placed.sum(-1)
-
-
-def popcount(x: Tensor) -> Tensor:
-    """Number of ones among the bits of non-negative int64."""
+def popcount(codes: Tensor) -> Tensor:
+    """Number of ones among the bits of `pack`: (..., p) -> (...)."""
     if in_graph() or transformed():
-        return count_bits(x)
-    parts = x.contiguous().view(torch.uint16).view(-1, 4).int()
-    return F.embedding_bag(parts, ones_of_16_bits(x.device), mode="sum").view_as(x)
+        return count_bits(codes).sum(-1)
+    return F.embedding_bag(codes.flatten(0, -2), ones_of_16_bits(codes.device), mode="sum").view(codes.shape[:-1])
 
 
 @kept_table
@@ -126,10 +118,11 @@ def ones_of_16_bits(device: torch.device) -> Tensor:
 
 
 def count_bits(x: Tensor) -> Tensor:
-    """`popcount`, by sums of 2, 4 and 8 neighbouring bits, then of bytes."""
-    x = x - ((x >> 1) & 0x5555555555555555)
-    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
-    return (((x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F) * 0x0101010101010101) >> 56
+    """Number of ones among the bits of numbers below 2^16, by sums of 2, 4, 8 and 16 neighbouring bits."""
+    x = x - ((x >> 1) & 0x5555)
+    x = (x & 0x3333) + ((x >> 2) & 0x3333)
+    x = (x + (x >> 4)) & 0x0F0F
+    return (x + (x >> 8)) & 0x1F
 
 
 class Clustered(Attention):
