@@ -247,8 +247,8 @@ def identify_split(name: Literal["train", "val"], images: Images) -> dict[str, s
     """
     if images.reader.digest is not None:
         return {f"{name}_files": images.reader.digest, f"{name}_content": images.reader.digest}
-    content = images.reader.fingerprints().astype("<i8").tobytes()
-    return {f"{name}_files": digest_files(images), f"{name}_content": hashlib.sha256(content).hexdigest()}
+    content = np.ascontiguousarray(images.reader.fingerprints(), "<i8")
+    return {f"{name}_files": digest_files(images), f"{name}_content": hashlib.sha256(content.data).hexdigest()}
 
 
 def digest_files(images: Images) -> str:
