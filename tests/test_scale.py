@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench import scale
 from engine.config.load import load_run
 from engine.runtime.distributed import World
 from engine.training.plan import estimate_memory
@@ -76,3 +77,28 @@ def test_activations(row: str, name: str):
         found = estimate_memory(run, World(torch.device("cpu")), 1)["activations of 1 images"] / 2**20
         assert cell == f"{found:.0f} MB"
     assert cells[3] == "refused"
+
+
+@pytest.mark.parametrize("order", scale.ORDERS)
+def test_a_run_of_invented_images_starts(order):
+    found = scale.start(2000, order)
+    assert all(value > 0 for value in found.values()), found
+
+
+@pytest.mark.stress
+def test_memory_of_a_keyed_order_does_not_grow_with_the_images(capsys):
+    """That of a list does, by 8 bytes an image; both as processes of their own."""
+    scale.main(["--images", "1e3", "1e7"])
+    rows = {tuple(line.split()[:2]): line.split()[2:] for line in capsys.readouterr().out.splitlines()[1:]}
+    keyed, listed = (
+        [float(rows[number, order][1]) for number in ("1,000", "10,000,000")] for order in ("keyed", "list")
+    )
+    assert keyed[1] - keyed[0] < 20
+    assert 60 < listed[1] - listed[0] < 160
+
+
+@pytest.mark.parametrize("images", ["63", "1e11"])
+def test_numbers_of_images_that_cannot_be_simulated_are_refused(capsys, images):
+    with pytest.raises(SystemExit):
+        scale.main(["--images", images])
+    assert "--images must be 64 to 1e10" in capsys.readouterr().err

@@ -1,16 +1,11 @@
-"""Readers of data sets in the formats of other libraries: WebDataset shards, Hugging Face datasets, torchvision's.
+"""Readers of data sets in the formats of other libraries: Hugging Face datasets, torchvision's.
 
-All allow random access: order, exact resuming and the rules for broken images are the same as for class folders.
+Both allow random access: order, exact resuming and the rules for broken images are the same as for class folders.
 """
 
 import importlib.util
 import io
-import posixpath
-import tarfile
 import zlib
-from collections import defaultdict
-from collections.abc import Iterable
-from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
@@ -20,88 +15,15 @@ from timm.data.readers.reader_factory import create_reader
 from engine.data.arrays import ArrayReader
 from engine.data.folders import measure_files
 from engine.data.images import BrokenImage
-from engine.data.layout import Layout, LayoutError, LayoutReader, Samples, SplitReader, is_image, sort_naturally
-from engine.data.tar import find_members, read_member
+from engine.data.layout import LayoutError, SplitReader
 from engine.runtime.reading import open_regular
 from engine.runtime.text import one_line
 
 TORCH = "torch/"
 """Prefix of the names of torchvision's data sets, as in timm."""
 
-LABEL_BYTES = 18
-"""Largest size of a label in a shard, bytes."""
-
 HASHED_BYTES = 2**30
 """Largest size of a Hugging Face data set whose images are hashed to identify it, bytes."""
-
-
-class WdsReader(LayoutReader):
-    """Reads the shards that match the path `pattern`: tar files of samples NAME.jpg (or another image) and NAME.cls.
-
-    The shards are listed once, at the start, and not streamed. The labels that occur are the classes; their names are
-    the numbers.
-
-    Raises:
-        LayoutError: a sample has two images, the same member twice, or a label that is no number.
-        TarError: a shard cannot be read.
-    """
-
-    def __init__(self, pattern: str):
-        shards = Path(pattern).parent.glob(Path(pattern).name)
-        self.shards = sort_naturally(map(str, shards))
-        names, places, labels, ignored = [], [], [], []
-        for number, shard in enumerate(self.shards):
-            stem = Path(shard).stem
-            for key, members in find_samples(shard):
-                images = [ending for ending in members if is_image(f"{key}.{ending}")]
-                if not images:
-                    ignored += [f"{stem}/{key}.{ending}" for ending in members]
-                    continue
-                if len(images) > 1:
-                    raise LayoutError(f"sample {key!r} of {stem!r} has {len(images)} images: {', '.join(images)}")
-                labels.append(_read_label(shard, members.get("cls"), f"sample {key!r} of {stem!r}"))
-                names.append(f"{stem}/{key}.{images[0]}")
-                places.append((number, *members[images[0]]))
-        if not names:
-            raise LayoutError("no images in the shards")
-        self.places = np.array(places)
-        values, classes = np.unique(labels, return_inverse=True)
-        samples = Samples((label, [name]) for label, name in zip(classes, names, strict=True))
-        super().__init__(Layout(samples, {str(value): label for label, value in enumerate(values)}, ignored))
-
-    def __getitem__(self, index: int) -> tuple[BinaryIO, int]:
-        shard, begin, size = map(int, self.places[index])
-        return read_member(self.shards[shard], begin, size), int(self.labels[index])
-
-    def fingerprints(self) -> np.ndarray:
-        return self.places[:, -1]
-
-
-def find_samples(shard: str) -> Iterable[tuple[str, dict[str, tuple[int, int]]]]:
-    """Lists the samples of the tar file `shard`: the name of each, and its members as ending -> (first byte, size)."""
-    samples: defaultdict[str, dict[str, tuple[int, int]]] = defaultdict(dict)
-    try:
-        with open_regular(shard) as file, tarfile.open(fileobj=file, mode="r:") as tar:
-            for name, begin, size in find_members(tar):
-                folder, member = posixpath.split(name)
-                stem, _, ending = member.partition(".")
-                members = samples[posixpath.join(folder, stem)]
-                if ending.lower() in members:
-                    raise LayoutError(f"{Path(shard).name!r} holds {name!r} twice; names of samples must differ")
-                members[ending.lower()] = begin, size
-    except (tarfile.TarError, OSError) as error:
-        raise tarfile.ReadError(f"{Path(shard).name}: {getattr(error, 'strerror', error)}") from error
-    return samples.items()
-
-
-def _read_label(shard: str, place: tuple[int, int] | None, sample: str) -> int:
-    if place is None:
-        raise LayoutError(f"{sample} has no .cls, the number of its class; labels elsewhere are not read")
-    begin, size = place
-    text = read_member(shard, begin, min(size, LABEL_BYTES)).read()
-    if size > LABEL_BYTES or not text.strip().isdigit():
-        raise LayoutError(f"{sample}: its .cls holds {text!r}, no number of a class")
-    return int(text)
 
 
 class HfdsReader(SplitReader):

@@ -47,7 +47,7 @@ class ImageLoader(RestartingLoader):
         remedy: the end of the message of `BrokenImage`.
     Attributes:
         broken: those of the current pass, or of the last one, a line each: file and reason.
-        positions: those of the images yielded so far, or in the last pass, in the order of the pass.
+        positions: in evaluation, those of the images yielded so far, or in the last pass, in the order of the pass.
     Raises:
         BrokenImage: there are more than `limit`.
     """
@@ -71,7 +71,8 @@ class ImageLoader(RestartingLoader):
                 if line not in known:
                     tqdm.write(f"skipped: {one_line(line, 5000)}", file=sys.stderr)
             for batch, places in batches:
-                self.positions += [number * self.batch_size + place for place in places]
+                if not isinstance(self.sampler, EpochSampler):  # in training nobody asks, and a pass may be long
+                    self.positions += [number * self.batch_size + place for place in places]
                 yield batch
 
 
@@ -123,7 +124,7 @@ def count_broken(loader: Loader, limit: float, world: World) -> int:
 
 
 def indices_read(loader: Loader) -> list[int]:
-    """The indices of the images that the last pass of this rank's `loader` has yielded, in their order."""
+    """The indices of the images that the last evaluation by this rank's `loader` has yielded, in their order."""
     order = list(loader.sampler)
     return [order[position] for position in _image_loader(loader).positions]
 
@@ -207,7 +208,7 @@ def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) 
     if run.train.balanced_sampling:
         count_classes(train, "train.balanced_sampling")
         labels = train.reader.labels
-    order = _create_order(train, run)
+    order = create_order(train, run)
     options = (run.train.seed, run.augment.repeats, labels, order)
     sampler = EpochSampler(len(train), run.train.total_batch_size, world, *options)
     return (
@@ -217,7 +218,7 @@ def create_loaders(run: Run, world: World, *, img_size: Size, num_classes: int) 
     )
 
 
-def _create_order(images: Images, run: Run) -> Order:
+def create_order(images: Images, run: Run) -> Order:
     if images.reader.blocks is not None:
         return BlockOrder(images.reader.blocks, run.data.shuffle_shards)
     return KeyedOrder(len(images)) if run.data.order == "keyed" else ListOrder(len(images))

@@ -76,7 +76,7 @@ class MdsReader(LayoutReader):
         self.digest = hashlib.sha256(content).hexdigest()
         if store:
             self.cache = _open_cache(data, store, self.digest, [shard.file.size for shard in self.shards])
-        samples, classes, arrays = map_table(
+        samples, classes, arrays, _ = map_table(
             self.cache.keep(table) if self.cache else self.folder / table.name, checksums="U32", fingerprints="I64"
         )
         self.blocks = np.cumsum([0, *(shard.samples for shard in self.shards)])
@@ -221,6 +221,7 @@ def write_mds(folder: Path, contents: Iterable[tuple[bytes, bool]], source: Spli
         folder / TABLE,
         samples,
         source.class_to_idx,
+        {},
         checksums=np.array(checksums, np.uint32),
         fingerprints=fingerprints,
     )

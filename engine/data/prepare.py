@@ -3,6 +3,7 @@
     python -m engine.data.prepare /data/imagenet /data/prepared                   # short side 256
     python -m engine.data.prepare /data/imagenet /data/prepared --short-side 0    # full size: the same training
     python -m engine.data.prepare /data/imagenet /data/shards --format mds --original    # files as they are, to stream
+    python -m engine.data.prepare /data/wds --dataset wds --index    # where the samples of WebDataset shards lie
 
 Images become 8-bit RGB with a short side of 256 pixels, the size to which validation at 224 pixels resizes them before
 its centre crop. Inputs of validation therefore stay bit-identical, except for coloured images in a model of grey images
@@ -14,6 +15,7 @@ Shards (`--format mds`, see `engine.data.mds`) have the same images, or with `--
 are, and may be put into a store.
 """
 
+import argparse
 import shutil
 import sys
 import tarfile
@@ -27,12 +29,16 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from attention.options import OptionError
+from engine.config.schema import Data
 from engine.data.cache import INDEX, CacheReader, encode, pixels_of, write_cache
 from engine.data.images import BrokenImage
+from engine.data.layout import LayoutError
 from engine.data.mds import MdsReader, write_mds
-from engine.data.splits import Images, describe_ignored
+from engine.data.splits import Images, describe_ignored, find_split
 from engine.data.subset import SubsetReader
 from engine.data.verify import add_source, discard, open_splits, read_all
+from engine.data.webdataset import index_of, write_index
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
@@ -42,7 +48,7 @@ from engine.runtime.signals import end_at_interrupt
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = ArgumentParser(description="Decode a data set once, for faster loading.")
     add_source(parser)
-    parser.add_argument("output", type=Path, help="directory of the prepared data set")
+    parser.add_argument("output", type=Path, nargs="?", help="directory of the prepared data set")
     parser.add_argument(
         "--short-side", type=int, default=256, help="short side of the images, pixels; 0: unchanged (256)"
     )
@@ -51,7 +57,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--original", action="store_true", help="mds: the bytes of the files as they are")
     parser.add_argument("--shard-mb", type=float, default=64.0, help="mds: size of a shard, MB (64)")
-    args = parser.parse_args(arguments)
+    index = "wds: write an index beside the shards, from which a run opens them in seconds; decodes nothing, no output"
+    parser.add_argument("--index", action="store_true", help=index)
+    args = parser.parse_intermixed_args(arguments)  # options may stand between root and output
+    if args.index == (args.output is not None) or (args.index and args.dataset != "wds"):
+        parser.error("give an output directory, or --dataset wds --index without one")
     if args.short_side < 0:
         parser.error(f"--short-side must be 0 or more, got {args.short_side}")
     if args.original and args.format != "mds":
@@ -59,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not 0 < args.shard_mb <= 2000:
         parser.error(f"--shard-mb must be above 0 and at most 2000, got {args.shard_mb:g}")
     with refuse_bad_input():
+        if args.index:
+            return index_shards(args)
         for name, images in open_splits(args).items():
             try:
                 if args.format == "mds":
@@ -70,6 +82,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise UserError(f"{args.output}: {error.strerror or error}") from error
             if text := describe_ignored(images):
                 print(f"{name}: {text}", file=sys.stderr, flush=True)
+
+
+def index_shards(args: argparse.Namespace) -> None:
+    """Writes the index of every split of WebDataset shards.
+
+    Raises:
+        OptionError: a split is missing, or its shards cannot be read. UserError: the index cannot be written.
+    """
+    for name in args.splits:
+        _, pattern = find_split(Data(dataset="wds", root=args.root), name, "--splits")
+        try:
+            places = write_index(pattern, args.workers)
+        except (LayoutError, tarfile.TarError) as error:
+            raise OptionError("--splits", f"{pattern!r}: {error}") from error
+        except OSError as error:
+            raise UserError(f"{index_of(pattern)}: {error.strerror or error}") from error
+        print(f"{index_of(pattern)}: {len(places.sizes):,} images of {len(places.layout.class_to_idx):,} classes")
 
 
 def prepare(name: str, images: Images, output: Path, short_side: int | None, workers: int) -> None:

@@ -64,7 +64,8 @@ class EpochSampler(Sampler[Place]):
 
     def order(self, positions: range | None = None) -> Tensor:
         """Returns the image indices at `positions` of the epoch, for all ranks, (n,) int64; None: at all of them."""
-        places = np.asarray(range(self.num_images) if positions is None else positions) // self.repeats
+        positions = range(self.num_images) if positions is None else positions
+        places = np.arange(positions.start, positions.stop, positions.step) // self.repeats
         if self.labels is None:
             return torch.from_numpy(self.base(self.order_seed, places))
         distinct, generator = math.ceil(self.num_images / self.repeats), torch.Generator().manual_seed(self.order_seed)
@@ -78,8 +79,11 @@ class EpochSampler(Sampler[Place]):
         size = len(positions) if self.labels is not None or isinstance(self.base, ListOrder) else CHUNK
         for first in range(0, len(positions), max(1, size)):
             chunk = positions[first : first + size]
-            indices = self.order(chunk).tolist()
-            yield from ((index, epoch, position) for index, position in zip(indices, chunk, strict=True))
+            indices = self.order(chunk)
+            for begin in range(0, len(chunk), CHUNK):  # a list of a whole epoch would take 40 bytes an image
+                part = slice(begin, begin + CHUNK)
+                pairs = zip(indices[part].tolist(), chunk[part], strict=True)
+                yield from ((index, epoch, position) for index, position in pairs)
 
 
 def draw_balanced(labels: Tensor, number: int, generator: torch.Generator) -> Tensor:

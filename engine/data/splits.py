@@ -21,7 +21,7 @@ from engine.data.arrays import ArrayReader, DigitsReader
 from engine.data.augment import Size, create_transform
 from engine.data.cache import INDEX, CacheReader
 from engine.data.csv_file import open_csv
-from engine.data.datasets import TORCH, HfdsReader, TorchReader, WdsReader
+from engine.data.datasets import TORCH, HfdsReader, TorchReader
 from engine.data.folders import open_class_folders
 from engine.data.idx import ENDINGS, IdxReader
 from engine.data.images import BrokenImage, Levels, decode
@@ -30,6 +30,7 @@ from engine.data.mds import MdsReader, is_split
 from engine.data.store import is_url
 from engine.data.subset import SubsetReader, choose_classes, choose_images, hold_out
 from engine.data.tar import TarReader
+from engine.data.webdataset import WdsReader
 from engine.objectives import choose_objective
 from engine.runtime.text import one_line
 
@@ -120,7 +121,7 @@ def open_split(data: Data, option: str, key: str | None = None) -> Images:
     is_validation = option == "val_split"
     option = "train_split" if data.held_out_by else option
     key = key or f"data.{option}"
-    open_reader, path = _find_split(data, getattr(data, option), key)
+    open_reader, path = find_split(data, getattr(data, option), key)
     try:
         reader = open_reader(path)
     except (tarfile.TarError, OSError) as error:
@@ -136,8 +137,12 @@ def open_split(data: Data, option: str, key: str | None = None) -> Images:
     return Images(reader, levels=data.levels)
 
 
-def _find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], SplitReader], str]:
-    """Finds the reader of the split that the option `key` names `split`, and the path of the split."""
+def find_split(data: Data, split: str, key: str) -> tuple[Callable[[str], SplitReader], str]:
+    """Finds the reader of the split that the option `key` names `split`, and the path of the split.
+
+    Raises:
+        OptionError: there is no such split.
+    """
     if data.dataset == "digits":
         if data.root is not None:
             raise OptionError("data.root", f"{data.root!r} given, but the digits need none; set data.dataset")
@@ -242,8 +247,8 @@ def identify_split(name: Literal["train", "val"], images: Images) -> dict[str, s
     """
     if images.reader.digest is not None:
         return {f"{name}_files": images.reader.digest, f"{name}_content": images.reader.digest}
-    content = images.reader.fingerprints().astype("<i8").tobytes()
-    return {f"{name}_files": digest_files(images), f"{name}_content": hashlib.sha256(content).hexdigest()}
+    content = np.ascontiguousarray(images.reader.fingerprints(), "<i8")
+    return {f"{name}_files": digest_files(images), f"{name}_content": hashlib.sha256(content.data).hexdigest()}
 
 
 def digest_files(images: Images) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from engine.data.layout import LayoutError, Samples
 
@@ -20,8 +20,10 @@ TYPES = {"U8": np.uint8, "U32": np.uint32, "I32": np.int32, "I64": np.int64}
 """Type in the format -> type of NumPy, little-endian."""
 
 
-def write_table(path: Path, samples: Samples, class_to_idx: Mapping[str, int], **arrays: np.ndarray) -> None:
-    """Writes names and labels of `samples`, the names of the classes, and further arrays of any length."""
+def write_table(
+    path: Path, samples: Samples, class_to_idx: Mapping[str, int], notes: Mapping[str, str], **arrays: np.ndarray
+) -> None:
+    """Writes names and labels of `samples`, the names of the classes, texts, and further arrays of any length."""
     classes = sorted(class_to_idx, key=class_to_idx.__getitem__)
     tensors: dict[str, np.ndarray] = {
         "names": np.frombuffer(samples.text, np.uint8),
@@ -29,16 +31,17 @@ def write_table(path: Path, samples: Samples, class_to_idx: Mapping[str, int], *
         "labels": np.asarray(samples.labels, np.int32),
         **arrays,
     }
-    save_file(tensors, path, {"classes": json.dumps(classes)})
+    contiguous = {name: np.ascontiguousarray(x) for name, x in tensors.items()}  # save ignores strides
+    path.write_bytes(save(contiguous, {"classes": json.dumps(classes), **notes}))  # save_file hides it from other users
 
 
-def map_table(path: Path, **types: str) -> tuple[Samples, dict[str, int], dict[str, np.ndarray]]:
+def map_table(path: Path, **types: str) -> tuple[Samples, dict[str, int], dict[str, np.ndarray], dict[str, str]]:
     """Maps a file of `write_table`, which need not be trusted, into memory.
 
     Args:
         types: name of a further array, with one value for each image -> its type in the format.
     Returns:
-        Names and labels, class name -> index, and the further arrays.
+        Names and labels, class name -> index, the further arrays, and the texts.
     Raises:
         LayoutError: the file is damaged, or no such file. OSError: it cannot be read.
     """
@@ -61,7 +64,7 @@ def map_table(path: Path, **types: str) -> tuple[Samples, dict[str, int], dict[s
             raise ValueError(f"labels from {labels.min()} to {labels.max()}, for {len(classes):,} classes")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise LayoutError(f"{path.name} is damaged ({type(error).__name__}: {error}); make it anew") from error
-    return Samples.of(names, ends, labels), class_to_idx, {name: arrays[name][1] for name in types}
+    return Samples.of(names, ends, labels), class_to_idx, {name: arrays[name][1] for name in types}, metadata
 
 
 def _map_arrays(path: Path) -> tuple[dict[str, tuple[str, np.ndarray]], dict[str, Any]]:

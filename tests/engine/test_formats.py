@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from torchvision.datasets import CIFAR10
 
 from attention.options import OptionError
 from engine.config.schema import Augment, Data, Run, Train
-from engine.data import datasets, idx, prepare, verify
+from engine.data import datasets, idx, prepare, verify, webdataset
 from engine.data.images import BrokenImage
 from engine.data.loaders import create_loaders
 from engine.data.splits import classes_of, identify_split, open_split
@@ -380,6 +382,81 @@ def test_a_broken_image_of_a_shard_is_named_and_other_files_are_ignored(tmp_path
     (tmp_path / "train-0.tar").write_bytes((tmp_path / "train-0.tar").read_bytes()[:3000])
     with pytest.raises(OptionError, match="is not a readable wds file"):
         open_wds(tmp_path)
+
+
+def write_index(root, workers: int = 1) -> None:
+    prepare.main([str(root), "--dataset", "wds", "--index", "--splits", "train", "--workers", str(workers)])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_an_index_opens_the_same_data_set_without_reading_a_shard(tmp_path, capsys, monkeypatch, workers):
+    """Names, order, classes, other files and identity."""
+    write_wds(tmp_path)
+    write_shard(tmp_path / "train-20.tar", [{"notes.txt": b""}])
+    listed = open_wds(tmp_path)
+    write_index(tmp_path, workers)
+    assert f"{tmp_path / 'train.index.safetensors'}: 200 images of 4 classes" in capsys.readouterr().out
+    modes = [(tmp_path / name).stat().st_mode for name in ("train-0.tar", "train.index.safetensors")]
+    assert modes[0] == modes[1]  # whoever may read a shard may read the index
+    monkeypatch.setattr(webdataset, "list_shard", None)
+    found = open_wds(tmp_path)
+    assert [*found.reader.filenames()] == [*listed.reader.filenames()]
+    assert found.reader.ignored == listed.reader.ignored == ["train-20/notes.txt"]
+    assert found.reader.class_to_idx == listed.reader.class_to_idx
+    assert identify_split("train", found) == identify_split("train", listed)
+    for one, other in zip(listed, found, strict=True):
+        assert (one[0].tobytes(), one[1]) == (other[0].tobytes(), other[1])
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda root: write_shard(root / "train-3.tar", [sample(1)]), "'train-3.tar' differs; make it anew"),
+        (lambda root: (root / "train-3.tar").unlink(), "'train-3.tar' differs; make it anew"),
+        (lambda root: write_shard(root / "train-11.tar", [sample(1)]), "'train-11.tar' differs; make it anew"),
+        (lambda root: rewrite(root, sizes=1 << 40), "is damaged .*places outside of the shards"),
+        (lambda root: rewrite(root, begins=-1), "is damaged .*places outside of the shards"),
+        (lambda root: rewrite(root, shards=11), "is damaged .*IndexError"),
+        (lambda root: rewrite(root, shards=-1), "is damaged .*places outside of the shards"),
+        (lambda root: (root / "train.index.safetensors").write_bytes(b"no index"), "is damaged"),
+    ],
+)
+def test_an_index_of_other_shards_is_refused(tmp_path, change, problem):
+    write_wds(tmp_path)
+    write_index(tmp_path)
+    change(tmp_path)
+    with pytest.raises(OptionError, match=rf"^data.train_split: '.*train-\*.tar': train.index.safetensors.*{problem}"):
+        open_wds(tmp_path)
+    write_index(tmp_path)
+    open_wds(tmp_path)
+
+
+def rewrite(root, **values: int) -> None:
+    """Changes the last value of an array of the index."""
+    path = root / "train.index.safetensors"
+    with safe_open(path, "numpy") as file:
+        notes, arrays = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    for name, value in values.items():
+        arrays[name][-1] = value
+    save_file(arrays, path, notes)
+
+
+@pytest.mark.parametrize(
+    "arguments", [["out", "--index", "--dataset", "wds"], ["--index"], [], ["--dataset", "wds"]], ids=" ".join
+)
+def test_an_index_needs_shards_and_no_output(tmp_path, capsys, arguments):
+    with pytest.raises(SystemExit):
+        prepare.main([str(tmp_path), *arguments])
+    assert "give an output directory, or --dataset wds --index without one" in capsys.readouterr().err
+
+
+def test_shards_that_cannot_be_listed_get_no_index(tmp_path, capsys):
+    write_shard(tmp_path / "train-0.tar", [sample(1) | {"00001.cls": b"cat"}])
+    with pytest.raises(SystemExit):
+        write_index(tmp_path)
+    assert "--splits: '" in (error := capsys.readouterr().err)
+    assert "its .cls holds b'cat', no number of a class" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["train-0.tar"]
 
 
 @pytest.mark.parametrize(
