@@ -22,7 +22,7 @@ def covers_performer(q, k, v, omega, *, features="positive", causal=False):
 
 def performer(q, k, v, omega, *, features="positive", causal=False):
     """`attention.mechanisms.performer.performer`."""
-    return _attend(q, k, v, upcast(omega).expand(q.shape[0], -1, -1, -1))
+    return _attend(q, k, v, upcast(omega).expand(q.shape[0], -1, -1, -1).contiguous())
 
 
 def covers_lara(
