@@ -14,7 +14,8 @@ from .base import Attention
 from .mechanisms.scatterbrain import samples
 from .ops.group_values.op import group_logits, group_values
 from .ops.joint_softmax.op import mix, shared_logits
-from .parts.features import compute_dtype, log_kernel, upcast
+from .ops.random_features.maps import log_kernel
+from .parts.features import compute_dtype, upcast
 from .parts.geometry import Grid
 from .parts.groups import Groups
 from .parts.leave_one_out import merge

@@ -10,6 +10,7 @@ Cost: 2 N (J + k) C + bits N C multiply-accumulates, the last for the hash; line
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
@@ -18,6 +19,8 @@ from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision, scale
 from ..parts.geometry import Grid, gather_tokens
 from ..parts.sampling import redrawn
+from ..parts.tables import kept_table
+from ..parts.transforms import in_graph, transformed
 
 
 @full_precision
@@ -26,17 +29,17 @@ def clustered(q: Tensor, k: Tensor, v: Tensor, cluster: Tensor, *, num_clusters:
 
     cluster: cluster of every query, (B, h, N) int64 below `num_clusters`; clusters may be empty.
     """
-    members, s = cluster[..., None], q.shape[-1] ** -0.5
-    wide = members.expand_as(q)
-    attn = (s * cluster_mean(q, cluster, num_clusters) @ k.mT).softmax(-1)  # (B, h, J, N)
+    q, members = q * q.shape[-1] ** -0.5, cluster[..., None]
+    attn = (cluster_mean(q, cluster, num_clusters) @ k.mT).softmax(-1)  # (B, h, J, N)
     if not num_top_keys:
-        return (attn @ v).gather(2, wide)
+        return (attn @ v).gather(2, members.expand_as(q))
     mass, top = attn.topk(min(num_top_keys, k.shape[2]), -1)
-    rest = (attn.scatter(-1, top, 0.0) @ v).gather(2, wide)
+    of_cluster = torch.cat([attn.scatter(-1, top, 0.0) @ v, mass.sum(-1, keepdim=True)], -1)
+    of_query = of_cluster.gather(2, members.expand(-1, -1, -1, of_cluster.shape[-1]))
+    rest, mass = of_query.split([v.shape[-1], 1], -1)
     top = top.gather(2, members.expand(-1, -1, -1, top.shape[-1]))  # (B, h, N, k)
-    weights = (s * q[..., None, :] @ gather_tokens(k, top).mT).softmax(-1)
-    on_top = (weights @ gather_tokens(v, top))[..., 0, :]
-    return mass.sum(-1, keepdim=True).gather(2, members) * on_top + rest
+    weights = (gather_tokens(k, top) @ q[..., None]).softmax(3)
+    return torch.addcmul(rest, mass, (weights.mT @ gather_tokens(v, top)).squeeze(3))
 
 
 def clustered_reference(q, k, v, cluster, *, num_clusters, num_top_keys=0):
@@ -77,30 +80,49 @@ def hamming_clusters(bits: Tensor, num_clusters: int, num_iterations: int) -> Te
     Centroids start at tokens spread evenly over the raster order and move to the majority of their members' bits, ties
     to 0; centroids without members stay.
     """
-    N = bits.shape[2]
+    N, bits = bits.shape[2], F.pad(bits, (0, -bits.shape[-1] % 16))
     start = torch.arange(num_clusters, device=bits.device) * N // num_clusters
-    centroid, signs, codes = pack(bits[:, :, start]), 2 * bits.long() - 1, pack(bits)
+    # Bits of centroids are -1 or 0, for their complements. Votes are 2 N + 2 times a sign, less 2, so that n members
+    # tie at -2 n; without votes, a bit stays.
+    others, votes = torch.where(bits, 0, -1), torch.where(bits, 2 * N, -2 * N - 4)
+    codes, centroid = pack(others)[..., None, :], others[:, :, start]
     for iteration in range(num_iterations + 1):
-        cluster = popcount(codes[..., None] ^ centroid[..., None, :]).argmin(-1)
+        cluster = popcount(codes ^ pack(centroid)[:, :, None]).argmin(-1)
         if iteration < num_iterations:
-            members = cluster[..., None].expand_as(signs)
-            votes = torch.zeros_like(signs[:, :, :1]).repeat(1, 1, num_clusters, 1).scatter_add(2, members, signs)
-            filled = torch.zeros_like(centroid).scatter(2, cluster, 1) > 0
-            centroid = torch.where(filled, pack(votes > 0), centroid)
+            centroid = centroid.scatter_add(2, cluster[..., None].expand_as(votes), votes) >> 63
     return cluster
 
 
 def pack(bits: Tensor) -> Tensor:
-    """Packs bits (..., b), b <= 63, into one non-negative int64 (...)."""
-    placed = torch.bitwise_left_shift(bits.long(), torch.arange(bits.shape[-1], device=bits.device))
-    return placed[..., :32].sum(-1) | placed[..., 32:].sum(-1)  # ONNX Runtime sums int64 as float64: exact for 32 bits
+    """Packs every 16 bits, -1 or 0, into a number below 2^16: (..., 16 p) int64 -> (..., p) int32."""
+    return (bits.unflatten(-1, (-1, 16)) & places_of_bits(bits.device)).sum(-1, dtype=torch.int32)
 
 
-def popcount(x: Tensor) -> Tensor:
-    """Number of ones among the bits of non-negative int64, by sums of 2, 4 and 8 neighbouring bits, then of bytes."""
-    x = x - ((x >> 1) & 0x5555555555555555)
-    x = (x & 0x3333333333333333) + ((x >> 2) & 0x3333333333333333)
-    return (((x + (x >> 4)) & 0x0F0F0F0F0F0F0F0F) * 0x0101010101010101) >> 56
+@kept_table
+def places_of_bits(device: torch.device) -> Tensor:
+    """2^i for 16 bits, (16,) int64."""
+    return 2 ** torch.arange(16, device=device)
+
+
+def popcount(codes: Tensor) -> Tensor:
+    """Number of ones among the bits of `pack`: (..., p) -> (...)."""
+    if in_graph() or transformed():
+        return count_bits(codes).sum(-1)
+    return F.embedding_bag(codes.flatten(0, -2), ones_of_16_bits(codes.device), mode="sum").view(codes.shape[:-1])
+
+
+@kept_table
+def ones_of_16_bits(device: torch.device) -> Tensor:
+    """Number of ones among the bits of 0 to 2^16 - 1, (2^16, 1) float32."""
+    return count_bits(torch.arange(2**16, device=device))[:, None].float()
+
+
+def count_bits(x: Tensor) -> Tensor:
+    """Number of ones among the bits of numbers below 2^16, by sums of 2, 4, 8 and 16 neighbouring bits."""
+    x = x - ((x >> 1) & 0x5555)
+    x = (x & 0x3333) + ((x >> 2) & 0x3333)
+    x = (x + (x >> 4)) & 0x0F0F
+    return (x + (x >> 8)) & 0x1F
 
 
 class Clustered(Attention):

@@ -47,13 +47,14 @@ def eva_clustered(
     N, c = q.shape[2], k_tilde.shape[2]
     keys, values = scale(split_prefix(k, N)[1]), split_prefix(v, N)[1]
     own = omega.gather(2, cluster[..., None].expand_as(keys))
-    log_xi = (own * keys).sum(-1) - keys.square().sum(-1) / 2  # (B, h, N)
+    log_xi = (keys * torch.sub(own, keys, alpha=0.5)).sum(-1)  # (B, h, N)
     least = torch.full_like(omega[..., 0], -torch.inf)
     largest = least.scatter_reduce(2, cluster, log_xi.detach(), "amax")
     features = (log_xi - largest.gather(2, cluster)).exp()[..., None]
-    count, mass = (cluster_sum(x, cluster, c) for x in (torch.ones_like(features), features))
+    sums = cluster_sum(torch.cat([features * values, features, torch.ones_like(features)], -1), cluster, c)
+    sums, mass, count = sums.split([values.shape[-1], 1, 1], -1)
     empty = count == 0
-    beta = cluster_sum(features * values, cluster, c) / mass.masked_fill(empty, 1)
+    beta = sums / mass.masked_fill(empty, 1)
     prior = count.log() if log_count else torch.zeros_like(count).masked_fill(empty, -torch.inf)
     logits = summary_logits(windows.partition(q), k_tilde[:, :, None]) + prior.mT[:, :, None]
     return joint_softmax(q, k, v, bias, values=beta[:, :, None], logits=logits, windows=windows)

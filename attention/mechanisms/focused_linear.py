@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
+from ..ops.random_features.maps import focused, of_both
 from ..ops.random_features.op import linear_attention, weighted_values_reference
 from ..options import Options, fit_option, local_option, option
 from ..parts.features import full_precision
@@ -38,15 +39,13 @@ def focused_linear(
     q: Tensor, k: Tensor, v: Tensor, scale: Tensor, *, power: float, key_mask: Tensor | None = None
 ) -> Tensor:
     """Attention with focused features, by the scale a (h, d) and the power p."""
-    return linear_attention(focus(q, scale, power), focus(k, scale, power), v, "mean", key_mask=key_mask)
+    phi_q, phi_k = of_both(lambda x: focus(x, scale, power), q, k)
+    return linear_attention(phi_q, phi_k, v, "mean", key_mask=key_mask)
 
 
 def focus(x: Tensor, scale: Tensor, power: float) -> Tensor:
-    """The feature map phi of tokens (B, h, N, d), which keeps their norm over all heads."""
-    t = (x.relu() + 1e-6) / F.softplus(scale)[:, None]
-    raised = (t / t.amax((1, 3), keepdim=True)) ** power  # at most 1 for any power
-    length, after = (torch.linalg.vector_norm(y, dim=(1, 3), keepdim=True) for y in (t, raised))
-    return raised * (length / after)
+    """The feature map phi of tokens (..., h, N, d), which keeps their norm over all heads."""
+    return focused(x, F.softplus(scale)[:, None], power=power)
 
 
 def focused_linear_reference(q, k, v, scale, *, power):

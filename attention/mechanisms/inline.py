@@ -7,7 +7,7 @@ of different norm:
 
 The local term is a depthwise 3 x 3 convolution of the values. Two maps, grouped by head, compute its filters from the
 mean of the layer's input. Prefix tokens are ordinary tokens without a local term.
-Cost: 2 N d C multiply-accumulates, and 9 N C beside matrix products for the local term; 10 d C parameters.
+Cost: 2 N d C + 9 N C multiply-accumulates, the last for the local term; 10 d C parameters.
 
 The paper's equations leave out the factor s / N of the released code, which is followed here.
 """
@@ -23,6 +23,7 @@ from ..ops.random_features.op import linear_attention
 from ..options import Options, local_option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, split_prefix
+from ..parts.transforms import in_graph
 
 
 @full_precision
@@ -33,11 +34,20 @@ def inline(q: Tensor, k: Tensor, v: Tensor, filters: Tensor | None = None, *, gr
     y = v_bar + linear_attention(scaled, k - k_bar, v - v_bar, "none")
     if filters is None:
         return y
-    (H, W), (prefix, tokens) = grid, split_prefix(v, grid[0] * grid[1])
-    images = F.pad(tokens.mT.flatten(1, 2).unflatten(2, grid), (1, 1, 1, 1))  # (B, C, H + 2, W + 2)
-    taps = [(i, j) for i in range(3) for j in range(3)]
-    mixed: Any = sum(filters[:, :, i, j, None, None] * images[:, :, i : i + H, j : j + W] for i, j in taps)
+    prefix, tokens = split_prefix(v, grid[0] * grid[1])
+    mixed = convolve_each(tokens.mT.flatten(1, 2).unflatten(2, grid), filters)
     return y + F.pad(mixed.flatten(2).unflatten(1, (v.shape[1], -1)).mT, (0, 0, prefix.shape[2], 0))
+
+
+def convolve_each(images: Tensor, filters: Tensor) -> Tensor:
+    """Convolves every channel of images (B, C, H, W) with a filter of its own, filters (B, C, 3, 3): (B, C, H, W)."""
+    (B, C, H, W), taps = images.shape, [(i, j) for i in range(3) for j in range(3)]
+    if in_graph() or not B:  # a convolution has one group at least, and in a graph a constant number
+        images = F.pad(images, (1, 1, 1, 1))
+        mixed: Any = sum(filters[:, :, i, j, None, None] * images[:, :, i : i + H, j : j + W] for i, j in taps)
+        return mixed
+    groups = images.reshape(1, B * C, H, W), filters.reshape(B * C, 1, 3, 3)
+    return F.conv2d(*groups, padding=1, groups=B * C).view(B, C, H, W)
 
 
 def inline_reference(q, k, v, filters=None, *, grid):
@@ -75,7 +85,8 @@ class Inline(Attention):
     @classmethod
     def cost(cls, context: LayerContext, config: Config) -> Cost:
         C, d = context.dim, context.head_dim
-        return Cost(config.local * 10 * C * (d + 1), 2 * context.num_tokens * d * C + config.local * 10 * C * d)
+        local = config.local * (9 * context.num_tokens * C + 10 * C * d)
+        return Cost(config.local * 10 * C * (d + 1), 2 * context.num_tokens * d * C + local)
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Any, ...]:
         means = x.mean(1)[..., None]

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, total
+from ..ops.random_features.maps import elu_plus_one, of_both
 from ..ops.random_features.op import linear_attention, weighted_values_reference
 from ..options import Options, causal_option, local_option
-from ..parts.features import elu_plus_one, full_precision
+from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.past import Causal, Past
 
@@ -23,7 +24,8 @@ from ..parts.past import Causal, Past
 @full_precision
 def linear(q: Tensor, k: Tensor, v: Tensor, *, causal: Causal = False, key_mask: Tensor | None = None) -> Tensor:
     """Linear attention with the features elu + 1; 0 for a query whose weights vanish."""
-    return linear_attention(elu_plus_one(q), elu_plus_one(k), v, causal=causal, key_mask=key_mask)
+    phi_q, phi_k = of_both(elu_plus_one, q, k)
+    return linear_attention(phi_q, phi_k, v, causal=causal, key_mask=key_mask)
 
 
 def linear_reference(q, k, v, *, causal=False):

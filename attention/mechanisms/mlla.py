@@ -22,9 +22,10 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, projections, total
+from ..ops.random_features.maps import elu_plus_one
 from ..ops.random_features.op import linear_attention
 from ..options import Options, local_option, option
-from ..parts.features import elu_plus_one, full_precision
+from ..parts.features import full_precision
 from ..parts.geometry import Grid, merge_heads, split_heads
 from ..parts.linear import init_linear, linear_part
 from ..parts.local_term import LocalTerm

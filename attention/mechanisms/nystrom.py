@@ -17,10 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
+from ..ops.group_values.op import group_mean
+from ..ops.inverse import fused
+from ..ops.kernels import with_fast_path
 from ..options import Options, fit_option, option
-from ..parts.features import full_precision, scale
+from ..parts.features import full_precision
 from ..parts.geometry import Grid, Layout, raster, split_prefix
-from ..parts.groups import Groups, bin_counts, bins, group_mean
+from ..parts.groups import Groups, bin_counts, bins
 from .softmax import softmax
 
 
@@ -34,10 +37,11 @@ def nystrom(
     whose means are landmarks.
     """
     (_, k_grid), (_, v_grid) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
-    q_bar, k_bar = (group_mean(x, groups)[:, :, 0] for x in (q, k_grid))
-    inverse = pseudo_inverse((scale(q_bar) @ scale(k_bar).mT).softmax(-1), iterations)
+    q_bar, k_bar = (group_mean(x, groups).squeeze(2) for x in (q, k_grid))
+    to_landmarks = k_bar.mT * q.shape[-1] ** -0.5
+    inverse = pseudo_inverse((q_bar @ to_landmarks).softmax(-1), iterations)
     # The paper's order of products; (A^+ (softmax v)) would cost c^2 C instead of h N c^2.
-    y = ((scale(q) @ scale(k_bar).mT).softmax(-1) @ inverse) @ softmax(q_bar, k, v)
+    y = ((q @ to_landmarks).softmax(-1) @ inverse) @ softmax(q_bar, k, v)
     if filters is None:
         return y
     images = v_grid.permute(0, 3, 1, 2).flatten(0, 1).unflatten(2, grid)  # (B d, h, H, W)
@@ -46,8 +50,16 @@ def nystrom(
 
 
 def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:
-    """Approaches the inverse of square matrices (..., c, c) from their transpose, each scaled by its own norms."""
-    z = a.mT / (a.abs().sum(-1).amax(-1) * a.abs().sum(-2).amax(-1))[..., None, None]
+    """Approaches the inverse of square matrices (..., c, c) of positive numbers from their transpose, each scaled by
+    its own norms. The norm of rows has no gradient, because it is 1 for rows of weights.
+    """
+    z = a.mT / (a.detach().sum(-1).amax(-1) * a.sum(-2).amax(-1))[..., None, None]
+    return approach_inverse(a, z, iterations)
+
+
+@with_fast_path(fused.approach_inverse, fused.covers)
+def approach_inverse(a: Tensor, z: Tensor, iterations: int) -> Tensor:
+    """Iterates z <- z (13 - az (15 - az (7 - az))) / 4, in which az = a z, for square matrices a and z (..., c, c)."""
     identity = torch.eye(a.shape[-1], dtype=a.dtype, device=a.device)
     for _ in range(iterations):
         az = a @ z

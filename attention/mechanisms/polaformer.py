@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, projections, total
+from ..ops.random_features.maps import of_both, powers_by_sign
 from ..ops.random_features.op import linear_attention
 from ..options import Options, local_option, option
 from ..parts.features import full_precision
@@ -36,11 +37,10 @@ def polaformer(
 ) -> Tensor:
     """Attention by channels of equal signs and by channels of opposite signs. scale, power: a and w, (h, d)."""
     scale, power = F.softplus(scale)[:, None], 1 + alpha * power.sigmoid()[:, None]
-    q_plus, q_minus, k_plus, k_minus = ((x / scale).relu() ** power for x in (q, -q, k, -k))
-    keys = torch.cat([k_plus, k_minus], -1)
-    streams = (torch.cat([q_plus, q_minus], -1), torch.cat([q_minus, q_plus], -1))
-    halves = v.tensor_split([(v.shape[-1] + 1) // 2], -1)
-    y = (linear_attention(x, keys, half, "mean", key_mask=key_mask) for x, half in zip(streams, halves, strict=True))
+    phi_q, phi_k = of_both(lambda x: powers_by_sign(x, scale, power), q, k)
+    streams = phi_k, phi_k.roll(q.shape[-1], -1)
+    halves = v.split([(v.shape[-1] + 1) // 2, v.shape[-1] // 2], -1)
+    y = (linear_attention(phi_q, x, half, "mean", key_mask=key_mask) for x, half in zip(streams, halves, strict=True))
     return torch.cat(list(y), -1)
 
 

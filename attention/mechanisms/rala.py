@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, projections, total
+from ..ops.random_features.maps import elu_plus_one, of_both, within
 from ..ops.random_features.op import linear_attention
 from ..options import Options, local_option
-from ..parts.features import elu_plus_one, full_precision
+from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.linear import init_linear
 from ..parts.masking import mask_logits, mask_tokens, masked_mean
@@ -35,13 +36,13 @@ from ..parts.rotary import rotate, rotate_reference
 @full_precision
 def rala(q: Tensor, k: Tensor, v: Tensor, *, grid: Grid, key_mask: Tensor | None = None) -> Tensor:
     """Linear attention with weighted keys and rotations; positions refer to the whole grid, for every `key_mask`."""
-    phi_q, phi_k = elu_plus_one(q), elu_plus_one(k)
+    phi_q, phi_k = of_both(elu_plus_one, q, k)
     q_bar = masked_mean(phi_q, key_mask)[:, :, None] * q.shape[-1] ** -0.5
     alpha = mask_logits(q_bar @ phi_k.mT, key_mask).softmax(-1).mT  # divided by N, like the normaliser
     turn = partial(rotate, grid=grid, endpoint=True)
     y = linear_attention(phi_q, alpha * phi_k, v, "sum", rotate=turn, key_mask=key_mask)
     bound = 2 * mask_tokens(v, key_mask).abs().amax(2, keepdim=True)
-    return y.clamp(-bound, bound)
+    return within(y, bound)
 
 
 def rala_reference(q, k, v, *, grid):

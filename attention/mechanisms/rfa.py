@@ -15,9 +15,10 @@ from torch import Tensor, nn
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, total
+from ..ops.random_features.maps import of_both, waves
 from ..ops.random_features.op import linear_attention, weighted_values_reference
 from ..options import Options, causal_option, local_option, option
-from ..parts.features import full_precision, waves
+from ..parts.features import full_precision
 from ..parts.geometry import Grid
 from ..parts.past import Causal, Past
 from ..parts.sampling import gaussian, redrawn
@@ -35,7 +36,11 @@ def rfa(
     key_mask: Tensor | None = None,
 ) -> Tensor:
     """Attention with the kernel that samples omega (h, s, d) estimate, for the sigma (h) of every head."""
-    phi_q, phi_k = (waves(F.normalize(x, dim=-1) / sigma[:, None, None], omega) for x in (q, k))
+
+    def phi(x: Tensor) -> Tensor:
+        return waves(F.normalize(x, dim=-1) / sigma[:, None, None] @ omega.mT)
+
+    phi_q, phi_k = of_both(phi, q, k)
     return linear_attention(phi_q, phi_k / omega.shape[-2], v, causal=causal, key_mask=key_mask)
 
 

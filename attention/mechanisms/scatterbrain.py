@@ -3,11 +3,11 @@
     y_n = sum_m A_nm v_m / sum_m A_nm,   A_nm = exp(q_n . k_m / sqrt(d)) on the support, phi(q_n) . phi(k_m) off it
 
 The support is a query's window (EVA appendix G, eq. 30); `scatterbrain_lsh` finds it by hashing. The matrix A is
-unbiased, but the normalisation of its rows is not. If windows do not overlap, the sums off the support are merged from
-the sums of the other windows, without cancellation; otherwise the window's share is subtracted from the sums over all
-tokens. In causal attention the window is the earlier part of a query's block, and the tokens before the block are off
-the support. The features of linear attention, elu + 1, work too (section 4.2): their mean product equals the exact
-weight 1 at q = k = 0, but does not estimate it elsewhere.
+unbiased, but the normalisation of its rows is not. If windows do not overlap, the sums off the support are those of
+the other windows, without cancellation; otherwise the window's share is subtracted from the sums over all tokens. In
+causal attention the window is the earlier part of a query's block, and the tokens before the block are off the support.
+The features of linear attention, elu + 1, work too (section 4.2): their mean product equals the exact weight 1 at
+q = k = 0, but does not estimate it elsewhere.
 Cost: 4 N s C + 2 N |E| C multiply-accumulates, N s C more with subtraction. Linear in N.
 Papers: EVA Tables 2, 15 'Scatterbrain'.
 """
@@ -22,8 +22,10 @@ from torch import Tensor
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, num_padded, total, window_cost
 from ..ops.joint_softmax.op import attended_in_window, joint_softmax
+from ..ops.kernels import with_gradients
+from ..ops.random_features.maps import log_kernel, of_both
 from ..options import Options, fit_option, local_option, option, released_option
-from ..parts.features import full_precision, log_kernel, phi
+from ..parts.features import full_precision, phi
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.leave_one_out import LeaveOneOut, before, merge_all_but_one, over_all, shifted, subtract, within
 from ..parts.masking import mask_logits
@@ -52,18 +54,32 @@ def scatterbrain(
             counts twice, the paper's naive sum (section 4.1).
     """
     k_grid, v_grid = (split_prefix(x, q.shape[2])[1] for x in (k, v))
-    log_k = mask_logits(log_kernel(k_grid, omega), windows.key_mask, -2)  # (B, h, N, s)
+    log_q, log_k = of_both(lambda x: log_kernel(x, omega), q, k_grid)  # (B, h, N, s)
+    log_k = mask_logits(log_k, windows.key_mask, -2)
     if leave_one_out == "none":
         log_mass, beta = over_all(log_k, v_grid)
     elif windows.causal:
         log_mass, beta = before(log_k, v_grid, windows)
     elif leave_one_out == "merge":
-        log_mass, beta = merge_all_but_one(*within(log_k, v_grid, windows))
+        log_mass, beta = merge_others(*within(log_k, v_grid, windows))
     else:
         log_mass, beta = subtract(log_k, v_grid, *within(log_k, v_grid, windows), leave_one_out == "released")
-    log_q = windows.partition(log_kernel(q, omega))
-    logits = log_q + log_mass[..., None, :] - math.log(log_k.shape[-1])
+    logits = windows.partition(log_q) + log_mass[..., None, :] - math.log(log_k.shape[-1])
     return joint_softmax(q, k, v, bias, values=beta, logits=logits, windows=windows)
+
+
+def _of_others(dlog, dmean, log_mass, mean, log_left, left):
+    """Window a has the share exp(log_mass_a - log_left_b) in the sums outside b; sums over b leave out one, too."""
+    of_sums = torch.cat([dmean, (dlog - (dmean * left).sum(-1))[..., None]], -1)
+    log_total, of_sums = merge_all_but_one(-log_left, of_sums)
+    dmean, dlog = (of_sums * (log_mass + log_total).exp()[..., None]).split([mean.shape[-1], 1], -1)
+    return (dmean * mean).sum(-1) + dlog[..., 0], dmean
+
+
+@with_gradients(_of_others, keep=lambda results, *inputs: (*inputs, *results))
+def merge_others(log_mass: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """`attention.parts.leave_one_out.merge_all_but_one`."""
+    return merge_all_but_one(log_mass, mean)
 
 
 def scatterbrain_reference(q, k, v, omega, bias=None, *, windows, leave_one_out="merge"):

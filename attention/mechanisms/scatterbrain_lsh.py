@@ -17,10 +17,11 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
+from ..ops.random_features.maps import log_kernel, of_both
 from ..options import Options, fit_option, local_option, option
-from ..parts.features import full_precision, log_kernel, phi
+from ..parts.features import full_precision, phi
 from ..parts.geometry import Grid, split_prefix
-from ..parts.hashing import cluster_ids, cluster_mask, from_clusters, hash_clusters, to_clusters
+from ..parts.hashing import at_ranks, cluster_mask, hash_clusters, ranks, to_clusters
 from ..parts.sampling import OmegaSampling, gaussian, omega_sampling_option, redrawn
 from .scatterbrain import check_features, feature_cost, features_option, sample_omega, samples
 from .smyrf import cluster_macs, same_cluster
@@ -48,37 +49,40 @@ def scatterbrain_lsh(
     """
     N, d = q.shape[2:]
     (k_prefix, k), (v_prefix, v) = split_prefix(k, N), split_prefix(v, N)
-    log_k = log_kernel(k, omega)
-    log_q = log_kernel(q, omega) + log_k.logsumexp(-2, keepdim=True) - math.log(log_k.shape[-1])
-    log_mass = log_q.logsumexp(-1, keepdim=True)  # log sums of estimated rows, (B, h, N, 1)
-    low_q, low_k = log_q.softmax(-1), log_k.softmax(-2)  # low_q low_k^T: the estimate, row by row divided by its mass
-    low = low_q @ (low_k.mT @ v)
-    if leave_one_out == "average":
-        log_mass = torch.full_like(log_mass, torch.finfo(log_mass.dtype).min)
-    of_q, of_k = hash_clusters(q, k, directions, cluster_size)
-    valid = cluster_mask(N, cluster_size, q.device)
-    valid = valid[:, :, None] & valid[:, None]  # queries too: the shift fits only in their own cluster
-    q = q * d**-0.5
-    logits = (to_clusters(q, of_q) @ to_clusters(k, of_k).mT).masked_fill(~valid, -torch.inf)
+    log_q, log_k = of_both(lambda x: log_kernel(x, omega), q, k)
+    log_q, low_k = log_q + (log_k.logsumexp(-2, keepdim=True) - math.log(log_k.shape[-1])), log_k.softmax(-2)
+    low_shift, average = log_q.detach().amax(-1, keepdim=True), leave_one_out == "average"
+    q, (of_q, of_k) = q * d**-0.5, hash_clusters(q, k, directions, cluster_size)
+    of_rank, of_rank_k = ranks(torch.stack([of_q, of_k]), N)
+    k, low_keys, v_own = to_clusters(torch.cat([k, low_k, v], -1), of_k).split([d, low_k.shape[-1], v.shape[-1]], -1)
+    logits, padded = to_clusters(q, of_q) @ k.mT, None
+    if N % cluster_size:  # queries too: the shift fits only in their own cluster
+        valid = cluster_mask(N, cluster_size, q.device)
+        padded = ~(valid[:, :, None] & valid[:, None])
+        logits = logits.masked_fill(padded, -torch.inf)
     on_prefix = q @ k_prefix.mT
-    largest = from_clusters(logits.detach().amax(-1, keepdim=True), of_q, N).amax(2)
-    shift = torch.cat([largest, log_mass.detach(), on_prefix.detach()], -1).amax(-1, keepdim=True)
-    low_mass = (log_mass - shift).exp()
-    meetings = [to_clusters(cluster_ids(clusters, N).mT, clusters) for clusters in (of_q, of_k)]
+    largest = at_ranks(logits.detach().amax(-1, keepdim=True), of_rank).amax(2)
+    shift = torch.cat([largest, on_prefix.detach(), *([] if average else [low_shift])], -1).amax(-1, keepdim=True)
+    low_q = (log_q - (low_shift if average else shift)).exp()
+    low, low_mass = low_q @ (low_k.mT @ v), low_q.sum(-1, keepdim=True)
+    meetings = [to_clusters(x.mT // cluster_size, y) for x, y in ((of_rank, of_q), (of_rank_k, of_k))]
     times = (meetings[0][..., None, :] == meetings[1][..., None, :, :]).sum(-1).clamp(min=1)
-    exact = (logits - to_clusters(shift, of_q)).exp() / times
-    estimate = torch.zeros_like(exact)
+    weights = (logits - to_clusters(shift, of_q)).exp() / times
+    sums = [weights.sum(-1, keepdim=True)]
     if leave_one_out == "subtract":
-        estimate = (to_clusters(low_q, of_q) @ to_clusters(low_k, of_k).mT).masked_fill(~valid, 0) / times
-    correction = (exact - to_clusters(low_mass, of_q) * estimate) @ to_clusters(v, of_k)
-    sums = torch.cat([correction, exact.sum(-1, keepdim=True), estimate.sum(-1, keepdim=True)], -1)
-    correction, exact, estimate = from_clusters(sums, of_q, N).sum(2).split([v.shape[-1], 1, 1], -1)
-    left = (1 - estimate).clamp(min=8 * torch.finfo(estimate.dtype).eps)
-    y, mass = low_mass * low + correction, exact + low_mass * left
+        estimate = to_clusters(low_q, of_q) @ low_keys.mT / times
+        estimate = estimate if padded is None else estimate.masked_fill(padded, 0)
+        weights, sums = weights - estimate, [*sums, estimate.sum(-1, keepdim=True)]
+    of_query = at_ranks(torch.cat([weights @ v_own, *sums], -1), of_rank).sum(2)
+    y, mass, *estimates = of_query.split([v.shape[-1], *[1] * len(sums)], -1)
     if k_prefix.shape[2]:  # runtimes of exported graphs disagree on empty sums
         on_prefix = (on_prefix - shift).exp()
         y, mass = y + on_prefix @ v_prefix, mass + on_prefix.sum(-1, keepdim=True)
-    return (low + y / mass) / 2 if leave_one_out == "average" else y / mass
+    if average:
+        return (low / low_mass + y / mass) / 2
+    for estimate in estimates:
+        low_mass = (low_mass - estimate).maximum(8 * torch.finfo(low_mass.dtype).eps * low_mass)
+    return (low + y) / (low_mass + mass)
 
 
 def scatterbrain_lsh_reference(q, k, v, omega, directions, *, cluster_size, leave_one_out="subtract"):

@@ -33,7 +33,8 @@ def smyrf(q: Tensor, k: Tensor, v: Tensor, directions: Tensor, *, cluster_size: 
     N, d = v.shape[2:]
     of_q, of_k = hash_clusters(q, k, directions, cluster_size)
     logits = to_clusters(q * q.shape[-1] ** -0.5, of_q) @ to_clusters(k, of_k).mT  # (B, h, r, g, c, c)
-    logits = logits.masked_fill(~cluster_mask(N, cluster_size, q.device)[:, None], -torch.inf)
+    if N % cluster_size:
+        logits = logits.masked_fill(~cluster_mask(N, cluster_size, q.device)[:, None], -torch.inf)
     y = F.dropout(logits.softmax(-1), attn_drop) @ to_clusters(v, of_k)
     y, log_mass = from_clusters(torch.cat([y, logits.logsumexp(-1, keepdim=True)], -1), of_q, N).split([d, 1], -1)
     return (log_mass.softmax(2) * y).sum(2)

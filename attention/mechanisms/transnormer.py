@@ -20,9 +20,10 @@ from torch import Tensor, nn
 from ..base import Attention, Cost, LayerContext
 from ..costs import linear_attention_macs, local_cost, total, window_macs
 from ..ops.joint_softmax.op import attended_in_window, window_logits
+from ..ops.random_features.maps import elu_plus_one, of_both
 from ..ops.random_features.op import linear_attention
 from ..options import Options, fit_option, local_option, option
-from ..parts.features import elu_plus_one, full_precision
+from ..parts.features import full_precision
 from ..parts.geometry import Grid, Layout, Windows, split_prefix
 from ..parts.past import Causal, Past
 from ..window_options import refuse_windows, window_option, windows_on
@@ -47,7 +48,7 @@ def transnormer(
 ) -> Tensor:
     """NormAttention. gain: factors of the normalised channels, (h, d)."""
     phi = FEATURE_MAPS[variant]
-    y = linear_attention(phi(q), phi(k), v, "none", causal=causal, key_mask=key_mask)
+    y = linear_attention(*of_both(phi, q, k), v, "none", causal=causal, key_mask=key_mask)
     return rms_norm(y, gain, norm)
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 
+from ..parts.features import autocast_off
 from ..parts.transforms import transformed
 
 Op = TypeVar("Op", bound=Callable[..., Any])
@@ -124,3 +125,38 @@ def with_fast_path(fast: Callable, covers: Callable[..., bool], triton: str | No
         return cast(Op, run)
 
     return decorate
+
+
+def with_gradients(gradients: Callable[..., Any], keep: Callable[..., tuple[torch.Tensor, ...]]) -> Callable[[Op], Op]:
+    """Decorates an op of tensors: its gradients are by hand, but not in compiled graphs, whose compilers fuse it.
+
+    Args:
+        gradients: function of the gradients of the results, of what `keep` returns and of the op's keywords that
+            returns the gradients of the arguments. keep: function of the results and the arguments that returns the
+            tensors that the backward pass keeps.
+    """
+
+    def decorate(op: Op) -> Op:
+        def fast(*args: torch.Tensor, **options: Any) -> Any:
+            return ByHand.apply(op, gradients, keep, options, *args)
+
+        return with_fast_path(fast, lambda *args, **options: not torch.compiler.is_compiling())(op)
+
+    return decorate
+
+
+class ByHand(torch.autograd.Function):
+    """An op with the gradients of `with_gradients`; its value is that of the definition, to the bit."""
+
+    @staticmethod
+    def forward(ctx, op, gradients, keep, options, *args):
+        results = op(*args, **options)
+        ctx.save_for_backward(*keep(results, *args))
+        ctx.gradients, ctx.options = gradients, options
+        return results
+
+    @staticmethod
+    @first_order
+    def backward(ctx, *of_results):
+        with autocast_off(of_results[0]):
+            return None, None, None, None, *ctx.gradients(*of_results, *ctx.saved_tensors, **ctx.options)

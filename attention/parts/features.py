@@ -80,14 +80,6 @@ def log_features(x: Tensor, omega: Tensor) -> Tensor:
     return torch.sub(x @ omega.mT, x.square().sum(-1, keepdim=True), alpha=0.5)
 
 
-def log_kernel(x: Tensor, omega: Tensor | None) -> Tensor:
-    """Log features of queries or keys (B, h, N, d), whose mean product replaces exp(q . k / sqrt(d)) in Scatterbrain.
-
-    Random features (B, h, N, s) at samples omega (h, s, d); without samples, elu + 1 of every channel, (B, h, N, d).
-    """
-    return x.clamp(max=0) + x.relu().log1p() if omega is None else log_features(scale(x), omega)
-
-
 def xi(x: Tensor, omega: Tensor) -> Tensor:
     """The positive random feature exp(omega . x - |x|^2 / 2)."""
     return ((omega * x).sum(-1) - x.square().sum(-1) / 2).exp()

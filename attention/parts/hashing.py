@@ -18,10 +18,9 @@ def asymmetric_transform(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     With M^2 = max ||q||^2 + max ||k||^2 over tokens, ||F(q) - G(k)||^2 = 2 (M^2 - q . k): F(q) = [q; 0; sqrt(M^2 -
     ||q||^2)], G(k) = [k; sqrt(M^2 - ||k||^2); 0] (SMYRF, Daras et al., 2020).
     """
-    on_q, on_k = (x.square().sum(-1, keepdim=True) for x in (q, k))
-    radius = on_q.amax(-2, keepdim=True) + on_k.amax(-2, keepdim=True)
-    rest_q, rest_k = (radius - on_q).sqrt(), (radius - on_k).sqrt()
-    return torch.cat([q, torch.zeros_like(rest_q), rest_q], -1), torch.cat([k, rest_k, torch.zeros_like(rest_k)], -1)
+    norms = torch.stack([q, k]).square().sum(-1, keepdim=True)
+    (rest_q, rest_k), zero = (norms.amax(-2, keepdim=True).sum(0) - norms).sqrt(), torch.zeros_like(norms[0])
+    return torch.cat([q, zero, rest_q], -1), torch.cat([k, rest_k, zero], -1)
 
 
 @torch.no_grad()
@@ -34,7 +33,7 @@ def hash_clusters(q: Tensor, k: Tensor, directions: Tensor, size: int) -> tuple[
     Returns:
         Two clusterings (B, h, r, g, c), without gradients.
     """
-    of_q, of_k = (equal_clusters((x @ directions.mT).mT, size) for x in asymmetric_transform(q, k))
+    of_q, of_k = equal_clusters(directions @ torch.stack(asymmetric_transform(q, k)).mT, size)
     return of_q, of_k
 
 
@@ -68,5 +67,9 @@ def to_clusters(x: Tensor, clusters: Tensor) -> Tensor:
 
 def from_clusters(y: Tensor, clusters: Tensor, tokens: int) -> Tensor:
     """Members of clusters (B, h, r, g, c, d) -> tokens, round by round (B, h, r, N, d)."""
-    index = ranks(clusters, tokens)[..., None].expand(-1, -1, -1, -1, y.shape[-1])
-    return y.flatten(3, 4).gather(3, index)
+    return at_ranks(y, ranks(clusters, tokens))
+
+
+def at_ranks(y: Tensor, ranks: Tensor) -> Tensor:
+    """`from_clusters`, with the `ranks` of the tokens (B, h, r, N)."""
+    return y.flatten(3, 4).gather(3, ranks[..., None].expand(*ranks.shape, y.shape[-1]))

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .geometry import Windows
+from .tables import kept_table
 
 LeaveOneOut = Literal["merge", "subtract", "none", "released"]
 
@@ -40,11 +41,41 @@ def shifted(windows: Windows) -> Windows:
 def merge_all_but_one(log_mass: Tensor, mean: Tensor, *, earlier: bool = False) -> tuple[Tensor, Tensor]:
     """For each of g windows, log mass and weighted mean of all other windows: (..., g, s), (..., g, s, d).
 
-    Windows are merged in pairs up a binary tree; then, down the tree, the sum outside a pair plus one of the two is the
-    sum outside the other. This takes about 2 g merges, each a sum of positive terms.
+    The sums of a window are subtracted from those of all. Where another window has a larger mass, this loses no digits,
+    because the share is at most one half. The others of the window of the largest mass are summed by themselves.
 
     Args:
-        earlier: sums over the windows before each alone: in a pair, the second gets the first, the first gets nothing.
+        earlier: sums over the windows before each alone, see `merge_before`.
+    """
+    if earlier:
+        return merge_before(log_mass, mean)
+    if log_mass.shape[-2] == 1:
+        return torch.full_like(log_mass, torch.finfo(log_mass.dtype).min), torch.zeros_like(mean)
+    # two sets of windows: all, and all but the one of the largest mass
+    g, index = log_mass.shape[-2], log_mass.argmax(-2, keepdim=True)
+    left_out = _left_out(g, log_mass.device).view(2, *[1] * (log_mass.dim() - 2), g, 1) == index
+    is_largest, log_sets = left_out[1], log_mass.masked_fill(left_out, torch.finfo(log_mass.dtype).min)
+    shift = log_sets.detach().amax(-2, keepdim=True)
+    masses = (log_sets - shift).exp()
+    sums, totals = masses[..., None] * mean, masses.sum(-2, keepdim=True)
+    all_sums, rest_sums = sums.sum(-3, keepdim=True).unbind()
+    left = torch.where(is_largest, totals[1], totals[0] - masses[0])
+    left_sums = torch.where(is_largest[..., None], rest_sums, all_sums - sums[0])
+    return torch.where(is_largest, shift[1], shift[0]) + left.log(), left_sums / left[..., None]
+
+
+@kept_table
+def _left_out(g: int, device: torch.device) -> Tensor:
+    """For two sets of g windows, the index of the largest at which each is left out: none, itself; (2, g)."""
+    window = torch.arange(g, device=device)
+    return torch.stack([torch.full_like(window, -1), window])
+
+
+def merge_before(log_mass: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
+    """For each of g windows, log mass and weighted mean of the windows before it: (..., g, s), (..., g, s, d).
+
+    Windows are merged in pairs up a binary tree; then, down the tree, the first of a pair gets the sum before the pair,
+    and the second that sum plus the first. This takes about 2 g merges, each a sum of positive terms.
     """
     g, empty = log_mass.shape[-2], torch.finfo(log_mass.dtype).min
     if g == 1:
@@ -52,12 +83,9 @@ def merge_all_but_one(log_mass: Tensor, mean: Tensor, *, earlier: bool = False) 
     log_mass = F.pad(log_mass, (0, 0, 0, g % 2), value=empty).unflatten(-2, (-1, 2))
     mean = F.pad(mean, (0, 0, 0, 0, 0, g % 2)).unflatten(-3, (-1, 2))
     pairs = merge(log_mass[..., 0, :], mean[..., 0, :, :], log_mass[..., 1, :], mean[..., 1, :, :])
-    log_outside, outside = merge_all_but_one(*pairs, earlier=earlier)
-    if earlier:
-        others = F.pad(log_mass[..., :1, :], (0, 0, 1, 0), value=empty), F.pad(mean[..., :1, :, :], (0, 0, 0, 0, 1, 0))
-    else:
-        others = log_mass.flip(-2), mean.flip(-3)
-    log_mass, mean = merge(log_outside[..., None, :], outside[..., None, :, :], *others)
+    log_before, before = merge_before(*pairs)
+    first = F.pad(log_mass[..., :1, :], (0, 0, 1, 0), value=empty), F.pad(mean[..., :1, :, :], (0, 0, 0, 0, 1, 0))
+    log_mass, mean = merge(log_before[..., None, :], before[..., None, :, :], *first)
     return log_mass.flatten(-3, -2)[..., :g, :], mean.flatten(-4, -3)[..., :g, :, :]
 
 

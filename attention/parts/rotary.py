@@ -4,12 +4,14 @@ Products of rotated queries and keys depend on the difference of their positions
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .geometry import Grid
 from .tables import kept_table
+from .transforms import in_graph
 
 
 def rotate(x: Tensor, grid: Grid, *, endpoint: bool) -> Tensor:
@@ -19,6 +21,9 @@ def rotate(x: Tensor, grid: Grid, *, endpoint: bool) -> Tensor:
     pair by position / 10000. Prefix tokens, and the remaining channels if 4 does not divide c, are not rotated.
     """
     p = x.shape[-1] // 4
+    if x.shape[-1] == 4 * p and not in_graph():  # complex numbers take one operator, which graphs do not all have
+        factors = complex_turns(grid, x.shape[-2] - math.prod(grid), p, endpoint, x.dtype, x.device)
+        return torch.view_as_real(torch.view_as_complex(x.unflatten(-1, (2 * p, 2))) * factors).flatten(-2)
     cos, sin = turns(grid, x.shape[-2] - math.prod(grid), p, endpoint, x.dtype, x.device)
     a, b = x[..., : 4 * p].unflatten(-1, (2 * p, 2)).unbind(-1)
     turned = torch.stack([a * cos - b * sin, a * sin + b * cos], -1).flatten(-2)
@@ -47,3 +52,9 @@ def turns(
     angles = torch.cat([y[:, None].expand(-1, grid[1], -1), x.expand(grid[0], -1, -1)], -1).flatten(0, 1)
     angles = torch.cat([angles.new_zeros(num_prefix_tokens, 2 * num_pairs), angles])
     return torch.stack([angles.cos(), angles.sin()])
+
+
+@kept_table
+def complex_turns(*arguments: Any) -> Tensor:
+    """`turns` as complex numbers, (P + N, 2p)."""
+    return torch.complex(*turns(*arguments))

@@ -11,6 +11,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 
+def in_graph() -> bool:
+    """True in compiled, exported and traced graphs, which fuse simple operators, and know no others for any batch."""
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 def transformed() -> bool:
     """True within a transform of torch.func or forward differentiation; False in compiled and exported graphs.
 

@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 
-from attention.mechanisms.clustered import clustered, hamming_clusters, hash_bits, pack, popcount
+from attention.mechanisms.clustered import clustered, count_bits, hamming_clusters, hash_bits, pack, popcount
 from attention.mechanisms.softmax import softmax
 from tests.support.cases import Case
 from tests.support.comparisons import assert_equal
@@ -64,11 +64,12 @@ def test_clustered_commutes_with_permutations_given_the_assignment(num_top_keys)
 
 
 def test_popcount_of_packed_bits():
-    bits = torch.rand(200, 63, generator=torch.Generator().manual_seed(0)) > torch.linspace(0, 1, 200)[:, None]
+    bits = torch.rand(200, 64, generator=torch.Generator().manual_seed(0)) > torch.linspace(0, 1, 200)[:, None]
     bits[0], bits[1] = True, False
-    codes = pack(bits)
-    assert codes[0] == 2**63 - 1
+    codes = pack(-bits.long())
+    assert codes[0].tolist() == [2**16 - 1] * 4
     assert (codes >= 0).all()
+    assert torch.equal(count_bits(codes).sum(-1), bits.sum(-1))
     assert torch.equal(popcount(codes), bits.sum(-1))
     assert torch.equal(popcount(codes[:, None] ^ codes), (bits[:, None] ^ bits).sum(-1))
 

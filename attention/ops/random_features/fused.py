@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ...parts.features import autocast_off, compute_dtype, full_precision, log_features, scale, upcast
-from ..kernels import first_order, path
+from ..kernels import first_order, path, with_gradients
 from .proposals import MIN_ALPHA, POOLED, Proposal, Weighting, own_ratio, propose
 
 
@@ -22,7 +22,7 @@ def covers_performer(q, k, v, omega, *, features="positive", causal=False):
 
 def performer(q, k, v, omega, *, features="positive", causal=False):
     """`attention.mechanisms.performer.performer`."""
-    return _attend(q, k, v, upcast(omega).expand(q.shape[0], -1, -1, -1))
+    return _attend(q, k, v, upcast(omega).expand(q.shape[0], -1, -1, -1).contiguous())
 
 
 def covers_lara(
@@ -76,18 +76,43 @@ def lara_samples(
     the scaled q_bar, the balance heuristic b (B, h, c) and beta.
     """
     q_bar = scale(q_bar)
-    proposals = propose(q_bar, q_bar, scale(k_bar), None, proposal)
-    omega = (proposals.mean + noise).flatten(2, 3)
-    log_ratio = log_features(proposals.mean[:, :, :, 0], omega).mT
-    own, total = own_ratio(log_ratio), log_ratio.logsumexp(-1)
-    return (omega, -total) if weighting == "balance" else (omega, -own, q_bar, (own - total).exp(), beta)
+    mean = propose(q_bar, q_bar, scale(k_bar), None, proposal).mean
+    if weighting == "balance":
+        omega = (mean + noise).flatten(2, 3)
+        return omega, -log_features(mean.squeeze(3), omega).mT.logsumexp(-1)
+    omega, prior, balance, _ = densities(mean, noise)
+    return omega, prior, q_bar, balance, beta
+
+
+def _of_densities(domega, dprior, dbalance, _, omega, mean, noise, weights):
+    dbalance = dbalance * weights.diagonal(dim1=-2, dim2=-1)
+    dlog = weights * dbalance[..., None]  # its negative
+    dlog.diagonal(dim1=-2, dim2=-1).sub_(dbalance - dprior)
+    flat, centres = dlog.flatten(0, 1), mean.squeeze(3)
+    domega = torch.baddbmm(domega.flatten(0, 1), flat, centres.flatten(0, 1), alpha=-1).view_as(omega)
+    dmean = torch.baddbmm(domega.flatten(0, 1), flat.mT, omega.flatten(0, 1), alpha=-1).view_as(omega)
+    dmean = dmean.addcmul_(centres, dlog.sum(-2)[..., None])[:, :, :, None]
+    return dmean, domega[:, :, :, None].sum_to_size(noise.shape) if noise.requires_grad else None
+
+
+@with_gradients(_of_densities, keep=lambda results, *inputs: (results[0], *inputs, results[3]))
+def densities(mean: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Draws a sample of each proposal, mean + noise (B, h, c, 1, d), and its densities under all proposals.
+
+    Returns the samples (B, h, c, d); their prior (B, h, c), minus the log density under their own proposals; the
+    balance heuristic, and without gradient the shares of all densities at every sample, (B, h, c, c).
+    """
+    omega, centres = (mean + noise).squeeze(3), mean.squeeze(3).flatten(0, 1)
+    lengths = centres.square().sum(-1)[:, None]
+    log_ratio = torch.baddbmm(lengths, omega.flatten(0, 1), centres.mT, beta=-0.5).unflatten(0, omega.shape[:2])
+    shares = log_ratio.softmax(-1)
+    return omega, -own_ratio(log_ratio), own_ratio(shares).clone(), shares.detach()
 
 
 def _attend(q, k, v, omega, prior=None, q_bar=None, balance=None, beta=0.0):
     if torch.is_grad_enabled():  # one copy for both passes; without gradients `_full` copies one at a time
         q, k, v = (x.contiguous() for x in (q, k, v))
     with autocast_off(q):
-        omega, q_bar = scale(omega), None if q_bar is None else scale(q_bar)
         return RandomFeatures.apply(q, k, v, omega, prior, q_bar, balance, beta, path() == "lean")
 
 
@@ -95,7 +120,7 @@ class RandomFeatures(torch.autograd.Function):
     """Attention of q, k, v (B, h, N, d) by samples omega (B, h, s, d) with a prior (B, h, s), or None for 0.
 
     With q_bar (B, h, s, d) and balance (B, h, s), alpha is LARA's: `query_weights` with the weighting "decoupled".
-    Samples and q_bar carry the scale of queries and keys.
+    Products of queries or keys with samples or q_bar are scaled by d^(-1/4).
     """
 
     @staticmethod
@@ -120,43 +145,43 @@ class RandomFeatures(torch.autograd.Function):
             if of_keys is None:
                 of_keys, _ = _key_weights(k, omega)
                 of_queries, r = _query_weights(q, omega, mass, q_bar, balance, beta)
-            samples, dy = omega.flatten(0, 1), _full(dy)
+            samples, dy, scale = omega.flatten(0, 1), _full(dy), omega.shape[-1] ** -0.25
             du = of_queries @ dy
             if needs[2]:
                 dv = _as_tokens(of_keys.mT @ du, v)
             on_queries = softmax_backward(u @ dy.mT, of_queries, -2, u.dtype)  # gradient of logits, (B h, s, N)
             dmass = on_queries.sum(-1)
             if needs[4]:
-                dprior = dmass.view(omega.shape[:3]).clone()
-            queries, dqueries = _full(q), on_queries.mT @ samples
+                dprior = dmass.view(omega.shape[:3])
+            queries, dqueries = _full(q), _scaled(on_queries.mT, samples, scale)
             if q_bar is not None:
                 alpha = _alpha(r, balance, beta)
                 dalpha = torch.ops.aten.threshold_backward(on_queries / alpha, alpha, MIN_ALPHA)  # 0 at the floor
                 dbalance = dalpha.sum(-1).view_as(balance)
                 dr = softmax_backward(dalpha.sub_(dalpha.mean(-2, keepdim=True)), r, -1, r.dtype)
-                dq_bar = torch.bmm(dr, queries).mul_(beta).view_as(q_bar)
-                dqueries.baddbmm_(dr.mT, q_bar.flatten(0, 1), alpha=beta)
+                dq_bar = _scaled(dr, queries, beta * scale).view_as(q_bar)
+                dqueries.baddbmm_(dr.mT, q_bar.flatten(0, 1), alpha=beta * scale)
             if needs[0]:
                 dq = _as_tokens(dqueries, q)
             if needs[3]:
-                domega = torch.bmm(on_queries, queries)
+                domega = _scaled(on_queries, queries, scale)
             del queries, dqueries, on_queries
-            dmass -= (du * u).sum(-1)  # the softmax over keys contributes to the gradient of their mass
+            dmass = dmass - (du * u).sum(-1)  # the softmax over keys contributes to the gradient of their mass
             on_keys = torch.baddbmm(dmass[..., None], du, _full(v).mT).mul_(of_keys)
             keys = _full(k)
             if needs[3]:
-                domega = domega.baddbmm_(on_keys, keys).view_as(omega)
+                domega = domega.baddbmm_(on_keys, keys, alpha=scale).view_as(omega)
             if needs[1]:
                 keys = keys * on_keys.sum(1)[..., None]
-                dk = _as_tokens(keys.baddbmm_(on_keys.mT, samples, beta=-(k.shape[-1] ** -0.5)), k)
+                dk = _as_tokens(keys.baddbmm_(on_keys.mT, samples, beta=-(scale**2), alpha=scale), k)
         return dq, dk, dv, domega, dprior, dq_bar, dbalance, None, None
 
 
 def _key_weights(k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
     """softmax_m g(k'_m, omega_s), (B h, s, M), and LSE_m g, (B h, s)."""
-    keys = _full(k)
+    keys, scale = _full(k), k.shape[-1] ** -0.25
     lengths = torch.linalg.vector_norm(keys, dim=-1).square_()[:, None]
-    log_xi = torch.baddbmm(lengths, omega.flatten(0, 1), keys.mT, beta=-(k.shape[-1] ** -0.5) / 2)
+    log_xi = torch.baddbmm(lengths, omega.flatten(0, 1), keys.mT, beta=-(scale**2) / 2, alpha=scale)
     largest = log_xi.amax(-1)
     weights = torch.softmax(log_xi, -1, out=log_xi)
     return weights, largest - weights.amax(-1).log()
@@ -164,19 +189,24 @@ def _key_weights(k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
 
 def _query_weights(q, omega, mass, q_bar, balance, beta):
     """Weights a_ns and, with q_bar, softmax_n[q'_n . q_bar_s]: (B h, s, N)."""
-    queries, log_weight, r = _full(q).mT, mass[..., None], None
+    queries, scale, log_weight, r = _full(q).mT, q.shape[-1] ** -0.25, mass[..., None], None
     if q_bar is not None:
-        r = q_bar.flatten(0, 1) @ queries
+        r = _scaled(q_bar.flatten(0, 1), queries, scale)
         r = torch.softmax(r, -1, out=r)
-        log_weight = _alpha(r, balance, beta).log_().add_(log_weight)
-    logits = torch.baddbmm(log_weight, omega.flatten(0, 1), queries)
+        log_weight = _alpha(r, balance, beta).clamp_(min=MIN_ALPHA).log_().add_(log_weight)
+    logits = torch.baddbmm(log_weight, omega.flatten(0, 1), queries, alpha=scale)
     return torch.softmax(logits, -2, out=logits), r
 
 
+def _scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
+    """scale * a @ b of matrices (n, ...)."""
+    return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
+
+
 def _alpha(r: Tensor, balance: Tensor, beta: float) -> Tensor:
-    """The weights alpha = b_s + beta (r_ns - mean_s r_ns), at least MIN_ALPHA."""
+    """The weights alpha = b_s + beta (r_ns - mean_s r_ns), before their floor MIN_ALPHA."""
     alpha = torch.add(balance.flatten(0, 1)[..., None], r, alpha=beta)
-    return alpha.sub_(r.mean(-2, keepdim=True), alpha=beta).clamp_(min=MIN_ALPHA)
+    return alpha.sub_(r.mean(-2, keepdim=True), alpha=beta)
 
 
 def _full(x: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ from torch import Tensor
 from ...parts.features import Normaliser, full_precision
 from ...parts.masking import mask_logits, mask_tokens
 from ...parts.past import Causal, Past
+from ..kernels import with_fast_path
+from . import sums
 from .causal import causal_sums, running_mass, running_mix
 
 
@@ -30,6 +32,7 @@ def mix_features(
     return (log_q + log_k.logsumexp(-1)[..., None, :]).softmax(-1) @ (log_k.softmax(-1) @ v)
 
 
+@with_fast_path(sums.linear_attention, sums.covers)
 @full_precision
 def linear_attention(
     phi_q: Tensor,
