@@ -5,9 +5,14 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from types import MappingProxyType
 
+import pytest
+
 from ablation.replicates import measure
+from analysis.draws import Row as Transferred
+from analysis.draws import is_own, paired, read_rows
 from engine.reporting.tables import plus_minus, verdict
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -108,26 +113,34 @@ def drop_in() -> str:
     return markdown(lines)
 
 
+TRANSFER = sorted(read_rows(DOCS / "data" / "transfer.csv"), key=lambda row: -row.spread("aligned", "top1").mean)
+OWN = next(filter(is_own, TRANSFER))
+TUNED = {row.name: spread for row in TRANSFER if (spread := row.spread("tuned", "top1"))}
+BEHIND = {row.name: spread for row in TRANSFER if (spread := paired(row, OWN, 0.01)) and row.name not in CONTROLS}
+"""Top-1 after training on, and its difference to softmax attention's, paired by seed."""
+
+
+def seconds(row: Transferred) -> str:
+    """Mean time of the alignment."""
+    return (
+        f"{mean(float(line['aligned_seconds']) for line in read('transfer.csv') if line['attention'] == row.name):.0f}"
+    )
+
+
 def aligned() -> str:
-    """Top-1 of every mechanism, replaced, aligned and trained on, by the second; error of outputs; and seconds."""
-    rows = sorted(read("transfer.csv"), key=lambda row: -float(row["aligned_top1"]))
-    titles = [
-        "",
-        "options",
-        "replaced: top-1 (%)",
-        "aligned: top-1 (%)",
-        "trained on: top-1 (%)",
-        "replaced: error",
-        "aligned: error",
-        "seconds",
-    ]
-    columns = dict.fromkeys(("top1", "aligned_top1", "tuned_top1"), ".2f")
-    columns |= {"output_error": ".3f", "aligned_output_error": ".3f", "aligned_seconds": ".0f"}
-    lines = []
-    for row in rows:
-        cells = (row[name] and f"{float(row[name]):{form}}" for name, form in columns.items())
-        lines.append([f"`{row['attention']}`", row["options"], *cells])
-    return markdown([titles, *lines])
+    """Top-1 of every mechanism over seeds in every stage, best aligned first; its difference at the end; errors of
+    outputs; and seconds.
+    """
+    titles = ["", "options", "replaced: top-1 (%)", "aligned: top-1 (%)", "trained on: top-1 (%)", "difference"]
+    lines = [[*titles, "seeds", "replaced: error", "aligned: error", "seconds"]]
+    for row in TRANSFER:
+        top1 = [plus_minus(row.spread(stage, "top1"), ".2f") for stage in ("replaced", "aligned", "tuned")]
+        difference = paired(row, OWN, 0.01)
+        seeds = f"{sum(draw.tuned is not None for draw in row.draws) or len(row.draws)}"
+        rest = [f"{row.spread(stage, 'outputs').mean:.3f}" for stage in ("replaced", "aligned")]
+        shown = [*top1, plus_minus(difference, "+.2f") + verdict(difference), seeds, *rest]
+        lines.append([f"`{row.name}`", row.options, *shown, seconds(row)])
+    return markdown(lines)
 
 
 def over_seeds(name: str, others: Mapping[str, Callable[[Row], float]] = MappingProxyType({})) -> str:
@@ -187,49 +200,50 @@ def test_table_of_other_mechanisms_in_a_trained_model():
 
 
 def test_table_of_alignment():
-    assert aligned() in RESULTS
-    rows = read("transfer.csv")
-    rest = [float(row["aligned_top1"]) for row in rows if row["attention"] not in CONTROLS]
-    own = next(float(row["top1"]) for row in rows if row["attention"] == "softmax")
-    near = [sum(own - top1 < points for top1 in rest) for points in (1, 2.5)]
-    assert f"{near[0]} of the {len(rest)} mechanisms are within 1.0 point" in RESULTS
+    assert aligned() in RESULTS, aligned()
+    rows, own = [row for row in TRANSFER if row.name not in CONTROLS], OWN.spread("replaced", "top1").mean
+    near = [sum(own - row.spread("aligned", "top1").mean < points for row in rows) for points in (1, 2.5)]
+    assert f"{near[0]} of the {len(rows)} mechanisms are within 1.0 point" in RESULTS
     assert f"{near[1]} within 2.5" in RESULTS
-    seconds = [f"{float(row['aligned_seconds']):.0f}" for row in rows if row["attention"] != "softmax"]
+    times = [seconds(row) for row in TRANSFER if row is not OWN]
     first_page = " ".join((DOCS.parent / "README.md").read_text().split())
-    assert f"each of {len(rest)} mechanisms and four controls" in first_page
-    assert f"({min(seconds, key=int)} to {max(seconds, key=int)} seconds of one core)" in first_page
-    assert f"| {near[0]} of {len(rest)} mechanisms come within 1.0 point" in RESULTS
-    before = [float(row["top1"]) for row in rows if row["attention"] not in CONTROLS]
-    assert f"before it, {sum(own - top1 < 2.5 for top1 in before)} are" in RESULTS
+    assert f"each of {len(rows)} mechanisms and four controls" in first_page
+    assert f"({min(times, key=int)} to {max(times, key=int)} seconds of one core)" in first_page
+    assert f"| {near[0]} of {len(rows)} mechanisms come within 1.0 point" in RESULTS
+    assert f"before it, {sum(own - row.spread('replaced', 'top1').mean < 2.5 for row in rows)} are" in RESULTS
 
 
 def test_table_of_mechanisms_trained_on():
-    tuned = {row["attention"]: float(row["tuned_top1"]) for row in read("transfer.csv") if row["tuned_top1"]}
-    behind = {name: tuned["softmax"] - top1 for name, top1 in tuned.items() if name not in CONTROLS}
-    near = sum(difference <= 1 for difference in behind.values())
-    assert f"{near} of the {len(behind)} mechanisms are then within 1.0 point of softmax attention" in RESULTS
-    assert f"After an epoch with labels {near} of {len(behind)} are." in RESULTS
+    near = sum(-difference.mean <= 1 for difference in BEHIND.values())
+    assert f"{near} of the {len(BEHIND)} mechanisms are then within 1.0 point of softmax attention" in RESULTS
+    assert f"After an epoch with labels {near} of {len(BEHIND)} are." in RESULTS
     (sentence,) = re.findall(r"The other \w+ are behind it by [^.]*?: ((?:.|\n)*?\))\.", RESULTS)
-    named = dict(re.findall(r"`(\w+)` \(([\d.]+)\)", sentence))
-    assert named == {name: f"{difference:.1f}" for name, difference in behind.items() if difference > 1}
-    assert (
-        f"trained on, `identity` comes to {tuned['identity']:.1f} and the convolution to {tuned['convolution']:.1f}"
-        in (RESULTS)
-    )
+    named = dict(re.findall(r"`(\w+)`\s+\(([\d.]+)\)", sentence))
+    assert named == {name: f"{-difference.mean:.1f}" for name, difference in BEHIND.items() if difference.mean < -1}
+    noise = sorted(name for name, difference in BEHIND.items() if difference.is_noise)
+    (sentence,) = re.findall(r"The differences of ([^.]*?) are noise", RESULTS)
+    assert sorted(re.findall(r"`(\w+)`", sentence)) == noise
+    floors = [f"{TUNED[name].mean:.1f}" for name in ("identity", "convolution")]
+    assert f"trained on, `identity` comes to {floors[0]} and the convolution to {floors[1]}" in RESULTS
 
 
-def test_table_of_bias_and_variance():
-    """Means over layers, and the share of bias in each."""
-    titles, rows = [f"bias, layer {layer} (%)" for layer in (1, 2, 3)], read("bias.csv")
+def bias(rows: Sequence[Row]) -> str:
+    """Means over layers, and the share of bias in each; in stages, if there are any."""
+    titles = [f"bias, layer {layer} (%)" for layer in (1, 2, 3)]
     lines = [["", "options", "error", "squared bias", *titles]]
-    for name in dict.fromkeys(row["attention"] for row in rows):
-        here = [row for row in rows if row["attention"] == name]
+    for name, steps in dict.fromkeys((row["attention"], row.get("aligned_steps", "0")) for row in rows):
+        here = [row for row in rows if (row["attention"], row.get("aligned_steps", "0")) == (name, steps)]
         pairs = [(float(row["error"]), float(row["squared_bias"])) for row in here]
-        error, bias = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
-        shares = [f"{max(0, 100 * share / whole):.0f}" for whole, share in pairs]
-        shown = [f"`{name.split(',')[0].split(': ')[-1]}`", here[0]["options"], f"{error:.4f}", f"{abs(bias):.4f}"]
-        lines.append([*shown, *shares])
-    assert markdown(lines) in RESULTS, markdown(lines)
+        error, share = (sum(values) / len(pairs) for values in zip(*pairs, strict=True))
+        shares = [f"{max(0, 100 * part / whole):.0f}" for whole, part in pairs]
+        label = f"`{name.split(',')[0].split(': ')[-1]}`" + (", aligned" if int(steps) else "")
+        lines.append([label, here[0]["options"], f"{error:.4f}", f"{abs(share):.4f}", *shares])
+    return markdown(lines)
+
+
+@pytest.mark.parametrize("name", ["bias.csv", "bias_aligned.csv"])
+def test_table_of_bias_and_variance(name):
+    assert bias(read(name)) in RESULTS, bias(read(name))
 
 
 def test_tables_of_predicted_times():
