@@ -221,7 +221,8 @@ def test_table_of_mechanisms_trained_on():
     named = dict(re.findall(r"`(\w+)`\s+\(([\d.]+)\)", sentence))
     assert named == {name: f"{-difference.mean:.1f}" for name, difference in BEHIND.items() if difference.mean < -1}
     noise = sorted(name for name, difference in BEHIND.items() if difference.is_noise)
-    (sentence,) = re.findall(r"The differences of ([^.]*?) are noise", RESULTS)
+    section = RESULTS.partition("### Aligned, and trained on\n")[2].partition("\n### ")[0]
+    (sentence,) = re.findall(r"The differences of ([^.]*?) are\s+noise", section)
     assert sorted(re.findall(r"`(\w+)`", sentence)) == noise
     floors = [f"{TUNED[name].mean:.1f}" for name in ("identity", "convolution")]
     assert f"trained on, `identity` comes to {floors[0]} and the convolution to {floors[1]}" in RESULTS
