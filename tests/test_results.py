@@ -132,13 +132,12 @@ def aligned() -> str:
     outputs; and seconds.
     """
     titles = ["", "options", "replaced: top-1 (%)", "aligned: top-1 (%)", "trained on: top-1 (%)", "difference"]
-    lines = [[*titles, "seeds", "replaced: error", "aligned: error", "seconds"]]
+    lines = [[*titles, "replaced: error", "aligned: error", "seconds"]]
     for row in TRANSFER:
         top1 = [plus_minus(row.spread(stage, "top1"), ".2f") for stage in ("replaced", "aligned", "tuned")]
         difference = paired(row, OWN, 0.01)
-        seeds = f"{sum(draw.tuned is not None for draw in row.draws) or len(row.draws)}"
         rest = [f"{row.spread(stage, 'outputs').mean:.3f}" for stage in ("replaced", "aligned")]
-        shown = [*top1, plus_minus(difference, "+.2f") + verdict(difference), seeds, *rest]
+        shown = [*top1, plus_minus(difference, "+.2f") + verdict(difference), *rest]
         lines.append([f"`{row.name}`", row.options, *shown, seconds(row)])
     return markdown(lines)
 
