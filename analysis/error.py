@@ -77,9 +77,10 @@ def main(args: argparse.Namespace) -> None:
     for name in ("budgets", "temperatures"):
         if not all(0 < value < math.inf for value in getattr(args, name)):
             raise UserError(f"--{name} {' '.join(f'{x:g}' for x in getattr(args, name))}: give numbers above 0")
-    make_output(args.output, ["error.csv", *(f"error_{against}.png" for against in AXES)])
-    mechanisms = command_line.read_mechanisms(args.attention)
     budgets, temperatures = sorted(set(args.budgets)), sorted({1.0, *args.temperatures})
+    figures = [against for against in AXES if against != "entropy" or len(temperatures) > 1]
+    make_output(args.output, ["error.csv", *(f"error_{against}.png" for against in figures)])
+    mechanisms = command_line.read_mechanisms(args.attention)
     middle = budgets[len(budgets) // 2]
     trained = load_trained(args)
     sample = read_sample(trained, args.images)
@@ -100,7 +101,7 @@ def main(args: argparse.Namespace) -> None:
     print(f"{title}\n\n{compact_table([readable(row) for row in rows])}")
     lines = [line for row in rows for line in values(row, count, args.draws)]
     write_file(args.output / "error.csv", to_csv(list(lines[0]), (line.values() for line in lines)))
-    for against in AXES:
+    for against in figures:
         figure = draw(title, rows, against, budgets, softmax.macs)
         write_file(args.output / f"error_{against}.png", encode(figure))
 
@@ -175,7 +176,7 @@ def draw(title: str, rows: Sequence[Row], against: str, budgets: Sequence[int], 
     label = AXES[against].format(temperatures=f"temperatures {temperatures}", middle=middle)
     measured = [row for row in rows if row.errors]
     series = dict.fromkeys((row.label, row.mode) for row in measured)
-    names = list(dict.fromkeys(name for name, _ in series))
+    names, mechanisms = ([*dict.fromkeys(found)] for found in ((x for x, _ in series), (row.name for row in measured)))
     apart = {name for name, mode in series if mode != "any"}  # their rows of any mode are on the lines of each mode
     figure = new_figure(f"{QUESTIONS[against]}\n{title}", max(3.6, 1.2 + 0.16 * len(names)))
     axes = figure.subplots()
@@ -190,7 +191,8 @@ def draw(title: str, rows: Sequence[Row], against: str, budgets: Sequence[int], 
             y = [min(value, LARGEST) for value in means]
             bars = [0 if value > LARGEST else d or 0 for value, d in zip(means, deviations, strict=True)]
             below = [min(bar, value) for bar, value in zip(bars, y, strict=True)]
-            style = line_style(names.index(name)) | ({"mfc": "white"} if mode == "sampled" else {})
+            style = line_style(mechanisms.index(here[0].name)) | ({"mfc": "white"} if mode == "sampled" else {})
+            style |= {"linestyle": ":"} if here[0].steps else {}
             drawn.append(axes.errorbar(x, y, [below, bars], **style).lines[0])
             lines.setdefault(name, drawn[-1])
     axes.set_yscale("symlog", linthresh=1e-3)  # an error may be zero
@@ -212,6 +214,9 @@ def draw(title: str, rows: Sequence[Row], against: str, budgets: Sequence[int], 
         axes.margins(x=0.12)
         ends = [tuple(line.get_xydata()[-1]) for line in lines.values()]
         points = [tuple(point) for line in drawn for point in line.get_xydata()]
+        low, high = min(x for x, _ in points), max(x for x, _ in points)
+        if high < 2 * low:  # hardly a power of two lies between
+            axes.xaxis.set_major_locator(MaxNLocator(5))
         label_points(axes, ends, list(lines), points, drawn)
     else:
         axes.xaxis.set_major_locator(MaxNLocator(integer=against == "layer"))

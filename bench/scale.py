@@ -44,6 +44,9 @@ LARGEST_LIST = 10**8
 LARGEST_NAMED = 10**7
 """Largest number of images that are identified by their names; the time is in proportion."""
 
+ROLLUP = "/proc/{}/smaps_rollup"
+"""File of a process that has sums of its memory by kind."""
+
 NUM_CLASSES, BATCH_SIZE, IMG_SIZE, NUM_WORKERS = 1000, 64, 64, 2
 
 
@@ -78,9 +81,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--order", nargs="+", choices=ORDERS, default=ORDERS, help="values of data.order (list keyed)")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
+    if not all(BATCH_SIZE <= number <= 10**10 for number in args.images):
+        parser.error(f"--images must be {BATCH_SIZE} to 1e10, got {' '.join(f'{number:g}' for number in args.images)}")
+    if not Path(ROLLUP.format("self")).exists():
+        parser.error(f"needs Linux: memory is read from {ROLLUP.format('PID')}")
     numbers = [*map(int, args.images)]
-    if min(numbers) < BATCH_SIZE or max(numbers) > 10**10:
-        parser.error(f"--images must be {BATCH_SIZE} to 1e10, got {min(args.images):g} to {max(args.images):g}")
     if args.one:
         return print(json.dumps(start(numbers[0], args.order[0])))
     header = "images", "data.order", "first batch (s)", "a rank (MB)", "a worker (MB)", "identity by names (s)"
@@ -90,8 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if order == "list" and number > LARGEST_LIST:
                 continue
             command = [sys.executable, "-m", "bench.scale", "--one", "--images", str(number), "--order", order]
-            found = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            rows.append((f"{number:,}", order, *row_of(found)))
+            done = subprocess.run(command, stdout=subprocess.PIPE)
+            if done.returncode:
+                sys.exit(f"{number:,} images, data.order={order}: the process ended with status {done.returncode}")
+            rows.append((f"{number:,}", order, *row_of(json.loads(done.stdout))))
             print(align([header, rows[-1]]).splitlines()[-1], file=sys.stderr, flush=True)
     print(align(rows))
 
@@ -103,7 +110,7 @@ def row_of(found: Mapping[str, Any]) -> tuple[str, str, str, str]:
 
 def private_memory(process: int | str) -> int:
     """Bytes of the pages that only this process has, on Linux."""
-    text = Path(f"/proc/{process}/smaps_rollup").read_text()
+    text = Path(ROLLUP.format(process)).read_text()
     return 1024 * sum(map(int, re.findall(r"^Private_\w+:\s+(\d+) kB", text, re.MULTILINE)))
 
 

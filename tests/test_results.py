@@ -223,6 +223,8 @@ def test_table_of_mechanisms_trained_on():
     section = RESULTS.partition("### Aligned, and trained on\n")[2].partition("\n### ")[0]
     (sentence,) = re.findall(r"The differences of ([^.]*?) are\s+noise", section)
     assert sorted(re.findall(r"`(\w+)`", sentence)) == noise
+    controls = [row.spread("aligned", "top1").mean for row in TRANSFER if row.name in CONTROLS and row is not OWN]
+    assert f"The controls do not reach {math.ceil(max(controls))} % aligned." in RESULTS
     floors = [f"{TUNED[name].mean:.1f}" for name in ("identity", "convolution")]
     assert f"trained on, `identity` comes to {floors[0]} and the convolution to {floors[1]}" in RESULTS
 
@@ -244,6 +246,22 @@ def bias(rows: Sequence[Row]) -> str:
 @pytest.mark.parametrize("name", ["bias.csv", "bias_aligned.csv"])
 def test_table_of_bias_and_variance(name):
     assert bias(read(name)) in RESULTS, bias(read(name))
+
+
+def test_findings_of_bias_after_alignment():
+    rows, means = read("bias_aligned.csv"), {}
+    for row in rows:
+        means.setdefault((row["attention"], row["aligned_steps"]), []).append(float(row["error"]))
+    falls = {name: mean(means[name, "0"]) / mean(means[name, "150"]) for name, _ in means}
+    shown = [f"{falls[name]:.0f} times" for name in ("lara", "eva", "performer")]
+    assert "Alignment lowers the error of LARA {}, of EVA {}, and of Performer {}.".format(*shown) in RESULTS
+    shares = {}
+    for row in rows:
+        if row["aligned_steps"] == "150":
+            shares.setdefault(row["attention"], []).append(100 * float(row["squared_bias"]) / float(row["error"]))
+    shown = [f"{min(shares[name]):.0f} to {max(shares[name]):.0f} %" for name in ("lara", "eva", "performer")]
+    found = "Bias is still {} of LARA's error, {} of EVA's and {} of Performer's.".format(*shown)
+    assert found in " ".join(RESULTS.split()), found
 
 
 def test_tables_of_predicted_times():

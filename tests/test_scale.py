@@ -97,7 +97,7 @@ def test_memory_of_a_keyed_order_does_not_grow_with_the_images(capsys):
     assert 60 < listed[1] - listed[0] < 160
 
 
-@pytest.mark.parametrize("images", ["63", "1e11"])
+@pytest.mark.parametrize("images", ["63", "1e11", "nan", "inf"])
 def test_numbers_of_images_that_cannot_be_simulated_are_refused(capsys, images):
     with pytest.raises(SystemExit):
         scale.main(["--images", images])

@@ -29,7 +29,7 @@ def before(log_k: Tensor, v: Tensor, windows: Windows) -> tuple[Tensor, Tensor]:
     """Log mass and weighted mean of all keys before a window's keys, in raster order; shapes as in `within`."""
     reach = windows.overlap[1]
     log_k = F.pad(log_k, (0, 0, reach, 0), value=torch.finfo(log_k.dtype).min)
-    sums = merge_all_but_one(*within(log_k, F.pad(v, (0, 0, reach, 0)), shifted(windows)), earlier=True)
+    sums = merge_before(*within(log_k, F.pad(v, (0, 0, reach, 0)), shifted(windows)))
     return sums[0][:, :, : windows.count], sums[1][:, :, : windows.count]
 
 
@@ -38,17 +38,12 @@ def shifted(windows: Windows) -> Windows:
     return Windows((1, windows.overlap[1] + windows.grid[1]), windows.size)
 
 
-def merge_all_but_one(log_mass: Tensor, mean: Tensor, *, earlier: bool = False) -> tuple[Tensor, Tensor]:
+def merge_all_but_one(log_mass: Tensor, mean: Tensor) -> tuple[Tensor, Tensor]:
     """For each of g windows, log mass and weighted mean of all other windows: (..., g, s), (..., g, s, d).
 
     The sums of a window are subtracted from those of all. Where another window has a larger mass, this loses no digits,
     because the share is at most one half. The others of the window of the largest mass are summed by themselves.
-
-    Args:
-        earlier: sums over the windows before each alone, see `merge_before`.
     """
-    if earlier:
-        return merge_before(log_mass, mean)
     if log_mass.shape[-2] == 1:
         return torch.full_like(log_mass, torch.finfo(log_mass.dtype).min), torch.zeros_like(mean)
     # two sets of windows: all, and all but the one of the largest mass

@@ -157,26 +157,26 @@ def read_index(path: Path, shards: Sequence[str]) -> Places:
         LayoutError: it is damaged, or its shards have other names or sizes than `shards`. OSError: it cannot be read.
     """
     samples, class_to_idx, arrays, notes = map_table(path, **TYPES)
+    numbers, begins, sizes = (arrays[name] for name in TYPES)
     try:
-        known, ignored = json.loads(notes["shards"]), json.loads(notes["ignored"])
-        numbers, begins, sizes = (arrays[name] for name in TYPES)
-        ends = np.array([size for _, size in known])[numbers]
-        if numbers.min() < 0 or begins.min() < 0 or sizes.min() < 0 or (begins + sizes > ends).any():
-            raise ValueError("places outside of the shards")
+        known, ignored, found = dict(json.loads(notes["shards"])), json.loads(notes["ignored"]), dict(_describe(shards))
         if not all(isinstance(name, str) for name in ignored):
             raise ValueError("files that have no names")
-    except (ValueError, KeyError, TypeError, IndexError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise LayoutError(f"{path.name} is damaged ({describe_error(error)}); make it anew") from error
-    if known != (found := _describe(shards)):
-        differing = next((pair[0] for pair in [*found, *known] if not (pair in known and pair in found)), "their order")
-        problem = f"{path.name} is not of the shards beside it, of which {one_line(str(differing), 100)!r} differs"
+    if differing := [name for name in {**found, **known} if found.get(name) != known.get(name)]:
+        problem = f"{path.name} is not of the shards beside it, of which {one_line(str(differing[0]), 100)!r} differs"
         raise LayoutError(f"{problem}; make it anew (python -m engine.data.prepare ROOT --dataset wds --index)")
+    if numbers.min() < 0 or numbers.max() >= len(shards) or begins.min() < 0 or sizes.min() < 0:
+        raise LayoutError(f"{path.name} is damaged (places outside of the shards); make it anew")
+    if (sizes > np.array([*found.values()])[numbers] - begins).any():  # a sum could overflow
+        raise LayoutError(f"{path.name} is damaged (images that end after their shard); make it anew")
     return Places(Layout(samples, class_to_idx, ignored), numbers, begins, sizes)
 
 
-def _describe(shards: Sequence[str]) -> list[list[str | int]]:
+def _describe(shards: Sequence[str]) -> list[tuple[str, int]]:
     """Name and size in bytes of every shard."""
-    return [[Path(shard).name, Path(shard).stat().st_size] for shard in shards]
+    return [(Path(shard).name, Path(shard).stat().st_size) for shard in shards]
 
 
 def _find_samples(shard: str) -> Iterator[tuple[str, dict[str, tuple[int, int]]]]:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from torchvision.datasets import CIFAR10
 
 from attention.options import OptionError
@@ -414,10 +414,16 @@ def test_an_index_opens_the_same_data_set_without_reading_a_shard(tmp_path, caps
         (lambda root: write_shard(root / "train-3.tar", [sample(1)]), "'train-3.tar' differs; make it anew"),
         (lambda root: (root / "train-3.tar").unlink(), "'train-3.tar' differs; make it anew"),
         (lambda root: write_shard(root / "train-11.tar", [sample(1)]), "'train-11.tar' differs; make it anew"),
-        (lambda root: rewrite(root, sizes=1 << 40), "is damaged .*places outside of the shards"),
-        (lambda root: rewrite(root, begins=-1), "is damaged .*places outside of the shards"),
-        (lambda root: rewrite(root, shards=11), "is damaged .*IndexError"),
-        (lambda root: rewrite(root, shards=-1), "is damaged .*places outside of the shards"),
+        (lambda root: rewrite(root, sizes=1 << 40), r"is damaged \(images that end after their shard\)"),
+        (
+            lambda root: rewrite(root, begins=1 << 62, sizes=1 << 62),
+            r"is damaged \(images that end after their shard\)",
+        ),
+        (lambda root: rewrite(root, begins=-1), r"is damaged \(places outside of the shards\)"),
+        (lambda root: rewrite(root, shards=11), r"is damaged \(places outside of the shards\)"),
+        (lambda root: rewrite(root, shards=-1), r"is damaged \(places outside of the shards\)"),
+        (lambda root: rewrite(root, {"shards": "7"}), r"is damaged \(TypeError"),
+        (lambda root: rewrite(root, {"ignored": "[7]"}), r"is damaged \(ValueError: files that have no names\)"),
         (lambda root: (root / "train.index.safetensors").write_bytes(b"no index"), "is damaged"),
     ],
 )
@@ -431,14 +437,15 @@ def test_an_index_of_other_shards_is_refused(tmp_path, change, problem):
     open_wds(tmp_path)
 
 
-def rewrite(root, **values: int) -> None:
-    """Changes the last value of an array of the index."""
+def rewrite(root, texts: dict[str, str] | None = None, **values: int) -> None:
+    """Changes texts of the index, and the last values of its arrays."""
     path = root / "train.index.safetensors"
     with safe_open(path, "numpy") as file:
-        notes, arrays = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        notes = file.metadata()
+    arrays = load_file(path)
     for name, value in values.items():
         arrays[name][-1] = value
-    save_file(arrays, path, notes)
+    save_file(arrays, path, notes | (texts or {}))
 
 
 @pytest.mark.parametrize(

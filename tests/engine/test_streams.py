@@ -271,7 +271,7 @@ def test_a_store_that_is_gone_ends_the_run_in_a_line(server, shards, tmp_path, w
 
 
 def test_what_is_not_there_is_refused_at_the_first_answer(server, tmp_path):
-    """Not as a store that is gone, whose line names the time that was waited."""
+    """The error is that of a missing file; the error of a store that is gone gives the time of waiting."""
     with pytest.raises(UserError, match=r"/val/index.json: FileNotFoundError.*see data.root and the name of the split"):
         open_split(options_at(server, tmp_path, val_split="val"), "val_split")
     with pytest.raises(UserError, match=r"nothing://x/train/index.json: ValueError: Protocol not known"):

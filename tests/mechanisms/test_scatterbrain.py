@@ -16,7 +16,7 @@ from attention.mechanisms.scatterbrain import scatterbrain
 from attention.mechanisms.softmax import softmax
 from attention.parts.features import log_features, scale
 from attention.parts.geometry import Windows
-from attention.parts.leave_one_out import merge_all_but_one
+from attention.parts.leave_one_out import merge_all_but_one, merge_before
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal, assert_mean, standard_errors
 from tests.support.growth import Growth
@@ -243,7 +243,7 @@ def test_merging_sums_all_windows_but_one(count):
         rest = [i for i in range(count) if i != g]
         assert_equal(log_left[:, g], log_mass[:, rest].logsumexp(1))
         assert_equal(left[:, g], (log_mass[:, rest].softmax(1)[..., None] * mean[:, rest]).sum(1))
-    log_left, left = merge_all_but_one(log_mass, mean, earlier=True)
+    log_left, left = merge_before(log_mass, mean)
     assert not log_left[:, 0].exp().any()
     for g in range(1, count):
         assert_equal(log_left[:, g], log_mass[:, :g].logsumexp(1))
