@@ -264,6 +264,33 @@ def test_findings_of_bias_after_alignment():
     assert found in " ".join(RESULTS.split()), found
 
 
+def efficiency() -> str:
+    """Quotients of speed-up and ratio of multiply-accumulates at every size; at 784 tokens also peak and operators."""
+    found = {(row["name"], row["size"], row["dtype"]): row for row in read("efficiency.csv")}
+    titles = [f"{size} tokens" for size in ("196", "784", "3136")]
+    lines = [["", *titles, "784 tokens, bf16", "speed-up", "ratio of MACs", "peak", "operators"]]
+    kinds = [("196", "fp32"), ("784", "fp32"), ("3136", "fp32"), ("784", "bf16")]
+    names = [name for name in dict.fromkeys(name for name, *_ in found) if name != "softmax"]
+    for name in sorted(names, key=lambda name: -float(found[name, "784", "fp32"]["efficiency"])):
+        rows = [found[name, *kind] for kind in kinds]
+        quotients = [
+            ("~" if row["speedup_noisy"] == "True" else "") + f"{float(row['efficiency']):.2f}" for row in rows
+        ]
+        row = rows[1]
+        ratios = [f"{float(row[key]):.2f}" for key in ("speedup", "macs_ratio", "peak_ratio")]
+        lines.append([f"`{name}`" + "*" * (row["searches"] == "True"), *quotients, *ratios, row["operators"]])
+    return markdown(lines)
+
+
+def test_table_of_efficiency():
+    assert efficiency() in BENCHMARKS, efficiency()
+    at_784 = [row for row in read("efficiency.csv") if (row["size"], row["dtype"]) == ("784", "fp32")]
+    slow = [row for row in at_784 if row["searches"] == "False" and float(row["efficiency"]) < 0.7]
+    slow = {row["name"] for row in slow} - CONTROLS
+    (sentence,) = re.findall(r"do not sort and are below 0\.70 at 784 tokens: ([^.]*)\.", BENCHMARKS)
+    assert {*re.findall(r"`(\w+)`", sentence)} == slow
+
+
 def test_tables_of_predicted_times():
     """Times on an H100, and the least size from which on a layer is faster than softmax attention."""
     found = {(int(row["tokens"]), row["name"]): row for row in read("roofline.csv")}
