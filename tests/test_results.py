@@ -285,7 +285,7 @@ def efficiency() -> str:
 def test_table_of_efficiency():
     assert efficiency() in BENCHMARKS, efficiency()
     at_784 = [row for row in read("efficiency.csv") if (row["size"], row["dtype"]) == ("784", "fp32")]
-    slow = [row for row in at_784 if row["searches"] == "False" and float(row["efficiency"]) < 0.7]
+    slow = [row for row in at_784 if row["searches"] == "False" and round(float(row["efficiency"]), 2) < 0.7]
     slow = {row["name"] for row in slow} - CONTROLS
     (sentence,) = re.findall(r"do not sort and are below 0\.70 at 784 tokens: ([^.]*)\.", BENCHMARKS)
     assert {*re.findall(r"`(\w+)`", sentence)} == slow
