@@ -170,7 +170,8 @@ class Cache:
                 content = self.store.read(file.name, file.has, opening=not is_shard)
                 unfinished.write(content)
                 unfinished.flush()
-                part.replace(path)
+                with _locked(self.root / ".room"):  # who counts the shards must meet this one, by either name
+                    part.replace(path)
             except BrokenImage as error:
                 self.damaged[file.name] = error
                 part.unlink(missing_ok=True)

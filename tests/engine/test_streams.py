@@ -215,6 +215,34 @@ def test_the_limit_of_the_cache_holds_and_a_shard_comes_once_in_an_epoch(server,
     assert max(fetched.values()) == 1
 
 
+def test_a_shard_that_is_finished_while_shards_are_counted_counts(tmp_path, monkeypatch):
+    file, other = (store.File(f"{name}.mds", 1000, {}) for name in "ab")
+    counted, arrived, sizes = threading.Event(), threading.Event(), []
+
+    class Source:
+        def read(self, name, has, opening):
+            if name == file.name:
+                arrived.set()
+                assert counted.wait(30)
+            else:
+                sizes.append(size_of(tmp_path))
+            return bytes(1000)
+
+    def count(part, is_orphan=store._remove_orphan):
+        counted.set()  # the file is in the list of names
+        first.join(0.5)  # and is renamed, if it can be
+        return is_orphan(part)
+
+    caches = [store.Cache(tmp_path, "key", Source(), limit=1500) for _ in range(2)]
+    first = threading.Thread(target=lambda: caches[0].open(file).close(), daemon=True)
+    first.start()
+    assert arrived.wait(30)
+    monkeypatch.setattr(store, "_remove_orphan", count)
+    caches[1].open(other).close()
+    first.join(30)
+    assert sizes == [1000]
+
+
 def test_a_limit_that_cannot_hold_two_blocks_is_refused(server, tmp_path):
     with pytest.raises(
         OptionError, match=r"data.cache_gb = 1e-06, but two blocks of data.shuffle_shards = 2 shards take"
