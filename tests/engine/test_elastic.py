@@ -197,10 +197,10 @@ def test_fewer_and_more_ranks_go_on_by_themselves(fork_server: ForkServer, tmp_p
 
 @contextmanager
 def nodes(directory: Path, *options: str) -> Iterator[tuple[Callable[[], subprocess.Popen], Job]]:
-    """A function that starts a launcher, a node of one rank of up to three, and the job of all."""
+    """A function that starts a launcher, a node of one rank of up to four, and the job of all."""
     (directory / "run.yaml").write_text(yaml.safe_dump(RUN))
     log, started = directory / "log", []
-    for name in ("log", "log.0", "log.1", "log.2", "hold"):
+    for name in ("log", "log.0", "log.1", "log.2", "log.3", "hold"):
         (directory / name).write_text("")
     command = [str(directory / "run.yaml"), *ELASTIC, *options, "--output", str(directory / "run")]
     slow = ("engine.training.exchange.UpdateExchange.accepts", 0, "hold")
@@ -208,7 +208,7 @@ def nodes(directory: Path, *options: str) -> Iterator[tuple[Callable[[], subproc
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         place = f"127.0.0.1:{free.getsockname()[1]}"
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:3", "--nproc_per_node=1", "--max-restarts=9"]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nnodes=1:4", "--nproc_per_node=1", "--max-restarts=9"]
     meeting = ["--rdzv-backend=c10d", f"--rdzv-endpoint={place}", "--local-addr=127.0.0.1", "--monitor-interval=0.3"]
     waits = "--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 
@@ -222,7 +222,7 @@ def nodes(directory: Path, *options: str) -> Iterator[tuple[Callable[[], subproc
         return process
 
     try:
-        yield start, Job(None, [0, 0, 0], log)
+        yield start, Job(None, [0, 0, 0, 0], log)
     finally:
         for process in started:
             process.kill()
@@ -261,23 +261,23 @@ def test_a_node_goes_and_comes_back(with_ranks: bool, tmp_path: Path, figure: Ca
             return lambda: count() - before >= more * size
 
         first = start()  # its launcher holds the store where nodes meet
-        second, third = start(), start()
-        wait_for(is_trained_by(3), 120)
-        kill_node(third, with_ranks)
-        lost = wait_for(is_trained_by(2), 120)
-        fourth = start()
-        back = wait_for(is_trained_by(3), 120)
+        second, third, fourth = start(), start(), start()
+        wait_for(is_trained_by(4), 120)
+        kill_node(fourth, with_ranks)
+        lost = wait_for(is_trained_by(3), 120)
+        fifth = start()
+        back = wait_for(is_trained_by(4), 120)
         (tmp_path / "hold").unlink()
-        assert [process.wait(240) for process in (first, second, fourth)] == [0, 0, 0], job.text
-    epochs, ranks = images_of_epochs(tmp_path / "log", 3)
+        assert [process.wait(240) for process in (first, second, third, fifth)] == [0] * 4, job.text
+    epochs, ranks = images_of_epochs(tmp_path / "log", 4)
     assert sorted(ranks) == list(range(1, 401))
     assert len(epochs) == 100
     assert all(sorted(counts.values()) == [1] * 48 for counts in epochs.values())
     sizes = [size for step, size in sorted(ranks.items()) if step == 1 or ranks[step - 1] != size]
-    assert sizes == [3, 2, 3]
+    assert sizes == [4, 3, 4]
     starts = [line for line in job.text.splitlines() if line.startswith("start ")]
     changes = [step for step in range(2, 401) if ranks[step - 1] != ranks[step]]
-    assert f"step {changes[0] - 1}/400  2 ranks (3 before)  2 passes of 3 images" in starts[1]
-    assert f"step {changes[1] - 1}/400  3 ranks (2 before)  1 pass of 4 images" in starts[-1]
+    assert f"step {changes[0] - 1}/400  3 ranks (4 before)  2 passes of 2 images" in starts[1]
+    assert f"step {changes[1] - 1}/400  4 ranks (3 before)  1 pass of 3 images" in starts[-1]
     assert find_checkpoint(tmp_path / "run", "last")[1]["progress"]["step"] == 400
-    figure("P2", f"a node lost, {lost:.0f} s until two train, {back:.0f} s until three; every image once an epoch")
+    figure("P2", f"a node lost, {lost:.0f} s until three of four train, {back:.0f} s until four; every image once an epoch")
