@@ -1,9 +1,11 @@
-"""The trained model and the images in reference/ agree with its README."""
+"""The trained models and the images in reference/ agree with its README."""
 
 import json
 import re
 from hashlib import sha256
 from pathlib import Path
+
+import pytest
 
 from analysis.laboratory import score
 from analysis.trained import read_sample
@@ -13,12 +15,15 @@ from tests.analysis.models import load_model
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "reference"
-WEIGHTS = REFERENCE / "fashion_mnist.safetensors"
+README = " ".join((REFERENCE / "README.md").read_text().split())
 
 
-def test_reference_has_learned():
-    trained = load_model(WEIGHTS, f"data.root={REFERENCE}")
-    assert score(trained.model, trained, read_sample(trained, 200)).top1 > 88
+@pytest.mark.parametrize(("name", "depth", "least"), [("fashion_mnist", 3, 88), ("six_layers", 6, 85)])
+def test_reference_has_learned(name: str, depth: int, least: float):
+    trained = load_model(REFERENCE / f"{name}.safetensors", f"data.root={REFERENCE}")
+    assert trained.run.model["depth"] == depth
+    assert f"({sum(x.numel() for x in trained.model.parameters()):,} parameters)" in README
+    assert score(trained.model, trained, read_sample(trained, 200)).top1 > least
 
 
 def test_reference_is_that_of_its_configuration_and_log():
@@ -29,15 +34,17 @@ def test_reference_is_that_of_its_configuration_and_log():
         assert there
         assert list_differences(there, here) == []
     *_, final = map(json.loads, (REFERENCE / "metrics.jsonl").read_text().splitlines())
-    stated = re.search(r"top-1 was ([\d.]+) % on all ([\d,]+)", " ".join((REFERENCE / "README.md").read_text().split()))
+    stated = re.search(r"top-1 was ([\d.]+) % on all ([\d,]+)", README)
     assert float(stated[1]) == final["top1"]
     assert int(stated[2].replace(",", "")) == final["images"]
     assert f"seen: {stated[1]} " in (ROOT / "configs/fashion_mnist/softmax.yaml").read_text()
     assert f"{stated[1]} %" in (ROOT / "docs" / "data.md").read_text()
 
 
-def test_reference_is_intact_and_small():
-    digest, name = (REFERENCE / "fashion_mnist.safetensors.sha256").read_text().split()
-    assert name == WEIGHTS.name
-    assert sha256(WEIGHTS.read_bytes()).hexdigest() == digest
-    assert WEIGHTS.stat().st_size <= 2e6
+@pytest.mark.parametrize("name", ["fashion_mnist", "six_layers"])
+def test_reference_is_intact_and_small(name: str):
+    weights = REFERENCE / f"{name}.safetensors"
+    digest, stated = Path(f"{weights}.sha256").read_text().split()
+    assert stated == weights.name
+    assert sha256(weights.read_bytes()).hexdigest() == digest
+    assert weights.stat().st_size <= 1e6
