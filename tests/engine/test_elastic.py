@@ -280,4 +280,4 @@ def test_a_node_goes_and_comes_back(with_ranks: bool, tmp_path: Path, figure: Ca
     assert f"step {changes[0] - 1}/400  3 ranks (4 before)  2 passes of 2 images" in starts[1]
     assert f"step {changes[1] - 1}/400  4 ranks (3 before)  1 pass of 3 images" in starts[-1]
     assert find_checkpoint(tmp_path / "run", "last")[1]["progress"]["step"] == 400
-    figure("P2", f"a node lost, {lost:.0f} s until three of four train, {back:.0f} s until four; every image once an epoch")
+    figure("P2", f"a node lost, {lost:.0f} s until three train, {back:.0f} s until four; every image once an epoch")

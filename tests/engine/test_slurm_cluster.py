@@ -100,7 +100,10 @@ class Cluster:
         self.daemon("slurmctld", "-D", "-c")
         for node in NODES:
             self.daemon("slurmd", "-D", "-N", node)
-        wait_for(lambda: self.ask("sinfo", "--noheader", "--format=%D %t", check=False).split() == ["2", "idle"], 60)
+        wait_for(self.is_idle, 60)
+
+    def is_idle(self) -> bool:
+        return self.ask("sinfo", "--noheader", "--format=%D %t", check=False).split() == ["2", "idle"]
 
     def daemon(self, name: str, *options: str) -> None:
         with (self.folder / f"{name}-{len(self.daemons)}.log").open("w") as log:
@@ -113,14 +116,27 @@ class Cluster:
         assert not check or done.returncode == 0, f"{command}: {done.stderr}"
         return done.stdout
 
-    def processes(self) -> list[int]:
-        """The daemons, and what they have started: all know this cluster's configuration."""
-        found, mark = [], f"SLURM_CONF={self.folder}/slurm.conf".encode()
+    def processes(self, *marks: str) -> list[int]:
+        """The daemons, and what they have started: all know this cluster's configuration. `marks` choose among them."""
+        found, marks = [], {f"SLURM_CONF={self.folder}/slurm.conf".encode(), *map(str.encode, marks)}
         for path in Path("/proc").glob("[0-9]*/environ"):
             with suppress(OSError):
-                if mark in path.read_bytes().split(b"\0"):
+                if marks <= {*path.read_bytes().split(b"\0")}:
                     found.append(int(path.parent.name))
         return found
+
+    def lose(self, node: str) -> None:
+        """Kills the daemon of a node and what runs there, and tells SLURM, which waits 5 minutes otherwise."""
+        daemon = next(one for one in self.daemons if one.args[-1] == node and one.poll() is None)
+        for pid in [daemon.pid, *self.processes(f"SLURMD_NODENAME={node}")]:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        daemon.wait(10)
+        self.ask("scontrol", "update", f"NodeName={node}", "State=DOWN", "Reason=lost")
+
+    def bring_back(self, node: str) -> None:
+        self.daemon("slurmd", "-D", "-N", node)
+        self.ask("scontrol", "update", f"NodeName={node}", "State=RESUME")
 
     def stop(self) -> None:
         """Ends every process of the cluster, whatever state it is in."""
@@ -178,14 +194,14 @@ def write_config(place: Path, epochs: int) -> Path:
     return place / "run.yaml"
 
 
-def submit_training(cluster: Cluster, place: Path) -> tuple[str, Path]:
-    """Submits slurm.sh, one rank on each node, with a run of days, and waits until it trains.
+def submit_training(cluster: Cluster, place: Path, nodes: int = 2, *options: str) -> tuple[str, Path]:
+    """Submits slurm.sh, one rank on each of `nodes`, with a run of days, and waits until it trains.
 
     Returns the job's number and the file of the run's metrics.
     """
     config = write_config(place, epochs=100_000)
-    own = ["--ntasks-per-node=1", f"--output={cluster.folder}/job-%j.out"]
-    run = ["--output", str(place / "run"), "--allow-change", "schedule.epochs"]
+    own = [f"--nodes={nodes}", "--ntasks-per-node=1", f"--output={cluster.folder}/job-%j.out"]
+    run = [*options, "--output", str(place / "run"), "--allow-change", "schedule.epochs"]
     job = cluster.submit("sbatch", *own, "slurm.sh", str(config), *run)
     metrics = place / "run/metrics.jsonl"
     wait_for(lambda: metrics.exists() and '"train"' in metrics.read_text(), 180)
@@ -224,6 +240,37 @@ def test_a_cancelled_run_is_saved_and_not_queued_again(cluster: Cluster, tmp_pat
     assert '"final"' not in metrics.read_text()
     assert list(metrics.parent.glob("step_*.pt"))
     figure("S4", "SLURM, two nodes: cancelled, saved, not queued again")
+
+
+def test_a_run_goes_on_without_a_lost_node_and_with_it_again(cluster: Cluster, tmp_path: Path, figure: Callable):
+    """train.elastic: a job on fewer nodes takes over from one that waits for a node, and a larger job from it."""
+
+    def starts() -> list[dict[str, int]]:
+        """Records of all starts after which an update was made."""
+        lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+        first = [number for number, line in enumerate(lines) if line["kind"] == "start"]
+        return [lines[n] for n in first if any(line["kind"] == "train" for line in lines[n:])]
+
+    options = ["train.elastic=true", "train.checkpoint_steps=4"]
+    job, metrics = submit_training(cluster, tmp_path, 2, *options)
+    wait_for(lambda: list(metrics.parent.glob("step_*.pt")), 60)
+    cluster.lose(NODES[1])
+    cluster.wait_for_state(job, "PENDING")
+    for number, nodes in enumerate((1, 2), 2):
+        cluster.ask("scancel", job)
+        cluster.wait_for_state(job, "CANCELLED")
+        job, _ = submit_training(cluster, tmp_path, nodes, *options)
+        wait_for(lambda: len(starts()) == number, 240)  # noqa: B023  # waits here
+        (found,) = cluster.jobs(job)
+        assert found["NumNodes"] == str(nodes)
+        if nodes == 1:
+            cluster.bring_back(NODES[1])
+    cluster.ask("scancel", job)
+    cluster.wait_for_state(job, "CANCELLED")
+    wait_for(cluster.is_idle, 60)
+    assert [line["processes"] for line in starts()] == [2, 1, 2]
+    assert 0 == starts()[0]["step"] < starts()[1]["step"] < starts()[2]["step"]
+    figure("S4", "SLURM, two nodes: one lost, the run goes on with the other, and with both when it is back")
 
 
 def test_the_array_of_a_sweep_goes_on_where_it_was_warned(cluster: Cluster, tmp_path: Path, figure: Callable):
