@@ -77,6 +77,9 @@ def check_run(run: Run, world_size: int = 1) -> None:
         raise OptionError("optim.opt", f" = {optim.opt!r} is not an optimiser of timm{nearest(optim.opt, known)}")
     if augment.auto_augment is not None:
         check_policy(augment.auto_augment)
+        if augment.batched and augment.auto_augment.startswith("augmix"):
+            problem = f" = {augment.auto_augment!r} mixes copies of an image, which augment.batched cannot"
+            raise OptionError("augment.auto_augment", f"{problem}; set that to false, or choose another policy")
     for objective in OBJECTIVES.values():
         objective.check(run)
     if train.class_weights is not None:

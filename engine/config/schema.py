@@ -156,6 +156,11 @@ class Augment:
         "rand-m9-mstd0.5-inc1", "timm's RandAugment / AutoAugment policy string; null: none"
     )
     interpolation: Literal["bicubic", "bilinear", "random"] = option("bicubic", "training resize")
+    batched: bool = option(
+        False,
+        "workers decode, crop and flip, with the random numbers of false; auto_augment, color_jitter and erasing run on"
+        " train.device, a batch at a time: faster, with slightly other pixels; false: workers run them, by Pillow",
+    )
     reprob: float = option(0.25, "probability of random erasing", low=0, high=1)
     remode: Literal["pixel", "const", "rand"] = option("pixel", "filling of erased areas")
     mixup: float = option(0.8, "mixup alpha; 0: off", low=0, high=100)

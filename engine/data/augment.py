@@ -15,6 +15,7 @@ from torchvision.transforms import Compose, Normalize
 from torchvision.transforms.functional import pil_to_tensor
 
 from engine.config.schema import Augment, Run, num_channels, per_channel
+from engine.data.batch_policy import DrawingTransform
 from engine.data.images import BrokenImage
 from engine.data.native_aspect import NativeAspect
 from engine.objectives import choose_objective
@@ -79,7 +80,8 @@ def create_transform(run: Run, img_size: Size, is_training: bool, as_bytes: bool
     Images have the size `img_size`, but in validation with `data.crop_mode` native as many patches at most.
 
     Args:
-        as_bytes: yields a uint8 tensor (C, H, W), neither normalised nor erased; else fp32, normalised and erased.
+        as_bytes: yields a uint8 tensor (C, H, W), neither normalised nor erased; else fp32, normalised and erased. In
+            training with `augment.batched` the transform yields a `Drawn` in either case.
     """
     data, augment = run.data, run.augment
     if choose_objective(run).inputs == "tokens":
@@ -88,7 +90,8 @@ def create_transform(run: Run, img_size: Size, is_training: bool, as_bytes: bool
     if data.crop_mode == "native" and not is_training:
         to_tensor = [MaybePILToTensor()] if as_bytes else [MaybeToTensor(), Normalize(mean, std)]
         return Compose([NativeAspect(run, img_size), *to_tensor])
-    return timm.data.create_transform(
+    is_drawn = is_training and augment.batched
+    transform = timm.data.create_transform(
         img_size,
         is_training=is_training,
         scale=augment.scale,
@@ -104,8 +107,9 @@ def create_transform(run: Run, img_size: Size, is_training: bool, as_bytes: bool
         std=std,
         crop_mode=data.crop_mode,
         crop_pct=data.crop_pct,
-        use_prefetcher=as_bytes,
+        use_prefetcher=as_bytes or is_drawn,
     )
+    return DrawingTransform(transform, posterize) if is_drawn else transform
 
 
 def create_mixup(augment: Augment, num_classes: int) -> Mixup | None:

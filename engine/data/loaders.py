@@ -19,6 +19,7 @@ from tqdm import tqdm
 from attention.options import OptionError
 from engine.config.schema import Run, num_channels, per_channel
 from engine.data.augment import BatchAugment, Size, create_mixup, create_transform
+from engine.data.batch_policy import stack_drawn
 from engine.data.images import BrokenImage
 from engine.data.order import BlockOrder, KeyedOrder, ListOrder, Order
 from engine.data.sampler import EpochSampler, SeededDataset
@@ -89,7 +90,8 @@ def _collate(samples: list[tuple | BrokenImage], stack: Callable) -> tuple[list[
 class ErasingLoader(PrefetchLoader):
     """timm's prefetcher of training images, whose random erasing depends on a place, as `engine.data.sampler` says.
 
-    It is done a batch ahead, on the prefetcher's stream, when the random state is that of another update.
+    It is done a batch ahead, on the prefetcher's stream if there is one, when the random state is that of another
+    update.
     """
 
     def __init__(self, loader: ImageLoader, run: Run, **options: Any):
@@ -279,10 +281,13 @@ def _create_loader(
     """timm's `create_loader`, but with a sampler of our own, which it does not accept.
 
     On CUDA, timm's prefetcher copies images as uint8, while the device computes, and normalises and erases them there;
-    not tokens.
+    not tokens. With `augment.batched` it does so on a CPU too, and the drawn steps before, see `Planned.to`.
     """
     data, channels = run.data, num_channels(run)
-    prefetch, is_training = _sends_bytes(run, world), isinstance(sampler, EpochSampler)
+    is_training = isinstance(sampler, EpochSampler)
+    is_drawn = is_training and run.augment.batched
+    prefetch = is_drawn or _sends_bytes(run, world)
+    stack = stack_drawn if is_drawn else fast_collate if prefetch else default_collate
     if is_training:
         remedy = f"too many broken images (data.max_broken = {limit} of an epoch, or a whole batch); {VERIFY}"
     else:
@@ -290,7 +295,7 @@ def _create_loader(
     loader = ImageLoader(
         SeededDataset(dataset, run.train.seed) if is_training else dataset,
         batch_size,
-        stack=fast_collate if prefetch else default_collate,
+        stack=stack,
         limit=limit,
         remedy=remedy,
         sampler=sampler,

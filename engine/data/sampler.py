@@ -1,8 +1,8 @@
 """The order of the training images and their random numbers: functions of a position, so that a run can start anywhere.
 
 A run has no random state to save. The random numbers of an image depend only on (seed, epoch, position in the order of
-the epoch), whichever process draws them. A batch that a GPU erases ahead uses the numbers of its first image. Those of
-an optimiser step, in the main process, depend on (seed, step, micro-batch, rank).
+the epoch), whichever process draws them. A batch that is erased ahead, on a GPU or with `augment.batched`, uses the
+numbers of its first image. Those of an optimiser step, in the main process, depend on (seed, step, micro-batch, rank).
 """
 
 import math

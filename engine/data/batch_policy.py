@@ -1,0 +1,362 @@
+"""Training augmentation of whole batches on the training device (`augment.batched`), with the draws of timm.
+
+A loader worker decodes, crops and flips an image, and draws what timm's transforms would do to it next. It draws the
+same random numbers in the same order as timm, because timm's own objects draw them. The device does these steps: the
+images of a batch that need the same operation are one group, whose arguments are a row for every image.
+
+Functions of torchvision take one factor for all images. Operations with arguments therefore are here. All of them
+truncate as Pillow's do, so that only the interpolating ones (crop, rotation, shear, translation, blur) have other
+pixels than Pillow's.
+"""
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+from PIL import Image
+from timm.data import auto_augment as timm_ops
+from timm.data.loader import fast_collate
+from timm.data.transforms import MaybePILToTensor, RandomResizedCropAndInterpolation
+from torch import Tensor
+from torch.nn.functional import conv2d, grid_sample, interpolate, pad
+from torchvision.transforms import ColorJitter, Compose, RandomHorizontalFlip, RandomVerticalFlip
+from torchvision.transforms.functional import pil_to_tensor
+from torchvision.transforms.v2.functional import equalize
+
+from attention.options import OptionError
+
+LEVELS = Image.fromarray(np.arange(256, dtype=np.uint8).reshape(16, 16))
+"""An image of all levels."""
+
+CACHED = 2**19
+"""Levels of the images that a CPU works on at a time, so that their fp32 copies stay in its cache."""
+
+BLUR_TAPS = 6
+"""Pixels on each side that a blur reaches: three times timm's largest radius."""
+
+
+@dataclass
+class Drawn:
+    """A cropped image (C, H, W), uint8, and the steps to be done to it.
+
+    timm's geometric operations take it in the place of a Pillow image: they call `transform` and `rotate`.
+
+    Attributes:
+        steps: name of an operation of `OPERATIONS`, and its arguments, in order.
+    """
+
+    image: Tensor
+    steps: list[tuple[str, Sequence[float]]] = field(default_factory=list)
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.image.shape
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Width and height, as of a Pillow image."""
+        return self.image.shape[2], self.image.shape[1]
+
+    def add(self, operation: str, *arguments: float) -> "Drawn":
+        self.steps.append((operation, arguments))
+        return self
+
+    def transform(
+        self, size: Any, method: Any, matrix: Sequence[float], resample: int, fillcolor: Sequence[float]
+    ) -> "Drawn":
+        """Adds an affine map, as Pillow's method of this name does it: `matrix` maps output places to input places."""
+        return self.add(Image.Resampling(resample).name.lower(), *matrix, *fillcolor)
+
+    def rotate(self, degrees: float, **options: Any) -> "Drawn":
+        return cast(Drawn, Image.Image.rotate(cast(Any, self), degrees, **options))  # Pillow computes the matrix
+
+    def copy(self) -> "Drawn":
+        """Stands for what Pillow does at 0 degrees."""
+        return self
+
+
+def tabulate(function: Callable[..., Image.Image], drawn: Drawn, *arguments: float, **options: Any) -> Drawn:
+    """Adds timm's `function`, which maps every level on its own: its arguments are what it makes of the 256 levels."""
+    levels = function(LEVELS, *arguments, **options)
+    return drawn.add("table", *np.asarray(levels).ravel().tolist())
+
+
+GEOMETRIC: set[Callable[..., Any]] = {
+    timm_ops.rotate,
+    timm_ops.shear_x,
+    timm_ops.shear_y,
+    timm_ops.translate_x_rel,
+    timm_ops.translate_y_rel,
+    timm_ops.translate_x_abs,
+    timm_ops.translate_y_abs,
+}
+"""timm's functions that take `Drawn`."""
+
+POINTWISE: set[Callable[..., Any]] = {timm_ops.invert, timm_ops.solarize, timm_ops.solarize_add, timm_ops.brightness}
+"""timm's functions that map every level on its own, besides posterize, see `engine.data.augment`."""
+
+
+def note(operation: str, drawn: Drawn, *arguments: float, **_: Any) -> Drawn:
+    """Adds `operation` with the arguments that timm gives its function."""
+    return drawn.add(operation, *arguments)
+
+
+def desaturate(drawn: Drawn, factor: float, **_: Any) -> Drawn:
+    return drawn.add("color", min(1.0, max(0.0, 1.0 - factor)))
+
+
+def blur_randomly(drawn: Drawn, factor: float, **_: Any) -> Drawn:
+    return drawn.add("blur", random.uniform(0.1, 2.0 * factor))
+
+
+OTHERS: dict[Callable, Callable[..., Drawn]] = {
+    timm_ops.auto_contrast: partial(note, "autocontrast"),
+    timm_ops.equalize: partial(note, "equalize"),
+    timm_ops.color: partial(note, "color"),
+    timm_ops.contrast: partial(note, "contrast"),
+    timm_ops.sharpness: partial(note, "sharpness"),
+    timm_ops.desaturate: desaturate,
+    timm_ops.gaussian_blur: partial(note, "blur"),
+    timm_ops.gaussian_blur_rand: blur_randomly,
+}
+"""timm's other functions of an image -> functions of `Drawn` that add their step, with the same random numbers."""
+
+
+class DrawingTransform:
+    """timm's training transform, which crops and flips an image, and draws the rest.
+
+    Args:
+        transform: of timm; its policy draws steps from now on and cannot be used on images. posterize: timm's function.
+    Raises:
+        OptionError: it has an operation that is not known here.
+    """
+
+    def __init__(self, transform: Compose, posterize: Callable[..., Image.Image]):
+        self.crop, *others = transform.transforms
+        self.flips = [other for other in others if isinstance(other, RandomHorizontalFlip | RandomVerticalFlip)]
+        self.policies = [other for other in others if other not in self.flips]
+        for policy in self.policies:
+            match policy:
+                case timm_ops.RandAugment(ops=ops):
+                    substitute(ops, posterize)
+                case timm_ops.AutoAugment(policy=pairs):
+                    substitute([op for pair in pairs for op in pair], posterize)
+                case ColorJitter(hue=None) | MaybePILToTensor():
+                    pass
+                case _:
+                    _refuse(type(policy).__name__)
+
+    def __call__(self, image: Image.Image) -> Drawn:
+        """Draws the augmentation of `image`, from the random states that timm uses, in the same order."""
+        cropped = crop(image, self.crop)
+        for flip in self.flips:
+            cropped = flip(cropped)
+        drawn = Drawn(cropped)
+        for policy in self.policies:
+            if isinstance(policy, ColorJitter):
+                draw_jitter(policy, drawn)
+            elif not isinstance(policy, MaybePILToTensor):
+                policy(drawn)
+        return drawn
+
+
+def substitute(ops: Sequence[timm_ops.AugmentOp], posterize: Callable[..., Image.Image]) -> None:
+    """Makes timm's operations `ops` add steps to `Drawn`.
+
+    Raises:
+        OptionError: one is not known here.
+    """
+    for op in ops:
+        function = cast(Callable[..., Any], op.aug_fn)
+        if function in POINTWISE or function is posterize:
+            op.aug_fn = partial(tabulate, function)  # type: ignore[assignment]  # timm keeps its own functions there
+        elif function in OTHERS:
+            op.aug_fn = OTHERS[function]
+        elif function not in GEOMETRIC:
+            _refuse(op.name)
+
+
+def _refuse(name: str) -> None:
+    raise OptionError("augment.batched", f" = true: timm's {name} has no batched version; set it to false")
+
+
+def crop(image: Image.Image, how: RandomResizedCropAndInterpolation) -> Tensor:
+    """Draws a crop of `image` as timm does, and resizes it in uint8, (C, H, W): 4 times as fast as Pillow.
+
+    Levels differ from those of Pillow by at most 2, of 0.5 % of the pixels.
+    """
+    top, left, height, width = how.get_params(image, how.scale, how.ratio)
+    modes = how.interpolation
+    mode = random.choice(modes) if isinstance(modes, tuple) else modes
+    pixels = pil_to_tensor(image.crop((left, top, left + width, top + height)))
+    return interpolate(pixels[None], how.size, mode=mode.value, antialias=True)[0]
+
+
+def draw_jitter(jitter: ColorJitter, drawn: Drawn) -> None:
+    """Draws the factors of torchvision's colour jitter, and adds its operations in the order that it draws."""
+    order, *factors, _ = jitter.get_params(jitter.brightness, jitter.contrast, jitter.saturation, jitter.hue)
+    for number in order.tolist():
+        factor = factors[number] if number < 3 else None
+        if factor is not None and number == 0:
+            tabulate(timm_ops.brightness, drawn, factor)
+        elif factor is not None:
+            drawn.add(("brightness", "contrast", "color")[number], factor)
+
+
+class Planned(NamedTuple):
+    """A batch whose steps are to be done on the device that it is sent to.
+
+    A batch has few tensors, because each takes a file of its own on the way from a worker.
+
+    Attributes:
+        images: (b, C, H, W) uint8.
+        groups: name of an operation, number of images n, and number a of arguments of each, in the order of the steps.
+        rows: the images of all groups in their order, (sum of n,) int64.
+        arguments: of all groups, (sum of n * a,) fp32.
+    """
+
+    images: Tensor
+    groups: list[tuple[str, int, int]]
+    rows: Tensor
+    arguments: Tensor
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Tensor:
+        """Sends the batch to `device`, and returns the images after all steps; timm's prefetcher calls this."""
+        images = self.images.to(device, non_blocking=non_blocking)
+        most = len(images) if images.is_cuda else max(1, CACHED // images[0].numel())
+        for operation, rows, arguments in self._split(device, non_blocking):
+            for some, their in zip(rows.split(most), arguments.split(most), strict=True):
+                images[some] = OPERATIONS[operation](images[some], their)
+        return images
+
+    def _split(self, device: torch.device, non_blocking: bool) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """The operation, the rows (n,) and the arguments (n, a) of every group, on `device`."""
+        rows = self.rows.to(device, non_blocking=non_blocking).split([n for _, n, _ in self.groups])
+        arguments = self.arguments.to(device, non_blocking=non_blocking).split([n * a for _, n, a in self.groups])
+        for (operation, n, a), its_rows, its_arguments in zip(self.groups, rows, arguments, strict=True):
+            yield operation, its_rows, its_arguments.view(n, a)
+
+
+def stack_drawn(samples: Sequence[tuple[Drawn, Any]]) -> tuple[Planned, Tensor]:
+    """Makes a batch of drawn images and their targets.
+
+    The first steps of all images come first, then their second ones.
+    """
+    images, targets = fast_collate([(drawn.image, target) for drawn, target in samples])
+    groups: list[tuple[str, int, int]] = []
+    rows: list[int] = []
+    arguments: list[np.ndarray] = []
+    for number in range(max(len(drawn.steps) for drawn, _ in samples)):
+        found: defaultdict[str, list[int]] = defaultdict(list)
+        for row, (drawn, _) in enumerate(samples):
+            if number < len(drawn.steps):
+                found[drawn.steps[number][0]].append(row)
+        for operation, its_rows in sorted(found.items()):
+            values = np.array([samples[row][0].steps[number][1] for row in its_rows], np.float32)
+            groups.append((operation, *values.shape))
+            rows += its_rows
+            arguments.append(values.ravel())
+    joined = np.concatenate([np.empty(0, np.float32), *arguments])
+    return Planned(images, groups, torch.tensor(rows, dtype=torch.int64), torch.from_numpy(joined)), targets
+
+
+def look_up(images: Tensor, tables: Tensor) -> Tensor:
+    """Maps the levels of uint8 images (n, C, H, W) by tables of whole numbers (n, 256), or (n, C, 256) by channel."""
+    tables = tables.to(torch.uint8).view(len(images), -1, 256).expand(-1, images.shape[1], -1)
+    return tables.gather(2, images.flatten(2).long()).view_as(images)
+
+
+def autocontrast(images: Tensor, _: Tensor) -> Tensor:
+    """Stretches the levels of every channel to 0 and 255; in float64, and truncated, as Pillow."""
+    low, high = images.flatten(2).double().aminmax(dim=2, keepdim=True)
+    levels = torch.arange(256, device=images.device, dtype=torch.float64)
+    scale = torch.full_like(high, 255) / (high - low)  # `255 / x` would multiply by the reciprocal
+    tables = (levels * scale - low * scale).clamp(0, 255)
+    return look_up(images, torch.where(high > low, tables, levels))
+
+
+def luma(images: Tensor) -> Tensor:
+    """Pillow's grey levels of images (n, C, H, W), (n, 1, H, W) int32: ITU-R 601-2 in fixed point."""
+    if images.shape[1] == 1:
+        return images.int()
+    red, green, blue = images.int().split(1, dim=1)
+    return (19595 * red + 38470 * green + 7471 * blue + 2**15) >> 16
+
+
+def blend(degenerate: Tensor, images: Tensor, factors: Tensor) -> Tensor:
+    """Pillow's enhancement: from `degenerate` (fp32) at factor 0 to `images` at 1 and beyond, truncated to uint8."""
+    return (degenerate + factors * (images.float() - degenerate)).clamp_(0, 255).to(torch.uint8)
+
+
+def contrast(images: Tensor, factors: Tensor) -> Tensor:
+    """Blends images (n, C, H, W) with their mean grey level, by factors (n, 1)."""
+    grey = luma(images)
+    mean = (grey.sum((1, 2, 3), dtype=torch.int64).double() / grey[0].numel() + 0.5).floor().float()[:, None]
+    return look_up(images, blend(mean, torch.arange(256, device=images.device), factors))
+
+
+def color(images: Tensor, factors: Tensor) -> Tensor:
+    """Blends images (n, C, H, W) with their grey levels, by factors (n, 1)."""
+    return blend(luma(images).float(), images, factors[..., None, None])
+
+
+def sharpness(images: Tensor, factors: Tensor) -> Tensor:
+    """Blends images (n, C, H, W) with smooth ones, by factors (n, 1).
+
+    A smooth pixel is the mean of 3 x 3 pixels of which the middle one counts 5 times; those at the edge stay.
+    """
+    smooth = images.float()
+    rows = smooth[..., :-2, :] + smooth[..., 1:-1, :] + smooth[..., 2:, :]
+    box = rows[..., :-2] + rows[..., 1:-1] + rows[..., 2:]
+    inner = smooth[..., 1:-1, 1:-1]
+    inner.copy_(box.add_(inner, alpha=4).div_(13).add_(0.5).floor_())
+    return blend(smooth, images, factors[..., None, None])
+
+
+def affine(images: Tensor, arguments: Tensor, mode: str) -> Tensor:
+    """Pillow's affine map of images (n, C, H, W): places outside of the image get the fill.
+
+    Args:
+        arguments: 6 elements of a matrix from output places (pixels, centres at 0.5) to input places, and the fill of
+            every channel, (n, 6 + C).
+        mode: of `grid_sample`. Its cubic kernel has the parameter -0.75, and that of Pillow's maps -1.
+    """
+    height, width = images.shape[2:]
+    a, b, c, d, e, f = arguments[:, :6, None, None].unbind(1)
+    x = torch.arange(width, device=images.device) + 0.5
+    y = torch.arange(height, device=images.device)[:, None] + 0.5
+    x, y = a * x + (b * y + c), d * x + (e * y + f)
+    is_inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
+    grid = torch.stack([x * (2 / width) - 1, y * (2 / height) - 1], dim=-1)
+    found = grid_sample(images.float(), grid, mode, "border", align_corners=False)
+    found.add_(0.01).clamp_(0, 255)  # whole levels, which rounding errors have made smaller, are not truncated
+    return torch.where(is_inside[:, None], found, arguments[:, 6:, None, None]).to(torch.uint8)
+
+
+def blur(images: Tensor, radii: Tensor) -> Tensor:
+    """Gaussian blur of images (n, C, H, W) with standard deviations (n, 1), pixels; Pillow's has three box filters."""
+    (n, channels), distance = images.shape[:2], torch.arange(-BLUR_TAPS, BLUR_TAPS + 1, device=images.device)
+    weights = (-(distance**2) / (2 * radii**2)).softmax(1).repeat_interleave(channels, 0)[:, None]
+    padded = pad(images.float(), (BLUR_TAPS,) * 4, mode="replicate").flatten(0, 1)[None]
+    blurred = conv2d(padded, weights[..., None], groups=n * channels)
+    blurred = conv2d(blurred, weights[:, :, None], groups=n * channels)
+    return blurred.add_(0.5).clamp_(0, 255).to(torch.uint8).view_as(images)
+
+
+OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "table": look_up,
+    "autocontrast": autocontrast,
+    "equalize": lambda images, _: equalize(images),
+    "contrast": contrast,
+    "color": color,
+    "sharpness": sharpness,
+    "bicubic": partial(affine, mode="bicubic"),
+    "bilinear": partial(affine, mode="bilinear"),
+    "blur": blur,
+}
+"""Name of a step -> function of the uint8 images (n, C, H, W) that need it and of their arguments (n, a)."""
