@@ -102,3 +102,15 @@ def test_numbers_of_images_that_cannot_be_simulated_are_refused(capsys, images):
     with pytest.raises(SystemExit):
         scale.main(["--images", images])
     assert "--images must be 64 to 1e10" in capsys.readouterr().err
+
+
+def test_cores_that_feed_a_gpu():
+    """By the speed of a core, 344 images a second from JPEG, and the gains of the tables beside it."""
+    text = (ROOT / "docs/data.md").read_text()
+    prepared = float(re.search(r"the core fed ([\d.]+) times as many images", text)[1])
+    gains = [float(re.search(rf"\| {name}[^|]*\|.*\| ~?([\d.]+) \(", text)[1]) for name in ("JPEG", "prepared, short")]
+    speeds = [344, 344 * gains[0], 344 * prepared, 344 * prepared * gains[1]]
+    rows = re.findall(r"^\| DeiT-\w+/16 \| (\d+) \| (.*) \|$", text, re.M)
+    assert len(rows) == 2
+    for images, cells in rows:
+        assert cells.split(" | ") == [f"{int(images) / speed:.1f}" for speed in speeds]

@@ -186,9 +186,9 @@ def _refuse(name: str) -> None:
 
 
 def crop(image: Image.Image, how: RandomResizedCropAndInterpolation) -> Tensor:
-    """Draws a crop of `image` as timm does, and resizes it in uint8, (C, H, W): 4 times as fast as Pillow.
+    """Draws a crop of `image` as timm does, and resizes it in uint8, (C, H, W), which is faster than Pillow.
 
-    Levels differ from those of Pillow by at most 2, of 0.5 % of the pixels.
+    Levels differ from those of Pillow by at most 3, and by less than 0.1 on average.
     """
     top, left, height, width = how.get_params(image, how.scale, how.ratio)
     modes = how.interpolation

@@ -111,6 +111,22 @@ def test_the_draws_are_those_of_timm(policy: str | None, in_chans: int):
     assert found
 
 
+def test_the_crop_has_nearly_pillows_levels():
+    run = Run(model={"in_chans": 3}, attention="softmax", augment=Augment(auto_augment=None, color_jitter=0.0))
+    batched = replace(run, augment=replace(run.augment, batched=True))
+    transforms = [create_transform(one, 224, is_training=True, as_bytes=True) for one in (run, batched)]
+    differences = []
+    for number in range(8):
+        image = photograph(number % 4, "RGB", (500, 375))
+        seed_everything(number)
+        expected = torch.as_tensor(np.asarray(transforms[0](image))).int()
+        seed_everything(number)
+        differences.append((transforms[1](image).image.int() - expected).abs())
+    found = torch.stack(differences)
+    assert found.max() <= 3
+    assert found.float().mean() < 0.1
+
+
 def test_every_operation_occurs_as_often_as_drawn():
     """15 operations, two of them an image, each done half the time."""
     run = Run(model={"in_chans": 3}, attention="softmax", augment=Augment(batched=True))
