@@ -113,32 +113,51 @@ def drop_in() -> str:
     return markdown(lines)
 
 
-TRANSFER = sorted(read_rows(DOCS / "data" / "transfer.csv"), key=lambda row: -row.spread("aligned", "top1").mean)
+def transferred(name: str) -> list[Transferred]:
+    """Rows of replaced, aligned and tuned models, best aligned first."""
+    return sorted(read_rows(DOCS / "data" / name), key=lambda row: -row.spread("aligned", "top1").mean)
+
+
+TRANSFER = transferred("transfer.csv")
 OWN = next(filter(is_own, TRANSFER))
 TUNED = {row.name: spread for row in TRANSFER if (spread := row.spread("tuned", "top1"))}
 BEHIND = {row.name: spread for row in TRANSFER if (spread := paired(row, OWN, 0.01)) and row.name not in CONTROLS}
 """Top-1 after training on, and its difference to softmax attention's, paired by seed."""
 
 
-def seconds(row: Transferred) -> str:
+def seconds(row: Transferred, name: str = "transfer.csv") -> str:
     """Mean time of the alignment."""
-    return (
-        f"{mean(float(line['aligned_seconds']) for line in read('transfer.csv') if line['attention'] == row.name):.0f}"
-    )
+    times = [float(line["aligned_seconds"] or 0) for line in read(name) if line["attention"] == row.name]
+    return f"{mean(times):.0f}"
 
 
-def aligned() -> str:
+def aligned(name: str = "transfer.csv") -> str:
     """Top-1 of every mechanism over seeds in every stage, best aligned first; its difference at the end; errors of
     outputs; and seconds.
     """
     titles = ["", "options", "replaced: top-1 (%)", "aligned: top-1 (%)", "trained on: top-1 (%)", "difference"]
     lines = [[*titles, "replaced: error", "aligned: error", "seconds"]]
-    for row in TRANSFER:
+    rows = transferred(name)
+    for row in rows:
         top1 = [plus_minus(row.spread(stage, "top1"), ".2f") for stage in ("replaced", "aligned", "tuned")]
-        difference = paired(row, OWN, 0.01)
+        difference = paired(row, next(filter(is_own, rows)), 0.01)
         rest = [f"{row.spread(stage, 'outputs').mean:.3f}" for stage in ("replaced", "aligned")]
         shown = [*top1, plus_minus(difference, "+.2f") + verdict(difference), *rest]
-        lines.append([f"`{row.name}`", row.options, *shown, seconds(row)])
+        lines.append([f"`{row.name}`", row.options, *shown, seconds(row, name)])
+    return markdown(lines)
+
+
+def hybrids() -> str:
+    """Top-1 of mechanisms in all layers, and beside softmax attention in the first one; differences paired by seed."""
+    titles = ["everywhere: aligned (%)", "trained on (%)", "softmax first: aligned (%)", "trained on (%)"]
+    lines = [["", *titles, "difference to everywhere", "difference to softmax"]]
+    everywhere = {row.name: row for row in TRANSFER}
+    for row in transferred("transfer_hybrids.csv"):
+        both = everywhere[row.name], row
+        top1 = [plus_minus(one.spread(stage, "top1"), ".2f") for one in both for stage in ("aligned", "tuned")]
+        differences = [paired(row, other, 0.01) for other in (both[0], OWN)]
+        shown = [plus_minus(difference, "+.2f") + verdict(difference) for difference in differences]
+        lines.append([f"`{row.name}`", *top1, *shown])
     return markdown(lines)
 
 
@@ -210,6 +229,51 @@ def test_table_of_alignment():
     assert f"({min(times, key=int)} to {max(times, key=int)} seconds of one core)" in first_page
     assert f"| {near[0]} of {len(rows)} mechanisms come within 1.0 point" in RESULTS
     assert f"before it, {sum(own - row.spread('replaced', 'top1').mean < 2.5 for row in rows)} are" in RESULTS
+
+
+def test_table_of_hybrids():
+    assert hybrids() in RESULTS, hybrids()
+    rows, everywhere = transferred("transfer_hybrids.csv"), {row.name: row for row in TRANSFER}
+    own = OWN.spread("aligned", "top1").mean
+    far = {row.name for row in rows if own - row.spread("aligned", "top1").mean > 0.4}
+    assert far == {"xca"}
+    assert all(-paired(row, OWN, 0.01).mean <= 0.4 for row in rows)
+    behind = [f"{-paired(everywhere[row.name], OWN, 0.01).mean:.1f}" for row in rows]
+    times = [seconds(row, "transfer_hybrids.csv") for row in rows]
+    (xca,) = (row for row in rows if row.name == "xca")
+    more = [
+        xca.spread(stage, "top1").mean - everywhere["xca"].spread(stage, "top1").mean for stage in ("aligned", "tuned")
+    ]
+    labels = {row.name: row.spread("tuned", "top1").mean - row.spread("aligned", "top1").mean for row in rows}
+    shares = {tuple(row[f"layer {n}"] for n in range(3)): float(row["macs_share"]) for row in read("search.csv")}
+    linear = [f"{100 * shares[first, 'linear', 'linear']:.0f} %" for first in ("own", "linear")]
+    found = [
+        f"after {min(times, key=int)} to {max(times, key=int)} seconds",
+        f"In all layers they were {min(behind)} to {max(behind)} behind.",
+        f"it has {more[0]:.1f} points more aligned, and {more[1]:.1f} trained on",
+        f"Labels add at most {max(x for name, x in labels.items() if name != 'xca'):.1f} points",
+        f"but {labels['xca']:.1f} to that of XCA",
+        f"leaves {linear[0]} of the model's multiply-accumulates, and in all three {linear[1]}",
+    ]
+    section = " ".join(
+        RESULTS.partition("### Softmax attention in the first layer\n")[2].partition("\n### ")[0].split()
+    )
+    assert [text for text in found if text not in section] == []
+
+
+def test_table_of_a_deeper_model():
+    assert aligned("transfer_six_layers.csv") in RESULTS, aligned("transfer_six_layers.csv")
+    rows = transferred("transfer_six_layers.csv")[1:]
+    names = [row.name for row in rows]
+    assert names == ["lara", "eva", "linear", "performer", "local"]
+    behind = {}
+    for name in ("transfer_six_layers.csv", "transfer.csv"):
+        own, *others = transferred(name)
+        top1 = {row.name: row.spread("aligned", "top1").mean for row in others}
+        behind[name] = [f"{own.spread('aligned', 'top1').mean - top1[row]:.1f}" for row in names]
+    section = " ".join(RESULTS.partition("### A deeper model\n")[2].partition("\n### ")[0].split())
+    for values in behind.values():
+        assert f"{', '.join(values[:-1])} and {values[-1]}" in section, values
 
 
 def test_table_of_mechanisms_trained_on():
