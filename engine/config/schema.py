@@ -158,8 +158,8 @@ class Augment:
     interpolation: Literal["bicubic", "bilinear", "random"] = option("bicubic", "training resize")
     batched: bool = option(
         False,
-        "workers decode, crop and flip, with the random numbers of false; auto_augment, color_jitter and erasing run on"
-        " train.device, a batch at a time: faster, with slightly other pixels; false: workers run them, by Pillow",
+        "auto_augment, color_jitter and erasing run on train.device, a batch at a time, which is faster: the policy"
+        " draws the same, and pixels differ slightly; false: loader workers run them on each image, by Pillow",
     )
     reprob: float = option(0.25, "probability of random erasing", low=0, high=1)
     remode: Literal["pixel", "const", "rand"] = option("pixel", "filling of erased areas")
