@@ -14,7 +14,8 @@ from attention.options import OptionError
 from engine.config.load import load_run
 from engine.config.schema import Augment, Data, Run, Train
 from engine.data.augment import create_transform, posterize
-from engine.data.batch_policy import OPERATIONS, Drawn, stack_drawn, substitute
+from engine.data.batch_operations import OPERATIONS
+from engine.data.batch_policy import Drawn, stack_drawn, substitute
 from engine.data.loaders import create_loaders
 from engine.runtime.distributed import World, seed_everything
 from engine.runtime.errors import ConfigError
@@ -68,6 +69,11 @@ def test_every_operation_of_timm_has_timms_pixels(name: str, mode: str):
     assert mean <= most_on_average
 
 
+def next_numbers() -> tuple[float, float, float]:
+    """The next numbers of all three sources of random numbers, which transforms may use."""
+    return random.random(), float(np.random.mtrand.random()), float(torch.rand(1))
+
+
 POLICIES = [
     RECIPE,
     "rand-m7-n3-p0.25",
@@ -96,10 +102,10 @@ def test_the_draws_are_those_of_timm(policy: str | None, in_chans: int):
     for number in range(60):
         image = photograph(number % 4, "RGB" if in_chans == 3 else "L")
         seed_everything(number)
-        expected, states = transforms[0](image), (random.random(), np.random.random(), torch.rand(1))  # noqa: NPY002
+        expected, state = transforms[0](image), next_numbers()
         seed_everything(number)
         drawn = transforms[1](image)
-        assert (random.random(), np.random.random(), torch.rand(1)) == states  # noqa: NPY002
+        assert next_numbers() == state
         augmented = stack_drawn([(drawn, 0)])[0].to(CPU.device)[0]
         found |= {operation for operation, _ in drawn.steps}
         means.append((augmented.float() - expected.float()).abs().mean().item())
