@@ -385,6 +385,19 @@ def test_tables_of_predicted_times():
     assert shown | {"softmax"} == {name for _, name in found}
 
 
+def test_accuracy_with_augmentation_in_batches():
+    top1: dict[str, dict[int, dict[str, float]]] = {}
+    for row in read("batched.csv"):
+        top1.setdefault(row["augment.batched"], {})[int(row["train.seed"])] = {"top1": float(row["top1"])}
+    without, batched = measure([top1["false"], top1["true"]], "top1")
+    assert batched.difference.is_noise
+    means = [plus_minus(spread, ".2f") for spread in (batched.spread, without.spread)]
+    found = "{} % with `batched` and {} % without (three seeds; paired difference {})".format(
+        *means, plus_minus(batched.difference, "+.2f")
+    )
+    assert found in " ".join((DOCS / "data.md").read_text().split()), found
+
+
 def test_table_from_scratch():
     assert over_seeds("fashion_mnist.csv") in RESULTS
     assert len(read("fashion_mnist.csv")) == 3 * 14
