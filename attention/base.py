@@ -24,12 +24,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .inputs import check_inputs
+from .ops import kernels
+from .ops.memory import by_parts
 from .options import OptionError, check_fields
 from .parts.geometry import Grid, merge_heads, split_heads, split_prefix
 from .parts.linear import init_linear
 from .parts.local_term import LocalTerm
 from .parts.masking import stand_in
-from .parts.transforms import softmax_attention
+from .parts.transforms import in_graph, softmax_attention, transformed
 
 PrefixTokens = Literal["refused", "plain", "exact"]
 
@@ -194,7 +196,10 @@ class Attention(nn.Module):
         return getattr(self.config, "attn_drop", 0.0) if self.training else 0.0
 
     def project(self, x: Tensor, grid: Grid) -> tuple[Any, ...]:
-        """Projects x (B, P + N, C) to queries, keys, values, each (B, h, P + N, d), and further inputs of `attend`."""
+        """Projects x (B, P + N, C) to queries, keys, values, each (B, h, P + N, d), and further inputs of `attend`.
+
+        All are tensors (B, ...) or None.
+        """
         return split_heads(self.qkv(x), self.num_projections, self.num_heads)
 
     def attend(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -227,13 +232,19 @@ class Attention(nn.Module):
         P = self.num_prefix_tokens
         grid = check_inputs(f"attention({self.name()})", x, grid, P, self.num_heads * self.head_dim)
         if key_mask is None:
-            return self.output(self.attend_all(self.project(x, grid), grid), x)
+            return self.output(self.attend_lean(self.project(x, grid), grid), x)
         self.check_key_mask(key_mask, (x.shape[0], grid[0] * grid[1]))
         counts = F.pad(key_mask, (P, 0), value=True)
         x = stand_in(x, counts)
         # If no token of an image counts, its zeros attend to each other.
-        y = self.attend_all(self.project(x, grid), grid, counts | ~counts.any(1, keepdim=True))
+        y = self.attend_lean(self.project(x, grid), grid, counts | ~counts.any(1, keepdim=True))
         return self.output(y, x).masked_fill(~counts[..., None], 0)
+
+    def attend_lean(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
+        """`attend_all`; with the path "lean" by parts of the batch, but not in graphs and transforms of torch.func."""
+        if kernels.path() != "lean" or in_graph() or transformed():
+            return self.attend_all(projected, grid, key_mask)
+        return by_parts(lambda *part: self.attend_all(part[:-1], grid, part[-1]), *projected, key_mask)
 
     def attend_all(self, projected: tuple[Any, ...], grid: Grid, key_mask: Tensor | None = None) -> Tensor:
         """Attended values (B, h, P + N, d) of all P + N tokens, local term included.

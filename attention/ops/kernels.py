@@ -5,7 +5,7 @@ tests compare the op and its fast paths with the op's literal twin. The decorato
 fast path takes tensors in their own type and upcasts those that need it.
 
 with kernels.use("plain"): ...   # the definitions themselves
-with kernels.use("lean"): ...    # fast paths that save less for the backward pass and compute it again
+with kernels.use("lean"): ...    # fast paths, by parts of the batch that the backward pass computes again
 with kernels.use("triton"): ...  # experimental: fused kernels on a GPU, fast paths for what they do not cover
 """
 
@@ -34,8 +34,8 @@ _triton: dict[str, ModuleType] = {}
 
 
 def path() -> Path:
-    """The path in use: "auto" takes fast paths, "lean" takes them in their variants of least memory, "triton" prefers
-    kernels to them, "plain" takes none.
+    """The path in use: "auto" takes fast paths, "triton" prefers kernels to them, "plain" takes none. "lean" is
+    "auto" with least memory: layers attend by parts of the batch, see `memory.by_parts`.
     """
     return _path
 

@@ -1,14 +1,19 @@
-"""Memory of the fast paths: the layout of their tensors, and the size of the chunks that they work on."""
+"""Memory: the layout of tensors of the fast paths, the chunks that they work on, and parts of the batch."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ..parts.geometry import Windows
 
 CACHE = 8 * 2**20
 """Bytes of a chunk that stay in a CPU's cache while it is processed: a share of the L3 cache."""
+
+PARTS = 8
+"""Parts of the batch in which layers attend with the path "lean"."""
 
 Chunk = tuple[slice, slice]
 
@@ -31,6 +36,18 @@ def cache_chunks(x: Tensor, bytes_of_head: int) -> Iterator[Chunk]:
 def take(chunk: Chunk, *tensors: Tensor | None) -> list[Tensor | None]:
     """Views of one chunk of tensors (B, h, ...)."""
     return [None if x is None else x[chunk] for x in tensors]
+
+
+def by_parts(function: Callable[..., Tensor], q: Tensor, *others: Tensor | None) -> Tensor:
+    """Result (B, h, N, d) of a function of tensors (B, ...) or None, computed for `PARTS` parts of the batch in turn.
+
+    The backward pass keeps the tensors alone, and computes each part again. Random numbers that the function draws for
+    all images are drawn for each part.
+    """
+    size = max(-(-len(q) // PARTS), 1)
+    parts = zip(q.split(size), *(itertools.repeat(None) if x is None else x.split(size) for x in others), strict=False)
+    y = [checkpoint(function, *part, use_reentrant=False).transpose(1, 2) for part in parts]
+    return torch.cat(y).transpose(1, 2)
 
 
 def like_tokens(x: Tensor) -> Tensor:

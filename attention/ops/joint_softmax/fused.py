@@ -3,7 +3,7 @@
 Windows of keys are copied once, into a buffer whose tail holds the keys of the summary tokens. One product computes all
 logits on top of the position bias and the masks (-inf), and one product mixes all values. The backward pass keeps the
 weights, and windows instead of tokens where they take no more memory. It keeps none of the copies, logits and masks
-that autograd would keep; with the path "lean" it keeps only the inputs.
+that autograd would keep.
 """
 
 import functools
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...parts.features import autocast_off, compute_dtype, product, upcast
 from ...parts.geometry import Windows, split_prefix
-from ..kernels import first_order, path
+from ..kernels import first_order
 from ..memory import Chunk, cache_chunks, like_tokens, partition, reverse, take
 
 MAX_KEPT = 1.1
@@ -40,8 +40,7 @@ def joint_softmax(q, k, v, bias=None, keys=None, values=None, logits=None, *, wi
         )
     offset = _offset(q, bias, logits, keys.shape[3], windows)
     with autocast_off(q):
-        keep = torch.is_grad_enabled() and path() != "lean"
-        return JointSoftmax.apply(q, k, v, keys, values, offset, windows, keep)
+        return JointSoftmax.apply(q, k, v, keys, values, offset, windows, torch.is_grad_enabled())
 
 
 def _offset(
@@ -154,7 +153,7 @@ def _partitioned(saved: Sequence[Tensor], buffer: Tensor, windows: Windows) -> S
 def _attend_backward(partitioned, buffer, dy, weights, dq, dk, dv, dkeys, dvalues, offset, windows):
     """Writes the gradients that are not None; returns the gradients of the logits, (B, h, g, w, e + c)."""
     (queries, keys, values), scale = partitioned, dy.shape[-1] ** -0.5
-    weights = _weights(queries(), keys(), dy, offset) if weights is None else weights.flatten(0, 2)
+    weights = weights.flatten(0, 2)
     of_windows, buffer = partition(dy, windows, dy.dtype), buffer.flatten(0, 2)
     if dv is not None or dvalues is not None:
         _split(torch.bmm(weights.mT, of_windows, out=buffer), dv, dvalues, windows)

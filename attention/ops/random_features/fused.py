@@ -4,14 +4,14 @@
     u_s = sum_m softmax_m[g(k'_m, omega_s)] v_m,   g(k', omega) = k' . omega - |k'|^2 / 2
 
 The scale of queries and keys, x' = d^-1/4 x, is folded into samples and landmarks. The backward pass keeps q, k, v and
-the weights; with the path "lean" it computes the weights again.
+the weights.
 """
 
 import torch
 from torch import Tensor
 
 from ...parts.features import autocast_off, compute_dtype, full_precision, log_features, scale, upcast
-from ..kernels import first_order, path, with_gradients
+from ..kernels import first_order, with_gradients
 from .proposals import MIN_ALPHA, POOLED, Proposal, Weighting, own_ratio, propose
 
 
@@ -113,7 +113,7 @@ def _attend(q, k, v, omega, prior=None, q_bar=None, balance=None, beta=0.0):
     if torch.is_grad_enabled():  # one copy for both passes; without gradients `_full` copies one at a time
         q, k, v = (x.contiguous() for x in (q, k, v))
     with autocast_off(q):
-        return RandomFeatures.apply(q, k, v, omega, prior, q_bar, balance, beta, path() == "lean")
+        return RandomFeatures.apply(q, k, v, omega, prior, q_bar, balance, beta)
 
 
 class RandomFeatures(torch.autograd.Function):
@@ -124,27 +124,23 @@ class RandomFeatures(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, omega, prior, q_bar, balance, beta, lean):
+    def forward(ctx, q, k, v, omega, prior, q_bar, balance, beta):
         of_keys, mass = _key_weights(k, omega)
         mass = mass if prior is None else mass + prior.flatten(0, 1)
         of_queries, r = _query_weights(q, omega, mass, q_bar, balance, beta)
         u = of_keys @ _full(v)
         y = of_queries.mT @ u
-        weights = (None, None, None) if lean else (of_keys, of_queries, r)
-        ctx.save_for_backward(q, k, v, omega, mass, q_bar, balance, u, *weights)
+        ctx.save_for_backward(q, k, v, omega, q_bar, balance, u, of_keys, of_queries, r)
         ctx.beta = beta
         return _as_tokens(y, q, y.dtype)
 
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        q, k, v, omega, mass, q_bar, balance, u, of_keys, of_queries, r = ctx.saved_tensors
+        q, k, v, omega, q_bar, balance, u, of_keys, of_queries, r = ctx.saved_tensors
         needs, beta, softmax_backward = ctx.needs_input_grad, ctx.beta, torch.ops.aten._softmax_backward_data
         dq = dk = dv = domega = dprior = dq_bar = dbalance = None
         with autocast_off(q):
-            if of_keys is None:
-                of_keys, _ = _key_weights(k, omega)
-                of_queries, r = _query_weights(q, omega, mass, q_bar, balance, beta)
             samples, dy, scale = omega.flatten(0, 1), _full(dy), omega.shape[-1] ** -0.25
             du = of_queries @ dy
             if needs[2]:
@@ -174,7 +170,7 @@ class RandomFeatures(torch.autograd.Function):
             if needs[1]:
                 keys = keys * on_keys.sum(1)[..., None]
                 dk = _as_tokens(keys.baddbmm_(on_keys.mT, samples, beta=-(scale**2), alpha=scale), k)
-        return dq, dk, dv, domega, dprior, dq_bar, dbalance, None, None
+        return dq, dk, dv, domega, dprior, dq_bar, dbalance, None
 
 
 def _key_weights(k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
