@@ -3,7 +3,7 @@
 import csv
 import operator
 from pathlib import Path
-from statistics import mean
+from statistics import mean, stdev
 
 import pytest
 
@@ -84,3 +84,40 @@ def test_the_best_of_each_budget_is_stated(share):
     best = min(within, key=lambda choices: within[choices].loss)
     line = f"| {share:g} | {', '.join(f'`{name}`' for name in best)} | {within[best].top1:.1f} |"
     assert line in (DOCS / "results.md").read_text()
+
+
+DEEPER_SHARES = 0.7, 0.8, 0.9
+
+
+def deeper() -> dict[tuple[str, int], list[Score]]:
+    """For both strategies and each seed, the measurement of the lowest loss within each budget, in six layers."""
+    with (DOCS / "data/search_six_layers.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    runs: dict[tuple[str, int], list[dict[str, str]]] = {}
+    for row in rows:
+        runs.setdefault((row["strategy"], int(row["seed"])), []).append(row)
+    assert {len(run) for run in runs.values()} == {55}
+    best = {}
+    for key, run in runs.items():
+        within = [[row for row in run if float(row["macs_share"]) <= share] for share in DEEPER_SHARES]
+        chosen = [min(rows, key=lambda row: float(row["loss"])) for rows in within]
+        best[key] = [Score(float(row["top1"]), float(row["loss"])) for row in chosen]
+    return best
+
+
+def test_the_search_in_six_layers_beside_a_random_one():
+    """With equally many measurements, from the same aligned layers of each of three seeds."""
+    best, seeds = deeper(), range(3)
+    assert {*best} == {(strategy, seed) for strategy in ("sensitivity", "random") for seed in seeds}
+    section = (DOCS / "results.md").read_text().partition("### The search in a deeper model\n")[2].partition("\n## ")[0]
+    for n, share in enumerate(DEEPER_SHARES):
+        searched, random = ([best[strategy, seed][n] for seed in seeds] for strategy in ("sensitivity", "random"))
+        assert all(one.loss < other.loss for one, other in zip(searched, random, strict=True))
+        cells = [
+            f"{mean(getattr(score, name) for score in scores):.{digits}f}"
+            f" ± {stdev(getattr(score, name) for score in scores):.{digits}f}"
+            for name, digits in (("loss", 4), ("top1", 1))
+            for scores in (searched, random)
+        ]
+        line = f"| {share:g} | {' | '.join(cells)} |"
+        assert line in section, line
