@@ -3,6 +3,7 @@
     python -m engine.data.prepare /data/imagenet /data/prepared                   # short side 256
     python -m engine.data.prepare /data/imagenet /data/prepared --short-side 0    # full size: the same training
     python -m engine.data.prepare /data/imagenet /data/shards --format mds --original    # files as they are, to stream
+    python -m engine.data.prepare /data/imagenet --index             # the listing of class folders
     python -m engine.data.prepare /data/wds --dataset wds --index    # where the samples of WebDataset shards lie
 
 Images become 8-bit RGB with a short side of 256 pixels, the size to which validation at 224 pixels resizes them before
@@ -31,6 +32,7 @@ from tqdm import tqdm
 
 from attention.options import OptionError
 from engine.config.schema import Data
+from engine.data import folders, webdataset
 from engine.data.cache import INDEX, CacheReader, encode, pixels_of, write_cache
 from engine.data.images import BrokenImage
 from engine.data.layout import LayoutError
@@ -38,7 +40,6 @@ from engine.data.mds import MdsReader, write_mds
 from engine.data.splits import Images, describe_ignored, find_split
 from engine.data.subset import SubsetReader
 from engine.data.verify import add_source, discard, open_splits, read_all
-from engine.data.webdataset import index_of, write_index
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import UserError, refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
@@ -57,11 +58,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--original", action="store_true", help="mds: the bytes of the files as they are")
     parser.add_argument("--shard-mb", type=float, default=64.0, help="mds: size of a shard, MB (64)")
-    index = "wds: write an index beside the shards, from which a run opens them in seconds; decodes nothing, no output"
+    index = "folder, wds: write an index beside each split, from which runs open it at once; decodes nothing, no output"
     parser.add_argument("--index", action="store_true", help=index)
     args = parser.parse_intermixed_args(arguments)  # options may stand between root and output
-    if args.index == (args.output is not None) or (args.index and args.dataset != "wds"):
-        parser.error("give an output directory, or --dataset wds --index without one")
+    if args.index == (args.output is not None) or (args.index and args.dataset not in ("folder", "wds")):
+        parser.error("give an output directory, or --index without one for --dataset folder or wds")
     if args.short_side < 0:
         parser.error(f"--short-side must be 0 or more, got {args.short_side}")
     if args.original and args.format != "mds":
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--shard-mb must be above 0 and at most 2000, got {args.shard_mb:g}")
     with refuse_bad_input():
         if args.index:
-            return index_shards(args)
+            return index_splits(args)
         for name, images in open_splits(args).items():
             try:
                 if args.format == "mds":
@@ -84,21 +85,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 print(f"{name}: {text}", file=sys.stderr, flush=True)
 
 
-def index_shards(args: argparse.Namespace) -> None:
-    """Writes the index of every split of WebDataset shards.
+def index_splits(args: argparse.Namespace) -> None:
+    """Writes the index of every split of class folders or WebDataset shards.
 
     Raises:
-        OptionError: a split is missing, or its shards cannot be read. UserError: the index cannot be written.
+        OptionError: a split is missing or cannot be read. UserError: the index cannot be written.
     """
     for name in args.splits:
-        _, pattern = find_split(Data(dataset="wds", root=args.root), name, "--splits")
+        _, path = find_split(Data(dataset=args.dataset, root=args.root), name, "--splits")
+        index = (webdataset if args.dataset == "wds" else folders).index_of(path)
         try:
-            places = write_index(pattern, args.workers)
+            layout = webdataset.write_index(path, args.workers) if args.dataset == "wds" else folders.write_index(path)
         except (LayoutError, tarfile.TarError) as error:
-            raise OptionError("--splits", f"{pattern!r}: {error}") from error
+            raise OptionError("--splits", f"{path!r}: {error}") from error
         except OSError as error:
-            raise UserError(f"{index_of(pattern)}: {error.strerror or error}") from error
-        print(f"{index_of(pattern)}: {len(places.sizes):,} images of {len(places.layout.class_to_idx):,} classes")
+            raise UserError(f"{index}: {error.strerror or error}") from error
+        print(f"{index}: {len(layout.samples):,} images of {len(layout.class_to_idx):,} classes")
 
 
 def prepare(name: str, images: Images, output: Path, short_side: int | None, workers: int) -> None:

@@ -13,6 +13,9 @@ from safetensors.numpy import save
 
 from engine.data.layout import LayoutError, Samples
 
+INDEX = ".index.safetensors"
+"""Ending of an index of images that lie elsewhere, after the name of the split."""
+
 LIMIT = 2**27
 """Largest size of a header, bytes; it holds the names of the classes."""
 
@@ -23,7 +26,11 @@ TYPES = {"U8": np.uint8, "U32": np.uint32, "I32": np.int32, "I64": np.int64}
 def write_table(
     path: Path, samples: Samples, class_to_idx: Mapping[str, int], notes: Mapping[str, str], **arrays: np.ndarray
 ) -> None:
-    """Writes names and labels of `samples`, the names of the classes, texts, and further arrays of any length."""
+    """Writes names and labels of `samples`, the names of the classes, texts, and further arrays of any length.
+
+    Raises:
+        OSError: no space, or no permission; the file is then as it was before.
+    """
     classes = sorted(class_to_idx, key=class_to_idx.__getitem__)
     tensors: dict[str, np.ndarray] = {
         "names": np.frombuffer(samples.text, np.uint8),
@@ -32,7 +39,12 @@ def write_table(
         **arrays,
     }
     contiguous = {name: np.ascontiguousarray(x) for name, x in tensors.items()}  # save ignores strides
-    path.write_bytes(save(contiguous, {"classes": json.dumps(classes), **notes}))  # save_file hides it from other users
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    try:  # save_file would hide it from other users
+        unfinished.write_bytes(save(contiguous, {"classes": json.dumps(classes), **notes}))
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def map_table(path: Path, **types: str) -> tuple[Samples, dict[str, int], dict[str, np.ndarray], dict[str, str]]:

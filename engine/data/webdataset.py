@@ -18,16 +18,13 @@ import numpy as np
 from tqdm import tqdm
 
 from engine.data.layout import Layout, LayoutError, LayoutReader, Samples, is_image, sort_naturally
-from engine.data.table import map_table, write_table
+from engine.data.table import INDEX, map_table, write_table
 from engine.data.tar import find_members, read_member
 from engine.runtime.reading import open_regular
 from engine.runtime.text import describe_error, one_line
 
 LABEL_BYTES = 18
 """Largest size of a label in a shard, bytes."""
-
-INDEX = ".index.safetensors"
-"""Ending of an index, after the name of the split."""
 
 TYPES = {"shards": "I32", "begins": "I64", "sizes": "I64"}
 """Array of an index, with a value for each image -> its type: number of the shard, and first byte and size in it."""
@@ -129,8 +126,8 @@ def join(shards: Sequence[str], lists: Iterable[Listed]) -> Places:
     return Places(layout, np.repeat(np.arange(len(shards), dtype=np.int32), counts), begins, sizes)
 
 
-def write_index(pattern: str, workers: int) -> Places:
-    """Writes the index of the shards that match `pattern`, beside them, by `workers` processes; returns the places.
+def write_index(pattern: str, workers: int) -> Layout:
+    """Writes the index of the shards that match `pattern`, beside them, by `workers` processes; returns their layout.
 
     Raises:
         LayoutError, TarError: as in `WdsReader`. OSError: no space, or no permission.
@@ -139,15 +136,10 @@ def write_index(pattern: str, workers: int) -> Places:
     with ProcessPoolExecutor(max(1, workers), get_context("spawn")) as pool:  # starts processes when there is work
         listed = pool.map(list_shard, shards, chunksize=4) if workers > 1 else map(list_shard, shards)
         places = join(shards, tqdm(listed, path.name, len(shards), unit=" shards", dynamic_ncols=True, disable=None))
-    unfinished = path.with_name(f".{path.name}.unfinished")
     arrays = {name: getattr(places, name) for name in TYPES}
     notes = {"shards": json.dumps(_describe(shards)), "ignored": json.dumps(places.layout.ignored)}
-    try:
-        write_table(unfinished, places.layout.samples, places.layout.class_to_idx, notes, **arrays)
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-    return places
+    write_table(path, places.layout.samples, places.layout.class_to_idx, notes, **arrays)
+    return places.layout
 
 
 def read_index(path: Path, shards: Sequence[str]) -> Places:

@@ -449,12 +449,13 @@ def rewrite(root, texts: dict[str, str] | None = None, **values: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "arguments", [["out", "--index", "--dataset", "wds"], ["--index"], [], ["--dataset", "wds"]], ids=" ".join
+    "arguments", [["out", "--index", "--dataset", "wds"], ["--index", "--dataset", "csv"], [], ["--dataset", "wds"]]
 )
-def test_an_index_needs_shards_and_no_output(tmp_path, capsys, arguments):
+def test_an_index_needs_folders_or_shards_and_no_output(tmp_path, capsys, arguments):
     with pytest.raises(SystemExit):
         prepare.main([str(tmp_path), *arguments])
-    assert "give an output directory, or --dataset wds --index without one" in capsys.readouterr().err
+    message = "give an output directory, or --index without one for --dataset folder or wds"
+    assert message in capsys.readouterr().err
 
 
 def test_shards_that_cannot_be_listed_get_no_index(tmp_path, capsys):
