@@ -3,6 +3,7 @@
 import csv
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import mean
@@ -161,6 +162,36 @@ def hybrids() -> str:
     return markdown(lines)
 
 
+def tuned(name: str) -> dict[int, dict[str, float]]:
+    """Top-1 of a mechanism in all layers after training on, by seed."""
+    rows = [row for row in read("transfer.csv") if row["attention"] == name]
+    return {int(row["seed"]): {"top1": float(row["tuned_top1"])} for row in rows}
+
+
+UNIFORM = {"0.723": "local", "0.825": "eva", "0.905": "lara"}
+"""Budget of the search -> the mechanism that uses it up in all layers."""
+
+
+def front() -> str:
+    """Top-1 of searched assignments and of a mechanism in all layers that uses the budget up, both trained on."""
+    titles = ["found, by seed", "MACs", "top-1 (%)", "in all layers", "MACs", "top-1 (%)", "difference"]
+    lines = [["budget", *titles]]
+    shares = {tuple(row[f"layer {n}"] for n in range(3)): float(row["macs_share"]) for row in read("search.csv")}
+    for budget, name in UNIFORM.items():
+        rows = [row for row in read("search_front.csv") if row["budget"] == budget]
+        found = {int(row["seed"]): {"top1": float(row["tuned_top1"])} for row in rows}
+        both = measure([tuned(name), found], "top1")
+        counts = Counter(", ".join(f"`{row[f'layer {n}']}`" for n in range(3)) for row in rows)
+        assignments = "; ".join(each if count == len(rows) else f"{each} ({count})" for each, count in counts.items())
+        costs = [f"{float(row['macs_share']):.3f}" for row in rows]
+        macs = "–".join(sorted({min(costs), max(costs)}))
+        difference = plus_minus(both[1].difference, "+.2f") + verdict(both[1].difference)
+        cells = [assignments, macs, plus_minus(both[1].spread, ".2f")]
+        cells += [f"`{name}`", f"{shares[name, name, name]:.3f}", plus_minus(both[0].spread, ".2f"), difference]
+        lines.append([budget, *cells])
+    return markdown(lines)
+
+
 def over_seeds(name: str, others: Mapping[str, Callable[[Row], float]] = MappingProxyType({})) -> str:
     """Top-1 of every setting over its seeds, its difference to the first, and other values of the runs, by titles."""
     values = {"top1": lambda row: float(row["top1"]), **others}
@@ -259,6 +290,10 @@ def test_table_of_hybrids():
         RESULTS.partition("### Softmax attention in the first layer\n")[2].partition("\n### ")[0].split()
     )
     assert [text for text in found if text not in section] == []
+
+
+def test_table_of_searched_assignments():
+    assert front() in RESULTS, front()
 
 
 def test_table_of_a_deeper_model():
