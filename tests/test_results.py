@@ -192,6 +192,21 @@ def front() -> str:
     return markdown(lines)
 
 
+def scratch() -> str:
+    """Top-1 after an epoch from scratch, and after alignment and an epoch in a trained model; minutes of the former."""
+    lines = [["", "from scratch: top-1 (%)", "aligned and trained on: top-1 (%)", "difference", "minutes from scratch"]]
+    runs: dict[str, list[Row]] = {}
+    for row in read("scratch_epoch.csv"):
+        runs.setdefault(row["attention"], []).append(row)
+    for name, rows in runs.items():
+        own = {int(row["train.seed"]): {"top1": float(row["top1"])} for row in rows}
+        both = measure([own, tuned(name)], "top1")
+        top1 = [plus_minus(one.spread, ".2f") for one in both]
+        difference = plus_minus(both[1].difference, "+.2f") + verdict(both[1].difference)
+        lines.append([f"`{name}`", *top1, difference, f"{mean(float(row['minutes']) for row in rows):.0f}"])
+    return markdown(lines)
+
+
 def over_seeds(name: str, others: Mapping[str, Callable[[Row], float]] = MappingProxyType({})) -> str:
     """Top-1 of every setting over its seeds, its difference to the first, and other values of the runs, by titles."""
     values = {"top1": lambda row: float(row["top1"]), **others}
@@ -290,6 +305,10 @@ def test_table_of_hybrids():
         RESULTS.partition("### Softmax attention in the first layer\n")[2].partition("\n### ")[0].split()
     )
     assert [text for text in found if text not in section] == []
+
+
+def test_table_of_training_from_scratch_for_the_same_time():
+    assert scratch() in RESULTS, scratch()
 
 
 def test_table_of_searched_assignments():
