@@ -35,6 +35,7 @@ from bench.quality import MEASURES
 from bench.recommend import measure_on, recommend
 from bench.results import MEMORY, NOISE, describe, format_results, write_tables
 from bench.roofline import DEVICES
+from bench.runtimes import RUNTIMES
 from bench.workload import DTYPES, EXECUTIONS, MODES
 from engine.config.papers import PaperRow, read_others, read_papers
 from engine.runtime.arguments import ArgumentParser
@@ -104,7 +105,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     modes = "forward: with a graph, as in training; train: forward, backward and AdamW; inference: without a graph"
     add("--modes", nargs="+", choices=MODES, help=f"{modes}; default: forward, forward+backward")
     add("--dtypes", nargs="+", choices=DTYPES, default=["fp32"], help="half precision uses autocast")
-    add("--execution", nargs="+", choices=EXECUTIONS, default=["eager"], help="compiled: for each shape")
+    exported = "compiled: for each shape; of models in inference, onnx, onnx-int8 and aot (AOTInductor): exported"
+    add("--execution", nargs="+", choices=EXECUTIONS, default=["eager"], help=exported)
     add("--rounds", type=positive, help=f"measurements of each; default: 10, with --recommend {ROUNDS}")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     processor = "CPU time of the process instead of wall time, for a busy machine; needs one thread"
@@ -143,6 +145,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--processor-time: give --threads 1, and --device cpu")
     if args.rounds < 2:
         parser.error("--rounds: quartiles take at least 2")
+    unfit = args.attention or args.modes != ["inference"] or args.dtypes != ["fp32"] or args.device != "cpu"
+    if unfit and (exported := [name for name in args.execution if name in RUNTIMES]):
+        parser.error(f"--execution {exported[0]}: takes --models, --modes inference and --device cpu, in fp32")
     return args
 
 

@@ -15,6 +15,7 @@ from attention.options import OptionError, nearest
 from bench.results import COLUMNS, FILES, SETTINGS, quartile_columns
 from bench.timing import SAMPLE_SECONDS, Call, Quartiles, time_rounds
 from bench.workload import Subject, Workload, attention_core, attention_layer, whole_model
+from engine.checkpoints.export import check_target
 from engine.runtime.files import make_output
 from engine.runtime.memory import memory_permitting
 from models.costs import Costs
@@ -48,8 +49,10 @@ def plan(args: argparse.Namespace, device: torch.device) -> list[Comparison]:
     """Returns the comparisons of a command line, after building every network once on the meta device.
 
     Raises:
-        OptionError, UserError: a name, option, size or directory that cannot be honoured.
+        OptionError, UserError: a name, option, size or directory that cannot be honoured, or a missing package.
     """
+    if {"onnx", "onnx-int8"} & {*args.execution}:
+        check_target("model.onnx")
     if args.output:
         make_output(args.output, FILES)
     kinds = []
@@ -111,7 +114,8 @@ def compare(
             row |= {"waited": times.waited, "images_per_second": comparison.batch / row["seconds"]}
         if {subject.name, comparison.baseline} <= calls.keys():
             row |= quartile_columns("speedup", times.speedup(subject.name, comparison.baseline), times)
-            row["peak_ratio"] = row["peak_bytes"] / counts[comparison.baseline]["peak_bytes"]
+            if row["peak_bytes"]:
+                row["peak_ratio"] = row["peak_bytes"] / counts[comparison.baseline]["peak_bytes"]
             row["macs_ratio"] = macs[comparison.baseline] / row["macs"]
             row["efficiency"] = row["speedup"] / row["macs_ratio"]
         rows.append(row)

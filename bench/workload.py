@@ -15,6 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from attention import Attention, AttentionFactory, Grid, kernels
 from attention.options import OptionError, nearest
 from bench.operators import count_operators, searches
+from bench.runtimes import RUNTIMES
 from bench.timing import count_launches
 from engine.config.load import load_run
 from engine.config.yaml_files import parse_yaml
@@ -27,7 +28,7 @@ from models.costs import Costs, costs_of
 
 MODES = ("forward", "forward+backward", "train", "inference")
 DTYPES = ("fp32", "bf16", "fp16")
-EXECUTIONS = ("eager", "compiled")
+EXECUTIONS = ("eager", "compiled", *RUNTIMES)
 WARM_UP = 3
 """Number of calls before the first measurement."""
 
@@ -178,7 +179,8 @@ class Workload:
     """Network and inputs of a subject as one repeatable `call`, which leaves no graph and no gradients behind.
 
     Modes: `forward` in training mode, with a graph; `forward+backward` to all parameters and all inputs but images;
-    `train`, also a step of AdamW; `inference` in evaluation mode, without a graph. Half precision uses autocast.
+    `train`, also a step of AdamW; `inference` in evaluation mode, without a graph. Half precision uses autocast. The
+    executions of `bench.runtimes` take models in inference.
 
     Raises:
         torch.OutOfMemoryError: the GPU is too small.
@@ -208,6 +210,8 @@ class Workload:
             "train": self.train,
             "inference": torch.inference_mode()(self.forward),
         }[mode]
+        if execution in RUNTIMES:
+            self.call = RUNTIMES[execution](network, *self.inputs)
         if mode in ("forward+backward", "train"):
             self.gradient = torch.randn_like(self.forward())
         if mode == "train":
@@ -229,7 +233,10 @@ class Workload:
             leaf.grad = None
 
     def counts(self) -> dict[str, int | None]:
-        """Returns bytes, operators and kernel launches of one call; None for counts that do not apply."""
+        """Returns bytes, operators and kernel launches of one call; None for counts that do not apply, and none for
+        calls outside of torch."""
+        if self.execution in RUNTIMES:
+            return {}
         operators = count_operators(self.call) if self.execution == "eager" else None
         return {
             "operators": operators and len(operators),
