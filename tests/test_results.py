@@ -400,6 +400,31 @@ def efficiency() -> str:
     return markdown(lines)
 
 
+def lean() -> str:
+    """Peaks of forward and backward relative to fused softmax attention's, and the time of the path "lean"; the highest
+    peaks first.
+    """
+    rows = {row["name"]: row for row in read("lean.csv")}
+    softmax = float(rows["softmax"]["peak_bytes"])
+    lines = [["", "peak", "peak, lean", "time, lean"]]
+    for name, row in sorted(rows.items(), key=lambda pair: -float(pair[1]["peak_bytes"])):
+        peaks = [float(row[key]) / softmax for key in ("peak_bytes", "lean_peak_bytes")]
+        if peaks[0] > 1.3:
+            noise = "~" if row["noisy"] == "True" else ""
+            lines.append([f"`{name}`", *(f"{peak:.2f}" for peak in peaks), f"{noise}{float(row['time_ratio']):.2f}"])
+    return markdown(lines)
+
+
+def test_table_of_the_path_of_least_memory():
+    assert lean() in BENCHMARKS, lean()
+    rows = {row["name"]: row for row in read("lean.csv")}
+    peaks = [float(row["lean_peak_bytes"]) / float(rows["softmax"]["peak_bytes"]) for row in rows.values()]
+    low = sum(peak <= 1.6 for peak in peaks)
+    assert f"It is at most 1.6 for {low} of {len(rows)} mechanisms" in BENCHMARKS
+    times = sorted(float(row["time_ratio"]) for row in rows.values())
+    assert f"{times[0]:.2f} to {times[-1]:.2f} times" in BENCHMARKS
+
+
 def test_table_of_efficiency():
     assert efficiency() in BENCHMARKS, efficiency()
     at_784 = [row for row in read("efficiency.csv") if (row["size"], row["dtype"]) == ("784", "fp32")]
