@@ -94,6 +94,8 @@ def test_tables_of_time_and_memory():
     for mode in ("forward", "forward+backward"):
         assert table(read_mode("attention.csv", mode), "{} tokens|MACs", speed) in RESULTS
     assert table(read_mode("attention.csv", "forward+backward"), "{} tokens: peak|saved", memory) in RESULTS
+    long = read_mode("attention_long.csv", "forward+backward")
+    assert table(long, "{} tokens|MACs|peak", training) in RESULTS, table(long, "{} tokens|MACs|peak", training)
     assert table(read_mode("attention_vision.csv", "forward"), "{} tokens|MACs", speed) in RESULTS
     assert table(read_mode("attention_vision.csv", "forward+backward"), "{} tokens|MACs|peak", training) in RESULTS
     assert table(read_mode("model.csv", "train"), "{} pixels|MACs|peak", training) in RESULTS
@@ -398,6 +400,28 @@ def efficiency() -> str:
         ratios = [f"{float(row[key]):.2f}" for key in ("speedup", "macs_ratio", "peak_ratio")]
         lines.append([f"`{name}`" + "*" * (row["searches"] == "True"), *quotients, *ratios, row["operators"]])
     return markdown(lines)
+
+
+def exported() -> str:
+    """Milliseconds of an image in every runtime, and in parentheses the speed-up over the first model there."""
+    rows = read("exported.csv")
+    runtimes = list(dict.fromkeys(row["execution"] for row in rows))
+    lines = [["", "MACs", *runtimes]]
+    for name in dict.fromkeys(row["name"] for row in rows):
+        own = {row["execution"]: row for row in rows if row["name"] == name}
+        of_baseline = next(row for row in rows if row["name"] == row["baseline"])
+        ratio = float(of_baseline["macs"]) / float(own["eager"]["macs"])
+        cells = [
+            ("~" if row["seconds_noisy"] == "True" else "")
+            + f"{1e3 * float(row['seconds']):.0f} ({float(row['speedup']):.2f})"
+            for row in map(own.__getitem__, runtimes)
+        ]
+        lines.append([f"`{name}`", f"{ratio:.2f}", *cells])
+    return markdown(lines)
+
+
+def test_table_of_exported_models():
+    assert exported() in BENCHMARKS, exported()
 
 
 def lean() -> str:

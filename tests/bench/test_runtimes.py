@@ -1,0 +1,78 @@
+"""Exported models in the benchmark, and the accuracy of 8 bits on the reference."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import benchmark
+from analysis.laboratory import score
+from analysis.trained import read_sample
+from bench.runtimes import RUNTIMES, to_int8
+from engine.checkpoints.export import to_onnx
+from models import create_model
+from tests.analysis.models import load_model
+
+onnxruntime = pytest.importorskip("onnxruntime")
+DOCS, REFERENCE = (Path(__file__).parents[2] / name for name in ("docs", "reference"))
+EVA = {"name": "eva", "window_size": 2, "num_landmarks": 4}
+OPTIONS = "--modes", "inference", "--device", "cpu", "--rounds", "2", "--batch-size", "1", "--image-sizes", "32"
+
+
+@pytest.mark.parametrize(("runtime", "tolerance"), [("onnx", 1e-5), ("onnx-int8", 0.05), ("aot", 1e-5)])
+def test_exported_models_compute_what_the_model_does(runtime, tolerance):
+    model = create_model("deit_tiny_p8", attention=EVA, img_size=32, depth=1, num_classes=5).eval()
+    images = torch.randn(1, 3, 32, 32)
+    result = RUNTIMES[runtime](model, images)()
+    with torch.no_grad():
+        expected = model(images)
+    difference = (torch.as_tensor(result[0]).view(-1) - expected.view(-1)).abs().max()
+    assert difference <= tolerance * expected.abs().max()
+    assert difference > 0 or runtime != "onnx-int8"  # it is not the model itself
+
+
+def test_exported_models_have_rows_beside_the_baseline_of_their_runtime(tmp_path, capsys):
+    model = "model: {name: deit, img_size: 32, patch_size: 8, embed_dim: 24, depth: 1, num_heads: 3, num_classes: 5}\n"
+    models, executions = [str(tmp_path / name) for name in ("softmax.yaml", "linear.yaml")], ["eager", "onnx"]
+    for file in map(Path, models):
+        file.write_text(f"{model}attention: {{name: {file.stem}}}\n")
+    benchmark.main(["--models", *models, "--execution", *executions, *OPTIONS, "--output", str(tmp_path / "out")])
+    lines = [line.split(" | ") for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    title, _, *rows = lines
+    found = [(row[0].removeprefix("| "), row[title.index("execution")]) for row in rows]
+    assert found == [(model, execution) for execution in executions for model in models]
+    peaks = [row[title.index("peak (MiB)")] for row in rows]
+    assert all(peaks[:2])
+    assert not any(peaks[2:])  # torch does not see what other programs allocate
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--attention", "eva", "--modes", "inference", "--device", "cpu"],
+        ["--models", "deit_tiny_p8:eva", "--modes", "train", "--device", "cpu"],
+        ["--models", "deit_tiny_p8:eva", "--modes", "inference", "--device", "cpu", "--dtypes", "bf16"],
+        ["--models", "deit_tiny_p8:eva", "--modes", "inference"],
+    ],
+    ids=" ".join,
+)
+def test_exported_models_run_in_inference_on_a_cpu_alone(arguments, capsys):
+    with pytest.raises(SystemExit):
+        benchmark.main([*arguments, "--execution", "eager", "aot"])
+    message = "--execution aot: takes --models, --modes inference and --device cpu, in fp32"
+    assert message in capsys.readouterr().err
+
+
+def test_eight_bits_hold_the_accuracy_of_the_reference():
+    """On 500 test images; docs/benchmarks.md has all 2,000."""
+    trained = load_model(REFERENCE / "fashion_mnist.safetensors", f"data.root={REFERENCE}")
+    sample = read_sample(trained, 500)
+    content, _ = to_onnx(trained.model, torch.zeros(2, 1, 56, 56), "")
+    session = onnxruntime.InferenceSession(to_int8(content), providers=["CPUExecutionProvider"])
+
+    def eight_bits(images):
+        return torch.as_tensor(session.run(["logits"], {"images": images.numpy()})[0])
+
+    exact = score(trained.model, trained, sample).top1
+    assert score(eight_bits, trained, sample).top1 > exact - 1
+    assert len(to_int8(content)) < 0.6 * len(content)
