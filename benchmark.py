@@ -105,8 +105,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     modes = "forward: with a graph, as in training; train: forward, backward and AdamW; inference: without a graph"
     add("--modes", nargs="+", choices=MODES, help=f"{modes}; default: forward, forward+backward")
     add("--dtypes", nargs="+", choices=DTYPES, default=["fp32"], help="half precision uses autocast")
-    exported = "compiled: for each shape; of models in inference, onnx, onnx-int8 and aot (AOTInductor): exported"
-    add("--execution", nargs="+", choices=EXECUTIONS, default=["eager"], help=exported)
+    executions = "compiled: for each shape; onnx, onnx-int8, aot (AOTInductor): exported models, in inference"
+    add("--execution", nargs="+", choices=EXECUTIONS, default=["eager"], help=executions)
     add("--rounds", type=positive, help=f"measurements of each; default: 10, with --recommend {ROUNDS}")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     processor = "CPU time of the process instead of wall time, for a busy machine; needs one thread"

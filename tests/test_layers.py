@@ -1,6 +1,6 @@
 """Imports only point down, and the folders are the law.
 
-attention/: mechanisms -> ops -> parts -> torch. models -> types of attention. engine -> those, by room. Scripts -> all.
+attention/: mechanisms -> base -> ops -> parts -> torch. models -> types of attention. engine -> those, by room. Scripts -> all.
 """
 
 import ast
@@ -24,7 +24,7 @@ LIBRARIES = {
         *EXPORT,
         *TRACKERS,
     },
-    "bench": {"torch", "torchvision", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "triton"},
+    "bench": {"torch", "torchvision", "timm", "yaml", "numpy", "PIL", "matplotlib", "tqdm", "triton", "onnxruntime"},
     "analysis": {"torch", "timm", "yaml", "matplotlib", "tqdm"},
     "ablation": {"torch", "yaml", "matplotlib", "tqdm"},
 }
@@ -44,7 +44,7 @@ BELOW = {  # folder or file -> what of this project it may import
     "attention/mechanisms": {*CONTRACT, "attention.parts", "attention.ops", "attention.mechanisms"},
     "attention/options.py": set(),
     "attention/inputs.py": {"attention.parts"},
-    "attention/base.py": {"attention.inputs", "attention.options", "attention.parts"},
+    "attention/base.py": {"attention.inputs", "attention.options", "attention.ops", "attention.parts"},
     "attention/costs.py": {"attention.base", "attention.parts", "attention.window_options"},
     "attention/window_options.py": {"attention.base", "attention.options", "attention.parts"},
     "attention": {"attention"},
