@@ -1,6 +1,7 @@
 """Imports only point down, and the folders are the law.
 
-attention/: mechanisms -> base -> ops -> parts -> torch. models -> types of attention. engine -> those, by room. Scripts -> all.
+attention/: mechanisms -> base -> ops -> parts -> torch. models -> types of attention. engine -> those, by room.
+Scripts -> all.
 """
 
 import ast
