@@ -36,7 +36,7 @@ def value_and_gradients(attn, x: Tensor, grid, amp: bool = False, images: int | 
     x = x.detach().requires_grad_()
     torch.manual_seed(3)
     with torch.autocast("cpu", torch.bfloat16, enabled=amp):
-        y = torch.cat([attn(part, grid) for part in x.split(images or max(len(x), 1))])
+        y = torch.cat([attn(part, grid) for part in x.split(images)]) if images else attn(x, grid)
     y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64).to(y.dtype))
     gradients = [x.grad, *(p.grad for p in attn.parameters() if p.grad is not None)]
     attn.zero_grad()

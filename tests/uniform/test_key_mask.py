@@ -225,7 +225,7 @@ def test_no_path_ignores_a_mask(case):
         with kernels.use(path):
             results.append(attn(x, case.grid, key_mask))
     assert torch.equal(results[0], results[1])
-    assert torch.equal(results[0], results[2])
+    torch.testing.assert_close(results[2], results[0], rtol=FP64, atol=FP64)  # images by themselves round otherwise
 
 
 def test_kernels_do_not_cover_masks(monkeypatch):
