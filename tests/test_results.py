@@ -96,6 +96,12 @@ def test_tables_of_time_and_memory():
     assert table(read_mode("attention.csv", "forward+backward"), "{} tokens: peak|saved", memory) in RESULTS
     long = read_mode("attention_long.csv", "forward+backward")
     assert table(long, "{} tokens|MACs|peak", training) in RESULTS, table(long, "{} tokens|MACs|peak", training)
+    seconds = {(row["name"], row["size"]): float(row["seconds"]) for row in long}
+    growth = {name: seconds[name, "128x256"] / seconds[name, "16384"] for name, _ in seconds}
+    of_softmax, combiner = growth.pop("softmax"), growth.pop("combiner")
+    others = f"{min(growth.values()):.1f} to {max(growth.values()):.1f} times as long with all but"
+    line = f"Twice the tokens take {others} Combiner ({combiner:.1f}) and softmax attention ({of_softmax:.1f})."
+    assert line in RESULTS, line
     assert table(read_mode("attention_vision.csv", "forward"), "{} tokens|MACs", speed) in RESULTS
     assert table(read_mode("attention_vision.csv", "forward+backward"), "{} tokens|MACs|peak", training) in RESULTS
     assert table(read_mode("model.csv", "train"), "{} pixels|MACs|peak", training) in RESULTS
@@ -311,6 +317,8 @@ def test_table_of_hybrids():
 
 def test_table_of_training_from_scratch_for_the_same_time():
     assert scratch() in RESULTS, scratch()
+    differences = [float(value) for value in re.findall(r"\| \+([\d.]+) ±", scratch())]
+    assert f"{min(differences):.1f} to {max(differences):.1f} points behind one that was aligned" in RESULTS
 
 
 def test_table_of_searched_assignments():
@@ -422,6 +430,14 @@ def exported() -> str:
 
 def test_table_of_exported_models():
     assert exported() in BENCHMARKS, exported()
+    rows = {(row["name"], row["execution"]): float(row["seconds"]) for row in read("exported.csv")}
+    gains = {
+        runtime: [rows[name, "eager"] / rows[name, runtime] for name, execution in rows if execution == "eager"]
+        for runtime in ("onnx", "aot", "onnx-int8")
+    }
+    ranges = [f"{min(gains[name]):.{d}f} to {max(gains[name]):.{d}f}" for name, d in zip(gains, (2, 2, 1), strict=True)]
+    line = "ONNX Runtime is {} times as fast, AOTInductor {} times, and 8 bits {} times".format(*ranges)
+    assert line in BENCHMARKS, line
 
 
 def lean() -> str:

@@ -1,6 +1,5 @@
 """Memory: the layout of tensors of the fast paths, the chunks that they work on, and parts of the batch."""
 
-import itertools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -43,11 +42,14 @@ def by_parts(function: Callable[..., Tensor], q: Tensor, *others: Tensor | None)
 
     The backward pass keeps the tensors alone, and computes each part again. Random numbers that the function draws for
     all images are drawn for each part.
+
+    Raises:
+        ValueError: the tensors divide into other numbers of parts, and are not of one batch.
     """
-    size = max(-(-len(q) // PARTS), 1)
-    parts = zip(q.split(size), *(itertools.repeat(None) if x is None else x.split(size) for x in others), strict=False)
-    y = [checkpoint(function, *part, use_reentrant=False).transpose(1, 2) for part in parts]
-    return torch.cat(y).transpose(1, 2)
+    first = q.split(max(-(-len(q) // PARTS), 1))
+    split = ([None] * len(first) if x is None else x.split(len(first[0]) or 1) for x in others)
+    y = [checkpoint(function, *part, use_reentrant=False) for part in zip(first, *split, strict=True)]
+    return torch.cat([part.transpose(1, 2) for part in y]).transpose(1, 2)
 
 
 def like_tokens(x: Tensor) -> Tensor:

@@ -24,10 +24,13 @@ from engine.data.layout import (
     is_image,
     sort_naturally,
 )
-from engine.data.table import INDEX, map_table, write_table
+from engine.data.table import map_table, write_table
 from engine.runtime.errors import UserError
 from engine.runtime.reading import open_regular
 from engine.runtime.text import describe_error, one_line
+
+INDEX = ".folders.safetensors"
+"""Ending of an index, after the name of the split; one of WebDataset shards may lie beside it."""
 
 
 class FolderReader(LayoutReader):

@@ -13,9 +13,6 @@ from safetensors.numpy import save
 
 from engine.data.layout import LayoutError, Samples
 
-INDEX = ".index.safetensors"
-"""Ending of an index of images that lie elsewhere, after the name of the split."""
-
 LIMIT = 2**27
 """Largest size of a header, bytes; it holds the names of the classes."""
 

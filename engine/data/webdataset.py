@@ -18,13 +18,16 @@ import numpy as np
 from tqdm import tqdm
 
 from engine.data.layout import Layout, LayoutError, LayoutReader, Samples, is_image, sort_naturally
-from engine.data.table import INDEX, map_table, write_table
+from engine.data.table import map_table, write_table
 from engine.data.tar import find_members, read_member
 from engine.runtime.reading import open_regular
 from engine.runtime.text import describe_error, one_line
 
 LABEL_BYTES = 18
 """Largest size of a label in a shard, bytes."""
+
+INDEX = ".index.safetensors"
+"""Ending of an index, after the name of the split."""
 
 TYPES = {"shards": "I32", "begins": "I64", "sizes": "I64"}
 """Array of an index, with a value for each image -> its type: number of the shard, and first byte and size in it."""

@@ -138,7 +138,7 @@ def test_an_index_opens_the_same_folders_without_listing_them(tmp_path, capsys, 
     (tmp_path / "train/b/empty").mkdir()
     listed = split_of(tmp_path, "folder")
     write_index(tmp_path)
-    assert f"{tmp_path / 'train.index.safetensors'}: 5 images of 3 classes" in capsys.readouterr().out
+    assert f"{tmp_path / 'train.folders.safetensors'}: 5 images of 3 classes" in capsys.readouterr().out
     monkeypatch.setattr(folders, "find_files", None)
     found = split_of(tmp_path, "folder")
     assert list(found.reader.samples) == list(listed.reader.samples)
@@ -173,7 +173,7 @@ def test_an_index_that_is_older_than_a_folder_is_refused(tmp_path, change, folde
     problem = rf"is older than the folder '{re.escape(folder)}', .*; make it anew .*--index"
     with pytest.raises(OptionError, match=problem):
         split_of(tmp_path, "folder")
-    (tmp_path / "train.index.safetensors").unlink()
+    (tmp_path / "train.folders.safetensors").unlink()
     if folder != ".":
         split_of(tmp_path, "folder")
 
@@ -191,7 +191,7 @@ def test_a_damaged_index_of_folders_is_refused(tmp_path, texts, problem):
     write_folder(tmp_path, FILES)
     write_index(tmp_path)
     rewrite(tmp_path, texts)
-    with pytest.raises(OptionError, match=rf"train.index.safetensors is damaged \({problem}.*; make it anew"):
+    with pytest.raises(OptionError, match=rf"train.folders.safetensors is damaged \({problem}.*; make it anew"):
         split_of(tmp_path, "folder")
 
 
@@ -207,7 +207,7 @@ def test_an_index_from_a_stranger_opens_no_file_outside_of_the_data(tmp_path):
 
 def rewrite(root, texts, samples=None):
     """Changes texts of the index, or its images."""
-    path = root / "train.index.safetensors"
+    path = root / "train.folders.safetensors"
     known, class_to_idx, _, _ = map_table(path)
     with safe_open(path, "numpy") as file:
         notes = file.metadata()

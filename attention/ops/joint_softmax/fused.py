@@ -167,7 +167,7 @@ def _attend_backward(partitioned, buffer, dy, weights, dq, dk, dv, dkeys, dvalue
     return logits.unflatten(0, (*dy.shape[:2], windows.count))
 
 
-def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None, weights: Tensor | None = None) -> Tensor:
+def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None, weights: Tensor | None) -> Tensor:
     """Softmax of all logits of windows of queries (B h g, w, d) on keys (B h g, w + c, d), written to `weights` unless
     None: (B h g, w, w + c).
     """
