@@ -67,10 +67,11 @@ def choose_blocks(num_window: int, num_global: int, uniform: Tensor) -> Tensor:
     twice = (chosen[:, :, None] == chosen[:, None]).tril(-1).any(-1)
     chosen = chosen.masked_fill(twice | (chosen < 0) | (chosen >= n), n).expand(h, -1, -1)
     for u in uniform.unbind(-1):
-        block = (u * (n - (chosen < n).sum(-1))).long()
-        for taken in chosen.sort(-1).values.unbind(-1):  # position among free blocks -> position among all
-            block = block + (block >= taken)
-        chosen = torch.cat([chosen, block[..., None]], -1)
+        block = (u * (n - (chosen < n).sum(-1))).long()[..., None]  # position among free blocks
+        taken = chosen.sort(-1).values
+        free_before = taken - torch.arange(taken.shape[-1], device=u.device)
+        passed = (free_before <= block) & (taken < n)
+        chosen = torch.cat([chosen, block + passed.sum(-1, keepdim=True)], -1)
     return chosen.clamp(max=n)
 
 

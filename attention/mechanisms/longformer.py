@@ -16,9 +16,9 @@ from torch import Tensor
 
 from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, num_padded, projections, total, window_macs
-from ..ops.joint_softmax.op import mix, prefix_term, shared_logits, window_logits
+from ..ops.joint_softmax.op import gathered_logits, mix, prefix_term, shared_logits
 from ..options import Options, fit_option, local_option, option
-from ..parts.geometry import Grid, Windows, raster, split_heads, split_prefix
+from ..parts.geometry import Grid, Windows, raster, select_tokens, split_heads, split_prefix
 from ..parts.groups import bin_counts
 from ..parts.linear import linear_part
 from ..parts.tables import kept_table
@@ -49,15 +49,16 @@ def longformer(
         q_global, k_global, v_global = q.index_select(2, global_tokens), k, v
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     tiles = band(grid, radius)
-    on_band = window_logits(q, k, None, tiles)  # (B, h, tiles, w, e)
-    on_band = on_band.masked_fill(~within(tiles, radius, q.device), -torch.inf)
-    queries = tiles.partition(q)
+    band_keys = tiles.indices(q.device)  # (tiles, e); -1 outside the grid
+    keys, values = (select_tokens(x, band_keys.clamp(min=0)) for x in (k, v))
+    queries, attended = tiles.partition(q), within(tiles, radius, q.device) & (band_keys >= 0)[:, None]
+    on_band = gathered_logits(queries, keys, attended)  # (B, h, tiles, w, e)
     on_global = shared_logits(queries, k.index_select(2, global_tokens))
     n, W = tiles._replace(overlap=(0, 0)).indices(q.device)[..., None], grid[1]
     distances = (n // W - global_tokens // W).abs(), (n % W - global_tokens % W).abs()
     on_global = on_global.masked_fill((distances[0] <= radius) & (distances[1] <= radius), -torch.inf)
     global_values = v.index_select(2, global_tokens)[:, :, None]
-    terms = [(on_band, tiles.partition_keys(v)), (on_global, global_values), *prefix_term(queries, k_prefix, v_prefix)]
+    terms = [(on_band, values), (on_global, global_values), *prefix_term(queries, k_prefix, v_prefix)]
     rows = softmax(q_global, k_global, v_global, attn_drop)
     return tiles.reverse(mix(terms, attn_drop)).index_copy(2, global_tokens, rows.to(v.dtype))
 

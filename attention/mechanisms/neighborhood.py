@@ -16,7 +16,7 @@ from ..base import Attention, Cost, LayerContext
 from ..costs import local_cost, total
 from ..ops.joint_softmax.op import attended_tokens, gathered_logits, mix, mix_reference, prefix_term
 from ..options import Options, fit_option, local_option, option
-from ..parts.geometry import Grid, Windows, split_prefix
+from ..parts.geometry import Grid, Windows, select_tokens, split_prefix
 from ..parts.masking import of_grid
 from ..parts.neighborhoods import pair, tiles, tiling
 from ..parts.position import PositionBias
@@ -40,13 +40,13 @@ def neighborhood(
     """
     (k_prefix, k), (v_prefix, v) = split_prefix(k, q.shape[2]), split_prefix(v, q.shape[2])
     index = tiles(grid, size, dilation, q.device)
-    queries, keys, values = q[:, :, index.queries], k[:, :, index.keys], v[:, :, index.keys]
+    queries, keys, values = select_tokens(q, index.queries), select_tokens(k, index.keys), select_tokens(v, index.keys)
     counts = None if counts is None else counts[:, None, index.keys][:, :, :, None]
     logits = gathered_logits(queries, keys, index.offsets >= 0, counts)
     if table is not None:
         logits = logits + table[0, index.offsets.clamp(min=0)].permute(3, 0, 1, 2)
     y = mix([(logits, values), *prefix_term(queries, k_prefix, v_prefix)], attn_drop)
-    return y.flatten(2, 3)[:, :, index.position]
+    return select_tokens(y.flatten(2, 3), index.position)
 
 
 def neighborhood_reference(q, k, v, table=None, *, grid, size, dilation, counts=None, attn_drop=0.0):

@@ -24,6 +24,7 @@ from ..options import Options, fit_option, option
 from ..parts.features import full_precision
 from ..parts.geometry import Grid, Layout, raster, split_prefix
 from ..parts.groups import Groups, bin_counts, bins
+from ..parts.local_term import on_images
 from .softmax import softmax
 
 
@@ -44,9 +45,9 @@ def nystrom(
     y = ((q @ to_landmarks).softmax(-1) @ inverse) @ softmax(q_bar, k, v)
     if filters is None:
         return y
-    images = v_grid.permute(0, 3, 1, 2).flatten(0, 1).unflatten(2, grid)  # (B d, h, H, W)
-    mixed = F.conv2d(images, filters[:, None], padding="same", groups=len(filters))
-    return y + mixed.flatten(2).unflatten(0, (-1, v.shape[-1])).permute(0, 2, 3, 1)
+    width = v.shape[1] * v.shape[-1]
+    of_channels = filters.repeat_interleave(v.shape[-1], 0)[:, None]
+    return y + on_images(lambda x: F.conv2d(x, of_channels, padding="same", groups=width), v_grid, grid, width)
 
 
 def pseudo_inverse(a: Tensor, iterations: int) -> Tensor:

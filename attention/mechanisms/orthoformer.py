@@ -33,7 +33,7 @@ def orthoformer(q: Tensor, k: Tensor, v: Tensor, *, num_landmarks: int) -> Tenso
 @torch.no_grad()
 def orthogonal_tokens(x: Tensor, count: int) -> Tensor:
     """Indices (B, h, count) of the tokens (B, h, N, d) that a greedy search finds the most orthogonal."""
-    unit = F.normalize(x, dim=-1)
+    unit = F.normalize(x, dim=-1).contiguous()
     chosen = [x.square().sum(-1).argmax(-1, keepdim=True)]
     largest = torch.zeros_like(x[..., 0])  # largest |cosine| to the chosen tokens
     for _ in range(count - 1):

@@ -40,6 +40,11 @@ def split_prefix(x: Tensor, N: int) -> tuple[Tensor, Tensor]:
     return x[..., :-N, :], x[..., -N:, :]
 
 
+def select_tokens(x: Tensor, index: Tensor) -> Tensor:
+    """Tokens (B, h, N, d) at index (...), the same for all images and heads: (B, h, ..., d)."""
+    return x.index_select(2, index.flatten()).unflatten(2, index.shape)
+
+
 def gather_tokens(x: Tensor, index: Tensor) -> Tensor:
     """Tokens (B, h, N, d) at index (B, h, n, s): (B, h, n, s, d)."""
     return x.gather(2, index.flatten(2)[..., None].expand(-1, -1, -1, x.shape[-1])).unflatten(2, index.shape[2:])

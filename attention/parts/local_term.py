@@ -1,10 +1,26 @@
-"""The local term of linear attention: a depthwise convolution of the values, as an image of the grid's tokens."""
+"""Depthwise convolutions of tokens as an image of the grid, among them the local term of linear attention."""
+
+import math
+from collections.abc import Callable
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .geometry import Grid, split_prefix
 from .masking import mask_tokens
+
+
+def on_images(convolve: Callable[[Tensor], Tensor], x: Tensor, grid: Grid, width: int) -> Tensor:
+    """Applies a convolution of images (B', width, H, W) to tokens (B, h, N, d) -> (B, h, N, d).
+
+    width: d if heads share the filters, or h d. In memory, channels come last in an image as in tokens: a depthwise
+    convolution of this layout copies less, and its gradients take less than half of the time on a CPU.
+    """
+    B, h, N, d = x.shape
+    rows = x.unflatten(1, (-1, width // d)).transpose(2, 3)  # (B, heads of an image each, N, width / d, d)
+    images = rows.reshape(B * h * d // width, *grid, width).permute(0, 3, 1, 2)
+    y = convolve(images).permute(0, 2, 3, 1).reshape(rows.shape)
+    return y.transpose(2, 3).flatten(1, 2)
 
 
 class LocalTerm(nn.Conv2d):
@@ -21,7 +37,6 @@ class LocalTerm(nn.Conv2d):
 
         key_mask: (B, P + N) bool, true for tokens that count; the image is zero at others.
         """
-        (B, h, _, d), N = v.shape, grid[0] * grid[1]
-        prefix, tokens = split_prefix(mask_tokens(v, key_mask), N)
-        images = tokens.mT.reshape(B * h * d // self.in_channels, self.in_channels, *grid)
-        return F.pad(self(images).view(B, h, d, N).mT, (0, 0, prefix.shape[2], 0))
+        prefix, tokens = split_prefix(mask_tokens(v, key_mask), math.prod(grid))
+        y = on_images(self, tokens, grid, self.in_channels)
+        return F.pad(y, (0, 0, prefix.shape[2], 0)) if prefix.shape[2] else y
