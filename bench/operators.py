@@ -108,8 +108,8 @@ class OperatorCounter(TorchDispatchMode):
         elif name == "convolution_backward":  # torch's own count is wrong for groups
             y, x, weight = read[:3]
             flops = 2 * conv_flop_count(x.shape, weight.shape, y.shape, transposed=args[7])
-        elif function.overloadpacket in flop_registry:
-            flops = flop_registry[function.overloadpacket](*args, **kwargs, out_val=result)
+        elif (product := getattr(torch.ops.aten, name.rstrip("_"), None)) in flop_registry:  # in place too
+            flops = flop_registry[product](*args, **kwargs, out_val=result)
         self.found.append(Operator(name, sum(sizes), flops, elements, (read or written)[0].dtype))
 
     def _allocate(self, storage: torch.UntypedStorage, constant: bool) -> None:

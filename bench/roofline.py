@@ -14,6 +14,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from engine.reporting.tables import compact_table, markdown_table
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.distributed import AMP_DTYPE, autocast
 from engine.runtime.errors import ConfigError, refuse_bad_input
+from engine.runtime.files import check_output, to_csv, write_file
 from engine.runtime.memory import limit_memory
 from engine.runtime.peaks import peak_tflops
 from engine.runtime.provenance import provenance
@@ -171,10 +173,13 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--num-heads", type=positive, default=3, help="heads of a layer")
     add("--mode", choices=[mode for mode in MODES if mode != "train"], default="forward+backward")
     add("--dtype", choices=DTYPES, help="default: bf16; with --validate fp32")
+    add("--csv", type=Path, metavar="FILE", help="writes the predictions as a table")
     add("--validate", action="store_true", help="predict this CPU, from measured rates, and time it: one core")
     args = parser.parse_args(arguments)
     args.dtype = args.dtype or ("fp32" if args.validate else "bf16")
     args.tokens = args.tokens or list(MEASURED if args.validate else SIZES)
+    if args.csv and args.validate:
+        parser.error("--csv writes predictions for other devices; leave it out with --validate")
     return args
 
 
@@ -187,6 +192,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if subject.path == "triton":
                 raise ConfigError(f"{subject.name!r}: Triton's kernels are not counted; leave out @triton")
         costs = {size: [subject.check(size) for subject in subjects] for size in args.tokens}
+        if args.csv:
+            check_output(args.csv, "--csv", [".csv"])
     if args.validate:
         torch.set_num_threads(1)
         print(describe(provenance(CPU)), flush=True)
@@ -204,6 +211,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"Predictions, not measurements: {args.mode}, {args.dtype}, eager, {args.batch_tokens} tokens in a batch.\n")
     print(*(f"- {name}: {device}" for name, device in devices.items()), "", sep="\n")
     print(counts_table(calls, devices), crossovers(calls, devices), sep="\n\n")
+    if args.csv:
+        with refuse_bad_input():
+            write_file(args.csv, to_csv(*csv_table(calls, devices)))
 
 
 Calls = Mapping[tuple[Grid, str], Sequence[Operator]]
@@ -223,6 +233,19 @@ def counts_table(calls: Calls, devices: Mapping[str, Device]) -> str:
             row[f"{device}: ms (speed-up)"] = f"{1e3 * seconds:.2f} ({softmax / seconds:.2f})"
         rows.append(row)
     return compact_table(rows)
+
+
+def csv_table(calls: Calls, devices: Mapping[str, Device]) -> tuple[list[str], list[list[str]]]:
+    """Returns header and rows of a file of GB that calls move, operators, milliseconds and speed-ups over softmax."""
+    rows = []
+    for (size, name), operators in calls.items():
+        row = [str(math.prod(size)), name, f"{sum(o.nbytes for o in operators) / 1e9:.1f}", str(len(operators))]
+        for device in devices.values():
+            seconds, softmax = (predict(calls[size, each], device) for each in (name, "softmax"))
+            row += f"{1e3 * seconds:.2f}", f"{softmax / seconds:.2f}"
+        rows.append(row)
+    columns = [f"{device}_{column}" for device in devices for column in ("ms", "speedup")]
+    return ["tokens", "name", "gb", "operators", *columns], rows
 
 
 def crossovers(calls: Calls, devices: Mapping[str, Device]) -> str:

@@ -1,8 +1,8 @@
 """Where the time of attention layers goes: the share of every kind of operator.
 
-    python -m bench.shares                                             # all mechanisms, 784 tokens, forward and backward
+    python -m bench.shares                                    # all mechanisms, 784 tokens, forward and backward
     python -m bench.shares --attention nystrom bigbird --tokens 196 3136 --dtype bf16
-    python -m bench.shares --csv shares.csv                            # the table as a file, too
+    python -m bench.shares --csv shares.csv                   # the table as a file, too
 
 PyTorch's profiler gives the time of every operator without that of the operators it calls. One core of the CPU runs
 them. Products and convolutions are what multiply-accumulates count, projections among them; a layer without all other
@@ -27,7 +27,7 @@ from bench.workload import DTYPES, MODES, Workload, attention_layer
 from engine.reporting.tables import markdown_table
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import refuse_bad_input
-from engine.runtime.files import to_csv, write_file
+from engine.runtime.files import check_output, to_csv, write_file
 from engine.runtime.memory import limit_memory
 from engine.runtime.provenance import provenance
 
@@ -93,6 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for size in args.tokens:
             for subject in subjects:
                 subject.check(size)
+        if args.csv:
+            check_output(args.csv, "--csv", [".csv"])
     rows = []
     with limit_memory(CPU), tqdm(total=len(subjects) * len(args.tokens), unit="layer", disable=None) as bar:
         for size in args.tokens:

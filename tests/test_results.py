@@ -14,6 +14,7 @@ import pytest
 from ablation.replicates import measure
 from analysis.draws import Row as Transferred
 from analysis.draws import is_own, paired, read_rows
+from bench.shares import COUNTED
 from engine.reporting.tables import plus_minus, verdict
 
 DOCS = Path(__file__).parents[1] / "docs"
@@ -410,6 +411,26 @@ def efficiency() -> str:
     return markdown(lines)
 
 
+def slow() -> list[Row]:
+    """Rows of mechanisms whose quotient at 784 tokens in fp32 is below 0.70 as printed, the best first."""
+    rows = [row for row in read("efficiency.csv") if (row["size"], row["dtype"]) == ("784", "fp32")]
+    found = [row for row in rows if round(float(row["efficiency"]), 2) < 0.7 and row["name"] not in CONTROLS]
+    return sorted(found, key=lambda row: -float(row["efficiency"]))
+
+
+def spent() -> str:
+    """Shares of time by kind of operator, and the quotient of a layer without operators that MACs leave out."""
+    found = {row["name"]: row for row in read("shares.csv")}
+    kinds = [name for name in next(iter(found.values())) if name not in ("name", "tokens")]
+    lines = [["", "of the ratio of MACs", *kinds, "products and convolutions alone"]]
+    for row in slow():
+        of_kind = {kind: float(found[row["name"]][kind]) for kind in kinds}
+        alone = float(row["efficiency"]) / sum(of_kind[kind] for kind in COUNTED)
+        cells = [f"{100 * share:.0f}" for share in of_kind.values()]
+        lines.append([f"`{row['name']}`", f"{float(row['efficiency']):.2f}", *cells, f"{alone:.2f}"])
+    return markdown(lines)
+
+
 def exported() -> str:
     """Milliseconds of an image in every runtime, and in parentheses the speed-up over the first model there."""
     rows = read("exported.csv")
@@ -467,11 +488,12 @@ def test_table_of_the_path_of_least_memory():
 
 def test_table_of_efficiency():
     assert efficiency() in BENCHMARKS, efficiency()
-    at_784 = [row for row in read("efficiency.csv") if (row["size"], row["dtype"]) == ("784", "fp32")]
-    slow = [row for row in at_784 if row["searches"] == "False" and round(float(row["efficiency"]), 2) < 0.7]
-    slow = {row["name"] for row in slow} - CONTROLS
     (sentence,) = re.findall(r"do not sort and are below 0\.70 at 784 tokens: ([^.]*)\.", BENCHMARKS)
-    assert {*re.findall(r"`(\w+)`", sentence)} == slow
+    assert {*re.findall(r"`(\w+)`", sentence)} == {row["name"] for row in slow() if row["searches"] == "False"}
+
+
+def test_table_of_shares_of_time():
+    assert spent() in BENCHMARKS, spent()
 
 
 def test_tables_of_predicted_times():

@@ -250,7 +250,8 @@ class Train:
     )
     compile: bool = option(
         False,
-        "torch.compile the blocks, those that are alike as one graph, for full batches; smaller ones run as they are",
+        "torch.compile the blocks, those that are alike as one graph, for full batches; smaller ones run as they are;"
+        " on a CPU it does not always pay, see docs/training.md",
     )
     kernels: Literal["auto", "lean", "triton", "plain"] = option(
         "auto", "fast paths of attention; lean: least memory; triton: on a GPU fused kernels, experimental; plain: none"

@@ -56,6 +56,15 @@ def test_grouped_convolutions_and_fused_attention():
     assert (backward.elements, backward.flops) == (forward.elements, 5 * forward.flops // 2)
 
 
+def test_products_in_place_count_as_products():
+    x, y = torch.randn(B, 5, 7), torch.randn(B, 7, 6)
+    z, total = torch.empty(B, 5, 6), torch.zeros(5, 6)
+    found = count_operators(
+        lambda: [torch.bmm(x, y), torch.bmm(x, y, out=z), z.baddbmm_(x, y), total.addmm_(x[0], y[0])]
+    )
+    assert [each.flops for each in found] == [2 * B * 5 * 7 * 6] * 3 + [2 * 5 * 7 * 6]
+
+
 def test_a_layer_equals_its_count_by_hand():
     """Softmax attention in evaluation: two projections, and one operator between them, of 4-byte numbers."""
     workload = Workload(attention_layer("softmax", C, H), (3, 4), B, "inference", "fp32", "eager", CPU)

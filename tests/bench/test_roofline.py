@@ -1,5 +1,7 @@
 """The roofline: predictions equal the formula, counts are those of a real call, and tables say what was predicted."""
 
+import csv
+
 import pytest
 import torch
 
@@ -93,10 +95,14 @@ def test_fused_attention_wins_small_grids_and_loses_large_ones():
     assert "| 16 | eva | 0.0 | 1 | 50000.00 (0.51) |" in counts_table(calls, {"slow": SLOW})
 
 
-def test_the_command_predicts_and_validates(capsys, monkeypatch):
-    small = "--attention", "mean", "--dim", "12", "--tokens", "16"
-    roofline.main([*small, "--batch-tokens", "144"])
+def test_the_command_predicts_and_validates(tmp_path, capsys, monkeypatch):
+    small, file = ("--attention", "mean", "--dim", "12", "--tokens", "16"), tmp_path / "roofline.csv"
+    roofline.main([*small, "--batch-tokens", "144", "--csv", str(file)])
     printed = capsys.readouterr().out
+    with file.open() as text:
+        softmax, mean = csv.DictReader(text)
+    assert (softmax["name"], softmax["h100_speedup"], mean["name"]) == ("softmax", "1.00", "mean")
+    assert all(f"{mean[f'{name}_ms']} ({mean[f'{name}_speedup']})" in printed for name in DEVICES)
     assert "Predictions, not measurements" in printed
     assert all(f"- {name}: " in printed for name in DEVICES)
     monkeypatch.setattr(roofline, "SAMPLE_SECONDS", 1e-4)
@@ -116,3 +122,6 @@ def test_refuses_with_one_line(capsys):
     with pytest.raises(SystemExit, match="2"):
         roofline.main(["--on", "h101"])
     assert "invalid choice: 'h101'" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        roofline.main(["--validate", "--csv", "roofline.csv"])
+    assert "leave it out with --validate" in capsys.readouterr().err
