@@ -15,7 +15,7 @@ from ablation.replicates import measure
 from analysis.draws import Row as Transferred
 from analysis.draws import is_own, paired, read_rows
 from bench.shares import COUNTED
-from engine.reporting.tables import plus_minus, spread, verdict
+from engine.reporting.tables import plus_minus, verdict
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULTS, BENCHMARKS = ((DOCS / name).read_text() for name in ("results.md", "benchmarks.md"))
@@ -231,28 +231,6 @@ def over_seeds(name: str, others: Mapping[str, Callable[[Row], float]] = Mapping
         means = [plus_minus(other.spread, ".2f") for other in rest]
         lines.append([f"`{setting}`", plus_minus(top1.spread, ".2f"), seeds, difference, *means])
     return markdown(lines)
-
-
-def equal(tokens: str) -> str:
-    """Top-1 of every mechanism at equal MACs, its difference to softmax attention, and the top-1 at the default size."""
-    runs: dict[tuple[str, str], dict[int, dict[str, float]]] = {}
-    for row in read("equal_macs.csv"):
-        if row["tokens"] == tokens:
-            runs.setdefault((row["name"], row["size"]), {})[int(row["seed"])] = {"top1": float(row["top1"])}
-    default: dict[str, list[float]] = {}
-    for row in read("fashion_mnist.csv"):
-        name = re.search(r"name: (\w+)", row["attention"])[1]
-        if "eva" not in name or "window_size: 7, num_landmarks: 49" in row["attention"]:
-            default.setdefault(name, []).append(float(row["top1"]))
-    top1, lines = measure(list(runs.values()), "top1"), []
-    for (name, size), column in zip(runs, top1, strict=True):
-        difference = plus_minus(column.difference, "+.2f") + verdict(column.difference)
-        seeds = ", ".join(f"{column.values[seed]:.2f}" for seed in sorted(column.values))
-        above = plus_minus(spread(default.get(name, [])), ".2f")
-        lines.append([f"`{name}`", size, plus_minus(column.spread, ".2f"), seeds, difference, above])
-    first, *others = lines
-    others.sort(key=lambda line: -float(line[2].split()[0]))
-    return markdown([["", "size", "top-1 (%)", "of seeds 0, 1, 2", "difference to softmax", "at its size above"], first, *others])
 
 
 def without_and_with(name: str, key: str, titles: Sequence[str], other: str | None = None) -> str:

@@ -16,9 +16,9 @@ def on_images(convolve: Callable[[Tensor], Tensor], x: Tensor, grid: Grid, width
     width: d if heads share the filters, or h d. In memory, channels come last in an image as in tokens: a depthwise
     convolution of this layout copies less, and its gradients take less than half of the time on a CPU.
     """
-    B, h, N, d = x.shape
-    rows = x.unflatten(1, (-1, width // d)).transpose(2, 3)  # (B, heads of an image each, N, width / d, d)
-    images = rows.reshape(B * h * d // width, *grid, width).permute(0, 3, 1, 2)
+    heads = width // x.shape[-1]  # of an image
+    rows = x.unflatten(1, (-1, heads)).transpose(2, 3)  # (B, h / heads, N, heads, d)
+    images = rows.reshape(x.shape[0] * x.shape[1] // heads, *grid, width).permute(0, 3, 1, 2)
     y = convolve(images).permute(0, 2, 3, 1).reshape(rows.shape)
     return y.transpose(2, 3).flatten(1, 2)
 
