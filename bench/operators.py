@@ -86,7 +86,8 @@ class OperatorCounter(TorchDispatchMode):
             tensors = [x for x in tree_leaves(value) if isinstance(x, Tensor)]
             changes = argument.alias_info is not None and argument.alias_info.is_write
             written += tensors if changes else []
-            read += [] if changes and (argument.is_out or name in OVERWRITING) else tensors
+            ignored = argument.is_out if changes else argument.name == "self" and kwargs.get("beta") == 0
+            read += [] if ignored or (changes and name in OVERWRITING) else tensors
         storages = {_key(x) for x in (*read, *written)}
         results = [x for x in tree_leaves(result) if isinstance(x, Tensor) and _key(x) not in storages]
         is_random = torch.Tag.nondeterministic_seeded in function.tags
@@ -129,15 +130,15 @@ class OperatorCounter(TorchDispatchMode):
 
 
 def count_operators(call: Callable[[], object]) -> list[Operator]:
-    """Returns the operators of a call. Chunks that only a CPU's caches need count as one."""
-    with unchunked(), OperatorCounter() as counter:
+    """Returns the operators of a call, on the paths that tensors off a CPU take: without chunks for its caches."""
+    with off_cpu(), OperatorCounter() as counter:
         call()
     return counter.found
 
 
-def unchunked() -> AbstractContextManager[object]:
-    """Context in which fast paths do not divide their work for a CPU's caches, as on other devices."""
-    return patch.object(memory, "CACHE", 2**62)
+def off_cpu() -> AbstractContextManager[object]:
+    """Context in which fast paths work as on other devices than a CPU."""
+    return patch.object(memory, "on_cpu", lambda x: False)
 
 
 def searches(operators: Iterable[Operator], tokens: int) -> bool:

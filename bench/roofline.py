@@ -3,10 +3,12 @@
     python -m bench.roofline                                    # all mechanisms: counts, predicted times, crossovers
     python -m bench.roofline --attention eva lara --tokens 784 3136 --on h100 l4
     python -m bench.roofline --validate                         # predicted and measured times on one core of this CPU
+    python -m bench.roofline --compiled --attention eva lara    # bytes of eager layers, and of the same layers compiled
 
 An operator takes as long as the slowest of its launch, its bytes and its arithmetic at the device's rates, and a layer
 takes the sum of its operators. Counted are eager layers on the path that tensors off a CPU take; nothing is allocated
-or computed. Autocast's list of operators is that of a CPU. Compiled layers and Triton's kernels are not counted.
+or computed. Autocast's list of operators is that of a CPU. Predicted times are those of eager layers. What compiled
+layers move is counted beside it, from the kernels generated for this CPU. The project's own kernels are not counted.
 """
 
 import argparse
@@ -26,7 +28,8 @@ from bench.agreement import Agreement
 from bench.arguments import every_mechanism, positive, token_grid
 from bench.calibration import CALIBRATION_SAMPLE, ROUNDS, Candidate, Prediction, Shape
 from bench.comparison import Comparison, compare
-from bench.operators import Operator, OperatorCounter, unchunked
+from bench.generated import generated
+from bench.operators import Operator, OperatorCounter, off_cpu
 from bench.results import describe
 from bench.timing import SAMPLE_SECONDS, elapsed
 from bench.workload import DTYPES, MODES, Subject, attention_layer
@@ -108,7 +111,7 @@ def count(subject: Subject, size: Grid, batch: int, mode: str, dtype: str, on_cp
         mode: forward, forward+backward or inference. on_cpu: counts chunks for the caches of a CPU one by one.
     """
     network = subject.build(size).train(mode != "inference")
-    path, amp = nullcontext() if on_cpu else unchunked(), None if dtype == "fp32" else dtype
+    path, amp = nullcontext() if on_cpu else off_cpu(), None if dtype == "fp32" else dtype
     with path, FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(mode != "inference"):
         inputs = subject.example(network, size, batch, "cpu")
         with OperatorCounter() as counter, subject.on_path(), autocast(amp, CPU):
@@ -175,11 +178,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--dtype", choices=DTYPES, help="default: bf16; with --validate fp32")
     add("--csv", type=Path, metavar="FILE", help="writes the predictions as a table")
     add("--validate", action="store_true", help="predict this CPU, from measured rates, and time it: one core")
+    add("--compiled", action="store_true", help="compile the layers for this CPU and count what they move; minutes")
     args = parser.parse_args(arguments)
     args.dtype = args.dtype or ("fp32" if args.validate else "bf16")
     args.tokens = args.tokens or list(MEASURED if args.validate else SIZES)
     if args.csv and args.validate:
         parser.error("--csv writes predictions for other devices; leave it out with --validate")
+    if args.validate and args.compiled:
+        parser.error("--validate times eager layers; leave it out with --compiled")
     return args
 
 
@@ -199,6 +205,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(describe(provenance(CPU)), flush=True)
         with limit_memory(CPU):
             print(validate(args, subjects, costs))
+        return
+    if args.compiled:
+        torch.set_num_threads(1)
+        table = ["tokens", "name", "gb", "operators", "compiled_gb", "kernels"], compiled(args, subjects)
+        print(markdown_table(*table))
+        if args.csv:
+            with refuse_bad_input():
+                write_file(args.csv, to_csv(*table))
         return
     devices = {name: DEVICES[name] for name in args.on}
     calls = {}
@@ -233,6 +247,18 @@ def counts_table(calls: Calls, devices: Mapping[str, Device]) -> str:
             row[f"{device}: ms (speed-up)"] = f"{1e3 * seconds:.2f} ({softmax / seconds:.2f})"
         rows.append(row)
     return compact_table(rows)
+
+
+def compiled(args: argparse.Namespace, subjects: Sequence[Subject]) -> list[list[str]]:
+    """Returns rows of what layers move and launch, eager and compiled for this CPU."""
+    rows, setting = [], (args.mode, args.dtype)
+    for size in args.tokens:
+        for subject in tqdm(subjects, unit="layer", disable=None):
+            eager = count(subject, size, max(1, args.batch_tokens // math.prod(size)), *setting).found
+            nbytes, kernels = generated(subject, size, args.batch_tokens, *setting)
+            row = [str(math.prod(size)), subject.name, f"{sum(o.nbytes for o in eager) / 1e9:.1f}", str(len(eager))]
+            rows.append([*row, f"{nbytes / 1e9:.1f}", str(kernels)])
+    return rows
 
 
 def csv_table(calls: Calls, devices: Mapping[str, Device]) -> tuple[list[str], list[list[str]]]:

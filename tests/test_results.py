@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from statistics import mean
+from statistics import mean, median
 from types import MappingProxyType
 
 import pytest
@@ -526,6 +526,12 @@ def test_tables_of_predicted_times():
     assert shown | {"softmax"} == {name for _, name in found}
 
 
+def test_table_of_compiled_layers():
+    for row in read("roofline_compiled.csv"):
+        cells = [f"`{row['name']}`", *(row[key] for key in ("gb", "operators", "compiled_gb", "kernels"))]
+        assert f"| {' | '.join(cells)} |\n" in BENCHMARKS, cells
+
+
 def test_accuracy_with_augmentation_in_batches():
     top1: dict[str, dict[int, dict[str, float]]] = {}
     for row in read("batched.csv"):
@@ -537,6 +543,20 @@ def test_accuracy_with_augmentation_in_batches():
         *means, plus_minus(batched.difference, "+.2f")
     )
     assert found in " ".join((DOCS / "data.md").read_text().split()), found
+
+
+def test_what_the_data_can_decide():
+    section = RESULTS.partition("## What these data can decide\n")[2].partition("\n## ")[0]
+    runs: dict[str, dict[int, dict[str, float]]] = {}
+    for row in read("fashion_mnist.csv"):
+        runs.setdefault(row["attention"], {})[int(row["train.seed"])] = {"top1": float(row["top1"])}
+    scratch = dict(zip(runs, measure(list(runs.values()), "top1"), strict=True))
+    for differences in ([top1.difference for top1 in list(scratch.values())[1:]], BEHIND.values()):
+        widths = sorted(difference.half_width for difference in differences)
+        assert f"{widths[0]:.1f} to {widths[-1]:.1f} points" in section
+        assert f"(median {median(widths):.1f})" in section
+    for control in ("identity", "convolution"):
+        assert f"{scratch[f'{{name: {control}}}'].spread.mean:.1f} %" in section
 
 
 def test_table_from_scratch():

@@ -17,6 +17,11 @@ PARTS = 8
 Chunk = tuple[slice, slice]
 
 
+def on_cpu(x: Tensor) -> bool:
+    """True if fast paths should work in the ways that suit a CPU: the one place that decides, for counts elsewhere."""
+    return x.device.type == "cpu"
+
+
 def cache_chunks(x: Tensor, bytes_of_head: int) -> Iterator[Chunk]:
     """Slices of images and heads of x (B, h, ...), each as large as `CACHE` allows at `bytes_of_head` per head of an
     image.
@@ -24,7 +29,7 @@ def cache_chunks(x: Tensor, bytes_of_head: int) -> Iterator[Chunk]:
     Returns one chunk off the CPU, and in compiled graphs, which would contain the operations once per chunk.
     """
     (B, h), pairs = x.shape[:2], max(CACHE // bytes_of_head, 1)
-    if x.device.type != "cpu" or torch.compiler.is_compiling():
+    if not on_cpu(x) or torch.compiler.is_compiling():
         pairs = max(B * h, 1)
     images, heads = max(pairs // h, 1), min(pairs, h)
     for b in range(0, B, images):
@@ -76,6 +81,22 @@ def tiles_to_tokens(y: Tensor, tiles: Windows, like: Tensor) -> Tensor:
     tokens = y.view(B, h, H // rows, W // columns, rows, columns, d).permute(0, 2, 4, 3, 5, 1, 6)
     tokens = tokens.to(like.dtype, copy=True, memory_format=torch.contiguous_format)
     return tokens.view(B, N, h, d).transpose(1, 2)
+
+
+def tile_products(x: Tensor, y: Tensor, tiles: Windows, like: Tensor) -> Tensor:
+    """`tiles_to_tokens` of x * y, each (B h g, w or 1, d or 1), without a copy of the product."""
+    tokens = like_tokens(like)
+    target = tiles.view(tokens)
+
+    def of_windows(each: Tensor) -> Tensor:
+        return each.unflatten(1, tiles.size if each.shape[1] > 1 else (1, 1)).unflatten(0, target.shape[:4])
+
+    x, y = of_windows(x), of_windows(y)
+    if torch.compiler.is_compiling():  # compilers fuse this, and refuse an `out` that is not contiguous
+        target.copy_(x * y)
+    else:
+        torch.mul(x, y, out=target)
+    return tokens
 
 
 def reverse(y: Tensor, x: Tensor, windows: Windows) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 from attention import ATTENTION
 from attention.ops import memory
 from bench import roofline
-from bench.operators import Operator, OperatorCounter, unchunked
+from bench.generated import IMAGES, Generated, generated
+from bench.operators import Operator, OperatorCounter, off_cpu
 from bench.roofline import DEVICES, Device, count, counts_table, crossovers, predict
 from bench.workload import Workload, attention_layer
 
@@ -50,7 +51,7 @@ def test_nothing_is_allocated_and_the_count_is_that_of_a_real_call(name):
     counter = count(subject, (14, 14), 2, "forward+backward", "fp32")
     found = counter.found
     assert len(found) == workload.counts()["operators"]
-    with unchunked(), OperatorCounter() as real:
+    with off_cpu(), OperatorCounter() as real:
         workload.call()
     assert counter.peak_bytes == pytest.approx(real.peak_bytes, rel=0.02)
     large = count(subject, (14, 14), 2_000_000, "forward+backward", "fp32").found  # hundreds of gigabytes
@@ -112,6 +113,24 @@ def test_the_command_predicts_and_validates(tmp_path, capsys, monkeypatch):
     assert "measured on one core" in printed
 
 
+def test_bytes_of_compiled_layers():
+    """Two projections of 16 tokens an image, and nothing else: inputs, outputs, weights and biases."""
+    subject = attention_layer("identity", 12, 3)
+    by_hand = 2 * (2 * 16 * IMAGES * 12 + 12**2 + 12) * 4
+    assert generated(subject, (4, 4), 16 * IMAGES, "inference", "fp32") == (by_hand, 2)
+    assert generated(subject, (4, 4), 160 * IMAGES, "inference", "fp32") == (10 * by_hand, 2)
+
+
+def test_the_command_counts_compiled_layers(tmp_path, monkeypatch, capsys):
+    file = tmp_path / "compiled.csv"
+    monkeypatch.setattr(roofline, "generated", lambda *setting: Generated(1_500_000_000, 7))
+    roofline.main(["--compiled", "--attention", "mean", "--dim", "12", "--tokens", "16", "4x5", "--csv", str(file)])
+    rows = [line.strip("| ").split(" | ") for line in capsys.readouterr().out.splitlines()]
+    assert [row[:2] for row in rows[2:]] == [[n, name] for n in ("16", "20") for name in ("softmax", "mean")]
+    assert all(row[4:] == ["1.5", "7"] for row in rows[2:])
+    assert [line.split(",") for line in file.read_text().splitlines()] == [rows[0], *rows[2:]]
+
+
 def test_refuses_with_one_line(capsys):
     with pytest.raises(SystemExit, match="2"):
         roofline.main(["--attention", "evaa"])
@@ -125,3 +144,6 @@ def test_refuses_with_one_line(capsys):
     with pytest.raises(SystemExit, match="2"):
         roofline.main(["--validate", "--csv", "roofline.csv"])
     assert "leave it out with --validate" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        roofline.main(["--validate", "--compiled"])
+    assert "leave it out with --compiled" in capsys.readouterr().err

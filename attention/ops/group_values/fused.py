@@ -12,7 +12,7 @@ from torch import Tensor
 from ...parts.features import autocast_off, compute_dtype
 from ...parts.groups import Groups
 from ..kernels import first_order
-from ..memory import partition, tiles_to_tokens
+from ..memory import partition, tile_products, tiles_to_tokens
 
 
 def covers(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> bool:
@@ -87,15 +87,18 @@ class GroupValues(torch.autograd.Function):
                 of_values = torch.bmm(dbeta, partition(v, tiles, full).mT)
                 terms.append(torch.ops.aten._softmax_backward_data(of_values, weights, -1, full))
                 if ctx.needs_input_grad[1]:
-                    dv = tiles_to_tokens(weights.mT * dbeta if is_row else torch.bmm(weights.mT, dbeta), tiles, v)
+                    if is_row:
+                        dv = tile_products(weights.mT, dbeta, tiles, v)
+                    else:
+                        dv = tiles_to_tokens(torch.bmm(weights.mT, dbeta), tiles, v)
             keys, dlog_xi = partition(k, tiles, full), functools.reduce(torch.add, terms).mul_(scale)
             if ctx.needs_input_grad[2]:
                 domega = torch.bmm(dlog_xi, keys).to(omega.dtype).view_as(omega)
             if ctx.needs_input_grad[0]:
                 samples = omega.to(full).flatten(0, 3)
                 if is_row:
-                    torch.sub(samples, keys, alpha=scale, out=keys).mul_(dlog_xi.mT)
+                    dk = tile_products(torch.sub(samples, keys, alpha=scale, out=keys), dlog_xi.mT, tiles, k)
                 else:
                     keys.mul_(dlog_xi.sum(1)[..., None]).baddbmm_(dlog_xi.mT, samples, beta=-scale)
-                dk = tiles_to_tokens(keys, tiles, k)
+                    dk = tiles_to_tokens(keys, tiles, k)
         return dk, dv, domega, None

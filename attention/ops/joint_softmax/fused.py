@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ...parts.features import autocast_off, compute_dtype, product, upcast
 from ...parts.geometry import Windows, split_prefix
+from .. import memory
 from ..kernels import first_order
 from ..memory import Chunk, cache_chunks, like_tokens, partition, reverse, take
 
@@ -173,7 +174,7 @@ def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None, we
     """
     scale = q.shape[-1] ** -0.5
     images, heads, g = *q.shape[:2], len(queries) // max(len(q) * q.shape[1], 1)
-    by_rows = q.element_size() == 2 and q.device.type == "cpu" and keys.shape[1] % 32 > 8
+    by_rows = q.element_size() == 2 and memory.on_cpu(q) and keys.shape[1] % 32 > 8
     if by_rows or q.dtype == torch.float16:  # softmax of half types on a CPU takes the rest of a row by 32 one by one
         logits = product(queries, keys.mT).unflatten(0, (images, heads, g))
         full = logits.mul_(scale) if offset is None else torch.add(upcast(offset), logits, alpha=scale)

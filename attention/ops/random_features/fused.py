@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from ...parts.features import autocast_off, compute_dtype, full_precision, log_features, scale, upcast
+from .. import memory
 from ..kernels import first_order, with_gradients
+from ..memory import like_tokens
 from .proposals import MIN_ALPHA, POOLED, Proposal, Weighting, own_ratio, propose
 
 
@@ -110,7 +112,8 @@ def densities(mean: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def _attend(q, k, v, omega, prior=None, q_bar=None, balance=None, beta=0.0):
-    if torch.is_grad_enabled():  # one copy for both passes; without gradients `_full` copies one at a time
+    copies_once = memory.on_cpu(q) or q.dtype == compute_dtype(q)
+    if torch.is_grad_enabled() and copies_once:  # one copy for both passes; else `_full` copies one at a time
         q, k, v = (x.contiguous() for x in (q, k, v))
     with autocast_off(q):
         return RandomFeatures.apply(q, k, v, omega, prior, q_bar, balance, beta)
@@ -119,8 +122,8 @@ def _attend(q, k, v, omega, prior=None, q_bar=None, balance=None, beta=0.0):
 class RandomFeatures(torch.autograd.Function):
     """Attention of q, k, v (B, h, N, d) by samples omega (B, h, s, d) with a prior (B, h, s), or None for 0.
 
-    With q_bar (B, h, s, d) and balance (B, h, s), alpha is LARA's: `query_weights` with the weighting "decoupled".
-    Products of queries or keys with samples or q_bar are scaled by d^(-1/4).
+    The result has the type of q. With q_bar (B, h, s, d) and balance (B, h, s), alpha is LARA's: `query_weights` with
+    the weighting "decoupled". Products of queries or keys with samples or q_bar are scaled by d^(-1/4).
     """
 
     @staticmethod
@@ -132,7 +135,7 @@ class RandomFeatures(torch.autograd.Function):
         y = of_queries.mT @ u
         ctx.save_for_backward(q, k, v, omega, q_bar, balance, u, of_keys, of_queries, r)
         ctx.beta = beta
-        return _as_tokens(y, q, y.dtype)
+        return _as_tokens(y, q)
 
     @staticmethod
     @first_order
@@ -207,10 +210,10 @@ def _alpha(r: Tensor, balance: Tensor, beta: float) -> Tensor:
 
 def _full(x: Tensor) -> Tensor:
     """(B, h, N, d) -> (B h, N, d), float32 at least."""
-    return x.contiguous().to(compute_dtype(x)).flatten(0, 1)  # copying and converting in one step is slower
+    x = x.contiguous() if memory.on_cpu(x) else x  # there, copying and converting in one step is slower
+    return x.to(compute_dtype(x), memory_format=torch.contiguous_format).flatten(0, 1)
 
 
-def _as_tokens(x: Tensor, like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """(B h, N, d) -> (B, h, N, d) with the heads of a token adjacent in memory, in the type of `like` or `dtype`."""
-    tokens = x.view(like.shape).transpose(1, 2)
-    return tokens.to(dtype or like.dtype, copy=True, memory_format=torch.contiguous_format).transpose(1, 2)
+def _as_tokens(x: Tensor, like: Tensor) -> Tensor:
+    """(B h, N, d) -> (B, h, N, d) with the heads of a token adjacent in memory, in the type of `like`."""
+    return like_tokens(like).copy_(x.view(like.shape))
