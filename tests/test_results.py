@@ -15,7 +15,7 @@ from ablation.replicates import measure
 from analysis.draws import Row as Transferred
 from analysis.draws import is_own, paired, read_rows
 from bench.shares import COUNTED
-from engine.reporting.tables import plus_minus, verdict
+from engine.reporting.tables import plus_minus, spread, verdict
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULTS, BENCHMARKS = ((DOCS / name).read_text() for name in ("results.md", "benchmarks.md"))
@@ -230,6 +230,35 @@ def over_seeds(name: str, others: Mapping[str, Callable[[Row], float]] = Mapping
         difference = plus_minus(top1.difference, "+.2f") + verdict(top1.difference)
         means = [plus_minus(other.spread, ".2f") for other in rest]
         lines.append([f"`{setting}`", plus_minus(top1.spread, ".2f"), seeds, difference, *means])
+    return markdown(lines)
+
+
+EQUAL = [row for row in read("equal_macs.csv") if row["tokens"] == "196"]
+"""Runs at equal multiply-accumulates, some of them on two processors."""
+
+
+def equal() -> str:
+    """Top-1 at equal multiply-accumulates over seeds, best first, and its difference to softmax attention's; top-1 at
+    the size of the table from scratch.
+    """
+    runs: dict[str, dict[int, dict[str, float]]] = {}
+    settings = {row["name"]: row for row in EQUAL}
+    for row in EQUAL:
+        if row["cpu"] == "xeon":
+            runs.setdefault(row["name"], {})[int(row["seed"])] = {"top1": float(row["top1"])}
+    found = dict(zip(runs, measure(list(runs.values()), "top1"), strict=True))
+    elsewhere: dict[str, list[float]] = {}
+    for row in read("fashion_mnist.csv"):
+        if "window_size: 2" not in row["attention"] and "num_landmarks: 1}" not in row["attention"]:
+            elsewhere.setdefault(row["attention"].strip("{}").split(",")[0].removeprefix("name: "), []).append(
+                float(row["top1"])
+            )
+    lines = [["", "size", "MACs of a token", "top-1 (%)", "difference to softmax", "at its size above (%)"]]
+    for name, top1 in sorted(found.items(), key=lambda pair: -pair[1].spread.mean):
+        difference = plus_minus(top1.difference, "+.2f") + verdict(top1.difference)
+        other = plus_minus(spread(elsewhere[name]), ".2f") if name in elsewhere else ""
+        row = settings[name]
+        lines.append([f"`{name}`", row["size"], row["token_macs"], plus_minus(top1.spread, ".2f"), difference, other])
     return markdown(lines)
 
 
@@ -562,6 +591,16 @@ def test_what_the_data_can_decide():
 def test_table_from_scratch():
     assert over_seeds("fashion_mnist.csv") in RESULTS
     assert len(read("fashion_mnist.csv")) == 3 * 14
+
+
+def test_table_at_equal_macs():
+    assert equal() in RESULTS, equal()
+    top1 = {(row["cpu"], row["name"], row["seed"]): float(row["top1"]) for row in EQUAL}
+    assert sum(cpu == "xeon" for cpu, *_ in top1) == 16 * 3
+    repeated = [abs(value - top1["xeon", *run]) for (cpu, *run), value in top1.items() if cpu == "epyc"]
+    found = f"{len(repeated)} runs, repeated with the same seeds on another processor, differ by"
+    found += f" {mean(repeated):.1f} points in the mean, and by up to {max(repeated):.1f}"
+    assert found in " ".join(RESULTS.split()), found
 
 
 def test_table_of_the_local_term():

@@ -12,7 +12,7 @@ from torch import Tensor
 from ...parts.features import autocast_off, compute_dtype
 from ...parts.groups import Groups
 from ..kernels import first_order
-from ..memory import partition, tile_products, tiles_to_tokens
+from ..memory import like_tokens, partition, tile_products, tiles_to_tokens
 
 
 def covers(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> bool:
@@ -48,8 +48,11 @@ class TileMean(torch.autograd.Function):
     @staticmethod
     @first_order
     def backward(ctx, dy):
-        t, like = ctx.tiles.num_queries, dy[:, :, 0, :1].expand(ctx.shape)
-        return tiles_to_tokens((dy / t).flatten(0, 3)[:, None].expand(-1, t, -1), ctx.tiles, like), None
+        tokens = like_tokens(dy.new_empty(()).expand(ctx.shape))
+        target = ctx.tiles.view(tokens)
+        of_tiles = dy[:, :, 0].unflatten(2, target.shape[2:4])[..., None, None, :]
+        torch.div(of_tiles.expand_as(target), ctx.tiles.num_queries, out=target)
+        return tokens, None
 
 
 class GroupValues(torch.autograd.Function):
