@@ -1,4 +1,4 @@
-"""What compiled layers move: the bytes that the kernels which torch.compile generates read and write."""
+"""Counts the bytes that compiled layers read and write."""
 
 import logging
 import math

@@ -108,7 +108,7 @@ def count(subject: Subject, size: Grid, batch: int, mode: str, dtype: str, on_cp
     """Counts the operators of a call of a layer, and their memory, on fake tensors.
 
     Args:
-        mode: forward, forward+backward or inference. on_cpu: counts chunks for the caches of a CPU one by one.
+        mode: forward, forward+backward or inference. on_cpu: counts the path on a CPU, with its chunks one by one.
     """
     network = subject.build(size).train(mode != "inference")
     path, amp = nullcontext() if on_cpu else off_cpu(), None if dtype == "fp32" else dtype

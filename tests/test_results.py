@@ -14,6 +14,7 @@ import pytest
 from ablation.replicates import measure
 from analysis.draws import Row as Transferred
 from analysis.draws import is_own, paired, read_rows
+from attention import create_attention
 from bench.shares import COUNTED
 from engine.reporting.tables import plus_minus, spread, verdict
 
@@ -601,6 +602,28 @@ def test_table_at_equal_macs():
     found = f"{len(repeated)} runs, repeated with the same seeds on another processor, differ by"
     found += f" {mean(repeated):.1f} points in the mean, and by up to {max(repeated):.1f}"
     assert found in " ".join(RESULTS.split()), found
+
+
+def test_findings_at_equal_macs():
+    section = " ".join(RESULTS.partition("### At equal multiply-accumulates\n")[2].partition("\n### ")[0].split())
+    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in equal().splitlines()[2:]]
+    beyond = {row[0]: float(row[4].split()[0]) for row in rows if row[4] and "noise" not in row[4]}
+    ahead, behind = ({name for name, mean in beyond.items() if sign * mean > 0} for sign in (1, -1))
+    assert ahead == {"linformer", "longformer", "sparse_transformer", "transformer_ls", "eva", "agent"}
+    assert behind == {"abc", "lara", "performer", "rfa"}
+    assert f"ahead of softmax attention by {beyond['linformer']:.1f} points" in section
+    sizes = {"softmax": {}, "linformer": {"num_landmarks": 50}}
+    layers = {name: create_attention(name, dim=48, num_heads=3, grid=(14, 14), **size) for name, size in sizes.items()}
+    softmax, linformer = (sum(p.numel() for p in layer.parameters()) for layer in layers.values())
+    parameters = 107_890 + 3 * (linformer - softmax)  # of the model with softmax attention, and of three layers
+    assert f"it has {parameters:,} parameters, {parameters / 107_890 - 1:.0%} more".replace("%", " %") in section
+    both = {row[0]: [float(cell.split()[0]) for cell in (row[3], row[5])] for row in rows if row[5]}
+    lower = {name: own - other for name, (own, other) in both.items()}
+    assert f"LARA is {-lower.pop('lara'):.1f} points lower" in section
+    del both["lara"], both["softmax"], lower["softmax"]
+    assert f"none of them by more than {max(map(abs, lower.values())):.1f} points" in section
+    orders = [sorted(both, key=lambda name, n=n: -both[name][n]) for n in (0, 1)]
+    assert orders[0] == orders[1] == ["nystrom", "transformer_ls", "eva", "performer"]
 
 
 def test_table_of_the_local_term():
