@@ -17,6 +17,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._inductor.exc import InductorError
 
 from attention import kernels
 from attention.ops.group_values import triton_tiles
@@ -273,7 +274,7 @@ def implemented(calls: Mapping[str, Call]) -> tuple[dict[str, Call], dict[str, s
     for name, call in calls.items():
         try:
             call()
-        except NotImplementedError as error:
+        except (NotImplementedError, InductorError) as error:
             missing[name] = str(error).partition(".")[0]
     return {name: call for name, call in calls.items() if name not in missing}, missing
 

@@ -110,7 +110,8 @@ class OperatorCounter(TorchDispatchMode):
             y, x, weight = read[:3]
             flops = 2 * conv_flop_count(x.shape, weight.shape, y.shape, transposed=args[7])
         elif (product := getattr(torch.ops.aten, name.rstrip("_"), None)) in flop_registry:  # in place too
-            flops = flop_registry[product](*args, **kwargs, out_val=result)
+            of_product = [each for each in args if not isinstance(each, torch.dtype)]  # torch 2.11 takes no out_dtype
+            flops = flop_registry[product](*of_product, **kwargs, out_val=result)
         self.found.append(Operator(name, sum(sizes), flops, elements, (read or written)[0].dtype))
 
     def _allocate(self, storage: torch.UntypedStorage, constant: bool) -> None:

@@ -123,6 +123,9 @@ def count(subject: Subject, size: Grid, batch: int, mode: str, dtype: str, on_cp
     return counter
 
 
+BOUND = "A lower bound: on an H200, layers took 2.6 times as long in the median (docs/benchmarks.md)."
+
+
 class Roofline:
     """Predictions for a device that is not here, in the place of a calibration (`bench.calibration.Calibration`).
 
@@ -133,7 +136,7 @@ class Roofline:
         self.name, self.mode, self.dtype = name, mode, dtype
 
     def __str__(self) -> str:
-        return f"Predicted for {self.name}, not measured: {DEVICES[self.name]}."
+        return f"Predicted for {self.name}, not measured: {DEVICES[self.name]}. {BOUND}"
 
     def predict(self, candidate: Candidate, shape: Shape) -> tuple[Prediction, Prediction]:
         """Predicts seconds and bytes."""
@@ -223,7 +226,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 calls[size, subject.name] = count(subject, size, batch, args.mode, args.dtype).found
                 bar.update()
     print(f"Predictions, not measurements: {args.mode}, {args.dtype}, eager, {args.batch_tokens} tokens in a batch.\n")
-    print(*(f"- {name}: {device}" for name, device in devices.items()), "", sep="\n")
+    print(*(f"- {name}: {device}" for name, device in devices.items()), f"\n{BOUND}\n", sep="\n")
     print(counts_table(calls, devices), crossovers(calls, devices), sep="\n\n")
     if args.csv:
         with refuse_bad_input():

@@ -15,6 +15,8 @@ from ablation.replicates import measure
 from analysis.draws import Row as Transferred
 from analysis.draws import is_own, paired, read_rows
 from attention import create_attention
+from bench.agreement import Agreement
+from bench.roofline import BOUND
 from bench.shares import COUNTED
 from engine.reporting.tables import plus_minus, spread, verdict
 
@@ -560,6 +562,129 @@ def test_table_of_compiled_layers():
     for row in read("roofline_compiled.csv"):
         cells = [f"`{row['name']}`", *(row[key] for key in ("gb", "operators", "compiled_gb", "kernels"))]
         assert f"| {' | '.join(cells)} |\n" in BENCHMARKS, cells
+
+
+def on_h200(version: str, tokens: int, execution: str = "eager") -> dict[str, Row]:
+    """Layers measured on an H200: name -> row. `version`: first, or second, after the changes that it led to."""
+    setting = version, str(tokens), execution
+    return {
+        row["name"]: row for row in read("h200.csv") if (row["version"], row["tokens"], row["execution"]) == setting
+    }
+
+
+def h200_cell(row: Row) -> str:
+    """Milliseconds, and in parentheses the speed-up over softmax attention; ~ if noisy."""
+    noisy = "~" * ("True" in (row["ms_noisy"], row["speedup_noisy"]))
+    return f"{noisy}{float(row['ms']):.2f}" + (f" ({float(row['speedup']):.2f})" if row["name"] != "softmax" else "")
+
+
+def h200() -> str:
+    """Times and speed-ups on an H200 at 784 and 3136 tokens, the fastest at 3136 tokens first."""
+    at_784, at_3136 = on_h200("second", 784), on_h200("second", 3136)
+    lines = [["", "784 tokens", "3136 tokens", "peak", "operators"]]
+    for name in sorted(at_3136, key=lambda name: float(at_3136[name]["ms"])):
+        row = at_784[name]
+        cells = [h200_cell(row), h200_cell(at_3136[name])]
+        lines.append([f"`{name}`", *cells, f"{float(row['peak_ratio']):.2f}", row["operators"]])
+    return markdown(lines)
+
+
+def h200_compiled() -> str:
+    """Times on an H200 at 784 tokens, eager and compiled."""
+    eager, compiled = on_h200("first", 784), on_h200("first", 784, "compiled")
+    lines = [["", "eager", "compiled", "kernels, eager", "kernels, compiled"]]
+    for name, row in compiled.items():
+        cells = [h200_cell(each) for each in (eager[name], row)]
+        lines.append([f"`{name}`", *cells, *(each["launches"] for each in (eager[name], row))])
+    return markdown(lines)
+
+
+def h200_models() -> str:
+    """Training on an H200: images a second and the speed-up over timm's model."""
+    rows = read("h200_models.csv")
+    sizes = list(dict.fromkeys(row["size"] for row in rows))
+    lines = [["", *(f"{size} pixels" for size in sizes), "peak (MiB)", "operators"]]
+    for name in dict.fromkeys(row["name"] for row in rows):
+        own = [row for row in rows if row["name"] == name]
+        cells = [
+            f"{'~' * ('True' in (row['ms_noisy'], row['speedup_noisy']))}{row['images_per_second']} ({row['speedup']})"
+            for row in own
+        ]
+        lines.append([f"`{name}`", *cells, own[0]["peak_mib"], own[0]["operators"]])
+    return markdown(lines)
+
+
+def h200_changes() -> str:
+    """Milliseconds before and after the changes that the first measurement led to."""
+    lines = [["", *(f"{tokens} tokens, {when}" for tokens in (784, 3136) for when in ("before", "after"))]]
+    for name in (*CHANGED, "local@triton"):
+        rows = [on_h200(version, tokens).get(name) for tokens in (784, 3136) for version in ("first", "second")]
+        cells = [(row and f"{'~' * (row['ms_noisy'] == 'True')}{float(row['ms']):.2f}") or "" for row in rows]
+        lines.append([f"`{name}`", *cells])
+    return markdown(lines)
+
+
+CHANGED = ("local", "shifted_window", "hilo", "combiner", "transformer_ls", "eva", "eva_lsh", "lara", "performer")
+"""Layers whose operators on a GPU changed between the versions of h200.csv."""
+
+
+def test_tables_of_an_h200():
+    for shown in (h200(), h200_compiled(), h200_models(), h200_changes()):
+        assert shown in BENCHMARKS, shown
+    lines = [["", "microseconds"], *([row["operation"], row["microseconds"]] for row in read("h200_layouts.csv"))]
+    assert markdown(lines) in BENCHMARKS, markdown(lines)
+
+
+def test_findings_on_an_h200():
+    text = " ".join(BENCHMARKS.split())
+    at_3136 = on_h200("second", 3136)
+    faster = {name for name, row in at_3136.items() if round(float(row["speedup"]), 2) > 1} - CONTROLS
+    (named,) = re.findall(r"At 3136 tokens, (.*?) are faster than fused softmax attention", text)
+    assert {*re.findall(r"`([^`]+)`", named)} == faster, faster
+    at_784 = on_h200("second", 784)
+    assert {name for name, row in at_784.items() if float(row["speedup"]) > 1} == {"identity", "mean", "convolution"}
+
+    predicted = {(row["tokens"], row["name"]): float(row["h200_ms"]) for row in read("roofline.csv")}
+    pairs = [
+        (predicted[str(tokens), name], float(row["ms"]))
+        for tokens, rows in ((784, at_784), (3136, at_3136))
+        for name, row in rows.items()
+        if (str(tokens), name) in predicted
+    ]
+    factors = sorted(measured / ours for ours, measured in pairs)
+    agreement = Agreement.of(*zip(*pairs, strict=True))
+    shown = f"{len(pairs)} pairs: rank correlation {agreement.correlation:.2f}, and the measured times are"
+    shown += (
+        f" {median(factors):.1f} times the predicted ones in the median, {factors[0]:.1f} to {factors[-1]:.0f} times"
+    )
+    assert shown in text, shown
+    assert f"layers took {median(factors):.1f} times as long in the median" in BOUND
+
+    mechanisms = " ".join((DOCS / "mechanisms.md").read_text().split())
+    gains = [
+        float(rows[name]["ms"]) / float(rows[f"{name}@triton"]["ms"])
+        for rows in (at_784, at_3136)
+        for name in ("eva", "local")
+    ]
+    assert f"{min(gains):.2f} to {max(gains):.2f} times](benchmarks.md#on-an-h200) as fast with them" in mechanisms, (
+        gains
+    )
+    of_eager, compiled = on_h200("first", 784), on_h200("first", 784, "compiled")
+    gains = sorted(float(of_eager[name]["ms"]) / float(row["ms"]) for name, row in compiled.items())
+    shown = f"{gains[1]:.1f} to {gains[-1]:.1f} times as fast compiled, and softmax attention {gains[0]:.1f} times"
+    assert shown in " ".join((DOCS / "training.md").read_text().split()), shown
+
+    for tokens in (784, 3136):
+        old, new = (on_h200(version, tokens) for version in ("first", "second"))
+        same = [
+            name
+            for name, row in new.items()
+            if (str(tokens), name) in predicted and name not in CHANGED
+            if "True" not in (row["ms_noisy"], old[name]["ms_noisy"])
+        ]
+        others = sorted(float(new[name]["ms"]) / float(old[name]["ms"]) for name in same)
+        shown = f"{others[0]:.2f} to {others[-1]:.2f} times as long, {median(others):.2f} in the median"
+        assert shown in text, (tokens, shown)
 
 
 def test_accuracy_with_augmentation_in_batches():

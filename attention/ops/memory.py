@@ -1,5 +1,6 @@
 """Memory: the layout of tensors of the fast paths, the chunks that they work on, and parts of the batch."""
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -13,6 +14,9 @@ CACHE = 8 * 2**20
 
 PARTS = 8
 """Parts of the batch in which layers attend with the path "lean"."""
+
+WORDS = torch.complex128, torch.int64, torch.int32
+"""Types that `copy` moves several numbers as, the widest first."""
 
 Chunk = tuple[slice, slice]
 
@@ -63,13 +67,38 @@ def like_tokens(x: Tensor) -> Tensor:
     return x.new_empty(B, N, h, d).transpose(1, 2)
 
 
+def copy(target: Tensor, x: Tensor) -> Tensor:
+    """`target.copy_(x)`, for values without gradients. Off a CPU the numbers move in words of up to 16 bytes.
+
+    Between two memory layouts a GPU computes an address for every element, so that it reaches a quarter of its
+    bandwidth with elements of two bytes, and almost all of it with 16 (docs/benchmarks.md).
+    """
+    if target.dtype == x.dtype and not (on_cpu(x) or torch.compiler.is_compiling()) and (word := _word(target, x)):
+        target.view(word).copy_(x.view(word))
+        return target
+    return target.copy_(x)
+
+
+def _word(*tensors: Tensor) -> torch.dtype | None:
+    """The longest of `WORDS` that views of all tensors, of one type, can have; None if there is none."""
+    if any(x.stride(-1) != 1 for x in tensors):
+        return None
+    starts = (n for x in tensors for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
+    nbytes = math.gcd(*starts) * tensors[0].element_size()
+    return next((word for word in WORDS if nbytes % word.itemsize == 0), None)
+
+
+def contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A contiguous copy of x in `dtype`, for values without gradients; never returns x itself."""
+    if on_cpu(x) or torch.compiler.is_compiling():
+        return x.to(dtype, copy=True, memory_format=torch.contiguous_format)
+    return copy(torch.empty(x.shape, dtype=x.dtype, device=x.device), x).to(dtype)
+
+
 def partition(x: Tensor, windows: Windows, dtype: torch.dtype, out: Tensor | None = None) -> Tensor:
     """Copies tokens (B, h, N, d) to windows (B h g, w, d) of `dtype`, into `out` if given; never returns a view."""
     tokens = windows.view(x)
-    if out is None:
-        copied = tokens.to(dtype, copy=True, memory_format=torch.contiguous_format)
-    else:
-        copied = out.view(tokens.shape).copy_(tokens)
+    copied = contiguous(tokens, dtype) if out is None else copy(out.view(tokens.shape), tokens)
     return copied.flatten(4, 5).flatten(0, 3)
 
 
@@ -78,13 +107,13 @@ def tiles_to_tokens(y: Tensor, tiles: Windows, like: Tensor) -> Tensor:
     `like_tokens`.
     """
     (B, h, N, d), (H, W), (rows, columns) = like.shape, tiles.grid, tiles.size
+    y = y if on_cpu(y) else y.to(like.dtype)  # so that words can be copied
     tokens = y.view(B, h, H // rows, W // columns, rows, columns, d).permute(0, 2, 4, 3, 5, 1, 6)
-    tokens = tokens.to(like.dtype, copy=True, memory_format=torch.contiguous_format)
-    return tokens.view(B, N, h, d).transpose(1, 2)
+    return contiguous(tokens, like.dtype).view(B, N, h, d).transpose(1, 2)
 
 
 def tile_products(x: Tensor, y: Tensor, tiles: Windows, like: Tensor) -> Tensor:
-    """`tiles_to_tokens` of x * y, each (B h g, w or 1, d or 1), without a copy of the product."""
+    """`tiles_to_tokens` of x * y, each (B h g, w or 1, d or 1), on a CPU without a copy of the product."""
     tokens = like_tokens(like)
     target = tiles.view(tokens)
 
@@ -92,10 +121,10 @@ def tile_products(x: Tensor, y: Tensor, tiles: Windows, like: Tensor) -> Tensor:
         return each.unflatten(1, tiles.size if each.shape[1] > 1 else (1, 1)).unflatten(0, target.shape[:4])
 
     x, y = of_windows(x), of_windows(y)
-    if torch.compiler.is_compiling():  # compilers fuse this, and refuse an `out` that is not contiguous
-        target.copy_(x * y)
-    else:
+    if on_cpu(like) and not torch.compiler.is_compiling():  # compilers refuse an `out` that is not contiguous
         torch.mul(x, y, out=target)
+    else:
+        copy(target, (x * y).to(target.dtype))
     return tokens
 
 
@@ -105,7 +134,7 @@ def reverse(y: Tensor, x: Tensor, windows: Windows) -> Tensor:
     down, across = -(-H // rows), -(-W // columns)
     tokens = y.unflatten(1, windows.size).unflatten(0, (B, h, down, across)).transpose(3, 4)
     if H % rows or W % columns:
-        x.unflatten(2, windows.grid).copy_(tokens.flatten(4, 5).flatten(2, 3)[:, :, :H, :W])
+        copy(x.unflatten(2, windows.grid), tokens.flatten(4, 5).flatten(2, 3)[:, :, :H, :W])
     else:
-        x.unflatten(2, (down, rows, across, columns)).copy_(tokens)
+        copy(x.unflatten(2, (down, rows, across, columns)), tokens)
     return x

@@ -251,10 +251,11 @@ class Train:
     compile: bool = option(
         False,
         "torch.compile the blocks, those that are alike as one graph, for full batches; smaller ones run as they are;"
-        " on a CPU it does not always pay, see docs/training.md",
+        " it pays on a GPU, and not always on a CPU, see docs/training.md",
     )
     kernels: Literal["auto", "lean", "triton", "plain"] = option(
-        "auto", "fast paths of attention; lean: least memory; triton: on a GPU fused kernels, experimental; plain: none"
+        "auto",
+        "fast paths of attention; lean: least memory; triton: fused kernels for EVA and local on a GPU; plain: none",
     )
     grad_checkpointing: bool = option(
         False, "recompute block activations in the backward pass; random state is restored"

@@ -115,8 +115,8 @@ class World:
             dist.barrier(device_ids=[self.device.index] if self.on_cuda else None)
 
     def destroy(self) -> None:
-        """Destroys the process group, which nothing else may own; see `average_gradients`."""
-        if self.size > 1:
+        """Destroys the process group, if there is one; nothing else may own it, see `average_gradients`."""
+        if dist.is_initialized():
             dist.destroy_process_group()
 
 

@@ -24,6 +24,14 @@ def test_without_torchrun_a_process_is_alone(monkeypatch, allocation):
     assert world.sum(torch.tensor(3)) == 3
 
 
+def test_a_process_group_of_one_rank_ends_too():
+    """Otherwise NCCL warns at the end of a run on one GPU, started by torchrun."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    World(torch.device("cpu")).destroy()
+    assert not dist.is_initialized()
+    World(torch.device("cpu")).destroy()  # where there is none
+
+
 def test_alone_there_is_nobody_to_wait_for():
     world = World(torch.device("cpu"))
     assert world.gather([torch.tensor(0.5), 2, True]) == [[0.5, 2.0, 1.0]]

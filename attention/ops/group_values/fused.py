@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ...parts.features import autocast_off, compute_dtype
 from ...parts.groups import Groups
+from .. import memory
 from ..kernels import first_order
 from ..memory import like_tokens, partition, tile_products, tiles_to_tokens
+from ..products import factor_dtype, full_product
 
 
 def covers(k: Tensor, v: Tensor, omega: Tensor, groups: Groups) -> bool:
@@ -37,11 +39,15 @@ def group_mean(x: Tensor, groups: Groups) -> Tensor:
 
 
 class TileMean(torch.autograd.Function):
-    """Means (B, h, 1, c, d) of tokens (B, h, N, d) by average pooling of images, whose own backward pass is slow."""
+    """Means (B, h, 1, c, d) of tokens (B, h, N, d); on a CPU by average pooling of images, whose own backward pass is
+    slow.
+    """
 
     @staticmethod
     def forward(ctx, x, tiles):
         ctx.tiles, ctx.shape = tiles, x.shape
+        if not memory.on_cpu(x):
+            return tiles.view(x).mean((4, 5)).flatten(2, 3)[:, :, None]
         images = x.transpose(1, 2).flatten(2).unflatten(1, tiles.grid).permute(0, 3, 1, 2)  # as they lie in memory
         return F.avg_pool2d(images, tiles.size).unflatten(1, x.shape[1::2]).flatten(3).mT[:, :, None]
 
@@ -51,7 +57,10 @@ class TileMean(torch.autograd.Function):
         tokens = like_tokens(dy.new_empty(()).expand(ctx.shape))
         target = ctx.tiles.view(tokens)
         of_tiles = dy[:, :, 0].unflatten(2, target.shape[2:4])[..., None, None, :]
-        torch.div(of_tiles.expand_as(target), ctx.tiles.num_queries, out=target)
+        if memory.on_cpu(dy):
+            torch.div(of_tiles.expand_as(target), ctx.tiles.num_queries, out=target)
+        else:
+            memory.copy(target, (of_tiles / ctx.tiles.num_queries).expand_as(target))
         return tokens, None
 
 
@@ -60,13 +69,15 @@ class GroupValues(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, k, v, omega, tiles):
-        samples, scale, full = omega.to(compute_dtype(omega)).flatten(0, 3), k.shape[-1] ** -0.25, compute_dtype(k)
-        keys = partition(k, tiles, full)
-        half = torch.linalg.vector_norm(keys, dim=-1).square_()[:, None].expand(-1, omega.shape[4], -1)
-        log_xi = torch.baddbmm(half, samples, keys.mT, beta=-(scale**2) / 2, alpha=scale)  # (B h c, s, t)
+        half, scale = factor_dtype(k), k.shape[-1] ** -0.25
+        keys = partition(k, tiles, half)
+        lengths = torch.linalg.vector_norm(keys, dim=-1, dtype=compute_dtype(k)).square_()
+        lengths = lengths[:, None].expand(-1, omega.shape[4], -1)
+        samples = omega.to(half).flatten(0, 3)
+        log_xi = full_product(samples, keys.mT, lengths, beta=-(scale**2) / 2, alpha=scale)  # (B h c, s, t)
         del keys
         weights, log_mass = log_xi.softmax(-1), log_xi.logsumexp(-1)
-        beta = torch.bmm(weights, partition(v, tiles, full))
+        beta = full_product(weights.to(half), partition(v, tiles, half))
         ctx.save_for_backward(k, v, omega, weights)
         ctx.set_materialize_grads(False)
         ctx.tiles = tiles
@@ -81,24 +92,26 @@ class GroupValues(torch.autograd.Function):
             return None, None, None, None
         (k, v, omega, weights), tiles = ctx.saved_tensors, ctx.tiles
         dk = dv = domega = None
-        full, scale = weights.dtype, k.shape[-1] ** -0.25
+        full, half, scale = weights.dtype, factor_dtype(k), k.shape[-1] ** -0.25
         is_row = omega.shape[4] == 1  # a matrix product of one row is slower
         with autocast_off(k):
             terms = [] if dlog_mass is None else [weights * dlog_mass.flatten(0, 3)[..., None]]
             if dbeta is not None:
-                dbeta = dbeta.unflatten(3, omega.shape[3:5]).flatten(0, 3)
-                of_values = torch.bmm(dbeta, partition(v, tiles, full).mT)
+                dbeta = dbeta.unflatten(3, omega.shape[3:5]).flatten(0, 3).to(half)
+                of_values = full_product(dbeta, partition(v, tiles, half).mT)
                 terms.append(torch.ops.aten._softmax_backward_data(of_values, weights, -1, full))
                 if ctx.needs_input_grad[1]:
+                    of_keys = weights.to(half).mT
                     if is_row:
-                        dv = tile_products(weights.mT, dbeta, tiles, v)
+                        dv = tile_products(of_keys, dbeta, tiles, v)
                     else:
-                        dv = tiles_to_tokens(torch.bmm(weights.mT, dbeta), tiles, v)
-            keys, dlog_xi = partition(k, tiles, full), functools.reduce(torch.add, terms).mul_(scale)
+                        dv = tiles_to_tokens(torch.bmm(of_keys, dbeta), tiles, v)
+            keys, dlog_xi = partition(k, tiles, half), functools.reduce(torch.add, terms).mul_(scale)
+            dlog_xi = dlog_xi.to(half)
             if ctx.needs_input_grad[2]:
-                domega = torch.bmm(dlog_xi, keys).to(omega.dtype).view_as(omega)
+                domega = full_product(dlog_xi, keys).to(omega.dtype).view_as(omega)
             if ctx.needs_input_grad[0]:
-                samples = omega.to(full).flatten(0, 3)
+                samples = omega.to(half).flatten(0, 3)
                 if is_row:
                     dk = tile_products(torch.sub(samples, keys, alpha=scale, out=keys), dlog_xi.mT, tiles, k)
                 else:

@@ -72,8 +72,11 @@ class JointSoftmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, keys, values, offset, windows, keep):
         y, inputs = like_tokens(q), (q, k, v, keys, values)
-        w, e = windows.num_queries, windows.num_keys + keys.shape[3]
-        ctx.shape = *q.shape[:2], windows.count, w, e
+        w, e = windows.num_queries, _row_length(q, keys, windows)
+        ctx.shape, ctx.spare = (*q.shape[:2], windows.count, w, e), e - windows.num_keys - keys.shape[3]
+        if ctx.spare:
+            offset = q.new_zeros(q.shape[1], 1, w, e - ctx.spare) if offset is None else offset
+            offset = F.pad(offset, (0, ctx.spare), value=-torch.inf)
         weights = q.new_empty(ctx.shape) if keep else None
         keep = keep and windows.count * (w + 2 * e) <= MAX_KEPT * 3 * q.shape[2]
         kept = [q.new_empty(*ctx.shape[:3], n, q.shape[3]) if keep else None for n in (w, e, e)]
@@ -109,6 +112,7 @@ class JointSoftmax(torch.autograd.Function):
         if needs[5]:
             first, *others = [*of_heads.values()] or [torch.zeros_like(offset)]
             doffset = torch.cat([first, *others]) if others else first
+            doffset = doffset[..., : ctx.shape[4] - ctx.spare]
         return dq, dk, dv, dkeys, dvalues, doffset, None, None
 
 
@@ -116,6 +120,17 @@ def _chunks(q: Tensor, shape: tuple[int, ...]) -> Iterator[Chunk]:
     """Splits the batch into chunks for logits of `shape`."""
     g, w, e = shape[2:]
     return cache_chunks(q, g * (w * e + (w + e) * q.shape[3]) * q.element_size())  # logits, queries, keys
+
+
+def _row_length(q: Tensor, keys: Tensor, windows: Windows) -> int:
+    """Number e of logits of a query: on its window and on summary tokens (B, h, G, c, d), and off a CPU in half types
+    spare ones, -inf, that make a row a multiple of 16 bytes. A GPU multiplies matrices with other rows at half the rate
+    (docs/benchmarks.md).
+    """
+    e = windows.num_keys + keys.shape[3]
+    by_words = q.element_size() == 2 and not (memory.on_cpu(q) or torch.compiler.is_compiling())
+    spare = -e % 8 if by_words else 0
+    return e + spare if 3 * spare <= e else e
 
 
 def _of_heads(x: Tensor | None, chunk: Chunk) -> Tensor | None:
@@ -131,7 +146,7 @@ def _attend(q, k, v, keys, values, y, weights, kept_q, kept_k, kept_v, offset, w
     """Writes y and, unless they are None, weights and windows of queries, keys and values."""
     kept = kept_q is not None
     queries = partition(q, windows, q.dtype, kept_q)
-    buffer = kept_k if kept else _buffer(q, windows.num_keys + keys.shape[3], windows)
+    buffer = kept_k if kept else _buffer(q, _row_length(q, keys, windows), windows)
     weights = _weights(queries, _fill(buffer, k, keys, windows), q, offset, weights)
     values = _fill(kept_v if kept else buffer, v, values, windows)
     reverse(torch.bmm(weights, values, out=torch.empty_like(queries) if kept else queries), y, windows)
@@ -191,14 +206,17 @@ def _weights(queries: Tensor, keys: Tensor, q: Tensor, offset: Tensor | None, we
 
 
 def _fill(buffer: Tensor, x: Tensor, summaries: Tensor, windows: Windows) -> Tensor:
-    """Writes windows of tokens (B, h, N, d) and the summary tokens (B, h, G, c, d) to `buffer` (B, h, g, w + c, d).
+    """Writes windows of tokens (B, h, N, d), the summary tokens (B, h, G, c, d) and zeros to `buffer` (B, h, g, e, d).
 
     Returns:
-        A view of `buffer`, (B h g, w + c, d).
+        A view of `buffer`, (B h g, e, d).
     """
-    tokens, w = windows.view(x), windows.num_queries
-    buffer[:, :, :, :w].unflatten(3, windows.size).unflatten(2, tokens.shape[2:4]).copy_(tokens)
-    buffer[:, :, :, w:].copy_(summaries)
+    tokens, w, c = windows.view(x), windows.num_queries, summaries.shape[3]
+    memory.copy(buffer[:, :, :, :w].unflatten(3, windows.size).unflatten(2, tokens.shape[2:4]), tokens)
+    if c:
+        memory.copy(buffer[:, :, :, w : w + c], summaries)
+    if buffer.shape[3] > w + c:
+        buffer[:, :, :, w + c :].zero_()
     return buffer.flatten(0, 2)
 
 
@@ -208,7 +226,7 @@ def _split(buffer: Tensor, x: Tensor | None, summaries: Tensor | None, windows: 
     if x is not None:
         reverse(buffer[:, :w], x, windows)
     if summaries is not None:
-        tail = buffer[:, w:].unflatten(0, (*summaries.shape[:2], windows.count))
+        tail = buffer[:, w : w + summaries.shape[3]].unflatten(0, (*summaries.shape[:2], windows.count))
         if summaries.shape[2] == 1:
             torch.sum(tail, 2, keepdim=True, dtype=summaries.dtype, out=summaries)
         else:

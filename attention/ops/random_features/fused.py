@@ -14,6 +14,7 @@ from ...parts.features import autocast_off, compute_dtype, full_precision, log_f
 from .. import memory
 from ..kernels import first_order, with_gradients
 from ..memory import like_tokens
+from ..products import factor_dtype, full_product, scaled
 from .proposals import MIN_ALPHA, POOLED, Proposal, Weighting, own_ratio, propose
 
 
@@ -112,11 +113,8 @@ def densities(mean: Tensor, noise: Tensor) -> tuple[Tensor, Tensor, Tensor, Tens
 
 
 def _attend(q, k, v, omega, prior=None, q_bar=None, balance=None, beta=0.0):
-    copies_once = memory.on_cpu(q) or q.dtype == compute_dtype(q)
-    if torch.is_grad_enabled() and copies_once:  # one copy for both passes; else `_full` copies one at a time
-        q, k, v = (x.contiguous() for x in (q, k, v))
     with autocast_off(q):
-        return RandomFeatures.apply(q, k, v, omega, prior, q_bar, balance, beta)
+        return RandomFeatures.apply(q, k, v, omega, prior, q_bar, balance, beta, torch.is_grad_enabled())
 
 
 class RandomFeatures(torch.autograd.Function):
@@ -127,12 +125,14 @@ class RandomFeatures(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, q, k, v, omega, prior, q_bar, balance, beta):
+    def forward(ctx, q, k, v, omega, prior, q_bar, balance, beta, keep):
+        if keep and (memory.on_cpu(q) or factor_dtype(q) == q.dtype):  # one copy for both passes; else one at a time
+            q, k, v = map(_contiguous, (q, k, v))
         of_keys, mass = _key_weights(k, omega)
         mass = mass if prior is None else mass + prior.flatten(0, 1)
         of_queries, r = _query_weights(q, omega, mass, q_bar, balance, beta)
-        u = of_keys @ _full(v)
-        y = of_queries.mT @ u
+        u = full_product(of_keys, _factors(v))
+        y = of_queries.mT @ u.to(of_queries.dtype)
         ctx.save_for_backward(q, k, v, omega, q_bar, balance, u, of_keys, of_queries, r)
         ctx.beta = beta
         return _as_tokens(y, q)
@@ -141,65 +141,77 @@ class RandomFeatures(torch.autograd.Function):
     @first_order
     def backward(ctx, dy):
         q, k, v, omega, q_bar, balance, u, of_keys, of_queries, r = ctx.saved_tensors
-        needs, beta, softmax_backward = ctx.needs_input_grad, ctx.beta, torch.ops.aten._softmax_backward_data
+        needs, beta, full, half = ctx.needs_input_grad, ctx.beta, u.dtype, of_keys.dtype
+        softmax_backward = torch.ops.aten._softmax_backward_data
         dq = dk = dv = domega = dprior = dq_bar = dbalance = None
         with autocast_off(q):
-            samples, dy, scale = omega.flatten(0, 1), _full(dy), omega.shape[-1] ** -0.25
-            du = of_queries @ dy
+            samples, dy, scale = omega.to(half).flatten(0, 1), _factors(dy), omega.shape[-1] ** -0.25
+            du = full_product(of_queries, dy)
             if needs[2]:
-                dv = _as_tokens(of_keys.mT @ du, v)
-            on_queries = softmax_backward(u @ dy.mT, of_queries, -2, u.dtype)  # gradient of logits, (B h, s, N)
-            dmass = on_queries.sum(-1)
+                dv = _as_tokens(of_keys.mT @ du.to(half), v)
+            by_row, dim = _samples_last(of_queries)
+            dweights = u.to(half) @ dy.mT if dim == -2 else dy @ u.to(half).mT
+            on_queries = softmax_backward(dweights, by_row, dim, half)  # gradient of logits
+            on_queries = on_queries if dim == -2 else on_queries.mT  # (B h, s, N)
+            dmass = on_queries.sum(-1, dtype=full)
             if needs[4]:
                 dprior = dmass.view(omega.shape[:3])
-            queries, dqueries = _full(q), _scaled(on_queries.mT, samples, scale)
+            queries, dqueries = _factors(q), scaled(on_queries.mT, samples, scale)
             if q_bar is not None:
                 alpha = _alpha(r, balance, beta)
-                dalpha = torch.ops.aten.threshold_backward(on_queries / alpha, alpha, MIN_ALPHA)  # 0 at the floor
+                dalpha = torch.div(on_queries, alpha, out=torch.empty_like(alpha))  # in the layout of alpha and r
+                dalpha = torch.ops.aten.threshold_backward(dalpha, alpha, MIN_ALPHA)  # 0 at the floor
                 dbalance = dalpha.sum(-1).view_as(balance)
-                dr = softmax_backward(dalpha.sub_(dalpha.mean(-2, keepdim=True)), r, -1, r.dtype)
-                dq_bar = _scaled(dr, queries, beta * scale).view_as(q_bar)
-                dqueries.baddbmm_(dr.mT, q_bar.flatten(0, 1), alpha=beta * scale)
+                dr = softmax_backward(dalpha.sub_(dalpha.mean(-2, keepdim=True)), r, -1, full).to(half)
+                dq_bar = full_product(dr, queries, alpha=beta * scale).view_as(q_bar)
+                dqueries.baddbmm_(dr.mT, q_bar.to(half).flatten(0, 1), alpha=beta * scale)
             if needs[0]:
                 dq = _as_tokens(dqueries, q)
             if needs[3]:
-                domega = _scaled(on_queries, queries, scale)
-            del queries, dqueries, on_queries
+                domega = full_product(on_queries, queries, alpha=scale)
+            del queries, dqueries, dweights, on_queries
             dmass = dmass - (du * u).sum(-1)  # the softmax over keys contributes to the gradient of their mass
-            on_keys = torch.baddbmm(dmass[..., None], du, _full(v).mT).mul_(of_keys)
-            keys = _full(k)
+            on_keys = full_product(du.to(half), _factors(v).mT, dmass[..., None]).mul_(of_keys)
+            keys, total = _factors(k), on_keys.sum(1)[..., None]
+            on_keys = on_keys.to(half)
             if needs[3]:
-                domega = domega.baddbmm_(on_keys, keys, alpha=scale).view_as(omega)
+                domega = full_product(on_keys, keys, domega, alpha=scale).view_as(omega)
             if needs[1]:
-                keys = keys * on_keys.sum(1)[..., None]
+                keys = keys * total.to(half)
                 dk = _as_tokens(keys.baddbmm_(on_keys.mT, samples, beta=-(scale**2), alpha=scale), k)
-        return dq, dk, dv, domega, dprior, dq_bar, dbalance, None
+        return dq, dk, dv, domega, dprior, dq_bar, dbalance, None, None
 
 
 def _key_weights(k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
     """softmax_m g(k'_m, omega_s), (B h, s, M), and LSE_m g, (B h, s)."""
-    keys, scale = _full(k), k.shape[-1] ** -0.25
-    lengths = torch.linalg.vector_norm(keys, dim=-1).square_()[:, None]
-    log_xi = torch.baddbmm(lengths, omega.flatten(0, 1), keys.mT, beta=-(scale**2) / 2, alpha=scale)
+    keys, scale = _factors(k), k.shape[-1] ** -0.25
+    lengths = torch.linalg.vector_norm(keys, dim=-1, dtype=compute_dtype(k)).square_()[:, None]
+    log_xi = full_product(omega.to(keys.dtype).flatten(0, 1), keys.mT, lengths, beta=-(scale**2) / 2, alpha=scale)
     largest = log_xi.amax(-1)
     weights = torch.softmax(log_xi, -1, out=log_xi)
-    return weights, largest - weights.amax(-1).log()
+    return weights.to(keys.dtype), largest - weights.amax(-1).log()
 
 
 def _query_weights(q, omega, mass, q_bar, balance, beta):
     """Weights a_ns and, with q_bar, softmax_n[q'_n . q_bar_s]: (B h, s, N)."""
-    queries, scale, log_weight, r = _full(q).mT, q.shape[-1] ** -0.25, mass[..., None], None
+    queries, scale, log_weight, r = _factors(q), q.shape[-1] ** -0.25, mass[..., None], None
     if q_bar is not None:
-        r = _scaled(q_bar.flatten(0, 1), queries, scale)
+        r = full_product(q_bar.to(queries.dtype).flatten(0, 1), queries.mT, alpha=scale)
         r = torch.softmax(r, -1, out=r)
         log_weight = _alpha(r, balance, beta).clamp_(min=MIN_ALPHA).log_().add_(log_weight)
-    logits = torch.baddbmm(log_weight, omega.flatten(0, 1), queries, alpha=scale)
-    return torch.softmax(logits, -2, out=logits), r
+    samples = omega.to(queries.dtype).flatten(0, 1)
+    if memory.on_cpu(q):
+        logits = full_product(samples, queries.mT, log_weight, alpha=scale)
+        return torch.softmax(logits, -2, out=logits), r
+    logits = full_product(queries, samples.mT, log_weight.mT, alpha=scale)  # see `_samples_last`
+    return torch.softmax(logits, -1, out=logits).to(queries.dtype).mT, r
 
 
-def _scaled(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """scale * a @ b of matrices (n, ...)."""
-    return torch.baddbmm(a.new_empty(()), a, b, beta=0, alpha=scale)
+def _samples_last(of_queries: Tensor) -> tuple[Tensor, int]:
+    """Weights of queries (B h, s, N) as they lie in memory, and the dimension of the samples: the last one off a CPU,
+    where a softmax over another is four times as slow (docs/benchmarks.md).
+    """
+    return (of_queries, -2) if memory.on_cpu(of_queries) else (of_queries.mT, -1)
 
 
 def _alpha(r: Tensor, balance: Tensor, beta: float) -> Tensor:
@@ -208,12 +220,20 @@ def _alpha(r: Tensor, balance: Tensor, beta: float) -> Tensor:
     return alpha.sub_(r.mean(-2, keepdim=True), alpha=beta)
 
 
-def _full(x: Tensor) -> Tensor:
-    """(B, h, N, d) -> (B h, N, d), float32 at least."""
-    x = x.contiguous() if memory.on_cpu(x) else x  # there, copying and converting in one step is slower
-    return x.to(compute_dtype(x), memory_format=torch.contiguous_format).flatten(0, 1)
+def _factors(x: Tensor) -> Tensor:
+    """(B, h, N, d) -> (B h, N, d), contiguous, in `factor_dtype`."""
+    dtype = factor_dtype(x)
+    x = _contiguous(x) if memory.on_cpu(x) or dtype == x.dtype else x  # on a CPU, one step for both is slower
+    return x.to(dtype, memory_format=torch.contiguous_format).flatten(0, 1)
+
+
+def _contiguous(x: Tensor) -> Tensor:
+    if memory.on_cpu(x) or torch.compiler.is_compiling():  # gradients in compiled graphs have no known layout yet
+        return x.contiguous()
+    return x if x.is_contiguous() else memory.contiguous(x, x.dtype)
 
 
 def _as_tokens(x: Tensor, like: Tensor) -> Tensor:
     """(B h, N, d) -> (B, h, N, d) with the heads of a token adjacent in memory, in the type of `like`."""
-    return like_tokens(like).copy_(x.view(like.shape))
+    x = x if memory.on_cpu(x) else x.to(like.dtype)  # so that words can be copied
+    return memory.copy(like_tokens(like), x.view(like.shape))
