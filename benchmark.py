@@ -30,11 +30,11 @@ from bench.calibration import ROUNDS
 from bench.choices import BUDGETS, Request
 from bench.comparison import BATCH_TOKENS, compare, plan
 from bench.costs import CONFIGS, print_costs, print_costs_by_size, print_costs_of_others
+from bench.devices import DEVICES
 from bench.figures import draw_figures
 from bench.quality import MEASURES
 from bench.recommend import measure_on, recommend
 from bench.results import MEMORY, NOISE, describe, format_results, write_tables
-from bench.roofline import DEVICES
 from bench.runtimes import RUNTIMES
 from bench.workload import DTYPES, EXECUTIONS, MODES
 from engine.config.papers import PaperRow, read_others, read_papers
@@ -119,7 +119,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--budget", **many, metavar="KEY=LIMIT", help=f"with --recommend: {budgets}")
     add("--measure", choices=tuple(MEASURES), help="quality that ranks; default: the first with stored values")
     add("--calibrate", type=positive, metavar="SECONDS", help="limit of the calibration; default: 60")
-    elsewhere = "with --recommend: predict for a device that is not here (bench/roofline.py), without a calibration"
+    elsewhere = "with --recommend: predict for a device that is not here (bench/devices.py), without a calibration"
     add("--on", choices=tuple(DEVICES), help=elsewhere)
     held_out = "with --recommend: time all candidates at these grids (none: at --tokens), and compare"
     add("--verify", nargs="*", type=token_grid, metavar="N|HxW", help=held_out)

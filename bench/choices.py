@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from attention import ATTENTION, AttentionFactory, Grid
 from attention.options import OptionError, nearest
 from bench.calibration import Calibration, Candidate, Prediction, Shape, calibrated_shapes, distinct, sizes_of
+from bench.devices import Roofline
 from bench.quality import Match, Quality, default_measure, find_quality, read_quality
-from bench.roofline import Roofline
 from bench.workload import read_options
 from engine.runtime.files import make_output
 

@@ -17,8 +17,8 @@ import torch
 from bench.agreement import Agreement
 from bench.calibration import Calibration, Measure, Point, Shape, stopwatch
 from bench.choices import FILE, VERIFIED, Choice, Request, choices, cost_by_budget
+from bench.devices import Roofline
 from bench.quality import MEASURES
-from bench.roofline import Roofline
 from engine.reporting.tables import compact_table
 from engine.runtime.files import to_csv, write_file
 

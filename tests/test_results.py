@@ -16,7 +16,7 @@ from analysis.draws import Row as Transferred
 from analysis.draws import is_own, paired, read_rows
 from attention import create_attention
 from bench.agreement import Agreement
-from bench.roofline import BOUND
+from bench.devices import BOUND
 from bench.shares import COUNTED
 from engine.reporting.tables import plus_minus, spread, verdict
 

@@ -8,9 +8,10 @@ import torch
 from attention import ATTENTION
 from attention.ops import memory
 from bench import roofline
+from bench.devices import DEVICES, Device, count, predict
 from bench.generated import IMAGES, Generated, generated
 from bench.operators import Operator, OperatorCounter, off_cpu
-from bench.roofline import DEVICES, Device, count, counts_table, crossovers, predict
+from bench.roofline import counts_table, crossovers
 from bench.workload import Workload, attention_layer
 
 SLOW = Device(bandwidth=100.0, half=50.0, single=10.0, elements=20.0, fused=0.5, launch=1.0, source="made up")
