@@ -126,6 +126,7 @@ class Attention(nn.Module):
     def __init__(self, context: LayerContext, config: Any):
         super().__init__()
         self.config = config
+        self.label = f"attention({self.name()})"  # made here: torch 2.11 would guard compiled graphs by the cache of re
         self.num_heads = context.num_heads
         self.head_dim = context.dim // context.num_heads
         self.num_prefix_tokens = context.num_prefix_tokens
@@ -230,7 +231,7 @@ class Attention(nn.Module):
         if torch.jit.is_tracing():  # it records sizes as tensors, but a traced graph belongs to one grid
             grid = int(grid[0]), int(grid[1])
         P = self.num_prefix_tokens
-        grid = check_inputs(f"attention({self.name()})", x, grid, P, self.num_heads * self.head_dim)
+        grid = check_inputs(self.label, x, grid, P, self.num_heads * self.head_dim)
         if key_mask is None:
             return self.output(self.attend_lean(self.project(x, grid), grid), x)
         self.check_key_mask(key_mask, (x.shape[0], grid[0] * grid[1]))
@@ -280,10 +281,10 @@ class Attention(nn.Module):
     def check_key_mask(self, key_mask: Tensor, shape: tuple[int, int]) -> None:
         """Raises the ValueError for a mask that the mechanism does not take, or that is not bool of `shape` (B, N)."""
         if refusal := self.refuses_key_mask(self.config):
-            raise ValueError(f"attention({self.name()}): refuses a key_mask, for {refusal}")
+            raise ValueError(f"{self.label}: refuses a key_mask, for {refusal}")
         if key_mask.dtype != torch.bool or key_mask.shape != shape:
             raise ValueError(
-                f"attention({self.name()}): got a key_mask of {key_mask.dtype} {tuple(key_mask.shape)}; give torch.bool"
+                f"{self.label}: got a key_mask of {key_mask.dtype} {tuple(key_mask.shape)}; give torch.bool"
                 f" {shape}, (B, N), true at the tokens of the grid that count"
             )
 

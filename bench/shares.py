@@ -62,7 +62,7 @@ def kind_of(event: str) -> str:
 def shares(call: Callable[[], object], calls: int) -> dict[str, float]:
     """Profiles `calls` calls on the CPU. Returns the share of the time for every kind; shares add up to 1."""
     seconds: Counter[str] = Counter()
-    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:  # torch 2.11 warns without it
         for _ in range(calls):
             call()
     for event in profiler.key_averages():

@@ -247,7 +247,7 @@ def equal() -> str:
     runs: dict[str, dict[int, dict[str, float]]] = {}
     settings = {row["name"]: row for row in EQUAL}
     for row in EQUAL:
-        if row["cpu"] == "xeon":
+        if row["processor"] == "xeon":
             runs.setdefault(row["name"], {})[int(row["seed"])] = {"top1": float(row["top1"])}
     found = dict(zip(runs, measure(list(runs.values()), "top1"), strict=True))
     elsewhere: dict[str, list[float]] = {}
@@ -721,9 +721,9 @@ def test_table_from_scratch():
 
 def test_table_at_equal_macs():
     assert equal() in RESULTS, equal()
-    top1 = {(row["cpu"], row["name"], row["seed"]): float(row["top1"]) for row in EQUAL}
-    assert sum(cpu == "xeon" for cpu, *_ in top1) == 16 * 3
-    repeated = [abs(value - top1["xeon", *run]) for (cpu, *run), value in top1.items() if cpu == "epyc"]
+    top1 = {(row["processor"], row["name"], row["seed"]): float(row["top1"]) for row in EQUAL}
+    assert sum(processor == "xeon" for processor, *_ in top1) == 16 * 3
+    repeated = [abs(value - top1["xeon", *run]) for (processor, *run), value in top1.items() if processor == "epyc"]
     found = f"{len(repeated)} runs, repeated with the same seeds on another processor, differ by"
     found += f" {mean(repeated):.1f} points in the mean, and by up to {max(repeated):.1f}"
     assert found in " ".join(RESULTS.split()), found

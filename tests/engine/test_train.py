@@ -129,7 +129,6 @@ def test_mixed_precision_trains_like_fp32(amp: str, tmp_path: Path):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo asks for it
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method` is deprecated")  # Inductor's import, torch 2.11
 @pytest.mark.parametrize(
     "overrides",
     [("train.amp=null",), ("train.amp=bf16", "train.channels_last=true"), ("train.amp=fp16", "train.compile=true")],

@@ -68,6 +68,18 @@ def test_compiles_into_one_graph(case, training):
         torch.testing.assert_close(compiled(x, case.grid), expected)
 
 
+def test_compiled_layers_do_not_depend_on_the_cache_of_regular_expressions():
+    """Torch 2.11 guards a graph by the cache if its code uses one, and fails once a full cache has lost an entry."""
+    torch.compiler.reset()
+    for number in range(300):
+        re.match(f"a{number}", "")
+    attn, x = create_attention("identity", dim=12, num_heads=3, grid=(4, 4)), torch.randn(2, 16, 12)
+    compiled = torch.compile(attn, backend="eager")
+    expected = compiled(x, (4, 4))
+    re.purge()
+    assert torch.equal(compiled(x, (4, 4)), expected)
+
+
 @pytest.mark.parametrize("case", [case for case in CASES if case.mixes_values], ids=str)
 def test_constant_values_stay_constant(case):
     op, args, options = capture_op(case, case.build(), case.tokens())
