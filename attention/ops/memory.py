@@ -80,12 +80,16 @@ def copy(target: Tensor, x: Tensor) -> Tensor:
 
 
 def _word(*tensors: Tensor) -> torch.dtype | None:
-    """The longest of `WORDS` that views of all tensors, of one type, can have; None if there is none."""
+    """The longest of `WORDS` that views of all tensors, of one type, can have; None if there is none.
+
+    Apple's GPUs have no numbers of 16 bytes.
+    """
     if any(x.stride(-1) != 1 for x in tensors):
         return None
     starts = (n for x in tensors for n in (x.shape[-1], x.storage_offset(), *x.stride()[:-1]))
     nbytes = math.gcd(*starts) * tensors[0].element_size()
-    return next((word for word in WORDS if nbytes % word.itemsize == 0), None)
+    words = WORDS[1:] if tensors[0].device.type == "mps" else WORDS
+    return next((word for word in words if nbytes % word.itemsize == 0), None)
 
 
 def contiguous(x: Tensor, dtype: torch.dtype) -> Tensor:
