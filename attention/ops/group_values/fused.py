@@ -69,15 +69,15 @@ class GroupValues(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, k, v, omega, tiles):
-        half, scale = factor_dtype(k), k.shape[-1] ** -0.25
-        keys = partition(k, tiles, half)
+        kind, scale = factor_dtype(k), k.shape[-1] ** -0.25
+        keys = partition(k, tiles, kind)
         lengths = torch.linalg.vector_norm(keys, dim=-1, dtype=compute_dtype(k)).square_()
         lengths = lengths[:, None].expand(-1, omega.shape[4], -1)
-        samples = omega.to(half).flatten(0, 3)
+        samples = omega.to(kind).flatten(0, 3)
         log_xi = full_product(samples, keys.mT, lengths, beta=-(scale**2) / 2, alpha=scale)  # (B h c, s, t)
         del keys
         weights, log_mass = log_xi.softmax(-1), log_xi.logsumexp(-1)
-        beta = full_product(weights.to(half), partition(v, tiles, half))
+        beta = full_product(weights.to(kind), partition(v, tiles, kind))
         ctx.save_for_backward(k, v, omega, weights)
         ctx.set_materialize_grads(False)
         ctx.tiles = tiles
@@ -92,26 +92,26 @@ class GroupValues(torch.autograd.Function):
             return None, None, None, None
         (k, v, omega, weights), tiles = ctx.saved_tensors, ctx.tiles
         dk = dv = domega = None
-        full, half, scale = weights.dtype, factor_dtype(k), k.shape[-1] ** -0.25
+        full, kind, scale = weights.dtype, factor_dtype(k), k.shape[-1] ** -0.25
         is_row = omega.shape[4] == 1  # a matrix product of one row is slower
         with autocast_off(k):
             terms = [] if dlog_mass is None else [weights * dlog_mass.flatten(0, 3)[..., None]]
             if dbeta is not None:
-                dbeta = dbeta.unflatten(3, omega.shape[3:5]).flatten(0, 3).to(half)
-                of_values = full_product(dbeta, partition(v, tiles, half).mT)
+                dbeta = dbeta.unflatten(3, omega.shape[3:5]).flatten(0, 3).to(kind)
+                of_values = full_product(dbeta, partition(v, tiles, kind).mT)
                 terms.append(torch.ops.aten._softmax_backward_data(of_values, weights, -1, full))
                 if ctx.needs_input_grad[1]:
-                    of_keys = weights.to(half).mT
+                    of_keys = weights.to(kind).mT
                     if is_row:
                         dv = tile_products(of_keys, dbeta, tiles, v)
                     else:
                         dv = tiles_to_tokens(torch.bmm(of_keys, dbeta), tiles, v)
-            keys, dlog_xi = partition(k, tiles, half), functools.reduce(torch.add, terms).mul_(scale)
-            dlog_xi = dlog_xi.to(half)
+            keys, dlog_xi = partition(k, tiles, kind), functools.reduce(torch.add, terms).mul_(scale)
+            dlog_xi = dlog_xi.to(kind)
             if ctx.needs_input_grad[2]:
                 domega = full_product(dlog_xi, keys).to(omega.dtype).view_as(omega)
             if ctx.needs_input_grad[0]:
-                samples = omega.to(half).flatten(0, 3)
+                samples = omega.to(kind).flatten(0, 3)
                 if is_row:
                     dk = tile_products(torch.sub(samples, keys, alpha=scale, out=keys), dlog_xi.mT, tiles, k)
                 else:

@@ -141,17 +141,17 @@ class RandomFeatures(torch.autograd.Function):
     @first_order
     def backward(ctx, dy):
         q, k, v, omega, q_bar, balance, u, of_keys, of_queries, r = ctx.saved_tensors
-        needs, beta, full, half = ctx.needs_input_grad, ctx.beta, u.dtype, of_keys.dtype
+        needs, beta, full, kind = ctx.needs_input_grad, ctx.beta, u.dtype, of_keys.dtype
         softmax_backward = torch.ops.aten._softmax_backward_data
         dq = dk = dv = domega = dprior = dq_bar = dbalance = None
         with autocast_off(q):
-            samples, dy, scale = omega.to(half).flatten(0, 1), _factors(dy), omega.shape[-1] ** -0.25
+            samples, dy, scale = omega.to(kind).flatten(0, 1), _factors(dy), omega.shape[-1] ** -0.25
             du = full_product(of_queries, dy)
             if needs[2]:
-                dv = _as_tokens(of_keys.mT @ du.to(half), v)
+                dv = _as_tokens(of_keys.mT @ du.to(kind), v)
             by_row, dim = _samples_last(of_queries)
-            dweights = u.to(half) @ dy.mT if dim == -2 else dy @ u.to(half).mT
-            on_queries = softmax_backward(dweights, by_row, dim, half)  # gradient of logits
+            dweights = u.to(kind) @ dy.mT if dim == -2 else dy @ u.to(kind).mT
+            on_queries = softmax_backward(dweights, by_row, dim, kind)  # gradient of logits
             on_queries = on_queries if dim == -2 else on_queries.mT  # (B h, s, N)
             dmass = on_queries.sum(-1, dtype=full)
             if needs[4]:
@@ -162,22 +162,22 @@ class RandomFeatures(torch.autograd.Function):
                 dalpha = torch.div(on_queries, alpha, out=torch.empty_like(alpha))  # in the layout of alpha and r
                 dalpha = torch.ops.aten.threshold_backward(dalpha, alpha, MIN_ALPHA)  # 0 at the floor
                 dbalance = dalpha.sum(-1).view_as(balance)
-                dr = softmax_backward(dalpha.sub_(dalpha.mean(-2, keepdim=True)), r, -1, full).to(half)
+                dr = softmax_backward(dalpha.sub_(dalpha.mean(-2, keepdim=True)), r, -1, full).to(kind)
                 dq_bar = full_product(dr, queries, alpha=beta * scale).view_as(q_bar)
-                dqueries.baddbmm_(dr.mT, q_bar.to(half).flatten(0, 1), alpha=beta * scale)
+                dqueries.baddbmm_(dr.mT, q_bar.to(kind).flatten(0, 1), alpha=beta * scale)
             if needs[0]:
                 dq = _as_tokens(dqueries, q)
             if needs[3]:
                 domega = full_product(on_queries, queries, alpha=scale)
             del queries, dqueries, dweights, on_queries
             dmass = dmass - (du * u).sum(-1)  # the softmax over keys contributes to the gradient of their mass
-            on_keys = full_product(du.to(half), _factors(v).mT, dmass[..., None]).mul_(of_keys)
+            on_keys = full_product(du.to(kind), _factors(v).mT, dmass[..., None]).mul_(of_keys)
             keys, total = _factors(k), on_keys.sum(1)[..., None]
-            on_keys = on_keys.to(half)
+            on_keys = on_keys.to(kind)
             if needs[3]:
                 domega = full_product(on_keys, keys, domega, alpha=scale).view_as(omega)
             if needs[1]:
-                keys = keys * total.to(half)
+                keys = keys * total.to(kind)
                 dk = _as_tokens(keys.baddbmm_(on_keys.mT, samples, beta=-(scale**2), alpha=scale), k)
         return dq, dk, dv, domega, dprior, dq_bar, dbalance, None, None
 
