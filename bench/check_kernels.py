@@ -269,7 +269,9 @@ def timings(case: Case, device: torch.device, bytes_per_second: float) -> list[d
 
 
 def implemented(calls: Mapping[str, Call]) -> tuple[dict[str, Call], dict[str, str]]:
-    """Makes every call once, to compile it. Returns the calls that work on the device, and why others do not."""
+    """Makes every call once, to compile it. Returns the calls that work on the device, and why others do not: torch has
+    no such operator, or cannot compile it (FlexAttention, which may need more shared memory than there is).
+    """
     missing = {}
     for name, call in calls.items():
         try:

@@ -95,7 +95,7 @@ def count(subject: Subject, size: Grid, batch: int, mode: str, dtype: str, on_cp
 
 
 BOUND = "A lower bound: on an H200, layers took 2.6 times as long in the median (docs/benchmarks.md)."
-"""What measurements say about the predictions."""
+"""Ratio of measured times to predicted ones, which every prediction shows."""
 
 
 class Roofline:

@@ -1,10 +1,11 @@
-"""What copies, products and softmaxes cost in the memory layouts and types that attention layers use, on one device.
+"""Times of copies, products and softmaxes on one device, in the memory layouts and types that attention layers use.
 
     python -m bench.layouts                            # the layer of DeiT-Tiny at 28 x 28 tokens, 256 images, on a GPU
     python -m bench.layouts --device cpu --batch-size 4
 
 These numbers decide what the fast paths do off a CPU: copies in words (`attention.ops.memory.copy`), spare columns of
-logits (`attention.ops.joint_softmax.fused`), factors in bfloat16 (`attention.ops.products`), and the side of samples.
+logits (`attention.ops.joint_softmax.fused`), factors in bfloat16 (`attention.ops.products`), and the layout of weights
+(`attention.ops.random_features.fused`).
 """
 
 import math

@@ -2,18 +2,19 @@
 
 import math
 import weakref
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import conv_flop_count, flop_registry
 
-from attention.ops import memory
+from attention.ops import memory, products
 
 ALLOCATIONS = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
 OVERWRITING = {"copy_", "fill_", "zero_"}
@@ -137,9 +138,18 @@ def count_operators(call: Callable[[], object]) -> list[Operator]:
     return counter.found
 
 
-def off_cpu() -> AbstractContextManager[object]:
-    """Context in which fast paths work as on other devices than a CPU."""
-    return patch.object(memory, "on_cpu", lambda x: False)
+@contextmanager
+def off_cpu() -> Iterator[None]:
+    """Context in which fast paths work as on a GPU. Fake tensors take its product of bfloat16; others compute the same
+    value by operators of a CPU.
+    """
+    of_gpu = products.sum_in_full
+
+    def sum_in_full(a: Tensor, b: Tensor) -> Tensor:
+        return of_gpu(a, b) if isinstance(a, FakeTensor) else torch.bmm(a.float(), b.float())
+
+    with patch.object(memory, "on_cpu", lambda x: False), patch.object(products, "sum_in_full", sum_in_full):
+        yield
 
 
 def searches(operators: Iterable[Operator], tokens: int) -> bool:

@@ -687,6 +687,31 @@ def test_findings_on_an_h200():
         assert shown in text, (tokens, shown)
 
 
+def test_figures_in_the_text_on_an_h200():
+    text = " ".join(BENCHMARKS.split())
+    rows = {tokens: on_h200("second", tokens) for tokens in (784, 3136)}
+
+    def speedups(name: str) -> list[str]:
+        return [f"{float(each[name]['speedup']):.2f}" for each in rows.values()]
+
+    eva, lara, local, kernel = map(speedups, ("eva", "lara", "local", "local@triton"))
+    assert "({} and {} times as fast, {} and {})".format(*eva, *lara) in text
+    assert f"Local attention is faster at 3136, by {local[1]}, and by {kernel[1]} with Triton's kernel" in text
+    identity = rows[784]["identity"]
+    assert f"`identity` ({identity['operators']} operators, {float(identity['ms']):.2f} ms)" in text
+    found = [1e3 * float(row["ms"]) / int(row["operators"]) for row in map(rows[784].get, ("identity", "eva", "lara"))]
+    assert f"take {min(found):.0f} to {max(found):.0f} microseconds for each counted operator" in text, found
+    before = on_h200("first", 784)
+    slower = [float(rows[784][name]["ms"]) / float(before[name]["ms"]) for name in ("local@triton", "eva@triton")]
+    assert 1.2 < max(slower) <= 1.25  # a quarter
+    predicted = {(row["tokens"], row["name"]): float(row["h200_ms"]) for row in read("roofline.csv")}
+    factors = [float(each["softmax"]["ms"]) / predicted[str(tokens), "softmax"] for tokens, each in rows.items()]
+    assert "The factor of softmax attention is {:.1f} and {:.1f}".format(*factors) in text
+    gains = [float(on_h200("first", n)["performer"]["ms"]) / float(rows[n]["performer"]["ms"]) for n in (784, 3136)]
+    changes = " ".join((DOCS.parent / "CHANGELOG.md").read_text().split())
+    assert f"Performer's layer is {min(gains):.1f} to {max(gains):.1f} times as fast" in changes
+
+
 def test_accuracy_with_augmentation_in_batches():
     top1: dict[str, dict[int, dict[str, float]]] = {}
     for row in read("batched.csv"):
@@ -721,6 +746,9 @@ def test_table_from_scratch():
 
 def test_table_at_equal_macs():
     assert equal() in RESULTS, equal()
+    at_784 = {(row["name"], row["seed"]): row["processor"] for row in read("equal_macs.csv") if row["tokens"] == "784"}
+    assert f"784 tokens, where {len(at_784)} of 48 runs were made (one seed in full, on an H200" in RESULTS
+    assert Counter(at_784.values())["h200"] == 16
     top1 = {(row["processor"], row["name"], row["seed"]): float(row["top1"]) for row in EQUAL}
     assert sum(processor == "xeon" for processor, *_ in top1) == 16 * 3
     repeated = [abs(value - top1["xeon", *run]) for (processor, *run), value in top1.items() if processor == "epyc"]

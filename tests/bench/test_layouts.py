@@ -1,4 +1,4 @@
-"""What memory layouts and types cost: the operations are those that layers use, and every one has a row."""
+"""Times of memory layouts: operations do what their names say, and each has a row."""
 
 import pytest
 import torch

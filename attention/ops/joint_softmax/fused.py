@@ -81,7 +81,7 @@ class JointSoftmax(torch.autograd.Function):
         keep = keep and windows.count * (w + 2 * e) <= MAX_KEPT * 3 * q.shape[2]
         kept = [q.new_empty(*ctx.shape[:3], n, q.shape[3]) if keep else None for n in (w, e, e)]
         for chunk in _chunks(q, ctx.shape):
-            _attend(*take(chunk, *inputs, y, weights, *kept), _of_heads(offset, chunk), windows)
+            _attend(*take(chunk, *inputs, y, weights, *kept), _of_heads(offset, chunk), windows, e)
         ctx.save_for_backward(*(kept if keep else inputs), weights, offset)
         ctx.windows, ctx.summaries = windows, [(x.shape, x.dtype) for x in (keys, values)]
         return y
@@ -142,11 +142,11 @@ def _buffer(x: Tensor, e: int, windows: Windows) -> Tensor:
     return x.new_empty(*x.shape[:2], windows.count, e, x.shape[3])
 
 
-def _attend(q, k, v, keys, values, y, weights, kept_q, kept_k, kept_v, offset, windows):
-    """Writes y and, unless they are None, weights and windows of queries, keys and values."""
+def _attend(q, k, v, keys, values, y, weights, kept_q, kept_k, kept_v, offset, windows, e):
+    """Writes y and, unless they are None, weights and windows of queries, keys and values, in rows of e."""
     kept = kept_q is not None
     queries = partition(q, windows, q.dtype, kept_q)
-    buffer = kept_k if kept else _buffer(q, _row_length(q, keys, windows), windows)
+    buffer = kept_k if kept else _buffer(q, e, windows)
     weights = _weights(queries, _fill(buffer, k, keys, windows), q, offset, weights)
     values = _fill(kept_v if kept else buffer, v, values, windows)
     reverse(torch.bmm(weights, values, out=torch.empty_like(queries) if kept else queries), y, windows)

@@ -149,10 +149,10 @@ class RandomFeatures(torch.autograd.Function):
             du = full_product(of_queries, dy)
             if needs[2]:
                 dv = _as_tokens(of_keys.mT @ du.to(kind), v)
-            by_row, dim = _samples_last(of_queries)
-            dweights = u.to(kind) @ dy.mT if dim == -2 else dy @ u.to(kind).mT
-            on_queries = softmax_backward(dweights, by_row, dim, kind)  # gradient of logits
-            on_queries = on_queries if dim == -2 else on_queries.mT  # (B h, s, N)
+            if memory.on_cpu(q):  # gradient of logits, (B h, s, N)
+                on_queries = softmax_backward(u @ dy.mT, of_queries, -2, kind)
+            else:
+                on_queries = softmax_backward(dy @ u.to(kind).mT, of_queries.mT, -1, kind).mT
             dmass = on_queries.sum(-1, dtype=full)
             if needs[4]:
                 dprior = dmass.view(omega.shape[:3])
@@ -169,7 +169,7 @@ class RandomFeatures(torch.autograd.Function):
                 dq = _as_tokens(dqueries, q)
             if needs[3]:
                 domega = full_product(on_queries, queries, alpha=scale)
-            del queries, dqueries, dweights, on_queries
+            del queries, dqueries, on_queries
             dmass = dmass - (du * u).sum(-1)  # the softmax over keys contributes to the gradient of their mass
             on_keys = full_product(du.to(kind), _factors(v).mT, dmass[..., None]).mul_(of_keys)
             keys, total = _factors(k), on_keys.sum(1)[..., None]
@@ -193,7 +193,11 @@ def _key_weights(k: Tensor, omega: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _query_weights(q, omega, mass, q_bar, balance, beta):
-    """Weights a_ns and, with q_bar, softmax_n[q'_n . q_bar_s]: (B h, s, N)."""
+    """Weights a_ns and, with q_bar, softmax_n[q'_n . q_bar_s]: (B h, s, N).
+
+    Off a CPU the samples of a query lie side by side, since a softmax over another dimension than the last is four
+    times as slow there (docs/benchmarks.md).
+    """
     queries, scale, log_weight, r = _factors(q), q.shape[-1] ** -0.25, mass[..., None], None
     if q_bar is not None:
         r = full_product(q_bar.to(queries.dtype).flatten(0, 1), queries.mT, alpha=scale)
@@ -203,15 +207,8 @@ def _query_weights(q, omega, mass, q_bar, balance, beta):
     if memory.on_cpu(q):
         logits = full_product(samples, queries.mT, log_weight, alpha=scale)
         return torch.softmax(logits, -2, out=logits), r
-    logits = full_product(queries, samples.mT, log_weight.mT, alpha=scale)  # see `_samples_last`
+    logits = full_product(queries, samples.mT, log_weight.mT, alpha=scale)
     return torch.softmax(logits, -1, out=logits).to(queries.dtype).mT, r
-
-
-def _samples_last(of_queries: Tensor) -> tuple[Tensor, int]:
-    """Weights of queries (B h, s, N) as they lie in memory, and the dimension of the samples: the last one off a CPU,
-    where a softmax over another is four times as slow (docs/benchmarks.md).
-    """
-    return (of_queries, -2) if memory.on_cpu(of_queries) else (of_queries.mT, -1)
 
 
 def _alpha(r: Tensor, balance: Tensor, beta: float) -> Tensor:
