@@ -171,9 +171,9 @@ class RandomFeatures(torch.autograd.Function):
                 domega = full_product(on_queries, queries, alpha=scale)
             del queries, dqueries, on_queries
             dmass = dmass - (du * u).sum(-1)  # the softmax over keys contributes to the gradient of their mass
-            on_keys = full_product(du.to(kind), _factors(v).mT, dmass[..., None]).mul_(of_keys)
-            keys, total = _factors(k), on_keys.sum(1)[..., None]
-            on_keys = on_keys.to(kind)
+            on_keys = full_product(du.to(kind), _factors(v).mT, dmass[..., None])
+            on_keys = torch.mul(on_keys, of_keys, out=on_keys if kind == full else torch.empty_like(of_keys))
+            keys, total = _factors(k), on_keys.sum(1, dtype=full)[..., None]
             if needs[3]:
                 domega = full_product(on_keys, keys, domega, alpha=scale).view_as(omega)
             if needs[1]:
@@ -200,7 +200,7 @@ def _query_weights(q, omega, mass, q_bar, balance, beta):
     """
     queries, scale, log_weight, r = _factors(q), q.shape[-1] ** -0.25, mass[..., None], None
     if q_bar is not None:
-        r = full_product(q_bar.to(queries.dtype).flatten(0, 1), queries.mT, alpha=scale)
+        r = full_product((q_bar * scale).to(queries.dtype).flatten(0, 1), queries.mT)
         r = torch.softmax(r, -1, out=r)
         log_weight = _alpha(r, balance, beta).clamp_(min=MIN_ALPHA).log_().add_(log_weight)
     samples = omega.to(queries.dtype).flatten(0, 1)
