@@ -11,6 +11,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from engine.config.schema import Run
 from engine.runtime.arguments import ArgumentParser
 from engine.runtime.errors import refuse_bad_input
 from engine.runtime.signals import end_at_interrupt
@@ -28,7 +29,7 @@ QUESTIONS: dict[str, str] = {
 }
 """Module of `analysis` -> its description."""
 
-OVERRIDE = re.compile(r"(?!(macs|ms|memory)=)\w+(\.\w+)*=")
+OVERRIDE = re.compile(rf"(({'|'.join(Run.__dataclass_fields__)})|\w+(\.\w+)+)=")
 """Beginning of key.path=value; no option of the command line matches, nor a budget, as macs=0.7."""
 
 

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from attention import kernels
 from bench.arguments import every_mechanism, image_size, positive, token_grid
-from bench.calibration import ROUNDS
+from bench.calibration import LEAST_POINTS, ROUNDS
 from bench.choices import BUDGETS, Request
 from bench.comparison import BATCH_TOKENS, compare, plan
 from bench.costs import CONFIGS, print_costs, print_costs_by_size, print_costs_of_others
@@ -95,9 +95,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     on_path = "compare each layer with itself on this path, not with softmax"
     add("--against", choices=get_args(kernels.Path), help=on_path)
     add("--baseline", **many, metavar="ENTRY", help="default: softmax, and the first model")
-    pixels = "images of models, in pixels"
+    pixels = "images of models, in pixels; default: 224"
     add("--tokens", nargs="+", type=token_grid, default=[(28, 28)], metavar="N|HxW", help="tokens of a layer")
-    add("--image-sizes", nargs="+", type=image_size, default=[(224, 224)], metavar="SIDE|HxW", help=pixels)
+    add("--image-sizes", nargs="+", type=image_size, metavar="SIDE|HxW", help=pixels)
     add("--dim", type=positive, default=192, help="channels of a layer")
     add("--num-heads", type=positive, default=3, help="heads of a layer")
     default = f"as many as have {BATCH_TOKENS['cpu']} tokens, on a GPU {BATCH_TOKENS['cuda']}; with --recommend 1"
@@ -111,14 +111,15 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     processor = "CPU time of the process instead of wall time, for a busy machine; needs one thread"
     add("--processor-time", action="store_true", help=processor)
-    add("--threads", type=positive, default=torch.get_num_threads(), help="CPU threads")
+    add("--threads", type=positive, help="CPU threads; default: PyTorch's choice")
     add("--output", type=Path, help="directory for table.md, results.csv, results.json and figures")
     asked = "calibrate this device and rank mechanisms by stored quality; --attention: these alone, without sizes"
     add("--recommend", action="store_true", help=f"{asked}; one of --tokens, --modes and --dtypes")
     budgets = "; ".join(f"{key}: {meaning}" for key, meaning in BUDGETS.items())
     add("--budget", **many, metavar="KEY=LIMIT", help=f"with --recommend: {budgets}")
     add("--measure", choices=tuple(MEASURES), help="quality that ranks; default: the first with stored values")
-    add("--calibrate", type=positive, metavar="SECONDS", help="limit of the calibration; default: 60")
+    limited = f"shapes that would take longer are left out, but for the first {LEAST_POINTS}; default: 60"
+    add("--calibrate", type=positive, metavar="SECONDS", help=limited)
     elsewhere = "with --recommend: predict for a device that is not here (bench/devices.py), without a calibration"
     add("--on", choices=tuple(DEVICES), help=elsewhere)
     held_out = "with --recommend: time all candidates at these grids (none: at --tokens), and compare"
@@ -133,6 +134,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         parser.error("--budget, --measure, --calibrate, --on and --verify: give --recommend")
     args.modes = args.modes or (["inference"] if args.recommend else ["forward", "forward+backward"])
     args.rounds = args.rounds or (ROUNDS if args.recommend else 10)
+    args.threads, args.image_sizes = args.threads or torch.get_num_threads(), args.image_sizes or [(224, 224)]
     if args.recommend:
         args.batch_size, args.calibrate = args.batch_size or 1, args.calibrate or 60
     if args.configs and not args.macs:
@@ -151,17 +153,26 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     return args
 
 
+def is_given(parser: ArgumentParser, args: argparse.Namespace, name: str) -> bool:
+    """Returns whether an option has another value than its default."""
+    key = name.replace("-", "_")
+    return getattr(args, key) != parser.get_default(key)
+
+
 def refuse_beside_recommend(parser: ArgumentParser, args: argparse.Namespace) -> None:
     """Refuses options that a recommendation does not take, or takes one value of."""
-    for name in ("macs", "core", "models", "against", "baseline"):
-        if getattr(args, name):
+    for name in ("macs", "core", "models", "against", "baseline", "image-sizes"):
+        if is_given(parser, args, name):
             parser.error(f"--{name}: not with --recommend; leave it out")
     for name in ("tokens", "modes", "dtypes"):
         values = getattr(args, name)
         if values and len(values) > 1:
             parser.error(f"--{name}: --recommend takes one value, got {len(values)}; give one")
-    if args.on and (args.verify is not None or args.calibrate or args.modes == ["train"]):
-        parser.error("--on: a device that is not here is not measured; leave out --verify, --calibrate, --modes train")
+    measuring = ("verify", "calibrate", "rounds", "device", "threads", "processor-time")
+    useless = [f"--{name}" for name in measuring if is_given(parser, args, name)]
+    useless += ["--modes train"] if args.modes == ["train"] else []
+    if args.on and useless:
+        parser.error(f"--on: a device that is not here is not measured; leave out {', '.join(useless)}")
     if args.execution != ["eager"]:
         parser.error("--execution: --recommend times eager layers; leave it out")
 

@@ -28,7 +28,7 @@ from engine.config.passes import share_batch
 from engine.config.schema import Run
 from engine.data.check import check_images
 from engine.data.loaders import check_workers, create_loaders, has_lost_workers, stop_waiting_if
-from engine.data.splits import classes_of, identify_data
+from engine.data.splits import classes_of, identify_data, is_one_split
 from engine.evaluation.evaluate import evaluate_all, gather_all
 from engine.reporting.console import format_values
 from engine.reporting.metrics import first_pass_images
@@ -112,6 +112,9 @@ class Trainer:
         self.stateful = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, **others}
         cleanup.enter_context(lock_directory(output, world))
         identity = identify_data(self.train_loader.dataset.dataset, self.val_loader.dataset)
+        if world.is_primary and is_one_split(identity):
+            splits = f"data.val_split = {run.data.val_split} has the images of data.train_split"
+            print(f"warning: {splits}; top-1 is not that of new images", file=sys.stderr, flush=True)
         self.checkpoints = Checkpoints(output, run, world, self.sampler.num_images, identity | self.objective.identity)
         cleanup.push(self.checkpoints.end)
         self.progress = self.checkpoints.restore(self.stateful, allowed)

@@ -4,14 +4,14 @@ import itertools
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean, pstdev
+from statistics import fmean
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
 from ablation.front import front_probabilities, non_dominated
-from ablation.replicates import Measured, measure
+from ablation.replicates import Measured, measure, tells_apart
 from ablation.settings import Setting, has_replicates, name_change, replicate_of, short_names, varied_options
 from engine.reporting.metrics import find_records
 from engine.reporting.plots import (
@@ -27,9 +27,6 @@ from engine.reporting.plots import (
     write_cell,
 )
 from engine.reporting.tables import plus_minus
-
-TIMES_SEEDS = 3
-"""A measured cost has a panel if it varies this many times as much between settings as between seeds."""
 
 LABELS = {
     "E": "|E| (tokens)",
@@ -182,18 +179,6 @@ def draw_pareto(caption: str, settings: Sequence[Setting]) -> Figure:
         bars = [(cost, top1.mean + sign * (top1.std or 0)) for cost, top1, _ in found for sign in (-1, 0, 1)]
         label_points(axes, [point[:2] for point in front], [name for _, _, name in front], bars, [step])
     return figure
-
-
-def tells_apart(measured: Sequence[Measured]) -> bool:
-    """Returns whether a measurement varies more between settings than between their seeds, by `TIMES_SEEDS`.
-
-    Variation is the standard deviation: of the settings' means, and of a setting's seeds (root of the mean square).
-    That of a single seed is not known, and taken for none. False without two settings.
-    """
-    means = [own.spread.mean for own in measured if own.spread]
-    squares = [own.spread.std**2 for own in measured if own.spread and own.spread.std is not None]
-    between_seeds = math.sqrt(fmean(squares)) if squares else 0.0
-    return len(means) > 1 and pstdev(means) > TIMES_SEEDS * between_seeds
 
 
 def read_curve(directory: Path) -> list[tuple[int, float, float]]:

@@ -2,12 +2,22 @@
 
 import dataclasses
 import functools
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from ablation.measured import Measurement, Measurements, device_of, find_size, list_places, machine_of, measure_layers
+from ablation.measured import (
+    LONGEST,
+    Measurement,
+    Measurements,
+    device_of,
+    find_size,
+    list_places,
+    machine_of,
+    measure_layers,
+)
 from attention import ATTENTION, AttentionFactory, LayerContext
 from attention.options import OptionError, option, to_yaml
 from attention.sizes import NoSize, solve_size
@@ -21,6 +31,9 @@ TOLERANCE = 0.02
 
 BATCH_SIZE = 32
 """Images of a pass that is measured, by default."""
+
+PROPORTIONAL = 0.1
+"""Seconds of a pass from which on time grows as cost does; a shorter pass is overhead for a good part."""
 
 UNITS = {"time": "ms", "memory": "MiB"}
 """Measured costs -> their units."""
@@ -172,7 +185,14 @@ def softmax_macs(contexts: Sequence[LayerContext]) -> float:
 def measure_size(
     match: Match, run: Run, factory: AttentionFactory, contexts: Sequence[LayerContext], measurements: Measurements
 ) -> tuple[Matched, bool]:
-    """Returns the size with the nearest measured cost, and whether the target is between those of two sizes."""
+    """Returns the size with the nearest measured cost, and whether the target is between those of two sizes.
+
+    Names on stderr each size that it measures.
+
+    Raises:
+        OptionError: a pass with the cost of the target takes more than `LONGEST` seconds, in proportion to one that is
+            measured.
+    """
     mechanism, batch_size = ATTENTION[factory.name], match.batch_size or BATCH_SIZE
     nearest = functools.cache(functools.partial(solve_size, mechanism, contexts, factory.config))
     nearest(0.0)  # refuses a mechanism without a size
@@ -189,14 +209,28 @@ def measure_size(
     }
 
     def measure(value: int) -> Measurement:
+        print(
+            f"match.{match.kind} = {match.target:g}{match.unit}: measuring {factory.name} with {name} = {value}",
+            file=sys.stderr,
+            flush=True,
+        )
         config = dataclasses.replace(factory.config, **{name: value})
         return measure_layers(match.kind, mechanism, config, contexts, batch_size, run)
 
     def take(value: int) -> Measurement:
         return measurements.take(question, value, functools.partial(measure, value), machine)
 
+    def cost(value: int) -> float:
+        found = take(value)
+        seconds = found.seconds * match.target / found.cost
+        if found.cost < match.target and found.seconds > PROPORTIONAL and seconds > LONGEST:
+            problem = f"a pass would take about {seconds:,.0f} s; lower it until that is at most {LONGEST:g} s"
+            known = f"measured: {name} = {value}, {found.cost:.4g}{match.unit}"
+            raise OptionError(f"match.{match.kind}", f" = {match.target:g}{match.unit}: {problem}; {known}")
+        return found.cost
+
     start = softmax_macs(contexts) / 4
-    value, is_in_range = find_size(match.target, nearest, lambda value: take(value).cost, start, TOLERANCE)
+    value, is_in_range = find_size(match.target, nearest, cost, start, TOLERANCE)
     found, override = take(value), to_override(run.attention, name, value)
     machine = measurements.machine(question)
     return Matched(match, name, value, found.cost, override, found.error, machine), is_in_range

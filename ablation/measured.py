@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from attention import Attention, Grid, LayerContext
 from attention.fitting import fitted
 from attention.sizes import Size
-from bench.timing import Quartiles, time_rounds
+from bench.timing import Quartiles, elapsed, time_rounds
 from bench.workload import Subject, Workload
 from engine.config.schema import Run
 from engine.runtime.errors import ConfigError
@@ -30,7 +30,11 @@ MATCH_FILE = "match.json"
 """File of an output directory with the measurements of `match`."""
 
 ROUNDS = 10
-"""Rounds in which a layer is timed."""
+"""Rounds in which a layer is timed, at most."""
+
+LONGEST = 10.0
+"""Seconds of the longest pass that a target may need, and of the rounds in which a layer is timed, which are two at
+least."""
 
 MOST_SIZES = 16
 """Most sizes of a mechanism that are measured."""
@@ -40,10 +44,14 @@ FACTORS = (2.0, 4.0, 16.0, 256.0)
 
 
 class Measurement(NamedTuple):
-    """A measured cost: milliseconds or MiB, and the relative standard error of the median (0 for memory)."""
+    """A measured cost: milliseconds or MiB, and the relative standard error of the median (0 for memory).
+
+    `seconds` are those of a pass; 0 in files of a version that did not store them.
+    """
 
     cost: float
     error: float
+    seconds: float = 0.0
 
 
 class Measurements:
@@ -96,10 +104,10 @@ class Measurements:
 
 
 def is_answer(answer: Mapping[str, Any]) -> bool:
-    """Returns whether an entry of the file names a machine, and has costs and errors of sizes."""
-    sizes = answer["sizes"].items()
+    """Returns whether an entry of the file names a machine, and has measurements of sizes."""
+    sizes = {int(size): Measurement(*values) for size, values in answer["sizes"].items()}
     return isinstance(answer["machine"], str) and all(
-        int(size) > 0 < cost and error >= 0 for size, (cost, error) in sizes
+        size > 0 < found.cost and found.error >= 0 <= found.seconds for size, found in sizes.items()
     )
 
 
@@ -169,7 +177,7 @@ def measure_layers(
     Returns:
         An infinite cost if memory runs out.
     """
-    device, costs, error = device_of(run), 0.0, 0.0
+    device, costs, error, seconds = device_of(run), 0.0, 0.0, 0.0
     places = list_places(contexts)
     first = {place: context for context in reversed(contexts) for place in list_places([context])}
     for place, count in places.items():
@@ -184,7 +192,8 @@ def measure_layers(
                 raise
             return Measurement(math.inf, 0.0)
         costs, error = costs + count * found.cost, max(error, found.error)
-    return Measurement(costs / len(contexts), error)
+        seconds += count * found.seconds
+    return Measurement(costs / len(contexts), error, seconds / len(contexts))
 
 
 def layer_at(context: LayerContext, mechanism: type[Attention], config: Any, run: Run) -> Subject:
@@ -200,8 +209,10 @@ def layer_at(context: LayerContext, mechanism: type[Attention], config: Any, run
 
 def measure_call(kind: str, call: Callable[[], object], device: torch.device) -> Measurement:
     """Measures the time (ms) or the memory (MiB) of a call."""
-    if kind == "memory":
-        return Measurement(peak_bytes(call, device) / 2**20, 0.0)
     clock = time.process_time if torch.get_num_threads() == 1 else time.perf_counter  # others' work does not count
-    quartiles = Quartiles.of(time_rounds({kind: call}, ROUNDS, device, clock=clock).seconds[kind])
-    return Measurement(1e3 * quartiles.median, quartiles.error)
+    seconds, _ = elapsed(call, 1, device, clock)
+    if kind == "memory":
+        return Measurement(peak_bytes(call, device) / 2**20, 0.0, seconds)
+    rounds = max(2, min(ROUNDS, int(LONGEST / seconds)))
+    quartiles = Quartiles.of(time_rounds({kind: call}, rounds, device, clock=clock).seconds[kind])
+    return Measurement(1e3 * quartiles.median, quartiles.error, quartiles.median)

@@ -3,9 +3,13 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, pstdev
 from typing import Any
 
 from engine.reporting.tables import Spread, spread
+
+TIMES_SEEDS = 3
+"""A measured cost has a panel, or a front, if it varies this many times as much between settings as between seeds."""
 
 
 @dataclass(frozen=True)
@@ -34,3 +38,15 @@ def measure(results: Sequence[Mapping[int, Mapping[str, Any]]], name: str) -> li
     pairs = [[own[seed] - first[seed] for seed in own if seed in first] for own in values[1:]]
     differences = [None, *(spread(found, step) for found in pairs)]
     return [Measured(own, spread(own.values()), d) for own, d in zip(values, differences, strict=True)]
+
+
+def tells_apart(measured: Sequence[Measured]) -> bool:
+    """Returns whether a measurement varies more between settings than between their seeds, by `TIMES_SEEDS`.
+
+    Variation is the standard deviation: of the settings' means, and of a setting's seeds (root of the mean square).
+    That of a single seed is not known, and taken for none. False without two settings.
+    """
+    means = [own.spread.mean for own in measured if own.spread]
+    squares = [own.spread.std**2 for own in measured if own.spread and own.spread.std is not None]
+    between_seeds = math.sqrt(fmean(squares)) if squares else 0.0
+    return len(means) > 1 and pstdev(means) > TIMES_SEEDS * between_seeds

@@ -12,7 +12,7 @@ from ablation.figures import draw_curves, draw_heat_map, draw_pareto, draw_resul
 from ablation.front import RESAMPLES, front_probabilities
 from ablation.latex import latex_table
 from ablation.match import BATCH_SIZE, TOLERANCE
-from ablation.replicates import Measured, measure
+from ablation.replicates import Measured, measure, tells_apart
 from ablation.settings import (
     Setting,
     accuracies,
@@ -51,7 +51,7 @@ WITHIN = f"within {100 * TOLERANCE:.0f} %"
 ON_FRONT = (
     "On front: probability that no other row has at least as good a mean top-1 at no more cost, and one of them better."
     f" It is the share of {RESAMPLES:,} bootstrap resamples of the runs of every row that has two or more; few"
-    " runs make it rough."
+    " runs make it rough. A measured cost in which rows differ no more than {0}s has no such column."
 )
 
 ELAPSED = "elapsed_seconds"
@@ -94,7 +94,8 @@ def tabulate(settings: Sequence[Setting], write: Callable[[str, Sequence[Measure
         top1 = [[*own.values.values()] for own in measure(results, "top1")]
         costs: dict[str, list[float | None]] = {"MACs": [setting.costs.macs for setting in settings]}
         for cost, key in ("step", "step_seconds"), ("peak memory", "memory_mb"):
-            costs[cost] = [own.spread and own.spread.mean for own in measure(results, key)]
+            if tells_apart(measured := measure(results, key)):
+                costs[cost] = [own.spread and own.spread.mean for own in measured]
         for cost, values in costs.items():
             sure = [text(probability, ".2f") for probability in front_probabilities(values, top1)]
             table |= if_any(f"on front: {cost}", sure)
@@ -230,7 +231,7 @@ def list_notes(settings: Sequence[Setting], left_out: Sequence[str]) -> list[str
     replicate = replicate_of(settings)
     notes = [REPLICATES.format(replicate) if has_replicates(settings) else ONE_RUN] + [FOLDS] * (replicate == "fold")
     if any(title.startswith("on front") for title in tabulate(settings, for_readers)):
-        notes.append(ON_FRONT)
+        notes.append(ON_FRONT.format(replicate))
     notes += describe_match(settings)
     if tuned := [setting.tuning for setting in settings if setting.tuning]:
         notes.append(describe_choice(tuned[0]))

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from analysis.trained import Sample, Trained, read_images
 from attention.options import OptionError
 from engine.config.schema import Optim, Schedule
-from engine.data.splits import Images, open_split
+from engine.data.splits import Images, identify_data, is_one_split, open_split
 from engine.objectives.alignment import Alignment
 from engine.objectives.distillation import INITIAL, Distill, Teacher
 from engine.training.optim import create_optimizer, create_schedule
@@ -31,8 +31,8 @@ def open_training_images(trained: Trained, sample: Sample) -> tuple[Images, Tens
     """Opens the training images of the run, for which labels are not used.
 
     Returns:
-        The images, and the indices of those that may be used: all, or where `data.train_split` is `data.val_split`
-        those that `sample` leaves out.
+        The images, and the indices of those that may be used: all, or where the training images are those of the
+        validation too, those that `sample` leaves out.
     Raises:
         OptionError: they cannot be read, or are too few.
     """
@@ -42,16 +42,23 @@ def open_training_images(trained: Trained, sample: Sample) -> tuple[Images, Tens
     except OptionError as error:
         remedy = f"--align needs images; data.train_split={data.val_split} takes those that are not classified"
         raise OptionError(error.key, f"{str(error).removeprefix(error.key).removeprefix(': ')}; {remedy}") from None
-    is_free = torch.ones(len(images), dtype=torch.bool)
-    if data.train_split == data.val_split:
-        is_free[sample.indices] = False
-    indices = is_free.nonzero().flatten()
+    indices = torch.arange(len(images))
+    if validates_on_training_images(trained):
+        numbers = images.reader.indices if data.subset is not None else indices  # in the split
+        indices = indices[~torch.isin(torch.as_tensor(numbers), torch.tensor(sample.indices))]
     if len(indices) < BATCH_SIZE:
         problem = (
             f" = {data.train_split!r} leaves {len(indices)} images for --align, below {BATCH_SIZE}, those of a step"
         )
         raise OptionError("data.train_split", f"{problem}; lower --images, or name another split")
     return images, indices
+
+
+def validates_on_training_images(trained: Trained) -> bool:
+    """Returns whether the split of the training images is that of the validation, and none are held out."""
+    data = replace(trained.run.data, subset=None)
+    train, val = open_split(data, "train_split"), open_split(data, "val_split")
+    return not data.held_out_by and is_one_split(identify_data(train, val))
 
 
 def draw_batches(trained: Trained, images: Images, indices: Tensor, steps: int, seed: int) -> Iterator[Tensor]:

@@ -9,12 +9,14 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from analysis.command_line import progress
 from analysis.hybrids import OWN, Choices, Hybrids
+from attention.ops import kernels
 from bench.timing import Times, time_rounds
 from bench.workload import WARM_UP
+from engine.runtime.distributed import autocast
 from engine.runtime.memory import peak_bytes
 from engine.runtime.provenance import device_name
 from models.base import attention_layers
@@ -39,18 +41,19 @@ class Prices(NamedTuple):
         """Predicts the cost of a hybrid."""
         return reduce(self.combine, (self.layers[pair] for pair in enumerate(choices)), self.start)
 
-    def least(self) -> float:
-        """Predicts the cost of the cheapest hybrid."""
-        cheapest: dict[int, float] = {}
-        for (layer, _), price in self.layers.items():
-            cheapest[layer] = min(price, cheapest.get(layer, price))
-        return reduce(self.combine, cheapest.values(), self.start)
+    def cheapest(self) -> Choices:
+        """Returns the hybrid of the lowest predicted cost."""
+        found: dict[int, tuple[float, str]] = {}
+        for (layer, name), price in self.layers.items():
+            found[layer] = min((price, name), found.get(layer, (price, name)))
+        return tuple(name for _, (_, name) in sorted(found.items()))
 
 
 class Cost(ABC):
     """Cost of a forward pass of hybrids, in evaluation without a graph.
 
-    Time and memory follow from shapes, not from weights, so that untrained layers stand for aligned ones.
+    Time and memory follow from shapes, not from weights, so that untrained layers stand for aligned ones. The run's
+    precision and fast paths apply, without torch.compile.
 
     Args:
         batch_size: images of the pass; the sample is repeated if it has fewer.
@@ -92,6 +95,11 @@ class Cost(ABC):
                 bar.update()
         return Prices(self.start(), layers, self.combine)
 
+    def cheapest(self, prices: Prices) -> float:
+        """Returns the cost of the hybrid of the lowest predicted cost, as predicted or measured: the lower one."""
+        choices = prices.cheapest()
+        return min(prices.predict(choices), self.measure(choices))
+
     def text(self, cost: float) -> str:
         """Formats a cost as a budget is written."""
         return f"{self.name}={cost / self.unit:.4g}"
@@ -101,7 +109,13 @@ class Cost(ABC):
 
     def call(self, model: nn.Module) -> Callable[[], object]:
         """Returns a forward pass of a model, warmed up."""
-        call = torch.inference_mode()(partial(model, self.images))
+        options = self.hybrids.laboratory.trained.run.train
+
+        @torch.inference_mode()
+        def call() -> Tensor:
+            with kernels.use(options.kernels), autocast(options.amp, self.device):
+                return model(self.images)
+
         for _ in range(WARM_UP):
             call()
         return call
@@ -109,6 +123,8 @@ class Cost(ABC):
     def once(self, choices: Choices, compute: Callable[[], float], **question: Any) -> float:
         """Returns what is kept of a measurement with this device, number of threads and batch, or makes it."""
         place = {"device": device_name(self.device), "threads": torch.get_num_threads(), "batch": len(self.images)}
+        options = self.hybrids.laboratory.trained.run.train
+        place |= {"amp": options.amp, "kernels": options.kernels}
         values = self.hybrids.once(choices, lambda: {"cost": compute()}, of=self.name, **place, **question)
         return values["cost"]
 

@@ -4,12 +4,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from analysis.laboratory import Laboratory, Score, export_model, score
-from attention import OptionError
+from attention import Attention, OptionError
+from models import create_model
 from models.assignment import assign, text_of
 from models.assignment import replace as replace_entry
+from models.base import attention_layers, is_same_attention
 from models.costs import count_costs
 
 OWN = "own"
@@ -30,7 +33,7 @@ class Hybrids:
     Attributes:
         layers: mechanism -> numbers of the layers that can have it.
     Raises:
-        OptionError: no layer can have one of the mechanisms.
+        OptionError: no layer can have one of the mechanisms, or a layer has other sizes in another hybrid.
     """
 
     def __init__(self, laboratory: Laboratory, mechanisms: Mapping[str, Mapping[str, Any]], seed: int):
@@ -51,7 +54,18 @@ class Hybrids:
                 problem = problem or error
         if not found and problem is not None:
             raise problem
+        together = self._layers_of(self.uniform(name, found))
+        for layer in found:
+            if not is_same_attention(self._layers_of(self.single(layer, name))[layer], together[layer]):
+                problem = f"layer {layer} depends on the number of earlier layers with it, so that no fit serves all"
+                remedy = "leave it out (shifted_window: give it shift: false)"
+                raise OptionError(f"--attention {name}", f"{problem} hybrids; {remedy}")
         return found
+
+    def _layers_of(self, choices: Choices) -> list[Attention]:
+        with torch.device("meta"):
+            model = create_model(**self.laboratory.trained.run.model | {"attention": self.attention(choices)})
+        return attention_layers(model)
 
     @property
     def pairs(self) -> list[tuple[int, str]]:
@@ -101,14 +115,17 @@ class Hybrids:
             FloatingPointError: the alignment diverges.
         """
         if name not in self._aligned:
-            attention = self.attention(self.uniform(name))
-            measured = self.laboratory.measure(name, attention, self.layers[name], self.seed)
+            attention = self.attention(self.uniform(name, self.layers[name]))
+            try:
+                measured = self.laboratory.measure(name, attention, self.layers[name], self.seed)
+            except FloatingPointError as error:
+                raise FloatingPointError(f"{name}: {error}") from error
             self._aligned[name] = self.laboratory.load(measured, attention)
         return self._aligned[name]
 
-    def uniform(self, name: str) -> Choices:
-        """Returns the hybrid with a mechanism in every layer that can have it."""
-        return tuple(name if layer in self.layers[name] else OWN for layer in range(len(self.own)))
+    def uniform(self, name: str, layers: Sequence[int]) -> Choices:
+        """Returns the hybrid with a mechanism in several layers."""
+        return tuple(name if layer in layers else OWN for layer in range(len(self.own)))
 
     def score(self, choices: Choices, is_aligned: bool) -> Score:
         """Scores a hybrid, with aligned layers or with untrained ones; kept in the directory."""

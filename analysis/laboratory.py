@@ -28,8 +28,9 @@ from engine.data.loaders import choose_batch_size
 from engine.data.splits import identify_split
 from engine.evaluation.label_matching import ClassSubset
 from engine.objectives.distillation import digest_weights
+from engine.runtime.files import check_directory
 from engine.runtime.memory import peak_bytes
-from engine.runtime.provenance import provenance
+from engine.runtime.provenance import digest_code, provenance
 from models.base import attention_layers
 
 NUM_COMPARED = 32
@@ -99,10 +100,14 @@ class Laboratory:
 
     def __init__(self, trained: Trained, sample: Sample, directory: Path, modes: Sequence[str], steps: int | None):
         self.trained, self.sample, self.directory, self.modes, self.steps = trained, sample, directory, modes, steps
-        self.training = None if steps is None else open_training_images(trained, sample)
+        self.training = None
+        if steps is not None:
+            self.training = open_training_images(trained, sample)
+            check_directory(self.aligned)
         self.own = measure_own(trained, sample)
         about, options = provenance(trained.device), dump_run(trained.run)
-        basis: dict[str, Any] = {name: x for name, x in about.items() if name not in ("command", "device")}
+        basis: dict[str, Any] = {name: x for name, x in about.items() if name not in ("command", "device", "git")}
+        basis["code"] = digest_code()
         basis |= {"weights": digest_weights(trained.source.state), "modes": modes}
         basis |= {section: options[section] for section in ("model", "attention", "data")}
         basis |= {"sample": digest_weights({"images": sample.images, "classes": sample.classes})}
@@ -110,6 +115,11 @@ class Laboratory:
             basis |= identify_split("train", self.training[0])
             basis |= {"align": RECIPE, "steps": steps, "indices": len(self.training[1])}
         self.kept = Measurements(directory / FILE, basis)
+
+    @property
+    def aligned(self) -> Path:
+        """Directory of the aligned models."""
+        return self.directory / "aligned"
 
     def measure(self, name: str, attention: Any, layers: Sequence[int], seed: int) -> Measured:
         """Measures a mechanism in the place of `layers`, or returns the kept measurement.
@@ -121,7 +131,7 @@ class Laboratory:
         """
         key = self.kept.key(attention=attention, layers=list(layers), seed=seed)
         values = self.kept.find(key)
-        weights = self.directory / "aligned" / f"{to_file_name(name)}-seed{seed}-{key}.safetensors"
+        weights = self.aligned / f"{to_file_name(name)}-seed{seed}-{key}.safetensors"
         if values is None or not (self.training is None or weights.exists()):
             values = self._measure(attention, layers, seed, weights)
             self.kept.add(key, values)
@@ -143,7 +153,7 @@ class Laboratory:
             began = clock()
             align_by_seed(trained, model, self.training, self.steps, seed)
             seconds, aligned = clock() - began, self._test(model, layers, seed)
-            weights.parent.mkdir(exist_ok=True)
+            self.aligned.mkdir(exist_ok=True)
             export_model(weights, trained, model, attention, self.steps)
         stages = {mode: (replaced[mode], aligned.get(mode)) for mode in self.modes}
         return {"stages": stages, "seconds": seconds, "untrained": untrained, "peak": peak}

@@ -13,8 +13,7 @@ from engine.runtime.reading import open_regular
 class Measurements:
     """File of measurements with a line of JSON for each. Several processes may append to it.
 
-    The key of a measurement is everything that it depends on. If the code has uncommitted changes, the key is
-    incomplete, and only measurements of this process are reused.
+    The key of a measurement is everything that it depends on, the code included.
 
     Args:
         path: the file, which need not exist. basis: values that all measurements of this process depend on.
@@ -33,7 +32,7 @@ class Measurements:
         """Returns the values of the measurement `key`; None if there is none."""
         if key in self.added:
             return self.added[key]
-        if str(self.basis.get("git")).endswith("-dirty") or not self.path.exists():
+        if not self.path.exists():
             return None
         with open_regular(self.path) as file:
             for line in file:

@@ -13,18 +13,22 @@ import argparse
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
+import torch
 from matplotlib.figure import Figure
 
 from analysis import command_line
-from analysis.align import BATCH_SIZE
+from analysis.align import BATCH_SIZE, validates_on_training_images
 from analysis.costs import COSTS, Cost, Prices
 from analysis.hybrids import Choices, Hybrids
 from analysis.laboratory import FILE, Laboratory, Score
 from analysis.trained import load_trained, read_sample
+from attention import OptionError
 from engine.config.load import dump_run
 from engine.config.schema import Init
 from engine.config.yaml_files import dump_yaml
@@ -32,13 +36,17 @@ from engine.objectives.distillation import Distill
 from engine.reporting.plots import BLUE, GREY, ORANGE, encode, in_style, new_figure
 from engine.reporting.tables import compact_table
 from engine.runtime.errors import UserError
-from engine.runtime.files import make_output, to_csv, write_file
+from engine.runtime.files import check_directory, make_output, to_csv, write_file
+from engine.runtime.memory import is_out_of_memory, limit_memory
 
 NUM_IMAGES = 1000
 """Default number of classified images."""
 
 STEPS = 150
 """Default number of steps of alignment."""
+
+MAX_SEED = 2**63 - 1
+"""Largest seed that torch takes from a signed number."""
 
 PER_BUDGET = 8
 """Default number of assignments that are measured for each budget, after the layers alone."""
@@ -80,7 +88,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text += " attention; ms=12, milliseconds of a forward pass on this machine; memory=80, MiB at the peak of that pass"
     parser.add_argument("--budget", nargs="+", required=True, metavar="KIND=LIMIT", help=text)
     text = "images of the forward pass that ms= and memory= limit (1)"
-    parser.add_argument("--batch-size", type=int, default=1, metavar="N", help=text)
+    parser.add_argument("--batch-size", type=int, metavar="N", help=text)
     text = f"assignments to measure, those with one replaced layer included ({PER_BUDGET} a budget beside these)"
     parser.add_argument("--evaluations", type=int, metavar="N", help=text)
     strategies = "which assignments are measured: of the lowest predictions, at random, or all (sensitivity)"
@@ -91,16 +99,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> None:
-    evaluations = ["evaluations"] * (args.evaluations is not None)
-    command_line.check_positive(args, "align", "images", "batch_size", *evaluations)
+    given = [name for name in ("evaluations", "batch_size") if getattr(args, name) is not None]
+    command_line.check_positive(args, "align", "images", *given)
     kind, limits = read_budgets(args.budget)
+    check_options(args, kind)
     make_output(args.output, [*FILES, FILE])
+    check_directory(args.output / "front")
     mechanisms = command_line.read_mechanisms(args.attention)
     trained = load_trained(args)
     laboratory = Laboratory(trained, read_sample(trained, args.images), args.output, ["evaluation"], args.align)
+    if args.attention is None:
+        mechanisms = possible(mechanisms, laboratory)
     hybrids = Hybrids(laboratory, mechanisms, args.seed)
-    cost = COSTS[kind](hybrids, args.batch_size)
-    prices, budgets = cost.prices(), {text: limit * cost.unit for text, limit in limits.items()}
+    with refuse_batch(args, trained.device):
+        cost = COSTS[kind](hybrids, args.batch_size or 1)
+        prices, budgets = cost.prices(), {text: limit * cost.unit for text, limit in limits.items()}
     check_reachable(budgets, prices, cost)
     points = measure(hybrids, cost, prices, list(budgets.values()), args)
     front = [point for point in points if is_best(point, points)]
@@ -130,9 +143,45 @@ def read_budgets(texts: Sequence[str]) -> tuple[str, dict[str, float]]:
     return next(iter(kinds)), limits
 
 
+def check_options(args: argparse.Namespace, kind: str) -> None:
+    """Raises a UserError for an option without effect, or a seed that torch does not take."""
+    if kind == "macs" and args.batch_size is not None:
+        raise UserError(
+            f"--batch-size {args.batch_size}: macs= is for one image; leave it out, or limit ms= or memory="
+        )
+    if args.strategy == "all" and args.evaluations is not None:
+        raise UserError(f"--evaluations {args.evaluations}: --strategy all measures every assignment; leave it out")
+    if not 0 <= args.seed <= MAX_SEED:
+        raise UserError(f"--seed {args.seed}: expected a number from 0 to {MAX_SEED}")
+
+
+def possible(mechanisms: Mapping[str, Mapping[str, Any]], laboratory: Laboratory) -> dict[str, Mapping[str, Any]]:
+    """Returns the mechanisms that a layer of the model can have; says on stderr why each of the others is left out."""
+    found = {}
+    for name, mechanism in mechanisms.items():
+        try:
+            Hybrids(laboratory, {name: mechanism}, 0)
+            found[name] = mechanism
+        except OptionError as error:
+            print(f"left out: {error}", file=sys.stderr)
+    return found
+
+
+@contextmanager
+def refuse_batch(args: argparse.Namespace, device: torch.device) -> Iterator[None]:
+    """Context in which a forward pass that exceeds the memory is a UserError."""
+    try:
+        with limit_memory(device):
+            yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise UserError(f"--batch-size {args.batch_size or 1}: a forward pass exceeds the memory; lower it") from error
+
+
 def check_reachable(budgets: Mapping[str, float], prices: Prices, cost: Cost) -> None:
-    """Raises a UserError for a budget below the cheapest assignment, as predicted."""
-    cheapest = prices.least()
+    """Raises a UserError for a budget below the cheapest assignment."""
+    cheapest = cost.cheapest(prices)
     for text, budget in budgets.items():
         if budget < cheapest:
             least = math.ceil(1000 * cheapest / cost.unit) / 1000
@@ -158,11 +207,14 @@ def measure(
     with command_line.progress("search", limit, "assignments") as bar:
 
         def evaluate(choices: Choices) -> tuple[Score, float]:
-            found = hybrids.score(choices, is_aligned=True), cost.measure(choices)
+            score, found = hybrids.score(choices, is_aligned=True), cost.measure(choices)
             bar.update()
-            return found
+            return score._replace(loss=math.inf) if math.isnan(score.loss) else score, found
 
-        return search(hybrids.own, prices, budgets, limit, evaluate, args.strategy, args.seed)
+        try:
+            return search(hybrids.own, prices, budgets, limit, evaluate, args.strategy, args.seed)
+        except FloatingPointError as error:
+            raise UserError(f"{error}; leave the mechanism out of --attention, or try another --seed") from error
 
 
 def search(
@@ -255,12 +307,15 @@ def thin(candidates: Sequence[Candidate]) -> list[Candidate]:
 
 
 def is_best(point: Point, points: Iterable[Point]) -> bool:
-    """Returns whether no other point has a loss as low at a cost as low; of equal ones the first is best."""
+    """Returns whether no other point has a loss as low at a cost as low; of equal ones the first is best, and an
+    infinite loss never is.
+    """
 
     def rank(one: Point) -> tuple[float, float, int]:
         return one.score.loss, one.cost, one.number
 
-    return not any(other.cost <= point.cost and rank(other) < rank(point) for other in points)
+    beaten = any(other.cost <= point.cost and rank(other) < rank(point) for other in points)
+    return not beaten and math.isfinite(point.score.loss)
 
 
 def choose(points: Iterable[Point], budget: float) -> Point:
@@ -281,14 +336,16 @@ def report(
     own, front = hybrids.laboratory.own.score, sorted(front, key=lambda point: point.cost)
     names = {point: f"front/{number:02}" for number, point in enumerate(front)}
     takes = f"{args.checkpoint}: {cost.text(cost.measure(hybrids.own))}"
+    if cost.columns:
+        takes += f" in {hybrids.laboratory.trained.run.train.amp or 'fp32'}"
     title = f"{takes}, top-1 {own.top1:.2f} %, loss {own.loss:.4f} with its own attention,"
     title += f" {len(hybrids.laboratory.sample.images)} images; {len(points)} assignments measured,"
     title += f" aligned in {args.align} steps, seed {args.seed}"
     table = compact_table([{name: str(x) for name, x in values(p, hybrids, cost, names).items()} for p in front])
     print(f"{title}; the front:\n\n{table}\n")
     for text, budget in budgets.items():
-        if any(point.cost <= budget for point in points):
-            point = choose(points, budget)
+        if any(point.cost <= budget for point in front):
+            point = choose(front, budget)
             file = args.output / f"{names[point]}.yaml"
             print(f"--budget {text}: {file}, {cost.text(point.cost)}, top-1 {point.score.top1:.2f} %")
         else:
@@ -311,9 +368,13 @@ def report(
         head = f"# {' | '.join(point.candidate.choices)}\n# {cost.text(point.cost)} ({takes}),"
         head += f" top-1 {point.score.top1:.2f} % as aligned. To train it on:\n"
         head += f"#   python train.py {args.output / name}.yaml --output {output}\n"
-        run = hybrids.laboratory.trained.run
+        trained = hybrids.laboratory.trained
+        run, split = trained.run, trained.run.data.train_split
+        if validates_on_training_images(trained):  # which serve the alignment alone
+            split = trained.train_split
         run = replace(
             run,
+            data=replace(run.data, train_split=split),
             attention=hybrids.attention(point.candidate.choices),
             init=Init(weights=str(weights.resolve())),
             distill=Distill(),

@@ -30,7 +30,8 @@ class Trained:
 
     Attributes:
         path: its checkpoint. run: its configuration. source: its weights. model: in evaluation mode.
-        classes: names of its classes, if known. device: device of the model.
+        classes: names of its classes, if known. device: device of the model. train_split: the split that it was trained
+            on, where the command line names another.
     """
 
     path: Path
@@ -39,6 +40,7 @@ class Trained:
     model: nn.Module
     classes: list[str] | None
     device: torch.device
+    train_split: str
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ def load_trained(args: argparse.Namespace) -> Trained:
     if resampled:
         print(resampled, file=sys.stderr)
     model = models[kinds[-1]].to(device).eval()
-    return Trained(found, run, source_of(run, model.state_dict()), model, checkpoint.get("classes"), device)
+    own = parse_run(checkpoint["config"], str(found))
+    source, classes = source_of(run, model.state_dict()), checkpoint.get("classes")
+    return Trained(found, run, source, model, classes, device, own.data.train_split)
 
 
 def read_sample(trained: Trained, count: int) -> Sample:

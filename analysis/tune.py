@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from analysis.align import validates_on_training_images
 from analysis.trained import Trained
+from attention import OptionError
 from attention.plugins import as_arguments
 from engine.config.load import dump_run, parse_run
 from engine.data.splits import open_split
@@ -48,6 +50,9 @@ def configure(trained: Trained, epochs: int, overrides: Sequence[str]) -> dict[s
     options["init"]["weights"] = str(trained.path.resolve())
     options["schedule"] |= {"epochs": epochs, "warmup_epochs": min(options["schedule"]["warmup_epochs"], epochs - 1)}
     open_split(parse_run(options, f"--finetune {epochs}").data, "train_split")
+    if validates_on_training_images(trained):
+        problem = f" = {trained.run.data.train_split!r}: --finetune would train on the images that it classifies; name"
+        raise OptionError("data.train_split", f"{problem} another split, or set data.val_fraction")
     return options
 
 

@@ -6,6 +6,7 @@ those of its projections, channels of all tokens, and weights of attention. A co
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from tqdm import tqdm
 
 from attention import ATTENTION, AttentionFactory, Grid, LayerContext, OptionError
 from attention.fitting import fitted
@@ -34,7 +36,7 @@ ROUNDS, CALIBRATION_SAMPLE = 3, 0.005
 OVERHEAD_MACS = 2e8
 """MACs that take about as long as what precedes a measurement, for the length of a calibration."""
 LEAST_POINTS = 4
-"""Least number of measurements from which a mechanism's time is predicted."""
+"""Least number of measurements from which a mechanism's time is predicted, and of shapes that are timed in any case."""
 COVERED = 0.9
 """Share of the calibration's own errors that lie within the interval of a prediction."""
 
@@ -189,13 +191,19 @@ class Prediction(NamedTuple):
 
     Attributes:
         low, high: interval that covers `COVERED` of the errors of calibrated measurements, each predicted from the
-            others. beyond: largest factor by which the call is outside of the calibrated range, 1 if it is within.
+            others. It widens outside of the calibrated range. beyond: largest factor by which the call is outside of
+            it, in steps of 0.01; 1 if it is within.
     """
 
     value: float
     low: float
     high: float
     beyond: float
+
+    @property
+    def counted(self) -> float:
+        """The cost that counts for budgets and order: outside of the calibrated range the upper end of the interval."""
+        return self.high if self.beyond > 1 else self.value
 
 
 @dataclass(frozen=True)
@@ -224,12 +232,18 @@ class Model:
         return cls(fit_nonnegative(rows, values), error, rows.min(0), rows.max(0))
 
     def predict(self, row: Sequence[float]) -> Prediction:
-        """Predicts the quantity for a call with these features."""
+        """Predicts the quantity for a call with these features.
+
+        The interval holds for all non-negative weights that agree on the nearest features within the calibrated range:
+        a call with up to twice those features costs once to twice as much.
+        """
         row = np.asarray(row, float)
-        value = float(row @ self.weights)
-        used = (row > 0) & (self.least > 0)
-        beyond = max(1.0, *(row[used] / self.most[used]), *(self.least[used] / row[used]))
-        return Prediction(value, value / self.error, value * self.error, float(beyond))
+        edge = float(np.clip(row, self.least, self.most) @ self.weights)
+        used = (row > 0) & (self.most > 0)
+        above = max(1.0, *(row[used] / self.most[used]))
+        below = max(1.0, *(self.least[used] / row[used]))
+        low, high = edge / below / self.error, edge * above * self.error
+        return Prediction(float(row @ self.weights), low, high, round(float(max(above, below)), 2))
 
 
 class Point(NamedTuple):
@@ -273,6 +287,16 @@ def calibrated_shapes(asked: Shape) -> list[Shape]:
     return [shape for shape in dict.fromkeys(shapes) if shape.grid != asked.grid]
 
 
+def planned(families: Sequence[Candidate], asked: Shape) -> list[tuple[Shape, list[Candidate]]]:
+    """Returns the calibrated shapes with the candidates to time there; shapes that accept none are left out."""
+    plan = []
+    for number, shape in enumerate(calibrated_shapes(asked)):
+        candidates = [each for family in families for each in _rotate(sizes_of(family, shape), number)]
+        if candidates:
+            plan.append((shape, candidates))
+    return plan
+
+
 @dataclass(frozen=True)
 class Calibration:
     """Measurements of a device, and the predictions that they allow.
@@ -292,14 +316,23 @@ class Calibration:
         """Times every family at several shapes and sizes, and skips shapes that would exceed the limit.
 
         A shape is taken to last as much longer than the last one as it has more MACs. Shapes without which there would
-        be fewer than `LEAST_POINTS` are timed in any case, unless they are larger than the asked one.
+        be fewer than `LEAST_POINTS` are timed in any case, unless they are larger than the asked one. The limit bounds
+        the others alone.
 
         Args:
             limit: seconds. watch: clock of the limit.
+
+        Raises:
+            OptionError: no family has `LEAST_POINTS` at the calibrated shapes, however long it takes.
         """
+        plan = planned(families, asked)
+        points = Counter(each.modelled_as for _, candidates in plan for each in candidates)
+        if max(points.values(), default=0) < LEAST_POINTS:
+            names = ", ".join(dict.fromkeys(family.name for family in families))
+            problem = f"{asked.grid[0]}x{asked.grid[1]}: too few of the calibrated grids around it accept {names}"
+            raise OptionError("--tokens", f"{problem}; give more tokens, or another --attention")
         found, start, rate = cls([], [], []), watch(), 0.0
-        for number, shape in enumerate(calibrated_shapes(asked)):
-            candidates = [each for family in families for each in _rotate(sizes_of(family, shape), number)]
+        for shape, candidates in tqdm(plan, desc="calibration", unit="shape", leave=False, disable=None):
             work = sum(each.costs(shape).macs for each in candidates) * shape.batch + OVERHEAD_MACS * len(candidates)
             needed = len(found.shapes) < LEAST_POINTS and shape.num_tokens <= asked.num_tokens
             if watch() - start + rate * work > limit and not needed:
@@ -308,13 +341,14 @@ class Calibration:
             begun = watch()
             found.points.extend(measure(candidates, shape))
             found.shapes.append(shape)
-            rate = (watch() - begun) / work if candidates else rate
+            rate = (watch() - begun) / work
         return found
 
     def __str__(self) -> str:
         lines = [
             f"Calibrated with {len(self.points)} measurements: {'; '.join(map(str, self.shapes))}.",
             f"Intervals cover {COVERED:.0%} of its own errors, each measurement predicted from the others.",
+            "Outside of the calibrated range they widen, and their upper ends count for budgets and order.",
         ]
         if self.skipped:
             lines += [f"No time for {'; '.join(map(str, self.skipped))}: --calibrate gives more seconds."]

@@ -70,7 +70,12 @@ class Request:
             if grid in calibrated:
                 problem = "is calibrated, and would not be held out"
                 raise OptionError("--verify", f"{grid[0]}x{grid[1]} {problem}; give --tokens or another grid")
-        return cls(shape, distinct(families), budgets, measure, stored, held_out)
+        request = cls(shape, distinct(families), budgets, measure, stored, held_out)
+        for key, grid in [("--tokens", shape.grid), *(("--verify", grid) for grid in held_out)]:
+            if not request.candidates(shape._replace(grid=grid)):
+                names = ", ".join(dict.fromkeys(family.name for family in families))
+                raise OptionError(key, f"{grid[0]}x{grid[1]}: no size of {names} fits; give a larger grid")
+        return request
 
     def candidates(self, shape: Shape) -> list[Candidate]:
         """Returns all sizes of the families, and their stored options, that layers accept at a shape."""
@@ -138,9 +143,14 @@ class Choice:
         """Stored quality, infinite without one."""
         return self.match.quality.value if self.match else math.inf
 
+    @property
+    def order(self) -> tuple[float, float]:
+        """Key that sorts the best first: by quality, then by predicted time."""
+        return self.loss, self.seconds.counted
+
     def excess(self, budgets: Mapping[str, float]) -> float:
         """Returns the largest ratio of a predicted cost to its budget; 0 without budgets."""
-        costs = cost_by_budget(self.seconds.value, self.peak_bytes.value, self.macs_ratio)
+        costs = cost_by_budget(self.seconds.counted, self.peak_bytes.counted, self.macs_ratio)
         return max((costs[key] / limit for key, limit in budgets.items()), default=0.0)
 
     def remarks(self, budgets: Mapping[str, float]) -> str:
@@ -171,4 +181,4 @@ def choices(request: Request, shape: Shape, predictor: Calibration | Roofline) -
             macs = candidate.costs(shape).macs
             match = find_quality(candidate, shape, request.stored)
             found.append(Choice(candidate, *predicted, macs, macs / softmax, match))
-    return sorted(found, key=lambda choice: (choice.loss, choice.seconds.value))
+    return sorted(found, key=lambda choice: choice.order)

@@ -1,7 +1,7 @@
 """Recommendation of an attention layer: predicted time and memory, budgets, and stored quality.
 
 The candidates (`bench.choices`) that meet the budgets are ranked by a stored quality (`bench.quality`), then by
-predicted time.
+predicted time. Where a prediction is extrapolated, the upper end of its interval counts.
 """
 
 import argparse
@@ -24,10 +24,13 @@ from engine.runtime.files import to_csv, write_file
 
 COLUMNS = (
     *("rank", "mechanism", "options", "entry", "meets_budgets", "seconds", "seconds_low", "seconds_high"),
-    *("peak_bytes", "macs", "macs_ratio", "measure", "quality", "quality_std", "quality_n", "quality_options"),
-    *("quality_tokens", "source", "remarks"),
+    *("extrapolated", "seconds_counted", "peak_bytes", "peak_bytes_counted", "macs", "macs_ratio", "measure"),
+    *("quality", "quality_std", "quality_n", "quality_options", "quality_tokens", "source", "remarks"),
 )
-"""Columns of `FILE`."""
+"""Columns of `FILE`.
+
+extrapolated: factor outside of the calibrated range. seconds_counted, peak_bytes_counted: see `Prediction.counted`.
+"""
 VERIFIED_COLUMNS = (
     *("tokens", "entry", "seconds_predicted", "seconds_low", "seconds_high", "seconds"),
     *("peak_bytes_predicted", "peak_bytes"),
@@ -37,16 +40,16 @@ VERIFIED_COLUMNS = (
 
 def rows_of(ranked: Sequence[Choice], request: Request) -> list[dict[str, Any]]:
     """Returns the rows of `FILE`: ranked candidates, those without a quality, and those that exceed a budget."""
-    fitting = [choice for choice in ranked if choice.excess(request.budgets) <= 1]
-    beyond = sorted((c for c in ranked if c not in fitting), key=lambda c: c.excess(request.budgets))
+    within = [choice for choice in ranked if choice.excess(request.budgets) <= 1]
+    exceeding = sorted((c for c in ranked if c not in within), key=lambda c: c.excess(request.budgets))
     rows = []
-    for number, choice in enumerate([*fitting, *beyond], 1):
-        candidate, quality, meets = choice.candidate, choice.match and choice.match.quality, number <= len(fitting)
-        value, low, high, _ = choice.seconds
+    for number, choice in enumerate([*within, *exceeding], 1):
+        candidate, quality, meets = choice.candidate, choice.match and choice.match.quality, number <= len(within)
         of_quality = ("value", "std", "n", "options", "tokens", "source")
         values = [getattr(quality, name) if quality else None for name in of_quality]
         cells = [number if meets and quality else None, candidate.name, candidate.options_text, candidate.entry, meets]
-        cells += [value, low, high, round(choice.peak_bytes.value), choice.macs, choice.macs_ratio, request.measure]
+        cells += [*choice.seconds, choice.seconds.counted, round(choice.peak_bytes.value)]
+        cells += [round(choice.peak_bytes.counted), choice.macs, choice.macs_ratio, request.measure]
         rows.append(dict(zip(COLUMNS, [*cells, *values, choice.remarks(request.budgets)], strict=True)))
     return rows
 
@@ -82,11 +85,11 @@ def report(rows: Sequence[Mapping[str, Any]], request: Request, predictor: Calib
     missing = dict.fromkeys(family.name for family in request.families if family.name not in predicted)
     if missing:
         lines += [f"Not predicted, for lack of measurements or of options that the grid allows: {', '.join(missing)}."]
-    fitting = [row for row in rows if row["meets_budgets"]]
-    best = list({row["mechanism"]: row for row in reversed(fitting)}.values())[::-1]
+    within = [row for row in rows if row["meets_budgets"]]
+    best = list({row["mechanism"]: row for row in reversed(within)}.values())[::-1]
     if best:
-        exceeding = f"{len(rows) - len(fitting)} of {len(rows)} candidates exceed a budget"
-        lines += ["", compact_table([readable(row) for row in sorted(best, key=fitting.index)])]
+        exceeding = f"{len(rows) - len(within)} of {len(rows)} candidates exceed a budget"
+        lines += ["", compact_table([readable(row) for row in sorted(best, key=within.index)])]
         lines += ["", f"The best size of each mechanism; {exceeding}."]
     return "\n".join([*lines, "", sentence(rows, request), ""])
 
@@ -94,20 +97,28 @@ def report(rows: Sequence[Mapping[str, Any]], request: Request, predictor: Calib
 def sentence(rows: Sequence[Mapping[str, Any]], request: Request) -> str:
     """Formats the first choice with its limits, or the candidate nearest to the budgets."""
     if not rows:
-        return "No candidate was calibrated: give --calibrate more seconds."
+        return (
+            "No candidate was calibrated: give --calibrate more seconds, or ask for fewer tokens if memory was short."
+        )
     first = rows[0]
+    predicted = f"predicted {1e3 * first['seconds']:.3g} ms"
+    extrapolated = ""
+    if first["extrapolated"] > 1:
+        extrapolated = f", extrapolated by a factor of {first['extrapolated']:.3g}"
+        predicted += f"{extrapolated} to at most {1e3 * first['seconds_high']:.3g} ms"
     if not first["meets_budgets"]:
-        costs = cost_by_budget(first["seconds"], first["peak_bytes"], first["macs_ratio"])
+        costs = cost_by_budget(first["seconds_counted"], first["peak_bytes_counted"], first["macs_ratio"])
         found = ", ".join(f"{key} {costs[key]:.3g} of {limit:g}" for key, limit in request.budgets.items())
         remedy = "raise the limit, or ask for fewer tokens"
-        return f"No candidate meets the budgets. Nearest: {first['entry']} ({found}); {remedy}."
+        return f"No candidate meets the budgets. Nearest: {first['entry']} ({found}{extrapolated}); {remedy}."
     if first["rank"] is None:
         return (
-            f"First choice by time alone: {first['entry']}. No candidate that meets the budgets has a stored quality."
+            f"First choice by time alone: {first['entry']}, {predicted}."
+            " No candidate that meets the budgets has a stored quality."
         )
     alike = indistinct(rows)
     return (
-        f"First choice: {first['entry']}, predicted {1e3 * first['seconds']:.3g} ms, with the least stored"
+        f"First choice: {first['entry']}, {predicted}, with the least stored"
         f" {request.measure} ({first['quality']:.3g}, measured at {first['quality_tokens']} tokens)"
         + (f"; two standard errors do not tell it from {', '.join(alike)}" if alike else "")
         + ". It does not show the accuracy of your model on your images, nor at other tokens than those measured."
@@ -176,7 +187,7 @@ def first_choice(pairs: Sequence[tuple[Choice, Point]], budgets: Mapping[str, fl
     fastest one that is as good as the first choice.
 
     Args:
-        pairs: choices, the best first, with their measurements.
+        pairs: choices with their measurements.
     """
 
     def excess(choice: Choice, point: Point) -> float:
@@ -222,7 +233,10 @@ def recommend(
     for grid in request.held_out:
         shape = request.shape._replace(grid=grid)
         ranked = choices(request, shape, predictor)
-        points = measure([choice.candidate for choice in ranked], shape)
+        points = measure([choice.candidate for choice in ranked], shape) if ranked else []
+        if not points:
+            print(f"{shape}: no candidate was both predicted and measured.", flush=True)
+            continue
         print(Verification.of(ranked, points, shape, request.budgets), flush=True)
         predicted = {choice.candidate.entry: choice for choice in ranked}
         for point in points:

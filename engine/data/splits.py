@@ -3,7 +3,7 @@
 import hashlib
 import sys
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, pairwise
@@ -237,6 +237,13 @@ def report_split(data: Data, option: Literal["train_split", "val_split"], images
 def identify_data(train: Images, val: Images) -> dict[str, Any]:
     """Returns the identity of the data of a run: class names, and digests of each split; see `identify_split`."""
     return {"classes": classes_of(train), **identify_split("train", train), **identify_split("val", val)}
+
+
+def is_one_split(identity: Mapping[str, Any]) -> bool:
+    """Returns from `identify_data` whether the training images are those of the validation, whatever their splits'
+    names are.
+    """
+    return all(identity[f"train_{what}"] == identity[f"val_{what}"] for what in ("files", "content"))
 
 
 def identify_split(name: Literal["train", "val"], images: Images) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Provenance of a result: command, version and git revision of the code, device and packages."""
 
+import hashlib
 import platform
 import re
 import shlex
@@ -17,6 +18,9 @@ from attention import __version__
 from attention.plugins import versions
 
 PACKAGES = ("torch", "torchvision", "timm", "numpy", "pillow")
+
+CODE = "analysis", "attention", "bench", "engine", "models"
+"""Packages on which a measurement of a trained model may depend."""
 
 DRIVER = Path("/proc/driver/nvidia/version")
 """File that names the version of NVIDIA's driver on Linux."""
@@ -42,6 +46,14 @@ def provenance(device: torch.device) -> dict[str, Any]:
         **{package: version(package) for package in PACKAGES},
         **({"plugins": found} if (found := versions()) else {}),
     }
+
+
+def digest_code() -> str:
+    """Returns the SHA-256 of the names and the content of all modules of `CODE`, in a checkout or as installed."""
+    digest, root = hashlib.sha256(), Path(__file__).parents[2]
+    for path in sorted(path for package in CODE for path in (root / package).rglob("*.py")):
+        digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
 
 def gpu_software(device: torch.device) -> dict[str, str]:

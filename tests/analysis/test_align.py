@@ -4,8 +4,10 @@ import csv
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 import analyze
 from analysis import align as alignment
@@ -39,10 +41,8 @@ def trained(checkpoint) -> Trained:
 
 
 @pytest.fixture(autouse=True)
-def at_a_revision(monkeypatch):
-    """Figures are not rendered, and the code counts as committed, so that measurements are kept."""
+def without_figures(monkeypatch):
     monkeypatch.setattr(replace, "encode", lambda figure: b"")
-    monkeypatch.setattr(laboratory, "provenance", lambda device: {"git": "abc", "command": "", "device": "cpu"})
 
 
 def ask(checkpoint: Path, output: Path, *arguments: str, images: int = 60) -> list[dict[str, str]]:
@@ -116,6 +116,35 @@ def test_classified_images_are_not_aligned_on(checkpoint):
         open_training_images(trained, read_sample(trained, 350))
 
 
+@pytest.mark.parametrize("subset", [0.5, 0.9])
+def test_of_a_subset_those_that_are_not_classified_are_aligned_on(checkpoint, subset):
+    trained = load_model(checkpoint, "data.train_split=val", f"data.subset={subset}")
+    sample = read_sample(trained, 60)
+    images, indices = open_training_images(trained, sample)
+    in_split = images.reader.indices[indices.numpy()]
+    assert not set(in_split.tolist()) & set(sample.indices)
+    assert len(indices) == len(images) - len(set(images.reader.indices.tolist()) & set(sample.indices))
+
+
+def test_images_that_are_held_out_are_never_aligned_on(checkpoint):
+    trained = load_model(checkpoint, "data.train_split=val", "data.val_fraction=0.5")
+    images, indices = open_training_images(trained, read_sample(trained, 60))
+    assert len(indices) == len(images) < 360
+
+
+def test_a_split_under_another_name_is_the_same(checkpoint, tmp_path):
+    root = tmp_path / "images"
+    for label, column in enumerate("0123456789"):
+        (root / "val" / column).mkdir(parents=True)
+        for number in range(8):
+            Image.fromarray(np.full((8, 8), 9 * number + label, np.uint8)).save(root / "val" / column / f"{number}.png")
+    options = "data.dataset=folder", f"data.root={root}", "data.train_split=./val"
+    trained = load_model(checkpoint, *options)
+    sample = read_sample(trained, 50)
+    _, indices = open_training_images(trained, sample)
+    assert sorted([*indices.tolist(), *sample.indices]) == [*range(80)]
+
+
 def test_the_table_has_both_stages_and_the_aligned_model_is_an_export(checkpoint, tmp_path, capsys):
     """The export has the accuracy of the table, and its configuration the new attention."""
     linear, eva = ask(checkpoint, tmp_path, "--align", "40", "--attention", "linear", EVA)
@@ -137,7 +166,7 @@ def test_the_table_has_both_stages_and_the_aligned_model_is_an_export(checkpoint
 
 
 def test_the_same_question_is_not_measured_again(checkpoint, tmp_path, monkeypatch):
-    """Another number of steps, a missing model, or code that is in no revision is."""
+    """Another number of steps, a missing model, or other code is."""
     asked = "--attention", "linear", "--align"
     first = ask(checkpoint, tmp_path, *asked, "2")
     with (tmp_path / laboratory.FILE).open("a") as file:
@@ -155,20 +184,20 @@ def test_the_same_question_is_not_measured_again(checkpoint, tmp_path, monkeypat
     again = ask(checkpoint, tmp_path, *asked, "2")
     assert len(measured) == 3
     assert again[0]["aligned_top1"] == first[0]["aligned_top1"]
-    monkeypatch.setattr(laboratory, "provenance", lambda device: {"git": "abc-dirty"})
+    monkeypatch.setattr(laboratory, "digest_code", lambda: "other")
     ask(checkpoint, tmp_path, *asked, "2")
     ask(checkpoint, tmp_path, *asked, "2")
-    assert len(measured) == 5
+    assert len(measured) == 4
 
 
 def test_a_measurement_depends_on_all_of_its_question(tmp_path):
     path = tmp_path / "measurements.jsonl"
-    kept = Measurements(path, {"git": "a"})
+    kept = Measurements(path, {"code": "a"})
     assert kept.find(kept.key(seed=0)) is None
     kept.add(kept.key(seed=0), {"top1": 1.5})
     assert kept.find(kept.key(seed=0)) == {"top1": 1.5}
     assert kept.find(kept.key(seed=1)) is None
-    assert Measurements(path, {"git": "b"}).key(seed=0) != kept.key(seed=0)
+    assert Measurements(path, {"code": "b"}).key(seed=0) != kept.key(seed=0)
     assert json.loads(path.read_text())["values"] == {"top1": 1.5}
 
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 import analyze
-from analysis import costs, laboratory, search
+from analysis import costs, search
 from analysis.costs import COSTS, Prices
 from analysis.hybrids import OWN
+from attention.ops import kernels
 from bench.timing import Times, time_rounds
 from tests.analysis.models import save_model
 
@@ -29,7 +30,9 @@ class Fake:
 
     def __init__(self):
         images, device = torch.zeros(3, 1, 2, 2), torch.device("cpu")
-        self.laboratory = SimpleNamespace(sample=SimpleNamespace(images=images), trained=SimpleNamespace(device=device))
+        run = SimpleNamespace(train=SimpleNamespace(amp=None, kernels="auto"))
+        trained = SimpleNamespace(device=device, run=run)
+        self.laboratory = SimpleNamespace(sample=SimpleNamespace(images=images), trained=trained)
         self.kept = {}
 
     def single(self, layer, name):
@@ -64,7 +67,7 @@ def test_times_add_up_over_single_layers(monkeypatch):
         assert prices.predict(choices) == pytest.approx(SECONDS[choices])
     assert prices.predict(("a", "a")) == pytest.approx(4 - 1 - 0.5)
     assert prices.predict(("b", "a")) == pytest.approx(4 + 2 - 0.5)
-    assert prices.least() == pytest.approx(2.5)
+    assert prices.predict(prices.cheapest()) == pytest.approx(2.5)
     assert time_fake_rounds.load == len(SECONDS) == len(hybrids.kept)
     assert cost.text(0.0125) == "ms=12.5"
 
@@ -86,7 +89,7 @@ def test_a_measurement_belongs_to_a_device_its_threads_and_a_batch(monkeypatch):
 def test_no_assignment_is_cheaper_than_the_least_cost(combine, start):
     prices = Prices(start, LAYERS, combine)
     every = [prices.predict(choices) for choices in itertools.product((OWN, "a", "b"), repeat=3)]
-    assert prices.least() == min(every) < max(every)
+    assert prices.predict(prices.cheapest()) == min(every) < max(every)
 
 
 def ask(checkpoint: Path, directory: Path, *options: str) -> list[dict[str, str]]:
@@ -105,9 +108,8 @@ def own_row(rows: list[dict[str, str]]) -> dict[str, str]:
 
 @pytest.fixture
 def _kept(monkeypatch):
-    """Figures are not rendered, and the code counts as committed, so that measurements are kept."""
+    """Figures are not rendered."""
     monkeypatch.setattr(search, "encode", lambda figure: b"")
-    monkeypatch.setattr(laboratory, "provenance", lambda device: {"git": "abc"})
 
 
 @pytest.mark.usefixtures("_kept")
@@ -124,7 +126,7 @@ def test_the_answer_is_within_the_budget_as_measured(tmp_path, monkeypatch, caps
     checkpoint = save_model(tmp_path, [*OPTIONS, own_attention], scale=10)
     own = own_row(first := ask(checkpoint, tmp_path, "--budget", f"{kind}=1e6", "--batch-size", "3"))
     assert min(float(row[column]) for row in first) < float(own[column])
-    printed = capsys.readouterr().out.partition(f": {kind}=")[2].partition(", top-1")[0]
+    printed = capsys.readouterr().out.partition(f": {kind}=")[2].partition(" in fp32, top-1")[0]
     assert float(printed) == pytest.approx(float(own[column]), rel=2e-3)
     monkeypatch.setattr(costs, "time_rounds", None)
     monkeypatch.setattr(costs, "peak_bytes", None)
@@ -140,3 +142,27 @@ def test_the_answer_is_within_the_budget_as_measured(tmp_path, monkeypatch, caps
     measured = [float(row[column]) for row in known]
     assert len(known) == {1: 3, 2: 4}[replaced] > 1 < len({*measured})
     assert [float(row[f"predicted_{column}"]) for row in known] == pytest.approx(measured, rel=0.01)
+
+
+def test_time_and_memory_are_those_of_the_precision_and_the_fast_paths_of_the_run(monkeypatch):
+    hybrids, seen = Fake(), []
+    hybrids.build = lambda choices, is_aligned: lambda images: seen.append((images.mm(images).dtype, kernels.path()))
+    options = hybrids.laboratory.trained.run.train
+    options.amp, options.kernels = "bf16", "plain"
+    cost = COSTS["memory"](hybrids, 1)
+    cost.images = torch.ones(2, 2)
+    cost.measure((OWN, OWN))
+    assert set(seen) == {(torch.bfloat16, "plain")}
+    options.amp = None
+    cost.measure((OWN, OWN))
+    assert len(hybrids.kept) == 2
+    assert seen[-1] == (torch.float32, "plain")
+
+
+def test_a_budget_is_refused_by_the_lower_of_prediction_and_measurement():
+    """Two layers of `a` are predicted at 8; measured they are cheaper, or dearer."""
+    prices = Prices(10.0, {(layer, name): -(name == "a") for layer in range(2) for name in (OWN, "a")}, operator.add)
+    cost = COSTS["ms"](Fake(), 1)
+    for measured, least in ((7.0, 7.0), (9.0, 8.0)):
+        cost.measure = {("a", "a"): measured}.get
+        assert cost.cheapest(prices) == least

@@ -10,12 +10,14 @@ import pytest
 from analysis.costs import Prices
 from analysis.hybrids import OWN, Choices
 from analysis.laboratory import Score
-from analysis.search import choose, search
+from analysis.search import PER_BUDGET, choose, search
 
 DOCS = Path(__file__).parents[2] / "docs"
 SHARES = 0.68, 0.72, 0.8, 0.85, 0.9
 EVALUATIONS = 43
 """A fifth of all assignments."""
+BY_DEFAULT = 56
+"""The layers alone, and `PER_BUDGET` for each budget."""
 
 
 def read() -> dict[Choices, tuple[Score, int]]:
@@ -39,7 +41,7 @@ def prices() -> Prices:
     return Prices(OWN_MACS, of_own | added, operator.add)
 
 
-def regrets(strategy: str, seed: int = 0) -> list[tuple[float, float]]:
+def regrets(strategy: str, seed: int = 0, limit: int = EVALUATIONS) -> list[tuple[float, float]]:
     """Top-1 points and loss that are lost to the best assignment within each budget, by loss."""
     evaluated: list[Choices] = []
 
@@ -47,8 +49,8 @@ def regrets(strategy: str, seed: int = 0) -> list[tuple[float, float]]:
         evaluated.append(choices)
         return EVERY[choices]
 
-    points = search(OWN3, prices(), BUDGETS, EVALUATIONS, evaluate, strategy, seed)
-    assert len(evaluated) == len({*evaluated}) == len(points) <= EVALUATIONS
+    points = search(OWN3, prices(), BUDGETS, limit, evaluate, strategy, seed)
+    assert len(evaluated) == len({*evaluated}) == len(points) <= limit
     found = []
     for budget in BUDGETS:
         chosen = choose(points, budget).score
@@ -67,6 +69,8 @@ def test_the_search_misses_less_than_half_a_point():
     """At five budgets, with a fifth of the measurements."""
     found = regrets("sensitivity")
     assert max(top1 for top1, _ in found) < 0.5
+    assert len(prices().layers) - len(OWN3) + 1 + PER_BUDGET * len(BUDGETS) == BY_DEFAULT
+    assert regrets("sensitivity", limit=BY_DEFAULT) == found
     text = (DOCS / "results.md").read_text()
     row = " | ".join(f"{top1:.1f}" for top1, _ in found)
     assert f"| regret in top-1 (points) | {row} |" in text

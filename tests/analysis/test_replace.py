@@ -402,6 +402,7 @@ def test_training_on_does_not_inherit_strictness_or_frozen_weights(trained):
         (["--attention", "{name: eva, window: 7}"], "--attention(eva).window: unknown option"),
         (["--draws", "0"], "--draws = 0 is below the least valid value 1"),
         (["--finetune", "0"], "--finetune = 0 is below the least valid value 1"),
+        (["--finetune", "1", "data.train_split=val"], "data.train_split = 'val': --finetune would train on the images"),
         (["--finetune", "1", "data.train_split=absent"], "data.train_split: 'absent' is no split of the digits"),
         (["modle.depth=3"], "modle: unknown option; did you mean 'model'"),
         (["--output", "/proc/absent"], "--output /proc/absent: cannot be made"),

@@ -2,6 +2,7 @@
 
 import csv
 import itertools
+import math
 import operator
 from functools import partial
 from pathlib import Path
@@ -107,7 +108,7 @@ def test_the_beam_keeps_the_best_of_every_cost(monkeypatch):
 
 
 def test_the_front_has_no_point_that_another_beats():
-    given = [(1.0, 5), (0.5, 7), (0.5, 7), (0.5, 8), (0.9, 6), (1.0, 4), (2.0, 9)]
+    given = [(1.0, 5), (0.5, 7), (0.5, 7), (0.5, 8), (0.9, 6), (1.0, 4), (2.0, 9), (math.inf, 3)]
     points = [Point(i, Candidate((), 0.0, macs), Score(0.0, loss), macs) for i, (loss, macs) in enumerate(given)]
     assert [point.number for point in points if is_best(point, points)] == [1, 4, 5]
     assert choose(points, 6).number == 4
@@ -135,7 +136,6 @@ def checkpoint(tmp_path_factory) -> Path:
 def test_files_of_the_front_are_runs_of_train(checkpoint, tmp_path, monkeypatch, capsys):
     """Each YAML has the attention by block, and weights that give the stated top-1."""
     monkeypatch.setattr(search, "encode", lambda figure: b"")
-    monkeypatch.setattr(laboratory, "provenance", lambda device: {"git": "abc"})
     (tmp_path / "front").mkdir()
     (tmp_path / "front/77.yaml").touch()
     eva = "{name: eva, window_size: 2, num_landmarks: 4}"
@@ -205,6 +205,14 @@ EXPECTED = "expected one of macs=, ms=, memory= and a number above 0, as macs=0.
         (["--budget", "macs=x"], f"--budget macs=x: {EXPECTED}"),
         (["--budget", "macs=0"], f"--budget macs=0: {EXPECTED}"),
         (["--budget", "ms=inf"], f"--budget ms=inf: {EXPECTED}"),
+        (["--budget", "mac=0.9"], f"--budget mac=0.9: {EXPECTED}"),
+        (["--budget", "macs=1", "--batch-size", "4"], "--batch-size 4: macs= is for one image; leave it out"),
+        (
+            ["--budget", "ms=9", "--batch-size", f"{10**11}"],
+            f"--batch-size {10**11}: a forward pass exceeds the memory",
+        ),
+        (["--budget", "macs=1", "--strategy", "all", "--evaluations", "2"], "--evaluations 2: --strategy all measures"),
+        (["--budget", "macs=1", "--seed", f"{10**23}"], f"--seed {10**23}: expected a number from 0 to"),
         (["--budget", "speed"], f"--budget speed: {EXPECTED}"),
         (
             ["--budget", "macs=1", "ms=5"],
@@ -233,6 +241,59 @@ def test_refusals(checkpoint, tmp_path, monkeypatch, capsys, arguments, expected
     assert caught.value.code == 2
     assert expected in capsys.readouterr().err
     assert not (tmp_path / "front").exists()
+
+
+@pytest.mark.parametrize("name", ["front", "aligned"])
+def test_files_in_the_place_of_directories_are_refused_first(checkpoint, tmp_path, capsys, name):
+    (tmp_path / name).touch()
+    options = "--images", "20", "--output", str(tmp_path), "--attention", "linear", "--budget", "macs=1"
+    with pytest.raises(SystemExit):
+        analyze.main(["search", str(checkpoint), *options])
+    assert f"--output {tmp_path / name}" in capsys.readouterr().err
+    assert not (tmp_path / laboratory.FILE).exists()
+
+
+def test_an_alignment_that_diverges_ends_in_a_line(checkpoint, tmp_path, monkeypatch, capsys):
+    def diverge(*given: object) -> None:
+        raise FloatingPointError("a gradient is not finite in step 2 of --align")
+
+    monkeypatch.setattr(laboratory, "align_by_seed", diverge)
+    options = "--images", "20", "--output", str(tmp_path), "--attention", "linear", "--budget", "macs=1"
+    with pytest.raises(SystemExit):
+        analyze.main(["search", str(checkpoint), *options])
+    assert "linear: a gradient is not finite in step 2 of --align; leave the mechanism out" in capsys.readouterr().err
+
+
+def test_layers_that_depend_on_those_before_are_refused(checkpoint, tmp_path, monkeypatch, capsys):
+    """Windows of the second of two layers are shifted, and those of the first and of a single one are not."""
+    windows, still = "{name: shifted_window, window_size: 2}", "{name: shifted_window, window_size: 2, shift: false}"
+    options = "--images", "20", "--output", str(tmp_path), "--align", "2", "--budget", "macs=2"
+    with pytest.raises(SystemExit):
+        analyze.main(["search", str(checkpoint), *options, "--attention", windows])
+    assert "layer 1 depends on the number of earlier layers with it" in capsys.readouterr().err
+    monkeypatch.setattr(search, "encode", lambda figure: b"")
+    analyze.main(["search", str(checkpoint), *options, "--attention", still])
+    assert "4 assignments measured" in capsys.readouterr().out
+
+
+def test_without_a_choice_impossible_mechanisms_are_left_out(checkpoint, tmp_path, monkeypatch, capsys):
+    known = {"linear": {"name": "linear"}, "wide": {"name": "shifted_window", "window_size": 2}}
+    monkeypatch.setattr(search.command_line, "read_mechanisms", lambda texts: known)
+    monkeypatch.setattr(search, "encode", lambda figure: b"")
+    options = "--images", "20", "--output", str(tmp_path), "--align", "2", "--budget", "macs=2"
+    analyze.main(["search", str(checkpoint), *options])
+    out, err = capsys.readouterr()
+    assert "left out: --attention wide: layer 1" in err
+    assert "4 assignments measured" in out
+
+
+def test_the_files_of_the_front_train_on_the_split_of_the_run(checkpoint, tmp_path, monkeypatch):
+    """Not on the images for the alignment, some of which have chosen the assignment."""
+    monkeypatch.setattr(search, "encode", lambda figure: b"")
+    options = "--images", "60", "--align", "2", "--output", str(tmp_path), "--attention", "linear"
+    analyze.main(["search", str(checkpoint), "data.train_split=val", *options, "--budget", "macs=1"])
+    runs = [load_run(path, []) for path in (tmp_path / "front").glob("*.yaml")]
+    assert {run.data.train_split for run in runs} == {"train"}
 
 
 def test_too_many_assignments_are_not_listed(checkpoint, tmp_path, capsys, monkeypatch):

@@ -27,10 +27,8 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def at_a_revision(monkeypatch):
-    """Figures are not rendered, and the code counts as committed, so that measurements are kept."""
+def without_figures(monkeypatch):
     monkeypatch.setattr(sensitivity, "encode", lambda figure: b"")
-    monkeypatch.setattr(laboratory, "provenance", lambda device: {"git": "abc"})
 
 
 def create_laboratory(checkpoint: Path, directory: Path, steps: int | None = None) -> Laboratory:
@@ -80,7 +78,7 @@ def test_layers_of_a_pyramid_are_named_by_stage_and_those_that_cannot_have_it_ar
     groups = {"name": "eva", "window_size": 2, "num_landmarks": 16}
     hybrids = Hybrids(create_laboratory(path, tmp_path), {"eva": groups, "linear": LINEAR}, seed=0)
     assert hybrids.layers == {"eva": [0, 1, 2, 3], "linear": [0, 1, 2, 3, 4]}
-    assert hybrids.uniform("eva") == ("eva",) * 4 + (OWN,)
+    assert hybrids.uniform("eva", hybrids.layers["eva"]) == ("eva",) * 4 + (OWN,)
     entries = hybrids.attention((OWN, OWN, "eva", OWN, "linear"))
     assert [(x["name"], x["stage"], x.get("blocks")) for x in entries] == [
         ("softmax", 0, "0"),

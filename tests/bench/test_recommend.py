@@ -97,7 +97,10 @@ def test_the_calibration_recovers_a_known_cost_model():
             truth = point(candidate, shape)
             assert seconds.value == pytest.approx(truth.seconds, rel=1e-3), candidate.entry
             assert peak_bytes.value == pytest.approx(truth.peak_bytes, rel=1e-2)
-            assert seconds.low <= seconds.value <= seconds.high < 1.1 * seconds.low
+            assert seconds.low <= seconds.value <= seconds.high
+            assert seconds.low <= 1.001 * truth.seconds
+            assert truth.seconds <= 1.001 * seconds.high
+            assert seconds.high < 1.1 * seconds.low * seconds.beyond
 
 
 def test_the_interval_is_of_errors_of_points_that_the_fit_has_not_seen():
@@ -106,6 +109,38 @@ def test_the_interval_is_of_errors_of_points_that_the_fit_has_not_seen():
     seen = Model.of(rows[:5], values[:5])
     assert seen.error == pytest.approx(1)
     assert Model.of(rows, values).error > 1.3
+
+
+def test_the_interval_widens_by_the_factor_of_extrapolation():
+    """Launches hide what a quantity costs in the calibrated range; far outside of it, it may be all of the time."""
+    model = Model.of([[1.0, x] for x in (10, 20, 40)], [3.0, 3, 3])
+    for x, low, high in ((10, 3, 3), (40, 3, 3), (80, 3, 6), (3000, 3, 225), (2, 0.6, 3)):
+        assert model.predict([1.0, x])[:3] == pytest.approx((3, low, high))
+    assert [model.predict([1.0, x]).counted for x in (40, 3000, 2)] == pytest.approx([3, 225, 3])
+
+
+def test_an_extrapolated_candidate_counts_with_the_upper_end_of_its_interval():
+    asked = request(stored=STORED_HERE, names=["local"])
+    ranked = choices(asked, ASKED, calibrate("local"))
+    far = next(choice for choice in ranked if choice.seconds.beyond > 1)
+    assert far.candidate.entry == "local:window_size=28"
+    cheap = replace(far, seconds=far.seconds._replace(value=1e-9))  # as if launches hid its work
+    others = [choice for choice in ranked if choice is not far]
+    everything = sorted([cheap, *others], key=lambda choice: choice.order)
+    rows = rows_of(everything, asked)
+    assert [row["options"] for row in rows if row["rank"]] == [f"window_size={size}" for size in (7, 14, 28)]
+    limit = 1e3 * float(np.sqrt(cheap.seconds.value * cheap.seconds.high))
+    assert not rows_of([cheap], request({"ms": limit}, STORED_HERE))[0]["meets_budgets"]
+    tight = request({"ms": limit}, STORED_HERE)
+    assert "(ms " in recommend.sentence(rows_of([cheap], tight), tight)
+    assert ", extrapolated by a factor of 2.67); raise" in recommend.sentence(rows_of([cheap], tight), tight)
+    text = recommend.sentence(rows_of([cheap], asked), asked)
+    assert "window_size=28, predicted 1e-06 ms, extrapolated by a factor of 2.67 to at most" in text
+    assert "extrapolated" not in recommend.sentence(rows, asked)
+    large = replace(far, peak_bytes=far.peak_bytes._replace(value=1.0))
+    assert not rows_of([large], request({"memory": 1e-3}, STORED_HERE))[0]["meets_budgets"]
+    points = [point(choice.candidate, ASKED) for choice in everything]
+    assert "First choice: local:window_size=7" in first_choice(list(zip(everything, points, strict=True)), {})
 
 
 def test_what_lies_outside_of_the_calibrated_range_is_said():
@@ -119,6 +154,25 @@ def test_what_lies_outside_of_the_calibrated_range_is_said():
     assert "time extrapolated: 1" in choice.remarks({})  # (560 / 140)^2 times the MACs of its weights
     (choice,) = choices(request(names=["softmax"]), ASKED, calibrate())
     assert "time" not in choice.remarks({})
+
+
+@pytest.mark.parametrize("side", [10, 14, 16])
+def test_shapes_that_accept_no_candidate_are_left_out(side):
+    def measure_some(candidates, shape):
+        assert candidates
+        return measure(candidates, shape)
+
+    asked = Shape((side, side), 48, 3)
+    assert any(not sizes_of(Candidate("eva", {}), shape) for shape in calibrated_shapes(asked))
+    found = Calibration.run(families("eva"), asked, measure_some, 1e9, itertools.count().__next__)
+    assert found.predict(Candidate("eva", {}), asked)
+    assert all(sizes_of(Candidate("eva", {}), shape) for shape in found.shapes + found.skipped)
+
+
+@pytest.mark.parametrize(("grid", "names"), [((1, 1), ["softmax", "sra"]), ((7, 7), ["eva"])])
+def test_refuses_what_no_time_could_calibrate(grid, names):
+    with pytest.raises(OptionError, match=f"--tokens: {grid[0]}x{grid[1]}: .* accept {', '.join(names)}; give more"):
+        Calibration.run(families(*names), Shape(grid, 48, 3), measure, 1, itertools.count().__next__)
 
 
 def test_the_asked_grid_is_held_out():
@@ -322,6 +376,9 @@ def ask(*arguments: str) -> None:
         (["--num-heads", "5"], "num_heads = 5 does not divide dim = 24"),
         (["--verify", "10x14"], "--verify: 10x14 is calibrated, and would not be held out"),
         (["--measure", "tuned_loss"], "--measure: tuned_loss: no stored values"),
+        (["--attention", "eva", "--verify", "2x3"], "--verify: 2x3: no size of eva fits; give a larger grid"),
+        (["--image-sizes", "64"], "--image-sizes: not with --recommend; leave it out"),
+        (["--on", "h100", "--rounds", "2"], "is not measured; leave out --rounds, --device, --threads"),
         (["--models", "deit_tiny_p16"], "--models: not with --recommend; leave it out"),
         (["--modes", "train", "inference"], "--modes: --recommend takes one value, got 2; give one"),
         (["--execution", "compiled"], "--recommend times eager layers; leave it out"),
@@ -365,14 +422,24 @@ def test_the_command(tmp_path, monkeypatch, capsys):
 
 def test_a_device_that_is_not_here(capsys):
     """Nothing is measured, and the peak memory is that of the path of its tensors."""
-    benchmark.main([*ASK, "--attention", "softmax", "local", "--on", "h100", "--budget", "ms=1"])
+    elsewhere = [*ASK[:1], *ASK[5:], "--on", "h100"]
+    benchmark.main([*elsewhere, "--attention", "softmax", "local", "--budget", "ms=1"])
     out = capsys.readouterr().out
     assert "Predicted for h100, not measured: 3350 GB/s" in out
     assert "Calibrated" not in out
     assert "| 0.015 (0.015–inf) |" in out  # three launches of 5 microseconds
     with pytest.raises(SystemExit):
-        benchmark.main([*ASK, "--on", "h100", "--verify"])
-    assert "--on: a device that is not here is not measured" in capsys.readouterr().err
+        benchmark.main([*elsewhere, "--verify", "--processor-time", "--modes", "train"])
+    error = capsys.readouterr().err
+    assert "--on: a device that is not here is not measured; leave out --verify, --processor-time, --modes tr" in error
+
+
+def test_a_held_out_grid_without_predictions(monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "measure_on", lambda *_: lambda *_: [])
+    ask("--verify")
+    out = capsys.readouterr().out
+    assert "No candidate was calibrated: give --calibrate more seconds" in out
+    assert "20x28 tokens, 24 channels, 2 heads: no candidate was both predicted and measured." in out
 
 
 def test_a_real_calibration_in_small(capsys):

@@ -1015,16 +1015,29 @@ def test_the_probability_to_be_on_the_front_by_hand():
 def test_rows_of_several_seeds_say_how_sure_the_front_is(config):
     config.write_text(REPLICATED)
     ablation, settings, _ = read_ablation(config, [], config.parent, ["python"])
-    for setting, values in zip(settings, ([90, 90, 90], [91, 91, 91], [88, 92, 95]), strict=True):
-        for case, top1 in zip(setting.cases, values, strict=True):
-            finish(case, top1=top1)
+    for number, values in enumerate(([90, 90, 90], [91, 91, 91], [88, 92, 95])):
+        for case, top1 in zip(settings[number].cases, values, strict=True):
+            finish(case, top1=top1, step_seconds=0.3 - 0.1 * number)
     table = tabulate(settings, for_programs)
     assert table["on front: MACs"][:2] == ["0.00", "1.00"]  # windows of 1 cost least, softmax most
     share = float(table["on front: MACs"][2])
     assert share == pytest.approx(17 / 27, abs=4 * math.sqrt(17 * 10 / 27**2 / 10_000))  # 17 of 27 draws are above 91
-    assert table["on front: step"] == ["0.00", f"{1 - share:.2f}", f"{share:.2f}"]  # all steps take as long
+    assert table["on front: step"] == ["0.00", f"{1 - share:.2f}", "1.00"]  # softmax is slowest, windows of 2 fastest
     assert f"({share:.0%})" in "".join(text.get_text() for text in draw_pareto("", settings).axes[0].texts)
     assert "10,000 bootstrap resamples" in report_sweep(ablation.caption, settings)
+
+
+def test_a_cost_that_seeds_vary_as_settings_do_has_no_front(config):
+    """Step times overlap, and memory is the same: the table leaves out what `pareto.png` leaves out, and says so."""
+    config.write_text("base: base.yaml\nseeds: 2\nruns: [{attention: softmax}, {attention.window_size: 1}]\n")
+    _, settings, _ = read_ablation(config, [], config.parent, ["python"])
+    for setting, steps in zip(settings, ([0.0583, 0.0551], [0.0561, 0.0522]), strict=True):
+        for case, seconds, top1 in zip(setting.cases, steps, (90, 92), strict=True):
+            finish(case, top1=top1, step_seconds=seconds)
+    fronts = [title for title in tabulate(settings, for_programs) if title.startswith("on front")]
+    assert fronts == ["on front: MACs"]
+    assert len(draw_pareto("", settings).axes) == len(fronts)
+    assert "A measured cost in which rows differ no more than seeds has no such" in report_sweep("", settings)
 
 
 def test_curves_are_of_all_runs_finished_or_not(config):

@@ -4,10 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 import ablate
-from ablation import match
-from ablation.measured import MATCH_FILE, Measurement, Measurements, find_size, measure_layers
+from ablation import match, measured
+from ablation.measured import MATCH_FILE, Measurement, Measurements, find_size, measure_call, measure_layers
 from ablation.sweep import read_ablation
 from ablation.tables import for_programs, report_sweep, tabulate, to_json
 from attention import ATTENTION, LayerContext
@@ -239,15 +240,15 @@ runs:
 
 
 class Machine:
-    """Stands for a machine on which a layer of size s takes s * `scale` ms; notes the sizes that are measured."""
+    """Stands for a machine on which a layer of size s takes s * `scale` ms and as many MiB; notes measured sizes."""
 
     def __init__(self) -> None:
         self.scale, self.sizes = 0.5, []
 
     def measure(self, kind, mechanism, options, contexts, batch_size, run) -> Measurement:
-        assert (kind, batch_size, len(contexts)) == ("time", 2, 2)
-        self.sizes.append(getattr(options, mechanism.size_option))
-        return Measurement(self.sizes[-1] * self.scale, 0.05)
+        assert (batch_size, len(contexts)) == (2, 2)
+        self.sizes.append(size := getattr(options, mechanism.size_option))
+        return Measurement(size * self.scale, 0.05, size * self.scale / 1e3)
 
 
 @pytest.fixture
@@ -300,6 +301,56 @@ def test_the_measurements_of_the_first_worker_hold(config, machine, capsys, monk
     assert next(taken, None) is None
 
 
+@pytest.mark.parametrize(
+    ("target", "expected"),
+    [
+        (
+            "time: 1.0e+9",
+            "match.time = 1e+09 ms: a pass would take about 1,000,000 s; lower it until that is at most 10 s;"
+            " measured: num_landmarks = 20, 200 ms",
+        ),
+        (
+            "memory: 1.0e+9",
+            "match.memory = 1e+09 MiB: a pass would take about 1,000,000 s; lower it until that is at most 10 s;"
+            " measured: num_landmarks = 20, 200 MiB",
+        ),
+    ],
+)
+def test_a_target_that_takes_too_long_is_refused_soon(config, machine, capsys, target, expected):
+    """At the first pass of more than 0.1 s; sizes are doubled until then, and named."""
+    machine.scale = 10.0
+    config.write_text(MEASURED.replace("time: 5.0", target))
+    assert refusal(config) == f"equal.yaml:4: runs.0: {expected}"
+    assert machine.sizes == [5, 10, 20]
+    key = expected.partition(":")[0]
+    assert capsys.readouterr().err == "".join(f"{key}: measuring abc with num_landmarks = {n}\n" for n in (5, 10, 20))
+
+
+def test_points_of_a_search_that_take_too_long_are_measured_once(config, machine):
+    machine.scale = 10.0
+    config.write_text(
+        "base: base.yaml\nmatch: {time: 1.0e+9, batch_size: 2}\ntrials: 2\n"
+        "grid:\n  attention: [{name: abc}]\n  optim.lr: {log_range: [1.0e-4, 1.0e-2]}\n"
+    )
+    assert "the last is not: match.time = 1e+09 ms: a pass would take about" in refusal(config)
+    assert machine.sizes == [5, 10, 20]
+
+
+def test_measurements_of_a_version_without_seconds_are_taken(tmp_path):
+    (tmp_path / MATCH_FILE).write_text('{"{}": {"machine": "m", "sizes": {"3": [4.0, 0.1]}}}')
+    assert Measurements(tmp_path).take({}, 3, lambda: pytest.fail("measured"), "m") == Measurement(4.0, 0.1, 0.0)
+
+
+@pytest.mark.parametrize(("seconds", "calls"), [(0.5, 13), (4.0, 5), (20.0, 5)])
+def test_a_long_pass_is_timed_in_few_rounds(monkeypatch, seconds, calls):
+    """One call tells how long a pass takes, one how often to repeat it, and one round more than are kept is timed."""
+    made = []
+    monkeypatch.setattr(measured.time, "perf_counter", lambda: seconds * len(made))
+    monkeypatch.setattr(measured.time, "process_time", lambda: seconds * len(made))
+    found = measure_call("time", lambda: made.append(1), torch.device("cpu"))
+    assert (found, len(made)) == (Measurement(1e3 * seconds, 0.0, seconds), calls)
+
+
 def test_measurements_that_are_none_are_refused(config):
     (config.parent / "out").mkdir()
     for text in ("", "[1]", '{"q": {"machine": "m", "sizes": {"3": [-1, 0]}}}'):
@@ -320,3 +371,5 @@ def test_a_layer_is_measured(config):
     assert few.error == many.error == 0
     time = measure_layers("time", mechanism, options[0], contexts, 2, run)
     assert time.cost > 0 < time.error < 1
+    assert time.seconds == pytest.approx(time.cost / 1e3)
+    assert few.seconds > 0 < many.seconds

@@ -484,6 +484,7 @@ def test_other_options_are_refused_until_allowed(runs: Runs, figure: Callable):
     ]
     statuses, job, _ = runs.launch(output=output, more=["data.train_split=val"])
     assert "  images: 50 there, 24 here" in job.text.splitlines()
+    assert "warning: data.val_split = val has the images of data.train_split; top-1 is not that of new" in job.text
     statuses, job, _ = runs.launch(output=output, more=["--allow-change", "optim.weigth_decay", *others])
     assert statuses == [2]
     assert "did you mean 'optim.weight_decay'?" in job.text
