@@ -11,14 +11,14 @@ from types import MappingProxyType
 
 import pytest
 
-from ablation.replicates import measure
+from ablation.replicates import Measured, measure
 from analysis.draws import Row as Transferred
 from analysis.draws import is_own, paired, read_rows
 from attention import create_attention
-from bench.agreement import Agreement
+from bench.agreement import Agreement, rank_correlation
 from bench.devices import BOUND
 from bench.shares import COUNTED
-from engine.reporting.tables import plus_minus, spread, verdict
+from engine.reporting.tables import Spread, plus_minus, spread, verdict
 
 DOCS = Path(__file__).parents[1] / "docs"
 RESULTS, BENCHMARKS = ((DOCS / name).read_text() for name in ("results.md", "benchmarks.md"))
@@ -236,33 +236,48 @@ def over_seeds(name: str, others: Mapping[str, Callable[[Row], float]] = Mapping
     return markdown(lines)
 
 
-EQUAL = [row for row in read("equal_macs.csv") if row["tokens"] == "196"]
-"""Runs at equal multiply-accumulates, some of them on two processors."""
+EQUAL = [row for row in read("equal_macs.csv") if (row["tokens"], row["processor"]) != ("196", "epyc")]
+"""Runs at equal multiply-accumulates; all seeds at 196 tokens, and every seed at 784 tokens, ran on one machine."""
 
 
-def equal() -> str:
-    """Top-1 at equal multiply-accumulates over seeds, best first, and its difference to softmax attention's; top-1 at
-    the size of the table from scratch.
-    """
+def equal_runs(tokens: str) -> dict[str, Measured]:
+    """Mechanism -> top-1 at equal multiply-accumulates over seeds."""
     runs: dict[str, dict[int, dict[str, float]]] = {}
-    settings = {row["name"]: row for row in EQUAL}
     for row in EQUAL:
-        if row["processor"] == "xeon":
+        if row["tokens"] == tokens:
             runs.setdefault(row["name"], {})[int(row["seed"])] = {"top1": float(row["top1"])}
-    found = dict(zip(runs, measure(list(runs.values()), "top1"), strict=True))
-    elsewhere: dict[str, list[float]] = {}
+    return dict(zip(runs, measure(list(runs.values()), "top1"), strict=True))
+
+
+def from_scratch() -> dict[str, Spread]:
+    """Mechanism -> top-1 over seeds in the table from scratch."""
+    found: dict[str, list[float]] = {}
     for row in read("fashion_mnist.csv"):
         if "window_size: 2" not in row["attention"] and "num_landmarks: 1}" not in row["attention"]:
-            elsewhere.setdefault(row["attention"].strip("{}").split(",")[0].removeprefix("name: "), []).append(
+            found.setdefault(row["attention"].strip("{}").split(",")[0].removeprefix("name: "), []).append(
                 float(row["top1"])
             )
-    lines = [["", "size", "MACs of a token", "top-1 (%)", "difference to softmax", "at its size above (%)"]]
-    for name, top1 in sorted(found.items(), key=lambda pair: -pair[1].spread.mean):
+    return {name: spread(values) for name, values in found.items()}
+
+
+def equal(tokens: str, title: str, elsewhere: dict[str, Spread]) -> str:
+    """Top-1 at equal multiply-accumulates over seeds, best first, and its difference to softmax attention's; top-1
+    elsewhere.
+    """
+    settings = {row["name"]: row for row in EQUAL if row["tokens"] == tokens}
+    lines = [["", "size", "MACs of a token", "top-1 (%)", "difference to softmax", title]]
+    for name, top1 in sorted(equal_runs(tokens).items(), key=lambda pair: -pair[1].spread.mean):
         difference = plus_minus(top1.difference, "+.2f") + verdict(top1.difference)
-        other = plus_minus(spread(elsewhere[name]), ".2f") if name in elsewhere else ""
+        other = plus_minus(elsewhere[name], ".2f") if name in elsewhere else ""
         row = settings[name]
         lines.append([f"`{name}`", row["size"], row["token_macs"], plus_minus(top1.spread, ".2f"), difference, other])
     return markdown(lines)
+
+
+def equal_tables() -> tuple[str, str]:
+    """The tables at 196 and at 784 tokens."""
+    at_196 = {name: top1.spread for name, top1 in equal_runs("196").items()}
+    return equal("196", "at its size above (%)", from_scratch()), equal("784", "at 196 tokens (%)", at_196)
 
 
 def without_and_with(name: str, key: str, titles: Sequence[str], other: str | None = None) -> str:
@@ -744,32 +759,61 @@ def test_table_from_scratch():
     assert len(read("fashion_mnist.csv")) == 3 * 14
 
 
-def test_table_at_equal_macs():
-    assert equal() in RESULTS, equal()
-    at_784 = {(row["name"], row["seed"]): row["processor"] for row in read("equal_macs.csv") if row["tokens"] == "784"}
-    assert f"784 tokens, where {len(at_784)} of 48 runs were made (one seed in full, on an H200" in RESULTS
-    assert Counter(at_784.values())["h200"] == 16
-    top1 = {(row["processor"], row["name"], row["seed"]): float(row["top1"]) for row in EQUAL}
-    assert sum(processor == "xeon" for processor, *_ in top1) == 16 * 3
+def test_tables_at_equal_macs():
+    for table in equal_tables():
+        assert table in RESULTS, table
+    assert Counter(row["tokens"] for row in EQUAL) == {"196": 48, "784": 48}
+    machines: dict[tuple[str, str], set[str]] = {}
+    for row in EQUAL:
+        machines.setdefault((row["tokens"], row["seed"]), set()).add(row["processor"])
+    assert machines.pop(("784", "1")) == {"h200"}
+    assert [*machines.values()] == [{"xeon"}] * 5
+    every = [row for row in read("equal_macs.csv") if row["tokens"] == "196"]
+    top1 = {(row["processor"], row["name"], row["seed"]): float(row["top1"]) for row in every}
     repeated = [abs(value - top1["xeon", *run]) for (processor, *run), value in top1.items() if processor == "epyc"]
-    found = f"{len(repeated)} runs, repeated with the same seeds on another processor, differ by"
+    found = f"{len(repeated)} runs at 196 tokens, repeated with the same seeds on another processor, differ by"
     found += f" {mean(repeated):.1f} points in the mean, and by up to {max(repeated):.1f}"
     assert found in " ".join(RESULTS.split()), found
 
 
+def cells_of(table: str) -> list[list[str]]:
+    return [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
+
+
 def test_findings_at_equal_macs():
     section = " ".join(RESULTS.partition("### At equal multiply-accumulates\n")[2].partition("\n### ")[0].split())
-    rows = [[cell.strip(" `") for cell in line.split("|")[1:-1]] for line in equal().splitlines()[2:]]
-    beyond = {row[0]: float(row[4].split()[0]) for row in rows if row[4] and "noise" not in row[4]}
-    ahead, behind = ({name for name, mean in beyond.items() if sign * mean > 0} for sign in (1, -1))
+    rows, rows_784 = map(cells_of, equal_tables())
+    sides = []
+    for table in (rows, rows_784):
+        beyond = {row[0]: float(row[4].split()[0]) for row in table if row[4] and "noise" not in row[4]}
+        sides += [{name for name, mean in beyond.items() if sign * mean > 0} for sign in (1, -1)]
+        assert f"{beyond['linformer']:.1f} points" in section
+    ahead, behind, ahead_784, behind_784 = sides
     assert ahead == {"linformer", "longformer", "sparse_transformer", "transformer_ls", "eva", "agent"}
     assert behind == {"abc", "lara", "performer", "rfa"}
-    assert f"ahead of softmax attention by {beyond['linformer']:.1f} points" in section
-    sizes = {"softmax": {}, "linformer": {"num_landmarks": 50}}
-    layers = {name: create_attention(name, dim=48, num_heads=3, grid=(14, 14), **size) for name, size in sizes.items()}
-    softmax, linformer = (sum(p.numel() for p in layer.parameters()) for layer in layers.values())
-    parameters = 107_890 + 3 * (linformer - softmax)  # of the model with softmax attention, and of three layers
-    assert f"it has {parameters:,} parameters, {parameters / 107_890 - 1:.0%} more".replace("%", " %") in section
+    assert ahead_784 == ahead | {"nystrom"}
+    assert behind_784 == behind - {"lara"} | {"orthoformer", "scatterbrain"}
+    found = {row[0]: float(row[4].split()[0]) for row in rows_784 if row[4]}
+    much, little = {"linformer", "sparse_transformer", "longformer", "nystrom"}, {"agent", "eva", "transformer_ls"}
+    for names, sign in ((much, 1), (little, 1), (behind_784, -1)):
+        least, most = (bound(abs(found[name]) for name in names) for bound in (min, max))
+        assert min(sign * found[name] for name in names) > 0
+        assert f"by {least:.1f} to {most:.1f}" in section
+    assert much | little == ahead_784
+    assert f"LARA's {-found['lara']:.1f} points are noise" in section
+    at_196, at_784 = (dict(sorted((row[0], float(row[3].split()[0])) for row in table)) for table in (rows, rows_784))
+    correlation = rank_correlation([*at_196.values()], [*at_784.values()])
+    assert f"rank correlation of {correlation:.2f}" in section
+    moves = sorted(at_784[name] - at_196[name] for name in at_196)
+    assert f"{-moves[0]:.1f} points less to {moves[-1]:.1f} more" in section, moves
+    shares = []
+    for side, others in ((14, 107_890), (28, 136_114)):  # parameters of the models with softmax attention
+        options = {"dim": 48, "num_heads": 3, "grid": (side, side)}
+        layers = create_attention("softmax", **options), create_attention("linformer", num_landmarks=50, **options)
+        softmax, linformer = (sum(p.numel() for p in layer.parameters()) for layer in layers)
+        more = 3 * (linformer - softmax)
+        shares.append(f"{others + more:,} parameters, {more / others:.0%} more")
+    assert f"{shares[0]} (at 784 tokens {shares[1]})".replace("%", " %") in section, shares
     both = {row[0]: [float(cell.split()[0]) for cell in (row[3], row[5])] for row in rows if row[5]}
     lower = {name: own - other for name, (own, other) in both.items()}
     assert f"LARA is {-lower.pop('lara'):.1f} points lower" in section
