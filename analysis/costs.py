@@ -5,7 +5,6 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial, reduce
-from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from analysis.command_line import progress
 from analysis.hybrids import OWN, Choices, Hybrids
 from attention.ops import kernels
-from bench.timing import Times, time_rounds
+from bench.timing import Quartiles, Times, time_rounds
 from bench.workload import WARM_UP
 from engine.runtime.distributed import autocast
 from engine.runtime.memory import peak_bytes
@@ -49,6 +48,13 @@ class Prices(NamedTuple):
         return tuple(name for _, (_, name) in sorted(found.items()))
 
 
+class Found(NamedTuple):
+    """A measured cost. noisy: whether it is too uncertain to be quoted."""
+
+    cost: float
+    noisy: bool = False
+
+
 class Cost(ABC):
     """Cost of a forward pass of hybrids, in evaluation without a graph.
 
@@ -60,7 +66,7 @@ class Cost(ABC):
     Attributes:
         name: key of `COSTS`. axis: label of figures; {} is for the number of images. columns: columns of tables
             for the measured and the predicted cost, in units of a budget; none if tables have them already. unit:
-            cost of a budget of 1. combine: see `Prices`.
+            cost of a budget of 1. combine: see `Prices`. noisy: hybrids whose measurement is too uncertain.
     """
 
     name: str
@@ -71,7 +77,7 @@ class Cost(ABC):
 
     def __init__(self, hybrids: Hybrids, batch_size: int):
         sample, device = hybrids.laboratory.sample.images, hybrids.laboratory.trained.device
-        self.hybrids, self.device = hybrids, device
+        self.hybrids, self.device, self.noisy = hybrids, device, set[Choices]()
         self.images = sample[torch.arange(batch_size) % len(sample)].to(device)
 
     @abstractmethod
@@ -120,13 +126,15 @@ class Cost(ABC):
             call()
         return call
 
-    def once(self, choices: Choices, compute: Callable[[], float], **question: Any) -> float:
+    def once(self, choices: Choices, compute: Callable[[], Found], **question: Any) -> float:
         """Returns what is kept of a measurement with this device, number of threads and batch, or makes it."""
         place = {"device": device_name(self.device), "threads": torch.get_num_threads(), "batch": len(self.images)}
         options = self.hybrids.laboratory.trained.run.train
         place |= {"amp": options.amp, "kernels": options.kernels}
-        values = self.hybrids.once(choices, lambda: {"cost": compute()}, of=self.name, **place, **question)
-        return values["cost"]
+        found = Found(**self.hybrids.once(choices, lambda: compute()._asdict(), of=self.name, **place, **question))
+        if found.noisy:
+            self.noisy.add(choices)
+        return found.cost
 
 
 class Macs(Cost):
@@ -158,11 +166,15 @@ class Time(Cost):
             return self.once(own, self._seconds)
         return self.measure(own) * self.once(choices, partial(self._ratio, choices))
 
-    def _seconds(self) -> float:
-        return median(self._times({OWN: self.hybrids.own}).seconds[OWN])
+    def _seconds(self) -> Found:
+        times = self._times({OWN: self.hybrids.own})
+        found = Quartiles.of(times.seconds[OWN])
+        return Found(found.median, times.noisy(found))
 
-    def _ratio(self, choices: Choices) -> float:
-        return self._times({OWN: self.hybrids.own, "hybrid": choices}).speedup(OWN, "hybrid").median
+    def _ratio(self, choices: Choices) -> Found:
+        times = self._times({OWN: self.hybrids.own, "hybrid": choices})
+        found = times.speedup(OWN, "hybrid")
+        return Found(found.median, times.noisy(found))
 
     def _times(self, hybrids: Mapping[str, Choices]) -> Times:
         calls = {name: self.call(self.build(choices)) for name, choices in hybrids.items()}
@@ -182,7 +194,7 @@ class Memory(Cost):
     combine = max
 
     def measure(self, choices: Choices) -> float:
-        return self.once(choices, lambda: peak_bytes(self.call(self.build(choices)), self.device))
+        return self.once(choices, lambda: Found(peak_bytes(self.call(self.build(choices)), self.device)))
 
     def start(self) -> float:
         return 0.0
@@ -191,12 +203,12 @@ class Memory(Cost):
         choices = self.hybrids.single(layer, name)
         return self.once(choices, lambda: self._alone(choices, layer), layer=layer)
 
-    def _alone(self, choices: Choices, layer: int) -> float:
+    def _alone(self, choices: Choices, layer: int) -> Found:
         model = self.build(choices)
         for number, other in enumerate(attention_layers(model)):
             if number != layer:
                 other.forward = lambda x, *_: x
-        return peak_bytes(self.call(model), self.device)
+        return Found(peak_bytes(self.call(model), self.device))
 
 
 COSTS: dict[str, type[Cost]] = {cost.name: cost for cost in (Macs, Time, Memory)}

@@ -353,6 +353,9 @@ def report(
     if cost.columns:
         deviation = max(abs(point.candidate.cost / point.cost - 1) for point in points)
         print(f"{cost.name} as predicted from single layers: at most {deviation:.1%} from the measured")
+    if noisy := [point for point in points if point.candidate.choices in cost.noisy]:
+        remedy = "repeat the search in another directory on an idle machine, or with OMP_NUM_THREADS=1"
+        print(f"warning: {len(noisy)} of {len(points)} times are noisy; {remedy}")
     for file, table in ((FILES[0], points), (FILES[1], front)):
         lines = [values(point, hybrids, cost, names) for point in table]
         write_file(args.output / file, to_csv(list(lines[0]), (line.values() for line in lines)))

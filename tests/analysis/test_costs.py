@@ -159,6 +159,20 @@ def test_time_and_memory_are_those_of_the_precision_and_the_fast_paths_of_the_ru
     assert seen[-1] == (torch.float32, "plain")
 
 
+def test_times_that_vary_too_much_are_noisy_when_they_are_read_again_too(monkeypatch):
+    def vary(calls, rounds, device, clock):
+        own = [1.0] * rounds
+        return Times({name: own if name == OWN else [1.0, 9.0] * (rounds // 2) for name in calls}, 0.0)
+
+    monkeypatch.setattr(costs, "time_rounds", vary)
+    hybrids = Fake()
+    for _ in range(2):
+        cost = COSTS["ms"](hybrids, 1)
+        assert cost.measure(("a", OWN)) == 5
+        assert cost.noisy == {("a", OWN)}
+        monkeypatch.setattr(costs, "time_rounds", None)
+
+
 def test_a_budget_is_refused_by_the_lower_of_prediction_and_measurement():
     """Two layers of `a` are predicted at 8; measured they are cheaper, or dearer."""
     prices = Prices(10.0, {(layer, name): -(name == "a") for layer in range(2) for name in (OWN, "a")}, operator.add)
