@@ -57,8 +57,9 @@ def open_training_images(trained: Trained, sample: Sample) -> tuple[Images, Tens
 def validates_on_training_images(trained: Trained) -> bool:
     """Returns whether the split of the training images is that of the validation, and none are held out."""
     data = replace(trained.run.data, subset=None)
-    train, val = open_split(data, "train_split"), open_split(data, "val_split")
-    return not data.held_out_by and is_one_split(identify_data(train, val))
+    if data.held_out_by:
+        return False
+    return is_one_split(identify_data(open_split(data, "train_split"), open_split(data, "val_split")))
 
 
 def draw_batches(trained: Trained, images: Images, indices: Tensor, steps: int, seed: int) -> Iterator[Tensor]:

@@ -117,6 +117,8 @@ def main(args: argparse.Namespace) -> None:
     check_reachable(budgets, prices, cost)
     points = measure(hybrids, cost, prices, list(budgets.values()), args)
     front = [point for point in points if is_best(point, points)]
+    if not front:
+        raise UserError(f"{args.checkpoint}: no measured assignment has a finite loss; raise --evaluations, or --align")
     report(hybrids, cost, points, front, budgets, args)
 
 

@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 import analyze
-from analysis import costs, laboratory, search
+from analysis import costs, hybrids, laboratory, search
 from analysis.costs import Prices
 from analysis.hybrids import OWN
 from analysis.laboratory import Score
@@ -288,7 +288,7 @@ def test_without_a_choice_impossible_mechanisms_are_left_out(checkpoint, tmp_pat
 
 
 def test_the_files_of_the_front_train_on_the_split_of_the_run(checkpoint, tmp_path, monkeypatch):
-    """Not on the images for the alignment, some of which have chosen the assignment."""
+    """The images of the alignment are of the split that chose the assignment."""
     monkeypatch.setattr(search, "encode", lambda figure: b"")
     options = "--images", "60", "--align", "2", "--output", str(tmp_path), "--attention", "linear"
     analyze.main(["search", str(checkpoint), "data.train_split=val", *options, "--budget", "macs=1"])
@@ -302,3 +302,11 @@ def test_too_many_assignments_are_not_listed(checkpoint, tmp_path, capsys, monke
     with pytest.raises(SystemExit):
         analyze.main(["search", str(checkpoint), *options, "--strategy", "all"])
     assert "--strategy all: 4 assignments are more than 3" in capsys.readouterr().err
+
+
+def test_a_search_without_a_finite_loss_ends_in_a_line(checkpoint, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(hybrids, "score", lambda *given: Score(0.0, math.nan))
+    options = "--images", "20", "--align", "2", "--output", str(tmp_path), "--attention", "linear"
+    with pytest.raises(SystemExit):
+        analyze.main(["search", str(checkpoint), *options, "--budget", "macs=1", "--strategy", "all"])
+    assert "no measured assignment has a finite loss" in capsys.readouterr().err
