@@ -7,10 +7,11 @@ from statistics import mean, stdev
 
 import pytest
 
+from analysis.assignments import choose, search
 from analysis.costs import Prices
 from analysis.hybrids import OWN, Choices
 from analysis.laboratory import Score
-from analysis.search import PER_BUDGET, choose, search
+from analysis.search import PER_BUDGET
 
 DOCS = Path(__file__).parents[2] / "docs"
 SHARES = 0.68, 0.72, 0.8, 0.85, 0.9

@@ -11,11 +11,11 @@ import pytest
 import yaml
 
 import analyze
-from analysis import costs, hybrids, laboratory, search
+from analysis import assignments, costs, hybrids, laboratory, search
+from analysis.assignments import Candidate, Point, choose, is_best, predict
 from analysis.costs import Prices
 from analysis.hybrids import OWN
 from analysis.laboratory import Score
-from analysis.search import Candidate, Point, choose, is_best, predict
 from bench.timing import time_rounds
 from engine.config.load import load_run
 from tests.analysis.models import load_model, save_model
@@ -51,7 +51,7 @@ ALL = list(itertools.product((OWN, "a", "b"), repeat=3))
 def test_where_losses_add_up_the_first_measurement_is_the_best(budget):
     """After the seven with at most one replaced layer, one measurement for the budget."""
     evaluate = landscape()
-    points = search.search(OWN3, PRICES, [budget], 8, evaluate)
+    points = assignments.search(OWN3, PRICES, [budget], 8, evaluate)
     best = min((evaluate(choices)[0].loss, macs_of(choices)) for choices in ALL if macs_of(choices) <= budget)
     found = choose(points, budget)
     assert (found.score.loss, found.cost) == pytest.approx(best)
@@ -64,28 +64,28 @@ def test_where_losses_add_up_the_first_measurement_is_the_best(budget):
 def test_where_layers_interact_more_measurements_find_the_best():
     evaluate, budget = landscape(interaction=0.5), 60
     best = min(evaluate(choices)[0].loss for choices in ALL if macs_of(choices) <= budget)
-    losses = [choose(search.search(OWN3, PRICES, [budget], n, evaluate), budget).score.loss for n in (8, 10)]
+    losses = [choose(assignments.search(OWN3, PRICES, [budget], n, evaluate), budget).score.loss for n in (8, 10)]
     assert losses[0] > losses[1] == best
 
 
 def test_budgets_take_turns_and_nothing_is_measured_twice():
     calls = []
     evaluate = landscape()
-    points = search.search(OWN3, PRICES, [45, 65], 12, lambda choices: calls.append(choices) or evaluate(choices))
+    points = assignments.search(OWN3, PRICES, [45, 65], 12, lambda choices: calls.append(choices) or evaluate(choices))
     assert len(calls) == len({*calls}) == len(points) == 12
     turns = [point.cost <= 45 for point in points[7:]]
     assert turns[:2] == [True, False]
     assert {point.candidate.choices for point in points} == {*calls}
-    every = search.search(OWN3, PRICES, [200], 99, evaluate)
+    every = assignments.search(OWN3, PRICES, [200], 99, evaluate)
     assert {point.candidate.choices for point in every} == {*ALL}
 
 
 def test_other_strategies_measure_at_random_or_all():
     evaluate = landscape()
-    every = search.search(OWN3, PRICES, [60], 27, evaluate, "all")
+    every = assignments.search(OWN3, PRICES, [60], 27, evaluate, "all")
     assert {point.candidate.choices for point in every} == {*ALL}
     first, again, other = (
-        [p.candidate.choices for p in search.search(OWN3, PRICES, [60, 80], 9, evaluate, "random", seed)]
+        [p.candidate.choices for p in assignments.search(OWN3, PRICES, [60, 80], 9, evaluate, "random", seed)]
         for seed in (0, 0, 1)
     )
     assert first == again != other
@@ -97,9 +97,9 @@ def test_the_beam_keeps_the_best_of_every_cost(monkeypatch):
     """A beam that is narrower than the 27 assignments keeps the lowest prediction within each budget."""
     exact = predict(1.0, OF_OWN | RISES, PRICES)
     assert len(exact) == 27
-    monkeypatch.setattr(search, "MOST_CANDIDATES", 5)
-    monkeypatch.setattr(search, "WIDTH", 12)
-    monkeypatch.setattr(search, "SLICES", 6)
+    monkeypatch.setattr(assignments, "MOST_CANDIDATES", 5)
+    monkeypatch.setattr(assignments, "WIDTH", 12)
+    monkeypatch.setattr(assignments, "SLICES", 6)
     beam = predict(1.0, OF_OWN | RISES, PRICES)
     assert len(beam) <= 12
     for budget in (45, 60, 80, 100):
@@ -122,7 +122,7 @@ def test_an_assignment_above_the_budget_as_measured_is_no_answer():
     def evaluate(choices: tuple[str, ...]) -> tuple[Score, float]:
         return known(choices)[0], macs_of(choices) + 10 * (OWN not in choices[1:])
 
-    found = choose(search.search(OWN3, PRICES, [budget], 12, evaluate), budget)
+    found = choose(assignments.search(OWN3, PRICES, [budget], 12, evaluate), budget)
     best = min(evaluate(choices)[0].loss for choices in ALL if evaluate(choices)[1] <= budget)
     assert found.score.loss == best > min(known(choices)[0].loss for choices in ALL if macs_of(choices) <= budget)
     assert found.cost <= budget
@@ -297,7 +297,7 @@ def test_the_files_of_the_front_train_on_the_split_of_the_run(checkpoint, tmp_pa
 
 
 def test_too_many_assignments_are_not_listed(checkpoint, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(search, "MOST_CANDIDATES", 3)
+    monkeypatch.setattr(assignments, "MOST_CANDIDATES", 3)
     options = "--images", "20", "--output", str(tmp_path), "--attention", "linear", "--budget", "macs=1"
     with pytest.raises(SystemExit):
         analyze.main(["search", str(checkpoint), *options, "--strategy", "all"])

@@ -1,0 +1,148 @@
+"""Assignments of mechanisms to layers: predicted losses and costs, the order of measurements, and the front.
+
+The loss of an assignment is predicted as a sum over layers of the rise of the loss when that layer alone has its
+mechanism. Its cost is predicted from single layers too.
+"""
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from analysis.costs import Prices
+from analysis.hybrids import Choices
+from analysis.laboratory import Score
+
+MOST_CANDIDATES = 100_000
+"""Largest number of assignments that are all predicted; of more, those of a beam are."""
+
+WIDTH = 20_000
+SLICES = 100
+"""Assignments in the beam, and slices of cost that share it equally."""
+
+
+class Candidate(NamedTuple):
+    """An assignment. predicted: loss, the trained model's and the rises of its layers, or nan. cost: by `Prices`."""
+
+    choices: Choices
+    predicted: float
+    cost: float
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured assignment. number: number of its measurement, from 0 on. cost: measured cost, see `Cost`."""
+
+    number: int
+    candidate: Candidate
+    score: Score
+    cost: float
+
+
+def search(
+    own: Choices,
+    prices: Prices,
+    budgets: Sequence[float],
+    limit: int,
+    evaluate: Callable[[Choices], tuple[Score, float]],
+    strategy: str = "sensitivity",
+    seed: int = 0,
+) -> list[Point]:
+    """Searches for the assignments of the lowest loss within each of several budgets.
+
+    Args:
+        own: assignment of the trained model. prices: prices of all layers and choices. limit: number of measurements.
+            evaluate: measures an assignment and its cost. strategy: see `--strategy`; "random" and "all" predict no
+            losses. seed: seed of the strategy "random".
+    Returns:
+        The measured assignments, in the order of their measurements.
+    """
+    points: dict[Choices, Point] = {}
+
+    def add(candidate: Candidate) -> None:
+        if len(points) < limit and candidate.choices not in points:
+            points[candidate.choices] = Point(len(points), candidate, *evaluate(candidate.choices))
+
+    if strategy != "sensitivity":
+        order = predict(math.nan, dict.fromkeys(prices.layers, 0.0), prices)
+        if strategy == "random":
+            random.Random(seed).shuffle(order)
+    else:
+        rises = {}
+        for layer, name in prices.layers:
+            choices = (*own[:layer], name, *own[layer + 1 :])
+            if choices not in points:
+                score, cost = evaluate(choices)
+                points[choices] = Point(
+                    len(points), Candidate(choices, score.loss, prices.predict(choices)), score, cost
+                )
+            rises[layer, name] = points[choices].score.loss - points[own].score.loss
+        order = predict(points[own].score.loss, rises, prices)
+        order.sort(key=lambda candidate: (candidate.predicted, candidate.cost))
+    if strategy == "all":
+        for candidate in order:
+            add(candidate)
+    queues = [iter([candidate for candidate in order if candidate.cost <= budget]) for budget in budgets]
+    while queues and len(points) < limit:
+        queues = [queue for queue in queues if take(queue, points, add)]
+    return list(points.values())
+
+
+def take(queue: Iterable[Candidate], points: Mapping[Choices, Point], add: Callable[[Candidate], None]) -> bool:
+    """Adds the next candidate of a queue that is not measured yet; returns whether there was one."""
+    for candidate in queue:
+        if candidate.choices not in points:
+            add(candidate)
+            return True
+    return False
+
+
+def predict(loss: float, rises: Mapping[tuple[int, str], float], prices: Prices) -> list[Candidate]:
+    """Predicts loss, as a sum over layers, and cost of assignments: of all, or of a beam.
+
+    The beam keeps the lowest losses within each of `SLICES` slices of cost, layer after layer.
+
+    Args:
+        loss: of the trained model. rises: layer and choice -> the loss that it adds; the own attention adds 0.
+    """
+    found = [Candidate((), loss, prices.start)]
+    for layer in range(1 + max(layer for layer, _ in prices.layers)):
+        options = [pair for pair in prices.layers if pair[0] == layer]
+        found = [
+            Candidate((*choices, pair[1]), predicted + rises[pair], prices.combine(cost, prices.layers[pair]))
+            for (choices, predicted, cost), pair in itertools.product(found, options)
+        ]
+        if len(found) > MOST_CANDIDATES:
+            found = thin(found)
+    return found
+
+
+def thin(candidates: Sequence[Candidate]) -> list[Candidate]:
+    """Returns at most `WIDTH` candidates: those with the lowest predictions in each of `SLICES` slices of cost."""
+    low, high = (bound(candidate.cost for candidate in candidates) for bound in (min, max))
+    slices: list[list[Candidate]] = [[] for _ in range(SLICES)]
+    for candidate in candidates:
+        share = (candidate.cost - low) / (high - low) if high > low else 0.0
+        slices[min(SLICES - 1, int(SLICES * share))].append(candidate)
+    kept = (sorted(part, key=lambda candidate: candidate.predicted)[: WIDTH // SLICES] for part in slices)
+    return list(itertools.chain.from_iterable(kept))
+
+
+def is_best(point: Point, points: Iterable[Point]) -> bool:
+    """Returns whether no other point has a loss as low at a cost as low; of equal ones the first is best, and an
+    infinite loss never is.
+    """
+
+    def rank(one: Point) -> tuple[float, float, int]:
+        return one.score.loss, one.cost, one.number
+
+    beaten = any(other.cost <= point.cost and rank(other) < rank(point) for other in points)
+    return not beaten and math.isfinite(point.score.loss)
+
+
+def choose(points: Iterable[Point], budget: float) -> Point:
+    """Returns the point of the lowest loss within a budget; of equal ones the cheapest."""
+    within = [point for point in points if point.cost <= budget]
+    return min(within, key=lambda point: (point.score.loss, point.cost, point.number))
