@@ -79,24 +79,27 @@ def resample_bias_tables(
         if table is None or bias is None or bias.table is None:
             continue
         (kind, windows), fits, rows = _bias_options(layer), table.shape == bias.table.shape, table.shape[1]
-        there = (kind, fits and windows) if source is None else _bias_options(source.get_submodule(name))
+        there = (kind, windows if fits else None) if source is None else _bias_options(source.get_submodule(name))
         their_kind, their_windows = there
         if their_kind != kind:
             reasons[key] = f"there it is of {' '.join(their_kind)}"
-        elif fits and (kind[0] == "table" or their_windows == windows):
+        elif fits and their_windows == windows:
             continue
         elif kind[0] == "t5" and their_windows:
-            side, overlap = their_windows
-            if (resampled := bias.resampled_t5(table, side + overlap)) is None:
+            if (resampled := bias.resampled_t5(table, their_windows[0][1] + their_windows[1][1])) is None:
                 reasons[key] = f"{tuple(table.shape)} there is no such table"
             else:
                 tables[key] = resampled
         elif kind[0] != "table":
             reasons[key] = f"of another window, and {' '.join(kind)} cannot be resampled"
-        elif table.shape[::2] != bias.table.shape[::2] or ("2d" in kind and math.isqrt(rows) ** 2 != rows):
-            reasons[key] = f"{tuple(table.shape)} there is no such table"
         else:
-            tables[key] = _resize_table(table, bias.table.shape[1], "2d" in kind)
+            side = math.isqrt(rows)
+            likely = (side, side) if "2d" in kind else (1, rows)
+            before, after = (_offsets(kind, *each) if each else likely for each in (their_windows, windows))
+            if table.shape[::2] != bias.table.shape[::2] or math.prod(before) != rows:
+                reasons[key] = f"{tuple(table.shape)} there is no such table"
+            elif before != after:
+                tables[key] = _resize_table(table, before, after)
     return tables, reasons
 
 
@@ -133,17 +136,24 @@ def _likely_grid(count: int, here: Grid) -> Grid:
     return math.isqrt(count), math.isqrt(count)
 
 
-def _bias_options(layer: nn.Module) -> tuple[tuple[str, ...], tuple[int, int]]:
-    """Options that determine the rows of a bias table: its kind, and the window's side and overlap."""
+def _bias_options(layer: nn.Module) -> tuple[tuple[str, ...], tuple[Grid, Grid]]:
+    """What determines the rows of a bias table: its kind, and the windows' (rows, columns) and overlap. Windows are no
+    larger than the grid, so that they may be no squares.
+    """
     config: Any = layer.config
-    layout, causal = getattr(config, "layout", "2d"), ["causal"] if getattr(config, "causal", False) else []
-    side = config.window_size if hasattr(config, "window_size") else config.kernel_size
-    return (config.position_bias, layout, *causal), (side, getattr(config, "overlap", 0))
+    bias: Any = layer.position_bias
+    kind, size, overlap, causal = bias.index_arguments
+    return (kind, getattr(config, "layout", "2d"), *["causal"] * causal), (size, overlap)
 
 
-def _resize_table(table: Tensor, rows: int, is_square: bool) -> Tensor:
-    """Resizes a bias table (1, rows, h) with a row per offset, along an axis or on a square, as timm does."""
-    before, after = ((side := math.isqrt(n), side) if is_square else (1, n) for n in (table.shape[1], rows))
+def _offsets(kind: tuple[str, ...], size: Grid, overlap: Grid) -> Grid:
+    """Number of offsets along y and x that a bias of the kind `table` has a row for."""
+    y, x = (side + over for side, over in zip(size, overlap, strict=True))
+    return (1, x) if "causal" in kind else (2 * y - 1, 2 * x - 1)
+
+
+def _resize_table(table: Tensor, before: Grid, after: Grid) -> Tensor:
+    """Resizes a bias table (1, rows, h) with a row per offset along y and x, as timm does."""
     images = table.float().mT.unflatten(2, before)  # (1, h, y, x)
     return F.interpolate(images, after, mode="bicubic", align_corners=False).flatten(2).mT
 

@@ -99,13 +99,17 @@ def reduction_cost(context: LayerContext, reduction: int) -> Cost:
 
 
 def stretched(values: Tensor, grid: Grid, reduction: int) -> Tensor:
-    """Values of prefix tokens and of the shrunk grid (B, h, P + M, d) on the grid, as an image: (B, h, P + N, d)."""
+    """Values of prefix tokens and of the shrunk grid (B, h, P + M, d) on the grid, as an image: (B, h, P + N, d).
+
+    A shrunk token lies in the middle of the R x R tokens that the convolution took, padding included.
+    """
     if reduction == 1:
         return values
-    small = shrunk(grid, reduction)
+    (H, W), small = grid, shrunk(grid, reduction)
     prefix, tokens = split_prefix(values, small[0] * small[1])
     images = tokens.mT.flatten(0, 1).unflatten(2, small)
-    images = F.interpolate(images, grid, mode="bilinear", align_corners=False)
+    padded = small[0] * reduction, small[1] * reduction
+    images = F.interpolate(images, padded, mode="bilinear", align_corners=False)[:, :, :H, :W]
     return torch.cat([prefix, images.flatten(2).unflatten(0, values.shape[:2]).mT], 2)
 
 

@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import timm
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import ATTENTION
@@ -189,6 +190,22 @@ def test_bias_tables_are_resampled_to_other_windows():
     assert outcome["adapted"] == [f"blocks.{i}.attn.position_bias.table (1, 9, 2) -> (1, 49, 2)" for i in (0, 1)]
     old, new = source["blocks.0.attn.position_bias.table"][0], model.blocks[0].attn.position_bias.table[0]
     torch.testing.assert_close(new.view(7, 7, 2)[3, 3], old.view(3, 3, 2)[1, 1], rtol=0.2, atol=0.01)  # the middle
+
+
+def test_bias_tables_of_windows_that_are_no_squares_belong_to_rows_and_columns():
+    """Windows of 4 x 7 and of 7 x 4 tokens have tables of 7 x 13 and 13 x 7 rows, as many."""
+    attention = {"name": "shifted_window", "window_size": 7}
+    wide, high = (build(attention, img_size=size, patch_size=4) for size in ((16, 56), (56, 16)))
+    outcome = fit(high, wide.state_dict(), wide)
+    assert [entry for entry in outcome["adapted"] if "position_bias" in entry] == [
+        f"blocks.{i}.attn.position_bias.table (1, 91, 2) -> (1, 91, 2)" for i in (0, 1)
+    ]
+    old, new = (model.blocks[0].attn.position_bias.table[0] for model in (wide, high))
+    expected = F.interpolate(old.mT.unflatten(1, (7, 13))[None], (13, 7), mode="bicubic", align_corners=False)
+    torch.testing.assert_close(new, expected[0].flatten(1).mT)
+    square = build(attention, img_size=56, patch_size=4)
+    outcome = fit(square, wide.state_dict(), wide)
+    assert "blocks.0.attn.position_bias.table (1, 91, 2) -> (1, 169, 2)" in outcome["adapted"]
 
 
 T5 = {"position_bias": "t5"}

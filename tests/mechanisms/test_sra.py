@@ -3,10 +3,12 @@
 import math
 from functools import partial
 
+import pytest
 import torch
 from torch import nn
 
 from attention.mechanisms.softmax import softmax
+from attention.mechanisms.sra import shrunk, stretched
 from attention.parts.groups import bins, group_mean
 from tests.support.cases import PREFIX, Case
 from tests.support.comparisons import assert_equal
@@ -56,3 +58,14 @@ def test_sra_by_averaging_is_softmax_over_averages(grid):
     groups = bins(grid, (grid[0] // 2, grid[1] // 2), CPU)
     averages = (group_mean(y, groups)[:, :, 0] for y in keys_and_values)
     assert_equal(attn.attend(*attn.project(x, grid), grid), softmax(q, *averages))
+
+
+@pytest.mark.parametrize(("grid", "R"), [((8, 12), 4), ((10, 9), 4), ((15, 7), 2), ((20, 20), 8)])
+def test_shrunk_tokens_are_stretched_from_the_middle_of_the_tokens_that_they_cover(grid, R):
+    """A ramp of the middles is the ramp of the rows and columns again, between the first middle and the last."""
+    rows, columns = (R * torch.arange(side, dtype=torch.float64) + (R - 1) / 2 for side in shrunk(grid, R))
+    ramp = torch.stack([rows[:, None].expand(-1, len(columns)), columns.expand(len(rows), -1)], -1)  # (H/R, W/R, 2)
+    found = stretched(ramp.flatten(0, 1)[None, None], grid, R)[0, 0].unflatten(0, grid)
+    y, x = (torch.arange(side, dtype=torch.float64) for side in grid)
+    assert_equal(found[..., 0], y.clamp(rows[0], rows[-1])[:, None].expand(grid))
+    assert_equal(found[..., 1], x.clamp(columns[0], columns[-1]).expand(grid))
