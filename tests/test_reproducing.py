@@ -1,6 +1,8 @@
 """docs/reproducing.md has every sweep and every quoted table of a paper once, and says rightly what was run."""
 
+import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,21 @@ SWEEPS = sorted((ROOT / "configs/ablation").glob("*.yaml"))
 
 def rows_of(sweep: str) -> list[list[str]]:
     return [row for row in ROWS if f"configs/ablation/{sweep}.yaml" in " ".join(row)]
+
+
+@pytest.mark.parametrize("command", re.findall(r"`(python \w+\.py [^`]+)`", " ".join(SECTIONS.values())))
+def test_a_command_has_what_its_script_asks_for(monkeypatch, command):
+    class Parsed(Exception):
+        """The script has taken the command line, and begins its work."""
+
+    def begin():
+        raise Parsed
+
+    _, script, *arguments = shlex.split(command)
+    module = importlib.import_module(script.removesuffix(".py"))
+    monkeypatch.setattr(module, "refuse_bad_input", begin)
+    with pytest.raises(Parsed):
+        module.main(arguments)
 
 
 def test_the_page_has_exactly_the_shipped_sweeps():
