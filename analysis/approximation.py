@@ -75,9 +75,10 @@ class Softmax:
     """Softmax attention of a trained model's queries, keys and values, the reference of the comparison.
 
     Attributes:
-        temperature: divisor of the logits. state: weights whose queries are divided by it. inputs: tokens
-            (B, P + N, C) and grid of every attention layer of the trained model. compute: what of a layer is compared,
-            `attended` or `outputs`. expected: it, of every layer. entropies: entropy of the weights of each layer,
+        temperature: divisor of the logits. state: weights whose queries and keys are divided by its root, both alike,
+            because the error of features of queries and keys depends on the size of each. inputs: tokens (B, P + N, C)
+            and grid of every attention layer of the trained model. compute: what of a layer is compared, `attended` or
+            `outputs`. expected: it, of every layer. entropies: entropy of the weights of each layer,
             nats, mean over queries and heads. macs: see `layer_macs`.
     """
 
@@ -105,8 +106,8 @@ def attend_by_softmax(
     state = dict(trained.source.state)
     for name, x in state.items():
         if name.endswith((".attn.qkv.weight", ".attn.qkv.bias")):
-            q, *others = x.chunk(3)
-            state[name] = torch.cat([q / temperature, *others])
+            q, k, *others = x.chunk(3)
+            state[name] = torch.cat([q / temperature**0.5, k / temperature**0.5, *others])
     model, _ = drop_in(trained, {"name": "softmax"}, 0, state)
     layers = attention_layers(model)
     expected = [compute(layer, *given) for layer, given in zip(layers, inputs, strict=True)]

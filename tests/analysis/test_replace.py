@@ -198,6 +198,15 @@ def test_entropy_rises_with_the_temperature(trained, inputs):
     assert found[-1] == pytest.approx(math.log(16), abs=1e-5)
 
 
+def test_a_temperature_divides_queries_and_keys_alike(trained, inputs):
+    """The error of random features depends on |q + k|, so that the scale of one alone would change it."""
+    softmax = attend_by_softmax(trained, inputs, 4.0)
+    model, _ = drop_in(trained, {"name": "performer", "num_samples": 8}, 0, softmax.state)
+    for layer, own, given in zip(*map(attention_layers, (model, trained.model)), inputs, strict=True):
+        q, k, v = own.project(*given)
+        torch.testing.assert_close(layer.project(*given), (q / 2, k / 2, v))
+
+
 @pytest.mark.parametrize(
     "attention",
     [{"name": "performer", "num_samples": 8}, {"name": "eva", "window_size": 2, "num_landmarks": 4}],
