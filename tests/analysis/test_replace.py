@@ -304,6 +304,49 @@ def test_a_run_without_queries_is_refused(trained, inputs):
         attend_by_softmax(dataclasses.replace(trained, model=model), inputs, 1.0)
 
 
+NARROW = "{name: efficient, key_dim: 12}"
+
+
+@pytest.mark.parametrize("question", ["error", "replace"])
+def test_other_widths_of_keys_are_a_row_with_the_reason(checkpoint, tmp_path, question):
+    rows = ask(
+        checkpoint, tmp_path, question, "--attention", "softmax", NARROW, "linear", "--images", "4", "--draws", "1"
+    )
+    assert {row["attention"] for row in rows if row["error"]} == {"softmax", "linear"}
+    (problem,) = {row["problem"] for row in rows if row["attention"] == NARROW}
+    assert problem.startswith(
+        "attention(efficient) makes 48 channels of queries, keys and values, but softmax of the run 72"
+    )
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory) -> Path:
+    """A checkpoint whose keys are narrower than its values, with as many projected channels as two full ones."""
+    return save_model(tmp_path_factory.mktemp("narrow"), [*OPTIONS, f"attention={NARROW}"])
+
+
+@pytest.mark.parametrize("question", ["error", "entries", "partition", "weighting"])
+def test_a_run_of_narrow_keys_is_refused_in_one_line(narrow, tmp_path, capsys, question):
+    with pytest.raises(SystemExit) as caught:
+        ask(narrow, tmp_path, question, "--images", "4")
+    assert caught.value.code == 2
+    assert "attention(softmax) makes 72 channels of queries, keys and values, but efficient of the run 48" in (
+        capsys.readouterr().err
+    )
+
+
+def test_narrow_keys_serve_only_mechanisms_of_the_same(narrow):
+    """Two full projections have as many channels as the three here, and another meaning."""
+    run = load_model(narrow)
+    model, untrained = drop_in(run, run.run.attention, 0)
+    assert untrained == 0
+    x, grid = layer_inputs(run, read_sample(run, 4).images)[0]
+    assert torch.equal(attended(attention_layers(model)[0], x, grid), attended(attention_layers(run.model)[0], x, grid))
+    for name in ("linear", "reformer"):
+        with pytest.raises(OptionError, match=r"channels .* efficient of the run 48; give"):
+            drop_in(run, {"name": name}, 0)
+
+
 def test_every_mechanism_has_options_and_at_most_one_size():
     known = read_mechanisms(None)
     assert set(known) == set(ATTENTION)
