@@ -1,5 +1,6 @@
 """Fits the weights of another model to a model: resamples, leaves out, and tells what became of each."""
 
+import dataclasses
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,11 +58,29 @@ def build_models(run: Run, checkpoint: Mapping, kinds: Sequence[Weights]) -> tup
         place, state = WEIGHTS[kind], checkpoint[WEIGHTS[kind]]
         check_state(trained, state, place)
         models[kind] = create_model(attention=run.attention, **run.model)
-        taken, outcome = fit_weights(models[kind], source_of(trained, state), place)
+        source = source_of(trained, state)
+        taken, outcome = fit_weights(models[kind], source, place)
         if rest := summarize({name: names for name, names in outcome.items() if name != "adapted"}):
             raise UserError(f"{place}: {title}: not all weights can be resampled: {rest}")
         load_weights(models[kind], taken, place)
-    return models, f"{title}; resampled: {', '.join(merge_layers(outcome['adapted'])) or 'nothing'}"
+    assert source.model is not None
+    changes = list_fitted(source.model, models[kind])
+    line = f"{title}; resampled: {', '.join(merge_layers(outcome['adapted'])) or 'nothing'}"
+    return models, f"{line}; fitted to the grid: {', '.join(changes)}" if changes else line
+
+
+def list_fitted(source: nn.Module, model: nn.Module) -> list[str]:
+    """Returns the options of attention with `fit` that differ between two models: ``["num_landmarks 49 -> 25"]``."""
+    layers = ([layer for layer in each.modules() if isinstance(layer, Attention)] for each in (source, model))
+    pairs = [(there.config, here.config) for there, here in zip(*layers, strict=True)]
+    changes = (
+        f"{field.name} {getattr(there, field.name)} -> {getattr(here, field.name)}"
+        for there, here in pairs
+        if type(there) is type(here) and getattr(here, "fit", False)
+        for field in dataclasses.fields(here)
+        if getattr(there, field.name) != getattr(here, field.name)
+    )
+    return list(dict.fromkeys(changes))
 
 
 def fit_weights(

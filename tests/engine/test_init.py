@@ -1,5 +1,6 @@
 """Weights of other models at the start of a run: fitting weights are loaded, and a table reports each."""
 
+import dataclasses
 import itertools
 import re
 from argparse import Namespace
@@ -13,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attention import ATTENTION
-from engine.checkpoints.adapt import fit_weights, merge_layers, table
+from engine.checkpoints.adapt import build_models, fit_weights, merge_layers, table
 from engine.checkpoints.export import export_checkpoint
 from engine.checkpoints.files import load_checkpoint
 from engine.checkpoints.initial_weights import create_initial_model
@@ -206,6 +207,17 @@ def test_bias_tables_of_windows_that_are_no_squares_belong_to_rows_and_columns()
     square = build(attention, img_size=56, patch_size=4)
     outcome = fit(square, wide.state_dict(), wide)
     assert "blocks.0.attn.position_bias.table (1, 91, 2) -> (1, 169, 2)" in outcome["adapted"]
+
+
+def test_sizes_that_fit_another_grid_are_said():
+    attention = "attention={name: lara, num_landmarks: 16, fit: true}"
+    trained, run, same = (run_of(attention, f"model.img_size={size}") for size in (32, 16, 40))
+    model = create_model(attention=trained.attention, **trained.model)
+    checkpoint = {"config": dataclasses.asdict(trained), "model": model.state_dict()}
+    models, line = build_models(run, checkpoint, ["plain"])
+    assert line.endswith("; fitted to the grid: num_landmarks 16 -> 4")
+    assert models["plain"].blocks[0].attn.config.num_landmarks == 4
+    assert "fitted" not in build_models(same, checkpoint, ["plain"])[1]
 
 
 T5 = {"position_bias": "t5"}
